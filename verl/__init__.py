@@ -1,0 +1,25 @@
+"""verl: reinforcement-learning post-training for large language models.
+
+Importing this package is cheap on purpose (no torch, no Ray): the names below are resolved on first use.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from verl._version import __version__
+
+_LAZY = {
+    "DataProto": "verl.data_proto.proto",
+    "DataProtoItem": "verl.data_proto.proto",
+}
+
+__all__ = ["DataProto", "DataProtoItem", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        import importlib
+
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'verl' has no attribute {name!r}")

@@ -1,0 +1,65 @@
+"""The column table: every column that a batch can carry, named once, with its shape, dtype, producer and meaning.
+
+`batch` is rows, `prompt` the padded prompt length, `response` the padded response length. Prompts are padded on the left,
+responses on the right, so that column `prompt + t` of a whole row is response token `t`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Column:
+    """One row of the table. `dtype` is a torch dtype's name, or "object" for a non-tensor column."""
+
+    axes: tuple[str, ...]
+    dtype: str
+    producer: str
+    meaning: str
+
+
+_B, _BP, _BR = ("batch",), ("batch", "prompt"), ("batch", "response")
+
+COLUMNS: dict[str, Column] = {
+    # from the data loader
+    "ordinal": Column(_B, "int64", "data", "number of the prompt within the run; rows of one group share it"),
+    "row_index": Column(_B, "int64", "data", "row of the dataset that the prompt was read from"),
+    "uid": Column(_B, "object", "data", "group id; the samples of one prompt share it"),
+    "prompt_token_ids": Column(_B, "object", "data", "prompt tokens, unpadded, list[int]"),
+    "raw_prompt": Column(_B, "object", "data", "chat messages, list[{role, content}]"),
+    "data_source": Column(_B, "object", "data", "name of the task; selects the scorer"),
+    "reward_model": Column(_B, "object", "data", "{style, ground_truth} of the row"),
+    "extra_info": Column(_B, "object", "data", "free-form dict of the row"),
+    # from the rollout
+    "sample_key": Column(_B, "object", "rollout", "split/ordinal/sample: names the sample while it is being scored"),
+    "sample_index": Column(_B, "int64", "rollout", "number of the sample within its group"),
+    "prompts": Column(_BP, "int64", "rollout", "prompt tokens, padded on the left"),
+    "responses": Column(_BR, "int64", "rollout", "response tokens, padded on the right"),
+    "prompt_mask": Column(_BP, "bool", "rollout", "true on prompt tokens"),
+    "response_mask": Column(
+        _BR, "bool", "rollout", "true on response tokens that train (false on padding and tool output)"
+    ),
+    "attention_mask": Column(("batch", "prompt+response"), "bool", "rollout", "true on every token that exists"),
+    "rollout_log_probs": Column(
+        _BR, "float32", "rollout", "log-prob of each sampled token under the sampler, at its temperature"
+    ),
+    "weight_version": Column(_B, "int64", "rollout", "oldest version of the weights that made a token of the sample"),
+    "finish_reason": Column(_B, "object", "rollout", "stop, length or abort"),
+    # from the reward
+    "token_level_scores": Column(_BR, "float32", "reward", "the score on the last response token, 0 elsewhere"),
+    "reward_parts": Column(_B, "object", "reward", "what the reward function returned beside the score, dict"),
+    "reward_error": Column(_B, "object", "reward", "why the default score was given, or None"),
+    "reward_baselines": Column(_B, "float32", "reward", "score of the greedy sample of the same prompt (ReMax)"),
+    # from the models
+    "old_log_probs": Column(_BR, "float32", "actor", "log-probs under the policy at the start of the step"),
+    "entropys": Column(_BR, "float32", "actor", "entropy of the next-token distribution, nats"),
+    "sum_pi_squared": Column(_BR, "float32", "actor", "sum over the vocabulary of p squared (optimal token baseline)"),
+    "ref_log_prob": Column(_BR, "float32", "reference", "log-probs under the reference policy"),
+    "values": Column(_BR, "float32", "critic", "value before each response token"),
+    # from the algorithms
+    "token_level_rewards": Column(_BR, "float32", "algorithm", "scores less the KL penalty"),
+    "advantages": Column(_BR, "float32", "algorithm", "advantage of each response token"),
+    "returns": Column(_BR, "float32", "algorithm", "target of the value function"),
+    "rollout_is_weights": Column(_BR, "float32", "algorithm", "importance weight of trainer over sampler"),
+}

@@ -1,0 +1,75 @@
+"""Typed records that pass between the stages of a rollout: request -> completion -> score. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to draw tokens. A `temperature` of 0 is greedy decoding.
+
+    Sampled log-probabilities are those of `softmax(logits / temperature)` before top-k, top-p and min-p cut it down
+    (greedy: temperature 1), so that they compare with the training forward.
+    """
+
+    n: int = 1  # samples per prompt; the prompt is computed once for all of them
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1  # -1: off
+    min_p: float = 0.0
+    max_new_tokens: int = 512
+    stop: tuple[
+        str, ...
+    ] = ()  # a response ends after the token that completes one of these strings (kept in the response)
+    stop_token_ids: tuple[int, ...] = ()  # besides the model's end-of-sequence ids; the stopping token is kept
+    ignore_eos: bool = False
+    seed: int = 42
+
+
+@dataclass(frozen=True)
+class PromptRequest:
+    """One prompt to sample from. `ordinal` numbers the prompt within the run and, with `(seed, step, sample, position)`,
+    keys its random numbers: neither batch composition nor worker count changes what is drawn."""
+
+    ordinal: int
+    token_ids: tuple[int, ...]
+
+
+@dataclass
+class Completion:
+    """One finished sample: PromptRequest(7, ...) with n=2 gives Completion(7, 0, ...) and Completion(7, 1, ...)."""
+
+    ordinal: int
+    sample: int
+    token_ids: list[int]
+    log_probs: list[float]  # same length as token_ids, see SamplingParams
+    finish_reason: FinishReason
+    weight_version: int  # version of the weights that made it
+
+
+@dataclass
+class ScoreRequest:
+    """What a reward function is called with: compute_score(data_source, solution_str, ground_truth, extra_info)."""
+
+    key: str  # unique within one scoring call, for example "7/0" (ordinal/sample)
+    data_source: str
+    solution_str: str
+    ground_truth: Any
+    extra_info: dict[str, Any] = field(default_factory=dict)
+    response_length: int = 0  # tokens, for length-based shaping
+    prompt_str: str = ""
+
+
+@dataclass
+class Score:
+    """A reward with its parts. `error` is None, or the sentence that says why the default score was given."""
+
+    key: str
+    score: float
+    parts: dict[str, Any] = field(default_factory=dict)
+    error: str | None = None
+    seconds: float = 0.0

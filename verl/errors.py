@@ -1,0 +1,81 @@
+"""Every error that verl raises on purpose.
+
+A message is one or two sentences: what is wrong (cause), where (place), what to do (fix). The command line prints the
+message alone; a traceback is kept for errors that are not of these types, because those are our bugs.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class VerlError(Exception):
+    """Base of all errors whose message is meant for the user; `exit_code` is what the command line returns."""
+
+    exit_code = 1
+
+
+class ConfigError(VerlError):
+    """A key is unknown, unread, of the wrong type, or contradicts another one."""
+
+    exit_code = 2
+
+
+class DataError(VerlError):
+    """A data file or one of its rows cannot be used; names file, row and field."""
+
+    exit_code = 3
+
+
+class ModelError(VerlError):
+    """A model folder cannot be loaded, or a model cannot do what is asked of it."""
+
+    exit_code = 4
+
+
+class RewardError(VerlError):
+    """A reward function cannot be found, has the wrong signature, or fails on a reference answer."""
+
+    exit_code = 5
+
+
+class CheckpointError(VerlError):
+    """A checkpoint is damaged, incomplete or does not fit this run."""
+
+    exit_code = 6
+
+
+class MissingExtraError(VerlError):
+    """An optional package is not installed; the message names the extra to install."""
+
+    exit_code = 7
+
+    def __init__(self, what: str, extra: str, package: str):
+        super().__init__(f"{what} needs the package '{package}', which is not installed. Install it with: pip install 'verl[{extra}]'")
+
+
+class NumericsError(VerlError):
+    """A loss, gradient, log-probability or reward is not finite."""
+
+    exit_code = 8
+
+
+class DeadlineError(VerlError):
+    """A wait passed its deadline; the message names what was waited for and for how long."""
+
+    exit_code = 9
+
+
+class InterruptedRun(VerlError):
+    """The run was interrupted and saved; the message says how to go on."""
+
+    exit_code = 130
+
+
+def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
+    """A clause "; did you mean 'a' or 'b'?" for an unknown name, or "" when nothing is close."""
+    close = difflib.get_close_matches(name, list(known), n=count, cutoff=0.6)
+    if not close:
+        return ""
+    return "; did you mean " + " or ".join(repr(c) for c in close) + "?"

@@ -1,0 +1,61 @@
+"""Our attention behind Hugging Face's attention interface.
+
+Models are built with `attn_implementation="verl"` and called with a `layout` keyword, which the model hands down unchanged to
+every attention layer. The layout knows which tokens see which: a packed batch for training (packed.py), a cache for
+generation (rollout). So training and rollout run the same modules on the same weights, and no model is patched.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+ATTENTION_NAME = "verl"
+
+
+class AttentionLayout(Protocol):
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        scale: float | None,
+        sliding_window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """q [1, heads, tokens, head_dim], k and v [1, kv_heads, tokens, head_dim], rotary embedding applied.
+        Returns [1, tokens, heads, head_dim]."""
+        ...
+
+
+def verl_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    layout: AttentionLayout | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """The function that transformers calls in each layer; see AttentionLayout for shapes."""
+    if layout is None:
+        raise RuntimeError("A model with verl attention was called without `layout=`; call it through verl.models.")
+    if sliding_window is None:  # some families keep it on the module only
+        sliding_window = getattr(module, "sliding_window", None)
+    out = layout.attend(
+        module.layer_idx, query, key, value, scale=scaling, sliding_window=sliding_window, softcap=softcap
+    )
+    return out, None
+
+
+AttentionInterface.register(ATTENTION_NAME, verl_attention)
+AttentionMaskInterface.register(ATTENTION_NAME, lambda *args, **kwargs: None)  # layouts carry the mask

@@ -1,0 +1,104 @@
+"""One table per pluggable family: name -> object, "module:object", or "path/to/file.py:object".
+
+A family is declared once (`ADVANTAGES = Registry("advantage estimator")`); built-in rows are strings, so that nothing is
+imported before it is asked for. Users add rows with the decorator or name a file of their own in the config.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
+
+from verl.errors import ConfigError, nearest
+
+T = TypeVar("T")
+
+
+def load_module(path: str) -> ModuleType:
+    """The module at `path`: a dotted name, `pkg://dotted.name`, or a `.py` file (imported once per resolved path).
+
+    Raises ConfigError when the file is missing or the import fails; the cause is chained.
+    """
+    if path.startswith("pkg://"):
+        path = path[len("pkg://") :]
+    elif path.startswith("file://"):
+        path = path[len("file://") :]
+    try:
+        if not path.endswith(".py"):
+            return importlib.import_module(path)
+        file = Path(path).expanduser().resolve()
+        if not file.is_file():
+            raise ConfigError(f"The file {path} does not exist (looked at {file}).")
+        name = "verl_user_" + hashlib.sha1(str(file).encode()).hexdigest()[:12]
+        if name in sys.modules:
+            return sys.modules[name]
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+        return module
+    except ConfigError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a user's file may raise anything while it is imported
+        raise ConfigError(f"Importing {path} failed: {type(error).__name__}: {error}") from error
+
+
+def load_object(reference: str) -> Any:
+    """The object at "module:object" or "path/to/file.py:object"; raises ConfigError naming what the module does have."""
+    path, _, name = reference.rpartition(":")
+    if not path:
+        raise ConfigError(f"{reference!r} is not of the form 'module:object' or 'path/to/file.py:object'.")
+    module = load_module(path)
+    if not hasattr(module, name):
+        public = [n for n in vars(module) if not n.startswith("_")]
+        raise ConfigError(f"{path} has no {name!r}{nearest(name, public) or '; it has ' + ', '.join(public[:8])}")
+    return getattr(module, name)
+
+
+class Registry:
+    """Names of one family; a lookup of an unknown name says which names there are."""
+
+    def __init__(self, family: str, rows: dict[str, Any] | None = None):
+        self.family = family
+        self._rows: dict[str, Any] = dict(rows or {})
+
+    def register(self, name: str) -> Callable[[T], T]:
+        """Decorator that adds a row. Registering another object under a taken name is an error."""
+
+        def add(obj: T) -> T:
+            taken = self._rows.get(name)
+            if taken is not None and taken is not obj and getattr(taken, "__qualname__", taken) != getattr(obj, "__qualname__", obj):
+                raise ConfigError(f"The {self.family} {name!r} is registered already ({taken}).")
+            self._rows[name] = obj
+            return obj
+
+        return add
+
+    def get(self, name: str) -> Any:
+        """The object of that name. A name with ':' is loaded as "module:object". Raises ConfigError when unknown."""
+        row = self._rows.get(name)
+        if row is None:
+            if ":" in name:
+                return load_object(name)
+            hint = nearest(name, self._rows) or "; there are " + ", ".join(sorted(self._rows))
+            raise ConfigError(f"There is no {self.family} {name!r}{hint}")
+        if isinstance(row, str):
+            row = self._rows[name] = load_object(row)
+        return row
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._rows
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)

@@ -1,0 +1,42 @@
+"""Ctrl-C and SIGTERM: the first asks for an orderly end between two phases, a second Ctrl-C ends at once."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+
+class StopRequested(Exception):
+    """Raised by `StopSignal.check`; no weight of the step under way has changed yet."""
+
+
+class StopSignal:
+    """While entered, SIGINT and SIGTERM are noted instead of killing the run."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignal:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._previous[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.requested and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.requested = True
+
+    def check(self) -> None:
+        """Raise StopRequested if a stop was asked for."""
+        if self.requested:
+            raise StopRequested

@@ -1,0 +1,145 @@
+"""Around a program: resume, the schedule of steps, validation, checkpoints, what is shown and written, and stopping."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any, Protocol
+
+from verl.checkpoint.store import CheckpointStore, RoleCheckpoint
+from verl.config import VerlConfig
+from verl.controller.roles import Roles
+from verl.data_proto.metrics import metric_values
+from verl.errors import InterruptedRun
+from verl.tracking.batch_metrics import data_metrics, throughput_metrics, timing_metrics
+from verl.tracking.console import Console
+from verl.tracking.records import sample_rows
+from verl.tracking.spans import Spans
+from verl.tracking.tracker import Tracker
+from verl.trainer.interrupt import StopRequested, StopSignal
+from verl.trainer.ppo.program import StepResult
+from verl.trainer.state import TrainerState
+from verl.trainer.validation import Validator
+
+log = logging.getLogger(__name__)
+
+
+class Program(Protocol):
+    def step(self, state: TrainerState) -> StepResult: ...
+
+
+class Loop:
+    """Runs `program` from `state` to `total_steps`."""
+
+    def __init__(
+        self,
+        config: VerlConfig,
+        *,
+        program: Program,
+        roles: Roles,
+        state: TrainerState,
+        total_steps: int,
+        store: CheckpointStore,
+        validator: Validator | None,
+        tracker: Tracker,
+        console: Console,
+        spans: Spans,
+        tokenizer: Any,
+        stop: StopSignal,
+    ):
+        self.config = config
+        self.program = program
+        self.roles = roles
+        self.state = state
+        self.total_steps = total_steps
+        self.store = store
+        self.validator = validator
+        self.tracker = tracker
+        self.console = console
+        self.spans = spans
+        self.tokenizer = tokenizer
+        self.stop = stop
+        self.last_validation: dict[str, float] = {}
+        self.saved_step = state.step
+
+    def run(self) -> dict[str, float]:
+        """Train to the end; returns the metrics of the last validation. Raises InterruptedRun after saving when stopped."""
+        try:
+            if self.state.step == 0 and self.config.trainer.val_before_train:
+                self.state.first_validation = self._validate()
+            for step in range(self.state.step + 1, self.total_steps + 1):
+                self._step(step)
+                self.stop.check()
+        except StopRequested:
+            self._save()
+            kept = f"saved to {self.store.root}" if self.state.step else "nothing had been trained yet"
+            raise InterruptedRun(
+                f"Stopped on request after step {self.state.step} of {self.total_steps}; {kept}. "
+                "Run the same command again to go on from there."
+            ) from None
+        return self.last_validation
+
+    def _step(self, step: int) -> None:
+        started = time.perf_counter()
+        before = self.state.to_json()
+        self.state.step = step
+        try:
+            result = self.program.step(self.state)
+        except BaseException:
+            self.state.load_json(before)  # the step did not happen: what is saved now describes the one before
+            raise
+        seconds = time.perf_counter() - started
+        self.state.seconds += seconds
+        metrics = self._metrics(result, seconds)
+        if self._due(self.config.trainer.test_freq, step):
+            metrics.update(self._validate())
+        if self._due(self.config.trainer.save_freq, step):
+            self._save()
+        metrics.update({f"timing_s/{k}": v for k, v in self.spans.take().items() if f"timing_s/{k}" not in metrics})
+        self.tracker.samples("train", step, sample_rows(result.batch, self.tokenizer))
+        self.tracker.log(metrics, step)
+        self.console.step(step, metrics)
+
+    def _metrics(self, result: StepResult, seconds: float) -> dict[str, float]:
+        metrics = metric_values(result.metrics)
+        limits = self.config.data
+        metrics.update(
+            data_metrics(
+                result.batch,
+                max_prompt_length=limits.max_prompt_length,
+                max_response_length=limits.max_response_length,
+            )
+        )
+        spans = {**self.spans.take(), "step": seconds}
+        metrics.update(timing_metrics(result.batch, spans))
+        metrics.update(throughput_metrics(result.batch, seconds, num_devices=1))
+        self.state.num_tokens += int(metrics["perf/total_num_tokens"])
+        metrics["training/global_step"] = self.state.step
+        metrics["training/weight_version"] = self.state.weight_version
+        metrics["training/next_ordinal"] = self.state.next_ordinal
+        metrics["reward/num_defaulted"] = self.roles.reward.num_defaulted
+        return metrics
+
+    def _validate(self) -> dict[str, float]:
+        if self.validator is None:
+            return {}
+        with self.spans("testing"):
+            self.last_validation = self.validator.run(self.state.step)
+        if self.state.step == 0:
+            self.tracker.log(self.last_validation, 0)
+        self.console.validation(self.state.step, self.last_validation)
+        return self.last_validation
+
+    def _save(self) -> None:
+        if self.saved_step == self.state.step:
+            return
+        with self.spans("save_checkpoint"):
+            roles = {
+                name: RoleCheckpoint(engine.state(), self.roles.save_pretrained[name])
+                for name, engine in self.roles.engines().items()
+            }
+            self.store.save(self.state.step, roles, self.state.to_json())
+        self.saved_step = self.state.step
+
+    def _due(self, every: int, step: int) -> bool:
+        return every > 0 and (step % every == 0 or step == self.total_steps)

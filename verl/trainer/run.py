@@ -1,0 +1,221 @@
+"""From a loaded config to a finished run: the only place where all rooms meet."""
+
+from __future__ import annotations
+
+import json
+import logging
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl.checkpoint.store import CheckpointStore
+from verl.config import LoadedConfig, VerlConfig
+from verl.controller.local import build_roles, sampling_params
+from verl.controller.roles import Roles
+from verl.data.dataset import load_dataset
+from verl.data.loader import PromptLoader, ValidationLoader
+from verl.data.order import PromptOrder
+from verl.data.prompts import PromptEncoder
+from verl.errors import ConfigError
+from verl.models.load import load_tokenizer
+from verl.tracking.console import Console
+from verl.tracking.plot import draw_learning_curve
+from verl.tracking.records import sample_rows
+from verl.tracking.run_folder import RunFolder
+from verl.tracking.spans import Spans
+from verl.tracking.summary import Summary
+from verl.tracking.tracker import Tracker
+from verl.trainer.interrupt import StopSignal
+from verl.trainer.loop import Loop
+from verl.trainer.ppo.program import PPO
+from verl.trainer.state import TrainerState
+from verl.trainer.validation import VALIDATION_STEP, Validator
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class RunData:
+    """Tokenizer and loaders of a run."""
+
+    tokenizer: Any
+    train: PromptLoader | None
+    validation: ValidationLoader | None
+    data_sources: list[str]
+
+
+def load_data(config: VerlConfig, *, train: bool = True) -> RunData:
+    """Read and check the data files; raises DataError or ConfigError before any model is loaded."""
+    data = config.data
+    tokenizer = load_tokenizer(config.actor_rollout_ref.model)
+    encoder = PromptEncoder(tokenizer, data)
+    sources: set[str] = set()
+    train_loader = validation = None
+    if train:
+        rows = load_dataset(data.train_files, tokenizer, data, max_samples=data.train_max_samples)
+        if len(rows) < data.train_batch_size:
+            raise ConfigError(
+                f"data.train_batch_size={data.train_batch_size} is more than the {len(rows)} usable rows of "
+                f"{data.train_files}. Lower it or give more data."
+            )
+        order = PromptOrder(len(rows), data.seed if data.seed is not None else 42, data.shuffle)
+        train_loader = PromptLoader(rows, encoder, order, data.train_batch_size)
+        sources |= set(rows.data_sources)
+    if data.val_files:
+        rows = load_dataset(data.val_files, tokenizer, data, max_samples=data.val_max_samples)
+        validation = ValidationLoader(rows, encoder, data.val_batch_size or len(rows))
+        sources |= set(rows.data_sources)
+    return RunData(tokenizer, train_loader, validation, sorted(sources))
+
+
+def total_steps(config: VerlConfig, loader: PromptLoader) -> int:
+    """trainer.total_training_steps, else total_epochs times the whole batches of an epoch."""
+    return config.trainer.total_training_steps or config.trainer.total_epochs * loader.num_steps_per_epoch
+
+
+def train(loaded: LoadedConfig) -> int:
+    """Train as `loaded` says; returns the exit code. Errors are VerlError with the sentence to show."""
+    config = loaded.config
+    if config.trainer.val_only:
+        return evaluate(loaded)
+    with ExitStack() as stack:
+        folder = stack.enter_context(RunFolder(Path(config.trainer.default_local_dir).expanduser()))
+        loaded.write(folder.root)
+        folder.require_free_gb(config.trainer.min_free_disk_gb)
+        console = stack.enter_context(Console())
+        data = load_data(config)
+        assert data.train is not None
+        steps = total_steps(config, data.train)
+        stop = stack.enter_context(StopSignal())
+        spans = Spans()
+        tracker = _tracker(stack, loaded, folder)
+        roles = build_roles(config, total_steps=steps, data_sources=data.data_sources)
+        stack.callback(roles.close)
+        state, store = _resume(config, folder, roles)
+        console.header(_facts(loaded, roles, data, steps, folder, state))
+        validator = None
+        if data.validation is not None:
+            validator = Validator(config, roles, data.validation, data.tokenizer, tracker)
+        loop = Loop(
+            config,
+            program=PPO(config, roles, data.train, spans, stop.check),
+            roles=roles,
+            state=state,
+            total_steps=steps,
+            store=store,
+            validator=validator,
+            tracker=tracker,
+            console=console,
+            spans=spans,
+            tokenizer=data.tokenizer,
+            stop=stop,
+        )
+        console.begin(state.step, steps)
+        last = loop.run()
+        _finish(folder, tracker, console, roles, state, last)
+    return 0
+
+
+def evaluate(loaded: LoadedConfig) -> int:
+    """Validate the model once, print and write the metrics (`trainer.val_only`, `verl eval`)."""
+    config = loaded.config
+    with ExitStack() as stack:
+        folder = stack.enter_context(RunFolder(Path(config.trainer.default_local_dir).expanduser()))
+        console = stack.enter_context(Console())
+        data = load_data(config, train=False)
+        if data.validation is None:
+            raise ConfigError("Evaluation needs data.val_files; it is empty.")
+        tracker = _tracker(stack, loaded, folder)
+        roles = build_roles(config, total_steps=1, data_sources=data.data_sources, train=False)
+        stack.callback(roles.close)
+        metrics = Validator(config, roles, data.validation, data.tokenizer, tracker).run(0)
+        tracker.log(metrics, 0)
+        (folder.root / "eval.json").write_text(json.dumps(metrics, indent=2, sort_keys=True))
+        console.validation(0, metrics)
+    return 0
+
+
+def generate(loaded: LoadedConfig, output: Path) -> int:
+    """Sample from the prompts of data.val_files as rollout.* says; one JSON line a sample, with its score's place left out."""
+    config = loaded.config
+    data = load_data(config, train=False)
+    if data.validation is None:
+        raise ConfigError("Generation needs prompts: set data.val_files.")
+    roles = build_roles(config, total_steps=1, data_sources=data.data_sources, train=False)
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with output.open("w", encoding="utf-8") as file:
+            for prompts in data.validation:
+                params = sampling_params(config.actor_rollout_ref.rollout)
+                batch = roles.rollout.generate(prompts, step=VALIDATION_STEP, split="generate", params=params)
+                batch = batch.union(roles.reward.collect(batch))
+                for row in sample_rows(batch, data.tokenizer):
+                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    finally:
+        roles.close()
+    return 0
+
+
+def _tracker(stack: ExitStack, loaded: LoadedConfig, folder: RunFolder) -> Tracker:
+    trainer = loaded.config.trainer
+    return stack.enter_context(
+        Tracker(folder, trainer.logger, trainer.project_name, trainer.experiment_name, loaded.flat())
+    )
+
+
+def _resume(config: VerlConfig, folder: RunFolder, roles: Roles) -> tuple[TrainerState, CheckpointStore]:
+    """The state to go on from, with the engines holding it; a fresh one when there is no checkpoint."""
+    trainer = config.trainer
+    store = CheckpointStore(folder.root, keep=trainer.max_actor_ckpt_to_keep)
+    state = TrainerState.fresh(config)
+    found = store.find(trainer.resume_mode, trainer.resume_from_path)
+    if found is not None:
+        checkpoint = store.load(found)
+        for name, engine in roles.engines().items():
+            engine.load_state(checkpoint.roles[name])
+        state.load_json(checkpoint.trainer_state)
+        log.info("Resumed from %s: step %d is next.", found, state.step + 1)
+    roles.rollout.publish(state.weight_version)
+    folder.truncate_after(state.step)
+    return state, store
+
+
+def _facts(
+    loaded: LoadedConfig, roles: Roles, data: RunData, steps: int, folder: RunFolder, state: TrainerState
+) -> dict[str, Any]:
+    config = loaded.config
+    group, algorithm = config.actor_rollout_ref, config.algorithm
+    return {
+        "model": group.model.path,
+        **roles.facts,
+        "algorithm": f"{algorithm.adv_estimator}, {group.actor.policy_loss.loss_mode} loss",
+        "roles": ", ".join(["rollout", "reward", *roles.engines(), *(["reference"] if roles.reference else [])]),
+        "training prompts": data.train.num_rows if data.train else 0,
+        "validation prompts": data.validation.num_rows if data.validation else 0,
+        "batch": f"{config.data.train_batch_size} prompts x {group.rollout.n} samples",
+        "steps": f"{state.step + 1} to {steps}" if state.step else f"{steps}",
+        "run folder": str(folder.root),
+        "notices": loaded.notices,
+    }
+
+
+def _finish(
+    folder: RunFolder, tracker: Tracker, console: Console, roles: Roles, state: TrainerState, last: dict[str, float]
+) -> None:
+    """Summary, learning curve, closing table."""
+    first = state.first_validation
+    summary = Summary.of_run(
+        reward_before=first.get("val/reward"),
+        reward_after=last.get("val/reward"),
+        greedy_before=first.get("val/greedy"),
+        greedy_after=last.get("val/greedy"),
+        steps=state.step,
+        seconds=state.seconds,
+        num_tokens=state.num_tokens,
+        device=roles.facts["device"],
+        metrics_file=folder.metrics,
+    )
+    tracker.finish(summary)
+    draw_learning_curve(folder)
+    console.final(summary)
