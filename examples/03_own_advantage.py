@@ -1,6 +1,6 @@
 """An advantage estimator of your own: one function, named by `path/to/file.py:name`.
 
-    python examples/03_own_advantage.py
+python examples/03_own_advantage.py
 """
 
 import runpy

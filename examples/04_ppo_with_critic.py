@@ -1,6 +1,6 @@
 """PPO with a critic: GAE advantages, a value model beside the policy, and a KL penalty to the reference policy.
 
-    python examples/04_ppo_with_critic.py
+python examples/04_ppo_with_critic.py
 """
 
 import runpy

@@ -1,6 +1,6 @@
 """Train two steps, validate the checkpoint, export it, and load the export with plain transformers.
 
-    python examples/05_evaluate_and_export.py
+python examples/05_evaluate_and_export.py
 """
 
 import json

@@ -8,7 +8,8 @@ from verl.data_proto.padding import (
     unfold_batch_dim,
     unpad_dataproto,
 )
-from verl.data_proto.proto import DataProto, DataProtoConfig, DataProtoItem
+from verl.data_proto.proto import DataProto, DataProtoItem
+from verl.data_proto.settings import DataProtoConfig
 from verl.data_proto.storage import (
     deserialize_single_tensor,
     deserialize_tensordict,

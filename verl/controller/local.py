@@ -108,12 +108,8 @@ def _rollout(config: VerlConfig, module: torch.nn.Module, tokenizer: Any, reward
 
 def _actor(config: VerlConfig, engine: Any) -> ActorWorker:
     group = config.actor_rollout_ref
-    bypass = config.algorithm.rollout_correction
     objective = PolicyObjective(
-        group.actor,
-        max_response_length=group.rollout.response_length,
-        loss_mode="bypass_mode" if bypass.bypass_mode else None,
-        correction=bypass,
+        group.actor, config.algorithm.rollout_correction, max_response_length=group.rollout.response_length
     )
     return ActorWorker(
         engine,

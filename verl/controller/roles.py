@@ -23,7 +23,9 @@ class Roles:
     critic: CriticWorker | None = None
     reference: ReferenceWorker | None = None
     facts: dict[str, Any] = field(default_factory=dict)  # device, dtype, parameters: what the header shows
-    save_pretrained: dict[str, Callable[..., None]] = field(default_factory=dict)  # role -> writes config and tokenizer files
+    save_pretrained: dict[str, Callable[..., None]] = field(
+        default_factory=dict
+    )  # role -> writes config and tokenizer files
 
     def engines(self) -> dict[str, Any]:
         """Training engines by role name, in the order in which they are saved."""

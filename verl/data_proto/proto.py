@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import copy
 import logging
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -28,51 +27,33 @@ from verl.data_proto.merge import (
     union_numpy_dict,
     union_tensor_dict,
 )
+from verl.data_proto.settings import DataProtoConfig
 from verl.data_proto.storage import load_columns, save_columns
 
 logger = logging.getLogger(__name__)
 
-RowIndices = Sequence[int] | Sequence[bool] | np.ndarray | torch.Tensor
-
-
-class _AutoPadding(type):
-    """Makes `DataProtoConfig.auto_padding` a property of the class, as scripts use it."""
-
-    _enabled = False
-
-    @property
-    def auto_padding(cls) -> bool:
-        return cls._enabled or os.environ.get("VERL_AUTO_PADDING", "").upper() in ("1", "TRUE")
-
-    @auto_padding.setter
-    def auto_padding(cls, enabled: bool) -> None:
-        cls._enabled = bool(enabled)
-
-
-class DataProtoConfig(metaclass=_AutoPadding):
-    """Process-wide switch: with `auto_padding` (or VERL_AUTO_PADDING=1) a batch that does not divide may be chunked."""
-
-    auto_padding_key = "_verl_auto_padding"  # the same switch for one batch, in its meta_info
+Columns: TypeAlias = Any  # TensorDict, or None without tensor columns: a union would make every reader check for None
+RowIndices: TypeAlias = Sequence[int] | Sequence[bool] | np.ndarray | torch.Tensor
 
 
 @dataclass
 class DataProtoItem:
     """One row of a DataProto."""
 
-    batch: TensorDict = None  # type: ignore[assignment]  # None when there are no tensor columns
+    batch: Columns = None
     non_tensor_batch: dict[str, Any] = field(default_factory=dict)
     meta_info: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
 class DataProto:
-    """`batch`: TensorDict with one batch dimension, or None without tensor columns. `non_tensor_batch`: arrays (usually of
-    objects) of the same length. `meta_info`: facts about the whole batch.
+    """`batch`: TensorDict with one batch dimension, or None without tensor columns. `non_tensor_batch`: arrays (usually
+    of objects) of the same length. `meta_info`: facts about the whole batch.
 
     Raises ValueError when the columns disagree about the number of rows.
     """
 
-    batch: TensorDict = None  # type: ignore[assignment]
+    batch: Columns = None
     non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)
     meta_info: dict[str, Any] = field(default_factory=dict)
 
@@ -116,14 +97,15 @@ class DataProto:
             raise ValueError(f"The tensor columns do not have the same batch size: {shapes}.")
         batch = TensorDict(dict(tensors), batch_size=next(iter(shapes.values()))) if tensors else None
         objects = {k: v if isinstance(v, np.ndarray) else object_array(v) for k, v in (non_tensors or {}).items()}
-        return cls(batch=batch, non_tensor_batch=objects, meta_info=meta)  # type: ignore[arg-type]
+        return cls(batch=batch, non_tensor_batch=objects, meta_info=meta)
 
     @classmethod
     def from_tensordict(cls, tensor_dict: TensorDict, meta_info: dict[str, Any] | None = None) -> DataProto:
         """Inverse of `to_tensordict`: stacks of non-tensors become object columns, single non-tensors meta_info."""
-        tensors, objects, meta = {}, {}, {}
-        for key in tensor_dict.keys():
-            value = tensor_dict.get(key)
+        tensors: dict[str, torch.Tensor] = {}
+        objects, meta = {}, {}
+        for key in map(str, tensor_dict.keys()):
+            value: Any = tensor_dict.get(key)
             if isinstance(value, NonTensorStack):
                 objects[key] = object_array(value.tolist())
             elif isinstance(value, NonTensorData):
@@ -131,11 +113,11 @@ class DataProto:
             else:
                 tensors[key] = value
         batch = TensorDict(tensors, batch_size=tensor_dict.batch_size) if tensors else None
-        return cls(batch=batch, non_tensor_batch=objects, meta_info={**meta, **(meta_info or {})})  # type: ignore[arg-type]
+        return cls(batch=batch, non_tensor_batch=objects, meta_info={**meta, **(meta_info or {})})
 
     def to_tensordict(self) -> TensorDict:
         """One TensorDict: object columns as NonTensorStack, meta_info as NonTensorData."""
-        columns: dict[str, Any] = {k: self.batch.get(k) for k in self.batch.keys()} if self.batch is not None else {}
+        columns: dict[str, Any] = self._tensors()
         for key, array in self.non_tensor_batch.items():
             columns[key] = NonTensorStack(*[NonTensorData(value) for value in array])
         for key, value in self.meta_info.items():
@@ -145,10 +127,9 @@ class DataProto:
         return TensorDict(columns, batch_size=[len(self)])
 
     def save_to_disk(self, filepath: str | Path) -> None:
-        """One safetensors file that holds the tensor columns, and object columns and meta_info as JSON; written whole or
-        not at all. Raises ValueError naming the first object column or meta key that JSON cannot hold."""
-        tensors = {k: self.batch.get(k) for k in self.batch.keys()} if self.batch is not None else {}
-        save_columns(Path(filepath), tensors, self.non_tensor_batch, self.meta_info)
+        """One safetensors file with the tensor columns, and object columns and meta_info as JSON; written whole or not
+        at all. Raises ValueError naming the first object column or meta key that JSON cannot hold."""
+        save_columns(Path(filepath), self._tensors(), self.non_tensor_batch, self.meta_info)
 
     @classmethod
     def load_from_disk(cls, filepath: str | Path) -> DataProto:
@@ -173,8 +154,11 @@ class DataProto:
                 raise IndexError(f"Row {item} of a batch of {len(self)} rows.")
             row = None if self.batch is None else self.batch[int(item)]
             objects = {k: v[item] for k, v in self.non_tensor_batch.items()}
-            return DataProtoItem(row, objects, self.meta_info)  # type: ignore[arg-type]
+            return DataProtoItem(row, objects, self.meta_info)
         raise TypeError(f"Rows are chosen by int, slice, list, array or tensor, not by {type(item).__name__}.")
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        return {} if self.batch is None else {k: self.batch.get(k) for k in self.batch.keys()}
 
     def check_consistency(self) -> None:
         """Raises ValueError when a column is not an array or has another number of rows than the rest."""
@@ -192,8 +176,7 @@ class DataProto:
     def get_data_info(self) -> str:
         """A few lines: name, shape, dtype and device of each column, and the type of each meta_info value."""
         lines = [f"DataProto of {len(self)} rows"]
-        for key in self.batch.keys() if self.batch is not None else ():
-            tensor = self.batch.get(key)
+        for key, tensor in self._tensors().items():
             lines.append(f"  {key}: {tuple(tensor.shape)} {tensor.dtype} {tensor.device}".replace("torch.", ""))
         for key, array in self.non_tensor_batch.items():
             kind = type(array.flat[0]).__name__ if array.size else "nothing"
@@ -203,8 +186,7 @@ class DataProto:
 
     def print_size(self, prefix: str = "") -> None:
         """Logs the size of the tensor columns and of the object columns' own arrays, in GiB."""
-        tensors = [self.batch.get(k) for k in self.batch.keys()] if self.batch is not None else []
-        tensor_gib = sum(t.element_size() * t.numel() for t in tensors) / 2**30
+        tensor_gib = sum(t.element_size() * t.numel() for t in self._tensors().values()) / 2**30
         object_gib = sum(a.nbytes for a in self.non_tensor_batch.values()) / 2**30
         logger.info(
             "%sSize of tensors: %.4f GiB, of object columns: %.4f GiB", prefix and prefix + ": ", tensor_gib, object_gib
@@ -237,7 +219,7 @@ class DataProto:
         """Takes the named columns out of this batch and returns them. Raises ValueError, before anything is taken, when
         one is missing."""
         wanted = (
-            (batch_keys or (), set(self.batch.keys()) if self.batch is not None else set(), "tensor column"),
+            (batch_keys or (), set(self._tensors()), "tensor column"),
             (non_tensor_batch_keys or (), set(self.non_tensor_batch), "object column"),
             (meta_info_keys or (), set(self.meta_info), "meta_info key"),
         )
@@ -287,7 +269,7 @@ class DataProto:
     def select_idxs(self, idxs: RowIndices) -> DataProto:
         """The rows of a boolean mask or of integer indices, in that order (copies). Raises ValueError when a mask has
         another length than the batch."""
-        index = torch.as_tensor(np.asarray(idxs) if not isinstance(idxs, torch.Tensor) else idxs).cpu()
+        index = (idxs if isinstance(idxs, torch.Tensor) else torch.from_numpy(np.ascontiguousarray(idxs))).cpu()
         if index.numel() == 0 and index.dtype != torch.bool:
             index = index.long()
         if index.dtype == torch.bool:
@@ -296,7 +278,7 @@ class DataProto:
             index = index.nonzero().flatten()
         rows = index.numpy()
         batch = None if self.batch is None else self.batch[index.to(self.batch.device or "cpu")]
-        return DataProto(batch, {k: v[rows] for k, v in self.non_tensor_batch.items()}, dict(self.meta_info))  # type: ignore[arg-type]
+        return DataProto(batch, {k: v[rows] for k, v in self.non_tensor_batch.items()}, dict(self.meta_info))
 
     def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> DataProto:
         """Rows start:end:step; tensors are views."""
@@ -304,17 +286,15 @@ class DataProto:
         if step is not None and step < 0:
             return self.select_idxs(np.arange(len(self))[rows])
         batch = None if self.batch is None else self.batch[rows]
-        return DataProto(batch, {k: v[rows] for k, v in self.non_tensor_batch.items()}, dict(self.meta_info))  # type: ignore[arg-type]
+        return DataProto(batch, {k: v[rows] for k, v in self.non_tensor_batch.items()}, dict(self.meta_info))
 
     def reorder(self, indices: RowIndices) -> None:
         """Puts row `indices[i]` at place i, in place. Raises ValueError when `indices` is not a permutation."""
         order = np.asarray(indices)
         if not np.array_equal(np.sort(order), np.arange(len(self))):
             raise ValueError(f"The order given is not a permutation of the {len(self)} rows.")
-        self._replace(self.select_idxs(order))
-
-    def _replace(self, other: DataProto) -> None:
-        self.batch, self.non_tensor_batch = other.batch, other.non_tensor_batch
+        ordered = self.select_idxs(order)
+        self.batch, self.non_tensor_batch = ordered.batch, ordered.non_tensor_batch
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> DataProto:
         """Each row `repeat_times` times: [a, a, b, b] with `interleave`, [a, b, a, b] without."""
@@ -329,8 +309,8 @@ class DataProto:
         return self.select_idxs(np.repeat(np.arange(len(self)), times))
 
     def unfold_column_chunks(self, n_split: int, split_keys: Sequence[str] | None = None) -> DataProto:
-        """Cuts axis 1 of the columns `split_keys` into `n_split` equal pieces that become rows of their own, the pieces of
-        a row adjacent; other columns are repeated. [batch, n * T] -> [batch * n, T]."""
+        """Cuts axis 1 of the columns `split_keys` into `n_split` equal pieces that become rows, the pieces of a row
+        adjacent; other columns are repeated. [batch, n * T] -> [batch * n, T]."""
         repeated = self.repeat(n_split, interleave=True)
         for key in split_keys or ():
             columns: Any = self.batch if self.batch is not None and key in self.batch.keys() else self.non_tensor_batch
@@ -353,10 +333,9 @@ class DataProto:
         """Appends `padding_size` copies of the first or last row, in place."""
         if padding_candidate not in ("first", "last"):
             raise ValueError(f"padding_candidate is {padding_candidate!r}; it can be 'first' or 'last'.")
-        if padding_size == 0:
-            return
         filler = 0 if padding_candidate == "first" else len(self) - 1
-        self._replace(self.select_idxs(np.append(np.arange(len(self)), np.full(padding_size, filler))))
+        padded = self.select_idxs(np.append(np.arange(len(self)), np.full(padding_size, filler)))
+        self.batch, self.non_tensor_batch = padded.batch, padded.non_tensor_batch
 
     def chunk(self, chunks: int) -> list[DataProto]:
         """`chunks` equal parts in row order. With padding enabled the first parts may be one row longer, otherwise
@@ -375,8 +354,8 @@ class DataProto:
 
     @staticmethod
     def concat(data: Sequence[DataProto]) -> DataProto:
-        """The rows of all parts, in order. meta_info `metrics` become a dict of lists; other keys must be equal where they
-        occur. Raises ValueError for no parts, or parts with different columns."""
+        """The rows of all parts, in order. meta_info `metrics` become a dict of lists; other keys must be equal where
+        they occur. Raises ValueError for no parts, or parts with different columns."""
         if not data:
             raise ValueError("There is nothing to concatenate: the list of batches is empty.")
         tensors = [part.batch for part in data if part.batch is not None]
@@ -384,7 +363,7 @@ class DataProto:
         if len(tensors) not in (0, len(data)) or len(names) > 1:
             odd = sorted(frozenset.union(*names) - frozenset.intersection(*names)) if len(names) > 1 else "of tensors"
             raise ValueError(f"Batches with different columns cannot be concatenated; not all parts have {odd}.")
-        batch = torch.cat(tensors, dim=0) if tensors else None  # type: ignore[call-overload]
+        batch: Columns = torch.cat(tensors, dim=0) if tensors else None
         return DataProto(
             batch, concat_columns([p.non_tensor_batch for p in data]), concat_meta_info([p.meta_info for p in data])
         )
@@ -396,8 +375,8 @@ class DataProto:
         seed: int | None = None,
         dataloader_kwargs: dict[str, Any] | None = None,
     ) -> Iterator[DataProto]:
-        """`epochs` passes in mini-batches of `mini_batch_size` rows, shuffled when `dataloader_kwargs["shuffle"]` is set;
-        the order is a function of (seed, pass). Raises ValueError when the rows do not divide."""
+        """`epochs` passes in mini-batches of `mini_batch_size` rows, shuffled when `dataloader_kwargs["shuffle"]` is
+        set; the order is a function of (seed, pass). Raises ValueError when the rows do not divide."""
         options = dict(dataloader_kwargs or {})
         shuffle = options.pop("shuffle", False)
         if options:

@@ -87,7 +87,7 @@ def load_columns(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, np.ndar
 def serialize_single_tensor(tensor: torch.Tensor) -> TensorRecord:
     """(dtype name, shape, bytes) of a tensor; the bytes are a view of it when it is contiguous and on the CPU."""
     flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-    return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), memoryview(flat.numpy())
+    return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), memoryview(flat.numpy())  # type: ignore[arg-type]
 
 
 def deserialize_single_tensor(record: tuple[str, Any, Any]) -> torch.Tensor:
@@ -107,8 +107,8 @@ def deserialize_single_tensor(record: tuple[str, Any, Any]) -> torch.Tensor:
 def serialize_tensordict(batch: TensorDict) -> tuple[tuple[int, ...], str | None, dict[str, Any]]:
     """(batch size, device, columns): a column is a TensorRecord, or (layout, list of records) for a nested tensor."""
     columns: dict[str, Any] = {}
-    for name in batch.keys():
-        tensor = batch.get(name)
+    for name in map(str, batch.keys()):
+        tensor: Any = batch.get(name)
         if tensor.is_nested:
             layout = str(tensor.layout).removeprefix("torch.")
             columns[name] = (layout, [serialize_single_tensor(part) for part in tensor.unbind()])

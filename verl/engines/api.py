@@ -32,8 +32,8 @@ class MicroBatching:
 
 @dataclass(frozen=True)
 class BatchTotals:
-    """Sizes of the whole mini-batch over all ranks: the denominators of the loss, so that neither the micro-batch split nor
-    the number of ranks changes it."""
+    """Sizes of the whole mini-batch over all ranks: the denominators of the loss, so that neither the micro-batch
+    split nor the number of ranks changes it."""
 
     num_tokens: int  # response_mask.sum()
     num_sequences: int  # rows
@@ -65,8 +65,9 @@ class TrainEngine(Protocol):
     def train_batch(
         self, batch: DataProto, loss: LossFn, outputs: Sequence[Output], micro: MicroBatching, temperature: float = 1.0
     ) -> dict[str, Metric]:
-        """One optimizer step on the whole of `batch` (gradients accumulated over micro-batches, clipped). A gradient norm
-        that is not finite skips the step and is reported. Metrics of the loss are merged; adds `grad_norm` and `loss`."""
+        """One optimizer step on the whole of `batch` (gradients accumulated over micro-batches, clipped). A gradient
+        norm that is not finite skips the step and is reported. Metrics of the loss are merged; adds `grad_norm` and
+        `loss`."""
         ...
 
     def end_step(self) -> float:

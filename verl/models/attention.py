@@ -1,8 +1,9 @@
 """Our attention behind Hugging Face's attention interface.
 
-Models are built with `attn_implementation="verl"` and called with a `layout` keyword, which the model hands down unchanged to
-every attention layer. The layout knows which tokens see which: a packed batch for training (packed.py), a cache for
-generation (rollout). So training and rollout run the same modules on the same weights, and no model is patched.
+Models are built with `attn_implementation="verl"` and called with a `layout` keyword, which the model hands down
+unchanged to every attention layer. The layout knows which tokens see which: a packed batch for training (packed.py),
+a cache for generation (rollout). So training and rollout run the same modules on the same weights, and no model is
+patched.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class AttentionLayout(Protocol):
 
 
 def verl_attention(
-    module: torch.nn.Module,
+    module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,

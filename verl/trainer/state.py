@@ -23,7 +23,12 @@ class TrainerState:
 
     @classmethod
     def fresh(cls, config: VerlConfig) -> TrainerState:
-        return cls(step=0, next_ordinal=0, weight_version=0, kl_controller=make_kl_controller(**asdict(config.algorithm.kl_ctrl)))
+        return cls(
+            step=0,
+            next_ordinal=0,
+            weight_version=0,
+            kl_controller=make_kl_controller(**asdict(config.algorithm.kl_ctrl)),
+        )
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -6,7 +6,6 @@ whole mini-batch, so micro-batch losses add up to the loss of the mini-batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -14,18 +13,16 @@ import torch
 
 from verl.algorithms.kl import kl_penalty
 from verl.algorithms.policy_losses import policy_loss
-from verl.algorithms.reduce import agg_loss
+from verl.algorithms.reduce import Aggregate, agg_loss
 from verl.algorithms.value_loss import compute_value_loss
-from verl.config import ActorConfig, CriticConfig
+from verl.config import ActorConfig, CriticConfig, RolloutCorrectionConfig
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.engines.api import BatchTotals, Output
 
-Aggregate = Callable[..., torch.Tensor]
-
 
 def _aggregate(mode: str, scale: float, totals: BatchTotals) -> Aggregate:
-    def agg(matrix: torch.Tensor, mask: torch.Tensor, mode_override: str | None = None) -> torch.Tensor:
+    def agg(matrix: torch.Tensor, mask: torch.Tensor, mode_override: str | None = None, /) -> torch.Tensor:
         return agg_loss(
             matrix,
             mask,
@@ -46,12 +43,12 @@ class PolicyObjective:
     are the detached current ones and no pass is spent on them.
     """
 
-    def __init__(self, config: ActorConfig, *, max_response_length: int, loss_mode: str | None = None):
+    def __init__(self, config: ActorConfig, correction: RolloutCorrectionConfig, *, max_response_length: int):
         self.config = config
-        self.loss_mode = loss_mode or config.policy_loss.loss_mode
+        self.loss_mode = "bypass_mode" if correction.bypass_mode else config.policy_loss.loss_mode
         # Dr.GRPO's norm divides by a constant; the configured limit, not the padded width, keeps padding out of the loss
         self.scale = config.loss_scale_factor or max_response_length
-        self.params: dict[str, Any] = {**asdict(config), **asdict(config.policy_loss)}
+        self.params: dict[str, Any] = {**asdict(config), **asdict(config.policy_loss), **asdict(correction)}
         self.params["loss_scale_factor"] = self.scale
         self.generator = torch.Generator()
         self._observed: list[tuple[torch.Tensor, torch.Tensor]] = []

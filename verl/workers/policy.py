@@ -77,7 +77,9 @@ class ActorWorker:
         """All optimizer steps on `batch`; returns `actor/*` and `training/rollout_*` metrics. Advances the schedule by one."""
         found: list[dict[str, Metric]] = []
         config = self.config
-        minis = mini_batches(batch, self.mini_batch_rows, config.ppo_epochs, config.shuffle, config.data_loader_seed + step)
+        minis = mini_batches(
+            batch, self.mini_batch_rows, config.ppo_epochs, config.shuffle, config.data_loader_seed + step
+        )
         for index, mini in enumerate(minis):
             self.objective.begin(seed=(config.data_loader_seed * 1_000_003 + step) * 1_009 + index)
             found.append(

@@ -29,12 +29,16 @@ class RewardWorker:
         mask = batch.batch["response_mask"]
         lengths = batch.batch["attention_mask"][:, -mask.shape[1] :].sum(dim=1)
         token_scores = torch.zeros(mask.shape, dtype=torch.float32)
-        token_scores[torch.arange(len(scores)), lengths - 1] = torch.tensor([s.score for s in scores], dtype=torch.float32)
+        token_scores[torch.arange(len(scores)), lengths - 1] = torch.tensor(
+            [s.score for s in scores], dtype=torch.float32
+        )
         parts = np.empty(len(scores), dtype=object)
         errors = np.empty(len(scores), dtype=object)
         for i, score in enumerate(scores):
             parts[i], errors[i] = score.parts, score.error
-        return DataProto.from_dict({"token_level_scores": token_scores}, {"reward_parts": parts, "reward_error": errors})
+        return DataProto.from_dict(
+            {"token_level_scores": token_scores}, {"reward_parts": parts, "reward_error": errors}
+        )
 
     @property
     def num_defaulted(self) -> int:

@@ -19,12 +19,13 @@ under a span, and a requested stop is honoured between phases, before any weight
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import numpy as np
 import torch
 
 from verl.algorithms.advantages import compute_advantage
+from verl.algorithms.correction import rollout_correction, rollout_gap_metrics
 from verl.algorithms.filters import filter_groups, pf_ppo_indices
 from verl.algorithms.kl import apply_kl_penalty
 from verl.config import VerlConfig
@@ -35,7 +36,6 @@ from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.errors import DataError
 from verl.tracking.spans import Spans
-from verl.trainer.ppo.credit import Corrector, advantage_params, reward_part_columns
 from verl.trainer.state import TrainerState
 from verl.workers.policy import require_finite
 
@@ -58,7 +58,6 @@ class PPO:
         self.spans = spans
         self.check_stop = check_stop
         self.needs = Needs.of(config)
-        self.corrector = Corrector(config.algorithm.rollout_correction)
         self.old_log_probs = old_log_prob_source(
             config,
             self.needs,
@@ -116,7 +115,9 @@ class PPO:
         with self.spans("reward"):
             scores = self.roles.reward.collect(greedy).batch["token_level_scores"].sum(dim=1)
         by_uid = dict(zip(greedy.non_tensor_batch["uid"], scores.tolist(), strict=True))
-        return DataProto.from_dict({"reward_baselines": torch.tensor([by_uid[u] for u in batch.non_tensor_batch["uid"]])})
+        return DataProto.from_dict(
+            {"reward_baselines": torch.tensor([by_uid[u] for u in batch.non_tensor_batch["uid"]])}
+        )
 
     def annotate(self, result: StepResult) -> None:
         """Log-probs and values under the weights that made the samples."""
@@ -144,24 +145,46 @@ class PPO:
             columns = batch.batch
             columns["token_level_rewards"] = columns["token_level_scores"]
             if algorithm.use_kl_in_reward:
-                columns["token_level_rewards"], kl_metrics = apply_kl_penalty(
-                    columns["token_level_scores"], columns["old_log_probs"], columns["ref_log_prob"],
-                    columns["response_mask"], state.kl_controller, algorithm.kl_penalty,
-                )  # fmt: skip
-                result.metrics.update(kl_metrics)
-            result.metrics.update(self.corrector.apply(batch))
-            inputs = {**dict(columns.items()), "index": batch.non_tensor_batch["uid"]}
-            inputs["reward_parts"] = reward_part_columns(batch, algorithm.gdpo_reward_keys)
-            advantages, returns = compute_advantage(
-                algorithm.adv_estimator, inputs, config=algorithm, **advantage_params(algorithm)
+                result.metrics.update(self._penalise_kl(batch, state))
+            if self.old_log_probs == "recompute":
+                result.metrics.update(self._correct(batch))
+            columns["advantages"], columns["returns"] = compute_advantage(
+                algorithm.adv_estimator,
+                {**dict(columns.items()), **batch.non_tensor_batch},
+                config=algorithm,
+                gamma=algorithm.gamma,
+                lam=algorithm.lam,
+                norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
+                gdpo_reward_keys=algorithm.gdpo_reward_keys,
+                gdpo_reward_weights=algorithm.gdpo_reward_weights,
             )
-            columns["advantages"], columns["returns"] = advantages, returns
             if algorithm.use_pf_ppo:
+                rule, generator = algorithm.pf_ppo, torch.Generator().manual_seed(state.step)
                 scores = columns["token_level_scores"].sum(dim=1)
-                generator = torch.Generator().manual_seed(state.step)
-                rule = algorithm.pf_ppo
                 rows = pf_ppo_indices(scores, rule.reweight_method, rule.weight_pow, generator)
                 result.batch = batch.select_idxs(rows)
+
+    def _penalise_kl(self, batch: DataProto, state: TrainerState) -> dict[str, Metric]:
+        columns, controller = batch.batch, state.kl_controller
+        beta = controller.value
+        columns["token_level_rewards"], mean_kl = apply_kl_penalty(
+            columns["token_level_scores"], columns["old_log_probs"], columns["ref_log_prob"], columns["response_mask"],
+            beta=beta, kind=self.config.algorithm.kl_penalty,
+        )  # fmt: skip
+        controller.update(float(mean_kl), n_steps=len(batch))
+        return {"actor/reward_kl_penalty": Metric.last(mean_kl), "actor/reward_kl_penalty_coeff": Metric.last(beta)}
+
+    def _correct(self, batch: DataProto) -> dict[str, Metric]:
+        """Weigh or reject what the sampler drew too differently from the trainer; always measure how far they are."""
+        columns, rule = batch.batch, asdict(self.config.algorithm.rollout_correction)
+        for name in ("bypass_mode", "loss_type"):
+            del rule[name]
+        old, sampled, mask = columns["old_log_probs"], columns["rollout_log_probs"], columns["response_mask"]
+        found = rollout_correction(old, sampled, mask, **rule)
+        if found.weights is not None:
+            columns["rollout_is_weights"] = found.weights
+        columns["response_mask"] = found.response_mask
+        return {**found.metrics, **rollout_gap_metrics(old[mask], sampled[mask])}
 
     def update(self, result: StepResult, state: TrainerState) -> None:
         """The only phase that changes weights; the sampler carries the next version when it ends."""

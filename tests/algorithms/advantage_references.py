@@ -1,0 +1,178 @@
+"""The estimators once more, as loops over Python floats."""
+
+import math
+
+
+def _lists(columns):
+    rewards = columns["token_level_rewards"].tolist()
+    mask = columns["response_mask"].tolist()
+    return rewards, mask, len(rewards), len(rewards[0])
+
+
+def _members(uids):
+    groups = {}
+    for i, u in enumerate(uids):
+        groups.setdefault(u, []).append(i)
+    return groups
+
+
+def _mean(xs):
+    return sum(xs) / len(xs)
+
+
+def _std(xs):
+    m = _mean(xs)
+    return math.sqrt(sum((x - m) ** 2 for x in xs) / (len(xs) - 1))
+
+
+def _whiten(matrix, mask):
+    kept = [x for row, m in zip(matrix, mask) for x, k in zip(row, m) if k]
+    mean, var = (_mean(kept), _std(kept) ** 2) if len(kept) > 1 else (_mean(kept), 0.0)
+    scale = 1 / math.sqrt(var + 1e-8)
+    return [[(x - mean) * scale if k else 0.0 for x, k in zip(row, m)] for row, m in zip(matrix, mask)]
+
+
+def _spread(per_row, mask):
+    return [[a if k else 0.0 for k in m] for a, m in zip(per_row, mask)]
+
+
+def _grpo_rows(scores, uids, by_std=True):
+    out = [0.0] * len(scores)
+    for rows in _members(uids).values():
+        mu, sigma = (
+            (0.0, 1.0) if len(rows) == 1 else (_mean([scores[i] for i in rows]), _std([scores[i] for i in rows]))
+        )
+        for i in rows:
+            out[i] = (scores[i] - mu) / (sigma + 1e-6) if by_std else scores[i] - mu
+    return out
+
+
+def grpo(columns, norm_adv_by_std_in_grpo=True, **_):
+    rewards, mask, *_ = _lists(columns)
+    a = _spread(_grpo_rows([sum(r) for r in rewards], columns["uid"], norm_adv_by_std_in_grpo), mask)
+    return a, a
+
+
+def gdpo(columns, gdpo_reward_weights=(1.0, 1.0), **_):
+    _, mask, batch, _ = _lists(columns)
+    total = [0.0] * batch
+    for weight, part in zip(gdpo_reward_weights, columns["reward_parts"].values()):
+        for i, a in enumerate(_grpo_rows(part.tolist(), columns["uid"])):
+            total[i] += weight * a
+    a = _whiten(_spread(total, mask), mask)
+    return a, a
+
+
+def grpo_passk(columns, norm_adv_by_std_in_grpo=True, **_):
+    rewards, mask, batch, _ = _lists(columns)
+    scores = [sum(r) for r in rewards]
+    out = [0.0] * batch
+    for rows in _members(columns["uid"]).values():
+        ranked = sorted(rows, key=lambda i: scores[i], reverse=True)
+        gap = scores[ranked[0]] - scores[ranked[1]]
+        out[ranked[0]] = gap / (_std([scores[i] for i in rows]) + 1e-6) if norm_adv_by_std_in_grpo else gap
+    a = _spread(out, mask)
+    return a, a
+
+
+def gae(columns, gamma=1.0, lam=1.0, **_):
+    rewards, mask, batch, width = _lists(columns)
+    values = columns["values"].tolist()
+    raw = [[0.0] * width for _ in range(batch)]
+    returns = [[0.0] * width for _ in range(batch)]
+    for i in range(batch):
+        trained = [t for t in range(width) if mask[i][t]]
+        for n, t in enumerate(trained):
+            # the sum of discounted deltas, written out forwards
+            for k, s in enumerate(trained[n:]):
+                following = values[i][trained[n + k + 1]] if n + k + 1 < len(trained) else 0.0
+                raw[i][t] += (gamma * lam) ** k * (rewards[i][s] + gamma * following - values[i][s])
+            returns[i][t] = raw[i][t] + values[i][t]
+    return _whiten(raw, mask), returns
+
+
+def reinforce_plus_plus(columns, gamma=1.0, **_):
+    rewards, mask, batch, width = _lists(columns)
+    returns = [[0.0] * width for _ in range(batch)]
+    for i in range(batch):
+        trained = [t for t in range(width) if mask[i][t]]
+        for n, t in enumerate(trained):
+            returns[i][t] = sum(gamma**k * rewards[i][s] for k, s in enumerate(trained[n:]))
+    return _whiten(returns, mask), returns
+
+
+def reinforce_plus_plus_baseline(columns, **_):
+    rewards, mask, *_ = _lists(columns)
+    a = _whiten(_spread(_grpo_rows([sum(r) for r in rewards], columns["uid"], by_std=False), mask), mask)
+    return a, a
+
+
+def remax(columns, **_):
+    rewards, mask, batch, width = _lists(columns)
+    baselines = columns["reward_baselines"].tolist()
+    returns = [[sum(rewards[i][t:]) if mask[i][t] else 0.0 for t in range(width)] for i in range(batch)]
+    return [[(g - baselines[i]) if k else 0.0 for g, k in zip(returns[i], mask[i])] for i in range(batch)], returns
+
+
+def rloo(columns, **_):
+    rewards, mask, batch, _ = _lists(columns)
+    scores, out = [sum(r) for r in rewards], [0.0] * batch
+    for rows in _members(columns["uid"]).values():
+        for i in rows:
+            others = [scores[j] for j in rows if j != i]
+            out[i] = scores[i] - (_mean(others) if others else 0.0)
+    a = _spread(out, mask)
+    return a, a
+
+
+def opo(columns, **_):
+    rewards, mask, batch, _ = _lists(columns)
+    scores, lengths, out = [sum(r) for r in rewards], [sum(m) for m in mask], [0.0] * batch
+    for rows in _members(columns["uid"]).values():
+        baseline = sum(lengths[j] * scores[j] for j in rows) / sum(lengths[j] for j in rows)
+        for i in rows:
+            out[i] = scores[i] - (baseline if len(rows) > 1 else 0.0)
+    a = _spread(out, mask)
+    return a, a
+
+
+def gpg(columns, **_):
+    rewards, mask, batch, _ = _lists(columns)
+    scores = [sum(r) for r in rewards]
+    alpha = batch / max(1, sum(1 for s in scores if s != 0))
+    a = _spread([alpha * x for x in _grpo_rows(scores, columns["uid"], by_std=False)], mask)
+    return a, a
+
+
+def _token_baseline(columns, positions, handle_zero_tail):
+    """`positions[i]` lists (slot, column) of row i's trained tokens; rows of a group meet in equal slots."""
+    rewards, _, batch, width = _lists(columns)
+    pi, square = columns["old_log_probs"].exp().tolist(), columns["sum_pi_squared"].tolist()
+    rho = columns["rollout_is_weights"].tolist() if "rollout_is_weights" in columns else None
+    to_go, weight = [{} for _ in range(batch)], [{} for _ in range(batch)]
+    for i in range(batch):
+        total = 0.0
+        for slot, t in positions[i]:
+            total += (1 - 2 * pi[i][t] + square[i][t]) * (rho[i][t] ** 2 if rho else 1.0)
+            weight[i][slot], to_go[i][slot] = total, sum(rewards[i][t:])
+    advantages, returns = ([[0.0] * width for _ in range(batch)] for _ in range(2))
+    for rows in _members(columns["uid"]).values():
+        for i in rows:
+            for slot, t in positions[i]:
+                there = [j for j in rows if slot in to_go[j]]
+                b = sum(to_go[j][slot] * weight[j][slot] for j in there) / (sum(weight[j][slot] for j in there) + 1e-8)
+                if len(rows) == 1 or (handle_zero_tail and len(there) == 1):
+                    b = 0.0
+                advantages[i][t], returns[i][t] = to_go[i][slot] - b, to_go[i][slot]
+    return advantages, returns
+
+
+def optimal_token_baseline(columns, handle_zero_tail=True, **_):
+    _, mask, *_ = _lists(columns)
+    return _token_baseline(columns, [[(t, t) for t, k in enumerate(m) if k] for m in mask], handle_zero_tail)
+
+
+def tir_optimal_token_baseline(columns, handle_zero_tail=True, **_):
+    _, mask, *_ = _lists(columns)
+    slots = [list(enumerate(t for t, k in enumerate(m) if k)) for m in mask]
+    return _token_baseline(columns, slots, handle_zero_tail)

@@ -1,0 +1,342 @@
+"""Contract of the policy losses: one row each; float64 loop references for value and gradient, and the laws."""
+
+from functools import partial
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.algorithms import loss_references as reference
+from tests.algorithms.batches import close, policy_inputs, widen
+from verl.algorithms.policy_losses import POLICY_LOSSES, policy_loss, register_policy_loss
+from verl.algorithms.reduce import LOSS_AGG_MODES, agg_loss
+from verl.data_proto.metrics import merge_metrics, metric_values
+from verl.errors import ConfigError
+from verl.trainer.ppo import core_algos
+
+SCALE = 8.0
+
+
+class Row(NamedTuple):
+    reference: object
+    params: dict = {}
+    takes_weights: bool = True
+    splits: bool = True  # micro-batch losses add up to the loss of the mini-batch
+    spread: float = 0.4  # how far the new policy is from the old
+
+
+CLIPS = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.3}
+BYPASS = {
+    "rollout_is": "token",
+    "rollout_is_threshold": 1.3,
+    "rollout_rs": "token_k1",
+    "rollout_rs_threshold": "0.5_2.0",
+}
+TABLE = {
+    "vanilla": Row(reference.vanilla, {**CLIPS, "clip_ratio_c": 1.5}),
+    "cispo": Row(reference.cispo, CLIPS),
+    "dppo_tv": Row(reference.dppo_tv, {"clip_ratio_low": 0.1, "clip_ratio_high": 0.12, "clip_ratio_c": 1.4}),
+    "dppo_kl": Row(reference.dppo_kl, {"clip_ratio_low": 0.05, "clip_ratio_high": 0.03, "clip_ratio_c": 1.4}),
+    "gspo": Row(reference.gspo, CLIPS),
+    "sapo": Row(reference.sapo, {"tau_pos": 0.9, "tau_neg": 1.3}),
+    "gpg": Row(reference.gpg),
+    "dro": Row(reference.dro, {"dro_beta": 0.7}),
+    "geo_mean": Row(reference.geo_mean, CLIPS),
+    "clip_cov": Row(
+        reference.clip_cov, {**CLIPS, "clip_cov_ratio": 1.0, "clip_cov_lb": 0.1, "clip_cov_ub": 1.0}, splits=False
+    ),
+    "kl_cov": Row(reference.kl_cov, {"kl_cov_ratio": 0.25, "ppo_kl_coef": 0.5}, splits=False),
+    "bypass_mode": Row(reference.bypass_mode, {**CLIPS, **BYPASS, "clip_ratio_c": 1.5}, takes_weights=False),
+    "bypass_mode/reinforce": Row(reference.bypass_mode, {**BYPASS, "loss_type": "reinforce"}, takes_weights=False),
+}
+losses = pytest.mark.parametrize("name", sorted(TABLE))
+
+
+def binder(mode, **totals):
+    return lambda matrix, mask, override=None: agg_loss(
+        matrix, mask, override or mode, loss_scale_factor=SCALE, **totals
+    )
+
+
+def totals_of(mask, dp_size=1):
+    return {"batch_num_tokens": int(mask.sum()), "global_batch_size": len(mask), "dp_size": dp_size}
+
+
+def run(name, inputs, agg, weighted=False, generator=None):
+    old, new, advantages, mask, weights = inputs
+    return policy_loss(
+        name.partition("/")[0],
+        old_log_prob=old,
+        log_prob=new,
+        advantages=advantages,
+        response_mask=mask,
+        agg=agg,
+        rollout_is_weights=weights if weighted else None,
+        params=TABLE[name].params,
+        generator=generator,
+    )
+
+
+def value_and_gradient(name, inputs, agg, weighted=False):
+    leaf = inputs[1].clone().requires_grad_()
+    loss, _ = run(name, (inputs[0], leaf, *inputs[2:]), agg, weighted)
+    (gradient,) = torch.autograd.grad(loss, leaf)
+    return loss.detach(), gradient
+
+
+def difference_quotients(function, lp, step=1e-6):
+    found = torch.zeros(len(lp), len(lp[0]), dtype=torch.float64)
+    for i, row in enumerate(lp):
+        for t in range(len(row)):
+            moved = [
+                [x + s * step * (i == j and t == u) for u, x in enumerate(r)] for s in (1, -1) for j, r in enumerate(lp)
+            ]
+            found[i, t] = (function(moved[: len(lp)]) - function(moved[len(lp) :])) / (2 * step)
+    return found
+
+
+def rows(inputs, index):
+    return tuple(x[index] for x in inputs)
+
+
+def test_the_table_has_every_loss():
+    assert {n.partition("/")[0] for n in TABLE} == {n for n in POLICY_LOSSES if not n.startswith("test_")}
+
+
+@losses
+@pytest.mark.parametrize("weighted", [False, True])
+@settings(max_examples=4, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 2**31), mode=st.sampled_from(LOSS_AGG_MODES), use_totals=st.booleans())
+def test_value_and_gradient_equal_the_loop_reference(name, weighted, seed, mode, use_totals):
+    row = TABLE[name]
+    weighted = weighted and row.takes_weights
+    inputs = policy_inputs(seed, spread=row.spread)
+    old, new, advantages, mask, weights = inputs
+    use_totals = use_totals or name.startswith("bypass")  # rejection inside a loss leaves the totals alone
+    agg = binder(mode, **(totals_of(mask) if use_totals else {}))
+    totals = (int(mask.sum()), len(mask)) if use_totals else None
+    loss, gradient = value_and_gradient(name, inputs, agg, weighted)
+
+    def expected(lp):
+        case = reference.Case(
+            old.tolist(), lp, new.tolist(), advantages.tolist(), mask.tolist(), weights.tolist() if weighted else None
+        )
+        return row.reference(case, mode, totals=totals, scale=SCALE, **row.params)
+
+    close(loss, expected(new.tolist()), 1e-7)
+    close(gradient, difference_quotients(expected, new.tolist()), 1e-6)
+    assert not gradient[~mask].any()
+
+
+@losses
+def test_padding_does_not_matter(name):
+    inputs = policy_inputs(1)
+    padded = tuple(widen(x, False if x.dtype == torch.bool else 0.0) for x in inputs)
+    for mode in LOSS_AGG_MODES:
+        close(run(name, padded, binder(mode))[0], run(name, inputs, binder(mode))[0])
+
+
+@losses
+def test_rows_may_come_in_any_order(name):
+    inputs, order = policy_inputs(2), torch.tensor([3, 0, 4, 2, 1])
+    loss, gradient = value_and_gradient(name, inputs, binder("token-mean"))
+    moved, moved_gradient = value_and_gradient(name, rows(inputs, order), binder("token-mean"))
+    close(moved, loss)
+    close(moved_gradient, gradient[order])
+
+
+@losses
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+def test_micro_batches_add_up(name, mode):
+    if not TABLE[name].splits:
+        pytest.skip("selects tokens by statistics of the micro-batch (see the module)")
+    inputs = policy_inputs(3)
+    agg = binder(mode, **totals_of(inputs[3]))
+    loss, gradient = value_and_gradient(name, inputs, agg)
+    for split in ([[0, 1], [2, 3, 4]], [[4], [0], [3], [1], [2]]):
+        parts = [value_and_gradient(name, rows(inputs, s), agg) for s in split]
+        close(sum(p[0] for p in parts), loss)
+        for index, (_, part) in zip(split, parts):
+            close(part, gradient[index])
+
+
+@losses
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+def test_the_mean_over_ranks_is_the_loss_of_one(name, mode):
+    if not TABLE[name].splits:
+        pytest.skip("selects tokens by statistics of the micro-batch (see the module)")
+    inputs = policy_inputs(4)
+    loss, _ = run(name, inputs, binder(mode, **totals_of(inputs[3])))
+    agg = binder(mode, **totals_of(inputs[3], dp_size=2))
+    ranks = [run(name, rows(inputs, s), agg)[0] for s in ([0, 1], [2, 3, 4])]
+    close(sum(ranks) / 2, loss)
+
+
+@losses
+def test_metrics_merge_to_those_of_the_mini_batch(name):
+    inputs = policy_inputs(5)
+    agg = binder("token-mean", **totals_of(inputs[3]))
+    whole = metric_values(run(name, inputs, agg)[1])
+    merged = metric_values(merge_metrics([run(name, rows(inputs, s), agg)[1] for s in ([0, 1], [2, 3, 4])]))
+    assert set(merged) == set(whole)
+    if TABLE[name].splits:
+        for key in set(whole) - {k for k in whole if k.endswith("_std") or k.endswith("eff_sample_size")}:
+            assert merged[key] == pytest.approx(whole[key], rel=1e-6, abs=1e-9), key
+    if name != "gpg":
+        assert "ppo_kl" in whole
+
+
+@losses
+def test_an_empty_micro_batch_is_zero(name):
+    old, new, advantages, mask, weights = policy_inputs(6)
+    leaf = new.clone().requires_grad_()
+    loss, _ = run(name, (old, leaf, advantages, torch.zeros_like(mask), weights), binder("token-mean"))
+    loss.backward()
+    assert float(loss.detach()) == 0
+    assert not leaf.grad.any()
+
+
+def test_vanilla_metrics():
+    old = torch.zeros(1, 4, dtype=torch.float64)
+    ratios = torch.tensor([[1.5, 0.5, 4.0, 1.0]], dtype=torch.float64)
+    advantages = torch.tensor([[1.0, -1.0, -1.0, 1.0]], dtype=torch.float64)
+    loss, metrics = policy_loss(
+        "vanilla",
+        old_log_prob=old,
+        log_prob=ratios.log(),
+        advantages=advantages,
+        response_mask=torch.ones(1, 4),
+        agg=binder("token-sum"),
+        params={"clip_ratio": 0.2, "clip_ratio_low": None, "clip_ratio_high": None, "clip_ratio_c": 3.0},
+    )
+    close(loss, -1.2 + 0.8 + 3.0 - 1.0)
+    found = metric_values(metrics)
+    assert found["pg_clipfrac"] == pytest.approx(0.5)
+    assert found["pg_clipfrac_lower"] == pytest.approx(0.25)
+    assert found["ppo_kl"] == pytest.approx(float(-ratios.log().mean()))
+
+
+def test_clip_cov_draws_only_from_its_generator():
+    old, new, advantages, mask, _ = policy_inputs(7, batch=40, width=20)
+    params = {"clip_cov_ratio": 0.05, "clip_cov_lb": -10.0, "clip_cov_ub": 10.0}
+
+    def dropped(seed):
+        loss, metrics = policy_loss(
+            "clip_cov",
+            old_log_prob=old,
+            log_prob=new,
+            advantages=advantages,
+            response_mask=mask,
+            agg=binder("token-mean"),
+            params=params,
+            generator=torch.Generator().manual_seed(seed),
+        )
+        return float(loss), metrics["pg_clipfrac"].value * int(mask.sum())
+
+    assert dropped(1) == dropped(1)
+    assert dropped(1)[0] != dropped(2)[0]
+    assert dropped(1)[1] == pytest.approx(int(0.05 * int(mask.sum())))
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "match"),
+    [
+        ("vanilla", {"clip_ratio_c": 1.0}, "clip_ratio_c"),
+        ("dro", {}, "dro_beta > 0"),
+        ("dro", {"dro_beta": -1.0}, "dro_beta > 0"),
+        ("sapo", {"tau_pos": 0.0}, "tau_pos"),
+        ("vanila", {}, "did you mean 'vanilla'"),
+        ("bypass_mode", {"loss_type": "reinforcement"}, "did you mean 'reinforce'"),
+    ],
+)
+def test_bad_settings_are_named(name, params, match):
+    old, new, advantages, mask, _ = policy_inputs(8)
+    with pytest.raises(ConfigError, match=match):
+        policy_loss(
+            name,
+            old_log_prob=old,
+            log_prob=new,
+            advantages=advantages,
+            response_mask=mask,
+            agg=binder("token-mean"),
+            params=params,
+        )
+
+
+def test_weights_that_a_loss_cannot_take_are_refused():
+    with pytest.raises(ConfigError, match="does not take importance weights"):
+        run("bypass_mode", policy_inputs(9), binder("token-mean"), weighted=True)
+
+
+class TestUsersLosses:
+    """Functions of the older contract: (old_log_prob, ..., loss_agg_mode, config, rollout_is_weights)."""
+
+    @staticmethod
+    def define(name, with_info):
+        @register_policy_loss(name)
+        def loss_fn(
+            old_log_prob,
+            log_prob,
+            advantages,
+            response_mask,
+            loss_agg_mode="token-mean",
+            config=None,
+            rollout_is_weights=None,
+        ):
+            ratio = torch.exp(log_prob - old_log_prob)
+            matrix = -advantages * torch.clamp(ratio, 1 - config.clip_ratio, 1 + config.get("clip_ratio", 0.1))
+            info = config.global_batch_info if with_info else {}
+            loss = core_algos.agg_loss(loss_mat=matrix, loss_mask=response_mask, loss_agg_mode=loss_agg_mode, **info)
+            return loss, {"actor/pg_clipfrac": 0.25, "mine": torch.tensor(2.0)}
+
+        return loss_fn
+
+    @pytest.mark.parametrize("with_info", [False, True])
+    def test_micro_batches_add_up_for_them_too(self, with_info):
+        name = f"test_user_loss_{with_info}"
+        self.define(name, with_info)
+        inputs = policy_inputs(10)
+        for mode in LOSS_AGG_MODES:
+            call = partial(
+                policy_loss,
+                name,
+                agg=binder(mode, **totals_of(inputs[3])),
+                params={"loss_agg_mode": mode},
+                config={"clip_ratio": 0.2},
+            )
+            keys = ("old_log_prob", "log_prob", "advantages", "response_mask")
+            whole, metrics = call(**dict(zip(keys, inputs)))
+            parts = [call(**dict(zip(keys, rows(inputs, s))))[0] for s in ([0, 1], [2, 3, 4])]
+            close(sum(parts), whole)
+            old, new, advantages, mask, _ = inputs
+            matrix = -advantages * (new - old).exp().clamp(0.8, 1.2)
+            close(whole, agg_loss(matrix, mask, mode, loss_scale_factor=SCALE, **totals_of(mask)))
+            assert metric_values(metrics) == {"pg_clipfrac": 0.25, "mine": 2.0}
+
+    def test_wrong_results_are_named(self):
+        old, new, advantages, mask, weights = policy_inputs(11)
+        call = partial(
+            policy_loss,
+            old_log_prob=old,
+            log_prob=new,
+            advantages=advantages,
+            response_mask=mask,
+            agg=binder("token-mean"),
+        )
+
+        @register_policy_loss("test_no_metrics")
+        def no_metrics(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config):
+            return log_prob.sum()
+
+        @register_policy_loss("test_no_scalar")
+        def no_scalar(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config):
+            return log_prob, {}
+
+        with pytest.raises(ConfigError, match=r"must return \(loss, metrics\)"):
+            call("test_no_metrics")
+        with pytest.raises(ConfigError, match="scalar tensor"):
+            call("test_no_scalar")
+        with pytest.raises(ConfigError, match="no argument rollout_is_weights"):
+            call("test_no_scalar", rollout_is_weights=weights)

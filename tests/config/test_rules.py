@@ -1,0 +1,191 @@
+"""Every rule between keys is broken by at least one row here."""
+
+import pytest
+
+from verl.config import load_config
+from verl.config.checks import check_config
+from verl.config.rules import RULES
+from verl.config.rules.ranges import RANGES
+from verl.config.tree import leaves
+
+from .helpers import ACTOR, GRPO, ROLLOUT, load, problems, refused
+
+DRAW = f"{ROLLOUT}.val_kwargs"
+CORRECTION = "algorithm.rollout_correction"
+MICRO = "micro_batch_size"
+
+BROKEN = [
+    ("error", "algorithm.adv_estimator", ["algorithm.adv_estimator=grop"]),
+    ("error", f"{ACTOR}.policy_loss.loss_mode", [f"{ACTOR}.policy_loss.loss_mode=vanila"]),
+    ("error", f"{ROLLOUT}.name", [f"{ROLLOUT}.name=natve"]),
+    ("error", f"{ACTOR}.strategy", [f"{ACTOR}.strategy=fsdp3"]),
+    ("error", "trainer.logger", ["trainer.logger=[console,wandbb]"]),
+    ("error", f"{ACTOR}.checkpoint.save_contents", [f"{ACTOR}.checkpoint.save_contents=[models]"]),
+    ("error", f"{ACTOR}.checkpoint.load_contents", [f"{ACTOR}.checkpoint.load_contents=[models]"]),
+    ("error", "critic.checkpoint.save_contents", ["critic.checkpoint.save_contents=[models]"]),
+    ("error", "critic.checkpoint.load_contents", ["critic.checkpoint.load_contents=[models]"]),
+    ("error", "reward.reward_manager.name", ["reward.reward_manager.name=naiv"]),
+    ("error", f"{ACTOR}.ppo_{MICRO}", [f"{ACTOR}.ppo_{MICRO}=4", f"{ACTOR}.ppo_{MICRO}_per_gpu=4"]),
+    ("error", f"critic.ppo_{MICRO}", [f"critic.ppo_{MICRO}=4", f"critic.ppo_{MICRO}_per_gpu=4"]),
+    ("error", f"critic.forward_{MICRO}", [f"critic.forward_{MICRO}=4", f"critic.forward_{MICRO}_per_gpu=4"]),
+    (
+        "error",
+        f"{ROLLOUT}.log_prob_{MICRO}",
+        [f"{ROLLOUT}.log_prob_{MICRO}=4", f"{ROLLOUT}.log_prob_{MICRO}_per_gpu=4"],
+    ),
+    (
+        "error",
+        f"actor_rollout_ref.ref.log_prob_{MICRO}",
+        [f"actor_rollout_ref.ref.log_prob_{MICRO}=4", f"actor_rollout_ref.ref.log_prob_{MICRO}_per_gpu=4"],
+    ),
+    ("error", f"{ACTOR}.ppo_mini_batch_size", ["data.train_batch_size=8", f"{ACTOR}.ppo_mini_batch_size=16"]),
+    ("error", "critic.ppo_mini_batch_size", ["data.train_batch_size=8", "critic.ppo_mini_batch_size=16"]),
+    ("warning", f"{ACTOR}.ppo_mini_batch_size", ["data.train_batch_size=10", f"{ACTOR}.ppo_mini_batch_size=4"]),
+    ("error", "data.gen_batch_size", ["algorithm.filter_groups.enable=True", "data.gen_batch_size=4"]),
+    ("error", f"{ROLLOUT}.max_model_len", [f"{ROLLOUT}.max_model_len=1000"]),
+    ("error", f"{ROLLOUT}.prompt_length", [f"{ROLLOUT}.prompt_length=100"]),
+    ("error", f"{ROLLOUT}.response_length", [f"{ROLLOUT}.response_length=100", "data.max_response_length=200"]),
+    ("error", f"{ROLLOUT}.n", ["algorithm.adv_estimator=grpo_passk"]),
+    ("warning", f"{ROLLOUT}.n", ["algorithm.adv_estimator=grpo"]),
+    ("error", "algorithm.gdpo_reward_keys", ["algorithm.adv_estimator=gdpo"]),
+    (
+        "error",
+        "algorithm.gdpo_reward_weights",
+        ["algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[a,b]", "algorithm.gdpo_reward_weights=[1]"],
+    ),
+    ("error", "algorithm.use_pf_ppo", [*GRPO, "algorithm.use_pf_ppo=True"]),
+    ("error", "critic.enable", ["critic.enable=False"]),
+    ("warning", "critic.enable", [*GRPO, "critic.enable=True"]),
+    ("warning", "algorithm.use_kl_in_reward", ["algorithm.use_kl_in_reward=True", f"{ACTOR}.use_kl_loss=True"]),
+    ("warning", "algorithm.filter_groups.enable", ["algorithm.filter_groups.enable=True"]),
+    ("error", f"{ACTOR}.policy_loss.dro_beta", [f"{ACTOR}.policy_loss.loss_mode=dro"]),
+    ("error", f"{ACTOR}.policy_loss.loss_mode", [f"{ACTOR}.policy_loss.loss_mode=bypass_mode"]),
+    (
+        "error",
+        f"{CORRECTION}.rollout_rs",
+        [f"{CORRECTION}.rollout_rs=token_k4", f"{CORRECTION}.rollout_rs_threshold=2"],
+    ),
+    ("error", f"{CORRECTION}.rollout_rs_threshold", [f"{CORRECTION}.rollout_rs=token_k1"]),
+    (
+        "error",
+        f"{CORRECTION}.rollout_rs_threshold",
+        [f"{CORRECTION}.rollout_rs=token_k1,seq_max_k2,seq_sum_k3", f"{CORRECTION}.rollout_rs_threshold='1,2'"],
+    ),
+    (
+        "error",
+        f"{CORRECTION}.rollout_is_threshold",
+        [f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_threshold=2_1"],
+    ),
+    ("error", f"{CORRECTION}.rollout_is", [f"{CORRECTION}.bypass_mode=True", f"{CORRECTION}.rollout_is=token"]),
+    (
+        "error",
+        f"{ROLLOUT}.calculate_log_probs",
+        [f"{CORRECTION}.rollout_is=token", f"{ROLLOUT}.calculate_log_probs=False"],
+    ),
+    ("error", f"{DRAW}.temperature", [f"{DRAW}.do_sample=True"]),
+    ("warning", f"{DRAW}.n", [f"{DRAW}.n=8"]),
+    ("warning", f"{ROLLOUT}.do_sample", [*GRPO, f"{ROLLOUT}.do_sample=False"]),
+    (
+        "error",
+        "reward.reward_kwargs",
+        [
+            "+reward_model.reward_kwargs.overlong_buffer_cfg.enable=True",
+            "+reward_model.reward_kwargs.overlong_buffer_cfg.len=9",
+        ],
+    ),
+    (
+        "error",
+        "reward.reward_kwargs",
+        [
+            "reward_model.reward_manager=dapo",
+            "+reward_model.reward_kwargs.overlong_buffer_cfg={enable:True,len:4096}",
+            "+reward_model.reward_kwargs.max_resp_len=1024",
+        ],
+    ),
+    ("error", "reward.reward_manager.module.path", ["reward.reward_manager.source=importlib"]),
+    ("error", "trainer.resume_from_path", ["trainer.resume_mode=resume_path"]),
+    (
+        "error",
+        "trainer.resume_from_path",
+        ["trainer.resume_mode=resume_path", "trainer.resume_from_path=/nowhere/global_step_3"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("level", "key", "overrides"), BROKEN, ids=lambda v: v[-1] if isinstance(v, list) else None)
+def test_a_broken_rule_is_reported(level, key, overrides):
+    assert (level, key) in problems(*overrides)
+
+
+def test_every_rule_has_a_row():
+    rows = {(level, key) for level, key, _ in BROKEN}
+    assert {(r.level, r.key) for r in RULES if r not in RANGES} == rows
+
+
+@pytest.mark.parametrize("rule", RANGES, ids=lambda r: r.key)
+def test_values_out_of_range_are_refused(rule):
+    bad = "[-1,0.5]" if "list" in str(leaves()[rule.key].annotation) else "-5"
+    loaded = load_config([f"{rule.key}={bad}"], check=False)
+    sentences = [p.sentence for p in check_config(loaded) if p.key == rule.key and "must be" in p.sentence]
+    assert len(sentences) == 1
+    assert rule.key in sentences[0]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (f"{CORRECTION}.rollout_is=sequence", f"{CORRECTION}.rollout_is_threshold=0.5_2.0"),
+        (f"{CORRECTION}.rollout_rs='token_k1,seq_max_k2'", f"{CORRECTION}.rollout_rs_threshold='0.5_2,3'"),
+        (f"{CORRECTION}.rollout_rs=seq_mean_k1", f"{CORRECTION}.rollout_rs_threshold=0.999_1.001"),
+        (f"{CORRECTION}.bypass_mode=True", f"{CORRECTION}.loss_type=reinforce", f"{CORRECTION}.rollout_is=token"),
+        (
+            "algorithm.adv_estimator=gdpo",
+            f"{ROLLOUT}.n=4",
+            "algorithm.gdpo_reward_keys=[a,b]",
+            "algorithm.gdpo_reward_weights=[1,2]",
+        ),
+        (f"{ACTOR}.policy_loss.loss_mode=my_loss", "actor_rollout_ref.model.external_lib=my_package.losses"),
+        (f"{ACTOR}.policy_loss.loss_mode=losses.py:mine",),
+        (
+            "reward.reward_manager.source=importlib",
+            "reward.reward_manager.module.path=m.py",
+            "reward.reward_manager.name=Mine",
+        ),
+        ("data.train_batch_size=8",),
+        (f"{ROLLOUT}.top_k=50", f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.min_p=0.05"),
+    ],
+    ids=lambda v: v[-1],
+)
+def test_good_combinations_are_accepted(overrides):
+    assert not any("must" in notice for notice in load(*overrides).notices)
+
+
+def test_a_small_batch_is_one_mini_batch():
+    loaded = load("data.train_batch_size=8")
+    assert loaded.config.actor_rollout_ref.actor.ppo_mini_batch_size == 8
+    assert loaded.config.critic.ppo_mini_batch_size == 8
+    assert loaded.origins[f"{ACTOR}.ppo_mini_batch_size"] == "follows data.train_batch_size"
+
+
+def test_resume_path_is_accepted_where_it_exists(tmp_path):
+    folder = tmp_path / "global_step_3"
+    folder.mkdir()
+    load("trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder}")
+
+
+def test_optimal_token_baseline_turns_on_what_it_needs():
+    config = load("algorithm.adv_estimator=optimal_token_baseline", f"{ROLLOUT}.n=4").config
+    assert config.actor_rollout_ref.actor.calculate_sum_pi_squared is True
+
+
+def test_warnings_do_not_stop_a_run():
+    assert any("draws one" in notice for notice in load("algorithm.adv_estimator=grpo").notices)
+
+
+def test_errors_come_first():
+    levels = [level for level, _ in problems("algorithm.adv_estimator=grpo", "data.use_shm=True", f"{ROLLOUT}.top_p=2")]
+    assert levels == ["error", "warning", "notice"]
+
+
+def test_errors_are_sentences_with_braces_kept():
+    assert "{x}" in refused("trainer.logger=['{x}']")

@@ -1,0 +1,267 @@
+"""YAML files, origins, other spellings, and the file in the run folder."""
+
+from pathlib import Path
+
+import pytest
+
+from verl.config import load_config
+from verl.config.write import scalar
+
+from .helpers import ACTOR, FIXTURES, GRPO, ROLLOUT, load, refused
+
+
+def write(folder: Path, name: str, text: str) -> str:
+    (folder / name).write_text(text, encoding="utf-8")
+    return str(folder / name)
+
+
+GRPO_YAML = """
+defaults: [ppo_trainer, _self_]
+hydra:
+  searchpath: [file://verl/trainer/config]
+data:
+  train_batch_size: 32
+  max_prompt_length: 256
+actor_rollout_ref:
+  actor:
+    _target_: some.Class
+    optim: {lr: 1e-5}
+  rollout:
+    n: 4
+  ref:
+algorithm:
+  adv_estimator: grpo
+trainer:
+  default_local_dir: runs/${trainer.project_name}
+  project_name: demo
+  logger: [console]
+  total_training_steps: ???
+"""
+
+
+def test_yaml_file_and_overrides_and_origins(tmp_path):
+    file = write(tmp_path, "run.yaml", GRPO_YAML)
+    loaded = load_config(["data.train_batch_size=16", "custom_reward_function.path=r.py"], config_path=file)
+    config, origins = loaded.config, loaded.origins
+    assert config.data.train_batch_size == 16
+    assert config.actor_rollout_ref.actor.optim.lr == 1e-5
+    assert config.actor_rollout_ref.rollout.prompt_length == 256
+    assert config.trainer.default_local_dir == "runs/demo"
+    assert config.trainer.total_training_steps is None
+    assert config.reward.custom_reward_function.path == "r.py"
+    assert origins["data.train_batch_size"] == "command line"
+    assert origins["data.max_prompt_length"] == f"file {file}"
+    assert origins[f"{ROLLOUT}.prompt_length"] == "follows data.max_prompt_length"
+    assert origins["reward.custom_reward_function.path"] == "command line, renamed from custom_reward_function.path"
+    assert origins["trainer.total_epochs"] == "default"
+    assert any(notice.startswith("hydra:") for notice in loaded.notices)
+
+
+def test_folder_and_name(tmp_path):
+    write(tmp_path, "base.yaml", "trainer: {total_epochs: 3, save_freq: 7}")
+    write(tmp_path, "run.yaml", "defaults: [base, other_group, _self_]\ntrainer: {total_epochs: 4}")
+    for name in ("run", "run.yaml"):
+        loaded = load_config([], str(tmp_path), name)
+        assert loaded.config.trainer.total_epochs == 4
+        assert loaded.config.trainer.save_freq == 7
+        assert any("other_group" in notice for notice in loaded.notices)
+
+
+def test_names_without_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert load_config([], None, "ppo_trainer").config == load().config
+    write(tmp_path, "here.yaml", "trainer: {total_epochs: 3}")
+    assert load_config([], None, "here").config.trainer.total_epochs == 3
+
+
+def test_bad_sources_are_sentences(tmp_path):
+    assert "ppo_trainer" in refused(config_name="ppo_trainr")
+    assert "Megatron" in refused(config_name="ppo_megatron_trainer")
+    assert "--config-name" in refused(config_path=str(tmp_path))
+    write(tmp_path, "run.yaml", "trainer: {total_epochs: 3}")
+    assert "run.yaml" in refused(config_path=str(tmp_path), config_name="rum")
+    assert "cannot be read" in refused(config_path=write(tmp_path, "a.yaml", "trainer: [1"))
+    assert "sections" in refused(config_path=write(tmp_path, "b.yaml", "- 1"))
+    assert "not a list" in refused(config_path=write(tmp_path, "c.yaml", "defaults: 3"))
+    assert "includes itself" in refused(config_path=write(tmp_path, "d.yaml", "defaults: [d]"))
+    message = refused(config_path=write(tmp_path, "e.yaml", "trainer: {total_epoch: 3}"))
+    assert "e.yaml" in message
+    assert "'trainer.total_epochs'" in message
+
+
+def test_every_built_in_file_loads():
+    from verl.config.sources import BUILT_IN, built_in_names
+
+    assert "ppo_trainer" in built_in_names()
+    for file in BUILT_IN.glob("*.yaml"):
+        load_config([], None, file.stem)
+
+
+def test_interpolation(monkeypatch):
+    monkeypatch.setenv("RUN_NAME", "night")
+    config = load(
+        "trainer.experiment_name=${oc.env:RUN_NAME}",
+        "data.max_response_length=${data.max_prompt_length}",
+        "data.max_prompt_length=64",
+        f"{ROLLOUT}.max_num_seqs=${{oc.select:no.such.key,12}}",
+    ).config
+    assert config.trainer.experiment_name == "night"
+    assert config.trainer.default_local_dir == "checkpoints/verl_examples/night"
+    assert config.actor_rollout_ref.rollout.response_length == 64
+    assert config.actor_rollout_ref.rollout.max_num_seqs == 12
+
+
+def test_interpolation_that_leads_nowhere():
+    assert "trainer.experiment_name" in refused("trainer.experiment_name=${no.such.key}", match="cannot be resolved")
+    refused("trainer.total_epochs=${trainer.project_name}", match="whole number")
+
+
+def test_cross_references():
+    config = load(
+        "data.max_prompt_length=64",
+        "data.max_response_length=32",
+        f"{ROLLOUT}.n=3",
+        f"{ACTOR}.use_dynamic_bsz=True",
+        f"{ACTOR}.ppo_max_token_len_per_gpu=999",
+        f"{ACTOR}.ppo_epochs=2",
+        f"{ACTOR}.loss_agg_mode=token-sum",
+        f"{ACTOR}.checkpoint.save_contents=[model]",
+        "critic.ppo_max_token_len_per_gpu=777",
+        f"{ACTOR}.fsdp_config.dtype=fp32",
+        "actor_rollout_ref.model.path=/m",
+        "trainer.project_name=p",
+        "trainer.experiment_name=e",
+    ).config
+    group = config.actor_rollout_ref
+    assert (group.rollout.prompt_length, group.rollout.response_length) == (64, 32)
+    assert group.actor.rollout_n == group.ref.rollout_n == config.critic.rollout_n == 3
+    assert group.ref.log_prob_use_dynamic_bsz
+    assert group.rollout.log_prob_use_dynamic_bsz
+    assert group.ref.log_prob_max_token_len_per_gpu == group.rollout.log_prob_max_token_len_per_gpu == 999
+    assert (config.critic.ppo_epochs, config.critic.loss_agg_mode, config.critic.use_dynamic_bsz) == (
+        2,
+        "token-sum",
+        True,
+    )
+    assert config.critic.forward_max_token_len_per_gpu == 777
+    assert group.actor.checkpoint.load_contents == ["model"]
+    assert group.ref.fsdp_config.dtype == config.critic.fsdp.dtype == "fp32"
+    assert config.critic.model.path == "/m"
+    assert config.trainer.default_local_dir == "checkpoints/p/e"
+    assert config.data.seed == 42
+
+
+SPELLINGS = [
+    ("custom_reward_function.path=r.py", "reward.custom_reward_function.path", "r.py"),
+    ("reward_model.reward_manager=dapo", "reward.reward_manager.name", "dapo"),
+    ("reward_model.num_workers=3", "reward.num_workers", 3),
+    ("+reward_model.reward_kwargs.max_resp_len=9", "reward.reward_kwargs", {"max_resp_len": 9}),
+    (f"{ACTOR}.grad_clip=0.5", f"{ACTOR}.optim.clip_grad", 0.5),
+    (f"{ACTOR}.optim.warmup_style=cosine", f"{ACTOR}.optim.lr_scheduler_type", "cosine"),
+    (f"{ACTOR}.ulysses_sequence_parallel_size=2", f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size", 2),
+    ("critic.model.fsdp_config.param_offload=True", "critic.fsdp.param_offload", True),
+    ("critic.grad_clip=0.5", "critic.optim.clip_grad", 0.5),
+    ("trainer.log_with=tensorboard", "trainer.logger", ["tensorboard"]),
+    ("algorithm.cliprange=0.3", f"{ACTOR}.clip_ratio", 0.3),
+    ("actor_model.fsdp_config.forward_prefetch=true", f"{ACTOR}.fsdp_config.forward_prefetch", True),
+    ("mixed_precision.param_dtype=bf16", f"{ACTOR}.fsdp_config.dtype", "bf16"),
+    ("model.use_fused_kernels=true", "actor_rollout_ref.model.use_fused_kernels", True),
+    ("data.tokenizer=/t", "actor_rollout_ref.model.tokenizer_path", "/t"),
+]
+
+
+@pytest.mark.parametrize(("override", "key", "value"), SPELLINGS, ids=lambda v: v if isinstance(v, str) else None)
+def test_other_spellings(override, key, value):
+    loaded = load(override)
+    node = loaded.config
+    for name in key.split("."):
+        node = node[name]
+    assert node == value
+    assert loaded.origins[key] == f"command line, renamed from {override.partition('=')[0].lstrip('+')}"
+
+
+def test_two_spellings_that_disagree_are_refused():
+    message = refused(
+        "custom_reward_function.path=a.py", "reward.custom_reward_function.path=b.py", match="two spellings"
+    )
+    assert "a.py" in message
+    assert "b.py" in message
+    refused("reward_model.reward_kwargs.x=1", "reward.reward_kwargs.x=2", match="two spellings")
+    load("custom_reward_function.path=a.py", "reward.custom_reward_function.path=a.py")
+    load("reward_model.reward_kwargs.x=1", "reward.reward_kwargs.y=2")
+
+
+def test_the_command_line_wins_over_the_file_whatever_the_spelling(tmp_path):
+    file = write(tmp_path, "run.yaml", "custom_reward_function: {path: a.py}")
+    config = load_config(["reward.custom_reward_function.path=b.py"], config_path=file).config
+    assert config.reward.custom_reward_function.path == "b.py"
+
+
+def test_kl_coef_alone_means_kl_in_the_reward():
+    algorithm = load("algorithm.kl_coef=0.02").config.algorithm
+    assert (algorithm.kl_ctrl.kl_coef, algorithm.use_kl_in_reward) == (0.02, True)
+    assert load("algorithm.use_kl_in_reward=True", "algorithm.kl_coef=0.02").config.algorithm.use_kl_in_reward
+
+
+@pytest.mark.parametrize("file", sorted((FIXTURES / "seeds").glob("*.yaml")), ids=lambda f: f.stem)
+def test_published_yaml_is_understood(file):
+    """Each loads with one device and the native engine; what a file asks for beyond that is refused by name."""
+    overrides = [f"{ROLLOUT}.name=native", "trainer.nnodes=1", "trainer.n_gpus_per_node=1"]
+    if file.stem == "hybrid_3d":
+        assert "Resharding in three dimensions" in refused(*overrides, config_path=str(file))
+        overrides.append(f"{ACTOR}.fsdp_config.use_3d_hybrid=False")
+        overrides += [
+            f"~{ACTOR}.fsdp_config.{n}" for n in ("layer_per_group", "enable_chunked_attention", "batch_group_size")
+        ]
+    loaded = load_config(overrides, config_path=str(file))
+    assert any("file" in origin for origin in loaded.origins.values())
+
+
+def test_published_kl_ppo_takes_effect():
+    config = load_config(
+        ["trainer.nnodes=1", "trainer.n_gpus_per_node=1"], config_path=str(FIXTURES / "seeds" / "kl_ppo.yaml")
+    ).config
+    assert config.algorithm.use_kl_in_reward
+    assert config.algorithm.kl_ctrl.kl_coef == 0.02
+    assert config.actor_rollout_ref.actor.clip_ratio == 0.2
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        [
+            *GRPO,
+            "data.train_batch_size=8",
+            f"{ACTOR}.optim.lr=3e-6",
+            "actor_rollout_ref.model.path=/m",
+            "reward_model.reward_manager=dapo",
+            "+reward_model.reward_kwargs.overlong_buffer_cfg={enable:True,len:9,log:null}",
+            "trainer.experiment_name='a # \"b\": [c]'",
+            f"{ROLLOUT}.stop=['\n','é']",
+        ],
+        ["critic.optim.betas=[0.9,0.95]", "algorithm.rollout_correction.rollout_is=token", "data.gen_batch_size=null"],
+    ],
+)
+def test_the_written_file_gives_the_same_config_again(tmp_path, overrides):
+    loaded = load(*overrides)
+    file = loaded.write(tmp_path / "run")
+    assert file == tmp_path / "run" / "config.yaml"
+    again = load_config([], config_path=str(file))
+    assert again.config == loaded.config
+    text = file.read_text(encoding="utf-8")
+    for key, origin in loaded.origins.items():
+        if origin == "command line":
+            assert f"{key.rpartition('.')[2]}: " in text
+    assert text.count("# command line") == sum(o.startswith("command line") for o in loaded.origins.values())
+    assert again.notices == [n for n in loaded.notices if not n.startswith("No effect")]
+
+
+@pytest.mark.parametrize(
+    "value", [1e-6, 1.5, 1e20, float("inf"), -float("inf"), 3, True, None, "1e3", "null", [1, "a"], {"a": None}]
+)
+def test_scalars_survive_yaml(tmp_path, value):
+    from omegaconf import OmegaConf
+
+    (tmp_path / "x.yaml").write_text(f"x: {scalar(value)}\n", encoding="utf-8")
+    assert OmegaConf.to_container(OmegaConf.load(tmp_path / "x.yaml"))["x"] == value

@@ -1,0 +1,146 @@
+"""The tree knows every key of an existing release, and its documentation is what it declares."""
+
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from verl.config import ActorConfig, RolloutConfig, VerlConfig, aliases, load_config, names
+from verl.config.conditions import CONDITIONS
+from verl.config.document import to_markdown
+from verl.config.follows import FOLLOWS
+from verl.config.settings import locate
+from verl.config.tree import leaves, sections
+from verl.config.unavailable import MISSING
+
+from .helpers import fixture_lines, load
+
+KNOWN = [line.partition("=")[::2] for line in fixture_lines("keys.txt")]
+NOT_YET = {"trainer.n_gpus_per_node"}  # their default is 8 devices
+DIFFERENT = {
+    "actor_rollout_ref.actor.clip_ratio_low",
+    "actor_rollout_ref.actor.clip_ratio_high",
+    "actor_rollout_ref.actor.fsdp_config.dtype",
+    "actor_rollout_ref.ref.fsdp_config.dtype",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size",
+    "critic.fsdp.dtype",
+    "critic.model.path",
+    "trainer.device",
+    "trainer.logger",
+    "trainer.n_gpus_per_node",
+}
+
+
+def test_the_fixture_is_whole():
+    assert len(KNOWN) == 645
+
+
+def test_every_known_key_has_its_place():
+    assert [key for key, _ in KNOWN if locate(aliases.resolve(key)[0]) is None] == []
+
+
+@pytest.mark.parametrize("section", sorted({key.partition(".")[0] for key, _ in KNOWN}))
+def test_every_known_key_is_accepted_at_its_default(section):
+    for key, default in KNOWN:
+        if key.startswith(section + ".") and default not in ("FOLLOWS", "REQUIRED") and key not in NOT_YET:
+            load(f"{key}={default}")
+
+
+def test_all_known_defaults_together_are_accepted():
+    load(*(f"{k}={v}" for k, v in KNOWN if v not in ("FOLLOWS", "REQUIRED") and k not in NOT_YET))
+
+
+def test_defaults_are_theirs_but_for_the_listed_ones():
+    ours = load().config
+    theirs = load(*(f"{k}={v}" for k, v in KNOWN if v not in ("FOLLOWS", "REQUIRED") and k not in NOT_YET)).config
+
+    def different(one, other, path=""):
+        for name in one:
+            a, b = one[name], other[name]
+            if isinstance(a, dict) and path + name not in leaves():
+                yield from different(a, b, path + name + ".")
+            elif a != b:
+                yield path + name
+
+    assert set(different(asdict(ours), asdict(theirs))) <= DIFFERENT
+
+
+def test_sections_read_like_mappings():
+    actor = ActorConfig(clip_ratio=0.1)
+    assert actor["clip_ratio"] == actor.get("clip_ratio") == actor.clip_ratio == 0.1
+    assert actor.get("no_such_key", 7) == 7
+    assert "clip_ratio" in actor
+    assert "no_such_key" not in actor
+    assert dict(actor.items())["ppo_epochs"] == 1
+    with pytest.raises(KeyError):
+        actor["no_such_key"]
+
+
+def test_sections_are_frozen_and_independent():
+    with pytest.raises(AttributeError):
+        RolloutConfig().n = 3  # type: ignore[misc]
+    assert RolloutConfig().stop is not RolloutConfig().stop
+
+
+def test_every_declaration_is_complete():
+    for path, leaf in leaves().items():
+        assert leaf.key.meaning, path
+        assert all(condition in CONDITIONS for condition, _ in leaf.conditions), path
+    used = {condition for leaf in leaves().values() for condition, _ in leaf.conditions}
+    assert used == set(CONDITIONS)
+    assert all(sections().values())
+
+
+def test_tables_name_existing_keys():
+    for key, source in FOLLOWS:
+        assert key in leaves(), key
+        assert source in leaves(), source
+    for row in aliases.ALIASES:
+        assert row.new.rstrip(".") in {*leaves(), *sections()} or locate(row.new) is not None, row
+        assert row.old not in leaves(), row
+    for missing in MISSING:
+        assert locate(missing.path) is not None, missing.path
+
+
+def test_a_followed_key_stands_above_its_followers():
+    seen = set()
+    for key, source in FOLLOWS:
+        assert source not in {k for k, _ in FOLLOWS} - seen, f"{key} follows {source}, which is filled in later"
+        seen.add(key)
+
+
+def test_docs_are_current():
+    page = Path(__file__).parents[2] / "docs" / "config.md"
+    assert page.read_text(encoding="utf-8") == to_markdown(), "run: python -m verl.config.document docs/config.md"
+
+
+def test_known_names_are_those_of_the_registries():
+    advantages = pytest.importorskip("verl.algorithms.advantages")
+    losses = pytest.importorskip("verl.algorithms.policy_losses")
+    assert set(names.ADV_ESTIMATORS) == set(advantages.ADVANTAGES)
+    assert set(names.POLICY_LOSSES) == set(losses.POLICY_LOSSES)
+
+
+def test_import_needs_neither_torch_nor_omegaconf():
+    code = "import sys, verl.config; print(*(m for m in ('torch', 'omegaconf', 'ray', 'numpy') if m in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == ""
+
+
+def test_loading_overrides_needs_no_omegaconf():
+    code = (
+        "import sys; from verl.config import load_config; load_config(['algorithm.adv_estimator=grpo']);"
+        "print('omegaconf' in sys.modules or 'torch' in sys.modules)"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+        == "False"
+    )
+
+
+def test_root_is_the_defaults():
+    loaded = load_config()
+    assert loaded.notices == []
+    assert isinstance(loaded.config, VerlConfig)
+    assert set(loaded.origins) == set(leaves())

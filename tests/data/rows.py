@@ -1,0 +1,26 @@
+"""Rows and configs that the tests of this folder share."""
+
+import json
+from dataclasses import replace
+
+from verl.config import DataConfig
+
+
+def row(number=0, **changes):
+    found = {
+        "data_source": "task/a",
+        "prompt": [{"role": "user", "content": f"question {number}"}],
+        "reward_model": {"style": "rule", "ground_truth": str(number)},
+        "extra_info": {"index": number, "split": "train"},
+    }
+    found.update(changes)
+    return {key: value for key, value in found.items() if value is not ...}
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return str(path)
+
+
+def config(**changes):
+    return replace(DataConfig(), **{"max_prompt_length": 64, "shuffle": False, **changes})

@@ -1,0 +1,56 @@
+from tests.data.rows import config, row, write
+from verl.data.check import check_data, check_rows
+from verl.models.tiny import make_tokenizer
+
+tokenizer = make_tokenizer()
+
+
+def test_every_bad_row_is_described_and_the_rest_counted(tmp_path):
+    rows = [
+        row(0),
+        row(1, data_source="task/b"),
+        row(2, prompt="x" * 200),
+        row(3, reward_model=...),
+        row(4, prompt=[]),
+        row(5, prompt="question 0"),
+    ]
+    report = check_rows(write(tmp_path / "a.jsonl", rows), tokenizer, config())
+    assert report.num_rows == 6
+    assert report.num_problems == 3
+    assert report.num_overlong == 1
+    assert report.num_repeated == 1
+    assert report.data_sources == {"task/a": 3, "task/b": 1}
+    assert report.max_length > 200
+    assert 40 < report.mean_length < 120
+    for sentence, words in zip(report.problems, ("row 2", "row 3", "row 4"), strict=True):
+        assert words in sentence
+
+
+def test_overlong_rows_are_no_problem_when_they_are_filtered_or_cut(tmp_path):
+    path = write(tmp_path / "a.jsonl", [row(0), row(1, prompt="x" * 200)])
+    for settings in ({"filter_overlong_prompts": True}, {"truncation": "middle"}):
+        report = check_rows(path, tokenizer, config(**settings))
+        assert (report.num_problems, report.num_overlong) == (0, 1)
+    report = check_rows(path, tokenizer, config(filter_overlong_prompts=True, max_prompt_length=3))
+    assert report.num_problems == 1
+    assert "All prompts are longer" in report.problems[0]
+
+
+def test_failing_templates_are_found(tmp_path):
+    broken = make_tokenizer()
+    broken.chat_template = "{{ raise_exception('roles') }}"
+    report = check_rows(write(tmp_path / "a.jsonl", [row(i) for i in range(30)]), broken, config())
+    assert report.num_problems == 30
+    assert len(report.problems) == 20
+    assert "roles" in report.problems[0]
+
+
+def test_prompts_in_training_and_validation_are_counted(tmp_path):
+    train = write(tmp_path / "train.jsonl", [row(i) for i in range(5)])
+    val = write(tmp_path / "val.jsonl", [row(i) for i in (3, 4, 9)])
+    report = check_data(config(train_files=train, val_files=[val]), tokenizer)
+    assert report.ok
+    assert (report.train.num_rows, report.validation.num_rows, report.num_shared) == (5, 3, 2)
+    alone = check_data(config(train_files=train, val_files=[]), tokenizer)
+    assert alone.validation is None
+    assert alone.num_shared == 0

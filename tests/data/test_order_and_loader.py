@@ -1,0 +1,141 @@
+import logging
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.data.rows import config, row, write
+from verl.data.dataset import load_dataset
+from verl.data.loader import PromptLoader, ValidationLoader
+from verl.data.order import PromptOrder
+from verl.data.prompts import PromptEncoder
+from verl.data_proto.columns import COLUMNS
+from verl.errors import DataError
+from verl.models.tiny import make_tokenizer
+
+tokenizer = make_tokenizer()
+
+# the first two epochs of ten rows under seed 42
+PINNED = [7, 1, 6, 4, 3, 5, 9, 0, 2, 8, 4, 9, 5, 3, 0, 2, 7, 1, 6, 8]
+
+
+@given(st.integers(1, 40), st.integers(0, 2**63), st.data())
+@settings(max_examples=30, deadline=None)
+def test_an_epoch_is_a_permutation_and_any_ordinal_can_be_asked_first(num_rows, seed, data):
+    batch = data.draw(st.integers(1, num_rows))
+    order = PromptOrder(num_rows, seed, shuffle=True, batch_size=batch)
+    used = order.rows_per_epoch
+    assert used == num_rows // batch * batch
+    second = [order.row(used + i) for i in range(used)]
+    assert [epoch for epoch, _ in second] == [1] * used
+    assert len({r for _, r in second}) == used
+    assert all(0 <= r < num_rows for _, r in second)
+
+
+def test_the_order_is_the_same_in_another_process_and_version():
+    """Pinned: a checkpoint of today must go on with the same prompts tomorrow."""
+    rows = [PromptOrder(10, 42, shuffle=True).row(i)[1] for i in range(20)]
+    assert rows == PINNED
+    code = "from verl.data.order import PromptOrder; print([PromptOrder(10, 42, True).row(i)[1] for i in range(20)])"
+    out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60).stdout
+    assert out.strip() == str(PINNED)
+
+
+def test_epochs_and_seeds_differ():
+    def epoch(seed, number):
+        order = PromptOrder(50, seed, shuffle=True)
+        return [order.row(50 * number + i)[1] for i in range(50)]
+
+    assert epoch(1, 0) != epoch(1, 1) != epoch(2, 1)
+    assert [PromptOrder(5, 1, shuffle=False).row(i) for i in (0, 4, 5)] == [(0, 0), (0, 4), (1, 0)]
+
+
+def test_impossible_batches():
+    with pytest.raises(ValueError, match="5 prompts cannot be made of 4 rows"):
+        PromptOrder(4, 1, True, batch_size=5)
+
+
+def rows_of(tmp_path, number, **settings):
+    path = write(tmp_path / "a.jsonl", [row(i, ability="math", **settings.pop("row", {})) for i in range(number)])
+    return load_dataset(path, tokenizer, config(**settings))
+
+
+def loader(tmp_path, number=7, batch=3, shuffle=True):
+    rows = rows_of(tmp_path, number)
+    return PromptLoader(rows, PromptEncoder(tokenizer, rows.config), PromptOrder(number, 5, shuffle), batch)
+
+
+def test_a_batch_has_the_columns_of_the_table(tmp_path):
+    found = loader(tmp_path)
+    batch = found.take(4, 3)
+    assert batch.batch["ordinal"].tolist() == [4, 5, 6]
+    for name, column in COLUMNS.items():
+        if column.producer == "data":
+            where = batch.non_tensor_batch if column.dtype == "object" else batch.batch
+            assert name in where.keys(), name
+            assert len(where[name]) == 3
+    assert list(batch.non_tensor_batch["uid"]) == ["4", "5", "6"]
+    for ids, messages, number in zip(
+        batch.non_tensor_batch["prompt_token_ids"],
+        batch.non_tensor_batch["raw_prompt"],
+        batch.batch["row_index"].tolist(),
+        strict=True,
+    ):
+        assert messages[0]["content"] == f"question {number}"
+        assert f"question {number}" in tokenizer.decode(ids)
+    assert list(batch.non_tensor_batch["ability"]) == ["math"] * 3
+    assert "dummy_tensor" not in batch.batch.keys()
+
+
+def test_steps_are_pure_functions_and_epochs_drop_their_rest(tmp_path):
+    found = loader(tmp_path)
+    assert found.num_steps_per_epoch == 2
+    steps = [found.batch(step).batch for step in (1, 2, 3, 4)]
+    assert [n for b in steps for n in b["ordinal"].tolist()] == list(range(12))
+    for first, second in ((steps[0], steps[1]), (steps[2], steps[3])):
+        assert len({*first["row_index"].tolist(), *second["row_index"].tolist()}) == 6
+    again = loader(tmp_path).batch(3).batch["row_index"]
+    assert again.tolist() == steps[2]["row_index"].tolist()
+
+
+def test_validation_reads_all_rows_in_file_order(tmp_path):
+    rows = rows_of(tmp_path, 7)
+    found = ValidationLoader(rows, PromptEncoder(tokenizer, rows.config), 3)
+    assert len(found) == 3
+    for _ in range(2):
+        batches = list(found)
+        assert [len(b) for b in batches] == [3, 3, 1]
+        assert [n for b in batches for n in b.batch["ordinal"].tolist()] == list(range(7))
+        assert [n for b in batches for n in b.batch["row_index"].tolist()] == list(range(7))
+    shuffled = ValidationLoader(rows, PromptEncoder(tokenizer, rows.config), 7, PromptOrder(7, 3, shuffle=True))
+    batch = next(iter(shuffled))
+    assert batch.batch["ordinal"].tolist() != list(range(7))
+    assert sorted(batch.batch["ordinal"].tolist()) == list(range(7))
+
+
+def test_fields_that_the_run_makes_itself_are_left_out_and_said(tmp_path, caplog):
+    rows = rows_of(tmp_path, 2, row={"responses": "x", "uid": "mine"})
+    with caplog.at_level(logging.WARNING):
+        batch = next(iter(ValidationLoader(rows, PromptEncoder(tokenizer, rows.config), 2)))
+    assert "responses" not in batch.non_tensor_batch
+    assert list(batch.non_tensor_batch["uid"]) == ["0", "1"]
+    assert "'responses'" in caplog.text
+    assert "'uid'" in caplog.text
+
+
+def test_rows_with_different_fields_share_a_batch(tmp_path):
+    path = write(tmp_path / "a.jsonl", [row(0, only_here=1), row(1)])
+    rows = load_dataset(path, tokenizer, config())
+    batch = next(iter(ValidationLoader(rows, PromptEncoder(tokenizer, rows.config), 2)))
+    assert list(batch.non_tensor_batch["only_here"]) == [1, None]
+
+
+def test_a_failing_template_names_the_row(tmp_path):
+    rows = rows_of(tmp_path, 3, truncation="left")
+    broken = make_tokenizer()
+    broken.chat_template = "{{ raise_exception('no') }}"
+    made = PromptLoader(rows, PromptEncoder(broken, rows.config), PromptOrder(3, 1, False), 1)
+    with pytest.raises(DataError, match="row 2 .*chat template failed"):
+        made.take(2, 1)

@@ -1,0 +1,173 @@
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.data.rows import config
+from verl.data import prepare
+from verl.data.dataset import load_dataset
+from verl.data.files import read_rows
+from verl.data.tasks import gsm8k, reasoning_gym
+from verl.errors import DataError
+from verl.models.tiny import make_tokenizer
+
+FIXTURE = Path(__file__).parent / "gsm8k"
+# folder with the whole GSM8K, for the test that reads all of it
+WHOLE = Path(os.environ.get("VERL_GSM8K_DIR", "../shared/data/gsm8k"))
+
+
+def read(folder, split):
+    rows = read_rows(folder / f"{split}.parquet")
+    return [rows[i] for i in range(len(rows))]
+
+
+class TestGSM8K:
+    def test_rows_are_in_the_schema(self, tmp_path, capsys):
+        assert prepare.main(["gsm8k", "--source", str(FIXTURE), "--output", str(tmp_path)]) == 0
+        assert f"{tmp_path / 'train.parquet'}: 3 rows" in capsys.readouterr().out
+        rows = read(tmp_path, "train")
+        assert rows[1] == {
+            "data_source": "openai/gsm8k",
+            "prompt": [
+                {
+                    "role": "user",
+                    "content": "A boat costs $1,200 and a sail $34. What do both cost? "
+                    'Let\'s think step by step and output the final answer after "####".',
+                }
+            ],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": "1234"},
+            "extra_info": {
+                "split": "train",
+                "index": 1,
+                "answer": "1200+34=<<1200+34=1234>>1234 dollars.\n#### 1,234",
+                "question": "A boat costs $1,200 and a sail $34. What do both cost?",
+            },
+        }
+        assert [r["reward_model"]["ground_truth"] for r in read(tmp_path, "test")] == ["-3", "2.5"]
+        loaded = load_dataset(str(tmp_path / "test.parquet"), make_tokenizer(), config(max_prompt_length=400))
+        assert loaded.data_sources == ["openai/gsm8k"]
+
+    @pytest.mark.parametrize(
+        ("problem", "words"),
+        [
+            ({"question": "q"}, "row 0 .*field 'answer' must be a text"),
+            ({"question": "q", "answer": "just 4"}, "row 0 .*no final line '#### number'"),
+        ],
+    )
+    def test_bad_problems_are_named(self, tmp_path, problem, words):
+        (tmp_path / "train.jsonl").write_text(json.dumps(problem))
+        with pytest.raises(DataError, match=words):
+            gsm8k.prepare(tmp_path, tmp_path / "out")
+
+    @pytest.mark.skipif(not (WHOLE / "train.jsonl").is_file(), reason="the GSM8K files are not here (VERL_GSM8K_DIR)")
+    def test_the_whole_data_set(self, tmp_path):
+        gsm8k.prepare(WHOLE, tmp_path)
+        train, test = read(tmp_path, "train"), read(tmp_path, "test")
+        assert (len(train), len(test)) == (7473, 1319)
+        for row in train + test:
+            float(row["reward_model"]["ground_truth"])
+
+
+class TestReasoningGym:
+    @pytest.fixture(scope="class")
+    def mixture(self, tmp_path_factory):
+        pytest.importorskip("reasoning_gym")
+        folder = tmp_path_factory.mktemp("mixture")
+        said = reasoning_gym.prepare(
+            folder, reasoning_gym.DEFAULT_TASKS, num_train=300, num_test=90, seed=3, style="short"
+        )
+        return folder, said
+
+    def test_counts_and_report(self, mixture):
+        folder, said = mixture
+        train, test = read(folder, "train"), read(folder, "test")
+        assert (len(train), len(test)) == (300, 90)
+        assert any("products: 100 distinct questions" in s for s in said)
+        per_task = {}
+        for row in test:
+            per_task[row["data_source"]] = per_task.get(row["data_source"], 0) + 1
+        assert set(per_task) == {f"reasoning_gym/{name}" for name in reasoning_gym.DEFAULT_TASKS}
+        assert min(per_task.values()) >= 20
+
+    def test_no_tested_problem_trains_in_any_wording(self, mixture):
+        folder, _ = mixture
+        train, test = ([r["extra_info"] for r in read(folder, s)] for s in ("train", "test"))
+        for key in (
+            lambda e: e["question"],
+            lambda e: json.loads(e["metadata"]).get("expression", e["question"]),
+        ):
+            assert {key(e) for e in train}.isdisjoint({key(e) for e in test})
+        questions = [e["question"] for e in [*train, *test]]
+        assert len(set(questions)) == len(questions)
+
+    def test_rows_carry_what_a_scorer_needs(self, mixture):
+        import reasoning_gym as library
+
+        folder, _ = mixture
+        for number, row in enumerate(read(folder, "test")[:20]):
+            extra = row["extra_info"]
+            assert extra["index"] == number
+            assert extra["split"] == "test"
+            assert row["prompt"][0]["content"] == (
+                extra["question"] + "\nGive only the final answer as a number and nothing else."
+            )
+            item = {key: extra[key] for key in ("question", "answer")}
+            item["metadata"] = json.loads(extra["metadata"])
+            score = library.get_score_answer_fn(extra["task"])
+            assert score(row["reward_model"]["ground_truth"], item) == 1.0
+
+    def test_the_files_are_a_function_of_the_arguments(self, mixture, tmp_path):
+        folder, _ = mixture
+        for seed in (3, 4):
+            reasoning_gym.prepare(
+                tmp_path / str(seed), reasoning_gym.DEFAULT_TASKS, num_train=300, num_test=90, seed=seed, style="short"
+            )
+        assert read(tmp_path / "3", "train") == read(folder, "train")
+        assert read(tmp_path / "4", "test") != read(folder, "test")
+
+    def test_command_line_with_own_tasks(self, tmp_path, capsys):
+        pytest.importorskip("reasoning_gym")
+        argv = ["reasoning_gym", "--output", str(tmp_path), "--train", "20", "--test", "5", "--prompt", "plain"]
+        settings = '{"min_numbers": 2, "max_numbers": 2, "min_value": 1, "max_value": 3}'
+        assert prepare.main([*argv, "--tasks", "leg_counting", f"gcd:{settings}"]) == 0
+        out = capsys.readouterr().out
+        assert "gcd: 9 distinct questions, all that its settings give" in out
+        rows = read(tmp_path, "train")
+        assert len(rows) == 20
+        assert all(r["prompt"][0]["content"] == r["extra_info"]["question"] for r in rows)
+
+    @pytest.mark.parametrize(
+        ("task", "words"),
+        [
+            ("leg_countin", "no task 'leg_countin'; did you mean 'leg_counting'"),
+            ("gcd:{", "not valid JSON"),
+            ("gcd:[1]", "must be a JSON object"),
+            ('gcd:{"min_numbers": -1}', "do not fit the task gcd: .*at least 2"),
+            ('gcd:{"nope": 1}', "do not fit the task gcd: .*nope"),
+        ],
+    )
+    def test_bad_tasks(self, tmp_path, task, words):
+        pytest.importorskip("reasoning_gym")
+        with pytest.raises(DataError, match=words):
+            prepare.main(["reasoning_gym", "--output", str(tmp_path), "--tasks", task])
+
+    def test_too_few_questions_for_both_parts(self, tmp_path, monkeypatch):
+        item = {"question": "1 + 1?", "answer": "2", "metadata": {}}
+        only = reasoning_gym.Task("one", itertools.repeat(item), [])
+        monkeypatch.setattr(reasoning_gym.Task, "open", lambda *_: only)
+        with pytest.raises(DataError, match=r"No question is left for test.parquet"):
+            reasoning_gym.prepare(tmp_path, {"one": {}}, num_train=5, num_test=5, seed=1, style="plain")
+        assert only.exhausted
+
+
+def test_as_a_program_errors_are_sentences(tmp_path):
+    argv = [sys.executable, "-m", "verl.data.prepare", "gsm8k", "--source", str(tmp_path), "--output", str(tmp_path)]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+    assert done.returncode == DataError.exit_code
+    assert done.stderr.startswith("The data file")
+    assert "Traceback" not in done.stderr

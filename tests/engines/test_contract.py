@@ -1,0 +1,294 @@
+"""What every training engine does, whatever it is made of. An engine joins by a row in ENGINE_ROWS."""
+
+import math
+
+import pytest
+import torch
+
+from tests.models.reference import make_columns, random_rows, reference_outputs, widen_norms
+from verl.config import FSDPConfig, ModelConfig, OptimConfig
+from verl.data_proto.metrics import Metric
+from verl.data_proto.proto import DataProto
+from verl.engines.api import ENGINES, MicroBatching, TrainEngine
+from verl.errors import CheckpointError, ModelError
+from verl.models.load import load_causal_lm
+from verl.models.tiny import make_tiny_model
+
+ENGINE_ROWS = ["local"]
+ALL = MicroBatching(max_tokens=10**6)
+CUTS = [
+    pytest.param(MicroBatching(max_tokens=24), id="tokens"),
+    pytest.param(MicroBatching(max_rows=2), id="rows"),
+    pytest.param(MicroBatching(max_tokens=1), id="single"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("model"), "qwen3", hidden_size=32, intermediate_size=48, head_dim=8)
+
+
+@pytest.fixture(params=ENGINE_ROWS)
+def make(request, folder):
+    """Builds an engine of the row under test; float64 ones have norms that keep float64."""
+
+    def build(*, kind="policy", dtype="float64", trainable=True, checkpointing=False, share_prompts=True, **optim):
+        engine = ENGINES.get(request.param)(
+            model=ModelConfig(path=str(folder), enable_gradient_checkpointing=checkpointing),
+            engine=FSDPConfig(dtype=dtype),
+            optim=OptimConfig(**{"lr": 1e-2, **optim}) if trainable else None,
+            kind=kind,
+            device=torch.device("cpu"),
+            total_steps=10,
+            trainable=trainable,
+            share_prompts=share_prompts,
+        )
+        if dtype == "float64":
+            widen_norms(engine.module)
+        return engine
+
+    return build
+
+
+def make_batch(seed=0, sizes=(3, 1, 2), **padding):
+    prompts, responses = random_rows(seed, list(sizes))
+    columns = make_columns(prompts, responses, **padding)
+    generator = torch.Generator().manual_seed(seed + 1)
+    width = columns["responses"].shape[1] - padding.get("pad_response", 0)
+    weights = torch.randn(len(prompts), width, generator=generator, dtype=torch.float64)
+    columns["advantages"] = torch.nn.functional.pad(weights, (0, padding.get("pad_response", 0)))
+    return DataProto.from_dict(columns)
+
+
+def policy_loss(outputs, batch, totals):
+    """Linear in the log-probs with a bit of entropy: as sensitive to a wrong token as a loss can be."""
+    mask, weight = batch.batch["response_mask"], batch.batch["advantages"].to(outputs["log_probs"])
+    assert not outputs["log_probs"][~mask].any()
+    loss = -(weight * outputs["log_probs"]).sum() / totals.num_tokens
+    loss = loss - 0.1 * outputs["entropy"].sum() / totals.num_sequences
+    return loss, {"pg_loss": Metric.sum(loss), "rows": Metric.sum(len(batch))}
+
+
+def value_loss(outputs, batch, totals):
+    mask = batch.batch["response_mask"]
+    target = batch.batch["advantages"].to(outputs["values"])
+    return (mask * (outputs["values"] - target).square()).sum() / totals.num_tokens, {}
+
+
+def train(engine, batch, micro=ALL):
+    return engine.train_batch(batch, policy_loss, ("log_probs", "entropy"), micro, 1.2)
+
+
+def weights_of(engine):
+    return {name: tensor.clone() for name, tensor in engine.state().model.items()}
+
+
+def largest_gap(a, b):
+    assert a.keys() == b.keys()
+    return max(((a[n] - b[n]).norm() / b[n].norm().clamp_min(1e-3)).item() for n in a)
+
+
+def test_is_a_train_engine(make):
+    assert isinstance(make(), TrainEngine)
+
+
+def test_forward_equals_hugging_face(make, folder):
+    batch = make_batch()
+    found = make(dtype="float32").forward(batch, ("log_probs", "entropy", "sum_pi_squared"), ALL, 1.3)
+    expected = reference_outputs(load_causal_lm(folder), dict(batch.batch.items()), 1.3, "eager")
+    for name, values in expected.items():
+        assert found[name].dtype == torch.float32
+        assert not found[name].requires_grad
+        assert torch.allclose(found[name], values, atol=1e-5)
+        assert not found[name][~batch.batch["response_mask"]].any()
+
+
+def test_only_what_is_asked_for_is_returned(make):
+    engine = make(trainable=False)
+    assert set(engine.forward(make_batch(), ("entropy",), ALL)) == {"entropy"}
+    with pytest.raises(ModelError, match="no output 'values'"):
+        engine.forward(make_batch(), ("values",), ALL)
+    with pytest.raises(ModelError, match="no output 'log_probs'"):
+        make(kind="value").forward(make_batch(), ("log_probs",), ALL)
+
+
+@pytest.mark.parametrize("micro", CUTS)
+def test_forward_does_not_depend_on_the_cut(make, micro):
+    engine, batch = make(trainable=False), make_batch()
+    whole, cut = (engine.forward(batch, ("log_probs", "entropy"), m) for m in (ALL, micro))
+    assert all(torch.allclose(whole[k], cut[k], atol=1e-12) for k in whole)
+
+
+@pytest.mark.parametrize("micro", CUTS)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_update_does_not_depend_on_the_cut(make, micro, checkpointing):
+    one, two = make(), make(checkpointing=checkpointing)
+    batch = make_batch()
+    for _ in range(2):
+        a, b = train(one, batch), train(two, batch, micro)
+    assert a["loss"].value == pytest.approx(b["loss"].value, rel=1e-10)
+    assert a["grad_norm"].value == pytest.approx(b["grad_norm"].value, rel=1e-10)
+    assert a["rows"].value == b["rows"].value == len(batch)
+    assert largest_gap(weights_of(one), weights_of(two)) < 1e-9
+
+
+def test_update_does_not_depend_on_row_order_or_padding(make):
+    one, two, three = make(), make(), make()
+    batch = make_batch()
+    train(one, batch)
+    order = torch.tensor([4, 0, 3, 5, 2, 1])
+    train(two, batch.select_idxs(order), MicroBatching(max_tokens=24))
+    train(three, make_batch(pad_prompt=3, pad_response=5))
+    assert largest_gap(weights_of(two), weights_of(one)) < 1e-9
+    assert largest_gap(weights_of(three), weights_of(one)) < 1e-9
+
+
+def test_update_does_not_depend_on_prompt_sharing(make):
+    one, two = make(), make(share_prompts=False)
+    batch = make_batch(sizes=(4, 2))
+    for _ in range(2):
+        train(one, batch)
+        train(two, batch)
+    assert largest_gap(weights_of(two), weights_of(one)) < 1e-9
+
+
+def test_rows_that_do_not_train_only_count_in_the_totals(make):
+    one, two = make(), make()
+    batch = make_batch()
+    masked = batch.select_idxs(torch.arange(6))
+    masked.batch["response_mask"] = masked.batch["response_mask"].clone()
+    masked.batch["response_mask"][1:4] = False
+
+    def fixed_totals(outputs, part, totals):
+        return (part.batch["advantages"].to(outputs["log_probs"]) * outputs["log_probs"]).sum() / 7, {}
+
+    one.train_batch(masked, fixed_totals, ("log_probs",), MicroBatching(max_rows=2))
+    two.train_batch(batch.select_idxs(torch.tensor([0, 4, 5])), fixed_totals, ("log_probs",), ALL)
+    assert largest_gap(weights_of(one), weights_of(two)) < 1e-9
+
+
+def test_a_batch_without_a_trained_token_changes_nothing(make):
+    engine, batch = make(), make_batch()
+    batch.batch["response_mask"] = torch.zeros_like(batch.batch["response_mask"])
+    before = weights_of(engine)
+    metrics = engine.train_batch(
+        batch, lambda o, b, t: (o["log_probs"].sum(), {}), ("log_probs",), MicroBatching(max_tokens=24)
+    )
+    assert metrics["loss"].value == 0
+    assert largest_gap(weights_of(engine), before) == 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_same_input_gives_the_same_bits(make, dtype):
+    one, two, batch = make(dtype=dtype), make(dtype=dtype), make_batch()
+    for _ in range(2):
+        train(one, batch, MicroBatching(max_tokens=24))
+        train(two, batch, MicroBatching(max_tokens=24))
+    assert largest_gap(weights_of(one), weights_of(two)) == 0
+
+
+@pytest.mark.parametrize("kind", ["policy", "value"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_state_round_trip_continues_bit_for_bit(make, dtype, kind):
+    settings = {"lr_scheduler_type": "cosine", "lr_warmup_steps": 2}
+    unbroken, resumed = (make(dtype=dtype, kind=kind, **settings) for _ in range(2))
+
+    def step(engine, seed):
+        if kind == "policy":
+            metrics = train(engine, make_batch(seed))
+        else:
+            metrics = engine.train_batch(make_batch(seed), value_loss, ("values",), ALL)
+        return metrics["loss"].value, metrics["grad_norm"].value, engine.end_step()
+
+    for seed in range(3):
+        step(unbroken, seed)
+    saved = unbroken.state()
+    assert all(t.dtype == torch.float32 for t in saved.model.values())
+    saved.model, saved.optimizer = ({k: v.clone() for k, v in part.items()} for part in (saved.model, saved.optimizer))
+    later = [step(unbroken, seed) for seed in (3, 4)]
+    resumed.load_state(saved)
+    assert [step(resumed, seed) for seed in (3, 4)] == later
+    assert largest_gap(weights_of(resumed), weights_of(unbroken)) == 0
+    one, two = resumed.module.state_dict(), unbroken.module.state_dict()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_state_of_another_model_is_refused(make):
+    engine = make(dtype="float32")
+    state = engine.state()
+    state.model.pop("model.norm.weight")
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight"):
+        engine.load_state(state)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_gradient_that_is_not_finite_skips_the_step_and_says_so(make, dtype):
+    engine, batch = make(dtype=dtype), make_batch()
+    train(engine, batch)
+    before = weights_of(engine)
+
+    def broken(outputs, part, totals):
+        return outputs["log_probs"].sum() * float("nan"), {}
+
+    metrics = engine.train_batch(batch, broken, ("log_probs",), ALL)
+    assert not math.isfinite(metrics["grad_norm"].value)
+    assert metrics["num_skipped_updates"].value == 1
+    assert largest_gap(weights_of(engine), before) == 0
+    assert "num_skipped_updates" not in train(engine, batch)  # and nothing of it lingers
+    assert largest_gap(weights_of(engine), before) > 0
+
+
+def test_the_gradient_is_clipped_and_its_norm_reported_as_it_was(make):
+    one, two = make(clip_grad=1e-3, optimizer="SGD", weight_decay=0.0, lr=1.0), make(clip_grad=1e9)
+    before = weights_of(one)
+    norms = [train(engine, make_batch())["grad_norm"].value for engine in (one, two)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-12)
+    after = weights_of(one)
+    moved = torch.stack([(after[n] - before[n]).norm() for n in before]).norm().item()
+    assert moved == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_the_schedule_moves_with_trainer_steps_only(make):
+    engine = make(lr_warmup_steps=4, lr=1.0)
+    assert engine.end_step() == 0.0
+    train(engine, make_batch())
+    train(engine, make_batch())
+    assert [engine.end_step() for _ in range(4)] == [0.25, 0.5, 0.75, 1.0]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_learning_happens(make, dtype):
+    engine, batch = make(dtype=dtype), make_batch()
+
+    def imitate(outputs, part, totals):
+        return -outputs["log_probs"].sum() / totals.num_tokens, {}
+
+    losses = [
+        engine.train_batch(batch, imitate, ("log_probs",), MicroBatching(max_tokens=24))["loss"].value
+        for _ in range(15)
+    ]
+    assert losses[-1] < 0.3 * losses[0]
+    mean = engine.forward(batch, ("log_probs",), ALL)["log_probs"].sum() / batch.batch["response_mask"].sum()
+    assert -mean < losses[-1]
+
+
+def test_a_critic_learns_its_targets(make):
+    engine, batch = make(kind="value", dtype="float32"), make_batch()
+    assert not engine.forward(batch, ("values",), ALL)["values"].any()
+    losses = [engine.train_batch(batch, value_loss, ("values",), ALL)["loss"].value for _ in range(20)]
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_a_frozen_model_keeps_one_copy_in_the_compute_dtype(make):
+    engine = make(trainable=False, dtype="bfloat16")
+    assert {p.dtype for p in engine.module.parameters()} == {torch.bfloat16}
+    assert not any(p.requires_grad for p in engine.module.parameters())
+    assert engine.state().optimizer == {}
+
+
+def test_bfloat16_computes_near_float32(make):
+    batch = make_batch()
+    a, b = (
+        make(dtype=d, trainable=False).forward(batch, ("log_probs",), ALL)["log_probs"] for d in ("float32", "bfloat16")
+    )
+    assert (a - b).abs().mean() < 0.05

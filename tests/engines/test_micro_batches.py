@@ -1,0 +1,50 @@
+"""How a mini-batch is cut."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.models.reference import make_columns, random_rows
+from verl.engines.api import MicroBatching
+from verl.engines.micro_batches import plan_micro_batches
+from verl.models.packing import Row, group_rows, num_computed, pack_rows, read_rows
+
+
+def rows_of(*specification):
+    """(prompt, response inputs) of each row."""
+    return [Row(i, tuple(prompt), inputs, True) for i, (prompt, inputs) in enumerate(specification)]
+
+
+def test_rows_of_a_prompt_stay_together_while_they_fit():
+    rows = rows_of(([1] * 10, 5), ([2] * 10, 5), ([1] * 10, 5), ([2] * 10, 5))
+    assert plan_micro_batches(rows, MicroBatching(max_tokens=20), True) == [[0, 2], [1, 3]]
+    assert plan_micro_batches(rows, MicroBatching(max_tokens=40), True) == [[0, 1, 2, 3]]
+    assert plan_micro_batches(rows, MicroBatching(max_tokens=30), False) == [[0, 1], [2, 3]]
+
+
+def test_a_group_that_does_not_fit_is_cut():
+    rows = rows_of(*[([1] * 10, 5)] * 5)
+    assert plan_micro_batches(rows, MicroBatching(max_tokens=20), True) == [[0, 1], [2, 3], [4]]
+
+
+def test_by_rows_in_their_order():
+    rows = rows_of(*[([i], 3) for i in range(5)])
+    assert plan_micro_batches(rows, MicroBatching(max_rows=2), True) == [[0, 1], [2, 3], [4]]
+    assert plan_micro_batches(rows, MicroBatching(), True) == [[0, 1, 2, 3, 4]]
+
+
+def test_rows_that_do_not_train_ride_along():
+    rows = [Row(0, (1,), 0, False), *[Row(i, (i,), 4, True) for i in (1, 2)]]
+    assert plan_micro_batches(rows, MicroBatching(max_tokens=5), True) == [[0, 1], [2]]
+    assert plan_micro_batches(rows[:1], MicroBatching(max_tokens=5), True) == [[0]]
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=6), st.integers(1, 60), st.booleans(), st.integers(0, 999))
+def test_every_row_once_and_no_limit_passed(sizes, limit, share, seed):
+    columns = make_columns(*random_rows(seed, sizes))
+    rows = read_rows(columns)
+    plan = plan_micro_batches(rows, MicroBatching(max_tokens=limit), share)
+    assert sorted(row for part in plan for row in part) == list(range(len(rows)))
+    for part in plan:
+        computed = sum(num_computed(g) for g in group_rows([rows[i] for i in part], share))
+        assert computed <= limit or len(part) == 1
+        assert computed == pack_rows({k: v[part] for k, v in columns.items()}, share_prompts=share).num_tokens

@@ -1,0 +1,122 @@
+"""Plain float64 references: dense attention with a mask, one unpadded row at a time, logits in full.
+
+The families' normalisations compute in float32 whatever they are given; `widen_norms` lets them keep float64, so that
+the packed path can be held to 1e-10.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import torch
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from verl.models.attention import ATTENTION_NAME
+
+
+def dense_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    scores = torch.einsum("bhqd,bhkd->bhqk", query, key) * scaling
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    position = torch.arange(query.shape[2])
+    distance = position[:, None] - position[None, :]
+    visible = distance >= 0
+    if sliding_window is not None:
+        visible &= distance < sliding_window
+    weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+    return torch.einsum("bhqk,bhkd->bqhd", weights, value), None
+
+
+AttentionInterface.register("reference_dense", dense_attention)
+AttentionMaskInterface.register("reference_dense", lambda *args, **kwargs: None)
+
+
+def widen_norms(module: Any) -> Any:
+    """Replace every RMS norm's forward by one that stays in the dtype of its input. Returns the module."""
+
+    def exact(self: Any, x: torch.Tensor) -> torch.Tensor:
+        eps = getattr(self, "variance_epsilon", None) or self.eps
+        weight = 1.0 + self.weight if "Gemma" in type(self).__name__ else self.weight
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+    for part in module.modules():
+        if type(part).__name__.endswith("RMSNorm"):
+            part.forward = types.MethodType(exact, part)
+    return module
+
+
+def row_logits(module: Any, ids: torch.Tensor, attention: str = "reference_dense") -> torch.Tensor:
+    """[tokens, vocabulary] logits of one unpadded row through another attention than ours."""
+    module.set_attn_implementation(attention)
+    try:
+        return module(input_ids=ids.unsqueeze(0), use_cache=False).logits[0]
+    finally:
+        module.set_attn_implementation(ATTENTION_NAME)
+
+
+def reference_outputs(
+    module: Any, columns: dict[str, torch.Tensor], temperature: float = 1.0, attention: str = "reference_dense"
+) -> dict[str, torch.Tensor]:
+    """log_probs, entropy and sum_pi_squared [batch, response], row by row from full logits."""
+    responses, mask = columns["responses"], columns["response_mask"]
+    dtype = next(module.parameters()).dtype
+    found = {name: [] for name in ("log_probs", "entropy", "sum_pi_squared")}
+    for row in range(len(responses)):
+        prompt = columns["prompts"][row][columns["prompt_mask"][row]]
+        logits = row_logits(module, torch.cat([prompt, responses[row]]), attention)[len(prompt) - 1 : -1]
+        log_p = (logits / temperature).log_softmax(-1)
+        p = log_p.exp()
+        found["log_probs"].append(log_p.gather(1, responses[row].unsqueeze(1)).squeeze(1))
+        found["entropy"].append(-(p * log_p).sum(-1))
+        found["sum_pi_squared"].append(p.square().sum(-1))
+    return {name: torch.stack(values) * mask.to(dtype) for name, values in found.items()}
+
+
+def make_columns(
+    prompts: list[list[int]], responses: list[list[int]], *, pad_prompt: int = 0, pad_response: int = 0
+) -> dict[str, torch.Tensor]:
+    """The columns of the column table for these rows, with extra padding on both sides if asked."""
+    width_p = max(len(p) for p in prompts) + pad_prompt
+    width_r = max(len(r) for r in responses) + pad_response
+    left = [[0] * (width_p - len(p)) for p in prompts]
+    prompt_mask = torch.tensor([[False] * len(pad) + [True] * len(p) for pad, p in zip(left, prompts, strict=True)])
+    response_mask = torch.tensor([[i < len(r) for i in range(width_r)] for r in responses])
+    return {
+        "prompts": torch.tensor([[*pad, *p] for pad, p in zip(left, prompts, strict=True)]),
+        "prompt_mask": prompt_mask,
+        "responses": torch.tensor([[*r, *[0] * (width_r - len(r))] for r in responses]),
+        "response_mask": response_mask,
+        "attention_mask": torch.cat([prompt_mask, response_mask], dim=1),
+    }
+
+
+def random_rows(
+    seed: int, group_sizes: list[int], *, longest_prompt: int = 9, longest_response: int = 8, vocabulary: int = 256
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts (repeated within a group) and responses of random lengths, at least 1 token each."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def tokens(longest: int) -> list[int]:
+        length = int(torch.randint(1, longest + 1, (), generator=generator))
+        return torch.randint(0, vocabulary, (length,), generator=generator).tolist()
+
+    prompts, responses = [], []
+    for size in group_sizes:
+        prompt = tokens(longest_prompt)
+        prompts.extend([prompt] * size)
+        responses.extend(tokens(longest_response) for _ in range(size))
+    return prompts, responses

@@ -1,0 +1,269 @@
+"""Loading: what is refused, in which words, and what is checked."""
+
+import json
+import logging
+import shutil
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from tests.models.reference import dense_attention
+from verl.config import ModelConfig
+from verl.errors import ModelError
+from verl.models.attention import ATTENTION_NAME
+from verl.models.check import check_model
+from verl.models.load import (
+    eos_token_ids,
+    load_causal_lm,
+    load_external,
+    load_tokenizer,
+    load_value_model,
+    num_parameters,
+)
+from verl.models.tiny import make_tiny_model
+
+
+@pytest.fixture
+def copy_of(tiny_folder, tmp_path):
+    def copy(family="llama"):
+        return shutil.copytree(tiny_folder(family), tmp_path / family)
+
+    return copy
+
+
+def edit_json(file, **changes):
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def test_loads_quietly_with_a_line_that_counts_parameters(tiny_folder, caplog, capfd):
+    folder = tiny_folder("llama")
+    capfd.readouterr()
+    with caplog.at_level(logging.INFO, logger="verl"):
+        module = load_causal_lm(folder, dtype=torch.bfloat16, gradient_checkpointing=True)
+    assert module.config._attn_implementation == ATTENTION_NAME
+    assert next(module.parameters()).dtype == torch.bfloat16
+    assert module.is_gradient_checkpointing
+    assert "0.1 million parameters, bfloat16" in caplog.text
+    assert capfd.readouterr().err == ""
+    assert num_parameters(module) == sum(t.numel() for t in module.state_dict().values()) - 264 * 64  # tied head
+
+
+def test_a_missing_folder_is_named_with_its_neighbours(copy_of):
+    folder = copy_of()
+    with pytest.raises(ModelError, match="lama does not exist; did you mean 'llama'"):
+        load_causal_lm(folder.parent / "lama")
+
+
+def test_a_hub_name_that_is_not_cached(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ModelError, match="HF_HUB_OFFLINE is set"):
+        load_causal_lm("nobody/no-such-model")
+
+
+def test_a_folder_without_config(copy_of):
+    folder = copy_of()
+    (folder / "config.json").unlink()
+    with pytest.raises(ModelError, match=r"has no config\.json"):
+        load_causal_lm(folder)
+
+
+def test_a_config_that_is_not_json(copy_of):
+    folder = copy_of()
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ModelError, match="could not be read"):
+        load_causal_lm(folder)
+
+
+@pytest.mark.parametrize("other", [None, "pytorch_model.bin", "model.gguf"])
+def test_a_folder_without_weights(copy_of, other):
+    folder = copy_of()
+    (folder / "model.safetensors").unlink()
+    if other:
+        (folder / other).touch()
+    with pytest.raises(ModelError, match=f"no weights.*{other or 'download'}"):
+        load_causal_lm(folder)
+
+
+def test_a_truncated_weight_file(copy_of):
+    folder = copy_of()
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(ModelError, match=str(folder)):
+        load_causal_lm(folder)
+
+
+def test_missing_tensors(copy_of):
+    folder = copy_of()
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"lack 1 tensors.*layers\.1\.mlp\.up_proj"):
+        load_causal_lm(folder)
+
+
+def test_tensors_of_another_size(copy_of):
+    folder = copy_of()
+    edit_json(folder / "config.json", intermediate_size=96)
+    with pytest.raises(ModelError, match="LlamaForCausalLM could not be loaded"):
+        load_causal_lm(folder)
+
+
+def test_an_unknown_architecture(copy_of):
+    folder = copy_of()
+    edit_json(folder / "config.json", model_type="no_such_thing")
+    with pytest.raises(ModelError, match="no_such_thing"):
+        load_causal_lm(folder)
+
+
+def test_an_encoder_is_not_a_causal_language_model(tmp_path):
+    config = transformers.T5Config(vocab_size=64, d_model=16, d_ff=16, num_layers=1, num_heads=2, d_kv=8)
+    transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="T5ForConditionalGeneration"):
+        load_causal_lm(tmp_path)
+
+
+def test_layers_without_attention_are_refused(tmp_path):
+    config = transformers.MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2, state_size=4, eos_token_id=0)
+    transformers.MambaForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="Mamba"):
+        load_causal_lm(tmp_path)
+
+
+def test_attention_that_computes_something_else_is_refused(tiny_folder, monkeypatch):
+    module = load_causal_lm(tiny_folder("llama"))
+
+    def with_a_sink(*args, **kwargs):
+        out, weights = dense_attention(*args, **kwargs)
+        return out * 0.9, weights
+
+    monkeypatch.setitem(
+        transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS._global_mapping, ATTENTION_NAME, with_a_sink
+    )
+    with pytest.raises(ModelError, match="LlamaModel is not supported: its layers"):
+        check_model(module)
+
+
+def test_logits_that_are_changed_afterwards_are_refused(tiny_folder, monkeypatch):
+    module = load_causal_lm(tiny_folder("gemma2"))
+    module.config.final_logit_softcapping = 0.5
+    check_model(module)  # the family caps its logits too
+    monkeypatch.setattr("verl.models.forward.head_transform", lambda config: {"softcap": None, "logit_scale": 1.0})
+    with pytest.raises(ModelError, match="differs from its own attention"):
+        check_model(module)
+
+
+def test_the_check_leaves_the_model_as_it_was(tiny_folder):
+    module = load_causal_lm(tiny_folder("gemma3_text")).train()
+    check_model(module)
+    assert module.training
+    assert module.config._attn_implementation == ATTENTION_NAME
+
+
+@pytest.mark.parametrize("family", ["granite", "cohere", "phi3", "olmo2", "smollm3", "qwen3_moe", "mixtral", "gpt2"])
+def test_further_families_pass_the_check(tmp_path, family):
+    """Their attention, positions and logit scales are what the packed path takes them to be."""
+    settings = {
+        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1, "initializer_range": 0.1,
+    }  # fmt: skip
+    extra = {
+        "granite": {"logits_scaling": 3.0, "attention_multiplier": 0.3, "residual_multiplier": 0.5},
+        "cohere": {"logit_scale": 0.25},
+        "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8},
+        "mixtral": {"num_local_experts": 4},
+    }
+    config = transformers.AutoConfig.for_model(family, **settings, **extra.get(family, {}))
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    load_causal_lm(tmp_path)
+
+
+def test_override_config(tiny_folder, caplog):
+    module = load_causal_lm(tiny_folder("llama"), override_config={"rms_norm_eps": 0.1})
+    assert module.config.rms_norm_eps == 0.1
+    with pytest.raises(ModelError, match="rms_norm_ep: LlamaConfig has no such field; did you mean 'rms_norm_eps'"):
+        load_causal_lm(tiny_folder("llama"), override_config={"rms_norm_ep": 0.1})
+    with caplog.at_level(logging.INFO, logger="verl"):
+        load_causal_lm(tiny_folder("llama"), override_config={"attn_implementation": "flash_attention_2"})
+    assert "attn_implementation=flash_attention_2 is not used" in caplog.text
+
+
+def test_dropout_is_off(tmp_path):
+    config = transformers.GPT2Config(vocab_size=64, n_embd=16, n_layer=2, n_head=2)
+    assert config.resid_pdrop > 0
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    module = load_causal_lm(tmp_path)
+    assert all(part.p == 0 for part in module.modules() if isinstance(part, torch.nn.Dropout))
+
+
+def test_value_model_starts_at_zero_and_finds_its_saved_head(tiny_folder, tmp_path):
+    module = load_value_model(tiny_folder("llama"), dtype=torch.bfloat16)
+    assert module.score.weight.dtype == torch.float32
+    assert not module.score.weight.any()
+    with torch.no_grad():
+        module.score.weight.normal_()
+        module.score.bias.fill_(0.5)
+    tensors = {name: p.detach().clone() for name, p in module.named_parameters()}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    module.config.save_pretrained(tmp_path)
+    again = load_value_model(tmp_path)
+    assert torch.equal(again.score.weight, module.score.weight)
+    assert again.score.bias.item() == 0.5
+    theirs = transformers.AutoModelForTokenClassification.from_pretrained(tmp_path)  # opens elsewhere too
+    assert torch.equal(theirs.score.weight.float(), module.score.weight.to(theirs.score.weight.dtype).float())
+
+
+def test_a_classifier_with_two_labels_is_no_value_model(tiny_folder, tmp_path):
+    config = transformers.AutoConfig.from_pretrained(tiny_folder("llama"), num_labels=2)
+    transformers.AutoModelForTokenClassification.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"score\.weight of shape \[2, 64\]"):
+        load_value_model(tmp_path)
+
+
+def test_tokenizer_of_a_model_section(tiny_folder, tmp_path):
+    folder = tiny_folder("llama")
+    assert load_tokenizer(folder).pad_token_id == 256
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ messages[0]['content'] }}!")
+    message = [{"role": "user", "content": "hi"}]
+    for text in (str(template), template.read_text()):
+        section = ModelConfig(path="/nowhere", tokenizer_path=str(folder), custom_chat_template=text)
+        assert load_tokenizer(section).apply_chat_template(message, tokenize=False) == "hi!"
+    with pytest.raises(ModelError, match="neither a file nor"):
+        load_tokenizer(ModelConfig(path=str(folder), custom_chat_template=str(tmp_path / "none.jinja")))
+
+
+def test_tokenizer_without_pad_token_pads_with_its_end(copy_of):
+    folder = copy_of()
+    edit_json(folder / "tokenizer_config.json", pad_token=None)
+    assert load_tokenizer(folder).pad_token_id == 258
+    edit_json(folder / "tokenizer_config.json", eos_token=None)
+    with pytest.raises(ModelError, match="neither a pad nor an end-of-sequence"):
+        load_tokenizer(folder)
+
+
+def test_a_folder_without_a_tokenizer(copy_of):
+    folder = copy_of()
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(ModelError, match="No tokenizer"):
+        load_tokenizer(folder)
+
+
+def test_end_of_sequence_ids_of_every_source(tmp_path):
+    folder = make_tiny_model(tmp_path)
+    module, tokenizer = load_causal_lm(folder), load_tokenizer(folder)
+    assert eos_token_ids(module, tokenizer) == (258,)
+    module.generation_config.eos_token_id = [3, 258]
+    module.config.eos_token_id = 7
+    assert eos_token_ids(module, tokenizer) == (3, 7, 258)
+
+
+def test_external_library_is_imported(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()")
+    load_external(None)
+    load_external(str(file))
+    assert (tmp_path / "ran").exists()

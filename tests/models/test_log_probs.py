@@ -1,0 +1,124 @@
+"""The fused head against full float64 logits."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl.models.log_probs import token_log_probs
+
+CASES = [
+    pytest.param({}, id="plain"),
+    pytest.param({"bias": True}, id="bias"),
+    pytest.param({"softcap": 3.0}, id="softcap"),
+    pytest.param({"logit_scale": 0.25, "bias": True, "softcap": 2.0}, id="all"),
+]
+
+
+def inputs(num_tokens, bias, dtype=torch.float64, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def leaf(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+
+    targets = torch.randint(0, 17, (num_tokens,), generator=generator)
+    return leaf(num_tokens, 6), leaf(17, 6), leaf(17) if bias else None, targets
+
+
+def reference(hidden, weight, bias, targets, temperature, softcap=None, logit_scale=1.0):
+    logits = hidden.double() @ weight.double().t() + (0 if bias is None else bias.double())
+    logits = logits * logit_scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    log_p = (logits / temperature).log_softmax(-1)
+    p = log_p.exp()
+    return log_p.gather(1, targets.unsqueeze(1)).squeeze(1), -(p * log_p).sum(-1), p.square().sum(-1)
+
+
+def fused(hidden, weight, bias, targets, temperature, chunk, **options):
+    stats = token_log_probs(
+        hidden, weight, targets, temperature, bias=bias, chunk_tokens=chunk, want_entropy=True,
+        want_sum_pi_squared=True, **options,
+    )  # fmt: skip
+    return stats.log_probs, stats.entropy, stats.sum_pi_squared
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 11, 50])
+@pytest.mark.parametrize("options", CASES)
+def test_equals_full_logits_with_gradients(options, chunk):
+    options = dict(options)
+    hidden, weight, bias, targets = inputs(11, options.pop("bias", False))
+    leaves = [x for x in (hidden, weight, bias) if x is not None]
+    ours = fused(hidden, weight, bias, targets, 1.7, chunk, **options)
+    theirs = reference(hidden, weight, bias, targets, 1.7, **options)
+    upstream = [torch.randn_like(x) for x in ours]
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.allclose(a, b, rtol=1e-12, atol=1e-13)
+    expected = torch.autograd.grad(theirs, leaves, upstream)
+    for a, b in zip(torch.autograd.grad(ours, leaves, upstream), expected, strict=True):
+        assert torch.allclose(a, b, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("options", CASES)
+def test_gradcheck(options):
+    options = dict(options)
+    hidden, weight, bias, targets = inputs(7, options.pop("bias", False))
+    leaves = tuple(x for x in (hidden, weight, bias) if x is not None)
+    assert torch.autograd.gradcheck(
+        lambda h, w, b=None: fused(h, w, b, targets, 0.8, 3, **options), leaves, atol=1e-6, rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_each_output_alone_has_its_own_gradient(which):
+    hidden, weight, bias, targets = inputs(5, True)
+    ours = fused(hidden, weight, bias, targets, 1.0, 2)[which].sum()
+    theirs = reference(hidden, weight, bias, targets, 1.0)[which].sum()
+    expected = torch.autograd.grad(theirs, (hidden, weight, bias))
+    for a, b in zip(torch.autograd.grad(ours, (hidden, weight, bias)), expected, strict=True):
+        assert torch.allclose(a, b, rtol=1e-10, atol=1e-12)
+
+
+def test_backward_twice_gives_the_same():
+    """The logits kept from the forward serve one backward; a second one computes them again."""
+    hidden, weight, _, targets = inputs(5, False)
+    loss = fused(hidden, weight, None, targets, 1.0, 2)[0].sum()
+    first = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
+    second = torch.autograd.grad(loss, (hidden, weight))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_a_frozen_head_gets_no_gradient():
+    hidden, weight, _, targets = inputs(5, False)
+    stats = token_log_probs(hidden, weight.detach(), targets, chunk_tokens=2)
+    assert stats.entropy is None
+    assert stats.sum_pi_squared is None
+    expected = torch.autograd.grad(reference(hidden, weight, None, targets, 1.0)[0].sum(), hidden)[0]
+    assert torch.allclose(torch.autograd.grad(stats.log_probs.sum(), hidden)[0], expected)
+
+
+def test_bfloat16_inputs_give_float32_statistics():
+    hidden, weight, _, targets = inputs(9, False, torch.bfloat16)
+    ours = fused(hidden, weight, None, targets, 1.0, 4)
+    assert all(x.dtype == torch.float32 for x in ours)
+    for a, b in zip(ours, reference(hidden, weight, None, targets, 1.0), strict=True):
+        assert torch.allclose(a.double(), b, atol=0.03)  # logits are rounded to bfloat16 once
+    ours[0].sum().backward()
+    assert hidden.grad.dtype == weight.grad.dtype == torch.bfloat16
+
+
+def test_huge_logits_stay_finite():
+    hidden, weight, _, targets = inputs(6, False)
+    ours = fused(hidden * 1e4, weight, None, targets, 1.0, 4)
+    assert all(torch.isfinite(x).all() for x in ours)
+    sum(x.sum() for x in ours).backward()
+    assert torch.isfinite(weight.grad).all()
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 30), st.integers(1, 30), st.floats(0.1, 5.0), st.integers(0, 10**6))
+def test_chunks_do_not_matter(num_tokens, chunk, temperature, seed):
+    hidden, weight, _, targets = inputs(num_tokens, False, seed=seed)
+    chunked = fused(hidden, weight, None, targets, temperature, chunk)
+    for a, b in zip(chunked, reference(hidden, weight, None, targets, temperature), strict=True):
+        assert torch.allclose(a, b, rtol=1e-10, atol=1e-12)

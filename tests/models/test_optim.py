@@ -1,0 +1,156 @@
+"""Schedule, masters, clipping and state."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from verl.config import OptimConfig
+from verl.errors import CheckpointError, ConfigError
+from verl.models.optim import MasterOptimizer, lr_at
+
+
+@pytest.mark.parametrize(
+    ("settings", "step", "expected"),
+    [
+        ({}, 0, 1.0),
+        ({}, 99, 1.0),
+        ({"lr_warmup_steps": 4}, 0, 0.0),
+        ({"lr_warmup_steps": 4}, 1, 0.25),
+        ({"lr_warmup_steps": 4}, 4, 1.0),
+        ({"lr_warmup_steps": 4, "zero_indexed_step": False}, 0, 0.25),
+        ({"lr_warmup_steps_ratio": 0.1}, 5, 0.5),  # 10 of 100 steps
+        ({"lr_warmup_steps": 0, "lr_warmup_steps_ratio": 0.1}, 5, 0.5),
+        ({"lr_scheduler_type": "cosine"}, 0, 1.0),
+        ({"lr_scheduler_type": "cosine"}, 50, 0.5),
+        ({"lr_scheduler_type": "cosine"}, 100, 0.0),
+        ({"lr_scheduler_type": "cosine", "min_lr_ratio": 0.2}, 100, 0.2),
+        ({"lr_scheduler_type": "cosine", "min_lr_ratio": 0.2}, 25, 0.4 * math.cos(math.pi / 4) + 0.6),
+        ({"lr_scheduler_type": "cosine", "num_cycles": 1.0}, 100, 1.0),
+        ({"lr_scheduler_type": "cosine", "lr_warmup_steps": 20}, 60, 0.5),
+        ({"lr_scheduler_type": "cosine", "total_training_steps": 200}, 100, 0.5),
+    ],
+)
+def test_schedule(settings, step, expected):
+    assert lr_at(step, OptimConfig(lr=1.0, **settings), 100) == pytest.approx(expected, abs=1e-12)
+
+
+def test_unknown_schedule_is_named():
+    with pytest.raises(ConfigError, match="wsd"):
+        lr_at(0, OptimConfig(lr_scheduler_type="wsd"), 10)
+
+
+def network(dtype=torch.float32):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).to(dtype)
+
+
+def backward(net, seed, scale=1.0):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(16, 4, generator=generator).to(net[0].weight.dtype)
+    (net(x).square().mean() * scale).backward()
+
+
+def test_equals_torch_adamw_with_clipping():
+    ours, theirs = network(), network()
+    config = OptimConfig(lr=1e-2, clip_grad=0.5, weight_decay=0.1)
+    optimizer = MasterOptimizer(ours, config, torch.float32)
+    reference = torch.optim.AdamW(theirs.parameters(), lr=1e-2, weight_decay=0.1, betas=(0.9, 0.999))
+    for step in range(5):
+        backward(ours, step, 100.0)
+        backward(theirs, step, 100.0)
+        expected = nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
+        reference.step()
+        reference.zero_grad()
+        assert optimizer.step(1e-2).grad_norm == pytest.approx(expected.item(), rel=1e-6)
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.allclose(a, b, rtol=1e-5, atol=1e-7)
+
+
+def test_float32_parameters_are_their_own_masters():
+    net = network()
+    optimizer = MasterOptimizer(net, OptimConfig(), torch.float32)
+    assert all(optimizer.masters[name] is p for name, p in net.named_parameters())
+
+
+def test_masters_gather_what_bfloat16_would_lose():
+    """1000 updates far below bfloat16's resolution move the weights."""
+    net = network()
+    start = {name: p.detach().clone() for name, p in net.named_parameters()}
+    optimizer = MasterOptimizer(net, OptimConfig(optimizer="SGD", weight_decay=0.0, clip_grad=1.0), torch.bfloat16)
+    assert net[0].weight.dtype == torch.bfloat16
+    for _ in range(50):
+        net[0].weight.sum().backward()
+        optimizer.step(1e-4)
+    moved = start["0.weight"] - optimizer.masters["0.weight"]
+    assert torch.allclose(moved, torch.full_like(moved, 50 * 1e-4 / math.sqrt(32)), rtol=1e-3)
+    assert torch.equal(net[0].weight, optimizer.masters["0.weight"].to(torch.bfloat16))
+    assert torch.equal(start["2.bias"], optimizer.masters["2.bias"])
+
+
+def test_micro_batches_are_summed_in_float32():
+    net = network()
+    optimizer = MasterOptimizer(net, OptimConfig(clip_grad=0.0), torch.bfloat16)
+    for _ in range(300):  # bfloat16 stops counting at 256
+        net[2].bias.sum().backward()
+    assert optimizer.masters["2.bias"].grad.item() == 300.0
+    assert net[2].bias.grad is None
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_norm_that_is_not_finite_skips_the_step(bad, caplog):
+    net = network()
+    optimizer = MasterOptimizer(net, OptimConfig(lr=1.0), torch.float32)
+    backward(net, 0)
+    optimizer.step(1e-2)
+    before = [p.detach().clone() for p in net.parameters()]
+    state = {k: v.clone() for k, v in optimizer.state().items()}
+    backward(net, 1)
+    net[0].weight.grad[0, 0] = bad
+    result = optimizer.step(1.0)
+    assert not result.taken
+    assert not math.isfinite(result.grad_norm)
+    assert "skipped" in caplog.text
+    assert all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
+    assert all(torch.equal(state[k], v) for k, v in optimizer.state().items())
+    assert all(p.grad is None for p in net.parameters())
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_state_continues_bit_for_bit(name, dtype):
+    config = OptimConfig(optimizer=name, lr=1e-2)
+    one, two = network(), network()
+    first = MasterOptimizer(one, config, dtype)
+    for step in range(3):
+        backward(one, step)
+        first.step(1e-2)
+    second = MasterOptimizer(two, config, dtype)
+    with torch.no_grad():
+        for key, master in first.masters.items():
+            second.masters[key].copy_(master)
+    second.publish()
+    second.load_state({k: v.clone() for k, v in first.state().items()}, first.num_steps)
+    for step in range(3, 6):
+        for net, optimizer in ((one, first), (two, second)):
+            backward(net, step)
+            optimizer.step(1e-2)
+    assert first.num_steps == second.num_steps == 6
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
+    assert all(torch.equal(first.masters[k], second.masters[k]) for k in first.masters)
+
+
+def test_foreign_state_is_refused():
+    optimizer = MasterOptimizer(network(), OptimConfig(), torch.float32)
+    with pytest.raises(CheckpointError, match=r"nothing\.weight"):
+        optimizer.load_state({"nothing.weight/exp_avg": torch.zeros(1)}, 1)
+    with pytest.raises(CheckpointError, match=r"0\.weight/exp_avg"):
+        optimizer.load_state({"0.weight/exp_avg": torch.zeros(3, 3)}, 1)
+
+
+def test_unknown_optimizers_are_named():
+    with pytest.raises(ConfigError, match="did you mean 'Adam'"):
+        MasterOptimizer(network(), OptimConfig(optimizer="AdamV"), torch.float32)
+    with pytest.raises(ConfigError, match="no_such_module"):
+        MasterOptimizer(network(), OptimConfig(optimizer_impl="no_such_module"), torch.float32)

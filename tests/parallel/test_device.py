@@ -1,0 +1,56 @@
+"""Devices and number formats."""
+
+import pytest
+import torch
+
+from verl.errors import ConfigError
+from verl.parallel import device as room
+from verl.parallel.device import compute_dtype, native_bf16, parse_dtype, resolve_device
+
+CPU = torch.device("cpu")
+
+
+def test_auto_is_the_cpu_without_cuda(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert resolve_device("auto") == resolve_device("cpu") == CPU
+    with pytest.raises(ConfigError, match="auto or cpu"):
+        resolve_device("cuda")
+
+
+def test_auto_is_cuda_where_there_is_one(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert resolve_device("auto") == torch.device("cuda")
+    assert resolve_device("cuda:1") == torch.device("cuda:1")
+
+
+@pytest.mark.parametrize("name", ["cdua", "npu", "cuda:x", ""])
+def test_unknown_devices(name):
+    with pytest.raises(ConfigError, match="is not a device"):
+        resolve_device(name)
+
+
+@pytest.mark.parametrize(
+    ("flags", "native"),
+    [("fma avx2", False), ("avx512f avx512_bf16", True), ("amx_bf16 amx_tile", True), ("asimd bf16 i8mm", True)],
+)
+def test_bf16_follows_the_instructions_of_the_cpu(tmp_path, monkeypatch, flags, native):
+    info = tmp_path / "cpuinfo"
+    info.write_text(f"processor\t: 0\nflags\t\t: {flags}\n")
+    monkeypatch.setattr(room, "Path", lambda _: info)
+    assert native_bf16(CPU) is native
+    assert compute_dtype("auto", CPU) == (torch.bfloat16 if native else torch.float32)
+
+
+@pytest.mark.parametrize(("capability", "native"), [((7, 5), False), ((8, 0), True), ((9, 0), True)])
+def test_bf16_follows_the_generation_of_the_gpu(monkeypatch, capability, native):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    assert native_bf16(torch.device("cuda")) is native
+
+
+def test_names_of_number_formats():
+    assert compute_dtype("bf16", CPU) == parse_dtype("bfloat16") == torch.bfloat16
+    assert compute_dtype("fp32", CPU) == parse_dtype("float32") == torch.float32
+    with pytest.raises(ConfigError, match="loss scaling"):
+        compute_dtype("fp16", CPU)
+    with pytest.raises(ConfigError, match="int8"):
+        compute_dtype("int8", CPU)

@@ -1,0 +1,232 @@
+import dataclasses
+import logging
+import textwrap
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verl.config import CustomRewardFunctionConfig, RewardConfig, RewardManagerConfig
+from verl.data_proto.samples import ScoreRequest
+from verl.errors import ConfigError, RewardError
+from verl.rewards.managers import REWARD_MANAGERS, RewardManager, build_reward_manager
+from verl.rewards.managers.dapo import OverlongBuffer, overlong_penalty
+
+FUNCTIONS = """
+import os
+
+def one(data_source, solution_str, ground_truth, extra_info=None):
+    if solution_str == "crash":
+        os._exit(1)
+    return {"score": float(solution_str), "acc": solution_str == ground_truth, "format": 0.5}
+
+def plain(data_source, solution_str, ground_truth, extra_info=None):
+    return float(solution_str)
+
+def many(data_sources, solution_strs, ground_truths, extra_infos):
+    rows = zip(data_sources, solution_strs, ground_truths, extra_infos)
+    return [{"error": 0} if row[1] == "crash" else one(*row) for row in rows]
+"""
+
+
+def request(reply, key=None, length=10):
+    return ScoreRequest(key or reply, "s", reply, "1", response_length=length)
+
+
+def section(cls, **fields):
+    return dataclasses.replace(cls(), **fields)
+
+
+@pytest.fixture
+def build(tmp_path):
+    """build(manager, function="one", **reward_kwargs), closed after the test."""
+    made = []
+    path = tmp_path / "functions.py"
+    path.write_text(FUNCTIONS)
+
+    def make(name, function="one", module=None, **reward_kwargs):
+        manager = section(RewardManagerConfig, name=name)
+        if module is not None:
+            place = dataclasses.replace(manager.module, path=str(module))
+            manager = dataclasses.replace(manager, source="importlib", module=place)
+        config = section(
+            RewardConfig,
+            num_workers=2,
+            timeout_s=5.0,
+            memory_mb=256,
+            default_score=-2.0,
+            custom_reward_function=section(CustomRewardFunctionConfig, path=str(path), name=function),
+            reward_manager=manager,
+            reward_kwargs=reward_kwargs,
+        )
+        made.append(build_reward_manager(config, max_response_length=100))
+        return made[-1]
+
+    yield make
+    for manager in made:
+        manager.close()
+
+
+@pytest.mark.parametrize("name", list(REWARD_MANAGERS))
+def test_contract(build, name, caplog):
+    manager = build(name, "many" if name == "batch" else "one")
+    assert isinstance(manager, RewardManager)
+    manager.start(["s"])
+    for reply in ("1", "0.5", "crash", "0.25"):
+        manager.submit(request(reply))
+    with pytest.raises(ValueError, match="being scored already"):
+        manager.submit(request("1"))
+    with pytest.raises(KeyError, match="was not submitted"):
+        manager.collect(["1", "never"])
+    with caplog.at_level(logging.WARNING):
+        found = manager.collect(["0.5", "crash", "1"])
+    assert list(found) == ["0.5", "crash", "1"]
+    assert [found[k].score for k in found] == [0.5, -2.0, 1.0]
+    assert found["1"].parts == {"acc": True, "format": 0.5}
+    assert found["crash"].parts == {"acc": -2.0, "format": -2.0}, "a defaulted sample has no holes"
+    assert "sample crash" in found["crash"].error
+    assert found["crash"].error in caplog.text
+    assert manager.num_defaulted == 1
+    assert manager.collect(["0.25"])["0.25"].score == 0.25
+    with pytest.raises(KeyError):
+        manager.collect(["1"])
+    assert [s.score for s in manager.score([request("3"), request("1"), request("2")])] == [3.0, 1.0, 2.0]
+    manager.submit(request("1"))  # a key may come again once collected
+    manager.close()
+    manager.close()
+
+
+def test_few_warnings_for_many_failures(build, caplog):
+    manager = build("naive")
+    with caplog.at_level(logging.WARNING):
+        manager.score([request("not a number", key=str(i)) for i in range(20)])
+    assert manager.num_defaulted == 20
+    assert len([r for r in caplog.records if "default score" in r.message]) == 5
+    assert "15 more" in caplog.text
+
+
+def test_batch_calls_once_over_what_is_collected(build, tmp_path):
+    path = tmp_path / "sizes.py"
+    path.write_text(
+        "def f(data_sources, solution_strs, ground_truths, extra_infos):\n"
+        "    return [len(solution_strs)] * len(data_sources)\n"
+    )
+    config = section(
+        RewardConfig,
+        custom_reward_function=section(CustomRewardFunctionConfig, path=str(path), name="f"),
+        reward_manager=section(RewardManagerConfig, name="batch"),
+    )
+    manager = build_reward_manager(config, max_response_length=8)
+    try:
+        assert [s.score for s in manager.score([request(str(i)) for i in range(7)])] == [7.0] * 7
+    finally:
+        manager.close()
+
+
+@pytest.mark.parametrize(("length", "penalty"), [(10, 0.0), (80, 0.0), (81, -0.025), (90, -0.25), (100, -0.5)])
+def test_dapo_punishes_the_last_tokens(build, length, penalty):
+    buffer = {"enable": True, "len": 20, "penalty_factor": 0.5, "log": True}
+    (score,) = build("dapo", overlong_buffer_cfg=buffer, max_resp_len=None).score([request("1", length=length)])
+    assert score.score == pytest.approx(1.0 + penalty)
+    assert score.parts["overlong_reward"] == pytest.approx(penalty)
+    assert score.parts["overlong"] is (penalty < 0)
+    assert score.parts["acc"] is True
+
+
+def test_dapo_off_silent_and_own_limit(build):
+    assert (
+        build("dapo", overlong_buffer_cfg={"enable": False, "len": 0}).score([request("1", length=100)])[0].score == 1
+    )
+    quiet = build("dapo", overlong_buffer_cfg={"enable": True, "len": 10, "penalty_factor": 1.0}, max_resp_len=50)
+    (score,) = quiet.score([request("1", length=50)])
+    assert score.score == 0.0
+    assert score.parts == {"acc": True, "format": 0.5}
+
+
+@given(st.integers(1, 300), st.integers(0, 300), st.floats(0.1, 4))
+def test_overlong_penalty_follows_the_paper(buffer_len, length, factor):
+    maximum = 300
+    penalty = overlong_penalty(length, maximum, OverlongBuffer(True, buffer_len, factor))
+    if length <= maximum - buffer_len:
+        assert penalty == 0
+    else:  # DAPO, equation 13: ((L_max - L_cache) - |y|) / L_cache
+        assert penalty == pytest.approx(factor * ((maximum - buffer_len) - length) / buffer_len)
+        assert -factor - 1e-9 <= penalty < 0
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "sentence"),
+    [
+        ("dapo", {"overlong_buffer_cfg": {"enable": True, "len": 101}}, "between 1 and max_resp_len=100"),
+        ("dapo", {"overlong_buffer_cfg": {"enable": True, "lenn": 1}}, "lenn; did you mean 'len'"),
+        ("dapo", {"max_resp_length": 10}, "does not take.*max_resp_length"),
+        ("naive", {"overlong_buffer_cfg": {}}, "naive.*does not take"),
+        ("navie", {}, "did you mean 'naive'"),
+    ],
+)
+def test_refused_settings(build, name, kwargs, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        build(name, **kwargs)
+
+
+def test_gdpo_needs_several_numbers(build):
+    with pytest.raises(RewardError, match=r"gdpo needs one number per reward.*plain"):
+        build("gdpo", "plain").score([request("1")])
+
+
+def test_a_function_that_fails_on_every_row_still_gives_acc(build):
+    (score,) = build("naive").score([request("crash")])
+    assert score.parts == {"acc": -2.0}
+
+
+MANAGERS = """
+from dataclasses import replace
+from verl.rewards.managers.naive import NaiveRewardManager
+from verl.workers.reward_manager import register
+
+class Shorter(NaiveRewardManager):
+    def __init__(self, pool, *, max_response_length, cost=0.01):
+        super().__init__(pool, max_response_length=max_response_length)
+        self.cost = cost
+
+    def shape(self, request, score):
+        return replace(score, score=score.score - self.cost * request.response_length)
+
+class Old:
+    def __init__(self, tokenizer, num_examine, compute_score=None, reward_fn_key="data_source"): ...
+    def __call__(self, data, return_dict=False): ...
+"""
+
+
+def test_a_manager_of_ones_own(build, tmp_path):
+    path = tmp_path / "managers.py"
+    path.write_text(textwrap.dedent(MANAGERS))
+    assert build("Shorter", module=path, cost=0.05).score([request("1")])[0].score == pytest.approx(0.5)
+    with pytest.raises(ConfigError, match=r"'Old' has no method 'start'.*__call__\(data\) is not taken"):
+        build("Old", module=path)
+    with pytest.raises(ConfigError, match="did you mean 'Shorter'"):
+        build("Shorterr", module=path)
+
+
+def test_the_builtin_scorers_by_default():
+    manager = build_reward_manager(RewardConfig(), max_response_length=8)
+    try:
+        manager.start(["openai/gsm8k"])
+        sample = ScoreRequest("k", "openai/gsm8k", "so #### 1,000", "1000")
+        assert manager.score([sample])[0].score == 1.0
+    finally:
+        manager.close()
+
+
+def test_registering_through_the_known_door():
+    from verl.rewards.managers.naive import NaiveRewardManager
+    from verl.workers.reward_manager import register
+
+    class Mine(NaiveRewardManager):
+        pass
+
+    try:
+        register("a manager of this test")(Mine)
+        assert REWARD_MANAGERS.get("a manager of this test") is Mine
+    finally:
+        REWARD_MANAGERS._rows.pop("a manager of this test", None)

@@ -1,0 +1,259 @@
+import logging
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import numpy as np
+import pytest
+
+from verl.data_proto.samples import ScoreRequest
+from verl.errors import RewardError
+
+
+def request(reply, key=None, **fields):
+    return ScoreRequest(key or reply, "unit/test", reply, "gold", **fields)
+
+
+def wait_until(condition, timeout_s=5.0):
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def runs(pid):
+    """Whether a process exists and is not a zombie that nobody has waited for."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+HARMFUL = {  # reply -> words of the sentence
+    "sleep": "took longer than 0.6 s",
+    "hang in c": "took longer than 0.6 s",
+    "segfault": "SIGSEGV",
+    "os._exit": "exit code 3",
+    "sys.exit": "SystemExit",
+    "memory": "memory_mb",
+    "raise": "raised KeyError: 'no such key' (line",
+    "deep": "RecursionError",
+    "nan": "not a finite number",
+    "inf": "not a finite number",
+    "none": "returned None",
+    "text": "returned a str",
+    "no score": "without 'score'",
+    "odd part": "neither numbers, text",
+    "huge": "too large",
+    "forge": "wrote to the channel",
+}
+
+
+@pytest.mark.parametrize("reply", HARMFUL)
+def test_a_harmful_call_costs_its_own_sample_and_says_why(make_pool, reply):
+    pool = make_pool(timeout_s=0.6)
+    before, bad, after = pool.score_all([request("0.25"), request(reply), request("0.5")])
+    assert (before.score, before.error) == (0.25, None)
+    assert (after.score, after.error) == (0.5, None)
+    assert bad.score == -0.5
+    assert HARMFUL[reply] in bad.error
+    for word in ("compute_score", "hostile.py", repr("unit/test"), reply, "default score -0.5"):
+        assert word in bad.error
+
+
+def test_a_hang_ends_within_its_deadline_while_others_go_on(make_pool):
+    pool = make_pool(num_workers=2, timeout_s=1.0)
+    pool.start()
+    start = time.monotonic()
+    futures = [pool.submit([request("hang")])] + [pool.submit([request(str(i))]) for i in range(20)]
+    pool.wait(futures[1:])
+    assert time.monotonic() - start < 0.95, "the second worker did not take over"
+    (hung,) = futures[0].result(timeout=5)
+    assert "took longer" in hung.error
+    assert 0.9 < time.monotonic() - start < 3
+
+
+@pytest.mark.parametrize(
+    ("reply", "score", "parts"),
+    [
+        ("0.5", 0.5, {"acc": 0.5}),
+        ("dict", 1.0, {"acc": 0.25, "pred": "x", "format": 0.5}),
+        ("number", 0.25, {"acc": 0.25}),
+        ("print", 0.75, {"acc": 0.75}),
+    ],
+)
+def test_what_a_function_may_return(make_pool, reply, score, parts):
+    (found,) = make_pool().score_all([request(reply)])
+    assert (found.key, found.score, found.parts, found.error) == (reply, score, parts, None)
+
+
+def test_extra_keyword_arguments_and_order(make_pool):
+    pool = make_pool(kwargs={"bonus": 100}, num_workers=3)
+    replies = [str(i) for i in range(200)]
+    scores = pool.score_all([request(r) for r in replies])
+    assert [s.key for s in scores] == replies
+    assert [s.score for s in scores] == [100 + i for i in range(200)]
+
+
+def test_async_functions(make_pool):
+    pool = make_pool("async_score", timeout_s=0.6)
+    good, bad, more = pool.score_all([request("1"), request("hang"), request("2")])
+    assert (good.score, good.parts) == (1.0, {"half": 0.5})
+    assert "took longer" in bad.error
+    assert more.score == 2.0
+
+
+def test_a_batched_function_gets_lists(make_pool):
+    pool = make_pool("batch_score", batched=True, timeout_s=0.6)
+    scores = pool.score_all([request("a"), request("abcd"), request("nan")])
+    assert [s.score for s in scores] == [0.25, 1.0, -0.5]
+    assert scores[0].parts == {"size": 3}
+    assert "finite" in scores[2].error
+    assert all("returned 1 scores for 2 samples" in s.error for s in pool.score_all([request("a"), request("short")]))
+    assert all("took longer" in s.error for s in pool.score_all([request("a"), request("hang")]))
+    assert pool.score_all([request("ab")])[0].score == 1.0
+
+
+def test_numpy_values_reach_the_function_as_plain_ones(tmp_path, make_pool):
+    path = tmp_path / "types.py"
+    path.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    assert ground_truth == ['a', 'b'] and type(ground_truth) is list, ground_truth\n"
+        "    assert extra_info == {'i': 3, 'f': 0.5, 'flag': True, 'deep': [{'x': [1, 2]}]}, extra_info\n"
+        "    assert type(extra_info['i']) is int and type(extra_info['flag']) is bool\n"
+        "    return 1.0\n"
+    )
+    extra = {"i": np.int64(3), "f": np.float32(0.5), "flag": np.bool_(True), "deep": ({"x": np.array([1, 2])},)}
+    sample = ScoreRequest("k", "s", "r", np.array(["a", "b"], dtype=object), extra)
+    (score,) = make_pool(path=str(path)).score_all([sample])
+    assert score.error is None
+    assert score.score == 1.0
+
+
+def test_bytes_are_refused_with_the_sample_named(make_pool):
+    pool = make_pool("batch_score", batched=True)
+    good, bad = request("a"), request("b", key="7/1", extra_info={"image": b"\x00"})
+    with pytest.raises(RewardError, match=r"Sample 7/1 of data_source 'unit/test'.*type bytes.*path"):
+        pool.submit([good, bad])
+
+
+def test_prints_go_to_the_log(make_pool, tmp_path):
+    pool = make_pool(log_dir=tmp_path / "logs")
+    pool.score_all([request("print")])
+    text = (tmp_path / "logs" / "reward_worker_0.log").read_text()
+    assert "to stdout" in text
+    assert "child" in text
+
+
+def test_limits_do_not_count_what_importing_took(make_pool):
+    (score,) = make_pool(memory_mb=8).score_all([request("1")])
+    assert score.error is None
+
+
+def test_workers_start_when_requests_have_to_wait(make_pool):
+    pool = make_pool(num_workers=4)
+    pool.score_all([request(str(i)) for i in range(50)])
+    assert len(pool._processes) == 1, "a fast function needs one process"
+
+
+def test_a_worker_that_dies_between_calls_costs_nothing(make_pool):
+    pool = make_pool()
+    pool.start()
+    pid = pool._processes[0].pid
+    os.kill(pid, signal.SIGKILL)
+    assert wait_until(lambda: not runs(pid))
+    assert pool.score_all([request("1")])[0].error is None
+
+
+def test_close_is_idempotent_ends_workers_and_running_calls(make_pool):
+    pool = make_pool(timeout_s=60)
+    running, waiting = pool.submit([request("sleep")]), pool.submit([request("1")])
+    pid = pool._processes[0].pid
+    time.sleep(0.1)
+    start = time.monotonic()
+    pool.close()
+    pool.close()
+    assert time.monotonic() - start < 5
+    assert not runs(pid)
+    assert "the run is ending" in running.result(timeout=1)[0].error
+    assert "the run is ending" in waiting.result(timeout=1)[0].error
+    with pytest.raises(RewardError, match="closed already"):
+        pool.submit([request("1")])
+
+
+def test_a_timeout_kills_what_the_scorer_started(make_pool, tmp_path):
+    pid_file = tmp_path / "pid"
+    make_pool(timeout_s=1.0).score_all([request("child", extra_info={"pid_file": str(pid_file)})])
+    assert wait_until(lambda: not runs(int(pid_file.read_text())))
+
+
+def test_workers_die_with_a_parent_that_is_killed(hostile):
+    program = textwrap.dedent(
+        f"""
+        import time
+        from verl.data_proto.samples import ScoreRequest
+        from verl.rewards.functions import RewardFunctionSpec
+        from verl.rewards.pool import RewardPool
+        pool = RewardPool(RewardFunctionSpec({hostile!r}), num_workers=2, timeout_s=100, memory_mb=256)
+        pool.start()
+        [pool.submit([ScoreRequest(str(i), "s", "hang in c", "")]) for i in range(2)]
+        while len(pool._processes) < 2:
+            time.sleep(0.01)
+        time.sleep(0.3)
+        print(*[p.pid for p in pool._processes.values()], flush=True)
+        time.sleep(100)
+        """
+    )
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    try:
+        pids = [int(p) for p in parent.stdout.readline().split()]
+        assert len(pids) == 2
+        assert all(runs(p) for p in pids)
+    finally:
+        parent.kill()
+        parent.wait()
+        parent.stdout.close()
+    assert wait_until(lambda: not any(runs(p) for p in pids)), "a worker outlived its parent"
+
+
+def test_the_worker_imports_nothing_heavy():
+    program = "import sys, verl.rewards.worker; print([m for m in ('torch','numpy','omegaconf') if m in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert out.stdout.strip() == "[]"
+
+
+def test_many_callers_at_once_each_get_their_own_scores(make_pool):
+    """Threads submit while one scorer in ten crashes: every future ends, in its own order."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    pool = make_pool(num_workers=2, timeout_s=5)
+    pool.start()
+
+    def one(caller):
+        replies = ["os._exit" if i == caller else str(caller * 100 + i) for i in range(10)]
+        return pool.score_all([request(r, key=f"{caller}/{i}") for i, r in enumerate(replies)])
+
+    with ThreadPoolExecutor(4) as threads:
+        for caller, scores in enumerate(threads.map(one, range(4))):
+            assert [s.key for s in scores] == [f"{caller}/{i}" for i in range(10)]
+            assert [s.score for i, s in enumerate(scores) if i != caller] == [
+                caller * 100 + i for i in range(10) if i != caller
+            ]
+            assert "exit code 3" in scores[caller].error
+
+
+def test_a_function_file_that_vanishes_is_reported_not_raised(make_pool, hostile, caplog):
+    pool = make_pool()
+    pool.start()
+    os.remove(hostile)
+    with caplog.at_level(logging.WARNING):
+        scores = pool.score_all([request("os._exit"), request("1")])
+    assert "exit code 3" in scores[0].error
+    assert "does not exist" in scores[1].error
+    assert "could not be started again" in caplog.text

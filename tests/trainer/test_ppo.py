@@ -1,0 +1,146 @@
+"""The PPO program end to end on a tiny model: every estimator, every loss, critic, KL, filters, validation."""
+
+import math
+
+import pytest
+
+ESTIMATORS = [
+    "gae", "grpo", "grpo_vectorized", "gdpo", "grpo_passk", "reinforce_plus_plus", "reinforce_plus_plus_baseline",
+    "remax", "rloo", "rloo_vectorized", "opo", "gpg", "optimal_token_baseline", "tir_optimal_token_baseline",
+]  # fmt: skip
+LOSSES = [
+    "vanilla", "dppo_tv", "dppo_kl", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "dro", "cispo",
+]  # fmt: skip
+EXTRA = {
+    "gdpo": ["algorithm.gdpo_reward_keys=[letters,short]", "algorithm.gdpo_reward_weights=[1.0,0.5]"],
+    "gae": [],
+    "dro": ["actor_rollout_ref.actor.policy_loss.dro_beta=0.1"],
+}
+
+
+def finite(rows, name):
+    return all(math.isfinite(row[name]) for row in rows)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_every_estimator_trains(tiny_run, tiny_llama, name):
+    extra = [f"critic.model.path={tiny_llama}", "critic.optim.lr=0.001"] if name == "gae" else EXTRA.get(name, [])
+    rows = tiny_run(f"algorithm.adv_estimator={name}", *extra).training_rows()
+    assert [row["step"] for row in rows] == [1, 2]
+    assert finite(rows, "actor/pg_loss")
+    assert finite(rows, "critic/advantages/mean")
+    assert all(row["actor/grad_norm"] > 0 for row in rows)
+    assert all(row["critic/advantages/max"] > row["critic/advantages/min"] for row in rows)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_loss_trains(tiny_run, name):
+    """Two optimizer steps a batch, so that ratios differ from one."""
+    rows = tiny_run(
+        f"actor_rollout_ref.actor.policy_loss.loss_mode={name}",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        "actor_rollout_ref.actor.ppo_epochs=2",
+        *EXTRA.get(name, []),
+    ).training_rows()
+    assert len(rows) == 2
+    assert finite(rows, "actor/pg_loss")
+    assert all(row["actor/grad_norm"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize("loss_type", ["ppo_clip", "reinforce"])
+def test_bypass_mode_trains(tiny_run, loss_type):
+    rows = tiny_run(
+        "algorithm.rollout_correction.bypass_mode=True",
+        f"algorithm.rollout_correction.loss_type={loss_type}",
+        "algorithm.rollout_correction.rollout_is=token",
+    ).training_rows()
+    assert finite(rows, "actor/pg_loss")
+
+
+def test_decoupled_correction_reports_its_figures(tiny_run):
+    rows = tiny_run(
+        "algorithm.rollout_correction.rollout_is=token", "algorithm.rollout_correction.rollout_rs=seq_mean_k1",
+        "algorithm.rollout_correction.rollout_rs_threshold=0.5_2.0",
+    ).training_rows()  # fmt: skip
+    for row in rows:
+        assert row["rollout_corr/rollout_is_mean"] == pytest.approx(1.0, abs=1e-3)
+        assert row["rollout_corr/rollout_rs_masked_fraction"] == 0
+
+
+def test_sampler_and_trainer_agree(tiny_run):
+    row = tiny_run("trainer.total_training_steps=1").training_rows()[0]
+    assert row["training/rollout_probs_diff_max"] < 1e-4
+
+
+def test_kl_terms_and_reference(tiny_run, tiny_llama):
+    rows = tiny_run(
+        "algorithm.adv_estimator=gae",
+        f"critic.model.path={tiny_llama}",
+        "algorithm.use_kl_in_reward=True",
+        "algorithm.kl_ctrl.type=adaptive",
+        "actor_rollout_ref.actor.use_kl_loss=True",
+        "actor_rollout_ref.actor.entropy_coeff=0.01",
+        "trainer.total_training_steps=3",
+    ).training_rows()
+    # the policy is the reference at first and has moved away from it later
+    assert rows[0]["actor/kl_loss"] == pytest.approx(0.0, abs=1e-6)
+    assert rows[2]["actor/kl_loss"] > 1e-5
+    assert rows[0]["actor/reward_kl_penalty"] == pytest.approx(0.0, abs=1e-4)
+    assert 0 < rows[0]["actor/entropy"] < math.log(264) + 1e-3
+    assert finite(rows, "critic/vf_loss")
+
+
+def test_critic_warmup_leaves_the_actor_alone(tiny_run, tiny_llama):
+    rows = tiny_run(
+        "algorithm.adv_estimator=gae", f"critic.model.path={tiny_llama}", "trainer.critic_warmup=1",
+    ).training_rows()  # fmt: skip
+    assert "actor/pg_loss" not in rows[0]
+    assert "actor/pg_loss" in rows[1]
+
+
+def test_group_filter_drops_silent_groups(tiny_run, tiny_task, tmp_path):
+    reward = tmp_path / "filter_reward.py"
+    # prompts with an even number always score 1: their groups carry no signal
+    reward.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    if int(ground_truth) % 2 == 0:\n        return 1.0\n"
+        "    return sum(c.isalpha() for c in solution_str) / max(len(solution_str), 1)\n"
+    )
+    run = tiny_run(
+        "algorithm.filter_groups.enable=True",
+        "algorithm.filter_groups.metric=score",
+        "algorithm.filter_groups.max_num_gen_batches=8",
+        f"reward.custom_reward_function.path={reward}",
+    )
+    for row in run.training_rows():
+        assert row["training/filter_groups/num_gen_batches"] >= 2
+    samples = [
+        line
+        for file in sorted((run.folder / "samples" / "train").glob("*.jsonl"))
+        for line in file.read_text().splitlines()
+    ]
+    assert len(samples) == 2 * 16
+
+
+def test_validation_metrics_and_val_only(tiny_run):
+    val = [
+        "actor_rollout_ref.rollout.val_kwargs.n=4",
+        "actor_rollout_ref.rollout.val_kwargs.do_sample=True",
+        "actor_rollout_ref.rollout.val_kwargs.temperature=1.0",
+        "actor_rollout_ref.rollout.val_kwargs.also_greedy=True",
+    ]
+    run = tiny_run(*val, "trainer.val_before_train=True", "trainer.test_freq=1")
+    first = run.rows[0]
+    assert first["step"] == 0
+    assert 0 < first["val/reward"] < 1
+    assert "val/greedy" in first
+    assert any(k.startswith("val-core/letters/") and k.endswith("mean@4") for k in first)
+    only = tiny_run(*val, "trainer.val_only=True", folder="only")
+    assert only.rows[0]["val/reward"] == first["val/reward"]
+
+
+def test_unknown_reward_part_is_named(tiny_run):
+    from verl.errors import RewardError
+
+    with pytest.raises(RewardError, match="nothing_like_it"):
+        tiny_run("algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[nothing_like_it]")

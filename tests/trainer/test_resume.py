@@ -1,0 +1,93 @@
+"""Kill a run, start it again: the same metrics and weights, bit for bit."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from safetensors import safe_open
+
+from tests.trainer.conftest import Run, merge
+
+STEPS = 4
+SETTINGS = (
+    f"trainer.total_training_steps={STEPS}",
+    "trainer.save_freq=1",
+    "trainer.test_freq=2",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+    "actor_rollout_ref.actor.shuffle=True",
+    "algorithm.use_kl_in_reward=True",
+    "algorithm.kl_ctrl.type=adaptive",
+    "algorithm.kl_ctrl.horizon=100",
+)
+
+
+def weights(run: Run, step: int = STEPS) -> dict[str, bytes]:
+    with safe_open(run.folder / f"global_step_{step}/actor/huggingface/model.safetensors", "pt") as file:
+        return {name: file.get_tensor(name).numpy().tobytes() for name in file.keys()}
+
+
+@pytest.fixture
+def unbroken(tiny_run):
+    return tiny_run(*SETTINGS, folder="unbroken")
+
+
+def test_stopped_and_resumed_run_equals_the_unbroken_one(tiny_run, unbroken):
+    tiny_run(*SETTINGS, "trainer.total_training_steps=2", folder="broken")
+    # the learning-rate schedule is constant, so two short runs are one long one
+    resumed = tiny_run(*SETTINGS, folder="broken")
+    assert resumed.repeatable == unbroken.repeatable
+    assert weights(resumed) == weights(unbroken)
+
+
+def test_killed_and_restarted_run_equals_the_unbroken_one(unbroken, tiny_overrides, tmp_path):
+    folder = tmp_path / "killed"
+    overrides = merge([*tiny_overrides, f"trainer.default_local_dir={folder}"], SETTINGS)
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", *overrides]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    deadline = time.monotonic() + 60
+    while not (folder / "global_step_2").exists():
+        assert process.poll() is None or (folder / "global_step_2").exists(), "the run ended early"
+        assert time.monotonic() < deadline, "no checkpoint of step 2 within 60 s"
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait(timeout=10)
+    assert subprocess.run(command, stdout=subprocess.DEVNULL, timeout=120, check=False).returncode == 0
+    assert Run(folder).repeatable == unbroken.repeatable
+    assert weights(Run(folder)) == weights(unbroken)
+
+
+def test_interrupt_saves_and_says_how_to_go_on(unbroken, tiny_overrides, tmp_path):
+    folder = tmp_path / "interrupted"
+    overrides = merge([*tiny_overrides, f"trainer.default_local_dir={folder}"], SETTINGS)
+    overrides = merge(overrides, ("trainer.save_freq=-1",))
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", *overrides]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    metrics = folder / "metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while not (metrics.exists() and metrics.read_text().count("\n") >= 1):
+        assert time.monotonic() < deadline, "no metrics within 60 s"
+        time.sleep(0.005)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    if process.returncode == 0:
+        pytest.skip("the run had ended before the signal came")
+    assert process.returncode == 130
+    assert "Run the same command again" in " ".join(output.split())
+    resumed = subprocess.run(command, stdout=subprocess.DEVNULL, timeout=120, check=False)
+    assert resumed.returncode == 0
+    rows = [row for row in Run(folder).repeatable if row["step"] > 0]
+    assert rows == [row for row in unbroken.repeatable if row["step"] > 0]
+
+
+def test_damaged_checkpoint_falls_back_to_the_one_before(tiny_run, unbroken):
+    run = tiny_run(*SETTINGS, "trainer.total_training_steps=3", folder="damaged")
+    file = run.folder / "global_step_3/actor/huggingface/model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+    resumed = tiny_run(*SETTINGS, folder="damaged")
+    assert resumed.repeatable == unbroken.repeatable
+    assert weights(resumed) == weights(unbroken)

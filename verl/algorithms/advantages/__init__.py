@@ -1,0 +1,123 @@
+"""Advantage estimators: `fn(token_level_rewards, response_mask, *, ...) -> (advantages, returns)`, all [batch,
+response].
+
+An estimator declares exactly the columns and settings that it reads as keyword arguments; `requires` and
+`compute_advantage` go by that signature. A column argument has the column's name, but for `index`, which is the
+column `uid`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from verl.algorithms.user_functions import ConfigView
+from verl.data_proto.columns import COLUMNS
+from verl.errors import ConfigError
+from verl.registry import Registry
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_GROUP = "verl.algorithms.advantages.group"
+ADVANTAGES = Registry(
+    "advantage estimator",
+    {
+        "gae": "verl.algorithms.advantages.returns:gae",
+        "reinforce_plus_plus": "verl.algorithms.advantages.returns:reinforce_plus_plus",
+        "remax": "verl.algorithms.advantages.returns:remax",
+        "grpo": f"{_GROUP}:grpo",
+        "grpo_vectorized": f"{_GROUP}:grpo",
+        "gdpo": f"{_GROUP}:gdpo",
+        "grpo_passk": f"{_GROUP}:grpo_passk",
+        "reinforce_plus_plus_baseline": f"{_GROUP}:reinforce_plus_plus_baseline",
+        "rloo": f"{_GROUP}:rloo",
+        "rloo_vectorized": f"{_GROUP}:rloo",
+        "opo": f"{_GROUP}:opo",
+        "gpg": f"{_GROUP}:gpg",
+        "optimal_token_baseline": "verl.algorithms.advantages.token_baseline:optimal_token_baseline",
+        "tir_optimal_token_baseline": "verl.algorithms.advantages.token_baseline:tir_optimal_token_baseline",
+    },
+)
+
+_COLUMN_OF = {"index": "uid"}
+COLUMN_ARGUMENTS = (
+    "token_level_rewards",
+    "response_mask",
+    "index",
+    "values",
+    "reward_baselines",
+    "old_log_probs",
+    "sum_pi_squared",
+    "rollout_is_weights",
+    "reward_parts",
+)
+
+
+def register_adv_est(name: Any) -> Callable[[F], F]:
+    """Decorator: add an estimator under `name` (a string or an enum member).
+
+    It is called by keyword with what its signature names; `config` (the `algorithm` section) is passed when it asks
+    for it, and everything there is when it takes **kwargs.
+    """
+    return ADVANTAGES.register(str(getattr(name, "value", name)))
+
+
+def requires(name: str) -> set[str]:
+    """Columns that the estimator cannot do without, by column name: 'values' needs a critic, 'reward_baselines' greedy
+    samples, 'sum_pi_squared' that output of the actor. Raises ConfigError when there is no such estimator."""
+    parameters = inspect.signature(ADVANTAGES.get(name)).parameters
+    needed = {p.name for p in parameters.values() if p.default is p.empty}
+    return {_COLUMN_OF.get(argument, argument) for argument in needed.intersection(COLUMN_ARGUMENTS)}
+
+
+def compute_advantage(
+    name: str, columns: Mapping[str, Any], *, config: Any = None, **settings: Any
+) -> tuple[Tensor, Tensor]:
+    """(advantages, returns) of the estimator `name`, each [batch, response].
+
+    `columns` are by column name (the groups as `uid`, else `index`; None counts as absent); `settings` are gamma, lam,
+    norm_adv_by_std_in_grpo, handle_zero_tail, gdpo_reward_keys, gdpo_reward_weights: each estimator is given those
+    that it reads. Raises ConfigError when the estimator is unknown, when a column that it needs is missing, or when a
+    user's estimator returns something else.
+    """
+    estimator = ADVANTAGES.get(name)
+    available = {a: _column(columns, a) for a in COLUMN_ARGUMENTS}
+    available = {argument: column for argument, column in available.items() if column is not None}
+    rewards = available.get("token_level_rewards")
+    if rewards is not None and "response_mask" in available:
+        # users' functions compute with the mask, and torch does not subtract booleans
+        available["response_mask"] = available["response_mask"].to(rewards.dtype)
+    available = {**settings, **available, "config": ConfigView(config, {})}
+    parameters = inspect.signature(estimator).parameters
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    chosen = {k: v for k, v in available.items() if takes_all or k in parameters}
+    for p in parameters.values():
+        if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in chosen:
+            raise _missing(name, p.name)
+    return _checked(name, estimator(**chosen), rewards)
+
+
+def _column(columns: Mapping[str, Any], argument: str) -> Any:
+    # a data file may have a column `index` of its own, so that `uid` goes first
+    found = columns.get(_COLUMN_OF.get(argument, argument))
+    return columns.get(argument) if found is None else found
+
+
+def _missing(name: str, argument: str) -> ConfigError:
+    column = _COLUMN_OF.get(argument, argument)
+    row = COLUMNS.get(column)
+    what = f"the column '{column}' ({row.meaning}; made by: {row.producer})" if row else f"'{argument}'"
+    return ConfigError(f"The advantage estimator '{name}' needs {what}, which this batch does not have.")
+
+
+def _checked(name: str, found: Any, rewards: Tensor | None) -> tuple[Tensor, Tensor]:
+    shape = None if rewards is None else rewards.shape
+    if not (isinstance(found, tuple) and len(found) == 2 and all(getattr(x, "shape", None) == shape for x in found)):
+        raise ConfigError(
+            f"The advantage estimator '{name}' must return (advantages, returns), "
+            f"two tensors of shape {tuple(shape or ())}."
+        )
+    return found

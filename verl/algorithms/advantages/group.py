@@ -1,0 +1,175 @@
+"""Estimators that compare the samples of one prompt. R_i is the sum of row i's rewards, mu and sigma (unbiased) are
+taken over its group, G is the group's size; the scalar of a row is given to each of its trained tokens. `index`
+[batch] names the group of each row. The returns are the advantages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl.algorithms.groups import Groups
+from verl.algorithms.masked import masked_whiten
+from verl.errors import ConfigError
+
+
+def _spread(row_advantages: Tensor, response_mask: Tensor) -> Tensor:
+    return torch.where(response_mask.bool(), row_advantages[:, None], 0.0)
+
+
+def _normalized(scores: Tensor, groups: Groups, by_std: bool, epsilon: float) -> Tensor:
+    centered = groups.less_mean(scores)
+    return centered / (groups.std(scores) + epsilon) if by_std else centered
+
+
+def grpo(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    *,
+    index: Any,
+    norm_adv_by_std_in_grpo: bool = True,
+    epsilon: float = 1e-6,
+) -> tuple[Tensor, Tensor]:
+    """GRPO (2402.03300): (R_i - mu) / (sigma + epsilon); without the division it is Dr. GRPO (2503.20783). A row alone
+    in its group has mu = 0 and sigma = 1."""
+    scores = token_level_rewards.sum(-1)
+    advantages = _spread(_normalized(scores, Groups.of(index, scores), norm_adv_by_std_in_grpo, epsilon), response_mask)
+    return advantages, advantages
+
+
+def gdpo(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    *,
+    index: Any,
+    reward_parts: Mapping[str, Tensor] | Sequence[Mapping[str, Any]],
+    gdpo_reward_keys: Sequence[str] | None = None,
+    gdpo_reward_weights: Sequence[float] | None = None,
+    norm_adv_by_std_in_grpo: bool = True,
+    epsilon: float = 1e-6,
+) -> tuple[Tensor, Tensor]:
+    """GDPO (2601.05242): GRPO on each part of the reward by itself, their weighted sum whitened over the batch.
+
+    `reward_parts` is part name -> [batch], or for each row what its reward function returned; the part "score" is the
+    whole reward where the function names none. Weights default to 1. Raises ConfigError when a part is missing or not
+    a number.
+    """
+    scores = token_level_rewards.sum(-1)
+    parts = _reward_columns(reward_parts, gdpo_reward_keys, scores)
+    weights = [1.0] * len(parts) if gdpo_reward_weights is None else [float(w) for w in gdpo_reward_weights]
+    if len(weights) != len(parts):
+        raise ConfigError(
+            f"algorithm.gdpo_reward_weights has {len(weights)} numbers, algorithm.gdpo_reward_keys {len(parts)} names; "
+            "give one weight for each name."
+        )
+    groups = Groups.of(index, scores)
+    total = torch.zeros_like(scores)
+    for weight, part in zip(weights, parts, strict=True):
+        total = total + weight * _normalized(part, groups, norm_adv_by_std_in_grpo, epsilon)
+    advantages = masked_whiten(_spread(total, response_mask), response_mask)
+    return advantages, advantages
+
+
+def _reward_columns(
+    parts: Mapping[str, Tensor] | Sequence[Mapping[str, Any]], keys: Sequence[str] | None, scores: Tensor
+) -> list[Tensor]:
+    if isinstance(parts, Mapping):
+        missing = [k for k in keys or () if k not in parts]
+        if missing or not (keys or parts):
+            raise ConfigError(f"gdpo needs the reward parts {missing or '(none given)'}; there are {sorted(parts)}.")
+        return [parts[k].to(scores) for k in keys or parts]
+    if not keys:
+        raise ConfigError("gdpo needs algorithm.gdpo_reward_keys: the names of the reward parts that it normalises.")
+    columns = []
+    for key in keys:
+        column = scores.clone() if key == "score" else torch.zeros_like(scores)
+        for i, row in enumerate(parts):
+            if key == "score" and key not in row:
+                continue
+            column[i] = _number(row, key)
+        columns.append(column)
+    return columns
+
+
+def _number(row: Mapping[str, Any], key: str) -> float:
+    try:
+        return float(row[key])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"gdpo reads the reward part '{key}' (algorithm.gdpo_reward_keys), but a reward function returned "
+            f"{dict(row)!r}; return a number under that name for each sample."
+        ) from error
+
+
+def grpo_passk(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    *,
+    index: Any,
+    norm_adv_by_std_in_grpo: bool = True,
+    epsilon: float = 1e-6,
+) -> tuple[Tensor, Tensor]:
+    """Pass@k training (2503.19595): the best sample of a group gets (R_max - R_second) [/ (sigma + epsilon)], the
+    others 0. Raises ConfigError when a group has one sample."""
+    scores = token_level_rewards.sum(-1)
+    groups = Groups.of(index, scores)
+    if bool(groups.alone.any()):
+        raise ConfigError(
+            "grpo_passk compares the two best samples of a prompt; set actor_rollout_ref.rollout.n to 2 or more."
+        )
+    rows = torch.arange(len(scores), device=scores.device)
+    is_max = scores == groups.max(scores)[groups.ids]
+    first_max = groups.min(torch.where(is_max, rows, len(scores)).double())[groups.ids] == rows
+    second = groups.max(torch.where(first_max, float("-inf"), scores))[groups.ids]
+    gap = scores - second
+    if norm_adv_by_std_in_grpo:
+        gap = gap / (groups.std(scores) + epsilon)
+    advantages = _spread(torch.where(first_max, gap, 0.0), response_mask)
+    return advantages, advantages
+
+
+def reinforce_plus_plus_baseline(
+    token_level_rewards: Tensor, response_mask: Tensor, *, index: Any
+) -> tuple[Tensor, Tensor]:
+    """REINFORCE++ with a group baseline (2501.03262): R_i - mu (alone: R_i), whitened over all tokens of the batch."""
+    scores = token_level_rewards.sum(-1)
+    centered = Groups.of(index, scores).less_mean(scores)
+    advantages = masked_whiten(_spread(centered, response_mask), response_mask)
+    return advantages, advantages
+
+
+def rloo(token_level_rewards: Tensor, response_mask: Tensor, *, index: Any) -> tuple[Tensor, Tensor]:
+    """Leave-one-out (2402.14740): (R_i - mu) G / (G - 1), which is R_i less the mean of the other rewards.
+
+    A row alone in its group keeps R_i (a baseline of 0), under both names `rloo` and `rloo_vectorized`.
+    """
+    scores = token_level_rewards.sum(-1)
+    groups = Groups.of(index, scores)
+    sizes = groups.sizes[groups.ids]
+    others = groups.less_mean(scores) * sizes / (sizes - 1).clamp(min=1)
+    advantages = _spread(others, response_mask)
+    return advantages, advantages
+
+
+def opo(token_level_rewards: Tensor, response_mask: Tensor, *, index: Any) -> tuple[Tensor, Tensor]:
+    """On-policy RL with the optimal reward baseline (2505.23585): R_i - sum_j len_j R_j / sum_j len_j over the group,
+    with len the number of trained tokens; alone: R_i."""
+    scores = token_level_rewards.sum(-1)
+    groups = Groups.of(index, scores)
+    lengths = response_mask.to(scores.dtype).sum(-1)
+    baseline = groups.sum(lengths * scores) / groups.sum(lengths).clamp(min=1)
+    advantages = _spread(torch.where(groups.alone, scores, scores - baseline[groups.ids]), response_mask)
+    return advantages, advantages
+
+
+def gpg(
+    token_level_rewards: Tensor, response_mask: Tensor, *, index: Any, f_norm: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Group policy gradient (2504.02546): alpha (R_i - mu) / f_norm with alpha = batch / number of rewards that are
+    not 0 (at least 1); alone: mu = 0."""
+    scores = token_level_rewards.sum(-1)
+    alpha = len(scores) / torch.count_nonzero(scores).clamp(min=1).to(scores.dtype)
+    advantages = _spread(alpha * Groups.of(index, scores).less_mean(scores) / f_norm, response_mask)
+    return advantages, advantages

@@ -1,0 +1,78 @@
+"""Correction for the gap between the policy that sampled and the one that trains: importance weights and rejection.
+
+log rho = log-prob under the training policy - log-prob under the sampler, at each token. Weights multiply the loss;
+rejected tokens or sequences leave the response mask, and with it the denominators of everything computed from the
+mask afterwards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from verl.algorithms.correction.diagnostics import gap_metrics, rollout_gap_metrics, weight_metrics
+from verl.algorithms.correction.presets import PRESETS, preset
+from verl.algorithms.correction.rejection import RS_OPTIONS, parse_rejection, rejection_mask
+from verl.algorithms.correction.weights import IS_LEVELS, importance_weights, parse_is_threshold
+from verl.data_proto.metrics import Metric
+
+__all__ = [
+    "IS_LEVELS",
+    "PRESETS",
+    "RS_OPTIONS",
+    "Correction",
+    "importance_weights",
+    "parse_is_threshold",
+    "parse_rejection",
+    "preset",
+    "rejection_mask",
+    "rollout_correction",
+    "rollout_gap_metrics",
+]
+
+
+@dataclass(frozen=True)
+class Correction:
+    """`weights` [batch, response], detached, 0 outside the given mask, or None without `rollout_is`; `response_mask`
+    (dtype of the given one) without the rejected tokens; metrics named rollout_corr/*."""
+
+    weights: Tensor | None
+    response_mask: Tensor
+    metrics: dict[str, Metric]
+
+
+@torch.no_grad()
+def rollout_correction(
+    old_log_prob: Tensor,
+    rollout_log_prob: Tensor,
+    response_mask: Tensor,
+    *,
+    rollout_is: str | None = None,
+    rollout_is_threshold: float | str = 2.0,
+    rollout_rs: str | None = None,
+    rollout_rs_threshold: float | str | None = None,
+    rollout_is_batch_normalize: bool = False,
+) -> Correction:
+    """Weights, mask and diagnostics of one batch, [batch, response] throughout.
+
+    `rollout_is` token or sequence: see `importance_weights`. `rollout_rs`, a comma list of RS_OPTIONS with their
+    thresholds: see `rejection_mask`. Weights are computed on the given mask and not set to 0 by rejection; the
+    returned mask does that. Raises ConfigError on an unknown level, option or threshold.
+    """
+    mask = response_mask.bool()
+    log_ratio = torch.where(mask, old_log_prob - rollout_log_prob, 0.0)
+    metrics = gap_metrics(old_log_prob, rollout_log_prob, mask)
+    weights = None
+    if rollout_is is not None:
+        weights = importance_weights(
+            log_ratio, mask, rollout_is, rollout_is_threshold, batch_normalize=rollout_is_batch_normalize
+        )
+        metrics.update(weight_metrics(log_ratio, weights, mask, rollout_is, rollout_is_threshold))
+    kept = mask
+    if rollout_rs is not None:
+        kept, rejection_metrics = rejection_mask(log_ratio, mask, rollout_rs, rollout_rs_threshold)
+        metrics.update(rejection_metrics)
+    named = {f"rollout_corr/{name}": metric for name, metric in metrics.items()}
+    return Correction(weights, kept.to(response_mask.dtype), named)

@@ -1,0 +1,140 @@
+"""Rejection of tokens or sequences on which trainer and sampler disagree too much."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from verl.algorithms.correction.weights import LOG_RATIO_LIMIT
+from verl.algorithms.masked import masked_mean, masked_sum, token_mean
+from verl.data_proto.metrics import Metric
+from verl.errors import ConfigError, nearest
+
+RS_OPTIONS = (
+    *(f"token_{k}" for k in ("k1", "k2", "k3")),
+    *(f"seq_sum_{k}" for k in ("k1", "k2", "k3")),
+    *(f"seq_mean_{k}" for k in ("k1", "k2", "k3")),
+    *(f"seq_max_{k}" for k in ("k2", "k3")),
+)
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """Keep what has low <= divergence <= high. `low` is -inf for k2 and k3."""
+
+    option: str
+    low: float
+    high: float
+
+    @property
+    def scope(self) -> str:
+        return self.option.rpartition("_")[0]  # token, seq_sum, seq_mean or seq_max
+
+    @property
+    def estimator(self) -> str:
+        return self.option.rpartition("_")[2]
+
+
+def parse_rejection(options: str, thresholds: float | str | None) -> list[Rejection]:
+    """("token_k1,seq_mean_k3", "0.5_2.0,0.01") as a list; one threshold serves all options.
+
+    k1 takes "low_high" bounds of the ratio, or one number u for (1/u, u); k2 and k3 take an upper bound of the
+    divergence. Raises ConfigError on an unknown option, a missing or malformed threshold, or a count that does not
+    fit.
+    """
+    names = [name.strip() for name in options.split(",") if name.strip()]
+    for name in names:
+        if name not in RS_OPTIONS:
+            hint = nearest(name, RS_OPTIONS) or "; there are " + ", ".join(RS_OPTIONS)
+            raise ConfigError(f"algorithm.rollout_correction.rollout_rs has no option {name!r}{hint}")
+    if thresholds is None:
+        raise ConfigError(
+            f"algorithm.rollout_correction.rollout_rs={options} needs rollout_rs_threshold; "
+            "give one number for each option ('low_high' for k1)."
+        )
+    given = [part.strip() for part in str(thresholds).split(",")]
+    if len(given) == 1:
+        given *= len(names)
+    if len(given) != len(names):
+        raise ConfigError(
+            f"algorithm.rollout_correction.rollout_rs_threshold={thresholds} has {len(given)} entries for {len(names)} "
+            "options; give one for each, or one for all."
+        )
+    return [_rejection(name, text) for name, text in zip(names, given, strict=True)]
+
+
+def _rejection(option: str, text: str) -> Rejection:
+    try:
+        bounds = [float(part) for part in text.split("_")]
+    except ValueError:
+        bounds = []
+    if option.endswith("k1"):
+        if len(bounds) == 1 and bounds[0] > 0:
+            bounds = sorted((bounds[0], 1 / bounds[0]))
+        if len(bounds) == 2 and 0 < bounds[0] <= bounds[1]:
+            return Rejection(option, math.log(bounds[0]), math.log(bounds[1]))
+        raise ConfigError(
+            f"rollout_rs_threshold {text!r} for {option} must be 'low_high' with 0 < low <= high, or one number."
+        )
+    if len(bounds) == 1 and bounds[0] > 0:
+        return Rejection(option, -math.inf, bounds[0])
+    raise ConfigError(f"rollout_rs_threshold {text!r} for {option} must be one positive number, an upper bound.")
+
+
+def divergence(log_ratio: Tensor, estimator: str) -> Tensor:
+    """k1 = -log rho, k2 = (log rho)^2 / 2, k3 = rho - 1 - log rho, with log rho within 20."""
+    log_ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    if estimator == "k1":
+        return -log_ratio
+    return 0.5 * log_ratio.square() if estimator == "k2" else log_ratio.exp() - 1 - log_ratio
+
+
+def rejection_mask(
+    log_ratio: Tensor, mask: Tensor, options: str, thresholds: float | str | None
+) -> tuple[Tensor, dict[str, Metric]]:
+    """(bool [batch, response] of what is kept, metrics). All options must keep a token.
+
+    token_*: each token by its divergence. seq_sum_*, seq_mean_*, seq_max_*: the whole row by the sum, mean or maximum
+    over its tokens. Metrics: rollout_rs_<option>_{mean,max,min,masked_fraction,seq_masked_fraction} of the divergence
+    that is compared, and rollout_rs_{masked_fraction,seq_masked_fraction} of all together (a row counts when it loses
+    a token).
+    """
+    mask = mask.bool()
+    kept = mask
+    metrics: dict[str, Metric] = {}
+    for rule in parse_rejection(options, thresholds):
+        compared = _compared(divergence(log_ratio, rule.estimator), mask, rule.scope)
+        passes = mask & (compared >= rule.low) & (compared <= rule.high)
+        kept = kept & passes
+        over = mask if rule.scope == "token" else mask.any(-1, keepdim=True)
+        name = f"rollout_rs_{rule.option}"
+        metrics.update({f"{name}_mean": token_mean(compared, over), **_extremes(name, compared, over)})
+        metrics.update(_fractions(name, mask, passes))
+    metrics.update(_fractions("rollout_rs", mask, kept))
+    return kept, metrics
+
+
+def _compared(values: Tensor, mask: Tensor, scope: str) -> Tensor:
+    if scope == "token":
+        return values
+    if scope == "seq_sum":
+        return masked_sum(values, mask, -1)[:, None]
+    if scope == "seq_mean":
+        return masked_mean(values, mask, -1)[:, None]
+    return torch.where(mask, values, 0.0).amax(-1, keepdim=True)  # k2 and k3 are never negative
+
+
+def _extremes(name: str, values: Tensor, over: Tensor) -> dict[str, Metric]:
+    found = values[over]
+    return {f"{name}_max": Metric.max(found.max()), f"{name}_min": Metric.min(found.min())} if found.numel() else {}
+
+
+def _fractions(name: str, mask: Tensor, kept: Tensor) -> dict[str, Metric]:
+    lost = mask & ~kept
+    return {
+        f"{name}_masked_fraction": token_mean(lost, mask),
+        f"{name}_seq_masked_fraction": token_mean(lost.any(-1), mask.any(-1)),
+    }

@@ -1,0 +1,46 @@
+"""Which rows train: DAPO's group filter, PF-PPO's resampling."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl.algorithms.groups import Groups
+from verl.errors import ConfigError
+
+
+def filter_groups(metric_values: Tensor | Sequence[float], uids: Any) -> Tensor:
+    """[batch] bool: rows to keep. A group of two or more rows whose metric is the same in all of them teaches nothing
+    and is dropped whole (dynamic sampling of DAPO, 2503.14476)."""
+    values = torch.as_tensor(metric_values, dtype=torch.float64).flatten()
+    groups = Groups.of(uids, values)
+    constant = groups.max(values) == groups.min(values)  # exact, where a standard deviation may be rounding noise
+    return ~(constant & (groups.sizes > 1))[groups.ids]
+
+
+def pf_ppo_indices(
+    scores: Tensor, method: str = "pow", weight_pow: float = 2.0, generator: torch.Generator | None = None
+) -> Tensor:
+    """[batch] row numbers, drawn with replacement in proportion to a weight of each row's score [batch] (PF-PPO,
+    2409.06957).
+
+    pow: |s|^weight_pow.  max_min: 1 for the largest and smallest score of the batch, else 0.  max_random: 0.4 for the
+    largest, else 0.1. Where all weights are 0 every row is equally likely. Raises ConfigError on another method.
+    """
+    scores = scores.detach().double().cpu()
+    if method == "pow":
+        weights = scores.abs() ** weight_pow
+    elif method == "max_min":
+        weights = ((scores == scores.max()) | (scores == scores.min())).double()
+    elif method == "max_random":
+        weights = torch.where(scores == scores.max(), 0.4, 0.1).double()
+    else:
+        raise ConfigError(
+            f"There is no algorithm.pf_ppo.reweight_method {method!r}; there are pow, max_min, max_random."
+        )
+    if not bool(weights.sum() > 0):
+        weights = torch.ones_like(weights)
+    return torch.multinomial(weights, len(scores), replacement=True, generator=generator)

@@ -1,0 +1,97 @@
+"""Policy losses: `fn(old_log_prob, log_prob, advantages, response_mask, *, agg, rollout_is_weights=None, ...) ->
+(loss, metrics)`.
+
+All tensors are [batch, response]; `agg` reduces a loss matrix (verl.algorithms.reduce.Aggregate); further keywords
+are the keys of the actor's config that the loss reads. With totals bound in `agg`, the losses of micro-batches add up
+to the loss of the mini-batch; `clip_cov` and `kl_cov`, which select tokens by statistics of what they are given, are
+the exceptions. Functions of the older contract (loss_agg_mode and config instead of agg) are called through
+verl.algorithms.user_functions.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from verl.algorithms.reduce import Aggregate
+from verl.algorithms.user_functions import call_policy_loss
+from verl.data_proto.metrics import Metric
+from verl.errors import ConfigError
+from verl.registry import Registry
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_HERE = "verl.algorithms.policy_losses"
+POLICY_LOSSES = Registry(
+    "policy loss",
+    {
+        "vanilla": f"{_HERE}.clipped:vanilla",
+        "dppo_tv": f"{_HERE}.divergence:dppo_tv",
+        "dppo_kl": f"{_HERE}.divergence:dppo_kl",
+        "gspo": f"{_HERE}.sequence:gspo",
+        "geo_mean": f"{_HERE}.sequence:geo_mean",
+        "sapo": f"{_HERE}.soft:sapo",
+        "gpg": f"{_HERE}.soft:gpg",
+        "dro": f"{_HERE}.soft:dro",
+        "cispo": f"{_HERE}.clipped:cispo",
+        "clip_cov": f"{_HERE}.covariance:clip_cov",
+        "kl_cov": f"{_HERE}.covariance:kl_cov",
+        "bypass_mode": f"{_HERE}.bypass:bypass_mode",
+    },
+)
+
+
+def register_policy_loss(name: str) -> Callable[[F], F]:
+    """Decorator: add a loss of either contract under `name`, to be chosen by actor.policy_loss.loss_mode."""
+    return POLICY_LOSSES.register(name)
+
+
+def policy_loss(
+    name: str,
+    *,
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    agg: Aggregate,
+    rollout_is_weights: Tensor | None = None,
+    params: Mapping[str, Any] | None = None,
+    config: Any = None,
+    generator: torch.Generator | None = None,
+) -> tuple[Tensor, dict[str, Metric]]:
+    """The loss `name` and its metrics (names without prefix).
+
+    `params` are the actor's keys (clip_ratio, clip_ratio_low, ..., and those of rollout_correction for bypass_mode);
+    a loss is given those that it reads. clip_ratio_low and clip_ratio_high default to clip_ratio. `config` is handed
+    to losses of the older contract; `generator` (on the CPU) draws the random choices of clip_cov. Raises ConfigError
+    when the loss is unknown, a setting is out of range, or importance weights are given to a loss that does not take
+    them.
+    """
+    loss_fn = POLICY_LOSSES.get(name)
+    settings = dict(params or {})
+    for side in ("clip_ratio_low", "clip_ratio_high"):
+        if settings.get(side) is None:
+            settings[side] = settings.get("clip_ratio")
+    inputs = {
+        "old_log_prob": old_log_prob,
+        "log_prob": log_prob,
+        "advantages": advantages,
+        "response_mask": response_mask,
+    }
+    parameters = inspect.signature(loss_fn).parameters
+    if "agg" not in parameters:
+        return call_policy_loss(name, loss_fn, inputs, agg, rollout_is_weights, settings, config)
+    if rollout_is_weights is not None:
+        if "rollout_is_weights" not in parameters:
+            raise ConfigError(
+                f"The policy loss '{name}' does not take importance weights; "
+                "set algorithm.rollout_correction.rollout_is=null or choose another actor.policy_loss.loss_mode."
+            )
+        settings["rollout_is_weights"] = rollout_is_weights
+    settings["generator"] = generator
+    chosen = {k: v for k, v in settings.items() if k in parameters and v is not None}
+    return loss_fn(**inputs, agg=agg, **chosen)

@@ -1,0 +1,118 @@
+"""Users' estimators and losses written to the older contract.
+
+A loss of that contract is `fn(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config,
+rollout_is_weights) -> (loss, metrics)` and calls `agg_loss` itself, often without the totals of the mini-batch. While
+`call_policy_loss` runs it, such calls get the totals in force, so that the micro-batch split does not change a user's
+loss either.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from typing import Any
+
+from torch import Tensor
+
+from verl.algorithms import reduce
+from verl.algorithms.reduce import Aggregate
+from verl.data_proto.metrics import Metric
+from verl.errors import ConfigError
+
+_ABSENT = object()
+_agg_in_force: ContextVar[Aggregate | None] = ContextVar("agg_in_force", default=None)
+
+
+class ConfigView:
+    """A config section (dataclass, mapping or None) with the access of the older contract: attributes, `[]`, `.get`."""
+
+    def __init__(self, section: Any, extra: Mapping[str, Any]):
+        self._section = section
+        self._extra = dict(extra)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        if key in self._extra:
+            return self._extra[key]
+        if isinstance(self._section, Mapping):
+            return self._section.get(key, default)
+        return getattr(self._section, key, default)
+
+    def __getitem__(self, key: str) -> Any:
+        found = self.get(key, _ABSENT)
+        if found is _ABSENT:
+            raise KeyError(key)
+        return found
+
+    def __getattr__(self, key: str) -> Any:
+        if key.startswith("_"):
+            raise AttributeError(key)
+        found = self.get(key, _ABSENT)
+        if found is _ABSENT:
+            raise AttributeError(f"the config section has no key {key!r}")
+        return found
+
+    def __contains__(self, key: str) -> bool:
+        return self.get(key, _ABSENT) is not _ABSENT
+
+
+def agg_loss(
+    loss_mat: Tensor,
+    loss_mask: Tensor,
+    loss_agg_mode: str,
+    dp_size: int = 1,
+    batch_num_tokens: float | None = None,
+    global_batch_size: float | None = None,
+    loss_scale_factor: float | None = None,
+) -> Tensor:
+    """verl.algorithms.reduce.agg_loss; inside a user's policy loss, and without totals, those of the mini-batch
+    apply."""
+    agg = _agg_in_force.get()
+    if agg is not None and batch_num_tokens is None and global_batch_size is None:
+        return agg(loss_mat, loss_mask, loss_agg_mode)
+    return reduce.agg_loss(
+        loss_mat, loss_mask, loss_agg_mode, dp_size, batch_num_tokens, global_batch_size, loss_scale_factor
+    )
+
+
+def call_policy_loss(
+    name: str,
+    loss_fn: Callable[..., Any],
+    inputs: Mapping[str, Tensor],
+    agg: Aggregate,
+    rollout_is_weights: Tensor | None,
+    settings: Mapping[str, Any],
+    config: Any,
+) -> tuple[Tensor, dict[str, Metric]]:
+    """Run a user's loss of the older contract. Raises ConfigError when it cannot take importance weights that there
+    are, or when it returns something else than (loss, dict)."""
+    log_prob, mask = inputs["log_prob"], inputs["response_mask"].to(inputs["log_prob"].dtype)
+    offered = {
+        **inputs,
+        "response_mask": mask,
+        "loss_agg_mode": settings.get("loss_agg_mode") or "token-mean",
+        "config": ConfigView(config, {"global_batch_info": {}}),
+        "rollout_is_weights": rollout_is_weights,
+    }
+    parameters = inspect.signature(loss_fn).parameters
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    if rollout_is_weights is not None and not (takes_all or "rollout_is_weights" in parameters):
+        raise ConfigError(
+            f"The policy loss '{name}' has no argument rollout_is_weights; add it, "
+            "or set algorithm.rollout_correction.rollout_is=null."
+        )
+    token = _agg_in_force.set(agg)
+    try:
+        found = loss_fn(**{k: v for k, v in offered.items() if takes_all or k in parameters})
+    finally:
+        _agg_in_force.reset(token)
+    if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)):
+        raise ConfigError(f"The policy loss '{name}' must return (loss, metrics), a scalar tensor and a dict.")
+    loss, metrics = found
+    if not isinstance(loss, Tensor) or loss.shape != log_prob.new_empty(()).shape:
+        raise ConfigError(f"The policy loss '{name}' must return a scalar tensor as its loss; reduce it with agg_loss.")
+    return loss, {k.removeprefix("actor/"): _metric(v, mask) for k, v in metrics.items()}
+
+
+def _metric(value: Any, mask: Tensor) -> Metric:
+    return value if isinstance(value, Metric) else Metric.mean(value, mask.sum())

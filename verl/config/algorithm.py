@@ -1,0 +1,68 @@
+"""`algorithm`: advantages, KL in the reward, corrections and filters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from verl.config.keys import Section, inert, section, used
+from verl.config.names import KL_KINDS
+
+
+@dataclass(frozen=True)
+class RolloutCorrectionConfig(Section):
+    """Importance weights and rejection between the sampler and the trained policy."""
+
+    rollout_is: str | None = used(
+        None, "importance weights by token or by sequence", choices=(None, "token", "sequence")
+    )
+    rollout_is_threshold: float | str = used(2.0, "upper bound of a weight, or 'low_high'", when="rollout_is")
+    rollout_is_batch_normalize: bool = used(False, "divide weights by their mean", when="rollout_is")
+    rollout_rs: str | None = used(None, "rejection rules, separated by commas")
+    rollout_rs_threshold: float | str | None = used(None, "bounds of those rules", when="rollout_rs")
+    bypass_mode: bool = used(False, "take the sampler's log-probabilities as the old ones")
+    loss_type: str = used("ppo_clip", "loss of bypass_mode", when="bypass", choices=("ppo_clip", "reinforce"))
+
+
+@dataclass(frozen=True)
+class FilterGroupsConfig(Section):
+    enable: bool = used(False, "leave out prompts whose samples all score the same")
+    metric: str | None = used(
+        "reward", "what is compared: reward, score, seq_reward, seq_final_reward, acc or a part", when="filter_groups"
+    )
+    max_num_gen_batches: int = used(0, "most generations per step; 0: no limit", when="filter_groups")
+    max_inflight_gen_batches: int = inert(
+        1, "generations in flight", "a refill begins when the former one has been scored"
+    )
+
+
+@dataclass(frozen=True)
+class KLCtrlConfig(Section):
+    type: str = used("fixed", "controller of the coefficient", when="kl_in_reward", choices=("fixed", "adaptive"))
+    kl_coef: float = used(0.001, "coefficient, or its first value", when="kl_in_reward", neutral=(0.0,))
+    horizon: int = used(10000, "horizon of the adaptive controller", when="adaptive_kl")
+    target_kl: float = used(0.1, "target of the adaptive controller", when="adaptive_kl")
+
+
+@dataclass(frozen=True)
+class PFPPOConfig(Section):
+    reweight_method: str = used(
+        "pow", "weights of the resampling", when="pf_ppo", choices=("pow", "max_min", "max_random")
+    )
+    weight_pow: float = used(2.0, "exponent of pow", when="pf_ppo_pow")
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig(Section):
+    adv_estimator: str = used("gae", "advantage estimator, a name or path/to/file.py:function")
+    gamma: float = used(1.0, "discount", when="discounts")
+    lam: float = used(1.0, "lambda of GAE", when="gae")
+    norm_adv_by_std_in_grpo: bool = used(True, "divide by the group's standard deviation", when="std_norm")
+    gdpo_reward_keys: list[str] | None = used(None, "reward parts of gdpo", when="gdpo")
+    gdpo_reward_weights: list[float] | None = used(None, "their weights; null: all 1", when="gdpo")
+    use_kl_in_reward: bool = used(False, "subtract a KL penalty from the reward of each token")
+    kl_penalty: str = used("kl", "KL estimator of that penalty", when="kl_in_reward", choices=KL_KINDS)
+    kl_ctrl: KLCtrlConfig = section(KLCtrlConfig, "coefficient of that penalty")
+    use_pf_ppo: bool = used(False, "resample rows by their score (PF-PPO)")
+    pf_ppo: PFPPOConfig = section(PFPPOConfig, "settings of PF-PPO")
+    filter_groups: FilterGroupsConfig = section(FilterGroupsConfig, "group filter of DAPO")
+    rollout_correction: RolloutCorrectionConfig = section(RolloutCorrectionConfig, "sampler against trainer")

@@ -1,0 +1,225 @@
+"""When a key is read: the conditions that keys name in their declaration.
+
+Each looks at the whole tree and at the section that holds the key, and says in words why the key is not read and
+what to set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from verl.config import names
+
+
+@dataclass(frozen=True)
+class Condition:
+    holds: Callable[[Any, Any], bool]  # (root, section that holds the key)
+    because: str  # completes "it is not read, because ..."
+    fix: str  # completes "remove it, or ..."; "" where nothing can be set
+
+
+def _custom(name: str, known: tuple[str, ...]) -> bool:
+    """A user's own function may read any key."""
+    return name not in known
+
+
+def uses_critic(root: Any) -> bool:
+    """Whether a value model trains: an explicit critic.enable, else the estimator decides."""
+    if root.critic.enable is not None:
+        return bool(root.critic.enable)
+    return _estimator(root, "gae")
+
+
+def uses_reference(root: Any) -> bool:
+    return bool(root.actor_rollout_ref.actor.use_kl_loss or root.algorithm.use_kl_in_reward)
+
+
+def _estimator(root: Any, *wanted: str) -> bool:
+    name = root.algorithm.adv_estimator
+    return name in wanted or _custom(name, names.ADV_ESTIMATORS)
+
+
+def effective_loss(root: Any) -> str:
+    """The policy loss that runs; bypass_mode replaces the configured one."""
+    correction = root.algorithm.rollout_correction
+    if correction.bypass_mode:
+        return "vanilla" if correction.loss_type == "ppo_clip" else "reinforce"
+    return str(root.actor_rollout_ref.actor.policy_loss.loss_mode)
+
+
+def _loss(root: Any, *wanted: str) -> bool:
+    name = effective_loss(root)
+    return name in wanted or _custom(name, (*names.POLICY_LOSSES, "reinforce"))
+
+
+def _fixed_bsz(use_dynamic: str) -> Condition:
+    return Condition(
+        lambda root, node: not node[use_dynamic],
+        f"{use_dynamic}=True cuts micro-batches by token count",
+        f"set {use_dynamic}=False",
+    )
+
+
+def _loss_mode(mode: str) -> Condition:
+    return Condition(
+        lambda root, node: _loss(root, mode),
+        f"actor.policy_loss.loss_mode is not {mode}",
+        f"set actor_rollout_ref.actor.policy_loss.loss_mode={mode}",
+    )
+
+
+def _switch(path: str, value: str = "True") -> Condition:
+    """Read when the key at `path` equals `value`."""
+    *parents, leaf = path.split(".")
+
+    def holds(root: Any, node: Any) -> bool:
+        for name in parents:
+            root = root[name]
+        return str(root[leaf]) == value
+
+    return Condition(holds, f"{path} is not {value}", f"set {path}={value}")
+
+
+CRITIC = Condition(
+    lambda root, node: uses_critic(root),
+    "no critic is trained with this algorithm.adv_estimator",
+    "set algorithm.adv_estimator=gae",
+)
+
+CONDITIONS: dict[str, Condition] = {
+    "critic": CRITIC,
+    "critic_fixed_bsz": Condition(
+        lambda root, node: uses_critic(root) and not node.use_dynamic_bsz,
+        "no critic is trained, or critic.use_dynamic_bsz=True cuts micro-batches by token count",
+        "set critic.use_dynamic_bsz=False",
+    ),
+    "critic_sum_norm": Condition(
+        lambda root, node: uses_critic(root) and node.loss_agg_mode == "seq-mean-token-sum-norm",
+        "critic.loss_agg_mode is not seq-mean-token-sum-norm",
+        "set critic.loss_agg_mode=seq-mean-token-sum-norm",
+    ),
+    "reference": Condition(
+        lambda root, node: uses_reference(root),
+        "no KL term uses a reference policy",
+        "set actor_rollout_ref.actor.use_kl_loss=True or algorithm.use_kl_in_reward=True",
+    ),
+    "kl_loss": _switch("actor_rollout_ref.actor.use_kl_loss"),
+    "kl_in_reward": _switch("algorithm.use_kl_in_reward"),
+    "adaptive_kl": Condition(
+        lambda root, node: root.algorithm.use_kl_in_reward and node.type == "adaptive",
+        "the KL controller is not an adaptive one that acts on rewards",
+        "set algorithm.use_kl_in_reward=True and algorithm.kl_ctrl.type=adaptive",
+    ),
+    "filter_groups": _switch("algorithm.filter_groups.enable"),
+    "pf_ppo": _switch("algorithm.use_pf_ppo"),
+    "pf_ppo_pow": Condition(
+        lambda root, node: root.algorithm.use_pf_ppo and node.reweight_method == "pow",
+        "rows are not resampled by a power of their score",
+        "set algorithm.use_pf_ppo=True and algorithm.pf_ppo.reweight_method=pow",
+    ),
+    "rollout_is": Condition(
+        lambda root, node: node.rollout_is is not None,
+        "algorithm.rollout_correction.rollout_is is null, so there are no importance weights",
+        "set algorithm.rollout_correction.rollout_is=token or sequence",
+    ),
+    "rollout_rs": Condition(
+        lambda root, node: node.rollout_rs is not None,
+        "algorithm.rollout_correction.rollout_rs is null, so nothing is rejected",
+        "set algorithm.rollout_correction.rollout_rs, for example to token_k1",
+    ),
+    "bypass": _switch("algorithm.rollout_correction.bypass_mode"),
+    "no_bypass": Condition(
+        lambda root, node: not root.algorithm.rollout_correction.bypass_mode,
+        "algorithm.rollout_correction.bypass_mode=True brings its own loss",
+        "choose that loss by algorithm.rollout_correction.loss_type",
+    ),
+    "clips": Condition(
+        lambda root, node: _loss(root, *names.CLIPPING_LOSSES),
+        "the chosen policy loss does not clip the ratio",
+        "choose another actor_rollout_ref.actor.policy_loss.loss_mode",
+    ),
+    "clips_both": Condition(
+        lambda root, node: (
+            _loss(root, *names.CLIPPING_LOSSES) and (node.clip_ratio_low is None or node.clip_ratio_high is None)
+        ),
+        "clip_ratio_low and clip_ratio_high are both set, or the chosen policy loss does not clip the ratio",
+        "set clip_ratio alone",
+    ),
+    "dual_clips": Condition(
+        lambda root, node: _loss(root, *names.DUAL_CLIPPING_LOSSES),
+        "the chosen policy loss has no dual clip",
+        "set actor_rollout_ref.actor.policy_loss.loss_mode=vanilla",
+    ),
+    **{mode: _loss_mode(mode) for mode in ("sapo", "clip_cov", "kl_cov", "dro")},
+    "sum_norm": Condition(
+        lambda root, node: node.loss_agg_mode == "seq-mean-token-sum-norm",
+        "loss_agg_mode is not seq-mean-token-sum-norm",
+        "set loss_agg_mode=seq-mean-token-sum-norm",
+    ),
+    "fixed_bsz": _fixed_bsz("use_dynamic_bsz"),
+    "ref_fixed_bsz": _fixed_bsz("log_prob_use_dynamic_bsz"),
+    "rollout_fixed_bsz": _fixed_bsz("log_prob_use_dynamic_bsz"),
+    "gae": Condition(
+        lambda root, node: _estimator(root, "gae"),
+        "only algorithm.adv_estimator=gae has a lambda",
+        "set algorithm.adv_estimator=gae",
+    ),
+    "discounts": Condition(
+        lambda root, node: _estimator(root, "gae", "reinforce_plus_plus"),
+        "this algorithm.adv_estimator does not discount",
+        "set algorithm.adv_estimator=gae or reinforce_plus_plus",
+    ),
+    "std_norm": Condition(
+        lambda root, node: _estimator(root, *names.STD_NORM_ESTIMATORS),
+        "this algorithm.adv_estimator never divides by the group's standard deviation",
+        "set algorithm.adv_estimator=grpo",
+    ),
+    "gdpo": Condition(
+        lambda root, node: _estimator(root, "gdpo"),
+        "only algorithm.adv_estimator=gdpo weighs reward parts",
+        "set algorithm.adv_estimator=gdpo",
+    ),
+    "samples": Condition(
+        lambda root, node: node.do_sample and node.temperature > 0,
+        "rollout decodes greedily (do_sample=False or temperature=0)",
+        "set actor_rollout_ref.rollout.do_sample=True and a temperature above 0",
+    ),
+    "val_samples": Condition(
+        lambda root, node: node.do_sample,
+        "validation decodes greedily (val_kwargs.do_sample=False)",
+        "set actor_rollout_ref.rollout.val_kwargs.do_sample=True and its temperature",
+    ),
+    "multi_turn": _switch("actor_rollout_ref.rollout.multi_turn.enable"),
+    "cosine": Condition(
+        lambda root, node: node.lr_scheduler_type == "cosine",
+        "lr_scheduler_type is not cosine",
+        "set lr_scheduler_type=cosine",
+    ),
+    "no_warmup_steps": Condition(
+        lambda root, node: node.lr_warmup_steps <= 0,
+        "lr_warmup_steps gives the length of the warm-up",
+        "remove lr_warmup_steps",
+    ),
+    "megatron": Condition(
+        lambda root, node: root.actor_rollout_ref.actor.strategy == "megatron",
+        "only the Megatron engine reads it",
+        "set lr_scheduler_type, min_lr_ratio, lr_warmup_steps instead",
+    ),
+    "lora": Condition(
+        lambda root, node: node.lora_rank > 0, "lora_rank is 0, so there are no adapters", "set lora_rank above 0"
+    ),
+    "use_3d_hybrid": Condition(
+        lambda root, node: node.use_3d_hybrid, "use_3d_hybrid is not True", "set use_3d_hybrid=True"
+    ),
+    "has_path": Condition(lambda root, node: node.path is not None, "no path is set beside it", "set path as well"),
+    "imported_manager": _switch("reward.reward_manager.source", "importlib"),
+    "reward_model": _switch("reward.reward_model.enable"),
+    "sandbox": Condition(
+        lambda root, node: node.url is not None, "reward.sandbox_fusion.url is not set", "set reward.sandbox_fusion.url"
+    ),
+    "distillation": _switch("distillation.enabled"),
+    "skips": Condition(lambda root, node: node.enable, "enable is not True beside it", "set enable=True as well"),
+    "resume_path": _switch("trainer.resume_mode", "resume_path"),
+}

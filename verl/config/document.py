@@ -1,0 +1,98 @@
+"""docs/config.md, made from the declarations: `python -m verl.config.document docs/config.md`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from verl.config.aliases import ALIASES
+from verl.config.conditions import CONDITIONS
+from verl.config.differences import DIFFERENCES
+from verl.config.follows import FOLLOWS
+from verl.config.tree import Leaf, leaves, sections
+from verl.config.unavailable import MISSING
+from verl.config.write import scalar
+
+HEADER = """# Every key of the configuration
+
+This page is generated from `verl/config` (`python -m verl.config.document docs/config.md`); a test keeps it current.
+
+A key is given as `section.key=value` on the command line or in a YAML file (`--config-path FILE`, or
+`--config-path FOLDER --config-name NAME`). `+key=value` and `++key=value` mean the same where the key is known;
+below a free-form key (type mapping) any name can be added. `~key` takes a key back to its default. The run
+folder's `config.yaml` holds every value with its origin.
+
+An unknown key is an error that names the nearest ones. A key that is given and not read by what was chosen is an
+error too, unless it has its default or a neutral value, or only sizes memory or hardware: then a notice at start
+lists it. Keys under *no effect here* are accepted, for scripts that have them, and listed with their reason at
+start.
+"""
+
+
+def to_markdown() -> str:
+    """docs/config.md."""
+    parts = [HEADER]
+    by_section: dict[str, list[Leaf]] = {}
+    for path, leaf in leaves().items():
+        by_section.setdefault(path.rpartition(".")[0], []).append(leaf)
+    follows = dict(FOLLOWS)
+    for section, rows in by_section.items():
+        parts.append(f"\n## `{section}`\n\n{sections()[section]}\n" if section else "\n## At the root\n")
+        used = [leaf for leaf in rows if not leaf.inert]
+        if used:
+            parts.append("| key | default | meaning |\n|---|---|---|")
+            parts += [f"| `{_name(leaf)}` | {_default(leaf, follows)} | {_meaning(leaf)} |" for leaf in used]
+        for reason in dict.fromkeys(leaf.inert for leaf in rows if leaf.inert):
+            keys = ", ".join(f"`{_name(leaf)}`" for leaf in rows if leaf.inert == reason)
+            parts.append(f"\nNo effect here ({reason}): {keys}")
+    return "\n".join([*parts, _other_spellings(), _not_available(), _differences()]) + "\n"
+
+
+def _name(leaf: Leaf) -> str:
+    return leaf.path.rpartition(".")[2]
+
+
+def _default(leaf: Leaf, follows: dict[str, str]) -> str:
+    return f"follows `{follows[leaf.path]}`" if leaf.path in follows else f"`{scalar(leaf.default)}`"
+
+
+def _meaning(leaf: Leaf) -> str:
+    text = leaf.key.meaning
+    if leaf.key.choices:
+        text += " (" + ", ".join("null" if c is None else str(c) for c in leaf.key.choices) + ")"
+    for name, _ in leaf.conditions:
+        text += f"; not read when {CONDITIONS[name].because}"
+    return text.replace("|", "\\|")
+
+
+def _other_spellings() -> str:
+    note = "Giving both with different values is an error. A row that ends with a point renames all keys below it."
+    return _table("Other spellings", note, ("spelling", "key"), [(f"`{a.old}`", f"`{a.new}`") for a in ALIASES])
+
+
+def _not_available() -> str:
+    rows = [(f"`{m.path}`", m.what, m.instead) for m in MISSING]
+    return _table(
+        "Not available in this version", "Choosing one of these is an error.", ("key", "what", "instead"), rows
+    )
+
+
+def _differences() -> str:
+    note = "Each has its reason."
+    return _table("Defaults that differ from existing releases", note, ("key", "theirs", "ours", "why"), DIFFERENCES)
+
+
+def _table(title: str, note: str, head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return f"\n## {title}\n\n{note}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def main(argv: list[str]) -> int:
+    """Write docs/config.md to the path in `argv`."""
+    Path(argv[0]).write_text(to_markdown(), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,89 @@
+"""Keys that take the value of another key unless they are given themselves, and values worked out from others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_ACTOR = "actor_rollout_ref.actor"
+_ROLLOUT = "actor_rollout_ref.rollout"
+_REF = "actor_rollout_ref.ref"
+_MODEL = "actor_rollout_ref.model"
+_TEACHER = "distillation.teacher_models.teacher_model.inference"
+
+# (key, the key it follows); a followed key stands above its followers
+FOLLOWS: tuple[tuple[str, str], ...] = (
+    (f"{_ROLLOUT}.prompt_length", "data.max_prompt_length"),
+    (f"{_ROLLOUT}.response_length", "data.max_response_length"),
+    (f"{_ROLLOUT}.n_gpus_per_node", "trainer.n_gpus_per_node"),
+    (f"{_ROLLOUT}.log_prob_use_dynamic_bsz", f"{_ACTOR}.use_dynamic_bsz"),
+    (f"{_ROLLOUT}.log_prob_max_token_len_per_gpu", f"{_ACTOR}.ppo_max_token_len_per_gpu"),
+    (f"{_ROLLOUT}.trace.project_name", "trainer.project_name"),
+    (f"{_ROLLOUT}.trace.experiment_name", "trainer.experiment_name"),
+    (f"{_ROLLOUT}.prometheus.served_model_name", f"{_MODEL}.path"),
+    (f"{_ACTOR}.rollout_n", f"{_ROLLOUT}.n"),
+    (f"{_ACTOR}.use_remove_padding", f"{_MODEL}.use_remove_padding"),
+    (f"{_ACTOR}.use_fused_kernels", f"{_MODEL}.use_fused_kernels"),
+    (f"{_ACTOR}.checkpoint.load_contents", f"{_ACTOR}.checkpoint.save_contents"),
+    *(
+        (f"{_ACTOR}.fsdp_config.{name}", f"{_ACTOR}.{name}")
+        for name in (
+            "entropy_from_logits_with_chunking",
+            "entropy_from_logits_chunk_size",
+            "entropy_checkpointing",
+            "pad_to_length",
+        )
+    ),
+    (f"{_REF}.rollout_n", f"{_ROLLOUT}.n"),
+    (f"{_REF}.strategy", f"{_ACTOR}.strategy"),
+    (f"{_REF}.fsdp_config.dtype", f"{_ACTOR}.fsdp_config.dtype"),
+    (f"{_REF}.use_torch_compile", f"{_ACTOR}.use_torch_compile"),
+    (f"{_REF}.log_prob_use_dynamic_bsz", f"{_ACTOR}.use_dynamic_bsz"),
+    (f"{_REF}.log_prob_max_token_len_per_gpu", f"{_ACTOR}.ppo_max_token_len_per_gpu"),
+    (f"{_REF}.ulysses_sequence_parallel_size", f"{_ACTOR}.fsdp_config.ulysses_sequence_parallel_size"),
+    (f"{_REF}.pad_to_length", f"{_ACTOR}.pad_to_length"),
+    (f"{_REF}.fsdp_config.pad_to_length_bucket", f"{_ACTOR}.fsdp_config.pad_to_length_bucket"),
+    ("critic.rollout_n", f"{_ROLLOUT}.n"),
+    ("critic.strategy", f"{_ACTOR}.strategy"),
+    ("critic.model.path", f"{_MODEL}.path"),
+    ("critic.model.trust_remote_code", f"{_MODEL}.trust_remote_code"),
+    ("critic.fsdp.dtype", f"{_ACTOR}.fsdp_config.dtype"),
+    ("critic.ppo_mini_batch_size", f"{_ACTOR}.ppo_mini_batch_size"),
+    ("critic.use_dynamic_bsz", f"{_ACTOR}.use_dynamic_bsz"),
+    ("critic.ppo_epochs", f"{_ACTOR}.ppo_epochs"),
+    ("critic.shuffle", f"{_ACTOR}.shuffle"),
+    ("critic.loss_agg_mode", f"{_ACTOR}.loss_agg_mode"),
+    ("critic.loss_scale_factor", f"{_ACTOR}.loss_scale_factor"),
+    ("critic.forward_max_token_len_per_gpu", "critic.ppo_max_token_len_per_gpu"),
+    ("critic.forward_micro_batch_size", "critic.ppo_micro_batch_size"),
+    ("critic.forward_micro_batch_size_per_gpu", "critic.ppo_micro_batch_size_per_gpu"),
+    ("critic.checkpoint.save_contents", f"{_ACTOR}.checkpoint.save_contents"),
+    ("critic.checkpoint.load_contents", "critic.checkpoint.save_contents"),
+    ("data.gen_batch_size", "data.train_batch_size"),
+    ("data.tool_config_path", f"{_ROLLOUT}.multi_turn.tool_config_path"),
+    ("data.function_tool_path", f"{_ROLLOUT}.multi_turn.function_tool_path"),
+    *(
+        (f"{_TEACHER}.{name}", f"{_ROLLOUT}.{name}")
+        for name in ("name", "dtype", "prompt_length", "response_length", "temperature")
+    ),
+)
+
+
+def derive(values: Mapping[str, Any], given: set[str]) -> dict[str, tuple[Any, str]]:
+    """{key: (value, origin)} of keys that are worked out from several others. `given` are the keys the user set."""
+    found: dict[str, tuple[Any, str]] = {}
+    if "trainer.default_local_dir" not in given:
+        folder = f"checkpoints/{values['trainer.project_name']}/{values['trainer.experiment_name']}"
+        found["trainer.default_local_dir"] = (folder, "follows trainer.project_name and trainer.experiment_name")
+    if values["data.seed"] is None:
+        found["data.seed"] = (42, "default")
+    batch, mini_batch = values["data.train_batch_size"], f"{_ACTOR}.ppo_mini_batch_size"
+    if mini_batch not in given and isinstance(batch, int) and batch < values[mini_batch]:
+        found[mini_batch] = (batch, "follows data.train_batch_size")
+    draw = f"{_ROLLOUT}.val_kwargs"
+    temperature = values[f"{draw}.temperature"]
+    if f"{draw}.do_sample" not in given and isinstance(temperature, int | float) and temperature > 0:
+        found[f"{draw}.do_sample"] = (True, f"follows {draw}.temperature")
+    if values["algorithm.adv_estimator"] in ("optimal_token_baseline", "tir_optimal_token_baseline"):
+        found[f"{_ACTOR}.calculate_sum_pi_squared"] = (True, "follows algorithm.adv_estimator")
+    return found

@@ -1,0 +1,98 @@
+"""What every key declares about itself, and the base class of all sections.
+
+A key is *used* (it has an effect, at least when its conditions hold), or *inert*: known to existing scripts, accepted,
+and without meaning here for a stated reason.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+ONE_PROCESS = "the run is one process on one device, which holds the whole model"
+MEGATRON = "only the Megatron engine reads it"
+GPU_ENGINES = (
+    "only rollout engines with a server of their own (vLLM, SGLang) read it; the native one has nothing to set here"
+)
+DISTRIBUTED = "only a run over several processes reads it"
+
+
+@dataclass(frozen=True)
+class Key:
+    """The declaration of one key or one section; kept in the dataclass field's metadata."""
+
+    meaning: str
+    inert: str = ""  # why it has no effect here; "" for a used key
+    when: str = ""  # name of the condition in conditions.py under which it is read
+    neutral: tuple[Any, ...] = ()  # values that ask for nothing, so that an unread one is no error
+    sizing: bool = False  # only sizes memory or hardware and cannot change a result, so that an unread one is no error
+    choices: tuple[Any, ...] = ()
+
+
+def used(
+    default: Any,
+    meaning: str,
+    *,
+    when: str = "",
+    neutral: tuple[Any, ...] = (),
+    sizing: bool = False,
+    choices: tuple[Any, ...] = (),
+) -> Any:
+    """A key that has an effect whenever the condition `when` holds."""
+    return _leaf(default, Key(meaning, when=when, neutral=neutral, sizing=sizing, choices=choices))
+
+
+def inert(default: Any, meaning: str, reason: str) -> Any:
+    """A key that is accepted and has no effect, because of `reason`."""
+    return _leaf(default, Key(meaning, inert=reason))
+
+
+def section(
+    cls: type,
+    meaning: str,
+    *,
+    when: str = "",
+    inert: str = "",
+    sizing: bool = False,
+    defaults: dict[str, Any] | None = None,
+) -> Any:
+    """A nested section. `when`, `inert` and `sizing` hold for every key below it; `defaults` replace those of `cls`."""
+    return field(
+        default_factory=partial(cls, **(defaults or {})),
+        metadata={"key": Key(meaning, when=when, inert=inert, sizing=sizing)},
+    )
+
+
+def _leaf(default: Any, key: Key) -> Any:
+    if isinstance(default, list | dict):
+        return field(default_factory=partial(type(default), default), metadata={"key": key})
+    return field(default=default, metadata={"key": key})
+
+
+class Section:
+    """Base of all sections: a frozen dataclass that can also be read like a mapping, as users' functions do."""
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return getattr(self, name)
+        except AttributeError:
+            raise KeyError(name) from None
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.keys()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value of key `name`, or `default` where there is no such key."""
+        return getattr(self, name) if name in self.keys() else default
+
+    def keys(self) -> list[str]:
+        return [f.name for f in dataclasses.fields(self)]  # type: ignore[arg-type]
+
+    def items(self) -> Iterable[tuple[str, Any]]:
+        return [(name, getattr(self, name)) for name in self.keys()]

@@ -1,0 +1,32 @@
+"""A resolved configuration with the origin of every value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from verl.config.settings import Setting
+from verl.config.tree import VerlConfig
+from verl.config.write import write_yaml
+
+
+@dataclass
+class LoadedConfig:
+    """A resolved configuration.
+
+    `origins` says for every key where its value comes from: "default", "file X", "command line", "follows <key>", with
+    ", renamed from <spelling>" where the user wrote an older name. `given` holds the keys the user set, and for those
+    that would follow another key, `followed` the value they would have had.
+    """
+
+    config: VerlConfig
+    origins: dict[str, str]
+    notices: list[str]
+    given: dict[str, Setting] = field(default_factory=dict)
+    followed: dict[str, Any] = field(default_factory=dict)
+
+    def write(self, folder: str | Path) -> Path:
+        """Write `folder`/config.yaml: every key with its value and, where it is not the default, its origin. The file
+        is a valid `--config-path` again. Returns its path."""
+        return write_yaml(self.config, self.origins, Path(folder))

@@ -1,0 +1,42 @@
+"""`*.optim`: the optimizer and its learning-rate schedule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from verl.config.keys import Section, inert, used
+
+
+@dataclass(frozen=True)
+class OptimConfig(Section):
+    optimizer: str = used("AdamW", "class of the optimizer")
+    optimizer_impl: str = used("torch.optim", "module that holds the class")
+    lr: float = used(1e-6, "learning rate after warm-up")
+    lr_warmup_steps_ratio: float = used(
+        0.0, "length of the linear warm-up as a share of all steps", when="no_warmup_steps", neutral=(0.0,)
+    )
+    total_training_steps: int = used(-1, "steps that the schedule spans; -1: those of the trainer")
+    weight_decay: float = used(0.01, "decoupled weight decay")
+    lr_warmup_steps: int = used(-1, "length of the linear warm-up in steps; 0 or less: lr_warmup_steps_ratio decides")
+    betas: list[float] = used([0.9, 0.999], "decay rates of the two moments of Adam")
+    clip_grad: float = used(1.0, "gradients are scaled down to this global L2 norm")
+    min_lr_ratio: float = used(
+        0.0, "lowest learning rate of the cosine as a share of lr", when="cosine", neutral=(0.0, None)
+    )
+    num_cycles: float = used(0.5, "waves of the cosine; 0.5 falls once", when="cosine")
+    lr_scheduler_type: str = used("constant", "schedule after the warm-up", choices=("constant", "cosine"))
+    zero_indexed_step: bool = used(True, "whether the first step is step 0 of the schedule")
+    override_optimizer_config: dict[str, Any] | None = inert(
+        None, "further settings of the optimizer", "only the Megatron engine's offload settings go there"
+    )
+    lr_warmup_init: float = used(0.0, "first learning rate of Megatron's warm-up", when="megatron")
+    lr_decay_steps: int | None = used(None, "length of Megatron's decay", when="megatron")
+    lr_decay_style: str = used("constant", "schedule of Megatron's optimizer; here lr_scheduler_type", when="megatron")
+    min_lr: float = used(0.0, "lowest learning rate of Megatron's schedule; here min_lr_ratio", when="megatron")
+    weight_decay_incr_style: str = used("constant", "weight-decay schedule of Megatron's optimizer", when="megatron")
+    lr_wsd_decay_style: str = used("exponential", "decay of Megatron's WSD schedule", when="megatron")
+    lr_wsd_decay_steps: int | None = used(None, "decay length of Megatron's WSD schedule", when="megatron")
+    use_checkpoint_opt_param_scheduler: bool = inert(
+        False, "take the schedule from the checkpoint", "a resumed run always continues its schedule"
+    )

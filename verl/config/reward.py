@@ -1,0 +1,112 @@
+"""`reward`: how a response becomes a number."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from verl.config.keys import Section, inert, section, used
+
+
+@dataclass(frozen=True)
+class CustomRewardFunctionConfig(Section):
+    path: str | None = used(None, "file, or pkg://module, of a reward function that replaces the built-in scorers")
+    name: str = used("compute_score", "name of that function", when="has_path")
+    reward_kwargs: dict[str, Any] = used({}, "further arguments of that function", when="has_path")
+
+
+@dataclass(frozen=True)
+class RewardManagerModuleConfig(Section):
+    path: str | None = used(None, "file or module of the class", when="imported_manager")
+    name: str = inert("custom_reward_manager", "name that the module is imported under", "modules keep their own name")
+
+
+@dataclass(frozen=True)
+class RewardManagerConfig(Section):
+    source: str = used(
+        "register", "built-in (register) or from a module (importlib)", choices=("register", "importlib")
+    )
+    name: str = used("naive", "name of the manager")
+    module: RewardManagerModuleConfig = section(RewardManagerModuleConfig, "where a class of one's own is")
+
+
+@dataclass(frozen=True)
+class EngineSizesConfig(Section):
+    """An engine that serves a second model (reward model, teacher): only known names, nothing reads them yet."""
+
+    name: str | None = used(None, "engine")
+    dtype: str = used("bfloat16", "dtype")
+    gpu_memory_utilization: float = used(0.5, "share of device memory")
+    enforce_eager: bool = used(True, "no CUDA graphs")
+    cudagraph_capture_sizes: list[int] | None = used(None, "batch sizes of CUDA graphs")
+    free_cache_engine: bool = used(True, "free the KV cache between uses")
+    data_parallel_size: int = used(1, "copies")
+    expert_parallel_size: int = used(1, "devices that share the experts")
+    tensor_model_parallel_size: int = used(2, "devices that share one layer")
+    pipeline_model_parallel_size: int = used(1, "stages of layers")
+    max_num_batched_tokens: int = used(8192, "tokens computed at once")
+    max_model_len: int | None = used(None, "longest sequence")
+    max_num_seqs: int = used(1024, "sequences at once")
+    load_format: str = used("auto", "how weights are loaded")
+    layered_summon: bool = used(False, "send weights layer by layer")
+    scheduling_policy: str = used("fcfs", "order of requests")
+    full_determinism: bool = used(False, "deterministic")
+    seed: int = used(42, "seed")
+    multi_stage_wake_up: bool = used(False, "wake weights before the cache")
+    engine_kwargs: dict[str, Any] = used({}, "further settings by engine")
+    limit_images: int | None = used(None, "most images of a prompt")
+    enable_chunked_prefill: bool = used(True, "long prompts in pieces")
+    enable_prefix_caching: bool = used(True, "reuse computed prompts")
+    disable_log_stats: bool = used(True, "no statistics")
+    skip_tokenizer_init: bool = used(False, "tokens in and out")
+    ignore_eos: bool = used(False, "go on after an end-of-sequence token")
+    temperature: float = used(1.0, "sampling temperature")
+    top_k: int = used(-1, "only the k likeliest tokens")
+    top_p: float = used(1.0, "smallest set of tokens with this probability")
+    do_sample: bool = used(True, "sample instead of decoding greedily")
+    n: int = used(1, "samples")
+    prompt_length: int = used(2048, "longest prompt")
+    response_length: int = used(2048, "longest response")
+    quantization: str | None = used(None, "quantised weights")
+    quantization_config_file: str | None = used(None, "settings of that")
+    mtp: dict[str, Any] | None = used(None, "multi-token prediction")
+    disaggregation: dict[str, Any] = used({}, "prefill and decode on different devices")
+
+
+@dataclass(frozen=True)
+class RewardModelConfig(Section):
+    enable: bool = used(False, "score with a reward model")
+    enable_resource_pool: bool = used(False, "give it devices of its own", when="reward_model", sizing=True)
+    n_gpus_per_node: int = used(8, "devices per node of that pool", when="reward_model", sizing=True)
+    nnodes: int = used(0, "nodes of that pool", when="reward_model", sizing=True)
+    model_path: str | None = used(None, "folder or hub name", when="reward_model")
+    external_lib: str | None = used(None, "Python module that is imported first", when="reward_model")
+    trust_remote_code: bool = used(False, "run Python code that comes with the model", when="reward_model", sizing=True)
+    strategy: str = inert("fsdp", "training engine of a reward model", "a reward model is not trained in a run")
+    rollout: EngineSizesConfig = section(EngineSizesConfig, "engine that serves it", when="reward_model", sizing=True)
+
+
+@dataclass(frozen=True)
+class SandboxFusionConfig(Section):
+    url: str | None = used(None, "code sandbox service")
+    max_concurrent: int = used(64, "requests at once", when="sandbox", sizing=True)
+    memory_limit_mb: int = used(1024, "memory of one program", when="sandbox", sizing=True)
+
+
+@dataclass(frozen=True)
+class RewardConfig(Section):
+    num_workers: int = used(8, "processes that score")
+    timeout_s: float = used(30.0, "seconds after which a scorer is ended and its sample gets default_score")
+    memory_mb: int = used(4096, "memory of a scoring process; more ends it")
+    default_score: float = used(0.0, "score of a sample whose scorer hung, crashed or gave no number")
+    reward_kwargs: dict[str, Any] = used({}, "arguments of the reward manager (overlong_buffer_cfg, max_resp_len, ...)")
+    custom_reward_function: CustomRewardFunctionConfig = section(
+        CustomRewardFunctionConfig, "reward function of one's own"
+    )
+    reward_manager: RewardManagerConfig = section(RewardManagerConfig, "what turns scores into rewards")
+    reward_model: RewardModelConfig = section(RewardModelConfig, "reward model")
+    sandbox_fusion: SandboxFusionConfig = section(SandboxFusionConfig, "sandbox for code")
+    launch_reward_fn_async: bool = inert(False, "score while training goes on", "samples are scored as they end")
+    use_reward_loop: bool = inert(
+        True, "score in processes of their own", "samples are always scored in such processes"
+    )

@@ -1,0 +1,170 @@
+"""`actor_rollout_ref.rollout`: how samples are drawn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from verl.config.keys import GPU_ENGINES, ONE_PROCESS, Section, inert, section, used
+
+SHARED_WEIGHTS = "rollout uses the training weights themselves; nothing is loaded or sent"
+
+
+@dataclass(frozen=True)
+class ValKwargsConfig(Section):
+    """The draw at validation."""
+
+    n: int = used(1, "samples per validation prompt")
+    do_sample: bool = used(
+        False, "sample instead of decoding greedily; on by itself where a temperature above 0 is set"
+    )
+    temperature: float = used(0.0, "sampling temperature", when="val_samples", neutral=(0.0,))
+    top_p: float = used(1.0, "smallest set of tokens with this probability", when="val_samples")
+    top_k: int = used(-1, "only the k likeliest tokens; -1: all", when="val_samples", neutral=(0,))
+    min_p: float = used(
+        0.0, "only tokens with at least this share of the likeliest one's probability", when="val_samples"
+    )
+    also_greedy: bool = used(
+        False, "also decode once greedily at each validation (metrics under val-core/.../greedy)", when="val_samples"
+    )
+    max_new_tokens: int | None = used(None, "longest response; null: rollout.response_length")
+
+
+@dataclass(frozen=True)
+class MultiTurnConfig(Section):
+    enable: bool = used(False, "several turns with tools")
+    max_assistant_turns: int | None = used(None, "most turns of the model", when="multi_turn")
+    max_user_turns: int | None = used(None, "most turns of the other side", when="multi_turn")
+    max_parallel_calls: int = used(1, "tool calls at once", when="multi_turn")
+    max_tool_response_length: int = used(256, "longest tool response", when="multi_turn")
+    tool_response_truncate_side: str = used("middle", "where a longer one is cut", when="multi_turn")
+    tool_config_path: str | None = used(None, "file that declares tools", when="multi_turn")
+    function_tool_path: str | None = used(None, "file of functions that are tools", when="multi_turn")
+    interaction_config_path: str | None = used(None, "file that declares interactions", when="multi_turn")
+    use_inference_chat_template: bool = used(False, "template of inference instead of training", when="multi_turn")
+    tokenization_sanity_check_mode: str = used("strict", "check of turn-wise tokenisation", when="multi_turn")
+    format: str = used("hermes", "format of tool calls", when="multi_turn")
+    num_repeat_rollouts: int | None = used(None, "repeats of one trajectory", when="multi_turn")
+
+
+@dataclass(frozen=True)
+class CustomAsyncServerConfig(Section):
+    path: str | None = inert(None, "file of a server class", GPU_ENGINES)
+    name: str | None = inert(None, "name of that class", GPU_ENGINES)
+
+
+@dataclass(frozen=True)
+class AgentConfig(Section):
+    num_workers: int = inert(8, "processes that drive agent loops", ONE_PROCESS)
+    default_agent_loop: str = used("single_turn_agent", "agent loop of rows that name none")
+    agent_loop_config_path: str | None = used(None, "file that declares agent loops")
+    custom_async_server: CustomAsyncServerConfig = section(CustomAsyncServerConfig, "server class of one's own")
+
+
+@dataclass(frozen=True)
+class CheckpointEngineConfig(Section):
+    backend: str = inert("naive", "how weights reach the engine", SHARED_WEIGHTS)
+    update_weights_bucket_megabytes: int = inert(2048, "size of a transfer", SHARED_WEIGHTS)
+    engine_kwargs: dict[str, Any] = inert({}, "further settings", SHARED_WEIGHTS)
+    custom_backend_module: str | None = inert(None, "module of another backend", SHARED_WEIGHTS)
+
+
+@dataclass(frozen=True)
+class TraceConfig(Section):
+    project_name: str | None = inert(None, "project of the trace", "every sample is kept in the run folder")
+    experiment_name: str | None = inert(None, "experiment of the trace", "every sample is kept in the run folder")
+    backend: str | None = inert(None, "service that keeps traces", "every sample is kept in the run folder")
+    token2text: bool = inert(False, "decode tokens in traces", "every sample is kept in the run folder")
+    max_samples_per_step_per_worker: int | None = inert(
+        None, "traced samples", "every sample is kept in the run folder"
+    )
+
+
+@dataclass(frozen=True)
+class PrometheusConfig(Section):
+    enable: bool = inert(False, "serve the engine's metrics", GPU_ENGINES)
+    port: int = inert(9090, "port", GPU_ENGINES)
+    file: str = inert("/tmp/ray/session_latest/metrics/prometheus/prometheus.yml", "settings file", GPU_ENGINES)
+    served_model_name: str | None = inert(None, "label", GPU_ENGINES)
+
+
+@dataclass(frozen=True)
+class EngineKwargsConfig(Section):
+    vllm: dict[str, Any] = inert({}, "further settings of vLLM", "only vLLM reads it")
+    sglang: dict[str, Any] = inert({}, "further settings of SGLang", "only SGLang reads it")
+    trtllm: dict[str, Any] = inert({}, "further settings of TensorRT-LLM", "only TensorRT-LLM reads it")
+
+
+@dataclass(frozen=True)
+class RolloutConfig(Section):
+    name: str = used("native", "rollout engine")
+    n: int = used(1, "samples per prompt; above 1 for estimators that compare a group")
+    temperature: float = used(1.0, "sampling temperature; log-probabilities are taken at it", when="samples")
+    top_p: float = used(1.0, "smallest set of tokens with this probability", when="samples")
+    top_k: int = used(-1, "only the k likeliest tokens; -1: all", when="samples", neutral=(0,))
+    min_p: float = used(0.0, "only tokens with at least this share of the likeliest one's probability", when="samples")
+    do_sample: bool = used(True, "sample instead of decoding greedily")
+    seed: int = used(42, "seed of sampling; a sample depends on (seed, step, prompt, sample number) alone")
+    stop: list[str] = used([], "strings that end a response")
+    stop_token_ids: list[int] = used([], "token ids that end a response, beside the model's own")
+    ignore_eos: bool = used(False, "go on after an end-of-sequence token")
+    prompt_length: int = used(512, "longest prompt in tokens")
+    response_length: int = used(512, "longest response in tokens")
+    max_model_len: int | None = used(None, "longest prompt plus response; null: what the model can hold")
+    max_num_seqs: int = used(256, "samples in generation at once (slots of the native engine)", sizing=True)
+    max_num_batched_tokens: int = used(
+        8192, "prompt tokens computed at once (prefill of the native engine)", sizing=True
+    )
+    free_cache_engine: bool = used(True, "free the KV cache while training", sizing=True)
+    calculate_log_probs: bool = used(True, "keep the sampled log-probabilities, so that they need not be recomputed")
+    log_prob_micro_batch_size: int | None = used(None, "older form of log_prob_micro_batch_size_per_gpu", sizing=True)
+    log_prob_micro_batch_size_per_gpu: int | None = used(
+        None,
+        "samples per forward pass of old log-probabilities; null: cut by token count",
+        when="rollout_fixed_bsz",
+        sizing=True,
+    )
+    log_prob_use_dynamic_bsz: bool = used(False, "cut by token count even if the former is set", sizing=True)
+    log_prob_max_token_len_per_gpu: int = used(16384, "tokens per forward pass when cut by token count", sizing=True)
+    val_kwargs: ValKwargsConfig = section(ValKwargsConfig, "the draw at validation")
+    multi_turn: MultiTurnConfig = section(MultiTurnConfig, "several turns with tools")
+    agent: AgentConfig = section(AgentConfig, "agent loops")
+    mode: str = inert("async", "sync or async server", "the native engine hands on each sample as it ends")
+    nnodes: int = used(0, "nodes for rollout alone; 0: it shares the training devices")
+    n_gpus_per_node: int = inert(1, "devices of such a node", ONE_PROCESS)
+    tensor_model_parallel_size: int = inert(1, "devices that share one layer", ONE_PROCESS)
+    data_parallel_size: int = inert(1, "copies of the engine", ONE_PROCESS)
+    expert_parallel_size: int = inert(1, "devices that share the experts", ONE_PROCESS)
+    pipeline_model_parallel_size: int = inert(1, "stages of layers", ONE_PROCESS)
+    dtype: str = inert("bfloat16", "dtype of the engine", SHARED_WEIGHTS)
+    load_format: str = inert("dummy", "how the engine loads weights", SHARED_WEIGHTS)
+    layered_summon: bool = inert(False, "send weights layer by layer", SHARED_WEIGHTS)
+    gpu_memory_utilization: float = inert(0.5, "share of device memory for the engine", GPU_ENGINES)
+    enforce_eager: bool = inert(False, "no CUDA graphs", GPU_ENGINES)
+    cudagraph_capture_sizes: list[int] | None = inert(None, "batch sizes of CUDA graphs", GPU_ENGINES)
+    enable_chunked_prefill: bool = inert(True, "long prompts in pieces", "max_num_batched_tokens always bounds them")
+    enable_prefix_caching: bool = inert(
+        True, "reuse computed prompts", "a prompt is always computed once for its samples"
+    )
+    logprobs_mode: str = inert(
+        "processed_logprobs", "which log-probabilities", "they are always at the sampling temperature"
+    )
+    scheduling_policy: str = inert("fcfs", "order of requests", "samples do not depend on the order")
+    full_determinism: bool = inert(False, "deterministic sampling", "sampling is always deterministic")
+    disable_log_stats: bool = inert(True, "no statistics of the engine", GPU_ENGINES)
+    skip_tokenizer_init: bool = inert(True, "tokens in and out", GPU_ENGINES)
+    over_sample_rate: float = inert(0.0, "surplus of requests", "it has no effect in existing releases either")
+    multi_stage_wake_up: bool = inert(False, "wake weights before the cache", SHARED_WEIGHTS)
+    engine_kwargs: EngineKwargsConfig = section(EngineKwargsConfig, "further settings by engine")
+    router_config_path: str | None = inert(None, "settings of a request router", GPU_ENGINES)
+    checkpoint_engine: CheckpointEngineConfig = section(CheckpointEngineConfig, "how weights reach the engine")
+    trace: TraceConfig = section(TraceConfig, "traces of samples")
+    prometheus: PrometheusConfig = section(PrometheusConfig, "metrics of the engine")
+    enable_rollout_routing_replay: bool = used(False, "train with the experts that rollout chose")
+    moe_load_balance_metrics_interval: int = inert(0, "steps between reports of expert load", GPU_ENGINES)
+    quantization: str | None = used(None, "quantised weights in the engine")
+    quantization_config_file: str | None = inert(None, "settings of that", "see rollout.quantization")
+    profiler: dict[str, Any] = inert({}, "profiling of this role", "each step reports where its time went")
+    mtp: dict[str, Any] | None = inert(None, "multi-token prediction", "it is not used for drafting in this version")
+    qat: dict[str, Any] | None = inert(None, "quantisation-aware training", "weights are not quantised in this version")
+    disaggregation: dict[str, Any] = inert({}, "prefill and decode on different devices", ONE_PROCESS)

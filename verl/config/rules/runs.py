@@ -1,0 +1,92 @@
+"""Validation, rewards and resuming."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from verl.config.rules.api import Rule
+
+_ROLLOUT = "actor_rollout_ref.rollout"
+_DRAW = f"{_ROLLOUT}.val_kwargs"
+
+
+def _overlong(c: Any) -> dict[str, Any]:
+    buffer = c.reward.reward_kwargs.get("overlong_buffer_cfg") or {}
+    return buffer if isinstance(buffer, dict) and buffer.get("enable") else {}
+
+
+def _resume_folder_is_bad(c: Any, given: set[str]) -> bool:
+    if c.trainer.resume_mode != "resume_path" or c.trainer.resume_from_path is None:
+        return False
+    folder = Path(c.trainer.resume_from_path).expanduser()
+    return "global_step_" not in folder.name or not folder.is_dir()
+
+
+RUNS = [
+    Rule(
+        f"{_DRAW}.temperature",
+        "error",
+        lambda c, given: (
+            c.actor_rollout_ref.rollout.val_kwargs.do_sample and c.actor_rollout_ref.rollout.val_kwargs.temperature == 0
+        ),
+        "actor_rollout_ref.rollout.val_kwargs.do_sample=True needs a temperature above 0. Set "
+        "actor_rollout_ref.rollout.val_kwargs.temperature, or do_sample=False.",
+    ),
+    Rule(
+        f"{_DRAW}.n",
+        "warning",
+        lambda c, given: (
+            not c.actor_rollout_ref.rollout.val_kwargs.do_sample and c.actor_rollout_ref.rollout.val_kwargs.n > 1
+        ),
+        "actor_rollout_ref.rollout.val_kwargs.n={draw.n} draws equal samples, because validation decodes greedily. Set "
+        "actor_rollout_ref.rollout.val_kwargs.do_sample=True and its temperature.",
+    ),
+    Rule(
+        f"{_ROLLOUT}.do_sample",
+        "warning",
+        lambda c, given: (
+            c.actor_rollout_ref.rollout.n > 1
+            and not (c.actor_rollout_ref.rollout.do_sample and c.actor_rollout_ref.rollout.temperature > 0)
+        ),
+        "actor_rollout_ref.rollout.n={rollout.n} draws equal samples, because rollout decodes greedily. Set "
+        "actor_rollout_ref.rollout.do_sample=True and a temperature above 0.",
+    ),
+    Rule(
+        "reward.reward_kwargs",
+        "error",
+        lambda c, given: bool(_overlong(c)) and c.reward.reward_manager.name in ("naive", "batch", "prime", "gdpo"),
+        "reward.reward_kwargs.overlong_buffer_cfg is not read by the reward manager "
+        "'{c.reward.reward_manager.name}'. Set reward.reward_manager.name=dapo.",
+    ),
+    Rule(
+        "reward.reward_kwargs",
+        "error",
+        lambda c, given: (
+            bool(_overlong(c))
+            and not 0
+            < (_overlong(c).get("len") or 0)
+            <= (c.reward.reward_kwargs.get("max_resp_len") or c.actor_rollout_ref.rollout.response_length)
+        ),
+        "reward.reward_kwargs.overlong_buffer_cfg.len must be above 0 and at most the longest response (max_resp_len).",
+    ),
+    Rule(
+        "reward.reward_manager.module.path",
+        "error",
+        lambda c, given: c.reward.reward_manager.source == "importlib" and c.reward.reward_manager.module.path is None,
+        "reward.reward_manager.source=importlib needs reward.reward_manager.module.path, the file or module of "
+        "the class.",
+    ),
+    Rule(
+        "trainer.resume_from_path",
+        "error",
+        lambda c, given: c.trainer.resume_mode == "resume_path" and c.trainer.resume_from_path is None,
+        "trainer.resume_mode=resume_path needs trainer.resume_from_path, a folder global_step_N.",
+    ),
+    Rule(
+        "trainer.resume_from_path",
+        "error",
+        _resume_folder_is_bad,
+        "trainer.resume_from_path={c.trainer.resume_from_path} is not an existing folder named global_step_N.",
+    ),
+]

@@ -1,0 +1,108 @@
+"""YAML files: finding them as Hydra does, and reading them with what they build upon."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from verl.errors import ConfigError, nearest
+
+BUILT_IN = Path(__file__).parent / "yaml"
+DEFAULT_NAMES = ("ppo_trainer", "_generated_ppo_trainer")  # names that stand for the defaults alone
+UNAVAILABLE_NAMES = {
+    "ppo_megatron_trainer": "the Megatron engine",
+    "_generated_ppo_megatron_trainer": "the Megatron engine",
+    "sft_trainer": "supervised fine-tuning",
+    "sft_trainer_engine": "supervised fine-tuning",
+}
+
+
+def built_in_names() -> list[str]:
+    """Names that `config_name` may take without a `config_path`."""
+    return sorted([*DEFAULT_NAMES[:1], *(f.stem for f in BUILT_IN.glob("*.yaml"))])
+
+
+def find(config_path: str | None, config_name: str | None) -> Path | None:
+    """The YAML file that is meant, or None for the defaults alone.
+
+    `config_path` is a folder (then `config_name` is a file in it, with or without .yaml) or a YAML file; `config_name`
+    alone is a built-in name or a file. Raises ConfigError when there is no such file.
+    """
+    if config_path is not None and config_path.endswith((".yaml", ".yml")):
+        return _existing(Path(config_path).expanduser())
+    if config_name is None:
+        if config_path is not None:
+            raise ConfigError(f"--config-path {config_path} is a folder; give --config-name too, or name a .yaml file.")
+        return None
+    name = config_name.removesuffix(".yaml").removesuffix(".yml")
+    if config_path is not None:
+        file = Path(config_path).expanduser() / f"{name}.yaml"
+        if file.is_file() or name not in DEFAULT_NAMES:
+            return _existing(file)
+    if name in DEFAULT_NAMES:
+        return None
+    if name in UNAVAILABLE_NAMES:
+        raise ConfigError(
+            f"--config-name {config_name} chooses {UNAVAILABLE_NAMES[name]}, which is not available in this version. "
+            "Leave it out, or use ppo_trainer."
+        )
+    for file in (BUILT_IN / f"{name}.yaml", Path(f"{name}.yaml")):
+        if file.is_file():
+            return file
+    hint = nearest(name, built_in_names()) or f"; there are {', '.join(built_in_names())}."
+    raise ConfigError(f"There is no config named {config_name!r}{hint} To use a file, give --config-path as well.")
+
+
+def _existing(file: Path) -> Path:
+    if file.is_file():
+        return file
+    there = ", ".join(sorted(f.name for f in file.parent.glob("*.yaml"))) if file.parent.is_dir() else ""
+    raise ConfigError(
+        f"The config file {file} does not exist"
+        + (f"; its folder has {there}." if there else " and its folder has no YAML file.")
+    )
+
+
+def read(file: Path, notices: list[str]) -> list[tuple[Path, dict[str, Any]]]:
+    """(file, tree) of `file` and of the files that its `defaults:` list names, in the order in which they apply."""
+    return list(_read(file, notices, ()))
+
+
+def _read(file: Path, notices: list[str], above: tuple[Path, ...]) -> Iterator[tuple[Path, dict[str, Any]]]:
+    if file in above:
+        raise ConfigError(
+            f"The config file {file} includes itself through its defaults list ({' -> '.join(map(str, above))})."
+        )
+    tree = _parse(file)
+    own = {k: v for k, v in tree.items() if k not in ("defaults", "hydra")}
+    if tree.get("hydra"):
+        notices.append(f"hydra: in {file} has no effect: outputs go to trainer.default_local_dir.")
+    entries = tree.get("defaults") or ["_self_"]
+    if not isinstance(entries, list):
+        raise ConfigError(f"defaults: in {file} is not a list.")
+    if "_self_" not in entries:
+        entries = [*entries, "_self_"]
+    for entry in entries:
+        if entry == "_self_":
+            yield file, own
+        elif isinstance(entry, str) and (file.parent / f"{entry}.yaml").is_file():
+            yield from _read(file.parent / f"{entry}.yaml", notices, (*above, file))
+        elif isinstance(entry, str) and (BUILT_IN / f"{entry}.yaml").is_file():
+            yield from _read(BUILT_IN / f"{entry}.yaml", notices, (*above, file))
+        elif entry not in DEFAULT_NAMES:
+            notices.append(f"defaults: {entry!r} in {file} has no effect: no such file lies beside it.")
+
+
+def _parse(file: Path) -> dict[str, Any]:
+    import yaml
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        tree = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
+    except (yaml.YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"The config file {file} cannot be read: {error}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"The config file {file} does not hold sections (key: value).")
+    return {str(k): v for k, v in tree.items()}

@@ -1,0 +1,103 @@
+"""`trainer`: length of the run, what is logged and saved, and where it runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from verl.config.keys import DISTRIBUTED, Section, inert, section, used
+
+ASYNC = "only the asynchronous trainer reads it"
+ONE_TRAINER = "there is one trainer for all algorithms"
+
+
+@dataclass(frozen=True)
+class ColocateAsyncConfig(Section):
+    num_warmup_batches: int = inert(1, "batches generated ahead", ASYNC)
+
+
+@dataclass(frozen=True)
+class HybridRolloutConfig(Section):
+    enable_switch: bool = inert(False, "devices change sides", ASYNC)
+    switch_threshold_ratio: float = inert(0.4, "when they do", ASYNC)
+    adaptive_switch_threshold: bool = inert(True, "adapt that", ASYNC)
+    switch_threshold_step_up: float = inert(0.05, "step up", ASYNC)
+    switch_threshold_step_down: float = inert(0.03, "step down", ASYNC)
+    switch_threshold_release_steps: int = inert(2, "steps until release", ASYNC)
+    switch_cost_window_size: int = inert(3, "steps of the average", ASYNC)
+
+
+@dataclass(frozen=True)
+class SeparateAsyncConfig(Section):
+    num_warmup_batches: int = inert(1, "batches generated ahead", ASYNC)
+    parameter_sync_step: int = inert(4, "steps between weight updates", ASYNC)
+    hybrid_rollout: HybridRolloutConfig = section(HybridRolloutConfig, "devices that change sides")
+
+
+@dataclass(frozen=True)
+class CustomSamplerConfig(Section):
+    path: str | None = inert(None, "file of a sampler class", ASYNC)
+    name: str | None = inert(None, "name of that class", ASYNC)
+
+
+@dataclass(frozen=True)
+class SamplerConfig(Section):
+    max_off_policy_threshold: int = inert(8, "oldest sample that trains", ASYNC)
+    max_off_policy_strategy: str = inert("drop", "what happens to an older one", ASYNC)
+    sync_refill_failed_groups: bool = inert(
+        False, "replace groups that failed", "a failed scorer costs one sample, not its group"
+    )
+    custom_sampler: CustomSamplerConfig = section(CustomSamplerConfig, "sampler of one's own")
+    sampler_kwargs: dict[str, Any] = inert({}, "its arguments", ASYNC)
+
+
+@dataclass(frozen=True)
+class TrainerV1Config(Section):
+    trainer_mode: str = used("sync", "sync, colocate_async or separate_async")
+    sync: dict[str, Any] = inert({}, "settings of sync", ONE_TRAINER)
+    colocate_async: ColocateAsyncConfig = section(ColocateAsyncConfig, "settings of colocate_async")
+    separate_async: SeparateAsyncConfig = section(SeparateAsyncConfig, "settings of separate_async")
+    sampler: SamplerConfig = section(SamplerConfig, "which samples train")
+
+
+@dataclass(frozen=True)
+class TrainerConfig(Section):
+    project_name: str = used("verl_examples", "project, for trackers and the run folder")
+    experiment_name: str = used("gsm8k", "name of the run, for trackers and the run folder")
+    total_epochs: int = used(30, "passes over the training rows")
+    total_training_steps: int | None = used(None, "stop after this many steps; null: total_epochs decides")
+    logger: list[str] = used(["console", "file"], "where metrics go")
+    log_val_generations: int = used(0, "validation samples shown to the trackers")
+    rollout_data_dir: str | None = used(None, "folder for a JSONL of training samples per step")
+    validation_data_dir: str | None = used(None, "folder for a JSONL of validation samples per step")
+    default_local_dir: str = used("checkpoints/verl_examples/gsm8k", "the run folder")
+    save_freq: int = used(-1, "steps between checkpoints, and one at the end; -1: only when the run is interrupted")
+    test_freq: int = used(-1, "steps between validations, and one at the end; -1: none while training")
+    val_before_train: bool = used(True, "validate before the first step")
+    val_only: bool = used(False, "validate and stop")
+    critic_warmup: int = used(0, "steps in which only the critic trains", when="critic")
+    resume_mode: str = used(
+        "auto", "continue the newest checkpoint, never, or a given one", choices=("auto", "disable", "resume_path")
+    )
+    resume_from_path: str | None = used(None, "folder global_step_N to continue", when="resume_path")
+    max_actor_ckpt_to_keep: int | None = used(None, "newest checkpoints to keep; null: all")
+    max_critic_ckpt_to_keep: int | None = used(
+        None, "the same for the critic; one folder holds both, the larger number counts"
+    )
+    device: str = used("auto", "device of the run", choices=("auto", "cpu", "cuda"))
+    deterministic: bool = used(True, "the same run gives the same bits")
+    min_free_disk_gb: float = used(1.0, "stop before the disk has less than this left")
+    nnodes: int = used(1, "machines of the run")
+    n_gpus_per_node: int = used(1, "devices per machine")
+    balance_batch: bool = inert(True, "give ranks equal tokens", DISTRIBUTED)
+    use_v1: bool = inert(True, "which trainer", ONE_TRAINER)
+    v1: TrainerV1Config = section(TrainerV1Config, "how generation and training alternate")
+    checkpoint_callback_class: str | None = used(None, "class whose on_save is called after a save")
+    default_hdfs_dir: str | None = used(None, "HDFS folder for checkpoints")
+    del_local_ckpt_after_load: bool = inert(
+        False, "delete a checkpoint once loaded", "checkpoints are only removed by retention"
+    )
+    esi_redundant_time: float = inert(
+        0, "margin before a machine is taken away", "it has no effect in existing releases either"
+    )
+    ray_wait_register_center_timeout: int = inert(300, "deadline of Ray's start", DISTRIBUTED)

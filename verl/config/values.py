@@ -1,0 +1,109 @@
+"""Making a given value fit the declared type of its key."""
+
+from __future__ import annotations
+
+import types
+import typing
+from typing import Any
+
+_NAMES = {int: "a whole number", float: "a number", bool: "True or False", str: "text"}
+
+
+class Misfit(Exception):
+    """The value cannot become the declared type; the message says what is expected."""
+
+
+def convert(value: Any, annotation: Any, text: str | None = None) -> Any:
+    """`value` as `annotation` wants it. `text` is how the user wrote it, kept for keys that hold text.
+
+    Raises Misfit when there is no such value.
+    """
+    if annotation is Any:
+        return value
+    options = _options(annotation)
+    if value is None:
+        if type(None) in options:
+            return None
+        raise Misfit(expected(annotation))
+    for option in options:  # an exact type first, so that a text key that may also be a number keeps numbers
+        if option is not type(None) and _is_exactly(value, option):
+            return _convert_one(value, option, text)
+    for option in options:
+        try:
+            return _convert_one(value, option, text)
+        except Misfit:
+            continue
+    raise Misfit(expected(annotation))
+
+
+def expected(annotation: Any) -> str:
+    """What values an annotation allows, in words."""
+    words = []
+    for option in _options(annotation):
+        origin = typing.get_origin(option) or option
+        if option is type(None):
+            words.append("null")
+        elif origin is list:
+            words.append(
+                "a list" if not typing.get_args(option) else f"a list of {expected(typing.get_args(option)[0])}"
+            )
+        else:
+            words.append("a mapping" if origin is dict else _NAMES.get(option, str(option)))
+    return " or ".join(words)
+
+
+def _options(annotation: Any) -> tuple[Any, ...]:
+    if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
+        return typing.get_args(annotation)
+    return (annotation,)
+
+
+def _is_exactly(value: Any, option: Any) -> bool:
+    return type(value) is (typing.get_origin(option) or option)
+
+
+def _convert_one(value: Any, option: Any, text: str | None) -> Any:
+    origin = typing.get_origin(option) or option
+    if origin is list:
+        (inner,) = typing.get_args(option) or (Any,)
+        items = value if isinstance(value, list | tuple) else [value]
+        if isinstance(value, dict):
+            raise Misfit(expected(option))
+        try:
+            return [convert(item, inner) for item in items]
+        except Misfit:
+            raise Misfit(expected(option)) from None
+    if origin is dict and isinstance(value, dict):
+        return value
+    if option in (int, float, bool, str) and not isinstance(value, list | dict | tuple):
+        return _scalar(value, option, text)
+    raise Misfit(expected(option))
+
+
+def _scalar(value: Any, kind: type, text: str | None) -> Any:
+    if kind is str:
+        return text if text is not None and not isinstance(value, str) else str(value)
+    if kind is bool:
+        if isinstance(value, bool):
+            return value
+        if isinstance(value, str) and value.lower() in ("true", "false"):
+            return value.lower() == "true"
+        raise Misfit(_NAMES[bool])
+    if isinstance(value, bool):
+        raise Misfit(_NAMES[kind])
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise Misfit(_NAMES[kind]) from None
+    if kind is float:
+        return number
+    if number != int(number) if abs(number) != float("inf") and number == number else True:
+        raise Misfit(_NAMES[int])
+    return int(value) if isinstance(value, int) else int(number)
+
+
+def merge(base: Any, update: Any) -> Any:
+    """`update` over `base`; mappings are merged key by key, everything else is replaced."""
+    if isinstance(base, dict) and isinstance(update, dict):
+        return {**base, **{k: merge(base.get(k), v) for k, v in update.items()}}
+    return update

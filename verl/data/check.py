@@ -1,0 +1,112 @@
+"""All that can be known about the data before a run: every row's schema, template and length; prompts seen twice."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from verl.data.dataset import Files, PromptRows, RLHFDataset, dataset_class
+from verl.data.prompts import PromptEncoder
+from verl.errors import DataError
+
+if TYPE_CHECKING:
+    from verl.config import DataConfig
+
+NUM_PROBLEMS_SHOWN = 20
+
+
+@dataclass
+class RowsReport:
+    """What was found in the rows of one set of files. Lengths are prompt tokens before truncation."""
+
+    num_rows: int = 0
+    num_problems: int = 0  # rows that would stop a run
+    problems: list[str] = field(default_factory=list)  # a sentence for each of the first of them
+    num_overlong: int = 0  # prompts longer than data.max_prompt_length
+    num_repeated: int = 0  # rows whose prompt an earlier row has
+    data_sources: Counter[str] = field(default_factory=Counter)  # rows per task
+    lengths: list[int] = field(default_factory=list)
+    prompts: set[bytes] = field(default_factory=set)  # digests
+
+    @property
+    def max_length(self) -> int:
+        return max(self.lengths, default=0)
+
+    @property
+    def mean_length(self) -> float:
+        return sum(self.lengths) / len(self.lengths) if self.lengths else 0.0
+
+    def add_problem(self, sentence: str) -> None:
+        self.num_problems += 1
+        if len(self.problems) < NUM_PROBLEMS_SHOWN:
+            self.problems.append(sentence)
+
+
+@dataclass
+class DataReport:
+    train: RowsReport | None
+    validation: RowsReport | None
+    num_shared: int  # validation prompts that occur in training too
+
+    @property
+    def ok(self) -> bool:
+        return not any(report.num_problems for report in (self.train, self.validation) if report)
+
+
+def check_rows(files: Files, tokenizer: Any, config: DataConfig, max_samples: int = -1) -> RowsReport:
+    """Look at every row: schema, chat template, length against `data.max_prompt_length`. Bad rows are counted and the
+    first ones described. Raises DataError when a file itself cannot be read, ConfigError for data.custom_cls."""
+    dataset = _unfiltered(files, tokenizer, config, max_samples)
+    rows = PromptRows(dataset, config)
+    encoder = PromptEncoder(tokenizer, config)
+    report = RowsReport(num_rows=len(rows))
+    for number in range(len(rows)):
+        try:
+            row = rows[number]
+            _measure(rows, number, row, encoder, report)
+        except DataError as error:
+            report.add_problem(str(error))
+    if report.num_rows and report.num_overlong == report.num_rows and config.filter_overlong_prompts:
+        report.add_problem(
+            f"All prompts are longer than data.max_prompt_length={config.max_prompt_length}; raise the limit."
+        )
+    return report
+
+
+def check_data(config: DataConfig, tokenizer: Any) -> DataReport:
+    """`check_rows` of the training and of the validation files, and how many validation prompts occur in both."""
+    train = check_rows(config.train_files, tokenizer, config, config.train_max_samples) if config.train_files else None
+    validation = check_rows(config.val_files, tokenizer, config, config.val_max_samples) if config.val_files else None
+    shared = len(train.prompts & validation.prompts) if train and validation else 0
+    return DataReport(train, validation, shared)
+
+
+def _unfiltered(files: Files, tokenizer: Any, config: DataConfig, max_samples: int) -> Any:
+    """The data set with its overlong rows in it, so that they are counted and a bad row does not stop the reading."""
+    made = dataset_class(config)
+    if made is RLHFDataset:
+        made = _Unfiltered
+    return made(data_files=files, tokenizer=tokenizer, config=config, processor=None, max_samples=max_samples)
+
+
+class _Unfiltered(RLHFDataset):
+    def maybe_filter_out_long_prompts(self, dataframe: Any) -> Any:
+        return dataframe
+
+
+def _measure(rows: PromptRows, number: int, row: dict[str, Any], encoder: PromptEncoder, report: RowsReport) -> None:
+    report.data_sources[row[rows.config.reward_fn_key]] += 1
+    text = json.dumps(row["raw_prompt"], sort_keys=True, default=str)
+    digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
+    report.num_repeated += digest in report.prompts
+    report.prompts.add(digest)
+    prompt, place = rows.prompt(row), rows.place(number)
+    length = len(encoder.encode_whole(prompt, place))
+    report.lengths.append(length)
+    if length > encoder.max_length:
+        report.num_overlong += 1
+        if not rows.config.filter_overlong_prompts:
+            encoder.encode(prompt, place)  # raises the sentence when data.truncation is error

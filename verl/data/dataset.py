@@ -1,0 +1,200 @@
+"""Data sets of prompts: `RLHFDataset` of the built-in schema, or the user's class of `data.custom_cls`."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from verl.data.files import Rows, read_rows
+from verl.data.prompts import PromptEncoder
+from verl.data.schema import Messages, at, check_row, messages_of
+from verl.errors import ConfigError, DataError
+from verl.registry import load_module, load_object
+
+if TYPE_CHECKING:
+    from verl.config import DataConfig
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_SEED = 42
+
+Files = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+
+class RLHFDataset:
+    """Rows of data files with their chat messages; a map-style data set for subclassing.
+
+    `dataset[i]` is the row as the file has it, plus raw_prompt (messages), index (`extra_info.index`, or 0),
+    tools_kwargs and interaction_kwargs (of `extra_info`, or {}), and dummy_tensor (uint8 [1]). Nothing is tokenized,
+    but with `filter_overlong_prompts` prompts are measured. At most `max_samples` rows are kept (-1: all): the first
+    ones, or with `shuffle` some drawn by `data.seed`. Raises DataError for files or rows that cannot be used.
+    """
+
+    def __init__(
+        self, data_files: Files, tokenizer: Any, config: DataConfig, processor: Any = None, max_samples: int = -1
+    ):
+        self.data_files = data_files
+        self.tokenizer = tokenizer
+        self.config = config
+        self.processor = processor
+        self.max_samples = max_samples
+        self.prompt_key = config.prompt_key
+        self.max_prompt_length = config.max_prompt_length
+        self.truncation = config.truncation
+        self.dataframe: Any = None  # rows by number; the name is the one that existing subclasses use
+        self._read_files_and_tokenize()
+
+    def _read_files_and_tokenize(self) -> None:
+        """Fills `self.dataframe`; subclasses replace it to read something else."""
+        rows = read_rows(self.data_files)
+        if 0 < self.max_samples < len(rows):
+            rows = rows.select(self._sampled(len(rows)))
+        self.dataframe = self.maybe_filter_out_long_prompts(rows)
+
+    def _sampled(self, num_rows: int) -> Sequence[int]:
+        if not self.config.shuffle:
+            return range(self.max_samples)
+        seed = DEFAULT_SEED if self.config.seed is None else self.config.seed
+        return np.random.default_rng(seed).choice(num_rows, size=self.max_samples, replace=False).tolist()
+
+    def maybe_filter_out_long_prompts(self, dataframe: Rows) -> Rows:
+        """The rows whose prompt fits `max_prompt_length`, or all of them without `filter_overlong_prompts`."""
+        if not self.config.filter_overlong_prompts:
+            return dataframe
+        encoder = PromptEncoder(self.tokenizer, self.config)
+        kept = []
+        for number in range(len(dataframe)):
+            row, place = dataframe[number], dataframe.place(number)
+            with at(place):
+                messages = messages_of(row, self.prompt_key)
+            ids = encoder.encode_whole(_prompt(row, messages, self.prompt_key), place)
+            if len(ids) <= self.max_prompt_length:
+                kept.append(number)
+        if not kept:
+            raise DataError(
+                f"All {len(dataframe)} prompts of {self.data_files} are longer than data.max_prompt_length="
+                f"{self.max_prompt_length} tokens; raise the limit."
+            )
+        if len(kept) < len(dataframe):
+            logger.info("%d of %d prompts are too long and left out.", len(dataframe) - len(kept), len(dataframe))
+        return dataframe.select(kept)
+
+    def _build_messages(self, example: dict[str, Any]) -> Messages:
+        """Chat messages of a row."""
+        return messages_of(example, self.prompt_key)
+
+    def place(self, item: int) -> str:
+        """File and row number of a row, for messages."""
+        return self.dataframe.place(item) if isinstance(self.dataframe, Rows) else f"row {item} of {self.data_files}"
+
+    def __len__(self) -> int:
+        return len(self.dataframe)
+
+    def __getitem__(self, item: int) -> dict[str, Any]:
+        import torch
+
+        row = dict(self.dataframe[item])
+        with at(self.place(item)):
+            row["raw_prompt"] = self._build_messages(row)
+        extra = row.get("extra_info")
+        extra = extra if isinstance(extra, Mapping) else {}
+        row["index"] = extra.get("index") or 0
+        row["tools_kwargs"] = extra.get("tools_kwargs") or {}
+        row["interaction_kwargs"] = extra.get("interaction_kwargs") or {}
+        row["dummy_tensor"] = torch.zeros(1, dtype=torch.uint8)
+        return row
+
+
+def collate_fn(data_list: list[dict[str, Any]]) -> dict[str, Any]:
+    """Rows to columns: tensors are stacked, everything else becomes a 1-d object array (None where a row lacks it)."""
+    import torch
+
+    from verl.data_proto.merge import object_array
+
+    names = dict.fromkeys(name for row in data_list for name in row)
+    columns = {name: [row.get(name) for row in data_list] for name in names}
+    return {
+        name: torch.stack(values) if isinstance(values[0], torch.Tensor) else object_array(values)  # type: ignore[arg-type]
+        for name, values in columns.items()
+    }
+
+
+def _prompt(row: dict[str, Any], messages: Messages, prompt_key: str) -> Messages | str:
+    """A prompt that was written as a plain text stays one, for tokenizers that have no chat template."""
+    text = row.get(prompt_key)
+    return text if isinstance(text, str) else messages
+
+
+class PromptRows:
+    """The rows that loaders read, of any data set class; each is checked as it is read."""
+
+    def __init__(self, dataset: Any, config: DataConfig):
+        self.dataset = dataset
+        self.config = config
+
+    @cached_property
+    def data_sources(self) -> list[str]:
+        """Names of the tasks in the data. Reads every row, so that a bad one is known before the run begins; raises
+        DataError naming it."""
+        return sorted({self[i][self.config.reward_fn_key] for i in range(len(self))})
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def place(self, item: int) -> str:
+        """Where the row comes from, for messages."""
+        named = getattr(self.dataset, "place", None)
+        return named(item) if named else f"row {item} of {type(self.dataset).__name__}"
+
+    def __getitem__(self, item: int) -> dict[str, Any]:
+        """A checked row, with raw_prompt."""
+        row = self.dataset[item]
+        if not isinstance(row, dict) or "raw_prompt" not in row:
+            raise DataError(
+                f"{self.place(item)}: {type(self.dataset).__name__}.__getitem__ must return a dict with 'raw_prompt', "
+                "the chat messages of the prompt."
+            )
+        with at(self.place(item)):
+            check_row(row, self.config)
+        return row
+
+    def prompt(self, row: dict[str, Any]) -> Messages | str:
+        """What the encoder gets for a row of this data set."""
+        return _prompt(row, row["raw_prompt"], self.config.prompt_key)
+
+
+def dataset_class(config: DataConfig) -> Any:
+    """`data.custom_cls`, or RLHFDataset. Raises ConfigError when the class is not found or is no map-style data set."""
+    path, name = config.custom_cls.path, config.custom_cls.name
+    if not path:
+        return RLHFDataset
+    if not name:
+        classes = [n for n, v in vars(load_module(path)).items() if isinstance(v, type) and not n.startswith("_")]
+        raise ConfigError(f"data.custom_cls.path={path} needs data.custom_cls.name; the file has {', '.join(classes)}.")
+    found = load_object(f"{path}:{name}")
+    if not (isinstance(found, type) and hasattr(found, "__getitem__") and hasattr(found, "__len__")):
+        raise ConfigError(f"data.custom_cls.name={name} of {path} is not a class with __len__ and __getitem__.")
+    return found
+
+
+def load_dataset(
+    files: Files, tokenizer: Any, config: DataConfig, *, processor: Any = None, max_samples: int = -1
+) -> PromptRows:
+    """Read and check all rows of `files`; with `data.truncation=error` every prompt is measured too, so that a long one
+    does not stop the run in the middle. Raises DataError naming the first bad row, ConfigError for data.custom_cls."""
+    made = dataset_class(config)(
+        data_files=files, tokenizer=tokenizer, config=config, processor=processor, max_samples=max_samples
+    )
+    rows = PromptRows(made, config)
+    if not rows.data_sources:
+        raise DataError(f"{type(made).__name__} has no rows.")
+    if config.truncation == "error" and not config.filter_overlong_prompts:
+        encoder = PromptEncoder(tokenizer, config)
+        for number in range(len(rows)):
+            encoder.encode(rows.prompt(rows[number]), rows.place(number))
+    return rows

@@ -1,0 +1,232 @@
+"""Data files as rows: parquet, JSON, JSONL (also gzipped), data sets of the `datasets` package; rows as parquet."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from verl.errors import DataError
+
+SUFFIXES = (".parquet", ".json", ".jsonl", ".json.gz", ".jsonl.gz")
+
+
+class Table(Protocol):
+    """Rows of one file, decoded when they are asked for."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, row: int) -> dict[str, Any]: ...
+
+    def place(self, row: int) -> str:
+        """Where the row is, as its author sees it; rows count from 0, lines from 1."""
+        ...
+
+
+class ParquetTable:
+    def __init__(self, path: Path):
+        import pyarrow
+        import pyarrow.parquet
+
+        self.path = path
+        try:
+            self.table = pyarrow.parquet.ParquetFile(path).read()  # read_table would add columns from a=b folders
+        except (pyarrow.ArrowException, OSError) as error:
+            raise DataError(f"{path} cannot be read as parquet: {error}") from error
+
+    def __len__(self) -> int:
+        return self.table.num_rows
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        return self.table.slice(row, 1).to_pylist()[0]
+
+    def place(self, row: int) -> str:
+        return f"{self.path}, row {row} (counted from 0)"
+
+
+class JsonTable:
+    """Objects of a JSON file: one list of them, or one a line; empty lines are skipped."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.rows: list[dict[str, Any]] = []
+        self.lines: list[int] = []  # of each row, from 1; empty when the file is one JSON value
+        opener: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
+        try:
+            with opener(path, "rt", encoding="utf-8") as file:
+                text = file.read()
+        except (OSError, EOFError, UnicodeDecodeError) as error:
+            raise DataError(f"{path} cannot be read as text: {error}") from error
+        if ".jsonl" in path.name or not text.lstrip().startswith("["):
+            self._read_lines(text)
+        else:
+            self._read_list(text)
+        for row in range(len(self.rows)):
+            if not isinstance(self.rows[row], dict):
+                kind = type(self.rows[row]).__name__
+                raise DataError(
+                    f"{self.place(row)} is a {kind}; every row must be a JSON object with the fields of a row."
+                )
+
+    def _read_lines(self, text: str) -> None:
+        # not splitlines(): JSON strings may hold U+2028 and other line separators
+        for number, line in enumerate(text.split("\n"), start=1):
+            if not line.strip():
+                continue
+            self.lines.append(number)
+            try:
+                self.rows.append(json.loads(line))
+            except json.JSONDecodeError as error:
+                raise DataError(f"{self.place(len(self.rows))} is not valid JSON: {error}") from error
+
+    def _read_list(self, text: str) -> None:
+        try:
+            self.rows = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{self.path} is not valid JSON: {error}") from error
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        return self.rows[row]
+
+    def place(self, row: int) -> str:
+        line = f", line {self.lines[row]}" if self.lines else ""
+        return f"{self.path}, row {row} (counted from 0{line})"
+
+
+class HuggingFaceTable:
+    """One split of a data set of the `datasets` package."""
+
+    def __init__(self, dataset: Any, name: str):
+        self.dataset = dataset
+        self.name = name
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        return dict(self.dataset[row])
+
+    def place(self, row: int) -> str:
+        return f"data set {self.name}, row {row} (counted from 0)"
+
+
+class Rows(Sequence[dict[str, Any]]):
+    """Rows of several files, one after the other, or a selection of them."""
+
+    def __init__(self, tables: Sequence[Table], chosen: np.ndarray | None = None):
+        self._tables = tables
+        self._ends = np.cumsum([len(table) for table in tables])
+        self._chosen = np.arange(self._ends[-1]) if chosen is None else chosen
+
+    def __len__(self) -> int:
+        return len(self._chosen)
+
+    def _locate(self, row: int) -> tuple[Table, int]:
+        number = int(self._chosen[row])
+        index = int(np.searchsorted(self._ends, number, side="right"))
+        return self._tables[index], number - (int(self._ends[index - 1]) if index else 0)
+
+    def __getitem__(self, row: Any) -> Any:
+        table, number = self._locate(row)
+        return dict(table[number])
+
+    def place(self, row: int) -> str:
+        """File and row number in that file."""
+        table, number = self._locate(row)
+        return table.place(number)
+
+    def select(self, rows: Iterable[int]) -> Rows:
+        """Those rows, in that order; each keeps its place."""
+        return Rows(self._tables, self._chosen[np.fromiter(rows, dtype=np.int64)])
+
+
+def expand(file: str | os.PathLike[str]) -> str:
+    """`~` and `$NAME` replaced; raises DataError when a variable is not set."""
+    path = os.path.expanduser(os.path.expandvars(os.fspath(file)))
+    if "$" in path:
+        raise DataError(f"The data file {path} names an environment variable that is not set.")
+    return path
+
+
+def read_rows(files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> Rows:
+    """The rows of all files, in order.
+
+    A name is a file (.parquet, .json, .jsonl, .gz of the latter two), a folder of `datasets.save_to_disk`, or whatever
+    `datasets.load_dataset` knows; `name@split` chooses a split of the last two. Raises DataError for a file that is
+    missing, unreadable, empty or of an unknown kind.
+    """
+    names = [files] if isinstance(files, (str, os.PathLike)) else list(files)
+    if not names:
+        raise DataError("The list of data files is empty; set data.train_files and data.val_files.")
+    return Rows([_open(expand(name)) for name in names])
+
+
+def _open(name: str) -> Table:
+    path = Path(name)
+    table: Table
+    if path.is_file():
+        table = _open_file(path)
+    elif name.endswith(SUFFIXES):
+        raise DataError(f"The data file {name} does not exist (looked at {path.absolute()}).")
+    else:
+        table = _open_dataset(name)
+    if len(table) == 0:
+        raise DataError(f"The data file {name} has no rows.")
+    return table
+
+
+def _open_file(path: Path) -> Table:
+    if path.name.endswith(".parquet"):
+        return ParquetTable(path)
+    if path.name.endswith(SUFFIXES):
+        return JsonTable(path)
+    raise DataError(f"The data file {path} is of an unknown kind; use one of {', '.join(SUFFIXES)}.")
+
+
+def _open_dataset(name: str) -> Table:
+    path, _, split = (name, "", "") if Path(name).exists() else name.partition("@")
+    try:
+        import datasets
+    except ImportError as error:
+        raise DataError(
+            f"{path} is not a file, and data sets need the package 'datasets'. Correct it or pip install datasets."
+        ) from error
+    saved = any((Path(path) / marker).is_file() for marker in ("dataset_dict.json", "state.json"))
+    try:
+        found: Any = datasets.load_from_disk(path) if saved else datasets.load_dataset(path)
+    except Exception as error:
+        # loading runs other people's code and network clients, which raise anything
+        raise DataError(
+            f"{path} is neither a file nor a data set that can be loaded: {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(found, datasets.DatasetDict):
+        return HuggingFaceTable(found, path)
+    if not split and len(found) == 1:
+        split = next(iter(found))
+    if split not in found:
+        asked = f"has no split {split!r}" if split else "has several splits"
+        raise DataError(f"The data set {path} {asked}; write {path}@SPLIT with one of {', '.join(found)}.")
+    return HuggingFaceTable(found[split], f"{path}@{split}")
+
+
+def write_parquet(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Write `path` whole or not at all; makes its folder. All rows have the same fields."""
+    import pyarrow
+    import pyarrow.parquet
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

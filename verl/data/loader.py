@@ -1,0 +1,98 @@
+"""Prompts by number: what a step trains on is a function of its ordinals, so nothing needs to be saved to resume."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from verl.data.dataset import PromptRows
+from verl.data.order import PromptOrder
+from verl.data.prompts import PromptEncoder
+from verl.data_proto.columns import COLUMNS
+from verl.data_proto.merge import object_array
+from verl.data_proto.proto import DataProto
+
+logger = logging.getLogger(__name__)
+
+_FROM_ROW = ("raw_prompt", "data_source", "reward_model", "extra_info")
+# columns that the run makes itself: a field of that name in a user's file would hide or be hidden by them
+_RESERVED = (set(COLUMNS) - set(_FROM_ROW)) | {"dummy_tensor", "sample_key"}
+
+
+class _Reader:
+    """Rows of a data set as a batch: ordinal, row_index, uid, prompt_token_ids, and every field of the row."""
+
+    def __init__(self, rows: PromptRows, encoder: PromptEncoder):
+        self.rows = rows
+        self.encoder = encoder
+        self._warned: set[str] = set()
+
+    def read(self, ordinals: Sequence[int], numbers: Sequence[int]) -> DataProto:
+        rows = [self.rows[number] for number in numbers]
+        objects: dict[str, Any] = {
+            "uid": [str(ordinal) for ordinal in ordinals],
+            "prompt_token_ids": [
+                self.encoder.encode(self.rows.prompt(row), self.rows.place(number))
+                for row, number in zip(rows, numbers, strict=True)
+            ],
+            "data_source": [row[self.rows.config.reward_fn_key] for row in rows],
+        }
+        for name in dict.fromkeys(key for row in rows for key in row):
+            if name in _RESERVED:
+                self._note_reserved(name)
+            elif name not in objects:
+                objects[name] = [row.get(name) for row in rows]
+        numbered = {"ordinal": torch.tensor(ordinals), "row_index": torch.tensor(numbers)}
+        return DataProto.from_dict(numbered, {name: object_array(values) for name, values in objects.items()})
+
+    def _note_reserved(self, name: str) -> None:
+        if name != "dummy_tensor" and name not in self._warned:
+            self._warned.add(name)
+            logger.warning("The field %r of the data is left out: the run makes a column of that name.", name)
+
+
+class PromptLoader:
+    """Training prompts. `take` and `batch` are pure functions of their arguments."""
+
+    def __init__(self, rows: PromptRows, encoder: PromptEncoder, order: PromptOrder, batch_size: int):
+        self._reader = _Reader(rows, encoder)
+        self.order = replace(order, batch_size=batch_size)
+        self.batch_size = batch_size
+        self.num_rows = len(rows)
+        self.num_steps_per_epoch = self.order.rows_per_epoch // batch_size
+
+    def take(self, ordinal_start: int, count: int) -> DataProto:
+        """The prompts of ordinals `ordinal_start` to `ordinal_start + count - 1`; the first of a run has ordinal 0.
+
+        Columns as verl/data_proto/columns.py names them under data, and the row's other fields as object columns.
+        """
+        ordinals = range(ordinal_start, ordinal_start + count)
+        return self._reader.read(ordinals, [self.order.row(ordinal)[1] for ordinal in ordinals])
+
+    def batch(self, step: int) -> DataProto:
+        """The prompts of a step when every step takes one batch; steps count from 1."""
+        return self.take((step - 1) * self.batch_size, self.batch_size)
+
+
+class ValidationLoader:
+    """Iterates over all validation prompts in batches of `batch_size` (the last may be short); the ordinal of a prompt
+    is its row number, so that it draws the same random numbers in any batch. `order` may reorder the rows."""
+
+    def __init__(self, rows: PromptRows, encoder: PromptEncoder, batch_size: int, order: PromptOrder | None = None):
+        self._reader = _Reader(rows, encoder)
+        self.batch_size = batch_size
+        self.num_rows = len(rows)
+        self._numbers = [order.row(i)[1] for i in range(len(rows))] if order else list(range(len(rows)))
+
+    def __len__(self) -> int:
+        """Number of batches."""
+        return -(-self.num_rows // self.batch_size)
+
+    def __iter__(self) -> Iterator[DataProto]:
+        for start in range(0, self.num_rows, self.batch_size):
+            numbers = self._numbers[start : start + self.batch_size]
+            yield self._reader.read(numbers, numbers)

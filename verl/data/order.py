@@ -1,0 +1,42 @@
+"""The order of prompts: a pure function of (seed, epoch), so that a run can be resumed at any prompt without state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+
+@lru_cache(maxsize=4)
+def _permutation(num_rows: int, seed: int, epoch: int) -> np.ndarray:
+    # raw 64-bit draws and a stable sort: unlike Generator.permutation, both stay the same across versions of numpy
+    draws = np.random.Philox(key=np.array([seed % 2**64, epoch], dtype=np.uint64)).random_raw(num_rows)
+    return np.argsort(draws, kind="stable")
+
+
+@dataclass(frozen=True)
+class PromptOrder:
+    """Which row is the prompt of an ordinal. With `shuffle` each epoch has an order of its own, keyed by (seed, epoch).
+
+    Every epoch leaves out its incomplete last batch of `batch_size` prompts (other rows in each epoch, when shuffled),
+    so that the batches of an epoch are all whole.
+    """
+
+    num_rows: int
+    seed: int
+    shuffle: bool
+    batch_size: int = 1
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.batch_size <= self.num_rows:
+            raise ValueError(f"Batches of {self.batch_size} prompts cannot be made of {self.num_rows} rows.")
+
+    @property
+    def rows_per_epoch(self) -> int:
+        return self.num_rows - self.num_rows % self.batch_size
+
+    def row(self, ordinal: int) -> tuple[int, int]:
+        """(epoch, row) of a prompt; all three count from 0."""
+        epoch, place = divmod(ordinal, self.rows_per_epoch)
+        return epoch, int(_permutation(self.num_rows, self.seed, epoch)[place]) if self.shuffle else place

@@ -1,0 +1,85 @@
+"""From messages to prompt tokens: the chat template, and what happens to a prompt that is too long."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from verl.data.schema import Messages
+from verl.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from verl.config import DataConfig
+
+TRUNCATIONS = ("error", "left", "right", "middle")
+
+
+class PromptEncoder:
+    """Applies the tokenizer's chat template with `data.apply_chat_template_kwargs` and holds prompts to
+    `data.max_prompt_length`. Raises ConfigError for an unknown `data.truncation`."""
+
+    def __init__(self, tokenizer: Any, config: DataConfig):
+        if config.truncation not in TRUNCATIONS:
+            raise ConfigError(f"data.truncation is {config.truncation!r}; it can be {', '.join(TRUNCATIONS)}.")
+        self.tokenizer = tokenizer
+        self.max_length = config.max_prompt_length
+        self.truncation = config.truncation
+        self.template_kwargs = dict(config.apply_chat_template_kwargs or {})
+
+    def encode(self, prompt: Messages | str, place: str) -> list[int]:
+        """Token ids of a prompt, at most max_prompt_length of them, ending where the answer begins.
+
+        Raises DataError naming `place` when the template fails, when the prompt has no tokens, or when it is too long
+        and `data.truncation` is error.
+        """
+        ids = self.encode_whole(prompt, place)
+        if len(ids) <= self.max_length:
+            return ids
+        if self.truncation == "error":
+            raise DataError(
+                f"{place}: the prompt has {len(ids)} tokens, more than data.max_prompt_length={self.max_length}. Raise "
+                "the limit, set data.filter_overlong_prompts=True to leave such rows out, or set data.truncation to "
+                "left, right or middle."
+            )
+        return truncate(ids, self.max_length, self.truncation)
+
+    def encode_whole(self, prompt: Messages | str, place: str) -> list[int]:
+        """Token ids of a prompt whatever its length; errors as in `encode`."""
+        if getattr(self.tokenizer, "chat_template", None):
+            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            ids = self.tokenizer.encode(self._render(messages, place), add_special_tokens=False)
+        elif isinstance(prompt, str):
+            ids = self.tokenizer.encode(prompt)
+        else:
+            raise DataError(
+                f"{place}: the prompt is a list of messages, but the tokenizer has no chat template to join them. Set "
+                "actor_rollout_ref.model.custom_chat_template, or store prompts as plain texts."
+            )
+        if not ids:
+            raise DataError(f"{place}: the prompt has no tokens.")
+        return list(ids)
+
+    def _render(self, messages: Messages, place: str) -> str:
+        try:
+            return self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, **self.template_kwargs
+            )
+        except Exception as error:
+            # a chat template is a program of the model's authors, which may raise anything
+            raise DataError(
+                f"{place}: the chat template failed with {type(error).__name__}: {error}. Change the row's messages, "
+                "data.apply_chat_template_kwargs or actor_rollout_ref.model.custom_chat_template."
+            ) from error
+
+
+def truncate(ids: Sequence[int], limit: int, mode: str) -> list[int]:
+    """`limit` tokens of `ids`: the last ones (left), the first ones (right), or both ends (middle; the end gets the odd
+    token, because that is where the turn of the model begins)."""
+    if len(ids) <= limit:
+        return list(ids)
+    if mode == "left":
+        return list(ids[len(ids) - limit :])
+    if mode == "right":
+        return list(ids[:limit])
+    head = limit // 2
+    return [*ids[:head], *ids[len(ids) - (limit - head) :]]

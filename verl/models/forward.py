@@ -1,0 +1,73 @@
+"""One forward pass over a packed batch: hidden states, then only what was asked for, only where it is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from verl.errors import ModelError
+from verl.models.log_probs import token_log_probs
+from verl.models.packing import PackedBatch
+
+
+def hidden_states(module: Any, packed: PackedBatch) -> torch.Tensor:
+    """[predictions, hidden_size]: the last hidden state of each token that predicts a trained response token."""
+    output = module.get_decoder()(
+        input_ids=packed.input_ids, position_ids=packed.position_ids, use_cache=False, layout=packed.layout
+    )
+    return output.last_hidden_state[0].index_select(0, packed.hidden_index)
+
+
+def policy_outputs(
+    module: Any,
+    packed: PackedBatch,
+    outputs: Sequence[str],
+    temperature: float = 1.0,
+    chunk_tokens: int | None = None,
+) -> dict[str, torch.Tensor]:
+    """`log_probs`, `entropy` and `sum_pi_squared` as asked, each [batch, response] (float32 or wider, zero where the
+    response mask is false) of `softmax(logits / temperature)`. Raises ModelError for an output that a policy does not
+    have."""
+    _require(outputs, ("log_probs", "entropy", "sum_pi_squared"), "policy")
+    if len(packed.targets) == 0:
+        return {name: torch.zeros(packed.shape, device=packed.targets.device) for name in outputs}
+    head = module.get_output_embeddings()
+    stats = token_log_probs(
+        hidden_states(module, packed),
+        head.weight,
+        packed.targets,
+        temperature,
+        want_entropy="entropy" in outputs,
+        want_sum_pi_squared="sum_pi_squared" in outputs,
+        bias=getattr(head, "bias", None),
+        chunk_tokens=chunk_tokens,
+        **head_transform(module.config),
+    )
+    return {name: packed.scatter(getattr(stats, name)) for name in outputs}
+
+
+def head_transform(config: Any) -> dict[str, Any]:
+    """What a family does to its logits after the projection: Gemma caps them, Cohere multiplies and Granite divides."""
+    config = config.get_text_config()
+    divisor = getattr(config, "logits_scaling", None)
+    scale = getattr(config, "logit_scale", None)
+    return {
+        "softcap": getattr(config, "final_logit_softcapping", None),
+        "logit_scale": float(1.0 if scale is None else scale) / float(1.0 if divisor is None else divisor),
+    }
+
+
+def value_outputs(module: Any, packed: PackedBatch, outputs: Sequence[str] = ("values",)) -> dict[str, torch.Tensor]:
+    """`values` [batch, response]: the value of the state before each response token, zero where the mask is false."""
+    _require(outputs, ("values",), "value")
+    if len(packed.targets) == 0:
+        return {"values": torch.zeros(packed.shape, device=packed.targets.device)}
+    return {"values": packed.scatter(module.value(hidden_states(module, packed)))}
+
+
+def _require(outputs: Sequence[str], known: Sequence[str], kind: str) -> None:
+    for name in outputs:
+        if name not in known:
+            raise ModelError(f"A {kind} model has no output {name!r}; it has {', '.join(known)}.")

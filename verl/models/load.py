@@ -1,0 +1,236 @@
+"""Hugging Face models and tokenizers from a folder or a hub name, built with our attention and checked before they
+are used."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from verl.config import ModelConfig
+from verl.errors import ModelError, nearest
+from verl.models.attention import ATTENTION_NAME
+from verl.models.check import check_model
+from verl.models.value import ValueModel
+from verl.registry import load_module
+
+log = logging.getLogger(__name__)
+
+_WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
+
+
+def load_causal_lm(
+    path: str | Path,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    trust_remote_code: bool = False,
+    override_config: dict[str, Any] | None = None,
+    gradient_checkpointing: bool = False,
+) -> Any:
+    """The causal language model in folder `path`, or of that name on the hub (HF_HUB_OFFLINE is respected).
+
+    Its attention goes through verl.models.attention, so it is called with `layout=`. Dropout is off. The model is
+    checked: packed log-probs of a few tokens equal those of the family's own attention. Raises ModelError naming
+    folder and cause.
+    """
+    config = _load_config(path, trust_remote_code, override_config)
+    with _loading(path, config):
+        module = _from_pretrained(transformers.AutoModelForCausalLM, path, config, dtype, trust_remote_code)
+    _prepare(module, path, device, gradient_checkpointing)
+    check_model(module)
+    return module
+
+
+def load_value_model(
+    path: str | Path,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    trust_remote_code: bool = False,
+    override_config: dict[str, Any] | None = None,
+    gradient_checkpointing: bool = False,
+) -> ValueModel:
+    """The decoder of the model at `path` under a scalar head: the folder's own head if it has one, else zeros."""
+    config = _load_config(path, trust_remote_code, override_config)
+    with _loading(path, config):
+        base = _from_pretrained(transformers.AutoModel, path, config, dtype, trust_remote_code)
+    module = ValueModel(base)
+    folder = Path(path).expanduser()
+    if not (folder.is_dir() and module.load_head(folder)):
+        log.info("%s has no value head; the critic starts with a head of zeros.", path)
+    architecture = type(base).__name__.removesuffix("Model") + "ForTokenClassification"
+    if hasattr(transformers, architecture):  # then the saved critic opens with AutoModelForTokenClassification
+        module.config.architectures, module.config.num_labels = [architecture], 1
+    _prepare(module, path, device, gradient_checkpointing)
+    check_model(module)
+    return module
+
+
+def load_tokenizer(model: ModelConfig | str | Path) -> Any:
+    """The tokenizer of a model section (its path, or tokenizer_path; `custom_chat_template` as text or file) or of a
+    folder.
+
+    Has a pad token afterwards (the end-of-sequence token where the files name none). Raises ModelError.
+    """
+    if not isinstance(model, ModelConfig):
+        model = ModelConfig(path=str(model))
+    path = model.tokenizer_path or model.path
+    source = locate(path)
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=model.trust_remote_code)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ModelError(f"No tokenizer could be loaded from {path}: {_first_line(error)}") from error
+    if model.custom_chat_template:
+        template = Path(model.custom_chat_template).expanduser()
+        is_file = len(model.custom_chat_template) < 4096 and "{" not in model.custom_chat_template
+        if is_file and not template.is_file():
+            raise ModelError(f"model.custom_chat_template={template} is neither a file nor a Jinja template.")
+        tokenizer.chat_template = template.read_text(encoding="utf-8") if is_file else model.custom_chat_template
+    if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token is None:
+            raise ModelError(
+                f"The tokenizer of {path} has neither a pad nor an end-of-sequence token; add one to its files."
+            )
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def eos_token_ids(module: Any, tokenizer: Any) -> tuple[int, ...]:
+    """Every token that ends a response: those of generation_config.json, config.json and the tokenizer, ascending."""
+    found: set[int] = set()
+    for source in (getattr(module, "generation_config", None), getattr(module, "config", None), tokenizer):
+        ids = getattr(source, "eos_token_id", None)
+        found.update([ids] if isinstance(ids, int) else ids or [])
+    return tuple(sorted(found))
+
+
+def num_parameters(module: nn.Module) -> int:
+    """Parameters, tied ones counted once."""
+    return sum(p.numel() for p in module.parameters())
+
+
+def locate(path: str | Path) -> str:
+    """A folder, checked to hold a config, or a hub name. Raises ModelError for a folder that is not there."""
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ModelError(f"The folder {folder} has no config.json; give the folder that save_pretrained wrote.")
+        return str(folder)
+    text = str(path)
+    if text.startswith(("/", "~", ".")) or text.count("/") > 1:
+        siblings = [p.name for p in folder.parent.iterdir()] if folder.parent.is_dir() else []
+        raise ModelError(f"The model folder {folder} does not exist{nearest(folder.name, siblings)}.")
+    return text
+
+
+def _load_config(path: str | Path, trust_remote_code: bool, override: dict[str, Any] | None) -> Any:
+    source = locate(path)
+    try:
+        config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ModelError(
+            f"The configuration of {source} could not be read{_offline()}: {_first_line(error)}"
+        ) from error
+    for key, value in (override or {}).items():
+        if key == "attn_implementation":
+            log.info(
+                "model.override_config.attn_implementation=%s is not used: verl brings its own exact attention.", value
+            )
+        elif not hasattr(config, key):
+            raise ModelError(
+                f"model.override_config.{key}: {type(config).__name__} has no such field{nearest(key, vars(config))}."
+            )
+        else:
+            setattr(config, key, value)
+    return config
+
+
+def _from_pretrained(factory: Any, path: str | Path, config: Any, dtype: torch.dtype, trust_remote_code: bool) -> Any:
+    source = locate(path)
+    if os.path.isdir(source) and not any(next(Path(source).glob(pattern), None) for pattern in _WEIGHT_FILES):
+        others = sorted(p.name for pattern in ("*.bin", "*.pt", "*.gguf") for p in Path(source).glob(pattern))
+        hint = (
+            f"it has {others[0]}: convert it first (verl convert)" if others else "download or convert the model again"
+        )
+        raise ModelError(f"The folder {source} has no weights (*.safetensors); {hint}.")
+    module, report = factory.from_pretrained(
+        source,
+        config=config,
+        dtype=dtype,
+        attn_implementation=ATTENTION_NAME,
+        use_safetensors=True,
+        trust_remote_code=trust_remote_code,
+        output_loading_info=True,
+    )
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise ModelError(
+            f"The weights in {source} lack {len(missing)} tensors that {type(module).__name__} needs, for example "
+            f"{missing[0]}. The folder is incomplete or holds another architecture."
+        )
+    return module
+
+
+@contextmanager
+def _loading(path: str | Path, config: Any) -> Iterator[None]:
+    """Quiet transformers while it loads, and turn its many errors into one sentence."""
+    verbosity = transformers.logging.get_verbosity()
+    bars = transformers.logging.is_progress_bar_enabled()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    try:
+        yield
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        architecture = (getattr(config, "architectures", None) or [type(config).__name__])[0]
+        raise ModelError(f"{architecture} could not be loaded from {path}{_offline()}: {_first_line(error)}") from error
+    except Exception as error:
+        if type(error).__name__ != "SafetensorError":  # defined in a compiled module, of no other base than Exception
+            raise
+        raise ModelError(
+            f"A weight file in {path} is damaged: {_first_line(error)}. Download or convert it again."
+        ) from error
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+        if bars:
+            transformers.logging.enable_progress_bar()
+
+
+def _prepare(module: Any, path: str | Path, device: torch.device | str, gradient_checkpointing: bool) -> None:
+    for part in module.modules():
+        if isinstance(part, nn.Dropout):  # the sampler has none, and log-probs of both must agree
+            part.p = 0.0
+    module.to(device)
+    if gradient_checkpointing:
+        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    dtype = str(next(module.parameters()).dtype).removeprefix("torch.")
+    log.info(
+        "Loaded %s: %s, %.1f million parameters, %s.", path, type(module).__name__, num_parameters(module) / 1e6, dtype
+    )
+
+
+def load_external(external_lib: str | list[str] | None) -> None:
+    """Import the modules of `model.external_lib` (comma-separated): they may register architectures."""
+    names = external_lib.split(",") if isinstance(external_lib, str) else external_lib or []
+    for name in names:
+        load_module(name.strip())
+
+
+def _offline() -> str:
+    return " (HF_HUB_OFFLINE is set, so only folders and the local cache are looked at)" if _is_offline() else ""
+
+
+def _is_offline() -> bool:
+    return os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "TRUE", "YES", "ON")
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0].rstrip(".") if text else type(error).__name__

@@ -1,0 +1,170 @@
+"""The optimizer step: float32 master weights, learning-rate schedule, clipping, and state by parameter name."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from verl.config import OptimConfig
+from verl.errors import CheckpointError, ConfigError, nearest
+
+log = logging.getLogger(__name__)
+
+_FUSED = ("AdamW", "Adam", "SGD", "Adagrad")  # several times faster than a loop over tensors, on CPU too
+
+
+def lr_at(step: int, config: OptimConfig, total_steps: int) -> float:
+    """The learning rate of trainer step `step`, counted from 0.
+
+    `constant` or `cosine` after a linear warm-up of lr_warmup_steps (when 0 or less: lr_warmup_steps_ratio of all
+    steps). Cosine: lr * max(min, cos(2 pi num_cycles p) (1 - min) / 2 + (1 + min) / 2), with p the share of the steps
+    after warm-up that are done. With `zero_indexed_step` the first step has index 0, and a warm-up begins at its
+    lowest rate.
+    """
+    if config.total_training_steps > 0:
+        total_steps = config.total_training_steps
+    warmup = config.lr_warmup_steps if config.lr_warmup_steps > 0 else int(config.lr_warmup_steps_ratio * total_steps)
+    index = step if config.zero_indexed_step else step + 1
+    kind = config.lr_scheduler_type
+    least = config.min_lr_ratio if kind == "cosine" else 0.0
+    if index < warmup:
+        return config.lr * (least + (1 - least) * index / warmup)
+    if kind == "constant":
+        return config.lr
+    if kind != "cosine":
+        raise ConfigError(f"optim.lr_scheduler_type={kind!r} is unknown; there are constant and cosine.")
+    progress = (index - warmup) / max(1, total_steps - warmup)
+    wave = math.cos(2 * math.pi * config.num_cycles * progress)
+    return config.lr * max(least, wave * (1 - least) / 2 + (1 + least) / 2)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """`grad_norm` is that before clipping; a step whose norm is not finite changes nothing."""
+
+    grad_norm: float
+    taken: bool
+
+
+class MasterOptimizer:
+    """An optimizer over the parameters of `module` that require gradients.
+
+    Where the module computes in a narrower format than `master_dtype`, masters of that dtype are kept: gradients of the
+    micro-batches are summed into them, the step acts on them, and the module receives the rounded result. Elsewhere the
+    module's parameters are their own masters and nothing is copied.
+    """
+
+    def __init__(self, module: nn.Module, config: OptimConfig, compute_dtype: torch.dtype):
+        self.config = config
+        self.num_steps = 0
+        self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self.masters = {name: _make_master(name, p, compute_dtype) for name, p in self.parameters.items()}
+        self.copied = [name for name, p in self.parameters.items() if self.masters[name] is not p]
+        self.optimizer = _build(config, self.masters.values())
+
+    def step(self, lr: float) -> StepResult:
+        """Clip the gathered gradients to `clip_grad`, step at rate `lr`, and forget them."""
+        grads = [p.grad for p in self.masters.values() if p.grad is not None]
+        norm = nn.utils.get_total_norm(grads) if grads else torch.zeros(())
+        grad_norm = norm.item()
+        taken = bool(grads) and math.isfinite(grad_norm)
+        if taken:
+            if self.config.clip_grad:
+                nn.utils.clip_grads_with_norm_(self.masters.values(), self.config.clip_grad, norm)
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self.optimizer.step()
+            self.num_steps += 1
+            self.publish()
+        elif grads:
+            log.warning("The gradient norm is %s; this optimizer step is skipped and no weight changes.", grad_norm)
+        self.optimizer.zero_grad(set_to_none=True)
+        return StepResult(grad_norm, taken)
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Write the masters into the module, rounded to its format."""
+        for name in self.copied:
+            self.parameters[name].copy_(self.masters[name])
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """The optimizer's tensors as "{parameter name}/{slot}", not copied. Slots that are numbers become float64
+        tensors."""
+        found: dict[str, torch.Tensor] = {}
+        for name, master in self.masters.items():
+            for slot, value in self.optimizer.state.get(master, {}).items():
+                if value is not None:
+                    is_tensor = isinstance(value, torch.Tensor)
+                    found[f"{name}/{slot}"] = value.detach() if is_tensor else torch.tensor(value, dtype=torch.float64)
+        return found
+
+    def load_state(self, tensors: dict[str, torch.Tensor], num_steps: int) -> None:
+        """The inverse of `state`; raises CheckpointError for a parameter that is not trained here or of another
+        shape."""
+        self.optimizer.state.clear()
+        self.num_steps = num_steps
+        for key, value in tensors.items():
+            name, _, slot = key.rpartition("/")
+            master = self.masters.get(name)
+            if master is None:
+                raise CheckpointError(
+                    f"The checkpoint has optimizer state for {name!r}, which this model does not train; it "
+                    "belongs to another model."
+                )
+            if value.dim() and value.shape != master.shape:
+                raise CheckpointError(
+                    f"The checkpoint's {key} has shape {list(value.shape)}, the model's {list(master.shape)}; it "
+                    "belongs to another model."
+                )
+            self.optimizer.state[master][slot] = value.to(master.device, copy=True)
+
+
+def _make_master(name: str, parameter: nn.Parameter, compute_dtype: torch.dtype) -> nn.Parameter:
+    """Narrow the module's parameter to `compute_dtype`, keeping what it was as the master. Heads named `score` stay
+    wide."""
+    narrower = torch.finfo(compute_dtype).bits < torch.finfo(parameter.dtype).bits
+    if not narrower or name.startswith("score."):
+        return parameter
+    master = nn.Parameter(parameter.data)
+    parameter.data = parameter.data.to(compute_dtype)
+
+    def sum_into_master(narrow: torch.Tensor) -> None:
+        assert narrow.grad is not None
+        if master.grad is None:
+            master.grad = narrow.grad.to(master.dtype)
+        else:
+            master.grad.add_(narrow.grad)
+        narrow.grad = None
+
+    parameter.register_post_accumulate_grad_hook(sum_into_master)
+    return master
+
+
+def _build(config: OptimConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """The class `optim.optimizer` of the module `optim.optimizer_impl`."""
+    try:
+        module = importlib.import_module(config.optimizer_impl)
+    except ImportError as error:
+        raise ConfigError(f"optim.optimizer_impl={config.optimizer_impl} cannot be imported: {error}") from error
+    factory = getattr(module, config.optimizer, None)
+    if factory is None:
+        known = [n for n, v in vars(module).items() if isinstance(v, type)]
+        raise ConfigError(
+            f"{config.optimizer_impl} has no optimizer {config.optimizer!r}{nearest(config.optimizer, known)}."
+        )
+    arguments: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
+    if "Adam" in config.optimizer:
+        arguments["betas"] = tuple(config.betas)
+    if config.optimizer_impl == "torch.optim" and config.optimizer in _FUSED:
+        arguments["fused"] = True
+    try:
+        return factory(list(parameters), **arguments)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"optim.optimizer={config.optimizer} does not accept {arguments}: {error}") from error

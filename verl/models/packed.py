@@ -1,0 +1,218 @@
+"""Exact attention over a packed batch, without a tokens x tokens mask.
+
+A packed batch is a row of segments. The tokens of a segment see one another causally and, before that, every token of
+one earlier segment, the prefix: a response sees its prompt. Attention is then a causal part inside each segment plus
+a full part against its prefix. Both parts return their log-sum-exp, so they merge exactly (Milakov and Gimelshein
+2018, the online softmax). The backward of a flash kernel needs only the final output and log-sum-exp, so each part is
+differentiated alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+@dataclass(frozen=True)
+class Segment:
+    """`length` tokens from `start` on, and the prefix that all of them see (none when `prefix_length` is 0)."""
+
+    start: int
+    length: int
+    prefix_start: int = 0
+    prefix_length: int = 0
+
+
+@dataclass(frozen=True)
+class CausalRun:
+    """`count` adjacent segments of equal `length`: one batched causal call."""
+
+    start: int
+    count: int
+    length: int
+
+
+@dataclass(frozen=True)
+class PrefixRun:
+    """Adjacent segments that see the same prefix: one full (non-causal) call."""
+
+    start: int
+    length: int
+    prefix_start: int
+    prefix_length: int
+
+
+class PackedLayout:
+    """Which token sees which; passed to the model as `layout=`. Segments lie back to back and cover all tokens."""
+
+    def __init__(self, segments: Sequence[Segment]):
+        self.segments = tuple(segments)
+        self.causal_runs = tuple(_causal_runs(self.segments))
+        self.prefix_runs = tuple(_prefix_runs(self.segments))
+        self.longest = max((s.prefix_length + s.length for s in self.segments), default=0)
+
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        scale: float | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        """q [1, heads, tokens, head_dim], k [1, kv_heads, tokens, head_dim], v [1, kv_heads, tokens, value_dim].
+
+        Returns [1, tokens, heads, value_dim].
+        """
+        if sliding_window is not None and sliding_window >= self.longest:
+            sliding_window = None
+        if choose_kernel(q, sliding_window, softcap) == "flash_cpu":
+            padding = q.shape[-1] - v.shape[-1]
+            out = _FlashParts.apply(q, k, F.pad(v, (0, padding)) if padding else v, self, scale)
+            return out[..., : v.shape[-1]] if padding else out
+        return masked_attention(q, k, v, self.segments, scale, sliding_window, softcap)
+
+
+def choose_kernel(q: torch.Tensor, sliding_window: int | None, softcap: float | None) -> str:
+    """The one place that decides which code computes a layer: "flash_cpu" or "masked"."""
+    plain = sliding_window is None and softcap is None
+    return "flash_cpu" if plain and q.device.type == "cpu" else "masked"
+
+
+def _causal_runs(segments: Sequence[Segment]) -> Iterator[CausalRun]:
+    for length, run in itertools.groupby(segments, key=lambda s: s.length):
+        members = list(run)
+        yield CausalRun(members[0].start, len(members), length)
+
+
+def _prefix_runs(segments: Sequence[Segment]) -> Iterator[PrefixRun]:
+    for (start, length), run in itertools.groupby(segments, key=lambda s: (s.prefix_start, s.prefix_length)):
+        if length:
+            members = list(run)
+            yield PrefixRun(members[0].start, sum(m.length for m in members), start, length)
+
+
+def _batched(x: torch.Tensor, run: CausalRun) -> torch.Tensor:
+    """[1, heads, tokens, ...] -> the run's tokens as a view [count, heads, length, ...]."""
+    return x[0].narrow(1, run.start, run.count * run.length).unflatten(1, (run.count, run.length)).transpose(0, 1)
+
+
+class _FlashParts(torch.autograd.Function):
+    """All parts of one layer. Memory order of the output is [tokens, heads, head_dim], which the next projection
+    reads."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: PackedLayout, scale: float | None
+    ) -> torch.Tensor:
+        _, heads, tokens, head_dim = q.shape
+        out = q.new_empty(1, tokens, heads, head_dim).transpose(1, 2)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        lse = torch.empty(1, tokens, heads, dtype=wide, device=q.device).transpose(1, 2)
+        for run in layout.causal_runs:
+            part, part_lse = _flash(_batched(q, run), _batched(k, run), _batched(v, run), 0.0, True, scale=scale)
+            _batched(out, run).copy_(part)
+            _batched(lse, run).copy_(part_lse)
+        for bridge in layout.prefix_runs:
+            here, prefix = _tokens(bridge.start, bridge.length), _tokens(bridge.prefix_start, bridge.prefix_length)
+            part, part_lse = _flash(here(q), prefix(k), prefix(v), 0.0, False, scale=scale)
+            _merge_(here(out), here(lse), part, part_lse)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.layout, ctx.scale = layout, scale
+        return out.transpose(1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        grad = grads[0].transpose(1, 2)
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        for run in ctx.layout.causal_runs:  # these cover every token once, so they may overwrite
+            inputs = [_batched(x, run) for x in (grad, q, k, v, out, lse)]
+            parts = _flash_backward(*inputs, 0.0, True, scale=ctx.scale)
+            for whole, part in zip((dq, dk, dv), parts, strict=True):
+                _batched(whole, run).copy_(part)
+        for bridge in ctx.layout.prefix_runs:
+            here, prefix = _tokens(bridge.start, bridge.length), _tokens(bridge.prefix_start, bridge.prefix_length)
+            inputs = [here(grad), here(q), prefix(k), prefix(v), here(out), here(lse)]
+            part_q, part_k, part_v = _flash_backward(*inputs, 0.0, False, scale=ctx.scale)
+            here(dq).add_(part_q)
+            prefix(dk).add_(part_k)
+            prefix(dv).add_(part_v)
+        return dq, dk, dv, None, None
+
+
+def _tokens(start: int, length: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: x.narrow(2, start, length)
+
+
+def _merge_(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
+    """Fold a second part into (out, lse), in place: a softmax over both sets of keys."""
+    total = torch.logaddexp(lse, part_lse)
+    mine, theirs = (lse - total).exp_().unsqueeze(-1), (part_lse - total).exp_().unsqueeze(-1)
+    out.copy_(out * mine + part * theirs)  # lse is float32 or wider, so bfloat16 parts are merged in float32
+    lse.copy_(total)
+
+
+def masked_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    segments: Sequence[Segment],
+    scale: float | None,
+    sliding_window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Segment by segment in plain differentiable operations, for layers with a window or a cap, and for other devices.
+
+    Memory: one [heads, length, prefix + length] score block at a time (softcap), or none (SDPA). Shapes as in `attend`.
+    """
+    outs = []
+    for segment in segments:
+        # a window that begins inside the segment's prefix hides the prefix's head from every query
+        hidden = 0 if sliding_window is None else max(0, segment.prefix_length - sliding_window + 1)
+        seen = segment.prefix_length - hidden
+        own, prefix = _tokens(segment.start, segment.length), _tokens(segment.prefix_start + hidden, seen)
+        keys, values = (torch.cat([prefix(x), own(x)], dim=2) if seen else own(x) for x in (k, v))
+        mask = None
+        if seen or sliding_window is not None or softcap is not None:
+            mask = _visible(segment.length, seen, sliding_window, q.device)
+        outs.append(_attend_dense(own(q), keys, values, mask, scale, softcap))
+    return torch.cat(outs, dim=2).transpose(1, 2)
+
+
+def _visible(length: int, seen: int, sliding_window: int | None, device: torch.device) -> torch.Tensor:
+    """[length, seen + length], true where query `seen + i` may look at key `j`."""
+    query = torch.arange(seen, seen + length, device=device).unsqueeze(1)
+    key = torch.arange(seen + length, device=device)
+    visible = key <= query
+    return visible if sliding_window is None else visible & (key > query - sliding_window)
+
+
+def _attend_dense(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    if softcap is None:
+        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=True)
+    assert mask is not None
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = softcap * torch.tanh(scores / softcap)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    weights = scores.masked_fill(~mask, float("-inf")).softmax(dim=-1, dtype=wide)
+    return weights.to(q.dtype) @ v

@@ -1,0 +1,78 @@
+"""Which device and which number format a run computes in."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+
+import torch
+
+from verl.errors import ConfigError, nearest
+
+_DTYPES = {
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "fp32": torch.float32,
+    "float32": torch.float32,
+    "fp64": torch.float64,
+    "float64": torch.float64,
+}
+_CPU_BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # the last is ARM's name in /proc/cpuinfo
+
+
+def resolve_device(name: str = "auto") -> torch.device:
+    """The device of "auto" (CUDA where there is one, else the CPU), "cpu", "cuda" or "cuda:1".
+
+    Raises ConfigError when the name is unknown or CUDA is asked for and cannot be used.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    kind, _, index = name.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
+        hint = nearest(name, ["auto", "cpu", "cuda"])
+        raise ConfigError(f"trainer.device={name!r} is not a device; use auto, cpu or cuda{hint}.")
+    if kind == "cuda" and not torch.cuda.is_available():
+        build = (
+            "this PyTorch build has no CUDA" if torch.version.cuda is None else "PyTorch finds no usable CUDA device"
+        )
+        raise ConfigError(f"trainer.device={name} was asked for, but {build}. Use trainer.device=auto or cpu.")
+    return torch.device(name)
+
+
+def native_bf16(device: torch.device) -> bool:
+    """Whether the device multiplies bfloat16 matrices in hardware (elsewhere bfloat16 is slower than float32)."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    if device.type != "cpu":
+        return False
+    return bool(_cpu_flags() & _CPU_BF16_FLAGS)
+
+
+def _cpu_flags() -> set[str]:
+    """Instruction sets of the CPU. Without /proc (macOS) an ARM CPU is taken to be an Apple one: no bfloat16 before
+    M2."""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            key, _, flags = line.partition(":")
+            if key.strip() in ("flags", "Features"):
+                return set(flags.split())
+    if platform.machine().lower() in ("amd64", "x86_64") and torch.cpu._is_avx512_bf16_supported():
+        return {"avx512_bf16"}
+    return set()
+
+
+def parse_dtype(name: str) -> torch.dtype:
+    """The dtype called bf16, bfloat16, fp32, float32, fp64 or float64; raises ConfigError for another name."""
+    if name in ("fp16", "float16", "half"):
+        raise ConfigError(f"dtype={name} would need loss scaling, which verl does not do; use bfloat16 or float32.")
+    if name not in _DTYPES:
+        raise ConfigError(f"dtype={name!r} is not a number format verl computes in; use auto, bfloat16 or float32.")
+    return _DTYPES[name]
+
+
+def compute_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The dtype of forward and backward; "auto" is bfloat16 where the device computes it natively, else float32."""
+    if name == "auto":
+        return torch.bfloat16 if native_bf16(device) else torch.float32
+    return parse_dtype(name)

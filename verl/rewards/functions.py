@@ -1,0 +1,95 @@
+"""Finding a reward function and checking, before the run, that it can be called as it will be called."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl.errors import RewardError, VerlError, nearest
+from verl.registry import load_module
+
+SAMPLE_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
+SIGNATURE = "(data_source, solution_str, ground_truth, extra_info=None, **kwargs)"
+BATCH_SIGNATURE = "(data_sources, solution_strs, ground_truths, extra_infos, **kwargs)"
+
+RewardFunction = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class RewardFunctionSpec:
+    """Which function scores. `path`: a .py file, a dotted module or `pkg://module`; None is the built-in scorer of
+    the row's data_source. `batched`: it is called once with lists (the manager `batch`). `kwargs` are added to every
+    call.
+
+    RewardFunctionSpec("rewards.py", "compute_score", {"penalty": 0.1})
+    """
+
+    path: str | None = None
+    name: str = "compute_score"
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    batched: bool = False
+
+    @property
+    def builtin(self) -> bool:
+        return self.path is None
+
+    @property
+    def label(self) -> str:
+        """How messages call it: "compute_score of rewards.py"."""
+        return "default_compute_score" if self.path is None else f"{self.name} of {self.path}"
+
+
+def load_reward_function(spec: RewardFunctionSpec) -> RewardFunction:
+    """The callable, its signature checked. Raises RewardError naming file, function, its signature and the one
+    needed."""
+    if spec.path is None:
+        from verl.rewards.scorers.route import default_compute_score, default_compute_scores
+
+        function: RewardFunction = default_compute_scores if spec.batched else default_compute_score
+    else:
+        function = _load_user_function(spec.path, spec.name)
+    check_signature(function, spec)
+    return function
+
+
+def check_signature(function: RewardFunction, spec: RewardFunctionSpec) -> None:
+    """Raises RewardError unless `function` takes the keyword arguments that it will be called with."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some callables written in C have no signature to look at
+        return
+    names = BATCH_ARGUMENTS if spec.batched else SAMPLE_ARGUMENTS
+    try:
+        signature.bind(**dict.fromkeys(names), **spec.kwargs)
+    except TypeError as error:
+        needed = BATCH_SIGNATURE if spec.batched else SIGNATURE
+        extra = f" and the reward_kwargs {sorted(spec.kwargs)}" if spec.kwargs else ""
+        raise RewardError(
+            f"The reward function {spec.label} has the signature {signature}, but it is called by keyword as "
+            f"{spec.name}{needed}{extra}: {error}."
+        ) from error
+
+
+def _load_user_function(path: str, name: str) -> RewardFunction:
+    try:
+        module = load_module(path)
+    except VerlError as error:
+        raise RewardError(
+            f"The reward function {name} of custom_reward_function.path={path} cannot be loaded. {error}"
+        ) from error
+    function = getattr(module, name, None)
+    if function is None:
+        public = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+        hint = (
+            nearest(name, public)
+            or f"; it has {', '.join(public[:8]) or 'no functions'}. Set custom_reward_function.name."
+        )
+        raise RewardError(f"The file {path} has no reward function {name!r}{hint}")
+    if not callable(function):
+        raise RewardError(
+            f"{name!r} in {path} is a {type(function).__name__}, not a function; set custom_reward_function.name."
+        )
+    return function  # type: ignore[no-any-return]

@@ -1,0 +1,98 @@
+"""From the section `reward` of the config to a manager."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verl.errors import ConfigError
+from verl.registry import load_object
+from verl.rewards.functions import RewardFunctionSpec
+from verl.rewards.managers.api import REWARD_MANAGERS, RewardManager
+from verl.rewards.pool import RewardPool
+
+if TYPE_CHECKING:
+    from verl.config import RewardConfig
+
+
+def build_reward_manager(
+    config: RewardConfig, *, max_response_length: int, log_dir: str | Path | None = None
+) -> RewardManager:
+    """The manager that `reward.reward_manager` names, over a pool that is not started. `max_response_length`: tokens.
+
+    Raises ConfigError for an unknown manager, a class that is none, or `reward.reward_kwargs` that it does not take.
+    """
+    manager_class = _manager_class(config)
+    kwargs = _plain(config.reward_kwargs)
+    try:
+        inspect.signature(manager_class).bind(None, max_response_length=max_response_length, **kwargs)
+    except TypeError as error:
+        raise ConfigError(
+            f"The reward manager {config.reward_manager.name!r} does not take reward.reward_kwargs={kwargs}: {error}."
+        ) from error
+    pool = build_pool(config, log_dir=log_dir)
+    return manager_class(pool, max_response_length=max_response_length, **kwargs)  # type: ignore[no-any-return]
+
+
+def build_pool(config: RewardConfig, *, log_dir: str | Path | None = None) -> RewardPool:
+    """The pool alone, not started: the function that the config names, called as its manager calls it."""
+    return RewardPool(
+        function_spec(config, batched=getattr(_manager_class(config), "batched", False)),
+        num_workers=config.num_workers,
+        timeout_s=config.timeout_s,
+        memory_mb=config.memory_mb,
+        default_score=config.default_score,
+        log_dir=log_dir,
+    )
+
+
+def function_spec(config: RewardConfig, *, batched: bool = False) -> RewardFunctionSpec:
+    """The function of `reward.custom_reward_function`; without a path the built-in scorers, told of the sandbox if
+    any."""
+    custom = config.custom_reward_function
+    if custom.path:
+        return RewardFunctionSpec(custom.path, custom.name or "compute_score", _plain(custom.reward_kwargs), batched)
+    sandbox = {"sandbox_fusion_url": config.sandbox_fusion.url} if config.sandbox_fusion.url else {}
+    return RewardFunctionSpec(None, kwargs=sandbox, batched=batched)
+
+
+def _manager_class(config: RewardConfig) -> Any:
+    chosen = config.reward_manager
+    if chosen.source == "importlib":
+        if not chosen.module.path:
+            raise ConfigError(
+                "reward.reward_manager.source=importlib needs reward.reward_manager.module.path, a file or module."
+            )
+        found = load_object(f"{chosen.module.path}:{chosen.name}")
+    else:
+        found = REWARD_MANAGERS.get(chosen.name)
+    missing = [m for m in ("start", "submit", "collect", "score", "close") if not callable(getattr(found, m, None))]
+    if missing:
+        raise ConfigError(
+            f"The reward manager {chosen.name!r} has no method {missing[0]!r}: a manager of your own is a class like "
+            "those in verl.rewards.managers (subclass NaiveRewardManager and override `shape`); a class with "
+            "__call__(data) is not taken."
+        )
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """Config containers as plain dicts and lists, since they travel to the workers as JSON."""
+    if value is None:
+        return {}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    if isinstance(value, Mapping):
+        return {str(k): _plain_value(v) for k, v in value.items()}
+    return value
+
+
+def _plain_value(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return _plain(value)
+    if hasattr(value, "__iter__") and not isinstance(value, str):
+        return [_plain_value(v) for v in value]
+    return value

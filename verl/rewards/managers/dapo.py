@@ -1,0 +1,66 @@
+"""Soft punishment of overlong replies (DAPO, Yu et al. 2025, arXiv:2503.14476, equation 13)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from verl.data_proto.samples import Score, ScoreRequest
+from verl.errors import ConfigError, nearest
+from verl.rewards.managers.naive import NaiveRewardManager
+from verl.rewards.pool import RewardPool
+
+
+@dataclass(frozen=True)
+class OverlongBuffer:
+    """The last `len` tokens before the limit cost up to `penalty_factor`; `log` adds the penalty to the sample's
+    parts."""
+
+    enable: bool = False
+    len: int = 0
+    penalty_factor: float = 1.0
+    log: bool = False
+
+
+def overlong_penalty(response_length: int, max_response_length: int, buffer: OverlongBuffer) -> float:
+    """min(-(length - (max - len)) / len * penalty_factor, 0): 0 up to max - len tokens, -penalty_factor at the
+    limit."""
+    exceeded = response_length - (max_response_length - buffer.len)
+    return min(-exceeded / buffer.len * buffer.penalty_factor, 0.0)
+
+
+class DapoRewardManager(NaiveRewardManager):
+    """`max_resp_len` defaults to the rollout's response length. Raises ConfigError when the buffer does not fit into
+    it."""
+
+    def __init__(
+        self,
+        pool: RewardPool,
+        *,
+        max_response_length: int,
+        overlong_buffer_cfg: Mapping[str, Any] | None = None,
+        max_resp_len: int | None = None,
+    ):
+        super().__init__(pool, max_response_length=max_resp_len or max_response_length)
+        self.buffer = _read_buffer(overlong_buffer_cfg or {})
+        if self.buffer.enable and not 0 < self.buffer.len <= self.max_response_length:
+            raise ConfigError(
+                f"reward_kwargs.overlong_buffer_cfg.len={self.buffer.len} must lie between 1 and max_resp_len="
+                f"{self.max_response_length}: it is the number of last tokens that are punished."
+            )
+
+    def shape(self, request: ScoreRequest, score: Score) -> Score:
+        if not self.buffer.enable:
+            return score
+        penalty = overlong_penalty(request.response_length, self.max_response_length, self.buffer)
+        noted = {"overlong_reward": penalty, "overlong": penalty < 0} if self.buffer.log else {}
+        return replace(score, score=score.score + penalty, parts={**score.parts, **noted})
+
+
+def _read_buffer(given: Mapping[str, Any]) -> OverlongBuffer:
+    known = [f.name for f in fields(OverlongBuffer)]
+    for name in given:
+        if name not in known:
+            raise ConfigError(f"There is no key reward_kwargs.overlong_buffer_cfg.{name}{nearest(str(name), known)}")
+    return OverlongBuffer(**{k: v for k, v in given.items() if v is not None})

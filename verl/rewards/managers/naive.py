@@ -1,0 +1,90 @@
+"""Every sample is a call of its own, sent the moment it is submitted, so that scoring overlaps with generation."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import ClassVar
+
+from verl.data_proto.samples import Score, ScoreRequest
+from verl.rewards.pool import RewardPool
+
+logger = logging.getLogger(__name__)
+
+MAX_WARNINGS_PER_COLLECT = 5
+
+
+class NaiveRewardManager:
+    """Subclasses override `shape` (a correction that is computed here from request and score), or how calls are
+    sent."""
+
+    batched: ClassVar[bool] = False
+
+    def __init__(self, pool: RewardPool, *, max_response_length: int):
+        self.pool = pool
+        self.max_response_length = max_response_length
+        self._num_defaulted = 0
+        self._requests: dict[str, ScoreRequest] = {}
+        self._calls: dict[str, Future[list[Score]]] = {}
+        self._number_names: set[str] = {"acc"}
+
+    def start(self, data_sources: Sequence[str] = ()) -> None:
+        self.pool.start(data_sources)
+
+    def submit(self, request: ScoreRequest) -> None:
+        if request.key in self._requests:
+            raise ValueError(f"The sample {request.key} is being scored already.")
+        self._requests[request.key] = request
+        self._send(request)
+
+    def collect(self, keys: Sequence[str]) -> dict[str, Score]:
+        missing = [k for k in keys if k not in self._requests]
+        if missing:
+            raise KeyError(f"The sample {missing[0]} was not submitted for scoring.")
+        requests = [self._requests.pop(k) for k in dict.fromkeys(keys)]
+        scores = self._receive(requests)
+        self._note_failures(scores)
+        return {r.key: self._finish(r, s) for r, s in zip(requests, scores, strict=True)}
+
+    def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
+        for request in requests:
+            self.submit(request)
+        found = self.collect([r.key for r in requests])
+        return [found[r.key] for r in requests]
+
+    @property
+    def num_defaulted(self) -> int:
+        return self._num_defaulted
+
+    def close(self) -> None:
+        self.pool.close()
+
+    def shape(self, request: ScoreRequest, score: Score) -> Score:
+        """The score that trains, from the one that the function gave. Not called for defaulted samples."""
+        return score
+
+    def _send(self, request: ScoreRequest) -> None:
+        self._calls[request.key] = self.pool.submit([request])
+
+    def _receive(self, requests: list[ScoreRequest]) -> list[Score]:
+        return self.pool.wait([self._calls.pop(r.key) for r in requests])
+
+    def _finish(self, request: ScoreRequest, score: Score) -> Score:
+        if score.error is None:
+            return self.shape(request, score)
+        # Whoever reads a part of every row (a group filter, GDPO, validation) finds the default score there, not a
+        # hole.
+        score.parts = dict.fromkeys(sorted(self._number_names), score.score)
+        return score
+
+    def _note_failures(self, scores: list[Score]) -> None:
+        failed = [s.error for s in scores if s.error is not None]
+        self._num_defaulted += len(failed)
+        for error in failed[:MAX_WARNINGS_PER_COLLECT]:
+            logger.warning("%s", error)
+        if len(failed) > MAX_WARNINGS_PER_COLLECT:
+            logger.warning("So did %d more samples of this batch.", len(failed) - MAX_WARNINGS_PER_COLLECT)
+        for score in scores:
+            if score.error is None:
+                self._number_names |= {k for k, v in score.parts.items() if isinstance(v, (int, float))}

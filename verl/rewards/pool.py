@@ -1,0 +1,238 @@
+"""Reward workers that can be killed: a call that hangs, crashes, eats memory or returns nonsense costs its own
+sample."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import math
+import sys
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, wait
+from pathlib import Path
+
+from verl.data_proto.samples import Score, ScoreRequest
+from verl.errors import DeadlineError, RewardError
+from verl.rewards.functions import RewardFunctionSpec
+from verl.rewards.jobs import Job, JobQueue
+from verl.rewards.process import START_TIMEOUT_S, WorkerLost, WorkerProcess
+from verl.rewards.wire import encode
+
+logger = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT_S = 10.0
+
+
+class RewardPool:
+    """Up to `num_workers` processes that call one reward function, one call in flight each.
+
+    `timeout_s`: seconds one call may take (a sample, or a batch for a batched function). `memory_mb`: MiB one worker
+    may allocate; None for no limit. `default_score`: what a sample gets whose call failed, with `Score.error` saying
+    why. The first worker is started by `start`, others when a request has waited. `log_dir`: where the workers'
+    prints go.
+
+        with RewardPool(RewardFunctionSpec("rewards.py"), num_workers=2, timeout_s=30, memory_mb=4096) as pool:
+            scores = pool.score_all(requests)
+    """
+
+    def __init__(
+        self,
+        function: RewardFunctionSpec,
+        *,
+        num_workers: int,
+        timeout_s: float,
+        memory_mb: int | None,
+        default_score: float = 0.0,
+        log_dir: str | Path | None = None,
+    ):
+        self.function = function
+        self.num_workers = max(1, num_workers)
+        self.timeout_s = timeout_s
+        self.memory_mb = memory_mb
+        self.default_score = default_score
+        self._log_dir = Path(log_dir) if log_dir else None
+        self._data_sources: list[str] = []
+        self._queue = JobQueue()
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        self._processes: dict[int, WorkerProcess] = {}
+
+    def start(self, data_sources: Sequence[str] = ()) -> None:
+        """Start the first worker, which loads the function, checks its signature and imports what the built-in
+        scorers of `data_sources` need. Raises RewardError with what is wrong."""
+        if self._threads:
+            return
+        if self._queue.closed:
+            raise RewardError("The reward workers are closed already.")
+        self._data_sources = sorted(set(data_sources))
+        if self._log_dir:
+            self._log_dir.mkdir(parents=True, exist_ok=True)
+        ready: Future[None] = Future()
+        self._add_thread(ready)
+        try:
+            ready.result()
+        except BaseException:
+            self.close()
+            raise
+
+    def submit(self, requests: Sequence[ScoreRequest]) -> Future[list[Score]]:
+        """Ask for one call of the function: with one request, or with a batch for a batched function. The future
+        never holds an error of the function: that is a Score with `error`. Raises RewardError for a request that JSON
+        cannot carry."""
+        if len(requests) != 1 and not self.function.batched:
+            raise ValueError("A reward function that is not batched is called with one sample at a time.")
+        self.start()
+        number = next(self._numbers)
+        job = Job(number, list(requests), _encode_call(number, requests))
+        self._queue.put(job)
+        return job.future
+
+    def score_all(self, requests: Sequence[ScoreRequest]) -> list[Score]:
+        """Scores in the order of the requests."""
+        if not requests:
+            return []
+        calls = [requests] if self.function.batched else [[r] for r in requests]
+        return self.wait([self.submit(call) for call in calls])
+
+    def wait(self, futures: Sequence[Future[list[Score]]]) -> list[Score]:
+        """The scores of these calls, in order. Raises DeadlineError when they take longer than their time limits add
+        up to."""
+        calls_per_worker = math.ceil(len(futures) / self.num_workers) + 1
+        limit_s = calls_per_worker * (self.timeout_s + START_TIMEOUT_S)
+        _, pending = wait(futures, timeout=limit_s)
+        if pending:
+            raise DeadlineError(
+                f"{len(pending)} of {len(futures)} calls of the reward function {self.function.label} did not end "
+                f"within {limit_s:.0f} s."
+            )
+        return [score for future in futures for score in future.result()]
+
+    def close(self) -> None:
+        """Kill the workers; calls that are waiting or running end as defaulted. May be called again."""
+        for job in self._queue.close():
+            job.future.set_result(self._defaulted(job.requests, "was not called: the run is ending"))
+        with self._lock:
+            processes = list(self._processes.values())
+        for process in processes:
+            process.kill()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(CLOSE_TIMEOUT_S)
+
+    def __enter__(self) -> RewardPool:
+        self.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    # One thread per worker: it owns the process, because on Linux a child tied to its parent is tied to the starting
+    # thread.
+
+    def _add_thread(self, ready: Future[None] | None = None) -> None:
+        with self._lock:
+            index = len(self._threads)
+            if index >= self.num_workers or self._queue.closed:
+                return
+            thread = threading.Thread(target=self._work, args=(index, ready), name=f"reward-{index}", daemon=True)
+            self._threads.append(thread)
+        thread.start()
+
+    def _work(self, index: int, ready: Future[None] | None) -> None:
+        if ready is not None:
+            try:
+                self._start_process(index)
+                ready.set_result(None)
+            except BaseException as error:  # noqa: BLE001 - handed to the thread that waits in start()
+                ready.set_exception(error)
+                return
+            self._add_thread()  # the next worker, cold until somebody has had to wait
+        has_successor = ready is not None
+        while (job := self._queue.take(warm=index in self._processes)) is not None:
+            if not has_successor:
+                self._add_thread()
+                has_successor = True
+            try:
+                scores = self._call(index, job)
+            except BaseException as error:  # noqa: BLE001 - a bug of ours must reach who waits, not vanish here
+                job.future.set_exception(error)
+            else:
+                job.future.set_result(scores)
+            self._replace_if_dead(index)
+        self._drop_process(index)
+
+    def _call(self, index: int, job: Job) -> list[Score]:
+        try:
+            process = self._processes.get(index)
+            if process is None or not process.alive:
+                process = self._start_process(index)
+            outcomes, seconds = process.score(job, self.timeout_s)
+        except (WorkerLost, RewardError) as error:
+            reason = "was stopped: the run is ending" if self._queue.closed else str(error)
+            return self._defaulted(job.requests, reason)
+        scores = []
+        for request, outcome in zip(job.requests, outcomes, strict=True):
+            if "error" in outcome:
+                scores += self._defaulted([request], outcome["error"])
+            else:
+                scores.append(Score(request.key, outcome["score"], outcome["parts"]))
+            scores[-1].seconds = seconds / len(outcomes)
+        return scores
+
+    def _defaulted(self, requests: list[ScoreRequest], what: str) -> list[Score]:
+        return [
+            Score(
+                r.key,
+                self.default_score,
+                error=f"The reward function {self.function.label} {what}, for sample {r.key} of data_source "
+                f"{r.data_source!r}; it gets the default score {self.default_score:g}.",
+            )
+            for r in requests
+        ]
+
+    def _start_process(self, index: int) -> WorkerProcess:
+        self._drop_process(index)
+        setup = {
+            "function": dataclasses.asdict(self.function),
+            "data_sources": self._data_sources,
+            "memory_mb": self.memory_mb,
+            "sys_path": sys.path,
+        }
+        log = self._log_dir / f"reward_worker_{index}.log" if self._log_dir else None
+        process = WorkerProcess(setup, log)
+        with self._lock:
+            self._processes[index] = process
+        if self._queue.closed:
+            process.kill()
+        return process
+
+    def _replace_if_dead(self, index: int) -> None:
+        """Start a lost worker's successor now, outside of any sample's time limit; a failure shows at the next
+        sample."""
+        process = self._processes.get(index)
+        if self._queue.closed or (process is not None and process.alive):
+            return
+        try:
+            self._start_process(index)
+        except (RewardError, OSError) as error:
+            logger.warning("A reward worker could not be started again: %s", error)
+
+    def _drop_process(self, index: int) -> None:
+        with self._lock:
+            process = self._processes.pop(index, None)
+        if process is not None:
+            process.close()
+
+
+def _encode_call(number: int, requests: Sequence[ScoreRequest]) -> bytes:
+    samples = [[r.data_source, r.solution_str, r.ground_truth, r.extra_info] for r in requests]
+    try:
+        return encode({"id": number, "samples": samples})
+    except RewardError as error:
+        if len(requests) > 1:  # say which one it is
+            for request in requests:
+                _encode_call(number, [request])
+        raise RewardError(f"Sample {requests[0].key} of data_source {requests[0].data_source!r}: {error}") from error

@@ -1,0 +1,48 @@
+"""Question answering with search (Search-R1, arXiv:2503.09516): exact match of the text inside <answer>...</answer>."""
+
+from __future__ import annotations
+
+import re
+import string
+from typing import Any
+
+from verl.rewards.scorers.api import Scorer
+
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_ARTICLE = re.compile(r"\b(a|an|the)\b")
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def last_answer(text: str) -> str | None:
+    """What stands in the last <answer>...</answer>, stripped; None without one."""
+    found = _ANSWER.findall(text)
+    return found[-1].strip() if found else None
+
+
+def compute_score(
+    solution_str: str, ground_truth: Any, format_score: float = 0.0, score: float = 1.0, **_other: Any
+) -> float:
+    """`score` when the tagged answer equals an accepted one up to case, punctuation, articles and spacing;
+    `format_score` when it does not; 0 without the tags. `ground_truth`: text, a list of texts, or {"target":
+    either}."""
+    answer = last_answer(solution_str)
+    if answer is None:
+        return 0.0
+    return score if _normal(answer) in {_normal(t) for t in _targets(ground_truth)} else format_score
+
+
+def _targets(ground_truth: Any) -> list[str]:
+    if isinstance(ground_truth, dict):
+        ground_truth = ground_truth["target"]
+    return [str(t) for t in ground_truth] if isinstance(ground_truth, list) else [str(ground_truth)]
+
+
+def _normal(text: str) -> str:
+    return " ".join(_ARTICLE.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
+
+
+def _reference(ground_truth: Any, extra_info: dict[str, Any]) -> str:
+    return f"<answer>{_targets(ground_truth)[0]}</answer>"
+
+
+SCORER = Scorer(compute_score, _reference)

@@ -1,0 +1,98 @@
+"""Tasks of reasoning-gym (Stojanovski et al. 2025, arXiv:2505.24760), scored by the task's own scorer, without
+partial credit.
+
+The task's scorers give credit when the reference merely occurs in the reply, so they see an extracted answer only,
+and only their full score counts. They may hang on a reply such as `9**9**9**9**9`: the worker's time limit ends that.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+from verl.errors import RewardError
+from verl.rewards.scorers.api import Scorer
+from verl.rewards.scorers.exact_match import last_answer
+
+PREFIX = "reasoning_gym/"
+_NUMBER = re.compile(r"(?:(?<![\w)])-)?\d+(?:,\d{3})*(?:\.\d+)?")
+_TUPLE_TASKS = ("arc_agi", "rearc")  # their scorers compare grids as tuples, which JSON turned into lists
+
+
+def extract_answer(reply: str, reference: str | None) -> str:
+    """The last <answer>...</answer> of the reply, else all of it; of that the last number when the reference is a
+    number (without thousands separators), "" when there is none."""
+    answer = last_answer(reply)
+    text = reply.strip() if answer is None else answer
+    if reference is None or not _NUMBER.fullmatch(reference.strip()):
+        return text
+    numbers = _NUMBER.findall(text)
+    return str(numbers[-1]).replace(",", "") if numbers else ""
+
+
+def compute_score(
+    solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None, data_source: str = "", **_other: Any
+) -> float:
+    """1 when the task's scorer gives exactly 1 to the extracted answer, else 0.
+
+    `extra_info` holds question, answer, metadata (a dict or JSON text) and task, as reasoning-gym made them; a task not
+    named there is taken from the data_source. Raises RewardError for an unknown task.
+    """
+    extra = extra_info or {}
+    item = _item(ground_truth, extra)
+    task = str(extra.get("task") or data_source.removeprefix(PREFIX))
+    if task in _TUPLE_TASKS:
+        item["metadata"] = _as_tuples(item["metadata"])
+    score_answer = task_scorer(task)
+    answer = extract_answer(solution_str, item["answer"])
+    try:
+        return float(score_answer(answer, item) == 1)
+    except MemoryError:
+        raise
+    except Exception:  # noqa: BLE001 - several scorers raise on replies that do not parse: wrong, not a fault
+        return 0.0
+
+
+@functools.cache
+def task_scorer(task: str) -> Callable[[str, dict[str, Any]], float]:
+    """`score_answer(answer, item)` of a task. Raises RewardError when the task or the package does not exist."""
+    try:
+        from reasoning_gym.factory import DATASETS, get_score_answer_fn
+    except ImportError as error:
+        raise RewardError(
+            "Scoring reasoning_gym rows needs the package 'reasoning-gym', which is not installed. "
+            "Install it with: pip install 'verl[tasks]'"
+        ) from error
+    if task not in DATASETS:
+        raise RewardError(f"reasoning-gym has no task {task!r}; data_source is {PREFIX}<task>.")
+    return get_score_answer_fn(task)  # type: ignore[no-any-return]
+
+
+def _item(ground_truth: Any, extra: dict[str, Any]) -> dict[str, Any]:
+    metadata = extra.get("metadata") or {}
+    if isinstance(metadata, str):
+        metadata = json.loads(metadata)
+    return {"question": extra.get("question", ""), "answer": extra.get("answer", ground_truth), "metadata": metadata}
+
+
+def _as_tuples(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _as_tuples(v) for k, v in value.items()}
+    return tuple(_as_tuples(v) for v in value) if isinstance(value, list) else value
+
+
+def _reference(ground_truth: Any, extra_info: dict[str, Any]) -> str | None:
+    answer = extra_info.get("answer", ground_truth)
+    return None if answer is None else str(answer)
+
+
+def _warm() -> object:
+    import reasoning_gym
+
+    return reasoning_gym
+
+
+SCORER = Scorer(compute_score, _reference, _warm)

@@ -1,0 +1,100 @@
+"""data_source -> scorer. A row ending in "*" matches every data_source that begins so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from verl.errors import RewardError, nearest
+from verl.registry import Registry
+from verl.rewards.scorers.api import Scorer
+
+_GSM8K = "verl.rewards.scorers.gsm8k:SCORER"
+_MATH = "verl.rewards.scorers.math_reward:SCORER"
+_DAPO = "verl.rewards.scorers.math_dapo:SCORER"
+_CODE = "verl.rewards.scorers.code:SCORER"
+
+SCORERS = Registry(
+    "built-in scorer",
+    {
+        "openai/gsm8k": _GSM8K,
+        "lighteval/MATH": _MATH,
+        "DigitalLearningGmbH/MATH-lighteval": _MATH,
+        "HuggingFaceH4/MATH-500": _MATH,
+        "math_dapo": _DAPO,
+        "math": _DAPO,
+        "math_dapo_reasoning": _DAPO,
+        "aime*": _DAPO,
+        "numina_*": _MATH,
+        "hiyouga/geometry3k": _MATH,
+        "codecontests": _CODE,
+        "apps": _CODE,
+        "codeforces": _CODE,
+        "taco": _CODE,
+        "searchR1_*": "verl.rewards.scorers.exact_match:SCORER",
+        "reasoning_gym/*": "verl.rewards.scorers.reasoning_gym:SCORER",
+    },
+)
+
+
+def find_scorer(data_source: str) -> Scorer | None:
+    """The built-in scorer of a data_source, or None."""
+    if data_source in SCORERS:
+        return SCORERS.get(data_source)  # type: ignore[no-any-return]
+    for row in SCORERS:
+        if row.endswith("*") and data_source.startswith(row[:-1]):
+            return SCORERS.get(row)  # type: ignore[no-any-return]
+    return None
+
+
+def route(data_source: str) -> Scorer:
+    """The built-in scorer of a data_source. Raises RewardError listing those there are."""
+    scorer = find_scorer(data_source)
+    if scorer is None:
+        hint = nearest(data_source, SCORERS) or f"; there are {', '.join(SCORERS)}."
+        raise RewardError(
+            f"There is no built-in scorer for data_source {data_source!r}{hint} Set custom_reward_function.path to a "
+            "file with a compute_score function of your own."
+        )
+    return scorer
+
+
+def warm(data_sources: Iterable[str]) -> None:
+    """Import what these data sources' scorers need. Raises RewardError for a data_source without a scorer."""
+    for scorer in {route(d) for d in data_sources}:
+        scorer.warm()
+
+
+def default_compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict[str, Any] | None = None,
+    sandbox_fusion_url: str | None = None,
+    **kwargs: Any,
+) -> float | dict[str, Any]:
+    """Score a reply with the scorer of its data_source; `kwargs` go to that scorer (gsm8k: method, format_score,
+    score).
+
+    Raises RewardError for a data_source without a scorer, and for those that run code: `sandbox_fusion_url` is
+    accepted, but there is no client for it in this version.
+    """
+    return route(data_source).compute_score(  # type: ignore[no-any-return]
+        data_source=data_source,
+        solution_str=solution_str,
+        ground_truth=ground_truth,
+        extra_info=extra_info or {},
+        **kwargs,
+    )
+
+
+def default_compute_scores(
+    data_sources: list[str],
+    solution_strs: list[str],
+    ground_truths: list[Any],
+    extra_infos: list[dict[str, Any]],
+    **kwargs: Any,
+) -> list[float | dict[str, Any]]:
+    """default_compute_score over a batch, for the manager `batch` without a function of the user's."""
+    rows = zip(data_sources, solution_strs, ground_truths, extra_infos, strict=True)
+    return [default_compute_score(*row, **kwargs) for row in rows]

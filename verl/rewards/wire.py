@@ -1,0 +1,97 @@
+"""How parent and reward worker talk: JSON messages behind a 4-byte length, over a socket that is not stdout."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import time
+from typing import Any
+
+from verl.errors import RewardError
+
+_HEADER = struct.Struct(">I")
+MAX_MESSAGE_BYTES = 256 << 20
+
+
+class ChannelClosed(Exception):
+    """The other side is gone."""
+
+
+class ChannelCorrupt(Exception):
+    """What was read is not a message: somebody else wrote to the channel."""
+
+
+def to_jsonable(value: Any) -> Any:
+    """The plain form of what JSON does not know: numpy arrays and scalars (anything with `tolist`), tuples and sets
+    of them.
+
+    Raises RewardError for bytes and for objects without a plain form; such values belong in a file whose path is
+    passed.
+    """
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, (set, frozenset)):
+        return sorted(value)
+    raise RewardError(
+        f"A value of type {type(value).__name__} cannot be handed to a reward function: ground_truth and extra_info "
+        "may hold text, numbers, lists and dicts; for binary data put a path there."
+    )
+
+
+def encode(message: dict[str, Any]) -> bytes:
+    """JSON bytes of a message; numpy values become plain. Keys of dicts become text. Raises RewardError
+    (to_jsonable)."""
+    try:
+        return json.dumps(message, default=to_jsonable, separators=(",", ":")).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RewardError(f"ground_truth or extra_info cannot be written as JSON: {error}.") from error
+
+
+def send(channel: socket.socket, payload: bytes) -> None:
+    """Write one message. Raises ChannelClosed when the other side is gone, TimeoutError past the channel's timeout."""
+    try:
+        channel.sendall(_HEADER.pack(len(payload)) + payload)
+    except TimeoutError:
+        raise
+    except OSError as error:
+        raise ChannelClosed from error
+
+
+def receive(channel: socket.socket, timeout_s: float | None = None) -> dict[str, Any]:
+    """Read one message, waiting at most `timeout_s` in all (None: for ever; the worker waits for its parent).
+
+    Raises TimeoutError, ChannelClosed, or ChannelCorrupt.
+    """
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    (length,) = _HEADER.unpack(_read(channel, _HEADER.size, deadline))
+    if length > MAX_MESSAGE_BYTES:
+        raise ChannelCorrupt
+    try:
+        message = json.loads(_read(channel, length, deadline))
+    except (ValueError, RecursionError) as error:
+        raise ChannelCorrupt from error
+    if not isinstance(message, dict):
+        raise ChannelCorrupt
+    return message
+
+
+def _read(channel: socket.socket, length: int, deadline: float | None) -> bytes:
+    chunks, missing = [], length
+    while missing:
+        if deadline is not None:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError
+            channel.settimeout(left_s)
+        try:
+            chunk = channel.recv(min(missing, 1 << 20))
+        except TimeoutError:
+            raise
+        except OSError as error:
+            raise ChannelClosed from error
+        if not chunk:
+            raise ChannelClosed
+        chunks.append(chunk)
+        missing -= len(chunk)
+    return b"".join(chunks)

@@ -1,0 +1,260 @@
+"""The native rollout engine: continuous batching over the training module itself, on whatever device it lies.
+
+Every step is one forward of the unpatched module over [all running samples' newest tokens | pieces of new prompts]; the
+layout (layout.py) stores keys and values and says who sees whom. A prompt is computed once for its n samples. A sample that
+ends frees its row at once, and the next one takes it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl.data_proto.samples import Completion, PromptRequest, SamplingParams
+from verl.errors import NumericsError
+from verl.rollout.api import OnFinish
+from verl.rollout.cache import SlotStore
+from verl.rollout.layout import Members, Piece, StepLayout
+from verl.rollout.random import sample_keys, uniforms_at
+from verl.rollout.requests import borrowed, check_requests, vocab_size
+from verl.rollout.sampling import sample
+from verl.rollout.schedule import Group, Rows, Schedule
+from verl.rollout.stopping import StopRules
+
+
+class NativeRollout:
+    """See RolloutEngine. `module` is a Hugging Face causal language model built with attn_implementation="verl".
+
+    Reads from `config`: max_num_seqs (rows), max_num_batched_tokens (tokens of one forward while prompts are computed) and
+    max_model_len. Samples do not depend on them, but for the rounding of matrix products of other shapes.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        tokenizer: Any,
+        config: Any,
+        *,
+        eos_token_ids: Sequence[int],
+        pad_token_id: int | None = None,
+    ):
+        del pad_token_id  # nothing is padded
+        self.module = module
+        self.tokenizer = tokenizer
+        self.config = config
+        self.eos_token_ids = tuple(eos_token_ids)
+        self.weight_version = 0
+        self.own = SlotStore()
+        self.prefix = SlotStore()
+        self._stats: dict[str, Any] = {}
+
+    def generate(
+        self, prompts: Sequence[PromptRequest], params: SamplingParams, *, step: int, on_finish: OnFinish | None = None
+    ) -> list[Completion]:
+        """See RolloutEngine. Raises NumericsError when a sampled log-prob is not finite."""
+        check_requests(prompts, params, self.module, self.config.max_model_len)
+        with borrowed(self.module):
+            run = _Run(self, prompts, params, step, on_finish)
+            try:
+                return run.finish()
+            except BaseException:
+                self.release()  # what it holds may not be finite
+                raise
+            finally:
+                self._stats = run.stats()
+
+    def publish(self, version: int) -> None:
+        """See RolloutEngine. Keys and values never outlive the `generate` that made them, so only the number changes."""
+        self.weight_version = version
+
+    def release(self) -> None:
+        """Free the memory of both stores."""
+        self.own.clear()
+        self.prefix.clear()
+
+    def stats(self) -> dict[str, Any]:
+        """See RolloutEngine."""
+        return dict(self._stats)
+
+
+class _Run:
+    """One `generate`: admits samples, runs forwards, draws tokens, hands out completions."""
+
+    def __init__(
+        self,
+        engine: NativeRollout,
+        prompts: Sequence[PromptRequest],
+        params: SamplingParams,
+        step: int,
+        on_finish: OnFinish | None,
+    ):
+        self.engine, self.params, self.step, self.on_finish = engine, params, step, on_finish
+        self.own, self.prefix = engine.own, engine.prefix
+        self.device = next(engine.module.parameters()).device
+        self.schedule = Schedule(prompts, params.n)
+        self.rows = Rows(min(engine.config.max_num_seqs, params.n * len(prompts)), params.max_new_tokens)
+        self.stop = StopRules(params, engine.eos_token_ids, vocab_size(engine.module), engine.tokenizer)
+        self.shared = params.n > 1  # else a prompt moves into its only sample's slot, and attention has one part
+        self.longest_prompt = max((len(p.token_ids) for p in prompts), default=0)
+        self.own_limit = params.max_new_tokens + (0 if self.shared else self.longest_prompt)
+        self.members: Members | None = None
+        self.completions: list[Completion | None] = [None] * (params.n * len(prompts))
+        self.started_at = time.perf_counter()
+        self.figures = {
+            "num_prompt_tokens": sum(len(p.token_ids) for p in prompts),
+            "num_prompt_tokens_computed": 0,
+            "num_generated_tokens": 0,
+            "num_decode_steps": 0,
+            "max_running": 0,
+            "kv_cache_bytes": 0,
+        }
+
+    def finish(self) -> list[Completion]:
+        """Run until every sample has ended."""
+        while self.schedule.pending or self.rows.num_running:
+            self._admit()
+            budget = max(self.engine.config.max_num_batched_tokens - self.rows.num_running, 0)
+            if self.rows.num_running == 0:
+                budget = max(budget, 1)
+            pieces = self.schedule.take_pieces(self.rows.num_free, budget)
+            if pieces or self.rows.num_running:
+                self._forward(pieces)
+        return [c for c in self.completions if c is not None]
+
+    def stats(self) -> dict[str, Any]:
+        return {**self.figures, "seconds": time.perf_counter() - self.started_at}
+
+    # -- samples start and end
+
+    def _admit(self) -> None:
+        """Start samples whose prompt is computed, as many as rows are free; draw their first tokens."""
+        while self.schedule.ready and self.rows.num_free:
+            started = self.schedule.start(self.rows.num_free)
+            logits = torch.stack([g.logits for g, _ in started if g.logits is not None])
+            placed = self._place(started)
+            for group, _ in started:
+                if group.num_started == self.params.n:
+                    group.logits = None
+            self._draw(placed, logits)
+        moves = self.rows.close_holes()
+        if moves:
+            sources, targets = [s for s, _ in moves], [t for _, t in moves]
+            self.own.move(sources, targets, int(self.rows.own_lengths()[targets].max()))
+            self.members = None
+
+    def _place(self, started: list[tuple[Group, int]]) -> np.ndarray:
+        ordinals = torch.tensor([g.request.ordinal for g, _ in started])
+        keys = sample_keys(self.params.seed, self.step, ordinals, torch.tensor([s for _, s in started])).tolist()
+        if not self.shared:
+            self.own.reserve(self.rows.num_rows, max(g.num_tokens for g, _ in started) + 1, self.own_limit)
+        placed = []
+        for (group, number), key in zip(started, keys, strict=True):
+            row = self.rows.place(group, number, key, 0 if self.shared else group.num_tokens)
+            if not self.shared:
+                self.own.copy_from(self.prefix, group.slot, row, group.num_tokens)
+                self._leave_prefix(group)
+            placed.append(row)
+        self.members = None
+        self.figures["max_running"] = max(self.figures["max_running"], self.rows.num_running)
+        return np.array(placed)
+
+    def _leave_prefix(self, group: Group) -> None:
+        last_slot = len(self.schedule.by_slot) - 1
+        moved = self.schedule.leave_slot(group)
+        if moved is not None:
+            self.prefix.move([last_slot], [moved.slot], moved.num_computed)
+
+    def _end(self, row: int, stopped: bool) -> None:
+        """Turn a row into a Completion and free it."""
+        group, length, number = self.rows.groups[row], int(self.rows.length[row]), int(self.rows.sample[row])
+        assert group is not None
+        log_probs = self.rows.log_probs[row, :length]
+        if not np.isfinite(log_probs).all():
+            raise NumericsError(
+                f"Sample {number} of prompt {group.request.ordinal} has a log-probability that is not finite: the logits "
+                f"of weight version {self.engine.weight_version} overflow or are NaN. Go back to an earlier checkpoint."
+            )
+        completion = Completion(
+            ordinal=group.request.ordinal,
+            sample=number,
+            token_ids=self.rows.tokens[row, :length].tolist(),
+            log_probs=log_probs.tolist(),
+            finish_reason=StopRules.reason(stopped),
+            weight_version=self.engine.weight_version,
+        )
+        self.completions[group.index * self.params.n + number] = completion
+        self.figures["num_generated_tokens"] += length
+        self.rows.remove(row)
+        self.members = None
+        group.num_ended += 1
+        if self.shared and group.num_ended == self.params.n:
+            self._leave_prefix(group)
+        if self.on_finish is not None:
+            self.on_finish(completion)
+
+    # -- tokens
+
+    def _forward(self, pieces: list[tuple[Group, Piece]]) -> None:
+        """Compute the running rows and `pieces`; draw the rows' next tokens, keep the logits of completed prompts."""
+        num_rows = self.rows.end
+        own_lengths, positions = self.rows.own_lengths(), self.rows.positions()
+        self._reserve(own_lengths)
+        if self.shared and num_rows and self.members is None:
+            lengths = np.array([g.num_tokens for g in self.schedule.by_slot])
+            slots = np.array([g.slot for g in self.rows.groups[:num_rows] if g is not None])
+            self.members = Members(slots, lengths, self.device)
+        layout = StepLayout(
+            self.own, self.prefix, own_lengths, positions, self.members, [p for _, p in pieces], self.device
+        )
+        ids = [self.rows.newest(), *(np.array(g.request.token_ids[p.start : p.end]) for g, p in pieces)]
+        places = [positions, *(np.arange(p.start, p.end) for _, p in pieces)]
+        ends = np.cumsum([num_rows, *(p.end - p.start for _, p in pieces)])[1:] - 1
+        completed = [(g, e) for (g, p), e in zip(pieces, ends, strict=True) if p.end == g.num_tokens]
+        logits = self._logits(ids, places, [e for _, e in completed], layout)
+        for (group, _), row in zip(completed, logits[num_rows:], strict=True):
+            group.logits = row
+        self.figures["num_prompt_tokens_computed"] += sum(p.end - p.start for _, p in pieces)
+        if num_rows:
+            self.figures["num_decode_steps"] += 1
+            self._draw(np.arange(num_rows), logits[:num_rows])
+
+    def _reserve(self, own_lengths: np.ndarray) -> None:
+        if len(own_lengths):
+            self.own.reserve(self.rows.num_rows, int(own_lengths.max()) + 1, self.own_limit)
+        self.prefix.reserve(len(self.schedule.by_slot), self.longest_prompt, self.longest_prompt)
+        self.figures["kv_cache_bytes"] = max(self.figures["kv_cache_bytes"], self.own.num_bytes + self.prefix.num_bytes)
+
+    def _logits(
+        self, ids: list[np.ndarray], places: list[np.ndarray], completed: list[int], layout: StepLayout
+    ) -> torch.Tensor:
+        """[rows + completed, vocab]: the model's own logits of the decode rows and of the tokens at `completed`."""
+        keep: Any = 0
+        if len(ids) > 1:
+            keep = torch.tensor([*range(len(ids[0])), *completed], dtype=torch.int64, device=self.device)
+        logits: torch.Tensor = self.engine.module(
+            input_ids=torch.from_numpy(np.concatenate(ids))[None].to(self.device),
+            position_ids=torch.from_numpy(np.concatenate(places))[None].to(self.device),
+            layout=layout,
+            use_cache=False,
+            logits_to_keep=keep,
+        ).logits
+        return logits[0]
+
+    def _draw(self, rows: np.ndarray, logits: torch.Tensor) -> None:
+        """Draw the next token of `rows` from `logits` [rows, vocab]; end the rows that are finished."""
+        keys = torch.from_numpy(self.rows.key[rows]).to(self.device)
+        u = uniforms_at(keys, torch.from_numpy(self.rows.length[rows]).to(self.device))
+        tokens, log_probs = sample(logits, self.params, u)
+        drawn = tokens.cpu().numpy()
+        self.rows.record(rows, drawn, log_probs.cpu().numpy())
+        stopped, finished = self.stop.finished(drawn, self.rows.length[rows])
+        if self.stop.has_strings:
+            by_string = [self.stop.ends_string(self.rows.tokens[r, : self.rows.length[r]]) for r in rows]
+            stopped |= np.array(by_string)
+            finished |= stopped
+        for i in np.flatnonzero(finished).tolist():
+            self._end(int(rows[i]), bool(stopped[i]))

@@ -1,0 +1,85 @@
+"""From logits to tokens: one pass, one uniform number per row.
+
+A token is drawn by inverting the cumulative distribution over token ids in vocabulary order. Top-k, top-p and min-p are one
+threshold on the probability: tokens at or above it stay, so ties stay together and no rule depends on a sort's order.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from verl.data_proto.samples import SamplingParams
+
+_CHUNK = 256  # tokens per partial sum; the draw finds the chunk first, then the token in it
+_TOP_P_CANDIDATES = 512  # a sort of the whole vocabulary costs ten times as much and is seldom needed
+
+
+def sample(logits: torch.Tensor, params: SamplingParams, u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw one token per row of `logits` [rows, vocab] with the uniforms `u` (float64 [rows], unread when greedy).
+
+    Returns tokens (int64 [rows]) and their log-probs (float32 [rows]) under softmax(logits / temperature) before top-k,
+    top-p and min-p; greedy takes the argmax and temperature 1. The filters act in this order: top-k, then top-p on what
+    top-k left (renormalised), then min-p relative to the likeliest token. `logits` is left as it was.
+    """
+    logits = logits.float()
+    if params.temperature == 0:
+        tokens = logits.argmax(-1)
+        return tokens, _pick(logits, tokens) - logits.logsumexp(-1)
+    if params.temperature != 1:
+        logits = logits / params.temperature
+    probs = torch.softmax(logits, -1)
+    threshold = keep_threshold(probs, params)
+    kept = probs if threshold is None else probs.masked_fill(probs < threshold, 0)
+    tokens = draw(kept, u)
+    return tokens, _pick(probs, tokens).log()
+
+
+def keep_threshold(probs: torch.Tensor, params: SamplingParams) -> torch.Tensor | None:
+    """The least probability that may be drawn, [rows, 1], or None when nothing is cut off."""
+    vocab = probs.shape[-1]
+    thresholds = []
+    top_k = params.top_k if 0 < params.top_k < vocab else 0
+    if top_k:
+        thresholds.append(probs.topk(top_k, -1).values[:, -1:])
+    if params.top_p < 1:
+        allowed = probs if not top_k else probs.masked_fill(probs < thresholds[0], 0)
+        thresholds.append(_top_p_threshold(allowed, params.top_p))
+    if params.min_p > 0:
+        thresholds.append(params.min_p * probs.amax(-1, keepdim=True))
+    return torch.cat(thresholds, -1).amax(-1, keepdim=True) if thresholds else None
+
+
+def _top_p_threshold(probs: torch.Tensor, top_p: float) -> torch.Tensor:
+    """Probability of the last token of the smallest set, likeliest first, that holds `top_p` of the mass; [rows, 1]."""
+    vocab = probs.shape[-1]
+    needed = top_p * probs.sum(-1, keepdim=True).double()
+    count = min(vocab, _TOP_P_CANDIDATES)
+    ranked = probs.topk(count, -1).values
+    before = ranked.double().cumsum(-1)
+    if count < vocab and bool((before[:, -1:] < needed).any()):
+        ranked = probs.sort(-1, descending=True).values
+        before = ranked.double().cumsum(-1)
+    num_kept = (before < needed).sum(-1, keepdim=True).clamp_(max=ranked.shape[-1] - 1)
+    return ranked.gather(-1, num_kept)
+
+
+def draw(weights: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    """The token t (int64 [rows]) with cdf(t-1) <= u < cdf(t), where cdf sums `weights` [rows, vocab] (not negative, not
+    all zero, any scale) in vocabulary order; `u` is float64 [rows] in (0, 1). Never a token of weight 0."""
+    rows, vocab = weights.shape
+    padded = weights if vocab % _CHUNK == 0 else F.pad(weights, (0, -vocab % _CHUNK))
+    chunks = padded.view(rows, -1, _CHUNK)
+    cdf = chunks.sum(-1).double().cumsum(-1)
+    target = (u[:, None] * cdf[:, -1:]).contiguous()
+    chunk = torch.searchsorted(cdf, target, right=True).clamp_(max=cdf.shape[-1] - 1)
+    before = torch.where(chunk > 0, cdf.gather(-1, (chunk - 1).clamp_(min=0)), 0.0)
+    inside = chunks[torch.arange(rows, device=weights.device), chunk.squeeze(-1)].double().cumsum(-1)
+    # The partial sums were taken in float32: u may point a rounding beyond the chunk, then its last token is meant.
+    rest = torch.minimum(target - before, inside[:, -1:] * (1 - 2.0**-50)).contiguous()
+    within = torch.searchsorted(inside, rest, right=True).clamp_(max=_CHUNK - 1)
+    return (chunk * _CHUNK + within).squeeze(-1).clamp_(max=vocab - 1)
+
+
+def _pick(values: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    return values.gather(-1, tokens[:, None]).squeeze(-1)

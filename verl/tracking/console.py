@@ -1,0 +1,214 @@
+"""What a run shows on the terminal: header, a live bar, a line per step, the closing table. Plain lines for a file."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+from rich import box
+from rich.console import Console as RichConsole
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from verl.tracking.logs import add_handler, log_level, remove_handler, terminal_handler
+from verl.tracking.summary import Summary
+
+_NUM_RECENT = 20  # steps whose median tells how long the rest will take
+
+# shown per step where measured: metric -> (name, format)
+_SHOWN = {
+    "critic/score/mean": ("reward", "{:.3f}"),
+    "response_length/mean": ("length", "{:.1f}"),
+    "actor/entropy": ("entropy", "{:.3f}"),
+    "actor/kl_loss": ("kl", "{:.2g}"),
+    "actor/grad_norm": ("grad", "{:.2f}"),
+    "critic/vf_explained_var": ("explained", "{:.2f}"),
+    "perf/throughput": ("tokens_per_s", "{:.0f}"),
+    "perf/time_per_step": ("seconds", "{:.1f}"),
+}
+
+
+class Console:
+    """While entered, log records go through it, so that they do not tear the live bar. `steps=False` leaves out the lines
+    and the bar of the steps; `rich_console` is where to write (default: standard output)."""
+
+    def __init__(self, *, steps: bool = True, rich_console: RichConsole | None = None):
+        self.rich = rich_console or RichConsole()
+        self.steps = steps
+        self._progress: Progress | None = None
+        self._task: Any = None
+        self._handler: Any = None
+        self._total = 0
+        self._recent: deque[float] = deque(maxlen=_NUM_RECENT)
+        self._last_end = time.monotonic()
+
+    def __enter__(self) -> Console:
+        handler = terminal_handler(self.rich)
+        handler.setLevel(log_level())
+        self._handler = add_handler(handler)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop_bar()
+        if self._handler is not None:
+            remove_handler(self._handler)
+            self._handler = None
+
+    def header(self, facts: Mapping[str, Any]) -> None:
+        """The facts of the run; the list under `notices`, one sentence each, comes below them."""
+        facts = dict(facts)
+        notices = [str(notice) for notice in facts.pop("notices", None) or []]
+        if not self.rich.is_terminal:
+            self._lines([*(f"{name}: {_fact(value)}" for name, value in facts.items()), *(f"notice: {n}" for n in notices)])
+            return
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="dim", justify="right", no_wrap=True)
+        table.add_column(overflow="fold")
+        for name, value in facts.items():
+            table.add_row(name, Text(_fact(value)))
+        parts: list[RenderableType] = [table]
+        if notices:
+            parts.append(Text("\n".join(["", *(f"• {notice}" for notice in notices)]), style="yellow"))
+        self.rich.print(Panel(Group(*parts), title="[bold]verl", title_align="left", border_style="cyan", box=box.ROUNDED))
+
+    def begin(self, done: int, total: int) -> None:
+        """Training begins after step `done` of `total`."""
+        self._total = total
+        self._last_end = time.monotonic()
+        if not (self.steps and self.rich.is_terminal and done < total):
+            return
+        self._progress = Progress(
+            SpinnerColumn(), TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=24),
+            TextColumn("{task.fields[phase]}", style="cyan"), TextColumn("{task.fields[figures]}"),
+            console=self.rich, transient=True,
+        )  # fmt: skip
+        self._task = self._progress.add_task("", total=total, completed=done, phase="starting", figures="")
+        self._progress.start()
+
+    def phase(self, name: str) -> None:
+        """The phase that has begun, beside the bar."""
+        if self._progress is not None:
+            self._progress.update(self._task, phase=name)
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One line for a finished step, and the bar moves on."""
+        # wall time between steps, so that validations and checkpoints count in what is left
+        now = time.monotonic()
+        self._recent.append(now - self._last_end)
+        self._last_end = now
+        if not self.steps:
+            return
+        left = _duration(statistics.mean(self._recent) * (self._total - step))
+        shown = [(short, form.format(metrics[name])) for name, (short, form) in _SHOWN.items() if metrics.get(name) is not None]
+        if not self.rich.is_terminal:
+            self._lines([" ".join([f"step={step}/{self._total}", *(f"{n}={v}" for n, v in shown), f"left={left}"])])
+            return
+        self.rich.print(_step_line(step, self._total, shown))
+        if self._progress is not None:
+            figures = dict(shown)
+            bits = [f"reward {figures['reward']}"] if "reward" in figures else []
+            bits += [f"{figures['tokens_per_s']} tok/s"] if "tokens_per_s" in figures else []
+            self._progress.update(self._task, completed=step, figures=" · ".join([*bits, f"{left} left"]))
+
+    def validation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Held-out reward after `step` (0: before training), and the core metrics of each data source."""
+        if not metrics:
+            return
+        heads = {"val/reward": "reward", "val/greedy": "greedy"}
+        found = [(label, f"{metrics[name]:.3f}") for name, label in heads.items() if metrics.get(name) is not None]
+        core = [(name.removeprefix("val-core/"), f"{v:.3f}") for name, v in metrics.items() if name.startswith("val-core/")]
+        if not self.rich.is_terminal:
+            self._lines([" ".join([f"validation step={step}", *(f"{n}={v}" for n, v in [*found, *core])])])
+            return
+        line = Text(f"validation after step {step}" if step else "validation before training", style="bold magenta")
+        for label, value in found:
+            line.append(f"  {label} ", style="not bold dim").append(value, style="bold")
+        self.rich.print(line)
+        for name, value in core:
+            self.rich.print(Text(f"  {name} ", style="dim").append(value, style="not dim"))
+
+    def final(self, summary: Summary) -> None:
+        """The closing table: before and after, and how long it took."""
+        self._stop_bar()
+        rows = [
+            ("held-out reward, sampled", summary.reward_before, summary.reward_after),
+            ("held-out reward, greedy", summary.greedy_before, summary.greedy_after),
+        ]
+        rows = [row for row in rows if row[1] is not None or row[2] is not None]
+        took = f"{summary.steps} steps in {_duration(summary.seconds)}"
+        if summary.tokens_per_s:
+            took += f", {summary.tokens_per_s:,.0f} tokens/s"
+        if not self.rich.is_terminal:
+            lines = [f"{label}: {_value(before)} -> {_value(after)}" for label, before, after in rows]
+            self._lines([*lines, f"{took} on {summary.device}"])
+            return
+        table = Table(box=box.ROUNDED, border_style="cyan", title="[bold]Result", title_justify="left")
+        for name in ("", "before", "after", "change"):
+            table.add_column(name, justify="right" if name else "left")
+        for label, before, after in rows:
+            table.add_row(label, _value(before), Text(_value(after), style="bold"), _change(before, after))
+        for name, seconds in sorted(summary.phase_seconds.items(), key=lambda item: -item[1])[:5]:
+            table.add_row(Text(f"time in {name}", style="dim"), "", Text(_duration(seconds), style="dim"), "")
+        table.caption = f"{took} on {summary.device}"
+        self.rich.print(table)
+
+    def error(self, message: str) -> None:
+        """A failure in its own frame, below everything else."""
+        self._stop_bar()
+        if self.rich.is_terminal:
+            self.rich.print(Panel(Text(message), title="[bold]error", title_align="left", border_style="red"))
+        else:
+            self._lines([f"error: {message}"])
+
+    def _lines(self, lines: list[str]) -> None:
+        for line in lines:
+            self.rich.print(line, soft_wrap=True, markup=False, highlight=False)
+
+    def _stop_bar(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+
+def _step_line(step: int, total: int, shown: list[tuple[str, str]]) -> Text:
+    units = {"tokens_per_s": " tok/s", "seconds": " s"}
+    line = Text(f"{step:>{len(str(total))}}/{total}", style="bold")
+    for name, value in shown:
+        if name in units:
+            line.append(f"  {value}{units[name]}", style="not bold")
+        else:
+            line.append(f"  {name} ", style="not bold dim").append(value, style="bold green" if name == "reward" else "not bold")
+    return line
+
+
+def _fact(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
+def _value(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def _change(before: float | None, after: float | None) -> Text:
+    if before is None or after is None:
+        return Text("-")
+    return Text(f"{after - before:+.3f}", style="green" if after >= before else "red")
+
+
+def _duration(seconds: float) -> str:
+    """45 s, 3 min 20 s, 2 h 05 min."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"

@@ -1,0 +1,70 @@
+"""Files of a run that survive a kill at any moment: rows are appended whole, documents are replaced in one step."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+
+def json_text(value: Any, indent: int | None = None) -> str:
+    """`value` as strict JSON: NaN and infinities become null, numpy and torch values plain ones, anything else text."""
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, indent=indent, default=_plain)
+    except ValueError:
+        return json.dumps(_finite(value), ensure_ascii=False, allow_nan=False, indent=indent)
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "tolist"):  # numpy and torch, scalars and arrays
+        return value.tolist()
+    return list(value) if isinstance(value, set | frozenset) else str(value)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(k): _finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return value if value is None or isinstance(value, str | int) else _finite(_plain(value))
+
+
+def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Add one line per row, on disk when this returns: a checkpoint that is saved later never knows more steps than the
+    rows do."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write("".join(json_text(row) + "\n" for row in rows))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a file of `append_rows`; none when it is missing. A line that a kill cut short is left out."""
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(row, dict):
+                yield row
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace `path` in one step; a reader sees the old document or the new one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,53 @@
+"""A batch as readable rows: one dict per sample, with everything that is known about it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from verl.data_proto.proto import DataProto
+
+# object and per-row columns that a row copies under the same name, where the batch has them
+_COPIED = ("uid", "data_source", "finish_reason", "reward_parts", "reward_error", "ordinal", "sample_index", "weight_version")
+# per-token columns, cut to the response: row name -> column name
+_PER_TOKEN = {
+    "log_probs": "rollout_log_probs",
+    "old_log_probs": "old_log_probs",
+    "advantages": "advantages",
+}
+
+
+def sample_rows(batch: DataProto, tokenizer: Any) -> list[dict[str, Any]]:
+    """One dict per row of `batch`: prompt and response as text and token ids, log-probs per response token, score, reward
+    parts, weight version, finish reason, and whatever else of the column table is there. The response text is what
+    the scorer saw (without special tokens)."""
+    tensors, objects = batch.batch, batch.non_tensor_batch
+    attention = tensors["attention_mask"].bool()
+    width = tensors["responses"].shape[1]
+    lengths = attention[:, attention.shape[1] - width :].sum(dim=1).tolist()
+    prompt_masks = attention[:, : attention.shape[1] - width]
+    prompt_ids = [ids[mask].tolist() for ids, mask in zip(tensors["prompts"], prompt_masks, strict=True)]
+    response_ids = [ids[:n].tolist() for ids, n in zip(tensors["responses"], lengths, strict=True)]
+    prompts = tokenizer.batch_decode(prompt_ids, skip_special_tokens=False)
+    responses = tokenizer.batch_decode(response_ids, skip_special_tokens=True)
+    copied = {name: _column(batch, name) for name in _COPIED}
+    per_token = {name: tensors[column].tolist() for name, column in _PER_TOKEN.items() if column in tensors.keys()}
+    scores = tensors["token_level_scores"].sum(dim=1).tolist() if "token_level_scores" in tensors.keys() else None
+    rows = []
+    for i, length in enumerate(lengths):
+        row = {name: values[i] for name, values in copied.items() if values is not None}
+        row |= {"prompt": prompts[i], "response": responses[i]}
+        if "reward_model" in objects:
+            row["ground_truth"] = (objects["reward_model"][i] or {}).get("ground_truth")
+        if scores is not None:
+            row["score"] = scores[i]
+        row |= {"prompt_ids": prompt_ids[i], "response_ids": response_ids[i]}
+        row |= {name: values[i][:length] for name, values in per_token.items()}
+        rows.append(row)
+    return rows
+
+
+def _column(batch: DataProto, name: str) -> list[Any] | None:
+    if name in batch.non_tensor_batch:
+        return list(batch.non_tensor_batch[name])
+    return batch.batch[name].tolist() if name in batch.batch.keys() else None

@@ -1,0 +1,99 @@
+"""The folder of one run: where everything lies, and that nothing in it is lost, torn or twice.
+
+    config.yaml  metrics.jsonl  samples/{train,val}/step_000012.jsonl  spans.jsonl  logs/  summary.json
+    learning_curve.png  global_step_N/ (see verl.checkpoint)
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+from pathlib import Path
+from types import TracebackType
+
+from verl.errors import CheckpointError, ConfigError
+from verl.tracking.files import json_text, read_rows, write_atomically
+from verl.tracking.lock import FolderLock
+from verl.tracking.logs import add_log_file, remove_handler
+
+log = logging.getLogger(__name__)
+
+_SAMPLE_FILE = re.compile(r"step_(\d+)\.jsonl")
+
+
+class RunFolder:
+    """While entered the folder belongs to this process, and its log goes to logs/rank_0.log."""
+
+    def __init__(self, root: str | Path):
+        self.root = Path(root).expanduser()
+        self.metrics = self.root / "metrics.jsonl"
+        self.samples = self.root / "samples"
+        self.spans = self.root / "spans.jsonl"
+        self.logs = self.root / "logs"
+        self.summary = self.root / "summary.json"
+        self.learning_curve = self.root / "learning_curve.png"
+        self._lock = FolderLock(self.root)
+        self._log_handler: logging.Handler | None = None
+
+    def __enter__(self) -> RunFolder:
+        """Raises ConfigError when the folder cannot be written or another run is in it."""
+        try:
+            self.samples.mkdir(parents=True, exist_ok=True)
+            self.logs.mkdir(exist_ok=True)
+            self._lock.acquire()
+        except OSError as error:
+            raise ConfigError(
+                f"The run folder {self.root} cannot be written ({error.strerror or error}). "
+                "Set trainer.default_local_dir to a folder that can."
+            ) from error
+        self._log_handler = add_log_file(self.logs, rank=0)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._log_handler is not None:
+            remove_handler(self._log_handler)
+            self._log_handler = None
+        self._lock.release()
+
+    def sample_file(self, split: str, step: int) -> Path:
+        """samples/{split}/step_000012.jsonl."""
+        return self.samples / split / f"step_{step:06d}.jsonl"
+
+    def require_free_gb(self, wanted_gb: float) -> None:
+        """Raises CheckpointError when the disk of the folder has less than `wanted_gb` (10^9 bytes) free."""
+        free_gb = shutil.disk_usage(self.root).free / 1e9
+        if free_gb < wanted_gb:
+            raise CheckpointError(
+                f"The disk of {self.root} has {free_gb:.1f} GB free, less than trainer.min_free_disk_gb={wanted_gb:g}. "
+                "Free some space, or set trainer.default_local_dir to another disk."
+            )
+
+    def truncate_after(self, step: int) -> int:
+        """Forget what was written after `step`, because those steps are taken again; returns the number of metrics rows
+        removed. A run that starts from nothing (0) also validates again, so then not even the rows of step 0 stay."""
+        keep = step if step > 0 else -1
+        removed = self._truncate_rows(self.metrics, keep)
+        self._truncate_rows(self.spans, keep)
+        files = [f for f in self.samples.glob("*/step_*.jsonl") if _step_of(f) > keep]
+        for file in files:
+            file.unlink()
+        if removed or files:
+            log.info("Removed %d metrics rows and %d sample files written after step %d.", removed, len(files), step)
+        return removed
+
+    def _truncate_rows(self, path: Path, keep: int) -> int:
+        if not path.exists():
+            return 0
+        # a line that a kill cut short is dropped by read_rows, so the file is always rewritten
+        rows = list(read_rows(path))
+        kept = [row for row in rows if row.get("step", -1) <= keep]
+        write_atomically(path, "".join(json_text(row) + "\n" for row in kept))
+        return len(rows) - len(kept)
+
+
+def _step_of(file: Path) -> int:
+    match = _SAMPLE_FILE.fullmatch(file.name)
+    return int(match.group(1)) if match else -1

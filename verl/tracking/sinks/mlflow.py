@@ -1,0 +1,45 @@
+"""MLflow: MLFLOW_TRACKING_URI, or its own default store."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from verl.tracking.sinks.api import RunInfo, require_package
+
+
+class MlflowSink:
+    def __init__(self, info: RunInfo):
+        require_package("mlflow", "mlflow", "mlflow")
+        self.info = info
+
+    def start(self) -> None:
+        import mlflow
+
+        mlflow.set_experiment(self.info.project)
+        mlflow.start_run(run_name=self.info.experiment)
+        # values are cut at MLflow's limit and sent in its largest batch
+        params = [(_name(k), json.dumps(v, default=str)[:500]) for k, v in self.info.config.items()]
+        for start in range(0, len(params), 100):
+            mlflow.log_params(dict(params[start : start + 100]))
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        import mlflow
+
+        mlflow.log_metrics({_name(k): v for k, v in metrics.items()}, step=step)
+
+    def table(self, name: str, rows: list[dict[str, Any]], step: int) -> None:
+        import mlflow
+
+        mlflow.log_dict({"rows": json.loads(json.dumps(rows, default=str))}, f"{_name(name)}_step_{step}.json")
+
+    def close(self) -> None:
+        import mlflow
+
+        mlflow.end_run()
+
+
+def _name(name: str) -> str:
+    """MLflow allows letters, digits and a few signs; `mean@16` becomes `mean_at_16`."""
+    return re.sub(r"[^\w\-./ ]", "_", name.replace("@", "_at_"))

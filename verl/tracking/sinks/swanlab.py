@@ -1,0 +1,43 @@
+"""SwanLab: SWANLAB_API_KEY, SWANLAB_MODE and SWANLAB_LOG_DIR are its own."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from verl.tracking.sinks.api import RunInfo, require_package
+
+
+class SwanlabSink:
+    def __init__(self, info: RunInfo):
+        require_package("swanlab", "swanlab", "swanlab")
+        self.info = info
+
+    def start(self) -> None:
+        import swanlab
+
+        if os.environ.get("SWANLAB_API_KEY"):
+            swanlab.login(os.environ["SWANLAB_API_KEY"])
+        swanlab.init(
+            project=self.info.project,
+            experiment_name=self.info.experiment,
+            config=self.info.config,
+            logdir=os.environ.get("SWANLAB_LOG_DIR") or str(self.info.root / "swanlab"),
+            mode=os.environ.get("SWANLAB_MODE") or ("cloud" if os.environ.get("SWANLAB_API_KEY") else "local"),
+        )
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        import swanlab
+
+        swanlab.log(metrics, step=step)
+
+    def table(self, name: str, rows: list[dict[str, Any]], step: int) -> None:
+        import swanlab
+
+        texts = [swanlab.Text("\n\n".join(f"{k}: {v}" for k, v in row.items()), caption=f"{i}") for i, row in enumerate(rows)]
+        swanlab.log({name: texts}, step=step)
+
+    def close(self) -> None:
+        import swanlab
+
+        swanlab.finish()

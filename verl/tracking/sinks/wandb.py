@@ -1,0 +1,95 @@
+"""Weights & Biases; goes offline by itself where there is no account or no network."""
+
+from __future__ import annotations
+
+import logging
+import netrc
+import os
+import socket
+import uuid
+from pathlib import Path
+from typing import Any
+
+from verl.tracking.sinks.api import RunInfo, require_package
+
+log = logging.getLogger(__name__)
+
+_DEFAULT_HOST = "api.wandb.ai"
+_CONNECT_TIMEOUT_S = 3.0
+
+
+class WandbSink:
+    """WANDB_MODE decides when it is set; else online needs an API key (WANDB_API_KEY or ~/.netrc) and a host that
+    answers. Files go to WANDB_DIR or the run folder. A resumed run continues the same run there."""
+
+    def __init__(self, info: RunInfo):
+        require_package("wandb", "wandb", "tracking")
+        self.info = info
+        self._run: Any = None
+
+    def start(self) -> None:
+        import wandb
+
+        self._run = wandb.init(
+            project=self.info.project,
+            name=self.info.experiment,
+            config=self.info.config,
+            dir=os.environ.get("WANDB_DIR") or str(self.info.root),
+            id=_run_id(self.info.root),
+            resume="allow",
+            mode=_mode(),
+            settings=wandb.Settings(silent=True),
+        )
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        self._run.log(metrics, step=step)
+
+    def table(self, name: str, rows: list[dict[str, Any]], step: int) -> None:
+        import wandb
+
+        columns = list(rows[0]) if rows else []
+        data = [[v if isinstance(v, int | float | str) or v is None else str(v) for v in row.values()] for row in rows]
+        # `commit=False`: the metrics of the step follow and belong to the same row
+        self._run.log({name: wandb.Table(columns=columns, data=data)}, step=step, commit=False)
+
+    def close(self) -> None:
+        if self._run is not None:
+            self._run.finish()
+
+
+def _run_id(root: Path) -> str:
+    file = root / "wandb_run_id"
+    if not file.exists():
+        file.write_text(uuid.uuid4().hex[:8], encoding="utf-8")
+    return file.read_text(encoding="utf-8").strip()
+
+
+def _mode() -> Any:
+    given = os.environ.get("WANDB_MODE")
+    if given:
+        return given
+    base = os.environ.get("WANDB_BASE_URL", f"https://{_DEFAULT_HOST}")
+    host = base.split("//")[-1].split("/")[0].split(":")[0]
+    if not os.environ.get("WANDB_API_KEY") and not _has_login(host):
+        reason = "there is no API key (run `wandb login`, or set WANDB_API_KEY)"
+    elif not _answers(host, 80 if base.startswith("http://") else 443):
+        reason = f"{host} cannot be reached"
+    else:
+        return "online"
+    log.warning("wandb runs offline: %s. Upload later with `wandb sync`; WANDB_MODE overrides this.", reason)
+    return "offline"
+
+
+def _has_login(host: str) -> bool:
+    try:
+        return netrc.netrc().authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+def _answers(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=_CONNECT_TIMEOUT_S).close()
+        return True
+    except OSError:
+        return False

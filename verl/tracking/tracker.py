@@ -1,0 +1,113 @@
+"""Everything that a run writes down, to its folder and to the trackers that the user named."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from verl.tracking.files import append_rows, json_text, write_atomically
+from verl.tracking.run_folder import RunFolder
+from verl.tracking.sinks.api import RunInfo, make_sink
+from verl.tracking.sinks.file import FileSink
+from verl.tracking.sinks.guard import Guard
+from verl.tracking.summary import Summary
+
+log = logging.getLogger(__name__)
+
+_TABLE_COLUMNS = ("prompt", "response", "ground_truth", "score")
+
+
+class Tracker:
+    """Writes metrics.jsonl, samples/ and summary.json of `folder`, and hands metrics to the trackers in `logger`.
+
+    `console` is the run's Console, and `file` is metrics.jsonl unless VERL_FILE_LOGGER_PATH or VERL_FILE_LOGGER_ROOT names
+    another file. With `rollout_data_dir` and `validation_data_dir`, samples are also written there as {step}.jsonl in the
+    form of existing releases. `log_val_generations` samples of each validation go to the trackers as a table.
+
+    Raises ConfigError or MissingExtraError at once when a tracker is unknown or not installed.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        logger: Iterable[str],
+        project: str,
+        experiment: str,
+        config: dict[str, Any],
+        *,
+        rollout_data_dir: str | None = None,
+        validation_data_dir: str | None = None,
+        log_val_generations: int = 0,
+    ):
+        self.folder = folder
+        self.log_val_generations = log_val_generations
+        self._dumps = {"train": rollout_data_dir, "val": validation_data_dir}
+        info = RunInfo(folder.root, project, experiment, config)
+        names = [n for n in dict.fromkeys(logger) if n != "console" and (n != "file" or FileSink.is_redirected())]
+        sinks = [(name, make_sink(name, info)) for name in names]
+        self._guards = [Guard(name, sink) for name, sink in sinks]
+
+    def __enter__(self) -> Tracker:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def log(self, metrics: Mapping[str, Any], step: int) -> None:
+        """One row of metrics; it is on disk when this returns, and on its way to the trackers."""
+        row = {name: _number(value) for name, value in metrics.items()}
+        append_rows(self.folder.metrics, [{"step": step, "time": round(time.time(), 3), **row}])
+        for guard in self._guards:
+            guard.log(row, step)
+
+    def samples(self, split: str, step: int, rows: list[dict[str, Any]]) -> None:
+        """The samples of a step, see `sample_rows`; a second call for the same split and step replaces the first."""
+        file = self.folder.sample_file(split, step)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, "".join(json_text({"step": step, **row}) + "\n" for row in rows))
+        dump = self._dumps.get(split)
+        if dump is not None:
+            _dump(Path(dump).expanduser(), step, rows)
+        if split == "val" and self.log_val_generations > 0:
+            self.validation_table(step, rows)
+
+    def validation_table(self, step: int, rows: list[dict[str, Any]]) -> None:
+        """Some validation samples for the trackers: the same prompts at every step, drawn with a fixed seed."""
+        ordered = sorted(rows, key=lambda row: str(row.get("prompt")))
+        random.Random(42).shuffle(ordered)
+        columns = [c for c in _TABLE_COLUMNS if rows and c in rows[0]]
+        chosen = [{c: row.get(c) for c in columns} for row in ordered[: self.log_val_generations]]
+        for guard in self._guards:
+            guard.table("val/generations", chosen, step)
+
+    def finish(self, summary: Summary) -> None:
+        """Write summary.json."""
+        write_atomically(self.folder.summary, json_text(summary.to_json(), indent=2) + "\n")
+
+    def close(self) -> None:
+        """Let the trackers send what is left; each has a deadline."""
+        guards, self._guards = self._guards, []
+        for guard in guards:
+            guard.close()
+
+
+def _number(value: Any) -> float:
+    value = value.item() if hasattr(value, "item") else value
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else float(value)
+
+
+def _dump(folder: Path, step: int, rows: list[dict[str, Any]]) -> None:
+    """`folder`/{step}.jsonl as existing releases write it: input, output, gts, score, step, reward parts."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = []
+    for row in rows:
+        known = {"input": row["prompt"], "output": row["response"], "gts": row.get("ground_truth"), "score": row.get("score")}
+        lines.append(json_text({**known, "step": step, **(row.get("reward_parts") or {})}) + "\n")
+    write_atomically(folder / f"{step}.jsonl", "".join(lines))

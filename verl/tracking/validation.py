@@ -1,0 +1,140 @@
+"""Validation metrics: from n samples of each prompt to mean@n, best@k, worst@k and maj@k per data source.
+
+best@k is the expected best of k samples, estimated by drawing k of a prompt's n samples with replacement 1,000 times (so are
+worst@k, and maj@k, the value of the answer that most of the k give). The draws are those of existing releases, number for
+number: RandomState(42), started anew for each prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+NUM_DRAWS = 1000
+SEED = 42
+
+Metrics = dict[str, float]  # "mean@4", "best@2/std", ...
+
+
+def validation_metrics(
+    data_sources: Sequence[str],
+    uids: Sequence[str],
+    values: dict[str, list[float]],
+    predictions: Sequence[Any] | None = None,
+) -> dict[str, float]:
+    """`val-core/{source}/{variable}/{metric}` and `val-aux/...`, averaged over the prompts of each source.
+
+    All arguments have one entry per sample; samples of one prompt share a uid. Core are mean@n, best@n and maj@n for the
+    largest n, of the variable `acc`, or of `reward` where a source has no `acc`. `predictions` are the extracted answers
+    and give maj@k.
+    """
+    found: dict[str, float] = {}
+    for source, variables in metrics_per_source(data_sources, uids, values, predictions).items():
+        core_variable = "acc" if "acc" in variables else "reward"
+        for variable, metrics in variables.items():
+            largest = max(_count(name) for name in metrics)
+            for name, value in metrics.items():
+                core = variable == core_variable and _count(name) == largest and name.startswith(("mean", "best", "maj"))
+                found[f"{'val-core' if core else 'val-aux'}/{source}/{variable}/{name}"] = value
+    return found
+
+
+def metrics_per_source(
+    data_sources: Sequence[str],
+    uids: Sequence[str],
+    values: dict[str, list[float]],
+    predictions: Sequence[Any] | None = None,
+    seed: int = SEED,
+) -> dict[str, dict[str, Metrics]]:
+    """source -> variable -> metric -> mean over prompts. A prompt counts for a variable only if all its samples have it
+    (a NaN is a missing value)."""
+    rows_of: dict[tuple[str, str], list[int]] = {}
+    for row, key in enumerate(zip(data_sources, uids, strict=True)):
+        rows_of.setdefault(key, []).append(row)
+    blocks: dict[tuple[str, int], list[list[int]]] = {}  # prompts of a source with equally many samples, as rows
+    for (source, _), rows in rows_of.items():
+        blocks.setdefault((source, len(rows)), []).append(rows)
+    columns = {name: np.asarray(column, dtype=np.float64) for name, column in values.items()}
+    labels = None if predictions is None else _labels(predictions)
+    sums: dict[str, dict[str, dict[str, tuple[float, int]]]] = {}
+    for (source, _), rows in blocks.items():
+        for variable, column in columns.items():
+            block = column[np.asarray(rows)]
+            complete = ~np.isnan(block).any(axis=1)
+            if not complete.any():
+                continue
+            votes = None if labels is None else labels[np.asarray(rows)][complete]
+            totals = sums.setdefault(source, {}).setdefault(variable, {})
+            for name, per_prompt in _block_metrics(block[complete], votes, seed):
+                total, count = totals.get(name, (0.0, 0))
+                totals[name] = (total + float(per_prompt.sum()), count + len(per_prompt))
+    return {
+        source: {variable: {m: total / count for m, (total, count) in found.items()} for variable, found in by_name.items()}
+        for source, by_name in sums.items()
+    }
+
+
+def _block_metrics(block: np.ndarray, labels: np.ndarray | None, seed: int) -> Iterable[tuple[str, np.ndarray]]:
+    """(metric, value of each prompt) for `block` [prompts, n] and `labels` int [prompts, n]."""
+    num_samples = block.shape[1]
+    yield f"mean@{num_samples}", block.mean(axis=1)
+    if num_samples == 1:
+        return
+    yield f"std@{num_samples}", block.std(axis=1)
+    for k in _subset_sizes(num_samples):
+        draws = np.random.RandomState(seed).randint(0, num_samples, size=(NUM_DRAWS, k))
+        for name, reduce in (("best", np.maximum), ("worst", np.minimum)):
+            per_draw = _reduce_draws(block, draws, reduce)
+            yield f"{name}@{k}/mean", per_draw.mean(axis=0)
+            yield f"{name}@{k}/std", per_draw.std(axis=0)
+        if labels is not None:
+            per_draw = _majority(block, labels, draws)
+            yield f"maj@{k}/mean", per_draw.mean(axis=0)
+            yield f"maj@{k}/std", per_draw.std(axis=0)
+
+
+def _subset_sizes(num_samples: int) -> list[int]:
+    """2, 4, 8, ... below `num_samples`, and `num_samples`."""
+    sizes, k = [], 2
+    while k < num_samples:
+        sizes.append(k)
+        k *= 2
+    return [*sizes, num_samples]
+
+
+def _reduce_draws(block: np.ndarray, draws: np.ndarray, reduce: np.ufunc) -> np.ndarray:
+    """[draws, prompts]: max or min over the drawn samples. Goes one drawn sample at a time, over rows that are contiguous."""
+    by_sample = np.ascontiguousarray(block.T)
+    best = by_sample[draws[:, 0]]
+    for column in draws.T[1:]:
+        reduce(best, by_sample[column], out=best)
+    return best
+
+
+def _majority(block: np.ndarray, labels: np.ndarray, draws: np.ndarray) -> np.ndarray:
+    """[draws, prompts]: the value of the answer drawn most often; among equals, of the one drawn first."""
+    (num_draws, k), num_samples = draws.shape, block.shape[1]
+    times = np.zeros((num_draws, num_samples), dtype=np.float32)
+    np.add.at(times, (np.arange(num_draws)[:, None], draws), k + 1)
+    place = np.full((num_draws, num_samples), np.inf, dtype=np.float32)  # of a sample's first draw
+    for position in reversed(range(k)):
+        place[np.arange(num_draws), draws[:, position]] = position
+    result = np.empty((num_draws, len(block)))
+    for prompt, (values, answers) in enumerate(zip(block, labels, strict=True)):
+        same = (answers[:, None] == answers[None, :]).astype(np.float32)
+        # votes count k + 1 each, so that the place of the first draw decides among equals only
+        result[:, prompt] = values[(times @ same - place).argmax(axis=1)]
+    return result
+
+
+def _labels(predictions: Sequence[Any]) -> np.ndarray:
+    """int [samples]: equal answers get equal numbers."""
+    number: dict[Any, int] = {}
+    return np.array([number.setdefault(str(p) if not isinstance(p, str) else p, len(number)) for p in predictions])
+
+
+def _count(metric: str) -> int:
+    """16 of "best@16/mean"."""
+    return int(metric.split("@")[1].split("/")[0])

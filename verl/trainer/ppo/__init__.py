@@ -1,0 +1,1 @@
+"""The program of PPO and its critic-free kin."""
