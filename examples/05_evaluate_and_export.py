@@ -11,6 +11,7 @@ HERE = Path("outputs/example_05")
 
 if __name__ == "__main__":
     from verl.cli.main import main
+
     from verl.models.tiny import make_tiny_model
 
     first = str(Path(__file__).with_name("01_first_grpo_run.py"))

@@ -52,7 +52,9 @@ class MissingExtraError(VerlError):
     exit_code = 7
 
     def __init__(self, what: str, extra: str, package: str):
-        super().__init__(f"{what} needs the package '{package}', which is not installed. Install it with: pip install 'verl[{extra}]'")
+        super().__init__(
+            f"{what} needs the package '{package}', which is not installed. Install it with: pip install 'verl[{extra}]'"
+        )
 
 
 class NumericsError(VerlError):

@@ -39,7 +39,8 @@ def load_module(path: str) -> ModuleType:
         if name in sys.modules:
             return sys.modules[name]
         spec = importlib.util.spec_from_file_location(name, file)
-        assert spec is not None and spec.loader is not None
+        assert spec is not None
+        assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module
         try:
@@ -50,7 +51,7 @@ def load_module(path: str) -> ModuleType:
         return module
     except ConfigError:
         raise
-    except Exception as error:  # noqa: BLE001 - a user's file may raise anything while it is imported
+    except Exception as error:  # a user's file may raise anything while it is imported
         raise ConfigError(f"Importing {path} failed: {type(error).__name__}: {error}") from error
 
 
@@ -78,7 +79,8 @@ class Registry:
 
         def add(obj: T) -> T:
             taken = self._rows.get(name)
-            if taken is not None and taken is not obj and getattr(taken, "__qualname__", taken) != getattr(obj, "__qualname__", obj):
+            same = taken is obj or getattr(taken, "__qualname__", taken) == getattr(obj, "__qualname__", obj)
+            if taken is not None and not same:  # a file imported twice registers the same names again
                 raise ConfigError(f"The {self.family} {name!r} is registered already ({taken}).")
             self._rows[name] = obj
             return obj

@@ -82,6 +82,8 @@ BROKEN = [
         f"{ROLLOUT}.calculate_log_probs",
         [f"{CORRECTION}.rollout_is=token", f"{ROLLOUT}.calculate_log_probs=False"],
     ),
+    ("error", f"{ACTOR}.optim.override_optimizer_config", [f"+{ACTOR}.optim.override_optimizer_config.eps=1e-5"]),
+    ("error", "critic.optim.override_optimizer_config", ["+critic.optim.override_optimizer_config={eps:1e-5}"]),
     ("error", f"{DRAW}.temperature", [f"{DRAW}.do_sample=True"]),
     ("warning", f"{DRAW}.n", [f"{DRAW}.n=8"]),
     ("warning", f"{ROLLOUT}.do_sample", [*GRPO, f"{ROLLOUT}.do_sample=False"]),

@@ -257,3 +257,14 @@ def test_a_function_file_that_vanishes_is_reported_not_raised(make_pool, hostile
     assert "exit code 3" in scores[0].error
     assert "does not exist" in scores[1].error
     assert "could not be started again" in caplog.text
+
+
+def test_a_function_file_that_changes_is_said(make_pool, hostile, caplog):
+    pool = make_pool()
+    pool.start()
+    with open(hostile, "a") as file:
+        file.write("\ncompute_score = lambda **sample: 7\n")
+    with caplog.at_level(logging.WARNING):
+        scores = pool.score_all([request("os._exit"), request("1")])
+    assert scores[1].score == 7.0
+    assert "changed while the run goes on" in caplog.text

@@ -47,14 +47,18 @@ def test_every_loss_trains(tiny_run, name):
     assert all(row["actor/grad_norm"] > 0 for row in rows)
 
 
-@pytest.mark.parametrize("loss_type", ["ppo_clip", "reinforce"])
-def test_bypass_mode_trains(tiny_run, loss_type):
+@pytest.mark.parametrize(
+    "correction", [["loss_type=ppo_clip", "rollout_rs=token_k1"], ["loss_type=reinforce", "rollout_is=token"]]
+)
+def test_bypass_mode_trains(tiny_run, correction):
+    if "rollout_rs=token_k1" in correction:
+        correction = [*correction, "rollout_rs_threshold=2.0"]
     rows = tiny_run(
         "algorithm.rollout_correction.bypass_mode=True",
-        f"algorithm.rollout_correction.loss_type={loss_type}",
-        "algorithm.rollout_correction.rollout_is=token",
+        *(f"algorithm.rollout_correction.{c}" for c in correction),
     ).training_rows()
     assert finite(rows, "actor/pg_loss")
+    assert all(row["actor/grad_norm"] > 0 for row in rows)
 
 
 def test_decoupled_correction_reports_its_figures(tiny_run):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,8 @@ def build_roles(config: VerlConfig, *, total_steps: int, data_sources: list[str]
     The rollout engine generates with the actor's own module: on one device there is one copy of the weights.
     """
     device = resolve_device(config.trainer.device)
+    if config.trainer.deterministic:
+        torch.use_deterministic_algorithms(True, warn_only=True)
     group = config.actor_rollout_ref
     tokenizer = load_tokenizer(group.model)
     needs = Needs.of(config)
@@ -90,6 +93,7 @@ def build_roles(config: VerlConfig, *, total_steps: int, data_sources: list[str]
         "parameters": sum(p.numel() for p in policy.module.parameters()),
         "threads": torch.get_num_threads(),
     }
+    roles.checkpoints = {"actor": group.actor.checkpoint, "critic": config.critic.checkpoint}
     roles.save_pretrained = {
         name: _hf_files(engine.module, tokenizer) for name, engine in {**roles.engines(), "actor": policy}.items()
     }
@@ -153,7 +157,7 @@ def _critic_forward_micro(critic: Any) -> MicroBatching:
     return MicroBatching(max_rows=rows)
 
 
-def _hf_files(module: torch.nn.Module, tokenizer: Any) -> Any:
+def _hf_files(module: Any, tokenizer: Any) -> Callable[[Path], None]:
     """Writes what `from_pretrained` needs beside the weights."""
 
     def write(folder: Path) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from verl.config import CheckpointConfig
 from verl.workers.critic import CriticWorker
 from verl.workers.policy import ActorWorker, ReferenceWorker
 from verl.workers.reward import RewardWorker
@@ -23,9 +24,8 @@ class Roles:
     critic: CriticWorker | None = None
     reference: ReferenceWorker | None = None
     facts: dict[str, Any] = field(default_factory=dict)  # device, dtype, parameters: what the header shows
-    save_pretrained: dict[str, Callable[..., None]] = field(
-        default_factory=dict
-    )  # role -> writes config and tokenizer files
+    checkpoints: dict[str, CheckpointConfig] = field(default_factory=dict)  # role -> which parts are saved and loaded
+    save_pretrained: dict[str, Callable[..., None]] = field(default_factory=dict)
 
     def engines(self) -> dict[str, Any]:
         """Training engines by role name, in the order in which they are saved."""

@@ -32,7 +32,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class PromptRequest:
-    """One prompt to sample from. `ordinal` numbers the prompt within the run and, with `(seed, step, sample, position)`,
+    """One prompt to sample from. `ordinal` numbers the prompt in the run and, with `(seed, step, sample, position)`,
     keys its random numbers: neither batch composition nor worker count changes what is drawn."""
 
     ordinal: int

@@ -106,7 +106,16 @@ class LocalEngine:
         return EngineState(model, optimizer, {"num_lr_steps": self.num_lr_steps, "num_optimizer_steps": num_steps})
 
     def load_state(self, state: EngineState) -> None:
-        """See TrainEngine. Raises CheckpointError when names or shapes are not this model's."""
+        """See TrainEngine. Parts that were not saved or not asked for are empty and stay as they are. Raises
+        CheckpointError when names or shapes are not this model's."""
+        if state.model:
+            self._load_weights(state)
+        if state.extra:
+            self.num_lr_steps = state.extra["num_lr_steps"]
+        if self.optimizer is not None and state.optimizer:
+            self.optimizer.load_state(state.optimizer, state.extra.get("num_optimizer_steps", 0))
+
+    def _load_weights(self, state: EngineState) -> None:
         mine = self.state().model
         different = sorted(set(mine) ^ set(state.model)) or [n for n in mine if mine[n].shape != state.model[n].shape]
         if different:
@@ -117,10 +126,8 @@ class LocalEngine:
         with torch.no_grad():
             for name, value in state.model.items():
                 mine[name].copy_(value)
-        self.num_lr_steps = state.extra["num_lr_steps"]
         if self.optimizer is not None:
             self.optimizer.publish()
-            self.optimizer.load_state(state.optimizer, state.extra["num_optimizer_steps"])
 
     def _micro_batches(self, batch: DataProto, micro: MicroBatching) -> Iterator[tuple[list[int], DataProto]]:
         plan = plan_micro_batches(read_rows(batch.batch), micro, self.share_prompts)

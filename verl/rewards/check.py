@@ -76,7 +76,7 @@ def check_references(rows: Iterable[Mapping[str, Any]], config: RewardConfig) ->
     """
     reports: dict[str, SourceReport] = {}
     requests = []
-    custom = config.custom_reward_function.path is not None
+    custom = bool(config.custom_reward_function.path)
     for index, row in enumerate(rows):
         source = str(row["data_source"])
         report = reports.setdefault(source, SourceReport(source, custom))

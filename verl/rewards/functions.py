@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from verl.errors import RewardError, VerlError, nearest
@@ -36,10 +38,21 @@ class RewardFunctionSpec:
     def builtin(self) -> bool:
         return self.path is None
 
+    def file_digest(self) -> str | None:
+        """SHA-256 of the function's file as it is now; None for modules and files that cannot be read."""
+        return _digest(self.path.removeprefix("file://")) if self.path and self.path.endswith(".py") else None
+
     @property
     def label(self) -> str:
         """How messages call it: "compute_score of rewards.py"."""
         return "default_compute_score" if self.path is None else f"{self.name} of {self.path}"
+
+
+def _digest(path: str) -> str | None:
+    try:
+        return hashlib.sha256(Path(path).expanduser().read_bytes()).hexdigest()
+    except OSError:
+        return None
 
 
 def load_reward_function(spec: RewardFunctionSpec) -> RewardFunction:

@@ -54,6 +54,7 @@ class RewardPool:
         self.default_score = default_score
         self._log_dir = Path(log_dir) if log_dir else None
         self._data_sources: list[str] = []
+        self._file_digest: str | None = None
         self._queue = JobQueue()
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
@@ -170,7 +171,7 @@ class RewardPool:
             if process is None or not process.alive:
                 process = self._start_process(index)
             outcomes, seconds = process.score(job, self.timeout_s)
-        except (WorkerLost, RewardError) as error:
+        except (WorkerLost, RewardError, OSError) as error:
             reason = "was stopped: the run is ending" if self._queue.closed else str(error)
             return self._defaulted(job.requests, reason)
         scores = []
@@ -201,6 +202,7 @@ class RewardPool:
             "memory_mb": self.memory_mb,
             "sys_path": sys.path,
         }
+        self._warn_if_changed()
         log = self._log_dir / f"reward_worker_{index}.log" if self._log_dir else None
         process = WorkerProcess(setup, log)
         with self._lock:
@@ -208,6 +210,17 @@ class RewardPool:
         if self._queue.closed:
             process.kill()
         return process
+
+    def _warn_if_changed(self) -> None:
+        digest = self.function.file_digest()
+        if self._file_digest is None:
+            self._file_digest = digest
+        elif digest is not None and digest != self._file_digest:
+            self._file_digest = digest
+            logger.warning(
+                "The file %s changed while the run goes on: reward workers that start from now on use its new text.",
+                self.function.path,
+            )
 
     def _replace_if_dead(self, index: int) -> None:
         """Start a lost worker's successor now, outside of any sample's time limit; a failure shows at the next

@@ -47,14 +47,19 @@ class WorkerProcess:
                 env=_environment(),
                 start_new_session=True,
             )
+        except OSError:
+            self._channel.close()
+            self._log.close()
+            raise
         finally:
             child.close()
         try:
             answer = self._exchange(encode(setup), START_TIMEOUT_S)
         except WorkerLost as error:
+            self.close()
             raise RewardError(f"The reward worker did not start: it {error}.") from error
         if "error" in answer:
-            self.kill()
+            self.close()
             raise RewardError(answer["error"])
 
     @property

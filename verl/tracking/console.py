@@ -68,7 +68,9 @@ class Console:
         facts = dict(facts)
         notices = [str(notice) for notice in facts.pop("notices", None) or []]
         if not self.rich.is_terminal:
-            self._lines([*(f"{name}: {_fact(value)}" for name, value in facts.items()), *(f"notice: {n}" for n in notices)])
+            self._lines(
+                [*(f"{name}: {_fact(value)}" for name, value in facts.items()), *(f"notice: {n}" for n in notices)]
+            )
             return
         table = Table.grid(padding=(0, 2))
         table.add_column(style="dim", justify="right", no_wrap=True)
@@ -78,7 +80,9 @@ class Console:
         parts: list[RenderableType] = [table]
         if notices:
             parts.append(Text("\n".join(["", *(f"• {notice}" for notice in notices)]), style="yellow"))
-        self.rich.print(Panel(Group(*parts), title="[bold]verl", title_align="left", border_style="cyan", box=box.ROUNDED))
+        self.rich.print(
+            Panel(Group(*parts), title="[bold]verl", title_align="left", border_style="cyan", box=box.ROUNDED)
+        )
 
     def begin(self, done: int, total: int) -> None:
         """Training begins after step `done` of `total`."""
@@ -108,7 +112,11 @@ class Console:
         if not self.steps:
             return
         left = _duration(statistics.mean(self._recent) * (self._total - step))
-        shown = [(short, form.format(metrics[name])) for name, (short, form) in _SHOWN.items() if metrics.get(name) is not None]
+        shown = [
+            (short, form.format(metrics[name]))
+            for name, (short, form) in _SHOWN.items()
+            if metrics.get(name) is not None
+        ]
         if not self.rich.is_terminal:
             self._lines([" ".join([f"step={step}/{self._total}", *(f"{n}={v}" for n, v in shown), f"left={left}"])])
             return
@@ -125,7 +133,9 @@ class Console:
             return
         heads = {"val/reward": "reward", "val/greedy": "greedy"}
         found = [(label, f"{metrics[name]:.3f}") for name, label in heads.items() if metrics.get(name) is not None]
-        core = [(name.removeprefix("val-core/"), f"{v:.3f}") for name, v in metrics.items() if name.startswith("val-core/")]
+        core = [
+            (name.removeprefix("val-core/"), f"{v:.3f}") for name, v in metrics.items() if name.startswith("val-core/")
+        ]
         if not self.rich.is_terminal:
             self._lines([" ".join([f"validation step={step}", *(f"{n}={v}" for n, v in [*found, *core])])])
             return
@@ -186,7 +196,9 @@ def _step_line(step: int, total: int, shown: list[tuple[str, str]]) -> Text:
         if name in units:
             line.append(f"  {value}{units[name]}", style="not bold")
         else:
-            line.append(f"  {name} ", style="not bold dim").append(value, style="bold green" if name == "reward" else "not bold")
+            line.append(f"  {name} ", style="not bold dim").append(
+                value, style="bold green" if name == "reward" else "not bold"
+            )
     return line
 
 

@@ -56,7 +56,9 @@ class FolderLock:
         if holder["host"] == socket.gethostname():
             fix = "Wait for it, stop it, or set trainer.default_local_dir to another folder."
         else:
-            fix = f"If that run has ended, delete {self.path}; otherwise set trainer.default_local_dir to another folder."
+            fix = (
+                f"If that run has ended, delete {self.path}; otherwise set trainer.default_local_dir to another folder."
+            )
         return f"The run folder {self.path.parent} is in use by {who}. {fix}"
 
 

@@ -45,7 +45,9 @@ def _draw(rows: list[dict[str, Any]], path: Path, title: str) -> None:
     FigureCanvasAgg(figure)
     grid = figure.add_gridspec(2, 3, height_ratios=(2.0, 1.0))
     _draw_reward(figure.add_subplot(grid[0, :]), rows, title)
-    _draw_small(figure.add_subplot(grid[1, 0]), rows, "response length (tokens)", {"response_length/mean": (_BLUE, "mean")})
+    _draw_small(
+        figure.add_subplot(grid[1, 0]), rows, "response length (tokens)", {"response_length/mean": (_BLUE, "mean")}
+    )
     _draw_small(figure.add_subplot(grid[1, 1]), rows, "entropy (nats)", {"actor/entropy": (_GREEN, "entropy")})
     _draw_small(
         figure.add_subplot(grid[1, 2]), rows, "KL",
@@ -61,14 +63,16 @@ def _draw_reward(axes: Any, rows: list[dict[str, Any]], title: str) -> None:
     _style(axes, f"{title}: mean reward")
     axes.plot(steps, rewards, color=_BLUE, alpha=0.25, linewidth=1)
     axes.plot(steps, smooth(rewards), color=_BLUE, linewidth=2, label="training, smoothed")
-    for name, color, label in (("val/reward", _ORANGE, "held-out, sampled"), ("val/greedy", _GREEN, "held-out, greedy")):
+    # the labels of the two curves stand on different sides, so that close points stay readable
+    curves = (("val/reward", _ORANGE, "held-out, sampled", -16), ("val/greedy", _GREEN, "held-out, greedy", 8))
+    for name, color, label, offset in curves:
         steps, values = _points(rows, name)
         if not steps:
             continue
         axes.plot(steps, values, color=color, marker="o", markersize=5, linewidth=1.5, label=label)
         for i in {0, len(steps) - 1}:
             axes.annotate(
-                f"{values[i]:.3f}", (steps[i], values[i]), textcoords="offset points", xytext=(0, 8), ha="center",
+                f"{values[i]:.3f}", (steps[i], values[i]), textcoords="offset points", xytext=(0, offset), ha="center",
                 fontsize=9, color=color,
             )  # fmt: skip
     axes.set_xlabel("step", color=_INK)
@@ -109,10 +113,10 @@ def _points(rows: list[dict[str, Any]], name: str) -> Points:
 
 
 def smooth(values: Sequence[float]) -> np.ndarray:
-    """Centred mean over about a tenth of the points; shorter at the ends, so that nothing is shifted."""
+    """Centred mean over about a tenth of the points; at the ends over those of them that there are."""
     data = np.asarray(values, dtype=np.float64)
-    half = len(data) // 20
+    half = max(len(data) // 20, 1)
     total = np.concatenate([[0.0], np.cumsum(data)])
     index = np.arange(len(data))
-    width = np.minimum(np.minimum(index, len(data) - 1 - index), half)
-    return (total[index + width + 1] - total[index - width]) / (2 * width + 1)
+    first, last = np.maximum(index - half, 0), np.minimum(index + half, len(data) - 1)
+    return (total[last + 1] - total[first]) / (last + 1 - first)

@@ -8,7 +8,16 @@ if TYPE_CHECKING:
     from verl.data_proto.proto import DataProto
 
 # object and per-row columns that a row copies under the same name, where the batch has them
-_COPIED = ("uid", "data_source", "finish_reason", "reward_parts", "reward_error", "ordinal", "sample_index", "weight_version")
+_COPIED = (
+    "uid",
+    "data_source",
+    "finish_reason",
+    "reward_parts",
+    "reward_error",
+    "ordinal",
+    "sample_index",
+    "weight_version",
+)
 # per-token columns, cut to the response: row name -> column name
 _PER_TOKEN = {
     "log_probs": "rollout_log_probs",

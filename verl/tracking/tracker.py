@@ -108,6 +108,11 @@ def _dump(folder: Path, step: int, rows: list[dict[str, Any]]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     lines = []
     for row in rows:
-        known = {"input": row["prompt"], "output": row["response"], "gts": row.get("ground_truth"), "score": row.get("score")}
+        known = {
+            "input": row["prompt"],
+            "output": row["response"],
+            "gts": row.get("ground_truth"),
+            "score": row.get("score"),
+        }
         lines.append(json_text({**known, "step": step, **(row.get("reward_parts") or {})}) + "\n")
     write_atomically(folder / f"{step}.jsonl", "".join(lines))

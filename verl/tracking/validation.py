@@ -36,7 +36,9 @@ def validation_metrics(
         for variable, metrics in variables.items():
             largest = max(_count(name) for name in metrics)
             for name, value in metrics.items():
-                core = variable == core_variable and _count(name) == largest and name.startswith(("mean", "best", "maj"))
+                core = (
+                    variable == core_variable and _count(name) == largest and name.startswith(("mean", "best", "maj"))
+                )
                 found[f"{'val-core' if core else 'val-aux'}/{source}/{variable}/{name}"] = value
     return found
 
@@ -71,7 +73,9 @@ def metrics_per_source(
                 total, count = totals.get(name, (0.0, 0))
                 totals[name] = (total + float(per_prompt.sum()), count + len(per_prompt))
     return {
-        source: {variable: {m: total / count for m, (total, count) in found.items()} for variable, found in by_name.items()}
+        source: {
+            variable: {m: total / count for m, (total, count) in found.items()} for variable, found in by_name.items()
+        }
         for source, by_name in sums.items()
     }
 

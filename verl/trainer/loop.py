@@ -98,6 +98,7 @@ class Loop:
         metrics.update({f"timing_s/{k}": v for k, v in self.spans.take().items() if f"timing_s/{k}" not in metrics})
         self.tracker.samples("train", step, sample_rows(result.batch, self.tokenizer))
         self.tracker.log(metrics, step)
+        self.spans.write(step)
         self.console.step(step, metrics)
 
     def _metrics(self, result: StepResult, seconds: float) -> dict[str, float]:
@@ -135,7 +136,9 @@ class Loop:
             return
         with self.spans("save_checkpoint"):
             roles = {
-                name: RoleCheckpoint(engine.state(), self.roles.save_pretrained[name])
+                name: RoleCheckpoint(
+                    engine.state(), self.roles.save_pretrained[name], self.roles.checkpoints[name].save_contents
+                )
                 for name, engine in self.roles.engines().items()
             }
             self.store.save(self.state.step, roles, self.state.to_json())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from verl.data.dataset import load_dataset
 from verl.data.loader import PromptLoader, ValidationLoader
 from verl.data.order import PromptOrder
 from verl.data.prompts import PromptEncoder
-from verl.errors import ConfigError
+from verl.errors import CheckpointError, ConfigError
 from verl.models.load import load_tokenizer
 from verl.tracking.console import Console
 from verl.tracking.plot import draw_learning_curve
@@ -83,12 +83,12 @@ def train(loaded: LoadedConfig) -> int:
         folder = stack.enter_context(RunFolder(Path(config.trainer.default_local_dir).expanduser()))
         loaded.write(folder.root)
         folder.require_free_gb(config.trainer.min_free_disk_gb)
-        console = stack.enter_context(Console())
+        console = stack.enter_context(Console(steps="console" in config.trainer.logger))
         data = load_data(config)
         assert data.train is not None
         steps = total_steps(config, data.train)
         stop = stack.enter_context(StopSignal())
-        spans = Spans()
+        spans = Spans(folder.spans, on_enter=console.phase)
         tracker = _tracker(stack, loaded, folder)
         roles = build_roles(config, total_steps=steps, data_sources=data.data_sources)
         stack.callback(roles.close)
@@ -160,19 +160,34 @@ def generate(loaded: LoadedConfig, output: Path) -> int:
 def _tracker(stack: ExitStack, loaded: LoadedConfig, folder: RunFolder) -> Tracker:
     trainer = loaded.config.trainer
     return stack.enter_context(
-        Tracker(folder, trainer.logger, trainer.project_name, trainer.experiment_name, loaded.flat())
+        Tracker(
+            folder,
+            trainer.logger,
+            trainer.project_name,
+            trainer.experiment_name,
+            asdict(loaded.config),
+            rollout_data_dir=trainer.rollout_data_dir,
+            validation_data_dir=trainer.validation_data_dir,
+            log_val_generations=trainer.log_val_generations,
+        )
     )
 
 
 def _resume(config: VerlConfig, folder: RunFolder, roles: Roles) -> tuple[TrainerState, CheckpointStore]:
     """The state to go on from, with the engines holding it; a fresh one when there is no checkpoint."""
     trainer = config.trainer
-    store = CheckpointStore(folder.root, keep=trainer.max_actor_ckpt_to_keep)
+    # checkpoints are kept whole: the role that wants more of them decides
+    keep = max(trainer.max_actor_ckpt_to_keep or 0, trainer.max_critic_ckpt_to_keep or 0)
+    store = CheckpointStore(folder.root, keep=keep)
     state = TrainerState.fresh(config)
     found = store.find(trainer.resume_mode, trainer.resume_from_path)
     if found is not None:
-        checkpoint = store.load(found)
+        checkpoint = store.load(found, {name: c.load_contents for name, c in roles.checkpoints.items()})
         for name, engine in roles.engines().items():
+            if name not in checkpoint.roles:
+                raise CheckpointError(
+                    f"{found} has no {name}; it was saved by a run without one. Set trainer.resume_mode=disable."
+                )
             engine.load_state(checkpoint.roles[name])
         state.load_json(checkpoint.trainer_state)
         log.info("Resumed from %s: step %d is next.", found, state.step + 1)

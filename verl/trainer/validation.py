@@ -43,7 +43,7 @@ class Validator:
         elif self.also_greedy:
             greedy = self._collect(self.roles.rollout.greedy(), "val-greedy")
             metrics["val/greedy"] = float(np.mean(_scores(greedy)))
-            metrics.update({k.replace("/", "-greedy/", 1): v for k, v in _summarise(greedy).items()})
+            metrics.update(_summarise(greedy, suffix="/greedy"))
             self.tracker.samples("val-greedy", step, sample_rows(greedy, self.tokenizer))
         self.roles.rollout.end_generation()
         return metrics
@@ -60,7 +60,7 @@ def _scores(batch: DataProto) -> list[float]:
     return batch.batch["token_level_scores"].sum(dim=1).tolist()
 
 
-def _summarise(batch: DataProto) -> dict[str, float]:
+def _summarise(batch: DataProto, suffix: str = "") -> dict[str, float]:
     """Per data source: mean@n, best@n, ... of the reward and of every number that the reward function returned."""
     scores, parts = _scores(batch), batch.non_tensor_batch["reward_parts"]
     values: dict[str, list[float]] = {"reward": scores}
@@ -68,7 +68,7 @@ def _summarise(batch: DataProto) -> dict[str, float]:
         values[name] = [float(found.get(name, float("nan"))) for found in parts]
     predictions = [found.get("pred") for found in parts]
     return validation_metrics(
-        list(batch.non_tensor_batch["data_source"]),
+        [f"{source}{suffix}" for source in batch.non_tensor_batch["data_source"]],
         list(batch.non_tensor_batch["uid"]),
         values,
         predictions=predictions if any(p is not None for p in predictions) else None,

@@ -78,7 +78,7 @@ class RolloutWorker:
     def _score_request(self, prompts: DataProto, row: int, completion: Completion, split: str) -> ScoreRequest:
         objects = prompts.non_tensor_batch
         extra = dict(objects["extra_info"][row] or {}) if "extra_info" in objects else {}
-        ground_truth = objects["reward_model"][row]["ground_truth"] if "reward_model" in objects else None
+        ground_truth = (objects["reward_model"][row] or {}).get("ground_truth") if "reward_model" in objects else None
         return ScoreRequest(
             key=sample_key(split, completion.ordinal, completion.sample),
             data_source=str(objects["data_source"][row]),

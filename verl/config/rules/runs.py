@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.config.rules.api import Rule
+from verl.config.unavailable import value_in
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _DRAW = f"{_ROLLOUT}.val_kwargs"
@@ -23,7 +24,38 @@ def _resume_folder_is_bad(c: Any, given: set[str]) -> bool:
     return "global_step_" not in folder.name or not folder.is_dir()
 
 
+_OFFLOAD_SETTINGS = {
+    "optimizer_cpu_offload",
+    "optimizer_offload_fraction",
+    "overlap_cpu_optimizer_d2h_h2d",
+    "use_precision_aware_optimizer",
+    "pin_cpu_grads",
+    "pin_cpu_params",
+    "main_grads_dtype",
+    "main_params_dtype",
+    "exp_avg_dtype",
+    "exp_avg_sq_dtype",
+}
+
+
+def _optimizer_settings(optim: str) -> Rule:
+    """Megatron's memory settings can be left out without changing a result; anything else there would be lost."""
+    key = f"{optim}.override_optimizer_config"
+
+    def lost(c: Any) -> list[str]:
+        return sorted(set(value_in(c, key) or {}) - _OFFLOAD_SETTINGS)
+
+    return Rule(
+        key,
+        "error",
+        lambda c, given: bool(lost(c)),
+        lambda c: f"{key}.{lost(c)[0]} is not read: this optimizer is set by the keys of {optim} alone. Remove it.",
+    )
+
+
 RUNS = [
+    _optimizer_settings("actor_rollout_ref.actor.optim"),
+    _optimizer_settings("critic.optim"),
     Rule(
         f"{_DRAW}.temperature",
         "error",

@@ -34,7 +34,9 @@ class SwanlabSink:
     def table(self, name: str, rows: list[dict[str, Any]], step: int) -> None:
         import swanlab
 
-        texts = [swanlab.Text("\n\n".join(f"{k}: {v}" for k, v in row.items()), caption=f"{i}") for i, row in enumerate(rows)]
+        texts = [
+            swanlab.Text("\n\n".join(f"{k}: {v}" for k, v in row.items()), caption=f"{i}") for i, row in enumerate(rows)
+        ]
         swanlab.log({name: texts}, step=step)
 
     def close(self) -> None:

@@ -36,7 +36,5 @@ def process_validation_metrics(
 ) -> dict[str, dict[str, Metrics]]:
     """data source -> variable -> metric -> mean over prompts. `infos_dict` has one list per variable; lists of text are
     not averaged, and the one named `pred` gives maj@k."""
-    values = {
-        name: list(column) for name, column in infos_dict.items() if not any(isinstance(v, str) for v in column)
-    }
+    values = {name: list(column) for name, column in infos_dict.items() if not any(isinstance(v, str) for v in column)}
     return metrics_per_source(data_sources, sample_uids, values, infos_dict.get("pred"), seed)

@@ -199,12 +199,12 @@ class PPO:
             state.weight_version += 1
             roles.rollout.publish(state.weight_version)
 
-    def _filter_metric(self, batch: DataProto) -> np.ndarray:
+    def _filter_metric(self, batch: DataProto) -> list[float]:
         """[batch] figures that the group filter compares: the score, or a part that the reward function returned."""
         name = self.config.algorithm.filter_groups.metric
         if name in ("reward", "score", "seq_reward", "seq_final_reward"):
-            return batch.batch["token_level_scores"].sum(dim=1).numpy()
-        return np.array([float(parts[name]) for parts in batch.non_tensor_batch["reward_parts"]])
+            return batch.batch["token_level_scores"].sum(dim=1).tolist()
+        return [float(parts[name]) for parts in batch.non_tensor_batch["reward_parts"]]
 
     def _check_rounds(self, num_rounds: int, num_groups: int) -> None:
         limit = self.config.algorithm.filter_groups.max_num_gen_batches or 100

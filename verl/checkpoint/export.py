@@ -1,0 +1,73 @@
+"""A checkpoint's model as a folder of its own, in the number format that people serve."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from pathlib import Path
+
+from verl.checkpoint.files import find_damage
+from verl.checkpoint.store import candidates, newest_complete
+from verl.checkpoint.tensor_files import num_bytes, read_model, set_config_dtype, write_model
+from verl.errors import CheckpointError
+from verl.parallel.device import parse_dtype
+
+log = logging.getLogger(__name__)
+
+
+def export(
+    source: str | Path, out: str | Path, dtype: str = "bfloat16", role: str = "actor", step: int | None = None
+) -> Path:
+    """Write the model of `role` as a Hugging Face folder that needs nothing of the run; returns `out`.
+
+    `source` is a run folder (its newest complete checkpoint, or that of `step`) or a folder global_step_N. `out` must not
+    exist or be empty, and appears complete or not at all. Raises CheckpointError.
+    """
+    number_format = parse_dtype(dtype)
+    checkpoint = _checkpoint(Path(source).expanduser(), step)
+    model_folder = checkpoint / role / "huggingface"
+    if not model_folder.is_dir():
+        there = ", ".join(sorted(p.parent.name for p in checkpoint.glob("*/huggingface"))) or "none"
+        raise CheckpointError(f"{checkpoint} has no role {role!r}; it has: {there}.")
+    out = Path(out).expanduser()
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise CheckpointError(f"{out} exists and is not empty; remove it or choose another folder.")
+    tensors = read_model(model_folder)
+    tensors = {name: t.to(number_format) if t.is_floating_point() else t for name, t in tensors.items()}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(out.parent).free
+    if free < num_bytes(tensors):
+        raise CheckpointError(
+            f"{out} needs {num_bytes(tensors) / 1e9:.2f} GB, and its disk has {free / 1e9:.2f} GB free."
+        )
+    temporary = out.parent / f".{out.name}.tmp-{os.getpid()}"
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.copytree(model_folder, temporary, ignore=shutil.ignore_patterns("model*.safetensors*"))
+        set_config_dtype(temporary / "config.json", number_format)
+        write_model(temporary, tensors)
+        os.replace(temporary, out)
+    except OSError as error:
+        raise CheckpointError(f"{out} could not be written: {error.strerror or error}.") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    log.info("Exported the %s of %s to %s (%s).", role, checkpoint, out, dtype)
+    return out
+
+
+def _checkpoint(source: Path, step: int | None) -> Path:
+    if source.name.startswith("global_step_") and step is None:
+        damage = find_damage(source) if source.is_dir() else "it does not exist"
+        if damage is not None:
+            raise CheckpointError(f"{source} is not a complete checkpoint: {damage}.")
+        return source
+    if step is not None:
+        if step not in candidates(source):
+            there = ", ".join(map(str, candidates(source)[:8])) or "none"
+            raise CheckpointError(f"{source} has no checkpoint of step {step}; there are: {there}.")
+        return _checkpoint(source / f"global_step_{step}", None)
+    found = newest_complete(source, "There is nothing to export.")
+    if found is None:
+        raise CheckpointError(f"{source} holds no checkpoint (no folder global_step_N); give the run folder.")
+    return found

@@ -1,0 +1,114 @@
+"""safetensors files, written tensor by tensor (no second copy in memory, digest on the way), and model folders of one or
+several of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from verl.checkpoint.files import FileRecord, write_file
+from verl.errors import CheckpointError
+
+MAX_SHARD_BYTES = 4_000_000_000
+
+_DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+def num_bytes(tensors: Tensors) -> int:
+    """Of the tensors' values."""
+    return sum(t.numel() * t.element_size() for t in tensors.values())
+
+
+def write_tensors(path: Path, tensors: Tensors) -> FileRecord:
+    """`tensors` as one safetensors file."""
+    # widest first keeps every tensor aligned to its own width
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name in names:
+        tensor = tensors[name]
+        end = offset + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+
+    def parts() -> Iterator[bytes | memoryview]:
+        yield len(text).to_bytes(8, "little") + text
+        for name in names:
+            yield _raw(tensors[name])
+
+    return write_file(path, parts())
+
+
+def _raw(tensor: torch.Tensor) -> memoryview:
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a safetensors file, on the CPU. Raises CheckpointError when it is none."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
+
+
+def write_model(folder: Path, tensors: Tensors, max_shard_bytes: int = MAX_SHARD_BYTES) -> dict[str, FileRecord]:
+    """model.safetensors, or shards of at most `max_shard_bytes` with their index, under the names that `from_pretrained`
+    looks for. Returns the records by file name."""
+    shards = _split(tensors, max_shard_bytes)
+    if len(shards) == 1:
+        return {"model.safetensors": write_tensors(folder / "model.safetensors", shards[0])}
+    names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    records = {name: write_tensors(folder / name, shard) for name, shard in zip(names, shards, strict=True)}
+    index = {
+        "metadata": {"total_size": num_bytes(tensors)},
+        "weight_map": {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard},
+    }
+    name = "model.safetensors.index.json"
+    return {**records, name: write_file(folder / name, [json.dumps(index, indent=1).encode()])}
+
+
+def read_model(folder: Path) -> dict[str, torch.Tensor]:
+    """The inverse of `write_model`. Raises CheckpointError when the folder holds no weights."""
+    files = sorted(folder.glob("model*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{folder} holds no weights; the checkpoint was saved without 'model' in save_contents.")
+    tensors: dict[str, torch.Tensor] = {}
+    for file in files:
+        tensors.update(read_tensors(file))
+    return tensors
+
+
+def set_config_dtype(config_file: Path, dtype: torch.dtype) -> None:
+    """Say in config.json which number format the weights have; `from_pretrained` goes by it."""
+    config = json.loads(config_file.read_text(encoding="utf-8"))
+    config.pop("torch_dtype", None)  # its older name
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    config_file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _split(tensors: Tensors, limit: int) -> list[dict[str, torch.Tensor]]:
+    """In order, each part at most `limit` bytes (a tensor that is larger has a part of its own)."""
+    parts: list[dict[str, torch.Tensor]] = [{}]
+    room = limit
+    for name, tensor in tensors.items():
+        size = tensor.numel() * tensor.element_size()
+        if size > room and parts[-1]:
+            parts.append({})
+            room = limit
+        parts[-1][name] = tensor
+        room -= size
+    return parts
