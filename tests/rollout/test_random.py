@@ -34,7 +34,9 @@ def _chi_square(u, bins=64):
     return float(((counts - expected) ** 2 / expected).sum())
 
 
-@pytest.mark.parametrize(("name", "n"), [("positions", N), ("samples", N), ("ordinals", N), ("seed", 2000), ("step", 2000)])
+@pytest.mark.parametrize(
+    ("name", "n"), [("positions", N), ("samples", N), ("ordinals", N), ("seed", 2000), ("step", 2000)]
+)
 def test_uniform_along_each_counter(name, n):
     u = _varied(name, n)
     assert u.dtype == torch.float64

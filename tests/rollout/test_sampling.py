@@ -57,7 +57,9 @@ def test_kept_set_token_and_log_prob(filters, temperature, vocab):
     threshold = keep_threshold(probs, params)
     for row in range(6):
         full, final = reference_probs(logits[row], params)
-        kept = set(range(vocab)) if threshold is None else set((probs[row] >= threshold[row]).nonzero().flatten().tolist())
+        kept = (
+            set(range(vocab)) if threshold is None else set((probs[row] >= threshold[row]).nonzero().flatten().tolist())
+        )
         assert kept == {t for t, p in enumerate(final) if p > 0}
         cdf, expected = 0.0, None
         for t, p in enumerate(final):
@@ -74,9 +76,9 @@ def test_frequencies(filters):
     params = SamplingParams(temperature=0.9, **filters)
     logits = logits_of(1, 40, seed=3, scale=1.5)
     n = 20_000
-    u = (torch.arange(n, dtype=torch.float64) + torch.rand(n, dtype=torch.float64)) % n / n
-    tokens, _ = sample(logits.expand(n, -1), params, torch.rand(n, dtype=torch.float64, generator=torch.Generator().manual_seed(5)))
-    stratified, _ = sample(logits.expand(n, -1), params, u)
+    u = torch.rand(n, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    tokens, _ = sample(logits.expand(n, -1), params, u)
+    stratified, _ = sample(logits.expand(n, -1), params, (torch.arange(n, dtype=torch.float64) + u) / n)
     _, final = reference_probs(logits[0], params)
     expected = torch.tensor(final, dtype=torch.float64) * n
     counts = torch.bincount(tokens, minlength=40).double()
@@ -90,7 +92,9 @@ def test_frequencies(filters):
 
 def test_greedy_is_argmax_at_temperature_one():
     logits = logits_of(5, 700)
-    tokens, log_probs = sample(logits, SamplingParams(temperature=0, top_k=3, top_p=0.5), torch.full((5,), 0.99).double())
+    tokens, log_probs = sample(
+        logits, SamplingParams(temperature=0, top_k=3, top_p=0.5), torch.full((5,), 0.99).double()
+    )
     assert torch.equal(tokens, logits.argmax(-1))
     assert torch.allclose(log_probs, logits.log_softmax(-1).max(-1).values, atol=1e-6)
 
@@ -106,7 +110,8 @@ def test_logits_are_left_alone_and_bfloat16_is_read_in_float32():
     logits = logits_of(3, 50).bfloat16()
     before = logits.clone()
     u = torch.rand(3, dtype=torch.float64)
-    assert torch.equal(sample(logits, SamplingParams(temperature=0.5), u)[0], sample(before.float(), SamplingParams(temperature=0.5), u)[0])
+    params = SamplingParams(temperature=0.5)
+    assert torch.equal(sample(logits, params, u)[0], sample(before.float(), params, u)[0])
     assert torch.equal(logits, before)
 
 

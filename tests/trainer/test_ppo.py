@@ -144,7 +144,7 @@ def test_validation_metrics_and_val_only(tiny_run):
 
 
 def test_unknown_reward_part_is_named(tiny_run):
-    from verl.errors import RewardError
+    from verl.errors import ConfigError
 
-    with pytest.raises(RewardError, match="nothing_like_it"):
+    with pytest.raises(ConfigError, match="nothing_like_it"):
         tiny_run("algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[nothing_like_it]")

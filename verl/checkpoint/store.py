@@ -241,7 +241,7 @@ def candidates(root: Path) -> list[int]:
 def newest_complete(root: Path, advice: str) -> Path | None:
     """The newest checkpoint under `root` that verifies, with a warning for each newer one that does not; None when there
     is no checkpoint. Raises CheckpointError, with `advice`, when all are damaged."""
-    reasons = []
+    reasons: list[str] = []
     for step in candidates(root):
         path = root / f"global_step_{step}"
         damage = find_damage(path)

@@ -106,7 +106,12 @@ def _rollout(config: VerlConfig, module: torch.nn.Module, tokenizer: Any, reward
         module, tokenizer, rollout, eos_token_ids=eos_token_ids(module, tokenizer), pad_token_id=tokenizer.pad_token_id
     )
     return RolloutWorker(
-        engine, tokenizer, sampling_params(rollout), free_cache=rollout.free_cache_engine, score_stream=reward.submit
+        engine,
+        tokenizer,
+        sampling_params(rollout),
+        max_prompt_length=rollout.prompt_length,
+        free_cache=rollout.free_cache_engine,
+        score_stream=reward.submit,
     )
 
 

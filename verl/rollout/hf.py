@@ -57,8 +57,8 @@ class HFRollout:
         num_steps = 0
         with borrowed(self._view):
             for first in range(0, len(samples), self.config.max_num_seqs):
-                batch = _Batch(samples[first : first + self.config.max_num_seqs], params, step, stop, self.weight_version)
-                batch.on_finish = on_finish
+                chosen = samples[first : first + self.config.max_num_seqs]
+                batch = _Batch(chosen, params, step, stop, self.weight_version, on_finish)
                 self._generate(batch, params)
                 done.extend(c for c in batch.completions if c is not None)
                 num_steps += int(batch.lengths.max())
@@ -123,8 +123,10 @@ class _Batch:
         step: int,
         stop: StopRules,
         weight_version: int,
+        on_finish: OnFinish | None,
     ):
-        self.samples, self.params, self.stop, self.weight_version = samples, params, stop, weight_version
+        self.samples, self.params, self.stop = samples, params, stop
+        self.weight_version, self.on_finish = weight_version, on_finish
         self.keys = sample_keys(
             params.seed,
             step,
@@ -135,7 +137,6 @@ class _Batch:
         self.log_probs = np.zeros((len(samples), params.max_new_tokens), dtype=np.float32)
         self.lengths = np.zeros(len(samples), dtype=np.int64)
         self.completions: list[Completion | None] = [None] * len(samples)
-        self.on_finish: OnFinish | None = None
         self.num_drawn = 0
         self.drawer = _Drawer(self)
         self.stopper = _Stopper(self)

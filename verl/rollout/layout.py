@@ -143,9 +143,9 @@ class StepLayout:
             out, _ = attend_plain(folded, k, v, mask, scoring)
             return out.unflatten(2, (groups, -1)).flatten(1, 2).transpose(1, 2)
         whole = not piece.start and (scoring.window is None or piece.end <= scoring.window)
-        mask = None if whole else self._causal(piece, scoring.window)
+        visible = None if whole else self._causal(piece, scoring.window)
         out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=whole, scale=scoring.scale, enable_gqa=groups > 1
+            q, k, v, attn_mask=visible, is_causal=whole, scale=scoring.scale, enable_gqa=groups > 1
         )
         return out.transpose(1, 2)
 

@@ -36,7 +36,10 @@ def check_requests(
                 f"Prompt {prompt.ordinal} has token id {bad}, but the model knows {num_tokens} tokens. "
                 "Tokenizer and model do not belong together."
             )
-        for limit, name in ((max_model_len, "rollout.max_model_len"), (positions, "the model's max_position_embeddings")):
+        for limit, name in (
+            (max_model_len, "rollout.max_model_len"),
+            (positions, "the model's max_position_embeddings"),
+        ):
             if limit is not None and length + params.max_new_tokens > limit:
                 raise ModelError(
                     f"Prompt {prompt.ordinal} of {length} tokens plus {params.max_new_tokens} new tokens exceeds {name} "

@@ -61,13 +61,13 @@ def metrics_per_source(
     columns = {name: np.asarray(column, dtype=np.float64) for name, column in values.items()}
     labels = None if predictions is None else _labels(predictions)
     sums: dict[str, dict[str, dict[str, tuple[float, int]]]] = {}
-    for (source, _), rows in blocks.items():
+    for (source, _), groups in blocks.items():
         for variable, column in columns.items():
-            block = column[np.asarray(rows)]
+            block = column[np.asarray(groups)]
             complete = ~np.isnan(block).any(axis=1)
             if not complete.any():
                 continue
-            votes = None if labels is None else labels[np.asarray(rows)][complete]
+            votes = None if labels is None else labels[np.asarray(groups)][complete]
             totals = sums.setdefault(source, {}).setdefault(variable, {})
             for name, per_prompt in _block_metrics(block[complete], votes, seed):
                 total, count = totals.get(name, (0.0, 0))

@@ -93,11 +93,11 @@ class Loop:
         metrics = self._metrics(result, seconds)
         if self._due(self.config.trainer.test_freq, step):
             metrics.update(self._validate())
-        if self._due(self.config.trainer.save_freq, step):
-            self._save()
         metrics.update({f"timing_s/{k}": v for k, v in self.spans.take().items() if f"timing_s/{k}" not in metrics})
         self.tracker.samples("train", step, sample_rows(result.batch, self.tokenizer))
         self.tracker.log(metrics, step)
+        if self._due(self.config.trainer.save_freq, step):
+            self._save()  # after the rows: a run killed here resumes behind this step and would not write them again
         self.spans.write(step)
         self.console.step(step, metrics)
 

@@ -25,12 +25,14 @@ class RolloutWorker:
         tokenizer: Any,
         params: SamplingParams,
         *,
+        max_prompt_length: int,
         free_cache: bool,
         score_stream: ScoreStream | None = None,
     ):
         self.engine = engine
         self.tokenizer = tokenizer
         self.params = params
+        self.max_prompt_length = max_prompt_length
         self.free_cache = free_cache
         self.score_stream = score_stream
 
@@ -59,7 +61,7 @@ class RolloutWorker:
 
         completions = self.engine.generate(requests, params, step=step, on_finish=on_finish)
         rows = prompts.repeat(params.n, interleave=True)
-        return rows.union(self._columns(requests, completions, split))
+        return rows.union(self._columns(requests, completions, split, params.max_new_tokens))
 
     def publish(self, version: int) -> None:
         """The weights changed; samples made from now on carry `version`."""
@@ -88,13 +90,15 @@ class RolloutWorker:
             response_length=len(completion.token_ids),
         )
 
-    def _columns(self, requests: list[PromptRequest], completions: list[Completion], split: str) -> DataProto:
+    def _columns(
+        self, requests: list[PromptRequest], completions: list[Completion], split: str, max_new_tokens: int
+    ) -> DataProto:
         by_ordinal = {r.ordinal: r.token_ids for r in requests}
         prompt_ids = [by_ordinal[c.ordinal] for c in completions]
         pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else 0
-        prompts, prompt_mask = pad_rows(prompt_ids, pad, left=True)
-        responses, response_mask = pad_rows([c.token_ids for c in completions], pad, left=False)
-        log_probs, _ = pad_rows([c.log_probs for c in completions], 0.0, left=False)
+        prompts, prompt_mask = pad_rows(prompt_ids, pad, self.max_prompt_length, left=True)
+        responses, response_mask = pad_rows([c.token_ids for c in completions], pad, max_new_tokens, left=False)
+        log_probs, _ = pad_rows([c.log_probs for c in completions], 0.0, max_new_tokens, left=False)
         return DataProto.from_dict(
             tensors={
                 "prompts": prompts,
@@ -118,9 +122,11 @@ def sample_key(split: str, ordinal: int, sample: int) -> str:
     return f"{split}/{ordinal}/{sample}"
 
 
-def pad_rows(rows: list[Any], fill: float, *, left: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """(values, mask), both [batch, longest row]; `left` pads on the left. Integers give int64, floats float32."""
-    width = max((len(r) for r in rows), default=0)
+def pad_rows(rows: list[Any], fill: float, width: int, *, left: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """(values, mask), both [batch, width]; `left` pads on the left. Integers give int64, floats float32.
+
+    The width is a limit of the config, not the longest row, so that batches of one run can be joined.
+    """
     dtype = torch.float32 if isinstance(fill, float) else torch.int64
     values = torch.full((len(rows), width), fill, dtype=dtype)
     mask = torch.zeros((len(rows), width), dtype=torch.bool)

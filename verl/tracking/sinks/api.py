@@ -29,7 +29,7 @@ SINKS = Registry(
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a tracker is told about the run. `config` is flat: {"trainer.save_freq": 20, ...}."""
+    """What a tracker is told about the run. `config` may be nested: {"trainer": {"save_freq": 20}}."""
 
     root: Path
     project: str

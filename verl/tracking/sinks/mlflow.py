@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from verl.tracking.sinks.api import RunInfo, require_package
@@ -20,7 +21,7 @@ class MlflowSink:
         mlflow.set_experiment(self.info.project)
         mlflow.start_run(run_name=self.info.experiment)
         # values are cut at MLflow's limit and sent in its largest batch
-        params = [(_name(k), json.dumps(v, default=str)[:500]) for k, v in self.info.config.items()]
+        params = [(_name(k), json.dumps(v, default=str)[:500]) for k, v in _leaves(self.info.config)]
         for start in range(0, len(params), 100):
             mlflow.log_params(dict(params[start : start + 100]))
 
@@ -38,6 +39,15 @@ class MlflowSink:
         import mlflow
 
         mlflow.end_run()
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """("trainer.save_freq", 20), ... of a nested config."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def _name(name: str) -> str:

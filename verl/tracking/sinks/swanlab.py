@@ -1,4 +1,4 @@
-"""SwanLab: SWANLAB_API_KEY, SWANLAB_MODE and SWANLAB_LOG_DIR are its own."""
+"""SwanLab: SWANLAB_API_KEY, SWANLAB_MODE and SWANLAB_LOG_DIR are its own; offline without a key."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class SwanlabSink:
             experiment_name=self.info.experiment,
             config=self.info.config,
             logdir=os.environ.get("SWANLAB_LOG_DIR") or str(self.info.root / "swanlab"),
-            mode=os.environ.get("SWANLAB_MODE") or ("cloud" if os.environ.get("SWANLAB_API_KEY") else "local"),
+            mode=os.environ.get("SWANLAB_MODE") or ("cloud" if os.environ.get("SWANLAB_API_KEY") else "offline"),
         )
 
     def log(self, metrics: dict[str, float], step: int) -> None:

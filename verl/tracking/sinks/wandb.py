@@ -47,7 +47,7 @@ class WandbSink:
     def table(self, name: str, rows: list[dict[str, Any]], step: int) -> None:
         import wandb
 
-        columns = list(rows[0]) if rows else []
+        columns: list[str | int] = list(rows[0]) if rows else []
         data = [[v if isinstance(v, int | float | str) or v is None else str(v) for v in row.values()] for row in rows]
         # `commit=False`: the metrics of the step follow and belong to the same row
         self._run.log({name: wandb.Table(columns=columns, data=data)}, step=step, commit=False)

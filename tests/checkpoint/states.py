@@ -1,0 +1,56 @@
+"""Engine states to save, and what it means that two are equal."""
+
+import torch
+
+from verl.checkpoint.store import RoleCheckpoint
+from verl.engines.api import EngineState
+
+
+def make_state(seed: int, size: int = 8) -> EngineState:
+    """Every number format, a scalar, an empty tensor, a transposed one, values that text would not keep."""
+    g = torch.Generator().manual_seed(seed)
+    wide = torch.randn(size, 3, generator=g)
+    wide[0, 0] = float("nan")
+    return EngineState(
+        model={
+            "layers.0.weight": wide,
+            "layers.0.transposed": torch.randn(3, size, generator=g).T,
+            "norm": torch.ones(3),
+        },
+        optimizer={
+            "layers.0.weight/exp_avg": torch.randn(size, 3, generator=g).to(torch.bfloat16),
+            "layers.0.weight/exp_avg_sq": torch.rand(size, 3, generator=g, dtype=torch.float64),
+            "layers.0.weight/step": torch.tensor(float(seed)),
+            "norm/mask": torch.tensor([True, False, True]),
+            "norm/count": torch.tensor([seed, -1]),
+            "norm/none": torch.empty(0, 4),
+        },
+        extra={"num_lr_steps": seed, "num_optimizer_steps": 2 * seed, "rate": 0.1 + seed / 3, "note": "ü"},
+    )
+
+
+def write_config(folder) -> None:
+    """Stands for the config and tokenizer files of a model."""
+    (folder / "config.json").write_text('{"model_type": "tiny", "dtype": "bfloat16"}')
+    (folder / "tokenizer.json").write_text("{}")
+
+
+def make_roles(seed: int, *names: str, **kwargs) -> dict[str, RoleCheckpoint]:
+    return {
+        name: RoleCheckpoint(make_state(seed + i), write_config, **kwargs) for i, name in enumerate(names or ("actor",))
+    }
+
+
+def assert_same_tensors(found: dict, wanted: dict) -> None:
+    assert set(found) == set(wanted)
+    for name, tensor in wanted.items():
+        assert found[name].dtype == tensor.dtype
+        assert found[name].shape == tensor.shape
+        same = tensor.contiguous().reshape(-1).view(torch.uint8)
+        assert torch.equal(found[name].contiguous().reshape(-1).view(torch.uint8), same), name
+
+
+def assert_same_state(found: EngineState, wanted: EngineState) -> None:
+    assert_same_tensors(found.model, wanted.model)
+    assert_same_tensors(found.optimizer, wanted.optimizer)
+    assert found.extra == wanted.extra

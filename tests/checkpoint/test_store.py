@@ -1,0 +1,281 @@
+"""Saving, finding and loading; damage; retention."""
+
+import json
+import logging
+import os
+import shutil
+from collections import namedtuple
+
+import pytest
+import torch
+
+from tests.checkpoint.states import assert_same_state, make_roles, make_state, write_config
+from verl.checkpoint.files import find_damage
+from verl.checkpoint.store import CheckpointStore, RoleCheckpoint
+from verl.checkpoint.tensor_files import read_tensors, write_tensors
+from verl.errors import CheckpointError
+
+
+@pytest.fixture(autouse=True)
+def quick_disk(monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+@pytest.fixture
+def store(tmp_path):
+    return CheckpointStore(tmp_path / "run")
+
+
+def test_two_step_round_trip_is_bit_exact(store):
+    trainer_state = {"step": 3, "kl": 0.1 + 0.2, "text": "ü", "list": [1, None], "nan": float("inf")}
+    assert store.find() is None
+    path = store.save(3, make_roles(3, "actor", "critic"), trainer_state)
+    first = store.load(store.find())
+    assert (first.step, first.trainer_state) == (3, trainer_state)
+    again = {name: RoleCheckpoint(state, write_config) for name, state in first.roles.items()}
+    second_path = store.save(4, again, first.trainer_state)
+    second = store.load(store.find())
+    assert second.step == 4
+    for i, name in enumerate(("actor", "critic")):
+        assert_same_state(first.roles[name], make_state(3 + i))
+        assert_same_state(second.roles[name], make_state(3 + i))
+    for file in ("actor/optimizer.safetensors", "critic/huggingface/model.safetensors", "actor/extra.json"):
+        assert (path / file).read_bytes() == (second_path / file).read_bytes()
+
+
+def test_layout(store):
+    path = store.save(20, make_roles(0, "actor", "critic"), {})
+    files = sorted(str(f.relative_to(path)) for f in path.rglob("*") if f.is_file())
+    role = ["extra.json", "huggingface/config.json", "huggingface/model.safetensors", "huggingface/tokenizer.json"]
+    role += ["optimizer.safetensors"]
+    assert files == [f"actor/{f}" for f in role] + [f"critic/{f}" for f in role] + [
+        "manifest.json",
+        "trainer_state.json",
+    ]
+    assert path.name == "global_step_20"
+    assert (store.root / "latest_checkpointed_iteration.txt").read_text() == "20"
+    assert not [p for p in store.root.iterdir() if p.name.startswith(".")]
+    # the weights are float32 whatever the module computed in, and the config says so
+    assert json.loads((path / "actor/huggingface/config.json").read_text())["dtype"] == "float32"
+
+
+def test_safetensors_files_are_what_the_library_reads(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    tensors = make_state(1).optimizer
+    write_tensors(tmp_path / "ours.safetensors", tensors)
+    found = load_file(tmp_path / "ours.safetensors")
+    save_file(tensors, tmp_path / "theirs.safetensors")
+    theirs = read_tensors(tmp_path / "theirs.safetensors")
+    for name, tensor in tensors.items():
+        assert torch.equal(found[name], tensor)
+        assert torch.equal(theirs[name], tensor)
+
+
+@pytest.mark.parametrize("contents", [("model",), ("hf_model",), ("model", "extra"), ("optimizer", "extra"), ()])
+def test_save_contents(store, contents):
+    path = store.save(1, make_roles(1, contents=contents), {})
+    assert (path / "actor/huggingface/model.safetensors").exists() == bool({"model", "hf_model"} & set(contents))
+    assert (path / "actor/optimizer.safetensors").exists() == ("optimizer" in contents)
+    assert (path / "actor/extra.json").exists() == ("extra" in contents)
+    assert (path / "actor/huggingface/config.json").exists()
+    loaded = store.load(path, {"actor": contents}).roles["actor"]
+    assert bool(loaded.optimizer) == ("optimizer" in contents)
+    if set(contents) != {"model", "optimizer", "extra"}:
+        with pytest.raises(CheckpointError, match="saved without"):
+            store.load(path)
+
+
+def test_load_contents(store):
+    path = store.save(1, make_roles(1), {})
+    state = store.load(path, {"actor": ["model"]}).roles["actor"]
+    assert state.model
+    assert (state.optimizer, state.extra) == ({}, {})
+
+
+def all_files(path):
+    return [f for f in sorted(path.rglob("*")) if f.is_file()]
+
+
+def test_a_flipped_byte_in_any_file_is_found(store):
+    path = store.save(2, make_roles(2), {"step": 2})
+    for file in all_files(path):
+        content = file.read_bytes()
+        for place in {0, len(content) // 2, len(content) - 1}:
+            broken = bytearray(content)
+            broken[place] ^= 1
+            file.write_bytes(broken)
+            damage = find_damage(path)
+            assert damage is not None, (file, place)
+            assert file.name in damage
+        file.write_bytes(content)
+        assert find_damage(path) is None
+
+
+def test_every_byte_of_the_manifest_counts(store):
+    path = store.save(2, make_roles(2), {"step": 2})
+    content = (path / "manifest.json").read_bytes()
+    for place in range(len(content)):
+        broken = bytearray(content)
+        broken[place] ^= 1
+        (path / "manifest.json").write_bytes(broken)
+        assert find_damage(path), place
+
+
+@pytest.mark.parametrize("how", ["missing", "truncated", "longer", "empty"])
+def test_missing_and_cut_files_are_found(store, how):
+    path = store.save(2, make_roles(2), {"step": 2})
+    for file in all_files(path):
+        content = file.read_bytes()
+        if how == "missing":
+            file.unlink()
+        else:
+            file.write_bytes({"truncated": content[:-1], "longer": content + b" ", "empty": b""}[how])
+        assert file.name in (find_damage(path) or ""), file
+        assert find_damage(path, sizes_only=True), file
+        file.write_bytes(content)
+
+
+def test_damaged_one_is_named_and_the_next_older_taken(store, caplog):
+    for step in (1, 2, 3):
+        store.save(step, make_roles(step), {"step": step})
+    file = store.path(3) / "actor/optimizer.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 255
+    file.write_bytes(content)
+    (store.path(2) / "manifest.json").unlink()
+    with caplog.at_level(logging.WARNING):
+        assert store.find() == store.path(1)
+    assert "global_step_3 is damaged" in caplog.text
+    assert "actor/optimizer.safetensors does not have the content" in caplog.text
+    assert "save did not finish" in caplog.text
+    assert f"Going on from {store.path(1)}" in caplog.text
+
+
+def test_all_damaged_does_not_start_afresh_silently(store):
+    path = store.save(1, make_roles(1), {})
+    (path / "trainer_state.json").unlink()
+    with pytest.raises(CheckpointError, match=r"trainer_state\.json is missing.*resume_mode=disable"):
+        store.find()
+    assert store.find("disable") is None
+
+
+def test_resume_path(store, tmp_path):
+    for step in (1, 2):
+        store.save(step, make_roles(step), {"step": step})
+    assert store.find("resume_path", str(store.path(1))) == store.path(1).resolve()
+    with pytest.raises(CheckpointError, match="resume_from_path"):
+        store.find("resume_path", None)
+    with pytest.raises(CheckpointError, match="global_step_2, global_step_1"):
+        store.find("resume_path", str(tmp_path / "global_step_9"))
+    with pytest.raises(CheckpointError, match="not a folder named global_step_N"):
+        store.find("resume_path", str(store.root))
+    (store.path(1) / "actor/extra.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"damaged: actor/extra\.json"):
+        store.find("resume_path", str(store.path(1)))
+    shutil.move(store.path(2), tmp_path / "global_step_7")
+    with pytest.raises(CheckpointError, match="step 2 under another name"):
+        store.find("resume_path", str(tmp_path / "global_step_7"))
+
+
+def test_retention_counts_on_the_disk(tmp_path):
+    for step in (5, 10, 15):
+        CheckpointStore(tmp_path, keep=2).save(step, make_roles(step), {})  # each save is a restarted run
+    assert CheckpointStore(tmp_path).candidates() == [15, 10]
+    assert all(find_damage(tmp_path / f"global_step_{s}") is None for s in (10, 15))
+
+
+def test_retention_does_not_count_damaged_ones(tmp_path):
+    store = CheckpointStore(tmp_path, keep=2)
+    store.save(1, make_roles(1), {})
+    store.save(2, make_roles(2), {})
+    (tmp_path / "global_step_2/trainer_state.json").unlink()
+    store.save(3, make_roles(3), {})
+    assert store.candidates() == [3, 2, 1]
+    store.save(4, make_roles(4), {})
+    assert store.candidates() == [4, 3, 2]
+
+
+@pytest.mark.parametrize("keep", [None, 0, -1])
+def test_keep_all(tmp_path, keep):
+    store = CheckpointStore(tmp_path, keep=keep)
+    for step in range(1, 5):
+        store.save(step, make_roles(step), {})
+    assert store.candidates() == [4, 3, 2, 1]
+
+
+def test_removal_that_fails_does_not_hurt(tmp_path, monkeypatch, caplog):
+    store = CheckpointStore(tmp_path, keep=1)
+    store.save(1, make_roles(1), {})
+
+    def refuse(*args, **kwargs):
+        raise PermissionError(13, "Permission denied")
+
+    real = shutil.rmtree
+    monkeypatch.setattr(shutil, "rmtree", lambda p, **k: real(p, **k) if k.get("ignore_errors") else refuse())
+    assert store.save(2, make_roles(2), {}) == store.path(2)
+    assert "was not removed" in caplog.text
+    assert CheckpointStore(tmp_path).find() == store.path(2)
+
+
+def test_saving_a_step_again_replaces_it(store):
+    store.save(2, make_roles(2), {"try": 1})
+    store.save(2, make_roles(9), {"try": 2})
+    loaded = store.load(store.find())
+    assert loaded.trainer_state == {"try": 2}
+    assert_same_state(loaded.roles["actor"], make_state(9))
+    assert [p.name for p in store.root.glob("*global*")] == ["global_step_2"]
+
+
+def test_later_steps_of_an_earlier_run_are_set_aside(store, caplog):
+    for step in (5, 10):
+        store.save(step, make_roles(step), {"run": 1})
+    store.save(2, make_roles(2), {"run": 2})  # started anew in the same folder
+    assert store.candidates() == [2]
+    assert store.load(store.find()).trainer_state == {"run": 2}
+    aside = sorted(p.name.split("_", 2)[2] for p in store.root.glob("superseded_*"))
+    assert aside == ["global_step_10", "global_step_5"]
+    assert "earlier run" in caplog.text
+
+
+def test_no_room_is_said_before_anything_is_written(store, monkeypatch):
+    store.save(1, make_roles(1), {})
+    before = sorted(p.name for p in store.root.iterdir())
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 10**9, 10**6))
+    with pytest.raises(CheckpointError, match=r"needs 0\.07 GB.*0\.00 GB free; nothing was written"):
+        store.save(2, make_roles(2), {})
+    assert sorted(p.name for p in store.root.iterdir()) == before
+
+
+def test_a_disk_that_lies_is_found_before_the_checkpoint_counts(store, monkeypatch):
+    store.save(1, make_roles(1), {})
+    from verl.checkpoint import store as module
+
+    real = module.write_model
+
+    def corrupted(folder, tensors):
+        records = real(folder, tensors)
+        content = bytearray((folder / "model.safetensors").read_bytes())
+        content[-1] ^= 1
+        (folder / "model.safetensors").write_bytes(content)
+        return records
+
+    monkeypatch.setattr(module, "write_model", corrupted)
+    with pytest.raises(CheckpointError, match=r"Checkpoint 2 was not kept.*model\.safetensors"):
+        store.save(2, make_roles(2), {})
+    assert store.candidates() == [1]
+
+
+def test_state_that_json_cannot_hold(store):
+    with pytest.raises(CheckpointError, match="trainer's state cannot be saved as JSON"):
+        store.save(1, make_roles(1), {"x": object()})
+    assert store.candidates() == []
+
+
+def test_run_folder_that_does_not_exist_yet(tmp_path):
+    store = CheckpointStore(tmp_path / "a" / "b")
+    assert store.candidates() == []
+    assert store.find() is None
+    store.save(1, make_roles(1), {})
+    assert store.find() == store.path(1)

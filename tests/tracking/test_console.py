@@ -1,0 +1,150 @@
+"""What is shown: plain stable lines where nobody watches, and a picture that fits a terminal of 100 columns."""
+
+import io
+import json
+import logging
+
+import pytest
+from rich.console import Console as RichConsole
+
+from verl.tracking.console import Console
+from verl.tracking.files import append_rows
+from verl.tracking.plot import draw_learning_curve, smooth
+from verl.tracking.run_folder import RunFolder
+from verl.tracking.spans import Spans
+from verl.tracking.summary import Summary, git_revision, versions
+from verl.tracking.tracker import Tracker
+
+STEP = {
+    "critic/score/mean": 0.3125,
+    "response_length/mean": 12.04,
+    "actor/entropy": 1.2,
+    "perf/throughput": 1234.4,
+    "perf/time_per_step": 4.07,
+}
+LONG_KEY = "actor_rollout_ref.rollout.gpu_memory_utilization"
+
+
+def run(terminal: bool, steps: bool = True, tmp_path=None) -> str:
+    out = io.StringIO()
+    rich = RichConsole(file=out, force_terminal=terminal, width=100 if terminal else None)
+    with Console(steps=steps, rich_console=rich) as console:
+        console.header(
+            {"model": "m", "parameters": 134515008, "notices": [f"{LONG_KEY} has no effect here: " + "x " * 80]}
+        )
+        console.begin(0, 2)
+        spans = Spans(on_enter=console.phase)
+        console.validation(0, {"val/reward": 0.1, "val-core/gcd/reward/mean@4": 0.1, "val-aux/gcd/reward/std@4": 0.2})
+        for step in (1, 2):
+            with spans("gen"):
+                pass
+            console.step(step, STEP)
+            logging.getLogger("verl.something").warning("careful now")
+        console.final(summary())
+        console.error("it broke")
+    return out.getvalue()
+
+
+def summary(**changes):
+    figures = {
+        "reward_before": 0.152, "reward_after": 0.5, "greedy_before": None, "greedy_after": None, "steps": 2, "seconds": 200.0,
+        "num_tokens": 5000, "tokens_per_s": 25.0, "device": "cpu", "phase_seconds": {"gen": 120.0},
+    }  # fmt: skip
+    return Summary(**{**figures, **changes})
+
+
+def test_plain_lines():
+    lines = run(terminal=False).splitlines()
+    assert "\x1b" not in "".join(lines)
+    assert "parameters: 134,515,008" in lines
+    assert any(line.startswith(f"notice: {LONG_KEY}") for line in lines)
+    assert "validation step=0 reward=0.100 gcd/reward/mean@4=0.100" in lines
+    step = next(line for line in lines if line.startswith("step=1/2"))
+    assert step.startswith("step=1/2 reward=0.312 length=12.0 entropy=1.200 tokens_per_s=1234 seconds=4.1 left=")
+    assert "WARNING: careful now" in lines
+    assert "held-out reward, sampled: 0.152 -> 0.500" in lines
+    assert "2 steps in 3 min 20 s, 25 tokens/s on cpu" in lines
+    assert not any("greedy" in line for line in lines)
+
+
+def test_terminal():
+    text = run(terminal=True)
+    for part in (
+        "verl",
+        "validation before training",
+        "gcd/reward/mean@4",
+        "careful now",
+        "Result",
+        "+0.348",
+        "it broke",
+    ):
+        assert part in text
+
+
+def test_steps_can_be_left_out():
+    assert "step=1/2" not in run(terminal=False, steps=False)
+
+
+def test_log_level_of_the_environment(monkeypatch):
+    monkeypatch.setenv("LOG_LEVEL", "ERROR")
+    assert "careful now" not in run(terminal=False)
+    monkeypatch.setenv("LOG_LEVEL", "no such level")
+    assert "careful now" in run(terminal=False)
+
+
+def test_summary_of_a_run(tmp_path):
+    with RunFolder(tmp_path) as folder, Tracker(folder, [], "p", "e", {}) as tracker:
+        for step, seconds in ((1, 4.0), (2, 2.0), (3, 3.0)):
+            append_rows(folder.metrics, [{"step": step, "timing_s/step": seconds, "timing_s/gen": seconds / 2}])
+        found = Summary.of_run(
+            reward_before=0.1, reward_after=float("nan"), greedy_before=None, greedy_after=None, steps=3, seconds=9.0,
+            num_tokens=900, device="cpu", metrics_file=folder.metrics,
+        )  # fmt: skip
+        tracker.finish(found)
+    saved = json.loads((tmp_path / "summary.json").read_text())
+    assert (saved["steps"], saved["tokens_per_s"], saved["median_step_s"]) == (3, 100.0, 3.0)
+    assert (saved["phase_seconds"], saved["median_phase_s"]) == ({"gen": 4.5}, {"gen": 1.5})
+    assert saved["reward_after"] is None
+    assert set(saved["versions"]) == {"python", "torch", "transformers", "verl"}
+    assert saved["git_revision"] == git_revision()
+    assert versions()["torch"]
+
+
+def test_summary_of_a_run_without_steps(tmp_path):
+    found = Summary.of_run(
+        reward_before=None, reward_after=None, greedy_before=None, greedy_after=None, steps=0, seconds=0.0,
+        num_tokens=0, device="cpu", metrics_file=tmp_path / "none.jsonl",
+    )  # fmt: skip
+    assert found.tokens_per_s is None
+    assert found.median_step_s is None
+
+
+@pytest.mark.parametrize("num_steps", [1, 30])
+def test_learning_curve(tmp_path, num_steps):
+    with RunFolder(tmp_path) as folder:
+        assert draw_learning_curve(folder) is None
+        append_rows(folder.metrics, [{"step": 0, "val/reward": 0.1, "val/greedy": 0.2}])
+        rows = [{"step": i + 1, "critic/score/mean": i / 30, "actor/entropy": None} for i in range(num_steps)]
+        append_rows(folder.metrics, rows)
+        assert draw_learning_curve(folder) == folder.learning_curve
+    assert folder.learning_curve.read_bytes().startswith(b"\x89PNG")
+    assert not list(tmp_path.glob(".learning_curve*"))
+
+
+def test_failure_to_draw_is_only_logged(tmp_path, monkeypatch, caplog):
+    from verl.tracking import plot
+
+    def fail(*args):
+        raise RuntimeError("no fonts")
+
+    monkeypatch.setattr(plot, "_draw", fail)
+    with RunFolder(tmp_path) as folder:
+        append_rows(folder.metrics, [{"step": 1, "critic/score/mean": 0.5}])
+        assert draw_learning_curve(folder) is None
+    assert "no fonts" in caplog.text
+
+
+def test_smooth_keeps_constants_and_length():
+    assert smooth([2.0] * 57) == pytest.approx([2.0] * 57)
+    assert smooth([1.0, 4.0, 1.0]) == pytest.approx([2.5, 2.0, 2.5])
+    assert len(smooth([])) == 0

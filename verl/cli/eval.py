@@ -1,0 +1,14 @@
+"""`verl eval`: validate a model on data.val_files and print its metrics."""
+
+from __future__ import annotations
+
+from verl.cli.arguments import parse
+
+ABOUT = "Validate actor_rollout_ref.model.path on data.val_files; metrics go to eval.json in trainer.default_local_dir."
+
+
+def run(argv: list[str]) -> int:
+    loaded = parse("eval", ABOUT, argv).load()
+    from verl.trainer.run import evaluate
+
+    return evaluate(loaded)
