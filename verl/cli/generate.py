@@ -10,8 +10,8 @@ ABOUT = "Sample from actor_rollout_ref.model.path for every prompt of data.val_f
 
 
 def run(argv: list[str]) -> int:
-    output = ("--output", {"required": True, "help": "JSON-lines file to write, one line a sample"})
-    arguments = parse("generate", ABOUT, argv, options=(output,))
+    output = {"required": True, "metavar": "FILE", "help": "JSON-lines file to write, one line a sample"}
+    arguments = parse("generate", ABOUT, argv, {"--output": output})
     loaded = arguments.load()
     from verl.trainer.run import generate
 

@@ -8,8 +8,8 @@ ABOUT = "Train a policy with PPO, GRPO or their kin. Run the same command again 
 
 
 def run(argv: list[str]) -> int:
-    dry = ("--dry-run", {"action": "store_true", "help": "check everything that can be known, then stop"})
-    arguments = parse("train", ABOUT, argv, options=(dry,))
+    dry_run = {"action": "store_true", "help": "check everything that can be known, then stop"}
+    arguments = parse("train", ABOUT, argv, {"--dry-run": dry_run})
     if arguments.options.dry_run:
         from verl.cli.check import check
 

@@ -41,7 +41,7 @@ def load_causal_lm(
     checked: packed log-probs of a few tokens equal those of the family's own attention. Raises ModelError naming
     folder and cause.
     """
-    config = _load_config(path, trust_remote_code, override_config)
+    config = load_model_config(path, trust_remote_code, override_config)
     with _loading(path, config):
         module = _from_pretrained(transformers.AutoModelForCausalLM, path, config, dtype, trust_remote_code)
     _prepare(module, path, device, gradient_checkpointing)
@@ -59,7 +59,7 @@ def load_value_model(
     gradient_checkpointing: bool = False,
 ) -> ValueModel:
     """The decoder of the model at `path` under a scalar head: the folder's own head if it has one, else zeros."""
-    config = _load_config(path, trust_remote_code, override_config)
+    config = load_model_config(path, trust_remote_code, override_config)
     with _loading(path, config):
         base = _from_pretrained(transformers.AutoModel, path, config, dtype, trust_remote_code)
     module = ValueModel(base)
@@ -131,7 +131,8 @@ def locate(path: str | Path) -> str:
     return text
 
 
-def _load_config(path: str | Path, trust_remote_code: bool, override: dict[str, Any] | None) -> Any:
+def load_model_config(path: str | Path, trust_remote_code: bool, override: dict[str, Any] | None) -> Any:
+    """The transformers config of a folder or hub name, with `override` put in. Raises ModelError."""
     source = locate(path)
     try:
         config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)

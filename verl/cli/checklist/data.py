@@ -1,0 +1,112 @@
+"""Every row of the data: schema, template, length, repetition; and the reward on every reference answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from verl.cli.checklist.api import Subject
+from verl.cli.report import Level, Line
+
+if TYPE_CHECKING:
+    from verl.config import DataConfig
+    from verl.data.check import RowsReport
+
+_NUM_SHOWN = 5  # problems of one set of files
+_NUM_CHARACTERS = 300  # of the first prompt
+
+
+def check_rows_of_data(subject: Subject) -> Iterator[Line]:
+    """Counts, lengths, bad rows, prompts that occur twice."""
+    from verl.data.check import check_data
+
+    if subject.tokenizer is None:
+        yield Line("skip", "not looked at without a tokenizer")
+        return
+    config = subject.config.data
+    subject.data = check_data(config, subject.tokenizer)
+    for name, key, rows in (
+        ("training", "data.train_files", subject.data.train),
+        ("validation", "data.val_files", subject.data.validation),
+    ):
+        if rows is None:
+            needed = name == "training" and not subject.config.trainer.val_only
+            yield Line("fail" if needed else "info", f"no {name} rows: {key} is empty")
+        else:
+            yield from _of_rows(name, rows, config)
+    if subject.data.num_shared:
+        yield Line("warn", f"{subject.data.num_shared} validation prompts occur in the training rows too")
+    if subject.data.train is not None:
+        yield _batches(subject, subject.data.train)
+
+
+def check_template(subject: Subject) -> Iterator[Line]:
+    """The first training prompt as the model will read it."""
+    from verl.data.dataset import load_dataset
+    from verl.data.prompts import PromptEncoder
+
+    files = subject.config.data.train_files or subject.config.data.val_files
+    if subject.tokenizer is None or subject.data is None or not subject.data.ok or not files:
+        yield Line("skip", "not looked at without usable rows")
+        return
+    rows = load_dataset(files, subject.tokenizer, subject.config.data, max_samples=1)
+    ids = PromptEncoder(subject.tokenizer, subject.config.data).encode(rows.prompt(rows[0]), rows.place(0))
+    text = subject.tokenizer.decode(ids)
+    shown = text if len(text) <= _NUM_CHARACTERS else text[:_NUM_CHARACTERS] + "..."
+    yield Line("info", f"the model reads {len(ids)} tokens: {shown!r}")
+
+
+def check_reward(subject: Subject) -> Iterator[Line]:
+    """The reward function is found and its manager built; it is run on the reference answer of every row."""
+    from verl.rewards.check import check_references
+    from verl.rewards.managers import build_reward_manager
+
+    config = subject.config
+    build_reward_manager(config.reward, max_response_length=config.actor_rollout_ref.rollout.response_length).close()
+    if subject.data is None or not subject.data.ok:
+        yield Line("skip", "not run without usable rows")
+        return
+    levels: dict[str, Level] = {"pass": "pass", "warn": "warn", "fail": "fail"}
+    for source in check_references(_rows(subject), config.reward).sources:
+        yield Line(levels[source.level], source.sentence)
+        for failure in source.failures[:_NUM_SHOWN]:
+            yield Line("info", failure)
+
+
+def _rows(subject: Subject) -> Iterator[dict[str, Any]]:
+    from verl.data.dataset import load_dataset
+
+    config = subject.config.data
+    for files, most in ((config.train_files, config.train_max_samples), (config.val_files, config.val_max_samples)):
+        if files:
+            rows = load_dataset(files, subject.tokenizer, config, max_samples=most)
+            for number in range(len(rows)):
+                row = rows[number]
+                yield {**row, "data_source": row[config.reward_fn_key]}
+
+
+def _of_rows(name: str, rows: RowsReport, config: DataConfig) -> Iterator[Line]:
+    sources = ", ".join(f"{source} {count:,}" for source, count in rows.data_sources.most_common(6))
+    lengths = f"prompts of {rows.mean_length:.0f} tokens on average, {rows.max_length} at most"
+    yield Line("fail" if rows.num_problems else "pass", f"{rows.num_rows:,} {name} rows ({sources}); {lengths}")
+    for problem in rows.problems[:_NUM_SHOWN]:
+        yield Line("fail", problem)
+    if rows.num_problems > _NUM_SHOWN:
+        yield Line("fail", f"{rows.num_problems - _NUM_SHOWN} more {name} rows cannot be used")
+    if rows.num_overlong and not rows.num_problems:
+        fate = "left out" if config.filter_overlong_prompts else f"cut ({config.truncation})"
+        yield Line(
+            "warn",
+            f"{rows.num_overlong} {name} prompts exceed data.max_prompt_length={config.max_prompt_length}: {fate}",
+        )
+    if rows.num_repeated:
+        yield Line("warn", f"{rows.num_repeated} {name} rows repeat an earlier prompt")
+
+
+def _batches(subject: Subject, train: RowsReport) -> Line:
+    config = subject.config.data
+    usable = train.num_rows - (train.num_overlong if config.filter_overlong_prompts else 0)
+    if usable < config.train_batch_size:
+        return Line("fail", f"data.train_batch_size={config.train_batch_size} is more than the {usable} usable rows")
+    n = subject.config.actor_rollout_ref.rollout.n
+    return Line("pass", f"{subject.num_steps:,} steps of {config.train_batch_size} prompts x {n} samples")

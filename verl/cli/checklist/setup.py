@@ -1,0 +1,92 @@
+"""Names that the config chooses: engines, algorithm, device, trackers, run folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from verl.cli.checklist.api import Subject
+from verl.cli.report import Line
+from verl.errors import VerlError
+
+
+def check_config_problems(subject: Subject) -> Iterator[Line]:
+    """What contradicts itself, what this version has not, what has no effect."""
+    from verl.config.checks import check_config
+
+    problems = check_config(subject.loaded)
+    given = len(subject.loaded.given)
+    if not any(p.level == "error" for p in problems):
+        yield Line("pass", f"{given} key{'' if given == 1 else 's'} given, all known and read")
+    for problem in problems:
+        level = "fail" if problem.level == "error" else "warn" if problem.level == "warning" else "info"
+        yield Line(level, problem.sentence)  # type: ignore[arg-type]
+    for notice in subject.loaded.notices:
+        yield Line("info", notice)
+
+
+def check_engines(subject: Subject) -> Iterator[Line]:
+    """Device and number format; every name of a family is found and its file can be imported."""
+    from verl.algorithms.advantages import ADVANTAGES
+    from verl.algorithms.policy_losses import POLICY_LOSSES
+    from verl.parallel.device import compute_dtype, native_bf16, resolve_device
+    from verl.rollout.api import ENGINES
+
+    config = subject.config
+    group = config.actor_rollout_ref
+    device = resolve_device(config.trainer.device)
+    dtype = compute_dtype(group.actor.fsdp_config.dtype, device)
+    yield Line("pass", f"computes on {device} in {str(dtype).removeprefix('torch.')}")
+    if str(dtype) == "torch.bfloat16" and not native_bf16(device):
+        yield Line(
+            "warn",
+            f"{device} has no bfloat16 arithmetic and will be slow: leave actor.fsdp_config.dtype=auto for float32",
+        )
+    ENGINES.get(group.rollout.name)
+    ADVANTAGES.get(config.algorithm.adv_estimator)
+    POLICY_LOSSES.get(group.actor.policy_loss.loss_mode)
+    yield Line(
+        "pass",
+        f"rollout {group.rollout.name}, advantages {config.algorithm.adv_estimator}, "
+        f"loss {group.actor.policy_loss.loss_mode}",
+    )
+
+
+def check_trackers(subject: Subject) -> Iterator[Line]:
+    """Every tracker of trainer.logger can be made."""
+    from verl.tracking.sinks.api import RunInfo, make_sink
+
+    trainer = subject.config.trainer
+    info = RunInfo(_run_folder(subject), trainer.project_name, trainer.experiment_name)
+    for name in trainer.logger:
+        try:
+            make_sink(name, info)
+        except VerlError as error:
+            yield Line("fail", str(error))
+        else:
+            yield Line("pass", name)
+
+
+def check_run_folder(subject: Subject) -> Iterator[Line]:
+    """It can be written, and what is in it already."""
+    from verl.checkpoint.store import candidates
+
+    trainer, folder = subject.config.trainer, _run_folder(subject)
+    nearest = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    if not (nearest.is_dir() and os.access(nearest, os.W_OK)):
+        yield Line("fail", f"{folder} cannot be written: {nearest} is not a folder this user can write to")
+        return
+    steps = candidates(folder) if folder.is_dir() else []
+    if trainer.resume_mode == "resume_path":
+        yield Line("pass", f"{folder}; goes on from {trainer.resume_from_path}")
+    elif steps and trainer.resume_mode == "auto":
+        yield Line("pass", f"{folder}; goes on from step {steps[0]}")
+    elif steps:
+        yield Line("warn", f"{folder} has checkpoints, and trainer.resume_mode=disable starts over beside them")
+    else:
+        yield Line("pass", f"{folder}; a new run")
+
+
+def _run_folder(subject: Subject) -> Path:
+    return Path(subject.config.trainer.default_local_dir).expanduser()

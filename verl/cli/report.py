@@ -1,0 +1,59 @@
+"""Checklists on the terminal: one line a finding, and the worst of them decides the exit code."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Literal
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+Level = Literal["pass", "info", "warn", "fail", "skip"]
+_STYLES = {"pass": "green", "info": "cyan", "warn": "yellow", "fail": "bold red", "skip": "dim"}
+
+
+@dataclass(frozen=True)
+class Line:
+    """One finding. `skip` is something that could not be looked at because of another finding."""
+
+    level: Level
+    text: str
+
+
+class Report:
+    """Prints lines as they come, under their topic; remembers how many there were of each level."""
+
+    def __init__(self, console: Console | None = None):
+        self.console = console or Console(highlight=False)
+        self.counts: Counter[str] = Counter()
+        self._topic = ""
+
+    def add(self, topic: str, line: Line) -> None:
+        """Print one line; the topic stands before the first of its lines only."""
+        self.counts[line.level] += 1
+        shown = "" if topic == self._topic else topic
+        self._topic = topic
+        row = Table.grid(padding=(0, 2, 0, 0))
+        row.add_column(width=4)
+        row.add_column(width=10)
+        row.add_column(overflow="fold")
+        row.add_row(Text(line.level, style=_STYLES[line.level]), Text(shown, style="bold"), Text(line.text))
+        self.console.print(row)
+
+    @property
+    def exit_code(self) -> int:
+        """1 when something failed, else 0."""
+        return 1 if self.counts["fail"] else 0
+
+    def close(self, good: str, bad: str) -> int:
+        """Print the closing sentence and return the exit code."""
+        warnings = f"{self.counts['warn']} warning{'' if self.counts['warn'] == 1 else 's'}"
+        failures = f"{self.counts['fail']} failure{'' if self.counts['fail'] == 1 else 's'}"
+        self.console.print(
+            Text(f"{bad}: {failures}, {warnings}.", style="bold red")
+            if self.exit_code
+            else Text(f"{good}, {warnings}.", style="bold green")
+        )
+        return self.exit_code
