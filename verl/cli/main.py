@@ -5,6 +5,7 @@ Nothing heavy is imported here: `verl --help` and `verl VERB --help` start witho
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
@@ -24,13 +25,29 @@ VERBS = {
     "doctor": "say what this machine has, what would not work, and why",
 }
 
+# what the user's disk or rights can refuse at any moment; other operating system errors are bugs of ours
+_REFUSALS = {
+    errno.ENOSPC: "Free some space",
+    errno.EDQUOT: "Free some of your quota",
+    errno.EFBIG: "Raise the limit of file sizes (ulimit -f)",
+    errno.EROFS: "Choose a folder that can be written",
+    errno.EACCES: "Choose a file that this user may read and write, or change its rights",
+    errno.EPERM: "Choose a file that this user may read and write, or change its rights",
+    errno.EISDIR: "Name a file, not a folder",
+    errno.ENOTDIR: "Name a folder, not a file",
+    errno.EIO: "Check the disk",
+}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit code: 0, that of the error's type, 130 for an interruption, 70 for a bug of ours."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if not arguments or arguments[0] in ("-h", "--help", "help"):
+    if not arguments:
+        print(usage(), file=sys.stderr)
+        return 2
+    if arguments[0] in ("-h", "--help", "help"):
         print(usage())
-        return 0 if arguments else 2
+        return 0
     if arguments[0] == "--version":
         from verl._version import __version__
 
@@ -38,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     verb, rest = arguments[0], arguments[1:]
     if verb not in VERBS:
-        print(f"verl: there is no verb {verb!r}{nearest(verb, VERBS) or '; see verl --help'}", file=sys.stderr)
+        print(f"verl: there is no verb {verb!r}{nearest(verb, VERBS) or '; see verl --help.'}", file=sys.stderr)
         return 2
     return run_verb(verb, rest)
 
@@ -52,7 +69,7 @@ def run_verb(verb: str, arguments: Sequence[str]) -> int:
         return importlib.import_module(f"verl.cli.{verb}").run(list(arguments))
     except VerlError as error:
         if os.environ.get("LOG_LEVEL", "").upper() == "DEBUG":
-            raise
+            _show_traceback()
         print(f"verl {verb}: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
@@ -60,12 +77,32 @@ def run_verb(verb: str, arguments: Sequence[str]) -> int:
         return 130
     except BrokenPipeError:  # the reader of our output, for example `head`, has what it wanted
         return 0
+    except OSError as error:
+        if error.errno not in _REFUSALS:
+            return _report_bug(verb)
+        print(f"verl {verb}: {_refusal(error)}", file=sys.stderr)
+        return 1
     except Exception:  # noqa: BLE001 - anything else is a bug of ours, and is shown whole
-        import traceback
+        return _report_bug(verb)
 
-        traceback.print_exc()
-        print(f"verl {verb}: this is a bug in verl; please report it with the lines above.", file=sys.stderr)
-        return 70
+
+def _refusal(error: OSError) -> str:
+    """What the operating system would not do, as a sentence; what was saved before is untouched."""
+    place = f" {error.filename}" if error.filename else ""
+    advice = _REFUSALS[error.errno or 0]
+    return f"Reading or writing{place} failed: {error.strerror}. {advice}, and run the same command again."
+
+
+def _report_bug(verb: str) -> int:
+    _show_traceback()
+    print(f"verl {verb}: this is a bug in verl; please report it with the lines above.", file=sys.stderr)
+    return 70
+
+
+def _show_traceback() -> None:
+    import traceback
+
+    traceback.print_exc()
 
 
 def usage() -> str:

@@ -35,6 +35,9 @@ class Report:
         self.counts[line.level] += 1
         shown = "" if topic == self._topic else topic
         self._topic = topic
+        if not self.console.is_terminal:  # a log: one line each, whatever its width
+            self.console.print(f"{line.level:<4}  {topic:<10}  {line.text}", soft_wrap=True, markup=False)
+            return
         row = Table.grid(padding=(0, 2, 0, 0))
         row.add_column(width=4)
         row.add_column(width=10)

@@ -69,8 +69,8 @@ class ActorConfig(Section):
     )
     entropy_coeff: float = used(0.0, "weight of the entropy bonus")
     calculate_entropy: bool = used(False, "report the entropy even if its weight is 0")
-    calculate_sum_pi_squared: bool = used(
-        False, "report sum of squared probabilities; on by itself where an estimator needs it"
+    calculate_sum_pi_squared: bool = inert(
+        False, "compute sums of squared probabilities", "they are computed exactly where the estimator reads them"
     )
     use_kl_loss: bool = used(False, "add a KL term towards the reference policy to the loss")
     kl_loss_coef: float = used(0.001, "weight of that term", when="kl_loss", neutral=(0.0,))

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from verl.errors import DataError
+from verl.errors import DataError, nearest
 
 SUFFIXES = (".parquet", ".json", ".jsonl", ".json.gz", ".jsonl.gz")
 
@@ -176,7 +176,11 @@ def _open(name: str) -> Table:
     if path.is_file():
         table = _open_file(path)
     elif name.endswith(SUFFIXES):
-        raise DataError(f"The data file {name} does not exist (looked at {path.absolute()}).")
+        there = [p.name for p in path.absolute().parent.iterdir()] if path.absolute().parent.is_dir() else []
+        hint = (
+            nearest(path.name, there) or ". Prepare it with `verl data`, or correct data.train_files or data.val_files."
+        )
+        raise DataError(f"The data file {name} does not exist (looked at {path.absolute()}){hint}")
     else:
         table = _open_dataset(name)
     if len(table) == 0:

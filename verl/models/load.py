@@ -127,7 +127,7 @@ def locate(path: str | Path) -> str:
     text = str(path)
     if text.startswith(("/", "~", ".")) or text.count("/") > 1:
         siblings = [p.name for p in folder.parent.iterdir()] if folder.parent.is_dir() else []
-        raise ModelError(f"The model folder {folder} does not exist{nearest(folder.name, siblings)}.")
+        raise ModelError(f"The model folder {folder} does not exist{nearest(folder.name, siblings) or '.'}")
     return text
 
 
@@ -147,7 +147,7 @@ def load_model_config(path: str | Path, trust_remote_code: bool, override: dict[
             )
         elif not hasattr(config, key):
             raise ModelError(
-                f"model.override_config.{key}: {type(config).__name__} has no such field{nearest(key, vars(config))}."
+                f"model.override_config.{key}: {type(config).__name__} has no such field{nearest(key, vars(config)) or '.'}"
             )
         else:
             setattr(config, key, value)

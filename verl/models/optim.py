@@ -157,7 +157,7 @@ def _build(config: OptimConfig, parameters: Iterable[nn.Parameter]) -> torch.opt
     if factory is None:
         known = [n for n, v in vars(module).items() if isinstance(v, type)]
         raise ConfigError(
-            f"{config.optimizer_impl} has no optimizer {config.optimizer!r}{nearest(config.optimizer, known)}."
+            f"{config.optimizer_impl} has no optimizer {config.optimizer!r}{nearest(config.optimizer, known) or '.'}"
         )
     arguments: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
     if "Adam" in config.optimizer:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 import re
 import shutil
+import tempfile
+import time
 from pathlib import Path
 from types import TracebackType
 
@@ -73,16 +75,31 @@ class RunFolder:
 
     def truncate_after(self, step: int) -> int:
         """Forget what was written after `step`, because those steps are taken again; returns the number of metrics rows
-        removed. A run that starts from nothing (0) also validates again, so then not even the rows of step 0 stay."""
-        keep = step if step > 0 else -1
-        removed = self._truncate_rows(self.metrics, keep)
-        self._truncate_rows(self.spans, keep)
-        files = [f for f in self.samples.glob("*/step_*.jsonl") if _step_of(f) > keep]
+        removed. For a run that starts from nothing (0) all that is there is of an earlier one, and is set aside."""
+        if step <= 0:
+            return self._set_aside()
+        removed = self._truncate_rows(self.metrics, step)
+        self._truncate_rows(self.spans, step)
+        files = [f for f in self.samples.glob("*/step_*.jsonl") if _step_of(f) > step]
         for file in files:
             file.unlink()
         if removed or files:
             log.info("Removed %d metrics rows and %d sample files written after step %d.", removed, len(files), step)
         return removed
+
+    def _set_aside(self) -> int:
+        """Move the records of an earlier run into a folder of their own; returns its number of metrics rows."""
+        num_rows = sum(1 for _ in read_rows(self.metrics))
+        records = (self.metrics, self.spans, self.summary, self.learning_curve, self.root / "config.yaml")
+        old = [path for path in records if path.exists()]
+        old += [self.samples] if any(self.samples.glob("*/*")) else []
+        if num_rows or self.samples in old:
+            aside = Path(tempfile.mkdtemp(prefix=f"superseded_{time.strftime('%Y%m%d-%H%M%S')}_", dir=self.root))
+            for path in old:
+                path.rename(aside / path.name)
+            self.samples.mkdir(exist_ok=True)
+            log.info("This run starts anew: the records of an earlier one in this folder are now in %s.", aside)
+        return num_rows
 
     def _truncate_rows(self, path: Path, keep: int) -> int:
         if not path.exists():

@@ -81,7 +81,6 @@ def train(loaded: LoadedConfig) -> int:
         return evaluate(loaded)
     with ExitStack() as stack:
         folder = stack.enter_context(RunFolder(Path(config.trainer.default_local_dir).expanduser()))
-        loaded.write(folder.root)
         folder.require_free_gb(config.trainer.min_free_disk_gb)
         console = stack.enter_context(Console(steps="console" in config.trainer.logger))
         data = load_data(config)
@@ -93,6 +92,7 @@ def train(loaded: LoadedConfig) -> int:
         roles = build_roles(config, total_steps=steps, data_sources=data.data_sources)
         stack.callback(roles.close)
         state, store = _resume(config, folder, roles)
+        loaded.write(folder.root)  # not before: a start that fails must leave what describes the run before it
         console.header(_facts(loaded, roles, data, steps, folder, state))
         validator = None
         if data.validation is not None:
@@ -145,13 +145,15 @@ def generate(loaded: LoadedConfig, output: Path) -> int:
     roles = build_roles(config, total_steps=1, data_sources=data.data_sources, train=False)
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        with output.open("w", encoding="utf-8") as file:
+        unfinished = output.with_name(f".{output.name}.part")
+        with unfinished.open("w", encoding="utf-8") as file:
             for prompts in data.validation:
                 params = sampling_params(config.actor_rollout_ref.rollout)
                 batch = roles.rollout.generate(prompts, step=VALIDATION_STEP, split="generate", params=params)
                 batch = batch.union(roles.reward.collect(batch))
                 for row in sample_rows(batch, data.tokenizer):
                     file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        unfinished.replace(output)
     finally:
         roles.close()
     return 0

@@ -47,7 +47,10 @@ def check_disk(subject: Subject) -> Iterator[Line]:
     free = shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists())).free
     free -= int(config.trainer.min_free_disk_gb * 1e9)
     at_once = num_checkpoints(subject)
-    shown = f"{at_once} checkpoint{'s' if at_once > 1 else ''} of {size / 1e9:.2f} GB, {max(0, free) / 1e9:.1f} GB free"
+    shown = (
+        f"{at_once} checkpoint{'s' if at_once > 1 else ''} of {size / 1e9:.2f} GB, "
+        f"{max(0, free) / 1e9:.1f} GB free beyond trainer.min_free_disk_gb"
+    )
     if size > free:
         yield Line("fail", f"{shown}; set trainer.default_local_dir to a larger disk")
     elif at_once * size > free:

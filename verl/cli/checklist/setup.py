@@ -70,6 +70,7 @@ def check_trackers(subject: Subject) -> Iterator[Line]:
 
 def check_run_folder(subject: Subject) -> Iterator[Line]:
     """It can be written, and what is in it already."""
+    from verl.checkpoint.files import find_damage
     from verl.checkpoint.store import candidates
 
     trainer, folder = subject.config.trainer, _run_folder(subject)
@@ -77,15 +78,30 @@ def check_run_folder(subject: Subject) -> Iterator[Line]:
     if not (nearest.is_dir() and os.access(nearest, os.W_OK)):
         yield Line("fail", f"{folder} cannot be written: {nearest} is not a folder this user can write to")
         return
-    steps = candidates(folder) if folder.is_dir() else []
+    steps = candidates(folder)
     if trainer.resume_mode == "resume_path":
-        yield Line("pass", f"{folder}; goes on from {trainer.resume_from_path}")
+        damage = find_damage(Path(trainer.resume_from_path or "").expanduser())
+        fault = f", which is damaged: {damage}. Give another one" if damage else ""
+        yield Line("fail" if damage else "pass", f"{folder}; goes on from {trainer.resume_from_path}{fault}")
     elif steps and trainer.resume_mode == "auto":
-        yield Line("pass", f"{folder}; goes on from step {steps[0]}")
+        yield from _resumption(folder, steps)
     elif steps:
         yield Line("warn", f"{folder} has checkpoints, and trainer.resume_mode=disable starts over beside them")
     else:
         yield Line("pass", f"{folder}; a new run")
+
+
+def _resumption(folder: Path, steps: list[int]) -> Iterator[Line]:
+    """The newest of `steps` that verifies, after a line for each newer one that does not."""
+    from verl.checkpoint.files import find_damage
+
+    for step in steps:
+        damage = find_damage(folder / f"global_step_{step}")
+        if damage is None:
+            yield Line("pass", f"{folder}; goes on from step {step}")
+            return
+        yield Line("warn", f"global_step_{step} is damaged and not used: {damage}")
+    yield Line("fail", f"no checkpoint in {folder} is complete; to start afresh, set trainer.resume_mode=disable")
 
 
 def _run_folder(subject: Subject) -> Path:

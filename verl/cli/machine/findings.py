@@ -57,16 +57,17 @@ def _torch(host: Facts, packages: Facts) -> Iterator[Line]:
 
 
 def _transformers(host: Facts, packages: Facts) -> Iterator[Line]:
-    problem = packages["transformers_probe"].get("error") or packages.get("torchvision_probe", {}).get("error")
-    if not problem or "error" in packages["torch_probe"]:
+    problem = packages["transformers_probe"].get("error")
+    if "error" in packages["torch_probe"]:
         return
-    if packages["optional"].get("torchvision") and ("torchvision" in problem or "torchvision_probe" in packages):
+    broken = {name: facts["error"] for name, facts in packages["companions"].items() if "error" in facts}
+    for name, cause in broken.items():
+        harm = "and breaks transformers" if problem else "and may break transformers"
         yield Line(
-            "fail",
-            f"torchvision does not fit this torch and breaks transformers: {problem}. verl does not need it: pip "
-            "uninstall -y torchvision torchaudio torchcodec",
+            "fail" if problem else "warn",
+            f"{name} does not fit this torch {harm}: {cause}. verl does not need it: pip uninstall -y {name}",
         )
-    else:
+    if problem and not broken:
         yield Line(
             "fail",
             f"transformers cannot be imported: {problem}. Reinstall it: pip install --force-reinstall transformers",

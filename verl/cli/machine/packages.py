@@ -25,6 +25,7 @@ OPTIONAL: dict[str, tuple[str, tuple[str, ...]]] = {
     "deepspeed": ("deepspeed", ("deepspeed",)),
     "flash-attn": ("flash_attn", ("flash-attn",)),
     "torchvision": ("torchvision", ("torchvision",)),
+    "torchaudio": ("torchaudio", ("torchaudio",)),
     "wandb": ("wandb", ("wandb",)),
     "tensorboard": ("tensorboard", ("tensorboard",)),
     "reasoning-gym": ("reasoning_gym", ("reasoning-gym",)),
@@ -57,14 +58,17 @@ import json, transformers
 from transformers import AutoTokenizer, LlamaForCausalLM
 print(json.dumps({"version": transformers.__version__}))
 """
-VISION_PROBE = "import torchvision, json; print(json.dumps({'version': torchvision.__version__}))"
+COMPANION_PROBE = "import json, {name} as it; print(json.dumps({{'version': it.__version__}}))"
+
+# verl needs neither, but transformers imports them where they are, and one made for another torch breaks it
+COMPANIONS = ("torchvision", "torchaudio")
 
 
 def packages() -> dict[str, Any]:
     """Facts by name. `torch` and `transformers` are what their probes say: a version, or `error`."""
+    companions = [name for name in COMPANIONS if importlib.util.find_spec(name) is not None]
     probes = {"torch": TORCH_PROBE, "transformers": TRANSFORMERS_PROBE}
-    if importlib.util.find_spec("torchvision") is not None:
-        probes["torchvision"] = VISION_PROBE
+    probes |= {name: COMPANION_PROBE.format(name=name) for name in companions}
     with ThreadPoolExecutor(len(probes)) as pool:
         probed = dict(zip(probes, pool.map(probe, probes.values()), strict=True))
     return {
@@ -76,7 +80,9 @@ def packages() -> dict[str, Any]:
         "requirements": unmet_requirements(),
         "optional": {name: installed_version(*row) for name, row in OPTIONAL.items()},
         "driver": driver(),
-        **{f"{name}_probe": facts for name, facts in probed.items()},
+        "torch_probe": probed["torch"],
+        "transformers_probe": probed["transformers"],
+        "companions": {name: probed[name] for name in companions},
     }
 
 
@@ -91,7 +97,10 @@ def probe(code: str, timeout_s: float = _IMPORT_TIMEOUT_S) -> dict[str, Any]:
     lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
     if done.returncode != 0:
         return {"error": lines[-1] if lines else f"importing it ended with code {done.returncode}"}
-    found: dict[str, Any] = json.loads(lines[-1])
+    try:
+        found: dict[str, Any] = json.loads(lines[-1])
+    except (IndexError, ValueError):
+        return {"error": "importing it printed something else than was asked for"}
     return found
 
 
@@ -112,8 +121,12 @@ def unmet_requirements() -> dict[str, str]:
     """Requirements of verl that this environment does not meet: requirement -> what is there instead."""
     from packaging.requirements import Requirement
 
+    try:
+        texts = importlib.metadata.requires("verl") or []
+    except importlib.metadata.PackageNotFoundError:  # run from its folder, not installed
+        return {"verl": "not installed"}
     found = {}
-    for text in importlib.metadata.requires("verl") or []:
+    for text in texts:
         requirement = Requirement(text)
         if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
             continue

@@ -1,0 +1,74 @@
+"""A tiny task on disk, and the command line run in this process: `verl("check", ...)` gives (exit code, what it said)."""
+
+import json
+
+import pytest
+
+from verl.cli.main import main
+
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return float(solution_str == ground_truth)
+"""
+
+
+def make_row(i, **changes):
+    row = {
+        "data_source": "letters",
+        "prompt": [{"role": "user", "content": f"question {i}"}],
+        "reward_model": {"style": "rule", "ground_truth": str(i)},
+        "extra_info": {"index": i},
+    }
+    row.update(changes)
+    return {name: value for name, value in row.items() if value is not None}
+
+
+def write_rows(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def task(tmp_path):
+    """Folder with train.jsonl (8 rows), val.jsonl (3 rows) and reward.py."""
+    write_rows(tmp_path / "train.jsonl", [make_row(i) for i in range(8)])
+    write_rows(tmp_path / "val.jsonl", [make_row(i) for i in range(100, 103)])
+    (tmp_path / "reward.py").write_text(REWARD)
+    return tmp_path
+
+
+@pytest.fixture
+def overrides(task, tiny_llama):
+    """`overrides(key=value, ...)`: those of a run that can start, with changes; keys are given with dots in a dict."""
+
+    def build(changes=None):
+        settings = {
+            "algorithm.adv_estimator": "grpo",
+            "actor_rollout_ref.model.path": tiny_llama,
+            "data.train_files": task / "train.jsonl",
+            "data.val_files": task / "val.jsonl",
+            "data.train_batch_size": 4,
+            "data.max_prompt_length": 64,
+            "data.max_response_length": 6,
+            "actor_rollout_ref.rollout.n": 2,
+            "actor_rollout_ref.actor.ppo_mini_batch_size": 4,
+            "reward.custom_reward_function.path": task / "reward.py",
+            "reward.num_workers": 1,
+            "trainer.logger": "[file]",
+            "trainer.total_training_steps": 2,
+            "trainer.default_local_dir": task / "run",
+            **(changes or {}),
+        }
+        return [f"{key}={value}" for key, value in settings.items() if value is not None]
+
+    return build
+
+
+@pytest.fixture
+def verl(capsys):
+    def run(*arguments):
+        code = main([str(a) for a in arguments])
+        said = capsys.readouterr()
+        return code, said.out + said.err
+
+    return run

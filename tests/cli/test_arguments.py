@@ -1,0 +1,61 @@
+"""Hydra's spellings, options among overrides, and the keys that --help shows."""
+
+import pytest
+
+from verl.cli.arguments import COMMON_KEYS, parse
+from verl.config.tree import leaves
+from verl.errors import ConfigError
+
+
+def test_overrides_and_options_mix():
+    found = parse(
+        "train", "", ["a.b=1", "--config-name", "x", "+c.d=[1,2]", "~e.f"], {"--dry-run": {"action": "store_true"}}
+    )
+    assert found.overrides == ["a.b=1", "+c.d=[1,2]", "~e.f"]
+    assert found.config_name == "x"
+    assert not found.options.dry_run
+
+
+@pytest.mark.parametrize("flag", ["--config-path", "--config-dir", "-cp", "-cd"])
+def test_spellings_of_the_folder(flag, tmp_path):
+    (tmp_path / "mine.yaml").write_text("trainer: {total_epochs: 7}\n")
+    found = parse("train", "", [flag, str(tmp_path), "--config-name=mine", "trainer.nnodes=1"])
+    loaded = found.load()
+    assert loaded.config.trainer.total_epochs == 7
+    assert loaded.origins["trainer.total_epochs"] == f"file {tmp_path / 'mine.yaml'}"
+
+
+def test_a_yaml_file_by_itself(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("trainer: {total_epochs: 7}\n")
+    assert parse("train", "", ["--config-path", str(file)]).load().config.trainer.total_epochs == 7
+
+
+def test_unknown_option_names_the_nearest():
+    with pytest.raises(ConfigError, match="--confg-name.*'--config-name'"):
+        parse("train", "", ["--confg-name", "x"])
+
+
+def test_missing_value_of_an_option():
+    with pytest.raises(ConfigError, match="expected one argument.*verl train --help"):
+        parse("train", "", ["--config-name"])
+
+
+def test_common_keys_exist_and_have_an_effect():
+    for path in COMMON_KEYS:
+        assert not leaves()[path].inert, path
+
+
+def test_help_shows_sections_and_defaults(verl):
+    with pytest.raises(SystemExit) as end:
+        verl("train", "--help")
+    assert end.value.code == 0
+
+
+def test_help_text(capsys):
+    with pytest.raises(SystemExit):
+        parse("train", "about it", ["-h"])
+    said = capsys.readouterr().out
+    assert "data.train_batch_size=1024" in said
+    assert "actor_rollout_ref.rollout" in said
+    assert "grpo_smollm2" in said

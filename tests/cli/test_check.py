@@ -1,0 +1,257 @@
+"""`verl check` finds, before training, what would stop it; and its estimates are right to a quarter."""
+
+import json
+import shutil
+from collections import namedtuple
+
+import pytest
+
+from tests.cli.conftest import make_row, write_rows
+from verl.cli.checklist import estimate
+from verl.cli.checklist.api import Subject
+from verl.cli.checklist.model import check_model_files
+from verl.cli.checklist.resources import num_checkpoints
+from verl.config import load_config
+
+
+def failures(said):
+    return [line for line in said.splitlines() if line.startswith("fail")]
+
+
+def test_a_run_that_can_start(verl, overrides):
+    code, said = verl("check", *overrides())
+    assert code == 0, said
+    assert not failures(said)
+    for found in (
+        "8 training rows (letters 8)",
+        "3 validation rows",
+        "2 steps of 4 prompts x 2 samples",
+        "letters: 11 of 11 reference answers get 1",
+        "<|im_start|>user\\nquestion 0<|im_end|>",
+        "64 prompt + 6 response = 70 tokens, the model holds 1024",
+        "Ready to train, 0 warnings.",
+    ):
+        assert found in said
+
+
+def test_dry_run_is_the_same_and_trains_nothing(verl, overrides, task):
+    code, said = verl("train", "--dry-run", *overrides())
+    assert code == 0
+    assert "Ready to train" in said
+    assert not (task / "run").exists()
+
+
+BAD_KEYS = {
+    "unknown key": ({"data.train_batch_sizes": 4}, "'data.train_batch_size'"),
+    "unread key": ({"actor_rollout_ref.actor.kl_loss_coef": 0.05}, "actor.kl_loss_coef=0.05"),
+    "estimator": ({"algorithm.adv_estimator": "grpoo"}, "did you mean 'grpo'"),
+    "feature": ({"trainer.n_gpus_per_node": 8}, "trainer.n_gpus_per_node=8"),
+    "missing file": ({"data.train_files": "/nowhere/train.parquet"}, "/nowhere/train.parquet"),
+    "no training data": ({"data.train_files": "[]"}, "data.train_files is empty"),
+    "missing model": ({"actor_rollout_ref.model.path": "/nowhere/model"}, "/nowhere/model does not exist"),
+    "missing reward": ({"reward.custom_reward_function.path": "/nowhere/reward.py"}, "/nowhere/reward.py"),
+    "no scorer": ({"reward.custom_reward_function.path": None}, "no built-in scorer for data_source 'letters'"),
+    "tracker": ({"trainer.logger": "[consol]"}, "'console'"),
+    "too long for the model": ({"data.max_response_length": 2000}, "but the model holds 1024"),
+    "too few rows": (
+        {"data.train_batch_size": 16, "actor_rollout_ref.actor.ppo_mini_batch_size": 16},
+        "more than the 8 usable rows",
+    ),
+    "long prompts": ({"data.max_prompt_length": 10}, "train.jsonl, row 0 (counted from 0)"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_KEYS)
+def test_bad_input_is_found(name, verl, overrides):
+    changes, sentence = BAD_KEYS[name]
+    code, said = verl("check", *overrides(changes))
+    assert code == 1
+    assert any(sentence in line for line in failures(said)), said
+
+
+def test_a_bad_row_is_named(verl, overrides, task):
+    rows = [make_row(i) for i in range(8)]
+    rows[5] = make_row(5, reward_model=None)
+    code, said = verl("check", *overrides({"data.train_files": write_rows(task / "bad.jsonl", rows)}))
+    assert code == 1
+    assert any("bad.jsonl, row 5" in line and "reward_model" in line for line in failures(said)), said
+
+
+def test_a_template_that_fails(verl, overrides):
+    template = "\"{{ raise_exception('no system turn') }}\""
+    code, said = verl("check", *overrides({"actor_rollout_ref.model.custom_chat_template": template}))
+    assert code == 1
+    assert any("chat template failed" in line and "no system turn" in line for line in failures(said)), said
+
+
+def test_a_reward_function_of_the_wrong_signature(verl, overrides, task):
+    (task / "reward.py").write_text("def compute_score(answer):\n    return 1.0\n")
+    code, said = verl("check", *overrides())
+    assert code == 1
+    assert any("solution_str" in line for line in failures(said)), said
+
+
+def test_a_reward_that_fails_everywhere(verl, overrides, task):
+    (task / "reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return float('nan')\n"
+    )
+    code, said = verl("check", *overrides())
+    assert code == 1
+    assert "the reward function failed on 11" in said
+
+
+@pytest.mark.parametrize("damage", ["none", "empty"])
+def test_a_model_folder_without_good_weights(damage, verl, overrides, tiny_llama, task):
+    folder = shutil.copytree(tiny_llama, task / "model")
+    (folder / "model.safetensors").unlink()
+    if damage == "empty":
+        (folder / "model.safetensors").write_bytes(b"\0" * 20)
+    code, said = verl("check", *overrides({"actor_rollout_ref.model.path": folder}))
+    assert code == 1
+    assert any(("has no weights" if damage == "none" else "damaged") in line for line in failures(said)), said
+
+
+def test_repeated_and_shared_prompts_are_warned_about(verl, overrides, task):
+    write_rows(task / "train.jsonl", [make_row(i // 2) for i in range(8)])
+    write_rows(task / "val.jsonl", [make_row(0)])
+    code, said = verl("check", *overrides())
+    assert code == 0
+    assert "4 training rows repeat an earlier prompt" in said
+    assert "1 validation prompts occur in the training rows too" in said
+
+
+def test_too_little_memory(verl, overrides, monkeypatch):
+    monkeypatch.setattr("verl.cli.checklist.resources.available_memory", lambda: 10_000_000)
+    code, said = verl("check", *overrides())
+    assert code == 1
+    assert any("GB free" in line and "memory" in line for line in failures(said)), said
+
+
+def test_too_little_disk(verl, overrides, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10, 10, 1_000_000_100))
+    code, said = verl("check", *overrides())
+    assert code == 1
+    assert any("set trainer.default_local_dir" in line for line in failures(said)), said
+
+
+def test_where_it_would_go_on(verl, overrides, task):
+    (task / "run" / "global_step_4").mkdir(parents=True)
+    assert "goes on from step 4" in verl("check", *overrides())[1]
+    assert "starts over beside them" in verl("check", *overrides({"trainer.resume_mode": "disable"}))[1]
+
+
+# -- estimates ------------------------------------------------------------------------------------------------------------
+
+
+def subject_of(*overrides):
+    return Subject(load_config(overrides, check=False))
+
+
+def test_shape_of_a_real_folder(tiny_llama):
+    from verl.models.load import load_causal_lm, num_parameters
+
+    subject = subject_of(f"actor_rollout_ref.model.path={tiny_llama}", "algorithm.adv_estimator=gae")
+    assert [line.level for line in check_model_files(subject)] == ["pass", "pass"]
+    assert subject.policy == subject.critic
+    assert subject.policy.num_parameters == num_parameters(load_causal_lm(tiny_llama))
+    assert (subject.policy.num_layers, subject.policy.kv_heads, subject.policy.head_dim) == (2, 2, 16)
+
+
+def test_trained_and_saved_bytes():
+    assert estimate.trained_bytes(1000, 4) == 16_000  # weights, gradients, two states
+    assert estimate.trained_bytes(1000, 2) == 18_000  # and float32 masters beside 16-bit weights
+    assert estimate.checkpoint_bytes(1000, ["model", "optimizer", "extra"]) == 12_000
+    assert estimate.checkpoint_bytes(1000, ["hf_model"]) == 4_000
+    assert estimate.checkpoint_bytes(1000, ["extra"]) == 0
+
+
+def test_saved_bytes_of_a_real_checkpoint(tiny_llama, tmp_path, task, overrides, verl):
+    settings = {"trainer.save_freq": 2, "trainer.val_before_train": False, "trainer.total_training_steps": 2}
+    code, said = verl("train", *overrides(settings))
+    assert code == 0, said
+    subject = subject_of(*overrides(settings))
+    list(check_model_files(subject))
+    saved = sum(f.stat().st_size for f in (task / "run" / "global_step_2").rglob("*.safetensors"))
+    expected = estimate.checkpoint_bytes(subject.policy.num_parameters, ["model", "optimizer"])
+    assert expected == pytest.approx(saved, rel=0.05)  # headers are large on a tiny model
+
+
+def test_cache_shares_prompts():
+    shape = estimate.ModelShape(
+        1, num_layers=2, hidden=64, intermediate=128, kv_heads=2, head_dim=16, max_positions=None
+    )
+    per_token = 2 * 2 * 2 * 16 * 4
+    assert estimate.cache_bytes(shape, 8, 4, prompt=100, response=10, width=4) == per_token * (8 * 10 + 2 * 100)
+
+
+def test_reference_and_critic_count_only_where_they_are(tiny_llama):
+    shape = estimate.ModelShape(
+        1000, num_layers=2, hidden=64, intermediate=128, kv_heads=2, head_dim=16, max_positions=None
+    )
+
+    def roles(*overrides):
+        return set(estimate.memory_needed(load_config(overrides, check=False).config, shape, shape, 4)) & {
+            "critic",
+            "reference",
+        }
+
+    assert roles("algorithm.adv_estimator=grpo") == set()
+    assert roles("algorithm.adv_estimator=gae") == {"critic"}
+    assert roles("algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.use_kl_loss=True") == {"reference"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"trainer.save_freq": -1}, 1),
+        ({"trainer.save_freq": 5, "trainer.total_training_steps": 20}, 4),
+        ({"trainer.save_freq": 5, "trainer.total_training_steps": 20, "trainer.max_actor_ckpt_to_keep": 1}, 2),
+        ({"trainer.save_freq": 30, "trainer.total_training_steps": 20}, 1),
+    ],
+)
+def test_checkpoints_at_once(settings, expected):
+    assert num_checkpoints(subject_of(*(f"{k}={v}" for k, v in settings.items()))) == expected
+
+
+# -- the verbs that use a model ----------------------------------------------------------------------------------------------
+
+
+def test_eval_writes_metrics(verl, overrides, task):
+    code, said = verl("eval", *overrides({"data.train_files": None}))
+    assert code == 0, said
+    metrics = json.loads((task / "run" / "eval.json").read_text())
+    assert 0 <= metrics["val/reward"] <= 1
+
+
+def test_generate_writes_a_line_per_sample(verl, overrides, task):
+    output = task / "made" / "samples.jsonl"
+    code, said = verl("generate", "--output", output, *overrides())
+    assert code == 0, said
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    assert len(rows) == 3 * 2
+    assert {"prompt", "response"} <= set(rows[0])
+
+
+def test_generate_needs_an_output(verl):
+    code, said = verl("generate")
+    assert code == 2
+    assert "--output" in said
+
+
+def test_convert_of_nothing(verl, task):
+    code, said = verl("convert", task / "none.gguf", task / "out")
+    assert code == 4
+    assert "none.gguf" in said
+
+
+def test_export_of_nothing(verl, task):
+    code, said = verl("export", task, task / "out")
+    assert code == 6
+    assert "holds no checkpoint" in said
+
+
+def test_data_of_nothing(verl, task):
+    code, said = verl("data", "gsm8k", "--source", task / "none", "--output", task / "out")
+    assert code == 3
+    assert "none" in said

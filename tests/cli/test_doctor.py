@@ -1,0 +1,127 @@
+"""Facts are read without harm, and the findings follow from them."""
+
+import copy
+import json
+import sys
+
+import pytest
+
+from verl.cli.doctor import facts
+from verl.cli.machine.findings import findings
+from verl.cli.machine.host import available_memory, host, memory_limit, output_of, usable_cores
+from verl.cli.machine.packages import installed_version, probe, unmet_requirements
+
+GIB = 1 << 30
+HOST = {
+    "system": "Linux 6.1 x86_64", "libc": "glibc 2.36", "cpu": "Some CPU", "cpu_flags": ["avx2", "avx512f"],
+    "num_cores": 4, "num_usable_cores": 4.0, "memory_bytes": 32 * GIB, "available_memory_bytes": 20 * GIB,
+    "swap_bytes": 0, "shared_memory_bytes": 16 * GIB, "free_disk_bytes": 100 * GIB, "free_temporary_bytes": 100 * GIB,
+    "limits": {"nofile": 65536, "as": None}, "environment": {"OMP_NUM_THREADS": "4"},
+}  # fmt: skip
+TORCH = {"version": "2.13.0", "cuda_build": None, "num_threads": 4, "cuda_available": False, "devices": [],
+         "mps_available": False, "gflops": {"float32": 100.0, "bfloat16": 300.0}}  # fmt: skip
+PACKAGES = {
+    "python": "3.12.1", "executable": "/env/bin/python", "virtual_environment": True, "other_pythons": [],
+    "verl_command": "/env/bin/verl", "requirements": {}, "driver": None, "torch_probe": TORCH,
+    "transformers_probe": {"version": "5.19.0"},
+    "optional": {"vllm": None, "sglang": None, "megatron": None, "deepspeed": None, "torchvision": None},
+}  # fmt: skip
+GPU = {"name": "Old GPU", "memory_bytes": 16 * GIB, "capability": [7, 0]}
+DRIVER = {"gpus": ["New GPU, 80 GB, 535.1"], "newest_cuda": "12.2"}
+
+
+def judge(host_changes=None, package_changes=None, torch_changes=None):
+    of_host, of_packages = {**HOST, **(host_changes or {})}, copy.deepcopy(PACKAGES)
+    of_packages.update(package_changes or {})
+    of_packages["torch_probe"] = {**of_packages["torch_probe"], **(torch_changes or {})}
+    return [(line.level, line.text) for line in findings(of_host, of_packages)]
+
+
+def test_a_healthy_machine():
+    assert judge() == [("pass", "nothing stands in the way of training in one process")]
+
+
+CASES = {
+    "unmet requirement": ({"package_changes": {"requirements": {"torch>=2.8": "2.1.0"}}}, "fail", "pip install 'torch>=2.8'"),
+    "broken torch": ({"package_changes": {"torch_probe": {"error": "no libtorch.so"}}}, "fail", "no libtorch.so"),
+    "GPU without a CUDA build": ({"package_changes": {"driver": DRIVER}}, "warn", "a build without CUDA"),
+    "old driver": (
+        {"package_changes": {"driver": DRIVER}, "torch_changes": {"cuda_build": "13.0"}}, "fail", "the driver goes up to CUDA 12.2",
+    ),
+    "old GPU": ({"torch_changes": {"cuda_available": True, "devices": [GPU]}}, "warn", "Old GPU has no bfloat16"),
+    "torchvision": (
+        {"package_changes": {"transformers_probe": {"error": "operator torchvision::nms does not exist"},
+                             "optional": {**PACKAGES["optional"], "torchvision": "0.1"}}},
+        "fail", "uninstall -y torchvision",
+    ),
+    "torchvision alone": (
+        {"package_changes": {"torchvision_probe": {"error": "undefined symbol"},
+                             "optional": {**PACKAGES["optional"], "torchvision": "0.1"}}},
+        "fail", "undefined symbol",
+    ),
+    "broken transformers": ({"package_changes": {"transformers_probe": {"error": "no regex"}}}, "fail", "no regex"),
+    "slow bfloat16": ({"torch_changes": {"gflops": {"float32": 80.0, "bfloat16": 20.0}}}, "info", "dtype=auto"),
+    "idle cores": ({"torch_changes": {"num_threads": 1}}, "warn", "torch uses 1 of 4 cores"),
+    "no AVX2": ({"host_changes": {"cpu_flags": ["sse"]}}, "warn", "no AVX2"),
+    "little memory": ({"host_changes": {"available_memory_bytes": GIB}}, "warn", "1.0 GiB of memory"),
+    "small shm": ({"host_changes": {"shared_memory_bytes": 64 << 20}}, "warn", "--shm-size"),
+    "full disk": ({"host_changes": {"free_disk_bytes": GIB}}, "warn", "1.0 GiB of disk"),
+    "few files": ({"host_changes": {"limits": {"nofile": 256}}}, "warn", "ulimit -n"),
+    "address space": ({"host_changes": {"limits": {"as": 1 << 30}}}, "warn", "ulimit -v"),
+    "several Pythons": (
+        {"package_changes": {"virtual_environment": False, "other_pythons": ["/usr/bin/python3.9"]}}, "warn", "python -m venv",
+    ),
+    "engine without adapter": (
+        {"package_changes": {"optional": {**PACKAGES["optional"], "sglang": "0.9"}}}, "info", "sglang 0.9 is installed",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_findings(name):
+    changes, level, words = CASES[name]
+    found = judge(**changes)
+    assert any(of == level and words in text for of, text in found), found
+    assert len(found) == 1, found
+
+
+def test_every_fact_can_be_shown_even_when_torch_is_broken():
+    broken = {**PACKAGES, "torch_probe": {"error": "no libtorch.so"}, "transformers_probe": {"error": "no torch"}}
+    shown = dict(facts(HOST, broken))
+    assert "no libtorch.so" in shown["torch"]
+    assert shown["devices"].startswith("the CPU alone")
+
+
+def test_a_probe_reports_and_never_raises():
+    assert probe("import json; print('noise'); print(json.dumps({'version': '1'}))") == {"version": "1"}
+    assert probe("import no_such_module_at_all") == {
+        "error": "ModuleNotFoundError: No module named 'no_such_module_at_all'"
+    }
+    assert "did not end within" in probe("import time; time.sleep(60)", timeout_s=0.5)["error"]
+    if sys.platform != "win32":
+        assert "signal 11" in probe("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")["error"]
+
+
+def test_host_facts_are_plausible():
+    found = host()
+    assert 0 < usable_cores() <= found["num_cores"]
+    assert 0 < available_memory() <= memory_limit()
+    json.dumps(found)
+
+
+def test_versions():
+    assert installed_version("pytest", ("no-such-distribution", "pytest")) == pytest.__version__
+    assert installed_version("no_such_parent.child", ("no-such-distribution",)) is None
+    assert unmet_requirements() == {}
+
+
+def test_a_program_that_is_not_there_says_nothing():
+    assert output_of("no-such-program-at-all") == ""
+
+
+def test_doctor_end_to_end(verl):
+    code, said = verl("doctor", "--json")
+    assert code == 0, said
+    found = json.loads(said)
+    assert found["packages"]["torch_probe"]["gflops"]["float32"] > 0
+    assert found["findings"]

@@ -1,0 +1,120 @@
+"""Verbs, exit codes, what an error looks like, and how quickly --help starts."""
+
+import subprocess
+import sys
+
+import pytest
+
+from verl import errors
+from verl.cli.main import VERBS, main
+
+DOORS = {"verl.trainer.main_ppo": "train", "verl.trainer.main_eval": "eval", "verl.trainer.main_generation": "generate"}
+
+
+def fresh_python(code, *arguments):
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60)
+
+
+def test_help_lists_every_verb(verl):
+    code, said = verl("--help")
+    assert code == 0
+    for name, what in VERBS.items():
+        assert f"{name} " in said
+        assert what in said
+
+
+def test_no_verb_is_a_usage_error(verl):
+    code, said = verl()
+    assert code == 2
+    assert "usage: verl VERB" in said
+
+
+def test_unknown_verb_names_the_nearest(verl):
+    code, said = verl("trian")
+    assert code == 2
+    assert "did you mean 'train'?" in said
+
+
+def test_version(verl):
+    from verl import __version__
+
+    assert verl("--version") == (0, f"{__version__}\n")
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_of_every_verb_starts_without_torch_and_quickly(verb):
+    """Processor time, so that a busy machine does not fail it."""
+    code = (
+        "import sys, time\n"
+        "from verl.cli.main import main\n"
+        "try:\n"
+        f"    main([{verb!r}, '--help'])\n"
+        "except SystemExit as end:\n"
+        "    assert end.code == 0, end.code\n"
+        "heavy = {'torch', 'ray', 'transformers', 'omegaconf', 'pyarrow'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+        "print('SECONDS', time.process_time())\n"
+    )
+    done = fresh_python(code)
+    assert done.returncode == 0, done.stderr
+    assert f"verl {verb}" in done.stdout
+    assert float(done.stdout.rpartition("SECONDS ")[2]) < 0.6  # 0.1 to 0.2 on an idle machine
+
+
+@pytest.mark.parametrize("kind", [errors.ConfigError, errors.DataError, errors.CheckpointError, errors.DeadlineError])
+def test_an_error_of_ours_is_a_sentence_and_the_code_of_its_type(kind, verl, monkeypatch):
+    monkeypatch.delenv("LOG_LEVEL", raising=False)
+    monkeypatch.setattr("verl.cli.data.run", raising(kind("The cause, the place, the fix.")))
+    code, said = verl("data")
+    assert code == kind.exit_code
+    assert said == "verl data: The cause, the place, the fix.\n"
+
+
+def test_debug_shows_the_traceback_too(verl, monkeypatch):
+    monkeypatch.setenv("LOG_LEVEL", "debug")
+    monkeypatch.setattr("verl.cli.data.run", raising(errors.DataError("A sentence.")))
+    code, said = verl("data")
+    assert code == errors.DataError.exit_code
+    assert "Traceback" in said
+    assert said.endswith("verl data: A sentence.\n")
+
+
+def test_an_interrupt_is_130(verl, monkeypatch):
+    monkeypatch.setattr("verl.cli.data.run", raising(KeyboardInterrupt()))
+    assert verl("data") == (130, "verl data: interrupted.\n")
+
+
+def test_another_exception_is_called_a_bug(verl, monkeypatch):
+    monkeypatch.setattr("verl.cli.data.run", raising(ZeroDivisionError("in the deep")))
+    code, said = verl("data")
+    assert code == 70
+    assert "ZeroDivisionError: in the deep" in said
+    assert "this is a bug in verl" in said
+
+
+@pytest.mark.parametrize("module", DOORS)
+def test_doors_are_the_verbs(module):
+    done = subprocess.run(
+        [sys.executable, "-m", module, "data.train_file=x"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"verl {DOORS[module]}: ")
+    assert "data.train_files" in done.stderr
+
+
+def test_the_package_is_a_command():
+    done = subprocess.run([sys.executable, "-m", "verl", "--version"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0
+
+
+def raising(error):
+    def run(argv):
+        raise error
+
+    return run
+
+
+def test_main_reads_the_command_line(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["verl", "--version"])
+    assert main() == 0
+    assert capsys.readouterr().out

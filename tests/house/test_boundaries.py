@@ -1,0 +1,66 @@
+"""What must stay in one place, and what must start without heavy libraries."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.house.source import files, imports, relative
+from verl.cli.main import VERBS
+
+# A library that we adapt to lives in one file, so that a new version of it is one file's business.
+ONE_FILE_EACH = (
+    "ray",
+    "vllm",
+    "sglang",
+    "megatron",
+    "deepspeed",
+    "wandb",
+    "mlflow",
+    "swanlab",
+    "trackio",
+    "math_verify",
+    "matplotlib",
+)
+
+TORCH_FREE = (
+    "verl",
+    "verl.errors",
+    "verl.registry",
+    "verl.data_proto.columns",
+    "verl.data_proto.metrics",
+    "verl.data_proto.samples",
+    "verl.config",
+    "verl.config.load",
+    "verl.parallel.balance",
+    "verl.rewards",
+    "verl.rewards.worker",
+    "verl.cli.main",
+    *(f"verl.cli.{verb}" for verb in VERBS),
+    "verl.trainer.main_ppo",
+    "verl.trainer.main_eval",
+    "verl.trainer.main_generation",
+)
+HEAVY = ("torch", "ray", "transformers", "tensordict", "pandas", "matplotlib", "sympy", "datasets")
+
+
+@pytest.mark.parametrize("library", ONE_FILE_EACH)
+def test_a_library_lives_in_one_file(library):
+    where = {
+        relative(path) for name, path in files().items() for i in imports(name) if i.module.split(".")[0] == library
+    }
+    assert len(where) <= 1, f"{library} is imported in {sorted(where)}"
+
+
+def test_what_starts_without_torch():
+    missing = set(TORCH_FREE) - set(files())
+    assert not missing, missing
+    code = (
+        "import importlib, sys\n"
+        f"for name in {TORCH_FREE}:\n"
+        "    importlib.import_module(name)\n"
+        f"    heavy = [h for h in {HEAVY} if h in sys.modules]\n"
+        "    assert not heavy, f'{name} imports {heavy}'\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

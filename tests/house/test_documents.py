@@ -1,0 +1,68 @@
+"""Pages that are written by a program are current, and commands and files that pages name exist."""
+
+import importlib.util
+import re
+
+import pytest
+
+from tests.house.source import ROOT, files
+from verl.cli.main import VERBS
+from verl.config.differences import DIFFERENCES
+from verl.registry import load_module
+
+PAGES = sorted(
+    p
+    for folder in ("", "docs", "examples", "benchmarks")
+    for p in (ROOT / folder).glob("*.md")
+    if p.name != "config.md"  # generated; tests/config keeps it current
+)
+PACKAGE_FILE = re.compile(r"`((?:verl|tests|docs|examples|benchmarks)/[\w./-]*\w\.(?:py|md|yaml|sh))`")
+
+
+def read(name):
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def commands(text):
+    """Lines of code blocks, without their comments, and what stands in backticks."""
+    blocks = re.findall(r"^```.*?\n(.*?)^```", text, re.M | re.S)
+    lines = [line.split("#")[0] for block in blocks for line in block.splitlines()]
+    return [*lines, *re.findall(r"`([^`\n]+)`", text)]
+
+
+def test_the_file_map_is_current():
+    generator = load_module(str(ROOT / "docs" / "make_architecture.py"))
+    assert read("docs/architecture.md") == generator.page(), "run: python docs/make_architecture.py"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_files_that_a_page_names_exist(page):
+    text = page.read_text(encoding="utf-8")
+    missing = [f for f in PACKAGE_FILE.findall(text) if not (ROOT / f).exists()]
+    assert not missing, missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_commands_that_a_page_names_exist(page):
+    found = commands(page.read_text(encoding="utf-8"))
+    targets = set(re.findall(r"^([\w-]+):", read("Makefile"), re.M))
+    for command in found:
+        for target in re.findall(r"^\s*make ([a-z]\w*)", command):
+            assert target in targets, command
+        for config in re.findall(r"^\s*make \w+ CONFIG=(\w+)", command):
+            assert (ROOT / "verl" / "config" / "yaml" / f"{config}.yaml").exists(), command
+        for verb in re.findall(r"^\s*verl ([a-z]+)\b", command):
+            assert verb in VERBS, command
+        for module in re.findall(r"python -m (verl[\w.]*)", command):
+            assert module in files() or importlib.util.find_spec(module), command
+
+
+def test_examples_are_listed():
+    listed = re.findall(r"^\| `(\w+\.py)` \|", read("examples/README.md"), re.M)
+    assert listed == sorted(f.name for f in (ROOT / "examples").glob("[0-9]*.py"))
+
+
+def test_other_defaults_are_among_the_differences():
+    text = read("docs/differences.md")
+    missing = [row for row in DIFFERENCES if "| " + " | ".join(row) + " |" not in text]
+    assert not missing, f"docs/differences.md lacks or contradicts rows of verl/config/differences.py: {missing}"

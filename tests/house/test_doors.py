@@ -1,0 +1,183 @@
+"""The names that existing recipes import lead to our code."""
+
+import importlib
+import logging
+
+import pytest
+import torch
+
+import verl
+from verl.data_proto.proto import DataProto
+
+# name that recipes write -> where it lives; the same object
+SAME = {
+    "verl:DataProto": "verl.data_proto.proto:DataProto",
+    "verl.protocol:DataProto": "verl.data_proto.proto:DataProto",
+    "verl.protocol:DataProtoItem": "verl.data_proto.proto:DataProtoItem",
+    "verl.protocol:DataProtoConfig": "verl.data_proto.settings:DataProtoConfig",
+    "verl.protocol:pad_dataproto_to_divisor": "verl.data_proto.padding:pad_dataproto_to_divisor",
+    "verl.protocol:unpad_dataproto": "verl.data_proto.padding:unpad_dataproto",
+    "verl.protocol:collate_fn": "verl.data_proto.padding:collate_fn",
+    "verl.protocol:fold_batch_dim": "verl.data_proto.padding:fold_batch_dim",
+    "verl.protocol:unfold_batch_dim": "verl.data_proto.padding:unfold_batch_dim",
+    "verl.protocol:union_tensor_dict": "verl.data_proto.merge:union_tensor_dict",
+    "verl.protocol:union_numpy_dict": "verl.data_proto.merge:union_numpy_dict",
+    "verl.trainer.ppo.core_algos:register_adv_est": "verl.algorithms.advantages:register_adv_est",
+    "verl.trainer.ppo.core_algos:register_policy_loss": "verl.algorithms.policy_losses:register_policy_loss",
+    "verl.trainer.ppo.core_algos:agg_loss": "verl.algorithms.user_functions:agg_loss",
+    "verl.trainer.ppo.core_algos:kl_penalty": "verl.algorithms.kl:kl_penalty",
+    "verl.utils.reward_score:default_compute_score": "verl.rewards.scorers.route:default_compute_score",
+    "verl.utils.dataset.rl_dataset:RLHFDataset": "verl.data.dataset:RLHFDataset",
+    "verl.utils.dataset.rl_dataset:collate_fn": "verl.data.dataset:collate_fn",
+    "verl.utils.torch_functional:entropy_from_logits": "verl.algorithms.entropy:entropy_from_logits",
+}
+# names that adapt; how they behave is tested below or in the room's own tests
+PRESENT = {
+    "verl.trainer.ppo.core_algos": [
+        "AdvantageEstimator", "get_adv_estimator_fn", "get_policy_loss_fn", "get_kl_controller", "compute_value_loss",
+        "compute_gae_advantage_return", "compute_grpo_outcome_advantage", "compute_rloo_outcome_advantage",
+        "compute_policy_loss_vanilla", "compute_entropy_loss", "AdaptiveKLController", "FixedKLController",
+    ],
+    "verl.trainer.ppo.metric_utils": [
+        "compute_data_metrics", "compute_timing_metrics", "compute_throughout_metrics", "process_validation_metrics",
+    ],
+    "verl.workers.reward_manager": ["register"],
+    "verl.utils.tracking": ["Tracking"],
+    "verl.utils.seqlen_balancing": [
+        "get_seqlen_balanced_partitions", "log_seqlen_unbalance", "rearrange_micro_batches", "get_reverse_idx",
+        "prepare_dynamic_batch", "restore_dynamic_batch",
+    ],
+    "verl.utils.torch_functional": [
+        "masked_sum", "masked_mean", "masked_var", "masked_whiten", "logprobs_from_logits", "get_response_mask",
+        "pad_sequence_to_length", "pad_2d_list_to_length", "clip_by_value",
+    ],
+    "verl.trainer.logger": ["RLLogger"],
+}  # fmt: skip
+
+
+def resolve(reference):
+    module, _, name = reference.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+@pytest.mark.parametrize(("door", "room"), SAME.items())
+def test_a_door_hands_on_the_same_object(door, room):
+    assert resolve(door) is resolve(room)
+
+
+@pytest.mark.parametrize("module", PRESENT)
+def test_a_door_has_the_names(module):
+    assert [n for n in PRESENT[module] if not callable(getattr(importlib.import_module(module), n, None))] == []
+
+
+def test_names_of_the_package():
+    assert all(hasattr(verl, name) for name in verl.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        _ = verl.Nothing
+
+
+class TestTensorFunctions:
+    values = torch.tensor([[1.0, 2.0, 9.0], [4.0, 9.0, 9.0]], dtype=torch.float64)
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+
+    def test_masked(self):
+        from verl.utils.torch_functional import masked_mean, masked_sum, masked_var, masked_whiten
+
+        kept = torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64)
+        assert masked_sum(self.values, self.mask).item() == 7
+        torch.testing.assert_close(masked_sum(self.values, self.mask, axis=-1), torch.tensor([3.0, 4.0]).double())
+        torch.testing.assert_close(masked_mean(self.values, self.mask, axis=-1), torch.tensor([1.5, 4.0]).double())
+        assert masked_var(self.values, self.mask).item() == pytest.approx(kept.var().item(), rel=1e-6)
+        assert masked_var(self.values, self.mask, unbiased=False).item() == pytest.approx(
+            kept.var(correction=0).item(), rel=1e-6
+        )
+        for shift in (True, False):
+            white = masked_whiten(self.values, self.mask, shift_mean=shift)
+            expected = (kept - kept.mean()) / kept.std() + (0 if shift else kept.mean())
+            torch.testing.assert_close(white[self.mask.bool()], expected)
+            assert (white[self.mask == 0] == 0).all()
+
+    def test_log_probs(self):
+        from verl.utils.torch_functional import logprobs_from_logits
+
+        logits, labels = torch.randn(2, 3, 7).double(), torch.randint(7, (2, 3))
+        expected = logits.log_softmax(-1)[torch.arange(2)[:, None], torch.arange(3), labels]
+        torch.testing.assert_close(logprobs_from_logits(logits, labels), expected)
+
+    def test_response_mask(self):
+        from verl.utils.torch_functional import get_response_mask
+
+        ids = torch.tensor([[5, 2, 7, 2], [5, 6, 7, 8], [3, 2, 2, 2]])
+        assert get_response_mask(ids, 2).tolist() == [[1, 1, 0, 0], [1, 1, 1, 1], [1, 1, 0, 0]]
+        assert get_response_mask(ids, [7, 3], torch.bool).tolist() == [
+            [True, True, True, False], [True, True, True, False], [True, False, False, False]
+        ]  # fmt: skip
+
+    def test_padding(self):
+        from verl.utils.torch_functional import clip_by_value, pad_2d_list_to_length, pad_sequence_to_length
+
+        ids = torch.tensor([[1, 2]])
+        assert pad_sequence_to_length(ids, 4, 0).tolist() == [[1, 2, 0, 0]]
+        assert pad_sequence_to_length(ids, 4, 9, left_pad=True).tolist() == [[9, 9, 1, 2]]
+        assert pad_sequence_to_length(ids, 1, 0).tolist() == [[1, 2]]
+        assert pad_2d_list_to_length([[1], [2, 3]], 0).tolist() == [[1, 0], [2, 3]]
+        assert pad_2d_list_to_length([[1]], 7, max_length=3).tolist() == [[1, 7, 7]]
+        assert clip_by_value(torch.tensor([1, 5]), torch.tensor([2, 2]), torch.tensor([3, 3])).tolist() == [2, 3]
+
+
+class TestBalancing:
+    def batch(self):
+        lengths = torch.tensor([5, 1, 4, 2, 3, 5])
+        mask = (torch.arange(5) < lengths[:, None]).long()
+        return DataProto.from_dict({"attention_mask": mask, "row": torch.arange(6)})
+
+    def test_partitions_and_their_metrics(self):
+        from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions, log_seqlen_unbalance
+
+        lengths = [8, 7, 2, 1]
+        parts = get_seqlen_balanced_partitions(lengths, 2, equal_size=True)
+        assert sorted(sum(lengths[i] for i in part) for part in parts) == [9, 9]
+        assert log_seqlen_unbalance(lengths, parts, "global_seqlen") == {
+            "global_seqlen/min": 3, "global_seqlen/max": 15, "global_seqlen/minmax_diff": 12,
+            "global_seqlen/balanced_min": 9, "global_seqlen/balanced_max": 9, "global_seqlen/mean": 9,
+        }  # fmt: skip
+
+    @pytest.mark.parametrize(
+        ("wishes", "count"), [({}, 4), ({"min_num_micro_batch": 5}, 5), ({"num_batches_divided_by": 3}, 6)]
+    )
+    def test_micro_batches(self, wishes, count):
+        from verl.utils.seqlen_balancing import rearrange_micro_batches
+
+        batch = self.batch()
+        found, rows = rearrange_micro_batches(batch.batch, 5, **wishes)
+        assert len(found) == len(rows) == count
+        assert sorted(sum(rows, [])) == list(range(6))
+        for part, members in zip(found, rows, strict=True):
+            assert part["row"].tolist() == members
+            assert part["attention_mask"].sum() <= 5
+
+    def test_a_row_that_does_not_fit(self):
+        from verl.utils.seqlen_balancing import rearrange_micro_batches
+
+        with pytest.raises(ValueError, match="max_token_len=4"):
+            rearrange_micro_batches(self.batch().batch, 4)
+
+    def test_there_and_back(self):
+        from verl.utils.seqlen_balancing import prepare_dynamic_batch, restore_dynamic_batch
+
+        parts, rows = prepare_dynamic_batch(self.batch(), 5)
+        joined = torch.cat([part.batch["row"] for part in parts])
+        assert restore_dynamic_batch(joined, rows).tolist() == list(range(6))
+
+
+def test_the_log_of_a_rank(tmp_path, monkeypatch):
+    from verl.trainer.logger import RLLogger
+
+    monkeypatch.setenv("RANK", "3")
+    logger = RLLogger(tmp_path / "logs")
+    logger.warning("step %d is slow", 7)
+    logger.close()
+    logging.getLogger("verl").warning("not written any more")
+    lines = (tmp_path / "logs" / "rank_3.log").read_text().splitlines()
+    assert len(lines) == 1
+    assert "step 7 is slow" in lines[0]

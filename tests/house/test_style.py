@@ -1,0 +1,167 @@
+"""Rules of the house that a reader should not have to remember."""
+
+import ast
+import re
+import subprocess
+
+import pytest
+
+from tests.house.source import PACKAGE, ROOT, files, imports, relative, tree
+
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+MAX_MEAN_FUNCTION_LINES = 12
+
+# (file, function) -> why it may be longer
+LONG_FUNCTIONS: dict[tuple[str, str], str] = {
+    ("verl/trainer/run.py", "train"): "the one place where all rooms meet, read from top to bottom",
+}
+
+# paths of one machine, which no committed file may name; written so that this file does not name them either
+MACHINE_PATHS = re.compile(
+    "|".join(
+        (
+            r"/work" + r"/(main|shared)",
+            r"/tmp" + r"/(smol|tiny|brief)\b",
+            r"/roo" + r"t/\w",
+            r"/opt" + r"/(wheels|pypi)",
+            r"(?<![\w.$}~-])/" + r"(?:work|home|Users)/\w",
+            # a package index other than the public ones
+            r"(?:index-url|find-links)[ =:'\"]+" + r"(?!https://(?:pypi\.org|download\.pytorch\.org))\w+:",
+            r"/artifactory" + "/",
+        )
+    )
+)
+
+
+def functions(path):
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node, node.end_lineno - node.lineno + 1
+
+
+def tracked_files():
+    """Files under version control, and new ones that are not ignored; all files of the tree without git."""
+    try:
+        listed = subprocess.run(
+            ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("not a git checkout")
+    return [ROOT / line for line in listed.stdout.splitlines()]
+
+
+def test_files_are_short():
+    long = {relative(p): n for p in files().values() if (n := len(p.read_text().splitlines())) > MAX_FILE_LINES}
+    assert not long, f"more than {MAX_FILE_LINES} lines; something wants a room of its own: {long}"
+
+
+def test_functions_are_short():
+    long = {
+        (relative(path), node.name): lines
+        for path in files().values()
+        for node, lines in functions(path)
+        if lines > MAX_FUNCTION_LINES
+    }
+    unexcused = {place: lines for place, lines in long.items() if place not in LONG_FUNCTIONS}
+    assert not unexcused, f"more than {MAX_FUNCTION_LINES} lines: {unexcused}"
+
+
+def test_functions_are_short_on_average():
+    lengths = [lines for path in files().values() for _, lines in functions(path)]
+    assert sum(lengths) / len(lengths) <= MAX_MEAN_FUNCTION_LINES
+
+
+def test_no_drawer_for_everything():
+    drawers = [
+        relative(p) for p in files().values() if p.stem in ("common", "misc", "helpers") or p.stem.startswith("utils")
+    ]
+    assert not drawers
+
+
+FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
+FORBIDDEN_CALLS = {
+    "eval": "runs what a string says",
+    "exec": "runs what a string says",
+    "torch.load": "reads pickles",
+    "torch.save": "writes pickles",
+    "numpy.load": "may read pickles",
+    "np.load": "may read pickles",
+    "compile": "runs what a string says",
+    "__import__": "hides what is imported",
+    "yaml.load": "may build any object; use safe_load",
+    "os.system": "goes through a shell",
+}
+
+
+def test_no_pickle():
+    found = [
+        f"{relative(files()[name])}:{i.line} {i.module}"
+        for name in files()
+        for i in imports(name)
+        if i.module.split(".")[0] in FORBIDDEN_MODULES
+    ]
+    assert not found
+
+
+def test_no_dangerous_calls():
+    found = []
+    for path in files().values():
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.Call) and (reason := FORBIDDEN_CALLS.get(ast.unparse(node.func))):
+                found.append(f"{relative(path)}:{node.lineno} {ast.unparse(node.func)}() {reason}")
+            if isinstance(node, ast.keyword) and node.arg == "shell" and ast.unparse(node.value) == "True":
+                found.append(f"{relative(path)}:{node.lineno} shell=True goes through a shell")
+    assert not found, "\n".join(found)
+
+
+def test_the_library_does_not_print():
+    """A command line prints; everything else logs, or writes through the tracking console."""
+    found = [
+        f"{relative(path)}:{node.lineno}"
+        for path in files().values()
+        if not path.is_relative_to(PACKAGE / "cli")
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+    ]
+    assert not found
+
+
+def test_no_broad_except_without_a_reason():
+    """`except Exception` has a comment on its line or the next that says why."""
+    found = []
+    for path in files().values():
+        lines = path.read_text().splitlines()
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.ExceptHandler) and (
+                node.type is None or ast.unparse(node.type) in ("Exception", "BaseException")
+            ):
+                near = lines[node.lineno - 2 : node.lineno + 1]
+                reraised = any(isinstance(n, ast.Raise) for n in ast.walk(node))
+                if not reraised and not any("#" in line for line in near):
+                    found.append(f"{relative(path)}:{node.lineno}")
+    assert not found
+
+
+def test_no_file_names_one_machine():
+    found = []
+    for path in tracked_files():
+        if not path.is_file() or path.suffix in (".parquet", ".png", ".gz", ".safetensors"):
+            continue
+        for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+            if MACHINE_PATHS.search(line):
+                found.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()[:100]}")
+    assert not found, "\n".join(found)
+
+
+def test_every_file_says_what_it_is():
+    silent = [
+        relative(path)
+        for path in files().values()
+        if ast.get_docstring(tree(path)) is None and path.read_text().strip() and path.name != "_version.py"
+    ]
+    assert not silent, f"no module docstring: {silent}"
