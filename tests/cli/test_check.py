@@ -57,7 +57,7 @@ BAD_KEYS = {
         {"data.train_batch_size": 16, "actor_rollout_ref.actor.ppo_mini_batch_size": 16},
         "more than the 8 usable rows",
     ),
-    "long prompts": ({"data.max_prompt_length": 10}, "train.jsonl, row 0 (counted from 0)"),
+    "long prompts": ({"data.max_prompt_length": 10}, "train.jsonl, row 0 (counted from 0"),
 }
 
 
@@ -136,9 +136,15 @@ def test_too_little_disk(verl, overrides, monkeypatch):
 
 
 def test_where_it_would_go_on(verl, overrides, task):
-    (task / "run" / "global_step_4").mkdir(parents=True)
-    assert "goes on from step 4" in verl("check", *overrides())[1]
+    code, said = verl("train", *overrides({"trainer.save_freq": 1, "trainer.val_before_train": False}))
+    assert code == 0, said
+    assert "goes on from step 2" in verl("check", *overrides())[1]
     assert "starts over beside them" in verl("check", *overrides({"trainer.resume_mode": "disable"}))[1]
+    (task / "run" / "global_step_2" / "trainer_state.json").write_text("{}")
+    code, said = verl("check", *overrides())
+    assert code == 0
+    assert "global_step_2 is damaged and not used: trainer_state.json" in said
+    assert "goes on from step 1" in said
 
 
 # -- estimates ------------------------------------------------------------------------------------------------------------

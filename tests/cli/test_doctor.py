@@ -1,7 +1,10 @@
 """Facts are read without harm, and the findings follow from them."""
 
 import copy
+import importlib.metadata
 import json
+import os
+import subprocess
 import sys
 
 import pytest
@@ -23,7 +26,7 @@ TORCH = {"version": "2.13.0", "cuda_build": None, "num_threads": 4, "cuda_availa
 PACKAGES = {
     "python": "3.12.1", "executable": "/env/bin/python", "virtual_environment": True, "other_pythons": [],
     "verl_command": "/env/bin/verl", "requirements": {}, "driver": None, "torch_probe": TORCH,
-    "transformers_probe": {"version": "5.19.0"},
+    "transformers_probe": {"version": "5.19.0"}, "companions": {},
     "optional": {"vllm": None, "sglang": None, "megatron": None, "deepspeed": None, "torchvision": None},
 }  # fmt: skip
 GPU = {"name": "Old GPU", "memory_bytes": 16 * GIB, "capability": [7, 0]}
@@ -43,21 +46,22 @@ def test_a_healthy_machine():
 
 CASES = {
     "unmet requirement": ({"package_changes": {"requirements": {"torch>=2.8": "2.1.0"}}}, "fail", "pip install 'torch>=2.8'"),
+    "not installed": ({"package_changes": {"requirements": {"verl": "not installed"}}}, "warn", "pip install -e ."),
     "broken torch": ({"package_changes": {"torch_probe": {"error": "no libtorch.so"}}}, "fail", "no libtorch.so"),
     "GPU without a CUDA build": ({"package_changes": {"driver": DRIVER}}, "warn", "a build without CUDA"),
     "old driver": (
-        {"package_changes": {"driver": DRIVER}, "torch_changes": {"cuda_build": "13.0"}}, "fail", "the driver goes up to CUDA 12.2",
+        {"package_changes": {"driver": DRIVER}, "torch_changes": {"cuda_build": "13.0"}}, "fail",
+        "the driver goes up to CUDA 12.2",
     ),
     "old GPU": ({"torch_changes": {"cuda_available": True, "devices": [GPU]}}, "warn", "Old GPU has no bfloat16"),
     "torchvision": (
         {"package_changes": {"transformers_probe": {"error": "operator torchvision::nms does not exist"},
-                             "optional": {**PACKAGES["optional"], "torchvision": "0.1"}}},
+                             "companions": {"torchvision": {"error": "operator torchvision::nms does not exist"}}}},
         "fail", "uninstall -y torchvision",
     ),
     "torchvision alone": (
-        {"package_changes": {"torchvision_probe": {"error": "undefined symbol"},
-                             "optional": {**PACKAGES["optional"], "torchvision": "0.1"}}},
-        "fail", "undefined symbol",
+        {"package_changes": {"companions": {"torchaudio": {"error": "undefined symbol"}}}},
+        "warn", "torchaudio does not fit this torch and may break transformers: undefined symbol",
     ),
     "broken transformers": ({"package_changes": {"transformers_probe": {"error": "no regex"}}}, "fail", "no regex"),
     "slow bfloat16": ({"torch_changes": {"gflops": {"float32": 80.0, "bfloat16": 20.0}}}, "info", "dtype=auto"),
@@ -125,3 +129,33 @@ def test_doctor_end_to_end(verl):
     found = json.loads(said)
     assert found["packages"]["torch_probe"]["gflops"]["float32"] > 0
     assert found["findings"]
+
+
+def test_a_torch_that_cannot_be_imported_is_a_finding(tmp_path):
+    """In a process of its own: nothing that doctor itself needs may import torch."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text(
+        "raise ImportError('libcudart.so.13: cannot open shared object file')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "verl", "doctor"], capture_output=True, text=True, timeout=120,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    failed = [line for line in done.stdout.splitlines() if line.startswith("fail")]
+    assert len(failed) == 1
+    assert "libcudart.so.13" in failed[0]
+    assert "pip install --force-reinstall torch" in failed[0]
+    for topic in ("system", "cpu", "memory", "disk", "limits", "python", "torch", "devices", "packages", "engines"):
+        assert f"info  {topic} " in done.stdout, topic
+    assert "rollout native" in done.stdout
+    assert done.stdout.rstrip().endswith("This machine cannot train yet: 1 failure, 0 warnings.")
+    assert not done.stderr
+
+
+def test_not_installed_is_a_requirement_that_is_not_met(monkeypatch):
+    def requires(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "requires", requires)
+    assert unmet_requirements() == {"verl": "not installed"}

@@ -1,5 +1,7 @@
 """Verbs, exit codes, what an error looks like, and how quickly --help starts."""
 
+import errno
+import os
 import subprocess
 import sys
 
@@ -8,7 +10,11 @@ import pytest
 from verl import errors
 from verl.cli.main import VERBS, main
 
-DOORS = {"verl.trainer.main_ppo": "train", "verl.trainer.main_eval": "eval", "verl.trainer.main_generation": "generate"}
+DOORS = {
+    "verl.trainer.main_ppo": ("train",),
+    "verl.trainer.main_eval": ("eval",),
+    "verl.trainer.main_generation": ("generate", "--output", "x"),
+}
 
 
 def fresh_python(code, *arguments):
@@ -92,13 +98,37 @@ def test_another_exception_is_called_a_bug(verl, monkeypatch):
     assert "this is a bug in verl" in said
 
 
+REFUSALS = {
+    errno.ENOSPC: "Free some space",
+    errno.EACCES: "this user may read and write",
+    errno.EISDIR: "Name a file, not a folder",
+}
+
+
+@pytest.mark.parametrize("number", REFUSALS)
+def test_what_the_system_refuses_is_a_sentence(number, verl, monkeypatch):
+    monkeypatch.setattr("verl.cli.data.run", raising(OSError(number, os.strerror(number), "rows.jsonl")))
+    code, said = verl("data")
+    assert code == 1
+    assert said.startswith(f"verl data: Reading or writing rows.jsonl failed: {os.strerror(number)}. ")
+    assert REFUSALS[number] in said
+    assert said.count("\n") == 1
+
+
+def test_other_errors_of_the_system_are_bugs(verl, monkeypatch):
+    monkeypatch.setattr("verl.cli.data.run", raising(FileNotFoundError(errno.ENOENT, "No such file", "gone")))
+    code, said = verl("data")
+    assert code == 70
+    assert "FileNotFoundError" in said
+
+
 @pytest.mark.parametrize("module", DOORS)
 def test_doors_are_the_verbs(module):
-    done = subprocess.run(
-        [sys.executable, "-m", module, "data.train_file=x"], capture_output=True, text=True, timeout=60
-    )
+    verb, *options = DOORS[module]
+    command = [sys.executable, "-m", module, *options, "data.train_file=x"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
-    assert done.stderr.startswith(f"verl {DOORS[module]}: ")
+    assert done.stderr.startswith(f"verl {verb}: ")
     assert "data.train_files" in done.stderr
 
 

@@ -35,14 +35,14 @@ def test_the_file_map_is_current():
     assert read("docs/architecture.md") == generator.page(), "run: python docs/make_architecture.py"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
 def test_files_that_a_page_names_exist(page):
     text = page.read_text(encoding="utf-8")
     missing = [f for f in PACKAGE_FILE.findall(text) if not (ROOT / f).exists()]
     assert not missing, missing
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
 def test_commands_that_a_page_names_exist(page):
     found = commands(page.read_text(encoding="utf-8"))
     targets = set(re.findall(r"^([\w-]+):", read("Makefile"), re.M))

@@ -8,14 +8,12 @@ import pytest
 
 from tests.house.source import PACKAGE, ROOT, files, imports, relative, tree
 
-MAX_FILE_LINES = 400
-MAX_FUNCTION_LINES = 60
+MAX_FILE_LINES = 399
+MAX_FUNCTION_LINES = 59
 MAX_MEAN_FUNCTION_LINES = 12
 
 # (file, function) -> why it may be longer
-LONG_FUNCTIONS: dict[tuple[str, str], str] = {
-    ("verl/trainer/run.py", "train"): "the one place where all rooms meet, read from top to bottom",
-}
+LONG_FUNCTIONS: dict[tuple[str, str], str] = {}
 
 # paths of one machine, which no committed file may name; written so that this file does not name them either
 MACHINE_PATHS = re.compile(

@@ -139,13 +139,15 @@ def evaluate(loaded: LoadedConfig) -> int:
 def generate(loaded: LoadedConfig, output: Path) -> int:
     """Sample from the prompts of data.val_files as rollout.* says; one JSON line a sample, with its score's place left out."""
     config = loaded.config
+    if output.is_dir():
+        raise ConfigError(f"The output {output} is a folder; name a file to write the samples to.")
     data = load_data(config, train=False)
     if data.validation is None:
         raise ConfigError("Generation needs prompts: set data.val_files.")
     roles = build_roles(config, total_steps=1, data_sources=data.data_sources, train=False)
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = output.with_name(f".{output.name}.part")
+        unfinished = output.with_name(f"{output.name}.part")
         with unfinished.open("w", encoding="utf-8") as file:
             for prompts in data.validation:
                 params = sampling_params(config.actor_rollout_ref.rollout)

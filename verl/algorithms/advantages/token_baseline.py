@@ -27,8 +27,8 @@ def optimal_token_baseline(
     G is the reward to go; W_t = sum_{s<=t} w_s is the accumulated squared norm of the score function, from
     w_s = 1 - 2 pi_s + sum_v pi_v^2 (times the squared importance weight), pi_s = exp(old_log_probs). Where one row
     alone reaches a position, its baseline would be its own return: with `handle_zero_tail` b = 0 there, else A = 0. A
-    row alone in its group has b = 0. `sum_pi_squared` [batch, response] comes with the old log-probs
-    (actor_rollout_ref.actor.calculate_sum_pi_squared). Returns (A, G).
+    row alone in its group has b = 0. `sum_pi_squared` [batch, response] comes with the old log-probs.
+    Returns (A, G).
     """
     mask = response_mask.to(token_level_rewards.dtype)
     groups = Groups.of(index, token_level_rewards)

@@ -23,7 +23,13 @@ def findings(host: Facts, packages: Facts) -> Iterator[Line]:
 
 
 def _requirements(host: Facts, packages: Facts) -> Iterator[Line]:
-    if packages["requirements"]:
+    if "verl" in packages["requirements"]:
+        yield Line(
+            "warn",
+            "verl runs from its folder without being installed, so what it needs was not compared with what is there. "
+            "Install it there: pip install -e .",
+        )
+    elif packages["requirements"]:
         wanted = " ".join(f"'{requirement}'" for requirement in packages["requirements"])
         there = ", ".join(f"{name} (here: {version})" for name, version in packages["requirements"].items())
         yield Line("fail", f"needed and not met: {there}. Install with: pip install {wanted}")

@@ -34,7 +34,7 @@ from verl.controller.roles import Roles
 from verl.data.loader import PromptLoader
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
-from verl.errors import DataError
+from verl.errors import ConfigError, DataError
 from verl.tracking.spans import Spans
 from verl.trainer.state import TrainerState
 from verl.workers.policy import require_finite
@@ -204,7 +204,14 @@ class PPO:
         name = self.config.algorithm.filter_groups.metric
         if name in ("reward", "score", "seq_reward", "seq_final_reward"):
             return batch.batch["token_level_scores"].sum(dim=1).tolist()
-        return [float(parts[name]) for parts in batch.non_tensor_batch["reward_parts"]]
+        found = batch.non_tensor_batch["reward_parts"]
+        lacking = next((parts for parts in found if name not in parts), None)
+        if lacking is not None:
+            raise ConfigError(
+                f"algorithm.filter_groups.metric={name} is not among what the reward function returns: score"
+                f"{''.join(', ' + part for part in sorted(lacking))}. Name one of them."
+            )
+        return [float(parts[name]) for parts in found]
 
     def _check_rounds(self, num_rounds: int, num_groups: int) -> None:
         limit = self.config.algorithm.filter_groups.max_num_gen_batches or 100

@@ -1,0 +1,371 @@
+"""Bad input through the command line: a sentence with cause, place and fix, a code that is not 0, and nothing lost."""
+
+import errno
+import hashlib
+import json
+import shutil
+from collections import namedtuple
+
+import pytest
+
+from tests.cli.conftest import REWARD, make_row, write_rows
+from tests.trainer.conftest import Run
+from verl.checkpoint.files import find_damage
+from verl.cli.main import main
+
+MODEL = "actor_rollout_ref.model.path"
+REWARD_PATH = "reward.custom_reward_function.path"
+NUM_STEPS = 2
+SETTINGS = {
+    "trainer.save_freq": 1,
+    "trainer.test_freq": -1,
+    "trainer.val_before_train": False,
+    "trainer.total_training_steps": NUM_STEPS,
+}
+LONGER = {**SETTINGS, "trainer.total_training_steps": NUM_STEPS + 1}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, tiny_llama):
+    """Run folder of two steps with their checkpoints."""
+    task = tmp_path_factory.mktemp("finished")
+    write_rows(task / "train.jsonl", [make_row(i) for i in range(8)])
+    (task / "reward.py").write_text(REWARD)
+    settings = {
+        "algorithm.adv_estimator": "grpo",
+        MODEL: tiny_llama,
+        "data.train_files": task / "train.jsonl",
+        "data.val_files": "[]",
+        "data.train_batch_size": 4,
+        "data.max_prompt_length": 64,
+        "data.max_response_length": 6,
+        "actor_rollout_ref.rollout.n": 2,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": 4,
+        REWARD_PATH: task / "reward.py",
+        "reward.num_workers": 1,
+        "trainer.logger": "[file]",
+        "trainer.default_local_dir": task / "run",
+        **SETTINGS,
+    }
+    assert main(["train", *(f"{k}={v}" for k, v in settings.items())]) == 0
+    return Run(task / "run")
+
+
+@pytest.fixture
+def earlier(finished, task):
+    """The same in the run folder of this test."""
+    shutil.copytree(finished.folder, task / "run")
+    return Run(task / "run")
+
+
+def contents(folder):
+    """Digest of every file that a run leaves; its log and its lock may change."""
+    files = [f for f in folder.rglob("*") if f.is_file() and f.parent.name != "logs" and f.name != "run.lock"]
+    return {str(f.relative_to(folder)): hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
+
+
+def damage(folder, step):
+    file = folder / f"global_step_{step}/actor/huggingface/model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+
+
+def bad_rows(task, number, **changes):
+    rows = [make_row(i) for i in range(8)]
+    rows[number] = make_row(number, **changes)
+    return {"data.train_files": write_rows(task / "bad.jsonl", rows)}
+
+
+def text(task, name, content, key):
+    (task / name).write_text(content)
+    return {key: task / name}
+
+
+def model_folder(task, model, change):
+    folder = shutil.copytree(model, task / "model")
+    change(folder)
+    return {MODEL: folder}
+
+
+def without_weights(folder):
+    (folder / "model.safetensors").unlink()
+
+
+def with_gguf(folder):
+    (folder / "model.safetensors").rename(folder / "model.gguf")
+
+
+def with_half_the_weights(folder):
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content[: len(content) // 2])
+
+
+# name -> (overrides of a task folder and a model, exit code, words that the sentence must have)
+CASES = {
+    "unknown key": (lambda t, m: {"data.train_batch_sise": 4}, 2, ["data.train_batch_sise", "'data.train_batch_size'"]),
+    "unread key": (
+        lambda t, m: {"algorithm.lam": 0.9}, 2, ["algorithm.lam=0.9", "not read", "adv_estimator=gae", "Remove it"],
+    ),
+    "wrong type": (lambda t, m: {"trainer.total_epochs": "many"}, 2, ["trainer.total_epochs", "whole number", "'many'"]),
+    "unknown name": (lambda t, m: {"algorithm.adv_estimator": "grop"}, 2, ["'grop'", "did you mean 'grpo'"]),
+    "missing file": (
+        lambda t, m: {"data.train_files": t / "trian.jsonl"}, 3, ["trian.jsonl", "does not exist", "'train.jsonl'"],
+    ),
+    "file of another kind": (
+        lambda t, m: text(t, "notes.jsonl", "some notes\n", "data.train_files"), 3, ["notes.jsonl", "line 1"],
+    ),
+    "row without a prompt": (lambda t, m: bad_rows(t, 5, prompt=None), 3, ["bad.jsonl", "row 5", "'prompt'", "prompt_key"]),
+    "row without a reference": (
+        lambda t, m: bad_rows(t, 6, reward_model=None), 3, ["bad.jsonl", "row 6", "'reward_model'", "ground_truth"],
+    ),
+    "row without a source": (
+        lambda t, m: bad_rows(t, 7, data_source=None), 3, ["bad.jsonl", "row 7", "'data_source'"],
+    ),
+    "long prompt": (
+        lambda t, m: bad_rows(t, 3, prompt=[{"role": "user", "content": "word " * 100}]), 3,
+        ["bad.jsonl", "row 3", "data.max_prompt_length=64", "filter_overlong_prompts=True", "data.truncation"],
+    ),
+    "failing template": (
+        lambda t, m: text(
+            t, "chat.jinja", "{{ raise_exception('roles must alternate') }}", "actor_rollout_ref.model.custom_chat_template",
+        ), 3, ["train.jsonl", "row 0", "template", "roles must alternate"],
+    ),
+    "too few rows": (lambda t, m: {"data.train_batch_size": 16}, 2, ["data.train_batch_size=16", "8 usable rows", "Lower it"]),
+    "reward file missing": (lambda t, m: {REWARD_PATH: t / "gone.py"}, 5, ["gone.py", "does not exist"]),
+    "reward function missing": (
+        lambda t, m: {"reward.custom_reward_function.name": "compute_scroe"}, 5, ["reward.py", "did you mean 'compute_score'"],
+    ),
+    "reward signature": (
+        lambda t, m: text(t, "two.py", "def compute_score(answer, truth): return 1.0\n", REWARD_PATH), 5,
+        ["two.py", "(answer, truth)", "compute_score(data_source, solution_str, ground_truth"],
+    ),
+    "reward file not Python": (
+        lambda t, m: text(t, "broken.py", "def compute_score(:\n", REWARD_PATH), 5, ["broken.py", "SyntaxError", "line 1"],
+    ),
+    "no scorer": (lambda t, m: {REWARD_PATH: None}, 5, ["'letters'", "custom_reward_function"]),
+    "model missing": (lambda t, m: {MODEL: "/nowhere/model"}, 4, ["/nowhere/model", "does not exist"]),
+    "model without weights": (
+        lambda t, m: model_folder(t, m, without_weights), 4, ["/model has no weights", "download or convert"],
+    ),
+    "model in GGUF": (lambda t, m: model_folder(t, m, with_gguf), 4, ["model.gguf", "verl convert"]),
+    "model cut short": (lambda t, m: model_folder(t, m, with_half_the_weights), 4, ["damaged", "again"]),
+    "full disk": (
+        lambda t, m: {"trainer.min_free_disk_gb": 1e6}, 6, ["trainer.min_free_disk_gb", "GB free", "default_local_dir"],
+    ),
+    "run folder is a file": (
+        lambda t, m: {"trainer.default_local_dir": t / "val.jsonl"}, 2, ["val.jsonl", "cannot be written", "default_local_dir"],
+    ),
+    "no such checkpoint": (
+        lambda t, m: {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": t / "run/global_step_9"}, 2,
+        ["global_step_9", "resume_from_path"],
+    ),
+    "checkpoint of another algorithm": (
+        lambda t, m: {"algorithm.adv_estimator": "gae"}, 6, ["global_step_2", "no critic", "resume_mode=disable"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_sentence_before_anything_is_lost(name, verl, overrides, task, tiny_llama, earlier):
+    changes, code, words = CASES[name]
+    arguments = overrides({**LONGER, **changes(task, tiny_llama)})
+    before = contents(earlier.folder)
+    ended, said = verl("train", *arguments)
+    assert ended == code, said
+    sentence = said[said.index("verl train: ") :]
+    assert all(word in sentence for word in words), sentence
+    assert sentence.count("\n") == 1, sentence
+    assert "Traceback" not in said
+    assert contents(earlier.folder) == before
+
+
+@pytest.mark.parametrize("verb", ["eval", "generate"])
+@pytest.mark.parametrize("name", ["unknown key", "reward signature", "model without weights"])
+def test_the_other_verbs_say_the_same(name, verb, verl, overrides, task, tiny_llama):
+    changes, code, words = CASES[name]
+    output = ["--output", task / "samples.jsonl"] if verb == "generate" else []
+    ended, said = verl(verb, *output, *overrides(changes(task, tiny_llama)))
+    assert ended == code
+    assert all(word in said for word in words), said
+
+
+# -- harm that only a running step can meet ------------------------------------------------------------------------------
+
+
+HARM = {
+    "not a number": ("float('nan')", "nan"),
+    "raises": ("1 / 0", "ZeroDivisionError"),
+    "ends its process": ("__import__('os')._exit(3)", "exit code 3"),
+}
+
+
+@pytest.mark.parametrize("harm", HARM)
+def test_a_scorer_that_fails_costs_its_samples_only(harm, verl, overrides, task):
+    expression, cause = HARM[harm]
+    (task / "reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        f"    return 1.0 if int(ground_truth) % 2 else {expression}\n"
+    )
+    code, said = verl("train", *overrides(SETTINGS))
+    assert code == 0, said
+    assert cause in said
+    assert "gets the default score 0" in said
+    run = Run(task / "run")
+    samples = [json.loads(line) for f in run.folder.glob("samples/train/*") for line in f.read_text().splitlines()]
+    assert len(samples) == NUM_STEPS * 4 * 2
+    assert all(s["score"] == int(s["ground_truth"]) % 2 for s in samples)
+    assert run.training_rows()[-1]["reward/num_defaulted"] == sum(s["score"] == 0 for s in samples)
+
+
+def test_no_room_for_a_checkpoint_keeps_the_one_before(verl, overrides, task, finished, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    first = task / "run" / "global_step_1"
+    with monkeypatch.context() as disk:
+        disk.setattr(shutil, "disk_usage", lambda path: usage(10**12, 0, 1000 if first.exists() else 10**12))
+        disk.setattr("verl.tracking.run_folder.RunFolder.require_free_gb", lambda self, wanted_gb: None)
+        code, said = verl("train", *overrides(SETTINGS))
+    assert code == 6
+    assert "Checkpoint 2 needs" in said
+    assert "nothing was written" in said
+    assert "Free some space" in said
+    assert find_damage(first) is None
+    assert_goes_on(verl, overrides, task, finished)
+
+
+def test_a_disk_that_fills_while_a_checkpoint_is_written(verl, overrides, task, finished):
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (200_000, hard)
+    )  # of the file system's refusals the one that a test can make
+    try:
+        code, said = verl("train", *overrides(SETTINGS))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert code == 6, said
+    assert "Checkpoint 1 could not be saved" in said
+    assert "run the same command again" in said
+    assert not list((task / "run").glob("*global_step*"))
+    assert_goes_on(verl, overrides, task, finished)
+
+
+def test_a_disk_that_fills_while_a_row_is_written(verl, overrides, task, finished, monkeypatch):
+    from verl.tracking import tracker
+
+    def append(path, rows, real=tracker.append_rows):
+        if rows[0]["step"] == 2:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        real(path, rows)
+
+    with monkeypatch.context() as disk:
+        disk.setattr(tracker, "append_rows", append)
+        code, said = verl("train", *overrides(SETTINGS))
+    assert code == 1
+    assert "metrics.jsonl failed: No space left on device. Free some space, and run the same command again." in said
+    assert "Traceback" not in said
+    assert_goes_on(verl, overrides, task, finished)
+
+
+def assert_goes_on(verl, overrides, task, finished):
+    """The same command again, with room, ends where the unbroken run did."""
+    code, said = verl("train", *overrides(SETTINGS))
+    assert code == 0, said
+    assert Run(task / "run").repeatable == finished.repeatable
+
+
+# -- resuming --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_damaged_checkpoint_is_named_and_the_older_one_used(verl, overrides, earlier, finished):
+    damage(earlier.folder, 2)
+    code, said = verl("check", *overrides(LONGER))
+    assert code == 0
+    assert "global_step_2 is damaged and not used: actor/huggingface/model.safetensors" in said
+    assert "goes on from step 1" in said
+    code, said = verl("train", *overrides(SETTINGS))
+    assert code == 0, said
+    assert "global_step_2 is damaged and not used: actor/huggingface/model.safetensors" in said
+    assert "global_step_1 instead" in said
+    assert earlier.repeatable == finished.repeatable
+    assert find_damage(earlier.folder / "global_step_2") is None
+
+
+def test_when_all_are_damaged_nothing_is_started_over_them(verl, overrides, earlier):
+    for step in (1, 2):
+        damage(earlier.folder, step)
+    before = contents(earlier.folder)
+    code, said = verl("train", *overrides(LONGER))
+    assert code == 6
+    assert "No checkpoint in" in said
+    assert "set trainer.resume_mode=disable" in said
+    assert contents(earlier.folder) == before
+    assert verl("check", *overrides(LONGER))[0] == 1
+
+
+def test_a_damaged_checkpoint_that_was_asked_for(verl, overrides, earlier):
+    damage(earlier.folder, 2)
+    before = contents(earlier.folder)
+    asked = {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": earlier.folder / "global_step_2"}
+    code, said = verl("train", *overrides({**LONGER, **asked}))
+    assert code == 6
+    assert "global_step_2 is damaged" in said
+    assert "Give another one" in said
+    assert contents(earlier.folder) == before
+    assert verl("check", *overrides({**LONGER, **asked}))[0] == 1
+
+
+def test_a_new_start_sets_the_records_of_the_earlier_run_aside(verl, overrides, earlier):
+    metrics = earlier.folder.joinpath("metrics.jsonl").read_text()
+    code, said = verl("train", *overrides({**SETTINGS, "trainer.resume_mode": "disable"}))
+    assert code == 0, said
+    (aside,) = [folder for folder in earlier.folder.glob("superseded_*") if (folder / "metrics.jsonl").exists()]
+    assert str(aside) in said
+    assert (aside / "metrics.jsonl").read_text() == metrics
+    assert {p.name for p in aside.iterdir()} >= {"config.yaml", "summary.json", "samples"}
+    assert [row["step"] for row in earlier.rows] == [1, 2]
+
+
+# -- what the other verbs must not destroy -----------------------------------------------------------------------------------
+
+
+def test_generate_replaces_its_file_only_when_it_is_whole(verl, overrides, task):
+    output = task / "samples.jsonl"
+    output.write_text("samples of yesterday\n")
+    code, said = verl("generate", "--output", output, *overrides({"data.max_response_length": 5000}))
+    assert code == 4
+    assert "max_position_embeddings (1024)" in said
+    assert "data.max_response_length" in said
+    assert output.read_text() == "samples of yesterday\n"
+
+
+def test_generate_into_a_folder(verl, overrides, task):
+    code, said = verl("generate", "--output", task, *overrides())
+    assert code == 2
+    assert f"{task} is a folder" in said
+
+
+def test_export_of_a_damaged_run_makes_nothing(verl, earlier, task):
+    for step in (1, 2):
+        damage(earlier.folder, step)
+    code, said = verl("export", earlier.folder, task / "out")
+    assert code == 6
+    assert "No checkpoint in" in said
+    assert not (task / "out").exists()
+
+
+def test_export_of_a_step_or_role_that_is_not_there(verl, earlier, task):
+    code, said = verl("export", earlier.folder, task / "out", "--step", 9)
+    assert code == 6
+    assert "there are: 2, 1" in said
+    code, said = verl("export", earlier.folder, task / "out", "--role", "critic")
+    assert code == 6
+    assert "critic" in said
+    assert not (task / "out").exists()
+
+
+def test_convert_of_what_is_not_gguf(verl, task):
+    code, said = verl("convert", task / "reward.py", task / "out")
+    assert code == 4
+    assert "not a GGUF file" in said
+    assert not (task / "out").exists()
