@@ -43,6 +43,16 @@ for attempt in 1 2 3; do \
 done
 endef
 
+# On Linux the default build of torch carries CUDA. A machine without an NVIDIA driver takes the CPU build, where PyTorch's
+# own index answers and has one for this Python.
+CPU_INDEX := https://download.pytorch.org/whl/cpu
+define choose_torch_build
+if [ "$$(uname -s)" = Linux ] && ! command -v nvidia-smi >/dev/null \
+	&& PIP_CONFIG_FILE=/dev/null PIP_FIND_LINKS= PIP_EXTRA_INDEX_URL= $(PIP) --timeout 10 --retries 0 \
+		install --quiet --no-deps --dry-run --index-url $(CPU_INDEX) "$(TORCH)" >/dev/null 2>&1; \
+then flags="--extra-index-url $(CPU_INDEX)"; fi
+endef
+
 .PHONY: help venv train test lint types unit model data clean
 
 help:
@@ -62,8 +72,8 @@ $(STAMPS)/python:
 
 # torch first and by itself: the packages after it must find it there, and not choose another build
 $(STAMPS)/torch: $(STAMPS)/python
-	@echo "Installing $(TORCH) (some hundred megabytes; gigabytes where pip chooses a CUDA build)."
-	@$(call install,$(TORCH_FLAGS) "$(TORCH)")
+	@echo "Installing $(TORCH) (some hundred megabytes; gigabytes where it is a CUDA build)."
+	@flags="$(TORCH_FLAGS)"; $(if $(TORCH_FLAGS),,$(choose_torch_build);) $(call install,$$flags "$(TORCH)")
 	@touch $@
 
 $(STAMPS)/constraints.txt: constraints.txt $(STAMPS)/torch

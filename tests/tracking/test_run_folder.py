@@ -121,12 +121,18 @@ def test_truncate_after_removes_what_will_be_taken_again(tmp_path):
         assert folder.truncate_after(4) == 0
 
 
-def test_fresh_start_keeps_nothing(tmp_path):
+def test_fresh_start_sets_earlier_records_aside(tmp_path):
     with RunFolder(tmp_path) as folder:
         assert folder.truncate_after(0) == 0
+        assert not list(tmp_path.glob("superseded_*"))
         fill(folder, range(3))
         assert folder.truncate_after(0) == 3
+        assert not folder.metrics.exists()
+        assert folder.samples.is_dir()
         assert not list(folder.samples.glob("*/*"))
+        (aside,) = tmp_path.glob("superseded_*")
+        assert [row["step"] for row in read_rows(aside / "metrics.jsonl")] == [0, 1, 2]
+        assert len(list(aside.glob("samples/*/*"))) == 6
 
 
 def test_json_is_strict():

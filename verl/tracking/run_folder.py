@@ -1,7 +1,7 @@
 """The folder of one run: where everything lies, and that nothing in it is lost, torn or twice.
 
 config.yaml  metrics.jsonl  samples/{train,val}/step_000012.jsonl  spans.jsonl  logs/  summary.json
-learning_curve.png  global_step_N/ (see verl.checkpoint)
+learning_curve.png  global_step_N/ (see verl.checkpoint)  superseded_*/ (of earlier runs that were started over)
 """
 
 from __future__ import annotations
