@@ -3,7 +3,8 @@
 #
 #   make train CONFIG=ppo_smollm2          the same with a critic
 #   make train ARGS="data.seed=2"          any key of docs/config.md
-#   make test TORCH=torch==2.12.0          with another PyTorch; TORCH_FLAGS="--index-url ..." chooses where it comes from
+#   make test TORCH=torch==2.12.0          with another PyTorch; TORCH_FLAGS="--index-url ..." chooses where it comes from: on
+#                                          Linux the default build carries CUDA, PyTorch's own index has a smaller one for CPUs
 #   make test PYTHON=python3.13 VENV=.venv-313
 
 SHELL := /bin/bash
@@ -43,16 +44,6 @@ for attempt in 1 2 3; do \
 done
 endef
 
-# On Linux the default build of torch carries CUDA. A machine without an NVIDIA driver takes the CPU build, where PyTorch's
-# own index answers and has one for this Python.
-CPU_INDEX := https://download.pytorch.org/whl/cpu
-define choose_torch_build
-if [ "$$(uname -s)" = Linux ] && ! command -v nvidia-smi >/dev/null \
-	&& PIP_CONFIG_FILE=/dev/null PIP_FIND_LINKS= PIP_EXTRA_INDEX_URL= $(PIP) --timeout 10 --retries 0 \
-		install --quiet --no-deps --dry-run --index-url $(CPU_INDEX) "$(TORCH)" >/dev/null 2>&1; \
-then flags="--extra-index-url $(CPU_INDEX)"; fi
-endef
-
 .PHONY: help venv train test lint types unit model data clean
 
 help:
@@ -73,7 +64,7 @@ $(STAMPS)/python:
 # torch first and by itself: the packages after it must find it there, and not choose another build
 $(STAMPS)/torch: $(STAMPS)/python
 	@echo "Installing $(TORCH) (some hundred megabytes; gigabytes where it is a CUDA build)."
-	@flags="$(TORCH_FLAGS)"; $(if $(TORCH_FLAGS),,$(choose_torch_build);) $(call install,$$flags "$(TORCH)")
+	@$(call install,$(TORCH_FLAGS) "$(TORCH)")
 	@touch $@
 
 $(STAMPS)/constraints.txt: constraints.txt $(STAMPS)/torch
@@ -105,9 +96,10 @@ train: $(STAMPS)/package $(MODEL)/config.json $(DATA)/test.parquet
 
 test: lint types unit
 
+# without ruff's cache, which does not notice that a package has appeared
 lint: $(STAMPS)/package
-	@$(BIN)/ruff check .
-	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check --no-cache .
+	@$(BIN)/ruff format --no-cache --check .
 
 types: $(STAMPS)/package
 	@$(BIN)/mypy

@@ -9,7 +9,6 @@ import json
 from pathlib import Path
 
 from verl.cli.main import main
-
 from verl.models.tiny import make_tiny_model
 
 HERE = Path("outputs/example_01")

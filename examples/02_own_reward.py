@@ -21,7 +21,6 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, leng
 
 if __name__ == "__main__":
     from verl.cli.main import main
-
     from verl.models.tiny import make_tiny_model
 
     HERE.mkdir(parents=True, exist_ok=True)

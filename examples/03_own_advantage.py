@@ -29,7 +29,6 @@ def best_of_group(token_level_rewards, response_mask, *, index):
 
 if __name__ == "__main__":
     from verl.cli.main import main
-
     from verl.models.tiny import make_tiny_model
 
     example = runpy.run_path(str(Path(__file__).with_name("01_first_grpo_run.py")))

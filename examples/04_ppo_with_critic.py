@@ -10,7 +10,6 @@ HERE = Path("outputs/example_04")
 
 if __name__ == "__main__":
     from verl.cli.main import main
-
     from verl.models.tiny import make_tiny_model
 
     example = runpy.run_path(str(Path(__file__).with_name("01_first_grpo_run.py")))

@@ -11,7 +11,6 @@ HERE = Path("outputs/example_05")
 
 if __name__ == "__main__":
     from verl.cli.main import main
-
     from verl.models.tiny import make_tiny_model
 
     first = str(Path(__file__).with_name("01_first_grpo_run.py"))
@@ -43,7 +42,7 @@ if __name__ == "__main__":
     )
     exported = trained or main(["export", f"{HERE}/run", f"{HERE}/exported", "--dtype", "float32"])
     evaluated = exported or main(
-        ["eval", *common, f"actor_rollout_ref.model.path={HERE}/exported", f"trainer.default_local_dir={HERE}/eval"]
+        ["eval", *common, f"actor_rollout_ref.model.path={HERE}/exported", f"trainer.default_local_dir={HERE}"]
     )
     if evaluated == 0:
         from transformers import AutoModelForCausalLM

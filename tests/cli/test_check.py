@@ -226,7 +226,7 @@ def test_checkpoints_at_once(settings, expected):
 def test_eval_writes_metrics(verl, overrides, task):
     code, said = verl("eval", *overrides({"data.train_files": None}))
     assert code == 0, said
-    metrics = json.loads((task / "run" / "eval.json").read_text())
+    metrics = json.loads((task / "run" / "eval" / "eval.json").read_text())
     assert 0 <= metrics["val/reward"] <= 1
 
 

@@ -24,8 +24,7 @@ MACHINE_PATHS = re.compile(
             r"/roo" + r"t/\w",
             r"/opt" + r"/(wheels|pypi)",
             r"(?<![\w.$}~-])/" + r"(?:work|home|Users)/\w",
-            # a package index other than the public ones
-            r"(?:index-url|find-links)[ =:'\"]+" + r"(?!https://(?:pypi\.org|download\.pytorch\.org))\w+:",
+            r"(?:index-url|find-links)[ =:'\"]+" + r"\w+:",  # where packages come from is the user's choice
             r"/artifactory" + "/",
         )
     )

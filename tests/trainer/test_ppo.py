@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.algorithms import advantage_references, loss_references
+from tests.trainer.conftest import Run
 from verl.trainer.loop import Loop
 from verl.workers.objectives import PolicyObjective
 
@@ -205,8 +206,10 @@ def test_validation_metrics_and_val_only(tiny_run):
     assert 0 < first["val/reward"] < 1
     assert "val/greedy" in first
     assert any(k.startswith("val-core/letters/") and k.endswith("mean@4") for k in first)
-    only = tiny_run(*val, "trainer.val_only=True", folder="only")
-    assert only.rows[0]["val/reward"] == first["val/reward"]
+    before = run.rows
+    tiny_run(*val, "trainer.val_only=True")  # into the folder of the run, whose rows it leaves alone
+    assert run.rows == before
+    assert Run(run.folder / "eval").rows[0]["val/reward"] == first["val/reward"]
 
 
 def test_unknown_reward_part_is_named(tiny_run):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from verl.cli.arguments import parse
 
-ABOUT = "Validate actor_rollout_ref.model.path on data.val_files; metrics go to eval.json in trainer.default_local_dir."
+ABOUT = "Validate actor_rollout_ref.model.path on data.val_files; metrics go to trainer.default_local_dir/eval."
 
 
 def run(argv: list[str]) -> int:

@@ -118,10 +118,11 @@ def train(loaded: LoadedConfig) -> int:
 
 
 def evaluate(loaded: LoadedConfig) -> int:
-    """Validate the model once, print and write the metrics (`trainer.val_only`, `verl eval`)."""
+    """Validate the model once (`trainer.val_only`, `verl eval`). Metrics and samples go to `eval/` in the run folder, beside
+    whatever a training run left there."""
     config = loaded.config
     with ExitStack() as stack:
-        folder = stack.enter_context(RunFolder(Path(config.trainer.default_local_dir).expanduser()))
+        folder = stack.enter_context(RunFolder(Path(config.trainer.default_local_dir).expanduser() / "eval"))
         console = stack.enter_context(Console())
         data = load_data(config, train=False)
         if data.validation is None:
