@@ -66,6 +66,7 @@ def build_roles(config: VerlConfig, *, total_steps: int, data_sources: list[str]
     device = resolve_device(config.trainer.device)
     if config.trainer.deterministic:
         torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that writes every new tensor twice
     group = config.actor_rollout_ref
     tokenizer = load_tokenizer(group.model)
     needs = Needs.of(config)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 from types import FrameType, TracebackType
 from typing import Any
+
+log = logging.getLogger(__name__)
 
 
 class StopRequested(Exception):
@@ -35,6 +38,7 @@ class StopSignal:
         if self.requested and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.requested = True
+        log.warning("Stopping after this phase and saving; Ctrl-C again stops at once, without saving.")
 
     def check(self) -> None:
         """Raise StopRequested if a stop was asked for."""
