@@ -66,7 +66,8 @@ def build_roles(config: VerlConfig, *, total_steps: int, data_sources: list[str]
     device = resolve_device(config.trainer.device)
     if config.trainer.deterministic:
         torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that writes every new tensor twice
+        # a debugging aid that comes with it and writes every new tensor twice
+        torch.utils.deterministic.fill_uninitialized_memory = False
     group = config.actor_rollout_ref
     tokenizer = load_tokenizer(group.model)
     needs = Needs.of(config)
