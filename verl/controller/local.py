@@ -67,7 +67,7 @@ def build_roles(config: VerlConfig, *, total_steps: int, data_sources: list[str]
     if config.trainer.deterministic:
         torch.use_deterministic_algorithms(True, warn_only=True)
         # a debugging aid that comes with it and writes every new tensor twice
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     group = config.actor_rollout_ref
     tokenizer = load_tokenizer(group.model)
     needs = Needs.of(config)
