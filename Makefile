@@ -47,7 +47,7 @@ endef
 .PHONY: help venv train test lint types unit model data clean
 
 help:
-	@echo "make train   install, fetch the model, make the data, train (CONFIG=$(CONFIG), about ten minutes on two cores)"
+	@echo "make train   install, fetch the model, make the data, train (CONFIG=$(CONFIG), about eight minutes on two cores)"
 	@echo "make test    install, then lint, types and the whole test suite"
 	@echo "make venv    install only, into $(VENV)"
 	@echo "make clean   remove what tests and builds leave; the virtual environment and $(WORK)/ stay"
