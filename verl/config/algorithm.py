@@ -29,7 +29,7 @@ class FilterGroupsConfig(Section):
     metric: str | None = used(
         "reward", "what is compared: reward, score, seq_reward, seq_final_reward, acc or a part", when="filter_groups"
     )
-    max_num_gen_batches: int = used(0, "most generations per step; 0: no limit", when="filter_groups")
+    max_num_gen_batches: int = used(0, "most generation batches per step; 0: 100", when="filter_groups")
     max_inflight_gen_batches: int = inert(
         1, "generations in flight", "a refill begins when the former one has been scored"
     )
