@@ -10,11 +10,12 @@ from typing import Any
 from verl._version import __version__
 
 _LAZY = {
+    "DataParallelConfig": "verl.parallel.placement",
     "DataProto": "verl.data_proto.proto",
     "DataProtoItem": "verl.data_proto.proto",
 }
 
-__all__ = ["DataProto", "DataProtoItem", "__version__"]
+__all__ = ["DataParallelConfig", "DataProto", "DataProtoItem", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -69,6 +69,12 @@ class DeadlineError(VerlError):
     exit_code = 9
 
 
+class WorkerLostError(VerlError):
+    """A process of the run has died or cannot be reached; the message names its rank and what it was doing."""
+
+    exit_code = 10
+
+
 class InterruptedRun(VerlError):
     """The run was interrupted and saved; the message says how to go on."""
 

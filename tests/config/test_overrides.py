@@ -232,7 +232,7 @@ def test_an_absurd_key_is_refused_without_a_guess():
 
 
 def test_keys_of_features_to_come_say_so():
-    assert "not available in this version" in refused("rollout_config.prefetch_num=2")
+    assert "by itself" in refused("kv_cache_config.enable_paged_attention=True")
 
 
 def test_a_section_is_no_key():

@@ -104,6 +104,13 @@ BROKEN = [
             "+reward_model.reward_kwargs.max_resp_len=1024",
         ],
     ),
+    ("error", f"{ROLLOUT}.prefetch_num", [f"{ROLLOUT}.prefetch_num=9"]),
+    (
+        "error",
+        f"{ROLLOUT}.partial_rollout",
+        [f"{ROLLOUT}.prefetch_num=1", f"{ROLLOUT}.partial_rollout=True", f"{ROLLOUT}.stop=[END]"],
+    ),
+    ("error", "reward.reward_model.model_path", ["reward.reward_model.enable=True"]),
     ("error", "reward.reward_manager.module.path", ["reward.reward_manager.source=importlib"]),
     ("error", "trainer.resume_from_path", ["trainer.resume_mode=resume_path"]),
     (

@@ -155,6 +155,7 @@ SPELLINGS = [
     ("custom_reward_function.path=r.py", "reward.custom_reward_function.path", "r.py"),
     ("reward_model.reward_manager=dapo", "reward.reward_manager.name", "dapo"),
     ("reward_model.num_workers=3", "reward.num_workers", 3),
+    ("rollout_config.prefetch_num=2", "actor_rollout_ref.rollout.prefetch_num", 2),
     ("+reward_model.reward_kwargs.max_resp_len=9", "reward.reward_kwargs", {"max_resp_len": 9}),
     (f"{ACTOR}.grad_clip=0.5", f"{ACTOR}.optim.clip_grad", 0.5),
     (f"{ACTOR}.optim.warmup_style=cosine", f"{ACTOR}.optim.lr_scheduler_type", "cosine"),

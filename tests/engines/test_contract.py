@@ -4,17 +4,18 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.models.reference import make_columns, random_rows, reference_outputs, widen_norms
 from verl.config import FSDPConfig, ModelConfig, OptimConfig
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
-from verl.engines.api import ENGINES, MicroBatching, TrainEngine
+from verl.engines.api import ENGINES, MicroBatching, TrainEngine, whole
 from verl.errors import CheckpointError, ModelError
 from verl.models.load import load_causal_lm
 from verl.models.tiny import make_tiny_model
 
-ENGINE_ROWS = ["local"]
+ENGINE_ROWS = ["local", "fsdp"]
 ALL = MicroBatching(max_tokens=10**6)
 CUTS = [
     pytest.param(MicroBatching(max_tokens=24), id="tokens"),
@@ -28,9 +29,20 @@ def folder(tmp_path_factory):
     return make_tiny_model(tmp_path_factory.mktemp("model"), "qwen3", hidden_size=32, intermediate_size=48, head_dim=8)
 
 
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory):
+    """A process group of this process alone, for engines that need one."""
+    store = tmp_path_factory.mktemp("group") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 @pytest.fixture(params=ENGINE_ROWS)
 def make(request, folder):
     """Builds an engine of the row under test; float64 ones have norms that keep float64."""
+    if request.param != "local":
+        request.getfixturevalue("one_rank")
 
     def build(*, kind="policy", dtype="float64", trainable=True, checkpointing=False, share_prompts=True, **optim):
         engine = ENGINES.get(request.param)(
@@ -80,7 +92,7 @@ def train(engine, batch, micro=ALL):
 
 
 def weights_of(engine):
-    return {name: tensor.clone() for name, tensor in engine.state().model.items()}
+    return {name: whole(tensor).clone() for name, tensor in engine.state().model.items()}
 
 
 def largest_gap(a, b):
@@ -204,13 +216,29 @@ def test_state_round_trip_continues_bit_for_bit(make, dtype, kind):
         step(unbroken, seed)
     saved = unbroken.state()
     assert all(t.dtype == torch.float32 for t in saved.model.values())
-    saved.model, saved.optimizer = ({k: v.clone() for k, v in part.items()} for part in (saved.model, saved.optimizer))
+    saved.model, saved.optimizer = (
+        {k: whole(v).clone() for k, v in part.items()} for part in (saved.model, saved.optimizer)
+    )
     later = [step(unbroken, seed) for seed in (3, 4)]
     resumed.load_state(saved)
     assert [step(resumed, seed) for seed in (3, 4)] == later
     assert largest_gap(weights_of(resumed), weights_of(unbroken)) == 0
-    one, two = resumed.module.state_dict(), unbroken.module.state_dict()
+    one, two = dict(resumed.gather_weights()), dict(unbroken.gather_weights())
     assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_for_rollout_are_whole_and_in_the_compute_dtype(make, folder, dtype):
+    engine = make(dtype=dtype)
+    train(engine, make_batch())
+    names = dict(load_causal_lm(folder).named_parameters())
+    weights = dict(engine.gather_weights())
+    masters = engine.state().model
+    assert weights.keys() == names.keys() == masters.keys()
+    for name, tensor in weights.items():
+        assert tensor.dtype == getattr(torch, dtype)
+        assert tensor.shape == names[name].shape
+        assert torch.equal(tensor, whole(masters[name]).to(tensor.dtype))
 
 
 def test_state_of_another_model_is_refused(make):

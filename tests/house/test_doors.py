@@ -29,6 +29,12 @@ SAME = {
     "verl.utils.reward_score:default_compute_score": "verl.rewards.scorers.route:default_compute_score",
     "verl.utils.dataset.rl_dataset:RLHFDataset": "verl.data.dataset:RLHFDataset",
     "verl.utils.dataset.rl_dataset:collate_fn": "verl.data.dataset:collate_fn",
+    "verl:DataParallelConfig": "verl.parallel.placement:DataParallelConfig",
+    "verl.utils:set_device_map": "verl.parallel.placement:set_device_map",
+    "verl.single_controller.base:Worker": "verl.workers.worker:Worker",
+    "verl.single_controller.base:register": "verl.parallel.register:register",
+    "verl.single_controller.base.decorator:Dispatch": "verl.parallel.register:Dispatch",
+    "verl.single_controller.base.decorator:Execute": "verl.parallel.register:Execute",
     "verl.utils.torch_functional:entropy_from_logits": "verl.algorithms.entropy:entropy_from_logits",
 }
 # names that adapt; how they behave is tested below or in the room's own tests

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from tests.rollout.conftest import make_prompts
 from verl.rollout.cache import SlotStore
-from verl.rollout.layout import Members, Piece, StepLayout, length_blocks
+from verl.rollout.decode_rows import DecodeRows
+from verl.rollout.layout import Piece, StepLayout
+from verl.rollout.members import Members, length_blocks
 from verl.rollout.schedule import Rows, Schedule
 
 HEADS, KV_HEADS, WIDTH = 6, 2, 8
@@ -35,17 +37,20 @@ def qkv(num_tokens, generator):
     return [torch.randn(1, heads, num_tokens, WIDTH, generator=generator) for heads in shapes]
 
 
+def by_token(num_tokens, generator):
+    return [x[0].transpose(0, 1) for x in qkv(num_tokens, generator)]
+
+
 @pytest.mark.parametrize("window", [None, 1, 5, 100])
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("shared", [True, False])
 def test_attention_over_prefix_and_own_part(window, softcap, shared):
     """Three prompts in pieces, then decode steps of rows in mixed order with a prompt piece beside them."""
     generator = torch.Generator().manual_seed(0)
-    own, prefix = SlotStore(), SlotStore()
+    own, prefix = SlotStore(keys_as_columns=True), SlotStore()
     lengths, row_slot = [4, 9, 1], [1, 0, 1, 1, 2] if shared else [0, 1, 2]
     history = [([], []) for _ in lengths]  # keys and values of each prompt
     args = {"scale": 0.3, "sliding_window": window, "softcap": softcap}
-    empty = np.zeros(0, dtype=np.int64)
 
     def check(out, q, at, keys, values, position):
         expected = dense(q[0, :, at], torch.stack(keys), torch.stack(values), position, 0.3, window, softcap)
@@ -58,7 +63,7 @@ def test_attention_over_prefix_and_own_part(window, softcap, shared):
     for pieces in ([Piece(0, 0, 3), Piece(1, 0, 9)], [Piece(0, 3, 4), Piece(2, 0, 1)]):
         prefix.reserve(3, 9, 9)
         q, k, v = qkv(sum(p.end - p.start for p in pieces), generator)
-        layout = StepLayout(own, prefix, empty, empty, None, pieces, torch.device("cpu"))
+        layout = StepLayout(None, prefix, pieces)
         out, at = layout.attend(0, q, k, v, **args), 0
         for piece in pieces:
             for position in range(piece.start, piece.end):
@@ -71,23 +76,25 @@ def test_attention_over_prefix_and_own_part(window, softcap, shared):
     drawn = np.array([0, 3, 1, 0, 2] if shared else [0, 0, 0])  # rows that began earlier than others
     own.reserve(len(row_slot), 16, 16)
     members = Members(np.array(row_slot), np.array(lengths), torch.device("cpu")) if shared else None
-    stored = own.tensors(0, *qkv(1, generator)[1:])
+    stored = own.tensors(0, *by_token(1, generator)[1:])
     for row, count in enumerate(drawn):
         for _ in range(count):
             _, k, v = qkv(1, generator)
-            stored[0][row, :, len(rows[row][0]) - prompt[row]] = k[0, :, 0]
+            stored[0][row, :, :, len(rows[row][0]) - prompt[row]] = k[0, :, 0]
             stored[1][row, :, len(rows[row][0]) - prompt[row]] = v[0, :, 0]
             remember(rows[row], k, v, 0)
     if not shared:
         for row, slot in enumerate(row_slot):
             own.copy_from(prefix, slot, row, lengths[slot])
+    decoding = DecodeRows(own, prefix, len(row_slot), members, torch.device("cpu"))
     for step in range(3):
         own_lengths = drawn + step + (0 if shared else prompt)
         positions = prompt + drawn + step
         piece = Piece(3, 0, 2)
         prefix.reserve(4, 9, 9)
         q, k, v = qkv(len(row_slot) + 2, generator)
-        layout = StepLayout(own, prefix, own_lengths, positions, members, [piece], torch.device("cpu"))
+        decoding.advance(own_lengths, positions)
+        layout = StepLayout(decoding, prefix, [piece])
         out = layout.attend(0, q, k, v, **args)
         assert out.shape == (1, len(row_slot) + 2, HEADS, WIDTH)
         for row in range(len(row_slot)):
@@ -101,16 +108,18 @@ def test_rows_of_very_different_lengths(seed):
     generator = torch.Generator().manual_seed(seed)
     lengths = np.sort(np.random.default_rng(seed).integers(1, 200, 40))[::-1].copy()
     assert len(length_blocks(lengths)) > 1
-    own = SlotStore()
+    own = SlotStore(keys_as_columns=True)
     own.reserve(40, 201, 201)
-    keys, values = own.tensors(0, *qkv(1, generator)[1:])
+    keys, values = own.tensors(0, *by_token(1, generator)[1:])
     keys.normal_(generator=generator)
     values.normal_(generator=generator)
     q, k, v = qkv(40, generator)
-    layout = StepLayout(own, SlotStore(), lengths, lengths, None, [], torch.device("cpu"))
+    decoding = DecodeRows(own, SlotStore(), 40, None, torch.device("cpu"))
+    decoding.advance(lengths, lengths)
+    layout = StepLayout(decoding, SlotStore(), [])
     out = layout.attend(0, q, k, v, scale=None, sliding_window=None, softcap=None)
     for row, length in enumerate(lengths):
-        past = [t[row, :, : length + 1].transpose(0, 1) for t in (keys, values)]
+        past = [t[row, :, : length + 1].transpose(0, 1) for t in (keys.transpose(2, 3), values)]
         expected = dense(q[0, :, row], *past, int(length), WIDTH**-0.5, None, None)
         assert torch.allclose(out[0, row].double(), expected, atol=1e-5)
 
@@ -135,7 +144,7 @@ def test_members_place_every_row(slots):
 
 
 def test_store_grows_keeps_and_frees():
-    store, like = SlotStore(), torch.ones(1, 2, 1, 4)
+    store, like = SlotStore(), torch.ones(1, 2, 4)
     store.reserve(2, 5, 100)
     keys, values = store.tensors(3, like, like * 2)
     assert keys.shape == (2, 2, 16, 4)

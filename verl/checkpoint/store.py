@@ -3,6 +3,7 @@
     global_step_N/
       {actor,critic}/huggingface/{config.json, tokenizer files, model.safetensors}   float32, for from_pretrained
       {actor,critic}/{optimizer.safetensors, extra.json}
+      {actor,critic}/lora_adapter/                          with LoRA: what trains, for peft; the model has it merged in
       trainer_state.json
       manifest.json                     size and digest of every file; written last
     latest_checkpointed_iteration.txt   N of the newest
@@ -35,6 +36,8 @@ from verl.checkpoint.files import (
     write_manifest,
 )
 from verl.checkpoint.tensor_files import (
+    file_order,
+    model_parts,
     num_bytes,
     read_model,
     read_tensors,
@@ -42,8 +45,10 @@ from verl.checkpoint.tensor_files import (
     write_model,
     write_tensors,
 )
-from verl.engines.api import EngineState
+from verl.engines.api import AdapterState, EngineState, Tensors, whole
 from verl.errors import CheckpointError
+from verl.models.lora import CONFIG_FILE as ADAPTER_CONFIG
+from verl.models.lora import WEIGHTS_FILE as ADAPTER_WEIGHTS
 from verl.tracking.files import write_atomically
 
 log = logging.getLogger(__name__)
@@ -58,20 +63,44 @@ _SPARE_BYTES = 64 << 20  # tokenizer, configs, manifest, and room for the file s
 @dataclass(frozen=True)
 class RoleCheckpoint:
     """What one role saves. `hf_files` writes config, generation config and tokenizer into a folder. `contents` is a
-    subset of model, optimizer, extra, hf_model; model and hf_model are the same files here."""
+    subset of model, optimizer, extra, hf_model; model and hf_model are the same files here. `lora_only` leaves out
+    everything of the model but its adapters.
+
+    Where the role's weights are spread over ranks, one of them calls `write`, the others `take_part`.
+    """
 
     state: EngineState
     hf_files: Callable[[Path], None]
     contents: Collection[str] = ALL_CONTENTS
+    lora_only: bool = False
 
-    @property
-    def has_weights(self) -> bool:
-        return "model" in self.contents or "hf_model" in self.contents
+    def write(self, folder: Path) -> dict[str, FileRecord]:
+        """All files of the role, in the new folder `folder`; returns their records by path."""
+        folder.mkdir()
+        return _write_role(folder, self)
+
+    def take_part(self) -> None:
+        """Help another rank to put together what it writes."""
+        for tensors in self.files().values():
+            for name in file_order(tensors):
+                whole(tensors[name])
+
+    def files(self) -> dict[str, Tensors]:
+        """Groups of tensors by place in the role's folder, in the order in which they are written."""
+        found: dict[str, Tensors] = {}
+        has_model = "model" in self.contents or "hf_model" in self.contents
+        if has_model and not (self.lora_only and self.state.adapter):
+            parts = model_parts(self.state.model)
+            found |= {f"huggingface/{number}": part for number, part in enumerate(parts)}
+        if has_model and self.state.adapter is not None:
+            found["lora_adapter"] = self.state.adapter.tensors
+        if "optimizer" in self.contents:
+            found["optimizer"] = self.state.optimizer
+        return found
 
     def num_bytes(self) -> int:
         """Of the tensors that will be written."""
-        weights = num_bytes(self.state.model) if self.has_weights else 0
-        return weights + (num_bytes(self.state.optimizer) if "optimizer" in self.contents else 0)
+        return sum(num_bytes(tensors) for tensors in self.files().values())
 
 
 @dataclass(frozen=True)
@@ -227,9 +256,14 @@ class CheckpointStore:
         wanted = {name: (contents or {}).get(name, ALL_CONTENTS) for name in names}
         return LoadedCheckpoint(
             step=_step_of(path),
-            roles={name: _read_role(path / name, wanted[name]) for name in names},
-            trainer_state=json.loads((path / "trainer_state.json").read_text(encoding="utf-8")),
+            roles={name: read_role(path / name, wanted[name]) for name in names},
+            trainer_state=trainer_state(path),
         )
+
+
+def trainer_state(path: Path) -> dict[str, Any]:
+    """What the run knew besides weights when the checkpoint `path` was saved."""
+    return json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
 
 
 def candidates(root: Path) -> list[int]:
@@ -268,8 +302,7 @@ def _write_folder(
     folder.mkdir()
     records: dict[str, FileRecord] = {}
     for name, role in roles.items():
-        (folder / name).mkdir()
-        records |= {f"{name}/{file}": record for file, record in _write_role(folder / name, role).items()}
+        records |= {f"{name}/{file}": record for file, record in role.write(folder / name).items()}
     records["trainer_state.json"] = write_json(folder / "trainer_state.json", trainer_state, "The trainer's state")
     write_manifest(folder, step, records)
     for inner in (p for p in folder.rglob("*") if p.is_dir()):
@@ -279,27 +312,43 @@ def _write_folder(
 
 def _write_role(folder: Path, role: RoleCheckpoint) -> dict[str, FileRecord]:
     records: dict[str, FileRecord] = {}
+    files = role.files()
     model_folder = folder / "huggingface"
     model_folder.mkdir()
     role.hf_files(model_folder)
     config_file = model_folder / "config.json"
-    if role.has_weights and role.state.model and config_file.exists():
+    if "huggingface/0" in files and role.state.model and config_file.exists():
         # the module may compute in a narrower format than the master weights that are saved here
         set_config_dtype(config_file, next(iter(role.state.model.values())).dtype)
     for file in sorted(p for p in model_folder.rglob("*") if p.is_file()):
         sync_file(file)
         records[str(file.relative_to(folder))] = record_of(file)
-    if role.has_weights:
+    if "huggingface/0" in files:
         written = write_model(model_folder, role.state.model)
         records |= {f"huggingface/{name}": record for name, record in written.items()}
-    if "optimizer" in role.contents:
+    if "lora_adapter" in files:
+        records |= _write_adapter(folder, role.state)
+    if "optimizer" in files:
         records["optimizer.safetensors"] = write_tensors(folder / "optimizer.safetensors", role.state.optimizer)
     if "extra" in role.contents:
         records["extra.json"] = write_json(folder / "extra.json", role.state.extra, f"The state of {folder.name}")
     return records
 
 
-def _read_role(folder: Path, contents: Collection[str]) -> EngineState:
+def _write_adapter(folder: Path, state: EngineState) -> dict[str, FileRecord]:
+    assert state.adapter is not None
+    (folder / "lora_adapter").mkdir()
+    config, weights = f"lora_adapter/{ADAPTER_CONFIG}", f"lora_adapter/{ADAPTER_WEIGHTS}"
+    return {
+        config: write_json(folder / config, state.adapter.config, "The settings of the adapters"),
+        weights: write_tensors(folder / weights, state.adapter.tensors),
+    }
+
+
+def read_role(folder: Path, contents: Collection[str]) -> EngineState:
+    """The parts `contents` of the role that was written to `folder`; those that are not read are empty. Raises
+    CheckpointError when a wanted part was not saved."""
+
     def part(name: str, file: str) -> Path:
         if not (folder / file).exists():
             raise CheckpointError(
@@ -311,4 +360,9 @@ def _read_role(folder: Path, contents: Collection[str]) -> EngineState:
     weights = "model" in contents or "hf_model" in contents
     optimizer = read_tensors(part("optimizer", "optimizer.safetensors")) if "optimizer" in contents else {}
     extra = json.loads(part("extra", "extra.json").read_text(encoding="utf-8")) if "extra" in contents else {}
-    return EngineState(read_model(folder / "huggingface") if weights else {}, optimizer, extra)
+    adapter_folder = folder / "lora_adapter"
+    if not weights or not adapter_folder.is_dir():
+        return EngineState(read_model(folder / "huggingface") if weights else {}, optimizer, extra)
+    config = json.loads((adapter_folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    adapter = AdapterState(read_tensors(adapter_folder / ADAPTER_WEIGHTS), config)
+    return EngineState({}, optimizer, extra, adapter)

@@ -4,13 +4,15 @@ several of them."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from verl.checkpoint.files import FileRecord, write_file
+from verl.engines.api import Tensors, whole
 from verl.errors import CheckpointError
 
 MAX_SHARD_BYTES = 4_000_000_000
@@ -21,8 +23,6 @@ _DTYPES = {
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
 
-Tensors = Mapping[str, torch.Tensor]
-
 
 def num_bytes(tensors: Tensors) -> int:
     """Of the tensors' values."""
@@ -30,9 +30,8 @@ def num_bytes(tensors: Tensors) -> int:
 
 
 def write_tensors(path: Path, tensors: Tensors) -> FileRecord:
-    """`tensors` as one safetensors file."""
-    # widest first keeps every tensor aligned to its own width
-    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    """`tensors` as one safetensors file. What is deferred is built when its turn comes, and dropped again."""
+    names = file_order(tensors)
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name in names:
@@ -46,9 +45,29 @@ def write_tensors(path: Path, tensors: Tensors) -> FileRecord:
     def parts() -> Iterator[bytes | memoryview]:
         yield len(text).to_bytes(8, "little") + text
         for name in names:
-            yield _raw(tensors[name])
+            yield _raw(whole(tensors[name]))
 
     return write_file(path, parts())
+
+
+def file_order(tensors: Tensors) -> list[str]:
+    """Names in the order in which they lie in a file: widest first keeps every tensor aligned to its own width."""
+    return sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+
+
+def model_parts(tensors: Tensors, max_shard_bytes: int = MAX_SHARD_BYTES) -> list[Tensors]:
+    """What goes into each file of a model folder: in order, at most `max_shard_bytes` a file (a tensor that is larger has
+    a file of its own)."""
+    parts: list[dict[str, Any]] = [{}]
+    room = max_shard_bytes
+    for name, tensor in tensors.items():
+        size = tensor.numel() * tensor.element_size()
+        if size > room and parts[-1]:
+            parts.append({})
+            room = max_shard_bytes
+        parts[-1][name] = tensor
+        room -= size
+    return list(parts)
 
 
 def _raw(tensor: torch.Tensor) -> memoryview:
@@ -68,7 +87,7 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
 def write_model(folder: Path, tensors: Tensors, max_shard_bytes: int = MAX_SHARD_BYTES) -> dict[str, FileRecord]:
     """model.safetensors, or shards of at most `max_shard_bytes` with their index, under the names that `from_pretrained`
     looks for. Returns the records by file name."""
-    shards = _split(tensors, max_shard_bytes)
+    shards = model_parts(tensors, max_shard_bytes)
     if len(shards) == 1:
         return {"model.safetensors": write_tensors(folder / "model.safetensors", shards[0])}
     names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
@@ -98,17 +117,3 @@ def set_config_dtype(config_file: Path, dtype: torch.dtype) -> None:
     config.pop("torch_dtype", None)  # its older name
     config["dtype"] = str(dtype).removeprefix("torch.")
     config_file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-def _split(tensors: Tensors, limit: int) -> list[dict[str, torch.Tensor]]:
-    """In order, each part at most `limit` bytes (a tensor that is larger has a part of its own)."""
-    parts: list[dict[str, torch.Tensor]] = [{}]
-    room = limit
-    for name, tensor in tensors.items():
-        size = tensor.numel() * tensor.element_size()
-        if size > room and parts[-1]:
-            parts.append({})
-            room = limit
-        parts[-1][name] = tensor
-        room -= size
-    return parts

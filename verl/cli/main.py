@@ -12,12 +12,14 @@ import sys
 from collections.abc import Sequence
 
 from verl.errors import VerlError, nearest
+from verl.parallel.memory import keep_freed_memory
 
 # verb -> what it does; the code of each is verl/cli/<verb>.py
 VERBS = {
     "train": "train a policy with PPO, GRPO and their kin",
     "eval": "validate a model on held-out prompts",
     "generate": "write samples of a model as JSON lines",
+    "show": "show a run: what bounds it, what to change, how it learns",
     "check": "check everything that can be known before training",
     "data": "prepare data files (GSM8K, reasoning-gym)",
     "convert": "turn a GGUF model into a Hugging Face folder",
@@ -62,9 +64,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_verb(verb: str, arguments: Sequence[str]) -> int:
     """Run `verb`, with errors shown as `main` says."""
-    # Threads that spin while they wait for work stall everything as soon as another process wants a core. The OpenMP
-    # runtime reads this once, when torch is first imported.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # OpenMP threads that sleep between two operations cost a decode step half its speed; threads that spin without end
+    # stall everything as soon as another process wants a core. So they spin for a few milliseconds and then sleep. The
+    # runtime reads this once, when torch is first imported; OMP_WAIT_POLICY, where the user has set it, decides instead.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "100000")
+    keep_freed_memory()
     try:
         return importlib.import_module(f"verl.cli.{verb}").run(list(arguments))
     except VerlError as error:

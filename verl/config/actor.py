@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.config.fsdp import FUSED_LOG_PROBS, FSDPConfig
-from verl.config.keys import ONE_PROCESS, Section, inert, section, used
+from verl.config.keys import Section, inert, section, used
 from verl.config.megatron import MegatronConfig
 from verl.config.names import KL_KINDS, LOSS_AGG_MODES
 from verl.config.optim import OptimConfig
@@ -35,7 +35,7 @@ class CheckpointConfig(Section):
     load_contents: list[str] = used(["model", "optimizer", "extra"], "parts that a resumed run reads")
     async_save: bool = inert(False, "save while training goes on", "saves finish before the next step in this version")
     strict: bool = inert(True, "every tensor must fit", "every tensor must always fit")
-    save_lora_only: bool = inert(False, "save adapters only", "LoRA is not available in this version")
+    save_lora_only: bool = used(False, "with LoRA, save the adapters alone, without the merged model", sizing=True)
     mbridge_config: dict[str, Any] = inert({}, "settings of Megatron's bridge", "only the Megatron engine reads it")
 
 
@@ -102,7 +102,6 @@ class RefConfig(Section):
     log_prob_use_dynamic_bsz: bool = used(False, "cut by token count even if the former is set", sizing=True)
     log_prob_max_token_len_per_gpu: int = used(16384, "tokens per forward pass when cut by token count", sizing=True)
     rollout_n: int = inert(1, "samples per prompt", "it always equals rollout.n")
-    ulysses_sequence_parallel_size: int = inert(1, "devices that share one sequence", ONE_PROCESS)
     use_torch_compile: bool = inert(True, "compile the modules", NO_COMPILE)
     entropy_from_logits_with_chunking: bool = inert(False, "entropy chunk by chunk", FUSED_LOG_PROBS)
     entropy_from_logits_chunk_size: int = inert(2048, "rows of such a chunk", FUSED_LOG_PROBS)

@@ -53,6 +53,12 @@ ALIASES: tuple[Alias, ...] = (
     Alias(
         f"{_ACTOR}.ulysses_sequence_parallel_size", f"{_ACTOR}.fsdp_config.ulysses_sequence_parallel_size", ignore=(1,)
     ),
+    Alias(
+        "actor_rollout_ref.ref.ulysses_sequence_parallel_size",
+        "actor_rollout_ref.ref.fsdp_config.ulysses_sequence_parallel_size",
+        ignore=(1,),
+    ),
+    Alias("critic.ulysses_sequence_parallel_size", "critic.fsdp.ulysses_sequence_parallel_size", ignore=(1,)),
     Alias("critic.model.fsdp_config.", "critic.fsdp."),
     Alias("critic.fsdp_config.", "critic.fsdp."),
     Alias("custom_reward_function.", "reward.custom_reward_function."),
@@ -72,6 +78,7 @@ ALIASES: tuple[Alias, ...] = (
     Alias("reward_model.model.external_lib", "reward.reward_model.external_lib"),
     Alias("reward_model.model.trust_remote_code", "reward.reward_model.trust_remote_code"),
     Alias("data.tokenizer", f"{_MODEL}.tokenizer_path"),
+    Alias("rollout_config.prefetch_num", "actor_rollout_ref.rollout.prefetch_num"),
     Alias("trainer.log_with", "trainer.logger"),
     Alias("algorithm.rollout_is", "algorithm.rollout_correction.rollout_is"),
     Alias("algorithm.rollout_is_threshold", "algorithm.rollout_correction.rollout_is_threshold"),

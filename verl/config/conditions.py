@@ -191,6 +191,13 @@ CONDITIONS: dict[str, Condition] = {
         "validation decodes greedily (val_kwargs.do_sample=False)",
         "set actor_rollout_ref.rollout.val_kwargs.do_sample=True and its temperature",
     ),
+    "prefetches": Condition(
+        lambda root, node: root.actor_rollout_ref.rollout.prefetch_num > 0,
+        "samples are made right before they train (actor_rollout_ref.rollout.prefetch_num=0)",
+        "set actor_rollout_ref.rollout.prefetch_num above 0",
+    ),
+    "colocate_async": _switch("trainer.v1.trainer_mode", "colocate_async"),
+    "separate_async": _switch("trainer.v1.trainer_mode", "separate_async"),
     "multi_turn": _switch("actor_rollout_ref.rollout.multi_turn.enable"),
     "cosine": Condition(
         lambda root, node: node.lr_scheduler_type == "cosine",

@@ -7,7 +7,7 @@ from typing import Any
 
 from verl.config.actor import PROFILER, CheckpointConfig
 from verl.config.fsdp import FSDPConfig
-from verl.config.keys import ONE_PROCESS, Section, inert, section, used
+from verl.config.keys import Section, inert, section, used
 from verl.config.megatron import MegatronConfig
 from verl.config.model import ModelConfig
 from verl.config.names import LOSS_AGG_MODES
@@ -52,6 +52,5 @@ class CriticConfig(Section):
         None, "divisor of seq-mean-token-sum-norm; null: the response length", when="critic_sum_norm"
     )
     rollout_n: int = inert(1, "samples per prompt", "it always equals rollout.n")
-    ulysses_sequence_parallel_size: int = inert(1, "devices that share one sequence", ONE_PROCESS)
     load_weight: bool = inert(True, "load weights at start", "weights are always loaded")
     profiler: dict[str, Any] = inert({}, "profiling of this role", PROFILER)

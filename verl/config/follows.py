@@ -40,7 +40,10 @@ FOLLOWS: tuple[tuple[str, str], ...] = (
     (f"{_REF}.use_torch_compile", f"{_ACTOR}.use_torch_compile"),
     (f"{_REF}.log_prob_use_dynamic_bsz", f"{_ACTOR}.use_dynamic_bsz"),
     (f"{_REF}.log_prob_max_token_len_per_gpu", f"{_ACTOR}.ppo_max_token_len_per_gpu"),
-    (f"{_REF}.ulysses_sequence_parallel_size", f"{_ACTOR}.fsdp_config.ulysses_sequence_parallel_size"),
+    *(
+        (f"{_REF}.fsdp_config.{name}", f"{_ACTOR}.fsdp_config.{name}")
+        for name in ("ulysses_sequence_parallel_size", "tensor_parallel_size", "expert_parallel_size")
+    ),
     (f"{_REF}.pad_to_length", f"{_ACTOR}.pad_to_length"),
     (f"{_REF}.fsdp_config.pad_to_length_bucket", f"{_ACTOR}.fsdp_config.pad_to_length_bucket"),
     ("critic.rollout_n", f"{_ROLLOUT}.n"),
@@ -84,6 +87,22 @@ def derive(values: Mapping[str, Any], given: set[str]) -> dict[str, tuple[Any, s
     temperature = values[f"{draw}.temperature"]
     if f"{draw}.do_sample" not in given and isinstance(temperature, int | float) and temperature > 0:
         found[f"{draw}.do_sample"] = (True, f"follows {draw}.temperature")
+    found |= _ahead(values, given)
     if values["algorithm.adv_estimator"] in ("optimal_token_baseline", "tir_optimal_token_baseline"):
         found[f"{_ACTOR}.calculate_sum_pi_squared"] = (True, "follows algorithm.adv_estimator")
+    return found
+
+
+def _ahead(values: Mapping[str, Any], given: set[str]) -> dict[str, tuple[Any, str]]:
+    """How far samples are made ahead, and the correction that their age asks for."""
+    found: dict[str, tuple[Any, str]] = {}
+    key, mode = f"{_ROLLOUT}.prefetch_num", values["trainer.v1.trainer_mode"]
+    number = values[key]
+    if key not in given and mode in ("colocate_async", "separate_async"):
+        source = f"trainer.v1.{mode}.num_warmup_batches"
+        number = values[source]
+        found[key] = (number, f"follows {source}")
+    correction = "algorithm.rollout_correction"
+    if isinstance(number, int) and number > 0 and not any(k.startswith(correction) for k in given):
+        found[f"{correction}.rollout_is"] = ("token", f"follows {key}")
     return found

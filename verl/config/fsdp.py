@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl.config.keys import DISTRIBUTED, ONE_PROCESS, Section, inert, section, used
+from verl.config.keys import Section, inert, section, used
 
 FUSED_LOG_PROBS = "log-probabilities and entropy are always computed in chunks, full logits never exist"
 DTYPES = ("auto", "bfloat16", "bf16", "float32", "fp32", "float16", "fp16", "float64")
@@ -13,13 +13,17 @@ DTYPES = ("auto", "bfloat16", "bf16", "float32", "fp32", "float16", "fp16", "flo
 
 @dataclass(frozen=True)
 class WrapPolicyConfig(Section):
-    min_num_params: int = inert(0, "smallest module that is sharded by itself", DISTRIBUTED)
-    transformer_layer_cls_to_wrap: list[str] | None = inert(None, "classes that are sharded by themselves", DISTRIBUTED)
+    min_num_params: int = used(
+        0, "parameters from which on a module is sharded by itself; 0: each decoder layer is", sizing=True
+    )
+    transformer_layer_cls_to_wrap: list[str] | None = used(
+        None, "classes that are sharded by themselves, in place of decoder layers", sizing=True
+    )
 
 
 @dataclass(frozen=True)
 class MixedPrecisionConfig(Section):
-    reduce_dtype: str = inert("fp32", "dtype of gradient reductions", "gradients are always accumulated in float32")
+    reduce_dtype: str = used("fp32", "dtype in which gradients are summed over devices")
     buffer_dtype: str = inert("fp32", "dtype of buffers", "buffers always keep their own dtype")
 
 
@@ -34,16 +38,24 @@ class FSDPConfig(Section):
     model_dtype: str | None = inert("fp32", "dtype of the stored weights", "master weights are always float32")
     mixed_precision: MixedPrecisionConfig = section(MixedPrecisionConfig, "dtypes beside the compute dtype")
     wrap_policy: WrapPolicyConfig = section(WrapPolicyConfig, "what is sharded by itself")
-    wrap_policy_fn: str | None = inert(None, "function that chooses what is sharded by itself", DISTRIBUTED)
-    param_offload: bool = inert(False, "keep parameters on the CPU between uses", ONE_PROCESS)
-    optimizer_offload: bool = inert(False, "keep optimizer state on the CPU between uses", ONE_PROCESS)
-    offload_policy: bool = inert(False, "FSDP2's own CPU offload", ONE_PROCESS)
-    reshard_after_forward: bool = inert(True, "free gathered parameters after the forward pass", ONE_PROCESS)
-    fsdp_size: int = inert(-1, "devices per shard group", ONE_PROCESS)
-    forward_prefetch: bool = inert(False, "gather the next layer during this one", ONE_PROCESS)
+    wrap_policy_fn: str | None = inert(
+        None, "function that chooses what is sharded by itself", "wrap_policy says it by class or by size"
+    )
+    param_offload: bool = used(False, "keep parameters on the CPU between uses", sizing=True)
+    optimizer_offload: bool = used(False, "keep optimizer state on the CPU between uses", sizing=True)
+    offload_policy: bool = used(
+        False, "FSDP2's own CPU offload: parameters, gradients and the step are there", sizing=True
+    )
+    reshard_after_forward: bool = used(True, "free gathered parameters after the forward pass", sizing=True)
+    fsdp_size: int = used(-1, "data-parallel devices per shard group (others are replicas); -1: all", sizing=True)
+    forward_prefetch: bool = used(False, "gather the next layer during this one", sizing=True)
+    tensor_parallel_size: int = used(1, "devices that divide each layer of a training model", sizing=True)
+    expert_parallel_size: int = used(1, "devices of a shard group that divide the experts of each layer", sizing=True)
     use_orig_params: bool = inert(False, "FSDP1's flat parameters", "parameters always keep their names")
-    use_no_sync_for_gradient_accumulation: bool = inert(False, "skip reductions between micro-batches", ONE_PROCESS)
-    ulysses_sequence_parallel_size: int = inert(1, "devices that share one sequence", ONE_PROCESS)
+    use_no_sync_for_gradient_accumulation: bool = used(
+        False, "sum gradients over devices once per optimizer step; keeps whole gradients until then", sizing=True
+    )
+    ulysses_sequence_parallel_size: int = used(1, "devices that share one packed row of tokens", sizing=True)
     seed: int = inert(
         42, "seed of the engine", "data.seed, actor.data_loader_seed and rollout.seed cover all randomness"
     )

@@ -71,7 +71,9 @@ class ModelConfig(Section):
     )
     override_config: dict[str, Any] = used({}, "entries of the model's config.json to replace")
     enable_gradient_checkpointing: bool = used(True, "recompute activations in the backward pass, for memory")
-    enable_activation_offload: bool = inert(False, "keep activations on the CPU", "the run is on one device")
+    enable_activation_offload: bool = inert(
+        False, "keep activations on the CPU", "enable_gradient_checkpointing bounds this memory"
+    )
     use_remove_padding: bool = inert(True, "compute no padding", "padding is never computed")
     use_fused_kernels: bool = inert(False, "fused log-probability kernel", "log-probabilities are always fused")
     fused_kernel_options: FusedKernelOptionsConfig = section(FusedKernelOptionsConfig, "settings of the fused kernel")

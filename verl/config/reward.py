@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl.config.keys import Section, inert, section, used
+from verl.config.keys import DISTRIBUTED, GPU_ENGINES, Section, inert, section, used
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class RewardManagerConfig(Section):
 
 @dataclass(frozen=True)
 class EngineSizesConfig(Section):
-    """An engine that serves a second model (reward model, teacher): only known names, nothing reads them yet."""
+    """An engine that serves a teacher: only known names, nothing reads them yet."""
 
     name: str | None = used(None, "engine")
     dtype: str = used("bfloat16", "dtype")
@@ -73,17 +73,75 @@ class EngineSizesConfig(Section):
     disaggregation: dict[str, Any] = used({}, "prefill and decode on different devices")
 
 
+_GREEDY = "a judge replies greedily, once"
+_ONE_COPY = "every process that scores holds the whole reward model"
+
+
+@dataclass(frozen=True)
+class RewardModelRolloutConfig(Section):
+    """How the reward model is run. A classifier reads dtype and max_num_batched_tokens alone."""
+
+    dtype: str = used("bfloat16", "number format that it computes in")
+    max_num_batched_tokens: int = used(8192, "tokens computed at once")
+    max_num_seqs: int = used(1024, "replies in generation at once")
+    max_model_len: int | None = used(None, "longest prompt and reply of a judge; null: what the model can hold")
+    response_length: int = used(2048, "longest reply of a judge in tokens")
+    free_cache_engine: bool = used(True, "free the judge's KV cache between uses")
+    name: str | None = inert(None, "engine", "a judge runs on the native engine, and a classifier needs none")
+    gpu_memory_utilization: float = inert(0.5, "share of device memory", GPU_ENGINES)
+    enforce_eager: bool = inert(True, "no CUDA graphs", GPU_ENGINES)
+    cudagraph_capture_sizes: list[int] | None = inert(None, "batch sizes of CUDA graphs", GPU_ENGINES)
+    data_parallel_size: int = inert(1, "copies", _ONE_COPY)
+    expert_parallel_size: int = inert(1, "devices that share the experts", _ONE_COPY)
+    tensor_model_parallel_size: int = inert(2, "devices that share one layer", _ONE_COPY)
+    pipeline_model_parallel_size: int = inert(1, "stages of layers", _ONE_COPY)
+    load_format: str = inert("auto", "how weights are loaded", "they are read from safetensors files")
+    layered_summon: bool = inert(False, "send weights layer by layer", _ONE_COPY)
+    scheduling_policy: str = inert("fcfs", "order of requests", "replies do not depend on the order")
+    full_determinism: bool = inert(False, "deterministic", "scores and replies always are")
+    seed: int = inert(42, "seed", _GREEDY)
+    multi_stage_wake_up: bool = inert(False, "wake weights before the cache", _ONE_COPY)
+    engine_kwargs: dict[str, Any] = inert({}, "further settings by engine", GPU_ENGINES)
+    limit_images: int | None = inert(None, "most images of a prompt", "reward models read text")
+    enable_chunked_prefill: bool = inert(True, "long prompts in pieces", "max_num_batched_tokens always bounds them")
+    enable_prefix_caching: bool = inert(True, "reuse computed prompts", "what sequences share is computed once")
+    disable_log_stats: bool = inert(True, "no statistics", GPU_ENGINES)
+    skip_tokenizer_init: bool = inert(False, "tokens in and out", GPU_ENGINES)
+    ignore_eos: bool = inert(False, "go on after an end-of-sequence token", _GREEDY)
+    temperature: float = inert(1.0, "sampling temperature", _GREEDY)
+    top_k: int = inert(-1, "only the k likeliest tokens", _GREEDY)
+    top_p: float = inert(1.0, "smallest set of tokens with this probability", _GREEDY)
+    do_sample: bool = inert(True, "sample instead of decoding greedily", _GREEDY)
+    n: int = inert(1, "samples", _GREEDY)
+    prompt_length: int = inert(2048, "longest prompt", "the reward model's own limit, or max_model_len, counts")
+    quantization: str | None = inert(None, "quantised weights", "the reward model's own number format counts")
+    quantization_config_file: str | None = inert(None, "settings of that", "see quantization")
+    mtp: dict[str, Any] | None = inert(None, "multi-token prediction", GPU_ENGINES)
+    disaggregation: dict[str, Any] = inert({}, "prefill and decode on different devices", GPU_ENGINES)
+
+
 @dataclass(frozen=True)
 class RewardModelConfig(Section):
     enable: bool = used(False, "score with a reward model")
-    enable_resource_pool: bool = used(False, "give it devices of its own", when="reward_model", sizing=True)
-    n_gpus_per_node: int = used(8, "devices per node of that pool", when="reward_model", sizing=True)
-    nnodes: int = used(0, "nodes of that pool", when="reward_model", sizing=True)
-    model_path: str | None = used(None, "folder or hub name", when="reward_model")
+    enable_resource_pool: bool = inert(False, "give it devices of its own", DISTRIBUTED)
+    n_gpus_per_node: int = inert(8, "devices per node of that pool", DISTRIBUTED)
+    nnodes: int = inert(0, "nodes of that pool", DISTRIBUTED)
+    model_path: str | None = used(
+        None, "folder or hub name: a sequence classification model with one label, or a judge", when="reward_model"
+    )
+    judge_template: str | None = used(
+        None,
+        "makes it a judge: the question put to a causal language model about each sample, as text or file, with the "
+        "places {prompt}, {response} and {ground_truth}. Its reply goes to the reward function as reward_model_reply; "
+        "without one the last number of the reply is the score",
+        when="reward_model",
+    )
     external_lib: str | None = used(None, "Python module that is imported first", when="reward_model")
     trust_remote_code: bool = used(False, "run Python code that comes with the model", when="reward_model", sizing=True)
     strategy: str = inert("fsdp", "training engine of a reward model", "a reward model is not trained in a run")
-    rollout: EngineSizesConfig = section(EngineSizesConfig, "engine that serves it", when="reward_model", sizing=True)
+    rollout: RewardModelRolloutConfig = section(
+        RewardModelRolloutConfig, "how it is run", when="reward_model", sizing=True
+    )
 
 
 @dataclass(frozen=True)

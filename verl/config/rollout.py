@@ -116,6 +116,11 @@ class RolloutConfig(Section):
         8192, "prompt tokens computed at once (prefill of the native engine)", sizing=True
     )
     free_cache_engine: bool = used(True, "free the KV cache while training", sizing=True)
+    prepack_weights: bool = used(
+        True,
+        "on a CPU, generate with a copy of the weights that multiplies faster; freed with the KV cache",
+        sizing=True,
+    )
     calculate_log_probs: bool = used(True, "keep the sampled log-probabilities, so that they need not be recomputed")
     log_prob_micro_batch_size: int | None = used(None, "older form of log_prob_micro_batch_size_per_gpu", sizing=True)
     log_prob_micro_batch_size_per_gpu: int | None = used(
@@ -126,12 +131,22 @@ class RolloutConfig(Section):
     )
     log_prob_use_dynamic_bsz: bool = used(False, "cut by token count even if the former is set", sizing=True)
     log_prob_max_token_len_per_gpu: int = used(16384, "tokens per forward pass when cut by token count", sizing=True)
+    prefetch_num: int = used(
+        0,
+        "batches of samples made ahead of training; above 0 the asynchronous program runs, and a sample is at most so many "
+        "weight versions old when it trains",
+    )
+    partial_rollout: bool = used(
+        False,
+        "make each response in prefetch_num + 1 parts, one a step: long ones go on under newer weights, step by step",
+        when="prefetches",
+    )
     val_kwargs: ValKwargsConfig = section(ValKwargsConfig, "the draw at validation")
     multi_turn: MultiTurnConfig = section(MultiTurnConfig, "several turns with tools")
     agent: AgentConfig = section(AgentConfig, "agent loops")
     mode: str = inert("async", "sync or async server", "the native engine hands on each sample as it ends")
     nnodes: int = used(0, "nodes for rollout alone; 0: it shares the training devices")
-    n_gpus_per_node: int = inert(1, "devices of such a node", ONE_PROCESS)
+    n_gpus_per_node: int = used(1, "devices of such a node", sizing=True)
     tensor_model_parallel_size: int = inert(1, "devices that share one layer", ONE_PROCESS)
     data_parallel_size: int = inert(1, "copies of the engine", ONE_PROCESS)
     expert_parallel_size: int = inert(1, "devices that share the experts", ONE_PROCESS)
@@ -140,7 +155,7 @@ class RolloutConfig(Section):
     load_format: str = inert("dummy", "how the engine loads weights", SHARED_WEIGHTS)
     layered_summon: bool = inert(False, "send weights layer by layer", SHARED_WEIGHTS)
     gpu_memory_utilization: float = inert(0.5, "share of device memory for the engine", GPU_ENGINES)
-    enforce_eager: bool = inert(False, "no CUDA graphs", GPU_ENGINES)
+    enforce_eager: bool = used(False, "no CUDA graphs and no compiled kernels in decoding", sizing=True)
     cudagraph_capture_sizes: list[int] | None = inert(None, "batch sizes of CUDA graphs", GPU_ENGINES)
     enable_chunked_prefill: bool = inert(True, "long prompts in pieces", "max_num_batched_tokens always bounds them")
     enable_prefix_caching: bool = inert(

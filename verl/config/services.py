@@ -9,7 +9,6 @@ from verl.config.keys import Section, inert, section, used
 
 IN_PROCESS = "samples stay in the run's own process"
 NO_PROFILER = "each step reports where its time went; no profiler is attached in this version"
-NO_RAY = "the run does not use Ray"
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ class SkipConfig(Section):
 
 @dataclass(frozen=True)
 class RayKwargsConfig(Section):
-    ray_init: dict[str, Any] = inert(
-        {"num_cpus": None, "runtime_env": {"py_executable": None}}, "arguments of ray.init", NO_RAY
+    ray_init: dict[str, Any] = used(
+        {"num_cpus": None, "runtime_env": {"py_executable": None}}, "arguments of ray.init", sizing=True
     )
-    timeline_json_file: str | None = inert(None, "file for Ray's timeline", NO_RAY)
+    timeline_json_file: str | None = used(None, "file for Ray's timeline of the run", sizing=True)

@@ -5,55 +5,67 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl.config.keys import DISTRIBUTED, Section, inert, section, used
+from verl.config.keys import Section, inert, section, used
 
-ASYNC = "only the asynchronous trainer reads it"
+_ASYNC = "the asynchronous program needs no such setting"
 ONE_TRAINER = "there is one trainer for all algorithms"
 
 
 @dataclass(frozen=True)
 class ColocateAsyncConfig(Section):
-    num_warmup_batches: int = inert(1, "batches generated ahead", ASYNC)
+    num_warmup_batches: int = used(
+        1, "batches made ahead: the value of actor_rollout_ref.rollout.prefetch_num", when="colocate_async"
+    )
 
 
 @dataclass(frozen=True)
 class HybridRolloutConfig(Section):
-    enable_switch: bool = inert(False, "devices change sides", ASYNC)
-    switch_threshold_ratio: float = inert(0.4, "when they do", ASYNC)
-    adaptive_switch_threshold: bool = inert(True, "adapt that", ASYNC)
-    switch_threshold_step_up: float = inert(0.05, "step up", ASYNC)
-    switch_threshold_step_down: float = inert(0.03, "step down", ASYNC)
-    switch_threshold_release_steps: int = inert(2, "steps until release", ASYNC)
-    switch_cost_window_size: int = inert(3, "steps of the average", ASYNC)
+    enable_switch: bool = inert(False, "devices change sides", _ASYNC)
+    switch_threshold_ratio: float = inert(0.4, "when they do", _ASYNC)
+    adaptive_switch_threshold: bool = inert(True, "adapt that", _ASYNC)
+    switch_threshold_step_up: float = inert(0.05, "step up", _ASYNC)
+    switch_threshold_step_down: float = inert(0.03, "step down", _ASYNC)
+    switch_threshold_release_steps: int = inert(2, "steps until release", _ASYNC)
+    switch_cost_window_size: int = inert(3, "steps of the average", _ASYNC)
 
 
 @dataclass(frozen=True)
 class SeparateAsyncConfig(Section):
-    num_warmup_batches: int = inert(1, "batches generated ahead", ASYNC)
-    parameter_sync_step: int = inert(4, "steps between weight updates", ASYNC)
+    num_warmup_batches: int = used(
+        1, "batches made ahead: the value of actor_rollout_ref.rollout.prefetch_num", when="separate_async"
+    )
+    parameter_sync_step: int = inert(4, "steps between weight updates", "the rollout gets new weights after every step")
     hybrid_rollout: HybridRolloutConfig = section(HybridRolloutConfig, "devices that change sides")
 
 
 @dataclass(frozen=True)
 class CustomSamplerConfig(Section):
-    path: str | None = inert(None, "file of a sampler class", ASYNC)
-    name: str | None = inert(None, "name of that class", ASYNC)
+    path: str | None = inert(None, "file of a sampler class", _ASYNC)
+    name: str | None = inert(None, "name of that class", _ASYNC)
 
 
 @dataclass(frozen=True)
 class SamplerConfig(Section):
-    max_off_policy_threshold: int = inert(8, "oldest sample that trains", ASYNC)
-    max_off_policy_strategy: str = inert("drop", "what happens to an older one", ASYNC)
+    max_off_policy_threshold: int = used(
+        8,
+        "oldest sample that trains, in weight versions; the prompts of an older one are sampled anew",
+        when="prefetches",
+    )
+    max_off_policy_strategy: str = inert("drop", "what happens to an older one", "it never trains; its prompt does")
     sync_refill_failed_groups: bool = inert(
         False, "replace groups that failed", "a failed scorer costs one sample, not its group"
     )
     custom_sampler: CustomSamplerConfig = section(CustomSamplerConfig, "sampler of one's own")
-    sampler_kwargs: dict[str, Any] = inert({}, "its arguments", ASYNC)
+    sampler_kwargs: dict[str, Any] = inert({}, "its arguments", _ASYNC)
 
 
 @dataclass(frozen=True)
 class TrainerV1Config(Section):
-    trainer_mode: str = used("sync", "sync, colocate_async or separate_async")
+    trainer_mode: str = used(
+        "sync",
+        "sync, or samples made ahead: colocate_async, separate_async (rollout.nnodes or trainer.placement say where)",
+        choices=("sync", "colocate_async", "separate_async"),
+    )
     sync: dict[str, Any] = inert({}, "settings of sync", ONE_TRAINER)
     colocate_async: ColocateAsyncConfig = section(ColocateAsyncConfig, "settings of colocate_async")
     separate_async: SeparateAsyncConfig = section(SeparateAsyncConfig, "settings of separate_async")
@@ -88,8 +100,14 @@ class TrainerConfig(Section):
     deterministic: bool = used(True, "the same run gives the same bits")
     min_free_disk_gb: float = used(1.0, "stop before the disk has less than this left")
     nnodes: int = used(1, "machines of the run")
-    n_gpus_per_node: int = used(1, "devices per machine")
-    balance_batch: bool = inert(True, "give ranks equal tokens", DISTRIBUTED)
+    n_gpus_per_node: int = used(1, "devices per machine; on CPUs, processes per machine")
+    placement: dict[str, Any] = used(
+        {}, "role -> list of devices, for actor, rollout, reference, critic, reward; others are where their actor is"
+    )
+    call_timeout_s: float = used(
+        3600.0, "longest that one call on a worker may take in a run over several processes", sizing=True
+    )
+    balance_batch: bool = inert(True, "give ranks equal tokens", "ranks are always given shares of equal cost")
     use_v1: bool = inert(True, "which trainer", ONE_TRAINER)
     v1: TrainerV1Config = section(TrainerV1Config, "how generation and training alternate")
     checkpoint_callback_class: str | None = used(None, "class whose on_save is called after a save")
@@ -100,4 +118,6 @@ class TrainerConfig(Section):
     esi_redundant_time: float = inert(
         0, "margin before a machine is taken away", "it has no effect in existing releases either"
     )
-    ray_wait_register_center_timeout: int = inert(300, "deadline of Ray's start", DISTRIBUTED)
+    ray_wait_register_center_timeout: int = used(
+        300, "seconds that the processes of a run may take to find each other", sizing=True
+    )

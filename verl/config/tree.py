@@ -14,7 +14,7 @@ from verl.config.algorithm import AlgorithmConfig
 from verl.config.critic import CriticConfig
 from verl.config.data import DataConfig
 from verl.config.distillation import DistillationConfig
-from verl.config.keys import ONE_PROCESS, Key, Section, inert, section, used
+from verl.config.keys import Key, Section, section, used
 from verl.config.model import ModelConfig
 from verl.config.reward import RewardConfig
 from verl.config.rollout import RolloutConfig
@@ -29,7 +29,7 @@ class ActorRolloutRefConfig(Section):
     rollout: RolloutConfig = section(RolloutConfig, "how samples are drawn")
     ref: RefConfig = section(RefConfig, "the frozen policy that KL terms compare with", when="reference")
     hybrid_engine: bool = used(True, "training and rollout share devices and weights")
-    nccl_timeout: int = inert(600, "deadline of collectives in seconds", ONE_PROCESS)
+    nccl_timeout: int = used(600, "deadline of collectives in seconds", sizing=True)
 
 
 @dataclass(frozen=True)

@@ -26,14 +26,6 @@ def _set(value: Any) -> bool:
     return bool(value)
 
 
-def _above_zero(value: Any) -> bool:
-    return int(value) > 0
-
-
-def _above_one(value: Any) -> bool:
-    return int(value) > 1
-
-
 _ROLLOUT = "actor_rollout_ref.rollout"
 _MODEL = "actor_rollout_ref.model"
 _FSDP = ("actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.ref.fsdp_config", "critic.fsdp")
@@ -42,9 +34,6 @@ MISSING: tuple[Missing, ...] = (
     Missing(f"{_ROLLOUT}.name", _is("vllm"), "The vLLM rollout engine (extra 'vllm')", NATIVE),
     Missing(f"{_ROLLOUT}.name", _is("sglang"), "The SGLang rollout engine", NATIVE),
     Missing(f"{_ROLLOUT}.name", _is("trtllm", "http"), "This rollout engine", NATIVE),
-    Missing(
-        f"{_ROLLOUT}.nnodes", _set, "Rollout on devices of its own", "Set it to 0: rollout shares the training device"
-    ),
     Missing(f"{_ROLLOUT}.multi_turn.enable", _set, "Multi-turn rollout with tools", "Set it to False"),
     Missing(
         f"{_ROLLOUT}.agent.default_agent_loop",
@@ -70,17 +59,7 @@ MISSING: tuple[Missing, ...] = (
     *(Missing(f"{f}.qat.enable", _set, "Quantisation-aware training", "Remove the key") for f in _FSDP),
     *(Missing(f"{f}.use_3d_hybrid", _set, "Resharding in three dimensions", "Set it to False") for f in _FSDP),
     Missing("actor_rollout_ref.hybrid_engine", lambda v: not v, "Rollout apart from training", "Set it to True"),
-    *(
-        Missing(f"{m}.lora_rank", _above_zero, "LoRA", "Set it to 0 to train all weights")
-        for m in (_MODEL, "critic.model")
-    ),
     *(Missing(f"{m}.mtp.enable", _set, "Multi-token prediction", "Set it to False") for m in (_MODEL, "critic.model")),
-    Missing(
-        "reward.reward_model.enable",
-        _set,
-        "A reward model",
-        "Give a reward function: reward.custom_reward_function.path",
-    ),
     Missing(
         "reward.sandbox_fusion.url", _set, "The code sandbox", "Run programs in reward.custom_reward_function.path"
     ),
@@ -94,16 +73,12 @@ MISSING: tuple[Missing, ...] = (
     Missing("skip.rollout.enable", _set, "Training on samples of a former run", "Set it to False"),
     Missing("skip.rollout_tq.enable", _set, "Training on samples of a former run", "Set it to False"),
     Missing("skip.async_rollout.enable", _set, "Training on samples of a former run", "Set it to False"),
-    Missing("trainer.n_gpus_per_node", _above_one, "A run over several devices", "Set it to 1"),
-    Missing("trainer.nnodes", _above_one, "A run over several machines", "Set it to 1"),
-    Missing("trainer.v1.trainer_mode", lambda v: v != "sync", "The asynchronous trainer", "Use sync"),
     Missing("trainer.checkpoint_callback_class", _set, "A callback after a save", "Remove the key"),
     Missing("trainer.default_hdfs_dir", _set, "Saving to HDFS", "Set trainer.default_local_dir to a mounted folder"),
 )
 
 # Keys of features to come that have no place in the tree yet
 ANNOUNCED: dict[str, str] = {
-    "rollout_config.prefetch_num": "Generating ahead of training is not available in this version; remove the key.",
     "kv_cache_config.enable_paged_attention": "The native rollout engine manages its cache by itself; remove the key.",
 }
 

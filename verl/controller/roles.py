@@ -6,32 +6,31 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl.config import CheckpointConfig
-from verl.workers.critic import CriticWorker
-from verl.workers.policy import ActorWorker, ReferenceWorker
-from verl.workers.reward import RewardWorker
-from verl.workers.rollout import RolloutWorker
+
+def _nothing() -> None:
+    pass
 
 
 @dataclass
 class Roles:
-    """Handles of one run. `critic` and `reference` are None where the algorithm has no use for them; `actor` is None when
-    nothing trains (evaluation)."""
+    """Handles of one run: workers of this process, or groups of workers with the same methods (verl/controller/group.py).
+    `critic` and `reference` are None where the algorithm has no use for them; `actor` is None when nothing trains
+    (evaluation)."""
 
-    rollout: RolloutWorker
-    reward: RewardWorker
-    actor: ActorWorker | None = None
-    critic: CriticWorker | None = None
-    reference: ReferenceWorker | None = None
+    rollout: Any
+    reward: Any
+    actor: Any = None
+    critic: Any = None
+    reference: Any = None
     facts: dict[str, Any] = field(default_factory=dict)  # device, dtype, parameters: what the header shows
-    checkpoints: dict[str, CheckpointConfig] = field(default_factory=dict)  # role -> which parts are saved and loaded
-    save_pretrained: dict[str, Callable[..., None]] = field(default_factory=dict)
+    num_devices: int = 1
+    end: Callable[[], None] = _nothing
 
-    def engines(self) -> dict[str, Any]:
-        """Training engines by role name, in the order in which they are saved."""
+    def trained(self) -> dict[str, Any]:
+        """Roles whose weights change, by name, in the order in which they are saved."""
         found = {"actor": self.actor, "critic": self.critic}
-        return {name: worker.engine for name, worker in found.items() if worker is not None}
+        return {name: worker for name, worker in found.items() if worker is not None}
 
     def close(self) -> None:
         """End every child process."""
-        self.reward.close()
+        self.end()

@@ -45,12 +45,18 @@ COLUMNS: dict[str, Column] = {
         _BR, "float32", "rollout", "log-prob of each sampled token under the sampler, at its temperature"
     ),
     "weight_version": Column(_B, "int64", "rollout", "oldest version of the weights that made a token of the sample"),
+    "rollout_rank": Column(_B, "int64", "rollout", "which of the ranks that generate made the sample"),
+    "token_weight_version": Column(
+        _BR, "int64", "rollout", "version of the weights that made each token, where samples are made ahead of training"
+    ),
     "finish_reason": Column(_B, "object", "rollout", "stop, length or abort"),
     # from the reward
     "token_level_scores": Column(_BR, "float32", "reward", "the score on the last response token, 0 elsewhere"),
     "reward_parts": Column(_B, "object", "reward", "what the reward function returned beside the score, dict"),
     "reward_error": Column(_B, "object", "reward", "why the default score was given, or None"),
     "reward_baselines": Column(_B, "float32", "reward", "score of the greedy sample of the same prompt (ReMax)"),
+    "reward_model_score": Column(_B, "float32", "reward model", "score of a sequence classification model"),
+    "reward_model_reply": Column(_B, "object", "reward model", "what a judge wrote about the sample"),
     # from the models
     "old_log_probs": Column(_BR, "float32", "actor", "log-probs under the policy at the start of the step"),
     "entropys": Column(_BR, "float32", "actor", "entropy of the next-token distribution, nats"),

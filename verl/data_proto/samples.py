@@ -33,10 +33,15 @@ class SamplingParams:
 @dataclass(frozen=True)
 class PromptRequest:
     """One prompt to sample from. `ordinal` numbers the prompt in the run and, with `(seed, step, sample, position)`,
-    keys its random numbers: neither batch composition nor worker count changes what is drawn."""
+    keys its random numbers: neither batch composition nor worker count changes what is drawn.
+
+    A sample that goes on has its tokens so far at the end of `token_ids`, and draws what it would have drawn unbroken.
+    """
 
     ordinal: int
     token_ids: tuple[int, ...]
+    first_sample: int = 0  # number of the first of its samples
+    num_drawn: int = 0  # tokens at the end of token_ids that are the sample's own
 
 
 @dataclass
@@ -62,6 +67,7 @@ class ScoreRequest:
     extra_info: dict[str, Any] = field(default_factory=dict)
     response_length: int = 0  # tokens, for length-based shaping
     prompt_str: str = ""
+    from_model: dict[str, Any] = field(default_factory=dict)  # further arguments: what a reward model said
 
 
 @dataclass

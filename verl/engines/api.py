@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from verl.registry import Registry
@@ -14,7 +16,14 @@ if TYPE_CHECKING:
     from verl.data_proto.metrics import Metric
     from verl.data_proto.proto import DataProto
 
-ENGINES = Registry("training engine", {"local": "verl.engines.local:LocalEngine"})
+ENGINES = Registry(
+    "training engine",
+    {
+        "local": "verl.engines.local:LocalEngine",
+        "fsdp": "verl.engines.fsdp:FSDPEngine",
+        "fsdp2": "verl.engines.fsdp:FSDPEngine",
+    },
+)
 
 Output = Literal["log_probs", "entropy", "sum_pi_squared", "values"]
 
@@ -52,7 +61,11 @@ class LossFn(Protocol):
 @runtime_checkable
 class TrainEngine(Protocol):
     """A model with its optimizer. Rows come as a DataProto with the columns prompts, prompt_mask, responses,
-    attention_mask, response_mask and whatever the loss reads; results are [batch, response] tensors in row order."""
+    attention_mask, response_mask and whatever the loss reads; results are [batch, response] tensors in row order.
+
+    In an engine of several ranks, every rank calls the same methods in the same order. Each data-parallel rank gets its
+    own rows (their numbers may differ), the ranks of one tensor or sequence parallel group the same ones; metrics are
+    those of the rank's rows."""
 
     module: Any  # torch.nn.Module, the one that rollout shares
 
@@ -74,6 +87,16 @@ class TrainEngine(Protocol):
         """Advance the learning-rate schedule by one trainer step; returns the rate that was in force."""
         ...
 
+    def reference(self) -> AbstractContextManager[None]:
+        """Inside, `forward` is that of the frozen model under the adapters: the reference policy of LoRA training
+        without a second copy. Raises ConfigError where there are no adapters."""
+        ...
+
+    def gather_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(parameter name, whole tensor in the compute dtype), adapters merged in, tied weights once, for a rollout
+        engine that has weights of its own. Collective: every rank takes every tensor, in the same order."""
+        ...
+
     def state(self) -> EngineState:
         """Everything that a resumed run needs, without copying (read it before the next train_batch)."""
         ...
@@ -83,10 +106,46 @@ class TrainEngine(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Deferred:
+    """A tensor that is put together when it is written: gathered from shards, or merged with its adapter. `build` may be
+    collective, so all ranks build the same ones in the same order; the result is equal on all."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    build: Callable[[], torch.Tensor]
+
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def element_size(self) -> int:
+        return self.dtype.itemsize
+
+
+Tensors = Mapping[str, "torch.Tensor | Deferred"]
+
+
+def whole(tensor: torch.Tensor | Deferred) -> torch.Tensor:
+    """The tensor itself."""
+    return tensor.build() if isinstance(tensor, Deferred) else tensor
+
+
+@dataclass(frozen=True)
+class AdapterState:
+    """LoRA adapters under peft's names, and their adapter_config.json."""
+
+    tensors: Tensors
+    config: dict[str, Any]
+
+
 @dataclass
 class EngineState:
-    """Model and optimizer tensors by Hugging Face parameter name, plus what JSON can hold."""
+    """Model and optimizer tensors by Hugging Face parameter name, plus what JSON can hold.
 
-    model: dict[str, torch.Tensor]  # float32 master weights
-    optimizer: dict[str, torch.Tensor]  # "{parameter name}/exp_avg", ...
+    With adapters, `model` has them merged in, for whoever reads the checkpoint; resuming takes them from `adapter`.
+    """
+
+    model: Tensors  # float32 master weights
+    optimizer: Tensors  # "{parameter name}/exp_avg", ...
     extra: dict[str, Any]  # schedule position, optimizer steps taken
+    adapter: AdapterState | None = field(default=None)

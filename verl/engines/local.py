@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from contextlib import contextmanager
+from typing import Literal
 
 import torch
 
@@ -11,10 +12,12 @@ from verl.config import FSDPConfig, ModelConfig, OptimConfig
 from verl.data_proto.metrics import Metric, merge_metrics
 from verl.data_proto.proto import DataProto
 from verl.engines.api import BatchTotals, EngineState, LossFn, MicroBatching, Output
+from verl.engines.loading import load_module
 from verl.engines.micro_batches import plan_micro_batches
-from verl.errors import CheckpointError
+from verl.engines.state import LocalParameters, TrainedState
+from verl.errors import ConfigError
 from verl.models.forward import policy_outputs, value_outputs
-from verl.models.load import load_causal_lm, load_external, load_value_model
+from verl.models.lora import LoRASpec, adapters_off
 from verl.models.optim import MasterOptimizer, lr_at
 from verl.models.packing import PackedBatch, pack_rows, read_rows
 from verl.parallel.device import compute_dtype
@@ -45,15 +48,17 @@ class LocalEngine:
         self.share_prompts = share_prompts
         self.optim = optim if trainable else None
         self.num_lr_steps = 0
-        narrow = compute_dtype(engine.dtype, device)
-        wide = torch.promote_types(narrow, torch.float32)
-        self.module = _load(model, kind, device, narrow if self.optim is None else wide, trains=self.optim is not None)
+        self.compute_dtype = narrow = compute_dtype(engine.dtype, device)
+        self.module = load_module(model, kind, device, narrow, trains=self.optim is not None)
+        self.spec = LoRASpec.of(model) if self.optim is not None else None
         self.optimizer: MasterOptimizer | None = None
         if self.optim is None:
             self.module.requires_grad_(False).eval()
         else:
             self.module.train()
             self.optimizer = MasterOptimizer(self.module, self.optim, narrow)
+        parameters = LocalParameters(self.module, self.optimizer)
+        self._trained = TrainedState(self.module, parameters, self.optimizer, self.spec, model.path)
 
     @torch.no_grad()
     def forward(
@@ -97,37 +102,28 @@ class LocalEngine:
         self.num_lr_steps += 1
         return rate
 
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        """See TrainEngine."""
+        if self.spec is None:
+            raise ConfigError("There are no adapters to leave out; set model.lora_rank, or build a reference policy.")
+        with adapters_off(self.module):
+            yield
+
+    def gather_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See TrainEngine."""
+        return self._trained.weights(self.compute_dtype)
+
     def state(self) -> EngineState:
         """See TrainEngine. Tied parameters appear once, under the name of the first."""
-        masters = self.optimizer.masters if self.optimizer else {}
-        model = {name: masters.get(name, p).detach() for name, p in self.module.named_parameters()}
-        optimizer = self.optimizer.state() if self.optimizer else {}
-        num_steps = self.optimizer.num_steps if self.optimizer else 0
-        return EngineState(model, optimizer, {"num_lr_steps": self.num_lr_steps, "num_optimizer_steps": num_steps})
+        return self._trained.save({"num_lr_steps": self.num_lr_steps})
 
     def load_state(self, state: EngineState) -> None:
         """See TrainEngine. Parts that were not saved or not asked for are empty and stay as they are. Raises
         CheckpointError when names or shapes are not this model's."""
-        if state.model:
-            self._load_weights(state)
+        self._trained.load(state)
         if state.extra:
             self.num_lr_steps = state.extra["num_lr_steps"]
-        if self.optimizer is not None and state.optimizer:
-            self.optimizer.load_state(state.optimizer, state.extra.get("num_optimizer_steps", 0))
-
-    def _load_weights(self, state: EngineState) -> None:
-        mine = self.state().model
-        different = sorted(set(mine) ^ set(state.model)) or [n for n in mine if mine[n].shape != state.model[n].shape]
-        if different:
-            raise CheckpointError(
-                f"The checkpoint does not fit this model: {different[0]} and {len(different) - 1} other tensors are "
-                "missing, superfluous or of another shape. Resume with the model that the run was started with."
-            )
-        with torch.no_grad():
-            for name, value in state.model.items():
-                mine[name].copy_(value)
-        if self.optimizer is not None:
-            self.optimizer.publish()
 
     def _micro_batches(self, batch: DataProto, micro: MicroBatching) -> Iterator[tuple[list[int], DataProto]]:
         plan = plan_micro_batches(read_rows(batch.batch), micro, self.share_prompts)
@@ -138,19 +134,7 @@ class LocalEngine:
         return pack_rows(part.batch, share_prompts=self.share_prompts, device=self.device)
 
     def _outputs(self, packed: PackedBatch, outputs: Sequence[Output], temperature: float) -> dict[str, torch.Tensor]:
+        gradients = self.optimizer.gradients if self.optimizer else None
         if self.kind == "value":
-            return value_outputs(self.module, packed, outputs)
-        return policy_outputs(self.module, packed, outputs, temperature)
-
-
-def _load(model: ModelConfig, kind: str, device: torch.device, dtype: torch.dtype, *, trains: bool) -> Any:
-    load_external(model.external_lib)
-    load = load_value_model if kind == "value" else load_causal_lm
-    return load(
-        model.path,
-        device=device,
-        dtype=dtype,
-        trust_remote_code=model.trust_remote_code,
-        override_config=model.override_config,
-        gradient_checkpointing=model.enable_gradient_checkpointing and trains,
-    )
+            return value_outputs(self.module, packed, outputs, gradients)
+        return policy_outputs(self.module, packed, outputs, temperature, gradients=gradients)

@@ -17,7 +17,7 @@ def plan_micro_batches(rows: Sequence[Row], micro: MicroBatching, share_prompts:
     micro-batch.
     """
     if micro.max_tokens is None:
-        size = micro.max_rows or len(rows)
+        size = micro.max_rows or max(1, len(rows))
         return [[row.index for row in rows[start : start + size]] for start in range(0, len(rows), size)]
     units = [unit for group in group_rows(rows, share_prompts) for unit in _fitting(group, micro.max_tokens)]
     bins = pack_by_tokens([num_computed(unit) for unit in units], micro.max_tokens) or [[]]

@@ -8,12 +8,29 @@ from typing import Any
 import torch
 
 from verl.errors import ModelError
+from verl.models.dense.decoder import dense_hidden_states
+from verl.models.dense.weights import DenseDecoder
+from verl.models.gradients import GradientBuffers
 from verl.models.log_probs import token_log_probs
+from verl.models.packed import PackedLayout
 from verl.models.packing import PackedBatch
 
+_WRITTEN_OUT = ("cpu",)  # devices on which the passes of `dense` have been measured and checked
 
-def hidden_states(module: Any, packed: PackedBatch) -> torch.Tensor:
-    """[predictions, hidden_size]: the last hidden state of each token that predicts a trained response token."""
+
+def hidden_states(module: Any, packed: PackedBatch, gradients: GradientBuffers | None = None) -> torch.Tensor:
+    """[predictions, hidden_size]: the last hidden state of each token that predicts a trained response token.
+
+    A plain dense decoder is computed by the passes written out in `dense`, which put the gradients of its weights into
+    `gradients` if given; every other module by its own forward, with autograd.
+    """
+    here = packed.input_ids.device.type in _WRITTEN_OUT and type(packed.layout) is PackedLayout
+    dense = DenseDecoder.of(module) if here else None
+    if dense is not None:
+        decoder = module.get_decoder()
+        return dense_hidden_states(
+            dense, packed, gradients, checkpointing=decoder.gradient_checkpointing and decoder.training
+        )
     output = module.get_decoder()(
         input_ids=packed.input_ids, position_ids=packed.position_ids, use_cache=False, layout=packed.layout
     )
@@ -26,16 +43,20 @@ def policy_outputs(
     outputs: Sequence[str],
     temperature: float = 1.0,
     chunk_tokens: int | None = None,
+    gradients: GradientBuffers | None = None,
 ) -> dict[str, torch.Tensor]:
     """`log_probs`, `entropy` and `sum_pi_squared` as asked, each [batch, response] (float32 or wider, zero where the
-    response mask is false) of `softmax(logits / temperature)`. Raises ModelError for an output that a policy does not
-    have."""
+    response mask is false) of `softmax(logits / temperature)`.
+
+    With `gradients`, backward sums those of the weights there as far as it can, and leaves the others to autograd.
+    Raises ModelError for an output that a policy does not have.
+    """
     _require(outputs, ("log_probs", "entropy", "sum_pi_squared"), "policy")
     if len(packed.targets) == 0:
         return {name: torch.zeros(packed.shape, device=packed.targets.device) for name in outputs}
     head = module.get_output_embeddings()
     stats = token_log_probs(
-        hidden_states(module, packed),
+        hidden_states(module, packed, gradients),
         head.weight,
         packed.targets,
         temperature,
@@ -43,6 +64,7 @@ def policy_outputs(
         want_sum_pi_squared="sum_pi_squared" in outputs,
         bias=getattr(head, "bias", None),
         chunk_tokens=chunk_tokens,
+        gradients=gradients,
         **head_transform(module.config),
     )
     return {name: packed.scatter(getattr(stats, name)) for name in outputs}
@@ -59,12 +81,17 @@ def head_transform(config: Any) -> dict[str, Any]:
     }
 
 
-def value_outputs(module: Any, packed: PackedBatch, outputs: Sequence[str] = ("values",)) -> dict[str, torch.Tensor]:
+def value_outputs(
+    module: Any,
+    packed: PackedBatch,
+    outputs: Sequence[str] = ("values",),
+    gradients: GradientBuffers | None = None,
+) -> dict[str, torch.Tensor]:
     """`values` [batch, response]: the value of the state before each response token, zero where the mask is false."""
     _require(outputs, ("values",), "value")
     if len(packed.targets) == 0:
         return {"values": torch.zeros(packed.shape, device=packed.targets.device)}
-    return {"values": packed.scatter(module.value(hidden_states(module, packed)))}
+    return {"values": packed.scatter(module.value(hidden_states(module, packed, gradients)))}
 
 
 def _require(outputs: Sequence[str], known: Sequence[str], kind: str) -> None:

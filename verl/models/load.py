@@ -145,6 +145,11 @@ def load_model_config(path: str | Path, trust_remote_code: bool, override: dict[
             log.info(
                 "model.override_config.attn_implementation=%s is not used: verl brings its own exact attention.", value
             )
+        elif key == "output_router_logits" and value:
+            raise ModelError(
+                "model.override_config.output_router_logits=True asks for the router's balancing loss, which verl does "
+                "not train; remove it."
+            )
         elif not hasattr(config, key):
             raise ModelError(
                 f"model.override_config.{key}: {type(config).__name__} has no such field{nearest(key, vars(config)) or '.'}"
@@ -170,6 +175,7 @@ def _from_pretrained(factory: Any, path: str | Path, config: Any, dtype: torch.d
         use_safetensors=True,
         trust_remote_code=trust_remote_code,
         output_loading_info=True,
+        **_experts(dtype),
     )
     missing = sorted(report["missing_keys"])
     if missing:
@@ -204,17 +210,44 @@ def _loading(path: str | Path, config: Any) -> Iterator[None]:
             transformers.logging.enable_progress_bar()
 
 
+def empty_model(model: ModelConfig, kind: str, dtype: torch.dtype, gradient_checkpointing: bool) -> Any:
+    """What `load_causal_lm` (kind "policy") or `load_value_model` ("value") would give, on the meta device: all modules
+    and shapes and no numbers. Raises ModelError."""
+    config = load_model_config(model.path, model.trust_remote_code, model.override_config)
+    factory = transformers.AutoModel if kind == "value" else transformers.AutoModelForCausalLM
+    with _loading(model.path, config), torch.device("meta"):
+        module = factory.from_config(
+            config,
+            dtype=dtype,
+            attn_implementation=ATTENTION_NAME,
+            trust_remote_code=model.trust_remote_code,
+            **_experts(dtype),
+        )
+        module = ValueModel(module) if kind == "value" else module
+    _settle(module, gradient_checkpointing)
+    return module
+
+
 def _prepare(module: Any, path: str | Path, device: torch.device | str, gradient_checkpointing: bool) -> None:
-    for part in module.modules():
-        if isinstance(part, nn.Dropout):  # the sampler has none, and log-probs of both must agree
-            part.p = 0.0
+    _settle(module, gradient_checkpointing)
     module.to(device)
-    if gradient_checkpointing:
-        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     dtype = str(next(module.parameters()).dtype).removeprefix("torch.")
     log.info(
         "Loaded %s: %s, %.1f million parameters, %s.", path, type(module).__name__, num_parameters(module) / 1e6, dtype
     )
+
+
+def _settle(module: Any, gradient_checkpointing: bool) -> None:
+    for part in module.modules():
+        if isinstance(part, nn.Dropout):  # the sampler has none, and log-probs of both must agree
+            part.p = 0.0
+    if gradient_checkpointing:
+        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def _experts(dtype: torch.dtype) -> dict[str, str]:
+    """Experts are computed in one grouped product, which there is for every format but float64."""
+    return {"experts_implementation": "eager"} if dtype == torch.float64 else {}
 
 
 def load_external(external_lib: str | list[str] | None) -> None:

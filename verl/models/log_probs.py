@@ -1,12 +1,12 @@
 """Log-probability, entropy and sum of squared probabilities of tokens, straight from hidden states.
 
 The head's projection, the softmax statistics and both their gradients run over chunks of tokens, so that memory grows
-with a chunk and not with tokens x vocabulary. Statistics are float32 (float64 for float64 inputs) whatever the
-weights are.
+with a chunk and not with tokens x vocabulary. Within a chunk, what is not a matrix product walks over blocks of rows
+that stay in the processor's cache. Statistics are float32 (float64 for float64 inputs) whatever the weights are.
 
-With z = f(h W^T + b) / T, where f is an optional scale and soft cap, p = softmax(z), L = logsumexp(z):
-    log p(y)   = z_y - L                 d/dz_j = [j = y] - p_j
-    H          = L - sum_j p_j z_j       d/dz_j = -p_j (log p_j + H)
+With z = f(h W^T + b) / T, where f is an optional scale and soft cap, p = softmax(z):
+    log p(y)                             d/dz_j = [j = y] - p_j
+    H          = -sum_j p_j log p_j      d/dz_j = -p_j (log p_j + H)
     S          = sum_j p_j^2             d/dz_j = 2 p_j (p_j - S)
 """
 
@@ -18,7 +18,12 @@ from typing import Any
 
 import torch
 
-_CHUNK_ELEMENTS = 1 << 25  # logits held at a time; 128 MiB in float32
+from verl.models.gradients import GradientBuffers
+from verl.models.products import Products
+
+_CHUNK_ELEMENTS = 1 << 26  # logits held at a time; 256 MiB in float32
+_CHUNK_ELEMENTS_CUDA = 1 << 28  # a product of fewer tokens is bound by reading the weights
+_BLOCK_ELEMENTS = 1 << 19  # of a chunk, worked on at a time on a CPU
 
 
 @dataclass(frozen=True)
@@ -29,22 +34,41 @@ class Head:
     logit_scale: float = 1.0
     softcap: float | None = None
 
-    def logits(
-        self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+    def log_softmax(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        products: Products,
+        out: torch.Tensor,
+        lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Rows of logits, in `out` [at least rows, vocabulary]; returns the view that was filled."""
-        z = out[: hidden.shape[0]]
+        """log softmax of the logits of `hidden`, in the first rows of `out` [at least rows, vocabulary], which are
+        returned; the log-sum-exp of the rows in `lse` [rows] if given. hidden and weight are operands of
+        `products`."""
+        z = out[: len(hidden)]
         if hidden.dtype == z.dtype:
             torch.mm(hidden, weight.t(), out=z)
+        elif z.device.type == "cuda":
+            z.copy_(torch.mm(hidden, weight.t(), out_dtype=z.dtype))  # not rounded, as in generation
         else:
             z.copy_(hidden @ weight.t())
-        if bias is not None:
-            z.add_(bias)
-        if self.logit_scale != 1.0:
-            z.mul_(self.logit_scale)
-        if self.softcap is not None:
-            z.div_(self.softcap).tanh_().mul_(self.softcap)
-        return z if self.temperature == 1.0 else z.div_(self.temperature)
+        for part in _blocks(z):
+            block = z[part]
+            if products.widens:  # rounded as the result of a product in the narrow format
+                block.copy_(block.to(products.dtype))
+            if bias is not None:
+                block.add_(bias)
+            if self.logit_scale != 1.0:
+                block.mul_(self.logit_scale)
+            if self.softcap is not None:
+                block.div_(self.softcap).tanh_().mul_(self.softcap)
+            if self.temperature != 1.0:
+                block.div_(self.temperature)
+            if lse is not None:
+                torch.logsumexp(block, dim=1, out=lse[part])
+            torch.log_softmax(block, dim=1, out=block)
+        return z
 
     def pull_back_(self, grad: torch.Tensor, z: torch.Tensor | None) -> torch.Tensor:
         """Gradient with respect to `h W^T + bias`, in place; `z` is the final logits (needed with a soft cap)."""
@@ -76,15 +100,18 @@ def token_log_probs(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     chunk_tokens: int | None = None,
+    gradients: GradientBuffers | None = None,
 ) -> TokenStats:
     """Statistics of `softmax(logits / temperature)` at `targets` [tokens], for hidden [tokens, hidden_size] and the
     output projection weight [vocabulary, hidden_size]. Differentiable in hidden, weight and bias through all three
-    outputs.
+    outputs, once; the gradients of weight and bias go to `gradients` where that wants them.
 
-    `chunk_tokens` is how many tokens' logits exist at a time (default: as many as fit 128 MiB).
+    `chunk_tokens` is how many tokens' logits exist at a time (default: as many as fit 256 MiB, 1 GiB on CUDA). The
+    last chunk's are kept for the backward, the others are computed again there.
     """
     if chunk_tokens is None:
-        chunk_tokens = max(1, _CHUNK_ELEMENTS // weight.shape[0])
+        elements = _CHUNK_ELEMENTS_CUDA if weight.device.type == "cuda" else _CHUNK_ELEMENTS
+        chunk_tokens = max(1, elements // weight.shape[0])
     head = Head(temperature, logit_scale, softcap)
     log_probs, entropy, squared = _FusedLogProbs.apply(
         hidden,
@@ -94,6 +121,7 @@ def token_log_probs(
         head,
         (want_entropy, want_sum_pi_squared),
         max(1, min(chunk_tokens, len(targets))),
+        gradients,
     )
     return TokenStats(log_probs, entropy, squared)
 
@@ -101,6 +129,11 @@ def token_log_probs(
 def _chunks(num_tokens: int, size: int) -> Iterator[slice]:
     for start in range(0, num_tokens, size):
         yield slice(start, min(start + size, num_tokens))
+
+
+def _blocks(z: torch.Tensor) -> Iterator[slice]:
+    size = max(1, _BLOCK_ELEMENTS // z.shape[1]) if z.device.type == "cpu" else len(z)
+    return _chunks(len(z), size)
 
 
 class _FusedLogProbs(torch.autograd.Function):
@@ -114,101 +147,92 @@ class _FusedLogProbs(torch.autograd.Function):
         head: Head,
         wants: tuple[bool, bool],
         chunk: int,
+        gradients: GradientBuffers | None,
     ) -> tuple[torch.Tensor | None, ...]:
         num_tokens, wide = hidden.shape[0], torch.promote_types(hidden.dtype, torch.float32)
-        z_buffer, work = (torch.empty(chunk, weight.shape[0], dtype=wide, device=hidden.device) for _ in range(2))
+        products = Products(hidden.dtype, hidden.device)
+        buffer = torch.empty(chunk, weight.shape[0], dtype=wide, device=hidden.device)
         log_probs, lse, entropy, squared = (torch.empty(num_tokens, dtype=wide, device=hidden.device) for _ in range(4))
+        operand = products.operand(weight)
         for part in _chunks(num_tokens, chunk):
-            z = head.logits(hidden[part], weight, bias, z_buffer)
-            exp = work[: len(z)]
-            peak = z.amax(dim=1, keepdim=True)
-            total = torch.sub(z, peak, out=exp).exp_().sum(dim=1)
-            lse[part] = total.log() + peak.squeeze(1)
-            log_probs[part] = z.gather(1, targets[part].unsqueeze(1)).squeeze(1) - lse[part]
-            if wants[1]:
-                squared[part] = torch.linalg.vector_norm(exp, dim=1).div_(total).square_()
-            if wants[0]:
-                entropy[part] = lse[part] - exp.mul_(z).sum(dim=1) / total
+            chunk_lse = None if head.softcap is None else lse[part]
+            log_p = head.log_softmax(products.operand(hidden[part]), operand, bias, products, buffer, chunk_lse)
+            log_probs[part] = log_p.gather(1, targets[part].unsqueeze(1)).squeeze(1)
+            if any(wants):
+                for block in _blocks(log_p):
+                    p = log_p[block].exp()
+                    squared[part][block] = torch.linalg.vector_norm(p, dim=1).square_()
+                    entropy[part][block] = p.mul_(log_p[block]).sum(dim=1).neg_()
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy, squared)
-        ctx.head, ctx.chunk = head, chunk
-        # the last chunk's logits are still at hand when backward begins, so it need not compute them again
-        ctx.kept = z_buffer if any(ctx.needs_input_grad) else None
+        ctx.save_for_backward(hidden, targets, lse, entropy, squared)
+        ctx.head, ctx.chunk, ctx.products = head, chunk, products
+        ctx.weight, ctx.bias, ctx.gradients = weight, bias, gradients
+        ctx.kept = buffer if any(ctx.needs_input_grad) else None  # log-probs of the last chunk
         return log_probs, entropy if wants[0] else None, squared if wants[1] else None
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, bias, targets, lse, entropy, squared = ctx.saved_tensors
-        head, chunk = ctx.head, ctx.chunk
         if all(g is None for g in grads):
-            return (None,) * 7
-        buffer, ctx.kept = ctx.kept, None
+            return (None,) * 8
+        hidden, targets, lse, entropy, squared = ctx.saved_tensors
+        products: Products = ctx.products
+        d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        apart = GradientBuffers.apart(
+            p
+            for p, needed in zip((ctx.weight, ctx.bias), ctx.needs_input_grad[1:3], strict=True)
+            if needed and not (ctx.gradients is not None and ctx.gradients.wants((p,)))
+        )
+        operand, buffer, ctx.kept = products.operand(ctx.weight), ctx.kept, None
         known = buffer is not None
         if buffer is None:
-            buffer = torch.empty(chunk, weight.shape[0], dtype=lse.dtype, device=hidden.device)
-        d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        d_weight = torch.zeros(weight.shape, dtype=lse.dtype, device=weight.device) if ctx.needs_input_grad[1] else None
-        d_bias = torch.zeros_like(bias, dtype=lse.dtype) if bias is not None and ctx.needs_input_grad[2] else None
-        for part in reversed(list(_chunks(hidden.shape[0], chunk))):
-            z = buffer[: part.stop - part.start] if known else head.logits(hidden[part], weight, bias, buffer)
+            buffer = torch.empty(ctx.chunk, len(ctx.weight), dtype=lse.dtype, device=hidden.device)
+        for part in reversed(list(_chunks(len(hidden), ctx.chunk))):
+            inputs = products.operand(hidden[part])
+            z = buffer[: len(inputs)]
+            if not known:
+                ctx.head.log_softmax(inputs, operand, ctx.bias, products, buffer)
             known = False
-            per_token = [g if g is None else g[part].unsqueeze(1) for g in grads]
-            dz = _logit_grad(z, targets[part], per_token, lse[part], entropy[part], squared[part], head)
-            if d_bias is not None:
-                d_bias += dz.sum(dim=0)
-            _accumulate(
-                dz.to(hidden.dtype), hidden[part], weight, None if d_hidden is None else d_hidden[part], d_weight
-            )
-        return (
-            d_hidden,
-            None if d_weight is None else d_weight.to(weight.dtype),
-            None if d_bias is None else d_bias.to(bias.dtype),
-            None, None, None, None,
-        )  # fmt: skip
+            for block in _blocks(z):
+                here = [g if g is None else g[part][block].unsqueeze(1) for g in grads]
+                stats = (lse[part][block], entropy[part][block], squared[part][block])
+                _logit_grad_(z[block], targets[part][block], here, stats, ctx.head, products)
+            dz = z.to(inputs.dtype)
+            if d_hidden is not None:
+                d_hidden[part] = torch.mm(dz, operand)
+            for buffers in (apart, ctx.gradients):
+                if buffers is not None:
+                    buffers.add_product((ctx.weight,), dz, inputs, products)
+                    if ctx.bias is not None:
+                        buffers.add((ctx.bias,), z.sum(dim=0))
+        return (d_hidden, apart.take(ctx.weight), apart.take(ctx.bias), None, None, None, None, None)
 
 
-def _logit_grad(
-    z: torch.Tensor,
+def _logit_grad_(
+    log_p: torch.Tensor,
     targets: torch.Tensor,
     grads: list[torch.Tensor | None],
-    lse: torch.Tensor,
-    entropy: torch.Tensor,
-    squared: torch.Tensor,
+    stats: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     head: Head,
-) -> torch.Tensor:
-    """Gradient with respect to the raw logits [tokens, vocabulary], given those of the three outputs ([tokens, 1]
-    each). Overwrites `z`."""
+    products: Products,
+) -> None:
+    """Turns log-probs [tokens, vocabulary] into the gradient with respect to the raw logits, given those of the three
+    outputs ([tokens, 1] each) and log-sum-exp, entropy and sum of squares [tokens]."""
     g_log_prob, g_entropy, g_squared = grads
-    final = z.clone() if head.softcap is not None else None
-    log_p = z.sub_(lse.unsqueeze(1))
+    lse, entropy, squared = stats
+    final = log_p + lse.unsqueeze(1) if head.softcap is not None else None
     if g_entropy is None and g_squared is None:
         assert g_log_prob is not None
         dz = log_p.exp_().mul_(-g_log_prob)
     else:
         p = log_p.exp()
-        factor = torch.zeros_like(p) if g_entropy is None else log_p.add_(entropy.unsqueeze(1)).mul_(-g_entropy)
+        dz = log_p.zero_() if g_entropy is None else log_p.add_(entropy.unsqueeze(1)).mul_(-g_entropy)
         if g_squared is not None:
-            factor.addcmul_(p - squared.unsqueeze(1), 2 * g_squared)
+            dz.addcmul_(p - squared.unsqueeze(1), 2 * g_squared)
         if g_log_prob is not None:
-            factor.sub_(g_log_prob)
-        dz = factor.mul_(p)
+            dz.sub_(g_log_prob)
+        dz.mul_(p)
     if g_log_prob is not None:
         dz.scatter_add_(1, targets.unsqueeze(1), g_log_prob.to(dz.dtype))
-    return head.pull_back_(dz, final)
-
-
-def _accumulate(
-    dz: torch.Tensor,
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    d_hidden: torch.Tensor | None,
-    d_weight: torch.Tensor | None,
-) -> None:
-    if d_hidden is not None:
-        torch.mm(dz, weight, out=d_hidden)
-    if d_weight is None:
-        return
-    if d_weight.dtype == dz.dtype:
-        d_weight.addmm_(dz.t(), hidden)
-    else:  # a product in the compute dtype, summed over chunks in float32
-        d_weight.add_(dz.t() @ hidden)
+    head.pull_back_(dz, final)
+    if products.widens:  # rounded as an operand of a product in the narrow format
+        dz.copy_(dz.to(products.dtype))

@@ -5,19 +5,22 @@ from __future__ import annotations
 import importlib
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from verl.config import OptimConfig
 from verl.errors import CheckpointError, ConfigError, nearest
+from verl.models.gradients import GradientBuffers
 
 log = logging.getLogger(__name__)
 
 _FUSED = ("AdamW", "Adam", "SGD", "Adagrad")  # several times faster than a loop over tensors, on CPU too
+_FUSED_SHARDED = ("AdamW", "Adam")  # those of them that take DTensors
 
 
 def lr_at(step: int, config: OptimConfig, total_steps: int) -> float:
@@ -53,31 +56,49 @@ class StepResult:
     taken: bool
 
 
+def total_norm(parameters: Mapping[str, nn.Parameter]) -> torch.Tensor:
+    """The L2 norm of all gradients."""
+    return nn.utils.get_total_norm([p.grad for p in parameters.values() if p.grad is not None])
+
+
 class MasterOptimizer:
     """An optimizer over the parameters of `module` that require gradients.
 
     Where the module computes in a narrower format than `master_dtype`, masters of that dtype are kept: gradients of the
     micro-batches are summed into them, the step acts on them, and the module receives the rounded result. Elsewhere the
-    module's parameters are their own masters and nothing is copied.
+    module's parameters are their own masters and nothing is copied. `gradients` are the buffers in which the passes
+    that are written out sum gradients; those that autograd hands over find their way by themselves.
+
+    `norm` measures the gradients by name of parameter; parameters that are spread over ranks need one of their own.
     """
 
-    def __init__(self, module: nn.Module, config: OptimConfig, compute_dtype: torch.dtype):
+    def __init__(
+        self,
+        module: nn.Module,
+        config: OptimConfig,
+        compute_dtype: torch.dtype,
+        norm: Callable[[Mapping[str, nn.Parameter]], torch.Tensor] = total_norm,
+    ):
         self.config = config
+        self.norm = norm
         self.num_steps = 0
         self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.masters = {name: _make_master(name, p, compute_dtype) for name, p in self.parameters.items()}
+        self.gradients = GradientBuffers({p: self.masters[name] for name, p in self.parameters.items()})
         self.copied = [name for name, p in self.parameters.items() if self.masters[name] is not p]
         self.optimizer = _build(config, self.masters.values())
 
     def step(self, lr: float) -> StepResult:
         """Clip the gathered gradients to `clip_grad`, step at rate `lr`, and forget them."""
-        grads = [p.grad for p in self.masters.values() if p.grad is not None]
-        norm = nn.utils.get_total_norm(grads) if grads else torch.zeros(())
+        grads = [_here(p.grad) for p in self.masters.values() if p.grad is not None]
+        norm = self.norm(self.masters) if grads else torch.zeros(())
         grad_norm = norm.item()
         taken = bool(grads) and math.isfinite(grad_norm)
         if taken:
             if self.config.clip_grad:
-                nn.utils.clip_grads_with_norm_(self.masters.values(), self.config.clip_grad, norm)
+                torch._foreach_mul_(
+                    grads, torch.clamp(self.config.clip_grad / (norm + 1e-6), max=1.0).to(grads[0].device)
+                )
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.optimizer.step()
@@ -93,6 +114,13 @@ class MasterOptimizer:
         """Write the masters into the module, rounded to its format."""
         for name in self.copied:
             self.parameters[name].copy_(self.masters[name])
+
+    def move_state(self, device: torch.device) -> None:
+        """Keep what the optimizer remembers of each parameter on `device` from now on."""
+        for slots in self.optimizer.state.values():
+            for slot, value in slots.items():
+                if isinstance(value, torch.Tensor) and value.dim():
+                    slots[slot] = value.to(device)
 
     def state(self) -> dict[str, torch.Tensor]:
         """The optimizer's tensors as "{parameter name}/{slot}", not copied. Slots that are numbers become float64
@@ -126,6 +154,11 @@ class MasterOptimizer:
             self.optimizer.state[master][slot] = value.to(master.device, copy=True)
 
 
+def _here(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a sharded tensor that this rank holds; another tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def _make_master(name: str, parameter: nn.Parameter, compute_dtype: torch.dtype) -> nn.Parameter:
     """Narrow the module's parameter to `compute_dtype`, keeping what it was as the master. Heads named `score` stay
     wide."""
@@ -136,7 +169,8 @@ def _make_master(name: str, parameter: nn.Parameter, compute_dtype: torch.dtype)
     parameter.data = parameter.data.to(compute_dtype)
 
     def sum_into_master(narrow: torch.Tensor) -> None:
-        assert narrow.grad is not None
+        if narrow.grad is None:  # it went to the buffers
+            return
         if master.grad is None:
             master.grad = narrow.grad.to(master.dtype)
         else:
@@ -162,9 +196,20 @@ def _build(config: OptimConfig, parameters: Iterable[nn.Parameter]) -> torch.opt
     arguments: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
     if "Adam" in config.optimizer:
         arguments["betas"] = tuple(config.betas)
-    if config.optimizer_impl == "torch.optim" and config.optimizer in _FUSED:
+    parameters = list(parameters)
+    fused = _FUSED_SHARDED if any(isinstance(p, DTensor) for p in parameters) else _FUSED
+    if config.optimizer_impl == "torch.optim" and config.optimizer in fused:
         arguments["fused"] = True
     try:
-        return factory(list(parameters), **arguments)
+        return factory(_groups(parameters), **arguments)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(f"optim.optimizer={config.optimizer} does not accept {arguments}: {error}") from error
+
+
+def _groups(parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
+    """One parameter group for each mesh that parameters are sharded over: a fused step takes no two of them."""
+    found: dict[Any, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        found.setdefault(mesh, []).append(parameter)
+    return [{"params": members} for members in found.values()]

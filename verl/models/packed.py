@@ -17,6 +17,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from verl.models.cuda.packed import VarlenPlan, varlen_attention
+from verl.models.cuda.varlen import flash_runs
+
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -58,6 +61,7 @@ class PackedLayout:
         self.causal_runs = tuple(_causal_runs(self.segments))
         self.prefix_runs = tuple(_prefix_runs(self.segments))
         self.longest = max((s.prefix_length + s.length for s in self.segments), default=0)
+        self._plan: VarlenPlan | None = None
 
     def attend(
         self,
@@ -76,17 +80,29 @@ class PackedLayout:
         """
         if sliding_window is not None and sliding_window >= self.longest:
             sliding_window = None
-        if choose_kernel(q, sliding_window, softcap) == "flash_cpu":
+        kernel = choose_kernel(q, sliding_window, softcap)
+        if kernel == "varlen":
+            return varlen_attention(self._varlen_plan(q.device), q, k, v, scale)
+        if kernel == "flash_cpu":
             padding = q.shape[-1] - v.shape[-1]
             out = _FlashParts.apply(q, k, F.pad(v, (0, padding)) if padding else v, self, scale)
             return out[..., : v.shape[-1]] if padding else out
         return masked_attention(q, k, v, self.segments, scale, sliding_window, softcap)
 
+    def _varlen_plan(self, device: torch.device) -> VarlenPlan:
+        if self._plan is None:
+            self._plan = VarlenPlan(self.segments, self.prefix_runs, device)
+        return self._plan
+
 
 def choose_kernel(q: torch.Tensor, sliding_window: int | None, softcap: float | None) -> str:
-    """The one place that decides which code computes a layer: "flash_cpu" or "masked"."""
-    plain = sliding_window is None and softcap is None
-    return "flash_cpu" if plain and q.device.type == "cpu" else "masked"
+    """The one place that decides which code computes a layer: "varlen" (flash attention on CUDA), "flash_cpu" or
+    "masked"."""
+    if sliding_window is not None or softcap is not None:
+        return "masked"
+    if flash_runs(q.device, q.dtype, q.shape[-1]):
+        return "varlen"
+    return "flash_cpu" if q.device.type == "cpu" else "masked"
 
 
 def _causal_runs(segments: Sequence[Segment]) -> Iterator[CausalRun]:
@@ -117,16 +133,7 @@ class _FlashParts(torch.autograd.Function):
     ) -> torch.Tensor:
         _, heads, tokens, head_dim = q.shape
         out = q.new_empty(1, tokens, heads, head_dim).transpose(1, 2)
-        wide = torch.promote_types(q.dtype, torch.float32)
-        lse = torch.empty(1, tokens, heads, dtype=wide, device=q.device).transpose(1, 2)
-        for run in layout.causal_runs:
-            part, part_lse = _flash(_batched(q, run), _batched(k, run), _batched(v, run), 0.0, True, scale=scale)
-            _batched(out, run).copy_(part)
-            _batched(lse, run).copy_(part_lse)
-        for bridge in layout.prefix_runs:
-            here, prefix = _tokens(bridge.start, bridge.length), _tokens(bridge.prefix_start, bridge.prefix_length)
-            part, part_lse = _flash(here(q), prefix(k), prefix(v), 0.0, False, scale=scale)
-            _merge_(here(out), here(lse), part, part_lse)
+        lse = flash_forward(layout, q, k, v, out, scale)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.layout, ctx.scale = layout, scale
         return out.transpose(1, 2)
@@ -134,21 +141,60 @@ class _FlashParts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        grad = grads[0].transpose(1, 2)
-        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        for run in ctx.layout.causal_runs:  # these cover every token once, so they may overwrite
-            inputs = [_batched(x, run) for x in (grad, q, k, v, out, lse)]
-            parts = _flash_backward(*inputs, 0.0, True, scale=ctx.scale)
-            for whole, part in zip((dq, dk, dv), parts, strict=True):
-                _batched(whole, run).copy_(part)
-        for bridge in ctx.layout.prefix_runs:
-            here, prefix = _tokens(bridge.start, bridge.length), _tokens(bridge.prefix_start, bridge.prefix_length)
-            inputs = [here(grad), here(q), prefix(k), prefix(v), here(out), here(lse)]
-            part_q, part_k, part_v = _flash_backward(*inputs, 0.0, False, scale=ctx.scale)
-            here(dq).add_(part_q)
-            prefix(dk).add_(part_k)
-            prefix(dv).add_(part_v)
-        return dq, dk, dv, None, None
+        into = (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
+        flash_backward(ctx.layout, grads[0].transpose(1, 2), q, k, v, out, lse, ctx.scale, into)
+        return *into, None, None
+
+
+def flash_forward(
+    layout: PackedLayout,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    scale: float | None,
+) -> torch.Tensor:
+    """Attention of all parts into `out`, shaped as `q` [1, heads, tokens, head_dim]; returns the log-sum-exp
+    [1, heads, tokens], float32 or wider."""
+    _, heads, tokens, _ = q.shape
+    wide = torch.promote_types(q.dtype, torch.float32)
+    lse = torch.empty(1, tokens, heads, dtype=wide, device=q.device).transpose(1, 2)
+    for run in layout.causal_runs:
+        part, part_lse = _flash(_batched(q, run), _batched(k, run), _batched(v, run), 0.0, True, scale=scale)
+        _batched(out, run).copy_(part)
+        _batched(lse, run).copy_(part_lse)
+    for bridge in layout.prefix_runs:
+        here, prefix = _tokens(bridge.start, bridge.length), _tokens(bridge.prefix_start, bridge.prefix_length)
+        part, part_lse = _flash(here(q), prefix(k), prefix(v), 0.0, False, scale=scale)
+        _merge_(here(out), here(lse), part, part_lse)
+    return lse
+
+
+def flash_backward(
+    layout: PackedLayout,
+    d_out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    scale: float | None,
+    into: Sequence[torch.Tensor],
+) -> None:
+    """Writes the gradients of q, k and v into the three tensors `into`, given what flash_forward took and gave."""
+    dq, dk, dv = into
+    for run in layout.causal_runs:  # these cover every token once, so they may overwrite
+        inputs = [_batched(x, run) for x in (d_out, q, k, v, out, lse)]
+        parts = _flash_backward(*inputs, 0.0, True, scale=scale)
+        for whole, part in zip((dq, dk, dv), parts, strict=True):
+            _batched(whole, run).copy_(part)
+    for bridge in layout.prefix_runs:
+        here, prefix = _tokens(bridge.start, bridge.length), _tokens(bridge.prefix_start, bridge.prefix_length)
+        inputs = [here(d_out), here(q), prefix(k), prefix(v), here(out), here(lse)]
+        part_q, part_k, part_v = _flash_backward(*inputs, 0.0, False, scale=scale)
+        here(dq).add_(part_q)
+        prefix(dk).add_(part_k)
+        prefix(dv).add_(part_v)
 
 
 def _tokens(start: int, length: int) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -158,8 +204,11 @@ def _tokens(start: int, length: int) -> Callable[[torch.Tensor], torch.Tensor]:
 def _merge_(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
     """Fold a second part into (out, lse), in place: a softmax over both sets of keys."""
     total = torch.logaddexp(lse, part_lse)
-    mine, theirs = (lse - total).exp_().unsqueeze(-1), (part_lse - total).exp_().unsqueeze(-1)
-    out.copy_(out * mine + part * theirs)  # lse is float32 or wider, so bfloat16 parts are merged in float32
+    share = (part_lse - total).exp_().unsqueeze(-1)
+    if out.dtype == share.dtype:
+        out.lerp_(part, share)
+    else:  # lse is float32 or wider, so bfloat16 parts are merged in float32
+        out.copy_(torch.lerp(out.to(share.dtype), part.to(share.dtype), share))
     lse.copy_(total)
 
 

@@ -15,6 +15,7 @@ import torch
 
 from verl.errors import DataError
 from verl.models.packed import PackedLayout, Segment
+from verl.parallel.device import to_device
 
 
 @dataclass(frozen=True)
@@ -117,16 +118,16 @@ def pack_rows(
     row_index, column = torch.cat(where, dim=1) if where else torch.empty(2, 0, dtype=torch.int64)
 
     def joined(parts: list[torch.Tensor]) -> torch.Tensor:
-        return (torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)).to(device)
+        return to_device(torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64), device)
 
     return PackedBatch(
         input_ids=joined(ids).unsqueeze(0),
         position_ids=joined(positions).unsqueeze(0),
         layout=PackedLayout(segments),
         hidden_index=joined(index),
-        targets=responses[row_index, column].to(device),
-        row=row_index.to(device),
-        column=column.to(device),
+        targets=to_device(responses[row_index, column], device),
+        row=to_device(row_index, device),
+        column=to_device(column, device),
         shape=(responses.shape[0], responses.shape[1]),
     )
 

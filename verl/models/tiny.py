@@ -18,6 +18,22 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "gemma": {"head_dim": 16},
     "gemma2": {"head_dim": 16, "sliding_window": 16, "query_pre_attn_scalar": 16},
     "gemma3_text": {"head_dim": 16, "sliding_window": 16, "query_pre_attn_scalar": 16},
+    "qwen3_moe": {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 32,
+    },
+    "mixtral": {"sliding_window": None, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
 
 
@@ -41,7 +57,8 @@ def make_tokenizer() -> Any:
 def make_tiny_model(folder: str | Path, family: str = "llama", seed: int = 0, **overrides: Any) -> Path:
     """Write a random model of 2 layers, hidden size 64, 4 heads, 2 KV heads, 264 tokens; returns the folder.
 
-    `family` is one of llama, qwen2, qwen3, mistral, gemma, gemma2, gemma3_text; `overrides` go to its config.
+    `family` is one of llama, qwen2, qwen3, mistral, gemma, gemma2, gemma3_text, qwen3_moe,
+    deepseek_v3, mixtral; `overrides` go to its config.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM

@@ -76,3 +76,11 @@ def compute_dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         return torch.bfloat16 if native_bf16(device) else torch.float32
     return parse_dtype(name)
+
+
+def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """A host tensor on `device`. On CUDA through pinned memory: a copy from pageable memory would wait for all that the
+    device has yet to do."""
+    if torch.device(device).type != "cuda" or not tensor.numel():
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)

@@ -14,6 +14,9 @@ from verl.registry import load_module
 
 SAMPLE_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
+# what a reward model said about the samples, by the name that a function for one sample and one for lists takes it
+MODEL_SCORE = ("reward_model_score", "reward_model_scores")
+MODEL_REPLY = ("reward_model_reply", "reward_model_replies")
 SIGNATURE = "(data_source, solution_str, ground_truth, extra_info=None, **kwargs)"
 BATCH_SIGNATURE = "(data_sources, solution_strs, ground_truths, extra_infos, **kwargs)"
 
@@ -24,7 +27,7 @@ RewardFunction = Callable[..., Any]
 class RewardFunctionSpec:
     """Which function scores. `path`: a .py file, a dotted module or `pkg://module`; None is the built-in scorer of
     the row's data_source. `batched`: it is called once with lists (the manager `batch`). `kwargs` are added to every
-    call.
+    call. `from_model`: the argument that carries what a reward model said, if there is one.
 
     RewardFunctionSpec("rewards.py", "compute_score", {"penalty": 0.1})
     """
@@ -33,6 +36,7 @@ class RewardFunctionSpec:
     name: str = "compute_score"
     kwargs: dict[str, Any] = field(default_factory=dict)
     batched: bool = False
+    from_model: str | None = None
 
     @property
     def builtin(self) -> bool:
@@ -74,10 +78,16 @@ def check_signature(function: RewardFunction, spec: RewardFunctionSpec) -> None:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some callables written in C have no signature to look at
         return
-    names = BATCH_ARGUMENTS if spec.batched else SAMPLE_ARGUMENTS
+    names = [*(BATCH_ARGUMENTS if spec.batched else SAMPLE_ARGUMENTS), *([spec.from_model] if spec.from_model else [])]
     try:
         signature.bind(**dict.fromkeys(names), **spec.kwargs)
     except TypeError as error:
+        if spec.from_model and spec.from_model in str(error):
+            raise RewardError(
+                f"The reward function {spec.label} with the signature {signature} has no parameter {spec.from_model!r}, so "
+                "it would never see what the reward model says. Add the parameter, or set "
+                "reward.reward_model.enable=False."
+            ) from error
         needed = BATCH_SIGNATURE if spec.batched else SIGNATURE
         extra = f" and the reward_kwargs {sorted(spec.kwargs)}" if spec.kwargs else ""
         raise RewardError(

@@ -241,7 +241,7 @@ class RewardPool:
 
 
 def _encode_call(number: int, requests: Sequence[ScoreRequest]) -> bytes:
-    samples = [[r.data_source, r.solution_str, r.ground_truth, r.extra_info] for r in requests]
+    samples = [[r.data_source, r.solution_str, r.ground_truth, r.extra_info, r.from_model] for r in requests]
     try:
         return encode({"id": number, "samples": samples})
     except RewardError as error:

@@ -25,6 +25,8 @@ from typing import Any
 from verl.errors import RewardError
 from verl.rewards.functions import (
     BATCH_ARGUMENTS,
+    MODEL_REPLY,
+    MODEL_SCORE,
     SAMPLE_ARGUMENTS,
     RewardFunction,
     RewardFunctionSpec,
@@ -81,21 +83,26 @@ class Caller:
         self.out_of_memory = False
 
     def score(self, samples: list[list[Any]]) -> list[Outcome]:
-        """One outcome per sample, each sample being [data_source, solution_str, ground_truth, extra_info]."""
+        """One outcome per sample, each sample being [data_source, solution_str, ground_truth, extra_info,
+        {argument: what the reward model said}]."""
         if self.spec.batched:
             return self._score_batch(samples)
         return [self._score_one(sample) for sample in samples]
 
     def _score_one(self, sample: list[Any]) -> Outcome:
         try:
-            return outcome(self._call(dict(zip(SAMPLE_ARGUMENTS, sample, strict=True))))
+            *given, from_model = sample
+            return outcome(self._call({**dict(zip(SAMPLE_ARGUMENTS, given, strict=True)), **from_model}))
         except BaseException as error:  # noqa: BLE001 - user code may raise anything, SystemExit too
             return self._failure(error)
 
     def _score_batch(self, samples: list[list[Any]]) -> list[Outcome]:
-        columns = [list(column) for column in zip(*samples, strict=True)]
+        *columns, from_model = [list(column) for column in zip(*samples, strict=True)]
+        said = {
+            many: [row[one] for row in from_model] for one, many in (MODEL_SCORE, MODEL_REPLY) if one in from_model[0]
+        }
         try:
-            results = self._call(dict(zip(BATCH_ARGUMENTS, columns, strict=True)))
+            results = self._call({**dict(zip(BATCH_ARGUMENTS, columns, strict=True)), **said})
             results = list(results.tolist() if hasattr(results, "tolist") else results)
             if len(results) != len(samples):
                 return [{"error": f"returned {len(results)} scores for {len(samples)} samples"}] * len(samples)

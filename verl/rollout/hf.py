@@ -131,8 +131,9 @@ class _Batch:
             params.seed,
             step,
             torch.tensor([p.ordinal for p, _ in samples]),
-            torch.tensor([number for _, number in samples]),
+            torch.tensor([p.first_sample + number for p, number in samples]),
         )
+        self.first_positions = torch.tensor([p.num_drawn for p, _ in samples])
         self.tokens = np.zeros((len(samples), params.max_new_tokens), dtype=np.int64)
         self.log_probs = np.zeros((len(samples), params.max_new_tokens), dtype=np.float32)
         self.lengths = np.zeros(len(samples), dtype=np.int64)
@@ -143,7 +144,7 @@ class _Batch:
 
     def draw(self, logits: torch.Tensor) -> torch.Tensor:
         """Draw the next token of every row; rows that have ended draw on, unread."""
-        positions = torch.full_like(self.keys, self.num_drawn)
+        positions = self.first_positions + self.num_drawn
         u = uniforms_at(self.keys.to(logits.device), positions.to(logits.device))
         tokens, log_probs = sample(logits, self.params, u)
         self.tokens[:, self.num_drawn] = tokens.cpu().numpy()
@@ -172,7 +173,7 @@ class _Batch:
             )
         completion = Completion(
             ordinal=prompt.ordinal,
-            sample=number,
+            sample=prompt.first_sample + number,
             token_ids=self.tokens[row, :length].tolist(),
             log_probs=log_probs.tolist(),
             finish_reason=StopRules.reason(stopped),

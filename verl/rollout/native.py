@@ -1,8 +1,9 @@
 """The native rollout engine: continuous batching over the training module itself, on whatever device it lies.
 
-Every step is one forward of the unpatched module over [all running samples' newest tokens | pieces of new prompts]; the
-layout (layout.py) stores keys and values and says who sees whom. A prompt is computed once for its n samples. A sample that
-ends frees its row at once, and the next one takes it.
+Every step is one forward over [all running samples' newest tokens | pieces of new prompts]: straight through the weights
+of a plain dense decoder (dense.py), else by the unpatched module. The layout (layout.py) stores keys and values and says
+who sees whom. A prompt is computed once for its n samples. A sample that ends frees its row at once, and the next one takes
+it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,12 @@ from verl.data_proto.samples import Completion, PromptRequest, SamplingParams
 from verl.errors import NumericsError
 from verl.rollout.api import OnFinish
 from verl.rollout.cache import SlotStore
-from verl.rollout.layout import Members, Piece, StepLayout
+from verl.rollout.cuda.engine import DeviceSampler
+from verl.rollout.cuda.run import DeviceRun
+from verl.rollout.decode_rows import DecodeRows
+from verl.rollout.dense import DenseForward
+from verl.rollout.layout import Piece, StepLayout
+from verl.rollout.members import Members
 from verl.rollout.random import sample_keys, uniforms_at
 from verl.rollout.requests import borrowed, check_requests, vocab_size
 from verl.rollout.sampling import sample
@@ -29,8 +35,10 @@ from verl.rollout.stopping import StopRules
 class NativeRollout:
     """See RolloutEngine. `module` is a Hugging Face causal language model built with attn_implementation="verl".
 
-    Reads from `config`: max_num_seqs (rows), max_num_batched_tokens (tokens of one forward while prompts are computed) and
-    max_model_len. Samples do not depend on them, but for the rounding of matrix products of other shapes.
+    Reads from `config`: max_num_seqs (rows), max_num_batched_tokens (tokens of one forward while prompts are computed),
+    max_model_len, prepack_weights (whether a copy of the weights may be kept that multiplies faster, until `publish` or
+    `release`) and, on a GPU, enforce_eager (no CUDA graphs, nothing compiled). Samples do not depend on them, but for the
+    rounding of matrix products of other shapes.
     """
 
     def __init__(
@@ -48,8 +56,11 @@ class NativeRollout:
         self.config = config
         self.eos_token_ids = tuple(eos_token_ids)
         self.weight_version = 0
-        self.own = SlotStore()
+        self.own = SlotStore(keys_as_columns=True)
         self.prefix = SlotStore()
+        self._sampler: DeviceSampler | None = None
+        self._dense: DenseForward | None = None
+        self._dense_of = -1
         self._stats: dict[str, Any] = {}
 
     def generate(
@@ -58,7 +69,7 @@ class NativeRollout:
         """See RolloutEngine. Raises NumericsError when a sampled log-prob is not finite."""
         check_requests(prompts, params, self.module, self.config.max_model_len)
         with borrowed(self.module):
-            run = _Run(self, prompts, params, step, on_finish)
+            run = self._begin(prompts, params, step, on_finish)
             try:
                 return run.finish()
             except BaseException:
@@ -67,18 +78,51 @@ class NativeRollout:
             finally:
                 self._stats = run.stats()
 
+    def _begin(
+        self, prompts: Sequence[PromptRequest], params: SamplingParams, step: int, on_finish: OnFinish | None
+    ) -> _Run | DeviceRun:
+        """Steps that the host drives, or, for a plain decoder on a GPU, steps that the device drives (cuda/run.py)."""
+        if not DeviceSampler.fits(self.module, prompts, params):
+            return _Run(self, prompts, params, step, on_finish)
+        if self._sampler is None:
+            self._sampler = DeviceSampler(self.module, eager=self.config.enforce_eager)
+        return self._sampler.start(
+            prompts,
+            params,
+            step=step,
+            weight_version=self.weight_version,
+            config=self.config,
+            eos_token_ids=self.eos_token_ids,
+            tokenizer=self.tokenizer,
+            on_finish=on_finish,
+        )
+
     def publish(self, version: int) -> None:
-        """See RolloutEngine. Keys and values never outlive the `generate` that made them, so only the number changes."""
+        """See RolloutEngine. Keys and values never outlive the `generate` that made them; a copy of the weights goes."""
         self.weight_version = version
+        self._dense = None
 
     def release(self) -> None:
-        """Free the memory of both stores."""
+        """Free the memory of both stores and of the copy of the weights."""
         self.own.clear()
         self.prefix.clear()
+        self._dense = None
+        if self._sampler is not None:
+            self._sampler.release()
 
     def stats(self) -> dict[str, Any]:
-        """See RolloutEngine."""
+        """See RolloutEngine; besides, weight_copy_bytes."""
         return dict(self._stats)
+
+    def dense(self) -> DenseForward | None:
+        """The straight forward of the module as it is now, or None when the module's own must be called."""
+        # an optimizer that writes in place counts up the versions; `publish` covers every other way to change weights
+        now = sum(p._version for p in self.module.parameters())
+        if self._dense is None or self._dense_of != now:
+            self._dense = None  # before the next copy is made
+            self._dense = DenseForward.of(self.module, prepack=self.config.prepack_weights)
+            self._dense_of = sum(p._version for p in self.module.parameters())
+        return self._dense
 
 
 class _Run:
@@ -94,16 +138,17 @@ class _Run:
     ):
         self.engine, self.params, self.step, self.on_finish = engine, params, step, on_finish
         self.own, self.prefix = engine.own, engine.prefix
+        self.started_at = time.perf_counter()
         self.device = next(engine.module.parameters()).device
+        self.dense = engine.dense() if prompts else None
         self.schedule = Schedule(prompts, params.n)
         self.rows = Rows(min(engine.config.max_num_seqs, params.n * len(prompts)), params.max_new_tokens)
         self.stop = StopRules(params, engine.eos_token_ids, vocab_size(engine.module), engine.tokenizer)
         self.shared = params.n > 1  # else a prompt moves into its only sample's slot, and attention has one part
         self.longest_prompt = max((len(p.token_ids) for p in prompts), default=0)
         self.own_limit = params.max_new_tokens + (0 if self.shared else self.longest_prompt)
-        self.members: Members | None = None
+        self.decoding: DecodeRows | None = None  # of the rows as they are
         self.completions: list[Completion | None] = [None] * (params.n * len(prompts))
-        self.started_at = time.perf_counter()
         self.figures = {
             "num_prompt_tokens": sum(len(p.token_ids) for p in prompts),
             "num_prompt_tokens_computed": 0,
@@ -111,6 +156,7 @@ class _Run:
             "num_decode_steps": 0,
             "max_running": 0,
             "kv_cache_bytes": 0,
+            "weight_copy_bytes": self.dense.num_copied_bytes if self.dense is not None else 0,
         }
 
     def finish(self) -> list[Completion]:
@@ -144,11 +190,12 @@ class _Run:
         if moves:
             sources, targets = [s for s, _ in moves], [t for _, t in moves]
             self.own.move(sources, targets, int(self.rows.own_lengths()[targets].max()))
-            self.members = None
+            self.decoding = None
 
     def _place(self, started: list[tuple[Group, int]]) -> np.ndarray:
         ordinals = torch.tensor([g.request.ordinal for g, _ in started])
-        keys = sample_keys(self.params.seed, self.step, ordinals, torch.tensor([s for _, s in started])).tolist()
+        numbers = torch.tensor([g.request.first_sample + s for g, s in started])
+        keys = sample_keys(self.params.seed, self.step, ordinals, numbers).tolist()
         if not self.shared:
             self.own.reserve(self.rows.num_rows, max(g.num_tokens for g, _ in started) + 1, self.own_limit)
         placed = []
@@ -158,7 +205,7 @@ class _Run:
                 self.own.copy_from(self.prefix, group.slot, row, group.num_tokens)
                 self._leave_prefix(group)
             placed.append(row)
-        self.members = None
+        self.decoding = None
         self.figures["max_running"] = max(self.figures["max_running"], self.rows.num_running)
         return np.array(placed)
 
@@ -180,7 +227,7 @@ class _Run:
             )
         completion = Completion(
             ordinal=group.request.ordinal,
-            sample=number,
+            sample=group.request.first_sample + number,
             token_ids=self.rows.tokens[row, :length].tolist(),
             log_probs=log_probs.tolist(),
             finish_reason=StopRules.reason(stopped),
@@ -189,7 +236,7 @@ class _Run:
         self.completions[group.index * self.params.n + number] = completion
         self.figures["num_generated_tokens"] += length
         self.rows.remove(row)
-        self.members = None
+        self.decoding = None
         group.num_ended += 1
         if self.shared and group.num_ended == self.params.n:
             self._leave_prefix(group)
@@ -203,13 +250,10 @@ class _Run:
         num_rows = self.rows.end
         own_lengths, positions = self.rows.own_lengths(), self.rows.positions()
         self._reserve(own_lengths)
-        if self.shared and num_rows and self.members is None:
-            lengths = np.array([g.num_tokens for g in self.schedule.by_slot])
-            slots = np.array([g.slot for g in self.rows.groups[:num_rows] if g is not None])
-            self.members = Members(slots, lengths, self.device)
-        layout = StepLayout(
-            self.own, self.prefix, own_lengths, positions, self.members, [p for _, p in pieces], self.device
-        )
+        if num_rows:
+            self.decoding = self.decoding or self._decode_rows()
+            self.decoding.advance(own_lengths, positions)
+        layout = StepLayout(self.decoding if num_rows else None, self.prefix, [p for _, p in pieces])
         ids = [self.rows.newest(), *(np.array(g.request.token_ids[p.start : p.end]) for g, p in pieces)]
         places = [positions, *(np.arange(p.start, p.end) for _, p in pieces)]
         ends = np.cumsum([num_rows, *(p.end - p.start for _, p in pieces)])[1:] - 1
@@ -222,6 +266,14 @@ class _Run:
             self.figures["num_decode_steps"] += 1
             self._draw(np.arange(num_rows), logits[:num_rows])
 
+    def _decode_rows(self) -> DecodeRows:
+        num_rows, members = self.rows.end, None
+        if self.shared:
+            lengths = np.array([g.num_tokens for g in self.schedule.by_slot])
+            slots = np.array([g.slot for g in self.rows.groups[:num_rows] if g is not None])
+            members = Members(slots, lengths, self.device)
+        return DecodeRows(self.own, self.prefix, num_rows, members, self.device)
+
     def _reserve(self, own_lengths: np.ndarray) -> None:
         if len(own_lengths):
             self.own.reserve(self.rows.num_rows, int(own_lengths.max()) + 1, self.own_limit)
@@ -231,23 +283,27 @@ class _Run:
     def _logits(
         self, ids: list[np.ndarray], places: list[np.ndarray], completed: list[int], layout: StepLayout
     ) -> torch.Tensor:
-        """[rows + completed, vocab]: the model's own logits of the decode rows and of the tokens at `completed`."""
-        keep: Any = 0
+        """[rows + completed, vocab]: logits after the decode rows and after the tokens at `completed`."""
+        tokens = torch.from_numpy(np.concatenate(ids)).to(self.device)
+        positions = torch.from_numpy(np.concatenate(places)).to(self.device)
+        keep = None
         if len(ids) > 1:
             keep = torch.tensor([*range(len(ids[0])), *completed], dtype=torch.int64, device=self.device)
+        if self.dense is not None:
+            return self.dense.logits(tokens, positions, keep, layout)
         logits: torch.Tensor = self.engine.module(
-            input_ids=torch.from_numpy(np.concatenate(ids))[None].to(self.device),
-            position_ids=torch.from_numpy(np.concatenate(places))[None].to(self.device),
+            input_ids=tokens[None],
+            position_ids=positions[None],
             layout=layout,
             use_cache=False,
-            logits_to_keep=keep,
+            logits_to_keep=0 if keep is None else keep,
         ).logits
         return logits[0]
 
     def _draw(self, rows: np.ndarray, logits: torch.Tensor) -> None:
         """Draw the next token of `rows` from `logits` [rows, vocab]; end the rows that are finished."""
         keys = torch.from_numpy(self.rows.key[rows]).to(self.device)
-        u = uniforms_at(keys, torch.from_numpy(self.rows.length[rows]).to(self.device))
+        u = uniforms_at(keys, torch.from_numpy(self.rows.length[rows] + self.rows.num_drawn[rows]).to(self.device))
         tokens, log_probs = sample(logits, self.params, u)
         drawn = tokens.cpu().numpy()
         self.rows.record(rows, drawn, log_probs.cpu().numpy())

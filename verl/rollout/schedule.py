@@ -108,6 +108,7 @@ class Rows:
         self.prompt_length = np.zeros(num_rows, dtype=np.int64)
         self.own_start = np.zeros(num_rows, dtype=np.int64)  # prompt tokens in the own store
         self.length = np.zeros(num_rows, dtype=np.int64)  # response tokens drawn
+        self.num_drawn = np.zeros(num_rows, dtype=np.int64)  # before this call, see PromptRequest
         self.tokens = np.zeros((num_rows, max_new_tokens), dtype=np.int64)
         self.log_probs = np.zeros((num_rows, max_new_tokens), dtype=np.float32)
 
@@ -126,7 +127,7 @@ class Rows:
         else:
             row, self.end = self.end, self.end + 1
         self.groups[row] = group
-        self.sample[row], self.key[row] = sample, key
+        self.sample[row], self.key[row], self.num_drawn[row] = sample, key, group.request.num_drawn
         self.prompt_length[row], self.own_start[row], self.length[row] = group.num_tokens, own_start, 0
         return row
 
@@ -154,7 +155,8 @@ class Rows:
         for source, target in moves:
             self.groups[target], self.groups[source] = self.groups[source], None
             for column in (
-                self.sample, self.key, self.prompt_length, self.own_start, self.length, self.tokens, self.log_probs,
+                self.sample, self.key, self.prompt_length, self.own_start, self.length, self.num_drawn, self.tokens,
+                self.log_probs,
             ):  # fmt: skip
                 column[target] = column[source]
         return moves

@@ -62,6 +62,17 @@ class FolderLock:
         return f"The run folder {self.path.parent} is in use by {who}. {fix}"
 
 
+def holder_of(folder: Path) -> str | None:
+    """Who runs in `folder` at this moment, in words; None when nobody does. Changes nothing."""
+    try:
+        holder = _parse((folder / "run.lock").read_text(encoding="utf-8"))
+    except OSError:
+        return None
+    if holder is None or _is_dead(holder):
+        return None
+    return f"process {holder['pid']} on {holder['host']}"
+
+
 def _me() -> dict[str, Any]:
     return {"pid": os.getpid(), "host": socket.gethostname(), "started": psutil.Process().create_time()}
 

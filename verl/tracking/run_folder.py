@@ -1,6 +1,6 @@
 """The folder of one run: where everything lies, and that nothing in it is lost, torn or twice.
 
-config.yaml  metrics.jsonl  samples/{train,val}/step_000012.jsonl  spans.jsonl  logs/  summary.json
+config.yaml  metrics.jsonl  samples/{train,val}/step_000012.jsonl  spans.jsonl  timeline.jsonl  logs/  summary.json
 learning_curve.png  global_step_N/ (see verl.checkpoint)  superseded_*/ (of earlier runs that were started over)
 """
 
@@ -32,6 +32,7 @@ class RunFolder:
         self.metrics = self.root / "metrics.jsonl"
         self.samples = self.root / "samples"
         self.spans = self.root / "spans.jsonl"
+        self.timeline = self.root / "timeline.jsonl"
         self.logs = self.root / "logs"
         self.summary = self.root / "summary.json"
         self.learning_curve = self.root / "learning_curve.png"
@@ -80,6 +81,7 @@ class RunFolder:
             return self._set_aside()
         removed = self._truncate_rows(self.metrics, step)
         self._truncate_rows(self.spans, step)
+        self._truncate_rows(self.timeline, step)
         files = [f for f in self.samples.glob("*/step_*.jsonl") if _step_of(f) > step]
         for file in files:
             file.unlink()
@@ -90,7 +92,14 @@ class RunFolder:
     def _set_aside(self) -> int:
         """Move the records of an earlier run into a folder of their own; returns its number of metrics rows."""
         num_rows = sum(1 for _ in read_rows(self.metrics))
-        records = (self.metrics, self.spans, self.summary, self.learning_curve, self.root / "config.yaml")
+        records = (
+            self.metrics,
+            self.spans,
+            self.timeline,
+            self.summary,
+            self.learning_curve,
+            self.root / "config.yaml",
+        )
         old = [path for path in records if path.exists()]
         old += [self.samples] if any(self.samples.glob("*/*")) else []
         if num_rows or self.samples in old:

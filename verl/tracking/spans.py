@@ -14,17 +14,25 @@ from pathlib import Path
 from typing import Any
 
 from verl.tracking.files import append_rows
+from verl.tracking.timeline import Timeline
 
 
 class Spans:
     """Names stretches of time, nested as the `with` blocks are. `on_enter` hears the name of each as it begins.
 
     With a `path`, each span becomes a line there: name, parent, start (seconds since 1970), seconds, and the step it is
-    of. Lines are written by `write`, not while the clock runs. Made for one thread.
+    of. Lines are written by `write`, not while the clock runs, and a `timeline` gets its line of the step then. Made for
+    one thread.
     """
 
-    def __init__(self, path: Path | None = None, on_enter: Callable[[str], None] | None = None):
+    def __init__(
+        self,
+        path: Path | None = None,
+        on_enter: Callable[[str], None] | None = None,
+        timeline: Timeline | None = None,
+    ):
         self._path = path
+        self.timeline = timeline
         self._on_enter = on_enter
         self._open: list[str] = []
         self._seconds: dict[str, float] = {}
@@ -45,7 +53,7 @@ class Spans:
             self._open.pop()
             if not repeated:  # a span inside one of the same name is part of it already
                 self._seconds[name] = self._seconds.get(name, 0.0) + seconds
-            if self._path is not None:
+            if self._path is not None or self.timeline is not None:
                 self._rows.append({"name": name, "parent": parent, "start": round(start, 6), "seconds": seconds})
 
     def take(self) -> dict[str, float]:
@@ -59,3 +67,5 @@ class Spans:
         rows, self._rows = self._rows, []
         if self._path is not None and rows:
             append_rows(self._path, ({"step": step, **row} for row in rows))
+        if self.timeline is not None:
+            self.timeline.write(step, rows)

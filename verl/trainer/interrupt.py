@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -21,6 +22,7 @@ class StopSignal:
     def __init__(self) -> None:
         self.requested = False
         self._previous: dict[int, Any] = {}
+        self._any_process: Callable[[bool], bool] = bool
 
     def __enter__(self) -> StopSignal:
         if threading.current_thread() is threading.main_thread():
@@ -40,7 +42,12 @@ class StopSignal:
         self.requested = True
         log.warning("Stopping after this phase and saving; Ctrl-C again stops at once, without saving.")
 
+    def share(self, any_process: Callable[[bool], bool]) -> None:
+        """From now on all processes of the run stop at the same `check`, wherever the signal came; `any_process(flag)` says
+        whether one of them has it."""
+        self._any_process = any_process
+
     def check(self) -> None:
         """Raise StopRequested if a stop was asked for."""
-        if self.requested:
+        if self._any_process(self.requested):
             raise StopRequested

@@ -6,7 +6,6 @@ import logging
 import time
 from typing import Any, Protocol
 
-from verl.checkpoint.store import CheckpointStore, RoleCheckpoint
 from verl.config import VerlConfig
 from verl.controller.roles import Roles
 from verl.data_proto.metrics import metric_values
@@ -18,6 +17,7 @@ from verl.tracking.spans import Spans
 from verl.tracking.tracker import Tracker
 from verl.trainer.interrupt import StopRequested, StopSignal
 from verl.trainer.ppo.program import StepResult
+from verl.trainer.saving import FromLeader, RoleWriter, Store
 from verl.trainer.state import TrainerState
 from verl.trainer.validation import Validator
 
@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 
 class Program(Protocol):
     def step(self, state: TrainerState) -> StepResult: ...
+
+    def writers(self) -> dict[str, Any]: ...
 
 
 class Loop:
@@ -39,13 +41,14 @@ class Loop:
         roles: Roles,
         state: TrainerState,
         total_steps: int,
-        store: CheckpointStore,
+        store: Store,
         validator: Validator | None,
         tracker: Tracker,
         console: Console,
         spans: Spans,
         tokenizer: Any,
         stop: StopSignal,
+        from_leader: FromLeader,
     ):
         self.config = config
         self.program = program
@@ -59,6 +62,7 @@ class Loop:
         self.spans = spans
         self.tokenizer = tokenizer
         self.stop = stop
+        self.from_leader = from_leader
         self.last_validation: dict[str, float] = {}
         self.saved_step = state.step
 
@@ -113,12 +117,12 @@ class Loop:
         )
         spans = {**self.spans.take(), "step": seconds}
         metrics.update(timing_metrics(result.batch, spans))
-        metrics.update(throughput_metrics(result.batch, seconds, num_devices=1))
+        metrics.update(throughput_metrics(result.batch, seconds, num_devices=self.roles.num_devices))
         self.state.num_tokens += int(metrics["perf/total_num_tokens"])
         metrics["training/global_step"] = self.state.step
         metrics["training/weight_version"] = self.state.weight_version
         metrics["training/next_ordinal"] = self.state.next_ordinal
-        metrics["reward/num_defaulted"] = self.roles.reward.num_defaulted
+        metrics["reward/num_defaulted"] = self.roles.reward.num_defaulted()
         return metrics
 
     def _validate(self) -> dict[str, float]:
@@ -135,13 +139,10 @@ class Loop:
         if self.saved_step == self.state.step:
             return
         with self.spans("save_checkpoint"):
-            roles = {
-                name: RoleCheckpoint(
-                    engine.state(), self.roles.save_pretrained[name], self.roles.checkpoints[name].save_contents
-                )
-                for name, engine in self.roles.engines().items()
+            roles: dict[str, Any] = {
+                name: RoleWriter(role, self.from_leader) for name, role in self.roles.trained().items()
             }
-            self.store.save(self.state.step, roles, self.state.to_json())
+            self.store.save(self.state.step, {**roles, **self.program.writers()}, self.state.to_json())
         self.saved_step = self.state.step
 
     def _due(self, every: int, step: int) -> bool:

@@ -4,31 +4,37 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from verl.checkpoint.store import CheckpointStore
+from verl.checkpoint.store import CheckpointStore, trainer_state
 from verl.config import LoadedConfig, VerlConfig
-from verl.controller.local import build_roles, sampling_params
 from verl.controller.roles import Roles
+from verl.controller.runtime import Runtime, open_runtime
+from verl.controller.sampling import draw, sampling_params
 from verl.data.dataset import load_dataset
 from verl.data.loader import PromptLoader, ValidationLoader
 from verl.data.order import PromptOrder
 from verl.data.prompts import PromptEncoder
-from verl.errors import CheckpointError, ConfigError
+from verl.errors import ConfigError
 from verl.models.load import load_tokenizer
 from verl.tracking.console import Console
+from verl.tracking.follower import Follower, FollowerFolder
 from verl.tracking.plot import draw_learning_curve
 from verl.tracking.records import sample_rows
 from verl.tracking.run_folder import RunFolder
 from verl.tracking.spans import Spans
 from verl.tracking.summary import Summary
+from verl.tracking.timeline import Timeline
 from verl.tracking.tracker import Tracker
 from verl.trainer.interrupt import StopSignal
 from verl.trainer.loop import Loop
+from verl.trainer.ppo.async_program import AsyncPPO
 from verl.trainer.ppo.program import PPO
+from verl.trainer.saving import FollowingStore, Store
 from verl.trainer.state import TrainerState
 from verl.trainer.validation import VALIDATION_STEP, Validator
 
@@ -80,26 +86,32 @@ def train(loaded: LoadedConfig) -> int:
     if config.trainer.val_only:
         return evaluate(loaded)
     with ExitStack() as stack:
-        folder = stack.enter_context(RunFolder(Path(config.trainer.default_local_dir).expanduser()))
+        runtime = stack.enter_context(open_runtime(config))
+        folder = stack.enter_context(_folder(runtime, config.trainer.default_local_dir))
         folder.require_free_gb(config.trainer.min_free_disk_gb)
-        console = stack.enter_context(Console(steps="console" in config.trainer.logger))
+        console = stack.enter_context(_console(runtime, steps="console" in config.trainer.logger))
         data = load_data(config)
         assert data.train is not None
         steps = total_steps(config, data.train)
         stop = stack.enter_context(StopSignal())
-        spans = Spans(folder.spans, on_enter=console.phase)
-        tracker = _tracker(stack, loaded, folder)
-        roles = build_roles(config, total_steps=steps, data_sources=data.data_sources)
+        timeline = Timeline(folder.timeline, steps) if runtime.leads else None
+        spans = Spans(folder.spans, on_enter=console.phase, timeline=timeline)
+        tracker = _tracker(stack, loaded, folder, runtime)
+        roles = runtime.build_roles(total_steps=steps, data_sources=data.data_sources)
         stack.callback(roles.close)
-        state, store = _resume(config, folder, roles)
-        loaded.write(folder.root)  # not before: a start that fails must leave what describes the run before it
+        ahead = config.actor_rollout_ref.rollout.prefetch_num > 0
+        program = (AsyncPPO if ahead else PPO)(config, roles, data.train, spans, stop.check)
+        state, store = _resume(config, folder, roles, runtime, program)
+        if runtime.leads:
+            loaded.write(folder.root)  # not before: a start that fails must leave what describes the run before it
         console.header(_facts(loaded, roles, data, steps, folder, state))
         validator = None
         if data.validation is not None:
             validator = Validator(config, roles, data.validation, data.tokenizer, tracker)
+        stop.share(runtime.any)
         loop = Loop(
             config,
-            program=PPO(config, roles, data.train, spans, stop.check),
+            program=program,
             roles=roles,
             state=state,
             total_steps=steps,
@@ -110,10 +122,12 @@ def train(loaded: LoadedConfig) -> int:
             spans=spans,
             tokenizer=data.tokenizer,
             stop=stop,
+            from_leader=runtime.from_leader,
         )
         console.begin(state.step, steps)
         last = loop.run()
-        _finish(folder, tracker, console, roles, state, last)
+        if runtime.leads:
+            _finish(folder, tracker, console, roles, state, last)
     return 0
 
 
@@ -122,15 +136,18 @@ def evaluate(loaded: LoadedConfig) -> int:
     whatever a training run left there."""
     config = loaded.config
     with ExitStack() as stack:
-        folder = stack.enter_context(RunFolder(Path(config.trainer.default_local_dir).expanduser() / "eval"))
-        console = stack.enter_context(Console())
+        runtime = stack.enter_context(open_runtime(config))
+        folder = stack.enter_context(_folder(runtime, Path(config.trainer.default_local_dir) / "eval"))
+        console = stack.enter_context(_console(runtime))
         data = load_data(config, train=False)
         if data.validation is None:
             raise ConfigError("Evaluation needs data.val_files; it is empty.")
-        tracker = _tracker(stack, loaded, folder)
-        roles = build_roles(config, total_steps=1, data_sources=data.data_sources, train=False)
+        tracker = _tracker(stack, loaded, folder, runtime)
+        roles = runtime.build_roles(total_steps=1, data_sources=data.data_sources, train=False)
         stack.callback(roles.close)
         metrics = Validator(config, roles, data.validation, data.tokenizer, tracker).run(0)
+        if not runtime.leads:
+            return 0
         tracker.log(metrics, 0)
         (folder.root / "eval.json").write_text(json.dumps(metrics, indent=2, sort_keys=True))
         console.validation(0, metrics)
@@ -145,24 +162,43 @@ def generate(loaded: LoadedConfig, output: Path) -> int:
     data = load_data(config, train=False)
     if data.validation is None:
         raise ConfigError("Generation needs prompts: set data.val_files.")
-    roles = build_roles(config, total_steps=1, data_sources=data.data_sources, train=False)
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = output.with_name(f"{output.name}.part")
-        with unfinished.open("w", encoding="utf-8") as file:
-            for prompts in data.validation:
-                params = sampling_params(config.actor_rollout_ref.rollout)
-                batch = roles.rollout.generate(prompts, step=VALIDATION_STEP, split="generate", params=params)
-                batch = batch.union(roles.reward.collect(batch))
-                for row in sample_rows(batch, data.tokenizer):
-                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
-        unfinished.replace(output)
-    finally:
-        roles.close()
+    with open_runtime(config) as runtime:
+        roles = runtime.build_roles(total_steps=1, data_sources=data.data_sources, train=False)
+        try:
+            _write_samples(config, roles, data, output if runtime.leads else Path(os.devnull))
+        finally:
+            roles.close()
     return 0
 
 
-def _tracker(stack: ExitStack, loaded: LoadedConfig, folder: RunFolder) -> Tracker:
+def _write_samples(config: VerlConfig, roles: Roles, data: RunData, output: Path) -> None:
+    assert data.validation is not None
+    output.parent.mkdir(parents=True, exist_ok=True)
+    writes = output != Path(os.devnull)
+    unfinished = output.with_name(f"{output.name}.part") if writes else output
+    params = sampling_params(config.actor_rollout_ref.rollout)
+    with unfinished.open("w", encoding="utf-8") as file:
+        for prompts in data.validation:
+            batch = draw(roles.rollout, prompts, params, step=VALIDATION_STEP, split="generate")
+            batch = batch.union(roles.reward.collect(batch))
+            for row in sample_rows(batch, data.tokenizer):
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    if writes:
+        unfinished.replace(output)
+
+
+def _folder(runtime: Runtime, root: str | Path) -> Any:
+    root = Path(root).expanduser()
+    return RunFolder(root) if runtime.leads else FollowerFolder(root, runtime.rank)
+
+
+def _console(runtime: Runtime, steps: bool = True) -> Any:
+    return Console(steps=steps) if runtime.leads else Follower()
+
+
+def _tracker(stack: ExitStack, loaded: LoadedConfig, folder: Any, runtime: Runtime) -> Any:
+    if not runtime.leads:
+        return Follower()
     trainer = loaded.config.trainer
     return stack.enter_context(
         Tracker(
@@ -178,24 +214,25 @@ def _tracker(stack: ExitStack, loaded: LoadedConfig, folder: RunFolder) -> Track
     )
 
 
-def _resume(config: VerlConfig, folder: RunFolder, roles: Roles) -> tuple[TrainerState, CheckpointStore]:
-    """The state to go on from, with the engines holding it; a fresh one when there is no checkpoint."""
+def _resume(
+    config: VerlConfig, folder: Any, roles: Roles, runtime: Runtime, program: PPO
+) -> tuple[TrainerState, Store]:
+    """The state to go on from, with the roles holding it; a fresh one when there is no checkpoint."""
     trainer = config.trainer
     # checkpoints are kept whole: the role that wants more of them decides
     keep = max(trainer.max_actor_ckpt_to_keep or 0, trainer.max_critic_ckpt_to_keep or 0)
-    store = CheckpointStore(folder.root, keep=keep)
+    store: Store = CheckpointStore(folder.root, keep=keep) if runtime.leads else FollowingStore(folder.root)
     state = TrainerState.fresh(config)
     found = store.find(trainer.resume_mode, trainer.resume_from_path)
-    if found is not None:
-        checkpoint = store.load(found, {name: c.load_contents for name, c in roles.checkpoints.items()})
-        for name, engine in roles.engines().items():
-            if name not in checkpoint.roles:
-                raise CheckpointError(
-                    f"{found} has no {name}; it was saved by a run without one. Set trainer.resume_mode=disable."
-                )
-            engine.load_state(checkpoint.roles[name])
-        state.load_json(checkpoint.trainer_state)
-        log.info("Resumed from %s: step %d is next.", found, state.step + 1)
+    saved = (str(found), trainer_state(found)) if found is not None else None
+    saved = runtime.from_leader(saved)
+    if saved is not None:
+        path, values = saved
+        for role in roles.trained().values():
+            role.load(path)
+        program.restore(Path(path))
+        state.load_json(values)
+        log.info("Resumed from %s: step %d is next.", path, state.step + 1)
     roles.rollout.publish(state.weight_version)
     folder.truncate_after(state.step)
     return state, store
@@ -210,7 +247,7 @@ def _facts(
         "model": group.model.path,
         **roles.facts,
         "algorithm": f"{algorithm.adv_estimator}, {group.actor.policy_loss.loss_mode} loss",
-        "roles": ", ".join(["rollout", "reward", *roles.engines(), *(["reference"] if roles.reference else [])]),
+        "roles": ", ".join(["rollout", "reward", *roles.trained(), *(["reference"] if roles.reference else [])]),
         "training prompts": data.train.num_rows if data.train else 0,
         "validation prompts": data.validation.num_rows if data.validation else 0,
         "batch": f"{config.data.train_batch_size} prompts x {group.rollout.n} samples",

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from verl.config import VerlConfig
-from verl.controller.local import sampling_params
 from verl.controller.roles import Roles
+from verl.controller.sampling import draw, greedy, sampling_params
 from verl.data.loader import ValidationLoader
 from verl.data_proto.proto import DataProto
 from verl.data_proto.samples import SamplingParams
@@ -27,6 +27,7 @@ class Validator:
 
     def __init__(self, config: VerlConfig, roles: Roles, loader: ValidationLoader, tokenizer: Any, tracker: Tracker):
         self.params = sampling_params(config.actor_rollout_ref.rollout, validation=True)
+        self.greedy = greedy(sampling_params(config.actor_rollout_ref.rollout))
         self.also_greedy = config.actor_rollout_ref.rollout.val_kwargs.also_greedy
         self.roles = roles
         self.loader = loader
@@ -41,17 +42,17 @@ class Validator:
         if self.params.temperature == 0:
             metrics["val/greedy"] = metrics["val/reward"]
         elif self.also_greedy:
-            greedy = self._collect(self.roles.rollout.greedy(), "val-greedy")
-            metrics["val/greedy"] = float(np.mean(_scores(greedy)))
-            metrics.update(_summarise(greedy, suffix="/greedy"))
-            self.tracker.samples("val-greedy", step, sample_rows(greedy, self.tokenizer))
+            best = self._collect(self.greedy, "val-greedy")
+            metrics["val/greedy"] = float(np.mean(_scores(best)))
+            metrics.update(_summarise(best, suffix="/greedy"))
+            self.tracker.samples("val-greedy", step, sample_rows(best, self.tokenizer))
         self.roles.rollout.end_generation()
         return metrics
 
     def _collect(self, params: SamplingParams, split: str) -> DataProto:
         parts = []
         for prompts in self.loader:
-            batch = self.roles.rollout.generate(prompts, step=VALIDATION_STEP, split=split, params=params)
+            batch = draw(self.roles.rollout, prompts, params, step=VALIDATION_STEP, split=split)
             parts.append(batch.union(self.roles.reward.collect(batch)))
         return DataProto.concat(parts) if len(parts) > 1 else parts[0]
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from verl.config import CriticConfig
-from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.engines.api import MicroBatching, TrainEngine
+from verl.parallel.register import Dispatch, register
 from verl.workers.objectives import ValueObjective
-from verl.workers.policy import mean_over_updates, mini_batches
+from verl.workers.trained import Keeping, TrainedWorker
+from verl.workers.updates import MiniBatchSchedule, Updates
 
 
-class CriticWorker:
+class CriticWorker(TrainedWorker):
     def __init__(
         self,
         engine: TrainEngine,
@@ -19,28 +22,27 @@ class CriticWorker:
         *,
         micro: MicroBatching,
         forward_micro: MicroBatching,
-        rollout_n: int,
+        schedule: MiniBatchSchedule,
+        keeping: Keeping,
     ):
-        self.engine = engine
+        super().__init__(engine, keeping)
         self.config = config
         self.objective = objective
         self.micro = micro
         self.forward_micro = forward_micro
-        self.mini_batch_rows = config.ppo_mini_batch_size * rollout_n
+        self.schedule = schedule
 
+    @register(dispatch_mode=Dispatch.ND_COMPUTE_PROTO, blocking=False, objects=())
     def values(self, batch: DataProto) -> DataProto:
         """Column values [batch, response]: the value before each response token."""
         return DataProto.from_dict(self.engine.forward(batch, ("values",), self.forward_micro))
 
-    def update(self, batch: DataProto, step: int) -> dict[str, Metric]:
-        """All optimizer steps on `batch`; returns `critic/*` metrics and advances the schedule by one."""
-        config = self.config
+    @register(dispatch_mode=Dispatch.ND_MINI_BATCHES, blocking=False, objects=())
+    def update(self, batch: DataProto, step: int, mini_batches: Sequence[Sequence[int]] | None = None) -> Updates:
+        """All optimizer steps on `batch`, see ActorWorker.update."""
+        rows = self.schedule.rows(len(batch), step) if mini_batches is None else mini_batches
         found = [
             self.engine.train_batch(mini, self.objective, self.objective.outputs, self.micro)
-            for mini in mini_batches(
-                batch, self.mini_batch_rows, config.ppo_epochs, config.shuffle, config.data_loader_seed + step
-            )
+            for mini in self.mini_batches(batch, rows)
         ]
-        metrics = {f"critic/{k}": v for k, v in mean_over_updates(found).items()}
-        metrics["critic/lr"] = Metric.last(self.engine.end_step())
-        return metrics
+        return Updates("critic", found, self.engine.end_step())

@@ -2,47 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
+from contextlib import nullcontext
 
-import numpy as np
 import torch
 
-from verl.algorithms.correction import rollout_gap_metrics
 from verl.config import ActorConfig
-from verl.data_proto.metrics import Metric, merge_metrics
+from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.engines.api import MicroBatching, Output, TrainEngine
 from verl.errors import NumericsError
+from verl.parallel.register import Dispatch, register
 from verl.workers.objectives import PolicyObjective
-
-
-def mini_batches(batch: DataProto, size: int, epochs: int, shuffle: bool, seed: int) -> Iterator[DataProto]:
-    """`epochs` passes over `batch` in mini-batches of `size` rows (the last may be short). The order of a shuffled pass
-    depends on (seed, pass) alone. Unshuffled, the samples of a prompt stay together and share its computation."""
-    for epoch in range(epochs):
-        rows = np.arange(len(batch))
-        if shuffle:
-            rows = np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(len(batch))
-        for start in range(0, len(batch), size):
-            chosen = rows[start : start + size]
-            yield batch if len(chosen) == len(batch) and not shuffle else batch.select_idxs(chosen)
+from verl.workers.trained import Keeping, TrainedWorker
+from verl.workers.updates import MiniBatchSchedule, Updates
 
 
 class ReferenceWorker:
-    """A frozen policy; only scores tokens."""
+    """A frozen policy; only scores tokens. `without_adapters`: it is the actor's engine with its adapters off."""
 
-    def __init__(self, engine: TrainEngine, micro: MicroBatching, temperature: float):
+    def __init__(
+        self, engine: TrainEngine, micro: MicroBatching, temperature: float, *, without_adapters: bool = False
+    ):
         self.engine = engine
         self.micro = micro
         self.temperature = temperature
+        self.without_adapters = without_adapters
 
+    @register(dispatch_mode=Dispatch.ND_COMPUTE_PROTO, blocking=False, objects=())
     def log_probs(self, batch: DataProto) -> DataProto:
         """Column ref_log_prob [batch, response]."""
-        out = self.engine.forward(batch, ("log_probs",), self.micro, self.temperature)
+        with self.engine.reference() if self.without_adapters else nullcontext():
+            out = self.engine.forward(batch, ("log_probs",), self.micro, self.temperature)
         return DataProto.from_dict({"ref_log_prob": out["log_probs"]})
 
 
-class ActorWorker:
+class ActorWorker(TrainedWorker):
     """The policy being trained."""
 
     def __init__(
@@ -54,16 +49,18 @@ class ActorWorker:
         micro: MicroBatching,
         log_prob_micro: MicroBatching,
         temperature: float,
-        rollout_n: int,
+        schedule: MiniBatchSchedule,
+        keeping: Keeping,
     ):
-        self.engine = engine
+        super().__init__(engine, keeping)
         self.config = config
         self.objective = objective
         self.micro = micro
         self.log_prob_micro = log_prob_micro
         self.temperature = temperature
-        self.mini_batch_rows = config.ppo_mini_batch_size * rollout_n
+        self.schedule = schedule
 
+    @register(dispatch_mode=Dispatch.ND_COMPUTE_PROTO, objects=())
     def log_probs(self, batch: DataProto, *, sum_pi_squared: bool = False) -> DataProto:
         """Columns old_log_probs and entropys (and sum_pi_squared) [batch, response] under the current weights."""
         outputs: list[Output] = ["log_probs", "entropy"]
@@ -73,29 +70,21 @@ class ActorWorker:
         names = {"log_probs": "old_log_probs", "entropy": "entropys", "sum_pi_squared": "sum_pi_squared"}
         return DataProto.from_dict({names[k]: v for k, v in out.items()})
 
-    def update(self, batch: DataProto, step: int) -> dict[str, Metric]:
-        """All optimizer steps on `batch`; returns `actor/*` and `training/rollout_*` metrics. Advances the schedule by one."""
+    @register(dispatch_mode=Dispatch.ND_MINI_BATCHES, blocking=False, objects=())
+    def update(self, batch: DataProto, step: int, mini_batches: Sequence[Sequence[int]] | None = None) -> Updates:
+        """All optimizer steps on `batch`; advances the schedule of the learning rate by one.
+
+        `mini_batches` are the rows of each optimizer step; without them the worker's own schedule says which.
+        """
+        rows = self.schedule.rows(len(batch), step) if mini_batches is None else mini_batches
         found: list[dict[str, Metric]] = []
-        config = self.config
-        minis = mini_batches(
-            batch, self.mini_batch_rows, config.ppo_epochs, config.shuffle, config.data_loader_seed + step
-        )
-        for index, mini in enumerate(minis):
-            self.objective.begin(seed=(config.data_loader_seed * 1_000_003 + step) * 1_009 + index)
+        for index, mini in enumerate(self.mini_batches(batch, rows)):
+            self.objective.begin(seed=(self.config.data_loader_seed * 1_000_003 + step) * 1_009 + index)
             found.append(
                 self.engine.train_batch(mini, self.objective, self.objective.outputs, self.micro, self.temperature)
             )
-        metrics = {f"actor/{k}": v for k, v in mean_over_updates(found).items()}
         observed = self.objective.take_observed()
-        if observed is not None:
-            metrics.update(rollout_gap_metrics(*observed))
-        metrics["actor/lr"] = Metric.last(self.engine.end_step())
-        return metrics
-
-
-def mean_over_updates(found: list[dict[str, Metric]]) -> dict[str, Metric]:
-    """Each update's figures are totals of a mini-batch; a step reports their mean over its updates."""
-    return merge_metrics([{k: Metric.mean(m.value) for k, m in metrics.items()} for metrics in found])
+        return Updates("actor", found, self.engine.end_step(), [] if observed is None else list(observed))
 
 
 def require_finite(batch: DataProto, column: str, place: str) -> None:

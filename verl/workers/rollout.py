@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.data_proto.samples import Completion, PromptRequest, SamplingParams, ScoreRequest
+from verl.errors import ModelError
+from verl.parallel.register import Dispatch, Execute, register
 from verl.rollout.api import RolloutEngine
+from verl.workers.requests import sample_key, score_request
 
 ScoreStream = Callable[[ScoreRequest], None]
+Weights = Iterable[tuple[str, torch.Tensor]]
+
+_LARGEST_OF_RANKS = ("seconds", "num_decode_steps")  # ranks generate side by side; their other figures add up
 
 
 class RolloutWorker:
-    """`score_stream` receives a ScoreRequest for every sample as it ends, while others are still being generated."""
+    """`score_stream` receives a ScoreRequest for every sample as it ends, while others are still being generated.
+
+    `replica` is None when the engine generates with the training module itself, else the module of its own that takes the
+    weights of each update. `rank` is this worker's among those that generate.
+    """
 
     def __init__(
         self,
@@ -28,6 +39,8 @@ class RolloutWorker:
         max_prompt_length: int,
         free_cache: bool,
         score_stream: ScoreStream | None = None,
+        replica: torch.nn.Module | None = None,
+        rank: int = 0,
     ):
         self.engine = engine
         self.tokenizer = tokenizer
@@ -35,19 +48,32 @@ class RolloutWorker:
         self.max_prompt_length = max_prompt_length
         self.free_cache = free_cache
         self.score_stream = score_stream
+        self.replica = replica
+        self.rank = rank
 
-    @property
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
     def exact_log_probs(self) -> bool:
         """Whether sampled log-probs equal the training forward's to rounding: same weights in float32 or better."""
         module = getattr(self.engine, "module", None)
         return module is not None and next(module.parameters()).dtype in (torch.float32, torch.float64)
 
+    @register(dispatch_mode=Dispatch.ND_SCATTER_PROTO, blocking=False)
     def generate(
-        self, prompts: DataProto, *, step: int, split: str = "train", params: SamplingParams | None = None
+        self,
+        prompts: DataProto,
+        *,
+        step: int,
+        split: str = "train",
+        params: SamplingParams | None = None,
+        limit: int | None = None,
     ) -> DataProto:
-        """`params.n` rows per prompt (samples of a prompt adjacent) with the columns that the table names under rollout,
-        and the prompts' own columns repeated."""
+        """`params.n` rows per prompt (samples of a prompt adjacent) with the columns that the table names under rollout.
+
+        With a `limit` above params.max_new_tokens the samples that reach the latter are unfinished, not scored yet, and may
+        `go_on` up to `limit` tokens, which is then the width of the columns.
+        """
         params = params or self.params
+        limit = limit or params.max_new_tokens
         ordinals = prompts.batch["ordinal"].tolist()
         requests = [
             PromptRequest(ordinal, tuple(ids))
@@ -55,48 +81,73 @@ class RolloutWorker:
         ]
         position = {ordinal: i for i, ordinal in enumerate(ordinals)}
 
-        def on_finish(completion: Completion) -> None:
-            if self.score_stream is not None:
-                self.score_stream(self._score_request(prompts, position[completion.ordinal], completion, split))
+        def on_finish(done: Completion) -> None:
+            if done.finish_reason != "length" or len(done.token_ids) >= limit:
+                self._send_to_scorer(prompts, position[done.ordinal], split, done, done.token_ids)
 
-        completions = self.engine.generate(requests, params, step=step, on_finish=on_finish)
-        rows = prompts.repeat(params.n, interleave=True)
-        return rows.union(self._columns(requests, completions, split, params.max_new_tokens))
+        completions = self.engine.generate(requests, params, step=step, on_finish=on_finish) if requests else []
+        return self._columns([requests[position[c.ordinal]].token_ids for c in completions], completions, split, limit)
 
-    def publish(self, version: int) -> None:
-        """The weights changed; samples made from now on carry `version`."""
+    @register(dispatch_mode=Dispatch.ND_SCATTER_PROTO, blocking=False)
+    def go_on(self, rows: DataProto, *, step: int, split: str = "train", max_new_tokens: int, limit: int) -> DataProto:
+        """Unfinished samples (prompts' and rollout's columns of `generate`, called with this `step`) get up to
+        `max_new_tokens` more under the weights of now. Returns their rollout columns anew; weight_version is that of the
+        tokens added."""
+        width = rows.batch["responses"].shape[1]
+        exists = rows.batch["attention_mask"][:, -width:].bool()
+        own = [tuple(ids[here].tolist()) for ids, here in zip(rows.batch["responses"], exists, strict=True)]
+        prompts = [tuple(ids) for ids in rows.non_tensor_batch["prompt_token_ids"]]
+        requests = [
+            PromptRequest(ordinal, prompt + drawn, first_sample=sample, num_drawn=len(drawn))
+            for ordinal, sample, prompt, drawn in zip(
+                rows.batch["ordinal"].tolist(), rows.batch["sample_index"].tolist(), prompts, own, strict=True
+            )
+        ]
+        position = {(request.ordinal, request.first_sample): i for i, request in enumerate(requests)}
+
+        def on_finish(done: Completion) -> None:
+            row = position[done.ordinal, done.sample]
+            token_ids = [*own[row], *done.token_ids]
+            if done.finish_reason != "length" or len(token_ids) >= limit:
+                self._send_to_scorer(rows, row, split, done, token_ids)
+
+        params = replace(self.params, n=1, max_new_tokens=max_new_tokens)
+        added = self.engine.generate(requests, params, step=step, on_finish=on_finish) if requests else []
+        before = [rows.batch["rollout_log_probs"][i][here].tolist() for i, here in enumerate(exists)]
+        whole = [
+            replace(done, token_ids=[*own[i], *done.token_ids], log_probs=[*before[i], *done.log_probs])
+            for i, done in enumerate(added)
+        ]
+        return self._columns(prompts, whole, split, limit)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def publish(self, version: int, weights: Weights | None = None) -> None:
+        """The weights changed; samples made from now on carry `version`. A replica takes `weights`, which are all of its
+        parameters by name."""
+        if self.replica is not None and weights is not None:
+            load_weights(self.replica, weights)
         self.engine.publish(version)
 
-    def end_generation(self) -> dict[str, float]:
+    @register(dispatch_mode=Dispatch.ALL_REDUCE)
+    def end_generation(self) -> dict[str, Metric]:
         """Free the cache if configured; returns the engine's figures of the last `generate`."""
-        stats = dict(self.engine.stats())
+        stats = self.engine.stats()
         if self.free_cache:
             self.engine.release()
-        return stats
+        return {k: (Metric.max if k in _LARGEST_OF_RANKS else Metric.sum)(float(v)) for k, v in stats.items()}
 
-    def greedy(self, n: int = 1) -> SamplingParams:
-        return replace(self.params, n=n, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0)
-
-    def _score_request(self, prompts: DataProto, row: int, completion: Completion, split: str) -> ScoreRequest:
-        objects = prompts.non_tensor_batch
-        extra = dict(objects["extra_info"][row] or {}) if "extra_info" in objects else {}
-        ground_truth = (objects["reward_model"][row] or {}).get("ground_truth") if "reward_model" in objects else None
-        return ScoreRequest(
-            key=sample_key(split, completion.ordinal, completion.sample),
-            data_source=str(objects["data_source"][row]),
-            solution_str=self.tokenizer.decode(completion.token_ids, skip_special_tokens=True),
-            ground_truth=ground_truth,
-            extra_info=extra,
-            response_length=len(completion.token_ids),
-        )
+    def _send_to_scorer(
+        self, rows: DataProto, row: int, split: str, done: Completion, token_ids: Sequence[int]
+    ) -> None:
+        if self.score_stream is not None:
+            key = sample_key(split, done.ordinal, done.sample)
+            self.score_stream(score_request(rows, row, key, token_ids, self.tokenizer))
 
     def _columns(
-        self, requests: list[PromptRequest], completions: list[Completion], split: str, max_new_tokens: int
+        self, prompt_ids: Sequence[tuple[int, ...]], completions: list[Completion], split: str, max_new_tokens: int
     ) -> DataProto:
-        by_ordinal = {r.ordinal: r.token_ids for r in requests}
-        prompt_ids = [by_ordinal[c.ordinal] for c in completions]
         pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else 0
-        prompts, prompt_mask = pad_rows(prompt_ids, pad, self.max_prompt_length, left=True)
+        prompts, prompt_mask = pad_rows(list(prompt_ids), pad, self.max_prompt_length, left=True)
         responses, response_mask = pad_rows([c.token_ids for c in completions], pad, max_new_tokens, left=False)
         log_probs, _ = pad_rows([c.log_probs for c in completions], 0.0, max_new_tokens, left=False)
         return DataProto.from_dict(
@@ -107,8 +158,9 @@ class RolloutWorker:
                 "response_mask": response_mask,
                 "attention_mask": torch.cat([prompt_mask, response_mask], dim=1),
                 "rollout_log_probs": log_probs,
-                "sample_index": torch.tensor([c.sample for c in completions]),
-                "weight_version": torch.tensor([c.weight_version for c in completions]),
+                "sample_index": torch.tensor([c.sample for c in completions], dtype=torch.int64),
+                "weight_version": torch.tensor([c.weight_version for c in completions], dtype=torch.int64),
+                "rollout_rank": torch.full((len(completions),), self.rank),
             },
             non_tensors={
                 "finish_reason": np.array([c.finish_reason for c in completions], dtype=object),
@@ -117,9 +169,26 @@ class RolloutWorker:
         )
 
 
-def sample_key(split: str, ordinal: int, sample: int) -> str:
-    """Name of a sample, unique while it is being scored."""
-    return f"{split}/{ordinal}/{sample}"
+def load_weights(module: torch.nn.Module, weights: Weights) -> None:
+    """Copy `weights` into the parameters of `module`. Raises ModelError when a name or shape is not the module's, or one of its
+    parameters is missing."""
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    storages = {p.data_ptr() for p in parameters.values()}
+    with torch.no_grad():
+        for name, tensor in weights:
+            target = parameters.get(name)
+            if target is None or target.shape != tensor.shape:
+                raise ModelError(
+                    f"The trained model has the weight {name} {tuple(tensor.shape)}, which the rollout's copy of it has not. "
+                    "Both must be built from the same actor_rollout_ref.model."
+                )
+            target.copy_(tensor)
+            storages.discard(target.data_ptr())
+    if storages:
+        missing = next(name for name, p in parameters.items() if p.data_ptr() in storages)
+        raise ModelError(
+            f"The trained model handed on its weights without {missing}; the rollout would sample from old ones."
+        )
 
 
 def pad_rows(rows: list[Any], fill: float, width: int, *, left: bool) -> tuple[torch.Tensor, torch.Tensor]:

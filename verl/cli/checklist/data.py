@@ -63,6 +63,9 @@ def check_reward(subject: Subject) -> Iterator[Line]:
 
     config = subject.config
     build_reward_manager(config.reward, max_response_length=config.actor_rollout_ref.rollout.response_length).close()
+    if config.reward.reward_model.enable:
+        yield Line("skip", "reference answers are not scored: that would need the reward model")
+        return
     if subject.data is None or not subject.data.ok:
         yield Line("skip", "not run without usable rows")
         return

@@ -110,6 +110,29 @@ RUNS = [
         "the class.",
     ),
     Rule(
+        f"{_ROLLOUT}.prefetch_num",
+        "error",
+        lambda c, given: (
+            not 0 <= c.actor_rollout_ref.rollout.prefetch_num <= c.trainer.v1.sampler.max_off_policy_threshold
+        ),
+        "actor_rollout_ref.rollout.prefetch_num={rollout.prefetch_num} makes samples that are so many weight versions old "
+        "when they train; it must lie between 0 and trainer.v1.sampler.max_off_policy_threshold="
+        "{c.trainer.v1.sampler.max_off_policy_threshold}.",
+    ),
+    Rule(
+        f"{_ROLLOUT}.partial_rollout",
+        "error",
+        lambda c, given: c.actor_rollout_ref.rollout.partial_rollout and bool(c.actor_rollout_ref.rollout.stop),
+        "actor_rollout_ref.rollout.partial_rollout=True does not go with stop strings, which may lie across two parts. Use "
+        "actor_rollout_ref.rollout.stop_token_ids.",
+    ),
+    Rule(
+        "reward.reward_model.model_path",
+        "error",
+        lambda c, given: c.reward.reward_model.enable and not c.reward.reward_model.model_path,
+        "reward.reward_model.enable=True needs reward.reward_model.model_path, a folder or hub name.",
+    ),
+    Rule(
         "trainer.resume_from_path",
         "error",
         lambda c, given: c.trainer.resume_mode == "resume_path" and c.trainer.resume_from_path is None,

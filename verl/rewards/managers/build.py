@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl.errors import ConfigError
 from verl.registry import load_object
-from verl.rewards.functions import RewardFunctionSpec
+from verl.rewards.functions import MODEL_REPLY, MODEL_SCORE, RewardFunctionSpec
 from verl.rewards.managers.api import REWARD_MANAGERS, RewardManager
 from verl.rewards.pool import RewardPool
 
@@ -50,11 +50,16 @@ def build_pool(config: RewardConfig, *, log_dir: str | Path | None = None) -> Re
 
 
 def function_spec(config: RewardConfig, *, batched: bool = False) -> RewardFunctionSpec:
-    """The function of `reward.custom_reward_function`; without a path the built-in scorers, told of the sandbox if
-    any."""
-    custom = config.custom_reward_function
+    """The function of `reward.custom_reward_function`; without a path the one that hands on what the reward model said,
+    and without a reward model the built-in scorers, told of the sandbox if any."""
+    custom, model = config.custom_reward_function, config.reward_model
+    argument = (MODEL_REPLY if model.judge_template else MODEL_SCORE)[batched] if model.enable else None
     if custom.path:
-        return RewardFunctionSpec(custom.path, custom.name or "compute_score", _plain(custom.reward_kwargs), batched)
+        name = custom.name or "compute_score"
+        return RewardFunctionSpec(custom.path, name, _plain(custom.reward_kwargs), batched, argument)
+    if model.enable:
+        name = ("last_number" if model.judge_template else "model_score") + ("s" if batched else "")
+        return RewardFunctionSpec("verl.rewards.model_score", name, batched=batched, from_model=argument)
     sandbox = {"sandbox_fusion_url": config.sandbox_fusion.url} if config.sandbox_fusion.url else {}
     return RewardFunctionSpec(None, kwargs=sandbox, batched=batched)
 

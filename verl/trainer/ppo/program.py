@@ -20,22 +20,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
 
 from verl.algorithms.advantages import compute_advantage
 from verl.algorithms.correction import rollout_correction, rollout_gap_metrics
-from verl.algorithms.filters import filter_groups, pf_ppo_indices
+from verl.algorithms.filters import pf_ppo_indices
 from verl.algorithms.kl import apply_kl_penalty
 from verl.config import VerlConfig
+from verl.controller.group import wait
 from verl.controller.needs import Needs, old_log_prob_source
 from verl.controller.roles import Roles
 from verl.data.loader import PromptLoader
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
-from verl.errors import ConfigError, DataError
 from verl.tracking.spans import Spans
+from verl.trainer.ppo.collect import Collector
 from verl.trainer.state import TrainerState
 from verl.workers.policy import require_finite
 
@@ -54,14 +56,14 @@ class PPO:
     ):
         self.config = config
         self.roles = roles
-        self.loader = loader
         self.spans = spans
         self.check_stop = check_stop
+        self.collector = Collector(config, roles, loader, spans, check_stop)
         self.needs = Needs.of(config)
         self.old_log_probs = old_log_prob_source(
             config,
             self.needs,
-            sampler_is_exact=roles.rollout.exact_log_probs,
+            sampler_is_exact=roles.rollout.exact_log_probs(),
             rows_per_step=config.data.train_batch_size * config.actor_rollout_ref.rollout.n,
         )
 
@@ -78,50 +80,23 @@ class PPO:
         return result
 
     def collect(self, state: TrainerState) -> tuple[StepResult, int]:
-        """Samples with scores. With a group filter, generates until enough groups carry a signal."""
-        data, rule = self.config.data, self.config.algorithm.filter_groups
-        wanted = data.train_batch_size
-        kept: list[DataProto] = []
-        num_groups, num_rounds, ordinal = 0, 0, state.next_ordinal
-        while num_groups < wanted:
-            self._check_rounds(num_rounds, num_groups)
-            count = data.gen_batch_size or wanted
-            with self.spans("gen"):
-                prompts = self.loader.take(ordinal, count)
-                batch = self.roles.rollout.generate(prompts, step=state.step)
-            with self.spans("reward"):
-                batch = batch.union(self.roles.reward.collect(batch))
-            if self.needs.greedy_baseline:
-                batch = batch.union(self.greedy_baseline(prompts, state.step, batch))
-            if rule.enable:
-                batch = batch.select_idxs(filter_groups(self._filter_metric(batch), batch.non_tensor_batch["uid"]))
-            kept.append(batch)
-            num_groups += len(set(batch.non_tensor_batch["uid"]))
-            num_rounds, ordinal = num_rounds + 1, ordinal + count
-            self.check_stop()
-        stats = self.roles.rollout.end_generation()
-        metrics = {f"rollout/{k}": Metric.last(float(v)) for k, v in stats.items()}
-        if rule.enable:
-            metrics["training/filter_groups/num_gen_batches"] = Metric.last(num_rounds)
-            metrics["training/filter_groups/num_groups_kept"] = Metric.last(num_groups)
-        batch = DataProto.concat(kept) if len(kept) > 1 else kept[0]
-        return StepResult(first_groups(batch, wanted), metrics), ordinal
+        """Samples with scores, and the ordinal of the next step's first prompt."""
+        batch, metrics, next_ordinal = self.collector.collect(state.step, state.next_ordinal)
+        return StepResult(batch, metrics), next_ordinal
 
-    def greedy_baseline(self, prompts: DataProto, step: int, batch: DataProto) -> DataProto:
-        """Column reward_baselines [batch]: the score of the greedy sample of the row's prompt (ReMax)."""
-        with self.spans("gen_max"):
-            rollout = self.roles.rollout
-            greedy = rollout.generate(prompts, step=step, split="greedy", params=rollout.greedy())
-        with self.spans("reward"):
-            scores = self.roles.reward.collect(greedy).batch["token_level_scores"].sum(dim=1)
-        by_uid = dict(zip(greedy.non_tensor_batch["uid"], scores.tolist(), strict=True))
-        return DataProto.from_dict(
-            {"reward_baselines": torch.tensor([by_uid[u] for u in batch.non_tensor_batch["uid"]])}
-        )
+    def writers(self) -> dict[str, Any]:
+        """What the program itself keeps between steps, for a checkpoint: folder name -> num_bytes() and write(folder)."""
+        return {}
+
+    def restore(self, checkpoint: Path) -> None:
+        """Go on with what `writers` wrote into a checkpoint."""
 
     def annotate(self, result: StepResult) -> None:
-        """Log-probs and values under the weights that made the samples."""
+        """Log-probs and values under the weights that made the samples. Where roles live on devices of their own they work
+        at the same time: all are asked before the first answer is waited for."""
         batch, roles = result.batch, self.roles
+        reference = self._begin("ref", roles.reference, "log_probs", batch)
+        values = self._begin("values", roles.critic, "values", batch)
         if self.old_log_probs == "recompute" and roles.actor is not None:
             with self.spans("old_log_prob"):
                 batch.union(roles.actor.log_probs(batch, sum_pi_squared=self.needs.sum_pi_squared))
@@ -130,13 +105,22 @@ class PPO:
             result.metrics["actor/entropy"] = Metric.mean(entropy.mean(), weight=entropy.numel())
         elif self.old_log_probs == "rollout":
             batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"].clone()
-        if roles.reference is not None:
-            with self.spans("ref"):
-                batch.union(roles.reference.log_probs(batch))
-        if roles.critic is not None:
-            with self.spans("values"):
-                batch.union(roles.critic.values(batch))
+        if reference is not None:
+            batch.union(self._finish("ref", reference))
+        if values is not None:
+            batch.union(self._finish("values", values))
             require_finite(batch, "values", "The critic's forward pass")
+
+    def _begin(self, span: str, role: Any, method: str, *args: Any) -> Any:
+        """The call's result or a future of it; None without the role."""
+        if role is None:
+            return None
+        with self.spans(span):
+            return getattr(role, method)(*args)
+
+    def _finish(self, span: str, asked: Any) -> Any:
+        with self.spans(span):
+            return wait(asked)
 
     def assign_credit(self, result: StepResult, state: TrainerState) -> None:
         """Scores to advantages: KL in reward, rollout correction, the estimator, PF-PPO's resampling."""
@@ -187,46 +171,16 @@ class PPO:
         return {**found.metrics, **rollout_gap_metrics(old[mask], sampled[mask])}
 
     def update(self, result: StepResult, state: TrainerState) -> None:
-        """The only phase that changes weights; the sampler carries the next version when it ends."""
-        roles, batch = self.roles, result.batch
-        if roles.critic is not None:
-            with self.spans("update_critic"):
-                result.metrics.update(roles.critic.update(batch, state.step))
-        if roles.actor is not None and state.step > self.config.trainer.critic_warmup:
-            with self.spans("update_actor"):
-                result.metrics.update(roles.actor.update(batch, state.step))
+        """The only phase that changes weights; the sampler carries the next version when it ends. Actor and critic train at
+        the same time where they live on different devices."""
+        roles, batch, metrics = self.roles, result.batch, result.metrics
+        trains = roles.actor is not None and state.step > self.config.trainer.critic_warmup
+        critic = self._begin("update_critic", roles.critic, "update", batch, state.step)
+        if trains:
+            actor = self._begin("update_actor", roles.actor, "update", batch, state.step)
+            metrics.update(self._finish("update_actor", actor).metrics())
+        if critic is not None:
+            metrics.update(self._finish("update_critic", critic).metrics())
         with self.spans("update_weights"):
             state.weight_version += 1
             roles.rollout.publish(state.weight_version)
-
-    def _filter_metric(self, batch: DataProto) -> list[float]:
-        """[batch] figures that the group filter compares: the score, or a part that the reward function returned."""
-        name = self.config.algorithm.filter_groups.metric
-        if name in ("reward", "score", "seq_reward", "seq_final_reward"):
-            return batch.batch["token_level_scores"].sum(dim=1).tolist()
-        found = batch.non_tensor_batch["reward_parts"]
-        lacking = next((parts for parts in found if name not in parts), None)
-        if lacking is not None:
-            raise ConfigError(
-                f"algorithm.filter_groups.metric={name} is not among what the reward function returns: score"
-                f"{''.join(', ' + part for part in sorted(lacking))}. Name one of them."
-            )
-        return [float(parts[name]) for parts in found]
-
-    def _check_rounds(self, num_rounds: int, num_groups: int) -> None:
-        limit = self.config.algorithm.filter_groups.max_num_gen_batches or 100
-        if num_rounds >= limit:
-            raise DataError(
-                f"After {num_rounds} generation batches only {num_groups} of {self.config.data.train_batch_size} groups had "
-                "rewards that differ within the group. The task is too easy or too hard for this model; raise "
-                "algorithm.filter_groups.max_num_gen_batches or rollout.n, or change the data."
-            )
-
-
-def first_groups(batch: DataProto, count: int) -> DataProto:
-    """The rows of the first `count` groups, in order."""
-    seen: dict[str, None] = dict.fromkeys(batch.non_tensor_batch["uid"])
-    if len(seen) <= count:
-        return batch
-    wanted = set(list(seen)[:count])
-    return batch.select_idxs(np.array([uid in wanted for uid in batch.non_tensor_batch["uid"]]))

@@ -1,0 +1,541 @@
+"""What this checkout does on a GPU: correctness against Hugging Face first, then speed.
+
+    python benchmarks/gpu.py --sizes 0.1b,0.5b,1.5b --json out.json        # one NVIDIA card, under 8 minutes
+    python benchmarks/gpu.py --quick                                       # a tiny model on whatever there is
+
+Needs torch and transformers besides this checkout, no network and no files: models are random, of the shapes of
+SmolLM2-135M, Qwen2.5-0.5B and Qwen2.5-1.5B. Work is identical on both sides: same weights, same prompts, forced equal
+lengths, one optimizer step. A part that fails prints its error, and the others go on.
+
+How things are counted. `limits`: a bf16 matrix product of 8192^3 on random data, and a copy of 1 GiB counting bytes read
+and written. Needed FLOPs: 2 per weight of a matrix product and token, 4 * head_dim per head and pair of tokens that see
+each other, the head only where a token is predicted, a shared prompt once, training three times the forward. MFU: those
+over the time and the measured matrix rate. Bandwidth share of decoding: each weight read once a step, each stored key and
+value that is needed read once (a prompt once for its samples), over the time and the measured copy rate. Times are medians
+between device events after warm-up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import transformers
+
+from verl.algorithms.advantages.group import grpo
+from verl.algorithms.policy_losses.clipped import vanilla
+from verl.algorithms.reduce import agg_loss
+from verl.config import OptimConfig, RolloutConfig
+from verl.data_proto.samples import Completion, PromptRequest, SamplingParams
+from verl.engines.api import MicroBatching
+from verl.engines.micro_batches import plan_micro_batches
+from verl.models.attention import ATTENTION_NAME
+from verl.models.forward import policy_outputs
+from verl.models.optim import MasterOptimizer
+from verl.models.packing import pack_rows, read_rows
+from verl.rollout.native import NativeRollout
+
+SIZES: dict[str, tuple[str, dict[str, Any]]] = {
+    "tiny": ("llama", {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+                       "num_attention_heads": 4, "num_key_value_heads": 2}),
+    "0.1b": ("llama", {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+                       "num_attention_heads": 9, "num_key_value_heads": 3}),
+    "0.5b": ("qwen2", {"vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+                       "num_attention_heads": 14, "num_key_value_heads": 2}),
+    "1.5b": ("qwen2", {"vocab_size": 151936, "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
+                       "num_attention_heads": 12, "num_key_value_heads": 2}),
+}  # fmt: skip
+TOLERANCES = {  # name of a check -> greatest value that passes
+    "fp32 log-probs, packed against Hugging Face, max abs": 1e-4,
+    "fp32 greedy tokens that differ from generate": 0,
+    "fp32 gradients, prompt shared against not, relative": 1e-5,
+    "half log-probs, packed against fp32, mean abs": 0.03,
+    "half gradients, prompt shared against not, relative": 0.05,
+    "half sampled log-probs against the training forward, mean abs": 0.03,
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How much work: a GRPO step of `prompts` x `samples` rows; decoding at `batches` rows."""
+
+    prompts: int
+    samples: int
+    prompt_tokens: int
+    response_tokens: int
+    batches: tuple[int, ...]
+    micro_tokens: int
+    hf_rows: int  # rows of a padded micro-batch on the other side, whose logits exist in full
+    repeats: int
+
+    @property
+    def rows(self) -> int:
+        return self.prompts * self.samples
+
+
+QUICK = Shape(2, 2, 12, 8, (1, 4), 64, 2, 1)
+FULL = Shape(64, 8, 256, 256, (1, 8, 64, 512), 32768, 8, 3)
+
+
+@dataclass
+class Bench:
+    """One size on one device, with what was found so far."""
+
+    module: Any
+    device: torch.device
+    half: torch.dtype
+    shape: Shape
+    limits: dict[str, float]
+    deadline: float
+    found: dict[str, Any] = field(default_factory=dict)
+    optimizer: MasterOptimizer | None = None
+
+    def note(self, name: str, value: float | str, unit: str = "") -> None:
+        limit = TOLERANCES.get(name)
+        verdict = "" if limit is None else ("   ok" if float(value) <= limit else f"   TOO MUCH (limit {limit:g})")
+        self.found[name] = value
+        print(f"  {name:<72} {value if isinstance(value, str) else f'{value:.5g}'} {unit}{verdict}", flush=True)
+
+    def section(self, title: str, work: Callable[[], None]) -> None:
+        """A part of the run: its errors are printed and it is left out when time is up."""
+        if time.monotonic() > self.deadline:
+            print(f" {title}: left out, the time is up")
+            self.found[f"{title}: error"] = "time is up"
+            return
+        print(f" {title}", flush=True)
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001 - whatever a part fails with, the others are to run
+            traceback.print_exc()
+            self.found[f"{title}: error"] = f"{type(error).__name__}: {error}"[:300]
+        finally:
+            empty_cache(self.device)
+
+
+# -- time, memory, waiting
+
+
+def empty_cache(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def seconds(work: Callable[[], Any], device: torch.device) -> float:
+    if device.type != "cuda":
+        start = time.perf_counter()
+        work()
+        return time.perf_counter() - start
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    begin.record()
+    work()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / 1000
+
+
+def median_s(work: Callable[[], Any], device: torch.device, repeats: int, warmup: int = 2) -> float:
+    for _ in range(warmup):
+        work()
+    return statistics.median(seconds(work, device) for _ in range(repeats))
+
+
+@contextmanager
+def peak_gib(bench: Bench, name: str) -> Iterator[None]:
+    if bench.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    yield
+    if bench.device.type == "cuda":
+        bench.note(f"{name}, peak memory", torch.cuda.max_memory_allocated() / 2**30, "GiB")
+
+
+def count_waits(work: Callable[[], Any], device: torch.device) -> int:
+    """How often PyTorch makes the host wait for the device in `work` (waits for single events are not counted)."""
+    if device.type != "cuda":
+        work()
+        return 0
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            work()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return sum("synchroniz" in str(w.message) for w in seen)
+
+
+def measure_limits(device: torch.device, quick: bool) -> dict[str, float]:
+    half = torch.bfloat16 if device.type == "cuda" else torch.float32
+    size, num_bytes = (256, 1 << 22) if quick else (8192, 1 << 30)
+    a, b = (torch.randn(size, size, device=device, dtype=half) for _ in range(2))
+    source = torch.randint(0, 127, (num_bytes,), dtype=torch.int8, device=device)
+    target = torch.empty_like(source)
+    product = median_s(lambda: torch.mm(a, b), device, 10)
+    copy = median_s(lambda: target.copy_(source), device, 10)
+    return {"flops": 2 * size**3 / product, "bytes": 2 * num_bytes / copy}
+
+
+# -- the model, and what it needs
+
+
+def build(size: str, device: torch.device) -> Any:
+    family, settings = SIZES[size]
+    config = transformers.AutoConfig.for_model(
+        family, **settings, tie_word_embeddings=True, max_position_embeddings=4096, initializer_range=0.05,
+        bos_token_id=None, eos_token_id=None, pad_token_id=None, use_cache=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    with torch.device(device):
+        module = transformers.AutoModelForCausalLM.from_config(
+            config, attn_implementation=ATTENTION_NAME, dtype=torch.float32
+        )
+    module.generation_config.pad_token_id = 0
+    return module
+
+
+@contextmanager
+def plain(module: Any, attention: str = "sdpa") -> Iterator[Any]:
+    """The module with Hugging Face's own attention."""
+    module.set_attn_implementation(attention)
+    try:
+        yield module
+    finally:
+        module.set_attn_implementation(ATTENTION_NAME)
+
+
+def matrix_weights(module: Any) -> int:
+    parts = module.get_decoder().modules()
+    return sum(part.weight.numel() for part in parts if isinstance(part, torch.nn.Linear))
+
+
+def forward_flops(module: Any, shape: Shape) -> float:
+    """Of one forward over all rows of a GRPO step, prompts once, all response tokens predicted."""
+    config, own = module.config, shape.response_tokens - 1
+    tokens = shape.prompts * (shape.prompt_tokens + shape.samples * own)
+    pairs_of_prompt = shape.prompt_tokens * (shape.prompt_tokens + 1) / 2
+    pairs_of_row = own * shape.prompt_tokens + own * (own + 1) / 2
+    pairs = shape.prompts * (pairs_of_prompt + shape.samples * pairs_of_row)
+    head_dim = config.hidden_size // config.num_attention_heads
+    attention = 4 * head_dim * config.num_attention_heads * config.num_hidden_layers * pairs
+    head = 2 * config.hidden_size * config.vocab_size * shape.rows * shape.response_tokens
+    return 2 * matrix_weights(module) * tokens + attention + head
+
+
+def decode_bytes(module: Any, rows: int, prompts: int, shape: Shape) -> float:
+    """Of one step half way through the responses."""
+    config = module.config
+    per_token = (
+        2 * config.num_hidden_layers * config.num_key_value_heads * config.hidden_size / config.num_attention_heads
+    )
+    weights = matrix_weights(module) + config.vocab_size * config.hidden_size
+    stored = rows * shape.response_tokens / 2 + prompts * shape.prompt_tokens
+    return (weights + per_token * stored) * next(module.parameters()).element_size()
+
+
+def make_prompts(num: int, length: int, vocabulary: int, seed: int = 1) -> list[PromptRequest]:
+    ids = torch.randint(0, vocabulary, (num, length), generator=torch.Generator().manual_seed(seed))
+    return [PromptRequest(i, tuple(row)) for i, row in enumerate(ids.tolist())]
+
+
+def columns_of(prompts: list[PromptRequest], rows: list[tuple[int, list[int]]]) -> dict[str, torch.Tensor]:
+    """Rows (number of the prompt, response) as columns, responses padded at the right; prompts of equal length."""
+    width = max(len(response) for _, response in rows)
+    ids = torch.tensor([prompts[number].token_ids for number, _ in rows])
+    lengths = torch.tensor([len(response) for _, response in rows])
+    return {
+        "prompts": ids,
+        "prompt_mask": torch.ones_like(ids, dtype=torch.bool),
+        "responses": torch.tensor([response + [0] * (width - len(response)) for _, response in rows]),
+        "response_mask": torch.arange(width) < lengths[:, None],
+    }
+
+
+def make_engine(bench: Bench) -> NativeRollout:
+    rows = max(*bench.shape.batches, bench.shape.rows)
+    config = RolloutConfig(max_num_seqs=rows, max_num_batched_tokens=bench.shape.micro_tokens)
+    return NativeRollout(bench.module, None, config, eos_token_ids=[])
+
+
+# -- correctness
+
+
+def sample_columns(bench: Bench) -> tuple[list[PromptRequest], dict[str, torch.Tensor]]:
+    """Two prompts with three responses of unequal lengths each."""
+    vocabulary, length = bench.module.config.vocab_size, bench.shape.prompt_tokens
+    prompts = make_prompts(2, length, vocabulary)
+    generator = torch.Generator().manual_seed(2)
+    draw = partial(torch.randint, 0, vocabulary, generator=generator)
+    return prompts, columns_of(prompts, [(i, draw((n,)).tolist()) for i in range(2) for n in (length // 2, length, 3)])
+
+
+def packed_log_probs(bench: Bench, columns: dict[str, torch.Tensor], share: bool = True) -> torch.Tensor:
+    packed = pack_rows(columns, share_prompts=share, device=bench.device)
+    return policy_outputs(bench.module, packed, ("log_probs",))["log_probs"]
+
+
+def hf_log_probs(bench: Bench, columns: dict[str, torch.Tensor]) -> torch.Tensor:
+    with plain(bench.module) as module, torch.no_grad():
+        ids = torch.cat([columns["prompts"], columns["responses"]], dim=1).to(bench.device)
+        logits = module(input_ids=ids, use_cache=False).logits[:, columns["prompts"].shape[1] - 1 : -1].float()
+        picked = logits.log_softmax(-1).gather(2, columns["responses"].to(bench.device)[:, :, None])[:, :, 0]
+    return picked * columns["response_mask"].to(bench.device)
+
+
+def gradient(bench: Bench, columns: dict[str, torch.Tensor], share: bool) -> torch.Tensor:
+    """Of a fixed random combination of the log-probs, all weights in one vector."""
+    bench.module.zero_grad(set_to_none=True)
+    log_probs = packed_log_probs(bench, columns, share)
+    weights = torch.randn(log_probs.shape, generator=torch.Generator().manual_seed(3)).to(bench.device)
+    (log_probs * weights).sum().backward()
+    owners = bench.optimizer.masters.values() if bench.optimizer else bench.module.parameters()
+    whole = torch.cat([p.grad.float().flatten() for p in owners if p.grad is not None]).clone()
+    for p in owners:
+        p.grad = None
+    return whole
+
+
+def compare_gradients(bench: Bench, columns: dict[str, torch.Tensor], name: str) -> None:
+    apart, shared = gradient(bench, columns, False), gradient(bench, columns, True)
+    bench.note(name, ((shared - apart).norm() / apart.norm()).item())
+
+
+def check_fp32(bench: Bench) -> None:
+    prompts, columns = sample_columns(bench)
+    with torch.no_grad():
+        ours = packed_log_probs(bench, columns)
+    theirs = hf_log_probs(bench, columns)
+    bench.found["_reference"] = theirs
+    bench.note("fp32 log-probs, packed against Hugging Face, max abs", (ours - theirs).abs().max().item())
+    compare_gradients(bench, columns, "fp32 gradients, prompt shared against not, relative")
+    params = SamplingParams(n=2, temperature=0, max_new_tokens=bench.shape.response_tokens // 4)
+    completions = make_engine(bench).generate(prompts, params, step=0)
+    ids = torch.tensor([p.token_ids for p in prompts], device=bench.device)
+    expected = hf_generate(bench, ids, params.max_new_tokens, do_sample=False)
+    different = [tuple(c.token_ids) != tuple(expected[i // 2]) for i, c in enumerate(completions)]
+    bench.note("fp32 greedy tokens that differ from generate", float(sum(different)), f"of {len(different)} rows")
+
+
+def check_half(bench: Bench) -> None:
+    prompts, columns = sample_columns(bench)
+    reference, mask = bench.found.pop("_reference"), columns["response_mask"].to(bench.device)
+    with torch.no_grad():
+        errors = {
+            "packed": packed_log_probs(bench, columns) - reference,
+            "Hugging Face": hf_log_probs(bench, columns) - reference,
+        }
+    for name, error in errors.items():
+        bench.note(f"half log-probs, {name} against fp32, mean abs", error[mask].abs().mean().item())
+    compare_gradients(bench, columns, "half gradients, prompt shared against not, relative")
+    params = SamplingParams(n=4, max_new_tokens=bench.shape.response_tokens // 2)
+    completions = make_engine(bench).generate(prompts, params, step=0)
+    drawn = columns_of(prompts, [(i // 4, c.token_ids) for i, c in enumerate(completions)])
+    with torch.no_grad():
+        trained = packed_log_probs(bench, drawn).cpu()
+    gap = (trained - torch.tensor([c.log_probs for c in completions])).abs()
+    bench.note("half sampled log-probs against the training forward, mean abs", gap.mean().item())
+    bench.note("half sampled log-probs against the training forward, max abs", gap.max().item())
+
+
+# -- generation
+
+
+def hf_generate(bench: Bench, ids: torch.Tensor, num_tokens: int, **settings: Any) -> list[list[int]]:
+    sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, **settings}
+    if not sampling["do_sample"]:
+        sampling = {k: v for k, v in sampling.items() if k not in ("temperature", "top_k", "top_p")}
+    with plain(bench.module) as module, torch.no_grad():
+        out = module.eval().generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, min_new_tokens=num_tokens,
+            eos_token_id=None, pad_token_id=0, disable_compile=True, **sampling,
+        )  # fmt: skip
+    rows: list[list[int]] = out[:, ids.shape[1] :].tolist()
+    return rows
+
+
+def measure_generation(bench: Bench, hf_batches: tuple[int, ...]) -> None:
+    shape, module, device = bench.shape, bench.module, bench.device
+    engine = make_engine(bench)
+    for rows in shape.batches:
+        samples = min(shape.samples, rows)
+        prompts = make_prompts(rows // samples, shape.prompt_tokens, module.config.vocab_size)
+
+        def generate(tokens: int, prompts: list[PromptRequest] = prompts, n: int = samples) -> None:
+            engine.generate(prompts, SamplingParams(n=n, max_new_tokens=tokens, ignore_eos=True), step=1)
+
+        prefill = median_s(partial(generate, 1), device, shape.repeats)
+        step = (median_s(partial(generate, shape.response_tokens), device, shape.repeats) - prefill) / (
+            shape.response_tokens - 1
+        )
+        name = f"decode, {rows} rows"
+        bench.note(f"prefill, {len(prompts)} prompts", len(prompts) * shape.prompt_tokens / prefill, "tokens/s")
+        bench.note(name, rows / step, "tokens/s")
+        bench.note(f"{name}, a step", 1000 * step, "ms")
+        share = decode_bytes(module, rows, len(prompts), shape) / step / bench.limits["bytes"]
+        bench.note(f"{name}, share of bandwidth", 100 * share, "%")
+    bench.note(
+        "waits of the host in one generation", float(count_waits(partial(generate, shape.response_tokens), device))
+    )
+    engine.release()
+    for rows in hf_batches:
+        ids = torch.randint(0, module.config.vocab_size, (rows, shape.prompt_tokens), device=device)
+        few, many = (shape.response_tokens // 8, shape.response_tokens // 4)
+        times = [median_s(partial(hf_generate, bench, ids, n), device, 1, warmup=1) for n in (few, many)]
+        bench.note(
+            f"Hugging Face generate, decode, {rows} rows", rows * (many - few) / (times[1] - times[0]), "tokens/s"
+        )
+
+
+# -- a GRPO step
+
+
+def score(completion: Completion) -> float:
+    return sum(completion.token_ids) / len(completion.token_ids) / 1e5
+
+
+def train(bench: Bench, columns: dict[str, torch.Tensor], advantages: torch.Tensor, padded: bool) -> None:
+    """One optimizer step on all rows; `padded` through Hugging Face's forward, else ours."""
+    assert bench.optimizer is not None
+    num_tokens = int(columns["response_mask"].sum())
+    micro = (
+        MicroBatching(max_rows=bench.shape.hf_rows) if padded else MicroBatching(max_tokens=bench.shape.micro_tokens)
+    )
+    for rows in plan_micro_batches(read_rows(columns), micro, share_prompts=True):
+        part = {name: column[rows] for name, column in columns.items()}
+        mask, weight = (x.to(bench.device, non_blocking=True) for x in (part["response_mask"], advantages[rows]))
+        if padded:
+            log_probs = padded_log_probs(bench, part)
+        else:
+            packed = pack_rows(part, device=bench.device)
+            log_probs = policy_outputs(bench.module, packed, ("log_probs",), gradients=bench.optimizer.gradients)[
+                "log_probs"
+            ]
+        aggregate = partial(aggregated, num_tokens)
+        loss, _ = vanilla(log_probs.detach(), log_probs, weight, mask, agg=aggregate)
+        loss.backward()
+    bench.optimizer.step(1e-6)
+
+
+def aggregated(num_tokens: int, losses: torch.Tensor, mask: torch.Tensor, mode: str | None = None) -> torch.Tensor:
+    return agg_loss(losses, mask, mode or "token-mean", batch_num_tokens=num_tokens)
+
+
+def padded_log_probs(bench: Bench, part: dict[str, torch.Tensor]) -> torch.Tensor:
+    ids = torch.cat([part["prompts"], part["responses"]], dim=1).to(bench.device)
+    keep = part["responses"].shape[1] + 1
+    logits = bench.module(input_ids=ids, use_cache=False, logits_to_keep=keep).logits[:, :-1].float()
+    return logits.log_softmax(-1).gather(2, part["responses"].to(bench.device)[:, :, None])[:, :, 0]
+
+
+def measure_grpo(bench: Bench) -> None:
+    shape, device, module = bench.shape, bench.device, bench.module
+    engine = make_engine(bench)
+    prompts = make_prompts(shape.prompts, shape.prompt_tokens, module.config.vocab_size)
+    params = SamplingParams(n=shape.samples, max_new_tokens=shape.response_tokens, ignore_eos=True)
+    completions: list[Completion] = []
+
+    def generate() -> None:
+        completions[:] = engine.generate(prompts, params, step=1)
+
+    with peak_gib(bench, "GRPO, generation"):
+        generation = median_s(generate, device, shape.repeats)
+    engine.release()
+    rewards = torch.zeros(shape.rows, shape.response_tokens)
+    rewards[:, -1] = torch.tensor([score(c) for c in completions])
+    columns = columns_of(prompts, [(i // shape.samples, c.token_ids) for i, c in enumerate(completions)])
+    advantages, _ = grpo(rewards, columns["response_mask"], index=[i // shape.samples for i in range(shape.rows)])
+    before = next(module.parameters()).detach().clone()
+    with peak_gib(bench, "GRPO, training"):
+        training = median_s(lambda: train(bench, columns, advantages, False), device, shape.repeats, warmup=1)
+    if torch.equal(before, next(module.parameters())):
+        raise RuntimeError("training changed no weight")
+    flops = 3 * forward_flops(module, shape)
+    bench.note(f"GRPO, {shape.prompts} x {shape.samples}, generation", generation, "s")
+    bench.note("GRPO, training", training, "s")
+    bench.note("GRPO, training, MFU on needed FLOPs", 100 * flops / training / bench.limits["flops"], "%")
+    bench.note("GRPO, step", generation + training, "s")
+    waits = count_waits(lambda: train(bench, columns, advantages, False), device)
+    bench.note("waits of the host in one training phase", float(waits))
+    bench.found["_columns"] = (columns, advantages)
+
+
+def measure_grpo_hf(bench: Bench) -> None:
+    """The same step by Hugging Face: generate, and a padded forward with all logits."""
+    shape, device = bench.shape, bench.device
+    columns, advantages = bench.found.pop("_columns")
+    ids = columns["prompts"].to(device)
+    with peak_gib(bench, "Hugging Face, generation"):
+        generation = median_s(lambda: hf_generate(bench, ids, shape.response_tokens), device, 1, warmup=0)
+    empty_cache(device)
+    with peak_gib(bench, "Hugging Face, training"), plain(bench.module):
+        training = median_s(lambda: train(bench, columns, advantages, True), device, 1, warmup=1)
+    bench.note("Hugging Face, generation", generation, "s")
+    bench.note("Hugging Face, training", training, "s")
+    step = bench.found.get("GRPO, step")
+    if step:
+        bench.note("times faster, step", (generation + training) / step)
+        bench.note("times faster, training", training / bench.found["GRPO, training"])
+
+
+def run_size(
+    size: str, device: torch.device, shape: Shape, limits: dict[str, float], deadline: float
+) -> dict[str, Any]:
+    print(f"\n{size}", flush=True)
+    half = torch.bfloat16 if device.type == "cuda" else torch.float32
+    bench = Bench(build(size, device), device, half, shape, limits, deadline)
+    bench.note("parameters", sum(p.numel() for p in bench.module.parameters()) / 1e6, "million")
+    bench.section("correctness in float32", partial(check_fp32, bench))
+    bench.optimizer = MasterOptimizer(bench.module, OptimConfig(), half)  # from here on the module is in `half`
+    bench.section(f"correctness in {half}", partial(check_half, bench))
+    bench.section("generation", partial(measure_generation, bench, shape.batches[:: max(1, len(shape.batches) // 2)]))
+    bench.section("GRPO step", partial(measure_grpo, bench))
+    bench.section("GRPO step by Hugging Face", partial(measure_grpo_hf, bench))
+    return {name: value for name, value in bench.found.items() if not name.startswith("_")}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", default="0.1b,0.5b,1.5b", help=f"of {', '.join(SIZES)}")
+    parser.add_argument("--json", type=Path, help="write all figures there")
+    parser.add_argument("--limit-s", type=float, default=450, help="start no further part after this many seconds")
+    parser.add_argument("--quick", action="store_true", help="a tiny model, little work: does everything run?")
+    options = parser.parse_args(arguments)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu" and not options.quick:
+        parser.error("there is no CUDA device; --quick runs a tiny model on the CPU")
+    deadline = time.monotonic() + options.limit_s
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    print(f"{name}, torch {torch.__version__}, transformers {transformers.__version__}")
+    limits = measure_limits(device, options.quick)
+    print(
+        f"limits: {limits['flops'] / 1e12:.1f} TFLOP/s in a matrix product, {limits['bytes'] / 1e9:.0f} GB/s in a copy"
+    )
+    report: dict[str, Any] = {"device": name, "torch": torch.__version__, "limits": limits, "sizes": {}}
+    for size in ["tiny"] if options.quick else options.sizes.split(","):
+        report["sizes"][size] = run_size(size, device, QUICK if options.quick else FULL, limits, deadline)
+        empty_cache(device)
+        if options.json:  # after each size, so that a run that is cut off leaves what it has
+            options.json.write_text(json.dumps(report, indent=1))
+    wrong = [f"{size}: {n}" for size, found in report["sizes"].items() for n, limit in TOLERANCES.items()
+             if not found.get(n, 0) <= limit]  # fmt: skip
+    failed = [f"{size}: {n}" for size, found in report["sizes"].items() for n in found if n.endswith(": error")]
+    print("\n" + ("all checks passed" if not wrong + failed else "NOT RIGHT: " + "; ".join(wrong + failed)))
+    return 1 if wrong or failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

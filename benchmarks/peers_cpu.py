@@ -1,0 +1,235 @@
+"""One GRPO step of ours against TRL's on identical work, alternating, on a CPU.
+
+    python benchmarks/peers_cpu.py                          # 8 prompts x 8 samples, 64 + 64 tokens, float32
+    python benchmarks/peers_cpu.py --prompt-tokens 256 --trl shipped best --json figures.json
+
+Every side is a process that builds its trainer once, takes one step to warm up, and then one per round while the others
+wait. A run is refused when a side got other prompts, made samples of another length, or did not change its weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from peer import Peer
+from peer_env import default_folder, ensure, python_of
+from report import Report, Series, gigabytes, number, ratio, series_of
+from workload import DEFAULT_MODEL, Workload, make_prompts, prepare_model
+
+PHASES = ("generate_s", "train_s", "step_s")
+OURS = "verl"
+
+# glibc gives large temporaries back to the kernel and faults them in again; TRL trains a quarter faster without that
+_TUNED_MALLOC = ":".join(
+    ("glibc.malloc.mmap_threshold=4294967295", "glibc.malloc.trim_threshold=8589934592", "glibc.malloc.hugetlb=1")
+)
+
+
+@dataclass(frozen=True)
+class TRLForm:
+    """A way to run TRL: settings of its GRPOConfig, its micro-batch, and the process's environment."""
+
+    micro_batch: int
+    settings: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+TRL_FORMS = {
+    "shipped": TRLForm(micro_batch=8),  # GRPOConfig's own defaults: micro-batches of 8, activations recomputed
+    "best": TRLForm(16, {"gradient_checkpointing": False}, {"GLIBC_TUNABLES": _TUNED_MALLOC}),
+}
+
+
+class Unequal(RuntimeError):
+    """The sides did not do the same work, so their times must not be compared."""
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_workload_options(parser)
+    parser.add_argument("--rounds", type=int, default=3, help="measured steps of each side (after one to warm up)")
+    parser.add_argument("--trl", nargs="*", choices=sorted(TRL_FORMS), default=["shipped"], help="forms of TRL to run")
+    parser.add_argument("--trl-env", type=Path, help="TRL's environment (made if absent; default under work/)")
+    parser.add_argument("--trl-micro-batch", type=int, help="samples in a micro-batch of every form of TRL")
+    parser.add_argument(
+        "--trl-set", nargs="*", default=[], metavar="NAME=VALUE", help="settings of every form's config"
+    )
+    parser.add_argument("--ours", nargs="*", default=[], metavar="KEY=VALUE", help="overrides of our config")
+    return parser.parse_args(argv)
+
+
+def add_workload_options(parser: argparse.ArgumentParser, *, response_tokens: int = 64) -> None:
+    """Options of every script that runs the workload."""
+    parser.add_argument("--model", type=Path, default=DEFAULT_MODEL, help="Hugging Face folder (default: SmolLM2-135M)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--samples", type=int, default=8, help="of each prompt")
+    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--response-tokens", type=int, default=response_tokens)
+    parser.add_argument("--learning-rate", type=float, default=1e-5)
+    parser.add_argument("--limit-s", type=float, default=1800.0, help="longest wait for one step of one side")
+    parser.add_argument("--logs", type=Path, help="folder for the processes' output (default: a temporary one)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+
+
+def make_workload(options: argparse.Namespace, num_steps: int) -> Workload:
+    """The work of `num_steps` steps as the options say; converts the default model if it is absent."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    from verl.cli.convert import run as convert
+    from verl.models.load import load_tokenizer
+
+    model = prepare_model(options.model, convert)
+    prompts = make_prompts(
+        load_tokenizer(model), count=num_steps * options.prompts, num_tokens=options.prompt_tokens, seed=17
+    )
+    return Workload(
+        model=str(model),
+        dtype=options.dtype,
+        num_prompts=options.prompts,
+        num_samples=options.samples,
+        prompt_tokens=options.prompt_tokens,
+        response_tokens=options.response_tokens,
+        num_steps=num_steps,
+        learning_rate=options.learning_rate,
+        prompts=prompts,
+    )
+
+
+def start_verl(stack: ExitStack, work: Workload, logs: Path, limit_s: float, overrides: list[str]) -> Peer:
+    """Our process, built; what it used before that is in `bare`."""
+    ours = stack.enter_context(Peer(OURS, "child_verl.py", log=logs / "verl.log"))
+    ours.bare = ours.ask("nothing", limit_s)
+    ours.build(limit_s, work=work.to_json(), folder=str(logs / "verl"), overrides=overrides)
+    return ours
+
+
+def start_trl(stack: ExitStack, work: Workload, logs: Path, options: argparse.Namespace, form: str) -> Peer:
+    """TRL's process in one of its forms, built."""
+    chosen = TRL_FORMS[form]
+    python = python_of(options.trl_env or default_folder("trl"))
+    environment = {"HF_HUB_OFFLINE": "1", **chosen.environment}
+    peer = stack.enter_context(
+        Peer(f"trl {form}", "child_trl.py", log=logs / f"trl-{form}.log", python=python, environment=environment)
+    )
+    micro_batch = min(options.trl_micro_batch or chosen.micro_batch, work.num_sequences)
+    settings = {**chosen.settings, **dict(typed(text) for text in options.trl_set)}
+    peer.build(
+        options.limit_s,
+        work=work.to_json(),
+        micro_batch=micro_batch,
+        settings=settings,
+        folder=str(logs / f"trl-{form}"),
+    )
+    return peer
+
+
+def typed(text: str) -> tuple[str, Any]:
+    """ "beta=0.04" as ("beta", 0.04): JSON where it reads as JSON, else the text."""
+    name, _, value = text.partition("=")
+    try:
+        return name, json.loads(value.lower() if value in ("True", "False") else value)
+    except json.JSONDecodeError:
+        return name, value
+
+
+def alternate(peers: list[Peer], rounds: int, limit_s: float) -> dict[str, list[dict[str, Any]]]:
+    """One step of each side to warm up, then `rounds` of each in turn; every other round goes the other way round."""
+    found: dict[str, list[dict[str, Any]]] = {peer.name: [] for peer in peers}
+    for number_of_round in range(rounds + 1):
+        order = peers if number_of_round % 2 == 0 else peers[::-1]
+        answers = {peer.name: peer.ask("step", limit_s) for peer in order}
+        check_equal(answers)
+        for name, answer in answers.items():
+            print(f"round {number_of_round} {name}: {answer['step_s']:.2f} s", file=sys.stderr, flush=True)
+            if number_of_round:
+                found[name].append(answer)
+            elif answer["weight_change"] == 0:
+                raise Unequal(f"{name} did not change its weights in the warm-up step; see its log.")
+    return found
+
+
+def check_equal(answers: dict[str, dict[str, Any]], *, same_prompts: bool = True) -> None:
+    """Raise Unequal unless every side worked on the same prompts and made as many samples of one length, and moved."""
+    names = ["num_sequences", "shortest", "longest", *(["prompts"] if same_prompts else [])]
+    kinds = {tuple(a[name] for name in names) for a in answers.values()}
+    if len(kinds) > 1:
+        raise Unequal(f"The sides did different work ({', '.join(names)}): {sorted(kinds)}.")
+    still = [name for name, a in answers.items() if a["weight_change"] == 0]
+    if still:
+        raise Unequal(f"The weights of {', '.join(still)} did not change: that step trained nothing.")
+
+
+def fill(report: Report, found: dict[str, list[dict[str, Any]]], idle: dict[str, float]) -> None:
+    """Times per phase with their ratios, then memory."""
+    series = {name: {phase: series_of(rounds, phase) for phase in PHASES} for name, rounds in found.items()}
+    peers = [name for name in found if name != OURS]
+    rows = []
+    for phase in PHASES:
+        cells = [phase.removesuffix("_s"), series[OURS][phase].text("s")]
+        for name in peers:
+            cells += [series[name][phase].text("s"), f"{number(ratio(series[name][phase], series[OURS][phase]))}x"]
+        rows.append(cells)
+    peaks = {name: peak_bytes(rounds) for name, rounds in found.items()}
+    cells = ["peak memory", gigabytes(peaks[OURS])]
+    for name in peers:
+        cells += [gigabytes(peaks[name]), f"{number(peaks[name] / peaks[OURS])}x"]
+    report.add_table(["phase", OURS, *(cell for name in peers for cell in (name, f"ratio to {OURS}"))], [*rows, cells])
+    report.results = {
+        "phases": {name: {p: s.to_json() for p, s in phases.items()} for name, phases in series.items()},
+        "ratios": {n: {p: ratio(series[n][p], series[OURS][p]) for p in PHASES} for n in peers},
+        "peak_rss_bytes": peaks,
+        "weight_change": {n: series_of(r, "weight_change").to_json() for n, r in found.items()},
+        "idle_processor_share": idle,
+    }
+    changes = ", ".join(f"{n} {number(Series(tuple(a['weight_change'] for a in r)).median)}" for n, r in found.items())
+    report.notes.append(f"Norm of the weight change of a step, sampled elements: {changes}.")
+    report.notes.append("Processor time while another side computed, share of one core: " + shares(idle) + ".")
+
+
+def peak_bytes(rounds: list[dict[str, Any]]) -> float:
+    """Most resident memory of a side's process and its children, up to the last round."""
+    return rounds[-1]["peak_rss_bytes"] + rounds[-1]["children_peak_rss_bytes"]
+
+
+def shares(idle: dict[str, float]) -> str:
+    return ", ".join(f"{name} {100 * share:.1f}%" for name, share in idle.items())
+
+
+def main(argv: list[str] | None = None) -> Report:
+    options = parse(argv)
+    if options.trl:
+        ensure("trl", options.trl_env)
+    work = make_workload(options, num_steps=options.rounds + 1)
+    report = Report("GRPO step on identical work")
+    with ExitStack() as stack:
+        logs = options.logs or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="peers-")))
+        ours = start_verl(stack, work, logs, options.limit_s, options.ours)
+        peers = [ours, *(start_trl(stack, work, logs, options, form) for form in dict.fromkeys(options.trl))]
+        found = alternate(peers, options.rounds, options.limit_s)
+        gap = ours.ask("log_prob_gap", options.limit_s)["log_prob_gap"]
+        report.facts = {"workload": describe(work), **{peer.name: peer.facts for peer in peers}}
+        fill(report, found, {peer.name: peer.idle_share for peer in peers})
+    report.results["log_prob_gap"] = gap
+    report.notes.append(f"Sampled log-probs against the training forward, largest difference: {number(gap)}.")
+    report.finish(options.json)
+    return report
+
+
+def describe(work: Workload) -> str:
+    """One line that says what every side did."""
+    return (
+        f"{Path(work.model).name} {work.dtype}, {work.num_prompts} prompts x {work.num_samples} samples, "
+        f"{work.prompt_tokens} + {work.response_tokens} tokens, one optimizer update, lr {work.learning_rate:g}"
+    )
+
+
+if __name__ == "__main__":
+    main()

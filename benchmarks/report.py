@@ -1,0 +1,139 @@
+"""Figures of a benchmark: medians with their spread, ratios against a named baseline, a plain table, and the same as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Series:
+    """One figure over the rounds."""
+
+    values: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.values)
+
+    @property
+    def spread(self) -> float:
+        """Largest minus smallest, as a share of the median."""
+        return (max(self.values) - min(self.values)) / self.median if self.median else 0.0
+
+    def text(self, unit: str = "") -> str:
+        """ "12.3 s ±4%": the median, and half the spread."""
+        return f"{number(self.median)}{unit and ' ' + unit} ±{100 * self.spread / 2:.0f}%"
+
+    def to_json(self) -> dict[str, Any]:
+        return {"median": self.median, "spread": self.spread, "values": list(self.values)}
+
+
+def ratio(baseline: Series, ours: Series) -> float:
+    """How many times the baseline's median is ours."""
+    return baseline.median / ours.median if ours.median else float("inf")
+
+
+def number(value: float) -> str:
+    """Three significant digits, without an exponent in the usual range."""
+    if value == 0 or 1e-3 <= abs(value) < 1e6:
+        digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2 if abs(value) >= 1 else 3
+        return f"{value:,.{digits}f}" if abs(value) >= 0.1 or value == 0 else f"{value:.2g}"
+    return f"{value:.2e}"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as their widest cell; the first to the left, the others to the right."""
+    widths = [max(len(str(row[i])) for row in [header, *rows]) for i in range(len(header))]
+
+    def line(cells: Sequence[str]) -> str:
+        first, *others = cells
+        padded = [str(first).ljust(widths[0]), *(str(c).rjust(w) for c, w in zip(others, widths[1:], strict=True))]
+        return "  ".join(padded).rstrip()
+
+    return "\n".join([line(header), line(["-" * w for w in widths]), *(line(row) for row in rows)])
+
+
+@dataclass
+class Report:
+    """What one run of a script found; `show` prints it, `write` keeps it."""
+
+    title: str
+    facts: dict[str, Any] = field(default_factory=dict)  # what was measured: workload, versions, settings
+    tables: list[tuple[list[str], list[list[str]]]] = field(default_factory=list)
+    results: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def add_table(self, header: list[str], rows: list[list[str]]) -> None:
+        self.tables.append((header, rows))
+
+    def text(self) -> str:
+        facts = [f"{name}: {plain(value)}" for name, value in self.facts.items()]
+        tables = [table(header, rows) for header, rows in self.tables]
+        return "\n\n".join([self.title, "\n".join(facts), *tables, "\n".join(self.notes)]).rstrip()
+
+    def show(self) -> None:
+        print(self.text(), flush=True)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "title": self.title,
+            "command": " ".join(["python", *sys.argv]),
+            "machine": machine(),
+            "facts": self.facts,
+            "results": self.results,
+            "notes": self.notes,
+        }
+
+    def finish(self, file: Path | None) -> None:
+        """Print, and write the JSON if a file was asked for."""
+        self.show()
+        if file is not None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(self.to_json(), indent=2, default=str) + "\n")
+
+
+def machine() -> dict[str, Any]:
+    """Processor, cores, load and versions, for whoever reads the figures later."""
+    info = Path("/proc/cpuinfo")
+    names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+    return {
+        "processor": names[0] if names else platform.machine(),
+        "cores": os.cpu_count(),
+        "load_average": list(os.getloadavg()),
+        "python": platform.python_version(),
+        "versions": versions("torch", "transformers"),
+    }
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Installed versions; packages that are not there are left out."""
+    found = {}
+    for package in packages:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def plain(value: Any) -> str:
+    """A fact for people: "a 1, b 2" for a mapping."""
+    return ", ".join(f"{k} {plain(v)}" for k, v in value.items()) if isinstance(value, Mapping) else str(value)
+
+
+def gigabytes(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:.2f} GB"
+
+
+def series_of(rounds: Sequence[Mapping[str, Any]], name: str) -> Series:
+    """The figure `name` of each round."""
+    return Series(tuple(float(r[name]) for r in rounds))

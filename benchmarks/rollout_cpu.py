@@ -1,0 +1,151 @@
+"""Our rollout engine against Hugging Face `generate` and vLLM's CPU build, alternating, on identical work.
+
+    python benchmarks/rollout_cpu.py                       # 8 prompts x 8 samples, 64 + 128 tokens, against generate
+    python benchmarks/rollout_cpu.py --vllm --dtype bfloat16 --json figures.json
+
+Each engine is a process that builds its model once, generates once to warm up, and then once per round while the others
+wait. Every sample has the full length. Beside that: what a decode step costs against the same matrix products alone, whether
+greedy tokens equal those of `generate`, and how far sampled log-probs are from the training forward.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from peer import Peer
+from peer_env import ensure
+from peers_cpu import OURS, Unequal, add_workload_options, describe, make_workload, shares, start_verl
+from report import Report, number, ratio, series_of
+from workload import Workload
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_workload_options(parser, response_tokens=128)
+    parser.add_argument("--rounds", type=int, default=3, help="measured rounds of each engine (after one to warm up)")
+    parser.add_argument("--vllm", action="store_true", help="run vLLM too, in its own environment (made if absent)")
+    parser.add_argument("--vllm-env", type=Path, help="vLLM's environment; implies --vllm")
+    parser.add_argument("--ours", nargs="*", default=[], metavar="KEY=VALUE", help="overrides of our config")
+    return parser.parse_args(argv)
+
+
+def vllm_environment() -> dict[str, str]:
+    """What makes vLLM fastest here: its engine in a process of its own, threads on every core."""
+    return {
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}",
+        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+def start(stack: ExitStack, options: argparse.Namespace, work: Workload, logs: Path) -> list[Peer]:
+    """Every engine's process, built."""
+    ours = start_verl(stack, work, logs, options.limit_s, options.ours)
+    peers = [Peer("generate", "child_hf.py", log=logs / "generate.log", environment={"HF_HUB_OFFLINE": "1"})]
+    if options.vllm or options.vllm_env:
+        python = ensure("vllm", options.vllm_env)
+        peers.append(
+            Peer("vllm", "child_vllm.py", log=logs / "vllm.log", python=python, environment=vllm_environment())
+        )
+    for peer in peers:
+        stack.enter_context(peer)
+        peer.build(options.limit_s, work=work.to_json())
+    return [ours, *peers]
+
+
+def alternate(peers: list[Peer], work: Workload, rounds: int, limit_s: float) -> dict[str, list[dict[str, Any]]]:
+    """One generation of each engine to warm up, then `rounds` of each in turn; every other round the other way round."""
+    found: dict[str, list[dict[str, Any]]] = {peer.name: [] for peer in peers}
+    for number_of_round in range(rounds + 1):
+        for peer in peers if number_of_round % 2 == 0 else peers[::-1]:
+            answer = peer.ask("generate", limit_s, step=number_of_round)
+            if answer["lengths"] != [work.response_tokens] or answer["num_sequences"] != work.num_sequences:
+                raise Unequal(f"{peer.name} made {answer['num_sequences']} samples of {answer['lengths']} tokens.")
+            rate = work.num_new_tokens / answer["generate_s"]
+            print(f"round {number_of_round} {peer.name}: {rate:.1f} tokens/s", file=sys.stderr, flush=True)
+            if number_of_round:
+                found[peer.name].append({**answer, "tokens_per_s": rate})
+    return found
+
+
+def compare_greedy(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
+    """How many of the greedy samples are equal, and at the first difference of each other one, how close the best two
+    tokens were in the reference."""
+    equal, gaps = 0, []
+    for mine, reference, gap in zip(ours["tokens"], theirs["tokens"], theirs["gaps"], strict=True):
+        differ = [i for i, (a, b) in enumerate(zip(mine, reference, strict=True)) if a != b]
+        equal += not differ
+        if differ:
+            gaps.append(gap[differ[0]])
+    return {"num_samples": len(ours["tokens"]), "num_equal": equal, "logit_gaps_where_different": gaps}
+
+
+def against_products(ours: Peer, work: Workload, found: list[dict[str, Any]], limit_s: float) -> dict[str, float]:
+    """Milliseconds of a decode step, of its matrix products alone, and the share of their rate that we reach. The time of
+    a step is that of the whole generation, prompts included, over its decode steps."""
+    alone_s = ours.ask("products", limit_s, batch=work.num_sequences)["products_s"]
+    step_s = series_of(found, "generate_s").median / max(1, found[-1]["num_decode_steps"])
+    return {"step_ms": 1e3 * step_s, "products_ms": 1e3 * alone_s, "share": alone_s / step_s}
+
+
+def fill(report: Report, work: Workload, found: dict[str, list[dict[str, Any]]]) -> None:
+    """Tokens per second of each engine and how many times as fast ours is."""
+    rates = {name: series_of(rounds, "tokens_per_s") for name, rounds in found.items()}
+    ours = rates[OURS]
+    rows = [
+        [name, rate.text(), f"{number(work.num_new_tokens / rate.median)} s", f"{number(ratio(ours, rate))}x"]
+        for name, rate in rates.items()
+    ]
+    report.add_table(["engine", "tokens/s", "one generation", f"{OURS} is faster by"], rows)
+    report.results["tokens_per_s"] = {name: rate.to_json() for name, rate in rates.items()}
+    report.results["ratios"] = {name: ratio(ours, rate) for name, rate in rates.items() if name != OURS}
+
+
+def check(report: Report, peers: list[Peer], limit_s: float) -> None:
+    """Greedy tokens against `generate`, log-probs against the training forward."""
+    ours, reference = peers[0], peers[1]
+    greedy = compare_greedy(ours.ask("greedy", limit_s, step=0), reference.ask("greedy", limit_s, step=0))
+    gap = ours.ask("log_prob_gap", limit_s)["log_prob_gap"]
+    report.results.update(greedy=greedy, log_prob_gap=gap)
+    differences = ", ".join(number(g) for g in greedy["logit_gaps_where_different"])
+    report.notes.append(
+        f"Greedy samples equal to those of generate: {greedy['num_equal']} of {greedy['num_samples']}"
+        + (f"; where they part, generate's best two logits differed by {differences}." if differences else ".")
+    )
+    report.notes.append(f"Sampled log-probs against the training forward, largest difference: {number(gap)}.")
+
+
+def main(argv: list[str] | None = None) -> Report:
+    options = parse(argv)
+    work = make_workload(options, num_steps=options.rounds + 1)
+    report = Report("Rollout on identical work")
+    with ExitStack() as stack:
+        logs = options.logs or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rollout-")))
+        peers = start(stack, options, work, logs)
+        found = alternate(peers, work, options.rounds, options.limit_s)
+        report.facts = {"workload": describe(work), **{peer.name: peer.facts for peer in peers}}
+        fill(report, work, found)
+        idle = {peer.name: peer.idle_share for peer in peers}
+        check(report, peers, options.limit_s)
+        decode = against_products(peers[0], work, found[OURS], options.limit_s)
+    report.results["decode"] = decode
+    report.results["idle_processor_share"] = idle
+    report.notes.insert(
+        0,
+        f"A decode step takes {number(decode['step_ms'])} ms (prompts included), its matrix products alone "
+        f"{number(decode['products_ms'])} ms: {100 * decode['share']:.0f}% of their rate.",
+    )
+    report.notes.append("Processor time while another engine computed, share of one core: " + shares(idle) + ".")
+    report.finish(options.json)
+    return report
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""Our side of every comparison: the roles, data and program of `verl train`, one step at a time."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from weight_probe import WeightProbe
+from workload import Workload, digest
+
+from verl.config import VerlConfig, load_config
+from verl.controller.local import build_roles, sampling_params
+from verl.data_proto.proto import DataProto
+from verl.data_proto.samples import Completion, PromptRequest, SamplingParams
+from verl.tracking.spans import Spans
+from verl.trainer.ppo.program import PPO
+from verl.trainer.run import load_data
+from verl.trainer.state import TrainerState
+
+# The prompt's text is the prompt: a template around it would make the two sides' tokens differ.
+PLAIN_TEMPLATE = "{{ messages[0]['content'] }}"
+TEMPLATE_FILE, PROMPTS_FILE = "template.jinja", "prompts.jsonl"
+
+
+def overrides_of(work: Workload, folder: Path, extra: Sequence[str] = ()) -> list[str]:
+    """The command line of `verl train` for this work, sized as the shipped recipe for this model is."""
+    group = "actor_rollout_ref"
+    settings = {
+        "algorithm.adv_estimator": "grpo",
+        f"{group}.model.path": work.model,
+        f"{group}.model.custom_chat_template": folder / TEMPLATE_FILE,
+        f"{group}.model.enable_gradient_checkpointing": False,
+        f"{group}.actor.fsdp_config.dtype": work.dtype,
+        f"{group}.actor.ppo_mini_batch_size": work.num_prompts,
+        f"{group}.actor.use_dynamic_bsz": True,
+        f"{group}.actor.ppo_max_token_len_per_gpu": 2048,
+        f"{group}.actor.optim.lr": work.learning_rate,
+        f"{group}.actor.optim.weight_decay": 0.0,
+        f"{group}.rollout.n": work.num_samples,
+        f"{group}.rollout.temperature": work.temperature,
+        f"{group}.rollout.ignore_eos": True,
+        "data.train_files": folder / PROMPTS_FILE,
+        "data.val_files": "[]",
+        "data.shuffle": False,
+        "data.train_batch_size": work.num_prompts,
+        "data.max_prompt_length": work.prompt_tokens,
+        "data.max_response_length": work.response_tokens,
+        "reward.custom_reward_function.path": Path(__file__).with_name("workload.py"),
+        "reward.num_workers": 1,
+        "trainer.device": "cpu",
+        "trainer.total_training_steps": work.num_steps,
+    }
+    mine = [f"{key}={value}" for key, value in settings.items() if not any(e.startswith(f"{key}=") for e in extra)]
+    return [*mine, *extra]
+
+
+def write_prompts(work: Workload, folder: Path) -> None:
+    """The data file of the run, in the schema of `verl train`, and the chat template."""
+    rows = [
+        {
+            "data_source": "benchmark",
+            "prompt": [{"role": "user", "content": text}],
+            "reward_model": {"style": "rule", "ground_truth": ""},
+        }
+        for text in work.prompts
+    ]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / TEMPLATE_FILE).write_text(PLAIN_TEMPLATE)
+    (folder / PROMPTS_FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+class VerlSide:
+    """A run that stands still between steps."""
+
+    def __init__(self, work: Workload, folder: Path, extra: Sequence[str] = ()):
+        write_prompts(work, folder)
+        self.work = work
+        self.config: VerlConfig = load_config(overrides_of(work, folder, extra)).config
+        data = load_data(self.config)
+        assert data.train is not None
+        self.loader = data.train
+        self.spans = Spans()
+        self.roles = build_roles(self.config, total_steps=work.num_steps, data_sources=data.data_sources)
+        self.state = TrainerState.fresh(self.config)
+        self.roles.rollout.publish(0)
+        self.program = PPO(self.config, self.roles, self.loader, self.spans, lambda: None)
+        assert self.roles.actor is not None
+        self.actor = self.roles.actor
+        self.probe = WeightProbe(self.actor.engine.module)
+
+    def step(self) -> dict[str, Any]:
+        """One step as the trainer takes it, with the seconds of its phases."""
+        self.state.step += 1
+        started = time.perf_counter()
+        result = self.program.step(self.state)
+        seconds = time.perf_counter() - started
+        spans = self.spans.take()
+        train_s = spans["update_actor"] + spans["update_weights"]
+        return {
+            "step_s": seconds,
+            "generate_s": spans["gen"],
+            "train_s": train_s,
+            "other_s": seconds - spans["gen"] - train_s,
+            "weight_change": self.probe.change(),
+            **self._proof(result.batch),
+        }
+
+    def log_prob_gap(self) -> float:
+        """The largest difference between a sampled log-prob and the training forward's on the same token, over one
+        generated batch."""
+        batch = self.program.collect(self.state)[0].batch
+        trained = self.actor.log_probs(batch).batch["old_log_probs"]
+        mask = batch.batch["response_mask"]
+        return float((trained - batch.batch["rollout_log_probs"])[mask].abs().max())
+
+    def params(self, **changes: Any) -> SamplingParams:
+        """The training draw, changed."""
+        config = self.config.actor_rollout_ref.rollout
+        return SamplingParams(**{**vars(sampling_params(config)), **changes})
+
+    def requests(self, step: int, num_prompts: int | None = None) -> list[PromptRequest]:
+        """The prompts of a step, or the first `num_prompts` of all."""
+        count = num_prompts or self.work.num_prompts
+        start = (step * self.work.num_prompts) % max(1, len(self.work.prompts) - count + 1)
+        ids = self.loader.take(start, count).non_tensor_batch["prompt_token_ids"]
+        return [PromptRequest(start + i, tuple(row)) for i, row in enumerate(ids)]
+
+    def generate(self, requests: list[PromptRequest], params: SamplingParams, step: int) -> list[Completion]:
+        """What the rollout role calls, without the scoring."""
+        completions = self.roles.rollout.engine.generate(requests, params, step=step)
+        self.roles.rollout.end_generation()
+        return completions
+
+    def facts(self) -> dict[str, Any]:
+        module = self.actor.engine.module
+        return {
+            **self.roles.facts,
+            "num_threads": torch.get_num_threads(),
+            "parameter_dtype": str(next(module.parameters()).dtype).removeprefix("torch."),
+            "micro_batch_tokens": self.config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu,
+        }
+
+    def close(self) -> None:
+        self.roles.close()
+
+    def _proof(self, batch: DataProto) -> dict[str, Any]:
+        """What was worked on: the prompts' digest and the lengths of the samples."""
+        columns, first = batch.batch, range(0, len(batch), self.work.num_samples)
+        prompts = [columns["prompts"][i][columns["prompt_mask"][i]].tolist() for i in first]
+        lengths = columns["response_mask"].sum(dim=1)
+        return {
+            "prompts": digest(prompts),
+            "num_sequences": len(batch),
+            "shortest": int(lengths.min()),
+            "longest": int(lengths.max()),
+        }

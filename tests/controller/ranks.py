@@ -1,0 +1,97 @@
+"""Starting and watching processes: ranks of a run, with a deadline on everything."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+from verl.parallel.collectives import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def environment(**more):
+    quiet = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "PYTHONPATH": str(ROOT)}
+    own = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    return {**own, **quiet, **{k: str(v) for k, v in more.items()}}
+
+
+class Ranks:
+    """`size` processes of `python -m module arguments...`, as a launcher would start them, without one: it would need longer
+    than the test. Leaving ends what is left of them."""
+
+    def __init__(self, size, module, *arguments, port=None, ranks=None, **more):
+        self.port = port or free_port()
+        command = [sys.executable, "-m", module, *map(str, arguments)]
+        self.processes = [
+            subprocess.Popen(
+                command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                env=environment(
+                    RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, MASTER_ADDR="127.0.0.1", MASTER_PORT=self.port, **more
+                ),
+            )
+            for rank in (range(size) if ranks is None else ranks)
+        ]  # fmt: skip
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for process in self.processes:
+            end_tree(process.pid)
+            process.stdout.close()
+
+    def wait(self, timeout_s):
+        """(exit codes, outputs) of all; a rank that is still there after the deadline fails the test with its output."""
+        until = time.monotonic() + timeout_s
+        found = []
+        for rank, process in enumerate(self.processes):
+            try:
+                text, _ = process.communicate(timeout=max(0.1, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                end_tree(process.pid)
+                text = process.communicate()[0]
+                raise AssertionError(f"rank {rank} did not end within {timeout_s} s:\n{text[-3000:]}") from None
+            found.append((process.returncode, text))
+        return [code for code, _ in found], [text for _, text in found]
+
+
+def run(size, module, *arguments, timeout_s=90, **more):
+    """All ranks to a good end; their outputs."""
+    with Ranks(size, module, *arguments, **more) as ranks:
+        codes, texts = ranks.wait(timeout_s)
+    assert not any(codes), f"exit codes {codes}\n" + "\n".join(t[-3000:] for t in texts)
+    return texts
+
+
+def end_tree(pid):
+    """Kill a process and its children, with their process objects taken first."""
+    try:
+        family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return
+    for member in family:
+        try:
+            member.kill()
+        except psutil.NoSuchProcess:
+            pass
+
+
+def survivors(mark, grace_s=10.0):
+    """Command lines that hold `mark`, of processes that are still there after `grace_s` seconds."""
+    until = time.monotonic() + grace_s
+    while True:
+        left = [p for p in psutil.process_iter(["pid", "cmdline", "status"]) if _holds(p, mark)]
+        if not left or time.monotonic() > until:
+            return [" ".join(p.info["cmdline"]) for p in left]
+        time.sleep(0.2)
+
+
+def _holds(process, mark):
+    lines = process.info["cmdline"] or []
+    return (
+        process.info["status"] != psutil.STATUS_ZOMBIE and process.pid != os.getpid() and any(mark in c for c in lines)
+    )

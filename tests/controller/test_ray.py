@@ -1,0 +1,211 @@
+"""The program as a driver over actors: the same figures, roles on pools of their own, users' worker groups, faults."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+
+import psutil
+import pytest
+import torch
+
+from tests.controller.conftest import PPO, assert_same, assert_same_weights, train_here
+from tests.controller.ranks import ROOT, end_tree, environment, survivors
+from verl.data_proto.proto import DataProto
+from verl.errors import ConfigError, DeadlineError, WorkerLostError
+from verl.single_controller.base import Dispatch, Execute, Worker, register
+from verl.single_controller.base.decorator import make_nd_compute_dataproto_dispatch_fn
+
+ray = pytest.importorskip("ray")
+
+from verl.single_controller.ray import (  # noqa: E402 - needs ray
+    RayClassWithInitArgs,
+    RayResourcePool,
+    RayWorkerGroup,
+    create_colocated_worker_cls,
+)
+
+TWO = ["trainer.n_gpus_per_node=2", "ray_kwargs.ray_init.num_cpus=4"]
+APART = [
+    "trainer.n_gpus_per_node=3",
+    "ray_kwargs.ray_init.num_cpus=4",
+    "trainer.placement={actor:[0],critic:[1],reward:[2],rollout:[0],reference:[1]}",
+]
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """One cluster for the tests of this file; runs find it and leave it alone."""
+    os.environ["RAY_AUTH_MODE"] = "disabled"
+    for attempt in range(2):  # its start has a deadline of its own, which a busy machine can miss
+        try:
+            ray.init(num_cpus=4, include_dashboard=False, logging_level="WARNING", log_to_driver=False)
+            break
+        except Exception:
+            if attempt or "timed out during startup" not in traceback.format_exc():
+                raise
+            ray.shutdown()
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def driven(cluster, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def test_grpo_on_two_processes(driven, jobs):
+    run = train_here(jobs, "grpo_ray", *TWO)
+    reference = train_here(jobs, "grpo_here")
+    assert_same(run, reference, rel=1e-9)
+    assert_same_weights(run, reference, 3, rel=1e-6)
+    assert (run.folder / "logs" / "rank_1.log").exists()
+
+
+def test_ppo_with_actor_critic_and_reward_apart(driven, jobs):
+    run = train_here(jobs, "ppo_ray", *PPO, *APART)
+    reference = train_here(jobs, "ppo_here", *PPO)
+    assert_same(run, reference, rel=1e-9)
+    for role in ("actor", "critic"):
+        assert_same_weights(run, reference, 3, rel=1e-6, role=role)
+
+
+def test_more_devices_than_the_cluster_has(driven, jobs):
+    with pytest.raises(ConfigError, match="cluster has 1 with 4"):
+        train_here(jobs, "large", "trainer.n_gpus_per_node=64")
+
+
+class Adder(Worker):
+    def __init__(self, amount):
+        self.amount = amount
+        self._register_dispatch_collect_info("model", dp_rank=self.rank // 2, is_collect=self.rank % 2 == 0)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def add(self, batch):
+        return DataProto.from_dict({"x": batch.batch["x"] + self.amount})
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("model"))
+    def add_by_mesh(self, batch, more):
+        return DataProto.from_dict({"x": batch.batch["x"] + more, "rank": torch.full((len(batch),), self.rank)})
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def place(self):
+        return self.rank, self.world_size
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
+    def first(self):
+        return self.rank
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def fail(self, rank, how):
+        if self.rank == rank and how == "raise":
+            raise ValueError("no such luck")
+        if self.rank == rank and how == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.rank == rank and how == "hang":
+            time.sleep(60)
+
+
+class TestUserGroups:
+    @pytest.fixture(scope="class")
+    def pool(self, cluster):
+        pool = RayResourcePool([2], use_gpu=False)
+        yield pool
+        pool.close()
+
+    @pytest.fixture(scope="class")
+    def group(self, pool):
+        group = RayWorkerGroup(pool, RayClassWithInitArgs(Adder, 10), timeout_s=30)
+        yield group
+        group.close()
+
+    def test_calls(self, group):
+        batch = DataProto.from_dict({"x": torch.arange(3)}, auto_padding=True)
+        assert group.add(batch).batch["x"].tolist() == [10, 11, 12]
+        assert group.place().get() == [(0, 2), (1, 2)]
+        assert group.first() == 0
+        assert group.execute_all_sync("first") == [0, 1]
+        assert group.execute_rank_zero_async("place").get() == (0, 2)
+
+    def test_a_mesh_that_the_workers_name(self, group):
+        found = group.add_by_mesh(DataProto.from_dict({"x": torch.arange(3)}), 5)
+        assert found.batch["x"].tolist() == [5, 6, 7]
+        assert found.batch["rank"].tolist() == [0, 0, 0]
+
+    def test_an_error_comes_with_its_traceback(self, group):
+        with pytest.raises(RuntimeError, match=r"rank 1 .*fail(.|\n)*ValueError: no such luck"):
+            group.fail(1, "raise")
+
+    def test_colocated_classes_share_processes(self, pool):
+        classes = {"one": RayClassWithInitArgs(Adder, 1), "two": RayClassWithInitArgs(ray.remote(Adder), amount=2)}
+        both = RayWorkerGroup(pool, create_colocated_worker_cls(classes))
+        groups = both.spawn(prefix_set={"one", "two"})
+        batch = DataProto.from_dict({"x": torch.arange(2)})
+        assert groups["one"].add(batch).batch["x"].tolist() == [1, 2]
+        assert groups["two"].add(batch).batch["x"].tolist() == [2, 3]
+        with pytest.raises(ConfigError, match="hold no worker 'three'"):
+            both.spawn(["three"])
+        both.close()
+
+    def test_processes_that_hang_and_die_are_named(self, group):
+        group.timeout_s = 2
+        with pytest.raises(DeadlineError, match=r"rank 1 .*did not finish .*fail within 2 s"):
+            group.fail(1, "hang")
+        with pytest.raises(WorkerLostError, match=r"Rank 0 .*died in .*fail after"):
+            group.fail(0, "die")
+
+
+def test_a_process_is_killed_while_training(jobs):
+    """A driver with a cluster of its own: it says which rank died, ends, and leaves nothing behind."""
+    changes = [*TWO, "trainer.total_training_steps=500", "trainer.test_freq=-1", "trainer.save_freq=-1"]
+    jobs.add("killed_ray", *changes, may_fail=True)
+    folder = jobs.run("killed_ray").folder
+    command = [sys.executable, "-m", "tests.controller.several_runs", str(jobs.file())]
+    driver = subprocess.Popen(
+        command, cwd=ROOT, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    try:
+        metrics, until = folder / "metrics.jsonl", time.monotonic() + 90
+        while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
+            assert time.monotonic() < until, "no step was taken"
+            assert driver.poll() is None, driver.stdout.read()[-3000:]
+            time.sleep(0.2)
+        actors = [
+            p for p in psutil.Process(driver.pid).children(recursive=True) if "RankProcess" in " ".join(cmdline(p))
+        ]
+        assert len(actors) == 2
+        mine = [p.pid for p in actors]
+        actors[1].kill()
+        text, _ = driver.communicate(timeout=60)
+    finally:
+        end_tree(driver.pid)
+    assert "ERROR WorkerLostError: Rank " in text, text[-3000:]
+    assert "died in " in text
+    assert "actor, rollout" in text
+    until = time.monotonic() + 10
+    while any(psutil.pid_exists(pid) for pid in mine) and time.monotonic() < until:
+        time.sleep(0.2)
+    assert not any(psutil.pid_exists(pid) for pid in mine)
+    assert survivors(str(jobs.root)) == []
+
+
+def cmdline(process):
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+def test_the_config_travels_whole(base):
+    from verl.config import load_config
+    from verl.config.load import build
+    from verl.config.tree import leaves, value_at
+    from verl.controller.ray_runtime import pack, unpack
+
+    config = load_config([*base, "actor_rollout_ref.rollout.stop=[a,b]"]).config
+    sent = unpack(pack({path: value_at(config, path) for path in leaves()}))
+    assert build(sent) == config
+    assert json.dumps(sent["trainer.placement"]) == "{}"

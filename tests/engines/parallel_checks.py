@@ -1,0 +1,365 @@
+"""What is run on several ranks at once by test_fsdp.py: three steps of an engine of several ranks, beside those of one
+device with all the rows."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from tests.engines.test_contract import largest_gap, make_batch, policy_loss, value_loss
+from tests.models.reference import widen_norms
+from verl.checkpoint.store import CheckpointStore, RoleCheckpoint
+from verl.config import FSDPConfig, ModelConfig, OptimConfig
+from verl.config.fsdp import WrapPolicyConfig
+from verl.engines.api import MicroBatching, whole
+from verl.engines.fsdp import FSDPEngine
+from verl.engines.local import LocalEngine
+from verl.errors import ModelError
+from verl.models.load import load_causal_lm
+from verl.models.tiny import make_tiny_model
+
+OUTPUTS = {"policy": ("log_probs", "entropy"), "value": ("values",)}
+
+
+def on(*ranks):
+    """Declares a check and the numbers of ranks that run it."""
+
+    def mark(function):
+        function.ranks = ranks
+        return function
+
+    return mark
+
+
+@functools.cache
+def model_folder(folder: Path, family: str, **sizes) -> Path:
+    path = folder / "-".join([family, *(f"{k}{v}" for k, v in sizes.items())])
+    if dist.get_rank() == 0:
+        shape = {"hidden_size": 32, "intermediate_size": 48, **sizes}
+        if family != "deepseek_v3":  # which has several
+            shape["head_dim"] = 8
+        make_tiny_model(path, family, **shape)
+    dist.barrier()
+    return path
+
+
+def make(cls, path, *, kind="policy", dtype="float64", checkpointing=False, lora=0, **engine):
+    made = cls(
+        model=ModelConfig(path=str(path), enable_gradient_checkpointing=checkpointing, lora_rank=lora),
+        engine=FSDPConfig(dtype=dtype, **(engine if cls is FSDPEngine else {})),
+        optim=OptimConfig(lr=1e-2),
+        kind=kind,
+        device=torch.device("cpu"),
+        total_steps=10,
+    )
+    if dtype == "float64":
+        widen_norms(made.module)
+    return made
+
+
+def rows_of(engine, num_rows):
+    """Uneven shares: each data-parallel rank one row more than the next, the first ones short."""
+    mesh = engine.groups.mesh
+    size, rank = mesh.dp_size, mesh.dp_rank(dist.get_rank())
+    cuts = [num_rows * i * (i + 1) // (size * (size + 1)) for i in range(size + 1)]
+    return list(range(cuts[rank], cuts[rank + 1]))
+
+
+def step(engine, batch, micro, kind):
+    loss = policy_loss if kind == "policy" else value_loss
+    return {k: m.value for k, m in engine.train_batch(batch, loss, OUTPUTS[kind], micro, 1.2).items()}
+
+
+def compare(path, *, kind="policy", dtype="float64", micro=None, sizes=(3, 1, 4, 2), lora=0, **engine):
+    """Largest relative differences of loss, norm, outputs and weights over three steps."""
+    micro = micro or MicroBatching(max_tokens=24)
+    one = make(LocalEngine, path, kind=kind, dtype=dtype, lora=lora)
+    many = make(FSDPEngine, path, kind=kind, dtype=dtype, lora=lora, **engine)
+    gaps = {"loss": 0.0, "grad_norm": 0.0, "outputs": 0.0}
+    for seed in range(3):
+        batch = make_batch(seed, sizes)
+        share = batch.select_idxs(rows_of(many, len(batch)))
+        a, b = one.forward(batch, OUTPUTS[kind], micro, 1.2), many.forward(share, OUTPUTS[kind], micro, 1.2)
+        for name in b:
+            gap = (a[name][rows_of(many, len(batch))] - b[name]).abs()
+            gaps["outputs"] = max(gaps["outputs"], *gap.flatten().tolist(), 0.0)
+        expected, found = step(one, batch, micro, kind), step(many, share, micro, kind)
+        loss = many.groups.over_data_(torch.tensor(found["loss"], dtype=torch.float64)).item()
+        gaps["loss"] = max(gaps["loss"], abs(loss / expected["loss"] - 1))
+        gaps["grad_norm"] = max(gaps["grad_norm"], abs(found["grad_norm"] / expected["grad_norm"] - 1))
+    gaps["weights"] = largest_gap(dict(many.gather_weights()), dict(one.gather_weights()))
+    return gaps
+
+
+@on(2, 4)
+def check_fsdp(folder):
+    return compare(model_folder(folder, "qwen3"))
+
+
+@on(2)
+def check_fsdp_float32(folder):
+    return compare(model_folder(folder, "llama"), dtype="float32", forward_prefetch=True)
+
+
+@on(2)
+def check_fsdp_no_sync_checkpointing(folder):
+    return compare(
+        model_folder(folder, "qwen3"),
+        use_no_sync_for_gradient_accumulation=True,
+        checkpointing=True,
+        reshard_after_forward=False,
+    )
+
+
+@on(2)
+def check_value(folder):
+    return compare(model_folder(folder, "qwen3"), kind="value")
+
+
+@on(4)
+def check_hsdp(folder):
+    return compare(model_folder(folder, "qwen3", tie_word_embeddings=False), fsdp_size=2)
+
+
+@on(2)
+def check_tensor(folder):
+    return compare(model_folder(folder, "qwen3"), tensor_parallel_size=2)
+
+
+@on(2)
+def check_sequence(folder):
+    return compare(model_folder(folder, "qwen3"), ulysses_sequence_parallel_size=2)
+
+
+@on(2)
+def check_lora(folder):
+    return compare(model_folder(folder, "qwen3"), lora=4)
+
+
+@on(2)
+def check_lora_tensor(folder):
+    return compare(model_folder(folder, "qwen3"), lora=4, tensor_parallel_size=2)
+
+
+@on(2)
+def check_value_sequence(folder):
+    return compare(model_folder(folder, "qwen3"), kind="value", ulysses_sequence_parallel_size=2)
+
+
+@on(2)
+def check_tensor_gemma(folder):
+    path = model_folder(folder, "gemma2", vocab_size=265)
+    return compare(path, tensor_parallel_size=2, checkpointing=True)
+
+
+@on(2)
+def check_moe_fsdp(folder):
+    return compare(model_folder(folder, "qwen3_moe", moe_intermediate_size=16))
+
+
+@on(2)
+def check_experts(folder):
+    return compare(model_folder(folder, "qwen3_moe", moe_intermediate_size=16), expert_parallel_size=2)
+
+
+@on(2)
+def check_experts_deepseek(folder):
+    """Latent attention, a dense layer before those with experts, and a shared expert."""
+    return compare(model_folder(folder, "deepseek_v3", moe_intermediate_size=16), expert_parallel_size=2)
+
+
+@on(2)
+def check_sequence_gemma(folder):
+    """A sliding window and soft caps inside the divided attention."""
+    return compare(model_folder(folder, "gemma2", vocab_size=265), ulysses_sequence_parallel_size=2)
+
+
+@on(2)
+def check_experts_mixtral(folder):
+    return compare(model_folder(folder, "mixtral"), expert_parallel_size=2, checkpointing=True)
+
+
+@on(4)
+def check_tensor_fsdp(folder):
+    return compare(model_folder(folder, "qwen3", tie_word_embeddings=False), tensor_parallel_size=2)
+
+
+@on(4)
+def check_sequence_four(folder):
+    """Four ranks and two key-value heads."""
+    return compare(model_folder(folder, "llama"), ulysses_sequence_parallel_size=4)
+
+
+@on(4)
+def check_sequence_tensor(folder):
+    return compare(model_folder(folder, "qwen3"), ulysses_sequence_parallel_size=2, tensor_parallel_size=2)
+
+
+@on(4)
+def check_experts_fsdp_sequence(folder):
+    path = model_folder(folder, "qwen3_moe", moe_intermediate_size=16)
+    return compare(path, expert_parallel_size=2, ulysses_sequence_parallel_size=2)
+
+
+@on(4)
+def check_experts_tensor(folder):
+    path = model_folder(folder, "qwen3_moe", moe_intermediate_size=16)
+    return compare(path, expert_parallel_size=2, tensor_parallel_size=2)
+
+
+@on(4)
+def check_ranks_without_rows(folder):
+    return compare(model_folder(folder, "qwen3"), sizes=(2,), fsdp_size=2)
+
+
+@on(2)
+def check_sequence_without_predictions(folder):
+    """One row, of which one rank has no predicting token."""
+    return compare(model_folder(folder, "qwen3"), sizes=(1,), ulysses_sequence_parallel_size=2)
+
+
+@on(2)
+def check_offload_and_wrapping(folder):
+    wrap = WrapPolicyConfig(transformer_layer_cls_to_wrap=["Qwen3MLP", "Qwen3DecoderLayer"])
+    return compare(model_folder(folder, "qwen3"), offload_policy=True, wrap_policy=wrap)
+
+
+@on(2)
+def check_wrapping_by_size(folder):
+    return compare(model_folder(folder, "qwen3"), wrap_policy=WrapPolicyConfig(min_num_params=2000))
+
+
+@on(2)
+def check_bfloat16(folder):
+    """Storage stays float32 and sums are made in it; products are rounded as on one device."""
+    return compare(model_folder(folder, "llama"), dtype="bfloat16")
+
+
+def whole_state(engine):
+    """Model and optimizer, gathered."""
+    state = engine.state()
+    parts = {f"{n}": whole(t) for n, t in state.model.items()}
+    return parts | {f"optimizer/{n}": whole(t) for n, t in state.optimizer.items()}
+
+
+def num_different(a, b):
+    assert a.keys() == b.keys()
+    return sum(not torch.equal(a[n].cpu(), b[n].cpu()) for n in a)
+
+
+def save(engine, folder, number):
+    """What a runtime does: the first rank writes, the others take part."""
+    config = engine.module.config
+    role = RoleCheckpoint(engine.state(), lambda path: config.save_pretrained(path))
+    if dist.get_rank() == 0:
+        CheckpointStore(folder).save(number, {"actor": role}, {"step": number})
+    else:
+        role.take_part()
+    dist.barrier()
+
+
+def load(engine, folder, number):
+    store = CheckpointStore(folder)
+    engine.load_state(store.load(store.path(number)).roles["actor"])
+    return engine
+
+
+def trained(path, micro, **engine):
+    made = make(FSDPEngine, path, dtype="float32", **engine)
+    for seed in range(2):
+        batch = make_batch(seed)
+        step(made, batch.select_idxs(rows_of(made, len(batch))), micro, "policy")
+        made.end_step()
+    return made
+
+
+def next_steps(engines):
+    """Grad norms of one more step each, and the spread of the weights after it, relative to the first."""
+    micro, batch, norms, weights = MicroBatching(max_tokens=24), make_batch(7), [], []
+    for engine in engines:
+        rows = rows_of(engine, len(batch)) if isinstance(engine, FSDPEngine) else list(range(len(batch)))
+        norms.append(step(engine, batch.select_idxs(rows), micro, "policy")["grad_norm"])
+        weights.append(dict(engine.gather_weights()))
+    return {
+        "grad_norm": max(abs(n / norms[0] - 1) for n in norms),
+        "weights": max(largest_gap(w, weights[0]) for w in weights),
+    }
+
+
+@on(2)
+def check_checkpoint(folder):
+    """Saved by two ranks; loaded by one, and by two that divide every tensor."""
+    path = model_folder(folder, "qwen3", tie_word_embeddings=False)
+    first = trained(path, MicroBatching(max_tokens=24))
+    save(first, folder / "saved", 2)
+    one = load(make(LocalEngine, path, dtype="float32"), folder / "saved", 2)
+    divided = load(make(FSDPEngine, path, dtype="float32", tensor_parallel_size=2), folder / "saved", 2)
+    expected = whole_state(first)
+    different = [num_different(whole_state(e), expected) for e in (one, divided)]
+    assert one.num_lr_steps == divided.num_lr_steps == 2
+    return {"different": different, **next_steps([first, one, divided])}
+
+
+@on(4)
+def check_checkpoint_of_two_ranks(folder):
+    """The checkpoint of check_checkpoint, by four ranks in three arrangements; saved again from each."""
+    path = model_folder(folder, "qwen3", tie_word_embeddings=False)
+    one = load(make(LocalEngine, path, dtype="float32"), folder / "saved", 2)
+    shapes = [{}, {"fsdp_size": 2}, {"tensor_parallel_size": 2}]
+    engines = [load(make(FSDPEngine, path, dtype="float32", **shape), folder / "saved", 2) for shape in shapes]
+    expected, different = whole_state(one), []
+    for number, engine in enumerate(engines):
+        different.append(num_different(whole_state(engine), expected))
+        save(engine, folder / f"again-{number}", 2)
+        again = load(make(LocalEngine, path, dtype="float32"), folder / f"again-{number}", 2)
+        different.append(num_different(whole_state(again), expected))
+    return {"different": different, **next_steps([one, *engines])}
+
+
+@on(2)
+def check_checkpoint_of_experts(folder):
+    path = model_folder(folder, "qwen3_moe", moe_intermediate_size=16)
+    first = trained(path, MicroBatching(max_tokens=24), expert_parallel_size=2)
+    save(first, folder / "experts", 2)
+    one = load(make(LocalEngine, path, dtype="float32"), folder / "experts", 2)
+    opened = load_causal_lm(folder / "experts" / "global_step_2" / "actor" / "huggingface")
+    different = [
+        num_different(whole_state(first), whole_state(one)),
+        num_different(dict(opened.named_parameters()), dict(one.gather_weights())),
+    ]
+    return {"different": different, **next_steps([first, one])}
+
+
+@on(2)
+def check_checkpoint_of_adapters(folder):
+    path = model_folder(folder, "qwen3")
+    first = trained(path, MicroBatching(max_tokens=24), lora=4)
+    save(first, folder / "adapters", 2)
+    one = load(make(LocalEngine, path, dtype="float32", lora=4), folder / "adapters", 2)
+    divided = make(FSDPEngine, path, dtype="float32", lora=4, tensor_parallel_size=2)
+    load(divided, folder / "adapters", 2)
+    expected = whole_state(one)
+    different = [num_different(whole_state(e), expected) for e in (first, divided)]
+    batch = make_batch(3)
+    with first.reference():
+        base = first.forward(batch, ("log_probs",), MicroBatching(max_rows=3))["log_probs"]
+    frozen = make(LocalEngine, path, dtype="float32").forward(batch, ("log_probs",), MicroBatching(max_rows=3))
+    gap = (base - frozen["log_probs"]).abs().max().item()
+    return {"different": different, "reference": gap, **next_steps([one, first, divided])}
+
+
+@on(2)
+def check_failure_on_the_first_rank(folder):
+    """Weights that only the first rank reads are damaged: all ranks say so."""
+    path = model_folder(folder, "qwen3", vocab_size=300)
+    if dist.get_rank() == 0:
+        (path / "model.safetensors").write_bytes(b"nonsense")
+    dist.barrier()
+    try:
+        make(FSDPEngine, path)
+    except ModelError as error:
+        return {"error": str(error)}
+    raise AssertionError("nothing was noticed")

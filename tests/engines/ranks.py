@@ -1,0 +1,65 @@
+"""Several processes with a gloo group between them, for tests: started, given a deadline, and gone afterwards."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+
+def run_ranks(checks: str, num_ranks: int, folder: Path, timeout_s: float = 150.0) -> None:
+    """Run every `check_*` function of the module `checks` whose `ranks` attribute names `num_ranks`, on all ranks;
+    writes what rank 0 found to results-N.json. A check that raises fails the caller
+    with its traceback."""
+    context = multiprocessing.get_context("spawn")
+    store = tempfile.mktemp(dir=folder)
+    processes = [
+        context.Process(target=_rank, args=(checks, rank, num_ranks, store, str(folder)), daemon=True)
+        for rank in range(num_ranks)
+    ]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + timeout_s
+    try:
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+                process.join()
+    errors = [p.read_text() for p in sorted(folder.glob(f"error-{num_ranks}-*"))]
+    assert not errors, "\n".join(errors)
+    assert all(p.exitcode == 0 for p in processes), f"exit codes {[p.exitcode for p in processes]}"
+    assert (folder / f"results-{num_ranks}.json").exists()
+
+
+def _rank(checks: str, rank: int, num_ranks: int, store: str, folder: str) -> None:
+    torch.set_num_threads(1)
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks, timeout=timedelta(seconds=60)
+    )
+    found: dict[str, dict] = {}
+    module = importlib.import_module(checks)
+    current = ""
+    try:
+        for current, function in vars(module).items():
+            if num_ranks in getattr(function, "ranks", ()):
+                found[current] = function(Path(folder))
+        if rank == 0:
+            (Path(folder) / f"results-{num_ranks}.json").write_text(json.dumps(found))
+    except BaseException:
+        (Path(folder) / f"error-{num_ranks}-{rank}").write_text(f"rank {rank}, {current}:\n{traceback.format_exc()}")
+        raise
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,152 @@
+"""Engines of several ranks against one device: the same losses, norms and weights, whatever the arrangement.
+
+The checks themselves are in parallel_checks.py; all of one number of ranks run in one launch, since starting costs more.
+"""
+
+import fcntl
+import json
+
+import pytest
+
+from tests.engines import parallel_checks
+from tests.engines.ranks import run_ranks
+from verl.config import FSDPConfig
+from verl.engines.groups import mesh_of
+from verl.errors import ConfigError
+from verl.models.parallel.experts import check_experts
+from verl.models.parallel.sequence import check_heads
+from verl.models.parallel.tensor import check_divisible
+
+CHECKS = {n: f for n, f in vars(parallel_checks).items() if hasattr(f, "ranks")}
+SINGLE = {"check_fsdp_float32", "check_bfloat16"}
+OTHER = {n for n in CHECKS if "checkpoint_of" in n} | {"check_checkpoint", "check_failure_on_the_first_rank"}
+
+
+@pytest.fixture(scope="module")
+def launch(tmp_path_factory, worker_id):
+    """Runs the checks of a number of ranks once, for all test processes."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base if worker_id == "master" else base.parent) / "ranks"
+    folder.mkdir(exist_ok=True)
+
+    def launched(num_ranks):
+        done = folder / f"results-{num_ranks}.json"
+        with (folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not done.exists():
+                run_ranks("tests.engines.parallel_checks", num_ranks, folder)
+        return json.loads(done.read_text())
+
+    return launched
+
+
+@pytest.fixture(scope="module")
+def two(launch):
+    return launch(2)
+
+
+@pytest.fixture(scope="module")
+def four(launch, two):  # goes on from a checkpoint that two ranks saved
+    return launch(4)
+
+
+def rows(num_ranks, skip=()):
+    return sorted(n for n, f in CHECKS.items() if num_ranks in f.ranks and n not in skip)
+
+
+def assert_equal_in_float64(gaps, of_weights=1e-10):
+    assert gaps["loss"] < 1e-10
+    assert gaps["grad_norm"] < 1e-10
+    assert gaps["outputs"] < 1e-10
+    assert gaps["weights"] < of_weights
+
+
+@pytest.mark.parametrize("check", rows(2, SINGLE | OTHER))
+def test_two_ranks_equal_one_device(two, check):
+    # DeepSeek's router computes in float32, and the first steps of Adam magnify what is small
+    assert_equal_in_float64(two[check], 1e-8 if check == "check_experts_deepseek" else 1e-10)
+
+
+@pytest.mark.parametrize("check", rows(4, OTHER))
+def test_four_ranks_equal_one_device(four, check):
+    assert_equal_in_float64(four[check])
+
+
+def test_float32_and_bfloat16(two):
+    assert all(gap < 1e-5 for gap in two["check_fsdp_float32"].values())
+    gaps = two["check_bfloat16"]
+    assert gaps["loss"] < 0.05
+    assert gaps["grad_norm"] < 0.05
+    assert gaps["weights"] < 0.05
+
+
+@pytest.mark.parametrize("check", ["check_checkpoint", "check_checkpoint_of_experts", "check_checkpoint_of_adapters"])
+def test_a_checkpoint_of_two_ranks_is_loaded_bit_for_bit(two, check):
+    found = two[check]
+    assert not any(found["different"])
+    assert found["grad_norm"] < 1e-5
+    assert found["weights"] < 1e-5
+    assert found.get("reference", 0.0) < 1e-5
+
+
+def test_a_checkpoint_moves_to_other_arrangements_and_back(four):
+    found = four["check_checkpoint_of_two_ranks"]
+    assert not any(found["different"])
+    assert found["grad_norm"] < 1e-5
+    assert found["weights"] < 1e-5
+
+
+def test_all_ranks_hear_of_a_failure_on_the_first(two):
+    assert "damaged" in two["check_failure_on_the_first_rank"]["error"]
+
+
+class _Config:
+    """A transformers config, as far as the checks look."""
+
+    def __init__(self, **fields):
+        self.__dict__.update(
+            {
+                "model_type": "llama",
+                "num_attention_heads": 6,
+                "num_key_value_heads": 2,
+                "intermediate_size": 64,
+                **fields,
+            }
+        )
+
+    def get_text_config(self):
+        return self
+
+
+@pytest.mark.parametrize(
+    ("check", "size", "fields", "message"),
+    [
+        (check_divisible, 4, {}, "6 attention heads"),
+        (check_divisible, 3, {}, "2 key-value heads"),
+        (check_divisible, 2, {"intermediate_size": 63}, "63 MLP columns"),
+        (check_divisible, 2, {"model_type": "phi3"}, "not phi3"),
+        (check_heads, 4, {}, "6 attention heads"),
+        (check_heads, 3, {}, "2 key-value heads"),
+        (check_experts, 2, {}, "mixture-of-experts"),
+        (check_experts, 3, {"model_type": "mixtral", "num_local_experts": 4}, "4 experts"),
+    ],
+)
+def test_what_a_model_cannot_be_divided_into_is_refused(check, size, fields, message):
+    with pytest.raises(ConfigError, match=message):
+        check(_Config(**fields), size)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_divides_is_not_refused(size):
+    config = _Config(model_type="qwen3_moe", num_experts=4)
+    for check in (check_divisible, check_heads, check_experts):
+        check(config, size)
+    check_heads(_Config(num_attention_heads=8), 4)  # a multiple of the key-value heads
+
+
+def test_sizes_that_do_not_divide_the_ranks_are_refused():
+    assert mesh_of(FSDPConfig(fsdp_size=2, tensor_parallel_size=2), 8).dp_size == 4
+    with pytest.raises(ConfigError, match="3 devices do not divide"):
+        mesh_of(FSDPConfig(tensor_parallel_size=2), 3)
+    with pytest.raises(ConfigError, match="fsdp_size=3"):
+        mesh_of(FSDPConfig(fsdp_size=3), 4)

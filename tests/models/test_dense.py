@@ -1,0 +1,268 @@
+"""The written-out decoder passes against the modules they replace: one row at a time, dense attention, autograd."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.models.reference import make_columns, random_rows, reference_outputs, widen_norms
+from verl.config import OptimConfig
+from verl.models.dense.weights import DenseDecoder
+from verl.models.forward import policy_outputs, value_outputs
+from verl.models.gradients import GradientBuffers
+from verl.models.load import load_causal_lm, load_value_model
+from verl.models.optim import MasterOptimizer
+from verl.models.packing import pack_rows
+from verl.models.tiny import make_tiny_model
+
+OUTPUTS = ("log_probs", "entropy")
+
+# family and config of each model that the passes are held to
+MODELS = {
+    "llama": ("llama", {}),
+    "llama-biases-untied": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False}),
+    "llama-one-kv-head": ("llama", {"num_key_value_heads": 1, "head_dim": 24}),
+    "llama-scaled-rotary": (
+        "llama",
+        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4,
+                             "original_max_position_embeddings": 64}},
+    ),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+    "mistral": ("mistral", {}),
+    "mistral-window": ("mistral", {"sliding_window": 5}),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def folder_of(tmp_path_factory):
+    made = {}
+
+    def get(name):
+        if name not in made:
+            family, overrides = MODELS[name]
+            made[name] = make_tiny_model(tmp_path_factory.mktemp("dense") / name, family, **overrides)
+        return made[name]
+
+    return get
+
+
+@pytest.fixture
+def pair(folder_of):
+    """name -> a float64 module that the passes take, and one of the same weights that is called as a module."""
+
+    def get(name, load=load_causal_lm, dtype=torch.float64):
+        torch.manual_seed(1)
+        module = load(folder_of(name), dtype=dtype)
+        with torch.no_grad():  # norms and biases start at constants that would hide a mistake
+            for p in module.parameters():
+                if p.dim() == 1:
+                    p.add_(torch.randn_like(p) * 0.1)
+        other = copy.deepcopy(module)
+        assert DenseDecoder.of(module) is not None
+        return module, widen_norms(other) if dtype == torch.float64 else other
+
+    return get
+
+
+def columns_of(seed, group_sizes, **longest):
+    return make_columns(*random_rows(seed, group_sizes, **longest), pad_prompt=1, pad_response=2)
+
+
+def relative(a, b):
+    return ((a - b).norm() / b.norm().clamp_min(1e-30)).item()
+
+
+def weighted(outputs, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return sum((v * torch.randn(v.shape, generator=generator, dtype=torch.float64)).sum() for v in outputs.values())
+
+
+def gradients_of(module):
+    return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+
+
+def assert_same_gradients(ours, theirs, tolerance=1e-10):
+    assert ours.keys() == theirs.keys()
+    for name, gradient in theirs.items():
+        assert relative(ours[name], gradient) < tolerance, name
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("share", [True, False])
+def test_equals_the_module_in_float64(pair, name, share):
+    module, other = pair(name)
+    columns = columns_of(3, [3, 1, 2])
+    ours = policy_outputs(module, pack_rows(columns, share_prompts=share), OUTPUTS, 1.3)
+    theirs = {k: v for k, v in reference_outputs(other, columns, 1.3).items() if k in OUTPUTS}
+    for output in OUTPUTS:
+        assert relative(ours[output], theirs[output]) < 1e-11, output
+    weighted(ours).backward()
+    weighted(theirs).backward()
+    assert_same_gradients(gradients_of(module), gradients_of(other))
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=4),
+    rows=st.integers(1, 5),
+    shuffle=st.integers(0, 100),
+)
+def test_split_order_and_sharing_change_nothing(shared_pair, seed, sizes, rows, shuffle):
+    """Rows in another order, cut into micro-batches that are summed in buffers, against all rows at once."""
+    module, other = shared_pair
+    columns = columns_of(seed, sizes)
+    weights = torch.randn(columns["responses"].shape, dtype=torch.float64)
+
+    def run(model, part, **options):
+        values = policy_outputs(model, pack_rows(part), ("log_probs",), **options)["log_probs"]
+        (values * part["weights"]).sum().backward()
+
+    columns["weights"] = weights
+    other.zero_grad()
+    run(other, columns)
+    module.zero_grad()
+    buffers = GradientBuffers({p: p for p in module.parameters()})
+    order = torch.randperm(len(weights), generator=torch.Generator().manual_seed(shuffle))
+    for members in order.split(rows):
+        run(module, {k: v[members] for k, v in columns.items()}, gradients=buffers, chunk_tokens=3)
+    assert_same_gradients(gradients_of(module), gradients_of(other))
+
+
+@pytest.fixture(scope="session")
+def shared_pair(folder_of):
+    module = load_causal_lm(folder_of("qwen3"), dtype=torch.float64)
+    return module, widen_norms(copy.deepcopy(module))
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral-window"])
+def test_checkpointing_changes_no_bit(pair, name):
+    module, _ = pair(name)
+    packed = pack_rows(columns_of(5, [2, 2]))
+    found = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        module.train()
+        module.zero_grad()
+        assert DenseDecoder.of(module) is not None
+        weighted(policy_outputs(module, packed, OUTPUTS)).backward()
+        found.append({n: g.clone() for n, g in gradients_of(module).items()})
+    assert all(torch.equal(found[0][n], found[1][n]) for n in found[0])
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_value_model(pair, name):
+    module, other = pair(name, load_value_model)
+    with torch.no_grad():
+        module.score.weight.normal_()
+        other.score.weight.copy_(module.score.weight)
+    packed = pack_rows(columns_of(6, [3, 1]))
+    assert DenseDecoder.of(other) is None
+    for model, options in ((module, {"gradients": GradientBuffers({p: p for p in module.parameters()})}), (other, {})):
+        weighted(value_outputs(model, packed, **options)).backward()
+    assert_same_gradients(gradients_of(module), gradients_of(other))
+
+
+@pytest.mark.parametrize(
+    "frozen",
+    [
+        pytest.param(lambda n: "embed" in n, id="embeddings"),
+        pytest.param(lambda n: "layers.0" in n or "embed" in n, id="embeddings and lower layer"),
+        pytest.param(lambda n: "k_proj" in n or "norm" in n, id="part of a joined projection"),
+        pytest.param(lambda n: "layers" in n, id="all layers"),
+    ],
+)
+@pytest.mark.parametrize("buffers", [True, False])
+def test_frozen_parameters_get_no_gradient(pair, frozen, buffers):
+    module, other = pair("qwen3")
+    for model in (module, other):
+        for name, p in model.named_parameters():
+            p.requires_grad_(not frozen(name))
+    packed = pack_rows(columns_of(7, [2, 3]))
+    options = {"gradients": GradientBuffers({p: p for p in module.parameters() if p.requires_grad})} if buffers else {}
+    weighted(policy_outputs(module, packed, OUTPUTS, **options)).backward()
+    weighted(policy_outputs(other, packed, OUTPUTS)).backward()
+    assert_same_gradients(gradients_of(module), gradients_of(other))
+    assert all(p.grad is None for n, p in module.named_parameters() if frozen(n))
+
+
+def test_the_padding_token_of_an_embedding_learns_nothing(pair):
+    module, other = pair("llama-biases-untied")
+    columns = columns_of(8, [2])
+    columns["prompts"][:, -1] = module.get_decoder().padding_idx
+    for model in (module, other):
+        weighted(policy_outputs(model, pack_rows(columns), OUTPUTS)).backward()
+    assert not module.get_input_embeddings().weight.grad[module.get_decoder().padding_idx].any()
+    assert_same_gradients(gradients_of(module), gradients_of(other))
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_float32_is_close_to_the_module(pair, name):
+    module, other = pair(name, dtype=torch.float32)
+    widen_norms(other)
+    packed = pack_rows(columns_of(9, [3, 2]))
+    for model in (module, other):
+        weighted(policy_outputs(model, packed, OUTPUTS)).backward()
+    assert_same_gradients(gradients_of(module), gradients_of(other), 2e-5)
+
+
+def test_bfloat16_is_as_good_as_the_module(pair):
+    """Both err against float64 weights of the same values by rounding alone; ours not more than the module's."""
+    module, other = pair("qwen3", dtype=torch.bfloat16)
+    exact = widen_norms(copy.deepcopy(module).double())
+    for part in other.modules():  # a hook keeps the module on its own forward
+        part.register_forward_pre_hook(lambda *_: None)
+    assert DenseDecoder.of(other) is None
+    packed = pack_rows(columns_of(9, [3, 2]))
+    found = []
+    for model in (module, other, exact):
+        out = policy_outputs(model, packed, OUTPUTS)
+        weighted(out).backward()
+        found.append({**{n: g.double() for n, g in gradients_of(model).items()}, "out": out["log_probs"].double()})
+    ours, theirs, exact = found
+    for name in exact:
+        assert relative(ours[name], exact[name]) < 1.3 * relative(theirs[name], exact[name]) + 1e-3, name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_two_runs_agree_to_the_bit(folder_of, dtype):
+    found = []
+    for _ in range(2):
+        module = load_causal_lm(folder_of("qwen3"), dtype=torch.float32)
+        optimizer = MasterOptimizer(module, OptimConfig(lr=1e-3), dtype)
+        for step in range(3):
+            for seed in range(2):
+                packed = pack_rows(columns_of(2 * step + seed, [2, 1]))
+                weighted(policy_outputs(module, packed, OUTPUTS, gradients=optimizer.gradients)).backward()
+            optimizer.step(1e-3)
+        found.append({n: m.detach().clone() for n, m in optimizer.masters.items()})
+    assert all(torch.equal(found[0][n], found[1][n]) for n in found[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_masters_learn_the_same_with_and_without_buffers(folder_of, dtype):
+    found = []
+    for direct in (True, False):
+        module = load_causal_lm(folder_of("llama"), dtype=torch.float32)
+        optimizer = MasterOptimizer(module, OptimConfig(lr=1e-3, optimizer="SGD", clip_grad=0.0), dtype)
+        for seed in range(2):
+            options = {"gradients": optimizer.gradients} if direct else {}
+            weighted(policy_outputs(module, pack_rows(columns_of(seed, [2, 1])), OUTPUTS, **options)).backward()
+        gradients = {n: m.grad.clone() for n, m in optimizer.masters.items()}
+        assert all(p.grad is None for p in module.parameters()) or dtype == torch.float32
+        optimizer.step(1e-3)
+        assert all(m.grad is None for m in optimizer.masters.values())
+        found.append(gradients)
+    assert_same_gradients(*found, tolerance=1e-6 if dtype == torch.float32 else 5e-3)
+
+
+def test_one_backward_a_forward(pair):
+    module, _ = pair("llama")
+    loss = weighted(policy_outputs(module, pack_rows(columns_of(1, [1])), OUTPUTS))
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="once"):
+        loss.backward()

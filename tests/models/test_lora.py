@@ -1,0 +1,200 @@
+"""Adapters against the peft library: the same outputs, gradients and files."""
+
+import json
+
+import pytest
+import torch
+
+from tests.engines.test_contract import make_batch, policy_loss
+from verl.config import FSDPConfig, ModelConfig, OptimConfig
+from verl.engines.api import MicroBatching, whole
+from verl.engines.local import LocalEngine
+from verl.errors import CheckpointError, ConfigError, ModelError
+from verl.models.lora import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    LoRALinear,
+    LoRASpec,
+    adapters_off,
+    add_adapters,
+    lora_layers,
+)
+from verl.models.tiny import make_tiny_model
+
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+safetensors_torch = pytest.importorskip("safetensors.torch")
+
+ALL = MicroBatching(max_tokens=10**6)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("model"), "qwen3", hidden_size=32, intermediate_size=48, head_dim=8)
+
+
+@pytest.fixture
+def plain(folder):
+    return transformers.AutoModelForCausalLM.from_pretrained(folder)
+
+
+def engine(folder, *, kind="policy", dtype="float32", trainable=True, **model):
+    return LocalEngine(
+        model=ModelConfig(**{"path": str(folder), "lora_rank": 4, "lora_alpha": 8, **model}),
+        engine=FSDPConfig(dtype=dtype),
+        optim=OptimConfig(lr=1e-2) if trainable else None,
+        kind=kind,
+        device=torch.device("cpu"),
+        total_steps=10,
+    )
+
+
+def train(made, steps=2):
+    for seed in range(steps):
+        made.train_batch(make_batch(seed), policy_loss, ("log_probs", "entropy"), ALL)
+    return made
+
+
+def write_adapter(state, path):
+    path.mkdir()
+    tensors = {name: whole(t).clone().contiguous() for name, t in state.adapter.tensors.items()}
+    safetensors_torch.save_file(tensors, path / WEIGHTS_FILE)
+    (path / CONFIG_FILE).write_text(json.dumps(state.adapter.config))
+
+
+@pytest.mark.parametrize(
+    ("targets", "exclude"),
+    [
+        ("all-linear", None),
+        (["q_proj", "v_proj"], None),
+        (r".*\.(gate|up)_proj", None),
+        ("all-linear", ["down_proj"]),
+        (["q_proj", "layers.1.mlp.up_proj"], r".*layers\.0.*"),
+    ],
+)
+def test_the_same_layers_are_chosen_as_by_peft(plain, folder, targets, exclude):
+    spec = LoRASpec.of(ModelConfig(path="x", lora_rank=2, target_modules=targets, exclude_modules=exclude))
+    ours = add_adapters(plain, spec, torch.float32)
+    config = peft.LoraConfig(r=2, target_modules=targets, exclude_modules=exclude)
+    theirs = peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(folder), config)
+    adapted = {n.removeprefix("base_model.model.") for n, m in theirs.named_modules() if hasattr(m, "lora_A")}
+    assert set(ours) == adapted
+
+
+def test_only_adapters_train_and_the_start_is_the_base(plain, folder):
+    ids = torch.arange(1, 9).unsqueeze(0)
+    before = plain(ids).logits
+    add_adapters(plain, LoRASpec(4, 8, "all-linear"), torch.float32)
+    assert {n.rpartition(".")[2] for n, p in plain.named_parameters() if p.requires_grad} == {"lora_A", "lora_B"}
+    assert torch.equal(plain(ids).logits, before)
+
+
+def test_outputs_and_gradients_equal_peft(plain, folder, tmp_path):
+    """Two trained steps here, read by peft there: the same logits, and the same gradients of the adapters."""
+    trained = train(engine(folder))
+    write_adapter(trained.state(), tmp_path / "adapter")
+    theirs = peft.PeftModel.from_pretrained(plain, tmp_path / "adapter", is_trainable=True).eval()
+    ours = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    add_adapters(ours, LoRASpec(4, 8, "all-linear"), torch.float32)
+    layers = lora_layers(ours)
+    for name, layer in lora_layers(trained.module).items():
+        layers[name].load_state_dict(layer.state_dict())
+    ids = torch.randint(0, 256, (2, 12), generator=torch.Generator().manual_seed(0))
+    mine, reference = ours(ids).logits, theirs(ids).logits
+    assert torch.allclose(mine, reference, atol=1e-5)
+    assert not torch.allclose(mine, transformers.AutoModelForCausalLM.from_pretrained(folder)(ids).logits, atol=1e-3)
+    mine.square().sum().backward()
+    reference.square().sum().backward()
+    grads = {n: p.grad for n, p in theirs.named_parameters() if p.grad is not None}
+    for name, layer in layers.items():
+        for part in ("lora_A", "lora_B"):
+            expected = grads[f"base_model.model.{name}.{part}.default.weight"]
+            assert torch.allclose(getattr(layer, part).grad, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_the_merged_model_is_the_adapted_one(plain, folder):
+    trained = train(engine(folder))
+    tensors = {name: whole(t) for name, t in trained.state().model.items()}
+    weights = dict(trained.gather_weights())
+    assert tensors.keys() == weights.keys() == dict(plain.named_parameters()).keys()
+    plain.load_state_dict(tensors, strict=False)
+    merged = engine(folder, lora_rank=0, trainable=False)
+    merged.module.load_state_dict(weights, strict=False)
+    batch = make_batch(5)
+    a, b = (e.forward(batch, ("log_probs",), ALL)["log_probs"] for e in (trained, merged))
+    assert torch.allclose(a, b, atol=1e-4)
+
+
+def test_reference_is_the_base(folder):
+    trained, base = train(engine(folder)), engine(folder, lora_rank=0, trainable=False)
+    batch = make_batch(5)
+    with trained.reference():
+        inside = trained.forward(batch, ("log_probs",), ALL)["log_probs"]
+    expected = base.forward(batch, ("log_probs",), ALL)["log_probs"]
+    assert torch.allclose(inside, expected, atol=1e-5)
+    assert not torch.allclose(trained.forward(batch, ("log_probs",), ALL)["log_probs"], expected, atol=1e-3)
+    with pytest.raises(ConfigError, match="no adapters"), base.reference():
+        pass
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["policy", "value"])
+def test_state_goes_on_bit_for_bit(folder, dtype, kind):
+    def loss(outputs, batch, totals):
+        return sum(v.square().sum() for v in outputs.values()) / totals.num_tokens, {}
+
+    def step(made, seed):
+        made.train_batch(make_batch(seed), loss, ("values",) if kind == "value" else ("log_probs",), ALL)
+
+    one, two = engine(folder, kind=kind, dtype=dtype), engine(folder, kind=kind, dtype=dtype)
+    with torch.no_grad():
+        if kind == "value":
+            one.module.score.weight.fill_(0.1)
+    step(one, 0)
+    one.end_step()
+    state = one.state()
+    two.load_state(state)
+    step(one, 1)
+    step(two, 1)
+    a, b = one.state().adapter.tensors, two.state().adapter.tensors
+    assert a.keys() == b.keys()
+    assert ("base_model.model.score.weight" in a) == (kind == "value")
+    assert all(torch.equal(whole(a[n]), whole(b[n])) for n in a)
+
+
+def test_states_with_and_without_adapters_do_not_mix(folder):
+    adapted, whole_model = engine(folder), engine(folder, lora_rank=0)
+    with pytest.raises(CheckpointError, match="without LoRA"):
+        adapted.load_state(whole_model.state())
+    with pytest.raises(CheckpointError, match="with LoRA"):
+        whole_model.load_state(adapted.state())
+
+
+def test_training_starts_from_given_adapters(folder, tmp_path):
+    trained = train(engine(folder))
+    write_adapter(trained.state(), tmp_path / "adapter")
+    again = engine(folder, lora_adapter_path=str(tmp_path / "adapter"))
+    batch = make_batch(5)
+    a, b = (e.forward(batch, ("log_probs",), ALL)["log_probs"] for e in (trained, again))
+    assert torch.equal(a, b)
+    with pytest.raises(ModelError, match="rank 4"):
+        engine(folder, lora_rank=8, lora_adapter_path=str(tmp_path / "adapter"))
+    with pytest.raises(ModelError, match="do not fit"):
+        engine(folder, target_modules=["q_proj"], lora_adapter_path=str(tmp_path / "adapter"))
+    with pytest.raises(ModelError, match="holds no adapters"):
+        engine(folder, lora_adapter_path=str(tmp_path))
+
+
+def test_names_that_choose_nothing_are_refused(plain):
+    with pytest.raises(ModelError, match=r"q_prj.*q_proj"):
+        add_adapters(plain, LoRASpec(4, 8, ("q_prj",)), torch.float32)
+    with pytest.raises(ModelError, match="empty"):
+        LoRASpec.of(ModelConfig(path="x", lora_rank=4, target_modules=[]))
+
+
+def test_adapters_come_back_on_after_an_error(plain):
+    add_adapters(plain, LoRASpec(4, 8, ("q_proj",)), torch.float32)
+    with pytest.raises(RuntimeError), adapters_off(plain):
+        raise RuntimeError
+    assert all(layer.active for layer in lora_layers(plain).values())
+    assert isinstance(plain.model.layers[0].self_attn.q_proj, LoRALinear)

@@ -1,0 +1,226 @@
+"""Attention over packed sequences of different lengths: the definition against dense attention, the packed parts against
+the other paths, and, where there is a card, the flash kernels against the definition."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.models.reference import make_columns, random_rows
+from verl.models import packed as packed_module
+from verl.models.cuda.packed import VarlenPlan, spans_of, varlen_attention
+from verl.models.cuda.varlen import FLASH, PLAIN, Spans, flash_runs
+from verl.models.forward import policy_outputs
+from verl.models.load import load_causal_lm
+from verl.models.packed import PackedLayout, Segment, choose_kernel, masked_attention
+from verl.models.packing import pack_rows
+from verl.parallel.device import to_device
+
+CPU = torch.device("cpu")
+HAS_FLASH = torch.cuda.is_available() and flash_runs(torch.device("cuda:0"), torch.bfloat16, 64)
+needs_flash = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not HAS_FLASH, reason="needs an NVIDIA GPU with flash attention"),
+]
+
+
+def relative(a, b):
+    return ((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30)).item()
+
+
+def heads_first(x):
+    return x.transpose(0, 1)
+
+
+def dense(q, k, v, causal, scale):
+    """One sequence, differentiable: q [queries, heads, dim] -> out, lse [heads, queries]."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+    if causal:
+        last = torch.arange(q.shape[0])[:, None] + k.shape[0] - q.shape[0]
+        scores = scores.masked_fill(torch.arange(k.shape[0]) > last, float("-inf"))
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v), scores.logsumexp(-1)
+
+
+def random_qkv(tokens_q, tokens_k, *, heads=4, kv_heads=2, dim=8, value_dim=8, dtype=torch.float64, device=CPU, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((tokens_q, heads, dim), (tokens_k, kv_heads, dim), (tokens_k, kv_heads, value_dim))
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_definition_equals_dense_attention_with_gradients(causal):
+    lengths_q, lengths_k = [3, 1, 5], [3, 4, 7]
+    q, k, v = (x.requires_grad_() for x in random_qkv(9, 14, value_dim=6))
+    spans = spans_of(lengths_q, lengths_k, CPU)
+    out, lse = PLAIN.forward(q, k, v, spans, causal, 0.3)
+    parts = [
+        dense(a, b, c, causal, 0.3)
+        for a, b, c in zip(q.split(lengths_q), k.split(lengths_k), v.split(lengths_k), strict=True)
+    ]
+    expected = torch.cat([p for p, _ in parts])
+    assert relative(out, expected) < 1e-14
+    assert relative(lse, torch.cat([x for _, x in parts], dim=1)) < 1e-14
+    upstream = torch.randn_like(expected)
+    with torch.no_grad():
+        ours = PLAIN.backward(upstream, q, k, v, out, lse, spans, causal, 0.3)
+    for found, wanted in zip(ours, torch.autograd.grad(expected, (q, k, v), upstream), strict=True):
+        assert relative(found, wanted) < 1e-13
+
+
+def test_keys_may_be_shared_and_lie_anywhere():
+    """As decoding uses it: one query a row, keys in slots, several rows of one slot, slots not full."""
+    q, k, v = random_qkv(4, 30)
+    spans = Spans(
+        torch.arange(5, dtype=torch.int32),
+        torch.tensor([20, 0, 20, 10, 0], dtype=torch.int32),
+        1,
+        10,
+        torch.tensor([7, 10, 7, 1], dtype=torch.int32),
+    )
+    out, lse = PLAIN.forward(q, k, v, spans, False, 0.5)
+    for row, (start, used) in enumerate([(20, 7), (0, 10), (20, 7), (10, 1)]):
+        there = slice(start, start + used)
+        expected, expected_lse = dense(q[row : row + 1], k[there], v[there], False, 0.5)
+        assert relative(out[row : row + 1], expected) < 1e-14
+        assert relative(lse[:, row : row + 1], expected_lse) < 1e-14
+
+
+@st.composite
+def layouts(draw):
+    """Prompts with their responses, lone rows between them."""
+    segments, start = [], 0
+    for _ in range(draw(st.integers(1, 4))):
+        prompt = draw(st.integers(1, 9))
+        segments.append(Segment(start, prompt))
+        first = start + prompt
+        for length in draw(st.lists(st.integers(1, 7), max_size=4)):
+            segments.append(Segment(first, length, start, prompt))
+            first += length
+        start = first
+    return segments, start
+
+
+@settings(max_examples=25, deadline=None)
+@given(layouts(), st.sampled_from([(8, 8), (8, 6), (5, 5)]), st.integers(0, 10**6))
+def test_packed_parts_equal_masked_segments(layout, dims, seed):
+    segments, tokens = layout
+    flat = random_qkv(tokens, tokens, dim=dims[0], value_dim=dims[1], seed=seed)
+    qkv = [heads_first(x).unsqueeze(0).requires_grad_() for x in flat]
+    known = PackedLayout(segments)
+    plan = VarlenPlan(known.segments, known.prefix_runs, CPU)
+    ours = varlen_attention(plan, *qkv, 0.3, PLAIN)
+    theirs = masked_attention(*qkv, segments, 0.3, None, None)
+    assert relative(ours, theirs) < 1e-13
+    upstream = torch.randn_like(theirs)
+    wanted = torch.autograd.grad(theirs, qkv, upstream)
+    for found, other in zip(torch.autograd.grad(ours, qkv, upstream), wanted, strict=True):
+        assert torch.allclose(found, other, rtol=1e-11, atol=1e-13)
+
+
+def outputs_and_gradients(module, packed):
+    module.zero_grad()
+    out = policy_outputs(module, packed, ("log_probs", "entropy"), 0.8)
+    (out["log_probs"].sum() + 0.3 * out["entropy"].sum()).backward()
+    return out["log_probs"].detach(), {n: p.grad.clone() for n, p in module.named_parameters()}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma"])
+def test_a_training_pass_through_the_parts_equals_the_other_paths_in_float64(family, tiny_folder, monkeypatch):
+    module = load_causal_lm(tiny_folder(family), dtype=torch.float64)
+    # Gemma makes its rotary embedding, and every family its norms, in float32: the same on both sides
+    columns = make_columns(*random_rows(8, [4, 1, 3], longest_prompt=12, longest_response=10))
+    expected, expected_gradients = outputs_and_gradients(module, pack_rows(columns))
+    monkeypatch.setattr(packed_module, "choose_kernel", lambda *_: "varlen")
+    monkeypatch.setattr(
+        packed_module, "varlen_attention", lambda plan, q, k, v, scale: varlen_attention(plan, q, k, v, scale, PLAIN)
+    )
+    found, gradients = outputs_and_gradients(module, pack_rows(columns))
+    assert relative(found, expected) < 1e-10
+    for name, gradient in gradients.items():
+        assert relative(gradient, expected_gradients[name]) < 1e-10 or gradient.norm() < 1e-9, name
+
+
+def test_what_goes_to_a_device_is_the_same_there():
+    x = torch.arange(6).reshape(2, 3)
+    assert torch.equal(to_device(x, CPU), x)
+    assert torch.equal(to_device(x, "cpu"), x)
+    assert to_device(torch.empty(0), torch.device("meta")).device.type == "meta"
+
+
+def test_which_kernel_computes_a_layer():
+    half = torch.empty(1, 4, 3, 64, dtype=torch.bfloat16, device="meta")
+    assert choose_kernel(half, None, None) == "masked"
+    assert choose_kernel(torch.empty(1, 4, 3, 64), None, None) == "flash_cpu"
+    assert choose_kernel(torch.empty(1, 4, 3, 64), 2, None) == "masked"
+    assert not flash_runs(CPU, torch.bfloat16, 64)
+    assert not flash_runs(torch.device("cuda:0"), torch.float32, 64)
+    assert not flash_runs(torch.device("cuda:0"), torch.bfloat16, 320)
+
+
+@pytest.mark.parametrize(("dim", "value_dim"), [(64, 64), (20, 12)])
+def test_the_calls_of_the_flash_kernels_fit_this_pytorch(dim, value_dim):
+    """On meta tensors: the operators exist, take these arguments and return these shapes."""
+    shapes = ((9, 4, dim), (14, 2, dim), (14, 2, value_dim))
+    q, k, v = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes)
+    start = torch.empty(4, dtype=torch.int32, device="meta")
+    spans = Spans(start, start, 5, 7, torch.empty(3, dtype=torch.int32, device="meta"))
+    out, lse = FLASH.forward(q, k, v, spans, True, 0.1)
+    assert out.shape == (9, 4, value_dim)
+    assert lse.shape == (4, 9)
+    assert lse.dtype == torch.float32
+    grads = FLASH.backward(torch.empty_like(out), q, k, v, out, lse, spans, True, 0.1)
+    assert [g.shape for g in grads] == [x.shape for x in (q, k, v)]
+
+
+class TestOnACard:
+    pytestmark = needs_flash
+
+    @pytest.mark.parametrize("dim", [64, 128, 20])
+    @pytest.mark.parametrize("causal", [True, False])
+    def test_flash_equals_the_definition(self, causal, dim):
+        lengths_q, lengths_k = [300, 1, 129], [300, 77, 512]
+        spans = spans_of(lengths_q, lengths_k, torch.device("cuda"))
+        qkv = random_qkv(430, 889, heads=14, dim=dim, value_dim=dim, dtype=torch.bfloat16, device="cuda")
+        wide = [x.double() for x in qkv]
+        out, lse = FLASH.forward(*qkv, spans, causal, dim**-0.5)
+        expected, expected_lse = PLAIN.forward(*wide, spans, causal, dim**-0.5)
+        assert relative(out, expected) < 1e-2
+        assert (lse - expected_lse).abs().max() < 1e-2
+        upstream = torch.randn_like(out)
+        found = FLASH.backward(upstream, *qkv, out, lse, spans, causal, dim**-0.5)
+        wanted = PLAIN.backward(upstream.double(), *wide, expected, expected_lse, spans, causal, dim**-0.5)
+        for a, b in zip(found, wanted, strict=True):
+            assert relative(a, b) < 2e-2
+
+    def test_one_query_a_row_against_slots(self):
+        """The kernel swaps groups of query heads into the query axis here: the order of the log-sum-exp must hold."""
+        rows, capacity = 5, 256
+        q, k, v = random_qkv(rows, rows * capacity, heads=14, dim=64, value_dim=64, dtype=torch.bfloat16, device="cuda")
+        used = torch.tensor([1, 256, 100, 7, 255], dtype=torch.int32, device="cuda")
+        start = torch.tensor([2, 0, 1, 4, 3, 0], dtype=torch.int32, device="cuda") * capacity
+        spans = Spans(torch.arange(rows + 1, dtype=torch.int32, device="cuda"), start, 1, capacity, used)
+        out, lse = FLASH.forward(q, k, v, spans, False, 0.125)
+        expected, expected_lse = PLAIN.forward(q.double(), k.double(), v.double(), spans, False, 0.125)
+        assert relative(out, expected) < 1e-2
+        assert (lse - expected_lse).abs().max() < 1e-2
+
+    def test_packed_parts_do_not_wait_for_the_device(self):
+        segments = [Segment(0, 60), Segment(60, 30, 0, 60), Segment(90, 50, 0, 60), Segment(140, 20)]
+        layout = PackedLayout(segments)
+        flat = random_qkv(160, 160, heads=14, dim=64, value_dim=64, dtype=torch.bfloat16, device="cuda")
+        qkv = [heads_first(x).unsqueeze(0).requires_grad_() for x in flat]
+        layout.attend(0, *qkv).sum().backward()  # what is made once is made now
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            out = layout.attend(0, *qkv)
+            upstream = torch.ones_like(out)
+            found = torch.autograd.grad(out, qkv, upstream)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        wide = [x.detach().double().requires_grad_() for x in qkv]
+        expected = masked_attention(*wide, segments, None, None, None)
+        assert relative(out, expected) < 1e-2
+        for a, b in zip(found, torch.autograd.grad(expected, wide, upstream.double()), strict=True):
+            assert relative(a, b) < 2e-2

@@ -1,0 +1,280 @@
+"""collect(split(x)) == x, for every mode, uneven sizes and nested meshes."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.parallel.batches import Shape, make_batch, rows_of
+from verl.data_proto.metrics import Metric, metric_values
+from verl.data_proto.proto import DataProto
+from verl.errors import ConfigError
+from verl.parallel.dispatch import join_rows, plan_call
+from verl.parallel.mesh import Mesh
+from verl.parallel.register import (
+    Dispatch,
+    Execute,
+    Registered,
+    register,
+    register_dispatch_mode,
+    registered,
+)
+from verl.parallel.shares import TokenCost, balanced_shares, contiguous_shares
+from verl.workers.updates import MiniBatchSchedule, Updates
+
+meshes = st.sampled_from(
+    [
+        Mesh.flat(range(1)),
+        Mesh.flat(range(3)),
+        Mesh.of(4, tensor_parallel=2),
+        Mesh.of(8, fsdp_size=2, sequence_parallel=2),
+    ]
+)
+rows = st.integers(1, 13)
+FLAT2 = Shape(Mesh.flat(range(2)))
+
+
+def run(mode, shape, method, *args, **kwargs):
+    """What a runtime does, in a loop."""
+    plan = plan_call(Registered(mode), shape, args, kwargs)
+    results = {i: method(*plan.calls[i][0], **plan.calls[i][1]) for i in plan.ranks()}
+    return plan, plan.collect([results[i] for i in plan.answering])
+
+
+def echo(batch, *args):
+    return DataProto.from_dict({"row": batch.batch["row"]}, {"note": batch.non_tensor_batch["note"]})
+
+
+def twice(batch, *args):
+    """Two result rows for each row."""
+    return DataProto.from_dict({"row": batch.batch["row"].repeat_interleave(2)})
+
+
+@settings(max_examples=60, deadline=None)
+@given(mesh=meshes, num_rows=rows, n=st.integers(1, 4), seed=st.integers(0, 5))
+@pytest.mark.parametrize("mode", [Dispatch.ND_COMPUTE_PROTO, Dispatch.ND_SCATTER_PROTO])
+def test_rows_come_back_in_order(mode, mesh, num_rows, n, seed):
+    batch = make_batch(num_rows, n, seed)
+    plan, joined = run(mode, Shape(mesh), echo, batch)
+    assert rows_of(joined) == list(range(num_rows))
+    assert joined.non_tensor_batch["note"].tolist() == [{"row": i} for i in range(num_rows)]
+    assert plan.ranks() == list(range(mesh.size))
+    for index in range(mesh.size):
+        same = plan.calls[mesh.collectors()[mesh.dp_rank(index)]]
+        assert plan.calls[index] is same, "ranks of a model-parallel group get one object"
+
+
+@settings(max_examples=30, deadline=None)
+@given(mesh=meshes, num_rows=rows, seed=st.integers(0, 3))
+def test_several_result_rows_per_row(mesh, num_rows, seed):
+    _, joined = run(Dispatch.ND_SCATTER_PROTO, Shape(mesh), twice, make_batch(num_rows, seed=seed))
+    assert rows_of(joined) == [i for i in range(num_rows) for _ in range(2)]
+
+
+def test_no_rank_of_a_sharded_model_is_left_without_a_row():
+    batch = make_batch(2)
+    plan, joined = run(Dispatch.ND_COMPUTE_PROTO, Shape(Mesh.flat(range(4))), echo, batch)
+    assert [len(call[0][0]) for call in plan.calls] == [1, 1, 1, 1]
+    assert rows_of(joined) == [0, 1]
+
+
+def test_rows_go_to_their_owner():
+    batch = make_batch(9, seed=2)
+    owner = batch.batch["rollout_rank"].tolist()
+    plan, joined = run(Dispatch.ND_OWNER_PROTO, FLAT2, echo, batch)
+    assert rows_of(joined) == list(range(9))
+    for rank in range(2):
+        assert rows_of(plan.calls[rank][0][0]) == [i for i, o in enumerate(owner) if o == rank]
+    elsewhere = Shape(Mesh.flat(range(3)), beside_rollout=False)
+    assert rows_of(run(Dispatch.ND_OWNER_PROTO, elsewhere, echo, batch)[1]) == list(range(9))
+    batch.batch["rollout_rank"][0] = 7
+    with pytest.raises(ValueError, match="rollout_rank"):
+        plan_call(Registered(Dispatch.ND_OWNER_PROTO), FLAT2, (batch,), {})
+
+
+def test_object_columns_that_are_not_wanted_stay():
+    declared = Registered(Dispatch.ND_COMPUTE_PROTO, objects=("uid",))
+    plan = plan_call(declared, FLAT2, (make_batch(4),), {})
+    assert set(plan.calls[0][0][0].non_tensor_batch) == {"uid"}
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    mesh=meshes,
+    num_rows=rows,
+    size=st.integers(1, 8),
+    epochs=st.integers(1, 2),
+    shuffle=st.booleans(),
+    n=st.integers(1, 3),
+)
+def test_mini_batches_are_those_of_one_process(mesh, num_rows, size, epochs, shuffle, n):
+    schedule = MiniBatchSchedule(size, epochs, shuffle, seed=3)
+    batch = make_batch(num_rows, n)
+    plan = plan_call(Registered(Dispatch.ND_MINI_BATCHES), Shape(mesh, schedule=schedule), (batch, 5), {})
+    expected = [sorted(found.tolist()) for found in schedule.rows(num_rows, 5)]
+    union = [[] for _ in expected]
+    for index in mesh.collectors():
+        (share, step), kwargs = plan.calls[index]
+        assert step == 5
+        assert len(kwargs["mini_batches"]) == len(expected)
+        for number, positions in enumerate(kwargs["mini_batches"]):
+            union[number] += [rows_of(share)[p] for p in positions]
+    assert [sorted(found) for found in union] == expected
+
+
+def test_updates_merge_to_the_figures_of_the_mini_batch():
+    def part(loss, tokens, seen):
+        steps = [{"loss": Metric.sum(loss), "clipped": Metric.mean(loss, tokens), "grad_norm": Metric.last(2.0)}]
+        return Updates("actor", steps, 0.1, [torch.tensor(seen), torch.tensor(seen)])
+
+    merged = part(1.0, 1, [0.5]).merge([part(3.0, 3, [0.25, 0.125])])
+    figures = metric_values(merged.metrics())
+    assert figures["actor/loss"] == 4.0
+    assert figures["actor/clipped"] == 2.5
+    assert figures["actor/grad_norm"] == 2.0
+    assert figures["actor/lr"] == 0.1
+    assert merged.observed[0].tolist() == [0.5, 0.25, 0.125]
+    assert figures["training/rollout_probs_diff_max"] == 0.0
+
+
+class TestPlainModes:
+    def test_one_to_all(self):
+        assert run(Dispatch.ONE_TO_ALL, FLAT2, lambda x: x + 1, 1)[1] == [2, 2]
+
+    def test_all_reduce(self):
+        assert run(Dispatch.ALL_REDUCE, FLAT2, lambda: 3)[1] == 6
+        merged = run(Dispatch.ALL_REDUCE, FLAT2, lambda: {"a": Metric.sum(2.0), "b": Metric.max(1.0)})[1]
+        assert metric_values(merged) == {"a": 4.0, "b": 1.0}
+
+    def test_rank_zero(self):
+        plan, result = run(Dispatch.RANK_ZERO, FLAT2, lambda x: x, "only")
+        assert (plan.ranks(), result) == ([0], "only")
+        alone = Registered(Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
+        assert plan_call(alone, FLAT2, (), {}).ranks() == [0]
+
+    @pytest.mark.parametrize("mode", [Dispatch.ALL_TO_ALL, Dispatch.DP_COMPUTE])
+    def test_lists_for_each_rank(self, mode):
+        assert run(mode, FLAT2, lambda a, b: (a, b), [1, 2], b=["x", "y"])[1] == [(1, "x"), (2, "y")]
+        with pytest.raises(ValueError, match="2 ranks"):
+            run(mode, FLAT2, lambda a: a, [1, 2, 3])
+
+    @settings(max_examples=30, deadline=None)
+    @given(num_rows=rows, size=st.integers(1, 5))
+    def test_padding_comes_and_goes(self, num_rows, size):
+        batch = make_batch(num_rows, _verl_auto_padding=True)
+        shape = Shape(Mesh.flat(range(size)))
+        plan, joined = run(Dispatch.DP_COMPUTE_PROTO, shape, echo, batch)
+        assert len({len(call[0][0]) for call in plan.calls}) == 1
+        assert rows_of(joined) == list(range(num_rows))
+
+    def test_without_padding_rows_must_divide(self):
+        with pytest.raises(ValueError, match="only support equal chunk"):
+            run(Dispatch.DP_COMPUTE_PROTO, FLAT2, echo, make_batch(3))
+        with pytest.raises(ValueError, match="DataProtos, not a int"):
+            run(Dispatch.DP_COMPUTE_PROTO, FLAT2, echo, 3)
+
+    def test_function_first(self):
+        def work(func, batch):
+            return func(batch)
+
+        assert rows_of(run(Dispatch.DP_COMPUTE_PROTO_WITH_FUNC, FLAT2, work, echo, make_batch(4))[1]) == [0, 1, 2, 3]
+        with pytest.raises(ValueError, match="first argument"):
+            run(Dispatch.DP_COMPUTE_PROTO_WITH_FUNC, FLAT2, work, make_batch(4))
+
+    def test_metrics_stay_apart(self):
+        assert run(Dispatch.DP_COMPUTE_METRIC, FLAT2, len, make_batch(4))[1] == [2, 2]
+
+    def test_direct_methods_have_no_group_call(self):
+        with pytest.raises(ValueError, match="on its ranks"):
+            run(Dispatch.DIRECT_ROLLOUT_METHOD, FLAT2, len)
+
+
+class TestOwnModes:
+    def test_functions_in_the_decorator(self):
+        mode = {
+            "dispatch_fn": lambda group, x: (([x + i for i in range(group.world_size)],), {}),
+            "collect_fn": lambda group, outputs: outputs[::-1],
+        }
+
+        class Mine:
+            @register(dispatch_mode=mode)
+            def work(self, x):
+                return x * 10
+
+        declared = registered(Mine)["work"]
+        plan = plan_call(declared, FLAT2, (1,), {})
+        assert plan.collect([Mine().work(*call[0]) for call in plan.calls]) == [20, 10]
+        with pytest.raises(ConfigError, match="collect_fn"):
+            register(dispatch_mode={"dispatch_fn": len})
+
+    def test_a_new_name(self):
+        mode = register_dispatch_mode("EVERY_RANK_ITS_NUMBER", lambda g: (([0, 1],), {}), lambda g, out: sum(out))
+        assert Dispatch.EVERY_RANK_ITS_NUMBER is mode
+        assert run(mode, FLAT2, lambda number: number)[1] == 1
+        with pytest.raises(ConfigError, match="exists already"):
+            Dispatch.register("EVERY_RANK_ITS_NUMBER")
+        with pytest.raises(AttributeError, match="ONE_TO_ALL"):
+            _ = Dispatch.ONE_TO_AL
+
+    def test_names_of_the_contract(self):
+        names = {mode.name for mode in Dispatch}
+        assert {
+            "RANK_ZERO", "ONE_TO_ALL", "ALL_TO_ALL", "DP_COMPUTE", "DP_COMPUTE_PROTO", "DP_COMPUTE_PROTO_WITH_FUNC",
+            "DP_COMPUTE_METRIC", "DIRECT_ROLLOUT_METHOD",
+        } <= names  # fmt: skip
+
+    def test_a_declared_method_is_still_a_method(self):
+        class Plain:
+            @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
+            def work(self, batch):
+                """Doc."""
+                return len(batch)
+
+        assert Plain().work(make_batch(3)) == 3
+        assert Plain.work.__doc__ == "Doc."
+        assert registered(Plain)["work"].blocking is False
+
+
+class TestShares:
+    def test_contiguous(self):
+        assert contiguous_shares(5, 3) == [[0, 1], [2, 3], [4]]
+        assert contiguous_shares(1, 3) == [[0], [], []]
+
+    @settings(max_examples=40, deadline=None)
+    @given(num_rows=rows, parts=st.integers(1, 5), n=st.integers(1, 4), seed=st.integers(0, 4))
+    def test_every_row_once(self, num_rows, parts, n, seed):
+        shares = balanced_shares(make_batch(num_rows, n, seed), parts, TokenCost(16))
+        assert sorted(row for share in shares for row in share) == list(range(num_rows))
+        assert len(shares) == parts
+        assert all(shares) or num_rows < parts
+
+    def test_samples_of_a_prompt_stay_together_when_that_is_as_even(self):
+        batch = make_batch(8, n=4)
+        batch.batch["attention_mask"][:] = True
+        batch.batch["prompt_mask"][:] = True
+        assert balanced_shares(batch, 2, TokenCost(16)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+        assert [len(share) for share in balanced_shares(batch.slice(0, 4), 2, TokenCost(16))] == [2, 2]
+
+    def test_cost_is_even(self):
+        batch, cost = make_batch(64, n=4, seed=1), TokenCost(4)
+        shares = balanced_shares(batch, 4, cost)
+        lengths = batch.batch["attention_mask"].sum(dim=1)
+        sums = [float(lengths[share].sum()) for share in shares]
+        assert max(sums) / min(sums) < 1.2
+
+
+def test_join_of_other_results():
+    assert join_rows([1, "a"], [[0], [1]]) == [1, "a"]
+    merged = join_rows([{"x": Metric.sum(1.0)}, {"x": Metric.sum(2.0)}], [[0], [1]])
+    assert merged["x"].value == 3.0
+    empty = DataProto.from_dict({"row": torch.zeros(0, dtype=torch.int64)})
+    assert len(join_rows([empty, empty], [[], []])) == 0
+
+
+def test_schedule_is_a_function_of_step_and_pass():
+    schedule = MiniBatchSchedule(3, 2, True, 11)
+    first, again, later = schedule.rows(7, 1), schedule.rows(7, 1), schedule.rows(7, 2)
+    assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
+    assert any(not np.array_equal(a, b) for a, b in zip(first, later, strict=True))
+    assert [len(found) for found in first] == [3, 3, 1, 3, 3, 1]

@@ -1,0 +1,52 @@
+"""The allocator's settings, in processes of their own: they last as long as the process."""
+
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+
+# page faults of allocating, touching and freeing 64 MiB ten times
+_COUNT = """
+import ctypes, resource
+from verl.parallel.memory import keep_freed_memory
+kept = keep_freed_memory()
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+libc.free.argtypes, libc.memset.argtypes = [ctypes.c_void_p], [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
+def touch():
+    block = libc.malloc(64 << 20)
+    libc.memset(block, 1, 64 << 20)
+    libc.free(block)
+touch()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(10):
+    touch()
+print(kept, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+needs_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the settings are glibc's")
+
+
+def faults(**environment):
+    clean = {k: v for k, v in os.environ.items() if k != "GLIBC_TUNABLES" and not k.startswith("MALLOC_")}
+    done = subprocess.run(
+        [sys.executable, "-c", _COUNT], env=clean | environment, capture_output=True, text=True, timeout=60, check=True
+    )
+    kept, count = done.stdout.split()
+    return kept == "True", int(count)
+
+
+@needs_glibc
+def test_freed_memory_is_used_again_without_page_faults():
+    kept, count = faults()
+    assert kept
+    assert count < 200  # 10 x 16,384 when every block is mapped anew
+
+
+@needs_glibc
+def test_settings_of_the_user_stand():
+    kept, count = faults(MALLOC_TRIM_THRESHOLD_="131072")
+    assert not kept
+    assert count > 10_000

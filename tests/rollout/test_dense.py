@@ -1,0 +1,184 @@
+"""The straight forward of dense decoders against the modules' own, and the copies of weights that it may keep."""
+
+import copy
+
+import pytest
+import torch
+
+from tests.rollout.conftest import make_prompts
+from verl.data_proto.samples import SamplingParams
+from verl.models.dense.weights import DenseDecoder, Projection
+from verl.models.products import Products
+from verl.models.tiny import make_tiny_model
+from verl.rollout import products
+from verl.rollout.dense import DenseForward
+from verl.rollout.products import num_copied_bytes, product
+
+DENSE = ["llama", "qwen2", "qwen3", "mistral"]
+OTHER = ["gemma", "gemma2", "gemma3_text"]
+LENGTHS = [3, 20, 7, 33]
+
+
+def generate(engine, **params):
+    settings = {"n": 3, "max_new_tokens": 40, "temperature": 0.8, "ignore_eos": True, **params}
+    return engine.generate(make_prompts(LENGTHS), SamplingParams(**settings), step=2)
+
+
+def same_samples(a, b, atol):
+    for x, y in zip(a, b, strict=True):
+        assert x.token_ids == y.token_ids
+        assert torch.allclose(torch.tensor(x.log_probs), torch.tensor(y.log_probs), atol=atol)
+
+
+def without_dense(monkeypatch, engine, **params):
+    with monkeypatch.context() as patch:
+        patch.setattr(DenseForward, "of", lambda module, *, prepack: None)
+        return generate(engine, **params)
+
+
+@pytest.mark.parametrize("family", OTHER)
+def test_other_families_are_left_to_their_modules(family, load):
+    assert DenseForward.of(load(family), prepack=True) is None
+
+
+def test_a_hook_or_a_changed_head_is_left_to_the_module(load):
+    module = copy.deepcopy(load("llama"))
+    assert DenseForward.of(module, prepack=False) is not None
+    handle = module.lm_head.register_forward_hook(lambda *args: None)
+    assert DenseForward.of(module, prepack=False) is None
+    handle.remove()
+    handle = module.model.layers[0].mlp.register_forward_hook(lambda *args: None)
+    assert DenseForward.of(module, prepack=False) is None
+    handle.remove()
+    module.config.logits_scaling = 2.0
+    assert DenseForward.of(module, prepack=False) is None
+
+
+@pytest.mark.parametrize("prepack", [True, False])
+@pytest.mark.parametrize("family", DENSE)
+def test_samples_equal_those_of_the_module(family, prepack, load, make_engine, monkeypatch):
+    """Over prompts in pieces, rows that end and refill, and lengths past several capacities."""
+    assert DenseForward.of(load(family), prepack=prepack) is not None
+    for n in (1, 3):
+        engine = make_engine("native", family, max_num_seqs=5, max_num_batched_tokens=24, prepack_weights=prepack)
+        same_samples(generate(engine, n=n), without_dense(monkeypatch, engine, n=n), 1e-5)
+
+
+def test_biases_and_a_head_of_its_own(tmp_path, make_engine, monkeypatch):
+    from transformers import AutoModelForCausalLM
+
+    folder = make_tiny_model(tmp_path, "llama", tie_word_embeddings=False, attention_bias=True, mlp_bias=True)
+    module = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="verl", dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(std=0.1)
+    engine = make_engine("native", module=module)
+    same_samples(generate(engine), without_dense(monkeypatch, engine), 1e-5)
+
+
+@pytest.mark.parametrize("family", DENSE)
+def test_float64_modules(family, load, make_engine, monkeypatch):
+    engine = make_engine("native", module=copy.deepcopy(load(family)).double())
+    same_samples(generate(engine), without_dense(monkeypatch, engine), 1e-7)
+    assert engine.stats()["weight_copy_bytes"] == 0
+
+
+@pytest.mark.parametrize("family", DENSE)
+@pytest.mark.parametrize("native", [True, False])
+def test_bfloat16_rounds_where_the_module_does(family, native, load, make_engine, monkeypatch):
+    """Greedy, so that an exchange of two nearly equal tokens shows as a difference of log-probs, not of everything."""
+    monkeypatch.setattr("verl.models.products.native_bf16", lambda device: native)
+    monkeypatch.setattr("verl.models.products._widens", lambda dtype, device: not native and dtype == torch.bfloat16)
+    engine = make_engine("native", module=copy.deepcopy(load(family)).bfloat16())
+    ours = generate(engine, n=1, temperature=0, max_new_tokens=1)
+    theirs = without_dense(monkeypatch, engine, n=1, temperature=0, max_new_tokens=1)
+    for a, b in zip(ours, theirs, strict=True):
+        assert abs(a.log_probs[0] - b.log_probs[0]) < 0.03
+    assert (engine.stats()["weight_copy_bytes"] > 0) != native
+
+
+def test_the_copy_is_kept_until_weights_change_or_memory_is_asked_for(load, make_engine):
+    module = copy.deepcopy(load("llama"))
+    engine = make_engine("native", module=module)
+    generate(engine)
+    first = engine.dense()
+    generate(engine)
+    assert engine.dense() is first
+    assert engine.stats()["weight_copy_bytes"] == first.num_copied_bytes > 0
+    engine.publish(1)
+    second = engine.dense()
+    assert second is not first
+    engine.release()
+    assert engine.dense() is not second
+
+
+def test_weights_changed_without_a_word_are_used(load, make_engine):
+    module = copy.deepcopy(load("llama"))
+    engine = make_engine("native", module=module)
+    before = generate(engine)
+    with torch.no_grad():
+        module.model.layers[0].mlp.down_proj.weight.mul_(-1.0)
+    after = generate(engine)
+    assert [c.token_ids for c in after] != [c.token_ids for c in before]
+    same_samples(after, generate(make_engine("native", module=module)), 0.0)
+
+
+def test_without_prepacking_nothing_is_copied(load, make_engine):
+    module = copy.deepcopy(load("llama"))
+    engine = make_engine("native", module=module, prepack_weights=False)
+    generate(engine)
+    assert engine.stats()["weight_copy_bytes"] == 0
+    decoder = DenseDecoder.of(module)
+    read = engine.dense()._layers[0].qkv.keywords["weight"]
+    assert read.data_ptr() == decoder.layers[0].qkv.weight.data_ptr()
+
+
+def projection(outputs, inputs, bias, dtype=torch.float32):
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(inputs, outputs, bias=bias, dtype=dtype)
+    return Projection(linear.weight.detach(), linear.bias.detach() if bias else None, (linear,))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_products_equal_the_linear(bias, dtype):
+    weights = projection(50, 30, bias, dtype)
+    for prepack in (True, False):
+        multiply = product(weights, prepack=prepack)
+        for rows in (1, 2, 7, 130):
+            x = torch.randn(rows, 30, dtype=dtype)
+            y = multiply(x)
+            assert y.dtype == dtype
+            assert torch.allclose(y, weights.parts[0](x).detach(), atol=1e-5 if dtype != torch.bfloat16 else 0.02)
+
+
+def test_widened_where_the_library_does_not_prepack(monkeypatch):
+    monkeypatch.setattr(products, "_can_prepack", lambda outputs, inputs: False)
+    narrow = projection(50, 30, True, torch.bfloat16)
+    monkeypatch.setattr("verl.models.products._widens", lambda dtype, device: dtype == torch.bfloat16)
+    multiply = product(narrow, prepack=True)
+    x = torch.randn(5, 30).bfloat16()
+    assert num_copied_bytes([multiply, product(projection(50, 30, True), prepack=True)]) == 4 * 50 * 30
+    expected = Products(torch.bfloat16, x.device).linear(x, narrow.weight, narrow.bias)
+    assert torch.equal(multiply(x), expected)
+
+
+@pytest.mark.skipif(not products._can_prepack(96, 64), reason="this build of torch does not prepack weights")
+def test_a_prepacked_row_does_not_depend_on_its_neighbours():
+    multiply = product(projection(960, 576, False), prepack=True)
+    x = torch.randn(65, 576)
+    whole = multiply(x)
+    for rows in (1, 2, 3, 8, 16, 31, 64):
+        assert torch.equal(multiply(x[:rows].clone()), whole[:rows])
+
+
+def test_a_library_that_cannot_is_found_out(monkeypatch, caplog):
+    monkeypatch.setattr(products._Prepacked, "__call__", lambda self, x: x.new_zeros(len(x), self._shape.shape[0]))
+    products._can_prepack.cache_clear()
+    try:
+        if torch.backends.mkl.is_available():
+            assert not products._can_prepack(33, 17)
+            assert "not prepacked" in caplog.text
+    finally:
+        products._can_prepack.cache_clear()

@@ -1,0 +1,231 @@
+"""Where a step's time went, what bounds a run, and `verl show` on folders of live, stopped and finished runs."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verl.cli.main import main
+from verl.cli.show import duration, sparkline
+from verl.errors import ConfigError
+from verl.parallel.traffic import Traffic
+from verl.tracking.bottleneck import find_bottleneck
+from verl.tracking.progress import read_progress
+from verl.tracking.spans import Spans
+from verl.tracking.timeline import Timeline, summarise
+
+
+def span(name, seconds, parent=None):
+    return {"name": name, "parent": parent, "seconds": seconds, "start": 0.0}
+
+
+def test_phases_and_roles_of_a_step():
+    found = summarise(
+        [
+            span("gen", 5.0),
+            span("inside", 2.0, "gen"),
+            span("reward", 1.0),
+            span("update_actor", 3.0),
+            span("odd", 0.5),
+        ],
+        10.0,
+        {"reward": 4.0},
+    )
+    assert found["phases"] == {"rollout": 5.0, "reward": 1.0, "training": 3.0, "other": 1.0}
+    assert found["roles"]["rollout"] == {"busy_s": 5.0, "waiting_s": 5.0, "utilisation": 0.5}
+    assert found["roles"]["actor"]["utilisation"] == 0.3
+    assert found["roles"]["reward"]["busy_s"] == 4.0
+
+
+@given(st.lists(st.tuples(st.sampled_from(["gen", "reward", "ref", "testing", "x"]), st.floats(0, 9)), max_size=8))
+def test_phases_add_up_to_the_step(parts):
+    total = sum(s for _, s in parts) + 1.0
+    found = summarise([span(name, s) for name, s in parts], total)
+    assert sum(found["phases"].values()) == pytest.approx(total)
+    assert all(0 <= r["utilisation"] <= 1 for r in found["roles"].values())
+
+
+def test_a_role_that_works_beside_the_program_is_not_counted_twice():
+    found = summarise([span("rollout_wait", 1.0), span("update_actor", 4.0)], 5.0, {"rollout": 4.5})
+    assert found["phases"]["rollout"] == 1.0
+    assert found["roles"]["rollout"]["utilisation"] == 0.9
+
+
+def test_the_line_of_a_step(tmp_path):
+    traffic = Traffic()
+    timeline = Timeline(tmp_path / "timeline.jsonl", 7, traffic=traffic)
+    spans = Spans(timeline=timeline)
+    for step in (1, 2):
+        with spans("gen"), spans("inside"):
+            pass
+        threads = [threading.Thread(target=timeline.busy, args=("reward", 0.25)) for _ in range(4)]
+        [t.start() for t in threads]
+        [t.join() for t in threads]
+        with traffic.exchanging(100):
+            pass
+        traffic.add(1.0, 23)
+        spans.write(step)
+    rows = [json.loads(line) for line in (tmp_path / "timeline.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["of"]) for row in rows] == [(1, 7), (2, 7)]
+    assert all(row["communication"]["bytes"] == 123 for row in rows)
+    assert all(row["roles"]["reward"]["busy_s"] == 1.0 for row in rows)
+    assert rows[1]["start"] == pytest.approx(rows[0]["start"] + rows[0]["seconds"], abs=0.01)
+
+
+def rows_of(phases, roles=None, count=6, exchanged=0):
+    seconds = sum(phases.values())
+    row = {"of": 100, "start": 0.0, "seconds": seconds, "phases": phases,
+           "roles": {n: {"busy_s": b} for n, b in (roles or {}).items()},
+           "communication": {"seconds": 0.0, "bytes": exchanged}}  # fmt: skip
+    return [{"step": i + 1, **row} for i in range(count)]
+
+
+def metrics_of(count=6, **values):
+    named = {name.replace("__", "/"): value for name, value in values.items()}
+    return [{"step": i + 1, "timing_s/step": 10.0, **named} for i in range(count)]
+
+
+CONFIG = {
+    "data": {"train_batch_size": 16, "max_response_length": 512},
+    "actor_rollout_ref": {
+        "model": {"enable_gradient_checkpointing": True},
+        "rollout": {"n": 4, "max_num_seqs": 32},
+        "actor": {"ppo_micro_batch_size_per_gpu": 2, "use_dynamic_bsz": False},
+    },
+    "reward": {"num_workers": 8},
+    "trainer": {"test_freq": 2, "save_freq": 1},
+}
+
+
+@pytest.mark.parametrize(
+    ("phases", "roles", "metrics", "name", "keys"),
+    [
+        (
+            {"rollout": 8.0, "training": 2.0}, {}, {"rollout__max_running": 32, "rollout__num_decode_steps": 500,
+             "rollout__num_generated_tokens": 4000, "response_length__clip_ratio": 0.5}, "rollout-bound",
+            ["prefetch_num=1", "max_num_seqs", "partial_rollout=True", "are cut", "n_gpus_per_node"],
+        ),
+        (
+            {"training": 9.0, "rollout": 0.5}, {}, {"timing_s__old_log_prob": 3.0, "timing_s__ref": 2.0}, "training-bound",
+            ["ppo_mini_batch_size=16", "use_dynamic_bsz=True", "enable_gradient_checkpointing=False", "use_kl_loss=False"],
+        ),
+        ({"reward": 6.0, "training": 2.0}, {"reward": 5.5}, {}, "reward-bound", ["All 8 scorers", "reward.num_workers"]),
+        ({"reward": 6.0, "training": 2.0}, {"reward": 1.0}, {}, "reward-bound", ["one slow call"]),
+        ({"communication": 6.0, "training": 2.0}, {}, {}, "communication-bound", ["trainer.placement"]),
+        ({"validation": 5.0, "training": 5.0}, {}, {}, "validation-bound", ["trainer.test_freq=20"]),
+        ({"saving": 5.0, "training": 4.0}, {}, {}, "saving-bound", ["trainer.save_freq=11"]),
+    ],
+    ids=["rollout", "training", "reward busy", "reward tail", "communication", "validation", "saving"],
+)  # fmt: skip
+def test_what_bounds_a_run_and_what_to_change(phases, roles, metrics, name, keys):
+    found = find_bottleneck(rows_of(phases, roles), metrics_of(**metrics), CONFIG)
+    assert found.name == name
+    assert sum(found.shares.values()) == pytest.approx(1.0)
+    advice = " ".join(found.advice)
+    for key in keys:
+        assert key in advice, found.advice
+
+
+def test_keys_in_the_advice_exist():
+    """A key that is named as something to set is one."""
+    import re
+
+    from verl.config.tree import leaves
+    from verl.tracking import bottleneck
+
+    every = find_bottleneck(
+        rows_of(dict.fromkeys(bottleneck.RULES, 1.0)),
+        metrics_of(**{"timing_s/old_log_prob": 5.0, "timing_s/ref": 5.0, "rollout/max_running": 32,
+                      "rollout/num_decode_steps": 100, "rollout/num_generated_tokens": 100}), CONFIG,
+    )  # fmt: skip
+    known = set(leaves())
+    named = set(
+        re.findall(r"\b((?:trainer|data|actor_rollout_ref|reward|algorithm)\.[\w.]*\w)", " ".join(every.advice))
+    )
+    assert len(named) > 8
+    assert not named - known
+
+
+def test_the_first_step_warms_up():
+    rows = [{**rows_of({"other": 100.0})[0]}, *rows_of({"rollout": 1.0}, count=5)]
+    assert find_bottleneck(rows, [], {}).name == "rollout-bound"
+    assert find_bottleneck([], [], {}) is None
+
+
+@pytest.fixture
+def run_folder(tmp_path):
+    folder = tmp_path / "run"
+    (folder / "logs").mkdir(parents=True)
+    (folder / "config.yaml").write_text("data: {train_batch_size: 16}\ntrainer: {test_freq: 2}\n")
+    rewards = [0.1, 0.2, 0.4, 0.3, 0.5]
+    metrics = [
+        {"step": i + 1, "time": 1.0, "critic/score/mean": r, "timing_s/step": 2.0} for i, r in enumerate(rewards)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(m) + "\n" for m in metrics))
+    rows = rows_of({"rollout": 1.5, "training": 0.5}, {"rollout": 1.5}, count=5, exchanged=2_000_000)
+    (folder / "timeline.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows) + '{"step": 6, "torn')
+    log = "2026-01-02 03:04:05,678 INFO 1 verl: fine\n2026-01-02 03:04:06,678 WARNING 1 verl.rewards: a scorer hung\n"
+    (folder / "logs" / "rank_0.log").write_text(log)
+    return folder
+
+
+def test_show_a_stopped_run(run_folder, capsys):
+    assert main(["show", str(run_folder)]) == 0
+    shown = capsys.readouterr().out
+    for text in ("stopped at step 5 of 100", "same command", "rollout-bound", "75.0%", "0.1 → 0.5", "a scorer hung"):
+        assert text in shown
+    assert "fine" not in shown
+    assert "2.0 MB" in shown
+
+
+def test_show_a_live_and_a_finished_run(run_folder):
+    me = psutil.Process()
+    holder = {"pid": os.getpid(), "host": os.uname().nodename, "started": me.create_time()}
+    (run_folder / "run.lock").write_text(json.dumps(holder))
+    live = read_progress(run_folder)
+    assert (live.status, live.seconds_left) == ("running", 2.0 * 95)
+    assert str(os.getpid()) in live.process
+    (run_folder / "run.lock").write_text(json.dumps({**holder, "started": 1.0}))  # another process has that number now
+    assert read_progress(run_folder).status == "stopped"
+    (run_folder / "summary.json").write_text("{}")
+    assert read_progress(run_folder).status == "finished"
+
+
+def test_show_as_json_and_before_the_first_step(run_folder, capsys):
+    (run_folder / "timeline.jsonl").unlink()
+    (run_folder / "metrics.jsonl").unlink()
+    assert main(["show", str(run_folder), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["step"], found["bottleneck"], found["curves"]) == (0, None, {})
+
+
+def test_show_refuses_what_is_no_run(tmp_path, capsys):
+    with pytest.raises(ConfigError, match="not the folder of a run"):
+        read_progress(tmp_path)
+    assert main(["show", str(tmp_path)]) == 2
+    assert "trainer.default_local_dir" in capsys.readouterr().err
+
+
+def test_show_starts_without_torch(run_folder):
+    code = (
+        "import sys; from verl.cli.main import main; code = main(['show', sys.argv[1]]); "
+        "assert not {'torch', 'transformers', 'ray', 'numpy'} & set(sys.modules), 'heavy imports'; raise SystemExit(code)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(run_folder)], check=True, timeout=30, stdout=subprocess.DEVNULL)
+
+
+@given(st.lists(st.floats(allow_nan=True, allow_infinity=True), max_size=80))
+def test_sparklines_have_one_block_a_point_or_fit(points):
+    finite = [p for p in points if p == p and abs(p) != float("inf")]
+    assert len(sparkline(points)) == min(len(finite), 32)
+
+
+def test_sparklines_rise_and_durations_read_well():
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
+    assert (duration(3.21), duration(250), duration(7500)) == ("3.2 s", "4 min 10 s", "2 h 5 min")

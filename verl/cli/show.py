@@ -1,0 +1,129 @@
+"""`verl show RUN`: how far a run has come, what bounds it and what to change, how it learns, what went wrong last."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from verl.cli.arguments import Parser
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import Console
+
+    from verl.tracking.bottleneck import Bottleneck
+    from verl.tracking.progress import Curve, Progress
+
+ABOUT = (
+    "Show a run, going on or ended: progress, where the time goes and which keys would change that, learning, warnings."
+)
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_CURVE_WIDTH = 32
+
+
+def run(argv: list[str]) -> int:
+    parser = Parser(prog="verl show", description=ABOUT)
+    parser.add_argument("run", help="the run folder (trainer.default_local_dir)")
+    parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
+    arguments = parser.parse_args(argv)
+    from verl.tracking.progress import read_progress, to_json
+
+    progress = read_progress(Path(arguments.run).expanduser())
+    if arguments.json:
+        print(to_json(progress))
+        return 0
+    from rich.console import Console
+
+    show(progress, Console(highlight=False))
+    return 0
+
+
+def show(progress: Progress, console: Console) -> None:
+    """Print `progress` for people."""
+    console.print(f"[bold]{progress.folder}[/bold]  {_state(progress)}", soft_wrap=True)
+    if progress.bottleneck is not None:
+        _show_time(progress.bottleneck, console)
+    if progress.curves:
+        _show_curves(list(progress.curves.values()), console)
+    if progress.complaints:
+        console.print("\n[bold]last warnings and errors[/bold]")
+        for line in progress.complaints:
+            console.print(f"  {line}", markup=False, soft_wrap=True)
+
+
+def _state(progress: Progress) -> str:
+    of = f" of {progress.total_steps}" if progress.total_steps else ""
+    parts = [f"{progress.status} at step {progress.step}{of}"]
+    if progress.process:
+        parts.append(progress.process)
+    if progress.seconds_left is not None:
+        parts.append(f"about {duration(progress.seconds_left)} to go")
+    if progress.status == "stopped":
+        parts.append("run the same command again to go on")
+    if progress.last_written_s is not None and progress.status == "running":
+        parts.append(f"last step written {duration(progress.last_written_s)} ago")
+    return ", ".join(parts)
+
+
+def _show_time(found: Bottleneck, console: Console) -> None:
+    from rich.table import Table
+
+    console.print(f"\n[bold]{found.name}[/bold]: a step takes {duration(found.step_s)}")
+    table = Table.grid(padding=(0, 2))
+    for phase, share in found.shares.items():
+        table.add_row(f"  {phase}", f"{share:6.1%}", "█" * round(share * 40))
+    console.print(table)
+    roles = ", ".join(f"{role} {share:.0%}" for role, share in found.utilisation.items())
+    if roles:
+        console.print(f"  busy: {roles}", soft_wrap=True)
+    if found.communication_bytes:
+        speed = found.communication_bytes / max(found.communication_s, 1e-9) / 1e6
+        console.print(
+            f"  exchanged per step: {found.communication_bytes / 1e6:.1f} MB in {duration(found.communication_s)} "
+            f"({speed:.0f} MB/s)"
+        )
+    if found.advice:
+        console.print("[bold]what to change[/bold]")
+    for sentence in found.advice:
+        console.print(f"  - {sentence}", markup=False, soft_wrap=True)
+
+
+def _show_curves(curves: Sequence[Curve], console: Console) -> None:
+    from rich.table import Table
+
+    console.print("\n[bold]learning[/bold]")
+    table = Table.grid(padding=(0, 2))
+    for curve in curves:
+        table.add_row(
+            f"  {curve.meaning}",
+            f"{curve.first:.4g} → {curve.last:.4g}",
+            f"best {curve.best:.4g} at step {curve.best_step}",
+            sparkline(curve.points),
+        )
+    console.print(table)
+
+
+def sparkline(points: Sequence[float], width: int = _CURVE_WIDTH) -> str:
+    """At most `width` characters, each the mean of its share of the points, from the lowest block to the highest."""
+    finite = [p for p in points if p == p and abs(p) != float("inf")]
+    if not finite:
+        return ""
+    count = min(width, len(finite))
+    edges = [round(i * len(finite) / count) for i in range(count + 1)]
+    means = [sum(finite[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
+    low, high = min(means), max(means)
+    if high == low:
+        return _BLOCKS[0] * count
+    return "".join(_BLOCKS[round((m - low) / (high - low) * (len(_BLOCKS) - 1))] for m in means)
+
+
+def duration(seconds: float) -> str:
+    """3.2 s, 4 min 10 s, 2 h 5 min."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    return f"{minutes // 60} h {minutes % 60} min"

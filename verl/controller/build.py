@@ -1,0 +1,309 @@
+"""The workers of one process: models, engines and reward processes for the roles that are placed on its device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl.config import CheckpointConfig, FSDPConfig, VerlConfig
+from verl.controller.needs import Needs
+from verl.controller.sampling import sampling_params
+from verl.engines.api import ENGINES as TRAIN_ENGINES
+from verl.engines.api import MicroBatching, TrainEngine
+from verl.engines.groups import Groups
+from verl.errors import ConfigError
+from verl.models.load import eos_token_ids, load_causal_lm, load_external, load_tokenizer
+from verl.parallel.device import compute_dtype
+from verl.parallel.mesh import Mesh
+from verl.parallel.placement import Placement
+from verl.rewards.managers import build_reward_manager
+from verl.rollout.api import ENGINES as ROLLOUT_ENGINES
+from verl.workers.critic import CriticWorker
+from verl.workers.objectives import PolicyObjective, ValueObjective
+from verl.workers.policy import ActorWorker, ReferenceWorker
+from verl.workers.reward import RewardWorker
+from verl.workers.reward_model import build_reward_model
+from verl.workers.rollout import RolloutWorker
+from verl.workers.trained import Keeping
+from verl.workers.updates import MiniBatchSchedule
+
+
+@dataclass
+class Seat:
+    """A process of the run: who lives in it, and what the whole run is."""
+
+    config: VerlConfig
+    placement: Placement
+    rank: int
+    device: torch.device
+    total_steps: int
+    data_sources: list[str]
+    train: bool = True
+    timeout_s: float | None = None  # of the collectives of engines
+
+    def mesh(self, role: str) -> Mesh | None:
+        """How the ranks of an engine are arranged; None where one device holds the model. Raises ConfigError when they
+        do not divide as the config asks."""
+        ranks = self.placement.devices[role]
+        if len(ranks) == 1:
+            return None
+        config = engine_section(self.config, role)
+        return Mesh.of(
+            ranks,
+            fsdp_size=config.fsdp_size,
+            sequence_parallel=config.ulysses_sequence_parallel_size,
+            tensor_parallel=config.tensor_parallel_size,
+        )
+
+    def holds(self, role: str) -> bool:
+        return self.rank in self.placement.devices[role]
+
+    @property
+    def needs(self) -> Needs:
+        return Needs.of(self.config)
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether generation uses the training module itself: one process holds the whole policy and generates with it."""
+        actor, rollout = self.placement.devices["actor"], self.placement.devices["rollout"]
+        return not self.train or (len(actor) == 1 and actor == rollout)
+
+
+def check_meshes(config: VerlConfig, placement: Placement) -> None:
+    """Raise ConfigError, before anything is started, when devices do not divide as the engines ask."""
+    seat = Seat(config, placement, 0, torch.device("cpu"), 1, [])
+    for role in engine_roles(seat):
+        seat.mesh(role)
+        if shares_reference(config) and placement.devices["reference"] != placement.devices["actor"]:
+            raise ConfigError(
+                "With LoRA the reference policy is the actor without its adapters, so both are on the same devices. Leave "
+                "'reference' out of trainer.placement."
+            )
+
+
+def engine_roles(seat: Seat) -> list[str]:
+    """Roles of the run that have a training engine, in the order in which all processes make their groups."""
+    if not seat.train:
+        return []
+    wanted = {"actor": True, "reference": seat.needs.reference, "critic": seat.needs.critic}
+    return [role for role, needed in wanted.items() if needed]
+
+
+def shares_reference(config: VerlConfig) -> bool:
+    """Whether the reference policy is the actor without its adapters, on the actor's devices."""
+    return config.actor_rollout_ref.model.lora_rank > 0
+
+
+def build_workers(seat: Seat) -> dict[str, Any]:
+    """The workers of `seat` by role. Reward processes start first, so that a wrong reward function costs no model load."""
+    config = seat.config
+    _set_determinism(config)
+    tokenizer = load_tokenizer(config.actor_rollout_ref.model)
+    workers: dict[str, Any] = {}
+    if seat.holds("reward"):
+        workers["reward"] = _reward(seat, tokenizer)
+    try:
+        for role in engine_roles(seat):
+            if role == "reference" and shares_reference(config):
+                if seat.holds("actor"):
+                    workers[role] = _adapterless(seat, workers["actor"])
+                continue
+            if seat.holds(role):
+                workers[role] = _BUILDERS[role](seat)
+            else:
+                _help_make_groups(seat, role)
+        if seat.holds("rollout"):
+            workers["rollout"] = _rollout(seat, tokenizer, workers.get("actor"), workers.get("reward"))
+    except BaseException:
+        if "reward" in workers:
+            workers["reward"].close()
+        raise
+    return workers
+
+
+def schedule_of(config: VerlConfig, role: str) -> MiniBatchSchedule | None:
+    """Which rows each optimizer step of `role` takes; None for a role that does not train."""
+    sections: dict[str, Any] = {"actor": config.actor_rollout_ref.actor, "critic": config.critic}
+    section = sections.get(role)
+    if section is None:
+        return None
+    return MiniBatchSchedule(
+        size=section.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n,
+        epochs=section.ppo_epochs,
+        shuffle=section.shuffle,
+        seed=section.data_loader_seed,
+    )
+
+
+def _set_determinism(config: VerlConfig) -> None:
+    if config.trainer.deterministic:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        # a debugging aid that comes with it and writes every new tensor twice
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def engine_section(config: VerlConfig, role: str) -> FSDPConfig:
+    """The engine settings of actor, reference or critic."""
+    if role == "critic":
+        return config.critic.fsdp
+    group = config.actor_rollout_ref
+    return group.ref.fsdp_config if role == "reference" else group.actor.fsdp_config
+
+
+def _help_make_groups(seat: Seat, role: str) -> None:
+    """Process groups are made by all processes of a run, those that will not be in them too."""
+    mesh = seat.mesh(role)
+    if mesh is not None:
+        engine = engine_section(seat.config, role)
+        Groups(mesh, seat.device.type, engine.expert_parallel_size, seat.timeout_s)
+
+
+def _engine(seat: Seat, role: str, section: Any, *, trains: bool, kind: str = "policy") -> TrainEngine:
+    """One device holds the model: the local engine. Several: the one that the strategy names."""
+    config, mesh = seat.config, seat.mesh(role)
+    settings: dict[str, Any] = {
+        "model": config.critic.model if role == "critic" else config.actor_rollout_ref.model,
+        "engine": engine_section(config, role),
+        "optim": section.optim if trains else None,
+        "kind": kind,
+        "device": seat.device,
+        "total_steps": seat.total_steps,
+        "trainable": trains,
+    }
+    if mesh is None:
+        return TRAIN_ENGINES.get("local")(**settings)
+    return TRAIN_ENGINES.get(section.strategy)(mesh=mesh, timeout_s=seat.timeout_s, **settings)
+
+
+def _actor(seat: Seat) -> ActorWorker:
+    config, group = seat.config, seat.config.actor_rollout_ref
+    schedule = schedule_of(config, "actor")
+    assert schedule is not None
+    engine = _engine(seat, "actor", group.actor, trains=seat.train)
+    return ActorWorker(
+        engine,
+        group.actor,
+        PolicyObjective(
+            group.actor, config.algorithm.rollout_correction, max_response_length=group.rollout.response_length
+        ),
+        micro=micro_batching(group.actor, "ppo_"),
+        log_prob_micro=micro_batching(group.rollout, "log_prob_"),
+        temperature=group.rollout.temperature or 1.0,
+        schedule=schedule,
+        keeping=_keeping(seat, "actor", group.actor.checkpoint, engine.module),
+    )
+
+
+def _reference(seat: Seat) -> ReferenceWorker:
+    group = seat.config.actor_rollout_ref
+    engine = _engine(seat, "reference", group.ref, trains=False)
+    return ReferenceWorker(engine, micro_batching(group.ref, "log_prob_"), group.rollout.temperature or 1.0)
+
+
+def _adapterless(seat: Seat, actor: ActorWorker) -> ReferenceWorker:
+    """The reference policy of LoRA training: the actor's own weights without the adapters, no second copy."""
+    group = seat.config.actor_rollout_ref
+    micro = micro_batching(group.ref, "log_prob_")
+    return ReferenceWorker(actor.engine, micro, group.rollout.temperature or 1.0, without_adapters=True)
+
+
+def _critic(seat: Seat) -> CriticWorker:
+    critic = seat.config.critic
+    schedule = schedule_of(seat.config, "critic")
+    assert schedule is not None
+    engine = _engine(seat, "critic", critic, trains=True, kind="value")
+    return CriticWorker(
+        engine,
+        critic,
+        ValueObjective(critic, max_response_length=seat.config.actor_rollout_ref.rollout.response_length),
+        micro=micro_batching(critic, "ppo_"),
+        forward_micro=_critic_forward_micro(critic),
+        schedule=schedule,
+        keeping=_keeping(seat, "critic", critic.checkpoint, engine.module),
+    )
+
+
+_BUILDERS: dict[str, Callable[[Seat], Any]] = {"actor": _actor, "reference": _reference, "critic": _critic}
+
+
+def _reward(seat: Seat, tokenizer: Any) -> RewardWorker:
+    config = seat.config
+    ranks = len(seat.placement.devices["reward"])
+    section = replace(config.reward, num_workers=max(1, config.reward.num_workers // ranks))
+    manager = build_reward_manager(section, max_response_length=config.actor_rollout_ref.rollout.response_length)
+    manager.start(seat.data_sources)
+    try:
+        model = None
+        if config.reward.reward_model.enable:
+            model = build_reward_model(config.reward.reward_model, tokenizer, seat.device)
+        return RewardWorker(manager, model, tokenizer)
+    except BaseException:
+        manager.close()
+        raise
+
+
+def _rollout(seat: Seat, tokenizer: Any, actor: ActorWorker | None, reward: RewardWorker | None) -> RolloutWorker:
+    """The engine generates with the actor's own module where that is whole and here: then there is one copy of the weights."""
+    rollout, ranks = seat.config.actor_rollout_ref.rollout, seat.placement.devices["rollout"]
+    shared = seat.shares_weights and actor is not None
+    module = actor.engine.module if shared and actor is not None else _replica(seat)
+    engine = ROLLOUT_ENGINES.get(rollout.name)(
+        module, tokenizer, rollout, eos_token_ids=eos_token_ids(module, tokenizer), pad_token_id=tokenizer.pad_token_id
+    )
+    streams = reward is not None and seat.placement.devices["reward"] == ranks
+    return RolloutWorker(
+        engine,
+        tokenizer,
+        sampling_params(rollout),
+        max_prompt_length=rollout.prompt_length,
+        free_cache=rollout.free_cache_engine,
+        score_stream=reward.submit if streams and reward is not None else None,
+        replica=None if shared else module,
+        rank=ranks.index(seat.rank),
+    )
+
+
+def _replica(seat: Seat) -> Any:
+    """A whole copy of the policy in the compute dtype, for generation alone."""
+    group = seat.config.actor_rollout_ref
+    load_external(group.model.external_lib)
+    return load_causal_lm(
+        group.model.path,
+        device=seat.device,
+        dtype=compute_dtype(group.actor.fsdp_config.dtype, seat.device),
+        trust_remote_code=group.model.trust_remote_code,
+        override_config=group.model.override_config,
+    ).requires_grad_(False)
+
+
+def micro_batching(section: Any, prefix: str = "", *, tokens_key: str = "max_token_len_per_gpu") -> MicroBatching:
+    """By tokens when the section says use_dynamic_bsz or gives no row count, else by rows."""
+    rows = getattr(section, f"{prefix}micro_batch_size_per_gpu") or getattr(section, f"{prefix}micro_batch_size")
+    dynamic = getattr(section, f"{prefix}use_dynamic_bsz", getattr(section, "use_dynamic_bsz", False))
+    if dynamic or rows is None:
+        return MicroBatching(max_tokens=getattr(section, f"{prefix}{tokens_key}"))
+    return MicroBatching(max_rows=rows)
+
+
+def _critic_forward_micro(critic: Any) -> MicroBatching:
+    rows = critic.forward_micro_batch_size_per_gpu or critic.forward_micro_batch_size
+    if critic.use_dynamic_bsz or rows is None:
+        return MicroBatching(max_tokens=critic.forward_max_token_len_per_gpu)
+    return MicroBatching(max_rows=rows)
+
+
+def _keeping(seat: Seat, role: str, config: CheckpointConfig, module: Any) -> Keeping:
+    tokenizer = load_tokenizer(seat.config.actor_rollout_ref.model)
+
+    def hf_files(folder: Path) -> None:
+        module.config.save_pretrained(folder)
+        generation_config = getattr(module, "generation_config", None)
+        if generation_config is not None:
+            generation_config.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+    return Keeping(role, config, hf_files, writes=seat.rank == seat.placement.devices[role][0])

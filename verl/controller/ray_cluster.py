@@ -1,0 +1,348 @@
+"""Ray, as far as verl uses it: a cluster, processes with a place in it, results with deadlines. Nothing else imports ray."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # a process without a GPU keeps CUDA_VISIBLE_DEVICES
+
+import ray
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from verl.errors import ConfigError, DeadlineError, VerlError, WorkerLostError
+
+log = logging.getLogger(__name__)
+
+_ROOT_CAUSE_S = 3.0  # how long to look for the rank that died once another one has noticed
+_END_S = 5.0
+# what a process on another machine gets from the environment of the driver
+_PASSED_ON = (
+    "HF_",
+    "VERL_",
+    "NCCL_",
+    "GLOO_",
+    "TORCH_",
+    "TOKENIZERS_",
+    "CUDA_DEVICE_MAX",
+    "LOG_LEVEL",
+    "GLIBC_TUNABLES",
+)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a run needs of a cluster: `nodes[i]` processes on machine i, each with a CPU and, with `gpus`, a GPU."""
+
+    nodes: Sequence[int]
+    gpus: bool
+    timeout_s: float
+
+    @property
+    def num_processes(self) -> int:
+        return sum(self.nodes)
+
+    @property
+    def resource(self) -> str:
+        return "GPU" if self.gpus else "CPU"
+
+
+@dataclass
+class Process:
+    """One actor with its place; `roles` name it in errors."""
+
+    rank: int
+    handle: Any
+    roles: str = ""
+    node: str = "?"
+    pid: int = 0
+    log_file: Path | None = None
+
+    def __str__(self) -> str:
+        place = f"node {self.node}, process {self.pid}" if self.pid else "not yet started"
+        return f"rank {self.rank} ({self.roles}; {place})"
+
+
+class Cluster:
+    """An existing cluster (`address` in `ray_init`, or RAY_ADDRESS), or one of our own on this machine, which ends with us."""
+
+    def __init__(self, ray_init: Mapping[str, Any], request: Request):
+        self.request = request
+        self._groups: list[PlacementGroup] = []
+        self._handles: list[Any] = []
+        self._started = False
+        settings = {k: v for k, v in ray_init.items() if v is not None}
+        address = settings.pop("address", None) or os.environ.get("RAY_ADDRESS")
+        self.is_ours = address is None and not ray.is_initialized()
+        if self.is_ours:
+            _check_machine(request, settings)
+        if not ray.is_initialized():
+            self._start(settings, address)
+        try:
+            self._check_resources()
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, settings: dict[str, Any], address: str | None) -> None:
+        environment = {k: v for k, v in (settings.pop("runtime_env", None) or {}).items() if v is not None}
+        own: dict[str, Any] = {"include_dashboard": False} if address is None else {"address": address}
+        if address is None:
+            os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # our own cluster listens on this machine alone
+            own["num_cpus"] = settings.pop("num_cpus", None) or os.cpu_count()
+        else:
+            settings.pop("num_cpus", None)
+        started = time.monotonic()
+        try:
+            ray.init(
+                **own, runtime_env=environment or None, logging_level=logging.WARNING, log_to_driver=True, **settings
+            )
+        except (RayError, ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+            raise ConfigError(
+                f"Ray did not start after {time.monotonic() - started:.0f} s ({_first_line(error)}). "
+                + ("Check ray_kwargs.ray_init.address." if address else "Check ray_kwargs.ray_init and /tmp/ray.")
+            ) from error
+        self._started = True
+
+    def _check_resources(self) -> None:
+        """Refuse a run for which the cluster as a whole is too small."""
+        request = self.request
+        have = sorted((int(n["Resources"].get(request.resource, 0)) for n in ray.nodes() if n["Alive"]), reverse=True)
+        need = sorted(request.nodes, reverse=True)
+        if len(have) < len(need) or any(h < n for h, n in zip(have, need, strict=False)):
+            raise ConfigError(
+                f"The run needs {len(need)} machine(s) with {' and '.join(map(str, need))} {request.resource}s, but the Ray "
+                f"cluster has {len(have)} with {', '.join(map(str, have)) or 'none'}. Lower trainer.nnodes or "
+                "trainer.n_gpus_per_node, or add machines to the cluster."
+            )
+
+    def reserve(self) -> None:
+        """Take the places, machine by machine. Raises DeadlineError when other jobs hold them."""
+        bundle = {"CPU": 1.0, **({"GPU": 1.0} if self.request.gpus else {})}
+        for count in self.request.nodes:
+            self._groups.append(placement_group([dict(bundle) for _ in range(count)], strategy="STRICT_PACK"))
+        started = time.monotonic()
+        for group in self._groups:
+            left = self.request.timeout_s - (time.monotonic() - started)
+            try:
+                ray.get(group.ready(), timeout=max(left, 0.1))
+            except GetTimeoutError as error:
+                free = int(ray.available_resources().get(self.request.resource, 0))
+                raise DeadlineError(
+                    f"Ray has not given {self.request.num_processes} {self.request.resource}s within "
+                    f"{self.request.timeout_s:.0f} s; {free} are free, the others are used by other jobs. End those, or ask "
+                    "for fewer with trainer.nnodes and trainer.n_gpus_per_node."
+                ) from error
+        if len(self._groups) > 1:
+            self._groups.sort(key=_node_of)  # ranks of a machine do not depend on which group was ready first
+
+    def spawn(
+        self,
+        cls: type,
+        environment: Mapping[str, str],
+        arguments: Callable[[int], tuple[Any, ...]],
+        share: float = 1.0,
+    ) -> list[Process]:
+        """An actor of `cls` for every place, in rank order; `arguments(rank)` are for its constructor. It takes `share` of the
+        place, so that several can be there."""
+        processes: list[Process] = []
+        for group, count in zip(self._groups, self._counts(), strict=True):
+            for bundle in range(count):
+                rank = len(processes)
+                options = {
+                    "num_cpus": share,
+                    "num_gpus": share if self.request.gpus else 0,
+                    "max_restarts": 0,
+                    "runtime_env": {"env_vars": {**_environment(), **environment}},
+                    "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                        placement_group=group, placement_group_bundle_index=bundle
+                    ),
+                }
+                handle: Any = ray.remote(cls).options(**options).remote(*arguments(rank))
+                self._handles.append(handle)
+                processes.append(Process(rank, handle))
+        return processes
+
+    def _counts(self) -> list[int]:
+        return [group.bundle_count for group in self._groups]
+
+    def end(self, processes: Sequence[Process]) -> None:
+        """Let processes end their children, with a deadline; then end them."""
+        refs = [process.handle.end.remote() for process in processes]
+        ray.wait(refs, num_returns=len(refs), timeout=_END_S)
+        for process in processes:
+            ray.kill(process.handle, no_restart=True)
+
+    def timeline(self, file: str) -> None:
+        """Ray's timeline of the run, for chrome://tracing."""
+        Path(file).expanduser().parent.mkdir(parents=True, exist_ok=True)
+        ray.timeline(filename=str(Path(file).expanduser()))
+
+    def close(self) -> None:
+        """End every process, give the places back, and end the cluster if it is ours. May be called again."""
+        handles, self._handles = self._handles, []
+        groups, self._groups = self._groups, []
+        if ray.is_initialized():
+            for handle in handles:
+                ray.kill(handle, no_restart=True)
+            for group in groups:
+                remove_placement_group(group)
+            if self._started:
+                ray.shutdown()
+        self._started = False
+
+
+@dataclass
+class Pending:
+    """Results under way on several processes: refs by process, in the order in which they are wanted."""
+
+    call: str
+    refs: list[tuple[Process, Any]]
+    timeout_s: float
+    collect: Callable[[list[Any]], Any]
+    _started: float = field(default_factory=time.monotonic)
+    _value: Any = None
+    _done: bool = False
+
+    def ready(self) -> bool:
+        """Whether every process has answered."""
+        refs = [ref for _, ref in self.refs]
+        return self._done or len(ray.wait(refs, num_returns=len(refs), timeout=0)[0]) == len(refs)
+
+    def get(self) -> Any:
+        """Wait for all. Raises what a process raised, WorkerLostError for one that died, DeadlineError for one that hangs."""
+        if not self._done:
+            self._value, self._done = self.collect(self._wait()), True
+        return self._value
+
+    def _wait(self) -> list[Any]:
+        results: dict[int, Any] = {}
+        waiting = {ref: process for process, ref in self.refs}
+        while waiting:
+            left = self._started + self.timeout_s - time.monotonic()
+            if left <= 0:
+                raise DeadlineError(self._late(list(waiting.values())))
+            done, _ = ray.wait(list(waiting), num_returns=1, timeout=left)
+            for ref in done:
+                process = waiting.pop(ref)
+                try:
+                    results[process.rank] = self._fetch(process, ref)
+                except (WorkerLostError, DeadlineError) as error:
+                    raise self._root_cause(waiting, error) from error
+        return [results[process.rank] for process, _ in self.refs]
+
+    def _fetch(self, process: Process, ref: Any) -> Any:
+        elapsed_s = time.monotonic() - self._started
+        try:
+            return open_answer(ray.get(ref), f"{process}, {self.call}")
+        except (RayActorError, ActorUnavailableError) as error:
+            raise WorkerLostError(
+                f"{str(process).capitalize()} died in {self.call} after {elapsed_s:.1f} s ({_first_line(error)}). "
+                f"{_last_lines(process)}Run the same command again to go on from the last checkpoint; if it was killed for "
+                "its memory, lower ppo_max_token_len_per_gpu or use more devices."
+            ) from error
+        except RayTaskError as error:
+            raise RuntimeError(f"{process} failed in {self.call}:\n{error}") from error
+
+    def _root_cause(self, waiting: dict[Any, Process], noticed: VerlError) -> VerlError:
+        """A rank that lost its peer answers before Ray has noticed that the peer is dead: that one is to be named."""
+        until = time.monotonic() + _ROOT_CAUSE_S
+        while waiting and time.monotonic() < until:
+            done, _ = ray.wait(list(waiting), num_returns=1, timeout=max(0.0, until - time.monotonic()))
+            for ref in done:
+                process = waiting.pop(ref)
+                try:
+                    self._fetch(process, ref)
+                except WorkerLostError as error:
+                    if isinstance(error.__cause__, RayError):
+                        return error
+                except VerlError as error:
+                    return error
+        return noticed
+
+    def _late(self, processes: list[Process]) -> str:
+        names = "; ".join(map(str, processes))
+        return (
+            f"{names} did not finish {self.call} within {self.timeout_s:.0f} s. It hangs or is slow: look at its log"
+            f"{''.join(f' {p.log_file}' for p in processes[:1] if p.log_file)}; raise trainer.call_timeout_s if it is slow."
+        )
+
+
+def send(value: Any) -> Any:
+    """A reference to `value` that several processes can be given; it is stored once."""
+    return ray.put(value)
+
+
+def open_answer(answer: Any, place: str) -> Any:
+    """What `Answer` packed: the result, or the error raised again here with its place."""
+    if not isinstance(answer, dict) or "error" not in answer:
+        return answer
+    kind, text = answer["error"], answer["text"]
+    import verl.errors
+
+    found = getattr(verl.errors, kind, None)
+    if isinstance(found, type) and issubclass(found, VerlError):
+        error = VerlError.__new__(found)
+        Exception.__init__(error, f"{text} [{place}]")
+        raise error
+    raise RuntimeError(f"{place} failed:\n{text}")
+
+
+def _check_machine(request: Request, settings: Mapping[str, Any]) -> None:
+    """Before a cluster of our own is started: it is this machine alone."""
+    if len(request.nodes) > 1:
+        raise ConfigError(
+            f"trainer.nnodes={len(request.nodes)} needs a Ray cluster of several machines. Start it (ray start --head, and ray "
+            "start --address=... on the others) and give its address: ray_kwargs.ray_init.address=auto."
+        )
+    if request.gpus:
+        import torch
+
+        have, what = torch.cuda.device_count(), "GPUs"
+    else:
+        have, what = settings.get("num_cpus") or os.cpu_count() or 1, "CPU cores"
+    if request.num_processes > have:
+        more = (
+            ""
+            if request.gpus
+            else f", or let cores be shared with ray_kwargs.ray_init.num_cpus={request.num_processes}"
+        )
+        raise ConfigError(
+            f"The run needs {request.num_processes} devices, but this machine has {have} {what}. Lower "
+            f"trainer.n_gpus_per_node{more}."
+        )
+
+
+def _environment() -> dict[str, str]:
+    """Threads and settings of a process. Ray would set one thread for each."""
+    passed = {k: v for k, v in os.environ.items() if k.startswith(_PASSED_ON)}
+    here = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join(dict.fromkeys([here, *os.environ.get("PYTHONPATH", "").split(os.pathsep)])).rstrip(
+        os.pathsep
+    )
+    return {**passed, "OMP_WAIT_POLICY": "passive", "PYTHONPATH": path, "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1"}
+
+
+def _node_of(group: PlacementGroup) -> str:
+    table = ray.util.placement_group_table(group)
+    nodes = {n["NodeID"]: n["NodeManagerAddress"] for n in ray.nodes()}
+    node = next(iter(table["bundles_to_node_id"].values()), "")
+    return f"{nodes.get(node, '')}/{node}"
+
+
+def _last_lines(process: Process, count: int = 3) -> str:
+    if process.log_file is None or not process.log_file.exists():
+        return ""
+    lines = process.log_file.read_text(encoding="utf-8", errors="replace").splitlines()[-count:]
+    return f"The end of its log: {' | '.join(lines)}. " if lines else ""
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]

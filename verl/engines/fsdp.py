@@ -1,0 +1,255 @@
+"""Training over several ranks: FSDP2, tensor, sequence and expert parallelism, in any combination.
+
+Gradients are sums over all ranks of losses that are divided by totals over all ranks, so a step is that of one device with
+all the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+
+from verl.config import FSDPConfig, ModelConfig, OptimConfig
+from verl.data_proto.metrics import Metric, merge_metrics
+from verl.data_proto.proto import DataProto
+from verl.engines.api import BatchTotals, EngineState, LossFn, MicroBatching, Output
+from verl.engines.groups import Groups, mesh_of
+from verl.engines.loading import load_module, load_skeleton
+from verl.engines.micro_batches import plan_micro_batches
+from verl.engines.sharding import from_first, shard_model
+from verl.engines.shards import GradientNorm, ShardedParameters, add_up_partial_gradients
+from verl.engines.state import TrainedState
+from verl.errors import ConfigError
+from verl.models.load import load_external, load_model_config
+from verl.models.lora import LoRASpec, adapters_off
+from verl.models.optim import MasterOptimizer, lr_at
+from verl.models.packing import PackedBatch, pack_rows, read_rows
+from verl.models.parallel.experts import check_experts
+from verl.models.parallel.forward import empty_batch
+from verl.models.parallel.sequence import check_heads
+from verl.models.parallel.tensor import check_divisible
+from verl.parallel.device import compute_dtype
+from verl.parallel.mesh import Mesh
+
+# optimizers that treat each number by itself, so that a part of a matrix is enough for them
+_ELEMENTWISE = ("AdamW", "Adam", "SGD", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD")
+
+
+class FSDPEngine:
+    """The TrainEngine of several ranks. `mesh` says how they are arranged (default: all ranks of the default process
+    group, as `engine` asks); the process group exists before.
+
+    The first rank reads the model and hands it out layer by layer, so no other rank ever has more than its part and one
+    layer. `module` has the shards; call it through the engine only.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: ModelConfig,
+        engine: FSDPConfig,
+        optim: OptimConfig | None,
+        kind: Literal["policy", "value"],
+        device: torch.device,
+        total_steps: int,
+        trainable: bool = True,
+        share_prompts: bool = True,
+        mesh: Mesh | None = None,
+        timeout_s: float | None = None,
+    ):
+        self.kind = kind
+        self.device = device
+        self.total_steps = total_steps
+        self.share_prompts = share_prompts
+        self.config = engine
+        self.optim = optim if trainable else None
+        self.num_lr_steps = 0
+        mesh = mesh_of(engine, dist.get_world_size()) if mesh is None else mesh
+        _check_layout(model, engine, mesh, self.optim)
+        self.groups = Groups(mesh, device.type, engine.expert_parallel_size, timeout_s)
+        narrow, trains = compute_dtype(engine.dtype, device), self.optim is not None
+        source = from_first(
+            self.groups, device, lambda: load_module(model, kind, torch.device("cpu"), narrow, trains=trains)
+        )
+        self.module = load_skeleton(model, kind, narrow, trains=trains)
+        if not trains:
+            self.module.requires_grad_(False)
+        self.model, self.shards = shard_model(self.module, kind, source, self.groups, engine, narrow, device)
+        del source
+        self.optimizer: MasterOptimizer | None = None
+        self.model.train(trains)
+        if self.optim is not None:
+            wide = torch.promote_types(narrow, torch.float32)
+            norm = GradientNorm(self.shards, self.groups, device)
+            self.optimizer = MasterOptimizer(self.module, self.optim, wide, norm)
+        self.spec = LoRASpec.of(model) if trains else None
+        self.compute_dtype = narrow
+        parameters = ShardedParameters(self.shards, self.groups, device)
+        self._trained = TrainedState(self.module, parameters, self.optimizer, self.spec, model.path)
+        self._leave_device()
+
+    @torch.no_grad()
+    def forward(
+        self, batch: DataProto, outputs: Sequence[Output], micro: MicroBatching, temperature: float = 1.0
+    ) -> dict[str, torch.Tensor]:
+        """See TrainEngine."""
+        shape = tuple(batch.batch["responses"].shape)
+        found: dict[str, torch.Tensor] = {}
+        with self._on_device():
+            for rows, part in self._micro_batches(batch, micro):
+                for name, values in self.model(self._pack(part, shape), outputs, temperature).items():
+                    if name not in found:
+                        wide = values.dtype if values.dtype == torch.float64 else torch.float32
+                        found[name] = torch.zeros(shape, dtype=wide)
+                    if part is not None:
+                        found[name][rows] = values.to("cpu", found[name].dtype)
+            self._free_root()
+        return found
+
+    def train_batch(
+        self, batch: DataProto, loss: LossFn, outputs: Sequence[Output], micro: MicroBatching, temperature: float = 1.0
+    ) -> dict[str, Metric]:
+        """See TrainEngine. `batch` holds this rank's rows of the mini-batch. `num_skipped_updates` is added when the
+        gradient norm was not finite."""
+        assert self.optim is not None, "a frozen model cannot be trained"
+        assert self.optimizer is not None
+        totals = self._totals(batch)
+        merged: list[dict[str, Metric]] = [{"loss": Metric.sum(0.0)}]
+        with self._on_device(optimizer=True):
+            parts = list(self._micro_batches(batch, micro))
+            for number, (_, part) in enumerate(parts):
+                self._begin_backward(is_last=number == len(parts) - 1)
+                found = self.model(self._pack(part, tuple(batch.batch["responses"].shape)), outputs, temperature)
+                merged.append(_backward(found, part, loss, totals))
+            if not totals.num_tokens:  # nothing trained on any rank: no step, as on one device
+                self.optimizer.optimizer.zero_grad(set_to_none=True)
+            add_up_partial_gradients(self.shards, self.groups, self.device)
+            result = self.optimizer.step(lr_at(self.num_lr_steps, self.optim, self.total_steps))
+            self._free_root()
+        metrics = merge_metrics(merged)
+        metrics["grad_norm"] = Metric.last(result.grad_norm)
+        if not result.taken:
+            metrics["num_skipped_updates"] = Metric.last(1.0)
+        return metrics
+
+    def end_step(self) -> float:
+        """See TrainEngine."""
+        assert self.optim is not None, "a frozen model has no learning rate"
+        rate = lr_at(self.num_lr_steps, self.optim, self.total_steps)
+        self.num_lr_steps += 1
+        return rate
+
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        """See TrainEngine."""
+        if self.spec is None:
+            raise ConfigError("There are no adapters to leave out; set model.lora_rank, or build a reference policy.")
+        with adapters_off(self.module):
+            yield
+
+    def gather_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See TrainEngine."""
+        return self._trained.weights(self.compute_dtype)
+
+    def state(self) -> EngineState:
+        """See TrainEngine. Its tensors are gathered when they are asked for, by all ranks."""
+        return self._trained.save({"num_lr_steps": self.num_lr_steps})
+
+    def load_state(self, state: EngineState) -> None:
+        """See TrainEngine. Every rank reads the whole tensors and keeps its part, so any number of ranks will do."""
+        self._trained.load(state)
+        if state.extra:
+            self.num_lr_steps = state.extra["num_lr_steps"]
+
+    def _totals(self, batch: DataProto) -> BatchTotals:
+        sizes = torch.tensor([int(batch.batch["response_mask"].sum()), len(batch)], device=self.device)
+        num_tokens, num_sequences = self.groups.over_data_(sizes).tolist()
+        return BatchTotals(num_tokens=num_tokens, num_sequences=num_sequences)
+
+    def _micro_batches(self, batch: DataProto, micro: MicroBatching) -> Iterator[tuple[list[int], DataProto | None]]:
+        """As many on each rank; where a rank's rows are used up, None."""
+        plan = plan_micro_batches(read_rows(batch.batch), micro, self.share_prompts)
+        most = torch.tensor([len(plan)], device=self.device)
+        for number in range(int(self.groups.over_data_(most, dist.ReduceOp.MAX))):
+            rows = plan[number] if number < len(plan) else []
+            yield rows, (batch if len(rows) == len(batch) else batch.select_idxs(rows)) if rows else None
+
+    def _pack(self, part: DataProto | None, shape: tuple[int, ...]) -> PackedBatch:
+        if part is not None:
+            packed = pack_rows(part.batch, share_prompts=self.share_prompts, device=self.device)
+            if packed.num_tokens:
+                return packed
+            shape = packed.shape
+        return empty_batch((shape[0], shape[1]), self.device)
+
+    def _begin_backward(self, is_last: bool) -> None:
+        """Replicas are added up once per optimizer step; with `use_no_sync_for_gradient_accumulation` shards too, for
+        which whole gradients are kept in between."""
+        self.model.set_requires_all_reduce(is_last)  # type: ignore[operator]
+        if self.config.use_no_sync_for_gradient_accumulation:
+            self.model.set_requires_gradient_sync(is_last)  # type: ignore[operator]
+
+    def _free_root(self) -> None:
+        assert isinstance(self.model, FSDPModule)
+        self.model.reshard()
+
+    @contextmanager
+    def _on_device(self, optimizer: bool = False) -> Iterator[None]:
+        """Bring back what `param_offload` and `optimizer_offload` keep on the CPU between calls."""
+        if self._may_offload and self.config.param_offload:
+            self.model.to(self.device)
+        if self._may_offload and optimizer and self.optimizer is not None and self.config.optimizer_offload:
+            self.optimizer.move_state(self.device)
+        try:
+            yield
+        finally:
+            self._leave_device()
+
+    def _leave_device(self) -> None:
+        if self._may_offload and self.config.param_offload:
+            self.model.to("cpu")
+        if self._may_offload and self.config.optimizer_offload and self.optimizer is not None:
+            self.optimizer.move_state(torch.device("cpu"))
+
+    @property
+    def _may_offload(self) -> bool:
+        """With `offload_policy` everything is on the CPU already."""
+        return self.device.type != "cpu" and not self.config.offload_policy
+
+
+def _backward(
+    found: dict[str, torch.Tensor], part: DataProto | None, loss: LossFn, totals: BatchTotals
+) -> dict[str, Metric]:
+    """Every rank goes backward through the whole model, with a gradient of zero where nothing trains."""
+    value: torch.Tensor | None = None
+    metrics: dict[str, Metric] = {}
+    if part is not None:
+        value, metrics = loss(found, part, totals)
+        metrics = {**metrics, "loss": Metric.sum(value.detach())}
+    if value is not None and value.requires_grad:
+        value.backward()
+    else:
+        outputs = [v for v in found.values() if v.requires_grad]
+        torch.autograd.backward(outputs, [torch.zeros_like(v) for v in outputs])
+    return metrics
+
+
+def _check_layout(model: ModelConfig, engine: FSDPConfig, mesh: Mesh, optim: OptimConfig | None) -> None:
+    """What a model's shape forbids, before a weight is read."""
+    load_external(model.external_lib)
+    config = load_model_config(model.path, model.trust_remote_code, model.override_config)
+    sizes = dict(mesh.axes)
+    tensor = sizes.get("tp", 1)
+    check_divisible(config, tensor)
+    check_heads(config, sizes.get("sp", 1), tensor)
+    check_experts(config, engine.expert_parallel_size)
+    if optim is not None and optim.optimizer not in _ELEMENTWISE and tensor * engine.expert_parallel_size > 1:
+        raise ConfigError(
+            f"optim.optimizer={optim.optimizer} may look at whole matrices, which tensor and expert parallel ranks do not "
+            "have. Use AdamW, or shard with FSDP alone."
+        )

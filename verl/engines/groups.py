@@ -1,0 +1,99 @@
+"""The process groups of one model: replicas, shards, sequence, tensor and expert parallel ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from verl.config import FSDPConfig
+from verl.errors import ConfigError
+from verl.parallel.mesh import Mesh
+
+
+def mesh_of(config: FSDPConfig, num_ranks: int) -> Mesh:
+    """The arrangement of ranks 0 ... that a `fsdp_config` section asks for. Raises ConfigError when sizes do not divide."""
+    return Mesh.of(
+        num_ranks,
+        fsdp_size=config.fsdp_size,
+        sequence_parallel=config.ulysses_sequence_parallel_size,
+        tensor_parallel=config.tensor_parallel_size,
+    )
+
+
+class Groups:
+    """Made collectively: every rank of the default group calls this at the same point, those outside `mesh` too.
+
+    Parameters are sharded over shard x sp ranks; experts are divided over `expert_parallel` of those and sharded over the
+    rest. Waits end after `timeout_s` seconds with an error (default: what the default group has).
+    """
+
+    def __init__(self, mesh: Mesh, device_type: str, expert_parallel: int = 1, timeout_s: float | None = None):
+        replicate, shard, sequence, tensor = (dict(mesh.axes).get(a, 1) for a in ("replicate", "shard", "sp", "tp"))
+        if expert_parallel < 1 or (shard * sequence) % expert_parallel:
+            raise ConfigError(
+                f"fsdp_config.expert_parallel_size={expert_parallel} does not divide the {shard * sequence} ranks that "
+                "share one copy of the model."
+            )
+        self.mesh = mesh
+        self.is_first = dist.get_rank() == mesh.ranks[0]
+
+        def arrange(**sizes: int) -> DeviceMesh:
+            ranks = torch.tensor(mesh.ranks).view(tuple(sizes.values()))
+            made = DeviceMesh(device_type, ranks, mesh_dim_names=tuple(sizes))
+            if timeout_s is not None and made.get_coordinate() is not None:
+                for group in made.get_all_groups():
+                    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
+            return made
+
+        data = arrange(replicate=replicate, shard=shard, sequence=sequence, tensor=tensor)
+        params = arrange(replicate=replicate, fsdp=shard * sequence, tensor=tensor)
+        rest = shard * sequence // expert_parallel
+        experts = None
+        if expert_parallel > 1:
+            experts = arrange(replicate=replicate, expert_fsdp=rest, expert=expert_parallel, tensor=tensor)
+        if dist.get_rank() not in mesh.ranks:
+            return  # it has helped to make the groups, and is in none of them
+        self.params_mesh = params["replicate", "fsdp"] if replicate > 1 else params["fsdp"]
+        self.experts_mesh = self.params_mesh
+        self._axes = [data.get_group(name) for name in ("replicate", "shard", "sequence", "tensor")]
+        self.sequence, self.tensor = self._axes[2:]
+        self.expert: dist.ProcessGroup | None = None
+        self._shards = self._expert_shards = params.get_group("fsdp")
+        if experts is not None:
+            self.expert, self._expert_shards = experts.get_group("expert"), experts.get_group("expert_fsdp")
+            self.experts_mesh = experts["replicate", "expert_fsdp"] if replicate > 1 else experts["expert_fsdp"]
+
+    def over_data_(self, numbers: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
+        """Reduce `numbers` in place over the ranks that have rows of their own."""
+        return all_reduce_(numbers, self._axes[:2], op)
+
+    def over_shards_(self, numbers: torch.Tensor, *, of_experts: bool, and_tensor: bool) -> torch.Tensor:
+        """Sum `numbers` in place over the ranks that hold the other parts of the same parameters."""
+        groups = [self._expert_shards if of_experts else self._shards]
+        if of_experts and self.expert is not None:
+            groups.append(self.expert)
+        return all_reduce_(numbers, [*groups, self.tensor] if and_tensor else groups)
+
+    def broadcast_(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What the first rank has in `tensor` goes to all, along one axis of the mesh after the other."""
+        here = [group.rank() for group in self._axes]
+        for axis, group in enumerate(self._axes):
+            if group.size() > 1 and not any(here[axis + 1 :]):
+                dist.broadcast(tensor, group_src=0, group=group)
+        return tensor
+
+
+def all_reduce_(
+    tensor: torch.Tensor,
+    groups: Iterable[dist.ProcessGroup],
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+) -> torch.Tensor:
+    """Reduce in place over one group after the other."""
+    for group in groups:
+        if group.size() > 1:
+            dist.all_reduce(tensor, op, group=group)
+    return tensor

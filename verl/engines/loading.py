@@ -1,0 +1,49 @@
+"""Models as engines hold them: loaded by a model section, with adapters where it asks for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from verl.config import ModelConfig
+from verl.models.load import empty_model, load_causal_lm, load_external, load_value_model
+from verl.models.lora import LoRASpec, add_adapters, load_adapter, read_adapter
+
+
+def load_module(
+    model: ModelConfig, kind: str, device: torch.device, compute_dtype: torch.dtype, *, trains: bool
+) -> Any:
+    """The module of a role. What trains is held in at least float32, what is frozen in the compute dtype."""
+    load_external(model.external_lib)
+    spec = LoRASpec.of(model) if trains else None
+    wide = torch.promote_types(compute_dtype, torch.float32)
+    load = load_value_model if kind == "value" else load_causal_lm
+    module = load(
+        model.path,
+        device=device,
+        dtype=wide if trains and spec is None else compute_dtype,
+        trust_remote_code=model.trust_remote_code,
+        override_config=model.override_config,
+        gradient_checkpointing=model.enable_gradient_checkpointing and trains,
+    )
+    _adapt(module, model, spec, wide)
+    if spec is not None and model.lora_adapter_path:
+        load_adapter(module, read_adapter(model.lora_adapter_path, spec))
+    return module
+
+
+def load_skeleton(model: ModelConfig, kind: str, compute_dtype: torch.dtype, *, trains: bool) -> Any:
+    """The same module without numbers, on the meta device."""
+    load_external(model.external_lib)
+    spec = LoRASpec.of(model) if trains else None
+    wide = torch.promote_types(compute_dtype, torch.float32)
+    dtype = wide if trains and spec is None else compute_dtype
+    module = empty_model(model, kind, dtype, model.enable_gradient_checkpointing and trains)
+    _adapt(module, model, spec, wide)
+    return module
+
+
+def _adapt(module: Any, model: ModelConfig, spec: LoRASpec | None, wide: torch.dtype) -> None:
+    if spec is not None:
+        add_adapters(module, spec, wide)

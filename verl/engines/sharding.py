@@ -1,0 +1,196 @@
+"""From a model without numbers to one whose parameters are spread over ranks, filled from the first rank."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from verl.config import FSDPConfig
+from verl.engines.groups import Groups
+from verl.engines.shards import Shard
+from verl.errors import ConfigError, ModelError, VerlError, nearest
+from verl.models.parallel.experts import divide_experts, is_experts
+from verl.models.parallel.forward import ParallelModel
+from verl.models.parallel.tensor import divide
+from verl.parallel.device import parse_dtype
+
+
+def shard_model(
+    module: Any,
+    kind: str,
+    source: Any,
+    groups: Groups,
+    config: FSDPConfig,
+    compute_dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[ParallelModel, dict[str, Shard]]:
+    """Divide `module` (on the meta device) over the ranks of `groups` and fill it with the numbers of `source`, which the
+    first rank alone has (None elsewhere). One layer at a time is whole on a rank. Returns the model to call, and what
+    became of each parameter by its Hugging Face name."""
+    shapes = {name: p.shape for name, p in module.named_parameters()}
+    experts = set(divide_experts(module, groups.expert)) if groups.expert is not None else set()
+    division = divide(module, groups.tensor)
+    shards = {
+        name: Shard(
+            name,
+            parameter,
+            shapes[name],
+            division.dims.get(name),
+            name.rpartition(".")[0] in experts,
+            name in division.partial,
+        )
+        for name, parameter in module.named_parameters()
+    }
+    model = ParallelModel(module, kind, groups.sequence, groups.tensor)
+    fill = _Filler(module, source, shards, groups, device)
+    fill.buffers()
+    layers = [part for part in _layers(module, config) if not is_experts(part)]
+    for part in [p for p in module.modules() if groups.expert is not None and is_experts(p)]:
+        _shard(part, fill, groups.experts_mesh, config, compute_dtype)
+    for unit in layers:
+        _shard(unit, fill, groups.params_mesh, config, compute_dtype)
+    if kind == "value":  # a head that stays wide has its own unit
+        _shard(module.score, fill, groups.params_mesh, config, module.score.weight.dtype)
+    _shard(model, fill, groups.params_mesh, config, compute_dtype, is_root=True)
+    _configure(model, layers, config)
+    final = dict(module.named_parameters())
+    return model, {n: Shard(n, final[n], s.shape, s.tensor_dim, s.is_expert, s.partial) for n, s in shards.items()}
+
+
+def from_first(groups: Groups, device: torch.device, build: Callable[[], Any]) -> Any:
+    """`build()` on the first rank, None on the others. When it fails, all ranks raise its error."""
+    built, error, text = None, None, b""
+    if groups.is_first:
+        try:
+            built = build()
+        except VerlError as caught:
+            error, text = caught, str(caught).encode()
+    size = int(groups.broadcast_(torch.tensor([len(text)], device=device)))
+    if size:
+        sent = groups.broadcast_(torch.tensor(list(text) or [0] * size, dtype=torch.uint8, device=device))
+        raise error or ModelError(bytes(sent.tolist()).decode())
+    return built
+
+
+class _Filler:
+    """Replaces parameters on the meta device by this rank's part of those of the first rank."""
+
+    def __init__(self, module: Any, source: Any, shards: dict[str, Shard], groups: Groups, device: torch.device):
+        self.module, self.groups, self.device = module, groups, device
+        self.source = dict(source.named_parameters()) if source is not None else {}
+        self.source_buffers = dict(source.named_buffers()) if source is not None else {}
+        self.shards = {id(shard.parameter): shard for shard in shards.values()}
+        self.sites: dict[int, list[tuple[nn.Module, str]]] = {}
+        for part in module.modules():
+            for leaf, parameter in part.named_parameters(recurse=False):
+                self.sites.setdefault(id(parameter), []).append((part, leaf))
+
+    @torch.no_grad()
+    def __call__(self, unit: nn.Module) -> None:
+        for parameter in list(unit.parameters()):
+            if not parameter.is_meta:
+                continue
+            shard = self.shards[id(parameter)]
+            whole = torch.empty(shard.shape, dtype=parameter.dtype, device=self.device)
+            if self.groups.is_first:
+                whole.copy_(self.source.pop(shard.name))
+            part = shard.own_part(self.groups, self.groups.broadcast_(whole))
+            filled = nn.Parameter(part.contiguous(), requires_grad=parameter.requires_grad)
+            for owner, leaf in self.sites[id(parameter)]:
+                setattr(owner, leaf, filled)
+
+    @torch.no_grad()
+    def buffers(self) -> None:
+        """All buffers, those that are not saved too (rotary frequencies)."""
+        for name, buffer in list(self.module.named_buffers()):
+            filled = torch.empty(buffer.shape, dtype=buffer.dtype, device=self.device)
+            if self.groups.is_first:
+                filled.copy_(self.source_buffers[name])
+            self.groups.broadcast_(filled)
+            owner, _, leaf = name.rpartition(".")
+            part = self.module.get_submodule(owner)
+            part.register_buffer(leaf, filled, persistent=leaf not in part._non_persistent_buffers_set)
+
+
+def _shard(
+    unit: nn.Module, fill: _Filler, mesh: Any, config: FSDPConfig, compute_dtype: torch.dtype, is_root: bool = False
+) -> None:
+    fill(unit)
+    on_cpu = config.offload_policy
+    fully_shard(
+        unit,
+        mesh=mesh,
+        # what the root holds (embedding, output projection) is needed until its backward pass is over
+        reshard_after_forward=config.reshard_after_forward and not is_root,
+        mp_policy=_precision(config, compute_dtype),
+        offload_policy=CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if on_cpu else OffloadPolicy(),
+    )
+
+
+def _precision(config: FSDPConfig, compute_dtype: torch.dtype) -> MixedPrecisionPolicy:
+    reduce = parse_dtype(config.mixed_precision.reduce_dtype)
+    if compute_dtype == torch.float64:
+        reduce = compute_dtype
+    return MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce, cast_forward_inputs=False)
+
+
+def _configure(model: ParallelModel, layers: list[nn.Module], config: FSDPConfig) -> None:
+    for part in _units(model):
+        part.set_gradient_divide_factor(1.0)  # losses are divided by totals over all ranks
+        part.set_force_sum_reduction_for_comms(True)
+    # a rank without predictions, or an expert without tokens, has no gradient where others have one
+    model.set_reduce_scatter_unused_params(True)  # type: ignore[operator]
+    if config.forward_prefetch:
+        for layer, following in itertools.pairwise(layers):
+            assert isinstance(layer, FSDPModule)
+            layer.set_modules_to_forward_prefetch([following])  # type: ignore[list-item]
+
+
+def _units(model: nn.Module) -> Iterator[FSDPModule]:
+    return (part for part in model.modules() if isinstance(part, FSDPModule))
+
+
+def _layers(module: Any, config: FSDPConfig) -> list[nn.Module]:
+    """What is sharded by itself: by class name, else by size, else the decoder's layers."""
+    policy = config.wrap_policy
+    parts = list(_children_first(module))
+    if policy.transformer_layer_cls_to_wrap:
+        wanted = set(policy.transformer_layer_cls_to_wrap)
+        chosen = [p for p in parts if type(p).__name__ in wanted]
+        if not chosen:
+            raise ConfigError(
+                f"wrap_policy.transformer_layer_cls_to_wrap={sorted(wanted)} names no class of this model"
+                f"{nearest(sorted(wanted)[0], {type(p).__name__ for p in parts}) or '.'}"
+            )
+    elif policy.min_num_params > 0:
+        chosen = _large(module.get_decoder(), policy.min_num_params)
+    else:
+        chosen = list(module.get_decoder().layers)
+    return chosen
+
+
+def _children_first(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        yield from _children_first(child)
+    yield module
+
+
+def _large(module: nn.Module, least: int) -> list[nn.Module]:
+    """The smallest modules that still have `least` parameters, innermost first."""
+    found: list[nn.Module] = []
+
+    def visit(part: nn.Module) -> int:
+        left = sum(visit(child) for child in part.children())
+        left += sum(p.numel() for p in part.parameters(recurse=False))
+        if left < least or part is module or isinstance(part, nn.ModuleList | nn.Embedding):
+            return left
+        found.append(part)
+        return 0
+
+    visit(module)
+    return found

@@ -1,0 +1,142 @@
+"""Parameters that are spread over ranks: from a rank's part to the whole tensor and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from verl.engines.api import Deferred
+from verl.engines.groups import Groups, all_reduce_
+from verl.models.parallel.collectives import even_sizes, gather_rows, own_range
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One parameter. The whole tensor of `shape` was cut along `tensor_dim` over tensor parallel ranks or along 0 over
+    expert parallel ranks, and what was left along 0 over the FSDP ranks.
+
+    `partial` says that tensor parallel ranks all hold it, each with a part of its gradient.
+    """
+
+    name: str
+    parameter: nn.Parameter  # holds a DTensor
+    shape: torch.Size
+    tensor_dim: int | None = None
+    is_expert: bool = False
+    partial: bool = False
+
+    @property
+    def fsdp_group(self) -> dist.ProcessGroup:
+        assert isinstance(self.parameter, DTensor)
+        mesh = self.parameter.device_mesh
+        return mesh.get_group(mesh.ndim - 1)
+
+    def whole(self, groups: Groups, value: DTensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+        """The tensor of which `value` (this parameter, or state of the optimizer beside it) is a part, in `dtype`.
+        Collective; every rank gets it."""
+        rows = value.shape[0]
+        out = gather_rows(local(value).to(device, dtype), _chunks(rows, self.fsdp_group.size()), self.fsdp_group)
+        if self.is_expert and groups.expert is not None:
+            out = _gather(out, 0, self.shape[0], groups.expert)
+        if self.tensor_dim is not None:
+            out = _gather(out, self.tensor_dim, self.shape[self.tensor_dim], groups.tensor)
+        return out
+
+    def own_part(self, groups: Groups, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a whole tensor, before FSDP (a view)."""
+        if self.tensor_dim is not None:
+            whole = whole.narrow(self.tensor_dim, *own_range(whole.shape[self.tensor_dim], groups.tensor))
+        if self.is_expert and groups.expert is not None:
+            whole = whole.narrow(0, *own_range(whole.shape[0], groups.expert))
+        return whole
+
+    def put(self, groups: Groups, target: torch.Tensor, whole: torch.Tensor) -> None:
+        """Write this rank's part of `whole` into `target`."""
+        part = self.own_part(groups, whole)
+        sizes, rank = _chunks(part.shape[0], self.fsdp_group.size()), self.fsdp_group.rank()
+        local(target).copy_(part.narrow(0, sum(sizes[:rank]), sizes[rank]))
+
+
+class ShardedParameters:
+    """The parameters of a sharded module; see verl.engines.state.Parameters."""
+
+    def __init__(self, shards: Mapping[str, Shard], groups: Groups, device: torch.device):
+        self.shards, self.groups, self.device = shards, groups, device
+
+    def named(self) -> dict[str, torch.Tensor]:
+        """Sharded tensors by name."""
+        return {name: shard.parameter.detach() for name, shard in self.shards.items()}
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of the whole parameter."""
+        return tuple(self.shards[name].shape)
+
+    def whole(self, name: str, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Gathered from all ranks."""
+        assert isinstance(value, DTensor)
+        return self.shards[name].whole(self.groups, value, self.device, dtype)
+
+    def deferred(self, name: str, value: torch.Tensor) -> Deferred:
+        """Gathered when it is written."""
+        return Deferred(self.shape(name), value.dtype, partial(self.whole, name, value, value.dtype))
+
+    def part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a whole tensor, sharded as the parameter is."""
+        target = torch.empty_like(self.shards[name].parameter.detach())
+        self.shards[name].put(self.groups, target, whole)
+        return target
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a parameter or gradient."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class GradientNorm:
+    """The L2 norm over all ranks of gradients that are spread over them in different ways."""
+
+    def __init__(self, shards: Mapping[str, Shard], groups: Groups, device: torch.device):
+        self.shards, self.groups, self.device = shards, groups, device
+
+    def __call__(self, parameters: Mapping[str, nn.Parameter]) -> torch.Tensor:
+        sums: dict[tuple[bool, bool], torch.Tensor] = {}
+        for name, parameter in parameters.items():
+            if parameter.grad is None:
+                continue
+            shard, grad = self.shards[name], local(parameter.grad)
+            wide = torch.promote_types(grad.dtype, torch.float32)
+            square = grad.to(wide).square().sum().to(self.device)
+            kind = (shard.is_expert, shard.tensor_dim is not None)
+            sums[kind] = sums[kind] + square if kind in sums else square
+        total = torch.zeros((), device=self.device, dtype=next(iter(sums.values())).dtype)
+        for (of_experts, and_tensor), value in sorted(sums.items()):
+            total = total + self.groups.over_shards_(value, of_experts=of_experts, and_tensor=and_tensor)
+        return total.sqrt()
+
+
+def add_up_partial_gradients(shards: Mapping[str, Shard], groups: Groups, device: torch.device) -> None:
+    """Sum the gradients of which tensor parallel ranks hold parts."""
+    if groups.tensor.size() == 1:
+        return
+    grads = [local(s.parameter.grad) for s in shards.values() if s.partial and s.parameter.grad is not None]
+    if grads:
+        flat = all_reduce_(torch.cat([g.flatten() for g in grads]).to(device), [groups.tensor])
+        for grad, total in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
+            grad.copy_(total.view_as(grad))
+
+
+def _chunks(rows: int, num_ranks: int) -> list[int]:
+    """How FSDP cuts dimension 0: equal chunks, the last ones shorter or empty."""
+    size = -(-rows // num_ranks)
+    return [max(0, min(size, rows - rank * size)) for rank in range(num_ranks)]
+
+
+def _gather(tensor: torch.Tensor, dim: int, total: int, group: dist.ProcessGroup) -> torch.Tensor:
+    rows = gather_rows(tensor.movedim(dim, 0), even_sizes(total, group.size()), group)
+    return rows.movedim(0, dim).contiguous()

@@ -1,0 +1,166 @@
+"""What an engine saves, loads and hands to rollout, whatever holds its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from verl.engines.api import AdapterState, Deferred, EngineState, Tensors, whole
+from verl.errors import CheckpointError
+from verl.models.lora import LoRASpec, is_adapter, lora_layers, merged, own_names, peft_names
+from verl.models.optim import MasterOptimizer
+
+
+class Parameters(Protocol):
+    """The parameters of a module on one device or over several ranks."""
+
+    def named(self) -> dict[str, torch.Tensor]:
+        """What this rank holds of the (master) weights, by name; tied ones once."""
+        ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of the whole parameter."""
+        ...
+
+    def whole(self, name: str, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The whole of `value`, which lies as parameter `name` does. May be collective."""
+        ...
+
+    def deferred(self, name: str, value: torch.Tensor) -> torch.Tensor | Deferred:
+        """`value` for a state: put together when it is written, if it is in parts."""
+        ...
+
+    def part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """The inverse of `whole`: what this rank holds of it."""
+        ...
+
+
+class LocalParameters:
+    """All parameters on one device; masters where there are any."""
+
+    def __init__(self, module: Any, optimizer: MasterOptimizer | None):
+        self.module, self.masters = module, optimizer.masters if optimizer else {}
+
+    def named(self) -> dict[str, torch.Tensor]:
+        """See Parameters."""
+        return {name: self.masters.get(name, p).detach() for name, p in self.module.named_parameters()}
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """See Parameters."""
+        return tuple(self.module.get_parameter(name).shape)
+
+    def whole(self, name: str, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """See Parameters."""
+        return value.to(dtype)
+
+    def deferred(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """See Parameters."""
+        return value
+
+    def part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """See Parameters."""
+        return whole
+
+
+class TrainedState:
+    """Reads and writes the EngineState of `module` through `parameters`."""
+
+    def __init__(
+        self, module: Any, parameters: Parameters, optimizer: MasterOptimizer | None, spec: LoRASpec | None, base: str
+    ):
+        self.parameters, self.optimizer, self.spec, self.base = parameters, optimizer, spec, base
+        self.scales = {name: layer.scale for name, layer in lora_layers(module).items()}
+        self.trains = {name for name, p in module.named_parameters() if p.requires_grad}
+
+    @torch.no_grad()
+    def weights(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        """Whole tensors, one at a time, adapters merged in."""
+        held = self.parameters.named()
+        for name in held:
+            if not is_adapter(name):
+                yield name, self._merged(held, name).to(dtype)
+
+    def save(self, extra: dict[str, Any]) -> EngineState:
+        """The state, without copying."""
+        held = self.parameters.named()
+        model = {name: self._model_tensor(held, name) for name in held if not is_adapter(name)}
+        optimizer: dict[str, Any] = {}
+        for key, value in (self.optimizer.state() if self.optimizer else {}).items():
+            optimizer[key] = self.parameters.deferred(key.rpartition("/")[0], value) if value.dim() else value
+        num_steps = self.optimizer.num_steps if self.optimizer else 0
+        return EngineState(model, optimizer, {**extra, "num_optimizer_steps": num_steps}, self._adapter(held))
+
+    @torch.no_grad()
+    def load(self, state: EngineState) -> None:
+        """Weights (with adapters: those that train) and optimizer; parts that are empty stay as they are. Raises
+        CheckpointError when names or shapes are not this model's."""
+        tensors: Mapping[str, Any] = state.model
+        held = self.parameters.named()
+        if self.spec is not None:
+            if state.model and state.adapter is None:
+                raise CheckpointError(
+                    "The checkpoint has no adapters: it was saved without LoRA. Set model.lora_rank=0."
+                )
+            tensors = own_names(state.adapter.tensors) if state.adapter else {}
+            held = {name: value for name, value in held.items() if name in self.trains}
+        elif state.adapter is not None:
+            raise CheckpointError(
+                "The checkpoint was saved with LoRA adapters. Set model.lora_rank to what it was then."
+            )
+        if tensors:
+            self._check_names(held, tensors)
+            for name, target in held.items():
+                target.copy_(self.parameters.part(name, whole(tensors[name])))
+            if self.optimizer is not None:
+                self.optimizer.publish()
+        if self.optimizer is not None and state.optimizer:
+            parts = {key: self._optimizer_part(key, whole(value)) for key, value in state.optimizer.items()}
+            self.optimizer.load_state(parts, state.extra.get("num_optimizer_steps", 0))
+
+    def _merged(self, held: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+        def part(wanted: str) -> torch.Tensor:
+            value = held[wanted]
+            return self.parameters.whole(wanted, value, value.dtype)
+
+        return merged(name, part, self.scales)
+
+    def _model_tensor(self, held: Mapping[str, torch.Tensor], name: str) -> torch.Tensor | Deferred:
+        value = held[name]
+        if not self.scales:
+            return self.parameters.deferred(name, value)
+        dtype = torch.promote_types(value.dtype, torch.float32)
+        return Deferred(self.parameters.shape(name), dtype, partial(self._build, name, dtype))
+
+    @torch.no_grad()
+    def _build(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        return self._merged(self.parameters.named(), name).to(dtype)
+
+    def _adapter(self, held: Mapping[str, torch.Tensor]) -> AdapterState | None:
+        if self.spec is None:
+            return None
+        trained: Tensors = {n: self.parameters.deferred(n, value) for n, value in held.items() if n in self.trains}
+        others = sorted({name.rpartition(".")[0] for name in trained if not is_adapter(name)})
+        return AdapterState(peft_names(trained), self.spec.to_json(self.base, list(self.scales), others))
+
+    def _check_names(self, held: Mapping[str, torch.Tensor], tensors: Mapping[str, Any]) -> None:
+        different = sorted(set(held) ^ set(tensors))
+        different = different or [n for n in held if self.parameters.shape(n) != tuple(tensors[n].shape)]
+        if different:
+            raise CheckpointError(
+                f"The checkpoint does not fit this model: {different[0]} and {len(different) - 1} other tensors are "
+                "missing, superfluous or of another shape. Resume with the model that the run was started with."
+            )
+
+    def _optimizer_part(self, key: str, value: torch.Tensor) -> torch.Tensor:
+        name = key.rpartition("/")[0]
+        if not value.dim() or name not in self.trains:
+            return value  # the optimizer says what is wrong with a name
+        if tuple(value.shape) != self.parameters.shape(name):
+            raise CheckpointError(
+                f"The checkpoint's {key} has shape {list(value.shape)}, the model's "
+                f"{list(self.parameters.shape(name))}; it belongs to another model."
+            )
+        return self.parameters.part(name, value)

@@ -1,0 +1,185 @@
+"""The weights of a dense decoder of the Llama plan, as the straight-line forwards read them.
+
+The module stays what it is: its parameters, names and forward are untouched. Only their storage is arranged: the
+projections that read the same input (q, k, v; gate, up) lie back to back in one tensor, of which the parameters are
+views, so that one matrix product computes them together. An optimizer that writes in place, or a load that copies,
+keeps the arrangement; what replaces storage (`module.to(...)`) breaks it, and `DenseDecoder.of` restores it.
+
+A module is taken only when nothing in it can differ from this plan: exact classes, plain parameters, no hooks. For
+others `of` returns None and the module's own forward is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+_DECODERS = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model")
+
+
+@dataclass(frozen=True)
+class Projection:
+    """One or several nn.Linear that read the same input: `weight` [outputs, inputs] and `bias` [outputs] hold them back
+    to back; `parts` are the modules, in order, whose parameters are views of them."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    parts: tuple[nn.Linear, ...]
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether the parameters still are the views that they were made."""
+        start = self.weight.data_ptr()
+        for part in self.parts:
+            if part.weight.data_ptr() != start or part.weight.dtype != self.weight.dtype:
+                return False
+            start += part.weight.numel() * part.weight.element_size()
+        return True
+
+
+@dataclass(frozen=True)
+class Norm:
+    """RMS norm: x / sqrt(mean(x^2) + eps), rounded to the input's dtype, times `weight`."""
+
+    weight: nn.Parameter
+    eps: float
+
+
+@dataclass(frozen=True)
+class DenseLayer:
+    input_norm: Norm
+    qkv: Projection
+    q_norm: Norm | None  # per head, before the rotary embedding
+    k_norm: Norm | None
+    o: Projection
+    post_norm: Norm
+    gate_up: Projection
+    down: Projection
+    sliding_window: int | None
+
+
+@dataclass(frozen=True)
+class DenseDecoder:
+    """Everything between token ids and final hidden states. `rotary(x, position_ids)` gives cos and sin
+    [1, tokens, head_dim] in the dtype of `x`."""
+
+    embed: nn.Parameter  # [vocabulary, hidden]
+    padding_idx: int | None  # whose embedding gets no gradient
+    layers: tuple[DenseLayer, ...]
+    final_norm: Norm
+    rotary: nn.Module
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+
+    @classmethod
+    def of(cls, module: Any) -> DenseDecoder | None:
+        """The dense reading of `module` (a causal language model, a value model, or a bare decoder), or None when its
+        own forward must be used. Kept from call to call while the module stays as it is."""
+        decoder = module.get_decoder() if hasattr(module, "get_decoder") else module
+        if not _is_plain(decoder):
+            _known.pop(decoder, None)
+            return None
+        found = _known.get(decoder)
+        if found is None or not all(p.is_joined for p in found.projections()):
+            found = _known[decoder] = _read(decoder)
+        return found
+
+    def projections(self) -> Iterator[Projection]:
+        for layer in self.layers:
+            yield from (layer.qkv, layer.o, layer.gate_up, layer.down)
+
+
+_known: WeakKeyDictionary[nn.Module, DenseDecoder] = WeakKeyDictionary()
+
+
+def _is_plain(decoder: nn.Module) -> bool:
+    """Whether the decoder is of a known class and consists of unwrapped modules with plain local parameters."""
+    if type(decoder).__name__ not in _DECODERS or not type(decoder).__module__.startswith("transformers.models."):
+        return False
+    if getattr(decoder.config, "hidden_act", None) != "silu":
+        return False
+    for part in decoder.modules():
+        if any(map(_changes_results, part._forward_hooks.values())) or part._forward_pre_hooks or part._backward_hooks:
+            return False
+        if "forward" in vars(part):
+            return False
+        known = type(part).__module__.startswith("transformers.models.")
+        if not known and type(part) not in (nn.Linear, nn.Embedding, nn.ModuleList, nn.SiLU):
+            if type(part).__module__ != "transformers.activations":
+                return False
+    return all(type(p) is nn.Parameter and not p.is_meta for p in decoder.parameters())
+
+
+def _changes_results(hook: Any) -> bool:
+    """Gradient checkpointing marks the embeddings as requiring gradients by a hook; that changes nothing here."""
+    return getattr(hook, "__name__", "") != "make_inputs_require_grads"
+
+
+@torch.no_grad()
+def _read(decoder: Any) -> DenseDecoder:
+    config, attention = decoder.config, decoder.layers[0].self_attn
+    return DenseDecoder(
+        embed=decoder.embed_tokens.weight,
+        padding_idx=decoder.embed_tokens.padding_idx,
+        layers=tuple(_layer(layer) for layer in decoder.layers[: config.num_hidden_layers]),
+        final_norm=_norm(decoder.norm),
+        rotary=decoder.rotary_emb,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=attention.head_dim,
+        scale=float(attention.scaling),
+    )
+
+
+def _layer(layer: Any) -> DenseLayer:
+    attention, mlp = layer.self_attn, layer.mlp
+    q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+    return DenseLayer(
+        input_norm=_norm(layer.input_layernorm),
+        qkv=_join((attention.q_proj, attention.k_proj, attention.v_proj)),
+        q_norm=_norm(q_norm) if q_norm is not None else None,
+        k_norm=_norm(k_norm) if k_norm is not None else None,
+        o=_join((attention.o_proj,)),
+        post_norm=_norm(layer.post_attention_layernorm),
+        gate_up=_join((mlp.gate_proj, mlp.up_proj)),
+        down=_join((mlp.down_proj,)),
+        sliding_window=_sliding_window(attention),
+    )
+
+
+def _sliding_window(attention: Any) -> int | None:
+    window = getattr(attention, "sliding_window", None)
+    if window is None and type(attention).__name__ == "MistralAttention":  # it reads the config
+        window = getattr(attention.config, "sliding_window", None)
+    return window
+
+
+def _norm(module: Any) -> Norm:
+    return Norm(module.weight, float(module.variance_epsilon))
+
+
+def _join(parts: Sequence[nn.Linear]) -> Projection:
+    """Lay the parts' weights (and biases) back to back, and make the parameters views of that."""
+    weight = _joined([cast(nn.Parameter, part.weight) for part in parts])
+    biases = [part.bias for part in parts if part.bias is not None]
+    bias = _joined(biases) if biases else None
+    assert len(biases) in (0, len(parts)), "either all projections of an input have a bias or none has"
+    return Projection(weight, bias, tuple(parts))
+
+
+def _joined(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+    if len(parameters) == 1:
+        return parameters[0].data
+    whole = torch.cat([p.data for p in parameters])
+    start = 0
+    for parameter in parameters:
+        parameter.data = whole[start : start + len(parameter)]
+        start += len(parameter)
+    return whole

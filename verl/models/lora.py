@@ -1,0 +1,201 @@
+"""Low-rank adapters (Hu et al. 2021, arXiv:2106.09685): y = W x + (alpha / rank) B A x, W frozen.
+
+Names and files are those of the peft library, which reads what is saved here and the other way round.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from verl.config import ModelConfig
+from verl.errors import ModelError, nearest
+
+WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
+_PREFIX = "base_model.model."
+
+
+class LoRALinear(nn.Linear):
+    """A linear layer that keeps its own names beside `lora_A` [rank, in] and `lora_B` [out, rank]. B starts at zero."""
+
+    def __init__(self, base: nn.Linear, rank: int, alpha: float, generator: torch.Generator, dtype: torch.dtype):
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.weight, self.bias = base.weight, base.bias
+        self.scale = alpha / rank
+        self.active = True
+        self.lora_A = nn.Parameter(torch.empty(rank, self.in_features, dtype=dtype))
+        self.lora_B = nn.Parameter(torch.zeros(self.out_features, rank, dtype=dtype))
+        nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5), generator=generator)
+        self.to(base.weight.device)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """[..., in] -> [..., out]."""
+        out = F.linear(input, self.weight, self.bias)
+        if not self.active:
+            return out
+        return out + F.linear(F.linear(input, self.lora_A), self.lora_B) * self.scale
+
+
+@dataclass(frozen=True)
+class LoRASpec:
+    """What an adapter is, apart from its numbers."""
+
+    rank: int
+    alpha: float
+    targets: str | tuple[str, ...]  # "all-linear", a regular expression, or name endings
+    exclude: str | tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, model: ModelConfig) -> LoRASpec | None:
+        """That of a model section; None where everything trains. Raises ModelError for unusable settings."""
+        if model.lora_rank <= 0:
+            return None
+        targets, exclude = (_names(v) for v in (model.target_modules, model.exclude_modules))
+        if not targets:
+            raise ModelError("model.target_modules is empty; give names of linear layers, or all-linear.")
+        return cls(model.lora_rank, float(model.lora_alpha), targets, exclude)
+
+    def to_json(self, base: str, modules: Sequence[str], others: Sequence[str] = ()) -> dict[str, Any]:
+        """The adapter_config.json that peft reads. Modules are named in full, so that a reader adapts the same ones;
+        `others` are modules that train as a whole."""
+        return {
+            "peft_type": "LORA",
+            "task_type": "TOKEN_CLS" if others else "CAUSAL_LM",
+            "base_model_name_or_path": base,
+            "r": self.rank,
+            "lora_alpha": self.alpha,
+            "lora_dropout": 0.0,
+            "bias": "none",
+            "fan_in_fan_out": False,
+            "inference_mode": True,
+            "target_modules": list(modules),
+            "modules_to_save": list(others) or None,
+        }
+
+
+def add_adapters(module: Any, spec: LoRASpec, dtype: torch.dtype, seed: int = 0) -> list[str]:
+    """Freeze `module` and put adapters of `dtype` on its linear layers; returns the names of the adapted ones.
+
+    The output projection never gets one (as in peft); a value head stays trainable. Raises ModelError when no layer fits.
+    """
+    module.requires_grad_(False)
+    head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
+    linear = {n: m for n, m in module.named_modules() if type(m) is nn.Linear and m is not head and n != "score"}
+    chosen = [n for n in linear if _matches(n, spec.targets) and not (spec.exclude and _matches(n, spec.exclude))]
+    if not chosen:
+        known = {n.rsplit(".", 1)[-1] for n in linear}
+        given = spec.targets if isinstance(spec.targets, str) else spec.targets[0]
+        raise ModelError(
+            f"No linear layer is chosen by model.target_modules={given!r}{nearest(given, known) or '.'} "
+            f"There are: {', '.join(sorted(known))}."
+        )
+    generator = torch.Generator().manual_seed(seed)
+    for name in chosen:
+        module.set_submodule(name, LoRALinear(linear[name], spec.rank, spec.alpha, generator, dtype))
+    if hasattr(module, "score"):
+        module.score.requires_grad_(True)
+    return chosen
+
+
+def lora_layers(module: nn.Module) -> dict[str, LoRALinear]:
+    """Adapted layers by name."""
+    return {name: part for name, part in module.named_modules() if isinstance(part, LoRALinear)}
+
+
+@contextmanager
+def adapters_off(module: nn.Module) -> Iterator[None]:
+    """Inside, the module computes what it did before it was adapted."""
+    layers = lora_layers(module).values()
+    for layer in layers:
+        layer.active = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.active = True
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of that name belongs to an adapter."""
+    return name.rpartition(".")[2] in ("lora_A", "lora_B")
+
+
+def merged(name: str, part: Callable[[str], torch.Tensor], scales: Mapping[str, float]) -> torch.Tensor:
+    """The weight `name` with its adapter added, in the adapter's dtype; `part` gives whole tensors by name, `scales`
+    that of each adapted layer."""
+    layer = name.removesuffix(".weight")
+    weight = part(name)
+    if layer == name or layer not in scales:
+        return weight
+    down, up = part(f"{layer}.lora_A"), part(f"{layer}.lora_B")
+    wide = torch.promote_types(weight.dtype, down.dtype)
+    return torch.addmm(weight.to(wide), up.to(wide), down.to(wide), alpha=scales[layer])
+
+
+def peft_names(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """`tensors`, adapters and what trains beside them, under the names of peft."""
+    return {f"{_PREFIX}{name}{'.weight' if is_adapter(name) else ''}": value for name, value in tensors.items()}
+
+
+def own_names(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of `peft_names`."""
+    bare = {name.removeprefix(_PREFIX): value for name, value in tensors.items()}
+    return {n.removesuffix(".weight") if is_adapter(n.removesuffix(".weight")) else n: v for n, v in bare.items()}
+
+
+def read_adapter(folder: str | Path, spec: LoRASpec) -> dict[str, torch.Tensor]:
+    """Adapters saved by peft or here, under our names. Raises ModelError when there are none or they are of another
+    kind than `spec`."""
+    from safetensors.torch import load_file
+
+    path = Path(folder).expanduser()
+    if not (path / CONFIG_FILE).is_file() or not (path / WEIGHTS_FILE).is_file():
+        raise ModelError(f"model.lora_adapter_path={folder} holds no adapters ({CONFIG_FILE} and {WEIGHTS_FILE}).")
+    config = json.loads((path / CONFIG_FILE).read_text(encoding="utf-8"))
+    if config.get("r") != spec.rank or config.get("lora_alpha") != spec.alpha:
+        raise ModelError(
+            f"The adapters in {path} have rank {config.get('r')} and alpha {config.get('lora_alpha')}; set "
+            "model.lora_rank and model.lora_alpha to that."
+        )
+    if config.get("use_dora") or config.get("use_rslora") or config.get("bias", "none") != "none":
+        raise ModelError(f"The adapters in {path} are of a kind (DoRA, rsLoRA or trained biases) that verl has not.")
+    return own_names(load_file(path / WEIGHTS_FILE))
+
+
+@torch.no_grad()
+def load_adapter(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Put adapters read by `read_adapter` into place; raises ModelError unless exactly these are there."""
+    mine = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    different = sorted(set(mine) ^ set(tensors)) or [n for n in mine if mine[n].shape != tensors[n].shape]
+    if different:
+        raise ModelError(
+            f"The adapters at model.lora_adapter_path do not fit: {different[0]} is missing, superfluous or of another "
+            "shape. Set model.target_modules to the modules that they were trained on."
+        )
+    for name, value in tensors.items():
+        mine[name].copy_(value)
+
+
+def _names(value: Any) -> str | tuple[str, ...]:
+    """A list as a tuple; text stays text."""
+    if value is None:
+        return ()
+    return value if isinstance(value, str) else tuple(value)
+
+
+def _matches(name: str, wanted: str | tuple[str, ...]) -> bool:
+    """peft's rule: text is a regular expression for the whole name, a list holds names or their last parts."""
+    if isinstance(wanted, str):
+        return wanted == "all-linear" or re.fullmatch(wanted, name) is not None
+    return any(name == w or name.endswith(f".{w}") for w in wanted)

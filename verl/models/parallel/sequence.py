@@ -1,0 +1,126 @@
+"""Ulysses sequence parallelism (Jacobs et al. 2023, arXiv:2309.14509) over packed batches with shared prompts.
+
+The tokens of a packed batch lie in equal pieces on the ranks of a group. Around attention, and only there, an all-to-all
+turns "all heads of my tokens" into "all tokens of my heads" and back, so the layout inside attends as it does alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from verl.errors import ConfigError
+from verl.models.packed import PackedLayout
+from verl.models.packing import PackedBatch
+from verl.models.parallel.collectives import exchange_rows, gather_rows_with_grad
+
+
+def check_heads(config: Any, size: int, tensor_size: int = 1) -> None:
+    """Raises ConfigError when the heads that tensor parallelism leaves to a rank do not divide over `size` ranks."""
+    config = config.get_text_config()
+    heads = config.num_attention_heads // tensor_size
+    kv_heads = (getattr(config, "num_key_value_heads", None) or config.num_attention_heads) // tensor_size
+    if heads % size or (kv_heads % size and size % kv_heads):
+        raise ConfigError(
+            f"ulysses_sequence_parallel_size={size} does not divide the {heads} attention heads "
+            f"({kv_heads} key-value heads) of a rank; choose a divisor of both, or a multiple of the latter."
+        )
+
+
+class SequenceLayout:
+    """An AttentionLayout for a rank's piece of the tokens. `whole` knows all of them."""
+
+    def __init__(self, whole: PackedLayout, num_tokens: int, piece: int, group: dist.ProcessGroup):
+        self.whole, self.num_tokens, self.piece, self.group = whole, num_tokens, piece, group
+
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        scale: float | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        """As AttentionLayout.attend, with `piece` tokens in and out."""
+        ranks = self.group.size()
+        if k.shape[1] % ranks:  # fewer key-value heads than ranks: each rank gets a copy of the one it needs
+            k, v = (x.repeat_interleave(ranks // x.shape[1], dim=1) for x in (k, v))
+        q, k, v = (self._all_tokens(x) for x in (q, k, v))
+        out = self.whole.attend(layer, q, k, v, scale=scale, sliding_window=sliding_window, softcap=softcap)
+        return self._all_heads(out)
+
+    def _all_tokens(self, x: torch.Tensor) -> torch.Tensor:
+        """[1, heads, piece, dim] -> [1, heads / ranks, num_tokens, dim]."""
+        ranks = self.group.size()
+        heads_first = x[0].reshape(ranks, -1, *x.shape[2:])  # [ranks, heads / ranks, piece, dim]
+        mine = self._exchange(heads_first)
+        return mine.transpose(0, 1).flatten(1, 2)[:, : self.num_tokens].unsqueeze(0)
+
+    def _all_heads(self, out: torch.Tensor) -> torch.Tensor:
+        """[1, num_tokens, heads / ranks, dim] -> [1, piece, heads, dim]."""
+        ranks = self.group.size()
+        padded = F.pad(out[0], (0, 0, 0, 0, 0, ranks * self.piece - self.num_tokens))
+        pieces = self._exchange(padded.unflatten(0, (ranks, self.piece)))  # [ranks, piece, heads / ranks, dim]
+        return pieces.transpose(0, 1).flatten(1, 2).unsqueeze(0)
+
+    def _exchange(self, x: torch.Tensor) -> torch.Tensor:
+        """x[r] goes to rank r; in its place comes what rank r had for this one."""
+        ones = [1] * self.group.size()
+        return exchange_rows(x, ones, ones, self.group)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one rank computes of a packed batch. `hidden_index` and `targets` are of the predictions made here,
+    `counts[r]` is how many rank r makes; predictions are in the order of their tokens, `order` leads back."""
+
+    input_ids: torch.Tensor  # [1, piece]
+    position_ids: torch.Tensor  # [1, piece]
+    layout: Any
+    hidden_index: torch.Tensor
+    targets: torch.Tensor
+    counts: tuple[int, ...]
+    order: torch.Tensor | None
+    group: dist.ProcessGroup
+
+    def whole(self, values: torch.Tensor) -> torch.Tensor:
+        """[predictions here] -> [all predictions], in the packed batch's order."""
+        if self.order is None:
+            return values
+        return gather_rows_with_grad(values, self.counts, self.group)[self.order]
+
+
+def take_piece(packed: PackedBatch, group: dist.ProcessGroup) -> Piece:
+    """This rank's part of `packed`; all of it in a group of one."""
+    ranks, rank = group.size(), group.rank()
+    if ranks == 1:
+        return Piece(
+            packed.input_ids, packed.position_ids, packed.layout, packed.hidden_index, packed.targets,
+            (len(packed.targets),), None, group,
+        )  # fmt: skip
+    size = -(-packed.num_tokens // ranks)
+
+    def mine(tokens: torch.Tensor) -> torch.Tensor:
+        return F.pad(tokens, (0, size * ranks - packed.num_tokens))[:, size * rank : size * (rank + 1)]
+
+    owner = packed.hidden_index // size
+    by_owner = owner.sort(stable=True).indices
+    here = by_owner[owner[by_owner] == rank]
+    order = torch.empty_like(by_owner).scatter_(0, by_owner, torch.arange(len(by_owner), device=by_owner.device))
+    return Piece(
+        input_ids=mine(packed.input_ids),
+        position_ids=mine(packed.position_ids),
+        layout=SequenceLayout(packed.layout, packed.num_tokens, size, group),
+        hidden_index=packed.hidden_index[here] - size * rank,
+        targets=packed.targets[here],
+        counts=tuple(torch.bincount(owner, minlength=ranks).tolist()),
+        order=order,
+        group=group,
+    )

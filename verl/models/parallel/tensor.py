@@ -1,0 +1,158 @@
+"""Tensor parallelism of decoders (Shoeybi et al. 2019, arXiv:1909.08053): which dimension of which weight is divided, and
+where activations are summed.
+
+Attention heads and MLP columns are divided by output rows ("column"), the projections after them by input columns
+("row"), embedding and output projection by vocabulary. A divided module is the plain module with a part of its weight; two
+sums per layer in each direction, at the entrance and the exit of attention and MLP, make the whole exact.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from verl.errors import ConfigError
+from verl.models.lora import LoRALinear
+from verl.models.parallel.collectives import enter_group, leave_group, own_range
+
+FAMILIES = (
+    "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "qwen3_moe", "mixtral",
+)  # fmt: skip
+
+_COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+_ROW = ("o_proj", "down_proj")
+_HEAD_NORMS = ("q_norm", "k_norm")
+
+
+class Division:
+    """How the parameters of a divided module came to be: `dims[name]` is the dimension that is split over the group;
+    parameters in `partial` are whole on each rank, but their gradients are parts of a sum."""
+
+    def __init__(self) -> None:
+        self.dims: dict[str, int] = {}
+        self.partial: set[str] = set()
+
+
+def check_divisible(config: Any, size: int) -> None:
+    """Raises ConfigError when a model cannot be divided over `size` ranks; costs no weights."""
+    config = config.get_text_config()
+    if size == 1:
+        return
+    if config.model_type not in FAMILIES:
+        raise ConfigError(
+            f"Tensor parallelism knows {', '.join(FAMILIES)}, not {config.model_type}. Set tensor_parallel_size=1 and "
+            "shard with FSDP alone."
+        )
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    sizes = {"attention heads": heads, "key-value heads": kv_heads, "MLP columns": config.intermediate_size}
+    for what, number in sizes.items():
+        if number % size:
+            raise ConfigError(
+                f"tensor_parallel_size={size} does not divide the model's {number} {what}; choose a divisor of it."
+            )
+
+
+def divide(module: Any, group: dist.ProcessGroup) -> Division:
+    """Cut `module` (on the meta device or with weights) down to this rank's part, in place, and put the sums in.
+
+    Tied weights stay tied. The module's forward is then to be called with equal inputs by all ranks of `group`.
+    """
+    found = Division()
+    if group.size() == 1:
+        return found
+    names = {part: name for name, part in module.named_modules()}
+    for part, name in names.items():
+        leaf = name.rpartition(".")[2]
+        if isinstance(part, nn.Linear) and leaf in _COLUMN + _ROW:
+            _divide_linear(part, name, 0 if leaf in _COLUMN else 1, group, found)
+        elif leaf in _HEAD_NORMS:
+            found.partial.update(f"{name}.{p}" for p, _ in part.named_parameters())
+        if any(isinstance(getattr(part, child, None), nn.Linear) for child in ("q_proj", "gate_proj")):
+            part.register_forward_pre_hook(_Entrance(group), with_kwargs=True)
+    _divide_vocabulary(module, names, group, found)
+    return found
+
+
+def _divide_linear(part: nn.Linear, name: str, dim: int, group: dist.ProcessGroup, found: Division) -> None:
+    _cut(part, "weight", name, dim, group, found)
+    if part.bias is not None and dim == 0:
+        _cut(part, "bias", name, 0, group, found)
+    if isinstance(part, LoRALinear):
+        _cut(part, "lora_B" if dim == 0 else "lora_A", name, dim, group, found)
+        found.partial.add(f"{name}.lora_A" if dim == 0 else f"{name}.lora_B")
+    if dim == 1:
+        part.register_forward_hook(_Exit(group))
+
+
+def _divide_vocabulary(module: Any, names: dict[nn.Module, str], group: dist.ProcessGroup, found: Division) -> None:
+    embedding = module.get_decoder().get_input_embeddings()
+    head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
+    is_tied = head is not None and head.weight is embedding.weight
+    first, count = own_range(embedding.num_embeddings, group)
+    _cut(embedding, "weight", names[embedding], 0, group, found)
+    if embedding.padding_idx is not None:
+        local = embedding.padding_idx - first
+        embedding.padding_idx = local if 0 <= local < count else None
+    lookup = _Lookup(first, count, group)
+    embedding.register_forward_pre_hook(lookup.before)
+    embedding.register_forward_hook(lookup.after)
+    if head is None:
+        return
+    if is_tied:
+        head.weight = embedding.weight
+    else:
+        _cut(head, "weight", names[head], 0, group, found)
+    if head.bias is not None:
+        _cut(head, "bias", names[head], 0, group, found)
+
+
+def _cut(part: nn.Module, leaf: str, name: str, dim: int, group: dist.ProcessGroup, found: Division) -> None:
+    parameter = getattr(part, leaf)
+    found.dims[f"{name}.{leaf}"] = dim
+    first, count = own_range(parameter.shape[dim], group)
+    piece = parameter.detach().narrow(dim, first, count).contiguous()
+    setattr(part, leaf, nn.Parameter(piece, requires_grad=parameter.requires_grad))
+
+
+class _Entrance:
+    """Before attention and MLP: the gradients of their shared input are summed once for all projections."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group = group
+
+    def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if args:
+            return (enter_group(args[0], self.group), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": enter_group(kwargs["hidden_states"], self.group)}
+
+
+class _Exit:
+    """After a projection that was divided by input columns: the parts are summed. A bias is whole, and counts once."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group = group
+
+    def __call__(self, module: nn.Linear, args: tuple[Any, ...], out: torch.Tensor) -> torch.Tensor:
+        if module.bias is None:
+            return leave_group(out, self.group)
+        return leave_group(out - module.bias, self.group) + module.bias
+
+
+class _Lookup:
+    """Around the embedding: tokens of other ranks look up row 0, which the sum over the ranks replaces."""
+
+    def __init__(self, first: int, count: int, group: dist.ProcessGroup):
+        self.first, self.count, self.group = first, count, group
+        self.elsewhere = torch.empty(0)
+
+    def before(self, module: nn.Embedding, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor]:
+        ids = args[0] - self.first
+        self.elsewhere = (ids < 0) | (ids >= self.count)
+        return (ids.masked_fill(self.elsewhere, 0),)
+
+    def after(self, module: nn.Embedding, args: tuple[torch.Tensor, ...], out: torch.Tensor) -> torch.Tensor:
+        return leave_group(out.masked_fill(self.elsewhere.unsqueeze(-1), 0.0), self.group)

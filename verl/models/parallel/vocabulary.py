@@ -1,0 +1,166 @@
+"""Log-probabilities where each rank holds a part of the vocabulary.
+
+As verl.models.log_probs, with the softmax statistics summed over the ranks: a few numbers per token travel, logits never
+do. Every rank ends with the same statistics; the gradient of the hidden states is summed over the ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from verl.models.log_probs import Head, TokenStats
+
+_CHUNK_ELEMENTS = 1 << 25  # logits held at a time
+
+
+def parallel_log_probs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    temperature: float,
+    group: dist.ProcessGroup,
+    first_token: int,
+    *,
+    want_entropy: bool = False,
+    want_sum_pi_squared: bool = False,
+    bias: torch.Tensor | None = None,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+) -> TokenStats:
+    """TokenStats of hidden [tokens, hidden_size] at targets [tokens], for rows `first_token`... of the output projection,
+    weight [part of the vocabulary, hidden_size]. Everything but weight and bias is equal on all ranks of `group`."""
+    head = Head(temperature, logit_scale, softcap)
+    chunk = max(1, min(len(targets), _CHUNK_ELEMENTS // weight.shape[0]))
+    log_probs, entropy, squared = _ParallelLogProbs.apply(
+        hidden, weight, bias, targets - first_token, head, (want_entropy, want_sum_pi_squared), chunk, group
+    )
+    return TokenStats(log_probs, entropy, squared)
+
+
+class _ParallelLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        head: Head,
+        wants: tuple[bool, bool],
+        chunk: int,
+        group: dist.ProcessGroup,
+    ) -> tuple[torch.Tensor | None, ...]:
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        # rows: log-prob, log-sum-exp, entropy, sum of squares
+        stats = torch.zeros(4, len(hidden), dtype=wide, device=hidden.device)
+        buffer = torch.empty(chunk, weight.shape[0], dtype=wide, device=hidden.device)
+        for start in range(0, len(hidden), chunk):
+            part = slice(start, start + chunk)
+            z = _logits(hidden[part], weight, bias, head, buffer)
+            stats[:, part] = _statistics(z, targets[part], group, wants)
+        log_probs, lse, entropy, squared = stats.unbind()
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy, squared)
+        ctx.head, ctx.chunk, ctx.group = head, chunk, group
+        return log_probs.clone(), entropy.clone() if wants[0] else None, squared.clone() if wants[1] else None
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, bias, targets, lse, entropy, squared = ctx.saved_tensors
+        wide, chunk = lse.dtype, ctx.chunk
+        d_hidden = torch.zeros(hidden.shape, dtype=wide, device=hidden.device)
+        d_weight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if ctx.needs_input_grad[1] else None
+        d_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and ctx.needs_input_grad[2] else None
+        buffer = torch.empty(chunk, weight.shape[0], dtype=wide, device=hidden.device)
+        for start in range(0, len(hidden), chunk):
+            part = slice(start, start + chunk)
+            z = _logits(hidden[part], weight, bias, ctx.head, buffer)
+            given = [None if g is None else g[part].unsqueeze(1) for g in grads]
+            dz = _logit_grad(z, targets[part], given, lse[part], entropy[part], squared[part], ctx.head)
+            if d_bias is not None:
+                d_bias += dz.sum(dim=0)
+            dz = dz.to(hidden.dtype)
+            d_hidden[part] = dz @ weight
+            if d_weight is not None:
+                d_weight += dz.t() @ hidden[part]
+        dist.all_reduce(d_hidden, group=ctx.group)
+        return (
+            d_hidden.to(hidden.dtype),
+            None if d_weight is None else d_weight.to(weight.dtype),
+            None if d_bias is None else d_bias.to(bias.dtype),
+            None, None, None, None, None,
+        )  # fmt: skip
+
+
+def _logits(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, head: Head, out: torch.Tensor
+) -> torch.Tensor:
+    """Rows of this part's logits, in `out` [at least rows, part of the vocabulary]; returns the view that was filled."""
+    z = out[: len(hidden)]
+    z.copy_(hidden @ weight.t())
+    if bias is not None:
+        z.add_(bias)
+    z.mul_(head.logit_scale)
+    if head.softcap is not None:
+        z.div_(head.softcap).tanh_().mul_(head.softcap)
+    return z.div_(head.temperature)
+
+
+def _statistics(
+    z: torch.Tensor, targets: torch.Tensor, group: dist.ProcessGroup, wants: tuple[bool, bool]
+) -> torch.Tensor:
+    """[4, tokens] of logits z [tokens, part of the vocabulary]: two reductions, one for the peak and one for sums."""
+    peak = z.amax(dim=1)
+    dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
+    exp = (z - peak.unsqueeze(1)).exp_()
+    column, owned = _owned(targets, z.shape[1])
+    sums = torch.zeros(4, len(z), dtype=z.dtype, device=z.device)
+    sums[0] = exp.sum(dim=1)
+    sums[1] = z.gather(1, column).squeeze(1).where(owned, 0.0)
+    if wants[1]:
+        sums[3] = exp.square().sum(dim=1)
+    if wants[0]:
+        sums[2] = exp.mul_(z).sum(dim=1)
+    dist.all_reduce(sums, group=group)
+    total, chosen, weighted, squared = sums.unbind()
+    lse = total.log() + peak
+    return torch.stack([chosen - lse, lse, lse - weighted / total, squared / total.square()])
+
+
+def _logit_grad(
+    z: torch.Tensor,
+    targets: torch.Tensor,
+    grads: list[torch.Tensor | None],
+    lse: torch.Tensor,
+    entropy: torch.Tensor,
+    squared: torch.Tensor,
+    head: Head,
+) -> torch.Tensor:
+    """Gradient with respect to the raw logits of this part; formulas in verl.models.log_probs. Overwrites `z`."""
+    g_log_prob, g_entropy, g_squared = grads
+    final = z.clone() if head.softcap is not None else None
+    log_p = z.sub_(lse.unsqueeze(1))
+    p = log_p.exp()
+    factor = torch.zeros_like(p)
+    if g_entropy is not None:
+        factor.addcmul_(log_p + entropy.unsqueeze(1), g_entropy, value=-1)
+    if g_squared is not None:
+        factor.addcmul_(p - squared.unsqueeze(1), g_squared, value=2)
+    if g_log_prob is not None:
+        factor.sub_(g_log_prob)
+    dz = factor.mul_(p)
+    if g_log_prob is not None:
+        column, owned = _owned(targets, z.shape[1])
+        dz.scatter_add_(1, column, g_log_prob.where(owned.unsqueeze(1), 0.0).to(dz.dtype))
+    if final is not None and head.softcap is not None:
+        dz.mul_(1 - (final * (head.temperature / head.softcap)).square_())
+    return dz.mul_(head.logit_scale / head.temperature)
+
+
+def _owned(targets: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Columns [tokens, 1] to look at, and which of them [tokens] are really here."""
+    owned = (targets >= 0) & (targets < size)
+    return targets.where(owned, 0).unsqueeze(1), owned

@@ -1,0 +1,66 @@
+"""Matrix products of the hand-written passes, and the one place that decides in which format they run.
+
+A product of bfloat16 matrices is exact products summed in float32 and rounded once. A CPU without instructions for it
+takes four times as long as for float32 matrices, so there the operands are widened first: the same sums, rounded the
+same way.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from verl.parallel.device import native_bf16
+
+
+@functools.cache
+def _widens(dtype: torch.dtype, device: torch.device) -> bool:
+    return dtype == torch.bfloat16 and device.type == "cpu" and not native_bf16(device)
+
+
+class Products:
+    """Products of matrices of format `dtype` on `device`. Arguments are in that format or come from `operand`, which
+    is worth calling once for what enters several products; results are rounded to `dtype`."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device):
+        self.dtype = dtype
+        self.widens = _widens(dtype, device)
+
+    def operand(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` as products take it."""
+        return x.float() if self.widens else x
+
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """x [tokens, inputs] weight^T [inputs, outputs] + bias, and the sum of that with `residual`. In bfloat16 the
+        product is rounded before the residual is added, as when a module computes them."""
+        x, weight = self.operand(x), self.operand(weight).t()
+        if residual is not None and self.dtype != torch.bfloat16:
+            y = torch.addmm(residual, x, weight)
+            return y if bias is None else y.add_(bias)
+        y = torch.mm(x, weight) if bias is None else torch.addmm(self.operand(bias), x, weight)
+        y = y.to(self.dtype)
+        return y if residual is None else y.add_(residual)
+
+    def input_gradient(self, d_y: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """d_y [tokens, outputs] weight [outputs, inputs]."""
+        return torch.mm(self.operand(d_y), self.operand(weight)).to(self.dtype)
+
+    def add_outer(self, total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, overwrite: bool) -> None:
+        """total += a^T b, or = with `overwrite`; total [outputs, inputs] is float32 or wider, and the product is not
+        rounded before it is added where the hardware allows."""
+        a, b = self.operand(a).t(), self.operand(b)
+        if total.dtype == a.dtype:
+            torch.mm(a, b, out=total) if overwrite else total.addmm_(a, b)
+        elif total.device.type == "cuda":
+            product = torch.mm(a, b, out_dtype=total.dtype)
+            total.copy_(product) if overwrite else total.add_(product)
+        else:
+            product = torch.mm(a, b)
+            total.copy_(product) if overwrite else total.add_(product)

@@ -1,0 +1,300 @@
+"""Processes of one run that find each other and exchange small results, with a deadline on every wait.
+
+comm = Collectives.start(peer_of_environment(), timeout_s=600, start_timeout_s=300)
+with comm.doing("actor.update"):
+    parts = comm.all_gather(to_bytes(mine))     # in rank order
+comm.close()
+
+Beside the process group there is a board in the rendezvous store, where each rank writes what it is doing. When a wait fails,
+the others are looked up there, so that the error names the rank that is missing or behind, its call and since when.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from verl.errors import ConfigError, DeadlineError, WorkerLostError
+from verl.parallel.traffic import TRAFFIC
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 0.5
+_LOOKUP_S = 5.0  # for the board, after something has failed
+
+
+@dataclass(frozen=True)
+class Peer:
+    """This process among those of the run."""
+
+    rank: int
+    world_size: int
+    address: str  # of the rendezvous, which rank 0 (or the launcher) serves
+    port: int
+    local_rank: int = 0  # among the processes of this machine
+
+
+def peer_of_environment(environment: Mapping[str, str] | None = None) -> Peer | None:
+    """What a launcher such as torchrun put into RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and LOCAL_RANK; None when this
+    process was not started by one. Raises ConfigError when only a part is there or a value makes no sense."""
+    env = os.environ if environment is None else environment
+    if "RANK" not in env and "WORLD_SIZE" not in env:
+        return None
+    missing = [n for n in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not env.get(n)]
+    if missing:
+        raise ConfigError(
+            f"The environment has a part of what a launcher sets, but not {', '.join(missing)}. Start the ranks with "
+            "torchrun, or unset RANK and WORLD_SIZE for a single process."
+        )
+    try:
+        rank, size, port = int(env["RANK"]), int(env["WORLD_SIZE"]), int(env["MASTER_PORT"])
+        local = int(env.get("LOCAL_RANK", "0"))
+    except ValueError as error:
+        raise ConfigError(f"RANK, WORLD_SIZE, LOCAL_RANK and MASTER_PORT must be whole numbers: {error}.") from error
+    if not 0 <= rank < size:
+        raise ConfigError(f"RANK={rank} is not one of the {size} ranks that WORLD_SIZE announces.")
+    return Peer(rank, size, env["MASTER_ADDR"], port, local)
+
+
+def free_port() -> int:
+    """A port that nobody listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+class Collectives:
+    """Exchange of results between the ranks of a run, apart from what the engines exchange."""
+
+    def __init__(self, peer: Peer, store: dist.Store, group: dist.ProcessGroup, timeout_s: float):
+        self.rank = peer.rank
+        self.world_size = peer.world_size
+        self.local_rank = peer.local_rank
+        self.timeout_s = timeout_s
+        self._store = store
+        self._group = group
+        self._number = 0
+        self._call = "starting"
+
+    @classmethod
+    def start(
+        cls, peer: Peer, *, device_type: str = "cpu", timeout_s: float, start_timeout_s: float, call_timeout_s: float
+    ) -> Collectives:
+        """Meet the other ranks and make the default process group (gloo, and NCCL besides on CUDA).
+
+        `timeout_s` bounds a collective of an engine, `call_timeout_s` the wait for other ranks between calls, and
+        `start_timeout_s` the meeting. Raises ConfigError when the port is taken, DeadlineError naming the ranks that did
+        not come.
+        """
+        store = _meet(peer, start_timeout_s)
+        backend = "gloo" if device_type == "cpu" else "cpu:gloo,cuda:nccl"
+        try:
+            dist.init_process_group(
+                backend,
+                store=dist.PrefixStore("verl", store),
+                rank=peer.rank,
+                world_size=peer.world_size,
+                timeout=timedelta(seconds=timeout_s),
+            )
+            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=call_timeout_s))
+        except RuntimeError as error:
+            raise WorkerLostError(
+                f"Rank {peer.rank} could not connect to the other ranks ({_first_line(error)}). Look at the first rank "
+                "that failed, and check that the machines reach each other (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)."
+            ) from error
+        assert group is not None
+        return cls(peer, store, group, call_timeout_s)
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        """The payload of every rank, in rank order. Raises WorkerLostError or DeadlineError."""
+        with self._naming("results"), TRAFFIC.exchanging(len(payload)):
+            sizes = torch.zeros(self.world_size, dtype=torch.int64)
+            dist.all_gather(list(sizes.split(1)), torch.tensor([len(payload)]), group=self._group)
+            width = int(sizes.max())
+            if width == 0:
+                return [b""] * self.world_size
+            mine = torch.zeros(width, dtype=torch.uint8)
+            if payload:
+                mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+            rows = torch.empty(self.world_size, width, dtype=torch.uint8)
+            dist.all_gather(list(rows.unbind()), mine, group=self._group)
+        return [rows[r, : int(sizes[r])].numpy().tobytes() for r in range(self.world_size)]
+
+    def broadcast(self, payload: bytes | None, source: int) -> bytes:
+        """What rank `source` gives goes to all."""
+        with self._naming(f"a message of rank {source}"), TRAFFIC.exchanging(len(payload or b"")):
+            size = torch.tensor([len(payload) if payload is not None else 0])
+            dist.broadcast(size, source, group=self._group)
+            data = torch.zeros(int(size), dtype=torch.uint8)
+            if payload:
+                data = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+            if len(data):
+                dist.broadcast(data, source, group=self._group)
+        return data.numpy().tobytes()
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set on at least one rank."""
+        with self._naming("the other ranks"):
+            number = torch.tensor([int(flag)])
+            dist.all_reduce(number, dist.ReduceOp.MAX, group=self._group)
+        return bool(number)
+
+    def barrier(self, what: str) -> None:
+        """Wait until every rank is here; `what` is what they wait for, for the error."""
+        with self.doing(what):
+            self.any(False)
+
+    @contextlib.contextmanager
+    def doing(self, call: str) -> Iterator[None]:
+        """Write `call` on the board; a failure of communication inside becomes an error that names the rank at fault."""
+        self._number += 1
+        self._call = call
+        self._post(call, "")
+        try:
+            with self._naming("the other ranks"):
+                yield
+        except BaseException as error:
+            self._post(call, f"{type(error).__name__}: {_first_line(error)}")
+            raise
+
+    def close(self) -> None:
+        """Leave the process group; does not wait for anybody."""
+        if dist.is_initialized():
+            with contextlib.suppress(RuntimeError):  # a group whose peers are gone may not say goodbye
+                dist.destroy_process_group()
+
+    # -- the board ----------------------------------------------------------------------------------------------------
+
+    def _post(self, call: str, failure: str) -> None:
+        row = {"number": self._number, "call": call, "time": time.time(), "failure": failure}
+        with contextlib.suppress(RuntimeError):  # without its store a run is about to end anyway
+            self._store.set(f"board/{self.rank}", json.dumps(row))
+
+    def _rows(self) -> dict[int, dict[str, object]]:
+        """What the other ranks wrote last; empty when the store is gone."""
+        rows: dict[int, dict[str, object]] = {}
+        with contextlib.suppress(RuntimeError):
+            self._store.set_timeout(timedelta(seconds=_LOOKUP_S))
+            for rank in range(self.world_size):
+                if rank != self.rank and self._store.check([f"board/{rank}"]):
+                    rows[rank] = json.loads(self._store.get(f"board/{rank}"))
+        return rows
+
+    @contextlib.contextmanager
+    def _naming(self, what: str) -> Iterator[None]:
+        started = time.monotonic()
+        try:
+            yield
+        except RuntimeError as error:
+            if not is_communication_failure(error):
+                raise
+            elapsed_s = time.monotonic() - started
+            raise self._explained(error, what, elapsed_s) from error
+
+    def _explained(self, error: BaseException, what: str, elapsed_s: float) -> DeadlineError | WorkerLostError:
+        timed_out = "timed out" in str(error).lower() or "timeout" in str(error).lower()
+        time.sleep(_POLL_S)  # a rank that raises writes its reason while its connections are being closed
+        rows = self._rows()
+        place = f"Rank {self.rank} waited {elapsed_s:.0f} s for {what} in {self._call}"
+        blamed = self._blame(rows, timed_out)
+        if timed_out:
+            return DeadlineError(f"{place}, and gave up. {blamed}")
+        return WorkerLostError(f"{place}, and the connection broke. {blamed}")
+
+    def _blame(self, rows: dict[int, dict[str, object]], timed_out: bool) -> str:
+        failed = {r: row for r, row in rows.items() if row["failure"] and not _is_consequence(str(row["failure"]))}
+        if failed:
+            rank, row = next(iter(failed.items()))
+            return f"Rank {rank} failed in {row['call']}: {row['failure']}"
+        behind = {r: row for r, row in rows.items() if int(str(row["number"])) < self._number} or {
+            r: row for r, row in rows.items() if not row["failure"]
+        }
+        if not rows:
+            return "The rendezvous is gone too: look at the log of rank 0 or of the launcher."
+        state = "hangs or is slow" if timed_out else "has ended or cannot be reached"
+        names = "; ".join(
+            f"rank {r} {state} (last seen in {row['call']}, {time.time() - float(str(row['time'])):.0f} s ago)"
+            for r, row in sorted(behind.items())
+        )
+        fix = "Look at its log; raise trainer.call_timeout_s or actor_rollout_ref.nccl_timeout if it is only slow."
+        return f"{names or 'No rank is behind'}. {fix}"
+
+
+def is_communication_failure(error: BaseException) -> bool:
+    """Whether a RuntimeError comes from the process group (a dead or a late peer) rather than from a computation."""
+    if isinstance(error, (dist.DistError, ConnectionError)):
+        return True
+    text = str(error)
+    signs = (
+        "Connection closed by peer",
+        "Connection reset",
+        "gloo",
+        "NCCL",
+        "Timed out waiting",
+        "Socket",
+        "Broken pipe",
+    )
+    return any(sign in text for sign in signs)
+
+
+def _is_consequence(failure: str) -> bool:
+    """A rank that failed because another one did is not the one to name."""
+    return failure.startswith((DeadlineError.__name__, WorkerLostError.__name__))
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+
+
+def _meet(peer: Peer, timeout_s: float) -> dist.Store:
+    """The store of the rendezvous, after every rank has signed in."""
+    serves = peer.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    started = time.monotonic()
+    try:
+        # the wait for the others is ours, so that the error can name them
+        server = dist.TCPStore(
+            peer.address, peer.port, None, serves, timedelta(seconds=timeout_s), wait_for_workers=False
+        )
+    except (RuntimeError, OSError) as error:
+        raise _no_store(peer, error, serves, time.monotonic() - started) from error
+    store = dist.PrefixStore(f"verl-board-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", server)
+    store.set(f"here/{peer.rank}", socket.gethostname())
+    wanted = [f"here/{rank}" for rank in range(peer.world_size)]
+    while not store.check(wanted):
+        if time.monotonic() - started > timeout_s:
+            missing = [str(rank) for rank in range(peer.world_size) if not store.check([wanted[rank]])]
+            raise DeadlineError(
+                f"Rank {peer.rank} waited {timeout_s:.0f} s at {peer.address}:{peer.port} for rank {', '.join(missing)} of "
+                f"{peer.world_size}. Start all ranks, with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE."
+            )
+        time.sleep(0.05)
+    return store
+
+
+def _no_store(peer: Peer, error: BaseException, serves: bool, elapsed_s: float) -> ConfigError | DeadlineError:
+    place = f"{peer.address}:{peer.port}"
+    if serves and (getattr(error, "errno", None) == errno.EADDRINUSE or "EADDRINUSE" in str(error)):
+        return ConfigError(
+            f"Port {peer.port}, where the ranks should meet, is in use by another program on this machine. Choose a free "
+            "one with MASTER_PORT (torchrun: --master-port)."
+        )
+    if serves:
+        return ConfigError(
+            f"Rank 0 cannot serve the rendezvous at {place} ({_first_line(error)}). Set MASTER_ADDR to an address of this "
+            "machine and MASTER_PORT to a free port."
+        )
+    return DeadlineError(
+        f"Rank {peer.rank} found no rendezvous at {place} within {elapsed_s:.0f} s: rank 0 does not run there. Start it, or "
+        "correct MASTER_ADDR and MASTER_PORT."
+    )

@@ -1,0 +1,286 @@
+"""How a call on a group becomes one call per rank, and the ranks' results one result. Pure functions of values and shapes.
+
+plan = plan_call(declared, group, args, kwargs)
+results = [run(rank, *plan.calls[rank]) for rank in plan.ranks()]     # torchrun, Ray, or a loop in a test
+value = plan.collect(results of plan.answering, in that order)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from verl.data_proto.metrics import Metric, merge_metrics
+from verl.data_proto.padding import pad_dataproto_to_divisor
+from verl.data_proto.proto import DataProto
+from verl.parallel.mesh import Mesh
+from verl.parallel.register import Execute, Registered
+from verl.parallel.shares import Rows, TokenCost, balanced_shares, contiguous_shares
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class GroupShape(Protocol):
+    """What dispatch needs to know about a group."""
+
+    mesh: Mesh
+    cost: TokenCost
+    schedule: Schedule | None  # of a group that trains
+    beside_rollout: bool  # whether its ranks are those that generate
+
+    @property
+    def world_size(self) -> int: ...
+
+
+class Schedule(Protocol):
+    """Which rows of a batch each optimizer step of a training call takes."""
+
+    def rows(self, num_rows: int, step: int) -> list[np.ndarray]: ...
+
+
+class Mergeable(Protocol):
+    """A result of a training call that knows how those of several ranks become one."""
+
+    def merge(self, others: Sequence[Any]) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`calls[i]` is what the rank at index i runs (None: nothing). Ranks of one model-parallel group share the object, so
+    that a driver sends it once. `collect` takes the results of the ranks `answering`, in that order."""
+
+    calls: list[Arguments | None]
+    answering: list[int]
+    collect: Callable[[list[Any]], Any]
+    rows: list[Rows] = field(default_factory=list)  # of the ND modes: the rows of each share
+
+    def ranks(self) -> list[int]:
+        """Indices of the ranks that run."""
+        return [i for i, call in enumerate(self.calls) if call is not None]
+
+
+def plan_call(declared: Registered, group: GroupShape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+    """The calls of one method call on a group. Raises ValueError when arguments do not fit the mode."""
+    mode = declared.dispatch_mode
+    if mode.dispatch_fn is not None and mode.collect_fn is not None:
+        plan = _plan_custom(mode.dispatch_fn, mode.collect_fn, group, args, kwargs)
+    elif mode.name in _ND:
+        return _ND[mode.name](declared, group, args, kwargs)
+    elif mode.name in _FLAT:
+        plan = _FLAT[mode.name](group, args, kwargs)
+    else:
+        raise ValueError(f"A method declared Dispatch.{mode.name} cannot be called on a group; call it on its ranks.")
+    if declared.execute_mode == Execute.RANK_ZERO:
+        alone = [plan.calls[0], *[None] * (group.world_size - 1)]
+        return Plan(alone, [0], lambda results: results[0])
+    return plan
+
+
+# -- modes that do not know about rows ---------------------------------------------------------------------------------
+
+
+def _rank_zero(group: GroupShape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+    return Plan([(args, kwargs), *[None] * (group.world_size - 1)], [0], lambda results: results[0])
+
+
+def _one_to_all(group: GroupShape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+    return Plan([(args, kwargs)] * group.world_size, list(range(group.world_size)), list)
+
+
+def _all_reduce(group: GroupShape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+    return Plan([(args, kwargs)] * group.world_size, group.mesh.collectors(), _reduced)
+
+
+def _reduced(results: list[Any]) -> Any:
+    """Numbers are added, dicts of Metrics merged by their reductions."""
+    return merge_metrics(results) if isinstance(results[0], dict) else sum(results)
+
+
+def _all_to_all(group: GroupShape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+    size = group.world_size
+    for value in (*args, *kwargs.values()):
+        if not isinstance(value, (list, tuple)) or len(value) != size:
+            raise ValueError(f"Every argument of this call is a list with one value for each of the {size} ranks.")
+    calls: list[Arguments | None] = [
+        (tuple(a[i] for a in args), {k: v[i] for k, v in kwargs.items()}) for i in range(size)
+    ]
+    return Plan(calls, list(range(size)), list)
+
+
+def _dp_compute_proto(group: GroupShape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+    """Equal chunks, the last ones padded when the batch asks for it, and exactly the padding removed from the results."""
+    size = group.world_size
+    padding = 0
+
+    def cut(value: Any) -> list[Any]:
+        nonlocal padding
+        if not isinstance(value, DataProto):
+            raise ValueError(f"This call takes DataProtos, not a {type(value).__name__}.")
+        if value.is_padding_enabled() and len(value):
+            value, padding = pad_dataproto_to_divisor(value, size)
+        return value.chunk(size)
+
+    positional, named = [cut(a) for a in args], {k: cut(v) for k, v in kwargs.items()}
+    calls: list[Arguments | None] = [
+        (tuple(a[i] for a in positional), {k: v[i] for k, v in named.items()}) for i in range(size)
+    ]
+    return Plan(calls, list(range(size)), lambda results: _without_padding(DataProto.concat(results), padding))
+
+
+def _without_padding(batch: DataProto, padding: int) -> DataProto:
+    return batch.slice(0, len(batch) - padding) if padding else batch
+
+
+def _dp_compute_with_func(group: GroupShape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+    if not args or not callable(args[0]):
+        raise ValueError("The first argument of this call is the function that every rank runs.")
+    plan = _dp_compute_proto(group, args[1:], kwargs)
+    calls: list[Arguments | None] = [((args[0], *call[0]), call[1]) for call in plan.calls if call is not None]
+    return Plan(calls, plan.answering, plan.collect)
+
+
+def _dp_compute_metric(group: GroupShape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+    plan = _dp_compute_proto(group, args, kwargs)
+    return Plan(plan.calls, plan.answering, list)
+
+
+def _plan_custom(
+    dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any], group: GroupShape, args: Any, kwargs: Any
+) -> Plan:
+    args, kwargs = dispatch_fn(group, *args, **kwargs)
+    plan = _all_to_all(group, args, kwargs)
+    return Plan(plan.calls, plan.answering, lambda results: collect_fn(group, results))
+
+
+_FLAT: dict[str, Callable[[GroupShape, tuple[Any, ...], dict[str, Any]], Plan]] = {
+    "RANK_ZERO": _rank_zero,
+    "ONE_TO_ALL": _one_to_all,
+    "ALL_REDUCE": _all_reduce,
+    "ALL_TO_ALL": _all_to_all,
+    "DP_COMPUTE": _all_to_all,
+    "DP_COMPUTE_PROTO": _dp_compute_proto,
+    "DP_COMPUTE_PROTO_WITH_FUNC": _dp_compute_with_func,
+    "DP_COMPUTE_METRIC": _dp_compute_metric,
+}
+
+
+# -- modes that share rows out over the data axes of a mesh --------------------------------------------------------------
+
+
+def _nd_compute(declared: Registered, group: GroupShape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+    batch = _first_batch(args)
+    shares = balanced_shares(batch, group.mesh.dp_size, group.cost)
+    # a rank without rows runs one row all the same: the ranks of a sharded model compute together. Its result is dropped
+    filled = [rows or [0] for rows in shares] if len(batch) else shares
+    return _scattered(declared, group, batch, filled, args, kwargs, kept=[len(rows) for rows in shares])
+
+
+def _nd_scatter(declared: Registered, group: GroupShape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+    batch = _first_batch(args)
+    return _scattered(declared, group, batch, contiguous_shares(len(batch), group.mesh.dp_size), args, kwargs)
+
+
+def _nd_owner(declared: Registered, group: GroupShape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+    if not group.beside_rollout:
+        return _nd_scatter(declared, group, args, kwargs)
+    batch = _first_batch(args)
+    owner = batch.batch["rollout_rank"].tolist()
+    shares: list[Rows] = [[i for i, rank in enumerate(owner) if rank == part] for part in range(group.mesh.dp_size)]
+    if sum(map(len, shares)) != len(owner):
+        raise ValueError(f"Column rollout_rank names ranks that a group of {group.mesh.dp_size} does not have.")
+    return _scattered(declared, group, batch, shares, args, kwargs)
+
+
+def _nd_mini_batches(declared: Registered, group: GroupShape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+    """`method(batch, step)` becomes `method(share, step, mini_batches=[rows of the share, ...])`."""
+    assert group.schedule is not None, "a group with training calls has a schedule"
+    batch, step = _first_batch(args), args[1]
+    cost, parts = group.cost, group.mesh.dp_size
+    cut = [balanced_shares(batch, parts, cost, rows.tolist()) for rows in group.schedule.rows(len(batch), step)]
+    shares: list[Rows] = [sorted({row for mini in cut for row in mini[part]}) for part in range(parts)]
+    sent = _lean(batch, declared.objects)
+    calls: list[Arguments] = []
+    for part, rows in enumerate(shares):
+        position = {row: i for i, row in enumerate(rows)}
+        minis = [[position[row] for row in mini[part]] for mini in cut]
+        calls.append(((_select(sent, rows), *args[1:]), {**kwargs, "mini_batches": minis}))
+    return _replicated(group, calls, shares, lambda results: results[0].merge(results[1:]))
+
+
+def _first_batch(args: tuple[Any, ...]) -> DataProto:
+    if not args or not isinstance(args[0], DataProto):
+        raise ValueError("The first argument of this call is the DataProto whose rows are shared out.")
+    return args[0]
+
+
+def _scattered(
+    declared: Registered,
+    group: GroupShape,
+    batch: DataProto,
+    shares: list[Rows],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    kept: list[int] | None = None,
+) -> Plan:
+    sent = _lean(batch, declared.objects)
+    calls: list[Arguments] = [((_select(sent, rows), *args[1:]), kwargs) for rows in shares]
+    counts = kept if kept is not None else [len(rows) for rows in shares]
+
+    def collect(results: list[Any]) -> Any:
+        return join_rows(results, [rows[:count] for rows, count in zip(shares, counts, strict=True)])
+
+    return _replicated(group, calls, shares, collect)
+
+
+def _replicated(
+    group: GroupShape, calls: list[Arguments], shares: list[Rows], collect: Callable[[list[Any]], Any]
+) -> Plan:
+    """The call of a share for every rank of its model-parallel group."""
+    mesh = group.mesh
+    return Plan([calls[mesh.dp_rank(i)] for i in range(mesh.size)], mesh.collectors(), collect, shares)
+
+
+def _lean(batch: DataProto, objects: tuple[str, ...] | None) -> DataProto:
+    return batch if objects is None else batch.select(non_tensor_batch_keys=objects)
+
+
+def _select(batch: DataProto, rows: Rows) -> DataProto:
+    if rows == list(range(len(batch))):
+        return batch
+    return batch.select_idxs(np.array(rows, dtype=np.int64))
+
+
+def join_rows(results: Sequence[Any], shares: Sequence[Rows]) -> Any:
+    """One result out of the shares' results. DataProtos: rows in the order of the whole batch, where result rows
+    `k * i ... k * i + k - 1` of a share belong to its i-th row; rows beyond those of the share are dropped. Dicts of Metrics
+    are merged; anything else is a list."""
+    if results and all(isinstance(r, DataProto) for r in results):
+        return _join_batches(list(results), shares)
+    if results and all(isinstance(r, dict) and all(isinstance(m, Metric) for m in r.values()) for r in results):
+        return merge_metrics(results)
+    return list(results)
+
+
+def _join_batches(results: list[DataProto], shares: Sequence[Rows]) -> DataProto:
+    factor = next((len(r) // len(rows) for r, rows in zip(results, shares, strict=True) if rows and len(r)), 1)
+    kept = [r.slice(0, factor * len(rows)) for r, rows in zip(results, shares, strict=True)]
+    used = [(r, rows) for r, rows in zip(kept, shares, strict=True) if rows]
+    if not used:
+        return results[0]
+    joined = DataProto.concat([r for r, _ in used]) if len(used) > 1 else used[0][0]
+    order = np.concatenate([np.asarray(rows) for _, rows in used])
+    back = np.argsort(order, kind="stable")
+    if np.array_equal(back, np.arange(len(back))):
+        return joined
+    return joined.select_idxs((back[:, None] * factor + np.arange(factor)).reshape(-1))
+
+
+_ND: dict[str, Callable[[Registered, GroupShape, tuple[Any, ...], dict[str, Any]], Plan]] = {
+    "ND_COMPUTE_PROTO": _nd_compute,
+    "ND_SCATTER_PROTO": _nd_scatter,
+    "ND_OWNER_PROTO": _nd_owner,
+    "ND_MINI_BATCHES": _nd_mini_batches,
+}

@@ -1,0 +1,28 @@
+"""How this process gets memory from the operating system. To be called before torch is imported.
+
+A training step makes and drops tensors of many megabytes. glibc gives each of these back to the system at once, so
+that the next one costs a page fault for every 4 KiB, which is zeroed first. Here freed memory stays with the process,
+whose peak does not change by it, and large tensors lie in huge pages where the system offers them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+
+# parameters of mallopt, from glibc's malloc.h
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
+_SETTINGS = {_M_MMAP_THRESHOLD: 1 << 30, _M_TRIM_THRESHOLD: (1 << 31) - 1, _M_TOP_PAD: 64 << 20}
+
+
+def keep_freed_memory() -> bool:
+    """Tell the allocator to keep what is freed for reuse. Does nothing, and returns False, with another C library than
+    glibc, or where the user has tuned it (GLIBC_TUNABLES or MALLOC_... in the environment)."""
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch asks for huge pages from 2 MiB on
+    tuned = any(name == "GLIBC_TUNABLES" or name.startswith("MALLOC_") for name in os.environ)
+    if tuned or platform.libc_ver()[0] != "glibc":
+        return False
+    mallopt = ctypes.CDLL(None).mallopt
+    taken = [mallopt(parameter, value) == 1 for parameter, value in _SETTINGS.items()]
+    return all(taken)

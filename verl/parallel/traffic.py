@@ -1,0 +1,48 @@
+"""How long this process has been exchanging data with others, and how many bytes went through."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    seconds: float = 0.0  # the wait for the others included
+    num_bytes: int = 0
+
+
+class Traffic:
+    """A counter that any thread may add to."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._seconds = 0.0
+        self._num_bytes = 0
+
+    def add(self, seconds: float, num_bytes: int) -> None:
+        with self._lock:
+            self._seconds += seconds
+            self._num_bytes += num_bytes
+
+    @contextmanager
+    def exchanging(self, num_bytes: int) -> Iterator[None]:
+        """Counts the time of the `with` block."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(time.perf_counter() - began, num_bytes)
+
+    def take(self) -> Exchanged:
+        """What came together since the last call."""
+        with self._lock:
+            found = Exchanged(self._seconds, self._num_bytes)
+            self._seconds, self._num_bytes = 0.0, 0
+        return found
+
+
+TRAFFIC = Traffic()  # of this process: collectives and weight transfers report here

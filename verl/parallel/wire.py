@@ -1,0 +1,207 @@
+"""Values that cross processes, as bytes: a JSON document that refers to raw buffers. Nothing is pickled.
+
+encode({"batch": DataProto, "step": 3}) -> (b'{...}', [buffer, ...]) -> decode -> equal value
+
+Carried: None, bool, int, float, str, bytes, lists, tuples, dicts, numpy arrays and numbers, torch tensors, DataProto, Metric,
+and dataclasses that were declared with `@record`. A value that is not of these is a TypeError that names its place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import struct
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from verl.data_proto.merge import object_array
+from verl.data_proto.metrics import Metric
+from verl.data_proto.proto import DataProto
+from verl.data_proto.samples import Completion, SamplingParams, Score
+
+C = TypeVar("C", bound=type)
+
+_RECORDS: dict[str, type] = {}
+_PLAIN = (str, bool, int)  # float is apart: JSON has no NaN that every reader takes
+
+
+def record(cls: C) -> C:
+    """Class decorator: instances of this dataclass may cross processes."""
+    assert dataclasses.is_dataclass(cls), f"{cls.__name__} is not a dataclass"
+    _RECORDS[cls.__name__] = cls
+    return cls
+
+
+for _cls in (SamplingParams, Completion, Score):
+    record(_cls)
+
+
+def encode(value: Any) -> tuple[bytes, list[np.ndarray]]:
+    """(document, buffers as 1-d uint8 arrays; those of contiguous CPU tensors are views)."""
+    buffers: list[np.ndarray] = []
+    document = _pack(value, buffers, "the value")
+    return json.dumps(document, separators=(",", ":")).encode(), buffers
+
+
+def decode(document: bytes, buffers: Sequence[np.ndarray]) -> Any:
+    """Inverse of `encode`; tensors and arrays are copies, so that they can be written to."""
+    return _unpack(json.loads(document), buffers)
+
+
+def to_bytes(value: Any) -> bytes:
+    """`encode` in one piece: sizes, document, buffers."""
+    document, buffers = encode(value)
+    sizes = [len(document), *(len(b) for b in buffers)]
+    head = struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes)
+    return b"".join([head, document, *(b.data for b in buffers)])
+
+
+def from_bytes(data: bytes | bytearray | memoryview) -> Any:
+    """Inverse of `to_bytes`."""
+    view = memoryview(data)
+    (count,) = struct.unpack_from("<I", view)
+    sizes = struct.unpack_from(f"<{count}Q", view, 4)
+    start, parts = 4 + 8 * count, []
+    for size in sizes:
+        parts.append(view[start : start + size])
+        start += size
+    return decode(bytes(parts[0]), [np.frombuffer(p, dtype=np.uint8) for p in parts[1:]])
+
+
+def _pack(value: Any, buffers: list[np.ndarray], place: str) -> Any:
+    if value is None or isinstance(value, _PLAIN):
+        return value if not isinstance(value, np.generic) else value.item()
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {"!": "float", "v": repr(float(value))}
+    if isinstance(value, list):
+        return [_pack(v, buffers, f"{place}[{i}]") for i, v in enumerate(value)]
+    if isinstance(value, np.generic):
+        return _pack(value.item(), buffers, place)
+    packer = next((make for kind, make in _PACKERS if isinstance(value, kind)), None)
+    if packer is not None:
+        return packer(value, buffers, place)
+    if type(value).__name__ in _RECORDS and isinstance(value, _RECORDS[type(value).__name__]):
+        names = [f.name for f in dataclasses.fields(_RECORDS[type(value).__name__])]
+        fields = {name: getattr(value, name) for name in names}
+        return {"!": "record", "t": type(value).__name__, "v": _pack_items(fields, buffers, place)}
+    raise TypeError(
+        f"{place} is a {type(value).__name__}, which cannot be sent to another process; give numbers, texts, lists, dicts, "
+        "arrays or tensors."
+    )
+
+
+def _pack_items(items: dict[Any, Any], buffers: list[np.ndarray], place: str) -> list[Any]:
+    return [[_pack(k, buffers, f"a key of {place}"), _pack(v, buffers, f"{place}.{k}")] for k, v in items.items()]
+
+
+def _pack_dict(value: dict[Any, Any], buffers: list[np.ndarray], place: str) -> Any:
+    return {"!": "dict", "v": _pack_items(value, buffers, place)}
+
+
+def _pack_tuple(value: tuple[Any, ...], buffers: list[np.ndarray], place: str) -> Any:
+    return {"!": "tuple", "v": [_pack(v, buffers, f"{place}[{i}]") for i, v in enumerate(value)]}
+
+
+def _pack_bytes(value: bytes | bytearray, buffers: list[np.ndarray], place: str) -> Any:
+    buffers.append(np.frombuffer(value, dtype=np.uint8))
+    return {"!": "bytes", "b": len(buffers) - 1}
+
+
+def _pack_tensor(value: torch.Tensor, buffers: list[np.ndarray], place: str) -> Any:
+    if value.is_nested:
+        raise TypeError(f"{place} is a nested tensor; pad it before it is sent to another process.")
+    buffers.append(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return {
+        "!": "tensor",
+        "b": len(buffers) - 1,
+        "t": str(value.dtype).removeprefix("torch."),
+        "s": list(value.shape),
+    }
+
+
+def _pack_array(value: np.ndarray, buffers: list[np.ndarray], place: str) -> Any:
+    if value.dtype == object:
+        rows = [_pack(v, buffers, f"{place}[{i}]") for i, v in enumerate(value.ravel().tolist())]
+        return {"!": "objects", "v": rows, "s": list(value.shape)}
+    if value.dtype.kind not in "biufcSU":
+        raise TypeError(f"{place} is an array of {value.dtype}, which cannot be sent to another process.")
+    buffers.append(np.ascontiguousarray(value).reshape(-1).view(np.uint8))
+    return {"!": "array", "b": len(buffers) - 1, "t": value.dtype.str, "s": list(value.shape)}
+
+
+def _pack_batch(value: DataProto, buffers: list[np.ndarray], place: str) -> Any:
+    tensors = {} if value.batch is None else {k: value.batch.get(k) for k in value.batch.keys()}
+    parts = (tensors, value.non_tensor_batch, value.meta_info)
+    names = ("column", "column", "meta_info")
+    packed = [_pack_items(p, buffers, f"{place}, {n}") for p, n in zip(parts, names, strict=True)]
+    return {"!": "batch", "v": packed, "n": len(value), "empty": value.batch is None}
+
+
+def _pack_metric(value: Metric, buffers: list[np.ndarray], place: str) -> Any:
+    numbers = [[float(v), float(w)] for v, w in value.observations]
+    return {"!": "metric", "t": value.reduction, "v": _pack(numbers, buffers, place)}
+
+
+_PACKERS: tuple[tuple[Any, Any], ...] = (
+    (dict, _pack_dict),
+    (tuple, _pack_tuple),
+    ((bytes, bytearray), _pack_bytes),
+    (torch.Tensor, _pack_tensor),
+    (np.ndarray, _pack_array),
+    (DataProto, _pack_batch),
+    (Metric, _pack_metric),
+)
+
+
+def _unpack(packed: Any, buffers: Sequence[np.ndarray]) -> Any:
+    if isinstance(packed, list):
+        return [_unpack(v, buffers) for v in packed]
+    if not isinstance(packed, dict):
+        return packed
+    return _UNPACKERS[packed["!"]](packed, buffers)
+
+
+def _items(packed: list[Any], buffers: Sequence[np.ndarray]) -> dict[Any, Any]:
+    return {_unpack(k, buffers): _unpack(v, buffers) for k, v in packed}
+
+
+def _unpack_tensor(packed: dict[str, Any], buffers: Sequence[np.ndarray]) -> torch.Tensor:
+    dtype = getattr(torch, packed["t"])
+    if 0 in packed["s"]:
+        return torch.empty(packed["s"], dtype=dtype)
+    return torch.from_numpy(buffers[packed["b"]].copy()).view(dtype).view(packed["s"])
+
+
+def _unpack_array(packed: dict[str, Any], buffers: Sequence[np.ndarray]) -> np.ndarray:
+    return np.frombuffer(buffers[packed["b"]].tobytes(), dtype=packed["t"]).reshape(packed["s"]).copy()
+
+
+def _unpack_objects(packed: dict[str, Any], buffers: Sequence[np.ndarray]) -> np.ndarray:
+    return object_array(_unpack(packed["v"], buffers)).reshape(packed["s"])
+
+
+def _unpack_batch(packed: dict[str, Any], buffers: Sequence[np.ndarray]) -> DataProto:
+    tensors, objects, meta = (_items(part, buffers) for part in packed["v"])
+    return DataProto.from_dict(None if packed["empty"] else tensors, objects, meta)
+
+
+def _unpack_metric(packed: dict[str, Any], buffers: Sequence[np.ndarray]) -> Metric:
+    return Metric(packed["t"], tuple((v, w) for v, w in _unpack(packed["v"], buffers)))
+
+
+_UNPACKERS: dict[str, Any] = {
+    "float": lambda p, b: float(p["v"]),
+    "dict": lambda p, b: _items(p["v"], b),
+    "tuple": lambda p, b: tuple(_unpack(p["v"], b)),
+    "bytes": lambda p, b: b[p["b"]].tobytes(),
+    "tensor": _unpack_tensor,
+    "array": _unpack_array,
+    "objects": _unpack_objects,
+    "batch": _unpack_batch,
+    "metric": _unpack_metric,
+    "record": lambda p, b: _RECORDS[p["t"]](**_items(p["v"], b)),
+}

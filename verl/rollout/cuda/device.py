@@ -1,0 +1,229 @@
+"""The device's side of generation: stores, the columns of the running rows, and a decode step without the host.
+
+A decode step reads the rows' newest tokens from the columns and leaves the next ones there, so that the next step can be
+launched before the host has seen them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from verl.data_proto.samples import SamplingParams
+from verl.models.cuda.packed import spans_of
+from verl.models.cuda.varlen import Spans, VarlenKernel
+from verl.parallel.device import to_device
+from verl.rollout.cuda.draw import draw_tokens, waits_for_device
+from verl.rollout.cuda.forward import StraightForward
+from verl.rollout.cuda.graphs import StepGraphs
+from verl.rollout.cuda.store import DecodeAttention, PromptAttention, SharedPrompts, TokenStore
+
+# columns of a row, int64
+TOKEN, POSITION, OWN_START, OWN_LENGTH, KEY, DRAWN = range(6)
+_NUM_COLUMNS = 6
+
+
+class Sizes(NamedTuple):
+    """Of one generation. `num_prefixes` is 0 where each prompt lies in its only row's own slot."""
+
+    num_rows: int
+    own_capacity: int
+    num_prefixes: int
+    prefix_capacity: int
+    width: int  # most rows of a prompt at once
+    longest: int  # positions
+
+    def num_tokens(self) -> int:
+        return (self.num_rows + 1) * self.own_capacity + self.num_prefixes * self.prefix_capacity
+
+
+class Readback:
+    """Tokens and log-probs on their way to the host."""
+
+    def __init__(self, packed: torch.Tensor):
+        if packed.device.type != "cuda":
+            self._host, self._event = packed.clone(), None
+            return
+        self._host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+        self._host.copy_(packed, non_blocking=True)
+        self._event = torch.cuda.Event()
+        self._event.record()
+
+    def wait(self) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens int32, log-probs float32), each [rows]."""
+        if self._event is not None:
+            self._event.synchronize()
+        tokens, bits = self._host.numpy()
+        return tokens, bits.view(np.float32)
+
+
+class DeviceRows:
+    """Everything that lives on the device during one generation, or for several of the same sizes."""
+
+    def __init__(
+        self, forward: StraightForward, sizes: Sizes, params: SamplingParams, kernel: VarlenKernel, graphs: StepGraphs
+    ):
+        self.forward, self.sizes, self.params, self.kernel, self.graphs = forward, sizes, params, kernel, graphs
+        decoder = forward.decoder
+        self.device = decoder.embed.device
+        self.own = TokenStore(decoder, sizes.num_rows + 1, sizes.own_capacity)  # the last slot is for rows of no sample
+        self.prefix = TokenStore(decoder, sizes.num_prefixes, sizes.prefix_capacity) if sizes.num_prefixes else None
+        self._groups = decoder.num_heads // decoder.num_kv_heads
+        self._logits: dict[tuple[int, int], torch.Tensor] = {}  # of steps whose draw is not part of them
+        self._make_columns()
+
+    def _make_columns(self) -> None:
+        rows, places = self.sizes.num_rows, self.sizes.num_prefixes * self.sizes.width
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=self.device)
+
+        self.columns = zeros(_NUM_COLUMNS, rows)
+        self._out = zeros(2 * rows, dtype=torch.int32)
+        self._place, self._gather = zeros(rows), zeros(places)
+        self._prefix_start = zeros(self.sizes.num_prefixes + 1, dtype=torch.int32)
+        self._prefix_used = zeros(self.sizes.num_prefixes, dtype=torch.int32)
+        longest = max(rows, self.sizes.num_prefixes) + 1
+        self._ramp = torch.arange(longest, dtype=torch.int32, device=self.device)
+        step, limit = zeros(_NUM_COLUMNS, 1), torch.full((_NUM_COLUMNS, 1), torch.iinfo(torch.int64).max)
+        step[[POSITION, OWN_LENGTH, DRAWN]] = 1
+        # a row that has ended runs on until its place is taken; it must stay within its slot
+        limit[POSITION], limit[OWN_LENGTH] = self.sizes.longest - 1, self.sizes.own_capacity - 1
+        self._step, self._limit = step, limit.to(self.device)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.own.num_bytes + (self.prefix.num_bytes if self.prefix else 0)
+
+    def prefill(self, prompts: Sequence[tuple[int, ...]], slots: Sequence[int]) -> torch.Tensor:
+        """Compute whole prompts and store them in `slots` of the prefix store (of the own one where there is none).
+        Returns the logits after each, float32 [prompts, vocab]."""
+        store = self.prefix or self.own
+        lengths = [len(prompt) for prompt in prompts]
+        ids = np.concatenate([np.array(prompt, dtype=np.int64) for prompt in prompts])
+        places = np.concatenate([np.arange(n) for n in lengths])
+        where = places + np.repeat(np.array(slots) * store.capacity, lengths)
+        tokens, positions, numbers = to_device(torch.from_numpy(np.stack([ids, places, where])), self.device)
+        last = to_device(torch.from_numpy(np.cumsum(lengths) - 1), self.device)
+        spans = spans_of(lengths, lengths, self.device)
+        attend = PromptAttention(store, numbers, spans, self.kernel, self.forward.decoder.scale)
+        return self.forward.logits(self.forward.hidden(tokens, positions, attend)[last])
+
+    def begin(self, rows: np.ndarray, columns: np.ndarray, logits: torch.Tensor) -> Readback:
+        """Draw the first tokens of samples from `logits` [samples, vocab] and put the samples in `rows`. `columns`
+        int64 [6, samples] as they will be at the first decode step, but for the tokens."""
+        there = to_device(torch.from_numpy(rows), self.device)
+        known = to_device(torch.from_numpy(columns), self.device)
+        tokens, log_probs = draw_tokens(logits, known[KEY], known[DRAWN] - 1, self.params, self.forward.parts)
+        known[TOKEN] = tokens
+        self.columns.index_copy_(1, there, known)
+        return Readback(_packed(tokens, log_probs))
+
+    def move(self, sources: np.ndarray, targets: np.ndarray) -> None:
+        """Rows change places; what they have stored stays where it is."""
+        there, here = to_device(torch.from_numpy(np.stack([sources, targets])), self.device)
+        self.columns.index_copy_(1, here, self.columns[:, there])
+
+    def retire(self, rows: np.ndarray) -> None:
+        """These rows hold no sample: what they go on computing is stored where nobody reads it, for their slots may be
+        taken by others."""
+        if len(rows):
+            there = to_device(torch.from_numpy(rows), self.device)
+            self.columns[OWN_START].index_fill_(0, there, self.sizes.num_rows * self.sizes.own_capacity)
+            self.columns[OWN_LENGTH].index_fill_(0, there, 0)
+
+    def share(self, slots: np.ndarray, lengths: np.ndarray, members: np.ndarray) -> int:
+        """From now on, row r belongs to prompt `members[r]` (-1: no matter) of those in prefix `slots` with `lengths`.
+        Returns the number of prompts that a step computes."""
+        num_prompts = min(next_power(len(slots)), self.sizes.num_prefixes)
+        gather, place = seat(members, self.sizes.width, num_prompts)
+        start, used = np.zeros((2, num_prompts), dtype=np.int32)
+        start[: len(slots)] = slots * self.sizes.prefix_capacity
+        used[: len(slots)] = lengths
+        used[len(slots) :] = 1  # an empty softmax is not defined
+        for buffer, values in (
+            (self._gather, gather), (self._place, place), (self._prefix_start, start), (self._prefix_used, used),
+        ):  # fmt: skip
+            buffer[: len(values)].copy_(to_device(torch.from_numpy(values), self.device))
+        return num_prompts
+
+    def launch(self, num_rows: int, num_prompts: int) -> Readback:
+        """One decode step of the first `num_rows` rows; their next tokens are drawn and are their newest from now on."""
+        key = (num_rows, num_prompts)
+        if waits_for_device(self.params):
+            self.graphs.run(key, lambda: self._logits.__setitem__(key, self._forward(*key)))
+            self._advance(num_rows, self._logits[key])
+        else:
+            self.graphs.run(key, lambda: self._advance(num_rows, self._forward(*key)))
+        return Readback(self._out[: 2 * num_rows].view(2, num_rows))
+
+    def _forward(self, num_rows: int, num_prompts: int) -> torch.Tensor:
+        columns = self.columns[:, :num_rows]
+        start, length = columns[OWN_START], columns[OWN_LENGTH]
+        spans = Spans(
+            self._ramp[: num_rows + 1],
+            torch.nn.functional.pad(start.int(), (0, 1)),
+            1,
+            self.sizes.own_capacity,
+            (length + 1).int(),
+        )
+        attend = DecodeAttention(
+            self.own,
+            start + length,
+            spans,
+            self.prefix,
+            self._shared(num_rows, num_prompts),
+            self.kernel,
+            self.forward.decoder.scale,
+            self.forward.parts,
+        )
+        return self.forward.logits(self.forward.hidden(columns[TOKEN], columns[POSITION], attend))
+
+    def _shared(self, num_rows: int, num_prompts: int) -> SharedPrompts | None:
+        if not self.sizes.num_prefixes:
+            return None
+        queries = self.sizes.width * self._groups
+        spans = Spans(
+            self._ramp[: num_prompts + 1] * queries,
+            self._prefix_start[: num_prompts + 1],
+            queries,
+            self.sizes.prefix_capacity,
+            self._prefix_used[:num_prompts],
+        )
+        return SharedPrompts(self._gather[: num_prompts * self.sizes.width], self._place[:num_rows], spans)
+
+    def _advance(self, num_rows: int, logits: torch.Tensor) -> None:
+        columns = self.columns[:, :num_rows]
+        tokens, log_probs = draw_tokens(logits, columns[KEY], columns[DRAWN], self.params, self.forward.parts)
+        self._out[: 2 * num_rows] = _packed(tokens, log_probs).flatten()
+        columns[TOKEN] = tokens
+        columns.add_(self._step)
+        torch.minimum(columns, self._limit, out=columns)
+
+
+def _packed(tokens: torch.Tensor, log_probs: torch.Tensor) -> torch.Tensor:
+    """int32 [2, rows]: one copy to the host instead of two."""
+    return torch.stack([tokens.int(), log_probs.float().view(torch.int32)])
+
+
+def next_power(number: int) -> int:
+    """The least power of two that is not below `number`."""
+    return 1 << max(number - 1, 0).bit_length()
+
+
+def seat(members: np.ndarray, width: int, num_prompts: int) -> tuple[np.ndarray, np.ndarray]:
+    """Places for rows: row r goes to one of the `width` places of prompt `members[r]`. Returns (gather int64
+    [num_prompts * width], the row in each place, 0 where none is; place int64 [rows], 0 for rows of no prompt)."""
+    seated = np.flatnonzero(members >= 0)
+    prompts = members[seated]
+    order = np.argsort(prompts, kind="stable")
+    counts = np.bincount(prompts, minlength=num_prompts)
+    rank = np.arange(len(seated)) - np.repeat(np.cumsum(counts) - counts, counts)
+    place = np.zeros(len(members), dtype=np.int64)
+    place[seated[order]] = prompts[order] * width + rank
+    gather = np.zeros(num_prompts * width, dtype=np.int64)
+    gather[place[seated]] = seated
+    return gather, place

@@ -1,0 +1,83 @@
+"""A dense decoder computed straight through, on tokens that lie back to back; attention is the caller's.
+
+The weights are those of the module (verl.models.dense.weights), read where they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+
+from verl.models.dense.weights import DenseDecoder, DenseLayer, Projection
+from verl.models.forward import head_transform
+from verl.rollout.cuda.fused import Parts, Rotation
+
+_FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")  # others depend on the length of the whole sequence
+
+
+class Attend(Protocol):
+    def __call__(self, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        """Stores kv [2, tokens, kv_heads, head_dim]; attention of q [tokens, heads, head_dim], same shape."""
+        ...
+
+
+class StraightForward:
+    """`longest` bounds the positions, so that cos and sin can be looked up and need not be computed."""
+
+    def __init__(self, decoder: DenseDecoder, head: torch.Tensor, longest: int, parts: Parts):
+        self.decoder, self.head, self.parts = decoder, head, parts
+        places = torch.arange(longest, device=head.device).unsqueeze(0)
+        cos, sin = decoder.rotary(decoder.embed[:1], places)
+        self._cos, self._sin = cos[0], sin[0]
+
+    @classmethod
+    def reads(cls, module: Any, longest: int) -> bool:
+        """Whether sequences of up to `longest` tokens of this model can be computed here."""
+        decoder = DenseDecoder.of(module)
+        head = module.get_output_embeddings()
+        if decoder is None or type(head) is not torch.nn.Linear or head.bias is not None:
+            return False
+        windows = (layer.sliding_window for layer in decoder.layers)
+        return (
+            head_transform(module.config) == {"softcap": None, "logit_scale": 1.0}
+            and getattr(decoder.rotary, "rope_type", None) in _FIXED_ROTATIONS
+            and all(window is None or window >= longest for window in windows)
+        )
+
+    def hidden(self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """Final hidden states [tokens, hidden] of `tokens` at `positions` (int64 [tokens])."""
+        cos, sin = self._cos[positions], self._sin[positions]
+        x = F.embedding(tokens, self.decoder.embed)
+        first = self.decoder.layers[0].input_norm
+        normed = self.parts.rms_norm(x, first.weight, first.eps)
+        layers = self.decoder.layers
+        followers = [layer.input_norm for layer in layers[1:]] + [self.decoder.final_norm]
+        for number, (layer, after) in enumerate(zip(layers, followers, strict=True)):
+            q, kv = self.parts.rotated(_linear(normed, layer.qkv), cos, sin, self._rotation(layer))
+            out = _linear(attend(number, q, kv).flatten(1), layer.o)
+            x, normed = self.parts.add_norm(x, out, layer.post_norm.weight, layer.post_norm.eps)
+            out = _linear(self.parts.swiglu(_linear(normed, layer.gate_up)), layer.down)
+            x, normed = self.parts.add_norm(x, out, after.weight, after.eps)
+        return normed
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[tokens, vocab] in float32, summed in float32 where the device can."""
+        if hidden.device.type == "cuda" and hidden.dtype in (torch.bfloat16, torch.float16):
+            return torch.mm(hidden, self.head.t(), out_dtype=torch.float32)
+        return F.linear(hidden, self.head).float()
+
+    def _rotation(self, layer: DenseLayer) -> Rotation:
+        q_norm, k_norm = layer.q_norm, layer.k_norm
+        return Rotation(
+            self.decoder.num_heads,
+            self.decoder.num_kv_heads,
+            None if q_norm is None else q_norm.weight,
+            None if k_norm is None else k_norm.weight,
+            0.0 if q_norm is None else q_norm.eps,
+        )
+
+
+def _linear(x: torch.Tensor, projection: Projection) -> torch.Tensor:
+    return F.linear(x, projection.weight, projection.bias)

@@ -1,0 +1,53 @@
+"""CUDA graphs of a step whose shapes are few: one launch from the host for all of its kernels."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable
+
+import torch
+
+log = logging.getLogger(__name__)
+
+
+class StepGraphs:
+    """Runs steps, and replays those that come again.
+
+    A step reads and writes tensors that stay where they are, never waits for the device, and has the same shapes
+    whenever it comes under the same key. Its first run is an ordinary one, in which whatever is made once (compiled
+    kernels, workspaces) is made; at its second it is captured. The graphs share one memory pool: what a step leaves in
+    memory of its own is lost when another one runs.
+    """
+
+    def __init__(self, device: torch.device, enabled: bool):
+        self._enabled = enabled and device.type == "cuda"
+        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self._seen: set[Hashable] = set()
+        self._pool = torch.cuda.graph_pool_handle() if self._enabled else None
+
+    @property
+    def num_graphs(self) -> int:
+        return len(self._graphs)
+
+    def run(self, key: Hashable, step: Callable[[], None]) -> None:
+        """One run of the step called `key`."""
+        graph = self._graphs.get(key)
+        if graph is None and self._enabled and key in self._seen:
+            graph = self._capture(key, step)
+        if graph is None:
+            self._seen.add(key)
+            step()
+        else:
+            graph.replay()
+
+    def _capture(self, key: Hashable, step: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                step()
+        except RuntimeError as error:
+            log.warning("CUDA graphs are not used: capturing a decode step failed (%s).", error)
+            self._enabled = False
+            return None
+        self._graphs[key] = graph
+        return graph

@@ -1,0 +1,96 @@
+"""Keys and values on the device, and the attention of prompts and of decode rows to them."""
+
+from __future__ import annotations
+
+import torch
+
+from verl.models.cuda.varlen import Spans, VarlenKernel
+from verl.models.dense.weights import DenseDecoder
+from verl.rollout.cuda.fused import Parts
+
+
+class TokenStore:
+    """Keys and values of `num_slots` sequences of up to `capacity` tokens, for all layers, allocated at once and never
+    moved: graphs hold on to the addresses. Token t of slot s is number s * capacity + t."""
+
+    def __init__(self, decoder: DenseDecoder, num_slots: int, capacity: int):
+        self.num_slots, self.capacity = num_slots, capacity
+        shape = (len(decoder.layers), 2, num_slots * capacity, decoder.num_kv_heads, decoder.head_dim)
+        self._data = torch.zeros(shape, dtype=decoder.embed.dtype, device=decoder.embed.device)
+
+    @staticmethod
+    def bytes_per_token(decoder: DenseDecoder) -> int:
+        return 2 * len(decoder.layers) * decoder.num_kv_heads * decoder.head_dim * decoder.embed.element_size()
+
+    @property
+    def num_bytes(self) -> int:
+        return self._data.numel() * self._data.element_size()
+
+    def write(self, layer: int, where: torch.Tensor, kv: torch.Tensor) -> None:
+        """`kv` [2, tokens, kv_heads, head_dim] to the token numbers `where` (int64 [tokens])."""
+        self._data[layer].index_copy_(1, where, kv)
+
+    def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """All keys and values of a layer, each [tokens, kv_heads, head_dim]."""
+        keys, values = self._data[layer]
+        return keys, values
+
+
+class PromptAttention:
+    """Whole prompts, back to back: each token sees those before it, and all are stored at `where`."""
+
+    def __init__(self, store: TokenStore, where: torch.Tensor, spans: Spans, kernel: VarlenKernel, scale: float):
+        self._store, self._where, self._spans, self._kernel, self._scale = store, where, spans, kernel, scale
+
+    def __call__(self, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        self._store.write(layer, self._where, kv)
+        keys, values = kv
+        out, _ = self._kernel.forward(q, keys, values, self._spans, True, self._scale)
+        return out
+
+
+class SharedPrompts:
+    """Which places of which prompt the rows of a step take. The rows of a prompt go through its keys together, as
+    `width` places of one sequence of queries, so that keys are read once a prompt and not once a sample.
+
+    `gather` int64 [prompts * width]: the row in each place (an empty one repeats a row, and is not read back); `place`
+    int64 [rows]; `spans` has the keys of each prompt, and width * groups queries a prompt.
+    """
+
+    def __init__(self, gather: torch.Tensor, place: torch.Tensor, spans: Spans):
+        self.gather, self.place, self.spans = gather, place, spans
+
+
+class DecodeAttention:
+    """One new token a row: it is stored at `where`, and sees its row's own tokens and then, if prompts are stored apart,
+    its prompt."""
+
+    def __init__(
+        self,
+        own: TokenStore,
+        where: torch.Tensor,
+        spans: Spans,
+        prefix: TokenStore | None,
+        shared: SharedPrompts | None,
+        kernel: VarlenKernel,
+        scale: float,
+        parts: Parts,
+    ):
+        self._own, self._where, self._spans = own, where, spans
+        self._prefix, self._shared = prefix, shared
+        self._kernel, self._scale, self._parts = kernel, scale, parts
+
+    def __call__(self, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        self._own.write(layer, self._where, kv)
+        keys, values = self._own.layer(layer)
+        out, lse = self._kernel.forward(q, keys, values, self._spans, False, self._scale)
+        if self._prefix is None or self._shared is None:
+            return out
+        keys, values = self._prefix.layer(layer)
+        places, kv_heads = self._shared.gather.shape[0], keys.shape[1]
+        grouped = q.unflatten(1, (kv_heads, -1)).transpose(1, 2)  # [rows, groups, kv_heads, head_dim]
+        queries = grouped[self._shared.gather].flatten(0, 1)
+        part, part_lse = self._kernel.forward(queries, keys, values, self._shared.spans, False, self._scale)
+        return self._parts.merged(
+            out, lse, part.unflatten(0, (places, -1)), part_lse.unflatten(1, (places, -1)), self._shared.place
+        )

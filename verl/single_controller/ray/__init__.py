@@ -1,0 +1,15 @@
+"""Door: groups of one's own workers on Ray."""
+
+from verl.controller.user_groups import (
+    RayClassWithInitArgs,
+    RayResourcePool,
+    RayWorkerGroup,
+    ResourcePool,
+    ResourcePoolManager,
+    create_colocated_worker_cls,
+)
+
+__all__ = [
+    "RayClassWithInitArgs", "RayResourcePool", "RayWorkerGroup", "ResourcePool", "ResourcePoolManager",
+    "create_colocated_worker_cls",
+]  # fmt: skip

@@ -1,0 +1,10 @@
+"""Door: groups of one's own workers on Ray."""
+
+from verl.controller.user_groups import (
+    RayClassWithInitArgs,
+    RayResourcePool,
+    RayWorkerGroup,
+    create_colocated_worker_cls,
+)
+
+__all__ = ["RayClassWithInitArgs", "RayResourcePool", "RayWorkerGroup", "create_colocated_worker_cls"]

@@ -1,0 +1,135 @@
+"""How far a run has come, read from its folder while it goes on or afterwards: status, learning curve, last warnings."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from verl.errors import ConfigError
+from verl.tracking.bottleneck import Bottleneck, find_bottleneck
+from verl.tracking.files import read_rows
+from verl.tracking.lock import holder_of
+
+_LOG_BYTES = 1 << 16  # looked at from the end of a log
+_RECORD = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ (WARNING|ERROR|CRITICAL) ")
+_CURVE = {
+    "critic/score/mean": "reward while training",
+    "val/reward": "reward on held-out prompts",
+    "val/greedy": "the same, decoded greedily",
+    "response_length/mean": "response length (tokens)",
+    "actor/entropy": "entropy (nats)",
+    "actor/ppo_kl": "KL to the old policy",
+    "training/off_policy/trajectory_staleness/mean": "age of the samples (weight versions)",
+}
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One quantity over the steps. First and last are means over a tenth of the points each (at least one)."""
+
+    meaning: str
+    first: float
+    last: float
+    best: float
+    best_step: int
+    points: list[float]
+
+
+@dataclass(frozen=True)
+class Progress:
+    folder: Path
+    status: str  # running, stopped (may go on), finished
+    process: str  # who holds the folder, "" for nobody
+    step: int
+    total_steps: int | None
+    step_s: float | None  # median
+    seconds_left: float | None
+    last_written_s: float | None  # seconds since the newest row
+    bottleneck: Bottleneck | None
+    curves: dict[str, Curve]
+    complaints: list[str] = field(default_factory=list)  # the last warnings and errors of the logs
+
+
+def read_progress(folder: Path, num_complaints: int = 5) -> Progress:
+    """Raises ConfigError when `folder` is not that of a run."""
+    if not (folder / "config.yaml").is_file() and not (folder / "metrics.jsonl").is_file():
+        raise ConfigError(
+            f"{folder} is not the folder of a run: it has neither config.yaml nor metrics.jsonl. Give the folder that "
+            "trainer.default_local_dir named."
+        )
+    timeline, metrics = list(read_rows(folder / "timeline.jsonl")), list(read_rows(folder / "metrics.jsonl"))
+    total = next((row["of"] for row in reversed(timeline) if row.get("of")), None)
+    step = max((int(row["step"]) for row in metrics), default=0)
+    process = holder_of(folder)
+    finished = (folder / "summary.json").is_file() and process is None
+    bottleneck = find_bottleneck(timeline, metrics, _config(folder))
+    seconds = statistics.median(row["seconds"] for row in timeline[-20:]) if timeline else None
+    return Progress(
+        folder=folder,
+        status="running" if process is not None else "finished" if finished else "stopped",
+        process=process or "",
+        step=step,
+        total_steps=total,
+        step_s=seconds,
+        seconds_left=seconds * (total - step) if seconds is not None and total and process is not None else None,
+        last_written_s=time.time() - metrics[-1]["time"] if metrics and "time" in metrics[-1] else None,
+        bottleneck=bottleneck,
+        curves=_curves(metrics),
+        complaints=_complaints(folder / "logs", num_complaints),
+    )
+
+
+def _config(folder: Path) -> Mapping[str, Any]:
+    """The run's own config as plain mappings; empty when it cannot be read, for then there is less to say."""
+    try:
+        found = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError):
+        return {}
+    return found if isinstance(found, Mapping) else {}
+
+
+def _curves(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Curve]:
+    found = {}
+    for name, meaning in _CURVE.items():
+        points = [(int(row["step"]), float(row[name])) for row in metrics if isinstance(row.get(name), int | float)]
+        if points:
+            values = [value for _, value in points]
+            some = max(len(values) // 10, 1)
+            best_step, best = max(points, key=lambda point: point[1])
+            found[name] = Curve(
+                meaning, statistics.mean(values[:some]), statistics.mean(values[-some:]), best, best_step, values
+            )
+    return found
+
+
+def _complaints(logs: Path, count: int) -> list[str]:
+    found = []
+    for file in sorted(logs.glob("*.log"), key=lambda f: f.stat().st_mtime):
+        for line in _tail(file).splitlines():
+            if _RECORD.match(line):
+                found.append(line)
+    return sorted(found)[-count:] if count else []
+
+
+def _tail(file: Path) -> str:
+    with file.open("rb") as stream:
+        stream.seek(max(os.fstat(stream.fileno()).st_size - _LOG_BYTES, 0))
+        return stream.read().decode("utf-8", errors="replace")
+
+
+def to_json(progress: Progress) -> str:
+    """Everything but the points of the curves, for scripts."""
+    plain = dict(vars(progress))
+    plain["folder"] = str(progress.folder)
+    plain["bottleneck"] = vars(progress.bottleneck) if progress.bottleneck else None
+    plain["curves"] = {n: {k: v for k, v in vars(c).items() if k != "points"} for n, c in progress.curves.items()}
+    return json.dumps(plain, indent=2)
