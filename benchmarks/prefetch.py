@@ -62,7 +62,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--prefetch", type=int, default=2)
     parser.add_argument("--steps", type=int, default=8, help="of each run, warm-up included")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each side")
-    parser.add_argument("--prompts", type=int, default=4)
+    parser.add_argument("--prompts", type=int, default=2)
     parser.add_argument("--samples", type=int, default=4)
     parser.add_argument("--response-tokens", type=int, default=16)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a further key for both sides")
@@ -93,7 +93,8 @@ def _overrides(arguments: argparse.Namespace, folder: Path) -> list[str]:
         f"data.max_response_length={arguments.response_tokens}",
         f"actor_rollout_ref.rollout.n={arguments.samples}",
         "actor_rollout_ref.rollout.ignore_eos=True",
-        f"reward.num_workers={arguments.prompts * arguments.samples}",
+        # as many as samples are in flight, for both sides: what is measured is the wait, not a lack of scorers
+        f"reward.num_workers={arguments.prompts * arguments.samples * (arguments.prefetch + 1)}",
         f"reward.custom_reward_function.path={folder}/reward.py",
         f"reward.custom_reward_function.reward_kwargs.seconds={arguments.reward_seconds}",
         "trainer.logger=[file]",

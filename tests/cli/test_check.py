@@ -45,7 +45,7 @@ BAD_KEYS = {
     "unknown key": ({"data.train_batch_sizes": 4}, "'data.train_batch_size'"),
     "unread key": ({"actor_rollout_ref.actor.kl_loss_coef": 0.05}, "actor.kl_loss_coef=0.05"),
     "estimator": ({"algorithm.adv_estimator": "grpoo"}, "did you mean 'grpo'"),
-    "feature": ({"trainer.n_gpus_per_node": 8}, "trainer.n_gpus_per_node=8"),
+    "feature": ({"actor_rollout_ref.rollout.multi_turn.enable": True}, "multi_turn.enable"),
     "missing file": ({"data.train_files": "/nowhere/train.parquet"}, "/nowhere/train.parquet"),
     "no training data": ({"data.train_files": "[]"}, "data.train_files is empty"),
     "missing model": ({"actor_rollout_ref.model.path": "/nowhere/model"}, "/nowhere/model does not exist"),

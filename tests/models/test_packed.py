@@ -12,6 +12,8 @@ from verl.models.packed import PackedLayout, Segment, choose_kernel, masked_atte
 from verl.models.packing import pack_rows
 from verl.models.tiny import _FAMILIES
 
+_FLOAT32_ROUTERS = ("qwen3_moe", "mixtral", "deepseek_v3")  # they choose experts in float32, whatever the model is
+
 OUTPUTS = ("log_probs", "entropy", "sum_pi_squared")
 
 
@@ -63,7 +65,8 @@ def module_of(tiny_folder):
 def test_outputs_and_gradients_equal_dense_rows_in_float64(module_of, family, share):
     prompts, responses = random_rows(3, [4, 1, 3], longest_prompt=20, longest_response=24)
     columns = make_columns(prompts, responses, pad_prompt=2, pad_response=3)
-    assert_same_as_reference(module_of(family), columns, share=share, tolerance=1e-10)
+    tolerance = 1e-7 if family in _FLOAT32_ROUTERS else 1e-10
+    assert_same_as_reference(module_of(family), columns, share=share, tolerance=tolerance)
 
 
 @pytest.mark.parametrize("family", list(_FAMILIES))
