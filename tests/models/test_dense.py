@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tests.models.reference import make_columns, random_rows, reference_outputs, widen_norms
 from verl.config import OptimConfig
+from verl.models import forward
 from verl.models.dense.weights import DenseDecoder
 from verl.models.forward import policy_outputs, value_outputs
 from verl.models.gradients import GradientBuffers
@@ -16,6 +17,14 @@ from verl.models.load import load_causal_lm, load_value_model
 from verl.models.optim import MasterOptimizer
 from verl.models.packing import pack_rows
 from verl.models.tiny import make_tiny_model
+
+
+@pytest.fixture(autouse=True, scope="module")
+def written_out_in_float64():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forward, "_FORMATS", {torch.float32, torch.bfloat16, torch.float64})
+        yield
+
 
 OUTPUTS = ("log_probs", "entropy")
 

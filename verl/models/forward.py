@@ -16,6 +16,8 @@ from verl.models.packed import PackedLayout
 from verl.models.packing import PackedBatch
 
 _WRITTEN_OUT = ("cpu",)  # devices on which the passes of `dense` have been measured and checked
+# In float64 the modules' norms still round to float32, those of `dense` do not: whoever computes in it compares modules.
+_FORMATS = {torch.float32, torch.bfloat16}
 
 
 def hidden_states(module: Any, packed: PackedBatch, gradients: GradientBuffers | None = None) -> torch.Tensor:
@@ -26,7 +28,7 @@ def hidden_states(module: Any, packed: PackedBatch, gradients: GradientBuffers |
     """
     here = packed.input_ids.device.type in _WRITTEN_OUT and type(packed.layout) is PackedLayout
     dense = DenseDecoder.of(module) if here else None
-    if dense is not None:
+    if dense is not None and dense.embed.dtype in _FORMATS:
         decoder = module.get_decoder()
         return dense_hidden_states(
             dense, packed, gradients, checkpointing=decoder.gradient_checkpointing and decoder.training
