@@ -95,8 +95,11 @@ def gradients_of(module):
 
 def assert_same_gradients(ours, theirs, tolerance=1e-10):
     assert ours.keys() == theirs.keys()
+    largest = max(gradient.norm() for gradient in theirs.values())
     for name, gradient in theirs.items():
-        assert relative(ours[name], gradient) < tolerance, name
+        # where a gradient is 0 but for rounding (a query that sees one token), the largest one is the measure
+        error = (ours[name] - gradient).norm() / torch.maximum(gradient.norm(), 1e-6 * largest)
+        assert error < tolerance, name
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -269,16 +269,21 @@ def _meet(peer: Peer, timeout_s: float) -> dist.Store:
     except (RuntimeError, OSError) as error:
         raise _no_store(peer, error, serves, time.monotonic() - started) from error
     store = dist.PrefixStore(f"verl-board-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", server)
-    store.set(f"here/{peer.rank}", socket.gethostname())
-    wanted = [f"here/{rank}" for rank in range(peer.world_size)]
-    while not store.check(wanted):
-        if time.monotonic() - started > timeout_s:
-            missing = [str(rank) for rank in range(peer.world_size) if not store.check([wanted[rank]])]
-            raise DeadlineError(
-                f"Rank {peer.rank} waited {timeout_s:.0f} s at {peer.address}:{peer.port} for rank {', '.join(missing)} of "
-                f"{peer.world_size}. Start all ranks, with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE."
-            )
-        time.sleep(0.05)
+    missing = list(range(peer.world_size))
+    try:
+        store.set(f"here/{peer.rank}", socket.gethostname())
+        while missing := [rank for rank in missing if not store.check([f"here/{rank}"])]:
+            if time.monotonic() - started > timeout_s:
+                break
+            time.sleep(0.05)
+    except RuntimeError:  # rank 0 serves the store; when it has given up waiting, the store is gone
+        log.debug("The rendezvous at %s:%s ended while rank %s waited.", peer.address, peer.port, peer.rank)
+    if missing:
+        raise DeadlineError(
+            f"Rank {peer.rank} waited {time.monotonic() - started:.0f} s at {peer.address}:{peer.port} for rank "
+            f"{', '.join(map(str, missing))} of {peer.world_size}. Start all ranks, with the same MASTER_ADDR, MASTER_PORT "
+            "and WORLD_SIZE."
+        )
     return store
 
 
