@@ -98,7 +98,7 @@ def assert_same_gradients(ours, theirs, tolerance=1e-10):
     largest = max(gradient.norm() for gradient in theirs.values())
     for name, gradient in theirs.items():
         # where a gradient is 0 but for rounding (a query that sees one token), the largest one is the measure
-        error = (ours[name] - gradient).norm() / torch.maximum(gradient.norm(), 1e-6 * largest)
+        error = (ours[name] - gradient).norm() / torch.maximum(gradient.norm(), 1e-4 * largest)
         assert error < tolerance, name
 
 
