@@ -15,19 +15,20 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from verl.config import FSDPConfig, ModelConfig, OptimConfig
-from verl.data_proto.metrics import Metric, merge_metrics
+from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
-from verl.engines.api import BatchTotals, EngineState, LossFn, MicroBatching, Output
+from verl.engines.api import BatchTotals, LossFn, MicroBatching, Output
 from verl.engines.groups import Groups, mesh_of
 from verl.engines.loading import load_module, load_skeleton
 from verl.engines.micro_batches import plan_micro_batches
 from verl.engines.sharding import from_first, shard_model
 from verl.engines.shards import GradientNorm, ShardedParameters, add_up_partial_gradients
 from verl.engines.state import TrainedState
+from verl.engines.trained import TrainedEngine
 from verl.errors import ConfigError
 from verl.models.load import load_external, load_model_config
-from verl.models.lora import LoRASpec, adapters_off
-from verl.models.optim import MasterOptimizer, lr_at
+from verl.models.lora import LoRASpec
+from verl.models.optim import MasterOptimizer
 from verl.models.packing import PackedBatch, pack_rows, read_rows
 from verl.models.parallel.experts import check_experts
 from verl.models.parallel.forward import empty_batch
@@ -40,7 +41,7 @@ from verl.parallel.mesh import Mesh
 _ELEMENTWISE = ("AdamW", "Adam", "SGD", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD")
 
 
-class FSDPEngine:
+class FSDPEngine(TrainedEngine):
     """The TrainEngine of several ranks. `mesh` says how they are arranged (default: all ranks of the default process
     group, as `engine` asks); the process group exists before.
 
@@ -68,7 +69,6 @@ class FSDPEngine:
         self.share_prompts = share_prompts
         self.config = engine
         self.optim = optim if trainable else None
-        self.num_lr_steps = 0
         mesh = mesh_of(engine, dist.get_world_size()) if mesh is None else mesh
         _check_layout(model, engine, mesh, self.optim)
         self.groups = Groups(mesh, device.type, engine.expert_parallel_size, timeout_s)
@@ -116,8 +116,7 @@ class FSDPEngine:
     ) -> dict[str, Metric]:
         """See TrainEngine. `batch` holds this rank's rows of the mini-batch. `num_skipped_updates` is added when the
         gradient norm was not finite."""
-        assert self.optim is not None, "a frozen model cannot be trained"
-        assert self.optimizer is not None
+        assert self.optimizer is not None, "a frozen model cannot be trained"
         totals = self._totals(batch)
         merged: list[dict[str, Metric]] = [{"loss": Metric.sum(0.0)}]
         with self._on_device(optimizer=True):
@@ -129,42 +128,9 @@ class FSDPEngine:
             if not totals.num_tokens:  # nothing trained on any rank: no step, as on one device
                 self.optimizer.optimizer.zero_grad(set_to_none=True)
             add_up_partial_gradients(self.shards, self.groups, self.device)
-            result = self.optimizer.step(lr_at(self.num_lr_steps, self.optim, self.total_steps))
+            metrics = self._step(merged)
             self._free_root()
-        metrics = merge_metrics(merged)
-        metrics["grad_norm"] = Metric.last(result.grad_norm)
-        if not result.taken:
-            metrics["num_skipped_updates"] = Metric.last(1.0)
         return metrics
-
-    def end_step(self) -> float:
-        """See TrainEngine."""
-        assert self.optim is not None, "a frozen model has no learning rate"
-        rate = lr_at(self.num_lr_steps, self.optim, self.total_steps)
-        self.num_lr_steps += 1
-        return rate
-
-    @contextmanager
-    def reference(self) -> Iterator[None]:
-        """See TrainEngine."""
-        if self.spec is None:
-            raise ConfigError("There are no adapters to leave out; set model.lora_rank, or build a reference policy.")
-        with adapters_off(self.module):
-            yield
-
-    def gather_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See TrainEngine."""
-        return self._trained.weights(self.compute_dtype)
-
-    def state(self) -> EngineState:
-        """See TrainEngine. Its tensors are gathered when they are asked for, by all ranks."""
-        return self._trained.save({"num_lr_steps": self.num_lr_steps})
-
-    def load_state(self, state: EngineState) -> None:
-        """See TrainEngine. Every rank reads the whole tensors and keeps its part, so any number of ranks will do."""
-        self._trained.load(state)
-        if state.extra:
-            self.num_lr_steps = state.extra["num_lr_steps"]
 
     def _totals(self, batch: DataProto) -> BatchTotals:
         sizes = torch.tensor([int(batch.batch["response_mask"].sum()), len(batch)], device=self.device)

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Literal
 
 import torch
 
 from verl.config import FSDPConfig, ModelConfig, OptimConfig
-from verl.data_proto.metrics import Metric, merge_metrics
+from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
-from verl.engines.api import BatchTotals, EngineState, LossFn, MicroBatching, Output
+from verl.engines.api import BatchTotals, LossFn, MicroBatching, Output
 from verl.engines.loading import load_module
 from verl.engines.micro_batches import plan_micro_batches
 from verl.engines.state import LocalParameters, TrainedState
-from verl.errors import ConfigError
+from verl.engines.trained import TrainedEngine
 from verl.models.forward import policy_outputs, value_outputs
-from verl.models.lora import LoRASpec, adapters_off
-from verl.models.optim import MasterOptimizer, lr_at
+from verl.models.lora import LoRASpec
+from verl.models.optim import MasterOptimizer
 from verl.models.packing import PackedBatch, pack_rows, read_rows
 from verl.parallel.device import compute_dtype
 
 
-class LocalEngine:
+class LocalEngine(TrainedEngine):
     """The TrainEngine of one device. `kind` says what the model outputs: log-probs and entropy, or values.
 
     A frozen model (`trainable=False` or no `optim`) is held in the compute dtype alone. Equal configs and inputs give
@@ -47,7 +46,6 @@ class LocalEngine:
         self.total_steps = total_steps
         self.share_prompts = share_prompts
         self.optim = optim if trainable else None
-        self.num_lr_steps = 0
         self.compute_dtype = narrow = compute_dtype(engine.dtype, device)
         self.module = load_module(model, kind, device, narrow, trains=self.optim is not None)
         self.spec = LoRASpec.of(model) if self.optim is not None else None
@@ -79,8 +77,7 @@ class LocalEngine:
         self, batch: DataProto, loss: LossFn, outputs: Sequence[Output], micro: MicroBatching, temperature: float = 1.0
     ) -> dict[str, Metric]:
         """See TrainEngine. `num_skipped_updates` is added when the gradient norm was not finite."""
-        assert self.optim is not None, "a frozen model cannot be trained"
-        assert self.optimizer is not None
+        assert self.optimizer is not None, "a frozen model cannot be trained"
         totals = BatchTotals(num_tokens=int(batch.batch["response_mask"].sum()), num_sequences=len(batch))
         parts: list[dict[str, Metric]] = []
         for _, part in self._micro_batches(batch, micro):
@@ -88,42 +85,7 @@ class LocalEngine:
             if value.requires_grad:  # a micro-batch in which nothing trains has no graph
                 value.backward()
             parts.append({**metrics, "loss": Metric.sum(value.detach())})
-        result = self.optimizer.step(lr_at(self.num_lr_steps, self.optim, self.total_steps))
-        merged = merge_metrics(parts)
-        merged["grad_norm"] = Metric.last(result.grad_norm)
-        if not result.taken:
-            merged["num_skipped_updates"] = Metric.last(1.0)
-        return merged
-
-    def end_step(self) -> float:
-        """See TrainEngine."""
-        assert self.optim is not None, "a frozen model has no learning rate"
-        rate = lr_at(self.num_lr_steps, self.optim, self.total_steps)
-        self.num_lr_steps += 1
-        return rate
-
-    @contextmanager
-    def reference(self) -> Iterator[None]:
-        """See TrainEngine."""
-        if self.spec is None:
-            raise ConfigError("There are no adapters to leave out; set model.lora_rank, or build a reference policy.")
-        with adapters_off(self.module):
-            yield
-
-    def gather_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See TrainEngine."""
-        return self._trained.weights(self.compute_dtype)
-
-    def state(self) -> EngineState:
-        """See TrainEngine. Tied parameters appear once, under the name of the first."""
-        return self._trained.save({"num_lr_steps": self.num_lr_steps})
-
-    def load_state(self, state: EngineState) -> None:
-        """See TrainEngine. Parts that were not saved or not asked for are empty and stay as they are. Raises
-        CheckpointError when names or shapes are not this model's."""
-        self._trained.load(state)
-        if state.extra:
-            self.num_lr_steps = state.extra["num_lr_steps"]
+        return self._step(parts)
 
     def _micro_batches(self, batch: DataProto, micro: MicroBatching) -> Iterator[tuple[list[int], DataProto]]:
         plan = plan_micro_batches(read_rows(batch.batch), micro, self.share_prompts)
