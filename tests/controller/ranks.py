@@ -14,7 +14,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def environment(**more):
-    quiet = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "PYTHONPATH": str(ROOT)}
+    quiet = {
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "OMP_WAIT_POLICY": "passive",
+        "PYTHONPATH": str(ROOT),
+        "VERL_TEST_WIDE_NORMS": "1",
+    }
     own = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     return {**own, **quiet, **{k: str(v) for k, v in more.items()}}
 

@@ -39,7 +39,7 @@ APART = [
 @pytest.fixture(scope="module")
 def cluster():
     """One cluster for the tests of this file; runs find it and leave it alone."""
-    os.environ["RAY_AUTH_MODE"] = "disabled"
+    os.environ.update(RAY_AUTH_MODE="disabled", VERL_TEST_WIDE_NORMS="1")
     for attempt in range(2):  # its start has a deadline of its own, which a busy machine can miss
         try:
             ray.init(num_cpus=4, include_dashboard=False, logging_level="WARNING", log_to_driver=False)
@@ -60,17 +60,37 @@ def driven(cluster, monkeypatch):
 def test_grpo_on_two_processes(driven, jobs):
     run = train_here(jobs, "grpo_ray", *TWO)
     reference = train_here(jobs, "grpo_here")
-    assert_same(run, reference, rel=1e-9)
-    assert_same_weights(run, reference, 3, rel=1e-6)
+    assert_same(run, reference, rel=1e-10)
+    assert_same_weights(run, reference, 3, rel=1e-10)
     assert (run.folder / "logs" / "rank_1.log").exists()
 
 
-def test_ppo_with_actor_critic_and_reward_apart(driven, jobs):
-    run = train_here(jobs, "ppo_ray", *PPO, *APART)
-    reference = train_here(jobs, "ppo_here", *PPO)
-    assert_same(run, reference, rel=1e-9)
+@pytest.fixture(scope="module")
+def ppo_here(jobs):
+    return train_here(jobs, "ppo_here", *PPO)
+
+
+@pytest.mark.parametrize(("name", "changes"), [("on two processes", TWO), ("actor, critic and reward apart", APART)])
+def test_ppo(driven, jobs, ppo_here, name, changes):
+    run = train_here(jobs, f"ppo {name}".replace(" ", "_").replace(",", ""), *PPO, *changes)
+    assert_same(run, ppo_here, rel=1e-10)
     for role in ("actor", "critic"):
-        assert_same_weights(run, reference, 3, rel=1e-6, role=role)
+        assert_same_weights(run, ppo_here, 3, rel=1e-10, role=role)
+
+
+def test_samples_made_ahead_on_devices_of_their_own(driven, jobs):
+    """Generation and scoring beside training: the same samples train in the same steps as in one process."""
+    ahead = ["actor_rollout_ref.rollout.prefetch_num=2", "trainer.total_training_steps=5", "trainer.save_freq=5"]
+    apart = ["trainer.n_gpus_per_node=2", "trainer.placement={actor:[0],rollout:[1],reward:[1]}"]
+    run = train_here(jobs, "ahead_ray", *ahead, *apart, "ray_kwargs.ray_init.num_cpus=4")
+    reference = train_here(jobs, "ahead_here", *ahead)
+    assert_same(run, reference, rel=1e-10)
+    assert_same_weights(run, reference, 5, rel=1e-10)
+    ages = [row["training/off_policy/trajectory_staleness/max"] for row in run.rows]
+    assert ages == [0, 1, 2, 2, 2]
+    apart = ["trainer.n_gpus_per_node=2", "trainer.placement={actor:[0],rollout:[1],reward:[0]}"]
+    scored_elsewhere = train_here(jobs, "scored_ray", *ahead, *apart, "ray_kwargs.ray_init.num_cpus=4")
+    assert_same(scored_elsewhere, reference, rel=1e-10)
 
 
 def test_more_devices_than_the_cluster_has(driven, jobs):

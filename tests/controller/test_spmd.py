@@ -1,4 +1,9 @@
-"""Every rank runs the program: tokens, losses and weights are those of a single process."""
+"""Every rank runs the program: tokens, losses and weights are those of a single process, whatever the arrangement.
+
+All runs on one number of ranks share one start of the processes, which costs more than a run.
+"""
+
+import shutil
 
 import pytest
 
@@ -6,71 +11,125 @@ from tests.controller.conftest import PPO, assert_same, assert_same_weights, tra
 from tests.controller.ranks import run
 
 SPLIT = "trainer.placement={rollout:[0],actor:[1],critic:[0],reference:[1],reward:[1]}"
-FLOAT32 = "actor_rollout_ref.actor.fsdp_config.dtype=float32"
+FLOAT32 = ("actor_rollout_ref.actor.fsdp_config.dtype=float32", "actor_rollout_ref.actor.optim.lr=0.00002")
+ACTOR, CRITIC = "actor_rollout_ref.actor.fsdp_config", "critic.fsdp"
+
+
+def both(key, size):
+    return [f"{ACTOR}.{key}={size}", f"{CRITIC}.{key}={size}"]
+
+
+# name -> changes of the config; each runs GRPO and PPO
+ON_TWO = {
+    "fsdp2": [],
+    "replicas2": both("fsdp_size", 1),
+    "tensor2": both("tensor_parallel_size", 2),
+    "sequence2": both("ulysses_sequence_parallel_size", 2),
+}
+ON_FOUR = {
+    "fsdp4": [],
+    "tensor2_fsdp2": both("tensor_parallel_size", 2),
+}
+APART = [
+    "trainer.placement={actor:[0,1],rollout:[2,3],critic:[2,3],reference:[3],reward:[1]}",
+    "actor_rollout_ref.actor.use_dynamic_bsz=True",
+]
 
 
 @pytest.fixture(scope="module")
-def two_ranks(jobs):
-    """All runs on two ranks, in one start of two processes."""
-    jobs.add("grpo2")
-    jobs.add("ppo2", *PPO)
+def experts(tmp_path_factory):
+    """A tiny model whose layers have experts, in both roles."""
+    from verl.models.tiny import make_tiny_model
+
+    path = make_tiny_model(tmp_path_factory.mktemp("models") / "moe", "qwen3_moe", moe_intermediate_size=16)
+    return [f"actor_rollout_ref.model.path={path}", f"critic.model.path={path}"]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(jobs, experts):
+    """All runs on two ranks."""
+    for name, changes in ON_TWO.items():
+        jobs.add(f"grpo_{name}", *changes)
+        jobs.add(f"ppo_{name}", *PPO, *changes)
+    jobs.add("grpo_experts2", *experts, f"{ACTOR}.expert_parallel_size=2")
+    jobs.add("ppo_experts2", *PPO, *experts, *both("expert_parallel_size", 2))
     jobs.add("split2", *PPO, SPLIT)
-    jobs.add("float2", FLOAT32, "trainer.save_freq=-1")
+    jobs.add("float2", *FLOAT32)
     jobs.add("resumed2", "trainer.total_training_steps=2", "trainer.save_freq=2", "trainer.test_freq=-1")
     jobs.add("resumed2", "trainer.save_freq=3", "trainer.test_freq=3")
-    run(2, "tests.controller.several_runs", jobs.file(), timeout_s=150)
+    run(2, "tests.controller.several_runs", jobs.file(), timeout_s=300)
     return jobs
 
 
 @pytest.fixture(scope="module")
-def grpo(jobs):
-    return train_here(jobs, "grpo1")
+def four_ranks(jobs):
+    for name, changes in ON_FOUR.items():
+        jobs.add(f"grpo_{name}", *changes)
+        jobs.add(f"ppo_{name}", *PPO, *changes)
+    jobs.add("ppo_apart4", *PPO, *APART)
+    run(4, "tests.controller.several_runs", jobs.file(), timeout_s=300)
+    return jobs
 
 
 @pytest.fixture(scope="module")
-def ppo(jobs):
-    return train_here(jobs, "ppo1", *PPO)
+def alone(jobs, experts):
+    """The runs of a single process, by algorithm."""
+    return {
+        "grpo": train_here(jobs, "grpo1"),
+        "ppo": train_here(jobs, "ppo1", *PPO),
+        "grpo_experts2": train_here(jobs, "grpo_experts1", *experts),
+        "ppo_experts2": train_here(jobs, "ppo_experts1", *PPO, *experts),
+    }
 
 
-def test_grpo(two_ranks, grpo):
-    assert_same(two_ranks.run("grpo2"), grpo, rel=1e-9)
-    assert_same_weights(two_ranks.run("grpo2"), grpo, 3, rel=1e-6)
+def assert_equal(run_of_ranks, reference, algorithm):
+    assert_same(run_of_ranks, reference, rel=1e-10)
+    for role in ("actor", "critic") if algorithm == "ppo" else ("actor",):
+        assert_same_weights(run_of_ranks, reference, 3, rel=1e-10, role=role)
 
 
-def test_ppo_with_critic_reference_and_shuffled_mini_batches(two_ranks, ppo):
-    assert_same(two_ranks.run("ppo2"), ppo, rel=1e-9)
-    for role in ("actor", "critic"):
-        assert_same_weights(two_ranks.run("ppo2"), ppo, 3, rel=1e-6, role=role)
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+@pytest.mark.parametrize("name", [*ON_TWO, "experts2"])
+def test_two_ranks(two_ranks, alone, name, algorithm):
+    reference = alone.get(f"{algorithm}_{name}", alone[algorithm])
+    assert_equal(two_ranks.run(f"{algorithm}_{name}"), reference, algorithm)
 
 
-def test_roles_on_ranks_of_their_own(two_ranks, ppo):
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+@pytest.mark.parametrize("name", ON_FOUR)
+def test_four_ranks(four_ranks, alone, name, algorithm):
+    assert_equal(four_ranks.run(f"{algorithm}_{name}"), alone[algorithm], algorithm)
+
+
+def test_roles_on_ranks_of_their_own(two_ranks, alone):
     """Weights travel from the rank that trains to the one that generates, scores are made on the other one."""
-    assert_same(two_ranks.run("split2"), ppo, rel=1e-9)
-    assert_same_weights(two_ranks.run("split2"), ppo, 3, rel=1e-6)
+    assert_equal(two_ranks.run("split2"), alone["ppo"], "ppo")
+
+
+def test_roles_on_several_ranks_each(four_ranks, alone):
+    assert_equal(four_ranks.run("ppo_apart4"), alone["ppo"], "ppo")
 
 
 def test_float32(two_ranks, jobs):
-    reference = train_here(jobs, "float1", FLOAT32, "trainer.save_freq=-1")
-    assert_same(two_ranks.run("float2"), reference, rel=1e-4)
+    reference = train_here(jobs, "float1", *FLOAT32)
+    assert_same(two_ranks.run("float2"), reference, rel=1e-5)
+    assert_same_weights(two_ranks.run("float2"), reference, 3, rel=1e-5)
 
 
-def test_a_resumed_run_is_the_unbroken_one(two_ranks, grpo):
-    assert_same_weights(two_ranks.run("resumed2"), grpo, 3, rel=1e-6)
+def test_a_resumed_run_is_the_unbroken_one(two_ranks, alone):
+    assert_same_weights(two_ranks.run("resumed2"), alone["grpo"], 3, rel=1e-10)
     assert [row["step"] for row in two_ranks.run("resumed2").rows] == [1, 2, 3]
 
 
 def test_the_other_rank_has_a_log_and_writes_nothing_else(two_ranks):
-    folder = two_ranks.run("grpo2").folder
+    folder = two_ranks.run("grpo_fsdp2").folder
     assert (folder / "logs" / "rank_1.log").exists()
-    assert len(two_ranks.run("grpo2").rows) == 3
+    assert len(two_ranks.run("grpo_fsdp2").rows) == 3
 
 
-def test_a_checkpoint_of_two_ranks_goes_on_in_one_process(two_ranks, jobs, grpo):
-    import shutil
-
+def test_a_checkpoint_of_two_ranks_goes_on_in_one_process(two_ranks, jobs, alone):
     source = two_ranks.run("resumed2").folder
     target = jobs.run("alone").folder
     target.mkdir()
     shutil.copytree(source / "global_step_2", target / "global_step_2")
-    run_alone = train_here(jobs, "alone")
-    assert_same_weights(run_alone, grpo, 3, rel=1e-6)
+    assert_same_weights(train_here(jobs, "alone"), alone["grpo"], 3, rel=1e-10)

@@ -13,6 +13,7 @@ from verl.data_proto.proto import DataProto
 SAME = {
     "verl:DataProto": "verl.data_proto.proto:DataProto",
     "verl.protocol:DataProto": "verl.data_proto.proto:DataProto",
+    "verl.protocol:DataProtoFuture": "verl.data_proto.future:DataProtoFuture",
     "verl.protocol:DataProtoItem": "verl.data_proto.proto:DataProtoItem",
     "verl.protocol:DataProtoConfig": "verl.data_proto.settings:DataProtoConfig",
     "verl.protocol:pad_dataproto_to_divisor": "verl.data_proto.padding:pad_dataproto_to_divisor",

@@ -6,6 +6,7 @@ what to set.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +35,13 @@ def uses_critic(root: Any) -> bool:
 
 def uses_reference(root: Any) -> bool:
     return bool(root.actor_rollout_ref.actor.use_kl_loss or root.algorithm.use_kl_in_reward)
+
+
+def runs_on_several_devices(root: Any) -> bool:
+    """Whether there are several processes, by the config or because a launcher has started them."""
+    trainer, rollout = root.trainer, root.actor_rollout_ref.rollout
+    asked = trainer.nnodes * trainer.n_gpus_per_node + rollout.nnodes
+    return asked > 1 or bool(trainer.placement) or os.environ.get("WORLD_SIZE", "1") != "1"
 
 
 def _estimator(root: Any, *wanted: str) -> bool:
@@ -195,6 +203,11 @@ CONDITIONS: dict[str, Condition] = {
         lambda root, node: root.actor_rollout_ref.rollout.prefetch_num > 0,
         "samples are made right before they train (actor_rollout_ref.rollout.prefetch_num=0)",
         "set actor_rollout_ref.rollout.prefetch_num above 0",
+    ),
+    "several_devices": Condition(
+        lambda root, node: runs_on_several_devices(root),
+        "the run is on one device, which holds the whole model",
+        "set trainer.n_gpus_per_node above 1",
     ),
     "colocate_async": _switch("trainer.v1.trainer_mode", "colocate_async"),
     "separate_async": _switch("trainer.v1.trainer_mode", "separate_async"),

@@ -147,7 +147,9 @@ class RolloutConfig(Section):
     mode: str = inert("async", "sync or async server", "the native engine hands on each sample as it ends")
     nnodes: int = used(0, "nodes for rollout alone; 0: it shares the training devices")
     n_gpus_per_node: int = used(1, "devices of such a node", sizing=True)
-    tensor_model_parallel_size: int = inert(1, "devices that share one layer", ONE_PROCESS)
+    tensor_model_parallel_size: int = used(
+        1, "devices that share one copy of the model in generation (native engine)", when="several_devices", sizing=True
+    )
     data_parallel_size: int = inert(1, "copies of the engine", ONE_PROCESS)
     expert_parallel_size: int = inert(1, "devices that share the experts", ONE_PROCESS)
     pipeline_model_parallel_size: int = inert(1, "stages of layers", ONE_PROCESS)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from verl.config import CheckpointConfig, FSDPConfig, VerlConfig
 from verl.controller.needs import Needs
@@ -16,12 +17,14 @@ from verl.engines.api import ENGINES as TRAIN_ENGINES
 from verl.engines.api import MicroBatching, TrainEngine
 from verl.engines.groups import Groups
 from verl.errors import ConfigError
-from verl.models.load import eos_token_ids, load_causal_lm, load_external, load_tokenizer
+from verl.models.load import eos_token_ids, load_causal_lm, load_external, load_model_config, load_tokenizer
+from verl.models.parallel.tensor import check_divisible
 from verl.parallel.device import compute_dtype
 from verl.parallel.mesh import Mesh
 from verl.parallel.placement import Placement
 from verl.rewards.managers import build_reward_manager
 from verl.rollout.api import ENGINES as ROLLOUT_ENGINES
+from verl.rollout.replica import Replica, copy_group
 from verl.workers.critic import CriticWorker
 from verl.workers.objectives import PolicyObjective, ValueObjective
 from verl.workers.policy import ActorWorker, ReferenceWorker
@@ -59,6 +62,18 @@ class Seat:
             tensor_parallel=config.tensor_parallel_size,
         )
 
+    def rollout_mesh(self) -> Mesh:
+        """How the ranks that generate are arranged: those of a "tp" group hold one copy of the policy together. A run over one
+        device has nothing to divide. Raises ConfigError when they do not divide as the config asks."""
+        ranks = self.placement.devices["rollout"]
+        size = self.config.actor_rollout_ref.rollout.tensor_model_parallel_size if self.placement.num_devices > 1 else 1
+        if size < 1 or len(ranks) % size:
+            raise ConfigError(
+                f"The {len(ranks)} devices of the rollout do not divide into groups of "
+                f"actor_rollout_ref.rollout.tensor_model_parallel_size={size}; choose a divisor of {len(ranks)}."
+            )
+        return Mesh.grid(ranks, replicate=len(ranks) // size, tp=size)
+
     def holds(self, role: str) -> bool:
         return self.rank in self.placement.devices[role]
 
@@ -76,6 +91,7 @@ class Seat:
 def check_meshes(config: VerlConfig, placement: Placement) -> None:
     """Raise ConfigError, before anything is started, when devices do not divide as the engines ask."""
     seat = Seat(config, placement, 0, torch.device("cpu"), 1, [])
+    _check_rollout(config, dict(seat.rollout_mesh().axes)["tp"])
     for role in engine_roles(seat):
         seat.mesh(role)
         if shares_reference(config) and placement.devices["reference"] != placement.devices["actor"]:
@@ -83,6 +99,22 @@ def check_meshes(config: VerlConfig, placement: Placement) -> None:
                 "With LoRA the reference policy is the actor without its adapters, so both are on the same devices. Leave "
                 "'reference' out of trainer.placement."
             )
+
+
+def _check_rollout(config: VerlConfig, tensor_parallel: int) -> None:
+    rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
+    if tensor_parallel == 1:
+        return
+    key = f"actor_rollout_ref.rollout.tensor_model_parallel_size={tensor_parallel}"
+    if rollout.name != "native":
+        raise ConfigError(
+            f"{key} is for actor_rollout_ref.rollout.name=native; {rollout.name} generates with a whole model on each device. "
+            "Choose native, or set the size to 1."
+        )
+    try:
+        check_divisible(load_model_config(model.path, model.trust_remote_code, model.override_config), tensor_parallel)
+    except ConfigError as error:
+        raise ConfigError(f"{key} does not fit the model: {error}") from error
 
 
 def engine_roles(seat: Seat) -> list[str]:
@@ -116,8 +148,9 @@ def build_workers(seat: Seat) -> dict[str, Any]:
                 workers[role] = _BUILDERS[role](seat)
             else:
                 _help_make_groups(seat, role)
+        group = copy_group(seat.rollout_mesh(), seat.timeout_s)
         if seat.holds("rollout"):
-            workers["rollout"] = _rollout(seat, tokenizer, workers.get("actor"), workers.get("reward"))
+            workers["rollout"] = _rollout(seat, tokenizer, group, workers)
     except BaseException:
         if "reward" in workers:
             workers["reward"].close()
@@ -231,9 +264,9 @@ _BUILDERS: dict[str, Callable[[Seat], Any]] = {"actor": _actor, "reference": _re
 
 
 def _reward(seat: Seat, tokenizer: Any) -> RewardWorker:
-    config = seat.config
-    ranks = len(seat.placement.devices["reward"])
-    section = replace(config.reward, num_workers=max(1, config.reward.num_workers // ranks))
+    config, scoring = seat.config, _scoring_ranks(seat)
+    share = config.reward.num_workers // len(scoring) if seat.rank in scoring else 0
+    section = replace(config.reward, num_workers=max(1, share))
     manager = build_reward_manager(section, max_response_length=config.actor_rollout_ref.rollout.response_length)
     manager.start(seat.data_sources)
     try:
@@ -246,38 +279,49 @@ def _reward(seat: Seat, tokenizer: Any) -> RewardWorker:
         raise
 
 
-def _rollout(seat: Seat, tokenizer: Any, actor: ActorWorker | None, reward: RewardWorker | None) -> RolloutWorker:
+def _scoring_ranks(seat: Seat) -> list[int]:
+    """The ranks that get samples to score. Beside the rollout these are the ranks that answer for a copy of the policy."""
+    devices, mesh = seat.placement.devices, seat.rollout_mesh()
+    if devices["reward"] == devices["rollout"]:
+        return [mesh.ranks[index] for index in mesh.collectors()]
+    return list(devices["reward"])
+
+
+def _rollout(seat: Seat, tokenizer: Any, group: dist.ProcessGroup | None, workers: dict[str, Any]) -> RolloutWorker:
     """The engine generates with the actor's own module where that is whole and here: then there is one copy of the weights."""
-    rollout, ranks = seat.config.actor_rollout_ref.rollout, seat.placement.devices["rollout"]
-    shared = seat.shares_weights and actor is not None
-    module = actor.engine.module if shared and actor is not None else _replica(seat)
+    rollout, devices = seat.config.actor_rollout_ref.rollout, seat.placement.devices
+    replica = None if seat.shares_weights and "actor" in workers else _replica(seat, group)
+    module = replica.module if replica is not None else workers["actor"].engine.module
     engine = ROLLOUT_ENGINES.get(rollout.name)(
         module, tokenizer, rollout, eos_token_ids=eos_token_ids(module, tokenizer), pad_token_id=tokenizer.pad_token_id
     )
-    streams = reward is not None and seat.placement.devices["reward"] == ranks
+    streams = devices["reward"] == devices["rollout"] and seat.rank in _scoring_ranks(seat)
     return RolloutWorker(
         engine,
         tokenizer,
         sampling_params(rollout),
         max_prompt_length=rollout.prompt_length,
         free_cache=rollout.free_cache_engine,
-        score_stream=reward.submit if streams and reward is not None else None,
-        replica=None if shared else module,
-        rank=ranks.index(seat.rank),
+        score_stream=workers["reward"].submit if streams else None,
+        replica=replica,
+        rank=devices["rollout"].index(seat.rank),
     )
 
 
-def _replica(seat: Seat) -> Any:
-    """A whole copy of the policy in the compute dtype, for generation alone."""
-    group = seat.config.actor_rollout_ref
-    load_external(group.model.external_lib)
-    return load_causal_lm(
-        group.model.path,
-        device=seat.device,
-        dtype=compute_dtype(group.actor.fsdp_config.dtype, seat.device),
-        trust_remote_code=group.model.trust_remote_code,
-        override_config=group.model.override_config,
+def _replica(seat: Seat, group: dist.ProcessGroup | None) -> Replica:
+    """A copy of the policy in the compute dtype, for generation alone; divided over `group`, if there is one."""
+    model = seat.config.actor_rollout_ref.model
+    load_external(model.external_lib)
+    module = load_causal_lm(
+        model.path,
+        device=seat.device if group is None else "cpu",  # what is divided may not fit the device whole
+        dtype=compute_dtype(seat.config.actor_rollout_ref.actor.fsdp_config.dtype, seat.device),
+        trust_remote_code=model.trust_remote_code,
+        override_config=model.override_config,
     ).requires_grad_(False)
+    replica = Replica(module, group)
+    module.to(seat.device)
+    return replica
 
 
 def micro_batching(section: Any, prefix: str = "", *, tokens_key: str = "max_token_len_per_gpu") -> MicroBatching:

@@ -46,7 +46,9 @@ def make_groups(seat: Seat, runner: Runner, facts: dict[str, Any]) -> Roles:
 
 def _mesh(seat: Seat, role: str) -> Mesh:
     source = "actor" if role == "reference" and shares_reference(seat.config) else role
-    if source in ("rollout", "reward"):
+    if source == "rollout":
+        return seat.rollout_mesh()
+    if source == "reward":
         return Mesh.flat(seat.placement.devices[source])
     return seat.mesh(source) or Mesh.flat(seat.placement.devices[source])
 

@@ -62,11 +62,13 @@ class Process:
     handle: Any
     roles: str = ""
     node: str = "?"
+    node_id: str = ""  # Ray's name of the machine
     pid: int = 0
     log_file: Path | None = None
 
     def __str__(self) -> str:
-        place = f"node {self.node}, process {self.pid}" if self.pid else "not yet started"
+        node = f"node {self.node}, Ray's {self.node_id[:8]}" if self.node_id else f"node {self.node}"
+        place = f"{node}, process {self.pid}" if self.pid else "not yet started"
         return f"rank {self.rank} ({self.roles}; {place})"
 
 
@@ -149,11 +151,16 @@ class Cluster:
         environment: Mapping[str, str],
         arguments: Callable[[int], tuple[Any, ...]],
         share: float = 1.0,
+        beside: Sequence[str] = (),
     ) -> list[Process]:
         """An actor of `cls` for every place, in rank order; `arguments(rank)` are for its constructor. It takes `share` of the
-        place, so that several can be there."""
+        place, so that several can be there. Calls run in the order in which they are made; those of a group named in `beside`
+        do so on a thread of their own, beside the others."""
+        remote: Any = ray.remote
+        actor = remote(concurrency_groups=dict.fromkeys(beside, 1))(cls) if beside else remote(cls)
         processes: list[Process] = []
         for group, count in zip(self._groups, self._counts(), strict=True):
+            node_id = _node_of(group).rpartition("/")[2]
             for bundle in range(count):
                 rank = len(processes)
                 options = {
@@ -165,9 +172,9 @@ class Cluster:
                         placement_group=group, placement_group_bundle_index=bundle
                     ),
                 }
-                handle: Any = ray.remote(cls).options(**options).remote(*arguments(rank))
+                handle = actor.options(**options).remote(*arguments(rank))
                 self._handles.append(handle)
-                processes.append(Process(rank, handle))
+                processes.append(Process(rank, handle, node_id=node_id))
         return processes
 
     def _counts(self) -> list[int]:

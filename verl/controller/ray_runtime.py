@@ -30,11 +30,14 @@ from verl.errors import VerlError
 from verl.parallel.collectives import Collectives, Peer, free_port
 from verl.parallel.device import resolve_device
 from verl.parallel.dispatch import Plan
+from verl.parallel.memory import keep_freed_memory
 from verl.parallel.placement import Placement
 from verl.parallel.wire import decode, encode
 from verl.tracking.logs import setup_logging
 
 log = logging.getLogger(__name__)
+
+_SCORING = "scoring"  # the thread that waits for scores while the process generates or trains
 
 Packed = list[Any]  # the document and the buffers of verl/parallel/wire.py, which Ray carries without copying
 
@@ -90,7 +93,9 @@ class RayRuntime:
         environment = {"OMP_NUM_THREADS": str(_threads(self.placement.devices_per_node))}
         self.cluster.reserve()
         size = self.placement.num_devices
-        found = self.cluster.spawn(RankProcess, environment, lambda rank: (rank, size, values, str(folder)))
+        found = self.cluster.spawn(
+            RankProcess, environment, lambda rank: (rank, size, values, str(folder)), beside=(_SCORING,)
+        )
         for process in found:
             process.roles = ", ".join(self.placement.roles_of(process.rank))
             process.log_file = folder / f"rank_{process.rank}.log"
@@ -118,8 +123,10 @@ class RayRuntime:
             if id(arguments) not in packed:
                 packed[id(arguments)] = send(pack(arguments))
             process = self.processes[group.mesh.ranks[index]]
-            call = process.handle.call.remote(group.name, method, packed[id(arguments)], index in plan.answering)
-            refs.append((process, call))
+            run = process.handle.call
+            if group.name == "reward":
+                run = process.handle.score.options(concurrency_group=_SCORING)
+            refs.append((process, run.remote(group.name, method, packed[id(arguments)], index in plan.answering)))
         order = [plan.ranks().index(index) for index in plan.answering]
 
         def collect(answers: list[Any]) -> Any:
@@ -142,6 +149,7 @@ class RankProcess:
 
     def __init__(self, rank: int, size: int, values: Packed, log_dir: str):
         setup_logging(Path(log_dir), rank)
+        keep_freed_memory(one_arena=True)
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         self.rank, self.size = rank, size
         self.config = build_config(unpack(values))
@@ -192,6 +200,18 @@ class RankProcess:
 
         def run() -> Any:
             result = host.call(role, method, *unpack(arguments))
+            return result if wanted else None
+
+        return answer(run)
+
+    def score(self, role: str, method: str, arguments: Packed, wanted: bool) -> Any:
+        """`call` of a role that exchanges nothing with other ranks, beside a call of the others."""
+        assert self.host is not None
+        worker = self.host.workers[role]
+
+        def run() -> Any:
+            args, kwargs = unpack(arguments)
+            result = getattr(worker, method)(*args, **kwargs)
             return result if wanted else None
 
         return answer(run)

@@ -42,7 +42,10 @@ COLUMNS: dict[str, Column] = {
     ),
     "attention_mask": Column(("batch", "prompt+response"), "bool", "rollout", "true on every token that exists"),
     "rollout_log_probs": Column(
-        _BR, "float32", "rollout", "log-prob of each sampled token under the sampler, at its temperature"
+        _BR,
+        "float32",
+        "rollout",
+        "log-prob of each sampled token under the sampler, at its temperature (float64 of such a model)",
     ),
     "weight_version": Column(_B, "int64", "rollout", "oldest version of the weights that made a token of the sample"),
     "rollout_rank": Column(_B, "int64", "rollout", "which of the ranks that generate made the sample"),

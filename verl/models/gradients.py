@@ -66,6 +66,11 @@ class GradientBuffers:
                 buffer.zero_()
             buffer.index_add_(0, index, rows.to(buffer.dtype))
 
+    def release(self) -> None:
+        """Give up the buffers of gradients that have been forgotten (`grad` is None): as much memory as the weights take,
+        which generation can use until the next update."""
+        self._buffers.clear()
+
     def _open(self, parameters: Sequence[nn.Parameter]) -> tuple[torch.Tensor, bool]:
         """The buffer of `parameters`, attached as their `grad`, and whether what is in it is to be overwritten."""
         buffer = self._buffers.get(parameters[0])

@@ -107,6 +107,7 @@ class MasterOptimizer:
         elif grads:
             log.warning("The gradient norm is %s; this optimizer step is skipped and no weight changes.", grad_norm)
         self.optimizer.zero_grad(set_to_none=True)
+        self.gradients.release()
         return StepResult(grad_norm, taken)
 
     @torch.no_grad()

@@ -12,17 +12,21 @@ import os
 import platform
 
 # parameters of mallopt, from glibc's malloc.h
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -2, -3, -8
 _SETTINGS = {_M_MMAP_THRESHOLD: 1 << 30, _M_TRIM_THRESHOLD: (1 << 31) - 1, _M_TOP_PAD: 64 << 20}
 
 
-def keep_freed_memory() -> bool:
+def keep_freed_memory(one_arena: bool = False) -> bool:
     """Tell the allocator to keep what is freed for reuse. Does nothing, and returns False, with another C library than
-    glibc, or where the user has tuned it (GLIBC_TUNABLES or MALLOC_... in the environment)."""
+    glibc, or where the user has tuned it (GLIBC_TUNABLES or MALLOC_... in the environment).
+
+    `one_arena` is for a process that computes on a thread which is not its first: the arenas of other threads give large
+    tensors back whatever the settings say."""
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch asks for huge pages from 2 MiB on
     tuned = any(name == "GLIBC_TUNABLES" or name.startswith("MALLOC_") for name in os.environ)
     if tuned or platform.libc_ver()[0] != "glibc":
         return False
     mallopt = ctypes.CDLL(None).mallopt
-    taken = [mallopt(parameter, value) == 1 for parameter, value in _SETTINGS.items()]
+    settings = {**_SETTINGS, _M_ARENA_MAX: 1} if one_arena else _SETTINGS
+    taken = [mallopt(parameter, value) == 1 for parameter, value in settings.items()]
     return all(taken)

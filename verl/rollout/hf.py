@@ -135,7 +135,7 @@ class _Batch:
         )
         self.first_positions = torch.tensor([p.num_drawn for p, _ in samples])
         self.tokens = np.zeros((len(samples), params.max_new_tokens), dtype=np.int64)
-        self.log_probs = np.zeros((len(samples), params.max_new_tokens), dtype=np.float32)
+        self.log_probs = np.zeros((len(samples), params.max_new_tokens))
         self.lengths = np.zeros(len(samples), dtype=np.int64)
         self.completions: list[Completion | None] = [None] * len(samples)
         self.num_drawn = 0

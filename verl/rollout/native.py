@@ -33,7 +33,8 @@ from verl.rollout.stopping import StopRules
 
 
 class NativeRollout:
-    """See RolloutEngine. `module` is a Hugging Face causal language model built with attn_implementation="verl".
+    """See RolloutEngine. `module` is a Hugging Face causal language model built with attn_implementation="verl", or a part of
+    one (verl.rollout.replica); then all ranks of its group make the same calls, and their own forward computes.
 
     Reads from `config`: max_num_seqs (rows), max_num_batched_tokens (tokens of one forward while prompts are computed),
     max_model_len, prepack_weights (whether a copy of the weights may be kept that multiplies faster, until `publish` or

@@ -13,8 +13,8 @@ from verl.errors import ConfigError, ModelError
 
 
 def vocab_size(module: torch.nn.Module) -> int:
-    """Number of tokens that the module can read."""
-    return int(module.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
+    """Number of tokens that the module can read, with the ranks that hold other parts of it if it is divided."""
+    return int(module.get_input_embeddings().num_embeddings)  # type: ignore[operator]
 
 
 def check_requests(

@@ -18,11 +18,12 @@ _TOP_P_CANDIDATES = 512  # a sort of the whole vocabulary costs ten times as muc
 def sample(logits: torch.Tensor, params: SamplingParams, u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw one token per row of `logits` [rows, vocab] with the uniforms `u` (float64 [rows], unread when greedy).
 
-    Returns tokens (int64 [rows]) and their log-probs (float32 [rows]) under softmax(logits / temperature) before top-k,
-    top-p and min-p; greedy takes the argmax and temperature 1. The filters act in this order: top-k, then top-p on what
-    top-k left (renormalised), then min-p relative to the likeliest token. `logits` is left as it was.
+    Returns tokens (int64 [rows]) and their log-probs (float32 [rows]; float64 for logits in it) under
+    softmax(logits / temperature) before top-k, top-p and min-p; greedy takes the argmax and temperature 1. The filters act
+    in this order: top-k, then top-p on what top-k left (renormalised), then min-p relative to the likeliest token. `logits`
+    is left as it was.
     """
-    logits = logits.float()
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if params.temperature == 0:
         tokens = logits.argmax(-1)
         return tokens, _pick(logits, tokens) - logits.logsumexp(-1)

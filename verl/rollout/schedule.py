@@ -110,7 +110,7 @@ class Rows:
         self.length = np.zeros(num_rows, dtype=np.int64)  # response tokens drawn
         self.num_drawn = np.zeros(num_rows, dtype=np.int64)  # before this call, see PromptRequest
         self.tokens = np.zeros((num_rows, max_new_tokens), dtype=np.int64)
-        self.log_probs = np.zeros((num_rows, max_new_tokens), dtype=np.float32)
+        self.log_probs = np.zeros((num_rows, max_new_tokens))
 
     @property
     def num_running(self) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from verl.config import VerlConfig
+from verl.controller.group import wait
 from verl.controller.roles import Roles
 from verl.controller.sampling import draw, greedy, sampling_params
 from verl.data.loader import ValidationLoader
@@ -46,7 +47,7 @@ class Validator:
             metrics["val/greedy"] = float(np.mean(_scores(best)))
             metrics.update(_summarise(best, suffix="/greedy"))
             self.tracker.samples("val-greedy", step, sample_rows(best, self.tokenizer))
-        self.roles.rollout.end_generation()
+        wait(self.roles.rollout.end_generation())
         return metrics
 
     def _collect(self, params: SamplingParams, split: str) -> DataProto:

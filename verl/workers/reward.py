@@ -43,6 +43,11 @@ class RewardWorker:
         else:
             self._waiting[request.key] = request
 
+    @register(dispatch_mode=Dispatch.ND_OWNER_PROTO, blocking=False)
+    def begin(self, batch: DataProto) -> None:
+        """Begin to score the rows of `batch` that are not being scored yet; returns at once. `collect` waits for them."""
+        self._submit_unseen(batch, list(batch.non_tensor_batch["sample_key"]))
+
     @register(dispatch_mode=Dispatch.ND_OWNER_PROTO)
     def collect(self, batch: DataProto) -> DataProto:
         """Waits (with the manager's deadline) for the scores of the rows of `batch`, by their sample_key.
@@ -52,6 +57,7 @@ class RewardWorker:
         """
         keys = list(batch.non_tensor_batch["sample_key"])
         self._submit_unseen(batch, keys)
+        self._submitted.difference_update(keys)
         said = None if self.model is None else self.model.score(batch)
         if said is not None:
             self._submit_waiting(keys, said)
@@ -73,14 +79,13 @@ class RewardWorker:
         return scored if said is None else scored.union(said)
 
     def _submit_unseen(self, batch: DataProto, keys: list[str]) -> None:
-        """Samples of a rollout in another process, and the end of the note about those that came while generating."""
+        """Samples of a rollout in another process; those of one in this process came while they were generated."""
         width = batch.batch["response_mask"].shape[1]
         exists = batch.batch["attention_mask"][:, -width:].bool()
         for row, key in enumerate(keys):
             if key not in self._submitted:
                 token_ids = batch.batch["responses"][row][exists[row]].tolist()
                 self.submit(score_request(batch, row, key, token_ids, self.tokenizer))
-        self._submitted.difference_update(keys)
 
     def _submit_waiting(self, keys: list[str], said: DataProto) -> None:
         columns = {**dict(said.batch.items() if said.batch is not None else {}), **said.non_tensor_batch}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,13 +12,12 @@ import torch
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.data_proto.samples import Completion, PromptRequest, SamplingParams, ScoreRequest
-from verl.errors import ModelError
 from verl.parallel.register import Dispatch, Execute, register
 from verl.rollout.api import RolloutEngine
+from verl.rollout.replica import Replica, Weights
 from verl.workers.requests import sample_key, score_request
 
 ScoreStream = Callable[[ScoreRequest], None]
-Weights = Iterable[tuple[str, torch.Tensor]]
 
 _LARGEST_OF_RANKS = ("seconds", "num_decode_steps")  # ranks generate side by side; their other figures add up
 
@@ -26,8 +25,9 @@ _LARGEST_OF_RANKS = ("seconds", "num_decode_steps")  # ranks generate side by si
 class RolloutWorker:
     """`score_stream` receives a ScoreRequest for every sample as it ends, while others are still being generated.
 
-    `replica` is None when the engine generates with the training module itself, else the module of its own that takes the
-    weights of each update. `rank` is this worker's among those that generate.
+    `replica` is None when the engine generates with the training module itself, else the copy that takes the weights of each
+    update. Ranks that share one do the same work, and one of them answers and has a `score_stream`. `rank` is this worker's
+    among all that generate.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class RolloutWorker:
         max_prompt_length: int,
         free_cache: bool,
         score_stream: ScoreStream | None = None,
-        replica: torch.nn.Module | None = None,
+        replica: Replica | None = None,
         rank: int = 0,
     ):
         self.engine = engine
@@ -54,8 +54,7 @@ class RolloutWorker:
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
     def exact_log_probs(self) -> bool:
         """Whether sampled log-probs equal the training forward's to rounding: same weights in float32 or better."""
-        module = getattr(self.engine, "module", None)
-        return module is not None and next(module.parameters()).dtype in (torch.float32, torch.float64)
+        return self._dtype() in (torch.float32, torch.float64)
 
     @register(dispatch_mode=Dispatch.ND_SCATTER_PROTO, blocking=False)
     def generate(
@@ -125,16 +124,21 @@ class RolloutWorker:
         """The weights changed; samples made from now on carry `version`. A replica takes `weights`, which are all of its
         parameters by name."""
         if self.replica is not None and weights is not None:
-            load_weights(self.replica, weights)
+            self.replica.load(weights)
         self.engine.publish(version)
 
-    @register(dispatch_mode=Dispatch.ALL_REDUCE)
+    @register(dispatch_mode=Dispatch.ALL_REDUCE, blocking=False)
     def end_generation(self) -> dict[str, Metric]:
         """Free the cache if configured; returns the engine's figures of the last `generate`."""
         stats = self.engine.stats()
         if self.free_cache:
             self.engine.release()
         return {k: (Metric.max if k in _LARGEST_OF_RANKS else Metric.sum)(float(v)) for k, v in stats.items()}
+
+    def _dtype(self) -> torch.dtype | None:
+        """Of the weights that generate; None where they are out of reach."""
+        module = getattr(self.engine, "module", None)
+        return None if module is None else next(module.parameters()).dtype
 
     def _send_to_scorer(
         self, rows: DataProto, row: int, split: str, done: Completion, token_ids: Sequence[int]
@@ -150,6 +154,7 @@ class RolloutWorker:
         prompts, prompt_mask = pad_rows(list(prompt_ids), pad, self.max_prompt_length, left=True)
         responses, response_mask = pad_rows([c.token_ids for c in completions], pad, max_new_tokens, left=False)
         log_probs, _ = pad_rows([c.log_probs for c in completions], 0.0, max_new_tokens, left=False)
+        log_probs = log_probs.to(torch.float64 if self._dtype() == torch.float64 else torch.float32)
         return DataProto.from_dict(
             tensors={
                 "prompts": prompts,
@@ -169,34 +174,12 @@ class RolloutWorker:
         )
 
 
-def load_weights(module: torch.nn.Module, weights: Weights) -> None:
-    """Copy `weights` into the parameters of `module`. Raises ModelError when a name or shape is not the module's, or one of its
-    parameters is missing."""
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-    storages = {p.data_ptr() for p in parameters.values()}
-    with torch.no_grad():
-        for name, tensor in weights:
-            target = parameters.get(name)
-            if target is None or target.shape != tensor.shape:
-                raise ModelError(
-                    f"The trained model has the weight {name} {tuple(tensor.shape)}, which the rollout's copy of it has not. "
-                    "Both must be built from the same actor_rollout_ref.model."
-                )
-            target.copy_(tensor)
-            storages.discard(target.data_ptr())
-    if storages:
-        missing = next(name for name, p in parameters.items() if p.data_ptr() in storages)
-        raise ModelError(
-            f"The trained model handed on its weights without {missing}; the rollout would sample from old ones."
-        )
-
-
 def pad_rows(rows: list[Any], fill: float, width: int, *, left: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """(values, mask), both [batch, width]; `left` pads on the left. Integers give int64, floats float32.
+    """(values, mask), both [batch, width]; `left` pads on the left. Integers give int64, floats float64.
 
     The width is a limit of the config, not the longest row, so that batches of one run can be joined.
     """
-    dtype = torch.float32 if isinstance(fill, float) else torch.int64
+    dtype = torch.float64 if isinstance(fill, float) else torch.int64
     values = torch.full((len(rows), width), fill, dtype=dtype)
     mask = torch.zeros((len(rows), width), dtype=torch.bool)
     for i, row in enumerate(rows):

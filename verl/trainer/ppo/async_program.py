@@ -25,13 +25,14 @@ from typing import Any
 import torch
 
 from verl.config import VerlConfig
+from verl.controller.group import wait
 from verl.controller.needs import old_log_prob_source
 from verl.controller.roles import Roles
 from verl.data.loader import PromptLoader
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.tracking.spans import Spans
-from verl.trainer.ppo.collect import Collector
+from verl.trainer.ppo.collect import Collector, rollout_metrics
 from verl.trainer.ppo.program import PPO, StepResult
 from verl.trainer.ppo.rollout_queue import RolloutQueue
 from verl.trainer.state import TrainerState
@@ -61,6 +62,8 @@ class AsyncPPO(PPO):
     def step(self, state: TrainerState) -> StepResult:
         """See PPO. What trained leaves the queue as the step succeeds."""
         result = super().step(state)
+        # waited for at the end: where rollout has devices of its own, it generates while the others train
+        result.metrics.update(rollout_metrics(wait(self.rollout_queue.figures)))
         self.rollout_queue.forget_before(state.next_ordinal)
         return result
 
@@ -109,6 +112,7 @@ class AheadCollector(Collector):
         self.num_evicted = 0
         with self.spans("gen"):
             self.queue.advance(ordinal, step)
+        self.queue.begin_scoring(self.roles.reward)
         return super().collect(step, ordinal)
 
     def sample(self, step: int, ordinal: int, count: int) -> tuple[DataProto, DataProto]:
@@ -117,6 +121,10 @@ class AheadCollector(Collector):
             prompts, batch, num_evicted = self.queue.take(ordinal, step, self.version, self.max_age)
         self.num_evicted += num_evicted
         return prompts, batch
+
+    def end_generation(self) -> dict[str, Metric]:
+        """See Collector. Generation goes on while others train; the step asks for its figures when it ends."""
+        return {}
 
 
 def age_metrics(batch: DataProto, version: int) -> dict[str, Metric]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
 
 from verl.algorithms.filters import filter_groups
 from verl.config import VerlConfig
+from verl.controller.group import wait
 from verl.controller.needs import Needs
 from verl.controller.roles import Roles
 from verl.controller.sampling import draw, greedy, sampling_params
@@ -49,7 +50,7 @@ class Collector:
             num_groups += len(set(batch.non_tensor_batch["uid"]))
             num_rounds, ordinal = num_rounds + 1, ordinal + count
             self.check_stop()
-        metrics = {f"rollout/{k}": v for k, v in self.roles.rollout.end_generation().items()}
+        metrics = self.end_generation()
         if rule.enable:
             metrics["training/filter_groups/num_gen_batches"] = Metric.last(num_rounds)
             metrics["training/filter_groups/num_groups_kept"] = Metric.last(num_groups)
@@ -61,6 +62,10 @@ class Collector:
         with self.spans("gen"):
             prompts = self.loader.take(ordinal, count)
             return prompts, draw(self.roles.rollout, prompts, self.params, step=step)
+
+    def end_generation(self) -> dict[str, Metric]:
+        """The rollout's figures of this step, after its last call."""
+        return rollout_metrics(wait(self.roles.rollout.end_generation()))
 
     def _round(self, step: int, ordinal: int, count: int) -> DataProto:
         prompts, batch = self.sample(step, ordinal, count)
@@ -102,6 +107,11 @@ class Collector:
                 "rewards that differ within the group. The task is too easy or too hard for this model; raise "
                 "algorithm.filter_groups.max_num_gen_batches or rollout.n, or change the data."
             )
+
+
+def rollout_metrics(figures: Mapping[str, Metric]) -> dict[str, Metric]:
+    """The rollout's figures under the names that are logged."""
+    return {f"rollout/{name}": figure for name, figure in figures.items()}
 
 
 def first_groups(batch: DataProto, count: int) -> DataProto:

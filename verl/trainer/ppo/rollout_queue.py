@@ -45,6 +45,7 @@ class Batch:
     rows: DataProto | None = None  # the rollout's columns, and token_weight_version
     asked: Any = None  # a result to come: all rows, or `going_on` of them anew
     going_on: np.ndarray | None = None
+    scoring: Any = None  # of a batch whose scores are being made ahead: a result to come
 
     def settle(self) -> DataProto:
         """The rows, once everything that was asked has come."""
@@ -58,6 +59,12 @@ class Batch:
                 self.going_on = None
         assert self.rows is not None
         return self.rows
+
+    def is_complete(self, limit: int) -> bool:
+        """Whether every response is there and finished, found out without waiting."""
+        if self.asked is not None and hasattr(self.asked, "ready") and not self.asked.ready():
+            return False
+        return len(self.unfinished(limit)) == 0
 
     def unfinished(self, limit: int) -> np.ndarray:
         """Numbers of the rows that may go on: their part is full, and they are shorter than `limit` tokens."""
@@ -80,6 +87,7 @@ class RolloutQueue:
         self.depth = depth
         self.limit = params.max_new_tokens
         self.part = -(-self.limit // depth) if partial else self.limit
+        self.figures: Any = {}  # of what was generated last: metrics by name, or a result to come
         self._batches: list[Batch] = []
 
     def qsize(self) -> int:
@@ -100,6 +108,14 @@ class RolloutQueue:
         while self.qsize() < self.depth:
             self._batches.append(self._begin(following, step))
             following += self.count
+        self.figures = self.rollout.end_generation()
+
+    def begin_scoring(self, reward: Any) -> None:
+        """Batches that are complete before their turn are scored while others train. Where rollout and reward share their
+        devices, samples went from one to the other as they ended."""
+        for batch in self._batches[1:]:
+            if batch.scoring is None and batch.is_complete(self.limit):
+                batch.scoring = reward.begin(self._joined(batch))
 
     def take(self, ordinal: int, step: int, version: int, max_age: int) -> tuple[DataProto, DataProto, int]:
         """(prompts, rows, number of samples that were too old): the batch that begins at `ordinal`, every response finished.
@@ -119,8 +135,10 @@ class RolloutQueue:
             fresh = self._begin(ordinal, step, split=f"anew-{version}")
             self._batches[self._batches.index(batch)] = fresh
             self._go_on(fresh, self.limit)
-            batch, rows = fresh, fresh.settle()
-        return batch.prompts, _joined(batch, self.params.n).union(rows), num_evicted
+            batch = fresh
+            self.figures = self.rollout.end_generation()
+        wait(batch.scoring)
+        return batch.prompts, self._joined(batch), num_evicted
 
     def _begin(self, ordinal: int, step: int, split: str = "train") -> Batch:
         prompts = self.loader.take(ordinal, self.count)
@@ -133,13 +151,16 @@ class RolloutQueue:
         chosen = batch.unfinished(self.limit)
         if len(chosen) == 0:
             return
-        rows = _joined(batch, self.params.n).union(batch.settle()).select_idxs(chosen)
+        rows = self._joined(batch).select_idxs(chosen)
         done = int(rows.batch["response_mask"][0].sum())
         batch.going_on = chosen
         batch.asked = self.rollout.go_on(
             rows, step=batch.step, split=batch.split, max_new_tokens=min(max_new_tokens, self.limit - done),
             limit=self.limit,
         )  # fmt: skip
+
+    def _joined(self, batch: Batch) -> DataProto:
+        return batch.prompts.repeat(self.params.n, interleave=True).union(batch.settle())
 
     # -- in a checkpoint, since what older weights made cannot be made again
 
@@ -188,10 +209,6 @@ class RolloutQueue:
             ids[i * self.params.n][mask[i * self.params.n]].tolist() == list(wanted)
             for i, wanted in enumerate(prompts.non_tensor_batch["prompt_token_ids"])
         )
-
-
-def _joined(batch: Batch, n: int) -> DataProto:
-    return batch.prompts.repeat(n, interleave=True)
 
 
 def _with_token_versions(rows: DataProto) -> DataProto:

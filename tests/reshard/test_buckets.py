@@ -1,0 +1,43 @@
+"""Plans in portions."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.reshard.test_layout import points
+from tests.reshard.test_plan import problems
+from verl.reshard.buckets import buckets
+from verl.reshard.parts import numel, pieces
+from verl.reshard.plan import Move, make_plan
+
+sizes = st.lists(st.integers(1, 5), min_size=1, max_size=3)
+
+
+@settings(max_examples=60, deadline=None)
+@given(sizes, st.integers(1, 40))
+def test_pieces_of_a_box(shape, most):
+    box = tuple((3, 3 + size) for size in shape)
+    found = pieces(box, most)
+    assert all(numel(piece) <= most for piece in found)
+    assert points(found) == points([box])
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems(), st.integers(2, 200))
+def test_no_rank_has_more_than_its_bound(problem, most):
+    plan = make_plan(*problem)
+    found = buckets(plan.moves, most)
+    for bucket in found:
+        for rank in {r for move in bucket for r in (move.source, move.destination)}:
+            assert sum(m.num_bytes for m in bucket if rank in (m.source, m.destination)) <= most
+    travelling = [move for move in plan.moves if not move.is_kept]
+    for move in travelling:
+        parts = [m.box for b in found for m in b if (m.tensor, *m[1:3]) == (move.tensor, *move[1:3])]
+        assert set(points(parts)) >= set(points([move.box]))
+    assert sum(m.num_bytes for b in found for m in b) == plan.total_bytes
+
+
+def test_buckets_are_as_full_as_their_order_allows():
+    """Ranks 0 and 1 exchange 60 bytes a bucket at most: two moves of 30; what others do goes beside it."""
+    moves = [Move("a", 0, 1, ((0, 15),), 30), Move("b", 2, 3, ((0, 20),), 40), Move("c", 0, 1, ((0, 15),), 30)]
+    moves += [Move("d", 1, 1, ((0, 9),), 0), Move("e", 1, 0, ((0, 1),), 2)]
+    assert [[m.tensor for m in bucket] for bucket in buckets(moves, 60)] == [["a", "b", "c"], ["e"]]

@@ -1,0 +1,62 @@
+"""Plans carried out by four processes (transport_checks.py); all checks in one launch, since starting costs more."""
+
+import fcntl
+import json
+
+import pytest
+
+from tests.engines.ranks import run_ranks
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory, worker_id):
+    """What the checks came to, run once for all test processes."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base if worker_id == "master" else base.parent) / "reshard-ranks"
+    folder.mkdir(exist_ok=True)
+    done = folder / "results-4.json"
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not done.exists():
+            run_ranks("tests.reshard.transport_checks", 4, folder)
+    return json.loads(done.read_text())
+
+
+def test_layout_pairs(found):
+    """Each rank has checked that its numbers arrived and that its bytes on the wire are those of the plan."""
+    pairs = found["check_layout_pairs"]
+    assert len(pairs) == 8
+    assert pairs.pop("same") == {"sent": 0, "peak": 0}
+    assert all(pair["sent"] > 0 < pair["peak"] for pair in pairs.values())
+
+
+def test_ranks_that_do_not_train(found):
+    first, second = found["check_other_ranks"]["sent"]
+    assert first == pytest.approx(second, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("LosesABucket", "does not hold what rank"),
+        ("SwapsTwo", "of model.layers.1.self_attn.k_proj.weight"),
+        ("ForgetsWhatItKeeps", "does not hold what it has itself"),
+        ("FlipsABit", "does not hold what rank"),
+    ],
+)
+def test_what_goes_wrong_is_found_where_it_went_wrong(found, fault, words):
+    message = found["check_faults"][fault]
+    assert "rank 2" in message
+    assert words in message
+    assert "must not be used" in message
+
+
+def test_tensors_that_do_not_fit_their_layout(found):
+    misshapen, missing = found["check_missing_and_misshapen"]
+    assert "should fill [32] of model.norm.weight, but its tensor is [31]" in misshapen
+    assert "k_proj.weight, which is not there" in missing
+
+
+@pytest.mark.parametrize("engine", ["dense", "replicated", "expert"])
+def test_training_engines_hold_what_their_layout_says(found, engine):
+    assert found[f"check_{engine}_engine"]["sent"] > 0

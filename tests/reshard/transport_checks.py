@@ -1,0 +1,251 @@
+"""What test_transport.py runs on four ranks at once."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from tests.engines.parallel_checks import make, model_folder, on
+from tests.reshard.reference import llama, mixture
+from verl.engines.fsdp import FSDPEngine
+from verl.engines.shards import local
+from verl.errors import ModelError
+from verl.parallel.mesh import Mesh
+from verl.parallel.traffic import TRAFFIC
+from verl.reshard import layout as layouts  # not its classes: what has `ranks` is taken for a check
+from verl.reshard.decoder import decoder_tensors, fused_projections
+from verl.reshard.grouping import consecutive_engines, interval_engines, interval_experts
+from verl.reshard.plan import make_plan
+from verl.reshard.transport import PeerToPeer, source_views
+
+STAGING_BYTES = 2000
+
+
+def part_of(whole, part):
+    """The local tensor of a Part."""
+    for dim, spans in enumerate(part.spans):
+        whole = whole.index_select(dim, torch.cat([torch.arange(*s) for s in spans]))
+    return whole
+
+
+def numbers(tensors, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return {t.name: torch.randn(t.shape, generator=generator) for t in tensors}
+
+
+def parts(whole, layout):
+    """This rank's local tensors."""
+    tensors, values = whole
+    found = {t.name: layout.part(t, dist.get_rank()) for t in tensors}
+    return {name: part_of(values[name], part).contiguous() for name, part in found.items() if part is not None}
+
+
+class Wire:
+    """Counts what is sent besides digests."""
+
+    def __init__(self, monitored=dist.batch_isend_irecv):
+        self.num_bytes, self.send = 0, monitored
+
+    def __call__(self, ops):
+        self.num_bytes += sum(op.tensor.nbytes for op in ops if op.op is dist.isend and op.tensor.dtype != torch.uint8)
+        return self.send(ops)
+
+
+def carry(tensors, training, rollout, *, faulty=PeerToPeer, staging_bytes=STAGING_BYTES, dtype=torch.bfloat16):
+    """One update; returns the transport, the plan, what arrived, what should have arrived, and the bytes sent."""
+    values = numbers(tensors)
+    plan = make_plan(tensors, training, rollout, {rank: rank // 2 for rank in range(4)})
+    transport = faulty(
+        tensors, training, rollout, plan, dtype=dtype, device=torch.device("cpu"), staging_bytes=staging_bytes
+    )
+    expected = {name: value.to(dtype) for name, value in parts((tensors, values), rollout).items()}
+    arrived = {name: torch.full_like(value, torch.nan) for name, value in expected.items()}
+    TRAFFIC.take()
+    wire = dist.batch_isend_irecv = Wire()
+    try:
+        transport(parts((tensors, values), training), arrived)
+    finally:
+        dist.batch_isend_irecv = wire.send
+    return transport, plan, arrived, expected, wire.num_bytes
+
+
+def layout_pairs():
+    dense, experts = llama(32, 48, 2, 4, 2, vocabulary=66), mixture(16, 8, 2, 4, 4)
+    tensor, mixed, data = (Mesh.of(4, tensor_parallel=4), Mesh.of(4, tensor_parallel=2), Mesh.of(4))
+    pipeline = Mesh.grid(range(4), pp=2, tp=2)
+    heads = llama(32, 48, 2, 4, 4, vocabulary=66)
+    yield "tp4-tp2", heads, layouts.TrainingLayout(tensor), 2, {}
+    yield "tp2fsdp2-tp2", dense, layouts.TrainingLayout(mixed), 2, {"vocabulary_multiple": 64}
+    yield "fsdp4-tp1", dense, layouts.TrainingLayout(data), 1, {}
+    yield "fsdp4-tp4", heads, layouts.TrainingLayout(data), 4, {}
+    yield "pp2tp2-tp2", dense, layouts.TrainingLayout(pipeline, layers_per_stage=(1, 1)), 2, {}
+    expert = layouts.TrainingLayout(data, expert_parallel=2)
+    yield "ep2-ep2", experts, expert, 1, {"expert_groups": interval_experts(expert, 2)}
+    two = layouts.TrainingLayout(Mesh.of(2, tensor_parallel=2))  # the other ranks have no part in it
+    yield "tp2-tp1 on two ranks", dense, two, 1, {}
+    yield "same", heads, layouts.TrainingLayout(tensor), 4, {}
+
+
+@on(4)
+def check_layout_pairs(folder):
+    found = {}
+    for name, tensors, training, t_g, more in layout_pairs():
+        rollout = layouts.RolloutLayout(interval_engines(training, t_g), **more)
+        transport, plan, arrived, expected, sent = carry(tensors, training, rollout)
+        for tensor, value in expected.items():
+            assert torch.equal(arrived[tensor], value), (name, tensor)
+        assert sent == plan.sent_bytes.get(dist.get_rank(), 0) == TRAFFIC.take().num_bytes
+        assert transport.peak_staging_bytes <= STAGING_BYTES
+        found[name] = {"sent": plan.total_bytes, "peak": transport.peak_staging_bytes}
+    return found
+
+
+@on(4)
+def check_other_ranks(folder):
+    """Ranks 0 and 1 train, 2 and 3 generate."""
+    tensors, training = llama(32, 48, 2, 4, 2, vocabulary=66), layouts.TrainingLayout(Mesh.of(2))
+    rollout = layouts.RolloutLayout(consecutive_engines((2, 3), 2))
+    _, plan, arrived, expected, sent = carry(tensors, training, rollout)
+    assert len(arrived) == (len(tensors) if dist.get_rank() >= 2 else 0)
+    assert all(torch.equal(arrived[name], expected[name]) for name in expected)
+    return {"sent": list(plan.sent_bytes.values())}
+
+
+class LosesABucket(PeerToPeer):
+    """Rank 2 does not unpack its second bucket."""
+
+    count = 0
+
+    def _finish(self, flight, wanted):
+        self.count += 1
+        if self.rank == 2 and self.count == 2:
+            flight = flight._replace(receives=[])
+        super()._finish(flight, wanted)
+
+
+class SwapsTwo(PeerToPeer):
+    """The engine of rank 2 takes k_proj for v_proj of a layer."""
+
+    def _prove(self, held, wanted, sent):
+        if self.rank == 2:
+            k, v = (wanted[f"model.layers.1.self_attn.{which}_proj.weight"] for which in "kv")
+            was = k.clone()
+            k.copy_(v)
+            v.copy_(was)
+        super()._prove(held, wanted, sent)
+
+
+class ForgetsWhatItKeeps(PeerToPeer):
+    def _keep(self, held, wanted):
+        if self.rank != 2:
+            super()._keep(held, wanted)
+
+
+class FlipsABit(PeerToPeer):
+    """One bit of one element is another on the wire to rank 2."""
+
+    def _finish(self, flight, wanted):
+        super()._finish(flight, wanted)
+        if self.rank == 2 and flight.receives:
+            move, _ = flight.receives[-1]
+            place = self._at(wanted, move, is_source=False)
+            place.view(torch.int16)[(0,) * place.dim()] ^= 1
+
+
+@on(4)
+def check_faults(folder):
+    tensors, training = llama(32, 48, 2, 4, 4, vocabulary=66), layouts.TrainingLayout(Mesh.of(4, tensor_parallel=4))
+    rollout = layouts.RolloutLayout(interval_engines(training, 2))
+    found = {}
+    for fault in (LosesABucket, SwapsTwo, ForgetsWhatItKeeps, FlipsABit):
+        message = ""
+        try:
+            carry(tensors, training, rollout, faulty=fault)
+        except ModelError as error:
+            message = str(error)
+        assert bool(message) == (dist.get_rank() == 2), (fault, message)
+        messages = [None] * 4
+        dist.all_gather_object(messages, message)
+        found[fault.__name__] = messages[2]
+    return found
+
+
+@on(4)
+def check_missing_and_misshapen(folder):
+    tensors, training = llama(32, 48, 1, 4, 4), layouts.TrainingLayout(Mesh.of(4, tensor_parallel=4))
+    rollout = layouts.RolloutLayout(interval_engines(training, 4))
+    plan = make_plan(tensors, training, rollout)
+    transport = PeerToPeer(
+        tensors, training, rollout, plan, dtype=torch.bfloat16, device=torch.device("cpu"), staging_bytes=64
+    )
+    held = parts((tensors, numbers(tensors)), training)
+    found = []
+    for wrong in ({**held, "model.norm.weight": torch.zeros(31)}, {k: v for k, v in held.items() if "k_proj" not in k}):
+        try:
+            transport(held, wrong)
+        except ModelError as error:
+            found.append(str(error))
+    return found
+
+
+def engine_layout(engine, **experts):
+    return layouts.TrainingLayout(engine.groups.mesh, **experts)
+
+
+def check_engine(folder, family, t_g, **config):
+    """A real engine's shards are what the layout says; its weights reach an engine with fused tensors."""
+    engine = make(FSDPEngine, model_folder(folder, family), **config)
+    experts = config.get("expert_parallel_size", 1)
+    training = engine_layout(engine, expert_parallel=experts)
+    tensors = decoder_tensors(
+        {name: tuple(s.shape) for name, s in engine.shards.items()},
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        is_tied=True,
+        itemsize=8,
+    )
+    held = {name: local(s.parameter.detach()) for name, s in engine.shards.items()}
+    whole = {name: value.clone() for name, value in engine.gather_weights()}
+    rank = dist.get_rank()
+    for tensor in tensors:
+        part = training.part(tensor, rank)
+        if part is None:
+            assert held[tensor.name].numel() == 0, tensor.name
+        else:
+            assert torch.equal(held[tensor.name], part_of(whole[tensor.name], part)), tensor.name
+    groups = interval_experts(training, experts) if experts > 1 else ()
+    fusions = fused_projections(t.name for t in tensors)
+    rollout = layouts.RolloutLayout(interval_engines(training, t_g), groups, fusions=fusions)
+    plan = make_plan(tensors, training, rollout)
+    transport = PeerToPeer(
+        tensors, training, rollout, plan, dtype=torch.float64, device=torch.device("cpu"), staging_bytes=10_000
+    )
+    expected = {t.name: part_of(whole[t.name], rollout.part(t, rank)) for t in tensors}
+    slots = rollout.slots(tensors, rank)
+    fused = {}
+    for name, slot in slots.items():
+        fused[slot.name] = max(fused.get(slot.name, (0,)), (slot.stop, *expected[name].shape[1:]))
+    generating = {name: torch.full(shape, torch.nan, dtype=torch.float64) for name, shape in fused.items()}
+    transport(held, source_views(generating, slots))
+    assert not any(value.isnan().any() for value in generating.values())
+    for fusion in fusions:
+        assert torch.equal(generating[fusion.name], torch.cat([expected[source] for source in fusion.sources]))
+    for name, value in expected.items():
+        assert torch.equal(generating[slots[name].name][slots[name].first : slots[name].stop], value), name
+    return {"sent": plan.total_bytes}
+
+
+@on(4)
+def check_dense_engine(folder):
+    return check_engine(folder, "qwen3", 2, tensor_parallel_size=2)
+
+
+@on(4)
+def check_replicated_engine(folder):
+    return check_engine(folder, "llama", 1, fsdp_size=2)
+
+
+@on(4)
+def check_expert_engine(folder):
+    return check_engine(folder, "qwen3_moe", 1, expert_parallel_size=2)

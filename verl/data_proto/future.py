@@ -1,0 +1,50 @@
+"""Batches that are still being made: put together and cut like batches, without waiting for them.
+
+made = DataProtoFuture.concat([group_a.generate(x), group_b.generate(y)])   # both are under way
+first, second = made.chunk(2)
+first.get()                                                                 # waits for both, keeps the first half
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from verl.data_proto.proto import DataProto
+
+
+@dataclass(frozen=True)
+class DataProtoFuture:
+    """`collect_fn` makes one batch of the values of `futures`; `dispatch_fn` takes a part of it (None: the whole).
+
+    A future is anything with `get()` and `ready()`, such as what a call with `blocking=False` on a worker group returns;
+    its deadline is that of its own `get`.
+    """
+
+    collect_fn: Callable[[list[Any]], DataProto]
+    futures: Sequence[Any]
+    dispatch_fn: Callable[[DataProto], DataProto] | None = None
+
+    @staticmethod
+    def concat(data: Sequence[Any]) -> DataProtoFuture:
+        """The rows of all, in this order."""
+        return DataProtoFuture(DataProto.concat, list(data))
+
+    def chunk(self, chunks: int) -> list[DataProtoFuture]:
+        """`chunks` equal parts. Their `get` raises when the rows do not divide by that number."""
+        return [DataProtoFuture(DataProto.concat, [self], partial(_chunk, chunks, index)) for index in range(chunks)]
+
+    def ready(self) -> bool:
+        """Whether `get` would return at once."""
+        return all(future.ready() for future in self.futures)
+
+    def get(self) -> DataProto:
+        """Wait for all futures. Raises what they raise."""
+        batch = self.collect_fn([future.get() for future in self.futures])
+        return batch if self.dispatch_fn is None else self.dispatch_fn(batch)
+
+
+def _chunk(chunks: int, index: int, batch: DataProto) -> DataProto:
+    return batch.chunk(chunks)[index]

@@ -1,0 +1,87 @@
+"""How the parameters of a decoder are divided, told by their names and shapes; and how vLLM and SGLang fuse them.
+
+Attention heads and MLP columns are divided by output rows, the projections after them by input columns, embedding and
+output projection by vocabulary (Shoeybi et al. 2019, arXiv:1909.08053); experts lie along dimension 0. Pure, without torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from verl.reshard.layout import Block, Fusion, Tensor
+
+_COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+_ROW = ("o_proj", "down_proj")
+_VOCABULARY = ("embed_tokens", "lm_head")
+_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+def decoder_tensors(
+    shapes: Mapping[str, Sequence[int]],
+    *,
+    num_layers: int,
+    num_heads: int,
+    num_kv_heads: int,
+    is_tied: bool = False,
+    itemsize: int = 2,
+) -> tuple[Tensor, ...]:
+    """From parameter name -> whole shape, as the training module has them; adapters (`lora_A`, `lora_B`) too.
+
+    `is_tied` says that the embedding is the output projection as well, and is needed by the last pipeline stage. `itemsize`
+    are the bytes of an element in the rollout's number format.
+    """
+    heads = dict.fromkeys(("q_proj", "o_proj"), num_heads) | dict.fromkeys(("k_proj", "v_proj"), num_kv_heads)
+    return tuple(
+        _tensor(name, tuple(shape), _layers(name, num_layers, is_tied), heads, itemsize)
+        for name, shape in shapes.items()
+    )
+
+
+def fused_projections(names: Iterable[str]) -> tuple[Fusion, ...]:
+    """`qkv_proj` = q|k|v and `gate_up_proj` = gate|up (weights and biases), for those of `names` that have all parts."""
+    names = list(names)
+    known = set(names)
+    found = []
+    for name in names:
+        for fused, parts in _FUSED.items():
+            sources = tuple(name.replace(f".{parts[0]}.", f".{part}.") for part in parts)
+            if f".{parts[0]}." in name and known.issuperset(sources):
+                found.append(Fusion(name.replace(f".{parts[0]}.", f".{fused}."), sources))
+    return tuple(found)
+
+
+def _layers(name: str, num_layers: int, is_tied: bool) -> tuple[int, ...]:
+    inside = _LAYER.search(name)
+    if inside:
+        return (int(inside.group(1)),)
+    if ".embed_tokens." in f".{name}":
+        return (-1, num_layers) if is_tied else (-1,)
+    return (num_layers,)
+
+
+def _tensor(
+    name: str, shape: tuple[int, ...], layers: tuple[int, ...], heads: Mapping[str, int], itemsize: int
+) -> Tensor:
+    module, leaf = ["", "", *name.split(".")][-2:]
+    if module == "experts" and len(shape) == 3:
+        half = Block(shape[1] // 2)
+        if leaf == "gate_up_proj":
+            return Tensor(name, shape, itemsize, layers, 1, (half, half), is_expert=True)
+        return Tensor(name, shape, itemsize, layers, 2, is_expert=True)
+    if module in _VOCABULARY:
+        return Tensor(name, shape, itemsize, layers, 0, is_vocabulary=True)
+    dim = _divided_dim(module, leaf)
+    if dim is None:
+        return Tensor(name, shape, itemsize, layers)
+    blocks = (Block(shape[dim], heads[module]),) if module in heads else ()
+    return Tensor(name, shape, itemsize, layers, dim, blocks)
+
+
+def _divided_dim(module: str, leaf: str) -> int | None:
+    if module in _COLUMN:
+        return None if leaf == "lora_A" else 0
+    if module in _ROW and leaf in ("weight", "lora_A"):
+        return 1
+    return None

@@ -1,0 +1,309 @@
+"""What each rank holds of each tensor: while it trains, and while it generates. Pure, without torch.
+
+    training = TrainingLayout(Mesh.of(4, tensor_parallel=2))               # FSDP 2 x TP 2
+    rollout = RolloutLayout(interval_engines(training, tensor_parallel=2))      # TP' 2 x DP' 2
+    training.part(tensor, rank), rollout.part(tensor, rank)                # None where a rank holds nothing of it
+
+Training (p-t-d of HybridFlow, arXiv:2409.19256, and more): pipeline stages hold layers; tensor parallel ranks divide one
+dimension; expert parallel ranks divide the experts; FSDP ranks cut what is left along dimension 0; replicas repeat it.
+Generation (p_g-t_g-d_g): each engine is a pipeline of tensor parallel groups; experts are divided by the tensor parallel
+ranks, or lie whole on the ranks of groups of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple, Protocol
+
+from verl.errors import ConfigError
+from verl.parallel.mesh import Mesh
+from verl.reshard.parts import Part, Span, chunk_span, even_span, take
+
+
+@dataclass(frozen=True)
+class Block:
+    """A stretch of a divided dimension that ranks divide evenly by itself. `num_heads` says that it consists of so many
+    heads, which stay whole; where there are more ranks than heads, several ranks hold the same one."""
+
+    size: int
+    num_heads: int | None = None
+
+    def span(self, num_ranks: int, index: int) -> Span:
+        """What rank `index` of `num_ranks` gets. Raises ConfigError when the heads do not divide."""
+        heads = self.num_heads
+        if heads is None:
+            return even_span(self.size, num_ranks, index)
+        if num_ranks > heads and num_ranks % heads == 0:
+            num_ranks, index = heads, index * heads // num_ranks
+        if heads % num_ranks:
+            raise ConfigError(
+                f"{num_ranks} tensor parallel ranks do not divide {heads} attention or key-value heads. Choose a divisor of "
+                "the number of heads, or a multiple."
+            )
+        first, stop = even_span(heads, num_ranks, index)
+        return first * (self.size // heads), stop * (self.size // heads)
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One parameter of the model, under its Hugging Face name.
+
+    `itemsize` are the bytes of an element on its way: of the rollout's number format, since senders cast. `layers` are the
+    decoder layers it belongs to, counted from 0; -1 is before the first one (embedding), the number of layers after the
+    last (final norm, output projection), and a tied embedding is at both ends. Tensor parallel ranks divide `tensor_dim`,
+    `blocks` by blocks where it is several matrices in one (gate|up, q|k|v). Experts are along dimension 0.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    itemsize: int = 2
+    layers: tuple[int, ...] = (0,)
+    tensor_dim: int | None = None
+    blocks: tuple[Block, ...] = ()
+    is_expert: bool = False
+    is_vocabulary: bool = False
+
+    def __post_init__(self) -> None:
+        assert not self.blocks or self.tensor_dim is not None, self
+        assert not self.blocks or sum(b.size for b in self.blocks) == self.shape[self.tensor_dim or 0], self
+        assert not (self.is_expert and self.tensor_dim == 0), self
+
+    def tensor_spans(self, num_ranks: int, index: int, vocabulary_multiple: int = 1) -> tuple[Span, ...]:
+        """What tensor parallel rank `index` gets of dimension `tensor_dim`. A vocabulary is divided as if it were padded
+        up to `vocabulary_multiple`; the padding is nobody's."""
+        assert self.tensor_dim is not None
+        size = self.shape[self.tensor_dim]
+        if self.is_vocabulary and vocabulary_multiple > 1:
+            padded = -(-size // vocabulary_multiple) * vocabulary_multiple
+            first, stop = even_span(padded, num_ranks, index)
+            return take([(0, size)], first, stop)
+        spans, start = [], 0
+        for block in self.blocks or (Block(size),):
+            first, stop = block.span(num_ranks, index)
+            spans.append((start + first, start + stop))
+            start += block.size
+        return tuple(span for span in spans if span[0] < span[1])
+
+
+class Layout(Protocol):
+    """Which rank holds which part of a tensor."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """World ranks, each once."""
+
+    def stages_of(self, tensor: Tensor) -> tuple[int, ...]:
+        """The pipeline stages that hold `tensor`."""
+
+    def part(self, tensor: Tensor, rank: int) -> Part | None:
+        """What `rank` holds of `tensor`; None for nothing."""
+
+
+class Seat(NamedTuple):
+    """Where a training rank stands. `fsdp` counts shard and sequence parallel ranks together, which all hold shards."""
+
+    stage: int
+    replicate: int
+    fsdp: int
+    tensor: int
+    expert: int
+    expert_fsdp: int
+
+
+@dataclass(frozen=True)
+class TrainingLayout:
+    """`mesh` has axes among replicate, shard, sp, pp, tp, in any order. Experts are divided over `expert_parallel`
+    neighbours of the FSDP ranks, or of the replicas where there is no FSDP. Raises ConfigError when sizes do not divide.
+
+    `tensor_ranks_divide_experts` (Megatron) is False where tensor parallel ranks all hold the experts that they share.
+    """
+
+    mesh: Mesh
+    expert_parallel: int = 1
+    layers_per_stage: tuple[int, ...] = ()  # needed with a pipeline only
+    tensor_ranks_divide_experts: bool = False
+
+    def __post_init__(self) -> None:
+        _check_stages(self.num_stages, self.layers_per_stage)
+        over = self.num_fsdp if self.num_fsdp > 1 else self._size("replicate")
+        if self.expert_parallel < 1 or over % self.expert_parallel:
+            raise ConfigError(
+                f"expert_parallel_size={self.expert_parallel} does not divide the {over} ranks that the experts would be "
+                "divided over; choose a divisor."
+            )
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return self.mesh.ranks
+
+    @property
+    def num_stages(self) -> int:
+        return self._size("pp")
+
+    @property
+    def num_fsdp(self) -> int:
+        """Ranks that share the shards of one copy."""
+        return self._size("shard") * self._size("sp")
+
+    def stages_of(self, tensor: Tensor) -> tuple[int, ...]:
+        return _stages(tensor.layers, self.layers_per_stage)
+
+    def seat(self, rank: int) -> Seat:
+        """Where `rank`, one of `ranks`, stands."""
+        return self._seats[rank]
+
+    def part(self, tensor: Tensor, rank: int) -> Part | None:
+        seat = self._seats.get(rank)
+        if seat is None or seat.stage not in self.stages_of(tensor):
+            return None
+        spans: list[tuple[Span, ...]] = [((0, size),) for size in tensor.shape]
+        by_expert = tensor.is_expert and self.expert_parallel > 1
+        if by_expert:
+            spans[0] = (even_span(tensor.shape[0], self.expert_parallel, seat.expert),)
+        if tensor.tensor_dim is not None and (self.tensor_ranks_divide_experts or not tensor.is_expert):
+            spans[tensor.tensor_dim] = tensor.tensor_spans(self._size("tp"), seat.tensor)
+        num_shards = self._num_expert_fsdp if by_expert else self.num_fsdp
+        if num_shards > 1:
+            rows = sum(stop - first for first, stop in spans[0])
+            shard = chunk_span(rows, num_shards, seat.expert_fsdp if by_expert else seat.fsdp)
+            spans[0] = take(spans[0], *shard)
+        return _part(spans)
+
+    @property
+    def _num_expert_fsdp(self) -> int:
+        return self.num_fsdp // self.expert_parallel if self.num_fsdp > 1 else 1
+
+    @cached_property
+    def _seats(self) -> dict[int, Seat]:
+        return {rank: self._seat(index) for index, rank in enumerate(self.mesh.ranks)}
+
+    def _seat(self, index: int) -> Seat:
+        at = self.mesh.coordinate(index)
+        replicate, fsdp = at.get("replicate", 0), at.get("shard", 0) * self._size("sp") + at.get("sp", 0)
+        expert_fsdp, expert = divmod(fsdp, self.expert_parallel)
+        if self.num_fsdp == 1:
+            expert_fsdp, expert = 0, replicate % self.expert_parallel
+        return Seat(at.get("pp", 0), replicate, fsdp, at.get("tp", 0), expert, expert_fsdp)
+
+    def _size(self, axis: str) -> int:
+        return dict(self.mesh.axes).get(axis, 1)
+
+
+class Fusion(NamedTuple):
+    """An engine's tensor that is several of the model's: their parts on a rank lie one after the other along dimension 0.
+    With one source it is that source under the engine's name."""
+
+    name: str
+    sources: tuple[str, ...]
+
+
+class Slot(NamedTuple):
+    """Where a rank's part of a tensor of the model lies in the engine: rows `first` to `stop` of the tensor `name`."""
+
+    name: str
+    first: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class RolloutLayout:
+    """`engines[engine][stage][index]` is the world rank that generates there: DP' engines of PP' stages of TP' ranks. Every
+    engine has a whole copy of the model.
+
+    Experts are divided like other tensors, or, where `expert_groups` are given, by whole experts over the ranks of each
+    group. Raises ConfigError when a rank has two places, or engines differ in size.
+    """
+
+    engines: tuple[tuple[tuple[int, ...], ...], ...]
+    expert_groups: tuple[tuple[int, ...], ...] = ()
+    layers_per_stage: tuple[int, ...] = ()  # needed with a pipeline only
+    vocabulary_multiple: int = 1  # vLLM: 64
+    fusions: tuple[Fusion, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len({tuple(map(len, engine)) for engine in self.engines}) != 1 or len(set(map(len, self.engines[0]))) != 1:
+            raise ConfigError(f"The rollout engines {self.engines} differ in size; give each as many ranks.")
+        for places in (self.ranks, tuple(rank for group in self.expert_groups for rank in group)):
+            if len(set(places)) != len(places):
+                raise ConfigError(f"The rollout places {sorted(places)} name a rank twice; give each rank one place.")
+        _check_stages(len(self.engines[0]), self.layers_per_stage)
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:  # type: ignore[override]
+        return tuple(sorted(rank for engine in self.engines for stage in engine for rank in stage))
+
+    @property
+    def tensor_parallel(self) -> int:
+        """Ranks of a tensor parallel group."""
+        return len(self.engines[0][0])
+
+    def stages_of(self, tensor: Tensor) -> tuple[int, ...]:
+        return _stages(tensor.layers, self.layers_per_stage)
+
+    def part(self, tensor: Tensor, rank: int) -> Part | None:
+        place = self._places.get(rank)
+        if place is None or place[0] not in self.stages_of(tensor):
+            return None
+        spans: list[tuple[Span, ...]] = [((0, size),) for size in tensor.shape]
+        if tensor.is_expert and rank in self._expert_places:
+            spans[0] = (even_span(tensor.shape[0], *self._expert_places[rank]),)
+        elif tensor.tensor_dim is not None:
+            divided = tensor.tensor_spans(self.tensor_parallel, place[1], self.vocabulary_multiple)
+            spans[tensor.tensor_dim] = divided
+        return _part(spans)
+
+    def slots(self, tensors: Sequence[Tensor], rank: int) -> dict[str, Slot]:
+        """Name of a tensor of the model -> where its part lies in the engine of `rank`. Tensors of which the rank holds
+        nothing are left out."""
+        parts = {t.name: part for t in tensors if (part := self.part(t, rank)) is not None}
+        rows = {name: part.shape[0] if part.shape else 1 for name, part in parts.items()}
+        slots = {name: Slot(name, 0, count) for name, count in rows.items()}
+        for fusion in self.fusions:
+            first = 0
+            for source in fusion.sources:
+                if source in rows:
+                    slots[source] = Slot(fusion.name, first, first + rows[source])
+                    first += rows[source]
+        return slots
+
+    @cached_property
+    def _places(self) -> dict[int, tuple[int, int]]:
+        return {
+            rank: (stage, index)
+            for engine in self.engines
+            for stage, group in enumerate(engine)
+            for index, rank in enumerate(group)
+        }
+
+    @cached_property
+    def _expert_places(self) -> Mapping[int, tuple[int, int]]:
+        return {rank: (len(group), index) for group in self.expert_groups for index, rank in enumerate(group)}
+
+
+def _part(spans: Sequence[tuple[Span, ...]]) -> Part | None:
+    part = Part(tuple(tuple(span for span in dim if span[0] < span[1]) for dim in spans))
+    return part if part.numel else None
+
+
+def _check_stages(num_stages: int, layers_per_stage: tuple[int, ...]) -> None:
+    if max(num_stages, len(layers_per_stage)) > 1 and num_stages != len(layers_per_stage):
+        raise ConfigError(
+            f"layers_per_stage={list(layers_per_stage)} must say for each of the {num_stages} pipeline stages how many "
+            "layers it has."
+        )
+
+
+def _stages(layers: tuple[int, ...], layers_per_stage: tuple[int, ...]) -> tuple[int, ...]:
+    """The stages that hold something which belongs to `layers`; what lies before and after the layers is at the ends."""
+    found = set()
+    for layer in layers:
+        stage, stop = 0, 0
+        for number, count in enumerate(layers_per_stage):
+            stop += count
+            stage = number
+            if layer < stop:
+                break
+        found.add(stage)
+    return tuple(sorted(found))

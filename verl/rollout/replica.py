@@ -1,0 +1,109 @@
+"""A copy of the policy that serves generation alone: on one rank, or divided over the ranks of a group.
+
+    ranks of the rollout   0   1   2   3      rollout.tensor_model_parallel_size=2
+    copies                 [ 0 ]   [ 1 ]      each has prompts of its own
+
+The ranks of a group hold a part of every layer and of the vocabulary each, and run the same generation side by side, meeting
+in every layer (verl.models.parallel.tensor). The logits are put together before a token is drawn, so all of them see the same
+ones and, with counter-based randomness, draw the same tokens: nothing else has to travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from verl.errors import ModelError
+from verl.models.parallel.collectives import even_sizes, own_range
+from verl.models.parallel.tensor import divide
+from verl.parallel.mesh import Mesh
+
+Weights = Iterable[tuple[str, torch.Tensor]]
+
+
+def copy_group(mesh: Mesh, timeout_s: float | None) -> dist.ProcessGroup | None:
+    """The ranks that share a copy of the policy with this one; None where each rank has its own, and outside `mesh`.
+
+    Made collectively: every rank of the default group calls this at the same point. Waits in the group end after
+    `timeout_s` seconds with an error (default: what the default group has).
+    """
+    size = dict(mesh.axes)["tp"]
+    if size == 1:
+        return None
+    copies = [list(mesh.ranks[first : first + size]) for first in range(0, mesh.size, size)]  # tp is the innermost axis
+    timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+    group, _ = dist.new_subgroups_by_enumeration(copies, timeout=timeout)
+    return group
+
+
+class Replica:
+    """`module`, or with a `group` of several ranks this rank's part of it: the module is then cut in place, is to be called
+    with equal inputs by all ranks of the group, and gives each of them the logits of the whole vocabulary."""
+
+    def __init__(self, module: Any, group: dist.ProcessGroup | None = None):
+        self.module = module
+        self._group = group
+        self._shapes = {name: p.shape for name, p in module.named_parameters(remove_duplicate=False)}
+        self._dims: dict[str, int] = {}  # of the parameters that are cut
+        if group is not None and group.size() > 1:
+            self._cut(module, group)
+
+    def load(self, weights: Weights) -> None:
+        """Copy `weights`, whole tensors by name, into the module. Raises ModelError when a name or shape is not the whole
+        model's, or one of its parameters is missing; of tied ones either name will do."""
+        parameters = dict(self.module.named_parameters(remove_duplicate=False))
+        storages = {p.data_ptr() for p in parameters.values()}
+        with torch.no_grad():
+            for name, tensor in weights:
+                if self._shapes.get(name) != tensor.shape:
+                    raise ModelError(
+                        f"The trained model has the weight {name} {tuple(tensor.shape)}, which the rollout's copy of it has "
+                        "not. Both must be built from the same actor_rollout_ref.model."
+                    )
+                parameters[name].copy_(self._own_part(name, tensor))
+                storages.discard(parameters[name].data_ptr())
+        if storages:
+            missing = next(name for name, p in parameters.items() if p.data_ptr() in storages)
+            raise ModelError(
+                f"The trained model handed on its weights without {missing}; the rollout would sample from old ones."
+            )
+
+    def _own_part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        if self._group is None or name not in self._dims:
+            return whole
+        dim = self._dims[name]
+        return whole.narrow(dim, *own_range(whole.shape[dim], self._group))
+
+    def _cut(self, module: Any, group: dist.ProcessGroup) -> None:
+        head = module.get_output_embeddings()
+        num_tokens = len(head.weight)
+        dims = {id(module.get_parameter(name)): dim for name, dim in divide(module, group).dims.items()}
+        for parameter in module.parameters():
+            parameter.data = parameter.data.clone()  # a part that is a view would keep the whole tensor in memory
+        named = module.named_parameters(remove_duplicate=False)
+        self._dims = {name: dims[id(p)] for name, p in named if id(p) in dims}
+        head.register_forward_hook(_WholeVocabulary(even_sizes(num_tokens, group.size()), group))
+
+
+class _WholeVocabulary:
+    """After the output projection: the logits of all ranks' parts, `sizes` tokens each, in the order of the vocabulary."""
+
+    def __init__(self, sizes: list[int], group: dist.ProcessGroup):
+        self.sizes, self.group = sizes, group
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], out: torch.Tensor) -> torch.Tensor:
+        """[..., own tokens] -> [..., vocabulary]"""
+        if out.numel() == 0:
+            return out.new_empty(*out.shape[:-1], sum(self.sizes))
+        spare = max(self.sizes) - out.shape[-1]
+        mine = F.pad(out, (0, spare)) if spare else out.contiguous()
+        everything = mine.new_empty(len(self.sizes) * mine.numel())
+        dist.all_gather_into_tensor(everything, mine.flatten(), group=self.group)
+        parts = everything.view(len(self.sizes), *mine.shape)
+        return torch.cat([part[..., :size] for part, size in zip(parts, self.sizes, strict=True)], dim=-1)
