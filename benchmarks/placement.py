@@ -1,6 +1,6 @@
 """Two devices against one, by placement of the roles; and micro-batches cut by tokens against micro-batches of rows.
 
-    python benchmarks/placement.py                          # about five minutes on two cores; needs the extra `ray`
+    python benchmarks/placement.py                          # five to seven minutes on two cores; needs the extra `ray`
     python benchmarks/placement.py --runtime torchrun       # several processes without Ray
     python benchmarks/placement.py --rounds 5 --json out.json
 

@@ -80,9 +80,14 @@ def test_answers_carry_results_and_what_was_used(start):
 def test_what_the_process_started_counts_too(start):
     peer = start()
     peer.ask("grandchild", 20.0, code="while True: pass")
-    time.sleep(0.4)
-    answer = peer.ask("build", 20.0)
-    assert peer.idle_share > 0.1
+
+    def used():
+        time.sleep(0.2)
+        used.answer = peer.ask("build", 20.0)
+        return peer.idle_share > 0
+
+    assert wait_until(used, 20.0)
+    answer = used.answer
     assert answer["children_peak_rss_bytes"] > 1e6
 
 
