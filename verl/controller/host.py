@@ -7,9 +7,13 @@ from typing import Any
 
 import torch
 
-from verl.controller.build import Seat, build_workers
+from verl.controller.build import Seat, build_workers, engine_section
 from verl.parallel.collectives import Collectives
+from verl.parallel.mesh import Mesh
 from verl.parallel.wire import from_bytes, to_bytes
+from verl.reshard.grouping import consecutive_engines
+from verl.reshard.layout import RolloutLayout, TrainingLayout
+from verl.reshard.update import PlannedUpdate, plan_update
 
 _BUCKET_BYTES = 64 << 20  # weights that travel to another process at a time
 
@@ -21,6 +25,13 @@ class Host:
         self.seat = seat
         self.comm = comm
         self.workers = build_workers(seat)
+        self.update: PlannedUpdate | None = None  # None: there is one set of weights, or they are gathered whole
+        try:
+            if not seat.shares_weights:
+                self.update = self._plan()
+        except BaseException:
+            self.close()
+            raise
 
     def call(self, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a method of one of the workers; communication that fails inside names the rank at fault."""
@@ -30,7 +41,11 @@ class Host:
     def publish(self, version: int) -> None:
         """The actor's weights become those of the samples made from now on, under `version`. Every host calls this."""
         with self.comm.doing("rollout.publish"):
-            weights = None if self.seat.shares_weights else self._weights()
+            weights = None
+            if self.update is not None:
+                self.update()
+            elif not self.seat.shares_weights:
+                weights = self._weights()
             if "rollout" in self.workers:
                 self.workers["rollout"].publish(version, weights)
             for _ in weights or ():  # a rank that trains and does not generate has its part in the gathering
@@ -48,6 +63,18 @@ class Host:
         """End the children of this process."""
         if "reward" in self.workers:
             self.workers["reward"].close()
+
+    def _plan(self) -> PlannedUpdate | None:
+        training, rollout = layouts(self.seat)
+        actor, generating = self.workers.get("actor"), self.workers.get("rollout")
+        return plan_update(
+            self.comm,
+            training,
+            rollout,
+            engine=None if actor is None else actor.engine,
+            replica=None if generating is None else generating.replica,
+            device=self.seat.device,
+        )
 
     def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The whole weights, tensor by tensor, on the ranks of the actor and of the rollout alike."""
@@ -77,6 +104,18 @@ class Host:
 
     def _send(self, bucket: list[tuple[str, torch.Tensor | None]], source: int) -> None:
         self.comm.broadcast(to_bytes(bucket) if self.comm.rank == source else None, source)
+
+
+def layouts(seat: Seat) -> tuple[TrainingLayout, RolloutLayout]:
+    """Where the policy lies while it trains, and in the copies that generate. Ranks of a copy that is divided over several
+    all hold the experts that they share."""
+    mesh, copies = seat.mesh("actor"), seat.rollout_mesh()
+    experts = 1 if mesh is None else engine_section(seat.config, "actor").expert_parallel_size
+    engines = consecutive_engines(copies.ranks, dict(copies.axes)["tp"])
+    return (
+        TrainingLayout(mesh or Mesh.flat(seat.placement.devices["actor"]), experts),
+        RolloutLayout(engines, expert_groups=tuple((rank,) for rank in copies.ranks)),
+    )
 
 
 def module_facts(module: torch.nn.Module, device: torch.device) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from verl.errors import ModelError
 from verl.parallel.traffic import TRAFFIC
@@ -28,6 +29,9 @@ from verl.reshard.parts import Part, numel, pieces
 from verl.reshard.plan import Move, Plan
 
 _DIGEST_BYTES = 16
+_WORD_BYTES = 8
+# of the words of a digest: odd, and the same in all processes
+_FACTORS = torch.randint(-(2**61), 2**61, (1 << 15,), generator=torch.Generator().manual_seed(0)) * 2 + 1
 Tensors = Mapping[str, torch.Tensor]
 
 
@@ -79,36 +83,39 @@ class PeerToPeer:
             [move for move in bucket if self.rank in (move.source, move.destination)]
             for bucket in buckets(plan.moves, most)
         ]
+        self._kept_digests: dict[Move, bytes] = {}
         self._num_sent_bytes = plan.sent_bytes.get(self.rank, 0)
 
-    def __call__(self, held: Tensors, wanted: Tensors, *, prove: bool = True) -> None:
+    def __call__(self, held: Tensors, wanted: Tensors) -> None:
         """Fill `wanted` (this rank's parts in the target layout, of any dtype) out of what all ranks have in `held` (its
         parts in the source layout). They share memory only where both are the same elements.
 
-        `prove=False` leaves the digests out. Raises ModelError when a tensor is missing, has another shape than its part, or
-        does not hold what was sent; on the rank where that is so, and the caller tells the others.
+        Raises ModelError when a tensor is missing, has another shape than its part, or does not hold what was sent; on the
+        rank where that is so, and the caller tells the others.
         """
-        self._check(held, self._held, "hold")
-        self._check(wanted, self._wanted, "fill")
+        self.check(held, wanted)
+        self._kept_digests.clear()
         digests: dict[int, list[bytes]] = {}  # destination -> of each move, in order
         with torch.no_grad(), TRAFFIC.exchanging(self._num_sent_bytes):
             flight: _Flight | None = None
             for number, bucket in enumerate(self._buckets):
                 if not bucket:
                     continue
-                following = self._start(number, bucket, held, digests if prove else None)
+                following = self._start(number, bucket, held, digests)
                 if flight is not None:
                     self._finish(flight, wanted)
                 flight = following
             self._keep(held, wanted)
             if flight is not None:
                 self._finish(flight, wanted)
-            if prove:
-                self._prove(held, wanted, digests)
+            self._prove(held, wanted, digests)
 
-    def _start(
-        self, number: int, bucket: Sequence[Move], held: Tensors, digests: dict[int, list[bytes]] | None
-    ) -> _Flight:
+    def check(self, held: Tensors, wanted: Tensors) -> None:
+        """Raise ModelError when a tensor is missing or has another shape than its part. Nothing is sent."""
+        self._check(held, self._held, "hold")
+        self._check(wanted, self._wanted, "fill")
+
+    def _start(self, number: int, bucket: Sequence[Move], held: Tensors, digests: dict[int, list[bytes]]) -> _Flight:
         """Cast what goes out into one buffer per peer, and post its send and receives."""
         ops, receives, num_bytes = [], [], 0
         for peer, moves in _by_peer(bucket, "source", self.rank):
@@ -121,8 +128,7 @@ class PeerToPeer:
             num_bytes += buffer.nbytes
             for move, place in _slices(moves, buffer):
                 place.copy_(self._at(held, move, is_source=True))
-                if digests is not None:
-                    digests.setdefault(peer, []).append(_digest(move, place))
+                digests.setdefault(peer, []).append(_digest(move, place))
             ops.append(dist.P2POp(dist.isend, buffer, peer, self.group, number))
         self._staged += num_bytes
         self.peak_staging_bytes = max(self.peak_staging_bytes, self._staged)
@@ -139,7 +145,9 @@ class PeerToPeer:
         for move in self._kept:
             have, need = self._at(held, move, is_source=True), self._at(wanted, move, is_source=False)
             if not _is_same_memory(have, need):
-                need.copy_(have.to(self.dtype))
+                cast = have.to(self.dtype)
+                need.copy_(cast)
+                self._kept_digests[move] = _digest(move, cast)
 
     def _prove(self, held: Tensors, wanted: Tensors, sent: Mapping[int, Sequence[bytes]]) -> None:
         """Compare what the engine holds with what the senders say they sent, and with what was kept."""
@@ -151,7 +159,7 @@ class PeerToPeer:
                 raise _wrong(move)
         for move in self._kept:
             have, need = self._at(held, move, is_source=True), self._at(wanted, move, is_source=False)
-            if not _is_same_memory(have, need) and _digest(move, have.to(self.dtype)) != self._digest_of(move, wanted):
+            if not _is_same_memory(have, need) and self._digest_of(move, wanted) != self._kept_digests.get(move):
                 raise _wrong(move)
 
     def _exchange(self, sent: Mapping[int, Sequence[bytes]], counts: Mapping[int, int]) -> dict[int, Iterator[bytes]]:
@@ -217,9 +225,33 @@ def _is_same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _digest(move: Move, numbers: torch.Tensor) -> bytes:
+    """Of name, place, dtype and bytes. The bytes are first reduced where they lie, to `_sums`, since a hash of all of them
+    takes a processor core longer than copying them."""
     found = hashlib.blake2b(f"{move.tensor} {move.box} {numbers.dtype}".encode(), digest_size=_DIGEST_BYTES)
-    found.update(numbers.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    flat = numbers.detach().contiguous().flatten()
+    if flat.storage_offset() * flat.itemsize % _WORD_BYTES:
+        flat = flat.clone()  # words begin at multiples of their size
+    per_word = _WORD_BYTES // flat.itemsize
+    whole = flat.numel() // per_word * per_word
+    for rest in (_sums(flat[:whole].view(torch.int64)), flat[whole:]):
+        found.update(bytes(rest.cpu().view(torch.uint8).numpy().data))
     return found.digest()
+
+
+def _sums(words: torch.Tensor) -> torch.Tensor:
+    """Sums of every so many words [any number of int64] times odd factors, modulo 2^64: other words, or words in another
+    order, have other sums, but for one chance in some 2^32. The upper half is added to the lower one first, without which
+    changes of an even number of sign bits would cancel out."""
+    if words.device.type == "cpu":
+        size = len(_FACTORS)
+        mixed = torch.empty(min(size, len(words)), dtype=torch.int64)  # small enough to stay in a cache
+        sums = torch.empty(-(-len(words) // size), dtype=torch.int64)
+        for number, some in enumerate(words.split(size) if len(words) else ()):
+            high = torch.bitwise_right_shift(some, 32, out=mixed[: len(some)])
+            torch.dot(high.add_(some), _FACTORS[: len(some)], out=sums[number])
+        return sums
+    padded = F.pad((words >> 32) + words, (0, -len(words) % len(_FACTORS)))
+    return (padded.view(-1, len(_FACTORS)) * _FACTORS.to(words.device)).sum(1)
 
 
 def _wrong(move: Move) -> ModelError:

@@ -54,6 +54,19 @@ class Replica:
         if group is not None and group.size() > 1:
             self._cut(module, group)
 
+    def parts(self) -> dict[str, torch.Tensor]:
+        """Name -> what this rank holds of each parameter, to be written into; a tied one is there under each of its names."""
+        return {name: p.detach() for name, p in self.module.named_parameters(remove_duplicate=False)}
+
+    def check_covered(self, names: Iterable[str]) -> None:
+        """Raise ModelError when new weights for `names` would leave a parameter as it was; of tied ones either name will
+        do."""
+        parameters = dict(self.module.named_parameters(remove_duplicate=False))
+        covered = {id(parameters[name]) for name in names if name in parameters}
+        missing = next((name for name, p in parameters.items() if id(p) not in covered), None)
+        if missing is not None:
+            raise _without(missing)
+
     def load(self, weights: Weights) -> None:
         """Copy `weights`, whole tensors by name, into the module. Raises ModelError when a name or shape is not the whole
         model's, or one of its parameters is missing; of tied ones either name will do."""
@@ -69,10 +82,7 @@ class Replica:
                 parameters[name].copy_(self._own_part(name, tensor))
                 storages.discard(parameters[name].data_ptr())
         if storages:
-            missing = next(name for name, p in parameters.items() if p.data_ptr() in storages)
-            raise ModelError(
-                f"The trained model handed on its weights without {missing}; the rollout would sample from old ones."
-            )
+            raise _without(next(name for name, p in parameters.items() if p.data_ptr() in storages))
 
     def _own_part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         if self._group is None or name not in self._dims:
@@ -89,6 +99,13 @@ class Replica:
         named = module.named_parameters(remove_duplicate=False)
         self._dims = {name: dims[id(p)] for name, p in named if id(p) in dims}
         head.register_forward_hook(_WholeVocabulary(even_sizes(num_tokens, group.size()), group))
+
+
+def _without(name: str) -> ModelError:
+    return ModelError(
+        f"The trained model hands on its weights without {name}; the rollout would sample from old ones. Both must be built "
+        "from the same actor_rollout_ref.model."
+    )
 
 
 class _WholeVocabulary:

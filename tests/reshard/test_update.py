@@ -1,0 +1,49 @@
+"""New weights reach real copies by plan as they do when they are gathered (update_checks.py; all checks in one launch)."""
+
+import fcntl
+import json
+
+import pytest
+
+from tests.engines.ranks import run_ranks
+from tests.reshard.update_checks import DENSE, MIXTURES
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory, worker_id):
+    """What the checks came to, run once for all test processes."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base if worker_id == "master" else base.parent) / "update-ranks"
+    folder.mkdir(exist_ok=True)
+    done = folder / "results-2.json"
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not done.exists():
+            run_ranks("tests.reshard.update_checks", 2, folder)
+    return json.loads(done.read_text())
+
+
+@pytest.mark.parametrize("family", DENSE)
+def test_dense_families(found, family):
+    """Copies get what the other rank trains; of divided ones only the parts that lie otherwise travel."""
+    copies, divided, same = found["check_dense_families"][family]
+    assert copies > divided > 0 == same
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_mixtures(found, family):
+    assert all(sent > 0 for sent in found["check_mixtures"][family])
+
+
+def test_an_output_projection_of_its_own_in_bfloat16(found):
+    assert found["check_untied_bfloat16"]["sent"] > 0
+
+
+def test_what_no_plan_serves(found):
+    assert "check_what_no_plan_serves" in found, "both ranks go on without a plan"
+
+
+def test_a_parameter_that_nobody_trains(found):
+    first, second = found["check_parameter_that_nobody_trains"]["messages"]
+    assert first == second
+    assert "without extra; the rollout would sample from old ones" in first

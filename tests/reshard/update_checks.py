@@ -1,0 +1,116 @@
+"""What test_update.py runs on two ranks at once: real engines and copies of every family, updated by plan and by gathering."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from tests.engines.parallel_checks import make, model_folder, on
+from verl.engines.fsdp import FSDPEngine
+from verl.errors import ModelError
+from verl.models.load import load_causal_lm
+from verl.models.parallel import experts, tensor
+from verl.parallel.collectives import Collectives, Peer
+from verl.parallel.mesh import Mesh
+from verl.reshard import layout as layouts  # not its classes: what has `ranks` is taken for a check
+from verl.reshard.grouping import consecutive_engines
+from verl.reshard.update import plan_update
+from verl.rollout.replica import Replica, copy_group
+
+CPU = torch.device("cpu")
+DENSE = sorted(set(tensor.FAMILIES) - set(experts.FAMILIES))
+MIXTURES = sorted(experts.FAMILIES)
+
+
+def together():
+    peer = Peer(dist.get_rank(), dist.get_world_size(), "", 0)
+    return Collectives(peer, dist.HashStore(), dist.new_group(), 60.0)
+
+
+def copy_of(path, size, dtype):
+    group = copy_group(Mesh.grid(range(2), replicate=2 // size, tp=size), 60.0)
+    return Replica(load_causal_lm(str(path), device=CPU, dtype=dtype).requires_grad_(False), group)
+
+
+def planned(engine, replica, size, **training):
+    both = (
+        layouts.TrainingLayout(engine.groups.mesh, **training),
+        layouts.RolloutLayout(consecutive_engines(range(2), size), expert_groups=((0,), (1,))),
+    )
+    return plan_update(together(), *both, engine=engine, replica=replica, device=CPU)
+
+
+def check_both_ways(path, size, *, dtype="float32", **config):
+    """Both leave the same in the copies; returns the bytes of the plan."""
+    engine = make(FSDPEngine, path, dtype=dtype, **config)
+    replica = copy_of(path, size, getattr(torch, dtype))
+    update = planned(engine, replica, size, expert_parallel=config.get("expert_parallel_size", 1))
+    assert update is not None, (path, config)
+    with torch.no_grad():
+        for shard in engine.shards.values():
+            shard.parameter.mul_(1.1)
+        for part in replica.parts().values():
+            part.fill_(torch.nan)
+    update()
+    by_plan = {name: part.clone() for name, part in replica.parts().items()}
+    replica.load(engine.gather_weights())
+    for name, part in replica.parts().items():
+        assert torch.equal(by_plan[name], part), (path, config, name)
+    return update.plan.total_bytes
+
+
+@on(2)
+def check_dense_families(folder):
+    found = {}
+    for family in DENSE:
+        path = model_folder(folder, family)
+        found[family] = [
+            check_both_ways(path, 1),
+            check_both_ways(path, 2),
+            check_both_ways(path, 2, tensor_parallel_size=2),
+        ]
+    return found
+
+
+@on(2)
+def check_mixtures(folder):
+    found = {}
+    for family in MIXTURES:
+        path = model_folder(folder, family)
+        found[family] = [check_both_ways(path, 1), check_both_ways(path, 1, expert_parallel_size=2)]
+        if family in tensor.FAMILIES:
+            found[family].append(check_both_ways(path, 2, expert_parallel_size=2))
+    return found
+
+
+@on(2)
+def check_untied_bfloat16(folder):
+    path = model_folder(folder, "llama", tie_word_embeddings=False, vocab_size=265)
+    return {"sent": check_both_ways(path, 2, dtype="bfloat16")}
+
+
+@on(2)
+def check_what_no_plan_serves(folder):
+    """Adapters, and engines that lie otherwise than the layouts say."""
+    path = model_folder(folder, "llama")
+    adapted = make(FSDPEngine, path, lora=4)
+    assert planned(adapted, copy_of(path, 1, torch.float64), 1) is None
+    engine, replica = make(FSDPEngine, path), copy_of(path, 1, torch.float64)
+    assert planned(engine, replica, 2) is None
+    return {}
+
+
+@on(2)
+def check_parameter_that_nobody_trains(folder):
+    path = model_folder(folder, "llama")
+    replica = copy_of(path, 1, torch.float64)
+    if dist.get_rank() == 1:
+        replica.module.extra = torch.nn.Parameter(torch.zeros(3))
+    message = ""
+    try:
+        planned(make(FSDPEngine, path), replica, 1)
+    except ModelError as error:
+        message = str(error)
+    messages = [None] * 2
+    dist.all_gather_object(messages, message)
+    return {"messages": messages}

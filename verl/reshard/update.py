@@ -1,0 +1,167 @@
+"""New weights for the copies of the policy that generate: planned once, carried out and proved at every update.
+
+    update = plan_update(comm, training, rollout, engine=engine, replica=replica, device=device)    # on every rank
+    update()                                                                                        # on every rank
+
+`engine` is what trains on this rank and `replica` what generates; None where the rank has none. A rank keeps what it holds
+already, and nothing is gathered whole.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import socket
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from verl.engines.api import TrainEngine
+from verl.engines.fsdp import FSDPEngine
+from verl.engines.local import LocalEngine
+from verl.engines.shards import local
+from verl.errors import ModelError
+from verl.parallel.collectives import Collectives
+from verl.parallel.wire import from_bytes, to_bytes
+from verl.reshard.decoder import decoder_tensors
+from verl.reshard.layout import Layout, RolloutLayout, Tensor, TrainingLayout
+from verl.reshard.plan import Plan, make_plan
+from verl.reshard.transport import PeerToPeer
+from verl.rollout.replica import Replica
+
+log = logging.getLogger(__name__)
+
+_LEAST_STAGING_BYTES = 1 << 16
+_STAGING_BYTES = 64 << 20  # at most, and no more than an eighth of the model
+Held = Mapping[str, torch.Tensor]
+
+
+class PlannedUpdate:
+    """Brings the weights of the training ranks to the ranks that generate. Every rank calls it at the same time.
+
+    Raises ModelError, on all ranks with the same words, when tensors do not fit the plan or what a replica holds
+    afterwards is not what was sent.
+    """
+
+    def __init__(
+        self, comm: Collectives, transport: PeerToPeer, plan: Plan, engine: TrainEngine | None, replica: Replica | None
+    ):
+        self.plan, self.transport = plan, transport
+        self._comm, self._engine, self._replica = comm, engine, replica
+
+    def __call__(self) -> None:
+        held, wanted = held_by(self._engine), self._replica.parts() if self._replica is not None else {}
+        # agreed before the first byte leaves: the others would wait for a rank that has given up
+        self._together(self.transport.check, held, wanted)
+        self._together(self.transport, held, wanted)
+
+    def _together(self, what: Callable[[Held, Held], None], held: Held, wanted: Held) -> None:
+        error = ""
+        try:
+            what(held, wanted)
+        except ModelError as found:
+            error = str(found)
+        raise_together(self._comm, error)
+
+
+def plan_update(
+    comm: Collectives,
+    training: TrainingLayout,
+    rollout: RolloutLayout,
+    *,
+    engine: TrainEngine | None,
+    replica: Replica | None,
+    device: torch.device,
+) -> PlannedUpdate | None:
+    """Called by all ranks of `comm` together. None, on all of them, where parts of tensors do not serve: with LoRA, whose
+    adapters are merged into whole weights, and for engines and models that the layouts do not describe.
+
+    Raises ModelError, on all ranks, when a replica has a parameter that no training rank has.
+    """
+    leads = comm.rank == training.ranks[0]
+    said = comm.all_gather(to_bytes((socket.gethostname(), _model_facts(engine) if leads else None)))
+    hosts, models = zip(*map(from_bytes, said), strict=True)
+    model = models[training.ranks[0]]
+    if model is None:
+        return None
+    dtype = getattr(torch, model.pop("dtype"))
+    tensors = decoder_tensors(**model, itemsize=dtype.itemsize)
+    raise_together(comm, _uncovered(replica, tensors))
+    misfit = _misfit(held_by(engine), tensors, training, comm.rank)
+    if replica is not None:
+        misfit = misfit or _misfit(replica.parts(), tensors, rollout, comm.rank)
+    misfits = list(filter(None, comm.all_gather(misfit.encode())))
+    if misfits:
+        if leads:
+            name = misfits[0].decode()
+            log.warning("New weights are gathered whole on each rank: no plan describes how %s is divided.", name)
+        return None
+    plan = make_plan(tensors, training, rollout, dict(enumerate(hosts)))
+    if device.type == "cuda":  # NCCL connects all ranks at the first call, which point-to-point calls are not made by
+        dist.all_reduce(torch.zeros(1, device=device))
+    model_bytes = sum(math.prod(tensor.shape) for tensor in tensors) * dtype.itemsize
+    most = max(_LEAST_STAGING_BYTES, min(_STAGING_BYTES, model_bytes // 8))
+    transport = PeerToPeer(tensors, training, rollout, plan, dtype=dtype, device=device, staging_bytes=most)
+    return PlannedUpdate(comm, transport, plan, engine, replica)
+
+
+def held_by(engine: TrainEngine | None) -> dict[str, torch.Tensor]:
+    """What this rank has of each parameter in training: masters where there are any, tied ones once."""
+    if isinstance(engine, FSDPEngine):
+        return {name: local(shard.parameter.detach()) for name, shard in engine.shards.items()}
+    if isinstance(engine, LocalEngine):
+        masters = engine.optimizer.masters if engine.optimizer else {}
+        return {name: masters.get(name, p).detach() for name, p in engine.module.named_parameters()}
+    return {}
+
+
+def raise_together(comm: Collectives, error: str) -> None:
+    """Every rank raises the ModelError of the first one that has an `error`; none where all are empty."""
+    found = next(filter(None, comm.all_gather(error.encode())), b"")
+    if found:
+        raise ModelError(found.decode())
+
+
+def _model_facts(engine: TrainEngine | None) -> dict[str, Any] | None:
+    """Arguments of decoder_tensors, and the number format in which weights travel."""
+    if isinstance(engine, FSDPEngine):
+        shapes = {name: list(shard.shape) for name, shard in engine.shards.items()}
+    elif isinstance(engine, LocalEngine):
+        shapes = {name: list(p.shape) for name, p in engine.module.named_parameters()}
+    else:
+        return None
+    if engine.spec is not None:
+        return None
+    config = engine.module.config.get_text_config()
+    num_heads = getattr(config, "num_attention_heads", 1)
+    return {
+        "shapes": shapes,
+        "num_layers": getattr(config, "num_hidden_layers", 0),
+        "num_heads": num_heads,
+        "num_kv_heads": getattr(config, "num_key_value_heads", None) or num_heads,
+        "dtype": str(engine.compute_dtype).removeprefix("torch."),
+    }
+
+
+def _uncovered(replica: Replica | None, tensors: tuple[Tensor, ...]) -> str:
+    try:
+        if replica is not None:
+            replica.check_covered(tensor.name for tensor in tensors)
+    except ModelError as error:
+        return str(error)
+    return ""
+
+
+def _misfit(held: Held, tensors: tuple[Tensor, ...], layout: Layout, rank: int) -> str:
+    """The first tensor that lies on this rank in another shape than `layout` says; "" for none."""
+    for tensor in tensors:
+        part = layout.part(tensor, rank)
+        there = held.get(tensor.name)
+        if part is None:
+            if there is not None and there.numel():
+                return tensor.name
+        elif there is None or tuple(there.shape) != part.shape:
+            return tensor.name
+    return ""
