@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from verl.parallel.collectives import free_port
-
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     text = solution_str
@@ -136,7 +134,7 @@ def jobs(base, tmp_path_factory):
             self.noted = []
 
         def add(self, name, *changes, **more):
-            self.noted.append({"overrides": self.overrides(name, *changes), "port": free_port(), **more})
+            self.noted.append({"overrides": self.overrides(name, *changes), **more})
             return self.run(name)
 
         def overrides(self, name, *changes):

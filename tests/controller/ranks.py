@@ -53,16 +53,21 @@ class Ranks:
     def wait(self, timeout_s):
         """(exit codes, outputs) of all; a rank that is still there after the deadline fails the test with its output."""
         until = time.monotonic() + timeout_s
-        found = []
+        found, late = [], []
         for rank, process in enumerate(self.processes):
             try:
                 text, _ = process.communicate(timeout=max(0.1, until - time.monotonic()))
             except subprocess.TimeoutExpired:
+                late.append(rank)
                 end_tree(process.pid)
                 text = process.communicate()[0]
-                raise AssertionError(f"rank {rank} did not end within {timeout_s} s:\n{text[-3000:]}") from None
             found.append((process.returncode, text))
-        return [code for code, _ in found], [text for _, text in found]
+        codes, texts = [code for code, _ in found], [text for _, text in found]
+        outputs = "\n".join(
+            f"rank {rank}, exit code {code}:\n{text[-3000:]}" for rank, (code, text) in enumerate(found)
+        )
+        assert not late, f"ranks {late} did not end within {timeout_s} s\n{outputs}"
+        return codes, texts
 
 
 def run(size, module, *arguments, timeout_s=90, **more):
@@ -71,6 +76,22 @@ def run(size, module, *arguments, timeout_s=90, **more):
         codes, texts = ranks.wait(timeout_s)
     assert not any(codes), f"exit codes {codes}\n" + "\n".join(t[-3000:] for t in texts)
     return texts
+
+
+def take_port(file):
+    """The first rank chooses a free port the moment before it listens on it, the others learn it from `file`."""
+    if "RANK" not in os.environ:
+        return
+    chosen = Path(file)
+    if os.environ["RANK"] == "0":
+        draft = chosen.with_suffix(".draft")
+        draft.write_text(str(free_port()))
+        draft.rename(chosen)
+    until = time.monotonic() + 120
+    while not chosen.exists():
+        assert time.monotonic() < until, f"rank 0 has not written {chosen} within 120 s"
+        time.sleep(0.02)
+    os.environ["MASTER_PORT"] = chosen.read_text()
 
 
 def end_tree(pid):

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.controller.ranks import take_port
 from verl.config import load_config
 from verl.controller import host
 from verl.errors import VerlError
@@ -108,8 +109,8 @@ def watch(patch, fault):
 
 
 def main(file):
-    for job in json.loads(Path(file).read_text()):
-        os.environ["MASTER_PORT"] = str(job["port"])
+    for number, job in enumerate(json.loads(Path(file).read_text())):
+        take_port(f"{file}.port{number}")
         error = ""
         with pytest.MonkeyPatch.context() as patch:
             hosts = watch(patch, job.get("fault"))

@@ -1,23 +1,22 @@
 """`python -m tests.controller.several_runs jobs.json`: training runs one after the other in one process or rank.
 
-A job is {"overrides": [...], "port": 29500}; started as several ranks, all do the same jobs, each at a port of its own. One
+A job is {"overrides": [...]}; started as several ranks, all do the same jobs, each at a port of its own. One
 start of Python serves many runs.
 """
 
 import json
-import os
 import sys
 from pathlib import Path
 
+from tests.controller.ranks import take_port
 from verl.config import load_config
 from verl.errors import VerlError
 from verl.trainer.run import train
 
 
 def main(file):
-    for job in json.loads(Path(file).read_text()):
-        if "RANK" in os.environ:
-            os.environ["MASTER_PORT"] = str(job["port"])
+    for number, job in enumerate(json.loads(Path(file).read_text())):
+        take_port(f"{file}.port{number}")
         try:
             train(load_config(job["overrides"]))
         except VerlError as error:

@@ -16,6 +16,7 @@ import errno
 import json
 import logging
 import os
+import random
 import socket
 import time
 from collections.abc import Iterator, Mapping
@@ -67,11 +68,26 @@ def peer_of_environment(environment: Mapping[str, str] | None = None) -> Peer | 
     return Peer(rank, size, env["MASTER_ADDR"], port, local)
 
 
+# above the ports that Ray gives its workers, below those that Linux gives to outgoing connections: whoever asks for a port
+# binds it a moment later, and in between neither may take it
+_PORTS = range(20000, 32768)
+
+
 def free_port() -> int:
-    """A port that nobody listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody listens on at this moment.
+
+    Raises ConfigError when a hundred ports were tried in vain.
+    """
+    for port in random.SystemRandom().sample(_PORTS, 100):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port
+    raise ConfigError(
+        f"No free port was found between {_PORTS.start} and {_PORTS.stop}. See which processes hold them: ss -ltnp."
+    )
 
 
 class Collectives:
