@@ -1,18 +1,21 @@
 """New weights from training ranks to ranks that generate: by plan, against gathering every weight whole on every rank.
 
-    python benchmarks/reshard.py                          # a minute or two on two cores
+    python benchmarks/reshard.py                          # two or three minutes on two cores
     python benchmarks/reshard.py --rounds 9 --hidden 1024 --json out.json
+    python benchmarks/reshard.py --messages               # as between hosts: no memory that ranks share
 
 Processes of one thread each on gloo, 2 and then 4 of them, with the real training engine (a random Llama, float32 masters) and
-real copies for generation (bfloat16). For each pair of layouts the two ways take turns on the same weights, which change in
-between, and what both leave in the copies is compared bit for bit:
+real copies for generation, in bfloat16 and in float32. For each pair of layouts the two ways take turns on the same weights,
+which change in between, and what both leave in the copies is compared bit for bit:
 
-- plan: what a rank lacks is cast and sent, point to point; digests of what was sent and of what is held afterwards agree.
-- gather: `engine.gather_weights()` into `Replica.load`, one tensor after the other; not proved.
+- plan: what a rank lacks is cast and handed over, from rank to rank; digests of what was sent and of what is held afterwards
+  agree.
+- gather: `engine.gather_weights()` into `Replica.load`, one tensor after the other, as the original system does: gathered whole
+  over all training ranks in the format in which it is trained, then cast, then cut; not proved.
 
 Bytes are those that reach ranks, over all of them. "bound" is what ranks need and do not hold; no way moves less. Staging is
 the largest buffer on a rank: buckets under way, or a tensor that is whole, as it is held and cast. Seconds are of the slowest
-rank. Exit code 1: bytes on the wire were not those of the plan, or the copies differed.
+rank. Exit code 1: bytes sent were not those of the plan, or the copies differed.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from report import Report, Series, number, ratio
 
 _LIMIT_S = 600.0
+_FORMATS = ("bfloat16", "float32")  # of the copies
 _MOE = {"num_experts": 8, "moe_intermediate_size": 256, "num_experts_per_tok": 2}
 
 
@@ -69,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         models = make_models(Path(scratch), arguments)
         found: dict[str, list[dict[str, Any]]] = {}
         for num_ranks in sorted({pair.num_ranks for pair in PAIRS}):
-            found |= launch(num_ranks, models, arguments.rounds, Path(scratch))
+            found |= launch(num_ranks, models, arguments, Path(scratch))
     report = Report("Weights by plan against gathering them whole", facts=_facts(arguments))
     is_right = fill(report, found)
     report.finish(arguments.json)
@@ -81,6 +85,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, help="updates each way, after one to warm up")
     parser.add_argument("--hidden", type=int, default=512, help="hidden size of the model")
     parser.add_argument("--layers", type=int, default=6, help="of the model")
+    parser.add_argument("--messages", action="store_true", help="exchange through connections alone, as hosts do")
     parser.add_argument("--json", type=Path, help="file for the figures")
     arguments = parser.parse_args(argv)
     if arguments.rounds < 1 or arguments.layers < 1 or arguments.hidden % 64:
@@ -91,8 +96,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "model": f"Llama (and Qwen3-MoE with 8 experts), hidden size {arguments.hidden}, {arguments.layers} layers",
-        "number formats": "float32 in training, bfloat16 in the copies",
-        "transport": "gloo, processes of one thread on this machine",
+        "number format in training": "float32",
+        "transport": "messages over gloo" if arguments.messages else "memory that ranks share",
+        "processes": "of one thread, on this machine; gathering is over gloo",
         "rounds": arguments.rounds,
     }
 
@@ -117,13 +123,15 @@ def make_models(folder: Path, arguments: argparse.Namespace) -> dict[bool, str]:
     }
 
 
-def launch(num_ranks: int, models: dict[bool, str], rounds: int, folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """Pair -> what each rank found, for all pairs on so many ranks."""
+def launch(
+    num_ranks: int, models: dict[bool, str], arguments: argparse.Namespace, folder: Path
+) -> dict[str, list[dict[str, Any]]]:
+    """Pair and format -> what each rank found, for all pairs on so many ranks."""
     from verl.parallel.collectives import free_port
 
     context, port = multiprocessing.get_context("spawn"), free_port()
     ranks = [
-        context.Process(target=serve, args=(rank, num_ranks, port, models, rounds, str(folder)), daemon=True)
+        context.Process(target=serve, args=(rank, num_ranks, port, models, arguments, str(folder)), daemon=True)
         for rank in range(num_ranks)
     ]
     for process in ranks:
@@ -139,36 +147,46 @@ def launch(num_ranks: int, models: dict[bool, str], rounds: int, folder: Path) -
     return {name: [file[name] for file in files] for name in files[0]}
 
 
-def serve(rank: int, num_ranks: int, port: int, models: dict[bool, str], rounds: int, folder: str) -> None:
+def serve(
+    rank: int, num_ranks: int, port: int, models: dict[bool, str], arguments: argparse.Namespace, folder: str
+) -> None:
     """One rank: all pairs on so many ranks, one after the other."""
+    from verl.parallel.memory import keep_freed_memory
+
+    keep_freed_memory()  # as every process of a run does
     import torch
 
     from verl.parallel.collectives import Collectives, Peer
+    from verl.reshard.transport import PeerToPeer
 
     torch.set_num_threads(1)
+    if arguments.messages:
+        PeerToPeer.share_memory = lambda self, comm: None  # type: ignore[method-assign]
     peer = Peer(rank, num_ranks, "127.0.0.1", port)
     comm = Collectives.start(peer, timeout_s=_LIMIT_S, start_timeout_s=120.0, call_timeout_s=_LIMIT_S)
     pairs = [pair for pair in PAIRS if pair.num_ranks == num_ranks]
-    found = {pair.name: measure(pair, models[pair.is_mixture], rounds, comm) for pair in pairs}
+    found = {
+        f"{pair.name}, {dtype}": measure(pair, models[pair.is_mixture], dtype, arguments.rounds, comm)
+        for dtype in _FORMATS
+        for pair in pairs
+    }
     (Path(folder) / f"found-{num_ranks}-{rank}.json").write_text(json.dumps(found))
     comm.barrier("the end")
     comm.close()
 
 
-def measure(pair: Pair, model: str, rounds: int, comm: Any) -> dict[str, Any]:
-    """What this rank found."""
+def measure(pair: Pair, model: str, dtype: str, rounds: int, comm: Any) -> dict[str, Any]:
+    """What this rank found, with copies in `dtype`."""
     import torch
 
-    from verl.reshard.decoder import decoder_tensors
-    from verl.reshard.plan import full_gather, lower_bound
     from verl.reshard.update import held_by, plan_update
 
-    engine, replica, training, rollout = build(pair, model)
+    engine, replica, training, rollout = build(pair, model, dtype)
     update = plan_update(comm, training, rollout, engine=engine, replica=replica, device=torch.device("cpu"))
     assert update is not None
     ways = {"plan": update, "gather": lambda: replica.load(engine.gather_weights())}
     seconds: dict[str, list[float]] = {name: [] for name in ways}
-    is_same, wire = True, Wire()
+    is_same = True
     for number_of_round in range(rounds + 1):
         with torch.no_grad():
             for tensor in held_by(engine).values():
@@ -181,29 +199,41 @@ def measure(pair: Pair, model: str, rounds: int, comm: Any) -> dict[str, Any]:
             seconds[name].append(timed(ways[name], comm))
             left.append({key: part.clone() for key, part in replica.parts().items()})
         is_same &= all(torch.equal(left[0][key], left[1][key]) for key in left[0])
-    wire.stop()
-    shapes = {name: tuple(shard.shape) for name, shard in engine.shards.items()}
-    heads = engine.module.config
-    tensors = decoder_tensors(
-        shapes,
-        num_layers=heads.num_hidden_layers,
-        num_heads=heads.num_attention_heads,
-        num_kv_heads=heads.num_key_value_heads,
-    )
     return {
         "is_same": is_same,
         "seconds": {name: values[1:] for name, values in seconds.items()},
-        "wire": wire.num_bytes / (rounds + 1),
+        "sent": update.transport.num_sent_bytes / (rounds + 1),
         "plan": update.plan.sent_bytes.get(comm.rank, 0),
-        "bound": lower_bound(tensors, training, rollout)[comm.rank],
-        "gathered": full_gather(tensors, training, [comm.rank], held_itemsize=4)[comm.rank],
         "staging": update.transport.peak_staging_bytes,
-        "whole": max(torch.Size(shape).numel() for shape in shapes.values()) * (4 + 2),
-        "model": sum(torch.Size(shape).numel() for shape in shapes.values()) * 2,
+        **expected(engine, training, rollout, getattr(torch, dtype).itemsize, comm.rank),
     }
 
 
-def build(pair: Pair, model: str) -> tuple[Any, Any, Any, Any]:
+def expected(engine: Any, training: Any, rollout: Any, itemsize: int, rank: int) -> dict[str, int]:
+    """Bytes by the layouts alone: what no way can do without, and what gathering moves and has in memory."""
+    import math
+
+    from verl.reshard.decoder import decoder_tensors
+    from verl.reshard.plan import full_gather, lower_bound
+
+    config = engine.module.config
+    sizes = {name: math.prod(shard.shape) for name, shard in engine.shards.items()}
+    tensors = decoder_tensors(
+        {name: tuple(shard.shape) for name, shard in engine.shards.items()},
+        num_layers=config.num_hidden_layers,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        itemsize=itemsize,
+    )
+    return {
+        "bound": lower_bound(tensors, training, rollout)[rank],
+        "gathered": full_gather(tensors, training, [rank], held_itemsize=4)[rank],
+        "whole": max(sizes.values()) * (4 + (itemsize if itemsize != 4 else 0)),
+        "model": sum(sizes.values()) * itemsize,
+    }
+
+
+def build(pair: Pair, model: str, dtype: str) -> tuple[Any, Any, Any, Any]:
     """Training engine, copy for generation, and the layouts of both."""
     import torch
 
@@ -217,7 +247,7 @@ def build(pair: Pair, model: str) -> tuple[Any, Any, Any, Any]:
 
     engine = FSDPEngine(
         model=ModelConfig(path=model, enable_gradient_checkpointing=False),
-        engine=FSDPConfig(dtype="bfloat16", **pair.training),
+        engine=FSDPConfig(dtype=dtype, **pair.training),
         optim=OptimConfig(),
         kind="policy",
         device=torch.device("cpu"),
@@ -228,27 +258,9 @@ def build(pair: Pair, model: str) -> tuple[Any, Any, Any, Any]:
     engines = interval_engines(training, pair.size) if pair.interval else consecutive_engines(ranks, pair.size)
     order = [rank for copy in engines for stage in copy for rank in stage]
     group = copy_group(Mesh.grid(order, replicate=len(order) // pair.size, tp=pair.size), _LIMIT_S)
-    module = load_causal_lm(model, device=torch.device("cpu"), dtype=torch.bfloat16).requires_grad_(False)
+    module = load_causal_lm(model, device=torch.device("cpu"), dtype=getattr(torch, dtype)).requires_grad_(False)
     rollout = RolloutLayout(engines, expert_groups=tuple((rank,) for rank in ranks))
     return engine, Replica(module, group), training, rollout
-
-
-class Wire:
-    """Counts the bytes that leave this rank point to point, besides digests."""
-
-    def __init__(self) -> None:
-        import torch.distributed as dist
-
-        self.num_bytes, self.module, self.send = 0, dist, dist.batch_isend_irecv
-        dist.batch_isend_irecv = self  # type: ignore[assignment]
-
-    def __call__(self, ops: Any) -> Any:
-        sent = [op.tensor for op in ops if op.op is self.module.isend]
-        self.num_bytes += sum(tensor.nbytes for tensor in sent if tensor.is_floating_point())
-        return self.send(ops)
-
-    def stop(self) -> None:
-        self.module.batch_isend_irecv = self.send  # type: ignore[assignment]
 
 
 def timed(way: Any, comm: Any) -> float:
@@ -263,28 +275,28 @@ def fill(report: Report, found: dict[str, list[dict[str, Any]]]) -> bool:
     """Tables and results; returns whether bytes and copies were right."""
     moved, taken, is_right = [], [], True
     for name, ranks in found.items():
-        total = {key: sum(rank[key] for rank in ranks) for key in ("wire", "plan", "bound", "gathered")}
+        total = {key: sum(rank[key] for rank in ranks) for key in ("sent", "plan", "bound", "gathered")}
         slowest = {
             way: Series(tuple(map(max, zip(*(rank["seconds"][way] for rank in ranks), strict=True))))
             for way in ("plan", "gather")
         }
         staging, whole = (max(rank[key] for rank in ranks) for key in ("staging", "whole"))
-        faster = ratio(slowest["gather"], slowest["plan"])
-        moved.append([name, *(megabytes(total[key]) for key in total), percent(total["wire"], total["gathered"])])
-        row = [name, slowest["plan"].text("s"), slowest["gather"].text("s"), number(faster)]
+        share = ratio(slowest["plan"], slowest["gather"])
+        moved.append([name, *(megabytes(total[key]) for key in total), percent(total["sent"], total["gathered"])])
+        row = [name, slowest["plan"].text("s"), slowest["gather"].text("s"), number(share)]
         taken.append([*row, megabytes(staging), megabytes(whole), percent(staging, ranks[0]["model"])])
-        is_right &= total["wire"] == total["plan"] == total["bound"] and all(rank["is_same"] for rank in ranks)
+        is_right &= total["sent"] == total["plan"] == total["bound"] and all(rank["is_same"] for rank in ranks)
         report.results[name] = {
-            **total, "seconds": {way: s.to_json() for way, s in slowest.items()}, "times faster": faster,
+            **total, "seconds": {way: s.to_json() for way, s in slowest.items()}, "plan of gather": share,
             "staging": staging, "largest whole tensor": whole, "copies": ranks[0]["model"],
         }  # fmt: skip
-    report.add_table(["bytes", "on the wire", "plan", "bound", "gather", "of gather"], moved)
-    columns = ["seconds and staging", "plan", "gather", "times faster", "plan's", "gather's", "plan's, of a copy"]
+    report.add_table(["bytes", "sent", "plan", "bound", "gather", "of gather"], moved)
+    columns = ["seconds and staging", "plan", "gather", "plan of gather", "plan's", "gather's", "plan's, of a copy"]
     report.add_table(columns, taken)
     words = (
         "are those of the plan and of the bound, and both ways left" if is_right else "or copies DIFFER; nothing left"
     )
-    report.notes.append(f"Bytes on the wire {words} the same bits.")
+    report.notes.append(f"Bytes sent {words} the same bits.")
     return is_right
 
 

@@ -19,6 +19,7 @@ HOST = {
     "system": "Linux 6.1 x86_64", "libc": "glibc 2.36", "cpu": "Some CPU", "cpu_flags": ["avx2", "avx512f"],
     "num_cores": 4, "num_usable_cores": 4.0, "memory_bytes": 32 * GIB, "available_memory_bytes": 20 * GIB,
     "swap_bytes": 0, "shared_memory_bytes": 16 * GIB, "free_disk_bytes": 100 * GIB, "free_temporary_bytes": 100 * GIB,
+    "file_system": {"kind": "ext4", "refusals": [], "notices": []},
     "limits": {"nofile": 65536, "as": None}, "environment": {"OMP_NUM_THREADS": "4"},
 }  # fmt: skip
 TORCH = {"version": "2.13.0", "cuda_build": None, "num_threads": 4, "cuda_available": False, "devices": [],
@@ -70,6 +71,14 @@ CASES = {
     "little memory": ({"host_changes": {"available_memory_bytes": GIB}}, "warn", "1.0 GiB of memory"),
     "small shm": ({"host_changes": {"shared_memory_bytes": 64 << 20}}, "warn", "--shm-size"),
     "full disk": ({"host_changes": {"free_disk_bytes": GIB}}, "warn", "1.0 GiB of disk"),
+    "no renames": (
+        {"host_changes": {"file_system": {"kind": "fuse.x", "refusals": ["renaming a folder fails"], "notices": []}}},
+        "warn", "cannot hold checkpoints: renaming a folder fails",
+    ),
+    "network disk": (
+        {"host_changes": {"file_system": {"kind": "nfs4", "refusals": [], "notices": ["nfs4 is far away"]}}},
+        "info", "nfs4 is far away",
+    ),
     "few files": ({"host_changes": {"limits": {"nofile": 256}}}, "warn", "ulimit -n"),
     "address space": ({"host_changes": {"limits": {"as": 1 << 30}}}, "warn", "ulimit -v"),
     "several Pythons": (

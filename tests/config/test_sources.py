@@ -208,12 +208,6 @@ def test_kl_coef_alone_means_kl_in_the_reward():
 def test_published_yaml_is_understood(file):
     """Each loads with one device and the native engine; what a file asks for beyond that is refused by name."""
     overrides = [f"{ROLLOUT}.name=native", "trainer.nnodes=1", "trainer.n_gpus_per_node=1"]
-    if file.stem == "hybrid_3d":
-        assert "Resharding in three dimensions" in refused(*overrides, config_path=str(file))
-        overrides.append(f"{ACTOR}.fsdp_config.use_3d_hybrid=False")
-        overrides += [
-            f"~{ACTOR}.fsdp_config.{n}" for n in ("layer_per_group", "enable_chunked_attention", "batch_group_size")
-        ]
     loaded = load_config(overrides, config_path=str(file))
     assert any("file" in origin for origin in loaded.origins.values())
 

@@ -98,7 +98,7 @@ def test_tables_name_existing_keys():
         assert key in leaves(), key
         assert source in leaves(), source
     for row in aliases.ALIASES:
-        assert row.new.rstrip(".") in {*leaves(), *sections()} or locate(row.new) is not None, row
+        assert row.new.rstrip(".") in {*leaves(), *sections()} or locate(row.new.rstrip(".")) is not None, row
         assert row.old not in leaves(), row
     for missing in MISSING:
         assert locate(missing.path) is not None, missing.path
@@ -119,8 +119,10 @@ def test_docs_are_current():
 def test_known_names_are_those_of_the_registries():
     advantages = pytest.importorskip("verl.algorithms.advantages")
     losses = pytest.importorskip("verl.algorithms.policy_losses")
+    engines = pytest.importorskip("verl.rollout.api")
     assert set(names.ADV_ESTIMATORS) == set(advantages.ADVANTAGES)
     assert set(names.POLICY_LOSSES) == set(losses.POLICY_LOSSES)
+    assert set(names.ROLLOUT_ENGINES) == set(engines.ENGINES)
 
 
 def test_import_needs_neither_torch_nor_omegaconf():

@@ -124,6 +124,6 @@ def test_validation_samples_where_a_temperature_is_given():
 
 
 def test_missing_features_are_said_once():
-    message = refused(f"{ROLLOUT}.name=vllm", match="not available in this version")
+    message = refused(f"{ROLLOUT}.name=trtllm", match="not available in this version")
     assert f"{ROLLOUT}.name=native" in message
     assert problems("trainer.n_gpus_per_node=8", "trainer.nnodes=2") == []

@@ -6,12 +6,12 @@ Each rank writes what it saw of a run to the file wire-RANK.json in the run's fo
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.controller.ranks import take_port
 from verl.config import load_config
@@ -19,8 +19,10 @@ from verl.controller import host
 from verl.errors import VerlError
 from verl.parallel.traffic import Traffic
 from verl.reshard import transport, update
+from verl.rollout.native import NativeRollout
 from verl.rollout.replica import Replica
 from verl.trainer.run import train
+from verl.workers.rollout import RolloutWorker
 
 RANK = int(os.environ.get("RANK", "0"))
 K_PROJ = "model.layers.1.self_attn.k_proj.weight"
@@ -28,54 +30,111 @@ NORM = "model.norm.weight"
 
 
 class Watched(update.PlannedUpdate):
-    """An update that notes what it sent, by the count of messages and by TRAFFIC."""
+    """An update that notes what it sent, by its own count and by TRAFFIC."""
 
     seen: list = []
 
     def __call__(self):
-        traffic, wire = transport.TRAFFIC, Wire()
+        traffic, before = transport.TRAFFIC, self.transport.num_sent_bytes
         transport.TRAFFIC = Traffic()
-        dist.batch_isend_irecv = wire
         try:
             super().__call__()
         finally:
             exchanged = transport.TRAFFIC.take()
-            transport.TRAFFIC, dist.batch_isend_irecv = traffic, wire.send
-            row = {"sent": wire.num_bytes, "traffic": exchanged.num_bytes, "seconds": exchanged.seconds}
-            self.seen.append({**row, "peak": self.transport.peak_staging_bytes})
+            transport.TRAFFIC = traffic
+            row = {"sent": self.transport.num_sent_bytes - before, "traffic": exchanged.num_bytes}
+            self.seen.append({**row, "seconds": exchanged.seconds, "peak": self.transport.peak_staging_bytes})
 
 
-class Wire:
-    """Counts the bytes that leave this rank, besides digests."""
-
-    def __init__(self):
-        self.num_bytes, self.send = 0, dist.batch_isend_irecv
-
-    def __call__(self, ops):
-        self.num_bytes += sum(op.tensor.nbytes for op in ops if op.op is dist.isend and op.tensor.dtype != torch.uint8)
-        return self.send(ops)
+def is_time():
+    """On rank 1, in the second update: the one after the first step."""
+    return RANK == 1 and len(Watched.seen) == 1
 
 
 def flips_a_bit(patch):
-    """In the second update, one bit of what rank 1 got is another."""
-    finish, updates = transport.PeerToPeer._finish, Watched.seen
+    """One bit of what arrived is another."""
+    unpack = transport.PeerToPeer._unpack
 
-    def faulty(self, flight, wanted):
-        finish(self, flight, wanted)
-        if RANK == 1 and len(updates) == 1 and flight.receives:
-            move, _ = flight.receives[-1]
+    def faulty(self, parcel, wanted):
+        unpack(self, parcel, wanted)
+        if is_time():
+            move = parcel.moves[-1]
             self._at(wanted, move, is_source=False).view(torch.int64)[(0,) * len(move.box)] ^= 1
 
-    patch.setattr(transport.PeerToPeer, "_finish", faulty)
+    patch.setattr(transport.PeerToPeer, "_unpack", faulty)
+
+
+def loses_half_a_bucket(patch):
+    """The second half of what arrived is not written into the engine."""
+    unpack = transport.PeerToPeer._unpack
+
+    def faulty(self, parcel, wanted):
+        lost = parcel.moves[len(parcel.moves) // 2 :] if is_time() else []
+        places = [self._at(wanted, move, is_source=False) for move in lost]
+        before = [place.clone() for place in places]
+        unpack(self, parcel, wanted)
+        for place, numbers in zip(places, before, strict=True):
+            place.copy_(numbers)
+
+    patch.setattr(transport.PeerToPeer, "_unpack", faulty)
+
+
+def swaps_two(patch):
+    """The engine takes k_proj for v_proj and the other way round."""
+    prove = transport.PeerToPeer._prove
+
+    def faulty(self, wanted, sent):
+        if is_time():
+            k, v = wanted[K_PROJ], wanted[K_PROJ.replace("k_proj", "v_proj")]
+            was = k.clone()
+            k.copy_(v)
+            v.copy_(was)
+        prove(self, wanted, sent)
+
+    patch.setattr(transport.PeerToPeer, "_prove", faulty)
+
+
+def dies_in_an_update(patch):
+    """The process that has the engine is killed when it has written a part of the new weights."""
+    unpack = transport.PeerToPeer._unpack
+
+    def faulty(self, parcel, wanted):
+        unpack(self, parcel, wanted)
+        if is_time():
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    patch.setattr(transport.PeerToPeer, "_unpack", faulty)
+
+
+def keeps_its_version(patch):
+    """The engine takes the new weights for the old ones."""
+    publish = NativeRollout.publish
+
+    def faulty(self, version):
+        publish(self, version - 1 if RANK == 1 and version == 1 else version)
+
+    patch.setattr(NativeRollout, "publish", faulty)
+
+
+def generates_with_others(patch):
+    """What arrived has been proved, and then the engine multiplies a norm."""
+    publish = RolloutWorker.publish
+
+    def faulty(self, version, weights=None):
+        publish(self, version, weights)
+        if RANK == 1 and version == 1:
+            with torch.no_grad():
+                self.replica.parts()[NORM].mul_(1.5)
+
+    patch.setattr(RolloutWorker, "publish", faulty)
 
 
 def loses_a_tensor(patch):
-    """In the second update, the engine of rank 1 has no k_proj any more."""
+    """The engine has no k_proj any more."""
     parts = Replica.parts
 
     def faulty(self):
-        lost = RANK == 1 and len(Watched.seen) == 1
-        return {name: part for name, part in parts(self).items() if not (lost and name == K_PROJ)}
+        return {name: part for name, part in parts(self).items() if not (is_time() and name == K_PROJ)}
 
     patch.setattr(Replica, "parts", faulty)
 
@@ -92,6 +151,15 @@ def hands_on_too_little(patch):
     patch.setattr(update, "_model_facts", faulty)
 
 
+FAULTS = {
+    fault.__name__: fault
+    for fault in (
+        flips_a_bit, loses_half_a_bucket, swaps_two, dies_in_an_update, keeps_its_version, generates_with_others,
+        loses_a_tensor, hands_on_too_little,
+    )
+}  # fmt: skip
+
+
 def watch(patch, fault):
     Watched.seen.clear()
     hosts = []
@@ -104,7 +172,7 @@ def watch(patch, fault):
     patch.setattr(host.Host, "_plan", plan)
     patch.setattr(update, "PlannedUpdate", Watched)
     if fault is not None:
-        {f.__name__: f for f in (flips_a_bit, loses_a_tensor, hands_on_too_little)}[fault](patch)
+        FAULTS[fault](patch)
     return hosts
 
 

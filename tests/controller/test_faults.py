@@ -22,7 +22,16 @@ def test_a_good_end():
     ("kind", "code", "words"),
     [
         ("dies", 10, ["WorkerLostError: Rank 0 waited", "rank 1 has ended", "critic.update"]),
-        ("hangs", 9, ["DeadlineError: Rank 0 waited 4 s", "rank 1 hangs or is slow (last seen in critic.update"]),
+        (
+            "hangs",
+            9,
+            [
+                "DeadlineError: Rank 0 waited 4 s",
+                "rank 1 hangs or is slow (last seen in critic.update",
+                "its stack: critic.update for",
+                "s, in go_wrong (fault_ranks.py:",
+            ],
+        ),
         ("raises", 10, ["Rank 1 failed in critic.update: ValueError: the loss is purple"]),
     ],
 )

@@ -1,11 +1,18 @@
-"""Runs whose weights travel by a plan: tokens and weights are those of a single process, and what goes wrong stops the run."""
+"""Runs whose weights travel by a plan: tokens and weights are those of a single process, and what goes wrong stops the run
+before a sample of wrong weights trains.
+
+Faults, each in the second update of a run, on the second rank (reshard_ranks.py): a bit flipped, half a bucket lost, two
+tensors swapped, a tensor dropped by the engine or by the trainer, a stale version, other weights than those that were proved,
+and the death of the engine's process.
+"""
 
 import json
+import signal
 
 import pytest
 
 from tests.controller.conftest import assert_same, assert_same_weights, train_here
-from tests.controller.ranks import run
+from tests.controller.ranks import Ranks
 
 SIZE = "actor_rollout_ref.rollout.tensor_model_parallel_size=2"
 MODEL_BYTES = 8 * (264 * 64 + 64 + 2 * (2 * 64 + 64 * (64 + 32 + 32 + 64) + 3 * 64 * 128))  # tiny Llama, float64, tied
@@ -15,7 +22,15 @@ SIDES = {
     "carried": ["trainer.placement={actor:[0],rollout:[1]}"],
     "adapters": ["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.target_modules=all-linear"],
 }
-FAULTS = ("flips_a_bit", "loses_a_tensor", "hands_on_too_little")
+ADAPTER_BYTES = 8 * 4 * 2 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 128))  # rank 4, two layers, float64
+FAULTS = {
+    "flips_a_bit": ["rank 1 does not hold what rank 0 sent of model.", "must not be used"],
+    "loses_half_a_bucket": ["rank 1 does not hold what rank 0 sent of model.", "must not be used"],
+    "swaps_two": ["rank 1 does not hold", "of model.layers.1.self_attn.k_proj.weight", "must not be used"],
+    "loses_a_tensor": ["Rank 1 should fill [32, 64] of model.layers.1.self_attn.k_proj.weight", "not there"],
+    "hands_on_too_little": ["without model.norm.weight", "would sample from old"],
+    "keeps_its_version": ["were made by weights of version 0, but only version 1 may train"],
+}
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +46,11 @@ def two_ranks(jobs):
         jobs.add(name, *changes)
     for fault in FAULTS:
         jobs.add(fault, fault=fault)
-    run(2, "tests.controller.reshard_ranks", jobs.file(), timeout_s=160)
+    jobs.add("generates_with_others", fault="generates_with_others")
+    jobs.add("dies_in_an_update", fault="dies_in_an_update")  # the last one
+    with Ranks(2, "tests.controller.reshard_ranks", jobs.file()) as ranks:
+        codes, texts = ranks.wait(160)
+    assert codes == [0, -signal.SIGKILL], "\n".join(text[-3000:] for text in texts)
     return jobs
 
 
@@ -65,22 +84,43 @@ def test_half_of_a_divided_copy_is_there_already(two_ranks):
     assert 0 < divided < 0.3 * copies
 
 
-def test_adapters_are_merged_into_whole_weights(two_ranks):
-    assert [seen["plan"] for seen in wire(two_ranks, "adapters")] == [None, None]
+def test_adapters_travel_alone(two_ranks):
+    """Each copy lacks the half of them that the other rank trains."""
+    assert sum(seen["plan"] for seen in wire(two_ranks, "adapters")) == ADAPTER_BYTES
+    assert all(u["sent"] == seen["plan"] for seen in wire(two_ranks, "adapters") for u in seen["updates"])
 
 
-@pytest.mark.parametrize(
-    ("fault", "num_updates", "words"),
-    [
-        ("flips_a_bit", 2, ["rank 1 does not hold what rank 0 sent of model.", "must not be used"]),
-        ("loses_a_tensor", 2, ["Rank 1 should fill [32, 64] of model.layers.1.self_attn.k_proj.weight", "not there"]),
-        ("hands_on_too_little", 0, ["without model.norm.weight", "would sample from old"]),
-    ],
-)
-def test_a_fault_stops_all_ranks_with_the_same_sentence(two_ranks, fault, num_updates, words):
+def steps(jobs, name):
+    file = jobs.run(name).folder / "metrics.jsonl"
+    return len(file.read_text().splitlines()) if file.exists() else 0
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_stops_all_ranks_with_the_same_sentence(two_ranks, fault):
     first, second = wire(two_ranks, fault)
     assert first["error"] == second["error"]
     assert first["error"].startswith("ModelError: ")
-    assert all(word in first["error"] for word in words), first["error"]
+    assert all(word in first["error"] for word in FAULTS[fault]), first["error"]
+    num_updates = 0 if fault == "hands_on_too_little" else 2
     assert [len(seen["updates"]) for seen in (first, second)] == [num_updates] * 2
-    assert not (two_ranks.run(fault).folder / "metrics.jsonl").exists(), "the first step did not end"
+    # a step ends with its update: the first was good, what the second has made is not trained on
+    assert steps(two_ranks, fault) == (1 if fault == "keeps_its_version" else 0)
+
+
+def test_an_engine_that_generated_with_other_weights(two_ranks):
+    """The digests of the update were right; they are compared with what the engine has once more before its samples train."""
+    first, second = wire(two_ranks, "generates_with_others")
+    assert "ModelError: After the update of weights, rank 1 does not hold" in first["error"]
+    assert "Rank 1 failed in rollout.end_generation" in first["error"]
+    assert second["error"].startswith("ModelError: After the update of weights, rank 1 does not hold")
+    assert "of model.norm.weight" in second["error"]
+    assert steps(two_ranks, "generates_with_others") == 1
+
+
+def test_an_engine_that_dies_in_an_update(two_ranks):
+    """The rank that is left stops with a sentence that names the other, and nothing is trained on what came of it."""
+    found = json.loads((two_ranks.run("dies_in_an_update").folder / "wire-0.json").read_text())
+    assert found["error"].startswith("WorkerLostError: ")
+    assert "rank 1 has ended or cannot be reached" in found["error"]
+    assert len(found["updates"]) == 2
+    assert steps(two_ranks, "dies_in_an_update") == 0

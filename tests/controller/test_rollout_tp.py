@@ -12,6 +12,7 @@ from verl.models.tiny import make_tiny_model
 from verl.parallel.placement import Placement
 
 SIZE = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+ENGINE = "actor_rollout_ref.actor.fsdp_config"
 CARRIED = "trainer.placement={actor:[0],rollout:[0,1]}"
 
 
@@ -97,6 +98,12 @@ def test_arrangement(base):
     mesh = check(base, f"{SIZE}=2", num_devices=4).rollout_mesh()
     assert (mesh.dp_size, mesh.collectors()) == (2, [0, 2])
     assert [mesh.dp_rank(i) for i in range(4)] == [0, 0, 1, 1]
+    # FSDP 4 holds quarters of rows in the order of ranks: ranks 0 and 1 belong into the first halves of two copies
+    assert mesh.ranks == (0, 2, 1, 3)
+    tensor = check(base, f"{SIZE}=2", f"{ENGINE}.tensor_parallel_size=2").rollout_mesh()
+    assert tensor.ranks == (0, 1, 2, 3), "halves of a row lie on neighbours already"
+    apart = check(base, f"{SIZE}=2", "trainer.placement={actor:[0,1],rollout:[0,1,2,3]}").rollout_mesh()
+    assert apart.ranks == (0, 1, 2, 3), "those that do not train are neighbours"
     assert check(base, num_devices=4).rollout_mesh().collectors() == [0, 1, 2, 3]
     assert check(base, f"{SIZE}=2", num_devices=1).rollout_mesh().size == 1  # there is nothing to divide
 

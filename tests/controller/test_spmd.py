@@ -3,6 +3,7 @@
 All runs on one number of ranks share one start of the processes, which costs more than a run.
 """
 
+import json
 import shutil
 
 import pytest
@@ -36,6 +37,23 @@ APART = [
 ]
 
 
+# several micro-batches in each optimizer step, of a model so narrow that their tokens weigh more than its weights
+MICRO_BATCHES = [
+    "actor_rollout_ref.model.external_lib=tests.controller.update_memory",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+    f"{ACTOR}.use_3d_hybrid=True",
+]
+PHASES = (
+    "[{from_step:2,changes:{batch_group_size:5}},"
+    "{from_step:3,changes:{batch_group_size:1,enable_chunked_attention:True,chunk_size:16}}]"
+)
+WATCHED = {
+    "watched2": [],
+    "phases2": [f"trainer.dynamic_config={PHASES}"],
+    "layers2": [f"{ACTOR}.layer_per_group=2"],
+}
+
+
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory):
     """A tiny model whose layers have experts, in both roles."""
@@ -46,7 +64,14 @@ def experts(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def two_ranks(jobs, experts):
+def narrow(tmp_path_factory):
+    from verl.models.tiny import make_tiny_model
+
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "narrow", hidden_size=16, intermediate_size=256)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(jobs, experts, narrow):
     """All runs on two ranks."""
     for name, changes in ON_TWO.items():
         jobs.add(f"grpo_{name}", *changes)
@@ -55,8 +80,11 @@ def two_ranks(jobs, experts):
     jobs.add("ppo_experts2", *PPO, *experts, *both("expert_parallel_size", 2))
     jobs.add("split2", *PPO, SPLIT)
     jobs.add("float2", *FLOAT32)
-    jobs.add("resumed2", "trainer.total_training_steps=2", "trainer.save_freq=2", "trainer.test_freq=-1")
-    jobs.add("resumed2", "trainer.save_freq=3", "trainer.test_freq=3")
+    saving = "actor_rollout_ref.actor.checkpoint.async_save=True"
+    jobs.add("resumed2", "trainer.total_training_steps=2", "trainer.save_freq=2", "trainer.test_freq=-1", saving)
+    jobs.add("resumed2", "trainer.save_freq=3", "trainer.test_freq=3", saving)
+    for name, changes in WATCHED.items():  # last: what watches the memory of these runs stays
+        jobs.add(name, f"actor_rollout_ref.model.path={narrow}", *MICRO_BATCHES, *changes)
     run(2, "tests.controller.several_runs", jobs.file(), timeout_s=300)
     return jobs
 
@@ -108,6 +136,27 @@ def test_roles_on_ranks_of_their_own(two_ranks, alone):
 
 def test_roles_on_several_ranks_each(four_ranks, alone):
     assert_equal(four_ranks.run("ppo_apart4"), alone["ppo"], "ppo")
+
+
+def test_phases_change_communication_and_memory_and_not_the_losses(two_ranks):
+    """Step 2 gathers and sums once for all micro-batches, step 3 computes in chunks."""
+    plain, ours = two_ranks.run("watched2"), two_ranks.run("phases2")
+    for row, expected in zip(ours.rows, plain.rows, strict=True):
+        for name in ("actor/pg_loss", "actor/grad_norm"):
+            assert row[name] == pytest.approx(expected[name], rel=1e-6, abs=1e-9)
+    for name in ("phases2", "layers2"):
+        assert_same_weights(two_ranks.run(name), plain, 3, rel=1e-10)
+    sent = [[row["communication"]["bytes"] for row in timeline_of(run)] for run in (plain, ours)]
+    held = [[row["actor/peak_bytes"] for row in run.rows] for run in (plain, ours)]
+    assert sent[1][0] == pytest.approx(sent[0][0], rel=0.01)
+    assert sent[1][1] < 0.5 * sent[0][1]
+    assert sent[1][2] == pytest.approx(sent[0][2], rel=0.01)
+    assert held[1][2] < 0.95 * held[0][2], (sent, held)
+    assert ours.rows[2]["training/dynamic_config/actor/batch_group_size"] == 1
+
+
+def timeline_of(run):
+    return [json.loads(line) for line in (run.folder / "timeline.jsonl").read_text().splitlines()]
 
 
 def test_float32(two_ranks, jobs):

@@ -9,17 +9,20 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from tests.engines.memory import peak_bytes
 from tests.engines.test_contract import largest_gap, make_batch, policy_loss, value_loss
-from tests.models.reference import widen_norms
+from tests.models.reference import make_columns, random_rows, widen_norms
 from verl.checkpoint.store import CheckpointStore, RoleCheckpoint
 from verl.config import FSDPConfig, ModelConfig, OptimConfig
 from verl.config.fsdp import WrapPolicyConfig
+from verl.data_proto.proto import DataProto
 from verl.engines.api import MicroBatching, whole
 from verl.engines.fsdp import FSDPEngine
 from verl.engines.local import LocalEngine
 from verl.errors import ModelError
 from verl.models.load import load_causal_lm
 from verl.models.tiny import make_tiny_model
+from verl.parallel.traffic import TRAFFIC
 
 OUTPUTS = {"policy": ("log_probs", "entropy"), "value": ("values",)}
 
@@ -230,6 +233,54 @@ def check_offload_and_wrapping(folder):
 @on(2)
 def check_wrapping_by_size(folder):
     return compare(model_folder(folder, "qwen3"), wrap_policy=WrapPolicyConfig(min_num_params=2000))
+
+
+@on(2)
+def check_groups_of_layers(folder):
+    """Two of three layers in one unit; with checkpointing the backward runs their forward again."""
+    path = model_folder(folder, "qwen3", num_hidden_layers=3)
+    return compare(path, checkpointing=True, use_3d_hybrid=True, layer_per_group=2, forward_prefetch=True)
+
+
+@on(2)
+def check_groups_of_micro_batches(folder):
+    three = {"use_3d_hybrid": True, "batch_group_size": 2, "enable_chunked_attention": True, "chunk_size": 3}
+    return compare(model_folder(folder, "qwen3"), micro=MicroBatching(max_rows=1), **three)
+
+
+@on(2)
+def check_groups_with_tensor_parallel(folder):
+    three = {"use_3d_hybrid": True, "batch_group_size": 3, "enable_chunked_attention": True, "chunk_size": 3}
+    path = model_folder(folder, "gemma2", vocab_size=265)
+    return compare(path, micro=MicroBatching(max_rows=2), tensor_parallel_size=2, checkpointing=True, **three)
+
+
+@on(2)
+def check_change_while_training(folder):
+    """[loss, bytes sent by FSDP, most memory held] of three steps: of an engine that stays as it is, and of one that is
+    changed before each."""
+    path = model_folder(
+        folder, "qwen3", num_hidden_layers=3, intermediate_size=256
+    )  # a token weighs more than a weight
+    phases = [
+        {},
+        {"batch_group_size": 5},
+        {"batch_group_size": 1, "enable_chunked_attention": True, "chunk_size": 32},
+    ]
+    engines = [make(FSDPEngine, path, use_3d_hybrid=True) for _ in range(2)]
+    found = []
+    for seed, changes in enumerate(phases):
+        columns = make_columns(*random_rows(seed, [1] * 6, longest_prompt=200, longest_response=100))
+        columns["advantages"] = columns["responses"].double().sin()
+        batch = DataProto.from_dict(columns)
+        engines[1].reconfigure(changes)
+        for engine in engines:
+            share = batch.select_idxs(rows_of(engine, len(batch)))
+            TRAFFIC.take()
+            metrics, peak = peak_bytes(lambda: step(engine, share, MicroBatching(max_rows=1), "policy"))  # noqa: B023
+            found.append([metrics["loss"], metrics["grad_norm"], TRAFFIC.take().num_bytes, peak])
+    num_parameters = sum(s.shape.numel() for s in engines[0].shards.values())
+    return {"steps": found, "num_parameters": num_parameters}
 
 
 @on(2)

@@ -266,6 +266,47 @@ def test_a_gradient_that_is_not_finite_skips_the_step_and_says_so(make, dtype):
     assert largest_gap(weights_of(engine), before) > 0
 
 
+class Refusal:
+    """A StepCheck that refuses every step, and remembers what it was shown."""
+
+    names = {"loss": "sum", "part": "mean", "peak": "max", "absent": "mean", "never": "max"}
+
+    def __call__(self, figures):
+        self.figures = figures
+        return False
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_step_that_is_refused_leaves_everything_as_it_was(make, dtype):
+    engine, batch, check = make(dtype=dtype), make_batch(), Refusal()
+    train(engine, batch)
+    engine.end_step()
+
+    def held():
+        state = engine.state()
+        tensors = {**state.model, **{f"optimizer/{k}": v for k, v in state.optimizer.items()}}
+        return {**{k: whole(v).clone() for k, v in tensors.items()}, "random": torch.get_rng_state()}, state.extra
+
+    def drawing(outputs, part, totals):
+        noise = torch.rand(())  # as dropout would
+        found = {"part": Metric.mean(2.0, len(part)), "peak": Metric.max(float(part.batch["ordinal"].max()))}
+        return outputs["log_probs"].sum() / totals.num_tokens + 0 * noise, found
+
+    batch.batch["ordinal"] = torch.arange(len(batch))
+    (tensors, extra), cut = held(), MicroBatching(max_rows=2)
+    metrics = engine.train_batch(batch, drawing, ("log_probs",), cut, check=check)
+    assert engine.end_step(advance=False) == engine.optim.lr
+    after, extra_after = held()
+    assert extra_after == extra
+    assert all(torch.equal(after[name], tensors[name]) for name in tensors)
+    assert metrics["num_skipped_updates"].value == 1
+    assert set(check.figures) == {"loss", "part", "peak", "grad_norm"}
+    assert check.figures["part"] == 2.0
+    assert check.figures["peak"] == len(batch) - 1
+    assert check.figures["loss"] == pytest.approx(metrics["loss"].value)
+    assert check.figures["grad_norm"] == metrics["grad_norm"].value > 0
+
+
 def test_the_gradient_is_clipped_and_its_norm_reported_as_it_was(make):
     one, two = make(clip_grad=1e-3, optimizer="SGD", weight_decay=0.0, lr=1.0), make(clip_grad=1e9)
     before = weights_of(one)

@@ -20,6 +20,7 @@ from verl.models.parallel.tensor import check_divisible
 CHECKS = {n: f for n, f in vars(parallel_checks).items() if hasattr(f, "ranks")}
 SINGLE = {"check_fsdp_float32", "check_bfloat16"}
 OTHER = {n for n in CHECKS if "checkpoint_of" in n} | {"check_checkpoint", "check_failure_on_the_first_rank"}
+OTHER |= {"check_change_while_training"}
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +95,26 @@ def test_a_checkpoint_moves_to_other_arrangements_and_back(four):
     assert not any(found["different"])
     assert found["grad_norm"] < 1e-5
     assert found["weights"] < 1e-5
+
+
+def test_groups_and_chunks_change_while_training(two):
+    """Micro-batches of a group share gathers and sums, chunks hold less memory; losses and gradients are the same."""
+    steps, num_bytes = (
+        two["check_change_while_training"]["steps"],
+        8 * two["check_change_while_training"]["num_parameters"],
+    )
+    (plain1, ours1), (plain2, grouped), (plain3, chunked) = steps[0:2], steps[2:4], steps[4:6]
+    for plain, ours in ((plain1, ours1), (plain2, grouped), (plain3, chunked)):
+        assert ours[0] == pytest.approx(plain[0], rel=1e-10)
+        assert ours[1] == pytest.approx(plain[1], rel=1e-10)
+    sent, peak = 2, 3
+    assert ours1[sent] == plain1[sent]
+    # half of the model goes out in a gather, half in a sum; at most a few numbers of padding
+    assert num_bytes <= grouped[sent] < 1.01 * num_bytes
+    assert plain2[sent] > 4 * grouped[sent]
+    assert grouped[peak] > plain2[peak]
+    assert chunked[sent] == plain3[sent]
+    assert chunked[peak] < 0.7 * plain3[peak]
 
 
 def test_all_ranks_hear_of_a_failure_on_the_first(two):

@@ -40,6 +40,7 @@ TORCH_FREE = (
     "verl.rewards",
     "verl.rewards.worker",
     "verl.cli.main",
+    "verl.cli.supervise",
     *(f"verl.cli.{verb}" for verb in VERBS),
     "verl.trainer.main_ppo",
     "verl.trainer.main_eval",

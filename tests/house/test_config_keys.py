@@ -10,7 +10,6 @@ from verl.config.unavailable import MISSING
 NEEDS_A_MISSING_FEATURE = {
     "multi_turn": "actor_rollout_ref.rollout.multi_turn.enable",
     "megatron": "actor_rollout_ref.actor.strategy",
-    "use_3d_hybrid": "actor_rollout_ref.actor.fsdp_config.use_3d_hybrid",
     "sandbox": "reward.sandbox_fusion.url",
     "distillation": "distillation.enabled",
     "skips": "skip.rollout.enable",

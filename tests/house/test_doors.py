@@ -36,6 +36,7 @@ SAME = {
     "verl.single_controller.base:register": "verl.parallel.register:register",
     "verl.single_controller.base.decorator:Dispatch": "verl.parallel.register:Dispatch",
     "verl.single_controller.base.decorator:Execute": "verl.parallel.register:Execute",
+    "verl.trainer:DynamicConfigScheduler": "verl.trainer.phases:DynamicConfigScheduler",
     "verl.utils.torch_functional:entropy_from_logits": "verl.algorithms.entropy:entropy_from_logits",
 }
 # names that adapt; how they behave is tested below or in the room's own tests

@@ -41,6 +41,7 @@ FACES = (
     "verl.trainer.main_ppo",
     "verl.trainer.ppo.core_algos",
     "verl.trainer.ppo.metric_utils",
+    "verl.worker",
     "verl.workers.reward_manager",
 )
 

@@ -50,3 +50,37 @@ def test_settings_of_the_user_stand():
     kept, count = faults(MALLOC_TRIM_THRESHOLD_="131072")
     assert not kept
     assert count > 10_000
+
+
+_HOLES = """
+import ctypes, resource
+from verl.parallel.memory import give_back_holes, keep_freed_memory
+kept = keep_freed_memory()
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+libc.free.argtypes, libc.memset.argtypes = [ctypes.c_void_p], [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize() >> 20
+blocks = [libc.malloc(1 << 20) for _ in range(64)]
+for block in blocks:
+    libc.memset(block, 1, 1 << 20)
+held = resident()
+for block in blocks[:-1]:  # the last one keeps the others from the top of the heap
+    libc.free(block)
+freed = resident()
+done = [give_back_holes(step) for step in (1, 127, 128, 128)]
+print(kept, held - freed, freed - resident(), *done)
+"""
+
+
+@needs_glibc
+def test_holes_are_given_back_now_and_then():
+    clean = {k: v for k, v in os.environ.items() if k != "GLIBC_TUNABLES" and not k.startswith("MALLOC_")}
+    done = subprocess.run(
+        [sys.executable, "-c", _HOLES], env=clean, capture_output=True, text=True, timeout=60, check=True
+    )
+    kept, at_once, later, *given_back = done.stdout.split()
+    assert kept == "True"
+    assert int(at_once) <= 1
+    assert int(later) >= 60
+    assert given_back == ["False", "False", "True", "False"]

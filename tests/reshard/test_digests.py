@@ -3,19 +3,17 @@
 import pytest
 import torch
 
-from verl.reshard.plan import Move
-from verl.reshard.transport import _digest
+from verl.reshard.digest import copy_with_digest, digest
 
 BITS = {torch.bfloat16: torch.int16, torch.float32: torch.int32, torch.float64: torch.int64}
-MOVE = Move("weight", 0, 1, ((0, 5),), 10)
 
 
 @pytest.mark.parametrize("dtype", BITS)
 @pytest.mark.parametrize("size", [1, 3, 8, 101, 140_001])
 def test_any_difference_counts(dtype, size):
     numbers = torch.randn(size, generator=torch.Generator().manual_seed(size)).to(dtype)
-    bits, of = BITS[dtype], _digest(MOVE, numbers)
-    assert _digest(MOVE, numbers.clone()) == of
+    bits, of = BITS[dtype], digest("weight", numbers)
+    assert digest("weight", numbers.clone()) == of
     others = [-numbers, (~numbers.view(bits)).view(dtype), numbers.roll(1) if size > 1 else numbers + 1]
     for index in (0, size // 2, size - 1):
         for bit in (0, 8 * dtype.itemsize - 1):
@@ -26,14 +24,13 @@ def test_any_difference_counts(dtype, size):
         flipped = numbers.clone()
         flipped[[0, 4]] *= -1
         others.append(flipped)
-    assert of not in {_digest(MOVE, other) for other in others}
+    assert of not in {digest("weight", other) for other in others}
 
 
-def test_name_place_and_format_count():
+def test_label_and_format_count():
     numbers = torch.zeros(4)
-    others = [MOVE._replace(tensor="bias"), MOVE._replace(box=((1, 6),))]
-    assert _digest(MOVE, numbers) not in {_digest(move, numbers) for move in others}
-    assert _digest(MOVE, numbers) != _digest(MOVE, numbers.view(torch.int32))
+    assert digest("weight", numbers) != digest("bias", numbers)
+    assert digest("weight", numbers) != digest("weight", numbers.view(torch.int32))
 
 
 @pytest.mark.parametrize("first", [0, 1, 3])
@@ -41,6 +38,29 @@ def test_where_it_lies_in_memory_does_not_count(first):
     numbers = torch.randn(100, 7).to(torch.bfloat16)
     part = numbers.flatten()[first : first + 600]
     columns = numbers[:, first : first + 2]
-    assert _digest(MOVE, part) == _digest(MOVE, part.clone())
-    assert _digest(MOVE, columns) == _digest(MOVE, columns.contiguous())
-    assert _digest(MOVE, torch.empty(0)) == _digest(MOVE, torch.empty(0, 3))
+    assert digest("weight", part) == digest("weight", part.clone())
+    assert digest("weight", columns) == digest("weight", columns.contiguous())
+    assert digest("weight", torch.empty(0)) == digest("weight", torch.empty(0, 3))
+
+
+@pytest.mark.parametrize("shape", [(300, 700), (3, 5), (2, 3, 8), (200_001,), (2, 140_000), (7, 0), ()])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_of_what_is_copied(shape, dtype):
+    """Into a part of a larger tensor, with a cast, in portions."""
+    source = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    larger = torch.full((*shape[:-1], shape[-1] + 8) if shape else (), torch.nan, dtype=dtype)
+    target = larger[..., : shape[-1]] if shape else larger
+    said = copy_with_digest("weight", target, source)
+    assert torch.equal(target, source.to(dtype))
+    assert said == digest("weight", target) == digest("weight", source.to(dtype))
+    assert larger.isnan().sum() == larger.numel() - target.numel()
+
+
+def test_rows_that_are_swapped_count():
+    numbers = torch.randn(64, 4096, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    of = digest("weight", numbers)
+    assert of not in (
+        digest("weight", numbers.flip(0)),
+        digest("weight", numbers.roll(1, 0)),
+        digest("weight", numbers.roll(4, 1)),
+    )

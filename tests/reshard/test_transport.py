@@ -30,6 +30,10 @@ def test_layout_pairs(found):
     assert all(pair["sent"] > 0 < pair["peak"] for pair in pairs.values())
 
 
+def test_memory_is_written_over_when_it_has_been_read(found):
+    assert found["check_many_updates_through_memory"]["updates"] == 6
+
+
 def test_ranks_that_do_not_train(found):
     first, second = found["check_other_ranks"]["sent"]
     assert first == pytest.approx(second, rel=0.05)

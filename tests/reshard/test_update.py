@@ -43,7 +43,23 @@ def test_what_no_plan_serves(found):
     assert "check_what_no_plan_serves" in found, "both ranks go on without a plan"
 
 
-def test_a_parameter_that_nobody_trains(found):
-    first, second = found["check_parameter_that_nobody_trains"]["messages"]
+def test_adapters_travel_alone(found):
+    """A copy lacks half of them; of divided ones a rank has what it needs, but for those that lie otherwise."""
+    sent = {name: part / whole for name, (part, whole) in found["check_adapters"].items()}
+    assert sent["copies"] == 1
+    assert 0 < sent["divided"] < 1
+    assert sent["same"] == 0
+
+
+@pytest.mark.parametrize(
+    ("check", "words"),
+    [
+        ("check_parameter_that_nobody_trains", "without extra; the rollout would sample from old ones"),
+        ("check_parameter_that_nobody_takes", "model.norm.weight trains, and no tensor of the rollout's copy takes it"),
+        ("check_adapters_that_nobody_takes", "model.layers.1.mlp.down_proj.weight trains, and no tensor"),
+    ],
+)
+def test_names_that_are_not_those_of_both(found, check, words):
+    first, second = found[check]["messages"]
     assert first == second
-    assert "without extra; the rollout would sample from old ones" in first
+    assert words in first

@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from tests.engines.parallel_checks import make, model_folder, on
 from tests.reshard.reference import llama, mixture
+from tests.reshard.update_checks import together
 from verl.engines.fsdp import FSDPEngine
 from verl.engines.shards import local
 from verl.errors import ModelError
@@ -51,13 +52,15 @@ class Wire:
         return self.send(ops)
 
 
-def carry(tensors, training, rollout, *, faulty=PeerToPeer, staging_bytes=STAGING_BYTES, dtype=torch.bfloat16):
-    """One update; returns the transport, the plan, what arrived, what should have arrived, and the bytes sent."""
+def carry(tensors, training, rollout, *, faulty=PeerToPeer, dtype=torch.bfloat16, in_memory=False):
+    """One update; returns the transport, the plan, what arrived, what should have arrived, and the bytes in messages."""
     values = numbers(tensors)
     plan = make_plan(tensors, training, rollout, {rank: rank // 2 for rank in range(4)})
     transport = faulty(
-        tensors, training, rollout, plan, dtype=dtype, device=torch.device("cpu"), staging_bytes=staging_bytes
+        tensors, training, rollout, plan, dtype=dtype, device=torch.device("cpu"), staging_bytes=STAGING_BYTES
     )
+    if in_memory:
+        transport.share_memory(together())
     expected = {name: value.to(dtype) for name, value in parts((tensors, values), rollout).items()}
     arrived = {name: torch.full_like(value, torch.nan) for name, value in expected.items()}
     TRAFFIC.take()
@@ -91,13 +94,32 @@ def check_layout_pairs(folder):
     found = {}
     for name, tensors, training, t_g, more in layout_pairs():
         rollout = layouts.RolloutLayout(interval_engines(training, t_g), **more)
-        transport, plan, arrived, expected, sent = carry(tensors, training, rollout)
-        for tensor, value in expected.items():
-            assert torch.equal(arrived[tensor], value), (name, tensor)
-        assert sent == plan.sent_bytes.get(dist.get_rank(), 0) == TRAFFIC.take().num_bytes
-        assert transport.peak_staging_bytes <= STAGING_BYTES
+        for in_memory in (False, True):
+            transport, plan, arrived, expected, sent = carry(tensors, training, rollout, in_memory=in_memory)
+            for tensor, value in expected.items():
+                assert torch.equal(arrived[tensor], value), (name, tensor)
+            planned = plan.sent_bytes.get(dist.get_rank(), 0)
+            assert transport.num_sent_bytes == planned == TRAFFIC.take().num_bytes
+            assert sent == (0 if in_memory else planned)
+            # what lies in memory begins at multiples of 64 bytes, for each rank in each half
+            assert transport.peak_staging_bytes <= STAGING_BYTES + (2 * 5 * 64 if in_memory else 0)
         found[name] = {"sent": plan.total_bytes, "peak": transport.peak_staging_bytes}
     return found
+
+
+@on(4)
+def check_many_updates_through_memory(folder):
+    """What is written over has been read: each update brings its own numbers."""
+    tensors = llama(32, 48, 2, 4, 2, vocabulary=66)
+    training, rollout = layouts.TrainingLayout(Mesh.of(4)), layouts.RolloutLayout(consecutive_engines(range(4), 1))
+    transport, *_, arrived, _, _ = carry(tensors, training, rollout, in_memory=True)
+    sent = transport.num_sent_bytes
+    for seed in range(1, 6):
+        values = numbers(tensors, seed)
+        transport(parts((tensors, values), training), arrived)
+        for name, value in parts((tensors, values), rollout).items():
+            assert torch.equal(arrived[name], value.to(torch.bfloat16)), (seed, name)
+    return {"updates": transport.num_sent_bytes // sent}
 
 
 @on(4)
@@ -112,27 +134,26 @@ def check_other_ranks(folder):
 
 
 class LosesABucket(PeerToPeer):
-    """Rank 2 does not unpack its second bucket."""
+    """Rank 2 does not unpack the second of what it gets."""
 
     count = 0
 
-    def _finish(self, flight, wanted):
+    def _unpack(self, parcel, wanted):
         self.count += 1
-        if self.rank == 2 and self.count == 2:
-            flight = flight._replace(receives=[])
-        super()._finish(flight, wanted)
+        if self.rank != 2 or self.count != 2:
+            super()._unpack(parcel, wanted)
 
 
 class SwapsTwo(PeerToPeer):
     """The engine of rank 2 takes k_proj for v_proj of a layer."""
 
-    def _prove(self, held, wanted, sent):
+    def _prove(self, wanted, sent):
         if self.rank == 2:
             k, v = (wanted[f"model.layers.1.self_attn.{which}_proj.weight"] for which in "kv")
             was = k.clone()
             k.copy_(v)
             v.copy_(was)
-        super()._prove(held, wanted, sent)
+        super()._prove(wanted, sent)
 
 
 class ForgetsWhatItKeeps(PeerToPeer):
@@ -146,9 +167,8 @@ class FlipsABit(PeerToPeer):
 
     def _finish(self, flight, wanted):
         super()._finish(flight, wanted)
-        if self.rank == 2 and flight.receives:
-            move, _ = flight.receives[-1]
-            place = self._at(wanted, move, is_source=False)
+        if self.rank == 2 and flight.parcels:
+            place = self._at(wanted, flight.parcels[-1].moves[-1], is_source=False)
             place.view(torch.int16)[(0,) * place.dim()] ^= 1
 
 
@@ -160,7 +180,7 @@ def check_faults(folder):
     for fault in (LosesABucket, SwapsTwo, ForgetsWhatItKeeps, FlipsABit):
         message = ""
         try:
-            carry(tensors, training, rollout, faulty=fault)
+            carry(tensors, training, rollout, faulty=fault, in_memory=True)
         except ModelError as error:
             message = str(error)
         assert bool(message) == (dist.get_rank() == 2), (fault, message)

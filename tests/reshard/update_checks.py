@@ -9,6 +9,7 @@ from tests.engines.parallel_checks import make, model_folder, on
 from verl.engines.fsdp import FSDPEngine
 from verl.errors import ModelError
 from verl.models.load import load_causal_lm
+from verl.models.lora import is_adapter
 from verl.models.parallel import experts, tensor
 from verl.parallel.collectives import Collectives, Peer
 from verl.parallel.mesh import Mesh
@@ -24,7 +25,7 @@ MIXTURES = sorted(experts.FAMILIES)
 
 def together():
     peer = Peer(dist.get_rank(), dist.get_world_size(), "", 0)
-    return Collectives(peer, dist.HashStore(), dist.new_group(), 60.0)
+    return Collectives(peer, dist.HashStore(), dist.new_group(), 60.0, 60.0)
 
 
 def copy_of(path, size, dtype):
@@ -91,13 +92,51 @@ def check_untied_bfloat16(folder):
 
 @on(2)
 def check_what_no_plan_serves(folder):
-    """Adapters, and engines that lie otherwise than the layouts say."""
+    """Engines that lie otherwise than the layouts say."""
     path = model_folder(folder, "llama")
-    adapted = make(FSDPEngine, path, lora=4)
-    assert planned(adapted, copy_of(path, 1, torch.float64), 1) is None
     engine, replica = make(FSDPEngine, path), copy_of(path, 1, torch.float64)
     assert planned(engine, replica, 2) is None
     return {}
+
+
+def check_adapters_both_ways(path, size, **config):
+    """Adapters that travel alone leave what merged weights do; returns the bytes of the plan, and of all adapters."""
+    engine = make(FSDPEngine, path, lora=4, **config)
+    replica = copy_of(path, size, torch.float64)
+    update = planned(engine, replica, size)
+    trained = [shard for name, shard in engine.shards.items() if is_adapter(name)]
+    for _ in range(2):  # the second time onto what the first has left
+        with torch.no_grad():
+            for shard in trained:
+                shard.parameter.add_(0.1)
+        update()
+    by_plan = {name: part.clone() for name, part in replica.parts().items()}
+    replica.load(engine.gather_weights())
+    for name, part in replica.parts().items():
+        assert torch.allclose(by_plan[name], part, rtol=1e-13, atol=1e-15), (path, config, name)
+    return [update.plan.total_bytes, 8 * sum(shard.shape.numel() for shard in trained)]
+
+
+@on(2)
+def check_adapters(folder):
+    path = model_folder(folder, "llama")
+    return {
+        "copies": check_adapters_both_ways(path, 1),
+        "divided": check_adapters_both_ways(path, 2),
+        "same": check_adapters_both_ways(path, 2, tensor_parallel_size=2),
+    }
+
+
+def messages_of(attempt):
+    """The ModelError of `attempt` on both ranks."""
+    message = ""
+    try:
+        attempt()
+    except ModelError as error:
+        message = str(error)
+    messages = [None] * 2
+    dist.all_gather_object(messages, message)
+    return {"messages": messages}
 
 
 @on(2)
@@ -106,11 +145,22 @@ def check_parameter_that_nobody_trains(folder):
     replica = copy_of(path, 1, torch.float64)
     if dist.get_rank() == 1:
         replica.module.extra = torch.nn.Parameter(torch.zeros(3))
-    message = ""
-    try:
-        planned(make(FSDPEngine, path), replica, 1)
-    except ModelError as error:
-        message = str(error)
-    messages = [None] * 2
-    dist.all_gather_object(messages, message)
-    return {"messages": messages}
+    return messages_of(lambda: planned(make(FSDPEngine, path), replica, 1))
+
+
+@on(2)
+def check_parameter_that_nobody_takes(folder):
+    path = model_folder(folder, "llama")
+    replica = copy_of(path, 1, torch.float64)
+    if dist.get_rank() == 1:
+        del replica.module.model.norm.weight
+    return messages_of(lambda: planned(make(FSDPEngine, path), replica, 1))
+
+
+@on(2)
+def check_adapters_that_nobody_takes(folder):
+    path = model_folder(folder, "llama")
+    replica = copy_of(path, 1, torch.float64)
+    if dist.get_rank() == 1:
+        replica.module.model.layers[1].mlp.down_proj = torch.nn.Identity()
+    return messages_of(lambda: planned(make(FSDPEngine, path, lora=4), replica, 1))

@@ -35,6 +35,11 @@ def runs(pid):
         return False
 
 
+def sleeps(seconds):
+    """Whether there is a process `sleep SECONDS`."""
+    return subprocess.run(["pgrep", "-f", f"^sleep {seconds}$"], capture_output=True).returncode == 0
+
+
 HARMFUL = {  # reply -> words of the sentence
     "sleep": "took longer than 0.6 s",
     "hang in c": "took longer than 0.6 s",
@@ -187,10 +192,13 @@ def test_close_is_idempotent_ends_workers_and_running_calls(make_pool):
         pool.submit([request("1")])
 
 
-def test_a_timeout_kills_what_the_scorer_started(make_pool, tmp_path):
-    pid_file = tmp_path / "pid"
-    make_pool(timeout_s=1.0).score_all([request("child", extra_info={"pid_file": str(pid_file)})])
-    assert wait_until(lambda: not runs(int(pid_file.read_text())))
+def test_a_timeout_kills_what_the_scorer_started(make_pool):
+    seconds = f"1000.{os.getpid()}"  # tells this child from those of other tests
+    pool = make_pool(timeout_s=1.0)
+    call = pool.submit([request("child", extra_info={"seconds": seconds})])
+    assert wait_until(lambda: sleeps(seconds))
+    assert "took longer" in call.result(timeout=5)[0].error
+    assert not sleeps(seconds)
 
 
 def test_workers_die_with_a_parent_that_is_killed(hostile):

@@ -134,7 +134,7 @@ def test_a_resumed_run_equals_the_unbroken_one(tiny_run, partial):
     resumed = tiny_run(*settings, STEPS, folder="broken")
     assert resumed.repeatable == unbroken.repeatable
     assert weights(resumed, 5) == weights(unbroken, 5)
-    assert (resumed.folder / "global_step_3/rollout_queue/queue.json").is_file()
+    assert (resumed.folder / "global_step_3/samples/ledger.sqlite").is_file()
 
 
 def test_a_step_that_was_abandoned_is_taken_again_alike(tiny_run, monkeypatch):

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 from verl.checkpoint.files import find_damage
-from verl.checkpoint.store import candidates, newest_complete
+from verl.checkpoint.kept import candidates, newest_complete
 from verl.checkpoint.tensor_files import num_bytes, read_model, set_config_dtype, write_model
 from verl.errors import CheckpointError
 from verl.parallel.device import parse_dtype

@@ -45,7 +45,8 @@ def facts(host: dict[str, Any], packages: dict[str, Any]) -> list[tuple[str, str
         ("cpu", f"instruction sets: {' '.join(host['cpu_flags']) or 'unknown'}"),
         ("memory", f"{_gib(host['available_memory_bytes'])} free of {_gib(host['memory_bytes'])}; "
                    f"swap {_gib(host['swap_bytes'])}; /dev/shm {_gib(host['shared_memory_bytes'])}"),
-        ("disk", f"{_gib(host['free_disk_bytes'])} free here, {_gib(host['free_temporary_bytes'])} for temporary files"),
+        ("disk", f"{_gib(host['free_disk_bytes'])} free here ({host['file_system']['kind'] or 'unknown file system'}), "
+                 f"{_gib(host['free_temporary_bytes'])} for temporary files"),
         ("limits", limits or "unknown"),
         ("python", f"{packages['python']} at {packages['executable']}"
                    + ("" if packages["virtual_environment"] else ", outside a virtual environment")),

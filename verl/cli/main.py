@@ -59,11 +59,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if verb not in VERBS:
         print(f"verl: there is no verb {verb!r}{nearest(verb, VERBS) or '; see verl --help.'}", file=sys.stderr)
         return 2
-    return run_verb(verb, rest)
+    return run_verb(verb, rest, whole_process=argv is None)
 
 
-def run_verb(verb: str, arguments: Sequence[str]) -> int:
-    """Run `verb`, with errors shown as `main` says."""
+def run_verb(verb: str, arguments: Sequence[str], *, whole_process: bool = False) -> int:
+    """Run `verb`, with errors shown as `main` says. `whole_process`: this process is there for nothing else, so that the verb
+    may fork it (its `run_process`, where it has one)."""
     # OpenMP threads that sleep between two operations cost a decode step half its speed; threads that spin without end
     # stall everything as soon as another process wants a core. So they spin for a few milliseconds and then sleep. The
     # runtime reads this once, when torch is first imported; OMP_WAIT_POLICY, where the user has set it, decides instead.
@@ -71,11 +72,13 @@ def run_verb(verb: str, arguments: Sequence[str]) -> int:
         os.environ.setdefault("GOMP_SPINCOUNT", "100000")
     keep_freed_memory()
     try:
-        return importlib.import_module(f"verl.cli.{verb}").run(list(arguments))
+        module = importlib.import_module(f"verl.cli.{verb}")
+        run = getattr(module, "run_process", module.run) if whole_process else module.run
+        return run(list(arguments))
     except VerlError as error:
         if os.environ.get("LOG_LEVEL", "").upper() == "DEBUG":
             _show_traceback()
-        print(f"verl {verb}: {error}", file=sys.stderr)
+        print(f"verl {verb}: {_without_secrets(str(error))}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print(f"verl {verb}: interrupted.", file=sys.stderr)
@@ -89,6 +92,12 @@ def run_verb(verb: str, arguments: Sequence[str]) -> int:
         return 1
     except Exception:  # noqa: BLE001 - anything else is a bug of ours, and is shown whole
         return _report_bug(verb)
+
+
+def _without_secrets(text: str) -> str:
+    from verl.config.secrets import hide  # not above: `verl --help` needs no config
+
+    return hide(text)
 
 
 def _refusal(error: OSError) -> str:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from verl.cli.arguments import Parser
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from rich.console import Console
 
     from verl.tracking.bottleneck import Bottleneck
+    from verl.tracking.ledger_counts import Counts
     from verl.tracking.progress import Curve, Progress
 
 ABOUT = (
@@ -43,6 +45,10 @@ def run(argv: list[str]) -> int:
 def show(progress: Progress, console: Console) -> None:
     """Print `progress` for people."""
     console.print(f"[bold]{progress.folder}[/bold]  {_state(progress)}", soft_wrap=True)
+    if progress.crashes:
+        console.print(_crashes(progress.crashes), markup=False, soft_wrap=True)
+    if progress.samples is not None:
+        console.print(_samples(progress.samples), soft_wrap=True)
     if progress.bottleneck is not None:
         _show_time(progress.bottleneck, console)
     if progress.curves:
@@ -58,6 +64,8 @@ def _state(progress: Progress) -> str:
     parts = [f"{progress.status} at step {progress.step}{of}"]
     if progress.process:
         parts.append(progress.process)
+    if progress.doing_s is not None:
+        parts.append(f"in {progress.doing} for {duration(progress.doing_s)}")
     if progress.seconds_left is not None:
         parts.append(f"about {duration(progress.seconds_left)} to go")
     if progress.status == "stopped":
@@ -65,6 +73,29 @@ def _state(progress: Progress) -> str:
     if progress.last_written_s is not None and progress.status == "running":
         parts.append(f"last step written {duration(progress.last_written_s)} ago")
     return ", ".join(parts)
+
+
+def _samples(found: Counts) -> str:
+    """What became of the samples; what is always told first, then what there is of the rest."""
+    rest = {
+        "left out by a filter": found.dropped,
+        "sampled anew": found.evicted,
+        "trained before this ledger begins": found.before,
+    }
+    told = [f"{found.trained} trained", f"{found.pending} pending", f"{found.defaulted} with the default score"]
+    told += [f"{found.twice} trained twice", *(f"{count} {name}" for name, count in rest.items() if count)]
+    return f"samples: {', '.join(told)}"
+
+
+def _crashes(rows: Sequence[Mapping[str, Any]]) -> str:
+    """How often the run was started again after a crash, and the last one."""
+    last, times = rows[-1], sum(row.get("event") == "restarted" for row in rows)
+    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(last.get("time", 0)))
+    end = "; then it was given up" if last.get("event") == "gave up" else ""
+    return (
+        f"restarted {times} time{'' if times == 1 else 's'} after a crash{end}; the last was at {when}, in step "
+        f"{last.get('step')} ({last.get('phase')}): {last.get('cause')}"
+    )
 
 
 def _show_time(found: Bottleneck, console: Console) -> None:

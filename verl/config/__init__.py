@@ -15,6 +15,7 @@ from verl.config.critic import CriticConfig
 from verl.config.data import CustomClassConfig, DataConfig
 from verl.config.distillation import DistillationConfig
 from verl.config.fsdp import FSDPConfig, MixedPrecisionConfig
+from verl.config.guards import GuardsConfig
 from verl.config.load import load_config
 from verl.config.loaded import LoadedConfig
 from verl.config.megatron import MegatronConfig
@@ -46,6 +47,7 @@ __all__ = [
     "FSDPConfig",
     "FilterGroupsConfig",
     "GlobalProfilerConfig",
+    "GuardsConfig",
     "KLCtrlConfig",
     "LoadedConfig",
     "MegatronConfig",

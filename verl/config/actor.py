@@ -33,7 +33,9 @@ class CheckpointConfig(Section):
         ["model", "optimizer", "extra"], "parts of a checkpoint: model, optimizer, extra, hf_model"
     )
     load_contents: list[str] = used(["model", "optimizer", "extra"], "parts that a resumed run reads")
-    async_save: bool = inert(False, "save while training goes on", "saves finish before the next step in this version")
+    async_save: bool = used(
+        False, "write checkpoints while training goes on, from a copy in the host's memory", sizing=True
+    )
     strict: bool = inert(True, "every tensor must fit", "every tensor must always fit")
     save_lora_only: bool = used(False, "with LoRA, save the adapters alone, without the merged model", sizing=True)
     mbridge_config: dict[str, Any] = inert({}, "settings of Megatron's bridge", "only the Megatron engine reads it")

@@ -90,6 +90,14 @@ def _switch(path: str, value: str = "True") -> Condition:
     return Condition(holds, f"{path} is not {value}", f"set {path}={value}")
 
 
+def _rollout(*engines: str) -> Condition:
+    return Condition(
+        lambda root, node: root.actor_rollout_ref.rollout.name in engines,
+        f"actor_rollout_ref.rollout.name is not {' or '.join(engines)}",
+        f"set actor_rollout_ref.rollout.name={engines[0]}",
+    )
+
+
 CRITIC = Condition(
     lambda root, node: uses_critic(root),
     "no critic is trained with this algorithm.adv_estimator",
@@ -233,6 +241,9 @@ CONDITIONS: dict[str, Condition] = {
     "use_3d_hybrid": Condition(
         lambda root, node: node.use_3d_hybrid, "use_3d_hybrid is not True", "set use_3d_hybrid=True"
     ),
+    "vllm": _rollout("vllm"),
+    "service": _rollout("http", "sglang"),
+    "has_limit": Condition(lambda root, node: node.limit is not None, "no limit is set beside it", "set limit as well"),
     "has_path": Condition(lambda root, node: node.path is not None, "no path is set beside it", "set path as well"),
     "imported_manager": _switch("reward.reward_manager.source", "importlib"),
     "reward_model": _switch("reward.reward_model.enable"),

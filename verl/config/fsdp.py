@@ -70,10 +70,25 @@ class FSDPConfig(Section):
     entropy_checkpointing: bool = inert(False, "recompute the entropy in the backward pass", FUSED_LOG_PROBS)
     pad_to_length: bool = inert(False, "pad packed rows", "padding is never computed")
     pad_to_length_bucket: int = inert(1024, "multiple that packed rows are padded to", "padding is never computed")
-    use_3d_hybrid: bool = used(False, "reshard between training and rollout in three dimensions")
-    layer_per_group: int = used(1, "layers moved together when resharding", when="use_3d_hybrid")
-    enable_chunked_attention: bool = used(False, "attend to long sequences chunk by chunk", when="use_3d_hybrid")
+    use_3d_hybrid: bool = used(False, "divide training work in three dimensions: layers, sequence, batch")
+    layer_per_group: int = used(
+        1,
+        "decoder layers whose parameters several devices gather together, and send at a time to those that generate; fixed "
+        "during a run",
+        when="use_3d_hybrid",
+    )
+    enable_chunked_attention: bool = used(
+        False,
+        "compute feed-forward, and attention without a flash kernel, over chunk_size tokens at a time, once more in the "
+        "backward: less memory",
+        when="use_3d_hybrid",
+    )
     chunk_size: int = used(512, "tokens of such a chunk", when="use_3d_hybrid")
-    batch_group_size: int = used(1, "samples moved together when resharding", when="use_3d_hybrid")
+    batch_group_size: int = used(
+        1,
+        "micro-batches for which several devices gather parameters and add up gradients once: less communication, more "
+        "memory",
+        when="use_3d_hybrid",
+    )
     qat: dict[str, Any] = inert({}, "quantisation-aware training", "weights are not quantised in this version")
     turbo_config: dict[str, Any] = inert({}, "settings of the fsdp_turbo engine", "only the fsdp_turbo engine reads it")

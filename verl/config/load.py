@@ -11,6 +11,7 @@ from verl.config.checks import check_config
 from verl.config.follows import FOLLOWS, derive
 from verl.config.keys import Section
 from verl.config.loaded import LoadedConfig
+from verl.config.secrets import holds_mask, remember_secrets
 from verl.config.settings import Given, Setting
 from verl.config.tree import Leaf, VerlConfig, leaves
 from verl.config.values import Misfit, convert, expected, merge
@@ -60,7 +61,14 @@ def _resolve(given: Given) -> LoadedConfig:
     if any(_interpolated(v) for v in values.values()):
         _interpolate(values, origins)
         followed = _complete(values, origins, last)
-    return LoadedConfig(build(values), origins, list(given.notices), last, followed)
+    _raise([_masked(path, origins[path]) for path, value in values.items() if holds_mask(value)])
+    config = build(values)
+    remember_secrets(config)
+    return LoadedConfig(config, origins, list(given.notices), last, followed)
+
+
+def _masked(path: str, origin: str) -> str:
+    return f"{path} ({origin}) has the mask of a secret, which no run folder keeps. Give the value again."
 
 
 def _fit(setting: Setting, errors: list[str]) -> Any:

@@ -28,5 +28,5 @@ class LoadedConfig:
 
     def write(self, folder: str | Path) -> Path:
         """Write `folder`/config.yaml: every key with its value and, where it is not the default, its origin. The file
-        is a valid `--config-path` again. Returns its path."""
+        is a valid `--config-path` again, but for secrets, which must be given anew. Returns its path."""
         return write_yaml(self.config, self.origins, Path(folder))

@@ -59,6 +59,7 @@ LOGGERS = (
 
 REWARD_MANAGERS = ("naive", "batch", "prime", "dapo", "gdpo", "remote", "rate_limited")
 
+ROLLOUT_ENGINES = ("native", "hf", "vllm", "http", "sglang")
 ROLLOUT_IS = ("token", "sequence")
 ROLLOUT_RS = (
     *(f"token_{k}" for k in ("k1", "k2", "k3")),

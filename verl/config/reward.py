@@ -155,7 +155,19 @@ class SandboxFusionConfig(Section):
 class RewardConfig(Section):
     num_workers: int = used(8, "processes that score")
     timeout_s: float = used(30.0, "seconds after which a scorer is ended and its sample gets default_score")
-    memory_mb: int = used(4096, "memory of a scoring process; more ends it")
+    memory_mb: int = used(4096, "MiB that a scoring process may allocate; more ends it")
+    cpu_s: float | None = used(
+        None, "processor seconds of one call, all its threads and processes together; null: twice timeout_s"
+    )
+    max_file_mb: int = used(1024, "largest file that a scorer may write, in MiB")
+    max_open_files: int = used(1024, "files that each process of a scorer may have open")
+    max_processes: int = used(64, "processes that a scorer may have started at once")
+    network: bool = used(False, "whether scorers may reach the network, and see keys and passwords in the environment")
+    process_per_sample: bool = used(
+        False,
+        "score each sample in a process forked for it, so that nothing which a scorer keeps in memory lasts or reaches "
+        "another sample",
+    )
     default_score: float = used(0.0, "score of a sample whose scorer hung, crashed or gave no number")
     reward_kwargs: dict[str, Any] = used({}, "arguments of the reward manager (overlong_buffer_cfg, max_resp_len, ...)")
     custom_reward_function: CustomRewardFunctionConfig = section(

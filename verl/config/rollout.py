@@ -64,7 +64,7 @@ class AgentConfig(Section):
 @dataclass(frozen=True)
 class CheckpointEngineConfig(Section):
     backend: str = inert("naive", "how weights reach the engine", SHARED_WEIGHTS)
-    update_weights_bucket_megabytes: int = inert(2048, "size of a transfer", SHARED_WEIGHTS)
+    update_weights_bucket_megabytes: int = used(2048, "most weights sent at a time (vLLM)", when="vllm", sizing=True)
     engine_kwargs: dict[str, Any] = inert({}, "further settings", SHARED_WEIGHTS)
     custom_backend_module: str | None = inert(None, "module of another backend", SHARED_WEIGHTS)
 
@@ -90,9 +90,36 @@ class PrometheusConfig(Section):
 
 @dataclass(frozen=True)
 class EngineKwargsConfig(Section):
-    vllm: dict[str, Any] = inert({}, "further settings of vLLM", "only vLLM reads it")
-    sglang: dict[str, Any] = inert({}, "further settings of SGLang", "only SGLang reads it")
+    vllm: dict[str, Any] = used(
+        {}, "further arguments of vllm.LLM, which go before those made of other keys", when="vllm", sizing=True
+    )
+    sglang: dict[str, Any] = inert({}, "further settings of SGLang", "SGLang is a service, which is started apart")
     trtllm: dict[str, Any] = inert({}, "further settings of TensorRT-LLM", "only TensorRT-LLM reads it")
+
+
+@dataclass(frozen=True)
+class ServiceConfig(Section):
+    """A service that generates; it is started apart, with the model of the run."""
+
+    url: str = used("http://127.0.0.1:8000", "address of the service", when="service")
+    api: str = used(
+        "openai",
+        "what it understands: openai (/v1/completions with token ids; takes no weights), vllm (vLLM's server with verl's draw "
+        "and weight receiver), sglang; the last is implied by name=sglang",
+        when="service",
+        choices=("openai", "vllm", "sglang"),
+    )
+    served_model_name: str | None = used(
+        None, "name under which it serves the model; null: its only one", when="service"
+    )
+    token_env: str = used(
+        "VERL_ROLLOUT_TOKEN", "environment variable with its bearer token; needed on another machine", when="service"
+    )
+    timeout_s: float = used(600.0, "longest wait for one sample or one update", when="service")
+    num_retries: int = used(3, "repetitions of a request that was not answered", when="service")
+    weights_dir: str | None = used(
+        None, "folder that this run writes new weights to and the service reads them from", when="service"
+    )
 
 
 @dataclass(frozen=True)
@@ -121,6 +148,16 @@ class RolloutConfig(Section):
         "on a CPU, generate with a copy of the weights that multiplies faster; freed with the KV cache",
         sizing=True,
     )
+    drift_check: str = used(
+        "sampled",
+        "how it is seen that generation has left the training weights alone: a few numbers of some tensors (other ones each "
+        "time), a checksum of all, or not at all",
+        choices=("sampled", "full", "off"),
+        sizing=True,
+    )
+    keep_weights_copy: bool = used(
+        False, "keep a copy of the training weights while generating, to go back to if they have changed", sizing=True
+    )
     calculate_log_probs: bool = used(True, "keep the sampled log-probabilities, so that they need not be recomputed")
     log_prob_micro_batch_size: int | None = used(None, "older form of log_prob_micro_batch_size_per_gpu", sizing=True)
     log_prob_micro_batch_size_per_gpu: int | None = used(
@@ -144,7 +181,14 @@ class RolloutConfig(Section):
     val_kwargs: ValKwargsConfig = section(ValKwargsConfig, "the draw at validation")
     multi_turn: MultiTurnConfig = section(MultiTurnConfig, "several turns with tools")
     agent: AgentConfig = section(AgentConfig, "agent loops")
-    mode: str = inert("async", "sync or async server", "the native engine hands on each sample as it ends")
+    mode: str = used(
+        "async",
+        "where vLLM runs: in a process of its own (async) or in the one that trains (sync)",
+        when="vllm",
+        choices=("sync", "async"),
+        sizing=True,
+    )
+    service: ServiceConfig = section(ServiceConfig, "a service that generates (name=http or sglang)")
     nnodes: int = used(0, "nodes for rollout alone; 0: it shares the training devices")
     n_gpus_per_node: int = used(1, "devices of such a node", sizing=True)
     tensor_model_parallel_size: int = used(
@@ -156,12 +200,14 @@ class RolloutConfig(Section):
     dtype: str = inert("bfloat16", "dtype of the engine", SHARED_WEIGHTS)
     load_format: str = inert("dummy", "how the engine loads weights", SHARED_WEIGHTS)
     layered_summon: bool = inert(False, "send weights layer by layer", SHARED_WEIGHTS)
-    gpu_memory_utilization: float = inert(0.5, "share of device memory for the engine", GPU_ENGINES)
+    gpu_memory_utilization: float = used(0.5, "share of a GPU's memory for vLLM", when="vllm", sizing=True)
     enforce_eager: bool = used(False, "no CUDA graphs and no compiled kernels in decoding", sizing=True)
     cudagraph_capture_sizes: list[int] | None = inert(None, "batch sizes of CUDA graphs", GPU_ENGINES)
-    enable_chunked_prefill: bool = inert(True, "long prompts in pieces", "max_num_batched_tokens always bounds them")
-    enable_prefix_caching: bool = inert(
-        True, "reuse computed prompts", "a prompt is always computed once for its samples"
+    enable_chunked_prefill: bool = used(
+        True, "long prompts in pieces (vLLM; the native engine always bounds them)", when="vllm", sizing=True
+    )
+    enable_prefix_caching: bool = used(
+        True, "compute equal prompts once (vLLM; the native engine always does)", when="vllm", sizing=True
     )
     logprobs_mode: str = inert(
         "processed_logprobs", "which log-probabilities", "they are always at the sampling temperature"

@@ -103,6 +103,8 @@ def locate(path: str) -> str | None:
     """The key that holds `path`: itself, or the free-form key above it; None when there is none."""
     if path in leaves():
         return path
+    if not all(path.split(".")):
+        return None  # a dot too many, which would name an entry without a name
     parent = path.rpartition(".")[0]
     while parent:
         if parent in leaves():
@@ -135,7 +137,7 @@ def _unknown(spelled: str, path: str, source: str) -> str:
         )
     if spelled in ANNOUNCED:
         return f"{spelled} ({source}): {ANNOUNCED[spelled]}"
-    return f"There is no key {spelled!r} ({source}){suggest.clause(path)}"
+    return f"There is no key {spelled!r} ({source}){suggest.clause(spelled, path)}"
 
 
 def _first_below(path: str) -> str:

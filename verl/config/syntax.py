@@ -26,7 +26,8 @@ class Override:
 def parse_override(argument: str) -> Override:
     """One command-line argument as an Override. Raises ConfigError when it is not of that form."""
     match = _OVERRIDE.match(argument.strip())
-    if match is None or argument.startswith("-"):
+    # one dash before a key is a slip, which its unknown name will show; two make an option
+    if match is None or argument.startswith("--") or (argument.startswith("-") and "=" not in argument):
         raise ConfigError(
             f"The argument {argument!r} is not of the form key=value. Write for example trainer.total_epochs=1."
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from verl.config.guards import GuardsConfig
 from verl.config.keys import Section, inert, section, used
 
 _ASYNC = "the asynchronous program needs no such setting"
@@ -97,19 +98,41 @@ class TrainerConfig(Section):
         None, "the same for the critic; one folder holds both, the larger number counts"
     )
     device: str = used("auto", "device of the run", choices=("auto", "cpu", "cuda"))
-    deterministic: bool = used(True, "the same run gives the same bits")
+    deterministic: bool = used(
+        True,
+        "the same run gives the same bits, on the same kind of machine with as many threads: sums in a fixed order only. False "
+        "is worth a try where operations without such an order are a large part of a step, as scatters on a GPU can be",
+    )
     min_free_disk_gb: float = used(1.0, "stop before the disk has less than this left")
     nnodes: int = used(1, "machines of the run")
     n_gpus_per_node: int = used(1, "devices per machine; on CPUs, processes per machine")
     placement: dict[str, Any] = used(
         {}, "role -> list of devices, for actor, rollout, reference, critic, reward; others are where their actor is"
     )
+    max_restarts: int = used(
+        3, "times in a row, without a new checkpoint in between, that a run which crashed is started again; 0: never"
+    )
+    restart_backoff_s: float = used(5.0, "wait before the first of these restarts; it doubles with each")
+    hang_timeout_s: float = used(
+        7200.0,
+        "longest that one phase of a step (generation, an update, a checkpoint) may take; then the run's stacks are written "
+        "down and it is started again; 0: no limit",
+    )
     call_timeout_s: float = used(
         3600.0, "longest that one call on a worker may take in a run over several processes", sizing=True
+    )
+    dynamic_config: list[dict[str, Any]] = used(
+        [],
+        "phases of training, each {from_step: N, changes: {key: value}}: keys of fsdp_config.use_3d_hybrid that get other "
+        "values from that step on",
+    )
+    dynamic_config_scheduler: str | None = used(
+        None, "the same as an object of one's own, path/to/file.py:name, with values(step) -> {key: value}"
     )
     balance_batch: bool = inert(True, "give ranks equal tokens", "ranks are always given shares of equal cost")
     use_v1: bool = inert(True, "which trainer", ONE_TRAINER)
     v1: TrainerV1Config = section(TrainerV1Config, "how generation and training alternate")
+    guards: GuardsConfig = section(GuardsConfig, "what is done when numbers go wrong")
     checkpoint_callback_class: str | None = used(None, "class whose on_save is called after a save")
     default_hdfs_dir: str | None = used(None, "HDFS folder for checkpoints")
     del_local_ckpt_after_load: bool = inert(

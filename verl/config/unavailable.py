@@ -31,9 +31,7 @@ _MODEL = "actor_rollout_ref.model"
 _FSDP = ("actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.ref.fsdp_config", "critic.fsdp")
 
 MISSING: tuple[Missing, ...] = (
-    Missing(f"{_ROLLOUT}.name", _is("vllm"), "The vLLM rollout engine (extra 'vllm')", NATIVE),
-    Missing(f"{_ROLLOUT}.name", _is("sglang"), "The SGLang rollout engine", NATIVE),
-    Missing(f"{_ROLLOUT}.name", _is("trtllm", "http"), "This rollout engine", NATIVE),
+    Missing(f"{_ROLLOUT}.name", _is("trtllm"), "This rollout engine", NATIVE),
     Missing(f"{_ROLLOUT}.multi_turn.enable", _set, "Multi-turn rollout with tools", "Set it to False"),
     Missing(
         f"{_ROLLOUT}.agent.default_agent_loop",
@@ -57,11 +55,10 @@ MISSING: tuple[Missing, ...] = (
     ),
     Missing("actor_rollout_ref.actor.qat.enable", _set, "Quantisation-aware training", "Remove the key"),
     *(Missing(f"{f}.qat.enable", _set, "Quantisation-aware training", "Remove the key") for f in _FSDP),
-    *(Missing(f"{f}.use_3d_hybrid", _set, "Resharding in three dimensions", "Set it to False") for f in _FSDP),
     Missing("actor_rollout_ref.hybrid_engine", lambda v: not v, "Rollout apart from training", "Set it to True"),
     *(Missing(f"{m}.mtp.enable", _set, "Multi-token prediction", "Set it to False") for m in (_MODEL, "critic.model")),
     Missing(
-        "reward.sandbox_fusion.url", _set, "The code sandbox", "Run programs in reward.custom_reward_function.path"
+        "reward.sandbox_fusion.url", _set, "The code sandbox", "Remove the key: programs run in the box of the scorer"
     ),
     Missing(
         "reward.reward_manager.name",

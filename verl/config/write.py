@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from verl.config.secrets import hide_values
 from verl.config.tree import VerlConfig, leaves, value_at
 
 
@@ -22,7 +23,7 @@ def write_yaml(config: VerlConfig, origins: Mapping[str, str], folder: Path) -> 
 
 
 def to_yaml(config: VerlConfig, origins: Mapping[str, str]) -> str:
-    """Every key with its value; where that is not the default, a comment says where it comes from."""
+    """Every key with its value, secrets masked; where that is not the default, a comment says where it comes from."""
     lines = ["# Every key of this run. A comment says where a value comes from; without one it is the default."]
     open_sections: list[str] = []
     for path, leaf in leaves().items():
@@ -34,7 +35,8 @@ def to_yaml(config: VerlConfig, origins: Mapping[str, str]) -> str:
         open_sections = parents
         origin = origins[path]
         comment = "" if origin == "default" else f"  # {origin}"
-        lines.append("  " * len(parents) + f"{name}: {scalar(value_at(config, leaf.path))}{comment}")
+        value = hide_values(value_at(config, leaf.path), name)
+        lines.append("  " * len(parents) + f"{name}: {scalar(value)}{comment}")
     return "\n".join(lines) + "\n"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,25 +13,29 @@ import torch.distributed as dist
 
 from verl.config import CheckpointConfig, FSDPConfig, VerlConfig
 from verl.controller.needs import Needs
+from verl.controller.own_copy import load_replica, own_copy, skeleton
 from verl.controller.sampling import sampling_params
 from verl.engines.api import ENGINES as TRAIN_ENGINES
 from verl.engines.api import MicroBatching, TrainEngine
 from verl.engines.groups import Groups
 from verl.errors import ConfigError
-from verl.models.load import eos_token_ids, load_causal_lm, load_external, load_model_config, load_tokenizer
+from verl.models.load import eos_token_ids, load_model_config, load_tokenizer
 from verl.models.parallel.tensor import check_divisible
-from verl.parallel.device import compute_dtype
 from verl.parallel.mesh import Mesh
 from verl.parallel.placement import Placement
+from verl.reshard.grouping import interval_engines
+from verl.reshard.layout import TrainingLayout
 from verl.rewards.managers import build_reward_manager
 from verl.rollout.api import ENGINES as ROLLOUT_ENGINES
-from verl.rollout.replica import Replica, copy_group
+from verl.rollout.api import holds_weights
+from verl.rollout.replica import copy_group
 from verl.workers.critic import CriticWorker
 from verl.workers.objectives import PolicyObjective, ValueObjective
 from verl.workers.policy import ActorWorker, ReferenceWorker
 from verl.workers.reward import RewardWorker
 from verl.workers.reward_model import build_reward_model
 from verl.workers.rollout import RolloutWorker
+from verl.workers.step_guard import StepGuard
 from verl.workers.trained import Keeping
 from verl.workers.updates import MiniBatchSchedule
 
@@ -63,8 +68,10 @@ class Seat:
         )
 
     def rollout_mesh(self) -> Mesh:
-        """How the ranks that generate are arranged: those of a "tp" group hold one copy of the policy together. A run over one
-        device has nothing to divide. Raises ConfigError when they do not divide as the config asks."""
+        """How the ranks that generate are arranged: those of a "tp" group hold one copy of the policy together. Ranks that
+        train too are grouped such that what a rank trains lies within what it generates with, as far as that goes with
+        ascending ranks in a group. A run over one device has nothing to divide. Raises ConfigError when they do not divide
+        as the config asks."""
         ranks = self.placement.devices["rollout"]
         size = self.config.actor_rollout_ref.rollout.tensor_model_parallel_size if self.placement.num_devices > 1 else 1
         if size < 1 or len(ranks) % size:
@@ -72,6 +79,11 @@ class Seat:
                 f"The {len(ranks)} devices of the rollout do not divide into groups of "
                 f"actor_rollout_ref.rollout.tensor_model_parallel_size={size}; choose a divisor of {len(ranks)}."
             )
+        training = self.mesh("actor")
+        if training is not None and set(training.ranks) == set(ranks):
+            hosts = {rank: rank // self.placement.devices_per_node for rank in ranks}
+            copies = interval_engines(TrainingLayout(training), size, hosts=hosts)
+            ranks = tuple(rank for (group,) in copies for rank in sorted(group))  # as process groups number theirs
         return Mesh.grid(ranks, replicate=len(ranks) // size, tp=size)
 
     def holds(self, role: str) -> bool:
@@ -85,13 +97,18 @@ class Seat:
     def shares_weights(self) -> bool:
         """Whether generation uses the training module itself: one process holds the whole policy and generates with it."""
         actor, rollout = self.placement.devices["actor"], self.placement.devices["rollout"]
-        return not self.train or (len(actor) == 1 and actor == rollout)
+        return not self.train or (len(actor) == 1 and actor == rollout and not self.has_own_weights)
+
+    @property
+    def has_own_weights(self) -> bool:
+        """Whether the rollout engine has a copy of the weights, which it is sent whole."""
+        return holds_weights(self.config.actor_rollout_ref.rollout.name)
 
 
 def check_meshes(config: VerlConfig, placement: Placement) -> None:
     """Raise ConfigError, before anything is started, when devices do not divide as the engines ask."""
     seat = Seat(config, placement, 0, torch.device("cpu"), 1, [])
-    _check_rollout(config, dict(seat.rollout_mesh().axes)["tp"])
+    _check_rollout(config, dict(seat.rollout_mesh().axes)["tp"], placement.num_devices > 1)
     for role in engine_roles(seat):
         seat.mesh(role)
         if shares_reference(config) and placement.devices["reference"] != placement.devices["actor"]:
@@ -101,8 +118,13 @@ def check_meshes(config: VerlConfig, placement: Placement) -> None:
             )
 
 
-def _check_rollout(config: VerlConfig, tensor_parallel: int) -> None:
+def _check_rollout(config: VerlConfig, tensor_parallel: int, several: bool) -> None:
     rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
+    if rollout.name == "vllm" and rollout.mode == "sync" and several:
+        raise ConfigError(
+            "actor_rollout_ref.rollout.mode=sync runs vLLM in the process that trains, where it needs the process group for "
+            "itself; with several devices set it to async."
+        )
     if tensor_parallel == 1:
         return
     key = f"actor_rollout_ref.rollout.tensor_model_parallel_size={tensor_parallel}"
@@ -174,6 +196,8 @@ def schedule_of(config: VerlConfig, role: str) -> MiniBatchSchedule | None:
 
 def _set_determinism(config: VerlConfig) -> None:
     if config.trainer.deterministic:
+        # read when CUDA's matrix library starts: without it, its products may take their sums in any order
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
         # a debugging aid that comes with it and writes every new tensor twice
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
@@ -216,18 +240,22 @@ def _actor(seat: Seat) -> ActorWorker:
     config, group = seat.config, seat.config.actor_rollout_ref
     schedule = schedule_of(config, "actor")
     assert schedule is not None
-    engine = _engine(seat, "actor", group.actor, trains=seat.train)
+    engine, guard = _engine(seat, "actor", group.actor, trains=seat.train), StepGuard(config.trainer.guards)
     return ActorWorker(
         engine,
         group.actor,
         PolicyObjective(
-            group.actor, config.algorithm.rollout_correction, max_response_length=group.rollout.response_length
+            group.actor,
+            config.algorithm.rollout_correction,
+            max_response_length=group.rollout.response_length,
+            guard=guard,
         ),
         micro=micro_batching(group.actor, "ppo_"),
         log_prob_micro=micro_batching(group.rollout, "log_prob_"),
         temperature=group.rollout.temperature or 1.0,
         schedule=schedule,
         keeping=_keeping(seat, "actor", group.actor.checkpoint, engine.module),
+        guard=guard,
     )
 
 
@@ -248,15 +276,16 @@ def _critic(seat: Seat) -> CriticWorker:
     critic = seat.config.critic
     schedule = schedule_of(seat.config, "critic")
     assert schedule is not None
-    engine = _engine(seat, "critic", critic, trains=True, kind="value")
+    engine, guard = _engine(seat, "critic", critic, trains=True, kind="value"), StepGuard(seat.config.trainer.guards)
     return CriticWorker(
         engine,
         critic,
-        ValueObjective(critic, max_response_length=seat.config.actor_rollout_ref.rollout.response_length),
+        ValueObjective(critic, max_response_length=seat.config.actor_rollout_ref.rollout.response_length, guard=guard),
         micro=micro_batching(critic, "ppo_"),
         forward_micro=_critic_forward_micro(critic),
         schedule=schedule,
         keeping=_keeping(seat, "critic", critic.checkpoint, engine.module),
+        guard=guard,
     )
 
 
@@ -290,10 +319,22 @@ def _scoring_ranks(seat: Seat) -> list[int]:
 def _rollout(seat: Seat, tokenizer: Any, group: dist.ProcessGroup | None, workers: dict[str, Any]) -> RolloutWorker:
     """The engine generates with the actor's own module where that is whole and here: then there is one copy of the weights."""
     rollout, devices = seat.config.actor_rollout_ref.rollout, seat.placement.devices
-    replica = None if seat.shares_weights and "actor" in workers else _replica(seat, group)
-    module = replica.module if replica is not None else workers["actor"].engine.module
+    replica, own = None, {}
+    if seat.has_own_weights:
+        copy = own_copy(seat.config, seat.device)
+        module, own = skeleton(seat.config, copy.dtype), {"own": copy}
+    elif seat.shares_weights and "actor" in workers:
+        module = workers["actor"].engine.module
+    else:
+        replica = load_replica(seat.config, seat.device, group)
+        module = replica.module
     engine = ROLLOUT_ENGINES.get(rollout.name)(
-        module, tokenizer, rollout, eos_token_ids=eos_token_ids(module, tokenizer), pad_token_id=tokenizer.pad_token_id
+        module,
+        tokenizer,
+        rollout,
+        eos_token_ids=eos_token_ids(module, tokenizer),
+        pad_token_id=tokenizer.pad_token_id,
+        **own,
     )
     streams = devices["reward"] == devices["rollout"] and seat.rank in _scoring_ranks(seat)
     return RolloutWorker(
@@ -306,22 +347,6 @@ def _rollout(seat: Seat, tokenizer: Any, group: dist.ProcessGroup | None, worker
         replica=replica,
         rank=devices["rollout"].index(seat.rank),
     )
-
-
-def _replica(seat: Seat, group: dist.ProcessGroup | None) -> Replica:
-    """A copy of the policy in the compute dtype, for generation alone; divided over `group`, if there is one."""
-    model = seat.config.actor_rollout_ref.model
-    load_external(model.external_lib)
-    module = load_causal_lm(
-        model.path,
-        device=seat.device if group is None else "cpu",  # what is divided may not fit the device whole
-        dtype=compute_dtype(seat.config.actor_rollout_ref.actor.fsdp_config.dtype, seat.device),
-        trust_remote_code=model.trust_remote_code,
-        override_config=model.override_config,
-    ).requires_grad_(False)
-    replica = Replica(module, group)
-    module.to(seat.device)
-    return replica
 
 
 def micro_batching(section: Any, prefix: str = "", *, tokens_key: str = "max_token_len_per_gpu") -> MicroBatching:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 
 from verl.controller.build import Seat, build_workers, engine_section
+from verl.controller.switch import Switch
 from verl.parallel.collectives import Collectives
 from verl.parallel.mesh import Mesh
 from verl.parallel.wire import from_bytes, to_bytes
@@ -25,9 +27,11 @@ class Host:
         self.seat = seat
         self.comm = comm
         self.workers = build_workers(seat)
+        trained = self.workers["actor"].engine if "actor" in self.workers else None
+        self.switch = Switch(trained, seat.config.actor_rollout_ref.rollout, seat.device)
         self.update: PlannedUpdate | None = None  # None: there is one set of weights, or they are gathered whole
         try:
-            if not seat.shares_weights:
+            if not seat.shares_weights and not seat.has_own_weights:
                 self.update = self._plan()
         except BaseException:
             self.close()
@@ -36,33 +40,42 @@ class Host:
     def call(self, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a method of one of the workers; communication that fails inside names the rank at fault."""
         with self.comm.doing(f"{role}.{method}"):
-            return getattr(self.workers[role], method)(*args, **kwargs)
+            result = getattr(self.workers[role], method)(*args, **kwargs)
+            if (role, method) == ("rollout", "end_generation"):
+                if self.update is not None:
+                    self.update.check_held()  # before a sample trains that other weights have made
+                self.switch.to_training()
+            return result
 
     def publish(self, version: int) -> None:
         """The actor's weights become those of the samples made from now on, under `version`. Every host calls this."""
         with self.comm.doing("rollout.publish"):
-            weights = None
-            if self.update is not None:
-                self.update()
-            elif not self.seat.shares_weights:
-                weights = self._weights()
-            if "rollout" in self.workers:
-                self.workers["rollout"].publish(version, weights)
-            for _ in weights or ():  # a rank that trains and does not generate has its part in the gathering
-                pass
+            self.switch.to_generation(partial(self._hand_over, version))
+
+    def _hand_over(self, version: int) -> None:
+        weights = None
+        if self.update is not None:
+            self.update()
+        elif not self.seat.shares_weights:
+            weights = self._weights()
+        if "rollout" in self.workers:
+            self.workers["rollout"].publish(version, weights)
+        for _ in weights or ():  # a rank that trains and does not generate has its part in the gathering
+            pass
 
     def facts(self) -> dict[str, Any]:
         """What a run shows about itself at its start."""
         for role in ("actor", "rollout", "reference", "critic"):
             worker = self.workers.get(role)
             if worker is not None:
-                return module_facts(worker.engine.module, self.seat.device)
+                return module_facts(worker.engine, self.seat.device)
         return {}
 
     def close(self) -> None:
         """End the children of this process."""
-        if "reward" in self.workers:
-            self.workers["reward"].close()
+        for role in ("reward", "rollout"):
+            if role in self.workers:
+                self.workers[role].close()
 
     def _plan(self) -> PlannedUpdate | None:
         training, rollout = layouts(self.seat)
@@ -118,8 +131,9 @@ def layouts(seat: Seat) -> tuple[TrainingLayout, RolloutLayout]:
     )
 
 
-def module_facts(module: torch.nn.Module, device: torch.device) -> dict[str, Any]:
-    """Device, number format, size and threads of a run."""
+def module_facts(engine: Any, device: torch.device) -> dict[str, Any]:
+    """Device, number format, size and threads of a run, by one of its engines."""
+    module = engine.module if hasattr(engine, "module") else engine.skeleton
     return {
         "device": str(device),
         "dtype": str(next(module.parameters()).dtype).removeprefix("torch."),

@@ -9,6 +9,7 @@ from verl.controller.build import Seat, build_workers
 from verl.controller.host import module_facts
 from verl.controller.roles import Roles
 from verl.controller.sampling import sampling_params
+from verl.controller.switch import Switch, around
 from verl.parallel.device import resolve_device
 from verl.parallel.placement import Placement
 
@@ -45,7 +46,18 @@ def build_roles(config: VerlConfig, *, total_steps: int, data_sources: list[str]
     """
     device = resolve_device(config.trainer.device)
     placement = Placement.from_roles({}, 1)
-    workers = build_workers(Seat(config, placement, 0, device, total_steps, data_sources, train))
-    roles = Roles(**workers, end=workers["reward"].close)
-    roles.facts = module_facts(roles.rollout.engine.module, device)
+    seat = Seat(config, placement, 0, device, total_steps, data_sources, train)
+    workers = build_workers(seat)
+
+    def end() -> None:
+        workers["reward"].close()
+        workers["rollout"].close()
+
+    roles = Roles(**workers, end=end)
+    if train:
+        around(Switch(roles.actor.engine, config.actor_rollout_ref.rollout, device), roles.rollout)
+        if seat.has_own_weights:
+            publish, trained = roles.rollout.publish, roles.actor.engine
+            roles.rollout.publish = lambda version: publish(version, trained.gather_weights())
+    roles.facts = module_facts(roles.rollout.engine, device)
     return roles

@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 
 _ROOT_CAUSE_S = 3.0  # how long to look for the rank that died once another one has noticed
 _END_S = 5.0
+_STACK_S = 5.0  # for the stack of a process that is late
 # what a process on another machine gets from the environment of the driver
 _PASSED_ON = (
     "HF_",
@@ -65,6 +66,7 @@ class Process:
     node_id: str = ""  # Ray's name of the machine
     pid: int = 0
     log_file: Path | None = None
+    watched_by: str = ""  # the concurrency group of its method `stuck`, which says what it is in the middle of
 
     def __str__(self) -> str:
         node = f"node {self.node}, Ray's {self.node_id[:8]}" if self.node_id else f"node {self.node}"
@@ -275,11 +277,22 @@ class Pending:
         return noticed
 
     def _late(self, processes: list[Process]) -> str:
-        names = "; ".join(map(str, processes))
+        names = "; ".join(f"{process}{_stuck(process)}" for process in processes)
         return (
             f"{names} did not finish {self.call} within {self.timeout_s:.0f} s. It hangs or is slow: look at its log"
             f"{''.join(f' {p.log_file}' for p in processes[:1] if p.log_file)}; raise trainer.call_timeout_s if it is slow."
         )
+
+
+def _stuck(process: Process) -> str:
+    """What a process that is late does, asked of it on a thread of its own."""
+    if not process.watched_by:
+        return ""
+    try:
+        found = ray.get(process.handle.stuck.options(concurrency_group=process.watched_by).remote(), timeout=_STACK_S)
+    except RayError:  # a process that holds its interpreter, or is stopped, cannot say
+        return " [its stack could not be had]"
+    return f" [its stack: {found}]" if found else ""
 
 
 def send(value: Any) -> Any:

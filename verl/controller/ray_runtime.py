@@ -19,6 +19,7 @@ import torch
 
 from verl.config import VerlConfig
 from verl.config.load import build as build_config
+from verl.config.secrets import remember_secrets
 from verl.config.tree import leaves, value_at
 from verl.controller.build import Seat, check_meshes
 from verl.controller.group import WorkerGroup
@@ -32,12 +33,14 @@ from verl.parallel.device import resolve_device
 from verl.parallel.dispatch import Plan
 from verl.parallel.memory import keep_freed_memory
 from verl.parallel.placement import Placement
+from verl.parallel.stacks import all_stacks, calls, longest_call
 from verl.parallel.wire import decode, encode
 from verl.tracking.logs import setup_logging
 
 log = logging.getLogger(__name__)
 
 _SCORING = "scoring"  # the thread that waits for scores while the process generates or trains
+_WATCHING = "watching"  # the thread that can still say in what the others hang
 
 Packed = list[Any]  # the document and the buffers of verl/parallel/wire.py, which Ray carries without copying
 
@@ -94,11 +97,12 @@ class RayRuntime:
         self.cluster.reserve()
         size = self.placement.num_devices
         found = self.cluster.spawn(
-            RankProcess, environment, lambda rank: (rank, size, values, str(folder)), beside=(_SCORING,)
+            RankProcess, environment, lambda rank: (rank, size, values, str(folder)), beside=(_SCORING, _WATCHING)
         )
         for process in found:
             process.roles = ", ".join(self.placement.roles_of(process.rank))
             process.log_file = folder / f"rank_{process.rank}.log"
+            process.watched_by = _WATCHING
         self.processes = found
         places = self._everywhere("starting", "place")
         for process, (node, address, _, pid) in zip(found, places, strict=True):
@@ -153,6 +157,7 @@ class RankProcess:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         self.rank, self.size = rank, size
         self.config = build_config(unpack(values))
+        remember_secrets(self.config)
         self.comm: Collectives | None = None
         self.host: Host | None = None
 
@@ -211,7 +216,8 @@ class RankProcess:
 
         def run() -> Any:
             args, kwargs = unpack(arguments)
-            result = getattr(worker, method)(*args, **kwargs)
+            with calls(f"{role}.{method}"):
+                result = getattr(worker, method)(*args, **kwargs)
             return result if wanted else None
 
         return answer(run)
@@ -220,6 +226,11 @@ class RankProcess:
         assert self.host is not None
         host = self.host
         return answer(lambda: host.publish(version))
+
+    def stuck(self) -> str:
+        """The call that has been running longest, with its innermost frames."""
+        log.info("A call is late. The stacks of this process:\n%s", all_stacks())
+        return longest_call()
 
     def end(self) -> Any:
         """End the children of this process."""

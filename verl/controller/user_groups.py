@@ -23,9 +23,11 @@ from verl.errors import ConfigError
 from verl.parallel.collectives import free_port
 from verl.parallel.dispatch import Plan
 from verl.parallel.mesh import Mesh
+from verl.parallel.stacks import calls, longest_call
 
 _CALL_TIMEOUT_S = 3600.0
 _START_TIMEOUT_S = 300.0
+_WATCHING = "watching"  # the thread that can still say in what a call hangs
 
 
 class ResourcePool:
@@ -188,8 +190,12 @@ class RayWorkerGroup(WorkerGroup):
     def _start(self) -> list[Process]:
         classes = {name: (c.cls, c.args, c.kwargs) for name, c in self.classes.items()}
         size, share = self.pool.world_size, 1.0 / self.pool.max_colocate_count
-        processes = self.pool.cluster.spawn(UserProcess, {}, lambda rank: (rank, size, classes), share=share)
+        arguments = (size, classes)
+        processes = self.pool.cluster.spawn(
+            UserProcess, {}, lambda rank: (rank, *arguments), share=share, beside=(_WATCHING,)
+        )
         for process in processes:
+            process.watched_by = _WATCHING
             process.roles = ", ".join(c.cls.__name__ for c in self.classes.values())
         address, port = Pending(
             "place", [(processes[0], processes[0].handle.place.remote())], _START_TIMEOUT_S, list
@@ -241,7 +247,12 @@ class UserProcess:
         self.workers = {name: cls(*args, **kwargs) for name, (cls, args, kwargs) in self.classes.items()}
 
     def call(self, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return _answer(lambda: getattr(self.workers[role], method)(*args, **kwargs))
+        with calls(f"{role or 'group'}.{method}"):
+            return _answer(lambda: getattr(self.workers[role], method)(*args, **kwargs))
+
+    def stuck(self) -> str:
+        """The call that has been running longest, with its innermost frames."""
+        return longest_call()
 
     def end(self) -> None:
         """Nothing of ours is left behind."""

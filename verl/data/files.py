@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import uuid
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -36,15 +37,19 @@ class ParquetTable:
 
         self.path = path
         try:
-            self.table = pyarrow.parquet.ParquetFile(path).read()  # read_table would add columns from a=b folders
-        except (pyarrow.ArrowException, OSError) as error:
+            # read_table would add columns from a=b folders
+            self.table = pyarrow.parquet.ParquetFile(path, page_checksum_verification=True).read()
+        except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
             raise DataError(f"{path} cannot be read as parquet: {error}") from error
 
     def __len__(self) -> int:
         return self.table.num_rows
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        return self.table.slice(row, 1).to_pylist()[0]
+        try:
+            return self.table.slice(row, 1).to_pylist()[0]
+        except (ValueError, OverflowError) as error:  # text that is not UTF-8, a date after the year 9999
+            raise DataError(f"{self.place(row)} holds a value that cannot be read: {error}") from error
 
     def place(self, row: int) -> str:
         return f"{self.path}, row {row} (counted from 0)"
@@ -61,7 +66,7 @@ class JsonTable:
         try:
             with opener(path, "rt", encoding="utf-8") as file:
                 text = file.read()
-        except (OSError, EOFError, UnicodeDecodeError) as error:
+        except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
             raise DataError(f"{path} cannot be read as text: {error}") from error
         if ".jsonl" in path.name or not text.lstrip().startswith("["):
             self._read_lines(text)
@@ -82,13 +87,13 @@ class JsonTable:
             self.lines.append(number)
             try:
                 self.rows.append(json.loads(line))
-            except json.JSONDecodeError as error:
+            except (ValueError, RecursionError) as error:
                 raise DataError(f"{self.place(len(self.rows))} is not valid JSON: {error}") from error
 
     def _read_list(self, text: str) -> None:
         try:
             self.rows = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{self.path} is not valid JSON: {error}") from error
 
     def __len__(self) -> int:
@@ -113,7 +118,11 @@ class HuggingFaceTable:
         return len(self.dataset)
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        return dict(self.dataset[row])
+        try:
+            return dict(self.dataset[row])
+        except Exception as error:
+            # a data set decodes its columns by whatever its author chose
+            raise DataError(f"{self.place(row)} cannot be read: {type(error).__name__}: {error}") from error
 
     def place(self, row: int) -> str:
         return f"data set {self.name}, row {row} (counted from 0)"
@@ -230,7 +239,7 @@ def write_parquet(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), temporary)
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), temporary, write_page_checksum=True)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -47,9 +47,9 @@ class PromptEncoder:
         """Token ids of a prompt whatever its length; errors as in `encode`."""
         if getattr(self.tokenizer, "chat_template", None):
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            ids = self.tokenizer.encode(self._render(messages, place), add_special_tokens=False)
+            ids = self._tokens(self._render(messages, place), place, add_special_tokens=False)
         elif isinstance(prompt, str):
-            ids = self.tokenizer.encode(prompt)
+            ids = self._tokens(prompt, place)
         else:
             raise DataError(
                 f"{place}: the prompt is a list of messages, but the tokenizer has no chat template to join them. Set "
@@ -58,6 +58,14 @@ class PromptEncoder:
         if not ids:
             raise DataError(f"{place}: the prompt has no tokens.")
         return list(ids)
+
+    def _tokens(self, text: str, place: str, **settings: bool) -> list[int]:
+        try:
+            return self.tokenizer.encode(text, **settings)
+        except (ValueError, TypeError, OverflowError) as error:
+            raise DataError(
+                f"{place}: the tokenizer cannot read the prompt ({type(error).__name__}: {error})."
+            ) from error
 
     def _render(self, messages: Messages, place: str) -> str:
         try:

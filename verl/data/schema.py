@@ -5,6 +5,8 @@ Errors name the field and the fix; `at(place)` puts file and row in front of the
 
 from __future__ import annotations
 
+import difflib
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -17,6 +19,9 @@ if TYPE_CHECKING:
     from verl.config import DataConfig
 
 Messages = list[dict[str, Any]]
+
+ROLES = ("system", "user", "assistant", "tool", "function", "developer")
+MAX_DEPTH = 50  # of lists and objects inside each other
 
 
 @contextmanager
@@ -37,6 +42,7 @@ def messages_of(row: Mapping[str, Any], prompt_key: str) -> Messages:
     if isinstance(prompt, str):
         if not prompt:
             raise DataError(f"field {prompt_key!r} is an empty text; a prompt needs at least one character.")
+        check_plain(prompt, prompt_key)
         return [{"role": "user", "content": prompt}]
     if not isinstance(prompt, (list, tuple, np.ndarray)):
         raise DataError(
@@ -53,10 +59,15 @@ def _message(message: Any, place: str) -> dict[str, Any]:
         raise DataError(f"{place} is a {type(message).__name__}; a message is an object with role and content.")
     # parquet gives every message the fields of all messages; what was not written comes back as None
     found = {key: value for key, value in message.items() if value is not None}
-    if not isinstance(found.get("role"), str):
+    check_plain(found, place.removeprefix("field ").strip("'"))
+    role, content = found.get("role"), found.get("content")
+    if not isinstance(role, str) or not role:
         raise DataError(f"{place} has no text 'role'; use 'system', 'user' or 'assistant'.")
-    content = found.get("content")
-    if isinstance(content, str) or (content is None and found.get("tool_calls")):
+    # a template may know roles of its own, but one that is nearly a common one is a slip that it would pass over
+    if role not in ROLES and (close := difflib.get_close_matches(role.strip().lower(), ROLES, n=1, cutoff=0.75)):
+        raise DataError(f"{place} has the role {role!r}; did you mean {close[0]!r}?")
+    calls = found.get("tool_calls")
+    if isinstance(content, str) or (content is None and isinstance(calls, (list, tuple, np.ndarray)) and len(calls)):
         return found
     if isinstance(content, (list, tuple, np.ndarray)):
         parts = [dict(part) if isinstance(part, Mapping) else {} for part in content]
@@ -74,13 +85,17 @@ def check_row(row: Mapping[str, Any], config: DataConfig) -> None:
             f"field {config.reward_fn_key!r} must be a text that names the task, but it is {source!r}; "
             "it selects the scorer (data.reward_fn_key names the field)."
         )
+    check_plain(source, config.reward_fn_key)
     _check_reward_model(row)
     extra = row.get("extra_info")
     if extra is not None and not isinstance(extra, Mapping):
         raise DataError(f"field 'extra_info' is a {type(extra).__name__}; it must be an object, or left out.")
+    if "extra_info" not in row and (close := difflib.get_close_matches("extra_info", map(str, row), n=1, cutoff=0.85)):
+        raise DataError(f"there is a field {close[0]!r}; did you mean 'extra_info'?")
+    check_plain(extra, "extra_info")
     for key in (config.image_key, config.video_key, config.audio_key):
         media = row.get(key)
-        if media is not None and len(media):
+        if media is not None and not (hasattr(media, "__len__") and len(media) == 0):
             raise DataError(f"field {key!r} holds media; rows are text in this version, so leave the row out.")
 
 
@@ -93,4 +108,39 @@ def _check_reward_model(row: Mapping[str, Any]) -> None:
         raise DataError(
             "field 'reward_model.ground_truth' is missing; give the reference answer, or set "
             "reward_model.style to 'model' when a model judges without one."
+        )
+    check_plain(reward, "reward_model")
+    truth = reward.get("ground_truth")
+    if isinstance(truth, float) and not math.isfinite(truth):
+        raise DataError(
+            f"field 'reward_model.ground_truth' is {truth}, which is what a missing value becomes in a table; give the "
+            "reference answer."
+        )
+
+
+def check_plain(value: Any, field: str, depth: int = 0) -> None:
+    """What travels to reward functions and into the run's records: text that UTF-8 can hold, numbers, True, False, null,
+    and lists and objects of them, at most MAX_DEPTH inside each other. Raises DataError naming the field."""
+    if isinstance(value, str):
+        if not value.isascii():
+            try:
+                value.encode()
+            except UnicodeEncodeError as error:
+                raise DataError(
+                    f"field {field!r} holds half a character (the surrogate {value[error.start]!a}); write it whole."
+                ) from error
+    elif isinstance(value, Mapping | list | tuple | np.ndarray):
+        if depth == MAX_DEPTH:
+            raise DataError(f"field {field!r} is nested more than {MAX_DEPTH} deep; make it flat.")
+        parts = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for name, part in parts:
+            check_plain(name, field)
+            if part is None or type(part) in (int, float, bool):
+                continue  # long lists of numbers are common
+            inner = f"{field}.{name}" if isinstance(value, Mapping) else f"{field}[{name}]"
+            check_plain(part, inner if len(inner) < 200 else field, depth + 1)
+    elif not (value is None or isinstance(value, bool | int | float | np.generic)):
+        raise DataError(
+            f"field {field!r} is a {type(value).__name__}; rows may hold text, numbers, lists and objects. For binary data "
+            "give the path of a file, for a date its text."
         )

@@ -58,6 +58,20 @@ class LossFn(Protocol):
         ...
 
 
+class StepCheck(Protocol):
+    """Looks at an optimizer step before it is taken."""
+
+    @property
+    def names(self) -> Mapping[str, str]:
+        """Metrics of the loss that it wants, and how they combine: sum, mean or max."""
+        ...
+
+    def __call__(self, figures: Mapping[str, float]) -> bool:
+        """Whether the step may be taken. `figures` are those of the whole mini-batch, equal on all ranks: `grad_norm`, and
+        those of `names` that a loss has given."""
+        ...
+
+
 @runtime_checkable
 class TrainEngine(Protocol):
     """A model with its optimizer. Rows come as a DataProto with the columns prompts, prompt_mask, responses,
@@ -76,15 +90,22 @@ class TrainEngine(Protocol):
         ...
 
     def train_batch(
-        self, batch: DataProto, loss: LossFn, outputs: Sequence[Output], micro: MicroBatching, temperature: float = 1.0
+        self,
+        batch: DataProto,
+        loss: LossFn,
+        outputs: Sequence[Output],
+        micro: MicroBatching,
+        temperature: float = 1.0,
+        check: StepCheck | None = None,
     ) -> dict[str, Metric]:
         """One optimizer step on the whole of `batch` (gradients accumulated over micro-batches, clipped). A gradient
-        norm that is not finite skips the step and is reported. Metrics of the loss are merged; adds `grad_norm` and
-        `loss`."""
+        norm that is not finite, or `check`, skips the step on all ranks alike, which leaves weights, optimizer and random
+        state as they were and is reported. Metrics of the loss are merged; adds `grad_norm` and `loss`."""
         ...
 
-    def end_step(self) -> float:
-        """Advance the learning-rate schedule by one trainer step; returns the rate that was in force."""
+    def end_step(self, *, advance: bool = True) -> float:
+        """Advance the learning-rate schedule by one trainer step, unless nothing was trained; returns the rate that was in
+        force."""
         ...
 
     def reference(self) -> AbstractContextManager[None]:
@@ -95,6 +116,15 @@ class TrainEngine(Protocol):
     def gather_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(parameter name, whole tensor in the compute dtype), adapters merged in, tied weights once, for a rollout
         engine that has weights of its own. Collective: every rank takes every tensor, in the same order."""
+        ...
+
+    def reconfigure(self, changes: Mapping[str, Any]) -> None:
+        """Other values for keys of the engine's config that may change between two steps (verl/engines/dimensions.py): they
+        change memory and communication, and no loss. Raises ConfigError for another key or a wrong value."""
+        ...
+
+    def rest(self) -> None:
+        """Free what is kept from one training call to the next and can be made anew: something else runs now."""
         ...
 
     def state(self) -> EngineState:

@@ -7,7 +7,7 @@ all the rows.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Literal
 
 import torch
@@ -17,15 +17,19 @@ from torch.distributed.fsdp import FSDPModule
 from verl.config import FSDPConfig, ModelConfig, OptimConfig
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
-from verl.engines.api import BatchTotals, LossFn, MicroBatching, Output
+from verl.engines.api import BatchTotals, LossFn, MicroBatching, Output, StepCheck
+from verl.engines.dimensions import Dimensions
+from verl.engines.gathering import Gathering
 from verl.engines.groups import Groups, mesh_of
 from verl.engines.loading import load_module, load_skeleton
 from verl.engines.micro_batches import plan_micro_batches
 from verl.engines.sharding import from_first, shard_model
 from verl.engines.shards import GradientNorm, ShardedParameters, add_up_partial_gradients
 from verl.engines.state import TrainedState
+from verl.engines.step_check import random_state
 from verl.engines.trained import TrainedEngine
 from verl.errors import ConfigError
+from verl.models.chunks import chunked_feed_forward
 from verl.models.load import load_external, load_model_config
 from verl.models.lora import LoRASpec
 from verl.models.optim import MasterOptimizer
@@ -67,7 +71,7 @@ class FSDPEngine(TrainedEngine):
         self.device = device
         self.total_steps = total_steps
         self.share_prompts = share_prompts
-        self.config = engine
+        self.config, self.dimensions = engine, Dimensions.of(engine)
         self.optim = optim if trainable else None
         mesh = mesh_of(engine, dist.get_world_size()) if mesh is None else mesh
         _check_layout(model, engine, mesh, self.optim)
@@ -81,6 +85,7 @@ class FSDPEngine(TrainedEngine):
             self.module.requires_grad_(False)
         self.model, self.shards = shard_model(self.module, kind, source, self.groups, engine, narrow, device)
         del source
+        self.gathering = Gathering(self.model, engine)
         self.optimizer: MasterOptimizer | None = None
         self.model.train(trains)
         if self.optim is not None:
@@ -100,8 +105,10 @@ class FSDPEngine(TrainedEngine):
         """See TrainEngine."""
         shape = tuple(batch.batch["responses"].shape)
         found: dict[str, torch.Tensor] = {}
-        with self._on_device():
-            for rows, part in self._micro_batches(batch, micro):
+        with self._on_device(), self._chunked():
+            parts = list(self._micro_batches(batch, micro))
+            for number, (rows, part) in enumerate(parts):
+                self.gathering.before_forward(number, len(parts), self.dimensions.batch_group_size)
                 for name, values in self.model(self._pack(part, shape), outputs, temperature).items():
                     if name not in found:
                         wide = values.dtype if values.dtype == torch.float64 else torch.float32
@@ -112,25 +119,38 @@ class FSDPEngine(TrainedEngine):
         return found
 
     def train_batch(
-        self, batch: DataProto, loss: LossFn, outputs: Sequence[Output], micro: MicroBatching, temperature: float = 1.0
+        self,
+        batch: DataProto,
+        loss: LossFn,
+        outputs: Sequence[Output],
+        micro: MicroBatching,
+        temperature: float = 1.0,
+        check: StepCheck | None = None,
     ) -> dict[str, Metric]:
         """See TrainEngine. `batch` holds this rank's rows of the mini-batch. `num_skipped_updates` is added when the
-        gradient norm was not finite."""
+        step was not taken."""
         assert self.optimizer is not None, "a frozen model cannot be trained"
+        drawn = random_state(self.device)
         totals = self._totals(batch)
         merged: list[dict[str, Metric]] = [{"loss": Metric.sum(0.0)}]
-        with self._on_device(optimizer=True):
+        with self._on_device(optimizer=True), self._chunked():
             parts = list(self._micro_batches(batch, micro))
             for number, (_, part) in enumerate(parts):
-                self._begin_backward(is_last=number == len(parts) - 1)
+                self.gathering.before_training(number, len(parts), self.dimensions.batch_group_size)
                 found = self.model(self._pack(part, tuple(batch.batch["responses"].shape)), outputs, temperature)
                 merged.append(_backward(found, part, loss, totals))
             if not totals.num_tokens:  # nothing trained on any rank: no step, as on one device
                 self.optimizer.optimizer.zero_grad(set_to_none=True)
             add_up_partial_gradients(self.shards, self.groups, self.device)
-            metrics = self._step(merged)
+            metrics = self._step(merged, check, drawn)
             self._free_root()
         return metrics
+
+    def _sum_over_ranks(self, numbers: torch.Tensor) -> torch.Tensor:
+        return self.groups.over_data_(numbers.to(self.device))
+
+    def _largest_of_ranks(self, numbers: torch.Tensor) -> torch.Tensor:
+        return self.groups.over_data_(numbers.to(self.device), dist.ReduceOp.MAX)
 
     def _totals(self, batch: DataProto) -> BatchTotals:
         sizes = torch.tensor([int(batch.batch["response_mask"].sum()), len(batch)], device=self.device)
@@ -147,18 +167,24 @@ class FSDPEngine(TrainedEngine):
 
     def _pack(self, part: DataProto | None, shape: tuple[int, ...]) -> PackedBatch:
         if part is not None:
-            packed = pack_rows(part.batch, share_prompts=self.share_prompts, device=self.device)
+            packed = pack_rows(
+                part.batch,
+                share_prompts=self.share_prompts,
+                device=self.device,
+                chunk_tokens=self.dimensions.chunk_tokens,
+            )
             if packed.num_tokens:
                 return packed
             shape = packed.shape
         return empty_batch((shape[0], shape[1]), self.device)
 
-    def _begin_backward(self, is_last: bool) -> None:
-        """Replicas are added up once per optimizer step; with `use_no_sync_for_gradient_accumulation` shards too, for
-        which whole gradients are kept in between."""
-        self.model.set_requires_all_reduce(is_last)  # type: ignore[operator]
-        if self.config.use_no_sync_for_gradient_accumulation:
-            self.model.set_requires_gradient_sync(is_last)  # type: ignore[operator]
+    def rest(self) -> None:
+        """See TrainEngine."""
+        super().rest()
+        self._free_root()
+
+    def _chunked(self) -> AbstractContextManager[None]:
+        return chunked_feed_forward(self.module, self.dimensions.chunk_tokens)
 
     def _free_root(self) -> None:
         assert isinstance(self.model, FSDPModule)

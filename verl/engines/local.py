@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Literal
 
 import torch
@@ -10,12 +11,15 @@ import torch
 from verl.config import FSDPConfig, ModelConfig, OptimConfig
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
-from verl.engines.api import BatchTotals, LossFn, MicroBatching, Output
+from verl.engines.api import BatchTotals, LossFn, MicroBatching, Output, StepCheck
+from verl.engines.dimensions import Dimensions
 from verl.engines.loading import load_module
 from verl.engines.micro_batches import plan_micro_batches
 from verl.engines.state import LocalParameters, TrainedState
+from verl.engines.step_check import random_state
 from verl.engines.trained import TrainedEngine
-from verl.models.forward import policy_outputs, value_outputs
+from verl.models.chunks import chunked_feed_forward
+from verl.models.forward import policy_outputs, value_outputs, written_out
 from verl.models.lora import LoRASpec
 from verl.models.optim import MasterOptimizer
 from verl.models.packing import PackedBatch, pack_rows, read_rows
@@ -45,6 +49,7 @@ class LocalEngine(TrainedEngine):
         self.device = device
         self.total_steps = total_steps
         self.share_prompts = share_prompts
+        self.config, self.dimensions = engine, Dimensions.of(engine)
         self.optim = optim if trainable else None
         self.compute_dtype = narrow = compute_dtype(engine.dtype, device)
         self.module = load_module(model, kind, device, narrow, trains=self.optim is not None)
@@ -65,27 +70,36 @@ class LocalEngine(TrainedEngine):
         """See TrainEngine."""
         shape = tuple(batch.batch["responses"].shape)
         found: dict[str, torch.Tensor] = {}
-        for rows, part in self._micro_batches(batch, micro):
-            for name, values in self._outputs(self._pack(part), outputs, temperature).items():
-                if name not in found:
-                    wide = values.dtype if values.dtype == torch.float64 else torch.float32
-                    found[name] = torch.zeros(shape, dtype=wide)
-                found[name][rows] = values.to("cpu", found[name].dtype)
+        with self._chunked():
+            for rows, part in self._micro_batches(batch, micro):
+                for name, values in self._outputs(self._pack(part), outputs, temperature).items():
+                    if name not in found:
+                        wide = values.dtype if values.dtype == torch.float64 else torch.float32
+                        found[name] = torch.zeros(shape, dtype=wide)
+                    found[name][rows] = values.to("cpu", found[name].dtype)
         return found
 
     def train_batch(
-        self, batch: DataProto, loss: LossFn, outputs: Sequence[Output], micro: MicroBatching, temperature: float = 1.0
+        self,
+        batch: DataProto,
+        loss: LossFn,
+        outputs: Sequence[Output],
+        micro: MicroBatching,
+        temperature: float = 1.0,
+        check: StepCheck | None = None,
     ) -> dict[str, Metric]:
-        """See TrainEngine. `num_skipped_updates` is added when the gradient norm was not finite."""
+        """See TrainEngine. `num_skipped_updates` is added when the step was not taken."""
         assert self.optimizer is not None, "a frozen model cannot be trained"
+        drawn = random_state(self.device)
         totals = BatchTotals(num_tokens=int(batch.batch["response_mask"].sum()), num_sequences=len(batch))
         parts: list[dict[str, Metric]] = []
-        for _, part in self._micro_batches(batch, micro):
-            value, metrics = loss(self._outputs(self._pack(part), outputs, temperature), part, totals)
-            if value.requires_grad:  # a micro-batch in which nothing trains has no graph
-                value.backward()
-            parts.append({**metrics, "loss": Metric.sum(value.detach())})
-        return self._step(parts)
+        with self._chunked():
+            for _, part in self._micro_batches(batch, micro):
+                value, metrics = loss(self._outputs(self._pack(part), outputs, temperature), part, totals)
+                if value.requires_grad:  # a micro-batch in which nothing trains has no graph
+                    value.backward()
+                parts.append({**metrics, "loss": Metric.sum(value.detach())})
+        return self._step(parts, check, drawn)
 
     def _micro_batches(self, batch: DataProto, micro: MicroBatching) -> Iterator[tuple[list[int], DataProto]]:
         plan = plan_micro_batches(read_rows(batch.batch), micro, self.share_prompts)
@@ -93,7 +107,19 @@ class LocalEngine(TrainedEngine):
             yield rows, batch if len(plan) == 1 else batch.select_idxs(rows)
 
     def _pack(self, part: DataProto) -> PackedBatch:
-        return pack_rows(part.batch, share_prompts=self.share_prompts, device=self.device)
+        return pack_rows(
+            part.batch,
+            share_prompts=self.share_prompts,
+            device=self.device,
+            chunk_tokens=self.dimensions.chunk_tokens,
+        )
+
+    def _chunked(self) -> AbstractContextManager[None]:
+        """The passes that are written out read the chunks from the layout; modules are made to compute in chunks."""
+        chunk_tokens = self.dimensions.chunk_tokens
+        if chunk_tokens is not None and written_out(self.module, self.device) is not None:
+            chunk_tokens = None
+        return chunked_feed_forward(self.module, chunk_tokens)
 
     def _outputs(self, packed: PackedBatch, outputs: Sequence[Output], temperature: float) -> dict[str, torch.Tensor]:
         gradients = self.optimizer.gradients if self.optimizer else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,8 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from verl.config import FSDPConfig
+from verl.engines.dimensions import Dimensions
+from verl.engines.gathering import count_traffic, sharded_units
 from verl.engines.groups import Groups
 from verl.engines.shards import Shard
 from verl.errors import ConfigError, ModelError, VerlError, nearest
@@ -49,15 +51,15 @@ def shard_model(
     model = ParallelModel(module, kind, groups.sequence, groups.tensor)
     fill = _Filler(module, source, shards, groups, device)
     fill.buffers()
-    layers = [part for part in _layers(module, config) if not is_experts(part)]
+    groups_of_layers = _groups_of_layers([part for part in _layers(module, config) if not is_experts(part)], config)
     for part in [p for p in module.modules() if groups.expert is not None and is_experts(p)]:
-        _shard(part, fill, groups.experts_mesh, config, compute_dtype)
-    for unit in layers:
+        _shard([part], fill, groups.experts_mesh, config, compute_dtype)
+    for unit in groups_of_layers:
         _shard(unit, fill, groups.params_mesh, config, compute_dtype)
     if kind == "value":  # a head that stays wide has its own unit
-        _shard(module.score, fill, groups.params_mesh, config, module.score.weight.dtype)
-    _shard(model, fill, groups.params_mesh, config, compute_dtype, is_root=True)
-    _configure(model, layers, config)
+        _shard([module.score], fill, groups.params_mesh, config, module.score.weight.dtype)
+    _shard([model], fill, groups.params_mesh, config, compute_dtype, is_root=True)
+    _configure(model, [unit[0] for unit in groups_of_layers], config)
     final = dict(module.named_parameters())
     return model, {n: Shard(n, final[n], s.shape, s.tensor_dim, s.is_expert, s.partial) for n, s in shards.items()}
 
@@ -118,12 +120,20 @@ class _Filler:
 
 
 def _shard(
-    unit: nn.Module, fill: _Filler, mesh: Any, config: FSDPConfig, compute_dtype: torch.dtype, is_root: bool = False
+    unit: Sequence[nn.Module],
+    fill: _Filler,
+    mesh: Any,
+    config: FSDPConfig,
+    compute_dtype: torch.dtype,
+    is_root: bool = False,
 ) -> None:
-    fill(unit)
+    """Modules that run one after the other, whose parameters are gathered together."""
+    for part in unit:
+        fill(part)
     on_cpu = config.offload_policy
+    target: Any = list(unit) if len(unit) > 1 else unit[0]
     fully_shard(
-        unit,
+        target,
         mesh=mesh,
         # what the root holds (embedding, output projection) is needed until its backward pass is over
         reshard_after_forward=config.reshard_after_forward and not is_root,
@@ -140,9 +150,10 @@ def _precision(config: FSDPConfig, compute_dtype: torch.dtype) -> MixedPrecision
 
 
 def _configure(model: ParallelModel, layers: list[nn.Module], config: FSDPConfig) -> None:
-    for part in _units(model):
+    for part in sharded_units(model):
         part.set_gradient_divide_factor(1.0)  # losses are divided by totals over all ranks
         part.set_force_sum_reduction_for_comms(True)
+    count_traffic(sharded_units(model))
     # a rank without predictions, or an expert without tokens, has no gradient where others have one
     model.set_reduce_scatter_unused_params(True)  # type: ignore[operator]
     if config.forward_prefetch:
@@ -151,8 +162,15 @@ def _configure(model: ParallelModel, layers: list[nn.Module], config: FSDPConfig
             layer.set_modules_to_forward_prefetch([following])  # type: ignore[list-item]
 
 
-def _units(model: nn.Module) -> Iterator[FSDPModule]:
-    return (part for part in model.modules() if isinstance(part, FSDPModule))
+def _groups_of_layers(layers: list[nn.Module], config: FSDPConfig) -> list[list[nn.Module]]:
+    """`layer_per_group` neighbours each; the last group may be smaller."""
+    size, policy = Dimensions.of(config).layer_per_group, config.wrap_policy
+    if size > 1 and (policy.transformer_layer_cls_to_wrap or policy.min_num_params > 0):
+        raise ConfigError(
+            f"fsdp_config.layer_per_group={size} groups decoder layers, and fsdp_config.wrap_policy chooses other modules. "
+            "Remove one of the two."
+        )
+    return [layers[first : first + size] for first in range(0, len(layers), size)]
 
 
 def _layers(module: Any, config: FSDPConfig) -> list[nn.Module]:

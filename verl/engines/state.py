@@ -96,7 +96,7 @@ class TrainedState:
     @torch.no_grad()
     def load(self, state: EngineState) -> None:
         """Weights (with adapters: those that train) and optimizer; parts that are empty stay as they are. Raises
-        CheckpointError when names or shapes are not this model's."""
+        CheckpointError when names, shapes or number formats are not this model's."""
         tensors: Mapping[str, Any] = state.model
         held = self.parameters.named()
         if self.spec is not None:
@@ -152,6 +152,12 @@ class TrainedState:
             raise CheckpointError(
                 f"The checkpoint does not fit this model: {different[0]} and {len(different) - 1} other tensors are "
                 "missing, superfluous or of another shape. Resume with the model that the run was started with."
+            )
+        other = [n for n, value in held.items() if tensors[n].dtype != value.dtype]
+        if other:
+            raise CheckpointError(
+                f"The checkpoint holds {other[0]} and {len(other) - 1} other tensors as {tensors[other[0]].dtype}, "
+                f"and this run as {held[other[0]].dtype}. Resume with the number format that the run was started with."
             )
 
     def _optimizer_part(self, key: str, value: torch.Tensor) -> torch.Tensor:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from verl.config import OptimConfig
+from verl.config import FSDPConfig, OptimConfig
 from verl.data_proto.metrics import Metric, merge_metrics
-from verl.engines.api import EngineState
+from verl.engines.api import EngineState, StepCheck
+from verl.engines.dimensions import Dimensions, check_change
 from verl.engines.state import TrainedState
+from verl.engines.step_check import figures_of_all, restore_random_state
 from verl.errors import ConfigError
 from verl.models.lora import LoRASpec, adapters_off
 from verl.models.optim import MasterOptimizer, lr_at
@@ -21,18 +25,21 @@ class TrainedEngine:
     """The part of a TrainEngine that does not depend on the device layout. Subclasses set what is declared here."""
 
     module: Any
+    config: FSDPConfig
+    dimensions: Dimensions
     optim: OptimConfig | None  # None: frozen
     optimizer: MasterOptimizer | None
+    device: torch.device
     spec: LoRASpec | None
     compute_dtype: torch.dtype
     total_steps: int
     num_lr_steps: int = 0
     _trained: TrainedState
 
-    def end_step(self) -> float:
+    def end_step(self, *, advance: bool = True) -> float:
         """See TrainEngine."""
         rate = self._learning_rate()
-        self.num_lr_steps += 1
+        self.num_lr_steps += int(advance)
         return rate
 
     @contextmanager
@@ -46,6 +53,21 @@ class TrainedEngine:
     def gather_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See TrainEngine."""
         return self._trained.weights(self.compute_dtype)
+
+    def reconfigure(self, changes: Mapping[str, Any]) -> None:
+        """See TrainEngine."""
+        check_change(changes)
+        if not self.config.use_3d_hybrid:
+            raise ConfigError(
+                f"{', '.join(changes)} can only change in a run that began with fsdp_config.use_3d_hybrid=True; set it."
+            )
+        self.config = replace(self.config, **changes)
+        self.dimensions = Dimensions.of(self.config)
+
+    def rest(self) -> None:
+        """See TrainEngine."""
+        if self.optimizer is not None:
+            self.optimizer.gradients.release()
 
     def state(self) -> EngineState:
         """See TrainEngine. Tied parameters appear once, under the name of the first; tensors that lie on several ranks are
@@ -64,12 +86,27 @@ class TrainedEngine:
         assert self.optim is not None, "a frozen model has no learning rate"
         return lr_at(self.num_lr_steps, self.optim, self.total_steps)
 
-    def _step(self, parts: Sequence[dict[str, Metric]]) -> dict[str, Metric]:
-        """The optimizer step on the gathered gradients, and the metrics of the micro-batches with its own."""
+    def _step(
+        self, parts: Sequence[dict[str, Metric]], check: StepCheck | None, drawn: list[torch.Tensor]
+    ) -> dict[str, Metric]:
+        """The optimizer step on the gathered gradients, and the metrics of the micro-batches with its own. `drawn` is the
+        random state from before them, to which a step that is not taken goes back."""
         assert self.optimizer is not None, "a frozen model cannot be trained"
-        result = self.optimizer.step(self._learning_rate())
         metrics = merge_metrics(list(parts))
+        accept = None if check is None else partial(self._accepts, check, metrics)
+        result = self.optimizer.step(self._learning_rate(), accept)
         metrics["grad_norm"] = Metric.last(result.grad_norm)
         if not result.taken:
             metrics["num_skipped_updates"] = Metric.last(1.0)
+            restore_random_state(drawn, self.device)
         return metrics
+
+    def _accepts(self, check: StepCheck, metrics: Mapping[str, Metric], grad_norm: float) -> bool:
+        figures = figures_of_all(metrics, check.names, self._sum_over_ranks, self._largest_of_ranks)
+        return check({**figures, "grad_norm": grad_norm})
+
+    def _sum_over_ranks(self, numbers: torch.Tensor) -> torch.Tensor:
+        return numbers
+
+    def _largest_of_ranks(self, numbers: torch.Tensor) -> torch.Tensor:
+        return numbers

@@ -26,9 +26,8 @@ def hidden_states(module: Any, packed: PackedBatch, gradients: GradientBuffers |
     A plain dense decoder is computed by the passes written out in `dense`, which put the gradients of its weights into
     `gradients` if given; every other module by its own forward, with autograd.
     """
-    here = packed.input_ids.device.type in _WRITTEN_OUT and type(packed.layout) is PackedLayout
-    dense = DenseDecoder.of(module) if here else None
-    if dense is not None and dense.embed.dtype in _FORMATS:
+    dense = written_out(module, packed.input_ids.device) if type(packed.layout) is PackedLayout else None
+    if dense is not None:
         decoder = module.get_decoder()
         return dense_hidden_states(
             dense, packed, gradients, checkpointing=decoder.gradient_checkpointing and decoder.training
@@ -37,6 +36,12 @@ def hidden_states(module: Any, packed: PackedBatch, gradients: GradientBuffers |
         input_ids=packed.input_ids, position_ids=packed.position_ids, use_cache=False, layout=packed.layout
     )
     return output.last_hidden_state[0].index_select(0, packed.hidden_index)
+
+
+def written_out(module: Any, device: torch.device) -> DenseDecoder | None:
+    """The weights by which the passes of `dense` compute `module` on `device`; None where its own forward does."""
+    dense = DenseDecoder.of(module) if device.type in _WRITTEN_OUT else None
+    return dense if dense is not None and dense.embed.dtype in _FORMATS else None
 
 
 def policy_outputs(

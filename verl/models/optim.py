@@ -88,12 +88,14 @@ class MasterOptimizer:
         self.copied = [name for name, p in self.parameters.items() if self.masters[name] is not p]
         self.optimizer = _build(config, self.masters.values())
 
-    def step(self, lr: float) -> StepResult:
-        """Clip the gathered gradients to `clip_grad`, step at rate `lr`, and forget them."""
+    def step(self, lr: float, accept: Callable[[float], bool] | None = None) -> StepResult:
+        """Clip the gathered gradients to `clip_grad`, step at rate `lr`, and forget them. `accept` is told the norm and may
+        refuse the step, which then changes nothing."""
         grads = [_here(p.grad) for p in self.masters.values() if p.grad is not None]
         norm = self.norm(self.masters) if grads else torch.zeros(())
         grad_norm = norm.item()
-        taken = bool(grads) and math.isfinite(grad_norm)
+        accepted = accept is None or accept(grad_norm)  # asked on every rank, whatever this one has
+        taken = bool(grads) and accepted and math.isfinite(grad_norm)
         if taken:
             if self.config.clip_grad:
                 torch._foreach_mul_(
@@ -104,7 +106,7 @@ class MasterOptimizer:
             self.optimizer.step()
             self.num_steps += 1
             self.publish()
-        elif grads:
+        elif grads and not math.isfinite(grad_norm):
             log.warning("The gradient norm is %s; this optimizer step is skipped and no weight changes.", grad_norm)
         self.optimizer.zero_grad(set_to_none=True)
         self.gradients.release()

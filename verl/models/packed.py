@@ -12,10 +12,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from verl.models.cuda.packed import VarlenPlan, varlen_attention
 from verl.models.cuda.varlen import flash_runs
@@ -54,10 +56,15 @@ class PrefixRun:
 
 
 class PackedLayout:
-    """Which token sees which; passed to the model as `layout=`. Segments lie back to back and cover all tokens."""
+    """Which token sees which; passed to the model as `layout=`. Segments lie back to back and cover all tokens.
 
-    def __init__(self, segments: Sequence[Segment]):
+    With `chunk_tokens`, attention that needs memory for each pair of tokens takes so many queries at a time, and computes
+    them again in the backward; flash kernels need no such memory.
+    """
+
+    def __init__(self, segments: Sequence[Segment], chunk_tokens: int | None = None):
         self.segments = tuple(segments)
+        self.chunk_tokens = chunk_tokens
         self.causal_runs = tuple(_causal_runs(self.segments))
         self.prefix_runs = tuple(_prefix_runs(self.segments))
         self.longest = max((s.prefix_length + s.length for s in self.segments), default=0)
@@ -87,7 +94,7 @@ class PackedLayout:
             padding = q.shape[-1] - v.shape[-1]
             out = _FlashParts.apply(q, k, F.pad(v, (0, padding)) if padding else v, self, scale)
             return out[..., : v.shape[-1]] if padding else out
-        return masked_attention(q, k, v, self.segments, scale, sliding_window, softcap)
+        return masked_attention(q, k, v, self.segments, scale, sliding_window, softcap, self.chunk_tokens)
 
     def _varlen_plan(self, device: torch.device) -> VarlenPlan:
         if self._plan is None:
@@ -220,23 +227,51 @@ def masked_attention(
     scale: float | None,
     sliding_window: int | None,
     softcap: float | None,
+    chunk_tokens: int | None = None,
 ) -> torch.Tensor:
     """Segment by segment in plain differentiable operations, for layers with a window or a cap, and for other devices.
 
-    Memory: one [heads, length, prefix + length] score block at a time (softcap), or none (SDPA). Shapes as in `attend`.
+    Memory: [heads, length, prefix + length] scores of each segment (softcap), or none (SDPA); in chunks, of `chunk_tokens`
+    queries at a time. Shapes as in `attend`.
     """
     outs = []
     for segment in segments:
-        # a window that begins inside the segment's prefix hides the prefix's head from every query
-        hidden = 0 if sliding_window is None else max(0, segment.prefix_length - sliding_window + 1)
-        seen = segment.prefix_length - hidden
-        own, prefix = _tokens(segment.start, segment.length), _tokens(segment.prefix_start + hidden, seen)
-        keys, values = (torch.cat([prefix(x), own(x)], dim=2) if seen else own(x) for x in (k, v))
-        mask = None
-        if seen or sliding_window is not None or softcap is not None:
-            mask = _visible(segment.length, seen, sliding_window, q.device)
-        outs.append(_attend_dense(own(q), keys, values, mask, scale, softcap))
+        size = max(1, min(chunk_tokens or segment.length, segment.length))
+        for first in range(0, segment.length, size):
+            queries = (first, min(size, segment.length - first))
+            part = partial(_attend_part, segment=segment, queries=queries, window=sliding_window)
+            if size < segment.length and torch.is_grad_enabled():
+                out = checkpoint(part, q, k, v, scale, softcap, use_reentrant=False, preserve_rng_state=False)
+            else:
+                out = part(q, k, v, scale, softcap)
+            outs.append(out)
     return torch.cat(outs, dim=2).transpose(1, 2)
+
+
+def _attend_part(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float | None,
+    softcap: float | None,
+    *,
+    segment: Segment,
+    queries: tuple[int, int],
+    window: int | None,
+) -> torch.Tensor:
+    """`queries` are (first, count) within the segment; before them lie its prefix and its own first tokens."""
+    first, count = queries
+    # a window that begins inside what lies before hides the head of that from every query
+    hidden = 0 if window is None else max(0, segment.prefix_length + first - window + 1)
+    of_prefix, of_own = min(hidden, segment.prefix_length), max(0, hidden - segment.prefix_length)
+    prefix = _tokens(segment.prefix_start + of_prefix, segment.prefix_length - of_prefix)
+    own = _tokens(segment.start + of_own, first + count - of_own)
+    in_prefix, seen = segment.prefix_length > of_prefix, segment.prefix_length + first - hidden
+    keys, values = (torch.cat([prefix(x), own(x)], dim=2) if in_prefix else own(x) for x in (k, v))
+    mask = None
+    if seen or window is not None or softcap is not None:
+        mask = _visible(count, seen, window, q.device)
+    return _attend_dense(_tokens(segment.start + first, count)(q), keys, values, mask, scale, softcap)
 
 
 def _visible(length: int, seen: int, sliding_window: int | None, device: torch.device) -> torch.Tensor:

@@ -86,9 +86,14 @@ def num_computed(group: Sequence[Row]) -> int:
 
 
 def pack_rows(
-    columns: Mapping[str, torch.Tensor], *, share_prompts: bool = True, device: torch.device | str = "cpu"
+    columns: Mapping[str, torch.Tensor],
+    *,
+    share_prompts: bool = True,
+    device: torch.device | str = "cpu",
+    chunk_tokens: int | None = None,
 ) -> PackedBatch:
     """Lay out the columns prompts, prompt_mask [batch, prompt], responses, response_mask [batch, response].
+    `chunk_tokens` is how many tokens a layer computes at a time, where it can; None: all.
 
     A response is taken to be contiguous from column 0 up to its last trained token; holes in response_mask (tool
     output) are ordinary inputs that nobody predicts.
@@ -123,7 +128,7 @@ def pack_rows(
     return PackedBatch(
         input_ids=joined(ids).unsqueeze(0),
         position_ids=joined(positions).unsqueeze(0),
-        layout=PackedLayout(segments),
+        layout=PackedLayout(segments, chunk_tokens),
         hidden_index=joined(index),
         targets=to_device(responses[row_index, column], device),
         row=to_device(row_index, device),

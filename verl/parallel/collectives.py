@@ -5,8 +5,9 @@ with comm.doing("actor.update"):
     parts = comm.all_gather(to_bytes(mine))     # in rank order
 comm.close()
 
-Beside the process group there is a board in the rendezvous store, where each rank writes what it is doing. When a wait fails,
-the others are looked up there, so that the error names the rank that is missing or behind, its call and since when.
+Beside the process group there is a board in the rendezvous store, where each rank writes what it is doing, and where in the
+code it is when that takes long. When a wait fails, the others are looked up there, so that the error names the rank that is
+missing or behind, its call, since when, and its stack.
 """
 
 from __future__ import annotations
@@ -27,12 +28,14 @@ import torch
 import torch.distributed as dist
 
 from verl.errors import ConfigError, DeadlineError, WorkerLostError
+from verl.parallel.stacks import Reporter, calls
 from verl.parallel.traffic import TRAFFIC
 
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.5
 _LOOKUP_S = 5.0  # for the board, after something has failed
+_SLOW = 0.6  # share of a deadline after which a rank begins to write its stack on the board
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,7 @@ def free_port() -> int:
 class Collectives:
     """Exchange of results between the ranks of a run, apart from what the engines exchange."""
 
-    def __init__(self, peer: Peer, store: dist.Store, group: dist.ProcessGroup, timeout_s: float):
+    def __init__(self, peer: Peer, store: dist.Store, group: dist.ProcessGroup, timeout_s: float, slow_s: float):
         self.rank = peer.rank
         self.world_size = peer.world_size
         self.local_rank = peer.local_rank
@@ -102,6 +105,7 @@ class Collectives:
         self._group = group
         self._number = 0
         self._call = "starting"
+        self._reporter = Reporter(slow_s, self._post_stack)
 
     @classmethod
     def start(
@@ -130,7 +134,7 @@ class Collectives:
                 "that failed, and check that the machines reach each other (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)."
             ) from error
         assert group is not None
-        return cls(peer, store, group, call_timeout_s)
+        return cls(peer, store, group, call_timeout_s, _SLOW * min(timeout_s, call_timeout_s))
 
     def all_gather(self, payload: bytes) -> list[bytes]:
         """The payload of every rank, in rank order. Raises WorkerLostError or DeadlineError."""
@@ -178,7 +182,7 @@ class Collectives:
         self._call = call
         self._post(call, "")
         try:
-            with self._naming("the other ranks"):
+            with self._naming("the other ranks"), calls(call):
                 yield
         except BaseException as error:
             self._post(call, f"{type(error).__name__}: {_first_line(error)}")
@@ -186,6 +190,7 @@ class Collectives:
 
     def close(self) -> None:
         """Leave the process group; does not wait for anybody."""
+        self._reporter.close()
         if dist.is_initialized():
             with contextlib.suppress(RuntimeError):  # a group whose peers are gone may not say goodbye
                 dist.destroy_process_group()
@@ -197,6 +202,10 @@ class Collectives:
         with contextlib.suppress(RuntimeError):  # without its store a run is about to end anyway
             self._store.set(f"board/{self.rank}", json.dumps(row))
 
+    def _post_stack(self, stack: str) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"stack/{self.rank}", json.dumps({"number": self._number, "stack": stack}))
+
     def _rows(self) -> dict[int, dict[str, object]]:
         """What the other ranks wrote last; empty when the store is gone."""
         rows: dict[int, dict[str, object]] = {}
@@ -205,6 +214,10 @@ class Collectives:
             for rank in range(self.world_size):
                 if rank != self.rank and self._store.check([f"board/{rank}"]):
                     rows[rank] = json.loads(self._store.get(f"board/{rank}"))
+                    if self._store.check([f"stack/{rank}"]):
+                        found = json.loads(self._store.get(f"stack/{rank}"))
+                        if found["number"] == rows[rank]["number"]:  # else of a call that has ended since
+                            rows[rank]["stack"] = found["stack"]
         return rows
 
     @contextlib.contextmanager
@@ -240,7 +253,8 @@ class Collectives:
             return "The rendezvous is gone too: look at the log of rank 0 or of the launcher."
         state = "hangs or is slow" if timed_out else "has ended or cannot be reached"
         names = "; ".join(
-            f"rank {r} {state} (last seen in {row['call']}, {time.time() - float(str(row['time'])):.0f} s ago)"
+            f"rank {r} {state} (last seen in {row['call']}, {time.time() - float(str(row['time'])):.0f} s ago"
+            f"{'; its stack: ' + str(row['stack']) if timed_out and 'stack' in row else ''})"
             for r, row in sorted(behind.items())
         )
         fix = "Look at its log; raise trainer.call_timeout_s or actor_rollout_ref.nccl_timeout if it is only slow."

@@ -3,6 +3,9 @@
 A training step makes and drops tensors of many megabytes. glibc gives each of these back to the system at once, so
 that the next one costs a page fault for every 4 KiB, which is zeroed first. Here freed memory stays with the process,
 whose peak does not change by it, and large tensors lie in huge pages where the system offers them.
+
+Aligned blocks, as tensors are, leave holes between them that older versions of glibc do not fill again: kept memory would grow
+by some ten kilobytes a step for as long as a run lasts. So now and then the pages in which nothing lies are given back.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import platform
 
 # parameters of mallopt, from glibc's malloc.h
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -2, -3, -8
+_TRIM_EVERY = 128  # steps: rare enough that getting pages again costs nothing
 _SETTINGS = {_M_MMAP_THRESHOLD: 1 << 30, _M_TRIM_THRESHOLD: (1 << 31) - 1, _M_TOP_PAD: 64 << 20}
 
 
@@ -29,4 +33,17 @@ def keep_freed_memory(one_arena: bool = False) -> bool:
     mallopt = ctypes.CDLL(None).mallopt
     settings = {**_SETTINGS, _M_ARENA_MAX: 1} if one_arena else _SETTINGS
     taken = [mallopt(parameter, value) == 1 for parameter, value in settings.items()]
+    _kept.update(keeps=True)
     return all(taken)
+
+
+_kept = {"keeps": False, "step": 0}  # of this process
+
+
+def give_back_holes(step: int) -> bool:
+    """At the end of every 128th step of a process that keeps freed memory: pages in which nothing lies go back to the system.
+    Returns whether that was done; once for each step, whoever asks."""
+    if not _kept["keeps"] or step % _TRIM_EVERY or step == _kept["step"]:
+        return False
+    _kept["step"] = step
+    return bool(ctypes.CDLL(None).malloc_trim(0))

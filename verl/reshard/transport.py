@@ -1,9 +1,11 @@
 """Carrying out a plan between processes: point to point, in buckets of bounded size, and proved.
 
     transport = PeerToPeer(tensors, training, rollout, plan, dtype=torch.bfloat16, device=device, staging_bytes=64 << 20)
-    transport(held, wanted)      # every rank of the group, at the same time
+    transport.share_memory(comm)  # optional
+    transport(held, wanted)       # every rank of the group, at the same time
 
-Senders cast before they send. While one bucket is under way, the next one is cast and the last one unpacked.
+Senders cast before they send. While one bucket is under way, the next one is cast and the last one unpacked. Between ranks
+that share memory a bucket lies there, and a message of a few bytes says where; else the bucket is the message.
 
 Proof: each sender says a digest of (name, place, dtype, bytes) of what it sent, and the receiver computes the same from
 what its engine holds after everything has been written. A bucket that was lost, tensors that were swapped, or a write that
@@ -12,26 +14,24 @@ went over another are so found, by name.
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 from verl.errors import ModelError
+from verl.parallel.collectives import Collectives
 from verl.parallel.traffic import TRAFFIC
 from verl.reshard.buckets import buckets
+from verl.reshard.digest import DIGEST_BYTES, copy_with_digest, digest
+from verl.reshard.host_memory import HostMemory, aligned
 from verl.reshard.layout import Layout, Slot, Tensor
-from verl.reshard.parts import Part, numel, pieces
+from verl.reshard.parts import Part, numel
 from verl.reshard.plan import Move, Plan
 
-_DIGEST_BYTES = 16
-_WORD_BYTES = 8
-# of the words of a digest: odd, and the same in all processes
-_FACTORS = torch.randint(-(2**61), 2**61, (1 << 15,), generator=torch.Generator().manual_seed(0)) * 2 + 1
+_NOTE_BYTES = 8  # of a message that says where a bucket lies, and of one that says it has been read
 Tensors = Mapping[str, torch.Tensor]
 
 
@@ -40,11 +40,21 @@ def source_views(engine: Tensors, slots: Mapping[str, Slot]) -> dict[str, torch.
     return {name: engine[slot.name][slot.first : slot.stop] for name, slot in slots.items()}
 
 
+class _Parcel(NamedTuple):
+    """What comes from one peer: the numbers, or with `is_note` a message that says where they lie."""
+
+    peer: int
+    moves: list[Move]
+    message: torch.Tensor
+    is_note: bool
+
+
 class _Flight(NamedTuple):
     """A bucket that is under way."""
 
+    number: int
     works: list[dist.Work]
-    receives: list[tuple[Move, torch.Tensor]]  # where each will lie, in a buffer
+    parcels: list[_Parcel]
     num_bytes: int
 
 
@@ -52,7 +62,8 @@ class PeerToPeer:
     """Sends and receives of one rank. Made by every rank of `group` with the same arguments.
 
     `dtype` is the rollout's; every Tensor.itemsize is its size. `staging_bytes` bounds the buffers on this rank, of which
-    `peak_staging_bytes` says how much was used. Waits end with the timeout of `group` (default: the whole run's).
+    `peak_staging_bytes` says how much was used. `num_sent_bytes` counts what has left this rank, in messages or through
+    memory. Waits end with the timeout of `group` (default: the whole run's).
     """
 
     def __init__(
@@ -70,21 +81,39 @@ class PeerToPeer:
         assert all(tensor.itemsize == dtype.itemsize for tensor in tensors)
         assert staging_bytes >= 2 * dtype.itemsize
         self.rank, self.group, self.dtype, self.device = dist.get_rank(), group, dtype, device
-        self.peak_staging_bytes = 0
-        self._staged = 0
+        self.peak_staging_bytes = self.num_sent_bytes = self._staged = 0
         self._held = {t.name: part for t in tensors if (part := source.part(t, self.rank)) is not None}
         self._wanted = {t.name: part for t in tensors if (part := target.part(t, self.rank)) is not None}
-        # two buckets are in memory at a time, or one and a piece of what is kept
-        most = staging_bytes // 2
-        self._kept = [
-            move._replace(box=box) for move in plan.kept(self.rank) for box in pieces(move.box, most // dtype.itemsize)
-        ]
-        self._buckets = [
-            [move for move in bucket if self.rank in (move.source, move.destination)]
-            for bucket in buckets(plan.moves, most)
-        ]
+        self._kept = plan.kept(self.rank)
+        self._plan, self._most_bytes = plan, staging_bytes // 2  # two buckets are in memory at a time
+        self._arrange(counts_received=True)
+        self._num_planned_bytes = plan.sent_bytes.get(self.rank, 0)
+        self._memory: HostMemory | None = None
+        self._receipts: list[list[dist.Work]] = []  # of each bucket of an update: its readers are done
+        self._sends: list[dist.Work] = []  # receipts for others
         self._kept_digests: dict[Move, bytes] = {}
-        self._num_sent_bytes = plan.sent_bytes.get(self.rank, 0)
+        self._proved: dict[Move, bytes] = {}  # what came and was kept in the last update
+
+    def share_memory(self, comm: Collectives) -> None:
+        """From now on ranks of one host give each other tensors through memory, where they can. Called by every rank of
+        `comm`, which are those of `group`, where tensors are on the CPU. Where all can, what comes needs no buffer, and
+        buckets are larger for it."""
+        assert self.device.type == "cpu"
+        half_bytes = min(self._most_bytes, self._num_planned_bytes)
+        gaps = aligned(1) * comm.world_size if half_bytes else 0
+        self._memory = HostMemory(comm, half_bytes + gaps)
+        sources = {move.source for move in self._plan.receives(self.rank)}
+        if all(map(bool, comm.all_gather(b"yes" if sources <= self._memory.inboxes.keys() else b""))):
+            self._arrange(counts_received=False)
+
+    def _arrange(self, *, counts_received: bool) -> None:
+        everything = buckets(self._plan.moves, self._most_bytes, counts_received=counts_received)
+        self._num_buckets = len(everything)  # of all ranks; this one takes part in:
+        self._buckets = {
+            number: bucket
+            for number, moves in enumerate(everything)
+            if any(bucket := (_by_peer(moves, "source", self.rank), _by_peer(moves, "destination", self.rank)))
+        }
 
     def __call__(self, held: Tensors, wanted: Tensors) -> None:
         """Fill `wanted` (this rank's parts in the target layout, of any dtype) out of what all ranks have in `held` (its
@@ -94,79 +123,134 @@ class PeerToPeer:
         rank where that is so, and the caller tells the others.
         """
         self.check(held, wanted)
-        self._kept_digests.clear()
+        self._receipts, self._sends = [], []
+        self._staged = self._memory.num_bytes if self._memory is not None else 0
         digests: dict[int, list[bytes]] = {}  # destination -> of each move, in order
-        with torch.no_grad(), TRAFFIC.exchanging(self._num_sent_bytes):
+        with torch.no_grad(), TRAFFIC.exchanging(self._num_planned_bytes):
             flight: _Flight | None = None
-            for number, bucket in enumerate(self._buckets):
-                if not bucket:
-                    continue
-                following = self._start(number, bucket, held, digests)
+            for number in self._buckets:
+                following = self._start(number, held, digests)
                 if flight is not None:
                     self._finish(flight, wanted)
                 flight = following
             self._keep(held, wanted)
             if flight is not None:
                 self._finish(flight, wanted)
-            self._prove(held, wanted, digests)
+            for work in (*(work for works in self._receipts for work in works), *self._sends):
+                work.wait()
+            self._prove(wanted, digests)
 
     def check(self, held: Tensors, wanted: Tensors) -> None:
-        """Raise ModelError when a tensor is missing or has another shape than its part. Nothing is sent."""
+        """Raise ModelError when a tensor is missing or has another shape than its part."""
         self._check(held, self._held, "hold")
         self._check(wanted, self._wanted, "fill")
 
-    def _start(self, number: int, bucket: Sequence[Move], held: Tensors, digests: dict[int, list[bytes]]) -> _Flight:
-        """Cast what goes out into one buffer per peer, and post its send and receives."""
-        ops, receives, num_bytes = [], [], 0
-        for peer, moves in _by_peer(bucket, "source", self.rank):
-            buffer = self._buffer(moves)
-            num_bytes += buffer.nbytes
-            receives += _slices(moves, buffer)
-            ops.append(dist.P2POp(dist.irecv, buffer, peer, self.group, number))
-        for peer, moves in _by_peer(bucket, "destination", self.rank):
-            buffer = self._buffer(moves)
-            num_bytes += buffer.nbytes
-            for move, place in _slices(moves, buffer):
-                place.copy_(self._at(held, move, is_source=True))
-                digests.setdefault(peer, []).append(_digest(move, place))
-            ops.append(dist.P2POp(dist.isend, buffer, peer, self.group, number))
+    def _start(self, number: int, held: Tensors, digests: dict[int, list[bytes]]) -> _Flight:
+        """Pack and send a bucket, and ask for what others send."""
+        incoming, outgoing = self._buckets[number]
+        ops, parcels, receipts = [], [], []
+        for peer, moves in incoming.items():
+            is_note = self._memory is not None and peer in self._memory.inboxes
+            message = _note() if is_note else self._buffer(moves)
+            parcels.append(_Parcel(peer, moves, message, is_note))
+            ops.append(dist.P2POp(dist.irecv, message, peer, self.group, number))
+        place = self._free_half()
+        messages = []
+        for peer, moves in outgoing.items():
+            if self._memory is not None and peer in self._memory.readers:
+                buffer, message = self._memory.room(place, _count(moves), self.dtype), _note(place)
+                place += aligned(buffer.nbytes)
+                receipts.append(dist.P2POp(dist.irecv, _note(), peer, self.group, self._receipt_tag(number)))
+            else:
+                buffer = message = self._buffer(moves)
+                messages.append(buffer)
+            self._pack(moves, buffer, held, digests.setdefault(peer, []))
+            ops.append(dist.P2POp(dist.isend, message, peer, self.group, number))
+        num_bytes = sum(m.nbytes for m in messages) + sum(p.message.nbytes for p in parcels if not p.is_note)
         self._staged += num_bytes
         self.peak_staging_bytes = max(self.peak_staging_bytes, self._staged)
-        return _Flight(dist.batch_isend_irecv(ops), receives, num_bytes)
+        works = dist.batch_isend_irecv(ops)
+        self._receipts.append(dist.batch_isend_irecv(receipts) if receipts else [])
+        return _Flight(number, works, parcels, num_bytes)
+
+    def _pack(self, moves: Sequence[Move], buffer: torch.Tensor, held: Tensors, digests: list[bytes]) -> None:
+        for move, place in _slices(moves, buffer):
+            digests.append(copy_with_digest(_label(move), place, self._at(held, move, is_source=True)))
+        self.num_sent_bytes += buffer.nbytes
+
+    def _free_half(self) -> int:
+        """Where in this rank's memory the next bucket may lie, when the one before the last has been read."""
+        if self._memory is None:
+            return 0
+        count = len(self._receipts)
+        if count >= 2:
+            for work in self._receipts[count - 2]:
+                work.wait()
+            self._receipts[count - 2] = []
+        return count % 2 * self._memory.half_bytes
 
     def _finish(self, flight: _Flight, wanted: Tensors) -> None:
+        """Put what has come into its place, and say so."""
         for work in flight.works:
             work.wait()
-        for move, place in flight.receives:
-            self._at(wanted, move, is_source=False).copy_(place)
+        receipts = []
+        for parcel in flight.parcels:
+            self._unpack(parcel, wanted)
+            if parcel.is_note:
+                tag = self._receipt_tag(flight.number)
+                receipts.append(dist.P2POp(dist.isend, parcel.message, parcel.peer, self.group, tag))
+        self._sends += dist.batch_isend_irecv(receipts) if receipts else []
         self._staged -= flight.num_bytes
 
+    def _unpack(self, parcel: _Parcel, wanted: Tensors) -> None:
+        buffer = parcel.message
+        if parcel.is_note:
+            assert self._memory is not None
+            place = int(parcel.message.view(torch.int64))
+            buffer = self._memory.read(parcel.peer, place, _count(parcel.moves), self.dtype)
+        for move, numbers in _slices(parcel.moves, buffer):
+            self._at(wanted, move, is_source=False).copy_(numbers)
+
+    def _receipt_tag(self, number: int) -> int:
+        return self._num_buckets + 1 + number
+
     def _keep(self, held: Tensors, wanted: Tensors) -> None:
+        self._kept_digests = {}
         for move in self._kept:
             have, need = self._at(held, move, is_source=True), self._at(wanted, move, is_source=False)
             if not _is_same_memory(have, need):
-                cast = have.to(self.dtype)
-                need.copy_(cast)
-                self._kept_digests[move] = _digest(move, cast)
+                self._kept_digests[move] = self._copy_kept(move, have, need)
 
-    def _prove(self, held: Tensors, wanted: Tensors, sent: Mapping[int, Sequence[bytes]]) -> None:
+    def _copy_kept(self, move: Move, have: torch.Tensor, need: torch.Tensor) -> bytes:
+        """Through the format of what travels: two copies of one number, kept and sent, are alike."""
+        if need.dtype != self.dtype:
+            have = have.to(self.dtype)
+            need.copy_(have)
+            return digest(_label(move), have)
+        return copy_with_digest(_label(move), need, have)
+
+    def _prove(self, wanted: Tensors, sent: Mapping[int, Sequence[bytes]]) -> None:
         """Compare what the engine holds with what the senders say they sent, and with what was kept."""
-        received = [move for bucket in self._buckets for move in bucket if move.destination == self.rank]
+        received = [move for incoming, _ in self._buckets.values() for moves in incoming.values() for move in moves]
+        self._proved = {}
         # first of all, as a rank that finds a fault leaves, and others need its digests
         said = self._exchange(sent, Counter(move.source for move in received))
         for move in received:
-            if self._digest_of(move, wanted) != next(said[move.source]):
-                raise _wrong(move)
-        for move in self._kept:
-            have, need = self._at(held, move, is_source=True), self._at(wanted, move, is_source=False)
-            if not _is_same_memory(have, need) and self._digest_of(move, wanted) != self._kept_digests.get(move):
+            self._proved[move] = next(said[move.source])
+        self._proved |= self._kept_digests
+        self.check_held(wanted)
+
+    def check_held(self, wanted: Tensors) -> None:
+        """Raise ModelError unless `wanted` holds what the last update has brought."""
+        for move, said in self._proved.items():
+            if self._digest_of(move, wanted) != said:
                 raise _wrong(move)
 
     def _exchange(self, sent: Mapping[int, Sequence[bytes]], counts: Mapping[int, int]) -> dict[int, Iterator[bytes]]:
         """Send destination -> digests; returns source -> its digests, in the order of the moves, as many as `counts` says."""
-        number = len(self._buckets)
+        number = self._num_buckets
         said = {
-            peer: torch.empty(n * _DIGEST_BYTES, dtype=torch.uint8, device=self.device) for peer, n in counts.items()
+            peer: torch.empty(n * DIGEST_BYTES, dtype=torch.uint8, device=self.device) for peer, n in counts.items()
         }
         ops = [dist.P2POp(dist.irecv, claim, peer, self.group, number) for peer, claim in sorted(said.items())]
         for peer, digests in sorted(sent.items()):
@@ -175,11 +259,11 @@ class PeerToPeer:
         for work in dist.batch_isend_irecv(ops) if ops else []:
             work.wait()
         return {
-            peer: (bytes(row.tolist()) for row in claim.cpu().view(-1, _DIGEST_BYTES)) for peer, claim in said.items()
+            peer: (bytes(row.tolist()) for row in claim.cpu().view(-1, DIGEST_BYTES)) for peer, claim in said.items()
         }
 
     def _digest_of(self, move: Move, wanted: Tensors) -> bytes:
-        return _digest(move, self._at(wanted, move, is_source=False).to(self.dtype))
+        return digest(_label(move), self._at(wanted, move, is_source=False).to(self.dtype))
 
     def _at(self, tensors: Tensors, move: Move, *, is_source: bool) -> torch.Tensor:
         """The region of a move in a local tensor (a view)."""
@@ -187,7 +271,7 @@ class PeerToPeer:
         return tensors[move.tensor][tuple(slice(*span) for span in part.locate(move.box))]
 
     def _buffer(self, moves: Sequence[Move]) -> torch.Tensor:
-        return torch.empty(sum(numel(move.box) for move in moves), dtype=self.dtype, device=self.device)
+        return torch.empty(_count(moves), dtype=self.dtype, device=self.device)
 
     def _check(self, tensors: Tensors, parts: Mapping[str, Part], what: str) -> None:
         for name, part in parts.items():
@@ -203,14 +287,26 @@ class PeerToPeer:
                 )
 
 
-def _by_peer(bucket: Sequence[Move], peer_end: str, rank: int) -> Iterator[tuple[int, list[Move]]]:
-    """The moves whose other end is `rank`, by peer."""
+def _by_peer(bucket: Sequence[Move], peer_end: str, rank: int) -> dict[int, list[Move]]:
+    """Peer -> the moves between it and `rank`, with the peer at one end; peers ascend."""
     other_end = "destination" if peer_end == "source" else "source"
     found: dict[int, list[Move]] = {}
     for move in bucket:
         if getattr(move, other_end) == rank:
             found.setdefault(getattr(move, peer_end), []).append(move)
-    yield from sorted(found.items())
+    return dict(sorted(found.items()))
+
+
+def _count(moves: Sequence[Move]) -> int:
+    return sum(numel(move.box) for move in moves)
+
+
+def _note(number: int = 0) -> torch.Tensor:
+    return torch.tensor([number]).view(torch.uint8)
+
+
+def _label(move: Move) -> str:
+    return f"{move.tensor} {move.box}"
 
 
 def _slices(moves: Sequence[Move], buffer: torch.Tensor) -> list[tuple[Move, torch.Tensor]]:
@@ -222,36 +318,6 @@ def _slices(moves: Sequence[Move], buffer: torch.Tensor) -> list[tuple[Move, tor
 
 def _is_same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.data_ptr() == b.data_ptr() and a.dtype == b.dtype and a.stride() == b.stride()
-
-
-def _digest(move: Move, numbers: torch.Tensor) -> bytes:
-    """Of name, place, dtype and bytes. The bytes are first reduced where they lie, to `_sums`, since a hash of all of them
-    takes a processor core longer than copying them."""
-    found = hashlib.blake2b(f"{move.tensor} {move.box} {numbers.dtype}".encode(), digest_size=_DIGEST_BYTES)
-    flat = numbers.detach().contiguous().flatten()
-    if flat.storage_offset() * flat.itemsize % _WORD_BYTES:
-        flat = flat.clone()  # words begin at multiples of their size
-    per_word = _WORD_BYTES // flat.itemsize
-    whole = flat.numel() // per_word * per_word
-    for rest in (_sums(flat[:whole].view(torch.int64)), flat[whole:]):
-        found.update(bytes(rest.cpu().view(torch.uint8).numpy().data))
-    return found.digest()
-
-
-def _sums(words: torch.Tensor) -> torch.Tensor:
-    """Sums of every so many words [any number of int64] times odd factors, modulo 2^64: other words, or words in another
-    order, have other sums, but for one chance in some 2^32. The upper half is added to the lower one first, without which
-    changes of an even number of sign bits would cancel out."""
-    if words.device.type == "cpu":
-        size = len(_FACTORS)
-        mixed = torch.empty(min(size, len(words)), dtype=torch.int64)  # small enough to stay in a cache
-        sums = torch.empty(-(-len(words) // size), dtype=torch.int64)
-        for number, some in enumerate(words.split(size) if len(words) else ()):
-            high = torch.bitwise_right_shift(some, 32, out=mixed[: len(some)])
-            torch.dot(high.add_(some), _FACTORS[: len(some)], out=sums[number])
-        return sums
-    padded = F.pad((words >> 32) + words, (0, -len(words) % len(_FACTORS)))
-    return (padded.view(-1, len(_FACTORS)) * _FACTORS.to(words.device)).sum(1)
 
 
 def _wrong(move: Move) -> ModelError:

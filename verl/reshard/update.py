@@ -4,7 +4,7 @@
     update()                                                                                        # on every rank
 
 `engine` is what trains on this rank and `replica` what generates; None where the rank has none. A rank keeps what it holds
-already, and nothing is gathered whole.
+already, and nothing is gathered whole. With LoRA only the adapters travel.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from verl.engines.fsdp import FSDPEngine
 from verl.engines.local import LocalEngine
 from verl.engines.shards import local
 from verl.errors import ModelError
+from verl.models.lora import is_adapter, lora_layers
 from verl.parallel.collectives import Collectives
 from verl.parallel.wire import from_bytes, to_bytes
+from verl.reshard.adapters import Adapters
 from verl.reshard.decoder import decoder_tensors
 from verl.reshard.layout import Layout, RolloutLayout, Tensor, TrainingLayout
 from verl.reshard.plan import Plan, make_plan
@@ -34,7 +36,7 @@ from verl.rollout.replica import Replica
 log = logging.getLogger(__name__)
 
 _LEAST_STAGING_BYTES = 1 << 16
-_STAGING_BYTES = 64 << 20  # at most, and no more than an eighth of the model
+_STAGING_BYTES = 64 << 20  # at most, and no more than a sixth of the model
 Held = Mapping[str, torch.Tensor]
 
 
@@ -46,16 +48,35 @@ class PlannedUpdate:
     """
 
     def __init__(
-        self, comm: Collectives, transport: PeerToPeer, plan: Plan, engine: TrainEngine | None, replica: Replica | None
+        self,
+        comm: Collectives,
+        transport: PeerToPeer,
+        plan: Plan,
+        engine: TrainEngine | None,
+        replica: Replica | None,
+        adapters: Adapters | None = None,
     ):
         self.plan, self.transport = plan, transport
-        self._comm, self._engine, self._replica = comm, engine, replica
+        self._comm, self._engine, self._replica, self._adapters = comm, engine, replica, adapters
 
     def __call__(self) -> None:
-        held, wanted = held_by(self._engine), self._replica.parts() if self._replica is not None else {}
+        held, wanted = held_by(self._engine), self._wanted()
         # agreed before the first byte leaves: the others would wait for a rank that has given up
         self._together(self.transport.check, held, wanted)
         self._together(self.transport, held, wanted)
+        if self._adapters is not None:
+            self._adapters.merge()
+
+    @torch.no_grad()
+    def check_held(self) -> None:
+        """Raise ModelError, on this rank, unless it still holds what the last update has brought: whatever generates may have
+        written into it."""
+        self.transport.check_held(self._wanted())
+
+    def _wanted(self) -> Held:
+        if self._adapters is not None:
+            return self._adapters.parts
+        return self._replica.parts() if self._replica is not None else {}
 
     def _together(self, what: Callable[[Held, Held], None], held: Held, wanted: Held) -> None:
         error = ""
@@ -75,10 +96,10 @@ def plan_update(
     replica: Replica | None,
     device: torch.device,
 ) -> PlannedUpdate | None:
-    """Called by all ranks of `comm` together. None, on all of them, where parts of tensors do not serve: with LoRA, whose
-    adapters are merged into whole weights, and for engines and models that the layouts do not describe.
+    """Called by all ranks of `comm` together. None, on all of them, where parts of tensors do not serve: for engines and
+    models that the layouts do not describe, and where others than adapters train beside adapters.
 
-    Raises ModelError, on all ranks, when a replica has a parameter that no training rank has.
+    Raises ModelError, on all ranks, when a replica has a parameter that no training rank has, or lacks one that trains.
     """
     leads = comm.rank == training.ranks[0]
     said = comm.all_gather(to_bytes((socket.gethostname(), _model_facts(engine) if leads else None)))
@@ -86,11 +107,15 @@ def plan_update(
     model = models[training.ranks[0]]
     if model is None:
         return None
-    dtype = getattr(torch, model.pop("dtype"))
+    dtype, scales = getattr(torch, model.pop("dtype")), model.pop("scales")
+    num_layers_at_a_time = model.pop("layers_at_a_time")
     tensors = decoder_tensors(**model, itemsize=dtype.itemsize)
-    raise_together(comm, _uncovered(replica, tensors))
+    raise_together(comm, _uncovered(replica, tensors, scales))
+    adapters = None
+    if replica is not None and scales:
+        adapters = Adapters(replica, tensors, rollout, comm.rank, scales, dtype)
     misfit = _misfit(held_by(engine), tensors, training, comm.rank)
-    if replica is not None:
+    if replica is not None and not scales:
         misfit = misfit or _misfit(replica.parts(), tensors, rollout, comm.rank)
     misfits = list(filter(None, comm.all_gather(misfit.encode())))
     if misfits:
@@ -102,9 +127,14 @@ def plan_update(
     if device.type == "cuda":  # NCCL connects all ranks at the first call, which point-to-point calls are not made by
         dist.all_reduce(torch.zeros(1, device=device))
     model_bytes = sum(math.prod(tensor.shape) for tensor in tensors) * dtype.itemsize
-    most = max(_LEAST_STAGING_BYTES, min(_STAGING_BYTES, model_bytes // 8))
+    most = max(_LEAST_STAGING_BYTES, min(_STAGING_BYTES, model_bytes // 6))
+    if num_layers_at_a_time is not None and model["num_layers"]:
+        in_layers = sum(math.prod(tensor.shape) for tensor in tensors if ".layers." in tensor.name) * dtype.itemsize
+        most = max(_LEAST_STAGING_BYTES, min(most, num_layers_at_a_time * in_layers // model["num_layers"]))
     transport = PeerToPeer(tensors, training, rollout, plan, dtype=dtype, device=device, staging_bytes=most)
-    return PlannedUpdate(comm, transport, plan, engine, replica)
+    if device.type == "cpu":
+        transport.share_memory(comm)
+    return PlannedUpdate(comm, transport, plan, engine, replica, adapters)
 
 
 def held_by(engine: TrainEngine | None) -> dict[str, torch.Tensor]:
@@ -125,30 +155,50 @@ def raise_together(comm: Collectives, error: str) -> None:
 
 
 def _model_facts(engine: TrainEngine | None) -> dict[str, Any] | None:
-    """Arguments of decoder_tensors, and the number format in which weights travel."""
+    """Arguments of decoder_tensors for what travels; the number format in which it does, and how many layers of it may at a
+    time (fsdp_config.layer_per_group); and for adapters the scale of each adapted layer."""
     if isinstance(engine, FSDPEngine):
         shapes = {name: list(shard.shape) for name, shard in engine.shards.items()}
     elif isinstance(engine, LocalEngine):
         shapes = {name: list(p.shape) for name, p in engine.module.named_parameters()}
     else:
         return None
+    dtype, scales = engine.compute_dtype, {}
     if engine.spec is not None:
-        return None
+        trained = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
+        if not all(map(is_adapter, trained)):
+            return None
+        shapes = {name: shape for name, shape in shapes.items() if name in trained}
+        scales = {name: layer.scale for name, layer in lora_layers(engine.module).items()}
+        dtype = next(iter(trained.values())).dtype  # few bytes, which are added to weights before those are cast
     config = engine.module.config.get_text_config()
     num_heads = getattr(config, "num_attention_heads", 1)
     return {
         "shapes": shapes,
         "num_layers": getattr(config, "num_hidden_layers", 0),
+        "layers_at_a_time": engine.dimensions.layer_per_group if engine.config.use_3d_hybrid else None,
         "num_heads": num_heads,
         "num_kv_heads": getattr(config, "num_key_value_heads", None) or num_heads,
-        "dtype": str(engine.compute_dtype).removeprefix("torch."),
+        "dtype": str(dtype).removeprefix("torch."),
+        "scales": scales,
     }
 
 
-def _uncovered(replica: Replica | None, tensors: tuple[Tensor, ...]) -> str:
+def _uncovered(replica: Replica | None, tensors: tuple[Tensor, ...], scales: Mapping[str, float]) -> str:
+    """What is wrong where the names of what trains are not those of what generates; "" for nothing."""
+    if replica is None:
+        return ""
+    travels = [f"{layer}.weight" for layer in scales] or [tensor.name for tensor in tensors]
+    names = replica.parts().keys()
+    unreached = next((name for name in travels if name not in names), None)
+    if unreached is not None:
+        return (
+            f"{unreached} trains, and no tensor of the rollout's copy takes it: samples would be made by old weights. Both "
+            "must be built from the same actor_rollout_ref.model."
+        )
     try:
-        if replica is not None:
-            replica.check_covered(tensor.name for tensor in tensors)
+        if not scales:
+            replica.check_covered(travels)
     except ModelError as error:
         return str(error)
     return ""

@@ -12,12 +12,14 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
+from typing import Any
 
 from verl.data_proto.samples import Score, ScoreRequest
 from verl.errors import DeadlineError, RewardError
+from verl.rewards.box import Limits
 from verl.rewards.functions import RewardFunctionSpec
 from verl.rewards.jobs import Job, JobQueue
-from verl.rewards.process import START_TIMEOUT_S, WorkerLost, WorkerProcess
+from verl.rewards.process import START_TIMEOUT_S, WorkerGone, WorkerLost, WorkerProcess
 from verl.rewards.wire import encode
 
 logger = logging.getLogger(__name__)
@@ -28,10 +30,11 @@ CLOSE_TIMEOUT_S = 10.0
 class RewardPool:
     """Up to `num_workers` processes that call one reward function, one call in flight each.
 
-    `timeout_s`: seconds one call may take (a sample, or a batch for a batched function). `memory_mb`: MiB one worker
-    may allocate; None for no limit. `default_score`: what a sample gets whose call failed, with `Score.error` saying
-    why. The first worker is started by `start`, others when a request has waited. `log_dir`: where the workers'
-    prints go.
+    `timeout_s`: seconds one call may take (a sample, or a batch for a batched function). `memory_mb`: MiB one process may
+    allocate; None for no limit. `limits`: the other limits of the box in which the function runs. `process_per_sample`:
+    each call in a process of its own, forked for it. `default_score`: what a sample gets whose call failed, with
+    `Score.error` saying why. The first worker is started by `start`, others when a request has waited. `log_dir`: where
+    the workers' prints go.
 
         with RewardPool(RewardFunctionSpec("rewards.py"), num_workers=2, timeout_s=30, memory_mb=4096) as pool:
             scores = pool.score_all(requests)
@@ -44,13 +47,16 @@ class RewardPool:
         num_workers: int,
         timeout_s: float,
         memory_mb: int | None,
+        limits: Limits | None = None,
+        process_per_sample: bool = False,
         default_score: float = 0.0,
         log_dir: str | Path | None = None,
     ):
         self.function = function
         self.num_workers = max(1, num_workers)
         self.timeout_s = timeout_s
-        self.memory_mb = memory_mb
+        self.limits = dataclasses.replace(limits or Limits(), memory_mb=memory_mb)
+        self.process_per_sample = process_per_sample
         self.default_score = default_score
         self._log_dir = Path(log_dir) if log_dir else None
         self._data_sources: list[str] = []
@@ -60,6 +66,7 @@ class RewardPool:
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._processes: dict[int, WorkerProcess] = {}
+        self._said: set[str] = set()
 
     def start(self, data_sources: Sequence[str] = ()) -> None:
         """Start the first worker, which loads the function, checks its signature and imports what the built-in
@@ -167,10 +174,7 @@ class RewardPool:
 
     def _call(self, index: int, job: Job) -> list[Score]:
         try:
-            process = self._processes.get(index)
-            if process is None or not process.alive:
-                process = self._start_process(index)
-            outcomes, seconds = process.score(job, self.timeout_s)
+            outcomes, seconds = self._score(index, job)
         except (WorkerLost, RewardError, OSError) as error:
             reason = "was stopped: the run is ending" if self._queue.closed else str(error)
             return self._defaulted(job.requests, reason)
@@ -182,6 +186,16 @@ class RewardPool:
                 scores.append(Score(request.key, outcome["score"], outcome["parts"]))
             scores[-1].seconds = seconds / len(outcomes)
         return scores
+
+    def _score(self, index: int, job: Job) -> tuple[list[dict[str, Any]], float]:
+        process = self._processes.get(index)
+        if process is None or not process.alive:
+            process = self._start_process(index)
+        try:
+            return process.score(job, self.timeout_s)
+        except WorkerGone as error:  # not this call's doing, so it is not the one to pay for it
+            logger.warning("A reward worker is started again. %s", error)
+            return self._start_process(index).score(job, self.timeout_s)
 
     def _defaulted(self, requests: list[ScoreRequest], what: str) -> list[Score]:
         return [
@@ -199,7 +213,8 @@ class RewardPool:
         setup = {
             "function": dataclasses.asdict(self.function),
             "data_sources": self._data_sources,
-            "memory_mb": self.memory_mb,
+            "limits": dataclasses.asdict(self.limits),
+            "process_per_sample": self.process_per_sample,
             "sys_path": sys.path,
         }
         self._warn_if_changed()
@@ -207,6 +222,10 @@ class RewardPool:
         process = WorkerProcess(setup, log)
         with self._lock:
             self._processes[index] = process
+            notices = [n for n in process.notices if n not in self._said]
+            self._said.update(notices)
+        for notice in notices:
+            logger.warning("%s See docs/security.md.", notice)
         if self._queue.closed:
             process.kill()
         return process

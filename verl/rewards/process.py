@@ -1,4 +1,4 @@
-"""The parent's handle on one reward worker: start, call with a deadline, kill with everything it started."""
+"""The run's handle on one reward worker: start, call with a deadline, kill with everything it started."""
 
 from __future__ import annotations
 
@@ -13,12 +13,16 @@ import tempfile
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from verl.config.secrets import is_secret_name
 from verl.errors import RewardError
+from verl.rewards.box import remove_folder
 from verl.rewards.jobs import Job
 from verl.rewards.wire import ChannelClosed, ChannelCorrupt, encode, receive, send
 
 START_TIMEOUT_S = 120.0  # a reward function may import torch and more on a cold disk
 MAX_LOG_BYTES = 16 << 20
+_KILL_TIMEOUT_S = 5.0
+_KILLED = "ended its process by SIGKILL"
 _FORGED = "wrote to the channel on which its result is sent"
 
 
@@ -26,8 +30,14 @@ class WorkerLost(Exception):
     """The worker can no longer be used; the message says what the reward function did ("took longer than 30 s")."""
 
 
+class WorkerGone(WorkerLost):
+    """The worker was lost between two calls, or killed by somebody else (the system for its memory, a person): the call can be
+    given once to another one."""
+
+
 class WorkerProcess:
-    """One `python -m verl.rewards.worker`.
+    """One `python -m verl.rewards.keeper` with the scorer in its box. `setup`: see worker.run; `setup["limits"]` are the
+    fields of box.Limits. `notices` says what of the box this machine does not grant.
 
     Start it on a thread that lives as long as the process shall: on Linux it is tied to the thread, so that it dies
     even when the parent is killed by SIGKILL. Raises RewardError when the worker reports that the function cannot be
@@ -36,39 +46,47 @@ class WorkerProcess:
 
     def __init__(self, setup: dict[str, Any], log: Path | None = None):
         self._log: BinaryIO = open(log, "ab+") if log else tempfile.TemporaryFile("ab+")
+        self._ended = False
+        self._folder = tempfile.mkdtemp(prefix="verl_reward_")
         self._channel, child = socket.socketpair()
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "verl.rewards.worker", str(child.fileno()), str(os.getpid())],
+                [sys.executable, "-m", "verl.rewards.keeper", str(child.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=self._log,
                 pass_fds=(child.fileno(),),
-                env=_environment(),
+                env=_environment(self._folder, bool(setup["limits"]["network"])),
                 start_new_session=True,
             )
         except OSError:
             self._channel.close()
             self._log.close()
+            remove_folder(self._folder)
             raise
         finally:
             child.close()
         try:
-            answer = self._exchange(encode(setup), START_TIMEOUT_S)
+            answer = self._exchange(encode({**setup, "folder": self._folder}), START_TIMEOUT_S)
         except WorkerLost as error:
             self.close()
             raise RewardError(f"The reward worker did not start: it {error}.") from error
         if "error" in answer:
             self.close()
             raise RewardError(answer["error"])
+        self.notices: list[str] = answer["notices"]
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
     def score(self, job: Job, timeout_s: float) -> tuple[list[dict[str, Any]], float]:
-        """(outcome per sample, seconds) of one call. Raises WorkerLost, the process being dead then."""
+        """(outcome per sample, seconds) of one call. Raises WorkerLost, the process being dead then, and WorkerGone when
+        the call was not begun."""
         answer = self._exchange(job.message, timeout_s)
+        if "not_begun" in answer:
+            self.kill()
+            raise WorkerGone(str(answer["not_begun"]))
         outcomes, seconds = answer.get("outcomes"), answer.get("seconds")
         if (
             answer.get("id") != job.number
@@ -88,11 +106,17 @@ class WorkerProcess:
         return self._process.poll() is None
 
     def kill(self) -> None:
-        """End the worker and its whole process group now. May be called again, and from any thread."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        """End the worker with everything that it started now. May be called again, and from any thread."""
+        if self._process.poll() is None:
+            self._process.terminate()  # the keeper ends its box, and then itself
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=5)
+            self._process.wait(_KILL_TIMEOUT_S)
+        if not self._ended:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)  # what a keeper that was killed itself has left
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_KILL_TIMEOUT_S)
+        self._ended = True
         with contextlib.suppress(OSError):
             self._channel.shutdown(socket.SHUT_RDWR)
 
@@ -100,12 +124,13 @@ class WorkerProcess:
         self.kill()
         self._channel.close()
         self._log.close()
+        remove_folder(self._folder)
 
     def _exchange(self, payload: bytes, timeout_s: float) -> dict[str, Any]:
         try:
             self._channel.settimeout(timeout_s)
             send(self._channel, payload)
-            return receive(self._channel, timeout_s)
+            answer = receive(self._channel, timeout_s)
         except TimeoutError:
             self.kill()
             raise WorkerLost(f"took longer than {timeout_s:g} s") from None
@@ -113,20 +138,18 @@ class WorkerProcess:
             self.kill()
             raise WorkerLost(_FORGED) from None
         except ChannelClosed:
-            reason = self._ending()
             self.kill()
-            raise WorkerLost(reason) from None
+            raise WorkerGone(f"ended the process that keeps it{self._last_words()}") from None
+        if "lost" in answer:
+            self.kill()
+            words = self._last_words() if "ended" in answer["lost"] else ""
+            kind = WorkerGone if _KILLED in answer["lost"] else WorkerLost
+            raise kind(f"{answer['lost']}{words}")
+        return answer
 
-    def _ending(self) -> str:
-        try:
-            code = self._process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            return "closed the channel on which its result is sent"
+    def _last_words(self) -> str:
         last = self._last_log_line()
-        said = f" (its last words: {last})" if last else ""
-        if code < 0:
-            return f"ended its process by {signal.Signals(-code).name}{said}"
-        return f"ended its process with exit code {code}{said}"
+        return f" (its last words: {last})" if last else ""
 
     def _last_log_line(self) -> str:
         with contextlib.suppress(OSError, ValueError):
@@ -141,11 +164,13 @@ class WorkerProcess:
             self._log.truncate(0)
 
 
-def _environment() -> dict[str, str]:
+def _environment(folder: str, network: bool) -> dict[str, str]:
+    """What a worker sees of our environment; without a network it has no use for keys and passwords."""
     package_root = str(Path(__file__).resolve().parents[2])
     inherited = os.environ.get("PYTHONPATH")
     return {
-        **os.environ,
+        **{name: value for name, value in os.environ.items() if network or not is_secret_name(name)},
+        "TMPDIR": folder,
         "PYTHONPATH": package_root + (os.pathsep + inherited if inherited else ""),
         "PYTHONUNBUFFERED": "1",  # what was printed before a crash is in the log
         "PYTHONHASHSEED": "0",  # scorers that walk over sets give the same answer in every worker

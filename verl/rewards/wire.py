@@ -1,4 +1,7 @@
-"""How parent and reward worker talk: JSON messages behind a 4-byte length, over a socket that is not stdout."""
+"""How the run, the keeper of a scorer and the scorer talk: messages behind a 4-byte length, over sockets of their own.
+
+Between run and keeper a message is JSON; between keeper and scorer a number of NUMBER_BYTES bytes stands before it.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from verl.errors import RewardError
 
 _HEADER = struct.Struct(">I")
 MAX_MESSAGE_BYTES = 256 << 20
+NUMBER_BYTES = 16
 
 
 class ChannelClosed(Exception):
@@ -63,17 +67,30 @@ def receive(channel: socket.socket, timeout_s: float | None = None) -> dict[str,
 
     Raises TimeoutError, ChannelClosed, or ChannelCorrupt.
     """
-    deadline = None if timeout_s is None else time.monotonic() + timeout_s
-    (length,) = _HEADER.unpack(_read(channel, _HEADER.size, deadline))
-    if length > MAX_MESSAGE_BYTES:
-        raise ChannelCorrupt
     try:
-        message = json.loads(_read(channel, length, deadline))
+        message = json.loads(receive_bytes(channel, timeout_s))
     except (ValueError, RecursionError) as error:
         raise ChannelCorrupt from error
     if not isinstance(message, dict):
         raise ChannelCorrupt
     return message
+
+
+def receive_bytes(channel: socket.socket, timeout_s: float | None = None) -> bytes:
+    """`receive`, without a look into the message."""
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    (length,) = _HEADER.unpack(_read(channel, _HEADER.size, deadline))
+    if length > MAX_MESSAGE_BYTES:
+        raise ChannelCorrupt
+    return _read(channel, length, deadline)
+
+
+def read_header(received: bytes | bytearray) -> tuple[int, int] | None:
+    """(begin, end) of the first message in what was received so far; None while its length is not known."""
+    if len(received) < _HEADER.size:
+        return None
+    (length,) = _HEADER.unpack_from(received)
+    return _HEADER.size, _HEADER.size + length
 
 
 def _read(channel: socket.socket, length: int, deadline: float | None) -> bytes:

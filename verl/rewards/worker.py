@@ -1,28 +1,30 @@
-"""The process that runs reward functions: reads requests from one socket, answers, dies with its parent.
+"""The process that runs reward functions: reads requests from one socket and answers each under its number.
 
-Started by process.py as `python -m verl.rewards.worker FD PARENT_PID`. What the reward function prints goes to the
-log file that is this process's stdout and stderr; the socket is inherited by nobody.
+Its keeper (keeper.py) forks it into a box (box.py) and alone talks with the run. What the reward function prints goes to
+the log file that is this process's stdout and stderr; the socket is inherited by no program that it starts.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import faulthandler
 import inspect
+import json
 import math
 import os
-import resource
 import signal
 import socket
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Iterable
 from typing import Any
 
 from verl.errors import RewardError
+from verl.rewards import kernel
+from verl.rewards.box import Limits, how_it_ended
 from verl.rewards.functions import (
     BATCH_ARGUMENTS,
     MODEL_REPLY,
@@ -32,45 +34,15 @@ from verl.rewards.functions import (
     RewardFunctionSpec,
     load_reward_function,
 )
-from verl.rewards.wire import ChannelClosed, encode, receive, send
+from verl.rewards.processes import end_all_below
+from verl.rewards.wire import NUMBER_BYTES, ChannelClosed, ChannelCorrupt, encode, receive_bytes, send
 
 Outcome = dict[str, Any]  # {"score": float, "parts": dict} or {"error": "what the function did"}
 
 
-def die_with_parent(parent_pid: int) -> None:
-    """SIGKILL for this process when its parent ends, however it ends."""
-    if sys.platform == "linux":
-        import ctypes
-
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    else:
-        threading.Thread(target=_watch_parent, args=(parent_pid,), daemon=True).start()
-    if os.getppid() != parent_pid:  # it ended before the request above took hold
-        os._exit(1)
-
-
-def _watch_parent(parent_pid: int) -> None:
-    while os.getppid() == parent_pid:
-        time.sleep(0.5)
-    os.killpg(0, signal.SIGKILL)
-
-
-def apply_limits(memory_mb: int | None) -> None:
-    """What this process may take from the machine: `memory_mb` MiB of address space beyond what it holds already (so
-    that importing a large library is not charged to the first sample), no core dumps. None: no memory limit."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if memory_mb:
-        limit = _address_space_bytes() + memory_mb * 1024 * 1024
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-
-
-def _address_space_bytes() -> int:
-    try:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[0]) * resource.getpagesize()
-    except OSError:  # no /proc on this system
-        return 0
+# what the kernel answers when a limit is reached, and the key of the limit
+_END_TIMEOUT_S = 4.0
+_REFUSALS = {errno.EFBIG: ("wrote a larger file", "max_file_mb"), errno.EMFILE: ("opened more files", "max_open_files")}
 
 
 class Caller:
@@ -122,6 +94,9 @@ class Caller:
         if isinstance(error, MemoryError):
             self.out_of_memory = True
             return {"error": "needed more memory than reward.memory_mb allows"}
+        if isinstance(error, OSError) and error.errno in _REFUSALS:
+            did, key = _REFUSALS[error.errno]
+            return {"error": f"{did} than reward.{key} allows"}
         frames = traceback.extract_tb(error.__traceback__)
         place = f" (line {frames[-1].lineno} of {os.path.basename(frames[-1].filename)})" if frames else ""
         return {"error": f"raised {type(error).__name__}: {str(error)[:300]}{place}"}
@@ -161,8 +136,8 @@ def _plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def set_up(message: dict[str, Any]) -> Caller:
-    """Load the function, import what its data sources need, then close the limits. Raises RewardError."""
+def set_up(message: dict[str, Any], limits: Limits) -> Caller:
+    """Load the function, import what its data sources need, then limit memory. Raises RewardError."""
     sys.path.extend(p for p in message["sys_path"] if p not in sys.path)
     spec = RewardFunctionSpec(**message["function"])
     function = load_reward_function(spec)
@@ -170,26 +145,108 @@ def set_up(message: dict[str, Any]) -> Caller:
         from verl.rewards.scorers.route import warm
 
         warm(message["data_sources"])
-    apply_limits(message["memory_mb"])
+    limits.apply_memory()
     return Caller(function, spec)
 
 
-def serve(channel: socket.socket, caller: Caller) -> None:
-    """Answer requests until the parent closes the channel."""
-    while True:
-        request = receive(channel)
-        start = time.perf_counter()
-        outcomes = caller.score(request["samples"])
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):
-                stream.flush()
-        reply = {
-            "id": request["id"],
-            "outcomes": outcomes,
-            "seconds": time.perf_counter() - start,
-            "out_of_memory": caller.out_of_memory,
-        }
-        send(channel, _encode_reply(reply))
+def run(channel: socket.socket, number: bytes, message: dict[str, Any], limits: Limits, *, alone: bool) -> None:
+    """Set up as `message` says, answer under `number`, then serve until the keeper closes the channel. `alone`: this
+    process sees none but its guard, which is process 1, and those that it starts."""
+    faulthandler.enable()
+    try:
+        caller = set_up(message, limits)
+    except RewardError as error:
+        send(channel, number + encode({"error": str(error)}))
+        return
+    except BaseException as error:  # noqa: BLE001 - a user's file may even exit while it is imported
+        text = f"Loading the reward function raised {type(error).__name__}: {error}"
+        send(channel, number + encode({"error": text}))
+        return
+    send(channel, number + encode({"ready": True}))
+    forks = message["process_per_sample"]
+    if forks:
+        with contextlib.suppress(OSError):
+            kernel.hide_memory()  # from the processes that score
+    with contextlib.suppress(ChannelClosed):
+        while True:
+            request = receive_bytes(channel)
+            number, request = request[:NUMBER_BYTES], request[NUMBER_BYTES:]
+            answer = answer_from_fork(channel, caller, request, alone) if forks else answer_here(caller, request)
+            send(channel, number + answer)
+
+
+def answer_here(caller: Caller, request: bytes) -> bytes:
+    """Score in this process."""
+    message = json.loads(request)
+    start = time.perf_counter()
+    outcomes = caller.score(message["samples"])
+    _flush()
+    reply = {
+        "id": message["id"],
+        "outcomes": outcomes,
+        "seconds": time.perf_counter() - start,
+        "out_of_memory": caller.out_of_memory,
+    }
+    return _encode_reply(reply)
+
+
+def answer_from_fork(channel: socket.socket, caller: Caller, request: bytes, alone: bool) -> bytes:
+    """Score in a process forked for this call, which cannot reach `channel`, and end all that it has started: whatever
+    the call did to its process is gone with it."""
+    ours, theirs = socket.socketpair()
+    pid = os.fork()
+    if pid == 0:
+        channel.close()
+        ours.close()
+        _score_and_exit(theirs, caller, request)
+    theirs.close()
+    failure = ""
+    answer = b""
+    with ours:
+        try:
+            answer = receive_bytes(ours)
+        except ChannelClosed:
+            _, status = os.waitpid(pid, 0)
+            failure = how_it_ended(os.waitstatus_to_exitcode(status))
+            pid = 0
+        except ChannelCorrupt:
+            failure = "wrote to the channel on which its result is sent"
+    _end_others(pid, alone)
+    if not failure:
+        return answer
+    message = json.loads(request)
+    outcomes = [{"error": failure}] * len(message["samples"])
+    return encode({"id": message["id"], "outcomes": outcomes, "seconds": 0.0, "out_of_memory": False})
+
+
+def _score_and_exit(channel: socket.socket, caller: Caller, request: bytes) -> None:
+    code = 1
+    try:
+        with contextlib.suppress(OSError):
+            kernel.hide_memory(False)
+        send(channel, answer_here(caller, request))
+        code = 0
+    except BaseException:  # noqa: BLE001 - a forked process must not go on in its parent's code; the log keeps the reason
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def _end_others(pid: int, alone: bool) -> None:
+    """End the process `pid` that we forked (0: it has ended) and whatever it started."""
+    if alone:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(-1, signal.SIGKILL)  # every process that we see but our guard and us
+    else:
+        end_all_below(os.getpid(), _END_TIMEOUT_S)
+    if pid:
+        os.waitpid(pid, 0)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
 
 
 def _encode_reply(reply: dict[str, Any]) -> bytes:
@@ -206,36 +263,3 @@ def _without_odd_parts(outcomes: Iterable[Outcome]) -> Iterable[Outcome]:
             yield item
         except RewardError:
             yield {"error": "returned a dict with values that are neither numbers, text, lists nor dicts"}
-
-
-def main() -> None:
-    fd, parent_pid = int(sys.argv[1]), int(sys.argv[2])
-    die_with_parent(parent_pid)
-    os.set_inheritable(fd, False)
-    faulthandler.enable()
-    try:
-        _run(socket.socket(fileno=fd))
-    except ChannelClosed:
-        pass
-    except BaseException:  # noqa: BLE001 - the process ends here; the log keeps the reason
-        traceback.print_exc()
-    os.killpg(0, signal.SIGKILL)  # we lead our own process group: whatever the reward function started ends with us
-
-
-def _run(channel: socket.socket) -> None:
-    try:
-        caller = set_up(receive(channel))
-    except ChannelClosed:
-        raise
-    except RewardError as error:
-        send(channel, encode({"error": str(error)}))
-        return
-    except BaseException as error:  # noqa: BLE001 - a user's file may even exit while it is imported
-        send(channel, encode({"error": f"Loading the reward function raised {type(error).__name__}: {error}"}))
-        return
-    send(channel, encode({"ready": True}))
-    serve(channel, caller)
-
-
-if __name__ == "__main__":
-    main()

@@ -2,21 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
+from verl.config import ModelConfig
 from verl.data_proto.samples import Completion, PromptRequest, SamplingParams
 from verl.registry import Registry
+
+if TYPE_CHECKING:
+    import torch
 
 ENGINES = Registry(
     "rollout engine",
     {
         "native": "verl.rollout.native:NativeRollout",
         "hf": "verl.rollout.hf:HFRollout",
+        "vllm": "verl.rollout.vllm.engine:VLLMRollout",
+        "http": "verl.rollout.http.engine:HTTPRollout",
+        "sglang": "verl.rollout.http.engine:SGLangRollout",
     },
 )
 
 OnFinish = Callable[[Completion], None]
+Weights: TypeAlias = "Iterable[tuple[str, torch.Tensor]]"  # by name, whole
+
+
+@dataclass(frozen=True)
+class OwnCopy:
+    """What an engine needs that holds weights of its own. `portions` lays weights out, piece by piece, in memory that processes
+    of this host can read, and gives JSON that describes each piece; `write` does so with all of them in a folder. The
+    functions named `reader` and `folder_reader` ("module:function") give the tensors of such a description."""
+
+    model: ModelConfig
+    device: torch.device
+    dtype: torch.dtype  # of the engine's weights
+    portions: Callable[[Weights], Iterator[dict[str, Any]]]
+    reader: str
+    write: Callable[[Path, int, Weights], dict[str, Any]]  # folder, number of the update, weights
+    folder_reader: str
+    start_timeout_s: float
+    call_timeout_s: float
+
+
+def holds_weights(name: str) -> bool:
+    """Whether the engine `name` has a copy of the weights, which it is sent by `load`, instead of the training module. Such an
+    engine gets the model without numbers as `module`, and an OwnCopy as `own`. Raises ConfigError for an unknown name."""
+    return bool(getattr(ENGINES.get(name), "holds_weights", False))
 
 
 @runtime_checkable

@@ -36,7 +36,7 @@ def data_metrics(
     for name in ("advantages", "returns"):
         if name in columns.keys():
             found |= _spread(f"critic/{name}", columns[name][mask])
-    if "values" in columns.keys() if use_critic is None else use_critic:
+    if {"values", "returns"} <= set(columns.keys()) if use_critic is None else use_critic:
         values, returns = columns["values"][mask], columns["returns"][mask]
         found |= _spread("critic/values", values)
         # 1: the critic knows the returns; 0: it knows no more than their mean

@@ -9,13 +9,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from verl.config.secrets import hide
+
 
 def json_text(value: Any, indent: int | None = None) -> str:
-    """`value` as strict JSON: NaN and infinities become null, numpy and torch values plain ones, anything else text."""
+    """`value` as strict JSON: NaN and infinities become null, numpy and torch values plain ones, anything else text; known
+    secrets are masked."""
     try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False, indent=indent, default=_plain)
+        return hide(json.dumps(value, ensure_ascii=False, allow_nan=False, indent=indent, default=_plain))
     except ValueError:
-        return json.dumps(_finite(value), ensure_ascii=False, allow_nan=False, indent=indent)
+        return hide(json.dumps(_finite(value), ensure_ascii=False, allow_nan=False, indent=indent))
 
 
 def _plain(value: Any) -> Any:

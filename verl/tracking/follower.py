@@ -8,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from verl.tracking.heartbeat import Heartbeat
 from verl.tracking.logs import add_log_file, remove_handler
 from verl.tracking.summary import Summary
 
@@ -19,12 +20,14 @@ class FollowerFolder:
         self.root = Path(root).expanduser()
         self.metrics = self.root / "metrics.jsonl"
         self.spans = None
+        self.heartbeat = Heartbeat(self.root, rank, writes=False)
         self._rank = rank
         self._log_handler: logging.Handler | None = None
 
     def __enter__(self) -> FollowerFolder:
         (self.root / "logs").mkdir(parents=True, exist_ok=True)
         self._log_handler = add_log_file(self.root / "logs", self._rank)
+        self.heartbeat.start()
         return self
 
     def __exit__(
@@ -33,6 +36,7 @@ class FollowerFolder:
         if self._log_handler is not None:
             remove_handler(self._log_handler)
             self._log_handler = None
+        self.heartbeat.end(failed=kind is not None)
 
     def require_free_gb(self, wanted_gb: float) -> None:
         """The first rank looks."""

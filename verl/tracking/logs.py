@@ -10,6 +10,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.logging import RichHandler
 
+from verl.config.secrets import remember_secrets
+from verl.tracking.secrets import HideSecrets
+
 _FILE_FORMAT = "%(asctime)s %(levelname)s %(process)d %(name)s: %(message)s"
 _MAX_FILE_BYTES = 20_000_000
 _NUM_OLD_FILES = 3
@@ -49,7 +52,9 @@ def terminal_handler(console: Console) -> logging.Handler:
 
 
 def add_handler(handler: logging.Handler) -> logging.Handler:
-    """Attach to the root logger. Other libraries keep the root's level (WARNING); ours is LOG_LEVEL."""
+    """Attach to the root logger, secrets masked. Other libraries keep the root's level (WARNING); ours is LOG_LEVEL."""
+    remember_secrets()
+    handler.addFilter(HideSecrets())
     logging.getLogger("verl").setLevel(log_level())
     logging.getLogger().addHandler(handler)
     return handler

@@ -17,6 +17,8 @@ import yaml
 from verl.errors import ConfigError
 from verl.tracking.bottleneck import Bottleneck, find_bottleneck
 from verl.tracking.files import read_rows
+from verl.tracking.heartbeat import EVENTS, read_beat
+from verl.tracking.ledger_counts import Counts, read_counts
 from verl.tracking.lock import holder_of
 
 _LOG_BYTES = 1 << 16  # looked at from the end of a log
@@ -57,6 +59,10 @@ class Progress:
     bottleneck: Bottleneck | None
     curves: dict[str, Curve]
     complaints: list[str] = field(default_factory=list)  # the last warnings and errors of the logs
+    doing: str = ""  # at this moment, by its heartbeat
+    doing_s: float | None = None  # since when
+    crashes: list[dict[str, Any]] = field(default_factory=list)  # what the supervisor noted, oldest first
+    samples: Counts | None = None  # None without a ledger that can be read
 
 
 def read_progress(folder: Path, num_complaints: int = 5) -> Progress:
@@ -73,6 +79,7 @@ def read_progress(folder: Path, num_complaints: int = 5) -> Progress:
     finished = (folder / "summary.json").is_file() and process is None
     bottleneck = find_bottleneck(timeline, metrics, _config(folder))
     seconds = statistics.median(row["seconds"] for row in timeline[-20:]) if timeline else None
+    beat = read_beat(folder) if process is not None else None
     return Progress(
         folder=folder,
         status="running" if process is not None else "finished" if finished else "stopped",
@@ -85,6 +92,10 @@ def read_progress(folder: Path, num_complaints: int = 5) -> Progress:
         bottleneck=bottleneck,
         curves=_curves(metrics),
         complaints=_complaints(folder / "logs", num_complaints),
+        doing=beat.phase if beat else "",
+        doing_s=time.time() - beat.since if beat else None,
+        crashes=list(read_rows(folder / EVENTS)),
+        samples=read_counts(folder),
     )
 
 
@@ -130,6 +141,7 @@ def to_json(progress: Progress) -> str:
     """Everything but the points of the curves, for scripts."""
     plain = dict(vars(progress))
     plain["folder"] = str(progress.folder)
+    plain["samples"] = vars(progress.samples) if progress.samples else None
     plain["bottleneck"] = vars(progress.bottleneck) if progress.bottleneck else None
     plain["curves"] = {n: {k: v for k, v in vars(c).items() if k != "points"} for n, c in progress.curves.items()}
     return json.dumps(plain, indent=2)

@@ -2,6 +2,8 @@
 
 config.yaml  metrics.jsonl  samples/{train,val}/step_000012.jsonl  spans.jsonl  timeline.jsonl  logs/  summary.json
 learning_curve.png  global_step_N/ (see verl.checkpoint)  superseded_*/ (of earlier runs that were started over)
+ledger.sqlite (every sample, see verl/tracking/ledger.py)  guards.jsonl (numbers that went wrong)
+heartbeat.json  events.jsonl (crashes, written by the supervisor)
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from types import TracebackType
 
 from verl.errors import CheckpointError, ConfigError
 from verl.tracking.files import json_text, read_rows, write_atomically
+from verl.tracking.heartbeat import Heartbeat
+from verl.tracking.ledger_file import NAME as LEDGER
 from verl.tracking.lock import FolderLock
 from verl.tracking.logs import add_log_file, remove_handler
 
@@ -33,9 +37,11 @@ class RunFolder:
         self.samples = self.root / "samples"
         self.spans = self.root / "spans.jsonl"
         self.timeline = self.root / "timeline.jsonl"
+        self.guards = self.root / "guards.jsonl"
         self.logs = self.root / "logs"
         self.summary = self.root / "summary.json"
         self.learning_curve = self.root / "learning_curve.png"
+        self.heartbeat = Heartbeat(self.root)
         self._lock = FolderLock(self.root)
         self._log_handler: logging.Handler | None = None
 
@@ -45,6 +51,7 @@ class RunFolder:
             self.samples.mkdir(parents=True, exist_ok=True)
             self.logs.mkdir(exist_ok=True)
             self._lock.acquire()
+            self.heartbeat.start()
         except OSError as error:
             raise ConfigError(
                 f"The run folder {self.root} cannot be written ({error.strerror or error}). "
@@ -59,6 +66,7 @@ class RunFolder:
         if self._log_handler is not None:
             remove_handler(self._log_handler)
             self._log_handler = None
+        self.heartbeat.end(failed=kind is not None)
         self._lock.release()
 
     def sample_file(self, split: str, step: int) -> Path:
@@ -96,9 +104,11 @@ class RunFolder:
             self.metrics,
             self.spans,
             self.timeline,
+            self.guards,
             self.summary,
             self.learning_curve,
             self.root / "config.yaml",
+            *(self.root / f"{LEDGER}{part}" for part in ("-wal", "-shm", "")),
         )
         old = [path for path in records if path.exists()]
         old += [self.samples] if any(self.samples.glob("*/*")) else []

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.tracking.files import append_rows
+from verl.tracking.heartbeat import Heartbeat
 from verl.tracking.timeline import Timeline
 
 
@@ -21,8 +22,8 @@ class Spans:
     """Names stretches of time, nested as the `with` blocks are. `on_enter` hears the name of each as it begins.
 
     With a `path`, each span becomes a line there: name, parent, start (seconds since 1970), seconds, and the step it is
-    of. Lines are written by `write`, not while the clock runs, and a `timeline` gets its line of the step then. Made for
-    one thread.
+    of. Lines are written by `write`, not while the clock runs, and a `timeline` gets its line of the step then. A
+    `heartbeat` says at once which step and which span has begun. Made for one thread.
     """
 
     def __init__(
@@ -30,9 +31,11 @@ class Spans:
         path: Path | None = None,
         on_enter: Callable[[str], None] | None = None,
         timeline: Timeline | None = None,
+        heartbeat: Heartbeat | None = None,
     ):
         self._path = path
         self.timeline = timeline
+        self._heartbeat = heartbeat
         self._on_enter = on_enter
         self._open: list[str] = []
         self._seconds: dict[str, float] = {}
@@ -45,6 +48,8 @@ class Spans:
         self._open.append(name)
         if self._on_enter is not None:
             self._on_enter(name)
+        if self._heartbeat is not None:
+            self._heartbeat.phase(name)
         start, began = time.time(), time.perf_counter()
         try:
             yield
@@ -55,6 +60,11 @@ class Spans:
                 self._seconds[name] = self._seconds.get(name, 0.0) + seconds
             if self._path is not None or self.timeline is not None:
                 self._rows.append({"name": name, "parent": parent, "start": round(start, 6), "seconds": seconds})
+
+    def begin_step(self, step: int) -> None:
+        """Step `step` begins."""
+        if self._heartbeat is not None:
+            self._heartbeat.begin_step(step)
 
     def take(self) -> dict[str, float]:
         """Seconds per name since the last call, in the order in which the names first ended. A span's seconds include

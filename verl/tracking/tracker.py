@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from verl.config.secrets import hide_values
 from verl.tracking.files import append_rows, json_text, write_atomically
 from verl.tracking.run_folder import RunFolder
 from verl.tracking.sinks.api import RunInfo, make_sink
@@ -47,7 +48,7 @@ class Tracker:
         self.folder = folder
         self.log_val_generations = log_val_generations
         self._dumps = {"train": rollout_data_dir, "val": validation_data_dir}
-        info = RunInfo(folder.root, project, experiment, config)
+        info = RunInfo(folder.root, project, experiment, hide_values(config))
         names = [n for n in dict.fromkeys(logger) if n != "console" and (n != "file" or FileSink.is_redirected())]
         sinks = [(name, make_sink(name, info)) for name in names]
         self._guards = [Guard(name, sink) for name, sink in sinks]

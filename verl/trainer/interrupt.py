@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 import signal
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
 log = logging.getLogger(__name__)
+
+_SAME_S = 0.1  # two signals within that time are one Ctrl-C that came by two ways (the terminal's group, and a parent)
 
 
 class StopRequested(Exception):
@@ -21,6 +24,7 @@ class StopSignal:
 
     def __init__(self) -> None:
         self.requested = False
+        self._requested_at = 0.0
         self._previous: dict[int, Any] = {}
         self._any_process: Callable[[bool], bool] = bool
 
@@ -37,9 +41,10 @@ class StopSignal:
             signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.requested and number == signal.SIGINT:
+        if self.requested and number == signal.SIGINT and time.monotonic() - self._requested_at > _SAME_S:
             raise KeyboardInterrupt
-        self.requested = True
+        if not self.requested:
+            self.requested, self._requested_at = True, time.monotonic()
         log.warning("Stopping after this phase and saving; Ctrl-C again stops at once, without saving.")
 
     def share(self, any_process: Callable[[bool], bool]) -> None:

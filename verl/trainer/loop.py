@@ -10,14 +10,20 @@ from verl.config import VerlConfig
 from verl.controller.roles import Roles
 from verl.data_proto.metrics import metric_values
 from verl.errors import InterruptedRun
+from verl.parallel.memory import give_back_holes
 from verl.tracking.batch_metrics import data_metrics, throughput_metrics, timing_metrics
 from verl.tracking.console import Console
+from verl.tracking.ledger_book import SampleBook
 from verl.tracking.records import sample_rows
 from verl.tracking.spans import Spans
 from verl.tracking.tracker import Tracker
+from verl.trainer.guards import RollBack
 from verl.trainer.interrupt import StopRequested, StopSignal
+from verl.trainer.phases import Phases
 from verl.trainer.ppo.program import StepResult
-from verl.trainer.saving import FromLeader, RoleWriter, Store
+from verl.trainer.resuming import Resume
+from verl.trainer.samples import open_samples
+from verl.trainer.saving import BackgroundRoleWriter, FromLeader, RoleWriter, Store, saves_in_background
 from verl.trainer.state import TrainerState
 from verl.trainer.validation import Validator
 
@@ -25,9 +31,11 @@ log = logging.getLogger(__name__)
 
 
 class Program(Protocol):
+    samples: SampleBook
+
     def step(self, state: TrainerState) -> StepResult: ...
 
-    def writers(self) -> dict[str, Any]: ...
+    def settle(self) -> None: ...
 
 
 class Loop:
@@ -49,6 +57,8 @@ class Loop:
         tokenizer: Any,
         stop: StopSignal,
         from_leader: FromLeader,
+        resume: Resume,
+        phases: Phases | None = None,
     ):
         self.config = config
         self.program = program
@@ -63,6 +73,8 @@ class Loop:
         self.tokenizer = tokenizer
         self.stop = stop
         self.from_leader = from_leader
+        self.resume = resume
+        self.phases = phases
         self.last_validation: dict[str, float] = {}
         self.saved_step = state.step
 
@@ -71,11 +83,17 @@ class Loop:
         try:
             if self.state.step == 0 and self.config.trainer.val_before_train:
                 self.state.first_validation = self._validate()
-            for step in range(self.state.step + 1, self.total_steps + 1):
-                self._step(step)
+            while self.state.step < self.total_steps:
+                self.store.check()
+                try:
+                    self._step(self.state.step + 1)
+                except RollBack as back:
+                    self._go_back(back)
                 self.stop.check()
+            self.store.finish()
         except StopRequested:
             self._save()
+            self.store.finish()
             kept = f"saved to {self.store.root}" if self.state.step else "nothing had been trained yet"
             raise InterruptedRun(
                 f"Stopped on request after step {self.state.step} of {self.total_steps}; {kept}. "
@@ -85,8 +103,11 @@ class Loop:
 
     def _step(self, step: int) -> None:
         started = time.perf_counter()
+        if self.phases is not None:
+            self.phases.begin(step)
         before = self.state.to_json()
         self.state.step = step
+        self.spans.begin_step(step)
         try:
             result = self.program.step(self.state)
         except BaseException:
@@ -104,6 +125,13 @@ class Loop:
             self._save()  # after the rows: a run killed here resumes behind this step and would not write them again
         self.spans.write(step)
         self.console.step(step, metrics)
+        give_back_holes(step)
+
+    def _go_back(self, back: RollBack) -> None:
+        self.spans.take()
+        self.spans.write(self.state.step + 1)  # they go with the rows of the steps that are taken again
+        self.resume.go_back(back, self.saved_step)
+        self.saved_step = self.state.step
 
     def _metrics(self, result: StepResult, seconds: float) -> dict[str, float]:
         metrics = metric_values(result.metrics)
@@ -121,7 +149,8 @@ class Loop:
         self.state.num_tokens += int(metrics["perf/total_num_tokens"])
         metrics["training/global_step"] = self.state.step
         metrics["training/weight_version"] = self.state.weight_version
-        metrics["training/next_ordinal"] = self.state.next_ordinal
+        metrics["training/next_ordinal"] = self.program.samples.cursor
+        metrics.update(self.phases.figures() if self.phases is not None else {})
         metrics["reward/num_defaulted"] = self.roles.reward.num_defaulted()
         return metrics
 
@@ -139,10 +168,15 @@ class Loop:
         if self.saved_step == self.state.step:
             return
         with self.spans("save_checkpoint"):
-            roles: dict[str, Any] = {
-                name: RoleWriter(role, self.from_leader) for name, role in self.roles.trained().items()
+            writer = BackgroundRoleWriter if saves_in_background(self.config) else RoleWriter
+            writers: dict[str, Any] = {
+                name: writer(role, self.from_leader) for name, role in self.roles.trained().items()
             }
-            self.store.save(self.state.step, {**roles, **self.program.writers()}, self.state.to_json())
+            self.program.settle()
+            # the ledger is on the disk before the checkpoint is: one that exists never knows more than the ledger
+            state = {**self.state.to_json(), "samples": self.program.samples.commit()}
+            writers.update(open_samples(self.program.samples))
+            self.store.save(self.state.step, writers, state)
         self.saved_step = self.state.step
 
     def _due(self, every: int, step: int) -> bool:

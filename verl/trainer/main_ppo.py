@@ -7,4 +7,4 @@ import sys
 from verl.cli.main import run_verb
 
 if __name__ == "__main__":
-    raise SystemExit(run_verb("train", sys.argv[1:]))
+    raise SystemExit(run_verb("train", sys.argv[1:], whole_process=True))

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from verl.checkpoint.store import CheckpointStore, trainer_state
 from verl.config import LoadedConfig, VerlConfig
 from verl.controller.roles import Roles
 from verl.controller.runtime import Runtime, open_runtime
@@ -32,9 +31,11 @@ from verl.tracking.timeline import Timeline
 from verl.tracking.tracker import Tracker
 from verl.trainer.interrupt import StopSignal
 from verl.trainer.loop import Loop
+from verl.trainer.phases import Phases, scheduler_of
 from verl.trainer.ppo.async_program import AsyncPPO
 from verl.trainer.ppo.program import PPO
-from verl.trainer.saving import FollowingStore, Store
+from verl.trainer.resuming import Resume
+from verl.trainer.saving import open_store
 from verl.trainer.state import TrainerState
 from verl.trainer.validation import VALIDATION_STEP, Validator
 
@@ -92,17 +93,24 @@ def train(loaded: LoadedConfig) -> int:
         console = stack.enter_context(_console(runtime, steps="console" in config.trainer.logger))
         data = load_data(config)
         assert data.train is not None
-        steps = total_steps(config, data.train)
+        steps, scheduler = total_steps(config, data.train), scheduler_of(config)
         stop = stack.enter_context(StopSignal())
         timeline = Timeline(folder.timeline, steps) if runtime.leads else None
-        spans = Spans(folder.spans, on_enter=console.phase, timeline=timeline)
+        spans = Spans(folder.spans, on_enter=console.phase, timeline=timeline, heartbeat=folder.heartbeat)
         tracker = _tracker(stack, loaded, folder, runtime)
         roles = runtime.build_roles(total_steps=steps, data_sources=data.data_sources)
         stack.callback(roles.close)
         ahead = config.actor_rollout_ref.rollout.prefetch_num > 0
         program = (AsyncPPO if ahead else PPO)(config, roles, data.train, spans, stop.check)
-        state, store = _resume(config, folder, roles, runtime, program)
+        stack.callback(program.samples.close)
+        state, store = TrainerState.fresh(config), open_store(config, folder.root, leads=runtime.leads)
+        stack.callback(store.close)
+        resume = Resume(
+            config, folder=folder, roles=roles, runtime=runtime, program=program, state=state, store=store
+        )  # fmt: skip
+        resume.begin()
         if runtime.leads:
+            program.guards.file = folder.guards
             loaded.write(folder.root)  # not before: a start that fails must leave what describes the run before it
         console.header(_facts(loaded, roles, data, steps, folder, state))
         validator = None
@@ -123,6 +131,8 @@ def train(loaded: LoadedConfig) -> int:
             tokenizer=data.tokenizer,
             stop=stop,
             from_leader=runtime.from_leader,
+            resume=resume,
+            phases=None if scheduler is None else Phases(scheduler, roles, runtime.from_leader),
         )
         console.begin(state.step, steps)
         last = loop.run()
@@ -212,30 +222,6 @@ def _tracker(stack: ExitStack, loaded: LoadedConfig, folder: Any, runtime: Runti
             log_val_generations=trainer.log_val_generations,
         )
     )
-
-
-def _resume(
-    config: VerlConfig, folder: Any, roles: Roles, runtime: Runtime, program: PPO
-) -> tuple[TrainerState, Store]:
-    """The state to go on from, with the roles holding it; a fresh one when there is no checkpoint."""
-    trainer = config.trainer
-    # checkpoints are kept whole: the role that wants more of them decides
-    keep = max(trainer.max_actor_ckpt_to_keep or 0, trainer.max_critic_ckpt_to_keep or 0)
-    store: Store = CheckpointStore(folder.root, keep=keep) if runtime.leads else FollowingStore(folder.root)
-    state = TrainerState.fresh(config)
-    found = store.find(trainer.resume_mode, trainer.resume_from_path)
-    saved = (str(found), trainer_state(found)) if found is not None else None
-    saved = runtime.from_leader(saved)
-    if saved is not None:
-        path, values = saved
-        for role in roles.trained().values():
-            role.load(path)
-        program.restore(Path(path))
-        state.load_json(values)
-        log.info("Resumed from %s: step %d is next.", path, state.step + 1)
-    roles.rollout.publish(state.weight_version)
-    folder.truncate_after(state.step)
-    return state, store
 
 
 def _facts(

@@ -1,4 +1,4 @@
-"""What a run knows besides weights; saved with every checkpoint as JSON."""
+"""What a run knows besides its weights and its samples; saved with every checkpoint as JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ class TrainerState:
     """`step` is the step being taken (1-based); after it succeeds everything here describes its end."""
 
     step: int
-    next_ordinal: int  # prompts before this one have been used
     weight_version: int
     kl_controller: FixedKLController | AdaptiveKLController
     seconds: float = 0.0  # of training so far, over all restarts
@@ -25,7 +24,6 @@ class TrainerState:
     def fresh(cls, config: VerlConfig) -> TrainerState:
         return cls(
             step=0,
-            next_ordinal=0,
             weight_version=0,
             kl_controller=make_kl_controller(**asdict(config.algorithm.kl_ctrl)),
         )
@@ -33,7 +31,6 @@ class TrainerState:
     def to_json(self) -> dict[str, Any]:
         return {
             "step": self.step,
-            "next_ordinal": self.next_ordinal,
             "weight_version": self.weight_version,
             "kl_controller": self.kl_controller.state_dict(),
             "seconds": self.seconds,
@@ -44,5 +41,5 @@ class TrainerState:
     def load_json(self, saved: dict[str, Any]) -> None:
         """Continue where `to_json` was taken."""
         self.kl_controller.load_state_dict(saved["kl_controller"])
-        for name in ("step", "next_ordinal", "weight_version", "seconds", "num_tokens", "first_validation"):
+        for name in ("step", "weight_version", "seconds", "num_tokens", "first_validation"):
             setattr(self, name, saved[name])

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from verl.config.secrets import hide_values
 from verl.tracking.sinks.api import RunInfo, make_sink
 from verl.tracking.sinks.guard import Guard
 
@@ -23,7 +24,7 @@ class Tracking:
         config: Mapping[str, Any] | None = None,
     ):
         names = [default_backend] if isinstance(default_backend, str) else list(default_backend)
-        info = RunInfo(Path.cwd(), project_name, experiment_name, dict(config or {}))
+        info = RunInfo(Path.cwd(), project_name, experiment_name, hide_values(dict(config or {})))
         self.logger = {name: Guard(name, sink) for name, sink in [(n, make_sink(n, info)) for n in names]}
         atexit.register(self.close)  # recipes rarely close it, and what is on its way would be lost
 

@@ -9,6 +9,7 @@ from verl.data_proto.proto import DataProto
 from verl.engines.api import MicroBatching, TrainEngine
 from verl.parallel.register import Dispatch, register
 from verl.workers.objectives import ValueObjective
+from verl.workers.step_guard import StepGuard
 from verl.workers.trained import Keeping, TrainedWorker
 from verl.workers.updates import MiniBatchSchedule, Updates
 
@@ -24,10 +25,12 @@ class CriticWorker(TrainedWorker):
         forward_micro: MicroBatching,
         schedule: MiniBatchSchedule,
         keeping: Keeping,
+        guard: StepGuard,
     ):
         super().__init__(engine, keeping)
         self.config = config
         self.objective = objective
+        self.guard = guard
         self.micro = micro
         self.forward_micro = forward_micro
         self.schedule = schedule
@@ -41,8 +44,11 @@ class CriticWorker(TrainedWorker):
     def update(self, batch: DataProto, step: int, mini_batches: Sequence[Sequence[int]] | None = None) -> Updates:
         """All optimizer steps on `batch`, see ActorWorker.update."""
         rows = self.schedule.rows(len(batch), step) if mini_batches is None else mini_batches
-        found = [
-            self.engine.train_batch(mini, self.objective, self.objective.outputs, self.micro)
-            for mini in self.mini_batches(batch, rows)
-        ]
-        return Updates("critic", found, self.engine.end_step())
+        found = []
+        for index, mini in enumerate(self.mini_batches(batch, rows)):
+            self.guard.begin(index, len(mini))
+            found.append(
+                self.engine.train_batch(mini, self.objective, self.objective.outputs, self.micro, check=self.guard)
+            )
+        rate = self.engine.end_step(advance=not self.guard.refused_all(len(found)))
+        return Updates("critic", found, rate, findings=self.guard.take())

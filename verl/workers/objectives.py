@@ -19,6 +19,7 @@ from verl.config import ActorConfig, CriticConfig, RolloutCorrectionConfig
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.engines.api import BatchTotals, Output
+from verl.workers.step_guard import StepGuard
 
 
 def _aggregate(mode: str, scale: float, totals: BatchTotals) -> Aggregate:
@@ -36,6 +37,11 @@ def _aggregate(mode: str, scale: float, totals: BatchTotals) -> Aggregate:
     return agg
 
 
+def _zero_of(outputs: torch.Tensor) -> torch.Tensor:
+    """0, or NaN where the model's outputs are not all finite: a clipped loss may hide that, and the step must not be taken."""
+    return (outputs.detach() * 0.0).sum()
+
+
 class PolicyObjective:
     """pg_loss - entropy_coeff * H + kl_loss_coef * KL(policy || reference).
 
@@ -43,24 +49,36 @@ class PolicyObjective:
     are the detached current ones and no pass is spent on them.
     """
 
-    def __init__(self, config: ActorConfig, correction: RolloutCorrectionConfig, *, max_response_length: int):
+    def __init__(
+        self,
+        config: ActorConfig,
+        correction: RolloutCorrectionConfig,
+        *,
+        max_response_length: int,
+        guard: StepGuard | None = None,
+    ):
         self.config = config
+        self.guard = guard
         self.loss_mode = "bypass_mode" if correction.bypass_mode else config.policy_loss.loss_mode
         # Dr.GRPO's norm divides by a constant; the configured limit, not the padded width, keeps padding out of the loss
         self.scale = config.loss_scale_factor or max_response_length
         self.params: dict[str, Any] = {**asdict(config), **asdict(config.policy_loss), **asdict(correction)}
         self.params["loss_scale_factor"] = self.scale
         self.generator = torch.Generator()
+        self._is_first = True
         self._observed: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     @property
     def outputs(self) -> tuple[Output, ...]:
-        wants_entropy = self.config.entropy_coeff != 0 or self.config.calculate_entropy
+        guarded = self.guard is not None and "entropy" in self.guard.inputs
+        wants_entropy = self.config.entropy_coeff != 0 or self.config.calculate_entropy or guarded
         return ("log_probs", "entropy") if wants_entropy else ("log_probs",)
 
-    def begin(self, seed: int) -> None:
-        """Called before each mini-batch: random choices inside a loss depend on `seed` alone."""
+    def begin(self, seed: int, is_first: bool = True) -> None:
+        """Called before each mini-batch: random choices inside a loss depend on `seed` alone. The first one of a batch is
+        still scored by the weights that sampled it."""
         self.generator.manual_seed(seed)
+        self._is_first = is_first
 
     def __call__(
         self, outputs: dict[str, torch.Tensor], batch: DataProto, totals: BatchTotals
@@ -71,8 +89,8 @@ class PolicyObjective:
         old = columns.get("old_log_probs", None)
         if old is None:
             old = log_prob.detach()
-            if "rollout_log_probs" in columns.keys():
-                self._observed.append((log_prob.detach()[mask].cpu(), columns["rollout_log_probs"][mask.cpu()]))
+        if self._is_first and "rollout_log_probs" in columns.keys():
+            self._observed.append((log_prob.detach()[mask].cpu(), columns["rollout_log_probs"][mask.cpu()]))
         old = old.to(log_prob)
         weights = columns.get("rollout_is_weights", None)
         agg = _aggregate(self.config.loss_agg_mode, self.scale, totals)
@@ -91,7 +109,19 @@ class PolicyObjective:
         metrics = {**metrics, "pg_loss": Metric.sum(loss.detach())}
         loss = loss + self._entropy_term(outputs, mask, agg, metrics)
         loss = loss + self._kl_term(log_prob, columns, mask, agg, metrics)
-        return loss, metrics
+        if self.guard is not None:
+            metrics.update(self._show(self.guard, outputs, columns, mask, old))
+        return loss + _zero_of(log_prob), metrics
+
+    def _show(
+        self, guard: StepGuard, outputs: dict[str, torch.Tensor], columns: Any, mask: torch.Tensor, old: torch.Tensor
+    ) -> dict[str, Metric]:
+        log_prob = outputs["log_probs"]
+        inputs = {"log_prob": log_prob, "old": old, "entropy": outputs.get("entropy")}
+        for name, column in (("reference", "ref_log_prob"), ("sampler", "rollout_log_probs")):
+            if name in guard.inputs and column in columns.keys():
+                inputs[name] = columns[column].to(log_prob)
+        return guard.observe(columns, mask, {"log_probs": log_prob}, inputs)
 
     def _entropy_term(
         self, outputs: dict[str, torch.Tensor], mask: torch.Tensor, agg: Aggregate, metrics: dict[str, Metric]
@@ -128,8 +158,9 @@ class ValueObjective:
 
     outputs: tuple[Output, ...] = ("values",)
 
-    def __init__(self, config: CriticConfig, *, max_response_length: int):
+    def __init__(self, config: CriticConfig, *, max_response_length: int, guard: StepGuard | None = None):
         self.config = config
+        self.guard = guard
         self.scale = config.loss_scale_factor or max_response_length
 
     def __call__(
@@ -146,4 +177,6 @@ class ValueObjective:
             cliprange_value=self.config.cliprange_value,
             agg=_aggregate(self.config.loss_agg_mode, self.scale, totals),
         )
-        return loss, {**metrics, "vf_loss": Metric.sum(loss.detach())}
+        if self.guard is not None:
+            self.guard.observe(columns, mask, {"values": vpreds}, {})
+        return loss + _zero_of(vpreds), {**metrics, "vf_loss": Metric.sum(loss.detach())}

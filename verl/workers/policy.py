@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-
-import torch
+from typing import Any
 
 from verl.config import ActorConfig
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.engines.api import MicroBatching, Output, TrainEngine
-from verl.errors import NumericsError
+from verl.parallel.memory import give_back_holes
 from verl.parallel.register import Dispatch, register
 from verl.workers.objectives import PolicyObjective
+from verl.workers.step_guard import StepGuard
 from verl.workers.trained import Keeping, TrainedWorker
 from verl.workers.updates import MiniBatchSchedule, Updates
 
@@ -28,6 +28,11 @@ class ReferenceWorker:
         self.micro = micro
         self.temperature = temperature
         self.without_adapters = without_adapters
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def reconfigure(self, changes: dict[str, Any]) -> None:
+        """See TrainEngine."""
+        self.engine.reconfigure(changes)
 
     @register(dispatch_mode=Dispatch.ND_COMPUTE_PROTO, blocking=False, objects=())
     def log_probs(self, batch: DataProto) -> DataProto:
@@ -51,10 +56,12 @@ class ActorWorker(TrainedWorker):
         temperature: float,
         schedule: MiniBatchSchedule,
         keeping: Keeping,
+        guard: StepGuard,
     ):
         super().__init__(engine, keeping)
         self.config = config
         self.objective = objective
+        self.guard = guard
         self.micro = micro
         self.log_prob_micro = log_prob_micro
         self.temperature = temperature
@@ -72,29 +79,22 @@ class ActorWorker(TrainedWorker):
 
     @register(dispatch_mode=Dispatch.ND_MINI_BATCHES, blocking=False, objects=())
     def update(self, batch: DataProto, step: int, mini_batches: Sequence[Sequence[int]] | None = None) -> Updates:
-        """All optimizer steps on `batch`; advances the schedule of the learning rate by one.
+        """All optimizer steps on `batch`; advances the schedule of the learning rate by one, unless guards have refused all.
 
         `mini_batches` are the rows of each optimizer step; without them the worker's own schedule says which.
         """
         rows = self.schedule.rows(len(batch), step) if mini_batches is None else mini_batches
         found: list[dict[str, Metric]] = []
         for index, mini in enumerate(self.mini_batches(batch, rows)):
-            self.objective.begin(seed=(self.config.data_loader_seed * 1_000_003 + step) * 1_009 + index)
+            seed = (self.config.data_loader_seed * 1_000_003 + step) * 1_009 + index
+            self.objective.begin(seed, is_first=index == 0)
+            self.guard.begin(index, len(mini))
             found.append(
-                self.engine.train_batch(mini, self.objective, self.objective.outputs, self.micro, self.temperature)
+                self.engine.train_batch(
+                    mini, self.objective, self.objective.outputs, self.micro, self.temperature, self.guard
+                )
             )
         observed = self.objective.take_observed()
-        return Updates("actor", found, self.engine.end_step(), [] if observed is None else list(observed))
-
-
-def require_finite(batch: DataProto, column: str, place: str) -> None:
-    """Raise NumericsError naming the first row of `column` that holds NaN or Inf on a response token."""
-    values = batch.batch[column]
-    bad = ~torch.isfinite(values) & batch.batch["response_mask"]
-    if bad.any():
-        row = int(bad.any(dim=1).nonzero()[0])
-        uid = batch.non_tensor_batch["uid"][row] if "uid" in batch.non_tensor_batch else row
-        raise NumericsError(
-            f"{place} gave a value that is not finite in column '{column}' for prompt {uid} (row {row}); nothing was trained "
-            "on this batch. Lower the learning rate, or use float32 (actor.fsdp_config.dtype=float32), and resume."
-        )
+        rate = self.engine.end_step(advance=not self.guard.refused_all(len(found)))
+        give_back_holes(step)
+        return Updates("actor", found, rate, [] if observed is None else list(observed), self.guard.take())

@@ -121,11 +121,17 @@ class RolloutWorker:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def publish(self, version: int, weights: Weights | None = None) -> None:
-        """The weights changed; samples made from now on carry `version`. A replica takes `weights`, which are all of its
-        parameters by name."""
-        if self.replica is not None and weights is not None:
-            self.replica.load(weights)
+        """The weights changed; samples made from now on carry `version`. A replica, or an engine with weights of its own, takes
+        `weights`, which are all of its parameters by name."""
+        copy = self.replica if self.replica is not None else self.engine
+        if weights is not None and hasattr(copy, "load"):
+            copy.load(weights)
         self.engine.publish(version)
+
+    def close(self) -> None:
+        """End an engine that has processes of its own."""
+        if hasattr(self.engine, "close"):
+            self.engine.close()
 
     @register(dispatch_mode=Dispatch.ALL_REDUCE, blocking=False)
     def end_generation(self) -> dict[str, Metric]:

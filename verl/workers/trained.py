@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from verl.checkpoint.background import RoleSave, write_and_tell
 from verl.checkpoint.files import FileRecord
-from verl.checkpoint.store import RoleCheckpoint, read_role
+from verl.checkpoint.role import RoleCheckpoint, read_role
 from verl.config import CheckpointConfig
 from verl.data_proto.proto import DataProto
 from verl.engines.api import TrainEngine
@@ -35,6 +37,7 @@ class TrainedWorker:
     def __init__(self, engine: TrainEngine, keeping: Keeping):
         self.engine = engine
         self.keeping = keeping
+        self._saving: RoleSave | None = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save(self, folder: str) -> dict[str, FileRecord] | None:
@@ -45,6 +48,25 @@ class TrainedWorker:
             return checkpoint.write(Path(folder))
         checkpoint.take_part()
         return None
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def begin_save(self, folder: str) -> None:
+        """As `save`, but the rank that writes does so on a thread, from a copy; `folder` tells how it went. Without
+        checkpoint.async_save of this role everything is written when this returns."""
+        checkpoint = self._checkpoint()
+        if not self.keeping.writes:
+            checkpoint.take_part()
+        elif self.keeping.config.async_save:
+            self._saving = RoleSave(checkpoint.copied(), Path(folder))
+        else:
+            write_and_tell(checkpoint, Path(folder))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def end_save(self, timeout_s: float) -> None:
+        """Return when the files of `begin_save` are written. Raises DeadlineError."""
+        if self._saving is not None:
+            self._saving.end(timeout_s)
+            self._saving = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
     def num_bytes_saved(self) -> int:
@@ -62,6 +84,11 @@ class TrainedWorker:
                 "trainer.resume_mode=disable."
             )
         self.engine.load_state(read_role(folder, self.keeping.config.load_contents))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def reconfigure(self, changes: dict[str, Any]) -> None:
+        """See TrainEngine."""
+        self.engine.reconfigure(changes)
 
     def mini_batches(self, batch: DataProto, rows: Sequence[Sequence[int] | np.ndarray]) -> Iterator[DataProto]:
         """The rows of each optimizer step, one batch after the other."""

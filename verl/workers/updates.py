@@ -11,6 +11,7 @@ import torch
 from verl.algorithms.correction import rollout_gap_metrics
 from verl.data_proto.metrics import Metric, merge_metrics
 from verl.parallel.wire import record
+from verl.workers.step_guard import Finding, merge_findings
 
 
 @dataclass(frozen=True)
@@ -40,13 +41,16 @@ class Updates:
     """`steps` holds the figures of each optimizer step. On a rank they are of its rows; merged over ranks they are those
     of the mini-batch, because losses are divided by the totals of all ranks.
 
-    `observed` is empty, or (trainer log-probs, sampler log-probs) of the tokens of the call, flat.
+    `observed` is empty, or (trainer log-probs, sampler log-probs) of the tokens of the first optimizer step, flat:
+    they were still scored by the weights that sampled them. `findings` are guards that
+    optimizer steps have set off.
     """
 
     role: str
     steps: list[dict[str, Metric]]
     lr: float
     observed: list[torch.Tensor] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
 
     def merge(self, others: Sequence[Updates]) -> Updates:
         """The call on all ranks, in their order."""
@@ -54,7 +58,7 @@ class Updates:
         steps = [merge_metrics(found) for found in zip(*(part.steps for part in parts), strict=True)]
         with_tokens = [part.observed for part in parts if part.observed]
         observed = [torch.cat(tensors) for tensors in zip(*with_tokens, strict=True)]
-        return Updates(self.role, steps, self.lr, observed)
+        return Updates(self.role, steps, self.lr, observed, merge_findings([part.findings for part in parts]))
 
     def metrics(self) -> dict[str, Metric]:
         """`{role}/*`: the mean over the optimizer steps, whose figures are totals of a mini-batch; and how far trainer and

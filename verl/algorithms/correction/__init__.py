@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.correction.diagnostics import gap_metrics, rollout_gap_metrics, weight_metrics
+from verl.algorithms.correction.freshness import require_fresh
 from verl.algorithms.correction.presets import PRESETS, preset
 from verl.algorithms.correction.rejection import RS_OPTIONS, parse_rejection, rejection_mask
 from verl.algorithms.correction.weights import IS_LEVELS, importance_weights, parse_is_threshold
@@ -28,6 +29,7 @@ __all__ = [
     "parse_rejection",
     "preset",
     "rejection_mask",
+    "require_fresh",
     "rollout_correction",
     "rollout_gap_metrics",
 ]

@@ -92,8 +92,17 @@ def memory_needed(config: VerlConfig, policy: ModelShape, critic: ModelShape | N
         parts["KV cache or activations"] = max(cache, active)
     else:
         parts["KV cache"], parts["activations"] = cache, active
+    copies = [(actor, policy), *([(config.critic, critic)] if uses_critic(config) and critic is not None else [])]
+    if size := sum(_copied_bytes(role, shape) for role, shape in copies):
+        parts["copy for async_save"] = size
     parts["processes"] = PROCESS_BYTES + config.reward.num_workers * REWARD_WORKER_BYTES
     return parts
+
+
+def _copied_bytes(role: Any, model: ModelShape) -> int:
+    """What a role keeps twice while it saves in the background."""
+    saved = checkpoint_bytes(model.num_parameters, role.checkpoint.save_contents)
+    return saved if role.checkpoint.async_save else 0
 
 
 def _micro_batch_tokens(actor: Any, length: int) -> int:

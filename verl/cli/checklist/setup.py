@@ -71,13 +71,19 @@ def check_trackers(subject: Subject) -> Iterator[Line]:
 def check_run_folder(subject: Subject) -> Iterator[Line]:
     """It can be written, and what is in it already."""
     from verl.checkpoint.files import find_damage
-    from verl.checkpoint.store import candidates
+    from verl.checkpoint.filesystem import examine
+    from verl.checkpoint.kept import candidates
 
     trainer, folder = subject.config.trainer, _run_folder(subject)
     nearest = next(p for p in (folder, *folder.absolute().parents) if p.exists())
     if not (nearest.is_dir() and os.access(nearest, os.W_OK)):
         yield Line("fail", f"{folder} cannot be written: {nearest} is not a folder this user can write to")
         return
+    found = examine(folder)
+    for refusal in found.refusals:
+        yield Line("fail", f"{folder} ({found.kind or 'unknown file system'}) cannot hold checkpoints: {refusal}")
+    for notice in found.notices:
+        yield Line("warn", f"{folder}: {notice}")
     steps = candidates(folder)
     if trainer.resume_mode == "resume_path":
         damage = find_damage(Path(trainer.resume_from_path or "").expanduser())

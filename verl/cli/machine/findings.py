@@ -128,6 +128,17 @@ def _memory(host: Facts, packages: Facts) -> Iterator[Line]:
         )
 
 
+def _file_system(host: Facts, packages: Facts) -> Iterator[Line]:
+    found = host["file_system"]
+    for refusal in found["refusals"]:
+        yield Line(
+            "warn",
+            f"the current folder cannot hold checkpoints: {refusal}. Set trainer.default_local_dir to another disk",
+        )
+    for notice in found["notices"]:
+        yield Line("info", f"the current folder: {notice}")
+
+
 def _pythons(host: Facts, packages: Facts) -> Iterator[Line]:
     if not packages["virtual_environment"] and packages["other_pythons"]:
         yield Line(
@@ -156,6 +167,7 @@ RULES: tuple[Callable[[Facts, Facts], Iterator[Line]], ...] = (
     _transformers,
     _cpu,
     _memory,
+    _file_system,
     _pythons,
     _engines,
 )

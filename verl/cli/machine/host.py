@@ -12,6 +12,8 @@ from typing import Any
 
 import psutil
 
+from verl.checkpoint.filesystem import examine
+
 # instruction sets that decide how fast training is; "bf16" and "i8mm" are ARM's names
 _FLAGS = ("avx2", "f16c", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16", "asimd", "sve", "bf16", "i8mm")
 _VARIABLES = (
@@ -37,6 +39,7 @@ def host() -> dict[str, Any]:
         "shared_memory_bytes": _disk("/dev/shm", "total"),
         "free_disk_bytes": _disk(".", "free"),
         "free_temporary_bytes": _disk(tempfile.gettempdir(), "free"),
+        "file_system": _file_system("."),
         "limits": limits(),
         "environment": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
     }
@@ -121,6 +124,12 @@ def _read(path: Path) -> str:
         return path.read_text()
     except OSError:
         return ""
+
+
+def _file_system(path: str) -> dict[str, Any]:
+    """Its kind, why it cannot hold checkpoints, and what does not hold there."""
+    found = examine(Path(path))
+    return {"kind": found.kind, "refusals": found.refusals, "notices": found.notices}
 
 
 def _disk(path: str, part: str) -> int | None:

@@ -37,18 +37,13 @@ def _named(key: str, what: str, known: tuple[str, ...], own: str = "") -> Rule:
 
 
 _OWN = "One of your own is named as path/to/file.py:name, or registered by actor_rollout_ref.model.external_lib."
-_AVAILABLE_LATER = tuple(
-    v
-    for row in MISSING
-    for v in ("vllm", "sglang", "trtllm", "http")
-    if row.path == f"{_ROLLOUT}.name" and row.chosen(v)
-)
+_AVAILABLE_LATER = tuple(v for row in MISSING for v in ("trtllm",) if row.path == f"{_ROLLOUT}.name" and row.chosen(v))
 _PARTS = ("model", "optimizer", "extra", "hf_model")
 
 FAMILIES = [
     _named("algorithm.adv_estimator", "advantage estimator", names.ADV_ESTIMATORS, _OWN),
     _named(f"{_ACTOR}.policy_loss.loss_mode", "policy loss", names.POLICY_LOSSES, _OWN),
-    _named(f"{_ROLLOUT}.name", "rollout engine", ("native", "hf", *_AVAILABLE_LATER), _OWN),
+    _named(f"{_ROLLOUT}.name", "rollout engine", (*names.ROLLOUT_ENGINES, *_AVAILABLE_LATER), _OWN),
     _named(f"{_ACTOR}.strategy", "training engine", ("fsdp", "fsdp2"), _OWN),
     _named("trainer.logger", "tracker", names.LOGGERS),
     _named(f"{_ACTOR}.checkpoint.save_contents", "part of a checkpoint", _PARTS),

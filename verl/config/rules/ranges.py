@@ -80,6 +80,10 @@ RANGES = [
         "trainer.min_free_disk_gb",
         "trainer.n_gpus_per_node",
         "trainer.log_val_generations",
+        "reward.max_processes",
+        "trainer.max_restarts",
+        "trainer.restart_backoff_s",
+        "trainer.hang_timeout_s",
     ),
     *_above(
         0,
@@ -95,8 +99,11 @@ RANGES = [
         "algorithm.kl_ctrl.target_kl",
         "reward.timeout_s",
         "reward.memory_mb",
+        "reward.cpu_s",
+        "reward.max_file_mb",
     ),
     *_above(1, f"{_ACTOR}.clip_ratio_c"),
+    *_at_least(32, "reward.max_open_files"),  # fewer, and Python itself does not start
     *(
         _range(key, lambda v: 0 < v <= 1, "above 0 and at most 1 (1: all tokens)")
         for key in (f"{_ROLLOUT}.top_p", f"{_DRAW}.top_p")

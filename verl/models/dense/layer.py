@@ -49,7 +49,7 @@ class Kept:
     attended: Attended
     middle: torch.Tensor
     middle_scale: torch.Tensor
-    gate_up: torch.Tensor
+    gate_up: torch.Tensor | None  # None: computed in chunks, and so again
 
 
 @dataclass(frozen=True)
@@ -70,21 +70,20 @@ def forward(run: Pass, index: int, x: torch.Tensor, keep: bool) -> tuple[torch.T
     attended = attend(run.layout, index, heads, run.decoder.scale, layer.sliding_window, products, keep)
     middle = products.linear(attended.out, layer.o.weight, layer.o.bias, residual=x)
     middle_scale = inverse_rms(middle, layer.post_norm)
-    normed = rms_norm(middle, layer.post_norm, middle_scale)
-    gate_up = products.linear(normed, layer.gate_up.weight, layer.gate_up.bias)
-    out = products.linear(swiglu(gate_up), layer.down.weight, layer.down.bias, residual=middle)
+    size = run.layout.chunk_tokens
+    if size is not None and size < len(middle):
+        parts = (slice(start, start + size) for start in range(0, len(middle), size))
+        out = torch.cat([_feed_forward(run, layer, middle[part], middle_scale[part])[0] for part in parts])
+        gate_up = None
+    else:
+        out, gate_up = _feed_forward(run, layer, middle, middle_scale)
     return out, Kept(x, x_scale, qkv, heads, attended, middle, middle_scale, gate_up) if keep else None
 
 
 def backward(run: Pass, index: int, kept: Kept, d_out: torch.Tensor, gradients: GradientBuffers) -> torch.Tensor:
     """The gradient of the layer's input, given that of its output, which is overwritten."""
     layer, products = run.decoder.layers[index], run.products
-    d_down = products.operand(d_out)
-    d_activated = products.input_gradient(d_down, layer.down.weight)
-    activated = swiglu_backward_(d_activated, kept.gate_up)  # which is now its own gradient
-    _add_weight_gradient(layer.down, d_down, activated, run, gradients)
-    normed = Normed(layer.post_norm, kept.middle, kept.middle_scale)
-    d_middle = _norm_and_projection_backward(run, normed, layer.gate_up, kept.gate_up, d_out, gradients)
+    d_middle = _feed_forward_backward_(run, layer, kept, d_out, gradients)
     d_o = products.operand(d_middle)
     d_attended = products.input_gradient(d_o, layer.o.weight)
     _add_weight_gradient(layer.o, d_o, kept.attended.out, run, gradients)
@@ -94,6 +93,37 @@ def backward(run: Pass, index: int, kept: Kept, d_out: torch.Tensor, gradients: 
     _heads_backward_(run, layer, kept, d_qkv, gradients)
     normed = Normed(layer.input_norm, kept.x, kept.x_scale)
     return _norm_and_projection_backward(run, normed, layer.qkv, d_qkv, d_middle, gradients)
+
+
+def _feed_forward(
+    run: Pass, layer: DenseLayer, middle: torch.Tensor, scale: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the second half of a layer makes of some tokens of `middle`, and its gate_up."""
+    normed = rms_norm(middle, layer.post_norm, scale)
+    gate_up = run.products.linear(normed, layer.gate_up.weight, layer.gate_up.bias)
+    out = run.products.linear(swiglu(gate_up), layer.down.weight, layer.down.bias, residual=middle)
+    return out, gate_up
+
+
+def _feed_forward_backward_(
+    run: Pass, layer: DenseLayer, kept: Kept, d_out: torch.Tensor, gradients: GradientBuffers
+) -> torch.Tensor:
+    """Turns `d_out` into the gradient of `middle`, in chunks where the forward went in chunks."""
+    products, size = run.products, run.layout.chunk_tokens if kept.gate_up is None else len(d_out)
+    for start in range(0, len(d_out), size):
+        part = slice(start, start + size)
+        middle, scale, d_part = kept.middle[part], kept.middle_scale[part], d_out[part]
+        gate_up = kept.gate_up
+        if gate_up is None:
+            normed = rms_norm(middle, layer.post_norm, scale)
+            gate_up = products.linear(normed, layer.gate_up.weight, layer.gate_up.bias)
+        d_down = products.operand(d_part)
+        d_activated = products.input_gradient(d_down, layer.down.weight)
+        activated = swiglu_backward_(d_activated, gate_up)  # which is now its own gradient
+        _add_weight_gradient(layer.down, d_down, activated, run, gradients)
+        normed_by = Normed(layer.post_norm, middle, scale)
+        _norm_and_projection_backward(run, normed_by, layer.gate_up, gate_up, d_part, gradients)
+    return d_out
 
 
 def _heads(run: Pass, layer: DenseLayer, qkv: torch.Tensor) -> HeadViews:

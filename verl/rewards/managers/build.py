@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl.errors import ConfigError
 from verl.registry import load_object
+from verl.rewards.box import Limits
 from verl.rewards.functions import MODEL_REPLY, MODEL_SCORE, RewardFunctionSpec
 from verl.rewards.managers.api import REWARD_MANAGERS, RewardManager
 from verl.rewards.pool import RewardPool
@@ -44,6 +45,14 @@ def build_pool(config: RewardConfig, *, log_dir: str | Path | None = None) -> Re
         num_workers=config.num_workers,
         timeout_s=config.timeout_s,
         memory_mb=config.memory_mb,
+        limits=Limits(
+            cpu_s=2 * config.timeout_s if config.cpu_s is None else config.cpu_s,
+            max_file_mb=config.max_file_mb,
+            max_open_files=config.max_open_files,
+            max_processes=config.max_processes,
+            network=config.network,
+        ),
+        process_per_sample=config.process_per_sample,
         default_score=config.default_score,
         log_dir=log_dir,
     )

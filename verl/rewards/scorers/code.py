@@ -1,28 +1,178 @@
-"""Programs as answers: they need a sandbox to run in, which this version does not have yet."""
+"""Programs as answers (APPS, CodeContests, Codeforces, TACO): the program in the reply is run on the row's tests.
+
+Ground truths, as JSON text or values:
+{"inputs": ["2 3\\n"], "outputs": ["5\\n"]}: what the program reads and what it must print
+{"inputs": ["2\\n3"], "outputs": ["5"], "fn_name": "add"}: arguments, a line of JSON each, and what the function must return
+{"assert_case": ["assert add(2, 3) == 5"]}, or a list of such texts: code that must run through after the program
+"""
 
 from __future__ import annotations
 
+import json
+import math
+import re
+import secrets
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from verl.errors import RewardError
+from verl.rewards.programs import Output, ProgramLimits, run_program
 from verl.rewards.scorers.api import Scorer
 
-_SENTENCE = (
-    "Rewards that run the model's code (codecontests, apps, codeforces, taco) need a sandbox, which this version does "
-    "not have; set custom_reward_function.path to a function of your own."
+NUM_ALWAYS_RUN = 10  # tests that run although an earlier one has failed
+
+# Both run in the program's process. What the program prints goes to stderr, so that stdout has the answer alone.
+_BEGIN = """
+import json, sys
+given = json.load(sys.stdin)
+answers, sys.stdout = sys.stdout, sys.stderr
+names = {"__name__": "solution"}
+exec(compile(given["solution"], "solution.py", "exec"), names)
+"""
+_CALL_FUNCTION = _BEGIN + (
+    """
+name = given["name"]
+function = names[name] if name in names else getattr(names["Solution"](), name)
+json.dump(function(*given["arguments"]), answers)
+"""
 )
+_RUN_ASSERTS = _BEGIN.replace(
+    "given = json.load(sys.stdin)", "given = json.load(sys.stdin)\nword = given.pop('word')"
+) + (
+    """
+exec(compile(given["asserts"], "asserts.py", "exec"), names)
+answers.write(word)
+"""
+)
+_FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.S)
+
+Test = Callable[[str, ProgramLimits], str]  # the program, its limits -> "" where it passes, else what went wrong
 
 
-def compute_score(**_sample: Any) -> float:
-    raise RewardError(_SENTENCE)
+def program_in(reply: str) -> str:
+    """The last fenced block of a reply, a Python one if there is any; all of it where nothing is fenced."""
+    python = reply.rpartition("```python")
+    blocks = _FENCED.findall(python[1] + python[2]) if python[1] else _FENCED.findall(reply)
+    return blocks[0] if python[1] and blocks else blocks[-1] if blocks else reply
+
+
+def compute_score(
+    solution_str: str,
+    ground_truth: Any,
+    time_limit_s: float = 5.0,
+    memory_limit_mb: int = 1024,
+    **_sample: Any,
+) -> dict[str, Any]:
+    """{"score": share of the tests that pass, "acc", "num_tests", "num_passed"}; the score is 1 only when all of them do.
+
+    `time_limit_s` and `memory_limit_mb` (MiB) hold for each test. After a failure no more than NUM_ALWAYS_RUN tests run, and
+    after one that takes too long none: the share is that of the tests that would have run. Raises RewardError for a ground
+    truth that is none of the three forms.
+    """
+    limits = ProgramLimits(time_s=time_limit_s, memory_mb=memory_limit_mb)
+    program = program_in(solution_str)
+    tests = list(_tests(ground_truth))
+    num_passed, failure = 0, ""
+    for done, test in enumerate(tests):
+        if failure and done >= NUM_ALWAYS_RUN:
+            break
+        wrong = test(program, limits)
+        num_passed += not wrong
+        failure = failure or wrong
+        if "took longer" in wrong:
+            break
+    num_counted = len(tests) if not failure else max(min(len(tests), NUM_ALWAYS_RUN), num_passed + 1)
+    passes = num_passed == len(tests)
+    return {
+        "score": num_passed / num_counted,
+        "acc": float(passes),
+        "num_tests": len(tests),
+        "num_passed": num_passed,
+        "failure": failure[:200],
+    }
+
+
+def _tests(ground_truth: Any) -> Iterator[Test]:
+    given = _parsed(ground_truth)
+    if isinstance(given, str):
+        given = {"assert_case": [given]}
+    elif isinstance(given, list):
+        given = {"assert_case": given}
+    if not isinstance(given, dict) or not (given.get("assert_case") or given.get("inputs")):
+        raise RewardError(
+            "The ground_truth of a program needs 'inputs' and 'outputs', or 'assert_case'; this one is "
+            f"{str(ground_truth)[:80]!r}."
+        )
+    cases = given.get("assert_case") or []
+    for case in [cases] if isinstance(cases, str) else cases:
+        yield partial(_assert, str(case))
+    for stdin, expected in zip(given.get("inputs") or [], given.get("outputs") or [], strict=True):
+        if name := given.get("fn_name"):
+            yield partial(_call, name, stdin, expected)
+        else:
+            yield partial(_print, _text(stdin), _text(expected))
+
+
+def _parsed(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _print(stdin: str, expected: str, program: str, limits: ProgramLimits) -> str:
+    output = run_program(program, stdin, limits)
+    return _wrong(output) or ("" if same_text(output.stdout, expected) else "printed something else")
+
+
+def _call(name: str, given: Any, expected: Any, program: str, limits: ProgramLimits) -> str:
+    arguments = [_parsed(line) for line in given.splitlines()] if isinstance(given, str) else given
+    call = {"solution": program, "name": name, "arguments": arguments}
+    output = run_program(_CALL_FUNCTION, json.dumps(call), limits)
+    if wrong := _wrong(output):
+        return wrong
+    returned, wanted = _parsed(output.stdout), _parsed(expected)
+    return "" if returned == wanted or [returned] == wanted else "returned something else"
+
+
+def _assert(asserts: str, program: str, limits: ProgramLimits) -> str:
+    word = secrets.token_hex(16)  # so that a program which ends early does not pass
+    given = {"solution": program, "asserts": asserts, "word": word}
+    output = run_program(_RUN_ASSERTS, json.dumps(given), limits)
+    return _wrong(output) or ("" if output.stdout == word else "ended before the asserts")
+
+
+def _wrong(output: Output) -> str:
+    last = output.stderr.strip().splitlines()[-1:]
+    return f"{output.failure}: {last[0]}" if output.failure and last else output.failure
+
+
+def same_text(printed: str, expected: str) -> bool:
+    """Whether two outputs agree but for space at the ends of lines, or token by token with numbers to a relative 1e-5."""
+    found, wanted = printed.split(), expected.split()
+    if [line.strip() for line in printed.strip().splitlines()] == [
+        line.strip() for line in expected.strip().splitlines()
+    ]:
+        return True
+    return len(found) == len(wanted) and all(map(_same_number, found, wanted))
+
+
+def _same_number(a: str, b: str) -> bool:
+    try:
+        return a == b or math.isclose(float(a), float(b), rel_tol=1e-5, abs_tol=1e-8)
+    except ValueError:
+        return False
 
 
 def _reference(ground_truth: Any, extra_info: dict[str, Any]) -> None:
-    return None
+    return None  # rows have tests, not programs that pass them
 
 
-def _refuse() -> None:
-    raise RewardError(_SENTENCE)
-
-
-SCORER = Scorer(compute_score, _reference, _refuse)  # refusing when warmed means: before the run
+SCORER = Scorer(compute_score, _reference)

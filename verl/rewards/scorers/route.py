@@ -76,8 +76,8 @@ def default_compute_score(
     """Score a reply with the scorer of its data_source; `kwargs` go to that scorer (gsm8k: method, format_score,
     score).
 
-    Raises RewardError for a data_source without a scorer, and for those that run code: `sandbox_fusion_url` is
-    accepted, but there is no client for it in this version.
+    Raises RewardError for a data_source without a scorer. `sandbox_fusion_url` is accepted, but there is no client for it
+    in this version: programs run in the box of the scorer.
     """
     return route(data_source).compute_score(  # type: ignore[no-any-return]
         data_source=data_source,

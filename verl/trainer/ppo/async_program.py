@@ -18,9 +18,7 @@ are on unless the config says otherwise, and old log-probs are computed under th
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -31,13 +29,12 @@ from verl.controller.roles import Roles
 from verl.data.loader import PromptLoader
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
+from verl.tracking.ledger_book import OpenSample, SampleBook
 from verl.tracking.spans import Spans
 from verl.trainer.ppo.collect import Collector, rollout_metrics
 from verl.trainer.ppo.program import PPO, StepResult
 from verl.trainer.ppo.rollout_queue import RolloutQueue
 from verl.trainer.state import TrainerState
-
-_FOLDER = "rollout_queue"  # in a checkpoint
 
 
 class AsyncPPO(PPO):
@@ -47,7 +44,8 @@ class AsyncPPO(PPO):
         self, config: VerlConfig, roles: Roles, loader: PromptLoader, spans: Spans, check_stop: Callable[[], None]
     ):
         super().__init__(config, roles, loader, spans, check_stop)
-        self.collector = self.ahead = AheadCollector(config, roles, loader, spans, check_stop)
+        self.collector = self.ahead = AheadCollector(config, roles, loader, spans, check_stop, self.samples)
+        self.max_age = self.ahead.max_age
         self.old_log_probs = old_log_prob_source(
             config,
             self.needs,
@@ -64,41 +62,46 @@ class AsyncPPO(PPO):
         result = super().step(state)
         # waited for at the end: where rollout has devices of its own, it generates while the others train
         result.metrics.update(rollout_metrics(wait(self.rollout_queue.figures)))
-        self.rollout_queue.forget_before(state.next_ordinal)
+        self.rollout_queue.forget_before(self.samples.cursor)
         return result
 
     def collect(self, state: TrainerState) -> tuple[StepResult, int]:
         """See PPO. No sample of the batch is older than trainer.v1.sampler.max_off_policy_threshold versions."""
         self.ahead.version = state.weight_version
         result, next_ordinal = super().collect(state)
-        ages = age_metrics(result.batch, state.weight_version)
-        assert ages["training/off_policy/trajectory_staleness/max"].value <= self.ahead.max_age
-        result.metrics.update(ages)
+        result.metrics.update(age_metrics(result.batch, state.weight_version))
         result.metrics["training/off_policy/evicted_samples"] = Metric.last(self.ahead.num_evicted)
         result.metrics["training/rollout_queue/qsize"] = Metric.last(self.rollout_queue.qsize())
         return result, next_ordinal
 
-    def writers(self) -> dict[str, Any]:
+    def settle(self) -> None:
         """See PPO."""
-        return {_FOLDER: self.rollout_queue}
+        self.rollout_queue.settle()
 
-    def restore(self, checkpoint: Path) -> None:
+    def restore(self, waiting: Sequence[OpenSample]) -> None:
         """See PPO."""
-        self.rollout_queue.restore(checkpoint / _FOLDER)
+        self.rollout_queue.restore(waiting)
 
 
 class AheadCollector(Collector):
     """Takes its rounds from the queue. `version` is that of the weights that will train on them."""
 
     def __init__(
-        self, config: VerlConfig, roles: Roles, loader: PromptLoader, spans: Spans, check_stop: Callable[[], None]
+        self,
+        config: VerlConfig,
+        roles: Roles,
+        loader: PromptLoader,
+        spans: Spans,
+        check_stop: Callable[[], None],
+        samples: SampleBook,
     ):
-        super().__init__(config, roles, loader, spans, check_stop)
+        super().__init__(config, roles, loader, spans, check_stop, samples)
         rollout = config.actor_rollout_ref.rollout
         self.queue = RolloutQueue(
             roles.rollout,
             loader,
             self.params,
+            samples,
             count=config.data.gen_batch_size or config.data.train_batch_size,
             depth=rollout.prefetch_num + 1,
             partial=rollout.partial_rollout,

@@ -17,16 +17,25 @@ from verl.data.loader import PromptLoader
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.errors import ConfigError, DataError
+from verl.tracking.ledger_book import SampleBook
+from verl.tracking.ledger_rows import issued_prompts, pieces_of, scores_of
 from verl.tracking.spans import Spans
 
 
 class Collector:
-    """Turns prompts into scored samples. `check_stop` is called after every round."""
+    """Turns prompts into scored samples, and tells `samples` of each. `check_stop` is called after every round."""
 
     def __init__(
-        self, config: VerlConfig, roles: Roles, loader: PromptLoader, spans: Spans, check_stop: Callable[[], None]
+        self,
+        config: VerlConfig,
+        roles: Roles,
+        loader: PromptLoader,
+        spans: Spans,
+        check_stop: Callable[[], None],
+        samples: SampleBook,
     ):
         self.config = config
+        self.samples = samples
         self.roles = roles
         self.loader = loader
         self.spans = spans
@@ -61,7 +70,11 @@ class Collector:
         """Prompts `ordinal` to `ordinal + count - 1`, and the samples of each."""
         with self.spans("gen"):
             prompts = self.loader.take(ordinal, count)
-            return prompts, draw(self.roles.rollout, prompts, self.params, step=step)
+            issued = issued_prompts(prompts, self.loader.order)
+            self.samples.issue(step, issued, num_samples=self.params.n, split="train", limit=self.params.max_new_tokens)
+            batch = draw(self.roles.rollout, prompts, self.params, step=step)
+            self.samples.generate(step, pieces_of(batch.batch["ordinal"].tolist(), batch, self.samples.num_tokens))
+            return prompts, batch
 
     def end_generation(self) -> dict[str, Metric]:
         """The rollout's figures of this step, after its last call."""
@@ -71,6 +84,7 @@ class Collector:
         prompts, batch = self.sample(step, ordinal, count)
         with self.spans("reward"):
             batch = batch.union(self.roles.reward.collect(batch))
+        self.samples.score(step, scores_of(batch))
         if self.needs.greedy_baseline:
             batch = batch.union(self.greedy_baseline(prompts, step, batch))
         return batch

@@ -18,15 +18,14 @@ under a span, and a requested stop is honoured between phases, before any weight
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from verl.algorithms.advantages import compute_advantage
-from verl.algorithms.correction import rollout_correction, rollout_gap_metrics
+from verl.algorithms.correction import require_fresh, rollout_correction, rollout_gap_metrics
 from verl.algorithms.filters import pf_ppo_indices
 from verl.algorithms.kl import apply_kl_penalty
 from verl.config import VerlConfig
@@ -36,20 +35,24 @@ from verl.controller.roles import Roles
 from verl.data.loader import PromptLoader
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
+from verl.tracking.ledger_book import OpenSample, SampleBook
+from verl.tracking.ledger_rows import keys_of
 from verl.tracking.spans import Spans
+from verl.trainer.guards import Guards
 from verl.trainer.ppo.collect import Collector
 from verl.trainer.state import TrainerState
-from verl.workers.policy import require_finite
 
 
 @dataclass
 class StepResult:
     batch: DataProto  # the rows that trained, with every column that was made for them
     metrics: dict[str, Metric] = field(default_factory=dict)
+    skipped: str = ""  # why nothing of the batch has trained
 
 
 class PPO:
-    """`check_stop` is called between phases and raises to abandon the step."""
+    """`check_stop` is called between phases and raises to abandon the step. `samples` knows what has trained, and so where in
+    the data the next step begins."""
 
     def __init__(
         self, config: VerlConfig, roles: Roles, loader: PromptLoader, spans: Spans, check_stop: Callable[[], None]
@@ -58,8 +61,11 @@ class PPO:
         self.roles = roles
         self.spans = spans
         self.check_stop = check_stop
-        self.collector = Collector(config, roles, loader, spans, check_stop)
+        self.samples = SampleBook()
+        self.collector = Collector(config, roles, loader, spans, check_stop, self.samples)
+        self.guards = Guards(config.trainer.guards)
         self.needs = Needs.of(config)
+        self.max_age = 0  # of a sample that trains, in versions of the weights
         self.old_log_probs = old_log_prob_source(
             config,
             self.needs,
@@ -68,28 +74,30 @@ class PPO:
         )
 
     def step(self, state: TrainerState) -> StepResult:
-        """One step; `state` (next prompt, KL controller, weight version) moves on only as the step succeeds."""
+        """One step; `state` (KL controller, weight version) and the samples move on only as the step succeeds."""
         result, next_ordinal = self.collect(state)
         self.check_stop()
-        self.annotate(result)
-        self.check_stop()
-        self.assign_credit(result, state)
-        self.check_stop()
-        self.update(result, state)
-        state.next_ordinal = next_ordinal
+        with self.guards.step(state, result, next_ordinal):
+            self.annotate(result)
+            self.check_stop()
+            self.guards.check_samples(result)
+            self.assign_credit(result, state)
+            self.check_stop()
+            self.guards.check_credit(result)
+            self.update(result, state)
+        self.samples.train(state.step, [] if result.skipped else keys_of(result.batch))
         return result
 
     def collect(self, state: TrainerState) -> tuple[StepResult, int]:
         """Samples with scores, and the ordinal of the next step's first prompt."""
-        batch, metrics, next_ordinal = self.collector.collect(state.step, state.next_ordinal)
+        batch, metrics, next_ordinal = self.collector.collect(state.step, self.samples.cursor)
         return StepResult(batch, metrics), next_ordinal
 
-    def writers(self) -> dict[str, Any]:
-        """What the program itself keeps between steps, for a checkpoint: folder name -> num_bytes() and write(folder)."""
-        return {}
+    def settle(self) -> None:
+        """All samples that have been asked for are in the ledger when this returns."""
 
-    def restore(self, checkpoint: Path) -> None:
-        """Go on with what `writers` wrote into a checkpoint."""
+    def restore(self, waiting: Sequence[OpenSample]) -> None:
+        """Go on from a checkpoint, at which these samples were open."""
 
     def annotate(self, result: StepResult) -> None:
         """Log-probs and values under the weights that made the samples. Where roles live on devices of their own they work
@@ -100,7 +108,6 @@ class PPO:
         if self.old_log_probs == "recompute" and roles.actor is not None:
             with self.spans("old_log_prob"):
                 batch.union(roles.actor.log_probs(batch, sum_pi_squared=self.needs.sum_pi_squared))
-            require_finite(batch, "old_log_probs", "The actor's forward pass")
             entropy = batch.batch["entropys"][batch.batch["response_mask"]]
             result.metrics["actor/entropy"] = Metric.mean(entropy.mean(), weight=entropy.numel())
         elif self.old_log_probs == "rollout":
@@ -109,7 +116,6 @@ class PPO:
             batch.union(self._finish("ref", reference))
         if values is not None:
             batch.union(self._finish("values", values))
-            require_finite(batch, "values", "The critic's forward pass")
 
     def _begin(self, span: str, role: Any, method: str, *args: Any) -> Any:
         """The call's result or a future of it; None without the role."""
@@ -174,13 +180,20 @@ class PPO:
         """The only phase that changes weights; the sampler carries the next version when it ends. Actor and critic train at
         the same time where they live on different devices."""
         roles, batch, metrics = self.roles, result.batch, result.metrics
+        keys = list(batch.non_tensor_batch["sample_key"])
+        require_fresh(batch.batch["weight_version"], state.weight_version, self.max_age, keys)
         trains = roles.actor is not None and state.step > self.config.trainer.critic_warmup
         critic = self._begin("update_critic", roles.critic, "update", batch, state.step)
         if trains:
             actor = self._begin("update_actor", roles.actor, "update", batch, state.step)
-            metrics.update(self._finish("update_actor", actor).metrics())
+            found = self.guards.note(self._finish("update_actor", actor)).metrics()
+            if self.old_log_probs == "recompute":  # then sampler and trainer were compared on all tokens already
+                found = {name: m for name, m in found.items() if not name.startswith("training/rollout_")}
+            metrics.update(found)
         if critic is not None:
-            metrics.update(self._finish("update_critic", critic).metrics())
+            metrics.update(self.guards.note(self._finish("update_critic", critic)).metrics())
+        self.guards.check_updates(result)
+        metrics.setdefault("training/rollout_probs_diff_valid", Metric.min(0.0))
         with self.spans("update_weights"):
             state.weight_version += 1
             roles.rollout.publish(state.weight_version)

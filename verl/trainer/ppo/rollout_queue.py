@@ -7,34 +7,38 @@
 What a batch contains depends on the order of these calls alone: a rollout carries out what it is asked to in the order in
 which it is asked, so how fast it is changes no sample. Where rollout has devices of its own, its answers are futures and it
 works while others train.
+
+What is in the queue is in the sample ledger too, part by part with the step in which it was asked for. A run that goes on
+from a checkpoint fills its queue from there, since what older weights made cannot be made again.
 """
 
 from __future__ import annotations
 
-import json
 import logging
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from verl.checkpoint.files import FileRecord, record_of, sync_file
 from verl.controller.group import wait
 from verl.data.loader import PromptLoader
 from verl.data_proto.proto import DataProto
 from verl.data_proto.samples import SamplingParams
+from verl.tracking.ledger_book import OpenSample, SampleBook
+from verl.tracking.ledger_rows import issued_prompts, pieces_of, prompt_digest
+from verl.workers.requests import sample_key
+from verl.workers.rollout import pad_rows
 
 log = logging.getLogger(__name__)
-
-_INDEX = "queue.json"
 
 
 @dataclass
 class Batch:
     """Prompts `ordinal` to `ordinal + count - 1` and what has been sampled from them. It began in `step`, whose number keys
-    the draws, and was last worked on at the beginning of step `advanced`."""
+    the draws, and was last worked on at the beginning of step `advanced`. What comes is written to `samples`."""
 
     ordinal: int
     count: int
@@ -42,8 +46,10 @@ class Batch:
     advanced: int
     split: str
     prompts: DataProto
+    samples: SampleBook
     rows: DataProto | None = None  # the rollout's columns, and token_weight_version
     asked: Any = None  # a result to come: all rows, or `going_on` of them anew
+    asked_step: int = 0
     going_on: np.ndarray | None = None
     scoring: Any = None  # of a batch whose scores are being made ahead: a result to come
 
@@ -51,6 +57,10 @@ class Batch:
         """The rows, once everything that was asked has come."""
         if self.asked is not None:
             found, self.asked = wait(self.asked), None
+            ordinals = np.repeat(np.arange(self.ordinal, self.ordinal + self.count), self._group_size(found))
+            if self.rows is not None:
+                ordinals = ordinals[self.going_on]
+            self.samples.generate(self.asked_step, pieces_of(ordinals.tolist(), found, self.samples.num_tokens))
             if self.rows is None:
                 self.rows = _with_token_versions(found)
             else:
@@ -59,6 +69,9 @@ class Batch:
                 self.going_on = None
         assert self.rows is not None
         return self.rows
+
+    def _group_size(self, found: DataProto) -> int:
+        return len(self.rows if self.rows is not None else found) // self.count
 
     def is_complete(self, limit: int) -> bool:
         """Whether every response is there and finished, found out without waiting."""
@@ -78,8 +91,17 @@ class RolloutQueue:
     responses are made in `depth` parts."""
 
     def __init__(
-        self, rollout: Any, loader: PromptLoader, params: SamplingParams, *, count: int, depth: int, partial: bool
+        self,
+        rollout: Any,
+        loader: PromptLoader,
+        params: SamplingParams,
+        samples: SampleBook,
+        *,
+        count: int,
+        depth: int,
+        partial: bool,
     ):
+        self.samples = samples
         self.rollout = rollout
         self.loader = loader
         self.params = params
@@ -103,7 +125,7 @@ class RolloutQueue:
         for batch in self._batches:
             if batch.advanced < step:  # else that was done before the step was abandoned, and is not done twice
                 batch.advanced = step
-                self._go_on(batch, self.part)
+                self._go_on(batch, self.part, step)
         following = self._batches[-1].ordinal + self._batches[-1].count if self._batches else ordinal
         while self.qsize() < self.depth:
             self._batches.append(self._begin(following, step))
@@ -127,14 +149,14 @@ class RolloutQueue:
         if batch is None:
             batch = self._begin(ordinal, step)
             self._batches.append(batch)
-        self._go_on(batch, self.limit)
+        self._go_on(batch, self.limit, step)
         rows = batch.settle()
         num_evicted = 0
         if version - int(rows.batch["weight_version"].min()) > max_age:
             num_evicted = len(rows)
             fresh = self._begin(ordinal, step, split=f"anew-{version}")
             self._batches[self._batches.index(batch)] = fresh
-            self._go_on(fresh, self.limit)
+            self._go_on(fresh, self.limit, step)
             batch = fresh
             self.figures = self.rollout.end_generation()
         wait(batch.scoring)
@@ -143,17 +165,19 @@ class RolloutQueue:
     def _begin(self, ordinal: int, step: int, split: str = "train") -> Batch:
         prompts = self.loader.take(ordinal, self.count)
         params = replace(self.params, max_new_tokens=self.part)
+        issued = issued_prompts(prompts, self.loader.order)
+        self.samples.issue(step, issued, num_samples=params.n, split=split, limit=self.limit)
         asked = self.rollout.generate(prompts, step=step, split=split, params=params, limit=self.limit)
-        return Batch(ordinal, self.count, step, step, split, prompts, asked=asked)
+        return Batch(ordinal, self.count, step, step, split, prompts, self.samples, asked=asked, asked_step=step)
 
-    def _go_on(self, batch: Batch, max_new_tokens: int) -> None:
+    def _go_on(self, batch: Batch, max_new_tokens: int, step: int) -> None:
         """Ask for more of the unfinished responses; they are all equally long, since each part was as long for all."""
         chosen = batch.unfinished(self.limit)
         if len(chosen) == 0:
             return
         rows = self._joined(batch).select_idxs(chosen)
         done = int(rows.batch["response_mask"][0].sum())
-        batch.going_on = chosen
+        batch.going_on, batch.asked_step = chosen, step
         batch.asked = self.rollout.go_on(
             rows, step=batch.step, split=batch.split, max_new_tokens=min(max_new_tokens, self.limit - done),
             limit=self.limit,
@@ -162,53 +186,69 @@ class RolloutQueue:
     def _joined(self, batch: Batch) -> DataProto:
         return batch.prompts.repeat(self.params.n, interleave=True).union(batch.settle())
 
-    # -- in a checkpoint, since what older weights made cannot be made again
+    # -- before a checkpoint, and after one
 
-    def num_bytes(self) -> int:
-        """Of the tensors that `write` writes; waits for them."""
-        return sum(t.numel() * t.element_size() for batch in self._batches for t in batch.settle().batch.values())
+    def settle(self) -> None:
+        """All that has been asked for has come and is in the ledger."""
+        for batch in self._batches:
+            batch.settle()
 
-    def write(self, folder: Path | None) -> dict[str, FileRecord]:
-        """What is in the queue as files in the new folder `folder`; returns their records by name. None: somebody else
-        writes them."""
-        if folder is None:
-            return {}
-        folder.mkdir()
-        for number, batch in enumerate(self._batches):
-            batch.settle().save_to_disk(folder / f"{number}.safetensors")
-        names = ("ordinal", "count", "step", "advanced", "split")
-        index = [{name: getattr(batch, name) for name in names} for batch in self._batches]
-        (folder / _INDEX).write_text(json.dumps(index), encoding="utf-8")
-        files = sorted(folder.iterdir())
-        for file in files:
-            sync_file(file)
-        return {file.name: record_of(file) for file in files}
-
-    def restore(self, folder: Path) -> None:
-        """Go on with what `write` wrote, as far as it fits to this run; does nothing where nothing was saved."""
-        if not (folder / _INDEX).is_file():
-            return
-        for number, known in enumerate(json.loads((folder / _INDEX).read_text(encoding="utf-8"))):
-            prompts = self.loader.take(known["ordinal"], known["count"])
-            rows = DataProto.load_from_disk(folder / f"{number}.safetensors")
-            if not self._fits(known, prompts, rows):
+    def restore(self, waiting: Sequence[OpenSample]) -> None:
+        """The queue holds what was open in the ledger, as far as it fits to this run."""
+        self._batches = []
+        groups: dict[int, list[OpenSample]] = defaultdict(list)
+        for sample in waiting:
+            groups[sample.ordinal].append(sample)
+        ordinal = self.samples.cursor
+        while any(known >= ordinal for known in groups):
+            prompts = self.loader.take(ordinal, self.count)
+            found = [groups.get(number, []) for number in range(ordinal, ordinal + self.count)]
+            if not self._fits(found, prompts):
                 log.warning(
                     "The samples that the checkpoint holds ahead of training are of other prompts or lengths than this "
-                    "run's; from prompt %d on they are made anew.", known["ordinal"],
+                    "run's; from prompt %d on they are made anew.", ordinal,
                 )  # fmt: skip
                 return
-            self._batches.append(Batch(**known, prompts=prompts, rows=rows))
+            first = found[0][0]
+            rows = self._rows([sample for group in found for sample in group], prompts)
+            self._batches.append(
+                Batch(
+                    ordinal, self.count, first.step, self.samples.offset.step, first.split, prompts, self.samples, rows
+                )
+            )
+            ordinal += self.count
 
-    def _fits(self, known: dict[str, Any], prompts: DataProto, rows: DataProto) -> bool:
-        if known["count"] != self.count or len(rows) != self.count * self.params.n:
-            return False
-        if rows.batch["responses"].shape[1] != self.limit:
-            return False
-        ids, mask = rows.batch["prompts"], rows.batch["prompt_mask"]
-        return all(
-            ids[i * self.params.n][mask[i * self.params.n]].tolist() == list(wanted)
-            for i, wanted in enumerate(prompts.non_tensor_batch["prompt_token_ids"])
-        )
+    def _fits(self, found: Sequence[Sequence[OpenSample]], prompts: DataProto) -> bool:
+        """Whether every prompt has its samples, begun together, of this run's length."""
+        for samples, ids in zip(found, prompts.non_tensor_batch["prompt_token_ids"], strict=True):
+            if [sample.sample for sample in samples] != list(range(self.params.n)):
+                return False
+            if any(not s.pieces or s.limit != self.limit or s.prompt != prompt_digest(ids) for s in samples):
+                return False
+        return len({(sample.step, sample.split) for samples in found for sample in samples}) == 1
+
+    def _rows(self, samples: Sequence[OpenSample], prompts: DataProto) -> DataProto:
+        """The rollout's columns as they were: see RolloutWorker."""
+        ids = [list(row) for row in prompts.repeat(self.params.n, interleave=True).non_tensor_batch["prompt_token_ids"]]
+        pad, width = self.loader.pad_token_id, self.loader.max_prompt_length
+        tokens = [np.concatenate([piece.tokens for piece in sample.pieces]).tolist() for sample in samples]
+        log_probs = [np.concatenate([piece.log_probs for piece in sample.pieces]) for sample in samples]
+        versions = [[p.version for p in sample.pieces for _ in range(len(p.tokens))] for sample in samples]
+        columns: dict[str, torch.Tensor] = {}
+        columns["prompts"], columns["prompt_mask"] = pad_rows(ids, pad, width, left=True)
+        columns["responses"], columns["response_mask"] = pad_rows(tokens, pad, self.limit, left=False)
+        columns["attention_mask"] = torch.cat([columns["prompt_mask"], columns["response_mask"]], dim=1)
+        values, _ = pad_rows([row.tolist() for row in log_probs], 0.0, self.limit, left=False)
+        columns["rollout_log_probs"] = values.to(torch.from_numpy(log_probs[0]).dtype)
+        columns["token_weight_version"], _ = pad_rows(versions, 0, self.limit, left=False)
+        columns["sample_index"] = torch.tensor([sample.sample for sample in samples])
+        columns["weight_version"] = torch.tensor([sample.pieces[0].version for sample in samples])
+        columns["rollout_rank"] = torch.tensor([sample.pieces[-1].rank for sample in samples])
+        objects = {
+            "finish_reason": [sample.pieces[-1].finish_reason for sample in samples],
+            "sample_key": [sample_key(sample.split, sample.ordinal, sample.sample) for sample in samples],
+        }
+        return DataProto.from_dict(columns, {k: np.array(v, dtype=object) for k, v in objects.items()})
 
 
 def _with_token_versions(rows: DataProto) -> DataProto:

@@ -1,0 +1,16 @@
+"""`verl train` whose supervisor has imported everything beforehand, so that a restart takes a second.
+
+python benchmarks/chaos_warm.py key=value ...
+"""
+
+from __future__ import annotations
+
+import sys
+
+import verl.controller.local
+import verl.rollout.native
+import verl.trainer.run  # noqa: F401 - what the child would import
+from verl.cli.main import run_verb
+
+if __name__ == "__main__":
+    raise SystemExit(run_verb("train", sys.argv[1:], whole_process=True))

@@ -1,0 +1,128 @@
+"""What a run folder's file system is asked, and what follows from its answers."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint.states import make_roles
+from verl.checkpoint import filesystem
+from verl.checkpoint.filesystem import examine, kind_of
+from verl.checkpoint.store import CheckpointStore
+from verl.errors import CheckpointError
+
+MOUNTS = """21 1 8:1 / / rw - ext4 /dev/sda1 rw
+22 21 0:20 / /mnt/my\\040data rw,relatime shared:1 - nfs4 server:/x rw
+23 21 0:21 / /mnt/bucket rw - fuse.gcsfuse bucket rw
+24 21 0:22 / /mnt/over rw - ext4 /dev/sdb rw
+25 21 0:23 / /mnt/over rw - cifs //server/share rw
+"""
+
+
+def refuse(code):
+    def call(*args, **kwargs):
+        raise OSError(code, os.strerror(code))
+
+    return call
+
+
+def test_a_good_folder(tmp_path):
+    report = examine(tmp_path / "not" / "there" / "yet")
+    report.require()
+    assert report.refusals == []
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/mnt/my data/run", "nfs4"),
+        ("/mnt/bucket", "fuse.gcsfuse"),
+        ("/mnt/over/a", "cifs"),
+        ("/mnt/bucketful", "ext4"),
+    ],
+)
+def test_kinds_come_from_the_table_of_mounts(monkeypatch, path, kind):
+    monkeypatch.setattr(Path, "read_text", lambda self, **kwargs: MOUNTS)
+    assert kind_of(Path(path)) == kind
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [("nfs4", "network file system"), ("fuse.gcsfuse", "file by file"), ("tmpfs", "in memory"), ("ext4", "")],
+)
+def test_kinds_that_need_a_word(monkeypatch, tmp_path, kind, words):
+    monkeypatch.setattr(filesystem, "kind_of", lambda path: kind)
+    report = examine(tmp_path)
+    assert report.refusals == []
+    assert len(report.notices) == bool(words)
+    assert words in "".join(report.notices)
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "words"),
+    [
+        ("rename", errno.ENOSYS, "renaming a folder fails"),
+        ("replace", errno.EEXIST, "renaming a file over another fails"),
+        ("mkdir", errno.EROFS, "a folder cannot be made in"),
+        ("fsync", errno.EIO, "fsync"),
+    ],
+)
+def test_folders_that_cannot_hold_checkpoints_are_refused(monkeypatch, tmp_path, name, code, words):
+    monkeypatch.setattr(os, name, refuse(code))
+    report = examine(tmp_path)
+    monkeypatch.undo()
+    assert words in "; ".join(report.refusals)
+    with pytest.raises(CheckpointError, match=rf"{tmp_path}.*cannot hold checkpoints.*trainer\.default_local_dir"):
+        report.require()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_replacement_that_does_not_happen_is_seen(monkeypatch, tmp_path):
+    monkeypatch.setattr(os, "replace", lambda source, target: None)
+    assert "not replaced" in examine(tmp_path).refusals[0]
+
+
+@pytest.fixture
+def no_folder_sync(monkeypatch):
+    def fsync(descriptor):
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+
+
+def test_folders_that_cannot_be_synced_are_saved_to(no_folder_sync, tmp_path):
+    assert "cannot be synced" in examine(tmp_path).notices[-1]
+    store = CheckpointStore(tmp_path)
+    assert store.save(1, make_roles(1), {}) == store.find()
+
+
+def test_folders_without_locks_are_named(monkeypatch, tmp_path):
+    monkeypatch.setattr("fcntl.flock", refuse(errno.ENOLCK))
+    report = examine(tmp_path)
+    assert report.refusals == []
+    assert "files cannot be locked (No locks available)" in report.notices[-1]
+
+
+def test_a_rename_whose_answer_was_lost_has_happened(monkeypatch, tmp_path):
+    """A network file system asks again, and the server finds nothing to rename."""
+    real = os.rename
+
+    def rename(source, target):
+        real(source, target)
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory")
+
+    monkeypatch.setattr(os, "rename", rename)
+    store = CheckpointStore(tmp_path, keep=1)
+    for step in (1, 2):
+        assert store.save(step, make_roles(step), {}) == store.find()
+    assert store.candidates() == [2]
+
+
+def test_what_a_killed_examination_left_is_removed(tmp_path):
+    (tmp_path / ".probe-999999999").mkdir()
+    (tmp_path / ".probe-999999999" / "file").write_text("x")
+    assert examine(tmp_path).refusals == []
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,112 @@
+"""`verl train` with a stand-in for training: `python -m tests.cli.supervised KIND key=value ...`; needs no torch."""
+
+import os
+import pdb
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import verl.cli.train
+from verl.cli.main import run_verb
+from verl.errors import ConfigError, InterruptedRun, WorkerLostError
+from verl.tracking.heartbeat import Heartbeat
+
+
+class Work:
+    """One attempt of a run: `kind` names the method that is the training."""
+
+    def __init__(self, kind, loaded):
+        self.trainer = loaded.config.trainer
+        self.folder = Path(self.trainer.default_local_dir)
+        (self.folder / "logs").mkdir(parents=True, exist_ok=True)
+        with (self.folder / "attempts").open("a") as file:
+            file.write(f"{os.getpid()} {self.trainer.resume_mode} {self.trainer.resume_from_path}\n")
+        self.attempt = len((self.folder / "attempts").read_text().splitlines())
+        self.heart = Heartbeat(self.folder)
+        self.heart.start()
+        self.train = getattr(self, kind)
+
+    def die(self, step, number=signal.SIGKILL):
+        self.heart.begin_step(step)
+        self.heart.phase("gen")
+        os.kill(os.getpid(), number)
+
+    def save(self, step):
+        saved = self.folder / f"global_step_{step}"
+        saved.mkdir()
+        (saved / "manifest.json").write_text("{}")
+
+    def good(self):
+        print("trained", sys.stdin.readline().strip())
+        return 0
+
+    def killed_once(self):
+        if self.attempt == 1:
+            self.die(3)
+        return 0
+
+    def saves_and_dies(self):
+        if self.attempt < 6:
+            self.save(self.attempt)
+            self.die(self.attempt + 1, signal.SIGSEGV)
+        return 0
+
+    def always_killed(self):
+        self.die(2)
+
+    def killed_elsewhere(self):
+        self.die(self.attempt)
+
+    def bad_input(self):
+        raise ConfigError("A key is wrong. Set another.")
+
+    def loses_a_rank(self):
+        self.heart.begin_step(4)
+        raise WorkerLostError(f"Rank 1 (process {os.getpid()}) died. Look at its log.")
+
+    def bug_once(self):
+        if self.attempt == 1:
+            raise ZeroDivisionError("in the deep")
+        return 0
+
+    def stops_when_asked(self):
+        heard = []
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda n, frame: heard.append(signal.Signals(n).name))
+        self.heart.begin_step(1)
+        print("READY", flush=True)
+        print("read", sys.stdin.readline().strip(), flush=True)
+        while not heard:
+            time.sleep(0.01)
+        time.sleep(0.15)  # a second signal would be heard
+        raise InterruptedRun(f"Stopped by {' and '.join(heard)}.")
+
+    def hangs(self):
+        """In the writing of a file, as on a network disk that has gone away."""
+        self.heart.begin_step(2)
+        self.heart.phase("save_checkpoint")
+        os.mkfifo(self.folder / f"fifo-{self.attempt}")
+        self.write_checkpoint(self.folder / f"fifo-{self.attempt}")
+
+    def write_checkpoint(self, file):
+        file.open("wb")
+
+    def at_a_breakpoint(self):
+        self.heart.begin_step(1)
+        pdb.set_trace()
+        return 0
+
+    def leaves_children(self):
+        if self.attempt == 1:
+            child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+            (self.folder / "child").write_text(str(child.pid))
+            self.die(1)
+        return 0
+
+
+if __name__ == "__main__":
+    kind, *overrides = sys.argv[1:]
+    verl.cli.train._train = lambda loaded: Work(kind, loaded).train()
+    raise SystemExit(run_verb("train", overrides, whole_process=True))

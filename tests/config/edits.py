@@ -1,0 +1,68 @@
+"""Slips of the finger in config keys, and what becomes of them."""
+
+import re
+from collections.abc import Iterator
+
+from verl.config import aliases
+from verl.config.settings import Given, locate
+from verl.config.tree import leaves, sections
+
+LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.-"
+
+
+def keys() -> list[str]:
+    """Every key of the tree, and every older spelling of one."""
+    return [*leaves(), *aliases.other_spellings()]
+
+
+def edits(key: str, rng, num_letters: int = 1) -> Iterator[str]:
+    """Every text that one deletion or swap makes of `key`, and for every place `num_letters` insertions and substitutions
+    of drawn letters."""
+    for at in range(len(key) + 1):
+        for letter in rng.sample(LETTERS, num_letters):
+            yield key[:at] + letter + key[at:]
+        if at == len(key):
+            break
+        yield key[:at] + key[at + 1 :]
+        for letter in rng.sample(LETTERS, num_letters):
+            if letter != key[at]:
+                yield key[:at] + letter + key[at + 1 :]
+        if at + 1 < len(key) and key[at] != key[at + 1]:
+            yield key[:at] + key[at + 1] + key[at] + key[at + 2 :]
+
+
+def outcome(key: str, edited: str) -> str:
+    """What giving `edited` comes to: "right first", "right among equals" (others are one slip away too), "another key" (or
+    an entry of a free mapping), "a section", or what is wrong."""
+    path, _ = aliases.resolve(edited)
+    given = Given([], [], [])
+    given.add_overrides([f"{edited}=1"])
+    if not given.errors:
+        return "another key" if locate(path) is not None else "accepted"
+    if path in sections():
+        return "a section" if "is a section" in given.errors[0] else given.errors[0]
+    if f"There is no key {edited!r} (command line)" not in given.errors[0]:
+        return given.errors[0]
+    named = re.findall(r"'([^']*)'", given.errors[0].partition("did you mean")[2])
+    if named[:1] == [key]:
+        return "right first"
+    if key in named and all(slips_apart(edited, other) == 1 for other in named[: named.index(key)]):
+        return "right among equals"
+    return f"{edited!r} for {key!r} is answered with {named}"
+
+
+EXPECTED = {"right first", "right among equals", "another key", "a section"}
+
+
+def slips_apart(a: str, b: str) -> int:
+    """Insertions, deletions, substitutions and swaps of neighbours between two texts (optimal string alignment)."""
+    rows = [list(range(len(b) + 1))]
+    for i, x in enumerate(a, 1):
+        row = [i]
+        for j, y in enumerate(b, 1):
+            best = min(rows[-1][j] + 1, row[-1] + 1, rows[-1][j - 1] + (x != y))
+            if i > 1 and j > 1 and x == b[j - 2] and a[i - 2] == y:
+                best = min(best, rows[-2][j - 2] + 1)
+            row.append(best)
+        rows.append(row)
+    return rows[-1][-1]

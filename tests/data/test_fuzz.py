@@ -1,0 +1,128 @@
+"""Mutated rows: `verl check` and the run refuse the same ones, with a sentence, and accept none that is wrong."""
+
+import json
+import random
+from collections import Counter
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from tests.data.mutations import base_rows, is_valid, outcome, read
+from tests.data.rows import row
+from verl.data.files import read_rows, write_parquet
+from verl.errors import DataError
+from verl.models.tiny import make_tokenizer
+
+tokenizer = make_tokenizer()
+
+
+def fuzz(seed, count, folder):
+    rng = random.Random(seed)
+    return Counter(outcome(rng, folder, tokenizer) for _ in range(count))
+
+
+def test_mutated_rows(tmp_path):
+    outcomes = fuzz(0, 400, tmp_path)
+    refused = sum(n for (_, what), n in outcomes.items() if what == "refused")
+    assert 100 < refused < 350, outcomes
+
+
+@pytest.mark.slow
+def test_ten_thousand_mutated_rows(tmp_path):
+    """pytest -m slow tests/data/test_fuzz.py"""
+    assert sum(fuzz(1, 10_000, tmp_path).values()) == 10_000
+
+
+def test_rows_that_are_right_are_accepted(tmp_path):
+    for number, right in enumerate(base_rows()):
+        path = tmp_path / f"{number}.jsonl"
+        path.write_text(json.dumps(right))
+        assert is_valid(right)
+        assert not isinstance(read(path, tokenizer), str)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"reward_model": {"style": "rule", "ground_truth": float("nan")}},
+            "ground_truth' is nan, which is what a missing",
+        ),
+        ({"prompt": "half \ud83d"}, r"field 'prompt' holds half a character \(the surrogate '\\ud83d'\)"),
+        ({"extra_info": {"a": {"b": "\udc80"}}}, r"field 'extra_info\.a\.b' holds half a character"),
+        ({"prompt": [{"role": "usre", "content": "x"}]}, r"has the role 'usre'; did you mean 'user'\?"),
+        ({"prompt": [{"role": "User", "content": "x"}]}, r"has the role 'User'; did you mean 'user'\?"),
+        ({"extra_info": ..., "extra_inf": {}}, r"there is a field 'extra_inf'; did you mean 'extra_info'\?"),
+        ({"images": 5}, "field 'images' holds media"),
+        ({"prompt": [{"role": "assistant", "tool_calls": 3}]}, "no text 'content'"),
+    ],
+)
+def test_rows_that_are_wrong(tmp_path, changes, words):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(row(0, **changes)))
+    with pytest.raises(DataError, match=words):
+        raise DataError(read(path, tokenizer))
+
+
+def test_values_that_no_reward_function_gets(tmp_path):
+    import datetime
+
+    for value, kind in ((b"x", "bytes"), (datetime.datetime(2024, 1, 1), "datetime")):
+        write_parquet(tmp_path / "a.parquet", [row(0, extra_info={"when": value})])
+        assert f"field 'extra_info.when' is a {kind}; rows may hold text" in read(tmp_path / "a.parquet", tokenizer)
+
+
+@pytest.mark.parametrize("nested", [60, 3000, 200_000])
+def test_deep_nesting_is_a_sentence(tmp_path, nested):
+    path = tmp_path / "a.jsonl"
+    text = json.dumps(row(0, extra_info={"x": 0})).replace('"x": 0', '"x": ' + "[" * nested + "]" * nested)
+    path.write_text(text)
+    said = read(path, tokenizer)
+    assert "nested more than 50 deep" in said or "not valid JSON" in said
+
+
+def test_text_that_is_not_utf8_in_a_parquet_file(tmp_path):
+    broken = pyarrow.Array.from_buffers(
+        pyarrow.string(), 1, [None, pyarrow.py_buffer(b"\0\0\0\0\2\0\0\0"), pyarrow.py_buffer(b"\xff\xfe")]
+    )
+    table = pyarrow.Table.from_pylist([row(0)]).append_column("note", broken)
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    assert "row 0 (counted from 0) holds a value that cannot be read" in read(tmp_path / "a.parquet", tokenizer)
+
+
+@pytest.mark.parametrize("kind", ["jsonl.gz", "parquet", "jsonl", "json"])
+def test_files_that_are_cut_short(tmp_path, kind):
+    import gzip
+
+    path = tmp_path / f"a.{kind}"
+    text = json.dumps([row(i) for i in range(3)]) if kind == "json" else "\n".join(json.dumps(row(i)) for i in range(3))
+    if kind == "parquet":
+        write_parquet(path, [row(i) for i in range(3)])
+    else:
+        path.write_bytes(gzip.compress(text.encode()) if kind.endswith("gz") else text.encode())
+    content = path.read_bytes()
+    rng = random.Random(4)
+    for _ in range(15):
+        path.write_bytes(content[: rng.randrange(len(content))])
+        rows, said = None, ""
+        try:
+            rows = list(read_rows(path))
+        except DataError as error:
+            said = str(error)
+        if rows is None:
+            assert str(path) in said
+        else:  # lines that are whole are rows; of the others nothing is guessed
+            assert kind == "jsonl"
+            assert rows == [row(i) for i in range(len(rows))]
+
+
+def test_a_changed_byte_in_the_pages_of_a_parquet_file_is_seen(tmp_path):
+    path = tmp_path / "a.parquet"
+    write_parquet(path, [row(i, note="n" * 50) for i in range(20)])
+    content = bytearray(path.read_bytes())
+    at = content.index(b"quest")
+    content[at] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(DataError, match="cannot be read as parquet"):
+        read_rows(path)

@@ -1,0 +1,16 @@
+"""The most memory that a piece of work holds at once, beyond what was there, by the allocations of tensors on the CPU."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+
+def peak_bytes(run):
+    """(what `run()` returns, bytes)"""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        result = run()
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    sizes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
+    return result, max(itertools.accumulate(sizes), default=0)

@@ -1,0 +1,133 @@
+"""A layer over a few tokens at a time: the same outputs and gradients in float64, and less memory between the passes."""
+
+import contextlib
+
+import pytest
+import torch
+
+from tests.models.reference import make_columns, random_rows, widen_norms
+from verl.models.chunks import chunked_feed_forward
+from verl.models.dense import decoder
+from verl.models.forward import policy_outputs
+from verl.models.load import load_causal_lm
+from verl.models.packed import PackedLayout, Segment, masked_attention
+from verl.models.packing import pack_rows
+from verl.models.tiny import make_tiny_model
+
+OUTPUTS = ("log_probs", "entropy")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    return {
+        "qwen3": make_tiny_model(root / "qwen3", "qwen3", hidden_size=32, intermediate_size=96, head_dim=8),
+        "gemma2": make_tiny_model(root / "gemma2", "gemma2", hidden_size=32, intermediate_size=96, head_dim=8),
+    }
+
+
+@contextlib.contextmanager
+def saved_bytes():
+    """Counts the bytes that autograd keeps for the backward, each storage once."""
+    found = {}
+
+    def pack(tensor):
+        found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield found
+
+
+def outputs_and_gradients(module, chunk_tokens, checkpointing=False):
+    columns = make_columns(*random_rows(0, [3, 1, 2]))
+    packed = pack_rows(columns, chunk_tokens=chunk_tokens)
+    module.zero_grad()
+    with chunked_feed_forward(module, chunk_tokens), saved_bytes() as kept:
+        out = policy_outputs(module, packed, OUTPUTS, 1.3)
+        held = sum(kept.values())
+        weights = torch.linspace(-1, 1, out["log_probs"].numel(), dtype=out["log_probs"].dtype).view(packed.shape)
+        (out["log_probs"] * weights + 0.1 * out["entropy"]).sum().backward()
+    return out, {name: p.grad.clone() for name, p in module.named_parameters()}, held
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+def test_modules_in_chunks(folders, family, checkpointing):
+    module = load_causal_lm(folders[family], dtype=torch.float64)
+    widen_norms(module)
+    module.train()
+    if checkpointing:
+        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    whole, gradients, held = outputs_and_gradients(module, None)
+    for size in (1, 5, 10_000):
+        ours, found, less = outputs_and_gradients(module, size)
+        for name in OUTPUTS:
+            torch.testing.assert_close(ours[name], whole[name], rtol=1e-12, atol=1e-12)
+        for name, expected in gradients.items():
+            torch.testing.assert_close(found[name], expected, rtol=1e-9, atol=1e-11)
+        if not checkpointing:
+            assert less < (0.8 * held if size == 5 else 1.01 * held)
+    assert not any("forward" in vars(layer.mlp) for layer in module.get_decoder().layers), "modules are as they were"
+
+
+def test_written_out_passes_in_chunks(folders, monkeypatch):
+    """Without the modules' own forward: the activations of the feed-forward are not kept."""
+    module = load_causal_lm(folders["qwen3"], dtype=torch.float32)
+    kept = []
+    forward = decoder.one_layer.forward
+
+    def watched(*args, **kwargs):
+        out, left = forward(*args, **kwargs)
+        kept.append(left)
+        return out, left
+
+    monkeypatch.setattr(decoder.one_layer, "forward", watched)
+    whole, gradients, _ = outputs_and_gradients(module, None)
+    assert all(left.gate_up is not None for left in kept)
+    kept.clear()
+    packed = pack_rows(make_columns(*random_rows(0, [3, 1, 2])), chunk_tokens=5)
+    module.zero_grad()
+    out = policy_outputs(module, packed, OUTPUTS, 1.3)
+    weights = torch.linspace(-1, 1, out["log_probs"].numel()).view(packed.shape)
+    (out["log_probs"] * weights + 0.1 * out["entropy"]).sum().backward()
+    assert kept
+    assert all(left.gate_up is None for left in kept)
+    for name in OUTPUTS:
+        torch.testing.assert_close(out[name], whole[name], rtol=1e-5, atol=1e-6)
+    for name, p in module.named_parameters():
+        torch.testing.assert_close(p.grad, gradients[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (None, 3.0), (4, None), (4, 3.0), (9, None)])
+def test_attention_in_chunks_of_queries(window, softcap):
+    segments = [Segment(0, 6), Segment(6, 7, 0, 6), Segment(13, 1, 0, 6), Segment(14, 9)]
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, 4, 23, 8), (1, 2, 23, 8), (1, 2, 23, 8)]
+    qkv = [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
+    d_out = torch.randn(1, 23, 4, 8, generator=generator, dtype=torch.float64)
+    whole = masked_attention(*qkv, segments, None, window, softcap)
+    expected = torch.autograd.grad(whole, qkv, d_out)
+    for size in (1, 2, 5, 100):
+        ours = masked_attention(*qkv, segments, None, window, softcap, size)
+        torch.testing.assert_close(ours, whole, rtol=1e-12, atol=1e-12)
+        for found, wanted in zip(torch.autograd.grad(ours, qkv, d_out), expected, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+
+
+def test_capped_scores_of_a_chunk_are_all_that_is_held():
+    """Scores need memory for each pair of tokens; in chunks they are made again in the backward."""
+    length = 128
+    qkv = [torch.randn(1, 2, length, 8).requires_grad_() for _ in range(3)]
+    held = {}
+    for size in (None, 16):
+        with saved_bytes() as kept:
+            masked_attention(*qkv, [Segment(0, length)], None, None, 5.0, size)
+        held[size] = sum(kept.values())
+    assert held[None] > 4 * 2 * length * length
+    assert held[16] < 0.2 * held[None]
+
+
+def test_the_layout_knows_its_chunks():
+    assert pack_rows(make_columns([[1, 2]], [[3, 4]]), chunk_tokens=7).layout.chunk_tokens == 7
+    assert PackedLayout([Segment(0, 1)]).chunk_tokens is None

@@ -1,0 +1,116 @@
+"""Tensors handed to another process through memory that both have."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from verl.errors import ModelError, WorkerLostError
+from verl.reshard.shared_memory import Segment, SharedBuckets, as_numbers, bucketed, open_segment, read
+
+# what an engine does, without the time that torch takes to start
+READER = """
+import mmap, os, sys
+file = os.open(sys.argv[1], os.O_RDWR)
+memory = mmap.mmap(file, int(sys.argv[2]))
+print(memory[:5].decode(), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def buckets():
+    made = SharedBuckets(1000)
+    yield made
+    made.close()
+
+
+def weights():
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"a": (7, 9), "b": (), "c": (3, 2, 5), "none": (0, 4), "large": (50, 30)}
+    made = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    return {**made, "narrow": made["a"].bfloat16(), "columns": made["large"][:, 3:8], "whole": torch.arange(5)}
+
+
+def test_what_is_read_is_what_was_written(buckets):
+    given, found = weights(), {}
+    for some in bucketed(given.items(), 1000):
+        description = json.loads(json.dumps(buckets.write(some)))
+        found |= {name: tensor.clone() for name, tensor in read(description)}
+    assert found.keys() == given.keys()
+    for name, tensor in given.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor), name
+
+
+def test_memory_is_bounded_by_the_bucket_or_the_largest_tensor(buckets):
+    small = {f"w{i}": torch.zeros(50) for i in range(40)}
+    for some in bucketed(small.items(), 1000):
+        assert sum(tensor.nbytes for _, tensor in some) <= 1000
+        buckets.write(some)
+    assert buckets.num_bytes <= 2 * 2000
+    buckets.write([("large", torch.zeros(5000))])
+    assert buckets.num_bytes <= 20_000 + 3000
+    with pytest.raises(ModelError, match="2 tensors from a on are more than a bucket of 1000 bytes"):
+        buckets.write([("a", torch.zeros(200)), ("b", torch.zeros(200))])
+
+
+def test_a_bucket_lasts_until_its_segment_is_used_again(buckets):
+    descriptions = [buckets.write([("w", torch.full((10,), float(i)))]) for i in range(3)]
+    for i in (1, 2):
+        assert [float(tensor[0]) for _, tensor in read(descriptions[i])] == [i]
+    with pytest.raises(ModelError, match="Bucket 1 of the new weights was written over before it was read"):
+        list(read(descriptions[0]))
+    late = read(descriptions[2])
+    next(late)
+    buckets.write([("w", torch.zeros(10))])
+    buckets.write([("w", torch.zeros(10))])
+    with pytest.raises(ModelError, match="written over"):  # what was copied meanwhile is worth nothing
+        next(late)
+
+
+def test_numbers_that_are_not_what_was_written(buckets):
+    description = buckets.write([("a", torch.ones(10)), ("b", torch.ones(10))])
+    memory = open_segment(description["segment"], description["num_bytes"], "it")
+    as_numbers(memory, description["entries"][1][3], 40, torch.int32)[3] ^= 1
+    tensors = read(description)
+    assert next(tensors)[0] == "a"
+    with pytest.raises(ModelError, match="b in bucket 1 of the new weights is not what was written"):
+        next(tensors)
+    swapped = buckets.write([("a", torch.ones(10)), ("b", torch.zeros(10))])
+    first, second = swapped["entries"]
+    first[3], second[3] = second[3], first[3]
+    with pytest.raises(ModelError, match="a in bucket 2"):
+        next(read(swapped))
+
+
+def test_a_writer_that_is_gone(buckets):
+    description = buckets.write([("a", torch.ones(10))])
+    buckets.close()
+    with pytest.raises(WorkerLostError, match="Bucket 1 of the new weights cannot be opened .* has ended"):
+        list(read(description))
+
+
+def test_a_reader_that_is_killed_leaves_nothing():
+    segment = Segment(4096)
+    segment.memory[:5] = b"hello"
+    command = [sys.executable, "-c", READER, segment.path, "4096"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
+        assert reader.stdout.readline() == "hello\n"
+        os.kill(reader.pid, signal.SIGKILL)
+        assert reader.wait(timeout=20) == -signal.SIGKILL
+    path = segment.path
+    segment.close()
+    segment.memory.close()
+    assert not os.path.exists(path)
+
+
+def test_less_memory_than_was_announced():
+    segment = Segment(100)
+    with pytest.raises(ModelError, match="it has 100 bytes where 200 were announced"):
+        open_segment(segment.path, 200, "it")
+    segment.close()

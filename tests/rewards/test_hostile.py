@@ -1,0 +1,292 @@
+"""Scorers that attack: each costs its own sample, is named, and leaves no process, no folder and no score of others behind."""
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from tests.rewards.test_pool import request, wait_until
+from verl.rewards.box import Limits
+
+ATTACKS = """
+import ctypes, os, signal, socket, struct, subprocess, sys, tempfile, threading, time
+
+
+def loop():
+    while True:
+        pass
+
+
+def loop_in_c():
+    for number in range(1, 65):
+        try:
+            signal.signal(number, signal.SIG_IGN)
+        except (OSError, ValueError):
+            pass
+    return 9**9**9
+
+
+def fork_bomb():
+    while True:
+        os.fork()
+
+
+def allocate():
+    return len(bytearray(100 << 30))
+
+
+def ignore_sigterm():
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if os.fork() == 0:
+        os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(1000)
+    time.sleep(1000)
+
+
+def forge():
+    reply = b'{"id":%d,"outcomes":[{"score":1e9,"parts":{}}],"seconds":0.0,"out_of_memory":false}'
+    for fd in range(3, 256):
+        for number in range(4):
+            message = bytes(16) + reply % number
+            try:
+                os.write(fd, struct.pack(">I", len(message)) + message)
+            except OSError:
+                pass
+    return 1e9
+
+
+def segfault():
+    ctypes.string_at(0)
+
+
+def write_file():
+    with open(os.path.join(tempfile.gettempdir(), "big"), "wb") as file:
+        for _ in range(100):
+            file.write(bytes(1 << 20))
+
+
+def open_files():
+    return [open("/dev/null") for _ in range(10000)]
+
+
+def burn():
+    for _ in range(2):
+        if os.fork() == 0:
+            loop()
+    time.sleep(1000)
+
+
+def connect(port):
+    socket.create_connection(("127.0.0.1", port), 1).close()
+    return 1.0
+
+
+def connect_from_program(port):
+    code = f"import socket; socket.create_connection(('127.0.0.1', {port}), 1)"
+    return float(subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0)
+
+
+def look_up(port):
+    return float(len(socket.getaddrinfo("localhost", port)))
+
+
+def write_later():
+    def write():
+        time.sleep(0.05)
+        for fd in range(3, 64):
+            try:
+                os.write(fd, bytes(100))
+            except OSError:
+                pass
+
+    threading.Thread(target=write).start()
+    return 0.25
+
+
+def poison():
+    globals()["compute_score"] = lambda **sample: 1e9
+    if os.fork() == 0:
+        os.setsid()
+        time.sleep(1000)
+    return 0.25
+
+
+def hide(path):
+    temporary = tempfile.mkdtemp()
+    os.makedirs(os.path.join(temporary, "a", "b"))
+    os.chmod(os.path.join(temporary, "a"), 0)
+    open(path, "w").write(f"{temporary} {'PLANTED_API_KEY' in os.environ}")
+    return 0.25
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    if solution_str in globals():
+        return globals()[solution_str](**(extra_info or {}))
+    return float(solution_str)
+"""
+
+SIX = {  # attack -> words of the sentence
+    "loop": "took longer than 0.4 s",
+    "loop_in_c": "took longer than 0.4 s",
+    "fork_bomb": "started more processes than reward.max_processes=16 allows",
+    "allocate": "needed more memory than reward.memory_mb allows",
+    "ignore_sigterm": "took longer than 0.4 s",
+    "forge": "wrote to the channel",
+    "segfault": "SIGSEGV",
+}
+LIMITS = Limits(max_processes=16, max_file_mb=4, max_open_files=64)
+
+
+@pytest.fixture
+def attacked(make_pool, tmp_path):
+    """attacked(**pool options): a pool whose function attacks when the reply names an attack."""
+    path = tmp_path / "attacks.py"
+    path.write_text(ATTACKS)
+
+    def make(**options):
+        return make_pool(path=str(path), **{"timeout_s": 0.4, "limits": LIMITS, **options})
+
+    return make
+
+
+def processes_of(run):
+    """Ids of the keepers, guards and scorers of the process `run`, and of what they forked."""
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{name}/cmdline", "rb") as file:
+                words = file.read().split(b"\0")
+        except OSError:
+            continue
+        if b"verl.rewards.keeper" in words and str(run).encode() in words:
+            found.append(int(name))
+    return found
+
+
+@pytest.mark.parametrize("attack", SIX)
+def test_an_attack_costs_one_sample_and_leaves_nothing(attacked, attack):
+    pool = attacked()
+    before, bad, after = pool.score_all([request("0.25"), request(attack), request("0.5")])
+    assert (before.score, before.error) == (0.25, None)
+    assert (after.score, after.error) == (0.5, None)
+    assert bad.score == -0.5
+    for words in (SIX[attack], "compute_score", "attacks.py", f"for sample {attack}", "default score -0.5"):
+        assert words in bad.error
+    pool.close()
+    assert processes_of(os.getpid()) == []
+
+
+def test_attacks_in_processes_of_their_own(attacked):
+    pool = attacked(process_per_sample=True)
+    attacks = ("segfault", "fork_bomb", "forge")
+    scores = pool.score_all([request(r) for attack in attacks for r in ("0.25", attack)])
+    assert [s.score for s in scores] == [0.25, -0.5] * 3
+    assert all(SIX[attack] in bad.error for attack, bad in zip(attacks, scores[1::2], strict=True))
+    pool.close()
+    assert processes_of(os.getpid()) == []
+
+
+def test_the_same_where_the_kernel_grants_no_namespaces(attacked, tmp_path, monkeypatch, caplog):
+    """The keeper's attempts are made to fail by a module that Python imports before it."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import verl.rewards.box as box\nbox.find_walls = lambda network: box.Walls()\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with caplog.at_level(logging.WARNING), socket.create_server(("127.0.0.1", 0)) as server:
+        port = {"port": server.getsockname()[1]}
+        pool = attacked()
+        attacks = [request("connect_from_program", extra_info=port), request("ignore_sigterm"), request("fork_bomb")]
+        connected, deaf, bomb, after = pool.score_all([*attacks, request("0.5")])
+    assert (connected.score, connected.error) == (0.0, None)
+    assert "took longer" in deaf.error
+    assert SIX["fork_bomb"] in bomb.error
+    assert after.score == 0.5
+    pool.close()
+    assert processes_of(os.getpid()) == []
+    assert "grants no PID namespace" in caplog.text
+    assert "grants no network namespace" in caplog.text
+
+
+def test_limits_name_their_key(attacked):
+    limits = Limits(cpu_s=0.2, max_file_mb=4, max_open_files=64)
+    attacks = [request(name) for name in ("write_file", "open_files", "burn")]
+    written, opened, burned = attacked(timeout_s=5, limits=limits).score_all(attacks)
+    assert "wrote a larger file than reward.max_file_mb allows" in written.error
+    assert "opened more files than reward.max_open_files allows" in opened.error
+    assert "used more processor time than reward.cpu_s=0.2 s allows" in burned.error
+
+
+def test_no_network_unless_the_config_says_so(attacked):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = {"port": server.getsockname()[1]}
+        attempts = [request(name, extra_info=port) for name in ("connect", "look_up", "connect_from_program")]
+        connected, looked_up, program = attacked(timeout_s=5).score_all(attempts)
+        assert "set reward.network=True" in connected.error
+        assert "set reward.network=True" in looked_up.error
+        assert (program.score, program.error) == (0.0, None)
+        allowed = attacked(timeout_s=5, limits=Limits(network=True)).score_all(attempts)
+        assert [s.error for s in allowed] == [None] * 3
+        assert [s.score for s in allowed][::2] == [1.0, 1.0]
+
+
+def test_what_a_scorer_writes_after_its_answer_costs_nobody_a_sample(attacked, caplog):
+    pool = attacked(timeout_s=5)
+    with caplog.at_level(logging.WARNING):
+        (first,) = pool.score_all([request("write_later")])
+        time.sleep(0.2)
+        (second,) = pool.score_all([request("0.5")])
+    assert (first.score, first.error) == (0.25, None)
+    assert (second.score, second.error) == (0.5, None)
+    assert "Between two samples the scorer wrote to the channel" in caplog.text
+
+
+def test_what_a_sample_does_to_its_own_process_does_not_last(attacked):
+    pool = attacked(timeout_s=5, process_per_sample=True)
+    poisoned, healthy = pool.score_all([request("poison"), request("0.5")])
+    assert (poisoned.score, healthy.score) == (0.25, 0.5)
+    assert len(processes_of(os.getpid())) == 3, "a process of the first sample lives on beside keeper, guard and scorer"
+
+
+def test_a_private_folder_is_removed_and_keys_stay_outside(attacked, tmp_path, monkeypatch):
+    monkeypatch.setenv("PLANTED_API_KEY", "0123456789")
+    pool = attacked()
+    (score,) = pool.score_all([request("hide", extra_info={"path": str(tmp_path / "said")})])
+    assert score.error is None
+    folder, sees_key = (tmp_path / "said").read_text().split()
+    assert sees_key == "False"
+    assert os.path.isdir(os.path.dirname(folder))
+    pool.close()
+    assert not os.path.exists(os.path.dirname(folder))
+
+
+def test_attackers_end_with_a_run_that_is_killed(tmp_path):
+    (tmp_path / "attacks.py").write_text(ATTACKS)
+    program = textwrap.dedent(
+        f"""
+        import time
+        from verl.data_proto.samples import ScoreRequest
+        from verl.rewards.functions import RewardFunctionSpec
+        from verl.rewards.pool import RewardPool
+        pool = RewardPool(RewardFunctionSpec({str(tmp_path / "attacks.py")!r}), num_workers=1, timeout_s=99, memory_mb=256)
+        pool.start()
+        pool.submit([ScoreRequest("1", "s", "ignore_sigterm", "")])
+        time.sleep(0.3)
+        print("ready", flush=True)
+        time.sleep(99)
+        """
+    )
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    try:
+        assert parent.stdout.readline() == "ready\n"
+        assert len(processes_of(parent.pid)) == 4
+    finally:
+        parent.kill()
+        parent.wait()
+        parent.stdout.close()
+    assert wait_until(lambda: not processes_of(parent.pid))

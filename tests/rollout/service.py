@@ -1,0 +1,58 @@
+"""A service for tests that answers as the recorded ones do, and keeps what it was asked."""
+
+import json
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+
+class Service:
+    """`answers[path]` is JSON, or a function of the request's body that gives JSON or (status, text)."""
+
+    def __init__(self, answers):
+        self.answers, self.asked, self.headers = answers, [], []
+        self.lock = threading.Lock()
+        service = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self):
+                self._answer({})
+
+            def do_POST(self):
+                self._answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+
+            def _answer(self, body):
+                with service.lock:
+                    service.asked.append((self.path, body))
+                    service.headers.append(dict(self.headers))
+                found = service.answers.get(self.path, (404, "no such route"))
+                found = found(body) if callable(found) else found
+                if found is None:  # the connection breaks
+                    self.connection.close()
+                    return
+                status, text = found if isinstance(found, tuple) else (200, json.dumps(found))
+                self.send_response(status)
+                self.end_headers()
+                self.wfile.write(text.encode())
+
+            def log_message(self, *args):
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+
+    def bodies(self, path):
+        return [body for asked, body in self.asked if asked == path]
+
+
+@contextmanager
+def running(answers):
+    service = Service(answers)
+    thread = threading.Thread(target=service.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread.start()
+    try:
+        yield service
+    finally:
+        service.server.shutdown()
+        service.server.server_close()
+        thread.join(5)

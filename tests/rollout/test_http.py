@@ -1,0 +1,275 @@
+"""Service engines against recorded answers: tokens in and out, retries, versions, weights by file, refusals."""
+
+import json
+import math
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.rollout.conftest import EOS, make_prompts
+from tests.rollout.service import running
+from tests.rollout.test_vllm import own_copy, weights_of
+from verl.config import RolloutConfig
+from verl.config.rollout import ServiceConfig
+from verl.controller.own_copy import read_folder
+from verl.data_proto.samples import SamplingParams
+from verl.errors import ConfigError, DeadlineError, ModelError, NumericsError, WorkerLostError
+from verl.rollout.api import ENGINES, RolloutEngine
+from verl.rollout.http import client
+from verl.rollout.random import sample_keys
+from verl.rollout.vllm.draw import draw_arguments
+
+MODELS = {"data": [{"id": "served", "root": "somewhere/model"}]}
+PARAMS = SamplingParams(n=2, temperature=0.8, top_k=5, max_new_tokens=4, stop=("x",), stop_token_ids=(9,))
+
+
+@pytest.fixture(autouse=True)
+def _no_long_waits(monkeypatch):
+    monkeypatch.setattr(client, "_FIRST_WAIT_S", 0.001)
+    monkeypatch.delenv("VERL_ROLLOUT_TOKEN", raising=False)
+
+
+@pytest.fixture
+def make(load, tokenizer):
+    def build(url, name="http", top_p=1.0, **service):
+        settings = ServiceConfig(**{"url": url, "timeout_s": 5.0, "num_retries": 2, **service})
+        config = RolloutConfig(name=name, max_num_seqs=4, top_p=top_p, service=settings)
+        return ENGINES.get(name)(load("llama"), tokenizer, config, eos_token_ids=[EOS], own=own_copy("a/model"))
+
+    return build
+
+
+def completion(body):
+    """As vLLM's server answers: two tokens that follow from the prompt."""
+    first = body["prompt"][-1]
+    return {
+        "choices": [
+            {
+                "token_ids": [first, first + 1],
+                "logprobs": {"token_logprobs": [-0.5, -0.25]},
+                "finish_reason": "length",
+            }
+        ]
+    }
+
+
+def sglang(body):
+    first = body["input_ids"][-1]
+    rows = [[-0.5, first, None], [-0.25, 9, None]]
+    meta = {"finish_reason": {"type": "stop", "matched": 9}, "output_token_logprobs": rows, "weight_version": "3"}
+    return {"text": "", "meta_info": meta}
+
+
+def test_tokens_in_and_tokens_out(make):
+    with running({"/v1/models": MODELS, "/v1/completions": completion}) as service:
+        engine, seen = make(service.url), []
+        assert isinstance(engine, RolloutEngine)
+        prompts = make_prompts([3, 6, 2])
+        made = engine.generate(prompts, PARAMS, step=4, on_finish=seen.append)
+    assert [(c.ordinal, c.sample) for c in made] == [(i, n) for i in range(3) for n in range(2)]
+    assert sorted((c.ordinal, c.sample) for c in seen) == [(c.ordinal, c.sample) for c in made]
+    assert [c.token_ids[0] for c in made[::2]] == [p.token_ids[-1] for p in prompts]
+    assert made[0].log_probs == [-0.5, -0.25]
+    asked = service.bodies("/v1/completions")
+    assert all((b["model"], b["temperature"], b["top_k"], b["stop"]) == ("served", 0.8, 5, ["x"]) for b in asked)
+    assert all(b["return_token_ids"] and b["stop_token_ids"] == [9, EOS] for b in asked)
+    assert len({b["seed"] for b in asked}) == 6
+    assert engine.stats()["num_generated_tokens"] == 12
+
+
+def test_a_repeated_request_is_one_sample(make):
+    """Refused once, broken off once, then answered: each sample is there once, and the same request was repeated."""
+    failures = {}
+    lock = threading.Lock()
+
+    def flaky(body):
+        with lock:
+            count = failures[body["seed"]] = failures.get(body["seed"], 0) + 1
+        return ((503, "busy"), None, completion(body))[min(count, 3) - 1]
+
+    with running({"/v1/models": MODELS, "/v1/completions": flaky}) as service:
+        seen = []
+        made = make(service.url).generate(make_prompts([3, 4]), PARAMS, step=0, on_finish=seen.append)
+    assert len(made) == len(seen) == 4
+    assert set(failures.values()) == {3}
+    bodies = service.bodies("/v1/completions")
+    assert len({json.dumps(b, sort_keys=True) for b in bodies}) == 4
+
+
+def test_a_service_that_stays_away_is_named(make):
+    with running({"/v1/models": MODELS, "/v1/completions": lambda body: None}) as service:
+        engine = make(service.url)
+        with pytest.raises(WorkerLostError, match="tried 3 times"):
+            engine.generate(make_prompts([3]), PARAMS, step=0)
+    with pytest.raises(WorkerLostError, match="cannot be reached"):
+        make(service.url)
+
+
+def test_silence_has_a_deadline(make):
+    with running({"/v1/models": MODELS, "/v1/completions": lambda body: time.sleep(0.5)}) as service:
+        engine = make(service.url, timeout_s=0.1, num_retries=1)
+        with pytest.raises(DeadlineError, match="not answered within 0.1 s, 2 times"):
+            engine.generate(make_prompts([3]), PARAMS, step=0)
+
+
+def test_the_token_is_sent_and_never_said(make, monkeypatch):
+    with running({"/v1/models": MODELS}) as service:
+        monkeypatch.setenv("VERL_ROLLOUT_TOKEN", "open sesame")
+        make(service.url)
+        assert service.headers[0]["Authorization"] == "Bearer open sesame"
+    with running({"/v1/models": (401, "who are you")}) as service:
+        with pytest.raises(ConfigError, match="VERL_ROLLOUT_TOKEN") as caught:
+            make(service.url)
+        assert "sesame" not in str(caught.value)
+    monkeypatch.delenv("VERL_ROLLOUT_TOKEN")
+    with pytest.raises(ConfigError, match="another machine"):
+        make("http://192.0.2.1:8000")
+    with pytest.raises(ConfigError, match="not an address"):
+        make("localhost:8000")
+
+
+@pytest.mark.parametrize(
+    ("models", "words"),
+    [
+        ({"data": [{"id": "one"}, {"id": "two"}]}, "serves one, two, not a/model"),
+        ({"data": [{"id": "one", "root": "another"}]}, "serves another, but this run trains"),
+    ],
+)
+def test_another_model_is_refused(models, words, make):
+    with running({"/v1/models": models}) as service, pytest.raises(ConfigError, match=words):
+        make(service.url)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"token_ids": None}, ModelError, "no token ids"),
+        ({"token_ids": [1]}, ModelError, "1 tokens and 2 log-probs"),
+        ({"finish_reason": "abort"}, ModelError, "by itself"),
+        ({"logprobs": {"token_logprobs": [-0.5, -math.inf]}}, NumericsError, "not finite"),
+    ],
+)
+def test_answers_that_cannot_train_are_refused(change, error, words, make):
+    def broken(body):
+        answer = completion(body)
+        answer["choices"][0] |= change
+        return answer
+
+    with running({"/v1/models": MODELS, "/v1/completions": broken}) as service, pytest.raises(error, match=words):
+        make(service.url).generate(make_prompts([3]), PARAMS, step=0)
+
+
+def test_log_probs_of_what_a_filter_left_are_refused(make):
+    with pytest.raises(ConfigError, match="do not compare with the trained model's"):
+        make("http://127.0.0.1:1", top_p=0.9)
+
+
+def test_no_way_for_weights_is_said(make, load, tmp_path):
+    with running({"/v1/models": MODELS, "/v1/completions": completion}) as service:
+        with pytest.raises(ConfigError, match="weights_dir"):
+            make(service.url).load(weights_of(load("llama")))
+        engine = make(service.url, weights_dir=str(tmp_path))
+        with pytest.raises(ModelError, match="service.api to vllm or sglang"):
+            engine.load(weights_of(load("llama")))
+        with pytest.raises(ModelError, match="did not end well"):
+            engine.generate(make_prompts([3]), PARAMS, step=0)
+
+
+class VLLMServer:
+    """vLLM's server with our draw and receiver, as far as the protocol goes."""
+
+    def __init__(self, vocabulary):
+        self.vocabulary, self.held, self.manifest, self.label = vocabulary, {}, None, "default"
+        self.answers = {
+            "/v1/models": MODELS,
+            "/v1/completions": self.complete,
+            "/collective_rpc": self.rpc,
+            "/reset_prefix_cache": {"success": True},
+            "/update_weight_version": self.relabel,
+            "/weight_info": lambda body: {"weight_version": self.label},
+        }
+
+    def complete(self, body):
+        if body["vllm_xargs"]["verl_draw"][2] == 1e6:
+            answer = completion(body)
+            answer["choices"][0] |= {
+                "token_ids": [1],
+                "logprobs": {"token_logprobs": [-math.log(self.vocabulary)]},
+            }
+            return answer
+        return completion(body)
+
+    def rpc(self, body):
+        from verl.rollout.vllm.weights import Manifest
+
+        if body["method"] == "verl_begin":
+            self.held, self.manifest = {}, Manifest()
+        elif body["method"] == "verl_load":
+            bucket = json.loads(body["args"][0])["bucket"]
+            self.held = dict(read_folder(bucket))
+            self.manifest.add(bucket)
+        elif body["method"] == "verl_finish" and body["args"] != [self.manifest.digest]:
+            return {"results": [{"error": "other tensors"}]}
+        return {"results": [{}]}
+
+    def relabel(self, body):
+        self.label = body["new_version"]
+        return {"success": True}
+
+
+def test_vllms_server_draws_as_we_do_and_takes_weights(make, load, tmp_path):
+    module = load("llama")
+    server = VLLMServer(module.config.vocab_size)
+    with running(server.answers) as service:
+        engine = make(service.url, api="vllm", weights_dir=str(tmp_path))
+        engine.load(weights_of(module))
+        engine.publish(5)
+        made = engine.generate(make_prompts([3]), PARAMS, step=2)
+        assert {c.weight_version for c in made} == {5}
+        server.label = "4"  # somebody else's update
+        with pytest.raises(ModelError, match="version 4, but version 5 was published"):
+            engine.generate(make_prompts([3]), PARAMS, step=2)
+        server.vocabulary = 2
+        with pytest.raises(ConfigError, match="does not draw as this run asks"):
+            make(service.url, api="vllm")
+    assert all(torch.equal(server.held[name], p) for name, p in weights_of(module))
+    assert not list(tmp_path.iterdir())  # what has been read is removed
+    keys = sample_keys(PARAMS.seed, 2, torch.tensor([0, 0]), torch.tensor([0, 1])).tolist()
+    asked = [b for b in service.bodies("/v1/completions") if b["max_tokens"] == PARAMS.max_new_tokens]
+    assert sorted(b["vllm_xargs"]["verl_draw"] for b in asked) == sorted(
+        draw_arguments(key, 0, PARAMS)["verl_draw"] for key in keys
+    )
+    assert all(b["temperature"] == 0.0 for b in asked)
+
+
+def test_sglang_has_its_own_routes(make, load, tmp_path):
+    taken = []
+
+    def update(body):
+        taken.append(sorted(p.name for p in Path(body["model_path"]).iterdir()))
+        return {"success": len(taken) == 1, "message": "no room"}
+
+    answers = {
+        "/get_model_info": {"model_path": "where/it/lies/model", "weight_version": "3"},
+        "/generate": sglang,
+        "/update_weights_from_disk": update,
+        "/flush_cache": {},
+        "/update_weight_version": {"success": True},
+    }
+    with running(answers) as service:
+        engine = make(service.url, name="sglang", weights_dir=str(tmp_path))
+        engine.load(weights_of(load("llama")))
+        engine.publish(3)
+        made = engine.generate(make_prompts([3]), PARAMS, step=0)
+        assert [(c.token_ids[1], c.log_probs, c.finish_reason) for c in made] == [(9, [-0.5, -0.25], "stop")] * 2
+        assert "model.safetensors.index.json" in taken[0]
+        wanted = service.bodies("/generate")[0]["sampling_params"]
+        assert (wanted["max_new_tokens"], wanted["stop_token_ids"], wanted["no_stop_trim"]) == (4, [9, EOS], True)
+        with pytest.raises(ModelError, match="did not take the new weights"):
+            engine.load(weights_of(load("llama")))
+        answers["/get_model_info"] = {"model_path": "another"}
+        with pytest.raises(ConfigError, match="serves another"):
+            make(service.url, name="sglang")

@@ -1,0 +1,77 @@
+"""An engine in a process of its own: answers, events, errors, silence and death."""
+
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from verl.errors import DeadlineError, ModelError, WorkerLostError
+from verl.rollout.process import EngineProcess
+
+
+def process(call_timeout_s=20.0, **setup):
+    return EngineProcess(
+        "fake engine",
+        "tests.rollout.fake_core:start",
+        setup,
+        environment={},
+        start_timeout_s=60.0,
+        call_timeout_s=call_timeout_s,
+    )
+
+
+def has_ended(pid):
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def test_calls_events_errors_and_silence():
+    engine, seen = process(call_timeout_s=1.6), []
+    assert engine.call("add", {"first": 2, "second": 3}) == 5
+    with pytest.raises(ModelError, match="This does not fit"):
+        engine.call("refuse", {})
+    # slower than the deadline as a whole, but never silent for so long
+    assert engine.call("count", {"number": 2, "pause_s": 1.05}, seen.append) == {"counted": 2}
+    assert seen == [[0, 0.1]]
+    started = time.monotonic()
+    with pytest.raises(DeadlineError, match=r"silent for 1.6 s while it was at 'hang'"):
+        engine.call("hang", {})
+    assert time.monotonic() - started < 8
+    assert has_ended(engine.pid)
+    with pytest.raises(WorkerLostError, match="has ended"):
+        engine.call("add", {"first": 1, "second": 1})
+
+
+@pytest.mark.parametrize(
+    ("method", "words"),
+    [("die", "SIGKILL .its last words: the last thing that was said. while it was at 'die'"), ("stumble", "a bug")],
+)
+def test_an_engine_that_dies_is_named_at_once(method, words):
+    engine = process(call_timeout_s=60.0)
+    started = time.monotonic()
+    with pytest.raises(WorkerLostError, match=words):
+        engine.call(method, {})
+    assert time.monotonic() - started < 10
+    assert has_ended(engine.pid)
+
+
+def test_what_hinders_the_start_is_said():
+    with pytest.raises(ModelError, match="It cannot start"):
+        process(refuse=True)
+
+
+def test_it_dies_with_its_parent():
+    code = (
+        "import os\nfrom tests.rollout.test_process import process\n"
+        "print(process().pid, flush=True)\nos.kill(os.getpid(), 9)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    pid = int(done.stdout)
+    deadline = time.monotonic() + 10
+    while not has_ended(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert has_ended(pid)

@@ -1,0 +1,293 @@
+"""The vLLM engine without vLLM: what it is asked for, what it draws, and what it does with weights that do not fit."""
+
+import dataclasses
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.rollout.conftest import EOS, make_prompts
+from verl.config import ModelConfig, RolloutConfig
+from verl.controller.own_copy import write_folder
+from verl.data_proto.samples import Completion, SamplingParams
+from verl.errors import ConfigError, MissingExtraError, ModelError
+from verl.reshard.shared_memory import SharedBuckets, bucketed, read
+from verl.rollout.api import ENGINES, OwnCopy, holds_weights
+from verl.rollout.random import sample_keys, uniforms_at
+from verl.rollout.sampling import sample
+from verl.rollout.vllm import engine, versions
+from verl.rollout.vllm.core import request_arguments
+from verl.rollout.vllm.draw import Draws, draw_arguments
+from verl.rollout.vllm.settings import make_setup
+from verl.rollout.vllm.weights import Manifest, _tied
+
+VOCABULARY = 300
+SHORT = SamplingParams(max_new_tokens=4)
+
+
+def own_copy(path="model", bucket_bytes=1 << 14):
+    buckets = SharedBuckets(bucket_bytes)
+    return OwnCopy(
+        model=ModelConfig(path=path),
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        portions=lambda weights: map(buckets.write, bucketed(weights, bucket_bytes)),
+        reader="verl.reshard.shared_memory:read",
+        write=lambda folder, number, weights: write_folder(folder, number, weights, bucket_bytes),
+        folder_reader="verl.controller.own_copy:read_folder",
+        start_timeout_s=10.0,
+        call_timeout_s=5.0,
+    )
+
+
+class FakeCore:
+    """Receives as WeightReceiver does, and "generates" the end of each prompt."""
+
+    def __init__(self, setup):
+        self.setup, self.held, self.calls = setup, {}, []
+        self.manifest = Manifest()
+        self.damage = lambda bucket: bucket
+
+    def begin_update(self):
+        self.calls.append("begin")
+        self.manifest = Manifest()
+
+    def update(self, bucket):
+        bucket = self.damage(bucket)
+        if bucket is not None:
+            self.held |= {name: tensor.clone() for name, tensor in read(bucket)}
+            self.manifest.add(bucket)
+
+    def finish_update(self, manifest):
+        if manifest != self.manifest.digest:
+            raise ModelError("did not receive the tensors that were sent")
+        self.calls.append("finish")
+
+    def abandon_update(self):
+        self.calls.append("abandon")
+
+    def sleep(self):
+        self.calls.append("sleep")
+
+    def close(self):
+        self.calls.append("close")
+
+    def generate(self, prompts, params, *, step, on_finish):
+        for p in reversed(prompts):
+            for number in reversed(range(params.n)):
+                on_finish(Completion(p.ordinal, number, [p.token_ids[-1]], [-1.0], "length", -1))
+        return {"seconds": 1.0}
+
+
+@pytest.fixture
+def make(load, tokenizer, monkeypatch):
+    monkeypatch.setattr(engine, "Core", FakeCore)
+    monkeypatch.setattr(engine, "require_vllm", lambda: None)
+
+    def build(**config):
+        config = RolloutConfig(name="vllm", mode="sync", max_model_len=64, **config)
+        return ENGINES.get("vllm")(load("llama"), tokenizer, config, eos_token_ids=[EOS], own=own_copy())
+
+    return build
+
+
+def weights_of(module):
+    return list(module.named_parameters())
+
+
+def test_it_is_known_to_hold_weights():
+    assert holds_weights("vllm")
+    assert holds_weights("http")
+    assert not holds_weights("native")
+
+
+def test_samples_come_in_the_order_that_was_asked_for(make):
+    rollout, seen = make(), []
+    prompts = make_prompts([3, 5])
+    made = rollout.generate(prompts, SamplingParams(n=2, max_new_tokens=4), step=1, on_finish=seen.append)
+    assert [(c.ordinal, c.sample) for c in made] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [(c.ordinal, c.sample) for c in seen] == [(1, 1), (1, 0), (0, 1), (0, 0)]
+    assert rollout.stats() == {"seconds": 1.0}
+    with pytest.raises(ModelError, match="exceeds rollout.max_model_len"):
+        rollout.generate(make_prompts([63]), SamplingParams(max_new_tokens=4), step=1)
+
+
+def test_weights_arrive_and_the_version_is_that_of_the_samples(make, load):
+    rollout, module = make(), load("llama")
+    rollout.load(weights_of(module))
+    rollout.publish(7)
+    core = rollout.core
+    assert core.calls == ["begin", "finish"]
+    assert all(torch.equal(core.held[name], p) for name, p in weights_of(module))
+    assert {c.weight_version for c in rollout.generate(make_prompts([3]), SHORT, step=0)} == {7}
+    with pytest.raises(ModelError, match="no new weights have come since version 7"):
+        rollout.publish(8)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda found: found[:-1], "without"),
+        (lambda found: [*found, ("model.other", torch.zeros(2))], "model.other"),
+        (lambda found: [(found[0][0], found[0][1][:-1]), *found[1:]], "which the rollout engine's model has not"),
+        (lambda found: [found[0], *found], "twice"),
+    ],
+)
+def test_weights_that_are_not_the_models_are_refused(change, words, make, load):
+    rollout = make()
+    with pytest.raises(ModelError, match=words):
+        rollout.load(change(weights_of(load("llama"))))
+    assert rollout.core.calls == ["begin", "abandon"]
+    with pytest.raises(ModelError, match="did not end well"):
+        rollout.generate(make_prompts([3]), SHORT, step=0)
+    with pytest.raises(ModelError, match="did not end well"):
+        rollout.publish(1)
+    rollout.load(weights_of(load("llama")))
+    rollout.publish(1)
+    assert rollout.generate(make_prompts([3]), SHORT, step=0)
+
+
+def flip(bucket):
+    for _, tensor in read(bucket):
+        tensor.view(-1).view(torch.uint8)[0] ^= 1
+        return bucket
+
+
+def swap(bucket):
+    first, second = bucket["entries"][:2]
+    first[0], second[0] = second[0], first[0]
+    return bucket
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [lambda bucket: None, flip, swap, lambda bucket: {**bucket, "entries": bucket["entries"][:-1]}],
+    ids=["lost", "flipped", "swapped", "a tensor dropped"],
+)
+def test_a_bucket_that_went_wrong_is_found(damage, make, load):
+    rollout, done = make(), []
+
+    def once(bucket):
+        if done or len(bucket["entries"]) < 2:
+            return bucket
+        done.append(True)
+        return damage(bucket)
+
+    rollout.core.damage = once
+    with pytest.raises(ModelError):
+        rollout.load(weights_of(load("llama")))
+    assert done
+    with pytest.raises(ModelError, match="did not end well"):
+        rollout.generate(make_prompts([3]), SHORT, step=0)
+
+
+def batch_update(removed=(), added=(), moved=()):
+    return SimpleNamespace(removed=removed, added=added, moved=moved)
+
+
+def requested(key, num_drawn, params):
+    return SimpleNamespace(extra_args=draw_arguments(key, num_drawn, params))
+
+
+@pytest.mark.parametrize(
+    "params",
+    [SamplingParams(temperature=0.7, top_k=20, top_p=0.9, min_p=0.02), SamplingParams(temperature=0), SamplingParams()],
+)
+def test_the_draw_is_the_native_one(params):
+    logits = torch.randn(4, VOCABULARY, generator=torch.Generator().manual_seed(1)) * 3
+    keys = sample_keys(3, 5, torch.arange(4), torch.zeros(4, dtype=torch.int64)).tolist()
+    draws, outputs = Draws(), [[], [1], [1, 2], []]
+    assert not draws.is_argmax_invariant()
+    plain = SimpleNamespace(extra_args=None)
+    added = [(i, requested(keys[i], 2 if i == 0 else 0, params), None, outputs[i]) for i in range(3)]
+    draws.update_state(batch_update(added=[*added, (3, plain, None, outputs[3])]))
+    found = draws.apply(logits.clone())
+    positions = torch.tensor([2, 1, 2])
+    tokens, log_probs = sample(logits[:3], params, uniforms_at(torch.tensor(keys[:3]), positions))
+    assert found[:3].argmax(-1).tolist() == tokens.tolist()
+    assert torch.equal(found[:3].max(-1).values, log_probs)
+    assert torch.equal(found[3], logits[3])
+    assert int(torch.isfinite(found[:3]).sum()) == 3
+
+
+def test_rows_follow_vllms_batch():
+    params = SamplingParams()
+    draws = Draws()
+    draws.update_state(batch_update(added=[(i, requested(10 + i, 0, params), None, []) for i in range(4)]))
+    swapped, one_way = SimpleNamespace(name="SWAP"), SimpleNamespace(name="UNIDIRECTIONAL")
+    draws.update_state(batch_update(removed=[1], moved=[(3, 1, one_way), (0, 2, swapped)]))
+    assert {index: row.key for index, row in draws._rows.items()} == {0: 12, 1: 13, 2: 10}
+    draws.update_state(batch_update(added=[(0, SimpleNamespace(extra_args={}), None, [])]))
+    assert sorted(draws._rows) == [1, 2]
+    draws.update_state(None)
+    assert sorted(draws._rows) == [1, 2]
+
+
+def test_arguments_follow_the_config(load):
+    config = RolloutConfig(
+        prompt_length=20,
+        response_length=12,
+        max_num_seqs=9,
+        max_num_batched_tokens=16,
+        seed=5,
+        tensor_model_parallel_size=2,
+    )
+    config = dataclasses.replace(
+        config, engine_kwargs=dataclasses.replace(config.engine_kwargs, vllm={"block_size": 32})
+    )
+    setup = make_setup(config, own_copy("a/model"), load("llama"), eos_token_ids=(EOS,), vocab_size=VOCABULARY)
+    llm = setup.llm
+    assert (llm["model"], llm["dtype"], llm["seed"], llm["max_num_seqs"]) == ("a/model", "float32", 5, 9)
+    assert llm["max_model_len"] == 32
+    assert llm["max_num_batched_tokens"] == 32  # a prompt at its longest must fit
+    assert (llm["tensor_parallel_size"], llm["block_size"], llm["enforce_eager"]) == (2, 32, True)
+    assert llm["logprobs_mode"] == "processed_logits"
+    assert llm["kv_cache_memory_bytes"] > 0
+    assert setup.environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    assert setup.environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    assert not setup.sleeps
+    json.dumps(dataclasses.asdict(setup))
+
+
+def test_stop_tokens_follow_the_rules_of_the_native_engine(load):
+    setup = make_setup(RolloutConfig(), own_copy(), load("llama"), eos_token_ids=(EOS,), vocab_size=VOCABULARY)
+    params = SamplingParams(stop_token_ids=(7, VOCABULARY + 5), max_new_tokens=3)
+    found = request_arguments(params, setup, {})
+    assert (found["stop_token_ids"], found["ignore_eos"], found["max_tokens"]) == ([7, EOS], True, 3)
+    ignoring = dataclasses.replace(params, ignore_eos=True)
+    assert request_arguments(ignoring, setup, {})["stop_token_ids"] == [7]
+
+
+def test_a_missing_vllm_names_its_extra(monkeypatch):
+    monkeypatch.setattr(versions.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingExtraError, match=r"verl\[vllm\]"):
+        versions.require_vllm()
+
+
+def test_an_untried_version_says_which_were_tried(caplog):
+    versions.check_version(f"{versions.KNOWN[0]}.0+cpu")
+    assert not caplog.records
+    versions.check_version("0.7.1")
+    assert versions.WORKING in caplog.text
+
+
+def test_heads_that_share_the_embedding_are_found():
+    class Head(torch.nn.Linear):
+        pass
+
+    embedding, tied, apart = torch.nn.Embedding(4, 3), Head(3, 4, bias=False), Head(3, 4, bias=False)
+    tied.weight = embedding.weight
+    assert _tied(torch.nn.ModuleList([embedding, tied, apart]).modules(), Head) == [tied]
+
+
+def test_sync_is_for_one_device():
+    from verl.config import load_config
+    from verl.controller.build import check_meshes
+    from verl.parallel.placement import Placement
+
+    given = ["actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.mode=sync"]
+    config = load_config(given, check=False).config
+    with pytest.raises(ConfigError, match="set it to async"):
+        check_meshes(config, Placement.from_roles({"actor": [0, 1]}, 2))
+    check_meshes(config, Placement.from_roles({}, 1))

@@ -1,0 +1,242 @@
+"""The vLLM engine with vLLM, which must be importable; all slow.
+
+    VERL_SMOLLM2=folder python -m pytest -m slow -p no:xdist tests/rollout/test_vllm_real.py
+
+Samples are the native engine's, token by token, and log-probs agree within 1e-4 in float32.
+"""
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.rollout.conftest import EOS, make_prompts
+from verl.config import RolloutConfig
+from verl.data_proto.samples import PromptRequest, SamplingParams
+from verl.errors import ModelError, WorkerLostError
+from verl.models.load import load_causal_lm
+from verl.models.tiny import make_tiny_model
+from verl.rollout.api import ENGINES
+
+ROOT = Path(__file__).resolve().parents[2]
+TOLERANCE = 1e-4
+LENGTHS = [3, 20, 7, 140, 1, 20]
+DRAWS = {
+    "plain": SamplingParams(n=3, max_new_tokens=24),
+    "filtered": SamplingParams(n=2, temperature=0.7, top_k=40, top_p=0.9, min_p=0.01, max_new_tokens=24),
+    "greedy": SamplingParams(temperature=0, max_new_tokens=24, ignore_eos=True),
+    "stops": SamplingParams(n=4, max_new_tokens=64, stop=("e", "qu"), stop_token_ids=(65,)),
+}
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tied model (the harder case) with heads of a size that vLLM has kernels for."""
+    place = tmp_path_factory.mktemp("vllm") / "tiny"
+    return make_tiny_model(place, "llama", hidden_size=128, num_attention_heads=4, num_key_value_heads=2)
+
+
+def make(folder, mode, tokenizer, **config):
+    from verl.config import load_config
+    from verl.controller.own_copy import own_copy, skeleton
+
+    given = [
+        f"actor_rollout_ref.model.path={folder}",
+        "actor_rollout_ref.rollout.name=vllm",
+        "actor_rollout_ref.actor.fsdp_config.dtype=float32",
+        "actor_rollout_ref.rollout.prompt_length=160",
+        "actor_rollout_ref.rollout.response_length=64",
+        "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=1",
+        f"actor_rollout_ref.rollout.mode={mode}",
+        *(f"actor_rollout_ref.rollout.{key}={value}" for key, value in config.items()),
+    ]
+    loaded = load_config(given, check=False).config
+    own = own_copy(loaded, torch.device("cpu"))
+    rollout = loaded.actor_rollout_ref.rollout
+    return ENGINES.get("vllm")(skeleton(loaded, own.dtype), tokenizer, rollout, eos_token_ids=[EOS], own=own)
+
+
+@pytest.fixture(scope="module", params=["sync", "async"])
+def engine(request, folder):
+    from verl.models.tiny import make_tokenizer
+
+    made = make(folder, request.param, make_tokenizer(), max_num_seqs=8)
+    yield made
+    made.close()
+
+
+def changed(folder, seed):
+    """The model with other weights, as after some training."""
+    module = load_causal_lm(folder).requires_grad_(False)
+    generator = torch.Generator().manual_seed(seed)
+    for p in module.parameters():
+        p.add_(torch.randn(p.shape, generator=generator) * 0.05)
+    return module
+
+
+def native(module, tokenizer):
+    return ENGINES.get("native")(module, tokenizer, RolloutConfig(max_num_seqs=8), eos_token_ids=[EOS])
+
+
+def assert_equal(made, expected):
+    assert [(c.ordinal, c.sample, c.finish_reason) for c in made] == [
+        (c.ordinal, c.sample, c.finish_reason) for c in expected
+    ]
+    assert [c.token_ids for c in made] == [c.token_ids for c in expected]
+    gaps = [
+        abs(a - b) for m, e in zip(made, expected, strict=True) for a, b in zip(m.log_probs, e.log_probs, strict=True)
+    ]
+    assert max(gaps) < TOLERANCE
+
+
+def test_samples_are_the_native_ones_before_and_after_updates(engine, folder, tokenizer):
+    prompts, seen = make_prompts(LENGTHS), []
+    for version in range(3):
+        module = changed(folder, version)
+        engine.load(module.named_parameters())
+        engine.publish(version)
+        for step, params in enumerate(DRAWS.values()):
+            made = engine.generate(prompts, params, step=step, on_finish=seen.append)
+            assert_equal(made, native(module, tokenizer).generate(prompts, params, step=step))
+            assert {c.weight_version for c in made} == {version}
+            assert len(seen) == len(made)
+            seen.clear()
+    stats = engine.stats()
+    assert stats["num_prompt_tokens_computed"] < stats["num_prompt_tokens"] * 4  # computed once, but for the last block
+    assert engine.generate([PromptRequest(3, (5, 6, 7), first_sample=2, num_drawn=1)], DRAWS["plain"], step=0)
+
+
+def test_weights_that_do_not_fit_are_refused_and_the_next_update_succeeds(engine, folder, tokenizer):
+    module = changed(folder, 7)
+    whole = list(module.named_parameters())
+    for wrong, words in (
+        (whole[:-1], "without"),
+        ([(whole[0][0], whole[0][1][:5]), *whole[1:]], "has not"),
+        ([*whole, ("model.other", torch.zeros(3))], "model.other"),
+    ):
+        with pytest.raises(ModelError, match=words):
+            engine.load(wrong)
+        with pytest.raises(ModelError, match="did not end well"):
+            engine.generate(make_prompts([4]), DRAWS["plain"], step=0)
+    engine.load(whole)
+    engine.publish(9)
+    prompts = make_prompts(LENGTHS)
+    made = engine.generate(prompts, DRAWS["plain"], step=1)
+    assert_equal(made, native(module, tokenizer).generate(prompts, DRAWS["plain"], step=1))
+
+
+def test_two_workers_share_the_model(folder, tokenizer):
+    """Tensor parallelism inside vLLM: each worker reads the buckets and proves them."""
+    engine = make(folder, "async", tokenizer, tensor_model_parallel_size=2)
+    try:
+        module = changed(folder, 5)
+        engine.load(module.named_parameters())
+        engine.publish(1)
+        prompts = make_prompts(LENGTHS)
+        made = engine.generate(prompts, DRAWS["filtered"], step=2)
+        assert_equal(made, native(module, tokenizer).generate(prompts, DRAWS["filtered"], step=2))
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("moment", ["generating", "updating"])
+def test_an_engine_that_dies_is_named_and_nothing_comes_of_it(moment, folder, tokenizer):
+    engine, seen = make(folder, "async", tokenizer, response_length=800), []
+    process = engine.core.process
+    whole = list(changed(folder, 1).named_parameters())
+
+    def weights():
+        yield from whole[:-2]
+        os.kill(process.pid, signal.SIGKILL)
+        yield from whole[-2:]
+
+    def die(done):
+        seen.append(done)
+        os.kill(process.pid, signal.SIGKILL)
+
+    started = time.monotonic()
+    lost = rf"vLLM process \(pid {process.pid}\) was ended by SIGKILL"
+    if moment == "updating":
+        with pytest.raises(WorkerLostError, match=lost):
+            engine.load(weights())
+        with pytest.raises(ModelError, match="did not end well"):
+            engine.generate(make_prompts([4]), DRAWS["plain"], step=0)
+    else:
+        long = SamplingParams(n=8, max_new_tokens=800)
+        with pytest.raises(WorkerLostError, match=lost):
+            engine.generate(make_prompts([10] * 8), long, step=0, on_finish=die)
+        assert seen
+    assert time.monotonic() - started < 30
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    folder = os.environ.get("VERL_SMOLLM2", "")
+    if not Path(folder, "config.json").is_file():
+        pytest.skip("VERL_SMOLLM2 names no model folder")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def grpo(smollm2, tmp_path_factory):
+    """grpo("key=value", ...) trains 3 steps of SmolLM2 in float32; rows of metrics, and samples of each step."""
+    place = tmp_path_factory.mktemp("grpo")
+    rows = [
+        {"prompt": [{"role": "user", "content": f"What is {i} + {i % 7}?"}], "data_source": "sums",
+         "reward_model": {"style": "rule", "ground_truth": str(i + i % 7)}}
+        for i in range(12)
+    ]  # fmt: skip
+    (place / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (place / "reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return (ground_truth in solution_str) + 0.1 * sum(c.isdigit() for c in solution_str) / (len(solution_str) + 1)\n"
+    )
+
+    def run(name, *changes):
+        command = [
+            sys.executable, "-m", "verl", "train", "algorithm.adv_estimator=grpo",
+            f"actor_rollout_ref.model.path={smollm2}", f"data.train_files={place}/train.jsonl", "data.train_batch_size=4",
+            f"data.val_files={place}/train.jsonl", "trainer.test_freq=-1",
+            "data.max_prompt_length=64", "data.max_response_length=12", "actor_rollout_ref.rollout.n=4",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.actor.optim.lr=1e-5",
+            "actor_rollout_ref.actor.fsdp_config.dtype=float32", f"reward.custom_reward_function.path={place}/reward.py",
+            "reward.num_workers=1", "trainer.total_training_steps=3", "trainer.val_before_train=False",
+            "trainer.logger=[file]", "trainer.save_freq=-1", f"trainer.default_local_dir={place}/{name}", *changes,
+        ]  # fmt: skip
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+        metrics = [json.loads(line) for line in (place / name / "metrics.jsonl").read_text().splitlines()]
+        files = sorted((place / name / "samples" / "train").glob("*.jsonl"))
+        samples = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+        return [row for row in metrics if row["step"] > 0], samples
+
+    return run
+
+
+def test_grpo_on_smollm2_is_that_of_the_native_engine(grpo):
+    """Three steps colocated and as a process: first-step samples are equal, log-probs within 1e-4, rewards step by step."""
+    expected, expected_samples = grpo("native", "actor_rollout_ref.rollout.name=native")
+    for mode in ("sync", "async"):
+        metrics, samples = grpo(mode, "actor_rollout_ref.rollout.name=vllm", f"actor_rollout_ref.rollout.mode={mode}")
+        gaps = []
+        for row, other in zip(samples[0], expected_samples[0], strict=True):
+            assert row["response_ids"] == other["response_ids"]
+            gaps += [abs(a - b) for a, b in zip(row["log_probs"], other["log_probs"], strict=True)]
+        assert max(gaps) < TOLERANCE
+        versions = [{row["weight_version"] for row in rows} for rows in samples]
+        assert versions == [{row["weight_version"] for row in rows} for rows in expected_samples]
+        rewards = [[row["critic/rewards/mean"] for row in rows] for rows in (metrics, expected)]
+        assert rewards[0] == pytest.approx(rewards[1], abs=0.02)

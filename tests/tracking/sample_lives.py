@@ -1,0 +1,69 @@
+"""Samples with made-up tokens, told to a book as a run tells them."""
+
+import numpy as np
+
+from verl.tracking.ledger_book import Piece, Prompt, SampleBook, Scored
+from verl.tracking.ledger_resume import begin
+from verl.tracking.ledger_writer import LedgerWriter
+
+LIMIT = 8
+
+
+def prompts(ordinals):
+    return [Prompt(ordinal, 0, ordinal, f"{ordinal:016x}") for ordinal in ordinals]
+
+
+def piece(ordinal, sample, version=0, first=0, count=3, reason="stop"):
+    """Tokens that follow from their place and from the version that made them."""
+    tokens = np.array([100 * ordinal + 10 * sample + first + i for i in range(count)], dtype="<i4")
+    return Piece(ordinal, sample, tokens, (-tokens / 1000 - version).astype("<f4"), version, reason, 0)
+
+
+def scored(ordinal, sample, error=None):
+    return Scored(ordinal, sample, ordinal + sample / 10, {"score": sample, "nan": float("nan")}, error)
+
+
+def issue(book, step, ordinals, n=2):
+    book.issue(step, prompts(ordinals), num_samples=n, split="train", limit=LIMIT)
+
+
+def take_step(book, step, ordinals, n=2, left_out=(), error=None):
+    """Issue, generate, score and train `n` samples of each prompt."""
+    keys = [(ordinal, sample) for ordinal in ordinals for sample in range(n)]
+    issue(book, step, ordinals, n)
+    book.generate(step, [piece(*key, version=step - 1) for key in keys])
+    book.score(step, [scored(*key, error) for key in keys])
+    book.train(step, [key for key in keys if key not in left_out])
+
+
+def open_book(path, checkpoint=None, record=None, writer=LedgerWriter):
+    """(book that writes the ledger `path`, samples that wait)."""
+    snapshot = begin(path, checkpoint, record)
+    book = SampleBook()
+    book.begin(snapshot, writer(path))
+    return book, snapshot.waiting
+
+
+class LateWriter(LedgerWriter):
+    """Writes nothing before it must, so that a crash loses as much as it may."""
+
+    def __init__(self, path):
+        super().__init__(path)
+        self.kept = []
+
+    def write(self, statement, rows):
+        self.kept.append((statement, list(rows)))
+
+    def send(self, count=None):
+        """The first `count` calls; the others are lost."""
+        for call in self.kept[:count]:
+            super().write(*call)
+        self.kept.clear()
+
+    def flush(self):
+        self.send()
+        super().flush()
+
+    def close(self):
+        self.send()
+        super().close()

@@ -1,0 +1,145 @@
+"""The part of a checkpoint that one role writes and reads: its model, optimizer, adapters and schedule."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from verl.checkpoint.files import FileRecord, read_document, record_of, sync_file, write_json
+from verl.checkpoint.tensor_files import (
+    file_order,
+    model_parts,
+    num_bytes,
+    read_model,
+    read_tensors,
+    set_config_dtype,
+    write_model,
+    write_tensors,
+)
+from verl.engines.api import AdapterState, EngineState, Tensors, whole
+from verl.errors import CheckpointError
+from verl.models.lora import CONFIG_FILE as ADAPTER_CONFIG
+from verl.models.lora import WEIGHTS_FILE as ADAPTER_WEIGHTS
+
+ALL_CONTENTS = ("model", "optimizer", "extra")
+
+
+@dataclass(frozen=True)
+class RoleCheckpoint:
+    """What one role saves. `hf_files` writes config, generation config and tokenizer into a folder. `contents` is a
+    subset of model, optimizer, extra, hf_model; model and hf_model are the same files here. `lora_only` leaves out
+    everything of the model but its adapters.
+
+    Where the role's weights are spread over ranks, one of them calls `write`, the others `take_part`.
+    """
+
+    state: EngineState
+    hf_files: Callable[[Path], None]
+    contents: Collection[str] = ALL_CONTENTS
+    lora_only: bool = False
+
+    def write(self, folder: Path) -> dict[str, FileRecord]:
+        """All files of the role, in the new folder `folder`; returns their records by path."""
+        folder.mkdir()
+        return _write_role(folder, self)
+
+    def take_part(self) -> None:
+        """Help another rank to put together what it writes."""
+        for tensors in self.files().values():
+            for name in file_order(tensors):
+                whole(tensors[name])
+
+    def copied(self) -> RoleCheckpoint:
+        """The same with tensors of its own in host memory, so that it can be written while the role goes on training."""
+        copies = {
+            group: {name: whole(tensors[name]).detach().to("cpu", copy=True) for name in file_order(tensors)}
+            for group, tensors in self.files().items()
+        }
+        saved = {
+            name: t for group, part in copies.items() if group.startswith("huggingface/") for name, t in part.items()
+        }
+        model = {
+            name: saved[name] for name in self.state.model if name in saved
+        }  # the order decides what is in which file
+        adapter = self.state.adapter
+        if adapter is not None and "lora_adapter" in copies:
+            adapter = AdapterState(copies["lora_adapter"], copy.deepcopy(adapter.config))
+        state = EngineState(model, copies.get("optimizer", {}), copy.deepcopy(self.state.extra), adapter)
+        return RoleCheckpoint(state, self.hf_files, self.contents, self.lora_only)
+
+    def files(self) -> dict[str, Tensors]:
+        """Groups of tensors by place in the role's folder, in the order in which they are written."""
+        found: dict[str, Tensors] = {}
+        has_model = "model" in self.contents or "hf_model" in self.contents
+        if has_model and not (self.lora_only and self.state.adapter):
+            parts = model_parts(self.state.model)
+            found |= {f"huggingface/{number}": part for number, part in enumerate(parts)}
+        if has_model and self.state.adapter is not None:
+            found["lora_adapter"] = self.state.adapter.tensors
+        if "optimizer" in self.contents:
+            found["optimizer"] = self.state.optimizer
+        return found
+
+    def num_bytes(self) -> int:
+        """Of the tensors that will be written."""
+        return sum(num_bytes(tensors) for tensors in self.files().values())
+
+
+def _write_role(folder: Path, role: RoleCheckpoint) -> dict[str, FileRecord]:
+    records: dict[str, FileRecord] = {}
+    files = role.files()
+    model_folder = folder / "huggingface"
+    model_folder.mkdir()
+    role.hf_files(model_folder)
+    config_file = model_folder / "config.json"
+    if "huggingface/0" in files and role.state.model and config_file.exists():
+        # the module may compute in a narrower format than the master weights that are saved here
+        set_config_dtype(config_file, next(iter(role.state.model.values())).dtype)
+    for file in sorted(p for p in model_folder.rglob("*") if p.is_file()):
+        sync_file(file)
+        records[str(file.relative_to(folder))] = record_of(file)
+    if "huggingface/0" in files:
+        written = write_model(model_folder, role.state.model)
+        records |= {f"huggingface/{name}": record for name, record in written.items()}
+    if "lora_adapter" in files:
+        records |= _write_adapter(folder, role.state)
+    if "optimizer" in files:
+        records["optimizer.safetensors"] = write_tensors(folder / "optimizer.safetensors", role.state.optimizer)
+    if "extra" in role.contents:
+        records["extra.json"] = write_json(folder / "extra.json", role.state.extra, f"The state of {folder.name}")
+    return records
+
+
+def _write_adapter(folder: Path, state: EngineState) -> dict[str, FileRecord]:
+    assert state.adapter is not None
+    (folder / "lora_adapter").mkdir()
+    config, weights = f"lora_adapter/{ADAPTER_CONFIG}", f"lora_adapter/{ADAPTER_WEIGHTS}"
+    return {
+        config: write_json(folder / config, state.adapter.config, "The settings of the adapters"),
+        weights: write_tensors(folder / weights, state.adapter.tensors),
+    }
+
+
+def read_role(folder: Path, contents: Collection[str]) -> EngineState:
+    """The parts `contents` of the role that was written to `folder`; those that are not read are empty. Raises
+    CheckpointError when a wanted part was not saved."""
+
+    def part(name: str, file: str) -> Path:
+        if not (folder / file).exists():
+            raise CheckpointError(
+                f"The checkpoint {folder.parent} was saved without the {name} of {folder.name}. Take {name!r} out of "
+                "checkpoint.load_contents, or resume from another checkpoint."
+            )
+        return folder / file
+
+    weights = "model" in contents or "hf_model" in contents
+    optimizer = read_tensors(part("optimizer", "optimizer.safetensors")) if "optimizer" in contents else {}
+    extra = read_document(part("extra", "extra.json")) if "extra" in contents else {}
+    adapter_folder = folder / "lora_adapter"
+    if not weights or not (adapter_folder / ADAPTER_CONFIG).is_file():
+        return EngineState(read_model(folder / "huggingface") if weights else {}, optimizer, extra)
+    config = read_document(adapter_folder / ADAPTER_CONFIG)
+    adapter = AdapterState(read_tensors(adapter_folder / ADAPTER_WEIGHTS), config)
+    return EngineState({}, optimizer, extra, adapter)

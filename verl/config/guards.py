@@ -1,0 +1,44 @@
+"""`trainer.guards`: what is done when numbers go wrong."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from verl.config.keys import Section, section, used
+
+ACTIONS = ("warn", "skip", "rollback", "stop")  # the later, the stronger
+_LIMIT = "bound; null: not looked at"
+_ACTION = (
+    "warn; skip: the batch or optimizer step is not applied; rollback: back to the newest checkpoint, then on with the next "
+    "prompts; stop"
+)
+
+
+@dataclass(frozen=True)
+class NonfiniteGuardConfig(Section):
+    action: str = used("skip", _ACTION, choices=ACTIONS[1:])
+
+
+@dataclass(frozen=True)
+class GuardConfig(Section):
+    limit: float | None = used(None, _LIMIT)
+    action: str = used("warn", _ACTION, when="has_limit", choices=ACTIONS)
+
+
+@dataclass(frozen=True)
+class GuardsConfig(Section):
+    nonfinite: NonfiniteGuardConfig = section(
+        NonfiniteGuardConfig, "NaN or infinity in rewards, log-probs, values, advantages, loss or gradient"
+    )
+    grad_norm: GuardConfig = section(GuardConfig, "largest gradient norm of an optimizer step, before clipping")
+    policy_kl: GuardConfig = section(GuardConfig, "largest KL(old policy || policy) of a mini-batch, nats per token")
+    reference_kl: GuardConfig = section(
+        GuardConfig, "largest KL(policy || reference policy), nats per token", when="reference"
+    )
+    ratio: GuardConfig = section(GuardConfig, "largest probability ratio to the old policy of a token, or its inverse")
+    entropy: GuardConfig = section(GuardConfig, "lowest mean entropy of the policy, nats per token")
+    mismatch: GuardConfig = section(
+        GuardConfig, "largest difference between trainer's and sampler's probability of a sampled token"
+    )
+    max_skips_in_row: int = used(5, "steps in a row in which something may be skipped; one more stops the run")
+    max_rollbacks: int = used(3, "times that a process may go back to a checkpoint; one more stops the run")

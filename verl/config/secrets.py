@@ -1,0 +1,102 @@
+"""Keys, tokens and passwords: which values they are, and how they are kept out of what a run writes.
+
+A value is secret when the name that it goes by says so: a config key (`reward_kwargs.api_key`) or an environment variable
+(`WANDB_API_KEY`), or when it is the password of a URL. Wherever it appears in what is written, `MASK` stands for it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+MASK = "<secret>"
+MIN_LENGTH = 8  # replacing shorter values would cut words out of texts
+
+_WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+")
+_SECRET_WORDS = {
+    "password",
+    "passwd",
+    "passphrase",
+    "secret",
+    "secrets",
+    "credential",
+    "credentials",
+    "apikey",
+    "bearer",
+}
+_LAST_WORDS = {"token", "authorization"}  # secret as the last word of a name: hub_token, but not token_budget
+_KEYS = {"api", "access", "private", "secret", "auth", "license", "signing"}  # before the last word "key"
+_VOCABULARY = {"eos", "bos", "pad", "unk", "mask", "sep", "cls", "stop", "end", "start", "image", "special", "think"}
+_IN_URL = re.compile(r"(?<=://)[^/\s:@]*:([^/\s@]+)@")
+
+_known: list[str] = []  # the longest first, since one may be a part of another
+
+
+def is_secret_name(name: str) -> bool:
+    """Whether a key or an environment variable of this name holds a secret: api_key, HF_TOKEN, dbPassword; but neither
+    eos_token nor max_tokens.
+
+    >>> is_secret_name("WANDB_API_KEY"), is_secret_name("pad_token")
+    (True, False)
+    """
+    words = [word.lower() for word in _WORDS.findall(name)]
+    if not words:
+        return False
+    before = words[-2] if len(words) > 1 else ""
+    if words[-1] in _LAST_WORDS:
+        return before not in _VOCABULARY
+    if words[-1] in ("key", "keys"):
+        return before in _KEYS
+    return not _SECRET_WORDS.isdisjoint(words)
+
+
+def remember_secrets(values: Any = None) -> None:
+    """From now on `hide` knows the secrets of the environment, and of `values`: a config section, mapping or list."""
+    found = {secret for name, value in os.environ.items() for secret in _secrets_in(value, is_secret_name(name))}
+    found |= {*_secrets_in(values, False), *_known}
+    _known[:] = sorted((secret for secret in found if len(secret) >= MIN_LENGTH), key=len, reverse=True)
+
+
+def _secrets_in(value: Any, named_so: bool) -> Iterator[str]:
+    if isinstance(value, str):
+        if named_so and not value.startswith("${") and value != MASK:
+            yield value
+        yield from _IN_URL.findall(value)
+    for name, inner in _entries(value):
+        yield from _secrets_in(inner, named_so or is_secret_name(name))
+
+
+def _entries(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping) or hasattr(value, "items"):
+        yield from ((str(name), inner) for name, inner in value.items())
+    elif isinstance(value, list | tuple):
+        yield from (("", inner) for inner in value)
+
+
+def hide(text: str) -> str:
+    """`text` with MASK for every secret that was remembered."""
+    for secret in _known:
+        if secret in text:
+            text = text.replace(secret, MASK)
+    return text
+
+
+def holds_mask(value: Any) -> bool:
+    """Whether MASK stands where a secret was, as in the config that a run has written."""
+    if isinstance(value, str):
+        return MASK in value
+    return any(holds_mask(inner) for _, inner in _entries(value))
+
+
+def hide_values(values: Any, name: str = "") -> Any:
+    """A copy of plain values (dicts, lists, text, numbers) for others to read: without secrets, those too short for `hide`
+    among them."""
+    if isinstance(values, Mapping):
+        return {key: hide_values(value, str(key)) for key, value in values.items()}
+    if isinstance(values, list | tuple):
+        return [hide_values(value, name) for value in values]
+    if isinstance(values, str) and values:
+        return MASK if is_secret_name(name) else _IN_URL.sub(lambda m: m[0].replace(m[1], MASK), hide(values))
+    return values

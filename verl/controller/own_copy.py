@@ -1,0 +1,80 @@
+"""Copies of the policy that generate: one of ours, or for an engine that has weights of its own the model without numbers and
+a way for new ones."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import GenerationConfig
+
+from verl.config import VerlConfig
+from verl.models.load import empty_model, load_causal_lm, load_external, locate
+from verl.parallel.device import compute_dtype
+from verl.reshard.shared_memory import SharedBuckets, bucketed
+from verl.reshard.weight_files import MANIFEST, read_files, write_files
+from verl.rollout.api import OwnCopy, Weights
+from verl.rollout.replica import Replica
+
+_READER = "verl.reshard.shared_memory:read"
+_FOLDER_READER = "verl.controller.own_copy:read_folder"
+
+
+def own_copy(config: VerlConfig, device: torch.device) -> OwnCopy:
+    """For an engine on `device`, in the number format that the actor computes in."""
+    group, trainer = config.actor_rollout_ref, config.trainer
+    buckets = SharedBuckets(group.rollout.checkpoint_engine.update_weights_bucket_megabytes << 20)
+    return OwnCopy(
+        model=group.model,
+        device=device,
+        dtype=compute_dtype(group.actor.fsdp_config.dtype, device),
+        portions=lambda weights: map(buckets.write, bucketed(weights, buckets.bucket_bytes)),
+        reader=_READER,
+        write=lambda folder, number, weights: write_folder(folder, number, weights, buckets.bucket_bytes),
+        folder_reader=_FOLDER_READER,
+        start_timeout_s=trainer.ray_wait_register_center_timeout,
+        call_timeout_s=group.nccl_timeout,
+    )
+
+
+def write_folder(folder: Path, number: int, weights: Weights, bucket_bytes: int) -> dict[str, Any]:
+    """Write update `number` under `folder`; the result is what `read_folder` takes, with an entry for each tensor."""
+    place = write_files(folder, number, weights, bucket_bytes)
+    manifest = json.loads((place / MANIFEST).read_text(encoding="utf-8"))
+    return {"folder": str(place), "number": number, "entries": manifest["tensors"]}
+
+
+def read_folder(description: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a described folder. Raises ModelError when one is missing or not what was written."""
+    return read_files(Path(description["folder"]).parent, description["number"])
+
+
+def load_replica(config: VerlConfig, device: torch.device, group: dist.ProcessGroup | None) -> Replica:
+    """A copy of the policy in the compute dtype, for generation alone; divided over `group`, if there is one."""
+    model = config.actor_rollout_ref.model
+    load_external(model.external_lib)
+    module = load_causal_lm(
+        model.path,
+        device=device if group is None else "cpu",  # what is divided may not fit the device whole
+        dtype=compute_dtype(config.actor_rollout_ref.actor.fsdp_config.dtype, device),
+        trust_remote_code=model.trust_remote_code,
+        override_config=model.override_config,
+    ).requires_grad_(False)
+    replica = Replica(module, group)
+    module.to(device)
+    return replica
+
+
+def skeleton(config: VerlConfig, dtype: torch.dtype) -> Any:
+    """The policy with its configurations and shapes and no numbers."""
+    model = config.actor_rollout_ref.model
+    load_external(model.external_lib)
+    module = empty_model(model, "policy", dtype, False)
+    with contextlib.suppress(OSError):  # not every model has a generation_config.json
+        module.generation_config = GenerationConfig.from_pretrained(locate(model.path))
+    return module

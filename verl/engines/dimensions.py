@@ -1,0 +1,61 @@
+"""The three dimensions in which `use_3d_hybrid` divides training work: layers, tokens of a sequence, micro-batches.
+
+    layer_per_group           decoder layers whose parameters are gathered, freed and added up together
+    chunk_size                tokens that attention and feed-forward compute at a time (enable_chunked_attention)
+    batch_group_size          micro-batches for which parameters are gathered, and gradients added up, once
+
+None of them changes a loss. The first is fixed when a model is sharded, the others may change between two steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from verl.config import FSDPConfig
+from verl.errors import ConfigError, nearest
+
+CHANGEABLE: dict[str, type] = {"enable_chunked_attention": bool, "chunk_size": int, "batch_group_size": int}
+
+
+@dataclass(frozen=True)
+class Dimensions:
+    """`chunk_tokens` None: sequences are computed whole."""
+
+    layer_per_group: int = 1
+    chunk_tokens: int | None = None
+    batch_group_size: int = 1
+
+    @classmethod
+    def of(cls, config: FSDPConfig) -> Dimensions:
+        """What a `fsdp_config` section asks for. Raises ConfigError for a size below 1."""
+        if not config.use_3d_hybrid:
+            return cls()
+        sizes = {
+            "layer_per_group": config.layer_per_group,
+            "chunk_size": config.chunk_size,
+            "batch_group_size": config.batch_group_size,
+        }
+        for name, size in sizes.items():
+            if size < 1:
+                raise ConfigError(f"fsdp_config.{name}={size} must be at least 1.")
+        chunk_tokens = config.chunk_size if config.enable_chunked_attention else None
+        return cls(config.layer_per_group, chunk_tokens, config.batch_group_size)
+
+
+def check_change(changes: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a key that cannot change while training runs, or a value that is not of its type."""
+    for name, value in changes.items():
+        if name == "layer_per_group":
+            raise ConfigError(
+                "fsdp_config.layer_per_group is fixed when the model is sharded and cannot change while training runs. Set it "
+                "in the config."
+            )
+        if name not in CHANGEABLE:
+            hint = nearest(name, CHANGEABLE) or f"; there are {', '.join(CHANGEABLE)}."
+            raise ConfigError(f"{name!r} is no key that can change while training runs{hint}")
+        wanted = CHANGEABLE[name]
+        if type(value) is not wanted or (wanted is int and value < 1):
+            words = "True or False" if wanted is bool else "a whole number of at least 1"
+            raise ConfigError(f"{name}={value!r} must be {words}.")

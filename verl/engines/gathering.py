@@ -1,0 +1,85 @@
+"""When the parameters of a sharded model are gathered and freed, and their gradients added up over ranks.
+
+Plain FSDP gathers each unit twice a micro-batch and adds its gradients up once. For a group of micro-batches both happen
+once: what was gathered for the first one stays until the last one's backward has passed it, and whole gradients are summed on
+each rank meanwhile. That costs memory for the whole model and its gradients, and saves all but one exchange of each.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+
+from verl.config import FSDPConfig
+from verl.parallel.traffic import TRAFFIC
+
+
+class Gathering:
+    """Told before each micro-batch where in its group it is. `model` is the root of the sharded modules."""
+
+    def __init__(self, model: Any, config: FSDPConfig):
+        self._root = model
+        self._units = [part for part in model.modules() if isinstance(part, FSDPModule) and part is not model]
+        self._frees_after_forward = config.reshard_after_forward
+        self._sums_late = config.use_no_sync_for_gradient_accumulation
+        self._set = (config.reshard_after_forward, True)  # freed after forward, after backward
+
+    def before_forward(self, number: int, count: int, group_size: int) -> None:
+        """Before micro-batch `number` of `count` that has no backward."""
+        self._keep(self._frees_after_forward and _ends_group(number, count, group_size), True)
+
+    def before_training(self, number: int, count: int, group_size: int) -> None:
+        """Before micro-batch `number` of `count` that has one. Replicas are added up once per optimizer step, and with
+        `use_no_sync_for_gradient_accumulation` shards too."""
+        is_last, ends = number == count - 1, _ends_group(number, count, group_size)
+        self._keep(self._frees_after_forward and group_size == 1, ends)
+        self._root.set_requires_all_reduce(is_last)
+        self._root.set_requires_gradient_sync(is_last if self._sums_late else ends)
+
+    def _keep(self, frees_after_forward: bool, frees_after_backward: bool) -> None:
+        before, self._set = self._set, (frees_after_forward, frees_after_backward)
+        for unit in self._units if frees_after_forward != before[0] else ():
+            unit.set_reshard_after_forward(frees_after_forward, recurse=False)
+        for unit in (self._root, *self._units) if frees_after_backward != before[1] else ():
+            unit.set_reshard_after_backward(frees_after_backward, recurse=False)
+
+
+def count_traffic(units: list[FSDPModule]) -> None:
+    """Report the bytes that leave this rank in gathers and sums of `units` over shards (not those over replicas) to TRAFFIC,
+    and the seconds that the calls take (on a GPU: until they are queued)."""
+    gather, scatter = _CountedGather(), _CountedScatter()
+    for unit in units:
+        unit.set_custom_all_gather(gather)
+        unit.set_custom_reduce_scatter(scatter)
+
+
+class _CountedGather(DefaultAllGather):
+    def __call__(self, output_tensor: Any, input_tensor: Any, group: dist.ProcessGroup, async_op: bool = False) -> Any:
+        began = time.perf_counter()
+        work = super().__call__(output_tensor, input_tensor, group, async_op)
+        TRAFFIC.add(time.perf_counter() - began, input_tensor.nbytes * (group.size() - 1))
+        return work
+
+
+class _CountedScatter(DefaultReduceScatter):
+    def __call__(
+        self, output_tensor: Any, input_tensor: Any, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> Any:
+        began = time.perf_counter()
+        work = super().__call__(output_tensor, input_tensor, group, op, async_op)
+        TRAFFIC.add(time.perf_counter() - began, output_tensor.nbytes * (group.size() - 1))
+        return work
+
+
+def sharded_units(model: nn.Module) -> list[FSDPModule]:
+    """Every module that is sharded by itself or heads a group, the root included."""
+    return [part for part in model.modules() if isinstance(part, FSDPModule)]
+
+
+def _ends_group(number: int, count: int, group_size: int) -> bool:
+    return number == count - 1 or (number + 1) % group_size == 0

@@ -1,0 +1,56 @@
+"""What is known of an optimizer step before it is taken, and how a step that is not taken leaves nothing behind."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import torch
+
+from verl.data_proto.metrics import Metric
+
+Reduce = Callable[[torch.Tensor], torch.Tensor]  # the numbers of all ranks that have rows of their own, combined
+
+
+def figures_of_all(
+    metrics: Mapping[str, Metric], names: Mapping[str, str], add_up: Reduce, largest: Reduce
+) -> dict[str, float]:
+    """The figures `names` of a whole mini-batch from the `metrics` of this rank's part of it; equal on all ranks. Those that
+    no rank has are left out. `names` says of each whether it is a sum, mean or max."""
+    sums = torch.zeros(len(names), 3, dtype=torch.float64)  # total, weight, ranks that have it
+    peaks = torch.full((len(names),), -math.inf, dtype=torch.float64)
+    for i, (name, kind) in enumerate(names.items()):
+        if name not in metrics:
+            continue
+        value = metrics[name].value
+        if kind == "max":
+            # what the largest of a NaN and a number is depends on the order of ranks
+            peaks[i] = math.inf if math.isnan(value) else value
+            sums[i, 2] = float(peaks[i] > -math.inf)
+            continue
+        weight = _weight(metrics[name]) if kind == "mean" else 1.0
+        if weight:
+            sums[i] = torch.tensor([value * weight, weight, 1.0])
+    sums, peaks = add_up(sums), largest(peaks)
+    found = {}
+    for (name, kind), (total, weight, count), peak in zip(names.items(), sums.tolist(), peaks.tolist(), strict=True):
+        if count:
+            found[name] = {"max": peak, "mean": total / weight if weight else 0.0, "sum": total}[kind]
+    return found
+
+
+def _weight(metric: Metric) -> float:
+    return sum(float(weight) for _, weight in metric.observations)
+
+
+def random_state(device: torch.device) -> list[torch.Tensor]:
+    """What torch will draw next on the CPU and on `device`."""
+    states = [torch.get_rng_state()]
+    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
+
+
+def restore_random_state(states: list[torch.Tensor], device: torch.device) -> None:
+    """The inverse of `random_state`."""
+    torch.set_rng_state(states[0])
+    for state in states[1:]:
+        torch.cuda.set_rng_state(state, device)

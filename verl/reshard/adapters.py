@@ -1,0 +1,48 @@
+"""Low-rank adapters on their way to a copy of the policy: they travel alone, and the copy adds them to weights of its own.
+
+    W = W_0 + (alpha / rank) B A       on each rank for its part of W, from its parts of A and B
+
+W_0 does not train, so that the copy has had it since it was loaded; it is kept beside the weights that generate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from verl.models.lora import merged
+from verl.reshard.layout import Layout, Tensor
+from verl.rollout.replica import Replica
+
+
+class Adapters:
+    """Room for this rank's parts of `tensors`, adapters of the layers named in `scales` (alpha / rank), in `dtype`, and the
+    weights that `replica` was loaded with. The caller has seen that it has these layers."""
+
+    def __init__(
+        self,
+        replica: Replica,
+        tensors: Iterable[Tensor],
+        layout: Layout,
+        rank: int,
+        scales: Mapping[str, float],
+        dtype: torch.dtype,
+    ):
+        self.scales = scales
+        self.weights = {f"{layer}.weight": replica.parts()[f"{layer}.weight"] for layer in scales}
+        self.base = {name: weight.clone() for name, weight in self.weights.items()}
+        device = next(iter(self.weights.values())).device
+        parts = {tensor.name: layout.part(tensor, rank) for tensor in tensors}
+        self.parts = {
+            name: torch.zeros(part.shape, dtype=dtype, device=device)
+            for name, part in parts.items()
+            if part is not None
+        }
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        """Write what `parts` hold now into the weights that generate."""
+        known = {**self.base, **self.parts}
+        for name, weight in self.weights.items():
+            weight.copy_(merged(name, known.__getitem__, self.scales))

@@ -1,0 +1,171 @@
+"""Running programs that a model wrote: each in a process of its own, inside the box of the scorer that runs it, with limits
+of its own, no network, a folder that is removed, and an end to everything it starts.
+
+The one who runs a program judges it by what it printed. What is expected never enters the program's process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import resource
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO
+
+from verl.parallel.ancestry import adopt_orphans
+from verl.rewards import kernel
+from verl.rewards.box import MIB, how_it_ended, remove_folder, set_limit
+from verl.rewards.processes import descendants, end_all_below
+
+_LOOK_EVERY_S = 0.025
+_END_TIMEOUT_S = 2.0
+_NUM_LAST_BYTES = 4000  # of what a program wrote to stderr
+
+
+@dataclass(frozen=True)
+class ProgramLimits:
+    """time_s: seconds on the clock. memory_mb: MiB of address space of each process. max_output_mb: MiB of each file that it
+    writes, what it prints among them. max_processes: that it may have started at once."""
+
+    time_s: float = 5.0
+    memory_mb: int = 1024
+    max_output_mb: int = 16
+    max_processes: int = 16
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a program printed, and how it ended: `failure` is "" when it ended by itself with exit code 0."""
+
+    stdout: str
+    stderr: str  # the end of it
+    failure: str
+
+    @property
+    def ok(self) -> bool:
+        return not self.failure
+
+
+def run_program(source: str, stdin: str = "", limits: ProgramLimits | None = None) -> Output:
+    """Run a Python program, feed it `stdin` and wait for its end, at most `limits.time_s`. For reward functions: call it in
+    a scorer, whose box holds what a program might get past its own limits.
+
+    >>> run_program("print(int(input()) + 1)", "41").stdout
+    '42\\n'
+    """
+    limits = limits or ProgramLimits()
+    folder = Path(tempfile.mkdtemp(prefix="program_"))
+    try:
+        (folder / "program.py").write_text(source, encoding="utf-8", errors="replace")
+        (folder / "stdin").write_text(stdin, encoding="utf-8", errors="replace")
+        adopt_orphans()
+        spared = frozenset(descendants(os.getpid()))
+        with (
+            open(folder / "stdin", "rb") as given,
+            open(folder / "stdout", "w+b") as out,
+            open(folder / "stderr", "w+b") as err,
+        ):
+            process = subprocess.Popen(
+                [sys.executable, "-s", "-B", "program.py"],
+                stdin=given,
+                stdout=out,
+                stderr=err,
+                cwd=folder,
+                env=_environment(folder),
+                start_new_session=True,
+                preexec_fn=partial(_confine, limits),
+            )
+            try:
+                failure = _wait(process, limits, spared)
+            finally:
+                _end(process, spared)
+            return Output(
+                _read(out, limits.max_output_mb * MIB), _read_end(err), failure or _failure(process.returncode)
+            )
+    finally:
+        remove_folder(str(folder))
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    return {
+        "PATH": os.environ.get("PATH", os.defpath),
+        "HOME": str(folder),
+        "TMPDIR": str(folder),
+        "LANG": "C.UTF-8",
+        "PYTHONHASHSEED": "0",  # a program that walks over a set prints the same each time
+        "PYTHONUTF8": "1",
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+    }
+
+
+def _confine(limits: ProgramLimits) -> None:
+    """In the new process, before it becomes the program."""
+    set_limit(resource.RLIMIT_CORE, 0)
+    set_limit(resource.RLIMIT_CPU, math.ceil(limits.time_s) + 1)
+    set_limit(resource.RLIMIT_FSIZE, limits.max_output_mb * MIB)
+    set_limit(resource.RLIMIT_AS, limits.memory_mb * MIB)
+    with contextlib.suppress(OSError):
+        kernel.end_with_parent()
+    with contextlib.suppress(OSError):
+        kernel.refuse_sockets()
+
+
+def _wait(process: subprocess.Popen[bytes], limits: ProgramLimits, spared: frozenset[int]) -> str:
+    """Until the process ends; why it has to be ended, or ""."""
+    deadline = time.monotonic() + limits.time_s
+    while not _ends_within(process, min(_LOOK_EVERY_S, max(deadline - time.monotonic(), 0.001))):
+        if time.monotonic() >= deadline:
+            return f"took longer than {limits.time_s:g} s"
+        if len(set(descendants(os.getpid())) - spared) - 1 > limits.max_processes:
+            return f"started more than {limits.max_processes} processes"
+    return ""
+
+
+def _ends_within(process: subprocess.Popen[bytes], wait_s: float) -> bool:
+    try:
+        handle = os.pidfd_open(process.pid)  # type: ignore[attr-defined, unused-ignore]
+    except (AttributeError, OSError):  # not on every system
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(wait_s)
+    else:
+        try:
+            select.select([handle], [], [], wait_s)
+        finally:
+            os.close(handle)
+    return process.poll() is not None
+
+
+def _end(process: subprocess.Popen[bytes], spared: frozenset[int]) -> None:
+    """End the program and all that it has started, also what has left its session."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    end_all_below(os.getpid(), _END_TIMEOUT_S, spared)
+    for orphan in set(descendants(os.getpid())) - spared:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(orphan, os.WNOHANG)
+
+
+def _failure(code: int) -> str:
+    return how_it_ended(code) if code else ""
+
+
+def _read(file: BinaryIO, most: int) -> str:
+    file.seek(0)
+    return file.read(most).decode(errors="replace")
+
+
+def _read_end(file: BinaryIO) -> str:
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - _NUM_LAST_BYTES))
+    return file.read().decode(errors="replace")

@@ -1,0 +1,113 @@
+"""JSON over HTTP with a deadline, a bearer token and repetitions."""
+
+from __future__ import annotations
+
+import http.client
+import ipaddress
+import json
+import os
+import time
+from typing import Any
+from urllib.parse import urlsplit
+
+from verl.errors import ConfigError, DeadlineError, ModelError, WorkerLostError
+
+_TRY_AGAIN = (429, 502, 503, 504)  # busy, or not there yet
+_FIRST_WAIT_S = 0.25
+_LONGEST_WAIT_S = 8.0
+
+
+class Client:
+    """Calls of the service at `url`. `token_env` names the environment variable with its bearer token, which a service on
+    another machine must have. Raises ConfigError for an address that cannot be used."""
+
+    def __init__(self, url: str, *, token_env: str, timeout_s: float, num_retries: int):
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(
+                f"actor_rollout_ref.rollout.service.url={url} is not an address like http://127.0.0.1:8000."
+            )
+        self.url, self.timeout_s, self.num_retries = url.rstrip("/"), timeout_s, num_retries
+        self._secure, self._host = parts.scheme == "https", parts.hostname
+        self._port, self._prefix = parts.port, parts.path.rstrip("/")
+        self._token = os.environ.get(token_env, "")
+        self._token_env = token_env
+        if not self._token and not is_loopback(parts.hostname):
+            raise ConfigError(
+                f"The service at {self.url} is on another machine and must ask for a token: set the environment variable "
+                f"{token_env} to it."
+            )
+
+    def get(self, path: str) -> Any:
+        """See `post`."""
+        return self._call("GET", path, None)
+
+    def post(self, path: str, body: dict[str, Any]) -> Any:
+        """The JSON that the service answers; {} for an empty answer.
+
+        Raises WorkerLostError when it cannot be reached and DeadlineError when it does not answer in time, both after
+        `num_retries` repetitions, ConfigError when it refuses the token, ModelError for any other refusal.
+        """
+        return self._call("POST", path, json.dumps(body).encode())
+
+    def _call(self, method: str, path: str, body: bytes | None) -> Any:
+        for attempt in range(self.num_retries + 1):
+            last = attempt == self.num_retries
+            if attempt:
+                time.sleep(min(_LONGEST_WAIT_S, _FIRST_WAIT_S * 2 ** (attempt - 1)))
+            try:
+                status, answer = self._once(method, path, body)
+            except TimeoutError:
+                if last:
+                    raise DeadlineError(
+                        f"{method} {self.url}{path} was not answered within {self.timeout_s:g} s, {attempt + 1} times. Raise "
+                        "actor_rollout_ref.rollout.service.timeout_s, or look at the service."
+                    ) from None
+                continue
+            except (OSError, http.client.HTTPException) as error:
+                if last:
+                    raise WorkerLostError(
+                        f"The service at {self.url} cannot be reached ({type(error).__name__}: {error}); {method} {path} was "
+                        f"tried {attempt + 1} times. Start it, or correct actor_rollout_ref.rollout.service.url."
+                    ) from error
+                continue
+            if status not in _TRY_AGAIN or last:
+                return self._accepted(method, path, status, answer)
+        raise AssertionError("unreachable")
+
+    def _once(self, method: str, path: str, body: bytes | None) -> tuple[int, bytes]:
+        kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
+        connection = kind(self._host, self._port, timeout=self.timeout_s)
+        headers = {"Content-Type": "application/json"}
+        if self._token:
+            headers["Authorization"] = f"Bearer {self._token}"
+        try:
+            connection.request(method, self._prefix + path, body=body, headers=headers)
+            response = connection.getresponse()
+            return response.status, response.read()
+        finally:
+            connection.close()
+
+    def _accepted(self, method: str, path: str, status: int, answer: bytes) -> Any:
+        if status in (401, 403):
+            raise ConfigError(
+                f"The service at {self.url} refused {method} {path} ({status}): set the environment variable "
+                f"{self._token_env} to its token."
+            )
+        said = answer.decode(errors="replace").strip()
+        if not 200 <= status < 300:
+            raise ModelError(f"The service at {self.url} refused {method} {path} with {status}: {said[:300]}")
+        if not said:
+            return {}
+        try:
+            return json.loads(said)
+        except ValueError:
+            raise ModelError(f"{method} {self.url}{path} did not answer with JSON, but with: {said[:100]}") from None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` can only be this machine."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,248 @@
+"""What services understand: one class per kind, chosen by `rollout.service.api`."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from verl.data_proto.samples import FinishReason, SamplingParams
+from verl.errors import ConfigError, ModelError
+from verl.rollout.http.client import Client
+from verl.rollout.vllm.draw import draw_arguments
+from verl.rollout.vllm.weights import Manifest
+
+_SEED_BITS = 31
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """One sample: a prompt, how to draw, and the key of its random numbers (verl.rollout.random)."""
+
+    token_ids: tuple[int, ...]
+    params: SamplingParams
+    stop_token_ids: list[int]  # the end-of-sequence tokens among them
+    key: int
+    num_drawn: int
+
+
+@dataclass(frozen=True)
+class Made:
+    """What a service made of it. `version` is the weights' as the service says with the sample; None where it does not."""
+
+    token_ids: list[int]
+    log_probs: list[float]
+    finish_reason: FinishReason
+    version: str | None = None
+
+
+class Dialect(Protocol):
+    """`vocab_size` is the model's."""
+
+    def check(self, client: Client, path: str, name: str | None, vocab_size: int) -> None:
+        """Raise ConfigError when the service has another model than `path` (served as `name`), or is not started as it must
+        be."""
+
+    def sample(self, client: Client, wanted: Wanted) -> Made:
+        """One sample."""
+
+    def update(self, client: Client, description: dict[str, Any], reader: str) -> None:
+        """Let the service read the described folder of weights and drop what depended on the old ones; `reader` names our
+        function that reads it. Raises ModelError when it did not."""
+
+    def label(self, client: Client, version: int) -> None:
+        """Tell the service the version of the weights that it holds."""
+
+    def version(self, client: Client) -> str | None:
+        """What the service says of its weights; None where it does not."""
+
+
+class OpenAI:
+    """`/v1/completions` with token ids in and out, which vLLM's server and others of its kind have. The draw is the service's
+    own: log-probs must be at the sampling temperature (vLLM: --logprobs-mode processed_logprobs), and it takes no weights."""
+
+    def __init__(self) -> None:
+        self._model = ""
+
+    def check(self, client: Client, path: str, name: str | None, vocab_size: int) -> None:
+        served = [str(row.get("id")) for row in client.get("/v1/models").get("data", [])]
+        wanted = name or (served[0] if len(served) == 1 else path)
+        if wanted not in served:
+            raise ConfigError(
+                f"The service at {client.url} serves {', '.join(served) or 'nothing'}, not {wanted}. Set "
+                "actor_rollout_ref.rollout.service.served_model_name, or start it with the model of this run."
+            )
+        roots = [row.get("root") for row in client.get("/v1/models")["data"] if row.get("id") == wanted]
+        if roots[0] and Path(roots[0]).name != Path(path).name:
+            raise ConfigError(
+                f"The service at {client.url} serves {roots[0]}, but this run trains {path}; start it with that model."
+            )
+        self._model = wanted
+
+    def sample(self, client: Client, wanted: Wanted) -> Made:
+        params = wanted.params
+        body = {
+            **self._request(wanted),
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "seed": wanted.key & ((1 << _SEED_BITS) - 1),
+        }
+        if params.top_k > 0:
+            body["top_k"] = params.top_k
+        if params.min_p > 0:
+            body["min_p"] = params.min_p
+        return self._made(client, client.post("/v1/completions", body))
+
+    def update(self, client: Client, description: dict[str, Any], reader: str) -> None:
+        raise ModelError(
+            f"The service at {client.url} has no route that this run knows to give it new weights. Set "
+            "actor_rollout_ref.rollout.service.api to vllm or sglang, if it is one of these."
+        )
+
+    def label(self, client: Client, version: int) -> None:
+        """Its weights never change."""
+
+    def version(self, client: Client) -> str | None:
+        return None
+
+    def _request(self, wanted: Wanted) -> dict[str, Any]:
+        return {
+            "model": self._model,
+            "prompt": list(wanted.token_ids),
+            "max_tokens": wanted.params.max_new_tokens,
+            "logprobs": 0,
+            "return_token_ids": True,
+            "stop": list(wanted.params.stop),
+            "skip_special_tokens": False,  # stop strings are looked for in the whole text
+            "spaces_between_special_tokens": False,
+            "stop_token_ids": wanted.stop_token_ids,
+            "ignore_eos": True,  # they are among the stop tokens where they count
+        }
+
+    def _made(self, client: Client, answer: dict[str, Any]) -> Made:
+        choice = answer["choices"][0]
+        tokens = choice.get("token_ids")
+        if tokens is None:
+            raise ModelError(
+                f"The service at {client.url} gives text and no token ids, which training needs. Use one that knows "
+                "return_token_ids (vLLM 0.10.2 or newer), or SGLang."
+            )
+        return Made(tokens, choice["logprobs"]["token_logprobs"], _reason(client, choice["finish_reason"]))
+
+
+class VLLM(OpenAI):
+    """vLLM's server with our draw and our receiver of weights, so that its samples are those of the native engine:
+
+    VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model PATH --logprobs-mode processed_logits
+        --logits-processors verl.rollout.vllm.library:Draw --worker-extension-cls verl.rollout.vllm.weights.WeightReceiver
+    with VLLM_USE_V2_MODEL_RUNNER=0, verl on its PYTHONPATH, and --no-async-scheduling.
+    """
+
+    def check(self, client: Client, path: str, name: str | None, vocab_size: int) -> None:
+        super().check(client, path, name, vocab_size)
+        flat = SamplingParams(temperature=1e6, max_new_tokens=1)  # every token is as likely as any other
+        found = self.sample(client, Wanted((0,), flat, [], key=1, num_drawn=0)).log_probs[0]
+        if abs(found + math.log(vocab_size)) > 0.1:
+            raise ConfigError(
+                f"The service at {client.url} does not draw as this run asks. Start it with --logits-processors "
+                "verl.rollout.vllm.library:Draw --logprobs-mode processed_logits, or set service.api=openai."
+            )
+
+    def sample(self, client: Client, wanted: Wanted) -> Made:
+        draw = draw_arguments(wanted.key, wanted.num_drawn, wanted.params)
+        answer = client.post("/v1/completions", {**self._request(wanted), "temperature": 0.0, "vllm_xargs": draw})
+        return self._made(client, answer)
+
+    def update(self, client: Client, description: dict[str, Any], reader: str) -> None:
+        manifest = Manifest()
+        manifest.add(description)
+        message = json.dumps({"reader": reader, "bucket": description})
+        self._on_workers(client, "verl_begin")
+        try:
+            self._on_workers(client, "verl_load", message)
+        except ModelError:
+            client.post("/collective_rpc", {"method": "verl_abandon"})
+            raise
+        self._on_workers(client, "verl_finish", manifest.digest)
+        if not client.post("/reset_prefix_cache", {}).get("success", False):
+            raise ModelError(f"The service at {client.url} did not drop what it computed with the old weights.")
+
+    def label(self, client: Client, version: int) -> None:
+        client.post("/update_weight_version", {"new_version": str(version)})
+
+    def version(self, client: Client) -> str | None:
+        return str(client.get("/weight_info")["weight_version"])
+
+    def _on_workers(self, client: Client, method: str, *args: str) -> None:
+        results = client.post("/collective_rpc", {"method": method, "args": list(args)}).get("results", [])
+        for result in results:
+            if not isinstance(result, dict) or "error" in result:
+                said = result["error"] if isinstance(result, dict) else str(result)
+                raise ModelError(f"The service at {client.url}: {said}")
+
+
+class SGLang:
+    """SGLang's own routes. Its log-probs are at the sampling temperature and of all tokens, as ours; its draw is its own."""
+
+    def __init__(self) -> None:
+        self._label: str | None = None
+
+    def check(self, client: Client, path: str, name: str | None, vocab_size: int) -> None:
+        served = str(client.get("/get_model_info").get("model_path", ""))
+        if Path(served).name != Path(name or path).name:
+            raise ConfigError(
+                f"The service at {client.url} serves {served}, but this run trains {name or path}; start it with that model."
+            )
+
+    def sample(self, client: Client, wanted: Wanted) -> Made:
+        params = wanted.params
+        body = {
+            "input_ids": list(wanted.token_ids),
+            "return_logprob": True,
+            "sampling_params": {
+                "temperature": params.temperature,
+                "top_p": params.top_p,
+                "top_k": params.top_k,
+                "min_p": params.min_p,
+                "max_new_tokens": params.max_new_tokens,
+                "stop": list(params.stop),
+                "stop_token_ids": wanted.stop_token_ids,
+                "ignore_eos": True,
+                "no_stop_trim": True,
+                "skip_special_tokens": False,
+            },
+        }
+        meta = client.post("/generate", body)["meta_info"]
+        rows = meta["output_token_logprobs"]
+        reason = meta["finish_reason"]
+        kind = reason["type"] if isinstance(reason, dict) else reason
+        version = meta.get("weight_version")
+        tokens, values = [int(row[1]) for row in rows], [float(row[0]) for row in rows]
+        return Made(tokens, values, _reason(client, kind), None if version is None else str(version))
+
+    def update(self, client: Client, description: dict[str, Any], reader: str) -> None:
+        wanted = {"model_path": description["folder"], "flush_cache": True}
+        answer = client.post("/update_weights_from_disk", wanted)
+        if not answer.get("success", False):
+            raise ModelError(f"The service at {client.url} did not take the new weights: {answer.get('message', '')}")
+        client.post("/flush_cache", {})
+
+    def label(self, client: Client, version: int) -> None:
+        client.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+
+    def version(self, client: Client) -> str | None:
+        found = client.get("/get_model_info").get("weight_version")
+        return None if found is None else str(found)
+
+
+DIALECTS: dict[str, type[Dialect]] = {"openai": OpenAI, "vllm": VLLM, "sglang": SGLang}
+
+
+def _reason(client: Client, said: Any) -> FinishReason:
+    if said == "stop":
+        return "stop"
+    if said == "length":
+        return "length"
+    raise ModelError(f"The service at {client.url} ended a sample by itself ({said}); look at its log.")

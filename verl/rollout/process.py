@@ -1,0 +1,190 @@
+"""An engine in a process of its own, as seen from the one that started it: calls with a deadline, and an end with it.
+
+    process = EngineProcess("vLLM", "verl.rollout.vllm.core:start", setup, environment={}, start_timeout_s=300, ...)
+    process.call("generate", {...}, on_event=take)        # see process_main for the other side
+
+Messages are JSON behind their length. The child says every second that its work goes on, so a deadline is one of silence. A
+process that dies is a WorkerLostError as soon as its socket closes, one that falls silent a DeadlineError after it was killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import verl.errors
+from verl.errors import DeadlineError, VerlError, WorkerLostError
+
+_HEADER = struct.Struct(">I")
+# what torchrun says about the process that starts the engine, which is not one of its ranks
+_OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+Message = dict[str, Any]
+
+
+class Gone(Exception):
+    """The other side has closed the channel."""
+
+
+def send(channel: socket.socket, message: Message) -> None:
+    """Write one message. Raises Gone."""
+    payload = json.dumps(message, separators=(",", ":")).encode()
+    try:
+        channel.sendall(_HEADER.pack(len(payload)) + payload)
+    except TimeoutError:
+        raise
+    except OSError as error:
+        raise Gone from error
+
+
+def receive(channel: socket.socket, timeout_s: float | None = None) -> Message:
+    """Read one message within `timeout_s` seconds (None: for ever). Raises TimeoutError, or Gone."""
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    (length,) = _HEADER.unpack(_read(channel, _HEADER.size, deadline))
+    message: Message = json.loads(_read(channel, length, deadline))
+    return message
+
+
+def _read(channel: socket.socket, length: int, deadline: float | None) -> bytes:
+    found = bytearray()
+    while len(found) < length:
+        left_s = None if deadline is None else deadline - time.monotonic()
+        if left_s is not None and left_s <= 0:
+            raise TimeoutError
+        channel.settimeout(left_s)
+        try:
+            part = channel.recv(min(length - len(found), 1 << 20))
+        except TimeoutError:
+            raise
+        except OSError as error:
+            raise Gone from error
+        if not part:
+            raise Gone
+        found += part
+    return bytes(found)
+
+
+class EngineProcess:
+    """Starts `python -m verl.rollout.process_main`, which makes its engine by `factory` ("module:function") out of `setup`
+    (JSON). `environment` is added to this process's.
+
+    On Linux it is tied to the thread that makes it: start it on one that lives as long as the run. Raises what the factory
+    raised, WorkerLostError when the process ends, DeadlineError when it is not ready after `start_timeout_s`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        factory: str,
+        setup: Message,
+        *,
+        environment: dict[str, str],
+        start_timeout_s: float,
+        call_timeout_s: float,
+    ):
+        self.name, self.call_timeout_s = name, call_timeout_s
+        self._log = tempfile.TemporaryFile("ab+")
+        self._channel, child = socket.socketpair()
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "verl.rollout.process_main", str(child.fileno()), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
+                pass_fds=(child.fileno(),),
+                env=_environment(environment),
+                start_new_session=True,
+            )
+        finally:
+            child.close()
+        try:
+            self._exchange({"factory": factory, "setup": setup}, "starting", start_timeout_s, None)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def call(self, method: str, arguments: Message, on_event: Callable[[Any], None] | None = None) -> Any:
+        """The result of a method of the engine; what it reports on the way goes to `on_event`. Raises the VerlError that the
+        method raised, WorkerLostError or DeadlineError."""
+        return self._exchange({"method": method, "arguments": arguments}, method, self.call_timeout_s, on_event)
+
+    def close(self) -> None:
+        """End the process with everything that it started. May be called again."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=5)
+        self._channel.close()
+        self._log.close()
+
+    def _exchange(self, message: Message, doing: str, timeout_s: float, on_event: Callable[[Any], None] | None) -> Any:
+        if self._log.closed:
+            raise WorkerLostError(f"The {self.name} process (pid {self.pid}) has ended; start the run again.")
+        try:
+            self._channel.settimeout(timeout_s)
+            send(self._channel, message)
+            while True:
+                answer = receive(self._channel, timeout_s)
+                if "result" in answer:
+                    return answer["result"]
+                if "error" in answer:
+                    raise _as_error(*answer["error"])
+                if "event" in answer and on_event is not None:
+                    on_event(answer["event"])
+        except TimeoutError:
+            last = self._last_words()
+            self.close()
+            raise DeadlineError(
+                f"The {self.name} process (pid {self.pid}) was silent for {timeout_s:g} s while it was at '{doing}', and was "
+                f"ended{last}. Raise actor_rollout_ref.nccl_timeout if it needs longer, or start the run again."
+            ) from None
+        except Gone:
+            ending = self._ending()
+            self.close()
+            raise WorkerLostError(
+                f"The {self.name} process (pid {self.pid}) {ending} while it was at '{doing}'. Its samples and weights are "
+                "not used; start the run again, which goes on from the last checkpoint."
+            ) from None
+
+    def _ending(self) -> str:
+        try:
+            code = self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            return f"closed its connection{self._last_words()}"
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return f"{how}{self._last_words()}"
+
+    def _last_words(self) -> str:
+        size = self._log.seek(0, os.SEEK_END)
+        self._log.seek(max(0, size - 4000))
+        lines = self._log.read().decode(errors="replace").strip().splitlines()
+        return f" (its last words: {lines[-1][:300]})" if lines else ""
+
+
+def _environment(added: dict[str, str]) -> dict[str, str]:
+    package_root = str(Path(__file__).resolve().parents[2])
+    inherited = os.environ.get("PYTHONPATH")
+    kept = {name: value for name, value in os.environ.items() if name not in _OF_RANKS}
+    path = package_root + (os.pathsep + inherited if inherited else "")
+    return {**kept, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **added}
+
+
+def _as_error(kind: str, sentence: str) -> VerlError:
+    found: Any = getattr(verl.errors, kind, None)
+    known = isinstance(found, type) and issubclass(found, VerlError) and found.__init__ is Exception.__init__
+    error: VerlError = found(sentence) if known else VerlError(sentence)
+    return error

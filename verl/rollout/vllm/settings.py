@@ -1,0 +1,99 @@
+"""From our config to vLLM's arguments and environment."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import psutil
+import torch
+
+from verl.config import RolloutConfig
+from verl.rollout.api import OwnCopy
+from verl.rollout.vllm.core import Setup
+
+_RECEIVER = "verl.rollout.vllm.weights.WeightReceiver"
+_DRAW = "verl.rollout.vllm.library:Draw"
+_BLOCK_TOKENS = 128  # of vLLM's cache on a CPU
+_MOST_OF_MEMORY = 8  # at most one part in so many of the free memory of a CPU machine is cache
+
+
+def make_setup(
+    config: RolloutConfig, own: OwnCopy, skeleton: Any, *, eos_token_ids: tuple[int, ...], vocab_size: int
+) -> Setup:
+    """`skeleton` is the model without numbers. Entries of rollout.engine_kwargs.vllm go before all others."""
+    on_cpu = own.device.type == "cpu"
+    longest = longest_sequence(config, skeleton)
+    arguments: dict[str, Any] = {
+        "model": own.model.path,
+        "tokenizer": own.model.tokenizer_path or own.model.path,
+        "skip_tokenizer_init": True,  # tokens in, tokens out
+        "trust_remote_code": own.model.trust_remote_code,
+        # how attention is computed is vLLM's business
+        "hf_overrides": {k: v for k, v in (own.model.override_config or {}).items() if k != "attn_implementation"},
+        "dtype": str(own.dtype).removeprefix("torch."),
+        "seed": config.seed,
+        "tensor_parallel_size": config.tensor_model_parallel_size,
+        "max_model_len": longest,
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": max(config.max_num_batched_tokens, longest),
+        "enable_prefix_caching": config.enable_prefix_caching,
+        "enable_chunked_prefill": config.enable_chunked_prefill,
+        # on a CPU compiling takes minutes and gains a tenth
+        "enforce_eager": config.enforce_eager or on_cpu,
+        # the next draw must see the last token
+        "async_scheduling": False,
+        "logprobs_mode": "processed_logits",
+        "logits_processors": [_DRAW],
+        "worker_extension_cls": _RECEIVER,
+    }
+    if on_cpu:
+        arguments["kv_cache_memory_bytes"] = _cache_bytes(config.max_num_seqs, longest, skeleton, own.dtype)
+    else:
+        arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
+        arguments["enable_sleep_mode"] = config.free_cache_engine
+    return Setup(
+        llm={**arguments, **config.engine_kwargs.vllm},
+        environment=_environment(own.device),
+        eos_token_ids=list(eos_token_ids),
+        vocab_size=vocab_size,
+        reader=own.reader,
+        sleeps=config.free_cache_engine and not on_cpu,
+    )
+
+
+def longest_sequence(config: RolloutConfig, skeleton: Any) -> int:
+    """Tokens of prompt and response together, as far as the model goes."""
+    response = max(config.response_length, config.val_kwargs.max_new_tokens or 0)
+    wanted = config.max_model_len or config.prompt_length + response
+    positions = getattr(skeleton.config.get_text_config(), "max_position_embeddings", None)
+    return min(wanted, positions or wanted)
+
+
+def _environment(device: torch.device) -> dict[str, str]:
+    """Of the process while vLLM starts; what the user has set himself stays, but for what this engine is built on."""
+    import os
+
+    wishes = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_HOST_IP": "127.0.0.1"}
+    if device.type == "cpu":
+        # by itself vLLM takes one core less than there are and stays on it
+        wishes |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    elif device.index is not None:
+        seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+        wishes["CUDA_VISIBLE_DEVICES"] = seen.split(",")[device.index] if seen else str(device.index)
+    needs = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine is where we put it
+        "VLLM_USE_V2_MODEL_RUNNER": "0",  # whose logits processors are of another kind
+    }
+    always = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
+    return {**{k: v for k, v in wishes.items() if k in always or k not in os.environ}, **needs}
+
+
+def _cache_bytes(max_num_seqs: int, longest: int, skeleton: Any, dtype: torch.dtype) -> int:
+    """Memory in which all samples fit at their longest, or an eighth of what is free, or a single sample."""
+    config = skeleton.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    block = 2 * config.num_hidden_layers * heads * size * dtype.itemsize * _BLOCK_TOKENS
+    one = (-(-longest // _BLOCK_TOKENS) + 1) * block
+    most = psutil.virtual_memory().available // _MOST_OF_MEMORY
+    return max(2 * one, min(max_num_seqs * one, most // block * block))

@@ -1,0 +1,132 @@
+"""New weights inside a worker of vLLM: received in buckets, proved, loaded by layers.
+
+    begin ──► load (bucket) ... load ──► finish        each answers {} or {"error": sentence}; an exception would end vLLM
+
+`finish` says yes only when what came is what was sent, tensor by tensor, every parameter of the engine got a new value, and an
+output layer that shares its weight with the embedding computes with the new one: on a CPU it multiplies by a packed copy, which
+vLLM's own reload leaves as it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from verl.errors import ModelError
+from verl.registry import load_object
+
+Description = dict[str, Any]  # of a bucket: JSON, whose "entries" begin with the names
+
+_SAME_HEAD = 0.05  # relative; a packed product in bfloat16 is within 0.01, another weight is not
+
+
+class Manifest:
+    """A running digest of what was sent or received, in order: names, formats, shapes and the digests of the numbers."""
+
+    def __init__(self) -> None:
+        self._found = hashlib.blake2b(digest_size=16)
+
+    def add(self, bucket: Description) -> None:
+        """Count in the tensors of a bucket, by its description."""
+        for entry in bucket["entries"]:
+            self._found.update(json.dumps(entry, separators=(",", ":")).encode() + b"\n")
+
+    @property
+    def digest(self) -> str:
+        return self._found.hexdigest()
+
+
+class WeightReceiver:
+    """Mixed into vLLM's worker by `LLM(worker_extension_cls="verl.rollout.vllm.weights.WeightReceiver")`."""
+
+    model_runner: Any
+    model_config: Any
+    vllm_config: Any
+
+    def verl_begin(self) -> dict[str, str]:
+        """New weights will come; nothing may be generated before they are whole."""
+        return self._verl_answer(self._verl_begin)
+
+    def verl_load(self, message: str) -> dict[str, str]:
+        """Take the bucket that the JSON `message` describes: {"reader": "module:function", "bucket": description}."""
+        return self._verl_answer(lambda: self._verl_load(**json.loads(message)))
+
+    def verl_finish(self, manifest: str) -> dict[str, str]:
+        """The weights are whole, if `manifest` is the digest of what came."""
+        return self._verl_answer(lambda: self._verl_finish(manifest))
+
+    def verl_abandon(self) -> dict[str, str]:
+        """The weights will not be whole. What is there is not to be used; another update may begin."""
+        return self._verl_answer(self._verl_finalize)
+
+    def _verl_answer(self, what: Callable[[], None]) -> dict[str, str]:
+        from verl.rollout.vllm.library import set_current_vllm_config
+
+        try:
+            with set_current_vllm_config(self.vllm_config), torch.no_grad():
+                what()
+        except Exception as error:  # noqa: BLE001 - whatever it is, raised here it would end the engine
+            said = str(error) if isinstance(error, ModelError) else f"{type(error).__name__}: {error}"
+            return {"error": said}
+        return {}
+
+    def _verl_begin(self) -> None:
+        from verl.rollout.vllm.library import initialize_layerwise_reload
+
+        model = self.model_runner.model
+        self._verl_manifest = Manifest()
+        self._verl_left = {name for name, _ in model.named_parameters()}
+        initialize_layerwise_reload(model)
+
+    def _verl_load(self, reader: str, bucket: Description) -> None:
+        # copies: vLLM keeps them until a layer is whole, and the bucket is written over before
+        tensors = [(name, tensor.clone()) for name, tensor in load_object(reader)(bucket)]
+        self._verl_manifest.add(bucket)
+        loaded = self.model_runner.model.load_weights(iter(tensors))
+        self._verl_left -= set(loaded or ())
+
+    def _verl_finish(self, manifest: str) -> None:
+        self._verl_finalize()
+        if self._verl_manifest.digest != manifest:
+            raise ModelError(
+                "The rollout engine did not receive the tensors that were sent; some were lost or came twice."
+            )
+        if self._verl_left:
+            raise ModelError(
+                f"No new weight came for {sorted(self._verl_left)[0]} of the rollout engine; it would sample with old ones."
+            )
+        _renew_tied_heads(self.model_runner.model)
+
+    def _verl_finalize(self) -> None:
+        from verl.rollout.vllm.library import finalize_layerwise_reload
+
+        finalize_layerwise_reload(self.model_runner.model, self.model_config)
+
+
+def _renew_tied_heads(model: Any) -> None:
+    """Let output layers that share the embedding's weight take it anew. Raises ModelError when one still has another."""
+    from verl.rollout.vllm.library import ParallelLMHead
+
+    for head in _tied(model.modules(), ParallelLMHead):
+        head.quant_method.process_weights_after_loading(head)
+        weight = head.weight.detach()
+        some = torch.linspace(-1, 1, weight.shape[1], dtype=torch.float32, device=weight.device).to(weight.dtype)[None]
+        expected = F.linear(some, weight).float()
+        error = (head.quant_method.apply(head, some).float() - expected).norm() / expected.norm().clamp_min(1e-20)
+        if not error < _SAME_HEAD:
+            raise ModelError(
+                "The rollout engine's output layer still multiplies by the old weight of the embedding that it shares. Use "
+                "another version of vLLM, or actor_rollout_ref.rollout.name=native."
+            )
+
+
+def _tied(modules: Iterable[Any], head_class: type) -> list[Any]:
+    """The output layers whose weight is that of another module."""
+    found = list(modules)
+    others = {id(m.weight) for m in found if not isinstance(m, head_class) and getattr(m, "weight", None) is not None}
+    return [m for m in found if isinstance(m, head_class) and id(getattr(m, "weight", None)) in others]

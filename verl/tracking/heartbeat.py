@@ -1,0 +1,87 @@
+"""What a run is doing at this moment and since when, for its supervisor and for whoever looks at its folder.
+
+    {"pid": 4711, "host": "node1", "step": 12, "phase": "gen", "since": 1763.25}
+
+heartbeat.json changes whenever a phase or a step begins; a run that hangs is one whose heartbeat stays the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from verl.parallel.stacks import dumps_on_signal
+
+EVENTS = "events.jsonl"  # beside it: a line for each crash of the run, and what its supervisor did about it
+_WIDTH = 512  # bytes of the file: always overwritten whole, so that it never has to be cut or replaced
+
+
+@dataclass(frozen=True)
+class Beat:
+    pid: int
+    host: str
+    step: int  # being taken; 0 before the first
+    phase: str
+    since: float  # seconds since 1970
+
+
+class Heartbeat:
+    """Writes `root`/heartbeat.json between `start` and `end`, if `writes`; on request of a signal, the stacks of this process
+    go to logs/stacks_rank_{rank}.txt there (see verl.parallel.stacks). A beat costs microseconds: nothing is synced."""
+
+    def __init__(self, root: Path, rank: int = 0, *, writes: bool = True):
+        self._file = root / "heartbeat.json" if writes else None
+        self._stacks = stacks_file(root, rank)
+        self._beat = Beat(os.getpid(), socket.gethostname()[:64], 0, "starting", time.time())
+        self._descriptor: int | None = None
+        self._open = contextlib.ExitStack()
+
+    def start(self) -> None:
+        """Raises OSError when the folder cannot be written."""
+        self._beat = replace(self._beat, pid=os.getpid(), since=time.time())
+        self._open.enter_context(dumps_on_signal(self._stacks))
+        if self._file is not None:
+            self._descriptor = os.open(self._file, os.O_WRONLY | os.O_CREAT, 0o644)
+            self._open.callback(os.close, self._descriptor)
+            self._write()
+
+    def end(self, failed: bool = False) -> None:
+        """Write no more; what was being done when the run `failed` stays. May be called again, and without a start."""
+        if not failed:
+            self.phase("ended")
+        self._descriptor = None
+        self._open.close()
+
+    def phase(self, name: str) -> None:
+        """A phase begins."""
+        self._beat = replace(self._beat, phase=name[:100], since=time.time())
+        self._write()
+
+    def begin_step(self, step: int) -> None:
+        """Step `step` begins."""
+        self._beat = replace(self._beat, step=step, phase="step", since=time.time())
+        self._write()
+
+    def _write(self) -> None:
+        if self._descriptor is not None:
+            text = json.dumps(asdict(self._beat)).ljust(_WIDTH - 1) + "\n"
+            with contextlib.suppress(OSError):  # a full disk is for those to report who lose something by it
+                os.pwrite(self._descriptor, text.encode(), 0)
+
+
+def read_beat(root: Path) -> Beat | None:
+    """The last beat of the newest run in `root`; None when there is none."""
+    try:
+        return Beat(**json.loads((root / "heartbeat.json").read_bytes()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def stacks_file(root: Path, rank: int) -> Path:
+    """Where the stacks of a rank go."""
+    return root / "logs" / f"stacks_rank_{rank}.txt"

@@ -1,0 +1,141 @@
+"""Keys of the config that change while a run goes on, by phase of training."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from verl.config import VerlConfig
+from verl.controller.roles import Roles
+from verl.engines.dimensions import CHANGEABLE, check_change
+from verl.errors import ConfigError, nearest
+from verl.registry import load_object
+from verl.trainer.saving import FromLeader
+
+log = logging.getLogger(__name__)
+
+# how a key may begin -> the role whose engine it is for
+_PLACES = {
+    "": "actor",
+    "fsdp_config.": "actor",
+    "actor_model.fsdp_config.": "actor",
+    "actor_rollout_ref.actor.fsdp_config.": "actor",
+    "actor_rollout_ref.ref.fsdp_config.": "reference",
+    "critic.fsdp.": "critic",
+    "critic.fsdp_config.": "critic",
+}
+
+
+class Scheduler(Protocol):
+    def values(self, step: int) -> Mapping[str, Any]:
+        """The keys that have another value than in the config while `step` (counted from 1) trains. It is asked before each
+        step; a run that resumes asks for the step that it resumes with."""
+        ...
+
+
+class DynamicConfigScheduler:
+    """Phases of training.
+
+        DynamicConfigScheduler([
+            {"from_step": 1, "changes": {"batch_group_size": 1}},
+            {"from_step": 101, "changes": {"batch_group_size": 4}},
+            {"from_step": 5001, "changes": {"enable_chunked_attention": False}},
+        ])
+
+    A value holds from its step on, until another phase changes it. Keys are those that may change (batch_group_size,
+    enable_chunked_attention, chunk_size), of the actor, or whole as critic.fsdp.batch_group_size. Raises ConfigError for
+    anything else.
+    """
+
+    def __init__(self, phases: Sequence[Mapping[str, Any]] = ()):
+        for number, phase in enumerate(phases):
+            _check_phase(number, phase)
+        self._phases = sorted(((p["from_step"], dict(p["changes"])) for p in phases), key=lambda phase: phase[0])
+        self._set: dict[str, Any] = {}
+
+    def set(self, changes: Mapping[str, Any] | None = None, **named: Any) -> None:
+        """Other values from the next step on, whatever the phases say; not remembered by a run that resumes."""
+        given = {**(changes or {}), **named}
+        by_role(given)
+        self._set.update(given)
+
+    def values(self, step: int) -> dict[str, Any]:
+        """See Scheduler."""
+        found: dict[str, Any] = {}
+        for from_step, changes in self._phases:
+            if from_step <= step:
+                found.update(changes)
+        return {**found, **self._set}
+
+
+def scheduler_of(config: VerlConfig) -> Scheduler | None:
+    """What trainer.dynamic_config or trainer.dynamic_config_scheduler asks for; None without either."""
+    trainer = config.trainer
+    if trainer.dynamic_config_scheduler is None:
+        return DynamicConfigScheduler(trainer.dynamic_config) if trainer.dynamic_config else None
+    if trainer.dynamic_config:
+        raise ConfigError("trainer.dynamic_config and trainer.dynamic_config_scheduler are both set; keep one of them.")
+    found = load_object(trainer.dynamic_config_scheduler)
+    if not callable(getattr(found, "values", None)) or isinstance(found, type):
+        raise ConfigError(
+            f"trainer.dynamic_config_scheduler={trainer.dynamic_config_scheduler} must name an object with a method "
+            "values(step), such as a DynamicConfigScheduler."
+        )
+    scheduler: Scheduler = found
+    return scheduler
+
+
+class Phases:
+    """Brings what `scheduler` says to the engines of `roles`; every process of a run does as the leading one's says."""
+
+    def __init__(self, scheduler: Scheduler, roles: Roles, from_leader: FromLeader):
+        self.scheduler, self.roles, self.from_leader = scheduler, roles, from_leader
+        self._now: dict[str, dict[str, Any]] = {}
+
+    def begin(self, step: int) -> None:
+        """Before `step`. Raises ConfigError for a key or value that cannot be."""
+        for role, wanted in by_role(self.from_leader(dict(self.scheduler.values(step)))).items():
+            now = self._now.setdefault(role, {})
+            changes = {name: value for name, value in wanted.items() if name not in now or now[name] != value}
+            if not changes:
+                continue
+            worker = getattr(self.roles, role)
+            if worker is None:
+                raise ConfigError(f"{', '.join(changes)} cannot change for {role}: this run has no such role.")
+            worker.reconfigure(changes)
+            now.update(changes)
+            log.info("From step %d on, %s: %s", step, role, ", ".join(f"{n}={v}" for n, v in changes.items()))
+
+    def figures(self) -> dict[str, float]:
+        """The values in force, as metrics."""
+        return {
+            f"training/dynamic_config/{role}/{name}": float(value)
+            for role, values in self._now.items()
+            for name, value in values.items()
+        }
+
+
+def by_role(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Role -> its changes, under the short names. Raises ConfigError for a key that cannot change, or a wrong value."""
+    found: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        place, dot, name = key.rpartition(".")
+        role = _PLACES.get(place + dot)
+        if role is None:
+            hint = nearest(key, [p + n for p in _PLACES for n in CHANGEABLE]) or "."
+            raise ConfigError(f"{key} is no key that can change while training runs{hint}")
+        check_change({name: value})
+        found.setdefault(role, {})[name] = value
+    return found
+
+
+def _check_phase(number: int, phase: Any) -> None:
+    place = f"trainer.dynamic_config[{number}]"
+    if not isinstance(phase, Mapping) or set(phase) != {"from_step", "changes"}:
+        raise ConfigError(f"{place} must be {{from_step: N, changes: {{key: value}}}}, not {phase!r}.")
+    if type(phase["from_step"]) is not int or phase["from_step"] < 1:
+        raise ConfigError(f"{place}: from_step={phase['from_step']!r} must be a whole number of at least 1.")
+    if not isinstance(phase["changes"], Mapping):
+        raise ConfigError(f"{place}: changes must be a mapping of keys to values, not {phase['changes']!r}.")
+    by_role(phase["changes"])
