@@ -15,6 +15,7 @@ were taken again. Both runs are of a tiny model whose steps take a part of a sec
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import sys
@@ -92,15 +93,20 @@ def attack(task: Task, runtime: str, count: int, arguments: argparse.Namespace) 
     failures: list[str] = []
     alone = Victim(task, runtime, "alone")
     alone.to_the_end()
-    while len(kills) < count:
-        seed = f"{arguments.seed}/{runtime}/{len(kills)}"
+    for index in itertools.count():
+        if len(kills) >= count:
+            break
+        seed = f"{arguments.seed}/{runtime}/{index}"
         rng = random.Random(seed)
-        victim = Victim(task, runtime, f"killed-{len(kills)}")
+        victim = Victim(task, runtime, f"killed-{index}")
         planned = plan(rng, runtime, min(arguments.kills_per_run, count - len(kills)), arguments.targets)
         try:
             for moment in planned:
-                kills.append(victim.strike(moment, rng))
-                _tell(kills[-1])
+                kill = victim.strike(moment, rng)
+                if kill is None:
+                    break
+                kills.append(kill)
+                _tell(kill)
             victim.to_the_end()
             wrong = differences(victim, alone)
         except Lost as error:

@@ -199,10 +199,13 @@ class Victim:
 
     # -- killing ------------------------------------------------------------------------------------------------------
 
-    def strike(self, moment: Moment, rng: random.Random) -> Kill:
-        """Wait for the moment, kill, and wait until the run is where it was. Raises Lost when it does not come back."""
+    def strike(self, moment: Moment, rng: random.Random) -> Kill | None:
+        """Wait for the moment, kill, and wait until the run is where it was; None when it has ended well before that. Raises
+        Lost when it does not come back."""
         self._wait_for(moment)
         time.sleep(moment.delay_s)
+        if self._process.poll() == 0:
+            return None
         target, process = moment.target, None
         with contextlib.suppress(psutil.NoSuchProcess):
             process = self.find(target, rng)
@@ -222,7 +225,7 @@ class Victim:
     def _wait_for(self, moment: Moment) -> None:
         """Until the run is in the phase of the step, or two steps on: the phase may be too short to be seen."""
         until = time.monotonic() + LIMIT_S
-        while moment.phase != "start":
+        while moment.phase != "start" and self._process.poll() != 0:
             beat = self.beat()
             if beat is not None and beat.step >= moment.step:
                 if moment.phase in (beat.phase, "any") or beat.step > moment.step + 1:

@@ -41,6 +41,7 @@ APART = [
 MICRO_BATCHES = [
     "actor_rollout_ref.model.external_lib=tests.controller.update_memory",
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+    "data.max_response_length=48",
     f"{ACTOR}.use_3d_hybrid=True",
 ]
 PHASES = (

@@ -259,9 +259,7 @@ def check_groups_with_tensor_parallel(folder):
 def check_change_while_training(folder):
     """[loss, bytes sent by FSDP, most memory held] of three steps: of an engine that stays as it is, and of one that is
     changed before each."""
-    path = model_folder(
-        folder, "qwen3", num_hidden_layers=3, intermediate_size=256
-    )  # a token weighs more than a weight
+    path = model_folder(folder, "qwen3", num_hidden_layers=3, intermediate_size=256)
     phases = [
         {},
         {"batch_group_size": 5},
@@ -270,7 +268,8 @@ def check_change_while_training(folder):
     engines = [make(FSDPEngine, path, use_3d_hybrid=True) for _ in range(2)]
     found = []
     for seed, changes in enumerate(phases):
-        columns = make_columns(*random_rows(seed, [1] * 6, longest_prompt=200, longest_response=100))
+        longest = (9, 8) if seed == 1 else (200, 100)  # weights or tokens weigh more
+        columns = make_columns(*random_rows(seed, [1] * 6, longest_prompt=longest[0], longest_response=longest[1]))
         columns["advantages"] = columns["responses"].double().sin()
         batch = DataProto.from_dict(columns)
         engines[1].reconfigure(changes)

@@ -112,7 +112,6 @@ def test_groups_and_chunks_change_while_training(two):
     # half of the model goes out in a gather, half in a sum; at most a few numbers of padding
     assert num_bytes <= grouped[sent] < 1.01 * num_bytes
     assert plain2[sent] > 4 * grouped[sent]
-    assert grouped[peak] > plain2[peak]
     assert chunked[sent] == plain3[sent]
     assert chunked[peak] < 0.7 * plain3[peak]
 

@@ -56,6 +56,6 @@ def check_change(changes: Mapping[str, Any]) -> None:
             hint = nearest(name, CHANGEABLE) or f"; there are {', '.join(CHANGEABLE)}."
             raise ConfigError(f"{name!r} is no key that can change while training runs{hint}")
         wanted = CHANGEABLE[name]
-        if type(value) is not wanted or (wanted is int and value < 1):
+        if type(value) is not wanted or (isinstance(value, int) and wanted is int and value < 1):
             words = "True or False" if wanted is bool else "a whole number of at least 1"
             raise ConfigError(f"{name}={value!r} must be {words}.")

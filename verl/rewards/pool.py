@@ -14,6 +14,7 @@ from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
+from verl.config.secrets import hide, hide_values
 from verl.data_proto.samples import Score, ScoreRequest
 from verl.errors import DeadlineError, RewardError
 from verl.rewards.box import Limits
@@ -183,7 +184,7 @@ class RewardPool:
             if "error" in outcome:
                 scores += self._defaulted([request], outcome["error"])
             else:
-                scores.append(Score(request.key, outcome["score"], outcome["parts"]))
+                scores.append(Score(request.key, outcome["score"], hide_values(outcome["parts"])))
             scores[-1].seconds = seconds / len(outcomes)
         return scores
 
@@ -202,7 +203,7 @@ class RewardPool:
             Score(
                 r.key,
                 self.default_score,
-                error=f"The reward function {self.function.label} {what}, for sample {r.key} of data_source "
+                error=f"The reward function {self.function.label} {hide(what)}, for sample {r.key} of data_source "
                 f"{r.data_source!r}; it gets the default score {self.default_score:g}.",
             )
             for r in requests

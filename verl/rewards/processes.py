@@ -56,15 +56,36 @@ def end_all_below(pid: int, timeout_s: float, spared: Collection[int] = ()) -> b
     when some were left after `timeout_s`. They are stopped first, so that they cannot start others as fast as they are
     ended."""
     deadline = time.monotonic() + timeout_s
-    while alive := [p for p in descendants(pid) if p not in spared and not _is_zombie(p)]:
-        for number in (signal.SIGSTOP, signal.SIGKILL):
-            for process in alive:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(process, number)
+    stopped: set[int] = set()
+    empty_looks = 0
+    while empty_looks < 2:  # a look while processes end may miss some of their children
+        alive = [p for p in descendants(pid) if p not in spared and not _is_zombie(p)]
+        new = set(alive) - stopped
+        _signal_all(new, signal.SIGSTOP)
+        stopped |= new
+        if not new:
+            _signal_all(alive, signal.SIGKILL)
+            time.sleep(0.002)
+        empty_looks = 0 if alive else empty_looks + 1
         if time.monotonic() > deadline:
+            _signal_all(alive, signal.SIGKILL)
             return False
-        time.sleep(0.002)
     return True
+
+
+def reap_all_below(pid: int, timeout_s: float, spared: Collection[int] = ()) -> None:
+    """Bury the zombies that were left to this process, `pid`, but not those that others will wait for."""
+    deadline = time.monotonic() + timeout_s
+    while (ended := set(descendants(pid)) - set(spared)) and time.monotonic() < deadline:
+        for process in ended:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(process, os.WNOHANG)
+
+
+def _signal_all(pids: Iterable[int], number: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
 
 
 def _is_zombie(pid: int) -> bool:

@@ -24,7 +24,7 @@ from typing import BinaryIO
 from verl.parallel.ancestry import adopt_orphans
 from verl.rewards import kernel
 from verl.rewards.box import MIB, how_it_ended, remove_folder, set_limit
-from verl.rewards.processes import descendants, end_all_below
+from verl.rewards.processes import descendants, end_all_below, reap_all_below
 
 _LOOK_EVERY_S = 0.025
 _END_TIMEOUT_S = 2.0
@@ -151,9 +151,7 @@ def _end(process: subprocess.Popen[bytes], spared: frozenset[int]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     end_all_below(os.getpid(), _END_TIMEOUT_S, spared)
-    for orphan in set(descendants(os.getpid())) - spared:
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(orphan, os.WNOHANG)
+    reap_all_below(os.getpid(), _END_TIMEOUT_S, spared)
 
 
 def _failure(code: int) -> str:

@@ -71,8 +71,8 @@ class HTTPRollout:
     def generate(
         self, prompts: Sequence[PromptRequest], params: SamplingParams, *, step: int, on_finish: OnFinish | None = None
     ) -> list[Completion]:
-        """See RolloutEngine; what a sample is a function of is the service's business where the draw is its own. Raises
-        ModelError when the service holds other weights than were published."""
+        """See RolloutEngine; what a sample is a function of is the service's business where the draw is its own, and so is how
+        it looks for stop strings. Raises ModelError when the service holds other weights than were published."""
         check_requests(prompts, params, self.skeleton, self.config.max_model_len)
         self.state.require_whole()
         if not prompts:
