@@ -24,6 +24,7 @@ def left_alone(task):
     return SimpleNamespace(folder=folder, task=task)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_three_times_equals_the_unbroken_one(task):
     """Once its process while it generates, once while it saves, and once its supervisor, which takes all with it."""
     victim, rng = Victim(task, "local", "killed"), random.Random(0)

@@ -59,8 +59,9 @@ def earlier(finished, task):
 
 
 def contents(folder):
-    """Digest of every file that a run leaves; its log and its lock may change."""
-    files = [f for f in folder.rglob("*") if f.is_file() and f.parent.name != "logs" and f.name != "run.lock"]
+    """Digest of every file that a run leaves; its log, its lock and its heartbeat may change."""
+    passing = ("run.lock", "heartbeat.json")
+    files = [f for f in folder.rglob("*") if f.is_file() and f.parent.name != "logs" and f.name not in passing]
     return {str(f.relative_to(folder)): hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
 
 

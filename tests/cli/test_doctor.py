@@ -85,7 +85,7 @@ CASES = {
         {"package_changes": {"virtual_environment": False, "other_pythons": ["/usr/bin/python3.9"]}}, "warn", "python -m venv",
     ),
     "engine without adapter": (
-        {"package_changes": {"optional": {**PACKAGES["optional"], "sglang": "0.9"}}}, "info", "sglang 0.9 is installed",
+        {"package_changes": {"optional": {**PACKAGES["optional"], "megatron": "0.9"}}}, "info", "megatron 0.9 is installed",
     ),
 }  # fmt: skip
 

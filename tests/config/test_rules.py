@@ -13,6 +13,8 @@ from .helpers import ACTOR, GRPO, ROLLOUT, load, problems, refused
 DRAW = f"{ROLLOUT}.val_kwargs"
 CORRECTION = "algorithm.rollout_correction"
 MICRO = "micro_batch_size"
+GUARDS = "trainer.guards"
+LIMITED = ("grad_norm", "policy_kl", "reference_kl", "ratio", "entropy", "mismatch")
 
 BROKEN = [
     ("error", "algorithm.adv_estimator", ["algorithm.adv_estimator=grop"]),
@@ -118,6 +120,12 @@ BROKEN = [
         "trainer.resume_from_path",
         ["trainer.resume_mode=resume_path", "trainer.resume_from_path=/nowhere/global_step_3"],
     ),
+    *(
+        ("error", f"{GUARDS}.{name}.action", [f"{GUARDS}.{name}.action=rollback", *limit, "trainer.save_freq=-1"])
+        for name, limit in (("nonfinite", []), *((name, [f"{GUARDS}.{name}.limit=2"]) for name in LIMITED))
+    ),
+    *(("error", f"{GUARDS}.{name}.limit", [f"{GUARDS}.{name}.limit=-1"]) for name in LIMITED),
+    *(("error", f"{GUARDS}.{name}", [f"{GUARDS}.{name}=-1"]) for name in ("max_skips_in_row", "max_rollbacks")),
 ]
 
 

@@ -79,6 +79,7 @@ def test_ppo(driven, jobs, ppo_here, name, changes):
         assert_same_weights(run, ppo_here, 3, rel=1e-10, role=role)
 
 
+@pytest.mark.slow
 def test_samples_made_ahead_on_devices_of_their_own(driven, jobs):
     """Generation and scoring beside training: the same samples train in the same steps as in one process."""
     ahead = ["actor_rollout_ref.rollout.prefetch_num=2", "trainer.total_training_steps=5", "trainer.save_freq=5"]

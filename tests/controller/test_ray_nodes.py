@@ -32,6 +32,7 @@ def drive(jobs, file):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_node_is_killed_and_the_run_goes_on_from_its_checkpoint(cluster, jobs):
     changes = [
         "trainer.nnodes=2", "trainer.n_gpus_per_node=1", f"ray_kwargs.ray_init.address={cluster.address}",

@@ -12,7 +12,7 @@ import signal
 import pytest
 
 from tests.controller.conftest import assert_same, assert_same_weights, train_here
-from tests.controller.ranks import Ranks
+from tests.controller.ranks import Ranks, run
 
 SIZE = "actor_rollout_ref.rollout.tensor_model_parallel_size=2"
 MODEL_BYTES = 8 * (264 * 64 + 64 + 2 * (2 * 64 + 64 * (64 + 32 + 32 + 64) + 3 * 64 * 128))  # tiny Llama, float64, tied
@@ -46,11 +46,8 @@ def two_ranks(jobs):
         jobs.add(name, *changes)
     for fault in FAULTS:
         jobs.add(fault, fault=fault)
-    jobs.add("generates_with_others", fault="generates_with_others")
-    jobs.add("dies_in_an_update", fault="dies_in_an_update")  # the last one
-    with Ranks(2, "tests.controller.reshard_ranks", jobs.file()) as ranks:
-        codes, texts = ranks.wait(160)
-    assert codes == [0, -signal.SIGKILL], "\n".join(text[-3000:] for text in texts)
+    jobs.add("generates_with_others", fault="generates_with_others")  # the last one: the other rank waits for our end
+    run(2, "tests.controller.reshard_ranks", jobs.file(), timeout_s=160)
     return jobs
 
 
@@ -117,10 +114,14 @@ def test_an_engine_that_generated_with_other_weights(two_ranks):
     assert steps(two_ranks, "generates_with_others") == 1
 
 
-def test_an_engine_that_dies_in_an_update(two_ranks):
+def test_an_engine_that_dies_in_an_update(jobs):
     """The rank that is left stops with a sentence that names the other, and nothing is trained on what came of it."""
-    found = json.loads((two_ranks.run("dies_in_an_update").folder / "wire-0.json").read_text())
+    killed = jobs.add("dies_in_an_update", fault="dies_in_an_update")
+    with Ranks(2, "tests.controller.reshard_ranks", jobs.file()) as ranks:
+        codes, texts = ranks.wait(60)
+    assert codes == [0, -signal.SIGKILL], "\n".join(text[-3000:] for text in texts)
+    found = json.loads((killed.folder / "wire-0.json").read_text())
     assert found["error"].startswith("WorkerLostError: ")
     assert "rank 1 has ended or cannot be reached" in found["error"]
     assert len(found["updates"]) == 2
-    assert steps(two_ranks, "dies_in_an_update") == 0
+    assert steps(jobs, "dies_in_an_update") == 0

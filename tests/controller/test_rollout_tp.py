@@ -79,6 +79,7 @@ def test_weights_of_a_rank_that_trains_alone(two_ranks, alone):
     assert_equal(two_ranks.run("carried2"), alone["grpo"])
 
 
+@pytest.mark.slow
 def test_two_copies_on_four_ranks(jobs, alone, counted):
     ours = jobs.add("grpo4", f"{SIZE}=2", f"reward.custom_reward_function.path={counted}/reward.py")
     run(4, "tests.controller.several_runs", jobs.file(), timeout_s=300)

@@ -72,7 +72,7 @@ def narrow(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def two_ranks(jobs, experts, narrow):
+def two_ranks(jobs, experts):
     """All runs on two ranks."""
     for name, changes in ON_TWO.items():
         jobs.add(f"grpo_{name}", *changes)
@@ -84,8 +84,6 @@ def two_ranks(jobs, experts, narrow):
     saving = "actor_rollout_ref.actor.checkpoint.async_save=True"
     jobs.add("resumed2", "trainer.total_training_steps=2", "trainer.save_freq=2", "trainer.test_freq=-1", saving)
     jobs.add("resumed2", "trainer.save_freq=3", "trainer.test_freq=3", saving)
-    for name, changes in WATCHED.items():  # last: what watches the memory of these runs stays
-        jobs.add(name, f"actor_rollout_ref.model.path={narrow}", *MICRO_BATCHES, *changes)
     run(2, "tests.controller.several_runs", jobs.file(), timeout_s=300)
     return jobs
 
@@ -139,14 +137,18 @@ def test_roles_on_several_ranks_each(four_ranks, alone):
     assert_equal(four_ranks.run("ppo_apart4"), alone["ppo"], "ppo")
 
 
-def test_phases_change_communication_and_memory_and_not_the_losses(two_ranks):
+@pytest.mark.slow
+def test_phases_change_communication_and_memory_and_not_the_losses(jobs, narrow):
     """Step 2 gathers and sums once for all micro-batches, step 3 computes in chunks."""
-    plain, ours = two_ranks.run("watched2"), two_ranks.run("phases2")
+    for name, changes in WATCHED.items():
+        jobs.add(name, f"actor_rollout_ref.model.path={narrow}", *MICRO_BATCHES, *changes)
+    run(2, "tests.controller.several_runs", jobs.file(), timeout_s=200)
+    plain, ours = jobs.run("watched2"), jobs.run("phases2")
     for row, expected in zip(ours.rows, plain.rows, strict=True):
         for name in ("actor/pg_loss", "actor/grad_norm"):
             assert row[name] == pytest.approx(expected[name], rel=1e-6, abs=1e-9)
     for name in ("phases2", "layers2"):
-        assert_same_weights(two_ranks.run(name), plain, 3, rel=1e-10)
+        assert_same_weights(jobs.run(name), plain, 3, rel=1e-10)
     sent = [[row["communication"]["bytes"] for row in timeline_of(run)] for run in (plain, ours)]
     held = [[row["actor/peak_bytes"] for row in run.rows] for run in (plain, ours)]
     assert sent[1][0] == pytest.approx(sent[0][0], rel=0.01)

@@ -30,9 +30,10 @@ class Adapters:
         dtype: torch.dtype,
     ):
         self.scales = scales
-        self.weights = {f"{layer}.weight": replica.parts()[f"{layer}.weight"] for layer in scales}
-        self.base = {name: weight.clone() for name, weight in self.weights.items()}
-        device = next(iter(self.weights.values())).device
+        self.replica = replica
+        held = replica.parts()
+        self.base = {f"{layer}.weight": held[f"{layer}.weight"].clone() for layer in scales}
+        device = next(iter(self.base.values())).device
         parts = {tensor.name: layout.part(tensor, rank) for tensor in tensors}
         self.parts = {
             name: torch.zeros(part.shape, dtype=dtype, device=device)
@@ -44,5 +45,6 @@ class Adapters:
     def merge(self) -> None:
         """Write what `parts` hold now into the weights that generate."""
         known = {**self.base, **self.parts}
-        for name, weight in self.weights.items():
-            weight.copy_(merged(name, known.__getitem__, self.scales))
+        held = self.replica.parts()  # now: an engine may have moved its weights since the last update
+        for name in self.base:
+            held[name].copy_(merged(name, known.__getitem__, self.scales))

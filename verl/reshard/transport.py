@@ -91,7 +91,7 @@ class PeerToPeer:
         self._memory: HostMemory | None = None
         self._receipts: list[list[dist.Work]] = []  # of each bucket of an update: its readers are done
         self._sends: list[dist.Work] = []  # receipts for others
-        self._kept_digests: dict[Move, bytes] = {}
+        self._kept_digests: dict[Move, bytes | None] = {}  # None: what trains and what generates are the same memory
         self._proved: dict[Move, bytes] = {}  # what came and was kept in the last update
 
     def share_memory(self, comm: Collectives) -> None:
@@ -123,7 +123,7 @@ class PeerToPeer:
         rank where that is so, and the caller tells the others.
         """
         self.check(held, wanted)
-        self._receipts, self._sends = [], []
+        self._receipts, self._sends, self._kept_digests = [], [], {}
         self._staged = self._memory.num_bytes if self._memory is not None else 0
         digests: dict[int, list[bytes]] = {}  # destination -> of each move, in order
         with torch.no_grad(), TRAFFIC.exchanging(self._num_planned_bytes):
@@ -215,11 +215,9 @@ class PeerToPeer:
         return self._num_buckets + 1 + number
 
     def _keep(self, held: Tensors, wanted: Tensors) -> None:
-        self._kept_digests = {}
         for move in self._kept:
             have, need = self._at(held, move, is_source=True), self._at(wanted, move, is_source=False)
-            if not _is_same_memory(have, need):
-                self._kept_digests[move] = self._copy_kept(move, have, need)
+            self._kept_digests[move] = None if _is_same_memory(have, need) else self._copy_kept(move, have, need)
 
     def _copy_kept(self, move: Move, have: torch.Tensor, need: torch.Tensor) -> bytes:
         """Through the format of what travels: two copies of one number, kept and sent, are alike."""
@@ -237,11 +235,16 @@ class PeerToPeer:
         said = self._exchange(sent, Counter(move.source for move in received))
         for move in received:
             self._proved[move] = next(said[move.source])
-        self._proved |= self._kept_digests
+        for move in self._kept:
+            if move not in self._kept_digests:
+                raise _wrong(move)
+            if (kept := self._kept_digests[move]) is not None:
+                self._proved[move] = kept
         self.check_held(wanted)
 
     def check_held(self, wanted: Tensors) -> None:
         """Raise ModelError unless `wanted` holds what the last update has brought."""
+        self._check(wanted, self._wanted, "fill")
         for move, said in self._proved.items():
             if self._digest_of(move, wanted) != said:
                 raise _wrong(move)
