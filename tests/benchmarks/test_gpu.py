@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 # packages that a machine with a GPU need not have
@@ -37,6 +39,7 @@ runpy.run_path({str(ROOT / "benchmarks" / "gpu.py")!r}, run_name="__main__")
 """
 
 
+@pytest.mark.slow
 def test_all_parts_run_with_torch_and_transformers_alone(tmp_path):
     out = tmp_path / "out.json"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

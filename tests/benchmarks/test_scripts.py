@@ -28,6 +28,7 @@ def saved(folder):
     return json.loads((folder / "r.json").read_text())
 
 
+@pytest.mark.slow
 def test_peers_cpu(tiny_work, tmp_path):
     report = peers_cpu.main([*tiny_work, "--trl", "--json", str(tmp_path / "r.json"), "--logs", str(tmp_path)])
     phases = report.results["phases"]["verl"]
@@ -38,6 +39,7 @@ def test_peers_cpu(tiny_work, tmp_path):
     assert saved(tmp_path)["facts"]["verl"]["parameter_dtype"] == "float32"
 
 
+@pytest.mark.slow
 def test_rollout_cpu(tiny_work, tmp_path):
     report = rollout_cpu.main([*tiny_work, "--json", str(tmp_path / "r.json"), "--logs", str(tmp_path)])
     assert set(report.results["tokens_per_s"]) == {"verl", "generate"}
@@ -49,6 +51,7 @@ def test_rollout_cpu(tiny_work, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_roofline(tiny_work, tmp_path):
     report = roofline.main([*tiny_work, "--batches", "4", "8", "--json", str(tmp_path / "r.json")])
     reached = report.results["reached"]
@@ -60,6 +63,7 @@ def test_roofline(tiny_work, tmp_path):
     assert report.results["limits"]["square"] > 1e9
 
 
+@pytest.mark.slow
 def test_memory(tiny_work, tmp_path):
     report = memory.main([*tiny_work, "--json", str(tmp_path / "r.json"), "--logs", str(tmp_path)])
     bound, peak = report.results["bound_bytes"], report.results["peak_rss_bytes"]["verl"]

@@ -62,6 +62,7 @@ def test_a_port_in_use():
     assert "MASTER_PORT" in texts[0]
 
 
+@pytest.mark.slow
 def test_nobody_serves_the_meeting():
     with Ranks(2, FAULTS, "none", ranks=[1]) as ranks:
         codes, texts = ranks.wait(60)
@@ -102,6 +103,7 @@ def test_a_rank_that_is_killed_while_training(jobs):
     assert survivors(str(jobs.root)) == []
 
 
+@pytest.mark.slow
 def test_a_stop_on_one_rank_is_a_stop_of_all(jobs):
     """Both save after the same step, and the run goes on from there."""
     jobs.add(

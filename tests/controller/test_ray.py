@@ -71,7 +71,7 @@ def ppo_here(jobs):
     return train_here(jobs, "ppo_here", *PPO)
 
 
-@pytest.mark.parametrize(("name", "changes"), [("on two processes", TWO), ("actor, critic and reward apart", APART)])
+@pytest.mark.parametrize(("name", "changes"), [("on two processes", TWO), pytest.param("actor, critic and reward apart", APART, marks=pytest.mark.slow)])
 def test_ppo(driven, jobs, ppo_here, name, changes):
     run = train_here(jobs, f"ppo {name}".replace(" ", "_").replace(",", ""), *PPO, *changes)
     assert_same(run, ppo_here, rel=1e-10)
@@ -161,6 +161,7 @@ class TestUserGroups:
         with pytest.raises(RuntimeError, match=r"rank 1 .*fail(.|\n)*ValueError: no such luck"):
             group.fail(1, "raise")
 
+    @pytest.mark.slow
     def test_colocated_classes_share_processes(self, pool):
         classes = {"one": RayClassWithInitArgs(Adder, 1), "two": RayClassWithInitArgs(ray.remote(Adder), amount=2)}
         both = RayWorkerGroup(pool, create_colocated_worker_cls(classes))
@@ -181,6 +182,7 @@ class TestUserGroups:
             group.fail(0, "die")
 
 
+@pytest.mark.slow
 def test_a_process_is_killed_while_training(jobs):
     """A driver with a cluster of its own: it says which rank died, ends, and leaves nothing behind."""
     changes = [*TWO, "trainer.total_training_steps=500", "trainer.test_freq=-1", "trainer.save_freq=-1"]

@@ -69,6 +69,7 @@ def test_two_ranks_equal_one_device(two, check):
 
 
 @pytest.mark.parametrize("check", rows(4, OTHER))
+@pytest.mark.slow
 def test_four_ranks_equal_one_device(four, check):
     assert_equal_in_float64(four[check])
 
@@ -90,6 +91,7 @@ def test_a_checkpoint_of_two_ranks_is_loaded_bit_for_bit(two, check):
     assert found.get("reference", 0.0) < 1e-5
 
 
+@pytest.mark.slow
 def test_a_checkpoint_moves_to_other_arrangements_and_back(four):
     found = four["check_checkpoint_of_two_ranks"]
     assert not any(found["different"])

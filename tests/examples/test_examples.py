@@ -17,7 +17,11 @@ def test_there_are_five_and_the_readme_lists_them():
     assert all(script.name in listed for script in SCRIPTS)
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda s: s.stem)
+@pytest.mark.parametrize(
+    "script",
+    [pytest.param(s, marks=pytest.mark.slow) if s.name[:2] in ("03", "04") else s for s in SCRIPTS],
+    ids=lambda s: s.stem,
+)
 def test_example_runs(script, tmp_path):
     done = subprocess.run(
         [sys.executable, str(script)],

@@ -362,6 +362,7 @@ def test_rollback_needs_samples_of_now(tiny_overrides):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_two_ranks_refuse_the_same_steps(tiny_overrides, tiny_llama, tmp_path):
     """`python -m pytest tests/trainer/test_guards.py -m slow`: every step is refused by a limit that nothing keeps; the weights
     of two ranks, which hold half of them each, are those of the beginning."""

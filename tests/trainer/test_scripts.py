@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tests.trainer.conftest import Run
 
 # what a user changes to run here: model, data, engine name, counts
@@ -114,6 +116,7 @@ def run_script(overrides: dict, tiny_llama, tiny_task, folder) -> tuple[Run, str
     return Run(folder), done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_frequent_grpo_script(tiny_llama, tiny_task, tmp_path):
     run, output = run_script({**SHARED, **GRPO}, tiny_llama, tiny_task, tmp_path / "run")
     rows = run.training_rows()
