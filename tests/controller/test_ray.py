@@ -71,7 +71,10 @@ def ppo_here(jobs):
     return train_here(jobs, "ppo_here", *PPO)
 
 
-@pytest.mark.parametrize(("name", "changes"), [("on two processes", TWO), pytest.param("actor, critic and reward apart", APART, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [("on two processes", TWO), pytest.param("actor, critic and reward apart", APART, marks=pytest.mark.slow)],
+)
 def test_ppo(driven, jobs, ppo_here, name, changes):
     run = train_here(jobs, f"ppo {name}".replace(" ", "_").replace(",", ""), *PPO, *changes)
     assert_same(run, ppo_here, rel=1e-10)
