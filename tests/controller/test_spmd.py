@@ -124,7 +124,6 @@ def test_two_ranks(two_ranks, alone, name, algorithm):
 
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 @pytest.mark.parametrize("name", ON_FOUR)
-@pytest.mark.slow
 def test_four_ranks(four_ranks, alone, name, algorithm):
     assert_equal(four_ranks.run(f"{algorithm}_{name}"), alone[algorithm], algorithm)
 
@@ -134,7 +133,6 @@ def test_roles_on_ranks_of_their_own(two_ranks, alone):
     assert_equal(two_ranks.run("split2"), alone["ppo"], "ppo")
 
 
-@pytest.mark.slow
 def test_roles_on_several_ranks_each(four_ranks, alone):
     assert_equal(four_ranks.run("ppo_apart4"), alone["ppo"], "ppo")
 
