@@ -1,15 +1,16 @@
 """Runs of `verl train` whose processes are killed at random moments, against a run of the same work that was left alone.
 
-    python benchmarks/chaos.py --kills 100 --runtimes local async torchrun ray --seed 1 --json chaos.json
+    python benchmarks/chaos.py --kills 100 --seed 1 --json chaos.json
     python benchmarks/chaos.py --kills 10 --runtimes local --kills-per-run 10
 
-Each run gets several SIGKILLs (see chaos_run.py: targets and moments are drawn from the seed). What comes back by itself is
-left to itself; when the whole command is dead (its supervisor or launcher was killed, or gave up), the same command is run
-again, as a person would. At its end every run must have the weights and optimizer state of the run that was left alone, bit
-for bit, must have trained on the same multiset of samples, and must have left no process behind. Exit code 1: one did not.
+Each run gets several SIGKILLs; kinds of processes and moments are drawn from the seed (chaos_task.py), and one counts when it
+hit a living process. What comes back by itself is left to itself. Only when the first process of the command was killed, its
+supervisor or launcher, is the same command run again, as a person would; a command that ends with an error of its own has
+failed. At its end every run must have the files of the last checkpoint (weights, optimizer) of the run that was left alone,
+bit for bit, must have trained on the same multiset of samples, and must have left nothing behind. Exit code 1: one did not.
 
 Time to recover is from the kill until the step in which it came is being taken again; work lost is the number of steps that
-were taken again. Both runs are of a tiny model whose steps take a part of a second, so the time is that of starting.
+were taken again. All runs are of a tiny model whose steps take a part of a second, so the time is that of starting.
 """
 
 from __future__ import annotations
@@ -29,11 +30,13 @@ from statistics import fmean
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from chaos_run import RUNTIMES, Kill, Lost, Task, Victim, differences, make_task, plan
+from chaos_compare import differences, idleness
+from chaos_run import Kill, Lost, Victim
+from chaos_task import RUNTIMES, Task, make_task, plan
 from report import number, table
 
-# how many of the kills a runtime gets for each of another's: starting again takes longest on Ray
-_SHARES = {"local": 4, "async": 2, "torchrun": 2, "ray": 2}
+# how many of the kills a runtime gets for each of another's
+_SHARES = {"local": 30, "engine": 16, "async": 16, "torchrun": 18, "ray": 10, "ray-apart": 10}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,21 +46,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="verl-chaos-") as scratch:
         folder = Path(arguments.keep or scratch)
-        task = make_task(folder, steps=arguments.kills_per_run + 2, model=arguments.model, warm=arguments.warm)
+        task = make_task(folder, steps=3 * arguments.kills_per_run + 2, model=arguments.model, warm=arguments.warm)
         for runtime, count in shares(arguments.runtimes, arguments.kills).items():
-            found, wrong = attack(task, runtime, count, arguments)
-            kills += found
-            failures += wrong
+            try:
+                attack(task, runtime, count, arguments, kills, failures)
+            except Lost as error:
+                failures.append(f"{runtime}, the run that was left alone: {error}")
+            _write(arguments, time.monotonic() - began, kills, failures)
     print(report(kills))
-    seconds = time.monotonic() - began
-    print(
-        f"\n{len(kills)} kills in {seconds / 60:.1f} min; {len(failures)} runs differ from the one that was left alone."
-    )
+    minutes = (time.monotonic() - began) / 60
+    print(f"\n{len(kills)} kills in {minutes:.1f} min; {len(failures)} differences from runs that were left alone.")
     for failure in failures:
         print(f"FAILED {failure}")
-    if arguments.json:
-        rows = {"seed": arguments.seed, "seconds": seconds, "failures": failures, "kills": [asdict(k) for k in kills]}
-        Path(arguments.json).write_text(json.dumps(rows, indent=2) + "\n")
     return 1 if failures else 0
 
 
@@ -71,7 +71,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", help="model folder (default: a tiny random one)")
     parser.add_argument("--warm", action="store_true", help="the supervisor imports torch once, for all restarts")
     parser.add_argument("--keep", metavar="FOLDER", help="leave the run folders there")
-    parser.add_argument("--json", help="file for the figures")
+    parser.add_argument("--json", help="file for the figures, written after each runtime")
     return parser.parse_args(argv)
 
 
@@ -85,53 +85,68 @@ def shares(runtimes: Sequence[str], kills: int) -> dict[str, int]:
     return found
 
 
-def attack(task: Task, runtime: str, count: int, arguments: argparse.Namespace) -> tuple[list[Kill], list[str]]:
-    """Runs of one runtime with `count` kills in all; (the kills, what went wrong)."""
+def attack(
+    task: Task, runtime: str, count: int, arguments: argparse.Namespace, kills: list[Kill], failures: list[str]
+) -> None:
+    """Runs of one runtime with `count` kills in all, which are added to `kills`; what went wrong is added to `failures`. Raises
+    Lost when the run that is left alone does not end."""
     if count == 0:
-        return [], []
-    kills: list[Kill] = []
-    failures: list[str] = []
+        return
     alone = Victim(task, runtime, "alone")
-    alone.to_the_end()
+    try:
+        alone.to_the_end()
+    finally:
+        alone.end()
+    failures += [f"{runtime}, the run that was left alone: {what}" for what in idleness(task, alone.folder)]
+    wanted, usual_s = len(kills) + count, alone.usual()
     for index in itertools.count():
-        if len(kills) >= count:
+        if len(kills) >= wanted:
             break
         seed = f"{arguments.seed}/{runtime}/{index}"
-        rng = random.Random(seed)
-        victim = Victim(task, runtime, f"killed-{index}")
-        planned = plan(rng, runtime, min(arguments.kills_per_run, count - len(kills)), arguments.targets)
+        rng, before = random.Random(seed), len(kills)
+        victim = Victim(task, runtime, f"killed-{index}", usual_s)
         try:
-            for moment in planned:
-                kill = victim.strike(moment, rng)
-                if kill is None:
+            for moment in plan(rng, runtime, min(arguments.kills_per_run, wanted - len(kills)), arguments.targets):
+                if not (found := victim.strike(moment, rng)):
                     break
-                kills.append(kill)
-                _tell(kill)
+                kills += found
+                _tell(found)
             victim.to_the_end()
-            wrong = differences(victim, alone)
+            left = [f"a process is left: {command}" for command in victim.left_in_the_end()]
+            wrong = differences(task, victim.folder, alone.folder) + left
         except Lost as error:
             wrong = [str(error)]
         finally:
             victim.end()
         failures += [f"{runtime}, run {victim.folder.name}, seed {seed}: {what}" for what in wrong]
-        if wrong and len(kills) < count and victim.num_kills == 0:
-            break  # it does not even start
-    return kills, failures
+        print(f"{runtime} {victim.folder.name}: {'; '.join(wrong) or 'equal'}", flush=True)
+        if len(kills) == before:
+            failures.append(f"{runtime}, run {victim.folder.name}, seed {seed}: nothing could be killed")
+            break
 
 
-def _tell(kill: Kill) -> None:
-    print(
-        f"{kill.runtime:<9} {kill.target:<14} step {kill.step:>2} {kill.phase:<16} back by {kill.back_by:<10} after "
-        f"{kill.recovered_s:5.1f} s, {kill.steps_again} steps again",
-        flush=True,
-    )
+def _tell(kills: Sequence[Kill]) -> None:
+    for kill in kills:
+        back = f"back by {kill.back_by}" if kill.recovered_s is not None else kill.back_by
+        took = "" if kill.recovered_s is None else f" after {kill.recovered_s:.1f} s, {kill.steps_again} steps again"
+        print(f"{kill.runtime:<9} {kill.target:<14} step {kill.step:>2} {kill.phase:<22} {back}{took}", flush=True)
+
+
+def _write(arguments: argparse.Namespace, seconds: float, kills: Sequence[Kill], failures: Sequence[str]) -> None:
+    if arguments.json:
+        rows = {"seed": arguments.seed, "seconds": seconds, "failures": failures, "kills": [asdict(k) for k in kills]}
+        Path(arguments.json).write_text(json.dumps(rows, indent=2) + "\n")
 
 
 def report(kills: Sequence[Kill]) -> str:
-    """Tables of the kills by target and by phase."""
+    """Tables of the kills by target, by phase, and by what brought the run back."""
     header = ("", "kills", "s to recover", "most", "steps again", "most")
     parts = []
-    for title, name in (("by target", lambda k: f"{k.runtime}: {k.target}"), ("by phase", lambda k: k.phase)):
+    for title, name in (
+        ("by target", lambda k: f"{k.runtime}: {k.target}"),
+        ("by phase", lambda k: k.phase),
+        ("by what brought it back", lambda k: k.back_by),
+    ):
         groups: dict[str, list[Kill]] = defaultdict(list)
         for kill in kills:
             groups[name(kill)].append(kill)
@@ -141,9 +156,9 @@ def report(kills: Sequence[Kill]) -> str:
 
 
 def _figures(kills: Sequence[Kill]) -> tuple[str, ...]:
-    def both(values: Iterable[float]) -> tuple[str, str]:
-        values = list(values)
-        return (number(fmean(values)), number(max(values))) if values else ("-", "-")
+    def both(values: Iterable[float | None]) -> tuple[str, str]:
+        found = [value for value in values if value is not None]
+        return (number(fmean(found)), number(max(found))) if found else ("-", "-")
 
     return (str(len(kills)), *both(k.recovered_s for k in kills), *both(k.steps_again for k in kills))
 

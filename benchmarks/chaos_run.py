@@ -1,177 +1,154 @@
-"""One run of `verl train` under attack: its command, its processes, the moments at which they are killed, and what it left."""
+"""One run of `verl train` under attack: its command, its processes, and the moments at which they are killed."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import random
 import subprocess
 import sys
 import time
-from collections import Counter
-from collections.abc import Sequence
+from collections import defaultdict
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import psutil
+from chaos_task import RUNTIMES, Moment, Task
 
 from verl.parallel.ancestry import die_with
 from verl.tracking.heartbeat import Beat, read_beat
-from verl.tracking.ledger import Ledger
 
 _MARK = "VERL_CHAOS_RUN"  # in the environment of every process of a run
-_GONE_S = 10.0  # for its last processes to go, once it has ended
-LIMIT_S = 180.0  # for a run to come back, and to reach the next moment
+_GONE_S = 10.0  # for its last processes to go, once it has ended, and for one that was killed
+_LOOK_S = 0.0003  # between two looks at the heartbeat, while a phase of a millisecond is waited for
+LIMIT_S = 240.0  # for a run to come back, and to reach the next moment
 ROOT = Path(__file__).resolve().parents[1]
-REWARD = """
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    share = sum(c.isalpha() for c in solution_str) / max(len(solution_str), 1)
-    return {"score": share + 0.1 * len(solution_str), "letters": share}
-"""
-
-
-@dataclass(frozen=True)
-class Runtime:
-    """`launcher`: arguments of Python before the module; `targets`: what can be killed (see `Victim.find`)."""
-
-    keys: tuple[str, ...]
-    targets: tuple[str, ...]
-    launcher: tuple[str, ...] = ()
-
-
-_TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1000")
-_ONE = ("supervisor", "driver", "driver", "reward worker", "any")
-RUNTIMES = {
-    "local": Runtime((), _ONE),
-    "async": Runtime(
-        ("actor_rollout_ref.rollout.prefetch_num=2", "actor_rollout_ref.rollout.partial_rollout=True"), _ONE
-    ),
-    "torchrun": Runtime((), ("launcher", "driver", "rank", "rank", "reward worker", "any"), _TORCHRUN),
-    "ray": Runtime(
-        ("trainer.n_gpus_per_node=2", "ray_kwargs.ray_init.num_cpus=2"),
-        ("supervisor", "driver", "rank", "rank", "node", "reward worker", "any"),
-    ),
-}
-# phases of a step (verl/tracking/spans.py); "start": some time after the kill before, wherever the run is by then
-MOMENTS = ("gen", "reward", "update_actor", "update_weights", "save_checkpoint", "any", "start")
 
 
 class Lost(Exception):
-    """The run did not come back; the message ends with the end of its output."""
-
-
-@dataclass(frozen=True)
-class Task:
-    """What all runs of a session share."""
-
-    folder: Path
-    keys: tuple[str, ...]
-    steps: int
-    warm: bool
-
-
-@dataclass(frozen=True)
-class Moment:
-    step: int
-    phase: str
-    target: str
-    delay_s: float
+    """The run did not come back, or ended by itself; the message ends with the end of its output."""
 
 
 @dataclass(frozen=True)
 class Kill:
-    """`back_by`: who brought the run back (itself, supervisor, launcher, hand). `steps_again`: steps taken once more."""
+    """A SIGKILL that a living process got. `target` is what kind of process that was, `phase` where the run was: "after gen"
+    when gen had begun twice as long ago as it usually lasts, "start" before the first step. `back_by`: who brought the run
+    back (itself, supervisor, launcher, hand), `steps_again`: steps that were taken once more. `recovered_s` and `steps_again`
+    are None when the run was killed again before it was back."""
 
     runtime: str
     run: str
     target: str
+    pid: int
     step: int
     phase: str
     back_by: str
-    recovered_s: float
-    steps_again: int
+    recovered_s: float | None
+    steps_again: int | None
 
 
-def make_task(folder: Path, *, steps: int, model: str | None = None, warm: bool = False) -> Task:
-    """Write the files of the task, and the keys that name them."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if model is None:
-        from verl.models.tiny import make_tiny_model
-
-        model = str(make_tiny_model(folder / "model"))
-    (folder / "reward.py").write_text(REWARD)
-    rows = [
-        {"data_source": "letters", "prompt": [{"role": "user", "content": f"{'x' * (i % 5)} {i}"}],
-         "reward_model": {"style": "rule", "ground_truth": str(i)}}
-        for i in range(24)
-    ]  # fmt: skip
-    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    keys = (
-        "algorithm.adv_estimator=grpo",
-        f"actor_rollout_ref.model.path={model}",
-        f"data.train_files={folder}/train.jsonl",
-        f"data.val_files={folder}/train.jsonl",
-        "data.train_batch_size=4",
-        "data.max_prompt_length=64",
-        "data.max_response_length=8",
-        "actor_rollout_ref.rollout.n=4",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
-        "actor_rollout_ref.actor.optim.lr=0.002",
-        "actor_rollout_ref.actor.fsdp_config.dtype=float32",
-        f"reward.custom_reward_function.path={folder}/reward.py",
-        "reward.num_workers=2",
-        "trainer.logger=[file]",
-        "trainer.val_before_train=False",
-        f"trainer.total_training_steps={steps}",
-        "trainer.save_freq=2",
-        "trainer.max_restarts=5",
-        "trainer.restart_backoff_s=0.05",
-    )
-    return Task(folder, keys, steps, warm)
+@dataclass(frozen=True)
+class _Hit:
+    target: str
+    pid: int
+    beat: Beat
+    phase: str
+    fatal: bool  # the first process of the command: what is below it dies with it, some moments later
 
 
-def plan(rng: random.Random, runtime: str, count: int, targets: Sequence[str] | None = None) -> list[Moment]:
-    """One kill in each of the first `count` steps or so."""
-    choices = [t for t in RUNTIMES[runtime].targets if targets is None or t in targets]
-    return [
-        Moment(
-            step, phase := rng.choice(MOMENTS), rng.choice(choices), rng.uniform(0, 8.0 if phase == "start" else 0.1)
-        )
-        for step in range(1, count + 1)
-    ]
+@dataclass(frozen=True)
+class _Back:
+    at: float
+    reached: int  # step in which the processes that were there before have been last
+    resumed: int | None  # the first step that others took after them; None: they went on
+
+
+class Family:
+    """The processes of a run by kind: supervisor or launcher, driver (rank 0 under torchrun), rank, engine, reward worker (the
+    keeper or the scorer below it), node (of Ray: raylet, gcs_server), other."""
+
+    def __init__(self, root: psutil.Process, runtime: str):
+        self._root, self._runtime = root, runtime
+        self._command = _command(root)
+        self.kinds: dict[str, list[psutil.Process]] = defaultdict(list)
+        for process in [root, *root.children(recursive=True)]:
+            with contextlib.suppress(psutil.Error):
+                if process.status() != psutil.STATUS_ZOMBIE:
+                    self.kinds[self._kind(process)].append(process)
+
+    def choose(self, target: str, rng: random.Random) -> tuple[str, psutil.Process] | None:
+        """(kind, process); None when there is none of that kind. "any" is any process below the first."""
+        kinds = [k for k in self.kinds if k not in ("supervisor", "launcher")] if target == "any" else [target]
+        found = [(kind, process) for kind in kinds for process in self.kinds.get(kind, ())]
+        return rng.choice(found) if found else None
+
+    def _kind(self, process: psutil.Process) -> str:
+        launched = bool(RUNTIMES[self._runtime].launcher)
+        if process.pid == self._root.pid:
+            return "launcher" if launched else "supervisor"
+        command = _command(process)
+        if process.ppid() == self._root.pid:
+            if launched:
+                return "driver" if process.environ().get("RANK") == "0" else "rank"
+            if command == self._command:  # a fork
+                return "driver"
+        if "RankProcess" in command:
+            generates = self._runtime == "ray-apart" and _has_open(process, "rank_1.log")
+            return "engine" if generates else "rank"
+        marks = {
+            "verl.rewards.": "reward worker",
+            "verl.rollout.process_main": "engine",
+            "raylet/raylet": "node",
+            "gcs_server": "node",
+        }
+        return next((kind for mark, kind in marks.items() if mark in command), "other")
 
 
 class Victim:
-    """`verl train` in a run folder of its own, as often as it has to be started."""
+    """`verl train` in a run folder of its own, as often as it has to be started. `usual_s`: what `usual` says of a run that was
+    left alone."""
 
-    def __init__(self, task: Task, runtime: str, name: str):
+    def __init__(self, task: Task, runtime: str, name: str, usual_s: dict[str, float] | None = None):
         self.task = task
         self.runtime = runtime
         self.folder = task.folder / runtime / name
-        self.num_kills = 0
+        self.usual_s = usual_s or {}
+        self.started_s = 0.0  # from the command to the first step
         self._log = self.folder.parent / f"{name}.log"
-        self._struck = 0.0
+        self._first_was_killed = False
+        self._num_by_hand = 0
+        self._struck_step = (
+            0  # a second end of the same kind in the same step would be the last: the supervisor gives up
+        )
         self.folder.mkdir(parents=True)
         self._start()
 
-    def _start(self) -> None:
+    def keys(self) -> list[str]:
+        """Arguments of `verl train`."""
+        return [*self.task.keys, *RUNTIMES[self.runtime].keys, f"trainer.default_local_dir={self.folder}"]
+
+    def launch(self, log: Path) -> Any:
+        """The first process of the command, with `pid` and `poll`; what it says goes to the end of `log`."""
         how = RUNTIMES[self.runtime]
         warm = self.task.warm and not how.launcher
         module = [str(Path(__file__).with_name("chaos_warm.py"))] if warm else ["-m", "verl.trainer.main_ppo"]
-        keys = [*self.task.keys, *how.keys, f"trainer.default_local_dir={self.folder}"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1"}
         environment[_MARK] = str(self.folder)
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        with self._log.open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, *how.launcher, *module, *keys],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True,
+        with log.open("ab") as file:
+            return subprocess.Popen(
+                [sys.executable, *how.launcher, *module, *self.keys()],
+                stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment, start_new_session=True,
                 preexec_fn=partial(die_with, os.getpid()),
             )  # fmt: skip
+
+    def _start(self) -> None:
+        self._began, self._first_was_killed = time.monotonic(), False
+        self._process = self.launch(self._log)
 
     # -- looking ------------------------------------------------------------------------------------------------------
 
@@ -180,105 +157,194 @@ class Victim:
         beat = read_beat(self.folder)
         return beat if beat is not None and beat.phase != "ended" and psutil.pid_exists(beat.pid) else None
 
-    def find(self, target: str, rng: random.Random) -> psutil.Process | None:
-        """A living process of that kind; None when there is none at the moment."""
-        root = psutil.Process(self._process.pid)
-        below = root.children(recursive=True)
-        beat = self.beat()
-        own = {beat.pid} if beat is not None else {p.pid for p in root.children()[:1]}
-        found = {
-            "supervisor": [root],
-            "launcher": [root],
-            "driver": [p for p in below if p.pid in own],
-            "rank": [p for p in below if _says(p, "RankProcess") or (p.ppid() == root.pid and p.pid not in own)],
-            "node": [p for p in below if _says(p, "raylet/raylet") or _says(p, "gcs_server")],
-            "reward worker": [p for p in below if _says(p, "verl.rewards.")],
-            "any": below,
-        }[target]
-        return rng.choice(found) if found else None
+    def family(self) -> Family | None:
+        """The living processes; None when there are none."""
+        try:
+            return Family(psutil.Process(self._process.pid), self.runtime) if self._process.poll() is None else None
+        except psutil.NoSuchProcess:
+            return None
+
+    def usual(self) -> dict[str, float]:
+        """Seconds that each phase lasted in the second half of the steps, and `start`: what came before the first."""
+        found: dict[str, list[float]] = defaultdict(list)
+        for line in (self.folder / "spans.jsonl").read_text().splitlines():
+            row = json.loads(line)
+            if row["step"] > self.task.steps // 2:
+                found[row["name"]].append(row["seconds"])
+        return {"start": self.started_s, **{name: median(seconds) for name, seconds in found.items()}}
 
     # -- killing ------------------------------------------------------------------------------------------------------
 
-    def strike(self, moment: Moment, rng: random.Random) -> Kill | None:
-        """Wait for the moment, kill, and wait until the run is where it was; None when it has ended well before that. Raises
+    def strike(self, moment: Moment, rng: random.Random) -> list[Kill]:
+        """Wait for the moment, kill, and wait until the run is where it was; nothing when it has ended well before that. Raises
         Lost when it does not come back."""
-        self._wait_for(moment)
-        time.sleep(moment.delay_s)
-        if self._process.poll() == 0:
-            return None
-        target, process = moment.target, None
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process = self.find(target, rng)
-            if process is None:
-                target, process = "any", self.find("any", rng)
-        before = self.beat() or Beat(0, "", 0, "starting", 0.0)
-        if process is not None:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        self._struck = time.monotonic()
-        self.num_kills += 1
-        by, first = self._come_back(before)
-        took_s = time.monotonic() - self._struck
-        again = 0 if by == "itself" or first is None else max(before.step - first + 1, 0)
-        return Kill(self.runtime, self.folder.name, target, before.step, before.phase, by, took_s, again)
+        first = self._hit_at(moment, rng)
+        if first is None:
+            return []
+        self._struck_step = first.beat.step
+        struck, kills, by_hand = time.monotonic(), [], self._num_by_hand
+        if moment.again is not None and (second := self._hit_again(first, moment, rng)) is not None:
+            kills, struck = [self._kill(first, "killed again", None, None)], time.monotonic()
+        found = self._come_back(first)
+        by = "hand" if self._num_by_hand > by_hand else "itself" if found.resumed is None else self._restarter()
+        again = 0 if found.resumed is None else max(found.reached - found.resumed + 1, 0)
+        return [*kills, self._kill(second if kills else first, by, found.at - struck, again)]
 
-    def _wait_for(self, moment: Moment) -> None:
-        """Until the run is in the phase of the step, or two steps on: the phase may be too short to be seen."""
+    def _kill(self, hit: _Hit, by: str, recovered_s: float | None, again: int | None) -> Kill:
+        name = self.folder.name
+        return Kill(self.runtime, name, hit.target, hit.pid, hit.beat.step, hit.phase, by, recovered_s, again)
+
+    def _hit_at(self, moment: Moment, rng: random.Random) -> _Hit | None:
         until = time.monotonic() + LIMIT_S
-        while moment.phase != "start" and self._process.poll() != 0:
-            beat = self.beat()
-            if beat is not None and beat.step >= moment.step:
-                if moment.phase in (beat.phase, "any") or beat.step > moment.step + 1:
-                    return
-            if not self._alive_or_started():
-                return
-            self._check(until, f"step {moment.step} was not reached")
-            time.sleep(0.001)
+        while self._wait_for_step(max(moment.step, self._struck_step + 1), until):
+            family = self.family()
+            chosen = None if family is None else family.choose(moment.target, rng) or family.choose("any", rng)
+            if chosen is not None and self._wait_for_phase(moment):
+                time.sleep(moment.delay_s(self.usual_s))
+                if (hit := self._hit(*chosen)) is not None:
+                    return hit
+        return None
 
-    def _come_back(self, before: Beat) -> tuple[str, int | None]:
-        """(who brought it back, the first step that was then taken)."""
-        by, first, until = "itself", None, time.monotonic() + LIMIT_S
-        while True:
-            if self._process.poll() == 0:
-                return by, first
-            if not self._alive_or_started():
-                by = "hand"
+    def _hit_again(self, first: _Hit, moment: Moment, rng: random.Random) -> _Hit | None:
+        """Kill once more while the run comes back; None when it had not ended at all, or is back already."""
+        assert moment.again is not None
+        until = time.monotonic() + LIMIT_S
+        while not self._is_starting(first):
+            if self._is_past(first) or self._process.poll() == 0:
+                return None
+            self._check(until, "nothing was started again")
+        then = time.monotonic() + moment.again * self.usual_s.get("start", 0.0)
+        while self._process.poll() is None:
+            if self._is_past(first):
+                return None
+            if time.monotonic() > then and (family := self.family()) is not None:
+                chosen = family.choose(moment.target_again, rng) or family.choose("any", rng)
+                if chosen is not None and (hit := self._hit(*chosen)) is not None:
+                    return hit
+            self._check(until, "nothing could be killed")
+            time.sleep(0.002)
+        return None
+
+    def _is_past(self, first: _Hit) -> bool:
+        """Whether the run, or another in its place, has come beyond the step of the kill or back to it."""
+        beat = self.beat()
+        if beat is None or (first.fatal and beat.pid == first.beat.pid):
+            return False
+        return beat.step > first.beat.step - (beat.pid != first.beat.pid)
+
+    def _is_starting(self, first: _Hit) -> bool:
+        """Whether a process runs in the place of the one whose beat was seen last."""
+        self._go_on()
+        family = self.family()
+        return family is not None and any(p.pid != first.beat.pid for p in family.kinds["driver"])
+
+    def _hit(self, kind: str, process: psutil.Process) -> _Hit | None:
+        """SIGKILL; None when the process has ended by itself."""
+        before = self.beat()
+        try:
+            if process.status() == psutil.STATUS_ZOMBIE:
+                return None
+            process.kill()
+        except psutil.NoSuchProcess:
+            return None
+        beat, now = read_beat(self.folder), time.time()
+        self._first_was_killed |= process.pid == self._process.pid
+        until = time.monotonic() + _GONE_S
+        while _lives(process):
+            self._check(until, f"process {process.pid} survived SIGKILL")
+            time.sleep(0.001)
+        beat = beat or Beat(0, "", 0, "", 0.0)
+        fatal = process.pid == self._process.pid
+        return _Hit(kind, process.pid, beat, self._phase(beat, now) if before else "start", fatal)
+
+    def _phase(self, beat: Beat, now: float) -> str:
+        if beat.step == 0:
+            return "start"
+        late = now - beat.since > 2 * self.usual_s.get(beat.phase, float("inf"))
+        return f"after {beat.phase}" if late else beat.phase
+
+    # -- waiting ------------------------------------------------------------------------------------------------------
+
+    def _wait_for_step(self, step: int, until: float) -> bool:
+        """Until that step is being taken; False when the run has ended well."""
+        while self._process.poll() != 0:
+            self._go_on()
+            beat = self.beat()
+            if beat is not None and beat.step >= step:
+                return True
+            self._check(until, f"step {step} was not reached")
+            time.sleep(0.001)
+        return False
+
+    def _wait_for_phase(self, moment: Moment) -> bool:
+        """Until the run has just come into the phase; False when it ended or was started again meanwhile."""
+        seen, until = None, time.monotonic() + LIMIT_S
+        while self._process.poll() is None:
+            beat = self.beat()
+            if beat is None or (seen is not None and beat.pid != seen.pid):
+                return False
+            if moment.phase not in self.usual_s:  # "any", or one that this runtime has not
+                return True
+            if seen is not None and beat != seen and beat.phase == moment.phase:
+                return True
+            seen = beat
+            self._check(until, f"phase {moment.phase} was not reached")
+            time.sleep(_LOOK_S)
+        return False
+
+    def _come_back(self, hit: _Hit) -> _Back:
+        """Wait until the run is where it had come to. One that goes on must take two more steps: what it lost may be noticed
+        late."""
+        before, at, until = hit.beat, 0.0, time.monotonic() + LIMIT_S
+        reached, resumed = max(before.step, 1), None
+        while self._process.poll() != 0:
+            self._go_on()
             beat = self.beat()
             if beat is not None and beat.pid != before.pid:
-                by = self._restarter() if by == "itself" else by
-                first = beat.step if first is None and beat.step else first
-                if beat.step >= max(before.step, 1):
-                    return by, first
+                resumed = beat.step if resumed is None and beat.step else resumed
+                if beat.step >= reached:
+                    return _Back(time.monotonic(), reached, resumed)
             elif beat is not None and beat.step > before.step:
-                return by, first
+                reached, at = beat.step, at or time.monotonic()
+                if beat.step > before.step + 2 and not hit.fatal:
+                    break
             self._check(until, "it did not come back")
             time.sleep(0.002)
+        return _Back(at or time.monotonic(), reached, resumed)
 
     def _restarter(self) -> str:
         return "launcher" if RUNTIMES[self.runtime].launcher else "supervisor"
 
-    def _alive_or_started(self) -> bool:
-        """False when the command had ended with an error, and was run again."""
-        if self._process.poll() in (None, 0):
-            return True
+    def _go_on(self) -> None:
+        """Run the command again if its first process was killed, as a person would. Raises Lost when it has ended with an error
+        of its own."""
+        code = self._process.poll()
+        if code in (None, 0):
+            return
+        if not self._first_was_killed:
+            raise Lost(f"the command ended by itself with {code}: {self._last_words()}")
+        self._num_by_hand += 1
         self._start()
-        return False
 
     def to_the_end(self) -> None:
         """Wait for a good end of the run."""
         until = time.monotonic() + LIMIT_S
         while self._process.poll() != 0:
-            if not self._alive_or_started() and not self.num_kills:
-                raise Lost(f"it failed without a kill: {self._last_words()}")
+            self._go_on()
+            beat = self.beat()
+            if not self.started_s and beat is not None and beat.step:
+                self.started_s = time.monotonic() - self._began
             self._check(until, "it did not end")
             time.sleep(0.02)
 
     def _check(self, until: float, what: str) -> None:
         if time.monotonic() > until:
-            raise Lost(f"{what} within {LIMIT_S:.0f} s: {self._last_words()}")
+            raise Lost(f"{what} within the time: {self._last_words()}")
 
     def _last_words(self) -> str:
         return " | ".join(self._log.read_text(errors="replace").splitlines()[-8:])
+
+    # -- afterwards ---------------------------------------------------------------------------------------------------
 
     def end(self) -> None:
         """End what is still there of the run."""
@@ -290,39 +356,19 @@ class Victim:
         """Processes that were started by a process of the run."""
         return [p for p in psutil.process_iter() if _is_of(p, str(self.folder))]
 
-    def left_in_the_end(self) -> list[psutil.Process]:
-        """Those that are still there some seconds after the end."""
+    def left_in_the_end(self) -> list[str]:
+        """Commands of those that are still there some seconds after the end."""
         until = time.monotonic() + _GONE_S
         while (left := self.left_over()) and time.monotonic() < until:
             time.sleep(0.1)
-        return left
+        return [_command(process)[:200] for process in left]
 
 
-def differences(victim: Victim, alone: Victim) -> list[str]:
-    """In what the two runs differ, and what the first has left behind; nothing is what should be."""
-    wrong = []
-    ours, theirs = (_tensors(v.folder / f"global_step_{v.task.steps}") for v in (victim, alone))
-    if ours != theirs or not ours:
-        names = sorted(n for n in ours.keys() | theirs.keys() if ours.get(n) != theirs.get(n))
-        wrong.append(f"weights differ: {', '.join(names[:5]) or 'there are none'}")
-    if (trained := _trained(victim.folder)) != (wanted := _trained(alone.folder)):
-        wrong.append(
-            f"{(trained - wanted).total()} samples trained that should not, {(wanted - trained).total()} did not"
-        )
-    if left := victim.left_in_the_end():
-        wrong.append(f"{len(left)} processes are left: {' '.join(left[0].cmdline())[:200]}")
-    return wrong
-
-
-def _tensors(checkpoint: Path) -> dict[str, str]:
-    """Digest of every file of tensors in a checkpoint."""
-    files = sorted(checkpoint.rglob("*.safetensors"))
-    return {str(f.relative_to(checkpoint)): hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
-
-
-def _trained(folder: Path) -> Counter[Any]:
-    with Ledger.open(folder) as ledger:
-        return ledger.multiset_of_trained()
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _is_of(process: psutil.Process, folder: str) -> bool:
@@ -332,8 +378,15 @@ def _is_of(process: psutil.Process, folder: str) -> bool:
         return False
 
 
-def _says(process: psutil.Process, word: str) -> bool:
+def _command(process: psutil.Process) -> str:
     try:
-        return word in " ".join(process.cmdline())
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+def _has_open(process: psutil.Process, name: str) -> bool:
+    try:
+        return any(Path(file.path).name == name for file in process.open_files())
     except psutil.Error:
         return False

@@ -1,7 +1,7 @@
 """Slips, mutations and damage without end: counts of what becomes of them, and an error for what must not be.
 
     python benchmarks/fuzz.py                      all three, at full size
-    python benchmarks/fuzz.py keys --letters 5     every one-character edit of every config key; 5 drawn letters a place
+    python benchmarks/fuzz.py keys --letters 2     deletions and swaps, and 2 drawn characters a place instead of all
     python benchmarks/fuzz.py rows --rows 100000 --seed 7
     python benchmarks/fuzz.py checkpoints --checkpoints 5000
 
@@ -74,7 +74,7 @@ PARTS: dict[str, Callable[[argparse.Namespace, Path], Iterator[Outcome]]] = {
 def main(argv: list[str] | None = None) -> dict[str, Counter]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default: all")
-    parser.add_argument("--letters", type=int, default=2, help="drawn letters per place of a key")
+    parser.add_argument("--letters", type=int, help="drawn characters per place of a key; default: all")
     parser.add_argument("--rows", type=int, default=10_000)
     parser.add_argument("--checkpoints", type=int, default=1_000)
     parser.add_argument("--seed", type=int, default=0)

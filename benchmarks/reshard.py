@@ -1,6 +1,6 @@
 """New weights from training ranks to ranks that generate: by plan, against gathering every weight whole on every rank.
 
-    python benchmarks/reshard.py                          # two or three minutes on two cores
+    python benchmarks/reshard.py                          # three or four minutes on two cores
     python benchmarks/reshard.py --rounds 9 --hidden 1024 --json out.json
     python benchmarks/reshard.py --messages               # as between hosts: no memory that ranks share
 
@@ -9,13 +9,15 @@ real copies for generation, in bfloat16 and in float32. For each pair of layouts
 which change in between, and what both leave in the copies is compared bit for bit:
 
 - plan: what a rank lacks is cast and handed over, from rank to rank; digests of what was sent and of what is held afterwards
-  agree.
+  agree. Ranks that generate with the same weights have them in one memory, and what that lacks is written once.
 - gather: `engine.gather_weights()` into `Replica.load`, one tensor after the other, as the original system does: gathered whole
   over all training ranks in the format in which it is trained, then cast, then cut; not proved.
 
-Bytes are those that reach ranks, over all of them. "bound" is what ranks need and do not hold; no way moves less. Staging is
-the largest buffer on a rank: buckets under way, or a tensor that is whole, as it is held and cast. Seconds are of the slowest
-rank. Exit code 1: bytes sent were not those of the plan, or the copies differed.
+Bytes are those that reach memory, over all ranks. "bound" is what the ranks to which it belongs need and do not hold; no
+way moves less. Staging is the largest buffer on a rank: buckets under way, or a tensor that is whole, as it is held and cast.
+Seconds are of the slowest rank; "of its work" compares the seconds of a processor that all ranks worked, which other programs
+disturb less. "of floor" compares with a bare copy: as many numbers as each rank generates with, cast into a copy of its own, by
+all ranks at once, without exchange or proof. Exit code 1: bytes sent were not those of the plan, or the copies differed.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ class Pair:
     training: dict[str, int] = field(default_factory=dict)
     size: int = 1
     interval: bool = False
-    is_mixture: bool = False
+    is_mixture: bool = False  # whose experts are divided over the ranks of a copy
 
 
 PAIRS = (
@@ -58,11 +60,13 @@ PAIRS = (
     Pair("FSDP 2 -> 2 copies", 2),
     Pair("TP 2 -> TP 2", 2, {"tensor_parallel_size": 2}, size=2),
     Pair("TP 2 -> 2 copies", 2, {"tensor_parallel_size": 2}),
+    Pair("EP 2 -> TP 2", 2, {"expert_parallel_size": 2}, size=2, is_mixture=True),
     Pair("TP 4 -> TP 2 x 2, neighbours", 4, {"tensor_parallel_size": 4}, size=2),
     Pair("TP 4 -> TP 2 x 2, intervals", 4, {"tensor_parallel_size": 4}, size=2, interval=True),
     Pair("TP 2 x FSDP 2 -> TP 2 x 2", 4, {"tensor_parallel_size": 2}, size=2),
     Pair("FSDP 4 -> TP 2 x 2, intervals", 4, size=2, interval=True),
     Pair("FSDP 2 x 2 replicas -> 4 copies", 4, {"fsdp_size": 2}),
+    Pair("EP 2 x FSDP 2 -> TP 2 x 2", 4, {"expert_parallel_size": 2}, size=2, interval=True, is_mixture=True),
     Pair("EP 2 x FSDP 2 -> 4 copies", 4, {"expert_parallel_size": 2}, is_mixture=True),
 )
 
@@ -157,11 +161,11 @@ def serve(
     import torch
 
     from verl.parallel.collectives import Collectives, Peer
-    from verl.reshard.transport import PeerToPeer
+    from verl.reshard.update import PlannedUpdate
 
     torch.set_num_threads(1)
     if arguments.messages:
-        PeerToPeer.share_memory = lambda self, comm: None  # type: ignore[method-assign]
+        PlannedUpdate._share_memory = lambda self: None  # type: ignore[assignment, method-assign, return-value]
     peer = Peer(rank, num_ranks, "127.0.0.1", port)
     comm = Collectives.start(peer, timeout_s=_LIMIT_S, start_timeout_s=120.0, call_timeout_s=_LIMIT_S)
     pairs = [pair for pair in PAIRS if pair.num_ranks == num_ranks]
@@ -181,36 +185,43 @@ def measure(pair: Pair, model: str, dtype: str, rounds: int, comm: Any) -> dict[
 
     from verl.reshard.update import held_by, plan_update
 
-    engine, replica, training, rollout = build(pair, model, dtype)
+    engine, (replica, gathered), training, rollout = build(pair, model, dtype)
     update = plan_update(comm, training, rollout, engine=engine, replica=replica, device=torch.device("cpu"))
     assert update is not None
-    ways = {"plan": update, "gather": lambda: replica.load(engine.gather_weights())}
+    ways = {
+        "plan": update,
+        "gather": lambda: gathered.load(engine.gather_weights()),
+        "floor": bare_copy(gathered),
+    }
     seconds: dict[str, list[float]] = {name: [] for name in ways}
+    worked: dict[str, list[float]] = {name: [] for name in ways}
     is_same = True
     for number_of_round in range(rounds + 1):
+        comm.barrier("a round")  # before one changes what another still compares
         with torch.no_grad():
             for tensor in held_by(engine).values():
                 tensor.mul_(1.01)
-        left = []
-        for name in list(ways)[:: 1 if number_of_round % 2 else -1]:
-            with torch.no_grad():
-                for part in replica.parts().values():
-                    part.zero_()
-            seconds[name].append(timed(ways[name], comm))
-            left.append({key: part.clone() for key, part in replica.parts().items()})
-        is_same &= all(torch.equal(left[0][key], left[1][key]) for key in left[0])
+            for part in (*replica.parts().values(), *gathered.parts().values()):
+                part.zero_()
+        for name in ("plan", "floor", "gather") if number_of_round % 2 else ("floor", "gather", "plan"):
+            taken, processor = timed(ways[name], comm)
+            seconds[name].append(taken)
+            worked[name].append(processor)
+        theirs = gathered.parts()
+        is_same &= all(torch.equal(part, theirs[key]) for key, part in replica.parts().items())
     return {
         "is_same": is_same,
         "seconds": {name: values[1:] for name, values in seconds.items()},
+        "processor": {name: values[1:] for name, values in worked.items()},
         "sent": update.transport.num_sent_bytes / (rounds + 1),
         "plan": update.plan.sent_bytes.get(comm.rank, 0),
         "staging": update.transport.peak_staging_bytes,
-        **expected(engine, training, rollout, getattr(torch, dtype).itemsize, comm.rank),
+        **expected(engine, training, update.target, getattr(torch, dtype).itemsize, comm.rank),
     }
 
 
-def expected(engine: Any, training: Any, rollout: Any, itemsize: int, rank: int) -> dict[str, int]:
-    """Bytes by the layouts alone: what no way can do without, and what gathering moves and has in memory."""
+def expected(engine: Any, training: Any, target: Any, itemsize: int, rank: int) -> dict[str, int]:
+    """Bytes by the layouts alone: what the memory of `target` ranks lacks, and what gathering moves and has in memory."""
     import math
 
     from verl.reshard.decoder import decoder_tensors
@@ -226,7 +237,7 @@ def expected(engine: Any, training: Any, rollout: Any, itemsize: int, rank: int)
         itemsize=itemsize,
     )
     return {
-        "bound": lower_bound(tensors, training, rollout)[rank],
+        "bound": lower_bound(tensors, training, target).get(rank, 0),
         "gathered": full_gather(tensors, training, [rank], held_itemsize=4)[rank],
         "whole": max(sizes.values()) * (4 + (itemsize if itemsize != 4 else 0)),
         "model": sum(sizes.values()) * itemsize,
@@ -234,7 +245,7 @@ def expected(engine: Any, training: Any, rollout: Any, itemsize: int, rank: int)
 
 
 def build(pair: Pair, model: str, dtype: str) -> tuple[Any, Any, Any, Any]:
-    """Training engine, copy for generation, and the layouts of both."""
+    """Training engine, copies for generation (one for each way, as what is gathered is not shared), and the layouts of both."""
     import torch
 
     from verl.config import FSDPConfig, ModelConfig, OptimConfig
@@ -255,20 +266,38 @@ def build(pair: Pair, model: str, dtype: str) -> tuple[Any, Any, Any, Any]:
     )
     training = TrainingLayout(engine.groups.mesh, pair.training.get("expert_parallel_size", 1))
     ranks = range(pair.num_ranks)
-    engines = interval_engines(training, pair.size) if pair.interval else consecutive_engines(ranks, pair.size)
+    if pair.interval:
+        engines = interval_engines(training, pair.size, by_experts=pair.is_mixture)
+    else:
+        engines = consecutive_engines(ranks, pair.size)
     order = [rank for copy in engines for stage in copy for rank in stage]
     group = copy_group(Mesh.grid(order, replicate=len(order) // pair.size, tp=pair.size), _LIMIT_S)
-    module = load_causal_lm(model, device=torch.device("cpu"), dtype=getattr(torch, dtype)).requires_grad_(False)
-    rollout = RolloutLayout(engines, expert_groups=tuple((rank,) for rank in ranks))
-    return engine, Replica(module, group), training, rollout
+    modules = [load_causal_lm(model, device=torch.device("cpu"), dtype=getattr(torch, dtype)) for _ in range(2)]
+    rollout = RolloutLayout(engines, expert_groups=tuple(stage for copy in engines for stage in copy))
+    return engine, [Replica(module.requires_grad_(False), group) for module in modules], training, rollout
 
 
-def timed(way: Any, comm: Any) -> float:
-    """Seconds from the moment when all ranks are there until this one is done."""
+def bare_copy(replica: Any) -> Any:
+    """What no way can do without on this machine: as many float32 numbers as this rank generates with, cast into its copy, by
+    all ranks at once. Nothing is exchanged, nothing proved."""
+    import torch
+
+    trained = {name: torch.full(part.shape, 0.5) for name, part in replica.parts().items()}
+
+    @torch.no_grad()
+    def copy() -> None:
+        for name, part in replica.parts().items():
+            part.copy_(trained[name])
+
+    return copy
+
+
+def timed(way: Any, comm: Any) -> tuple[float, float]:
+    """Seconds from the moment when all ranks are there until this one is done, and of a processor that it worked."""
     comm.barrier("the same start")
-    began = time.perf_counter()
+    began, worked = time.perf_counter(), time.process_time()
     way()
-    return time.perf_counter() - began
+    return time.perf_counter() - began, time.process_time() - worked
 
 
 def fill(report: Report, found: dict[str, list[dict[str, Any]]]) -> bool:
@@ -278,20 +307,27 @@ def fill(report: Report, found: dict[str, list[dict[str, Any]]]) -> bool:
         total = {key: sum(rank[key] for rank in ranks) for key in ("sent", "plan", "bound", "gathered")}
         slowest = {
             way: Series(tuple(map(max, zip(*(rank["seconds"][way] for rank in ranks), strict=True))))
+            for way in ("plan", "gather", "floor")
+        }
+        worked = {
+            way: Series(tuple(map(sum, zip(*(rank["processor"][way] for rank in ranks), strict=True))))
             for way in ("plan", "gather")
         }
         staging, whole = (max(rank[key] for rank in ranks) for key in ("staging", "whole"))
-        share = ratio(slowest["plan"], slowest["gather"])
+        share, of_floor = ratio(slowest["plan"], slowest["gather"]), ratio(slowest["plan"], slowest["floor"])
+        of_work = ratio(worked["plan"], worked["gather"])
         moved.append([name, *(megabytes(total[key]) for key in total), percent(total["sent"], total["gathered"])])
-        row = [name, slowest["plan"].text("s"), slowest["gather"].text("s"), number(share)]
+        row = [name, slowest["plan"].text("s"), slowest["gather"].text("s"), *map(number, (share, of_work, of_floor))]
         taken.append([*row, megabytes(staging), megabytes(whole), percent(staging, ranks[0]["model"])])
         is_right &= total["sent"] == total["plan"] == total["bound"] and all(rank["is_same"] for rank in ranks)
         report.results[name] = {
             **total, "seconds": {way: s.to_json() for way, s in slowest.items()}, "plan of gather": share,
+            "plan of floor": of_floor, "processor": {way: s.to_json() for way, s in worked.items()},
             "staging": staging, "largest whole tensor": whole, "copies": ranks[0]["model"],
         }  # fmt: skip
     report.add_table(["bytes", "sent", "plan", "bound", "gather", "of gather"], moved)
-    columns = ["seconds and staging", "plan", "gather", "plan of gather", "plan's", "gather's", "plan's, of a copy"]
+    columns = ["seconds and staging", "plan", "gather", "of gather", "of its work", "of floor"]
+    columns += ["plan's", "gather's", "plan's, of a copy"]
     report.add_table(columns, taken)
     words = (
         "are those of the plan and of the bound, and both ways left" if is_right else "or copies DIFFER; nothing left"

@@ -1,84 +1,93 @@
-"""What it costs that nothing is lost: the step of a run with all of it on against the same step with it off.
+"""What it costs that nothing is lost: steps of a run with all of it on against the same steps with it off, and an account.
 
-    python benchmarks/safety_cost.py                                        # SmolLM2-135M, 8 x 8 samples of 64 + 64 tokens
-    python benchmarks/safety_cost.py --prompts 4 --samples 4 --response-tokens 32 --steps 6 --rounds 5
-    python benchmarks/safety_cost.py --off ledger                           # the cost of one part
+    python benchmarks/safety_cost.py                        # SmolLM2-135M, 24 pairs of steps: 4 x 4 samples of 64 + 32 tokens
+    python benchmarks/safety_cost.py --pairs 6 --prompts 8 --samples 8 --response-tokens 64
+    python benchmarks/safety_cost.py --off determinism       # the cost of one part
 
 On: the sample ledger with its digests and its writer, guards of columns and optimizer steps (with limits, so that signs are
 computed), the heartbeat that the supervisor watches, and deterministic algorithms. Off: none of them, by patches that only this
 script makes; a run of one process keeps one set of weights, so there are no digests of an update in either.
 
-Both sides are whole runs in this process, with the same seed, so that step k of one is the work of step k of the other. They
-take turns, and who goes first alternates. Seconds of a step run from the end of the one before to its own end, records
-included; the first step of each run is left out. The ratio is that of the medians over rounds, step by step; its median is
-printed, with the first and third quartile of the steps. Exit code 1: more than --limit.
+Both sides are whole runs in processes of their own, held before each step, with the same seed: step k of one is the work of
+step k of the other. They take turns step by step, and who goes first alternates, so that a host that becomes slower does so
+for both. The first figure is the median of on / off over the pairs, with its standard error (that of a median of normally
+distributed ratios).
+
+The second is exact on any host: seconds that the step of the side that is on spends inside functions of the ledger, the guards
+and the heartbeat, and processor seconds of the thread that writes the ledger, as a share of that step. It does not see what
+happens elsewhere because of them: deterministic kernels, and the entropy that the model gives because a guard limits it.
+
+Exit code 1: the account, or the first figure by more than twice its error, is above --limit.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
-import json
+import math
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from as_verb import as_verb
-from peers_cpu import add_workload_options, make_workload
-from report import Report, Series
+from child_safety import PARTS
+from peer import Peer
+from peers_cpu import Unequal, add_workload_options, make_workload
+from report import Report, Series, number
 
-WARM_UP = 1  # steps of each run that do not count
-# limits that no healthy run reaches: what is measured is the looking
-LIMITS = {"grad_norm": 1e9, "policy_kl": 1e9, "ratio": 1e9, "entropy": 1e-9, "mismatch": 2.0}
+WARM_UP = 2  # pairs that do not count
+_ERROR_OF_A_MEDIAN = math.sqrt(math.pi / 2)  # times that of the mean
 
-Rounds = dict[str, list[list[float]]]  # side -> seconds [round][step]
+Answer = dict[str, Any]
 
 
-def main() -> None:
-    arguments = _parse(sys.argv[1:])
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = _parse(argv)
     report = measure(arguments)
     report.finish(arguments.json)
-    if report.results["cost"] > arguments.limit:
-        raise SystemExit(1)
+    found = report.results
+    return int(found["account"] > arguments.limit or found["cost"] - 2 * found["error"] > arguments.limit)
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_workload_options(parser)
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each side")
-    parser.add_argument("--steps", type=int, default=4, help="of each run, warm-up included")
-    parser.add_argument("--off", nargs="+", choices=list(PARTS), default=list(PARTS), help="what one side is without")
-    parser.add_argument("--limit", type=float, default=0.03, help="largest cost, as a share of the step without")
+    add_workload_options(parser, response_tokens=32)
+    parser.set_defaults(prompts=4, samples=4)
+    parser.add_argument("--pairs", type=int, default=24, help="steps of each side that count")
+    parser.add_argument("--off", nargs="+", choices=PARTS, default=list(PARTS), help="what one side is without")
+    parser.add_argument("--limit", type=float, default=0.03, help="largest cost, as a share of the step")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a further key for both sides")
     arguments = parser.parse_args(argv)
-    if arguments.rounds < 1 or arguments.steps < WARM_UP + 2:
-        parser.error(f"at least --rounds 1 and --steps {WARM_UP + 2} are needed")
+    if arguments.pairs < 2:
+        parser.error("at least --pairs 2 are needed")
     return arguments
 
 
 def measure(arguments: argparse.Namespace) -> Report:
-    """All rounds of both sides."""
-    from verl_side import overrides_of, write_prompts
-
-    work = make_workload(arguments, arguments.steps)
-    found: Rounds = {"on": [], "off": []}
-    with tempfile.TemporaryDirectory(prefix="verl-safety-") as scratch:
-        folder = Path(scratch)
-        write_prompts(work, folder)
-        common = overrides_of(work, folder, arguments.set)
-        for number in range(arguments.rounds):
-            for side in ("on", "off") if number % 2 == 0 else ("off", "on"):
-                run = folder / f"{number}-{side}"
-                found[side].append(step_seconds(train(run, common, () if side == "on" else arguments.off)))
+    """All pairs of steps."""
+    work = make_workload(arguments, arguments.pairs + WARM_UP)
     report = Report("What it costs that nothing is lost", facts=_facts(arguments))
-    return conclude(report, found)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="verl-safety-")))
+        sides = []
+        for name, without in (("on", []), ("off", arguments.off)):
+            log = (arguments.logs or folder) / f"safety-{name}.log"
+            side = stack.enter_context(Peer(name, "child_safety.py", log=log))
+            side.build(
+                arguments.limit_s,
+                work=work.to_json(),
+                folder=str(folder / name),
+                extra=arguments.set,
+                without=without,
+            )
+            sides.append(side)
+        report.facts["threads"] = sides[0].facts.get("threads")
+        pairs = [_pair(sides if k % 2 else sides[::-1], arguments.limit_s) for k in range(arguments.pairs + WARM_UP)]
+    return conclude(report, pairs[WARM_UP:])
 
 
 def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -87,109 +96,51 @@ def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
         "model": str(arguments.model),
         "step": f"{arguments.prompts} x {arguments.samples} samples of {tokens}, {arguments.dtype}",
         "off": ", ".join(arguments.off),
-        "rounds": arguments.rounds,
-        "steps that count": arguments.steps - WARM_UP,
+        "pairs of steps": arguments.pairs,
     }
 
 
-def train(run: Path, common: Sequence[str], without: Sequence[str]) -> list[dict[str, Any]]:
-    """A run in this process, and its metrics."""
-    from verl.config import load_config
-    from verl.trainer.run import train as train_run
-
-    limits = () if "guards" in without else tuple(f"trainer.guards.{n}.limit={v}" for n, v in LIMITS.items())
-    settings = (
-        f"trainer.default_local_dir={run}",
-        "trainer.logger=[file]",
-        "trainer.val_before_train=False",
-        f"trainer.deterministic={'determinism' not in without}",
-    )
-    with ExitStack() as stack:
-        for part in without:
-            PARTS[part](stack)
-        train_run(load_config([*common, *settings, *limits]))
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+def _pair(sides: Sequence[Peer], limit_s: float) -> dict[str, Answer]:
+    """A step of each side, one after the other. Raises Unequal when they were not the same work."""
+    answers = {side.name: side.ask("step", limit_s) for side in sides}
+    for name in ("perf/total_num_tokens", "training/next_ordinal"):
+        if answers["on"][name] != answers["off"][name]:
+            raise Unequal(f"The sides did different work: {name} is {[a[name] for a in answers.values()]}.")
+    print("  ".join(f"{name} {answers[name]['step_s']:.2f} s" for name in ("on", "off")), file=sys.stderr, flush=True)
+    return answers
 
 
-def step_seconds(rows: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Between the rows of two steps that follow one another."""
-    times = [row["time"] for row in rows if row["step"] >= WARM_UP]
-    return [later - earlier for earlier, later in itertools.pairwise(times)]
-
-
-def conclude(report: Report, found: Rounds) -> Report:
-    """Medians and ratios of all rounds, step by step."""
-    ratios, rows = [], []
-    for step in range(len(found["on"][0])):
-        on, off = (Series(tuple(seconds[step] for seconds in found[side])) for side in ("on", "off"))
-        ratios.append(on.median / off.median)
-        rows.append([f"step {step + WARM_UP + 1}", on.text("s"), off.text("s"), f"{ratios[-1]:.4f}"])
+def conclude(report: Report, pairs: Sequence[dict[str, Answer]]) -> Report:
+    """The ratio of the sides, and what the parts take of the step that has them."""
+    on, off = (Series(tuple(pair[name]["step_s"] for pair in pairs)) for name in ("on", "off"))
+    ratios = [pair["on"]["step_s"] / pair["off"]["step_s"] for pair in pairs]
     median = statistics.median(ratios)
-    spread = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [median] * 3
-    report.add_table(["", "on", "off", "on / off"], rows)
-    report.notes.append(f"on / off: {median:.4f} (half of the steps between {spread[0]:.4f} and {spread[2]:.4f})")
-    report.results = {"cost": median - 1, "quartiles": [q - 1 for q in spread], "ratios": ratios, "seconds": found}
+    error = _ERROR_OF_A_MEDIAN * statistics.stdev(ratios) / math.sqrt(len(ratios))
+    low, _, high = statistics.quantiles(ratios, n=4)
+    report.add_table(
+        ["", "on", "off", "on / off", "half of the pairs"],
+        [["step", on.text("s"), off.text("s"), f"{median:.4f} ± {error:.4f}", f"{low:.4f} to {high:.4f}"]],
+    )
+    total_s = sum(on.values)
+    seconds = {part: sum(pair["on"]["parts"][part] for pair in pairs) for part in pairs[0]["on"]["parts"]}
+    shares = {part: spent / total_s for part, spent in seconds.items()}
+    report.add_table(
+        ["account", "ms a step", "of the step"],
+        [[p, number(1000 * s / len(pairs)), f"{shares[p]:.3%}"] for p, s in seconds.items()]
+        + [["all", number(1000 * sum(seconds.values()) / len(pairs)), f"{sum(shares.values()):.3%}"]],
+    )
+    same = sum(pair["on"]["actor/grad_norm"] == pair["off"]["actor/grad_norm"] for pair in pairs)
+    report.notes.append(f"Gradient norms of the two sides are equal to the last bit in {same} of {len(pairs)} steps.")
+    report.results = {
+        "cost": median - 1,
+        "error": error,
+        "quartiles": [low - 1, high - 1],
+        "account": sum(shares.values()),
+        "shares": shares,
+        "seconds": {"on": on.values, "off": off.values},
+    }
     return report
 
 
-# -- what one side is without
-
-
-def _no_ledger(stack: ExitStack) -> None:
-    """A book that only counts, and no file."""
-    from verl.tracking.ledger_book import Offset, SampleBook
-    from verl.trainer import resuming
-    from verl.trainer.ppo import collect, program
-
-    class Counting(SampleBook):
-        def issue(self, step: int, prompts: Any, **_: Any) -> None:
-            self.num_issued = getattr(self, "num_issued", 0) + len(prompts)
-
-        def generate(self, step: int, pieces: Any) -> None: ...
-
-        def score(self, step: int, scores: Any) -> None: ...
-
-        def train(self, step: int, keys: Any) -> None:
-            self.offset = Offset(step, self.num_issued)
-
-    for name in ("issued_prompts", "pieces_of", "scores_of"):
-        stack.enter_context(patch.object(collect, name, lambda rows, *_: rows))
-    stack.enter_context(patch.object(program, "keys_of", lambda rows: rows))
-    stack.enter_context(patch.object(program, "SampleBook", Counting))
-    stack.enter_context(patch.object(resuming, "begin_samples", lambda *_: []))
-
-
-def _no_guards(stack: ExitStack) -> None:
-    from verl.trainer.guards import Guards
-    from verl.workers.step_guard import StepGuard
-
-    for method in ("check_samples", "check_credit", "check_updates"):
-        stack.enter_context(patch.object(Guards, method, lambda *_: None))
-    stack.enter_context(patch.object(StepGuard, "observe", lambda *_: {}))
-    stack.enter_context(patch.object(StepGuard, "__call__", lambda *_: True))
-    stack.enter_context(patch.object(StepGuard, "names", {}))
-
-
-def _no_heartbeat(stack: ExitStack) -> None:
-    from verl.tracking.heartbeat import Heartbeat
-
-    for method in ("start", "phase", "begin_step"):
-        stack.enter_context(patch.object(Heartbeat, method, lambda *_: None))
-
-
-def _no_determinism(stack: ExitStack) -> None:
-    """The runs of the other side have switched it on in this process."""
-    import torch
-
-    torch.use_deterministic_algorithms(False)
-
-
-PARTS: dict[str, Callable[[ExitStack], None]] = {
-    "ledger": _no_ledger,
-    "guards": _no_guards,
-    "heartbeat": _no_heartbeat,
-    "determinism": _no_determinism,
-}
-
 if __name__ == "__main__":
-    raise SystemExit(as_verb(main))
+    raise SystemExit(main())

@@ -1,96 +1,239 @@
-"""benchmarks/chaos.py: a run that is killed several times ends like one that was left alone; how kills are drawn, counted."""
+"""benchmarks/chaos.py: a run that is killed several times ends like one that was left alone; how kills are drawn, counted,
+compared.
+
+    pytest -m "slow or not slow" tests/benchmarks/test_chaos.py
+"""
 
 import json
+import os
 import random
+import re
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import chaos
+import chaos_compare
+import psutil
 import pytest
-from chaos_run import RUNTIMES, Kill, Moment, Victim, differences, make_task, plan
+import torch
+from chaos_compare import differences, idleness
+from chaos_run import Kill, Lost, Victim
+from chaos_task import PHASES, RUNTIMES, Moment, make_task, plan
 
+from verl.cli.main import run_verb
 from verl.config import load_config
+from verl.parallel.ancestry import die_with
 from verl.trainer.run import train
 
 
 @pytest.fixture
-def task(tmp_path, tiny_llama):
-    return make_task(tmp_path, steps=6, model=str(tiny_llama), warm=True)
+def make(tmp_path, tiny_llama):
+    return lambda **settings: make_task(tmp_path, model=str(tiny_llama), warm=True, **settings)
 
 
 def left_alone(task):
-    """The same run, in this process."""
+    """The folder of the same run, in this process."""
     folder = task.folder / "alone"
     assert train(load_config([*task.keys, f"trainer.default_local_dir={folder}"])) == 0
-    return SimpleNamespace(folder=folder, task=task)
+    return folder
+
+
+def attacked(task, moments, victim):
+    """The kills; the run has ended well then, and has left nothing."""
+    rng = random.Random(0)
+    try:
+        kills = [kill for moment in moments for kill in victim.strike(moment, rng)]
+        victim.to_the_end()
+        assert victim.left_in_the_end() == []
+    finally:
+        victim.end()
+    return kills
+
+
+class Forked:
+    """`verl train` as a fork of this process, which has torch in its memory already; otherwise like a Popen of it."""
+
+    def __init__(self, keys, log):
+        parent = os.getpid()
+        self.pid, self._code = os.fork(), None
+        if self.pid == 0:
+            self._train(keys, log, parent)
+
+    def _train(self, keys, log, parent):
+        code = 70
+        try:
+            die_with(parent)
+            with log.open("ab") as file:
+                os.dup2(file.fileno(), 1)
+                os.dup2(file.fileno(), 2)
+            sys.stdout, sys.stderr = (open(fd, "w", closefd=False) for fd in (1, 2))
+            code = run_verb("train", keys, whole_process=True)
+        finally:
+            os._exit(code)  # nothing of the tests goes on here
+
+    def poll(self):
+        if self._code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self._code = os.waitstatus_to_exitcode(status) if pid else None
+        return self._code
+
+
+class ForkedVictim(Victim):
+    def launch(self, log):
+        return Forked(self.keys(), log)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a process that has used CUDA cannot be forked")
+def test_a_run_whose_processes_are_killed_equals_the_unbroken_one(make):
+    """A reward worker, the process that trains, and the supervisor, which takes all with it: the command is run again."""
+    task = make(steps=8)
+    victim = ForkedVictim(task, "local", "killed")
+    moments = [
+        Moment(1, "any", "reward worker", 0.0),
+        Moment(3, "any", "driver", 0.5),
+        Moment(5, "any", "supervisor", 0.1),
+    ]
+    kills = attacked(task, moments, victim)
+    assert [(kill.target, kill.back_by) for kill in kills] == [
+        ("reward worker", "itself"),
+        ("driver", "supervisor"),
+        ("supervisor", "hand"),
+    ]
+    assert all(kill.steps_again <= 6 for kill in kills)
+    alone = left_alone(task)
+    assert idleness(task, alone) == []
+    assert differences(task, victim.folder, alone) == []
+    (event,) = [json.loads(line) for line in (victim.folder / "events.jsonl").read_text().splitlines()]
+    assert event["cause"] == "SIGKILL"
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_three_times_equals_the_unbroken_one(task):
-    """Once its process while it generates, once while it saves, and once its supervisor, which takes all with it."""
-    victim, rng = Victim(task, "local", "killed"), random.Random(0)
-    try:
-        kills = [
-            victim.strike(moment, rng)
-            for moment in (
-                Moment(1, "gen", "driver", 0.01),
-                Moment(2, "save_checkpoint", "driver", 0.005),
-                Moment(3, "any", "supervisor", 0.0),
-            )
-        ]
-        victim.to_the_end()
-        assert [kill.back_by for kill in kills] == ["supervisor", "supervisor", "hand"]
-        assert all(kill.steps_again <= 3 for kill in kills)
-        assert differences(victim, left_alone(task)) == []
-        events = [json.loads(line) for line in (victim.folder / "events.jsonl").read_text().splitlines()]
-        assert [event["cause"] for event in events] == ["SIGKILL", "SIGKILL"]
-    finally:
-        victim.end()
+def test_a_run_whose_supervisor_is_killed(make):
+    """It takes all with it, and the command is run again; before, the run is killed twice while it comes back."""
+    task = make(steps=12)
+    victim = Victim(task, "local", "killed", {"start": 2.0, "save_checkpoint": 0.1})
+    kills = attacked(
+        task,
+        [
+            Moment(2, "save_checkpoint", "driver", 0.0, again=0.1, target_again="driver"),
+            Moment(6, "any", "supervisor", 0.0),
+        ],
+        victim,
+    )
+    assert [kill.back_by for kill in kills] == ["killed again", "supervisor", "hand"]
+    assert differences(task, victim.folder, left_alone(task)) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("runtime", RUNTIMES)
-def test_twelve_kills(runtime, tmp_path):
-    """pytest -m slow tests/benchmarks/test_chaos.py"""
+def test_twelve_kills_of_a_runtime(runtime):
+    """pytest -m slow tests/benchmarks -k twelve_kills"""
     assert chaos.main(["--kills", "12", "--kills-per-run", "12", "--runtimes", runtime, "--seed", "3"]) == 0
 
 
 def test_kills_are_shared_out_and_drawn_from_the_seed():
-    assert chaos.shares(["local", "async", "torchrun", "ray"], 100) == {
-        "local": 40,
-        "async": 20,
-        "torchrun": 20,
-        "ray": 20,
-    }
+    assert sum(chaos.shares(list(RUNTIMES), 100).values()) == 100
     assert sum(chaos.shares(["torchrun", "ray", "local"], 7).values()) == 7
-    first, second = (plan(random.Random("1/ray/0"), "ray", 9) for _ in range(2))
+    assert min(chaos.shares(list(RUNTIMES), 100).values()) >= 10
+    first, second = (plan(random.Random("1/ray/0"), "ray", 40) for _ in range(2))
     assert first == second
-    assert [moment.step for moment in first] == list(range(1, 10))
+    assert [moment.step for moment in first] == list(range(1, len(first) + 1))
+    assert len(first) + sum(moment.again is not None for moment in first) == 40
+    assert {m.phase for m in first} == set(PHASES)
     assert {m.target for m in plan(random.Random(0), "ray", 50, ["rank"])} == {"rank"}
+    assert Moment(1, "gen", "driver", 0.5).delay_s({"gen": 0.2}) == 0.1
+
+
+def test_a_kill_that_hits_no_living_process_does_not_count(make):
+    victim = Victim.__new__(Victim)
+    victim.folder = make(steps=1).folder
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    process = psutil.Process(ended.pid)
+    while process.status() != psutil.STATUS_ZOMBIE:
+        pass
+    assert victim._hit("driver", process) is None
+    ended.wait()
+    assert victim._hit("driver", process) is None
+
+
+def test_a_command_that_fails_by_itself_is_not_run_again(make):
+    task = make(steps=1)
+    task = replace(task, keys=(*task.keys, "trainer.no_such_key=1"), warm=False)
+    victim = Victim(task, "local", "wrong")
+    with pytest.raises(Lost, match=r"the command ended by itself with 2: .*no_such_key"):
+        victim.to_the_end()
 
 
 def test_the_report_has_every_target_and_phase():
     kills = [
-        Kill("local", "r", "driver", 3, "gen", "supervisor", 5.0, 2),
-        Kill("ray", "r", "rank", 1, "gen", "hand", 9, 0),
+        Kill("local", "r", "driver", 7, 3, "gen", "killed again", None, None),
+        Kill("ray", "r", "rank", 8, 1, "after gen", "hand", 9.0, 0),
     ]
     text = chaos.report(kills)
-    for word in ("local: driver", "ray: rank", "by phase", "gen", "all"):
+    for word in ("local: driver", "ray: rank", "by phase", "after gen", "hand", "all"):
         assert word in text
     assert chaos.report([])
 
 
-def test_weights_and_samples_are_compared(tmp_path, monkeypatch):
-    folders = []
-    for name in ("one", "two"):
-        saved = tmp_path / name / "global_step_6" / "actor"
+@pytest.fixture
+def folders(tmp_path, monkeypatch):
+    """Two run folders of two steps that are equal, and what their ledgers say."""
+    said = {}
+    for name in ("ours", "theirs"):
+        saved = tmp_path / name / "global_step_2" / "actor"
         saved.mkdir(parents=True)
-        (saved / "model.safetensors").write_bytes(name.encode())
-        folders.append(SimpleNamespace(folder=tmp_path / name, task=SimpleNamespace(steps=6), left_in_the_end=list))
-    from collections import Counter
+        (saved / "model.safetensors").write_bytes(b"weights")
+        (saved / "optimizer.safetensors").write_bytes(b"moments")
+        state = {"step": 2, "weight_version": 2, "seconds": random.random(), "samples": {"run": name, "cursor": 8}}
+        (saved.parent / "trainer_state.json").write_text(json.dumps(state))
+        (tmp_path / name / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+        said[name] = SimpleNamespace(trained=Counter({(0, 0, "a"): 2}), pending=[])
 
-    trained = {"one": Counter({(0, 0, "a"): 2}), "two": Counter({(0, 0, "a"): 1, (0, 1, "b"): 1})}
-    monkeypatch.setattr("chaos_run._trained", lambda folder: trained[folder.name])
-    assert differences(*folders) == [
-        "weights differ: actor/model.safetensors",
-        "1 samples trained that should not, 1 did not",
-    ]
+    class Told:
+        def __init__(self, folder):
+            self.said = said[Path(folder).name]
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def multiset_of_trained(self):
+            return self.said.trained
+
+        def pending(self):
+            return self.said.pending
+
+    monkeypatch.setattr(chaos_compare, "Ledger", SimpleNamespace(open=Told))
+    return SimpleNamespace(ours=tmp_path / "ours", theirs=tmp_path / "theirs", said=said["ours"])
+
+
+def write(name, text):
+    return lambda found: (found.ours / name).write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda found: None, ""),
+        (write("global_step_2/actor/optimizer.safetensors", "x"), "differs in actor/optimizer.safetensors"),
+        (write("global_step_2/actor/more.safetensors", "x"), "differs in actor/more.safetensors"),
+        (write("metrics.jsonl", '{"step": 1}\n{"step": 1}\n{"step": 2}\n'), r"the steps \[1, 1, 2\]"),
+        (write(".global_step_4.tmp", ""), "global_step_4.tmp is left"),
+        (
+            write("global_step_2/trainer_state.json", '{"step": 2, "weight_version": 3, "seconds": 1, "samples": {"run": ""}}'),
+            "weight_version is 3, not 2",
+        ),
+        (lambda found: found.said.pending.append((8, 0)), "1 samples are open, not 0"),
+        (lambda found: found.said.trained.update({(1, 0, "b"): 1}), "1 samples trained that should not, 0 did not"),
+    ],
+)  # fmt: skip
+def test_what_differs_is_said(folders, change, words):
+    change(folders)
+    wrong = "; ".join(differences(SimpleNamespace(steps=2), folders.ours, folders.theirs))
+    assert (re.search(words, wrong) is not None) if words else wrong == ""

@@ -50,7 +50,13 @@ def test_kinds_come_from_the_table_of_mounts(monkeypatch, path, kind):
 
 @pytest.mark.parametrize(
     ("kind", "words"),
-    [("nfs4", "network file system"), ("fuse.gcsfuse", "file by file"), ("tmpfs", "in memory"), ("ext4", "")],
+    [
+        ("nfs4", "network file system"),
+        ("fuse.sshfs", "network file system"),
+        ("fuse.gcsfuse", "file by file"),
+        ("tmpfs", "in memory"),
+        ("ext4", ""),
+    ],
 )
 def test_kinds_that_need_a_word(monkeypatch, tmp_path, kind, words):
     monkeypatch.setattr(filesystem, "kind_of", lambda path: kind)
@@ -122,7 +128,9 @@ def test_a_rename_whose_answer_was_lost_has_happened(monkeypatch, tmp_path):
 
 
 def test_what_a_killed_examination_left_is_removed(tmp_path):
-    (tmp_path / ".probe-999999999").mkdir()
-    (tmp_path / ".probe-999999999" / "file").write_text("x")
+    left, elsewhere = (tmp_path / f".probe-{host}-999999999" for host in (filesystem._host(), "another"))
+    for folder in (left, elsewhere):
+        folder.mkdir()
+        (folder / "file").write_text("x")
     assert examine(tmp_path).refusals == []
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == [elsewhere]  # of a process that cannot be looked up here

@@ -196,6 +196,15 @@ def test_retention_does_not_count_damaged_ones(tmp_path):
     assert store.candidates() == [4, 3, 2]
 
 
+def test_retention_reads_a_damaged_one_once(tmp_path, caplog):
+    store = CheckpointStore(tmp_path, keep=3)
+    store.save(1, make_roles(1), {})
+    (tmp_path / "global_step_1/trainer_state.json").unlink()
+    for step in (2, 3):
+        store.save(step, make_roles(step), {})
+    assert caplog.text.count("global_step_1 is damaged and does not count as kept") == 1
+
+
 @pytest.mark.parametrize("keep", [None, 0, -1])
 def test_keep_all(tmp_path, keep):
     store = CheckpointStore(tmp_path, keep=keep)

@@ -52,6 +52,7 @@ BAD_KEYS = {
     "missing reward": ({"reward.custom_reward_function.path": "/nowhere/reward.py"}, "/nowhere/reward.py"),
     "no scorer": ({"reward.custom_reward_function.path": None}, "no built-in scorer for data_source 'letters'"),
     "tracker": ({"trainer.logger": "[consol]"}, "'console'"),
+    "phase": ({"trainer.dynamic_config": "[{from_step:3,changes:{chunk_sise:4}}]"}, "did you mean 'chunk_size'"),
     "too long for the model": ({"data.max_response_length": 2000}, "but the model holds 1024"),
     "too few rows": (
         {"data.train_batch_size": 16, "actor_rollout_ref.actor.ppo_mini_batch_size": 16},

@@ -1,13 +1,21 @@
 """Slips of the finger in config keys, and what becomes of them."""
 
 import re
+import string
 from collections.abc import Iterator
 
 from verl.config import aliases
 from verl.config.settings import Given, locate
 from verl.config.tree import leaves, sections
 
-LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.-"
+# what a keyboard has, but for "=", with which the key ends, and characters that look like others
+LETTERS = (
+    string.ascii_letters
+    + string.digits
+    + string.punctuation.replace("=", "")
+    + " \t"
+    + "\u0430\u00e9\u2013\u200b\uff0e"
+)
 
 
 def keys() -> list[str]:
@@ -15,16 +23,16 @@ def keys() -> list[str]:
     return [*leaves(), *aliases.other_spellings()]
 
 
-def edits(key: str, rng, num_letters: int = 1) -> Iterator[str]:
-    """Every text that one deletion or swap makes of `key`, and for every place `num_letters` insertions and substitutions
-    of drawn letters."""
+def edits(key: str, rng=None, num_letters: int | None = None) -> Iterator[str]:
+    """Every text that one deletion or swap makes of `key`, and for every place insertions and substitutions of each of the
+    LETTERS, or of `num_letters` that are drawn."""
     for at in range(len(key) + 1):
-        for letter in rng.sample(LETTERS, num_letters):
+        for letter in LETTERS if num_letters is None else rng.sample(LETTERS, num_letters):
             yield key[:at] + letter + key[at:]
         if at == len(key):
             break
         yield key[:at] + key[at + 1 :]
-        for letter in rng.sample(LETTERS, num_letters):
+        for letter in LETTERS if num_letters is None else rng.sample(LETTERS, num_letters):
             if letter != key[at]:
                 yield key[:at] + letter + key[at + 1 :]
         if at + 1 < len(key) and key[at] != key[at + 1]:
@@ -33,25 +41,28 @@ def edits(key: str, rng, num_letters: int = 1) -> Iterator[str]:
 
 def outcome(key: str, edited: str) -> str:
     """What giving `edited` comes to: "right first", "right among equals" (others are one slip away too), "another key" (or
-    an entry of a free mapping), "a section", or what is wrong."""
-    path, _ = aliases.resolve(edited)
+    an entry of a free mapping), "a section", "a mark" (+ and ~ before a key, and space, say the same key), or what is wrong."""
+    spelled = edited.lstrip().lstrip("+~")
+    path, _ = aliases.resolve(spelled)
     given = Given([], [], [])
     given.add_overrides([f"{edited}=1"])
     if not given.errors:
+        if spelled == key:
+            return "a mark"
         return "another key" if locate(path) is not None else "accepted"
     if path in sections():
         return "a section" if "is a section" in given.errors[0] else given.errors[0]
-    if f"There is no key {edited!r} (command line)" not in given.errors[0]:
+    if f"There is no key {spelled!r} (command line)" not in given.errors[0]:
         return given.errors[0]
     named = re.findall(r"'([^']*)'", given.errors[0].partition("did you mean")[2])
     if named[:1] == [key]:
         return "right first"
-    if key in named and all(slips_apart(edited, other) == 1 for other in named[: named.index(key)]):
+    if key in named and all(slips_apart(spelled, other) == 1 for other in named[: named.index(key)]):
         return "right among equals"
     return f"{edited!r} for {key!r} is answered with {named}"
 
 
-EXPECTED = {"right first", "right among equals", "another key", "a section"}
+EXPECTED = {"right first", "right among equals", "another key", "a section", "a mark"}
 
 
 def slips_apart(a: str, b: str) -> int:

@@ -17,7 +17,7 @@ NUM_EDITS = 4000
 
 def test_edited_keys_are_refused_with_the_right_suggestion():
     rng = random.Random(0)
-    drawn = [(key, rng.choice(list(edits(key, rng)))) for key in keys() for _ in range(1 + NUM_EDITS // len(keys()))]
+    drawn = [(key, rng.choice(list(edits(key, rng, 1)))) for key in keys() for _ in range(1 + NUM_EDITS // len(keys()))]
     outcomes = Counter(outcome(key, edited) for key, edited in drawn)
     assert set(outcomes) <= EXPECTED, [o for o in outcomes if o not in EXPECTED][:5]
     assert outcomes["right first"] > 0.98 * len(drawn)
@@ -26,7 +26,7 @@ def test_edited_keys_are_refused_with_the_right_suggestion():
 def test_whole_loads_refuse_them_too():
     rng = random.Random(1)
     for key in rng.sample(keys(), 25):
-        edited = rng.choice(list(edits(key, rng)))
+        edited = rng.choice(list(edits(key, rng, 1)))
         if outcome(key, edited).startswith("right"):
             assert repr(key) in refused(f"{edited}=1", match="There is no key")
 
@@ -34,7 +34,7 @@ def test_whole_loads_refuse_them_too():
 def test_slips_are_found_as_their_definition_says():
     rng = random.Random(2)
     for key in rng.sample(keys(), 3):
-        edited = rng.choice(list(edits(key, rng)))
+        edited = rng.choice(list(edits(key, rng, 1)))
         near = [k for k in keys() if k != edited and abs(len(k) - len(edited)) < 2 and k[:4] == edited[:4]]
         assert one_slip_away(edited) == sorted(k for k in near if slips_apart(k, edited) == 1) or edited[:4] != key[:4]
 
@@ -44,9 +44,15 @@ def test_a_dot_too_many_names_no_entry(key):
     assert "did you mean 'trainer." in refused(f"{key}=1", match="There is no key")
 
 
+@pytest.mark.parametrize(
+    "key", ["trainer/nnodes", "trainer.nn@odes", "trainer. nnodes", "trainer.nnodes ", "trainer.n\u0430odes"]
+)
+def test_marks_of_other_syntaxes_and_look_alikes(key):
+    assert "did you mean 'trainer.nnodes'" in refused(f"{key}=1", match="There is no key")
+
+
 @pytest.mark.slow
 def test_all_edits():
-    """pytest -m slow tests/config/test_fuzz.py"""
-    rng = random.Random(3)
-    outcomes = Counter(outcome(key, edited) for key in keys() for edited in edits(key, rng))
+    """pytest -m slow tests/config/test_fuzz.py (minutes: millions of texts)"""
+    outcomes = Counter(outcome(key, edited) for key in keys() for edited in edits(key))
     assert set(outcomes) <= EXPECTED, [o for o in outcomes if o not in EXPECTED][:5]

@@ -113,7 +113,7 @@ def test_syntax(argument, value):
 
 
 @pytest.mark.parametrize(
-    "argument", ["a.b", "=1", "--config-name=x", "a.b=[1,2", "a.b=[1,'2]", "a.b={x}", "a.b=[1]]", "a b=1", "a.b=[(1]"]
+    "argument", ["a.b", "=1", "--config-name=x", "a.b=[1,2", "a.b=[1,'2]", "a.b={x}", "a.b=[1]]", "a b", "a.b=[(1]"]
 )
 def test_bad_syntax_is_a_sentence(argument):
     with pytest.raises(ConfigError, match=r"key=value|no value|bracket|quotation|name:value"):
@@ -232,7 +232,7 @@ def test_an_absurd_key_is_refused_without_a_guess():
 
 
 def test_keys_of_features_to_come_say_so():
-    assert "by itself" in refused("kv_cache_config.enable_paged_attention=True")
+    assert "manages its own" in refused("kv_cache_config.enable_paged_attention=True")
 
 
 def test_a_section_is_no_key():

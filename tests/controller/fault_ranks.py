@@ -5,6 +5,8 @@ import signal
 import sys
 import time
 
+import psutil
+
 from verl.errors import VerlError
 from verl.parallel.collectives import Collectives, peer_of_environment
 
@@ -13,6 +15,7 @@ def main(kind):
     peer = peer_of_environment()
     try:
         comm = Collectives.start(peer, timeout_s=4, start_timeout_s=6, call_timeout_s=4)
+        assert listening_at() <= {"127.0.0.1"}, listening_at()  # where the ranks meet
         with comm.doing("actor.update"):
             assert [p.decode() for p in comm.all_gather(f"hello {peer.rank}".encode() * (peer.rank + 1))] == [
                 f"hello {r}" * (r + 1) for r in range(peer.world_size)
@@ -29,6 +32,13 @@ def main(kind):
     except VerlError as error:
         print(f"{type(error).__name__}: {error}", flush=True)
         sys.exit(error.exit_code)
+
+
+def listening_at():
+    """The addresses at which this process can be reached: the store of the rendezvous, and gloo."""
+    process = psutil.Process()
+    sockets = (getattr(process, "net_connections", None) or process.connections)("inet")
+    return {found.laddr.ip for found in sockets if found.status == psutil.CONN_LISTEN}
 
 
 def go_wrong(kind):

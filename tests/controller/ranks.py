@@ -21,7 +21,8 @@ def environment(**more):
         "PYTHONPATH": str(ROOT),
         "VERL_TEST_WIDE_NORMS": "1",
     }
-    own = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    others = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RAY_AUTH_MODE")
+    own = {k: v for k, v in os.environ.items() if k not in others}
     return {**own, **quiet, **{k: str(v) for k, v in more.items()}}
 
 

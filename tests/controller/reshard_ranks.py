@@ -49,64 +49,67 @@ class Watched(update.PlannedUpdate):
             self.seen.append({**row, "seconds": exchanged.seconds, "peak": self.transport.peak_staging_bytes})
 
 
-def is_time():
-    """On rank 1, in the second update: the one after the first step."""
-    return RANK == 1 and len(Watched.seen) == 1 and Watched.goes_on
+def is_time(rank=1):
+    """On one rank, in the second update: the one after the first step."""
+    return RANK == rank and len(Watched.seen) == 1 and Watched.goes_on
+
+
+def before_it_is_proved(patch, change):
+    """`change(transport, wanted)` on rank 1 when everything has come."""
+    check_held = transport.PeerToPeer.check_held
+
+    def faulty(self, wanted):
+        if is_time():
+            change(self, wanted)
+        check_held(self, wanted)
+
+    patch.setattr(transport.PeerToPeer, "check_held", faulty)
 
 
 def flips_a_bit(patch):
     """One bit of what arrived is another."""
-    unpack = transport.PeerToPeer._unpack
 
-    def faulty(self, parcel, wanted):
-        unpack(self, parcel, wanted)
-        if is_time():
-            move = parcel.moves[-1]
-            self._at(wanted, move, is_source=False).view(torch.int64)[(0,) * len(move.box)] ^= 1
+    def flip(self, wanted):
+        came = next(move for move in reversed(self._proved) if not move.is_kept)
+        self._at(wanted, came, is_source=False).view(torch.int64)[(0,) * len(came.box)] ^= 1
 
-    patch.setattr(transport.PeerToPeer, "_unpack", faulty)
+    before_it_is_proved(patch, flip)
 
 
 def loses_half_a_bucket(patch):
-    """The second half of what arrived is not written into the engine."""
-    unpack = transport.PeerToPeer._unpack
+    """The second half of what rank 0 writes for the engine goes elsewhere."""
+    place = transport.PeerToPeer._place
 
-    def faulty(self, parcel, wanted):
-        lost = parcel.moves[len(parcel.moves) // 2 :] if is_time() else []
-        places = [self._at(wanted, move, is_source=False) for move in lost]
-        before = [place.clone() for place in places]
-        unpack(self, parcel, wanted)
-        for place, numbers in zip(places, before, strict=True):
-            place.copy_(numbers)
+    def faulty(self, move):
+        there, moves = place(self, move), list(self._places)
+        is_lost = is_time(0) and moves.index(move) >= len(moves) // 2
+        return torch.empty_like(there) if is_lost else there
 
-    patch.setattr(transport.PeerToPeer, "_unpack", faulty)
+    patch.setattr(transport.PeerToPeer, "_place", faulty)
 
 
 def swaps_two(patch):
     """The engine takes k_proj for v_proj and the other way round."""
-    prove = transport.PeerToPeer._prove
 
-    def faulty(self, wanted, sent):
-        if is_time():
-            k, v = wanted[K_PROJ], wanted[K_PROJ.replace("k_proj", "v_proj")]
-            was = k.clone()
-            k.copy_(v)
-            v.copy_(was)
-        prove(self, wanted, sent)
+    def swap(self, wanted):
+        k, v = wanted[K_PROJ], wanted[K_PROJ.replace("k_proj", "v_proj")]
+        was = k.clone()
+        k.copy_(v)
+        v.copy_(was)
 
-    patch.setattr(transport.PeerToPeer, "_prove", faulty)
+    before_it_is_proved(patch, swap)
 
 
 def dies_in_an_update(patch):
     """The process that has the engine is killed when it has written a part of the new weights."""
-    unpack = transport.PeerToPeer._unpack
+    put = transport.PeerToPeer._put
 
-    def faulty(self, parcel, wanted):
-        unpack(self, parcel, wanted)
+    def faulty(self, moves, held, wanted):
+        put(self, moves, held, wanted)
         if is_time():
             os.kill(os.getpid(), signal.SIGKILL)
 
-    patch.setattr(transport.PeerToPeer, "_unpack", faulty)
+    patch.setattr(transport.PeerToPeer, "_put", faulty)
 
 
 def keeps_its_version(patch):

@@ -1,8 +1,10 @@
 """`from verl.worker import ActorRolloutRefWorker`, as the seed documents write it."""
 
+import pytest
 import torch
 
 from verl.controller.hybrid_worker import ActorRolloutRefWorker as Implementation
+from verl.errors import DataError
 from verl.worker import ActorRolloutRefWorker
 
 
@@ -26,7 +28,9 @@ def test_it_generates_scores_and_trains(tiny_llama):
         batch = worker.generate_sequences(["What is 2 + 2?", "And 3?"])
         assert len(batch) == 6
         assert set(batch.batch["weight_version"].tolist()) == {0}
-        assert len(worker.generate_sequences([[1, 2, 3]], n=1)) == 1
+        assert len(worker.generate_sequences([[1, 2, 3]], n=1)) == len(worker.generate_sequences("2 + 2?", n=1)) == 1
+        with pytest.raises(DataError, match="no prompts"):
+            worker.generate_sequences([])
         old, reference = worker.compute_log_prob(batch), worker.compute_ref_log_prob(batch)
         mask = batch.batch["response_mask"]
         sampled = batch.batch["rollout_log_probs"]

@@ -21,6 +21,7 @@ from verl.single_controller.base.decorator import make_nd_compute_dataproto_disp
 
 ray = pytest.importorskip("ray")
 
+from verl.controller.ray_cluster import Cluster, Request  # noqa: E402 - needs ray
 from verl.single_controller.ray import (  # noqa: E402 - needs ray
     RayClassWithInitArgs,
     RayResourcePool,
@@ -227,6 +228,42 @@ def cmdline(process):
         return []
 
 
+OWNER = """
+import sys, ray
+from verl.controller.ray_cluster import Cluster, Request
+cluster = Cluster({"num_cpus": 1}, Request([1], False, 60))
+print("address", ray.get_runtime_context().gcs_address, flush=True)
+sys.stdin.read()
+cluster.close()
+"""
+GUEST = "import sys, ray; ray.init(address=sys.argv[1], logging_level='ERROR', log_to_driver=False); print('inside')"
+
+
+@pytest.mark.slow
+def test_strangers_do_not_get_into_a_cluster_of_our_own():
+    """Ray listens on all interfaces: `pytest -m slow tests/controller/test_ray.py -k strangers` takes a minute and a half."""
+    token = "5" * 64
+    plain = {k: v for k, v in environment().items() if not k.startswith("RAY_AUTH")}
+    knows = {**plain, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER], cwd=ROOT, env={**plain, "RAY_AUTH_TOKEN": token}, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    try:
+        said = []
+        while not (said and said[-1].startswith("address ")):
+            said.append(owner.stdout.readline())
+            assert said[-1], "".join(said)[-3000:]
+        command = [sys.executable, "-c", GUEST, said[-1].split()[1]]
+        outputs = [
+            subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False).stdout
+            for env in (plain, {**knows, "RAY_AUTH_TOKEN": "6" * 64}, knows)
+        ]
+    finally:
+        end_tree(owner.pid)
+    assert ["inside" in output for output in outputs] == [False, False, True]
+
+
 def test_the_config_travels_whole(base):
     from verl.config import load_config
     from verl.config.load import build
@@ -237,3 +274,23 @@ def test_the_config_travels_whole(base):
     sent = unpack(pack({path: value_at(config, path) for path in leaves()}))
     assert build(sent) == config
     assert json.dumps(sent["trainer.placement"]) == "{}"
+
+
+@pytest.mark.parametrize(
+    ("address", "error", "expected", "words"),
+    [
+        (None, ConnectionError("the socket was closed"), WorkerLostError, r"the socket was closed\). Look at /tmp/ray"),
+        (None, ValueError("no such argument"), ConfigError, r"Check ray_kwargs.ray_init\."),
+        ("10.0.0.1:6379", ConnectionError("refused"), ConfigError, r"Check ray_kwargs.ray_init.address\."),
+    ],
+)
+def test_a_cluster_that_does_not_start(monkeypatch, address, error, expected, words):
+    """Of one of our own somebody may have killed a process: that is worth the supervisor's second attempt."""
+
+    def fail(**_):
+        raise error
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", fail)
+    with pytest.raises(expected, match=f"Ray did not start after .* s .*{words}"):
+        Cluster({"address": address, "num_cpus": 1}, Request([1], False, 10.0))

@@ -17,6 +17,7 @@ from tests.controller.ranks import ROOT, Ranks, end_tree, environment, survivors
 
 pytestmark = pytest.mark.slow
 DEADLINE_S = 10
+RAY_DEADLINE_S = 25  # the building of the roles has it too
 LIB = "actor_rollout_ref.model.external_lib=tests.controller.stuck"
 
 
@@ -56,7 +57,7 @@ def test_a_rank(jobs):
 def test_an_actor_of_ray(jobs):
     pytest.importorskip("ray")
     code, said, _ = train(
-        jobs, "ray", "trainer.n_gpus_per_node=2", "ray_kwargs.ray_init.num_cpus=2", f"trainer.call_timeout_s={DEADLINE_S}",
+        jobs, "ray", "trainer.n_gpus_per_node=2", "ray_kwargs.ray_init.num_cpus=2", f"trainer.call_timeout_s={RAY_DEADLINE_S}",
         "trainer.max_restarts=0", stuck="update",
     )  # fmt: skip
     assert code == 9, said[-3000:]
@@ -64,7 +65,7 @@ def test_an_actor_of_ray(jobs):
         r"rank 1 \(.*; node .*, process \d+\) \[its stack: actor.update for \d+ s, in sleeps_forever \(stuck.py:\d+\)",
         said,
     ), said[-3000:]
-    assert f"did not finish actor.update within {DEADLINE_S} s" in said
+    assert f"did not finish actor.update within {RAY_DEADLINE_S} s" in said
     assert survivors(str(jobs.root)) == []
 
 

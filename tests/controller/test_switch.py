@@ -112,6 +112,14 @@ def test_a_weight_that_changed_meanwhile_stops_the_run(engine, check):
     switched(engine, drift_check=check)
 
 
+def test_a_weight_in_float64_is_seen_to_change_too(tiny_llama):
+    """What is compared must be a copy, also where no number format changes on the way."""
+    settings = {"model": ModelConfig(path=str(tiny_llama)), "optim": OptimConfig(), "kind": "policy", "device": CPU}
+    wide = LocalEngine(engine=FSDPConfig(dtype="float64"), total_steps=1, **settings)
+    with pytest.raises(ModelError, match="changed while samples were made"):
+        switched(wide, lambda: [p.data.add_(1.0) for p in wide.module.parameters()])
+
+
 def test_a_copy_puts_the_weights_right(engine, caplog):
     name = "model.norm.weight"
     before = engine.module.get_parameter(name).detach().clone()

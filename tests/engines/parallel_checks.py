@@ -350,7 +350,25 @@ def check_checkpoint(folder):
     expected = whole_state(first)
     different = [num_different(whole_state(e), expected) for e in (one, divided)]
     assert one.num_lr_steps == divided.num_lr_steps == 2
-    return {"different": different, **next_steps([first, one, divided])}
+    return {
+        "different": different,
+        "stale": _gap_after_going_back(path, folder, one),
+        **next_steps([first, one, divided]),
+    }
+
+
+def _gap_after_going_back(path, folder, one):
+    """Log-probs of an engine that has computed with other weights before, and keeps what it gathers for them, against those
+    of `one`, which holds the checkpoint."""
+    engine, batch, micro = make(FSDPEngine, path, dtype="float32", reshard_after_forward=False), make_batch(3), 24
+    found = []
+    for _ in range(2):
+        share = batch.select_idxs(rows_of(engine, len(batch)))
+        found.append(engine.forward(share, ("log_probs",), MicroBatching(max_tokens=micro))["log_probs"])
+        load(engine, folder / "saved", 2)
+    expected = one.forward(share, ("log_probs",), MicroBatching(max_tokens=micro))["log_probs"]
+    assert (found[0] - expected).abs().max() > 1e-3
+    return (found[1] - expected).abs().max().item()
 
 
 @on(4)

@@ -227,6 +227,20 @@ def test_state_round_trip_continues_bit_for_bit(make, dtype, kind):
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
+def test_going_back_to_before_the_first_step_leaves_nothing_of_later_ones(make):
+    """The optimizer had no state then, and has none afterwards."""
+    ours, fresh = make(dtype="float32"), make(dtype="float32")
+    saved = ours.state()
+    saved.model = {name: whole(value).clone() for name, value in saved.model.items()}
+    assert not saved.optimizer
+    for seed in range(2):
+        train(ours, make_batch(seed))
+    ours.load_state(saved)
+    for engine in (ours, fresh):
+        train(engine, make_batch(3))
+    assert largest_gap(weights_of(ours), weights_of(fresh)) == 0
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_weights_for_rollout_are_whole_and_in_the_compute_dtype(make, folder, dtype):
     engine = make(dtype=dtype)

@@ -89,6 +89,7 @@ def test_a_checkpoint_of_two_ranks_is_loaded_bit_for_bit(two, check):
     assert found["grad_norm"] < 1e-5
     assert found["weights"] < 1e-5
     assert found.get("reference", 0.0) < 1e-5
+    assert found.get("stale", 0.0) < 1e-5
 
 
 @pytest.mark.slow

@@ -9,9 +9,19 @@ from verl.config.tree import leaves
 # (file, what is called) -> why it may listen on more than this machine, or how it keeps strangers out
 LISTENERS: dict[tuple[str, str], str] = {
     ("verl/parallel/collectives.py", "probe.bind"): "asks whether a port is free and closes it at once",
+    ("verl/parallel/collectives.py", "socket.create_server"): "for ranks that meet at loopback, and only there",
+    ("verl/parallel/collectives.py", "dist.TCPStore"): "listens to other machines only where the ranks are on several",
 }
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-SERVERS = ("HTTPServer", "ThreadingHTTPServer", "TCPServer", "ThreadingTCPServer", "create_server", "start_server")
+SERVERS = (
+    "HTTPServer",
+    "ThreadingHTTPServer",
+    "TCPServer",
+    "ThreadingTCPServer",
+    "TCPStore",
+    "create_server",
+    "start_server",
+)
 
 
 def calls():

@@ -131,3 +131,13 @@ def test_capped_scores_of_a_chunk_are_all_that_is_held():
 def test_the_layout_knows_its_chunks():
     assert pack_rows(make_columns([[1, 2]], [[3, 4]]), chunk_tokens=7).layout.chunk_tokens == 7
     assert PackedLayout([Segment(0, 1)]).chunk_tokens is None
+
+
+def test_a_forward_that_somebody_has_put_there_is_there_again(folders):
+    module = load_causal_lm(folders["qwen3"])
+    ours, others = (layer.mlp for layer in module.get_decoder().layers[:2])
+    ours.forward = hooked = type(ours).forward.__get__(ours)
+    with chunked_feed_forward(module, 2):
+        assert ours.forward is not hooked
+    assert ours.forward is hooked
+    assert "forward" not in vars(others)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from verl.reshard.digest import copy_with_digest, digest
+from verl.reshard.digest import copy_with_digest, digest, spread_with_digest
 
 BITS = {torch.bfloat16: torch.int16, torch.float32: torch.int32, torch.float64: torch.int64}
 
@@ -54,6 +54,18 @@ def test_of_what_is_copied(shape, dtype):
     assert torch.equal(target, source.to(dtype))
     assert said == digest("weight", target) == digest("weight", source.to(dtype))
     assert larger.isnan().sum() == larger.numel() - target.numel()
+
+
+@pytest.mark.parametrize("shape", [(300, 700), (3, 5), (2, 3, 8), (20_001,), (7, 0), ()])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("portion_bytes", [100, 1 << 20])
+def test_of_what_goes_to_several_places(shape, dtype, portion_bytes):
+    """However much is cast at a time; also into places of another format."""
+    source = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    targets = [torch.full(shape, torch.nan, dtype=d) for d in (dtype, dtype, torch.float64)]
+    said = spread_with_digest("weight", targets, source, dtype, portion_bytes)
+    assert said == digest("weight", source.to(dtype)) == digest("weight", targets[1])
+    assert all(torch.equal(target, source.to(dtype).to(target.dtype)) for target in targets)
 
 
 def test_rows_that_are_swapped_count():

@@ -26,12 +26,20 @@ def test_layout_pairs(found):
     """Each rank has checked that its numbers arrived and that its bytes on the wire are those of the plan."""
     pairs = found["check_layout_pairs"]
     assert len(pairs) == 8
-    assert pairs.pop("same") == {"sent": 0, "peak": 0}
+    assert pairs.pop("same")["sent"] == 0
     assert all(pair["sent"] > 0 < pair["peak"] for pair in pairs.values())
 
 
-def test_memory_is_written_over_when_it_has_been_read(found):
+def test_memory_is_written_again_at_each_update(found):
     assert found["check_many_updates_through_memory"]["updates"] == 6
+
+
+def test_weights_move_into_memory_as_they_lie(found):
+    assert "check_weights_move_together" in found
+
+
+def test_ranks_with_the_same_weights_have_them_once(found):
+    assert "check_ranks_that_are_alike" in found
 
 
 def test_ranks_that_do_not_train(found):
@@ -48,8 +56,9 @@ def test_ranks_that_do_not_train(found):
         ("FlipsABit", "does not hold what rank"),
     ],
 )
-def test_what_goes_wrong_is_found_where_it_went_wrong(found, fault, words):
-    message = found["check_faults"][fault]
+@pytest.mark.parametrize("way", ["messages", "memory"])
+def test_what_goes_wrong_is_found_where_it_went_wrong(found, fault, way, words):
+    message = found["check_faults"][f"{fault}, {way}"]
     assert "rank 2" in message
     assert words in message
     assert "must not be used" in message
@@ -64,3 +73,8 @@ def test_tensors_that_do_not_fit_their_layout(found):
 @pytest.mark.parametrize("engine", ["dense", "replicated", "expert"])
 def test_training_engines_hold_what_their_layout_says(found, engine):
     assert found[f"check_{engine}_engine"]["sent"] > 0
+
+
+def test_a_write_that_nobody_announced(found):
+    message = found["check_faults"]["WritesInTheWrongPlace, memory"]
+    assert "rank 2 does not hold what it has itself of model.norm.weight" in message

@@ -44,9 +44,10 @@ def test_what_no_plan_serves(found):
 
 
 def test_adapters_travel_alone(found):
-    """A copy lacks half of them; of divided ones a rank has what it needs, but for those that lie otherwise."""
+    """Copies, which both ranks have in one memory, lack half of them; of divided ones a rank has what it needs, but for those
+    that lie otherwise."""
     sent = {name: part / whole for name, (part, whole) in found["check_adapters"].items()}
-    assert sent["copies"] == 1
+    assert sent["copies"] == 0.5
     assert 0 < sent["divided"] < 1
     assert sent["same"] == 0
 

@@ -2,12 +2,14 @@
 
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
 import textwrap
 import time
 
+import psutil
 import pytest
 
 from tests.rewards.test_pool import request, wait_until
@@ -36,6 +38,15 @@ def fork_bomb():
         os.fork()
 
 
+def fork_and_leave():  # each child is the leader of a session of its own, and half of them are soon orphans
+    first = os.getpid()
+    while True:
+        if os.fork() == 0:
+            os.setsid()
+        elif os.getpid() % 2 and os.getpid() != first:
+            os._exit(0)
+
+
 def allocate():
     return len(bytearray(100 << 30))
 
@@ -46,6 +57,11 @@ def ignore_sigterm():
         os.setsid()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         time.sleep(1000)
+    time.sleep(1000)
+
+
+def sleep_beside():
+    os.fork()
     time.sleep(1000)
 
 
@@ -169,6 +185,11 @@ def processes_of(run):
     return found
 
 
+def keeper_of(processes):
+    (found,) = (c.pid for c in psutil.Process().children() if c.pid in processes)
+    return found
+
+
 @pytest.mark.parametrize("attack", SIX)
 def test_an_attack_costs_one_sample_and_leaves_nothing(attacked, attack):
     pool = attacked()
@@ -192,26 +213,66 @@ def test_attacks_in_processes_of_their_own(attacked):
     assert processes_of(os.getpid()) == []
 
 
-@pytest.mark.slow
-def test_the_same_where_the_kernel_grants_no_namespaces(attacked, tmp_path, monkeypatch, caplog):
-    """The keeper's attempts are made to fail by a module that Python imports before it."""
+@pytest.fixture
+def no_namespaces(tmp_path, monkeypatch):
+    """As if the kernel granted none: a module that Python imports before the keeper makes its attempts fail."""
     (tmp_path / "sitecustomize.py").write_text(
         "import verl.rewards.box as box\nbox.find_walls = lambda network: box.Walls()\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+
+@pytest.mark.slow
+def test_the_same_where_the_kernel_grants_no_namespaces(attacked, no_namespaces, caplog):
+    """pytest -m slow tests/rewards/test_hostile.py"""
     with caplog.at_level(logging.WARNING), socket.create_server(("127.0.0.1", 0)) as server:
         port = {"port": server.getsockname()[1]}
-        pool = attacked()
-        attacks = [request("connect_from_program", extra_info=port), request("ignore_sigterm"), request("fork_bomb")]
-        connected, deaf, bomb, after = pool.score_all([*attacks, request("0.5")])
+        (connected,) = attacked(timeout_s=10).score_all([request("connect_from_program", extra_info=port)])
     assert (connected.score, connected.error) == (0.0, None)
-    assert "took longer" in deaf.error
-    assert SIX["fork_bomb"] in bomb.error or "took longer" in bomb.error  # whichever is seen first
+    attacks = ("ignore_sigterm", "fork_bomb", "fork_and_leave", "segfault", "forge")
+    pool = attacked()
+    scores = pool.score_all([request(r) for attack in attacks for r in (attack, "0.5")])
+    for attack, bad, after in zip(attacks, scores[::2], scores[1::2], strict=True):
+        # of a limit on the clock and one on processes, whichever is seen first
+        words = (SIX.get(attack, SIX["fork_bomb"]), *(["took longer"] if "fork" in attack else []))
+        assert any(w in bad.error for w in words), bad.error
+        assert (after.score, after.error) == (0.5, None)
+    pool.close()
+    assert len(processes_of(os.getpid())) == 3, "more than the first pool's keeper, guard and scorer"
+    assert "grants no PID namespace" in caplog.text
+    assert "grants no network namespace" in caplog.text
+
+
+@pytest.mark.slow
+def test_processes_of_their_own_without_namespaces(attacked, no_namespaces):
+    """pytest -m slow tests/rewards/test_hostile.py"""
+    pool = attacked(process_per_sample=True, timeout_s=2.0)
+    attacks = ("poison", "fork_bomb", "fork_and_leave", "forge")
+    scores = pool.score_all([request(r) for attack in attacks for r in (attack, "0.5")])
+    assert scores[0].score == 0.25
+    assert all(bad.score == -0.5 for bad in scores[2::2])
+    assert [(after.score, after.error) for after in scores[1::2]] == [(0.5, None)] * 4
+    assert len(processes_of(os.getpid())) == 3, "a process of a sample lives on beside keeper, guard and scorer"
+    pool.close()
+    assert processes_of(os.getpid()) == []
+
+
+@pytest.mark.slow
+def test_a_keeper_that_is_killed_leaves_nothing_without_namespaces(attacked, no_namespaces):
+    """pytest -m slow tests/rewards/test_hostile.py"""
+    pool = attacked(timeout_s=20)
+    futures = [pool.submit([request(r)]) for r in ("sleep_beside", "0.5")]
+    assert wait_until(lambda: len(processes_of(os.getpid())) == 4)
+    first = set(processes_of(os.getpid()))
+    os.kill(keeper_of(first), signal.SIGKILL)
+    # nobody knows whose doing that was: the sample has a second worker, which is killed too
+    assert wait_until(lambda: len(found := processes_of(os.getpid())) == 4 and first.isdisjoint(found), 20)
+    os.kill(keeper_of(processes_of(os.getpid())), signal.SIGKILL)
+    (killed,), (after,) = (future.result(20) for future in futures)
+    assert "ended the process that keeps it" in killed.error
     assert after.score == 0.5
     pool.close()
     assert processes_of(os.getpid()) == []
-    assert "grants no PID namespace" in caplog.text
-    assert "grants no network namespace" in caplog.text
 
 
 def test_limits_name_their_key(attacked):

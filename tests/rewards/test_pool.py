@@ -7,10 +7,12 @@ import textwrap
 import time
 
 import numpy as np
+import psutil
 import pytest
 
 from verl.data_proto.samples import ScoreRequest
 from verl.errors import RewardError
+from verl.rewards.process import WorkerProcess
 
 
 def request(reply, key=None, **fields):
@@ -228,6 +230,37 @@ def test_workers_die_with_a_parent_that_is_killed(hostile):
         parent.wait()
         parent.stdout.close()
     assert wait_until(lambda: not any(runs(p) for p in pids)), "a worker outlived its parent"
+
+
+def test_a_worker_that_is_killed_while_it_starts_is_started_again(make_pool, monkeypatch, caplog):
+    """Twice is too often: then something of the machine or the function ends it."""
+    exchange, left = WorkerProcess._exchange, [1]
+
+    def killed(self, *arguments):
+        if left and left.pop():
+            self._process.kill()
+        return exchange(self, *arguments)
+
+    monkeypatch.setattr(WorkerProcess, "_exchange", killed)
+    with caplog.at_level(logging.WARNING):
+        (score,) = make_pool().score_all([request("0.5")])
+    assert (score.score, score.error) == (0.5, None)
+    assert "A reward worker is started again. The reward worker did not start" in caplog.text
+    left[:] = [1, 1]
+    with pytest.raises(RewardError, match="did not start"):
+        make_pool().start()
+
+
+def test_a_guard_that_is_killed_is_no_fault_of_the_sample(make_pool):
+    """Between keeper and scorer stands process 1 of the box; who kills it from outside costs nobody's score."""
+    pool = make_pool(timeout_s=1.0)
+    pool.start()
+    (guard,) = psutil.Process(pool._processes[0].pid).children()
+    call = pool.submit([request("sleep")])
+    time.sleep(0.2)
+    guard.kill()
+    (score,) = call.result(timeout=10)
+    assert "took longer than 1 s" in score.error, "a second worker has been given the call"
 
 
 def test_the_worker_imports_nothing_heavy():

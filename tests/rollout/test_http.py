@@ -162,6 +162,42 @@ def test_answers_that_cannot_train_are_refused(change, error, words, make):
         make(service.url).generate(make_prompts([3]), PARAMS, step=0)
 
 
+@pytest.mark.parametrize(
+    ("num_made", "text", "ending", "num_asked"),
+    [
+        (5, "abcdxyz", ("abcdx", "stop"), 1),  # where our rule ends it too
+        (2, "abcdxyz", ("abcdx", "stop"), 2),  # before there is one: drawn on
+        (6, "abcdxyz", ("abcdx", "stop"), 1),
+        (7, "abcdxyz", ("abcdx", "stop"), 1),  # not found at all
+        (2, "abcdefg", ("abcdefg", "length"), 2),
+        (2, "abcd\tefg", ("abcd\t", "stop"), 2),  # drawn on to a stop token
+    ],
+)
+def test_stop_strings_are_looked_for_here(num_made, text, ending, num_asked, make, tokenizer):
+    def ids(words):
+        return tokenizer.encode(words, add_special_tokens=False)
+
+    prompt, script, stop_token = make_prompts([3])[0], ids(text), ids("\t")[0]
+
+    def answer(body):
+        made = script[len(body["prompt"]) - 3 :]
+        made = made[:num_made] if body["stop"] else made
+        made = made[: made.index(stop_token) + 1] if stop_token in made else made
+        by_length = len(made) == len(script) or (not body["stop"] and made[-1] != stop_token)
+        log_probs = {"token_logprobs": [-0.5] * len(made)}
+        reason = "length" if by_length else "stop"
+        return {"choices": [{"token_ids": made, "logprobs": log_probs, "finish_reason": reason}]}
+
+    params = SamplingParams(max_new_tokens=len(script), stop=("x",), stop_token_ids=(stop_token,))
+    with running({"/v1/models": MODELS, "/v1/completions": answer}) as service:
+        (made,) = make(service.url).generate([prompt], params, step=0)
+    asked = service.bodies("/v1/completions")
+    assert (tokenizer.decode(made.token_ids), made.finish_reason, len(asked)) == (*ending, num_asked)
+    assert len(made.log_probs) == len(made.token_ids)
+    assert len({b["seed"] for b in asked}) == num_asked
+    assert [b["stop"] for b in asked[1:]] == [[]] * (num_asked - 1)
+
+
 def test_log_probs_of_what_a_filter_left_are_refused(make):
     with pytest.raises(ConfigError, match="do not compare with the trained model's"):
         make("http://127.0.0.1:1", top_p=0.9)

@@ -2,13 +2,15 @@
 
 import dataclasses
 import json
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.rollout.conftest import EOS, make_prompts
-from verl.config import ModelConfig, RolloutConfig
+from verl.config import ModelConfig, RolloutConfig, load_config
+from verl.controller import own_copy as runs
 from verl.controller.own_copy import write_folder
 from verl.data_proto.samples import Completion, SamplingParams
 from verl.errors import ConfigError, MissingExtraError, ModelError
@@ -17,10 +19,11 @@ from verl.rollout.api import ENGINES, OwnCopy, holds_weights
 from verl.rollout.random import sample_keys, uniforms_at
 from verl.rollout.sampling import sample
 from verl.rollout.vllm import engine, versions
-from verl.rollout.vllm.core import request_arguments
+from verl.rollout.vllm.core import Core, request_arguments
 from verl.rollout.vllm.draw import Draws, draw_arguments
+from verl.rollout.vllm.held import HeldWeights, _explained
 from verl.rollout.vllm.settings import make_setup
-from verl.rollout.vllm.weights import Manifest, _tied
+from verl.rollout.vllm.weights import _READERS, Manifest, WeightReceiver, _tied
 
 VOCABULARY = 300
 SHORT = SamplingParams(max_new_tokens=4)
@@ -272,6 +275,13 @@ def test_an_untried_version_says_which_were_tried(caplog):
     assert versions.WORKING in caplog.text
 
 
+def test_a_vllm_that_has_moved_its_names_says_which_were_tried(load, monkeypatch):
+    setup = make_setup(RolloutConfig(), own_copy(), load("llama"), eos_token_ids=(EOS,), vocab_size=VOCABULARY)
+    monkeypatch.setitem(sys.modules, "verl.rollout.vllm.library", None)  # importing it fails
+    with pytest.raises(ModelError, match=rf"vLLM could not start with model: .*known to work: {versions.KNOWN[0]}"):
+        Core(setup)
+
+
 def test_heads_that_share_the_embedding_are_found():
     class Head(torch.nn.Linear):
         pass
@@ -281,13 +291,82 @@ def test_heads_that_share_the_embedding_are_found():
     assert _tied(torch.nn.ModuleList([embedding, tied, apart]).modules(), Head) == [tied]
 
 
-def test_sync_is_for_one_device():
+class Packs:
+    """A layer's method that leaves nothing of the weight to read."""
+
+    def process_weights_after_loading(self, layer):
+        layer.weight = torch.nn.Parameter(torch.empty(0))
+
+
+def fused_model():
+    """A model as vLLM has it: a fused projection that is packed away, and a norm that stays."""
+    model = torch.nn.Module()
+    model.packed_modules_mapping = {"qkv": ["q", "k", "v"]}
+    model.qkv, model.norm = torch.nn.Linear(4, 6, bias=False), torch.nn.LayerNorm(4, bias=False)
+    model.qkv.quant_method = Packs()
+    return model.requires_grad_(False)
+
+
+def test_what_the_model_holds_is_compared_with_what_was_sent():
+    generator = torch.Generator().manual_seed(2)
+    pieces = {f"{n}.weight": torch.randn(2, 4, generator=generator) for n in ("v", "q", "k")}
+    norm = torch.randn(4, generator=generator)
+
+    def update(change):
+        model = fused_model()
+        held = HeldWeights(model, None)
+        for name, tensor in {**pieces, "norm.weight": norm, "elsewhere": norm}.items():
+            held.sent(name, tensor)
+        model.qkv.weight.copy_(torch.cat([pieces[f"{n}.weight"] for n in "qkv"]))
+        model.norm.weight.copy_(norm)
+        change(model)
+        model.qkv.quant_method.process_weights_after_loading(model.qkv)
+        held.end()
+        held.check()
+        assert "process_weights_after_loading" not in vars(model.qkv.quant_method)
+
+    update(lambda model: None)
+    for name, wrong in {
+        "qkv": lambda model: model.qkv.weight[2:4].zero_(),
+        "norm": lambda model: model.norm.weight[1].mul_(1 + 1e-6),
+    }.items():
+        with pytest.raises(ModelError, match=rf"other numbers in {name}.weight than it was sent"):
+            update(wrong)
+
+
+def test_sums_of_parts_explain_a_whole():
+    first, *others = pieces = [3, -(1 << 63), 1 << 62]
+    whole = sum(pieces)
+    assert _explained(pieces, whole, 2 * whole, 2), "each rank has all of it"
+    assert _explained(pieces, 5, whole - (1 << 64), 2), "the ranks have it together, in integers that wrap around"
+    assert _explained(pieces, 5, first + 2 * sum(others), 2), "two ranks have the same keys and values"
+    assert not _explained(pieces, 5, whole + 1, 2)
+    assert not _explained(pieces, whole + 1, whole + 1, 1)
+
+
+def test_sync_is_for_ranks_that_all_generate():
     from verl.config import load_config
     from verl.controller.build import check_meshes
     from verl.parallel.placement import Placement
 
     given = ["actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.mode=sync"]
     config = load_config(given, check=False).config
-    with pytest.raises(ConfigError, match="set it to async"):
-        check_meshes(config, Placement.from_roles({"actor": [0, 1]}, 2))
+    with pytest.raises(ConfigError, match="Set it to async"):
+        check_meshes(config, Placement.from_roles({"actor": [0], "rollout": [1]}, 2))
+    check_meshes(config, Placement.from_roles({"actor": [0, 1]}, 2))
     check_meshes(config, Placement.from_roles({}, 1))
+    apart = [given[0], "actor_rollout_ref.rollout.tensor_model_parallel_size=2"]
+    with pytest.raises(ConfigError, match="vllm with mode=sync"):
+        check_meshes(load_config(apart, check=False).config, Placement.from_roles({}, 2))
+
+
+def test_a_message_runs_no_code_of_its_sender(tmp_path):
+    """Whoever reaches a service can send one: it names a reader of ours, or nothing is called."""
+    with pytest.raises(ModelError, match="'os:mkdir' is not a reader of weights"):
+        WeightReceiver()._verl_load("os:mkdir", str(tmp_path / "made"))
+    assert not (tmp_path / "made").exists()
+
+
+def test_the_readers_are_those_that_runs_name():
+    copy = runs.own_copy(load_config([], check=False).config, torch.device("cpu"))
+    assert set(_READERS) == {copy.reader, copy.folder_reader}

@@ -68,11 +68,21 @@ def make(folder, mode, tokenizer, **config):
     return ENGINES.get("vllm")(skeleton(loaded, own.dtype), tokenizer, rollout, eos_token_ids=[EOS], own=own)
 
 
+@pytest.fixture(scope="module")
+def fault(tmp_path_factory):
+    """The file that makes the receivers of `engine` faulty."""
+    with pytest.MonkeyPatch.context() as patch:
+        file = tmp_path_factory.mktemp("fault") / "fault"
+        patch.setenv("VERL_TEST_FAULT", str(file))
+        yield file
+
+
 @pytest.fixture(scope="module", params=["sync", "async"])
-def engine(request, folder):
+def engine(request, folder, fault):
     from verl.models.tiny import make_tokenizer
 
-    made = make(folder, request.param, make_tokenizer(), max_num_seqs=8)
+    receiver = "{vllm: {worker_extension_cls: tests.rollout.faulty_receiver.FaultyReceiver}}"
+    made = make(folder, request.param, make_tokenizer(), max_num_seqs=8, engine_kwargs=receiver)
     yield made
     made.close()
 
@@ -137,6 +147,25 @@ def test_weights_that_do_not_fit_are_refused_and_the_next_update_succeeds(engine
     assert_equal(made, native(module, tokenizer).generate(prompts, DRAWS["plain"], step=1))
 
 
+@pytest.mark.parametrize("kind", ["drop", "zero", "change", "swap", "norm"])
+def test_an_engine_that_holds_other_weights_than_it_was_sent_is_found(kind, engine, fault, folder, tokenizer):
+    """The weights arrive as they were sent; vLLM's model gets others, or one of three that are fused not at all."""
+    module = changed(folder, 11)
+    fault.write_text(kind)
+    try:
+        with pytest.raises(ModelError, match="The rollout engine holds other numbers in model"):
+            engine.load(module.named_parameters())
+    finally:
+        fault.unlink()
+    with pytest.raises(ModelError, match="did not end well"):
+        engine.generate(make_prompts([4]), DRAWS["plain"], step=0)
+    engine.load(module.named_parameters())
+    engine.publish(10)
+    prompts = make_prompts(LENGTHS)
+    made = engine.generate(prompts, DRAWS["plain"], step=1)
+    assert_equal(made, native(module, tokenizer).generate(prompts, DRAWS["plain"], step=1))
+
+
 def test_two_workers_share_the_model(folder, tokenizer):
     """Tensor parallelism inside vLLM: each worker reads the buckets and proves them."""
     engine = make(folder, "async", tokenizer, tensor_model_parallel_size=2)
@@ -153,7 +182,7 @@ def test_two_workers_share_the_model(folder, tokenizer):
 
 @pytest.mark.parametrize("moment", ["generating", "updating"])
 def test_an_engine_that_dies_is_named_and_nothing_comes_of_it(moment, folder, tokenizer):
-    engine, seen = make(folder, "async", tokenizer, response_length=800), []
+    engine, seen = make(folder, "async", tokenizer, response_length=800, max_engine_restarts=0), []
     process = engine.core.process
     whole = list(changed(folder, 1).named_parameters())
 
@@ -180,6 +209,36 @@ def test_an_engine_that_dies_is_named_and_nothing_comes_of_it(moment, folder, to
         assert seen
     assert time.monotonic() - started < 30
     engine.close()
+
+
+def test_an_engine_that_dies_comes_back_with_its_weights(folder, tokenizer):
+    """In an update and in the generation after it; a new process is another start of vLLM."""
+    engine, module = make(folder, "async", tokenizer), changed(folder, 4)
+    try:
+        first = engine.core.core.process.pid
+        whole = list(module.named_parameters())
+
+        def weights():
+            yield from whole[:-2]
+            os.kill(first, signal.SIGKILL)
+            yield from whole[-2:]
+
+        engine.load(weights())
+        engine.publish(1)
+        second, seen = engine.core.core.process.pid, []
+
+        def die(done):
+            seen.append((done.ordinal, done.sample))
+            if len(seen) == 2:
+                os.kill(second, signal.SIGKILL)
+
+        prompts = make_prompts(LENGTHS)
+        made = engine.generate(prompts, DRAWS["stops"], step=3, on_finish=die)
+        assert_equal(made, native(module, tokenizer).generate(prompts, DRAWS["stops"], step=3))
+        assert sorted(seen) == [(c.ordinal, c.sample) for c in made], "each was told of once"
+        assert len({first, second, engine.core.core.process.pid}) == 3
+    finally:
+        engine.close()
 
 
 @pytest.fixture(scope="module")

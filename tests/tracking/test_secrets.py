@@ -7,7 +7,7 @@ import types
 
 import pytest
 
-from verl.config import load_config
+from verl.config import load_config, secrets
 from verl.config.secrets import MASK, hide, hide_values, is_secret_name, remember_secrets
 from verl.errors import ConfigError
 from verl.tracking.files import json_text
@@ -61,6 +61,16 @@ def test_environment_config_and_urls_are_remembered(monkeypatch):
     assert hide(text) == f"{MASK} {MASK} {MASK} <|end|>long short"
     values = {"token": "short", "url": "https://me:pw@host/x", "deep": {"k": ["nested-value-3", 4, None]}}
     assert hide_values(values) == {"token": MASK, "url": f"https://me:{MASK}@host/x", "deep": {"k": [MASK, 4, None]}}
+
+
+def test_a_secret_is_found_in_json_too(monkeypatch):
+    monkeypatch.setenv("SOME_API_KEY", 'quo"ted\\secret')
+    remember_secrets()
+    assert hide('quo"ted\\secret') == MASK
+    known = list(secrets._known)
+    remember_secrets()
+    assert secrets._known == known  # and not what escaping it twice would give
+    assert json.loads(json_text({"text": 'it is quo"ted\\secret!'})) == {"text": f"it is {MASK}!"}
 
 
 def test_the_written_config_has_masks_and_asks_for_them_again(tmp_path):

@@ -90,6 +90,29 @@ def test_parts_of_a_response_are_made_by_newer_and_newer_weights(tiny_run, batch
     assert rows[-1][f"{STALENESS}/max"] == 2
 
 
+def test_generation_has_ended_whenever_something_trains(tiny_run, monkeypatch):
+    """The KV cache is freed then, and the training weights are seen to be what they were; also where the first batch is
+    finished in the step that trains on it."""
+    order = []
+
+    def noted(owner, name, word):
+        original = getattr(owner, name)
+
+        def call(self, *args, **kwargs):
+            order.append(word)
+            return original(self, *args, **kwargs)
+
+        monkeypatch.setattr(owner, name, call)
+
+    noted(RolloutWorker, "generate", "generation")
+    noted(RolloutWorker, "go_on", "generation")
+    noted(RolloutWorker, "end_generation", "end")
+    noted(PPO, "update", "update")
+    tiny_run(f"{PREFETCH}=2", PARTIAL)
+    before = [order[index - 1] for index, word in enumerate(order) if word == "update"]
+    assert before == ["end", "end"]
+
+
 def test_sampled_log_probs_of_parts_are_those_of_their_weights(tiny_run, batches, monkeypatch):
     """Each part's log-probs equal a forward pass under the version that made it."""
     kept, step_of = {}, []

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from verl.config import load_config
+from verl.controller.build import engine_section
 from verl.errors import ConfigError, ModelError
 from verl.trainer import DynamicConfigScheduler
 from verl.trainer.phases import Phases, by_role, scheduler_of
@@ -57,9 +58,19 @@ class Worker:
         self.calls.append(changes)
 
 
-def test_only_changes_reach_the_engines():
+@pytest.fixture
+def hybrid(tiny_overrides):
+    """A config whose actor divides its work in three dimensions."""
+    return load_config([*tiny_overrides, f"{ACTOR}.use_3d_hybrid=True", f"{ACTOR}.batch_group_size=3"]).config
+
+
+def phases_of(scheduler, roles, config):
+    return Phases(scheduler, roles, config, from_leader=lambda value: value)
+
+
+def test_only_changes_reach_the_engines(hybrid):
     roles = SimpleNamespace(actor=Worker(), critic=None, reference=None)
-    phases = Phases(DynamicConfigScheduler(SEED_PHASES), roles, from_leader=lambda value: value)
+    phases = phases_of(DynamicConfigScheduler(SEED_PHASES), roles, hybrid)
     for step in (99, 100, 101, 102, 5001):
         phases.begin(step)
     assert roles.actor.calls == [
@@ -74,6 +85,37 @@ def test_only_changes_reach_the_engines():
     phases.scheduler.set({"critic.fsdp.batch_group_size": 2})
     with pytest.raises(ConfigError, match="this run has no such role"):
         phases.begin(5002)
+
+
+def test_what_is_not_said_any_more_is_as_configured(hybrid):
+    """By a scheduler that speaks of one step only, and after a step back to before a phase."""
+    roles = SimpleNamespace(actor=Worker(), critic=None, reference=None)
+    once = SimpleNamespace(values=lambda step: {"batch_group_size": 8} if step == 2 else {})
+    phases = phases_of(once, roles, hybrid)
+    for step in (1, 2, 3, 4):
+        phases.begin(step)
+    assert roles.actor.calls == [{"batch_group_size": 8}, {"batch_group_size": 3}]
+    roles.actor.calls.clear()
+    phases = phases_of(DynamicConfigScheduler([{"from_step": 4, "changes": {"chunk_size": 9}}]), roles, hybrid)
+    for step in (4, 3, 4):
+        phases.begin(step)
+    default = engine_section(hybrid, "actor").chunk_size
+    assert roles.actor.calls == [{"chunk_size": 9}, {"chunk_size": default}, {"chunk_size": 9}]
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("critic.fsdp.chunk_size", "has no such role"),
+        ("actor_rollout_ref.ref.fsdp_config.chunk_size", "with LoRA is the actor"),
+        ("chunk_size", "began with .*use_3d_hybrid=True"),
+    ],
+)
+def test_a_phase_to_come_is_refused_at_the_start(tiny_overrides, key, words):
+    roles = SimpleNamespace(actor=Worker(), critic=None, reference=Worker())
+    late = DynamicConfigScheduler([{"from_step": 5001, "changes": {key: 4}}])
+    with pytest.raises(ConfigError, match=words):
+        phases_of(late, roles, load_config([*tiny_overrides, "actor_rollout_ref.model.lora_rank=2"]).config)
 
 
 def test_an_object_of_the_users(tmp_path, tiny_overrides):

@@ -1,5 +1,6 @@
 """Stop a run, start it again: the same metrics and weights, bit for bit. (Killed runs: tests/benchmarks/test_chaos.py.)"""
 
+import errno
 import signal
 import subprocess
 import sys
@@ -9,6 +10,11 @@ import pytest
 from safetensors import safe_open
 
 from tests.trainer.conftest import Run, merge
+from verl.checkpoint.background import BackgroundStore
+from verl.checkpoint.store import CheckpointStore
+from verl.errors import InterruptedRun
+from verl.trainer.interrupt import StopRequested, StopSignal
+from verl.trainer.loop import Loop
 
 STEPS = 4
 SETTINGS = (
@@ -75,3 +81,38 @@ def test_damaged_checkpoint_falls_back_to_the_one_before(tiny_run, unbroken):
     resumed = tiny_run(*SETTINGS, folder="damaged")
     assert resumed.repeatable == unbroken.repeatable
     assert weights(resumed) == weights(unbroken)
+
+
+def test_a_failed_save_does_not_keep_a_stopped_run_from_saving(tiny_run, tmp_path, monkeypatch, caplog):
+    """The save of step 1 fails in the background, and the run is asked to stop before it has heard of that."""
+    commit, folder = CheckpointStore.commit, tmp_path / "stopped"
+
+    def full_disk(self, *arguments):
+        monkeypatch.setattr(CheckpointStore, "commit", commit)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def stops_after_a_step(self):
+        metrics = folder / "metrics.jsonl"
+        if metrics.exists() and metrics.read_text():
+            raise StopRequested
+
+    monkeypatch.setattr(CheckpointStore, "commit", full_disk)
+    monkeypatch.setattr(StopSignal, "check", stops_after_a_step)
+    with pytest.raises(InterruptedRun, match="after step 1 of 4; saved to"):
+        tiny_run(*SETTINGS, "actor_rollout_ref.actor.checkpoint.async_save=True", folder="stopped")
+    assert "No space left on device" in caplog.text
+    assert CheckpointStore(folder).find() == folder / "global_step_1"
+
+
+def test_a_second_ctrl_c_waits_for_no_save(tiny_run, monkeypatch):
+    closed = []
+    monkeypatch.setattr(BackgroundStore, "close", lambda self: closed.append(self))
+    for error in (KeyboardInterrupt, ValueError):
+
+        def step(self, step, error=error):
+            raise error
+
+        monkeypatch.setattr(Loop, "_step", step)
+        with pytest.raises(error):
+            tiny_run("actor_rollout_ref.actor.checkpoint.async_save=True")
+    assert len(closed) == 1

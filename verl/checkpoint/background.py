@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from verl.checkpoint.files import FileRecord, read_document, remove_tree, write_json
+from verl.checkpoint.kept import clean_up
 from verl.checkpoint.role import RoleCheckpoint
 from verl.checkpoint.store import CheckpointStore
 from verl.errors import CheckpointError, DeadlineError, VerlError
@@ -157,6 +158,8 @@ class BackgroundStore:
                     "(trainer.call_timeout_s). Check the disk."
                 )
             self._thread = None
+            # a role that was still writing when the save failed may have kept its folder from going
+            clean_up(self.root)
         self.check()
 
     def close(self) -> None:
@@ -234,7 +237,9 @@ def _records_of(folder: Path, deadline: float, timeout_s: float) -> dict[str, Fi
 def _step_back() -> None:
     """Let the threads that train go first (on Linux a thread has a priority of its own)."""
     with contextlib.suppress(OSError, AttributeError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        thread = threading.get_native_id()
+        usual = os.getpriority(os.PRIO_PROCESS, thread)  # a run that was started with `nice` has another than 0
+        os.setpriority(os.PRIO_PROCESS, thread, usual + _NICENESS)
 
 
 def _bytes_in(folder: Path) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,7 +20,22 @@ import psutil
 from verl.checkpoint.files import remove_tree, sync_file, sync_folder
 from verl.errors import CheckpointError
 
-_NETWORK = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "lustre", "gpfs", "beegfs", "glusterfs")
+_NETWORK = (
+    "nfs",
+    "nfs4",
+    "cifs",
+    "smb3",
+    "smbfs",
+    "9p",
+    "afs",
+    "ceph",
+    "ceph-fuse",
+    "lustre",
+    "gpfs",
+    "beegfs",
+    "glusterfs",
+    "sshfs",
+)
 _OBJECT_STORES = (
     "gcsfuse",
     "s3fs",
@@ -60,10 +76,12 @@ def examine(folder: Path) -> FolderReport:
     there = next(p for p in (folder, *folder.absolute().parents) if p.is_dir())
     report = FolderReport(folder, kind_of(there))
     _by_kind(report)
-    probe = there / f".probe-{os.getpid()}"
+    # of this host: processes of others, which may see the same folder, cannot be looked up here
+    prefix = f".probe-{_host()}-"
+    probe = there / f"{prefix}{os.getpid()}"
     try:
         for left in there.glob(".probe-*"):
-            process = left.name.removeprefix(".probe-")
+            process = left.name.removeprefix(prefix)
             if process.isdigit() and not psutil.pid_exists(int(process)):
                 remove_tree(left)  # of a process that was killed in here
         remove_tree(probe)
@@ -83,6 +101,10 @@ def examine(folder: Path) -> FolderReport:
         except OSError as error:
             report.notices.append(f"{probe} could not be removed ({error.strerror})")
     return report
+
+
+def _host() -> str:
+    return re.sub(r"[^A-Za-z0-9_.-]", "_", socket.gethostname())[:64]
 
 
 def kind_of(path: Path) -> str | None:
@@ -106,12 +128,13 @@ def kind_of(path: Path) -> str | None:
 
 def _by_kind(report: FolderReport) -> None:
     kind = report.kind or ""
-    if kind in _NETWORK:
+    bare = kind.removeprefix("fuse.")  # what a process in user space serves
+    if bare in _NETWORK:
         report.notices.append(
             f"{kind} is a network file system: two hosts are not kept from using one run folder if its locks do not work, "
             "and what is read back after a save may come from this host's memory"
         )
-    elif kind.removeprefix("fuse.") in _OBJECT_STORES:
+    elif bare in _OBJECT_STORES:
         report.notices.append(
             f"{kind} renames a folder file by file: a run killed in that moment loses the save it was making, and goes on "
             "from the one before"

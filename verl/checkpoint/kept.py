@@ -104,7 +104,7 @@ class Retention:
     def __init__(self, root: Path, keep: int | None):
         self.root = root
         self.keep = keep
-        self._proved: dict[int, Signature] = {}
+        self._looked_at: dict[int, tuple[Signature, bool]] = {}  # by step: as it was then, and whether it was whole
 
     def apply(self, newest: int) -> None:
         """Delete whole checkpoints beyond the newest `keep`, counted on the disk. Never `newest`, which has just been
@@ -113,7 +113,7 @@ class Retention:
         if self.keep is None:
             return
         try:
-            self._proved[newest] = _signature(self.root / f"global_step_{newest}")
+            self._looked_at[newest] = _signature(self.root / f"global_step_{newest}"), True
             kept = 0
             for step in candidates(self.root):
                 if kept < self.keep:
@@ -126,14 +126,13 @@ class Retention:
     def _is_whole(self, step: int) -> bool:
         """Read every byte, once for as long as the files stay as they are."""
         path = self.root / f"global_step_{step}"
-        signature = _signature(path)
-        if self._proved.get(step) == signature:
-            return True
+        signature, known = _signature(path), self._looked_at.get(step)
+        if known is not None and known[0] == signature:
+            return known[1]
         damage = find_damage(path)
-        if damage is None:
-            self._proved[step] = signature
-        else:
+        if damage is not None:
             log.warning("The checkpoint %s is damaged and does not count as kept: %s.", path, damage)
+        self._looked_at[step] = signature, damage is None
         return damage is None
 
     def _remove(self, step: int) -> None:

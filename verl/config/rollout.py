@@ -188,11 +188,21 @@ class RolloutConfig(Section):
         choices=("sync", "async"),
         sizing=True,
     )
+    max_engine_restarts: int = used(
+        2,
+        "how often, between two updates of its weights, a vLLM process that is lost is started anew and goes on; a copy of the "
+        "engine's weights stays in memory for that. 0: the run stops",
+        when="vllm",
+        sizing=True,
+    )
     service: ServiceConfig = section(ServiceConfig, "a service that generates (name=http or sglang)")
     nnodes: int = used(0, "nodes for rollout alone; 0: it shares the training devices")
     n_gpus_per_node: int = used(1, "devices of such a node", sizing=True)
     tensor_model_parallel_size: int = used(
-        1, "devices that share one copy of the model in generation (native engine)", when="several_devices", sizing=True
+        1,
+        "devices that share one copy of the model in generation (native engine, and vLLM with mode=sync)",
+        when="several_devices",
+        sizing=True,
     )
     data_parallel_size: int = inert(1, "copies of the engine", ONE_PROCESS)
     expert_parallel_size: int = inert(1, "devices that share the experts", ONE_PROCESS)

@@ -6,6 +6,7 @@ A value is secret when the name that it goes by says so: a config key (`reward_k
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -55,7 +56,10 @@ def is_secret_name(name: str) -> bool:
 def remember_secrets(values: Any = None) -> None:
     """From now on `hide` knows the secrets of the environment, and of `values`: a config section, mapping or list."""
     found = {secret for name, value in os.environ.items() for secret in _secrets_in(value, is_secret_name(name))}
-    found |= {*_secrets_in(values, False), *_known}
+    found |= set(_secrets_in(values, False))
+    # as they stand in JSON, with their quotes escaped
+    found |= {json.dumps(secret, ensure_ascii=False)[1:-1] for secret in found}
+    found |= set(_known)
     _known[:] = sorted((secret for secret in found if len(secret) >= MIN_LENGTH), key=len, reverse=True)
 
 

@@ -47,7 +47,7 @@ class Given:
             key = override.key
             if key.startswith(("hydra.", "hydra/")) or key == "hydra":
                 self.notices.append(f"{argument} has no effect: outputs go to trainer.default_local_dir.")
-            elif "@" in key or "/" in key:
+            elif ("@" in key or "/" in key) and not suggest.one_slip_away(key):
                 self.errors.append(
                     f"{argument!r} chooses a Hydra config group, and there are none here. Set the keys themselves."
                 )

@@ -8,7 +8,7 @@ from typing import Any
 
 from verl.errors import ConfigError
 
-_OVERRIDE = re.compile(r"^(?P<mark>\+\+|\+|~)?(?P<key>[^=\s]+?)(?:=(?P<value>.*))?$", re.DOTALL)
+_OVERRIDE = re.compile(r"^(?P<mark>\+\+|\+|~)?(?P<key>[^=\s]+|[^=]+(?==))(?:=(?P<value>.*))?$", re.DOTALL)
 _INT = re.compile(r"^[+-]?\d+$")
 _FLOAT = re.compile(r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$")
 _WORDS = {"null": None, "none": None, "true": True, "false": False}

@@ -76,7 +76,7 @@ MISSING: tuple[Missing, ...] = (
 
 # Keys of features to come that have no place in the tree yet
 ANNOUNCED: dict[str, str] = {
-    "kv_cache_config.enable_paged_attention": "The native rollout engine manages its cache by itself; remove the key.",
+    "kv_cache_config.enable_paged_attention": "vLLM always pages its cache, the native engine manages its own; remove the key.",
 }
 
 

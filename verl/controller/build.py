@@ -80,9 +80,11 @@ class Seat:
                 f"actor_rollout_ref.rollout.tensor_model_parallel_size={size}; choose a divisor of {len(ranks)}."
             )
         training = self.mesh("actor")
-        if training is not None and set(training.ranks) == set(ranks):
+        if training is not None and set(training.ranks) == set(ranks) and not self.has_own_weights:
             hosts = {rank: rank // self.placement.devices_per_node for rank in ranks}
-            copies = interval_engines(TrainingLayout(training), size, hosts=hosts)
+            experts = engine_section(self.config, "actor").expert_parallel_size
+            layout = TrainingLayout(training, experts)
+            copies = interval_engines(layout, size, hosts=hosts, by_experts=experts > 1)
             ranks = tuple(rank for (group,) in copies for rank in sorted(group))  # as process groups number theirs
         return Mesh.grid(ranks, replicate=len(ranks) // size, tp=size)
 
@@ -108,7 +110,7 @@ class Seat:
 def check_meshes(config: VerlConfig, placement: Placement) -> None:
     """Raise ConfigError, before anything is started, when devices do not divide as the engines ask."""
     seat = Seat(config, placement, 0, torch.device("cpu"), 1, [])
-    _check_rollout(config, dict(seat.rollout_mesh().axes)["tp"], placement.num_devices > 1)
+    _check_rollout(config, dict(seat.rollout_mesh().axes)["tp"], placement)
     for role in engine_roles(seat):
         seat.mesh(role)
         if shares_reference(config) and placement.devices["reference"] != placement.devices["actor"]:
@@ -118,20 +120,21 @@ def check_meshes(config: VerlConfig, placement: Placement) -> None:
             )
 
 
-def _check_rollout(config: VerlConfig, tensor_parallel: int, several: bool) -> None:
+def _check_rollout(config: VerlConfig, tensor_parallel: int, placement: Placement) -> None:
     rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
-    if rollout.name == "vllm" and rollout.mode == "sync" and several:
+    in_ranks = rollout.name == "vllm" and rollout.mode == "sync"
+    if in_ranks and len(placement.devices["rollout"]) < placement.num_devices:
         raise ConfigError(
-            "actor_rollout_ref.rollout.mode=sync runs vLLM in the process that trains, where it needs the process group for "
-            "itself; with several devices set it to async."
+            "actor_rollout_ref.rollout.mode=sync runs vLLM in the processes of the run, which must all generate then. Set it "
+            "to async, or leave 'rollout' out of trainer.placement."
         )
     if tensor_parallel == 1:
         return
     key = f"actor_rollout_ref.rollout.tensor_model_parallel_size={tensor_parallel}"
-    if rollout.name != "native":
+    if rollout.name != "native" and not in_ranks:
         raise ConfigError(
-            f"{key} is for actor_rollout_ref.rollout.name=native; {rollout.name} generates with a whole model on each device. "
-            "Choose native, or set the size to 1."
+            f"{key} is for actor_rollout_ref.rollout.name=native, and for vllm with mode=sync; here {rollout.name} generates "
+            "with a whole model on each device. Choose one of these, or set the size to 1."
         )
     try:
         check_divisible(load_model_config(model.path, model.trust_remote_code, model.override_config), tensor_parallel)

@@ -120,14 +120,13 @@ class Host:
 
 
 def layouts(seat: Seat) -> tuple[TrainingLayout, RolloutLayout]:
-    """Where the policy lies while it trains, and in the copies that generate. Ranks of a copy that is divided over several
-    all hold the experts that they share."""
+    """Where the policy lies while it trains, and in the copies that generate, whose ranks divide the experts."""
     mesh, copies = seat.mesh("actor"), seat.rollout_mesh()
     experts = 1 if mesh is None else engine_section(seat.config, "actor").expert_parallel_size
     engines = consecutive_engines(copies.ranks, dict(copies.axes)["tp"])
     return (
         TrainingLayout(mesh or Mesh.flat(seat.placement.devices["actor"]), experts),
-        RolloutLayout(engines, expert_groups=tuple((rank,) for rank in copies.ranks)),
+        RolloutLayout(engines, expert_groups=tuple(group for copy in engines for group in copy)),
     )
 
 

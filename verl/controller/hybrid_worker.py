@@ -16,11 +16,12 @@ from verl.controller.group import wait
 from verl.controller.sampling import sampling_params
 from verl.data.prompts import PromptEncoder
 from verl.data_proto.proto import DataProto
+from verl.errors import DataError
 from verl.parallel.device import resolve_device
 from verl.parallel.placement import Placement
 from verl.workers.updates import Updates
 
-Prompts = DataProto | Sequence[str] | Sequence[Sequence[int]]
+Prompts = DataProto | str | Sequence[str] | Sequence[Sequence[int]]
 
 
 class ActorRolloutRefWorker:
@@ -66,15 +67,20 @@ class ActorRolloutRefWorker:
         self._encoder = PromptEncoder(self.tokenizer, self.config.data)
         self._num_prompts = 0
         self._version = -1
-        self.update_weights()
+        try:
+            self.update_weights()
+        except BaseException:
+            self.close()
+            raise
 
     def generate_sequences(self, prompts: Prompts, *, n: int | None = None, step: int = 0) -> DataProto:
         """`n` samples (default: rollout.n) of each prompt, adjacent, as prompts, responses [batch, response], masks and
         rollout_log_probs. Prompts are texts (put through the chat template), token ids, or a DataProto with the columns
-        ordinal and prompt_token_ids; `step` is a part of the seed."""
+        ordinal and prompt_token_ids; `step` is a part of the seed. Raises DataError when there are none."""
         params = sampling_params(self.config.actor_rollout_ref.rollout)
         params = params if n is None else replace(params, n=n)
-        batch = prompts if isinstance(prompts, DataProto) else self._batch(prompts)
+        given = [prompts] if isinstance(prompts, str) else prompts
+        batch = given if isinstance(given, DataProto) else self._batch(given)
         made = wait(self.rollout.generate(batch, step=step, params=params))
         self.rollout.end_generation()
         return batch.repeat(params.n, interleave=True).union(made)
@@ -112,6 +118,8 @@ class ActorRolloutRefWorker:
         self.close()
 
     def _batch(self, prompts: Sequence[Any]) -> DataProto:
+        if not len(prompts):
+            raise DataError("There are no prompts; give at least one text or list of token ids.")
         ids = [self._encoder.encode(p, f"prompt {i}") if isinstance(p, str) else list(p) for i, p in enumerate(prompts)]
         tokens = np.empty(len(ids), dtype=object)
         tokens[:] = ids

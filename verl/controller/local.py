@@ -50,8 +50,10 @@ def build_roles(config: VerlConfig, *, total_steps: int, data_sources: list[str]
     workers = build_workers(seat)
 
     def end() -> None:
-        workers["reward"].close()
-        workers["rollout"].close()
+        try:
+            workers["reward"].close()
+        finally:
+            workers["rollout"].close()
 
     roles = Roles(**workers, end=end)
     if train:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +28,39 @@ _FOLDER_READER = "verl.controller.own_copy:read_folder"
 def own_copy(config: VerlConfig, device: torch.device) -> OwnCopy:
     """For an engine on `device`, in the number format that the actor computes in."""
     group, trainer = config.actor_rollout_ref, config.trainer
-    buckets = SharedBuckets(group.rollout.checkpoint_engine.update_weights_bucket_megabytes << 20)
+    bucket_bytes = group.rollout.checkpoint_engine.update_weights_bucket_megabytes << 20
+    may_come_back = group.rollout.mode == "async" and group.rollout.max_engine_restarts > 0
     return OwnCopy(
         model=group.model,
         device=device,
         dtype=compute_dtype(group.actor.fsdp_config.dtype, device),
-        portions=lambda weights: map(buckets.write, bucketed(weights, buckets.bucket_bytes)),
+        portions=KeptBuckets(bucket_bytes).write if may_come_back else _in_turns(bucket_bytes),
         reader=_READER,
-        write=lambda folder, number, weights: write_folder(folder, number, weights, buckets.bucket_bytes),
+        write=lambda folder, number, weights: write_folder(folder, number, weights, bucket_bytes),
         folder_reader=_FOLDER_READER,
         start_timeout_s=trainer.ray_wait_register_center_timeout,
         call_timeout_s=group.nccl_timeout,
     )
+
+
+class KeptBuckets:
+    """All buckets of an update at once, until the next one writes over them: an engine that was lost is sent them again."""
+
+    def __init__(self, bucket_bytes: int):
+        self._bucket_bytes = bucket_bytes
+        self._buckets: list[SharedBuckets] = []
+
+    def write(self, weights: Weights) -> Iterator[dict[str, Any]]:
+        """A description of each bucket, see SharedBuckets."""
+        for index, some in enumerate(bucketed(weights, self._bucket_bytes)):
+            if index == len(self._buckets):
+                self._buckets.append(SharedBuckets(self._bucket_bytes, num_segments=1))
+            yield self._buckets[index].write(some)
+
+
+def _in_turns(bucket_bytes: int) -> Callable[[Weights], Iterator[dict[str, Any]]]:
+    buckets = SharedBuckets(bucket_bytes)
+    return lambda weights: map(buckets.write, bucketed(weights, bucket_bytes))
 
 
 def write_folder(folder: Path, number: int, weights: Weights, bucket_bytes: int) -> dict[str, Any]:

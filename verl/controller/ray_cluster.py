@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,8 @@ log = logging.getLogger(__name__)
 _ROOT_CAUSE_S = 3.0  # how long to look for the rank that died once another one has noticed
 _END_S = 5.0
 _STACK_S = 5.0  # for the stack of a process that is late
+# keys that say how long a result may take, of a call and of what starts the processes
+CALL_LIMIT, START_LIMIT = "trainer.call_timeout_s", "trainer.ray_wait_register_center_timeout"
 # what a process on another machine gets from the environment of the driver
 _PASSED_ON = (
     "HF_",
@@ -99,7 +102,7 @@ class Cluster:
         environment = {k: v for k, v in (settings.pop("runtime_env", None) or {}).items() if v is not None}
         own: dict[str, Any] = {"include_dashboard": False} if address is None else {"address": address}
         if address is None:
-            os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # our own cluster listens on this machine alone
+            _ask_for_token()
             own["num_cpus"] = settings.pop("num_cpus", None) or os.cpu_count()
         else:
             settings.pop("num_cpus", None)
@@ -109,10 +112,12 @@ class Cluster:
                 **own, runtime_env=environment or None, logging_level=logging.WARNING, log_to_driver=True, **settings
             )
         except (RayError, ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
-            raise ConfigError(
-                f"Ray did not start after {time.monotonic() - started:.0f} s ({_first_line(error)}). "
-                + ("Check ray_kwargs.ray_init.address." if address else "Check ray_kwargs.ray_init and /tmp/ray.")
-            ) from error
+            said = f"Ray did not start after {time.monotonic() - started:.0f} s ({_first_line(error)})."
+            if address or isinstance(error, ValueError):
+                key = "ray_kwargs.ray_init.address" if address else "ray_kwargs.ray_init"
+                raise ConfigError(f"{said} Check {key}.") from error
+            # of a cluster of our own somebody may have killed a process: worth another attempt
+            raise WorkerLostError(f"{said} Look at /tmp/ray, and run the same command again.") from error
         self._started = True
 
     def _check_resources(self) -> None:
@@ -216,6 +221,7 @@ class Pending:
     refs: list[tuple[Process, Any]]
     timeout_s: float
     collect: Callable[[list[Any]], Any]
+    limit_key: str = CALL_LIMIT  # the key that says timeout_s
     _started: float = field(default_factory=time.monotonic)
     _value: Any = None
     _done: bool = False
@@ -280,7 +286,7 @@ class Pending:
         names = "; ".join(f"{process}{_stuck(process)}" for process in processes)
         return (
             f"{names} did not finish {self.call} within {self.timeout_s:.0f} s. It hangs or is slow: look at its log"
-            f"{''.join(f' {p.log_file}' for p in processes[:1] if p.log_file)}; raise trainer.call_timeout_s if it is slow."
+            f"{''.join(f' {p.log_file}' for p in processes[:1] if p.log_file)}; raise {self.limit_key} if it is slow."
         )
 
 
@@ -313,6 +319,15 @@ def open_answer(answer: Any, place: str) -> Any:
         Exception.__init__(error, f"{text} [{place}]")
         raise error
     raise RuntimeError(f"{place} failed:\n{text}")
+
+
+def _ask_for_token() -> None:
+    """A cluster of our own listens on all interfaces and runs what it is told to. Ray lets in only who knows its token, which
+    this run draws instead of leaving one in a file, unless the user has one or has set RAY_AUTH_MODE=disabled."""
+    if "RAY_AUTH_TOKEN_PATH" not in os.environ and not Path("~/.ray/auth_token").expanduser().exists():
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    # which says as a warning that there is a token
+    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
 
 
 def _check_machine(request: Request, settings: Mapping[str, Any]) -> None:

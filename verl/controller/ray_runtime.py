@@ -25,7 +25,7 @@ from verl.controller.build import Seat, check_meshes
 from verl.controller.group import WorkerGroup
 from verl.controller.groups import make_groups
 from verl.controller.host import Host
-from verl.controller.ray_cluster import Cluster, Pending, Process, Request, send
+from verl.controller.ray_cluster import CALL_LIMIT, START_LIMIT, Cluster, Pending, Process, Request, send
 from verl.controller.roles import Roles
 from verl.errors import VerlError
 from verl.parallel.collectives import Collectives, Peer, free_port
@@ -104,16 +104,20 @@ class RayRuntime:
             process.log_file = folder / f"rank_{process.rank}.log"
             process.watched_by = _WATCHING
         self.processes = found
-        places = self._everywhere("starting", "place")
+        places = self._everywhere("starting", "place", starts=True)
         for process, (node, address, _, pid) in zip(found, places, strict=True):
             process.node, process.pid = f"{node} {address}", pid
         _, address, port, _ = places[0]
-        self._everywhere("meeting the other ranks", "join", pack((address, port)))
+        # in a cluster of our own all are on this machine, and need no other to reach them
+        address = "127.0.0.1" if self.cluster.is_ours else address
+        self._everywhere("meeting the other ranks", "join", pack((address, port)), starts=True)
 
-    def _everywhere(self, call: str, method: str, *arguments: Any) -> list[Any]:
-        """A method of every process, and all results in rank order."""
+    def _everywhere(self, call: str, method: str, *arguments: Any, starts: bool = False) -> list[Any]:
+        """A method of every process, and all results in rank order. What `starts` a run has the deadline of a start."""
         refs = [(p, getattr(p.handle, method).remote(*arguments)) for p in self.processes]
-        return Pending(call, refs, self.timeout_s, lambda answers: [unpack(a) for a in answers]).get()
+        start_s = self.cluster.request.timeout_s
+        limit: tuple[float, str] = (start_s, START_LIMIT) if starts else (self.timeout_s, CALL_LIMIT)
+        return Pending(call, refs, limit[0], lambda answers: [unpack(a) for a in answers], limit_key=limit[1]).get()
 
     def _publish(self, version: int) -> None:
         self._everywhere("rollout.publish", "publish", version)

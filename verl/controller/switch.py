@@ -164,7 +164,7 @@ def around(switch: Switch, rollout: Any) -> None:
 def _numbers(weight: torch.Tensor) -> torch.Tensor:
     """A few numbers of a tensor, from all over it; float64, on the CPU."""
     flat = local(weight).detach().flatten()
-    return flat[:: max(1, flat.numel() // _NUMBERS)].to("cpu", torch.float64)
+    return flat[:: max(1, flat.numel() // _NUMBERS)].to("cpu", torch.float64, copy=True)
 
 
 def _checksum(weight: torch.Tensor) -> int:

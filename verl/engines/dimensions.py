@@ -59,3 +59,11 @@ def check_change(changes: Mapping[str, Any]) -> None:
         if type(value) is not wanted or (isinstance(value, int) and wanted is int and value < 1):
             words = "True or False" if wanted is bool else "a whole number of at least 1"
             raise ConfigError(f"{name}={value!r} must be {words}.")
+
+
+def require_3d_hybrid(config: FSDPConfig, changes: Mapping[str, Any]) -> None:
+    """Raise ConfigError for `changes` of an engine that does not divide its work in three dimensions."""
+    if not config.use_3d_hybrid:
+        raise ConfigError(
+            f"{', '.join(changes)} can only change in a run that began with fsdp_config.use_3d_hybrid=True; set it."
+        )

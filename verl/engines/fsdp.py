@@ -17,9 +17,9 @@ from torch.distributed.fsdp import FSDPModule
 from verl.config import FSDPConfig, ModelConfig, OptimConfig
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
-from verl.engines.api import BatchTotals, LossFn, MicroBatching, Output, StepCheck
+from verl.engines.api import BatchTotals, EngineState, LossFn, MicroBatching, Output, StepCheck
 from verl.engines.dimensions import Dimensions
-from verl.engines.gathering import Gathering
+from verl.engines.gathering import Gathering, sharded_units
 from verl.engines.groups import Groups, mesh_of
 from verl.engines.loading import load_module, load_skeleton
 from verl.engines.micro_batches import plan_micro_batches
@@ -181,7 +181,12 @@ class FSDPEngine(TrainedEngine):
     def rest(self) -> None:
         """See TrainEngine."""
         super().rest()
-        self._free_root()
+        self._free_gathered()
+
+    def load_state(self, state: EngineState) -> None:
+        """See TrainEngine. Without reshard_after_forward, parameters that a forward pass has gathered are still there."""
+        super().load_state(state)
+        self._free_gathered()
 
     def _chunked(self) -> AbstractContextManager[None]:
         return chunked_feed_forward(self.module, self.dimensions.chunk_tokens)
@@ -189,6 +194,10 @@ class FSDPEngine(TrainedEngine):
     def _free_root(self) -> None:
         assert isinstance(self.model, FSDPModule)
         self.model.reshard()
+
+    def _free_gathered(self) -> None:
+        for unit in sharded_units(self.model):
+            unit.reshard()
 
     @contextmanager
     def _on_device(self, optimizer: bool = False) -> Iterator[None]:

@@ -13,7 +13,7 @@ import torch
 from verl.config import FSDPConfig, OptimConfig
 from verl.data_proto.metrics import Metric, merge_metrics
 from verl.engines.api import EngineState, StepCheck
-from verl.engines.dimensions import Dimensions, check_change
+from verl.engines.dimensions import Dimensions, check_change, require_3d_hybrid
 from verl.engines.state import TrainedState
 from verl.engines.step_check import figures_of_all, restore_random_state
 from verl.errors import ConfigError
@@ -57,10 +57,7 @@ class TrainedEngine:
     def reconfigure(self, changes: Mapping[str, Any]) -> None:
         """See TrainEngine."""
         check_change(changes)
-        if not self.config.use_3d_hybrid:
-            raise ConfigError(
-                f"{', '.join(changes)} can only change in a run that began with fsdp_config.use_3d_hybrid=True; set it."
-            )
+        require_3d_hybrid(self.config, changes)
         self.config = replace(self.config, **changes)
         self.dimensions = Dimensions.of(self.config)
 

@@ -22,13 +22,16 @@ def chunked_feed_forward(module: Any, chunk_tokens: int | None) -> Iterator[None
     """Inside, forward and backward of `module` (a causal language model or a value model) compute the feed-forward of each
     layer over `chunk_tokens` tokens at a time; None: as always. Mixtures of experts, which choose among tokens, stay whole."""
     parts = _feed_forwards(module) if chunk_tokens is not None else []
+    own = [vars(part).get("forward") for part in parts]  # None where it is the class's, as almost always
     for part in parts:
         part.forward = _in_chunks(part.forward, chunk_tokens or 1)
     try:
         yield
     finally:
-        for part in parts:
-            del part.forward  # the class's own is there again
+        for part, before in zip(parts, own, strict=True):
+            del part.forward
+            if before is not None:
+                part.forward = before
 
 
 def _feed_forwards(module: Any) -> list[Any]:

@@ -24,6 +24,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -35,6 +36,7 @@ log = logging.getLogger(__name__)
 
 _POLL_S = 0.5
 _LOOKUP_S = 5.0  # for the board, after something has failed
+_LOOPBACK = ("127.0.0.1", "localhost")
 _SLOW = 0.6  # share of a deadline after which a rank begins to write its stack on the board
 
 
@@ -293,9 +295,7 @@ def _meet(peer: Peer, timeout_s: float) -> dist.Store:
     started = time.monotonic()
     try:
         # the wait for the others is ours, so that the error can name them
-        server = dist.TCPStore(
-            peer.address, peer.port, None, serves, timedelta(seconds=timeout_s), wait_for_workers=False
-        )
+        server = _store(peer, serves, timeout_s)
     except (RuntimeError, OSError) as error:
         raise _no_store(peer, error, serves, time.monotonic() - started) from error
     store = dist.PrefixStore(f"verl-board-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", server)
@@ -315,6 +315,38 @@ def _meet(peer: Peer, timeout_s: float) -> dist.Store:
             "and WORLD_SIZE."
         )
     return store
+
+
+def _store(peer: Peer, serves: bool, timeout_s: float) -> dist.TCPStore:
+    """Where the ranks meet on one machine, neither the store nor gloo listens to others; torch's store would by itself."""
+    listener: socket.socket | None = None
+    if peer.address in _LOOPBACK:
+        if (interface := _loopback_interface()) is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        listener = socket.create_server((peer.address, peer.port), backlog=2048) if serves else None
+    try:
+        store = dist.TCPStore(
+            peer.address,
+            peer.port,
+            None,
+            serves,
+            timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            master_listen_fd=None if listener is None else listener.fileno(),
+        )
+    except BaseException:
+        if listener is not None:
+            listener.close()
+        raise
+    if listener is not None:
+        listener.detach()  # the store closes it
+    return store
+
+
+def _loopback_interface() -> str | None:
+    """ "lo" on Linux."""
+    names = (n for n, found in psutil.net_if_addrs().items() if any(a.address == "127.0.0.1" for a in found))
+    return next(names, None)
 
 
 def _no_store(peer: Peer, error: BaseException, serves: bool, elapsed_s: float) -> ConfigError | DeadlineError:

@@ -8,9 +8,9 @@ from verl.reshard.parts import numel, pieces
 from verl.reshard.plan import Move
 
 
-def buckets(moves: Iterable[Move], most_bytes: int, *, counts_received: bool = True) -> list[list[Move]]:
+def buckets(moves: Iterable[Move], most_bytes: int) -> list[list[Move]]:
     """The moves that travel, in their order, in as few buckets as their order allows. In each, what a rank sends and
-    receives (or sends alone) is `most_bytes` at most; moves that are larger are cut. Every rank finds the same buckets.
+    receives is `most_bytes` at most; moves that are larger are cut. Every rank finds the same buckets.
 
     `most_bytes` is at least an element.
     """
@@ -20,7 +20,7 @@ def buckets(moves: Iterable[Move], most_bytes: int, *, counts_received: bool = T
         if move.is_kept:
             continue
         for piece in _cut(move, most_bytes):
-            ends = (piece.source, piece.destination) if counts_received else (piece.source,)
+            ends = (piece.source, piece.destination)
             if not found or any(staged.get(rank, 0) + piece.num_bytes > most_bytes for rank in ends):
                 found.append([])
                 staged = {}

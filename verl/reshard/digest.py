@@ -10,16 +10,15 @@ they are in the cache.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
 DIGEST_BYTES = 16
 _WORD_BYTES = 8
-_CACHED_WORDS, _DEVICE_WORDS = (
-    1 << 15,
-    1 << 22,
-)  # summed at a time: few enough to stay in a cache, or enough for a kernel
+PORTION_BYTES = 1 << 18  # summed at a time: few enough to stay in a cache
+_DEVICE_BYTES = 1 << 25  # on a GPU: enough for a kernel
 _FOLDED_WORDS = 1 << 10  # of a row, where rows of the numbers themselves do not end where words do
 
 
@@ -27,21 +26,37 @@ def digest(label: str, numbers: torch.Tensor) -> bytes:
     """Of a label (name and place), number format and bytes in order; the same for equal numbers of one shape wherever they
     lie in memory."""
     numbers = numbers.detach()
-    if _has_words(numbers):
-        return _hash(label, numbers, _portions(numbers), numbers.new_empty(0))
+    if _has_words(numbers.shape, numbers.dtype):
+        return _hash(label, numbers.shape, numbers.dtype, _portions(numbers))
     flat = numbers.reshape(-1)
     columns = _FOLDED_WORDS * _WORD_BYTES // flat.itemsize
     rows = flat.numel() // columns
+    if rows == 0:
+        return _hash(label, flat.shape, flat.dtype, (), _bytes(flat))
     matrix = flat[: rows * columns].view(rows, columns)
-    return _hash(label, matrix, _portions(matrix), flat[matrix.numel() :])
+    return _hash(label, matrix.shape, flat.dtype, _portions(matrix), _bytes(flat[matrix.numel() :]))
 
 
 def copy_with_digest(label: str, target: torch.Tensor, source: torch.Tensor) -> bytes:
     """Copy `source` into `target` of the same shape, cast on the way; returns the digest of what was written."""
     target, source = target.detach(), source.detach()
-    if target.device.type != "cpu" or source.device.type != "cpu" or not _has_words(target):
+    if target.device.type != "cpu" or source.device.type != "cpu" or not _has_words(target.shape, target.dtype):
         return digest(label, target.copy_(source))
-    return _hash(label, target, _copied(target, source), target.new_empty(0))
+    return _hash(label, target.shape, target.dtype, _copied(target, source))
+
+
+def spread_with_digest(
+    label: str, targets: Sequence[torch.Tensor], source: torch.Tensor, dtype: torch.dtype, portion_bytes: int
+) -> bytes:
+    """Cast `source` to `dtype` and copy that into all `targets` of its shape, into which others may write too; returns the
+    digest of what was cast. At most `portion_bytes` of it, or a row, are in memory at a time where rows end with words."""
+    source = source.detach()
+    if source.device.type != "cpu" or not _has_words(source.shape, dtype):
+        numbers = source.to(dtype)
+        for target in targets:
+            target.copy_(numbers)
+        return digest(label, numbers)
+    return _hash(label, source.shape, dtype, _spread(targets, source, dtype, portion_bytes))
 
 
 def _copied(target: torch.Tensor, source: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -49,43 +64,66 @@ def _copied(target: torch.Tensor, source: torch.Tensor) -> Iterator[torch.Tensor
         yield to.copy_(portion)
 
 
-def _has_words(numbers: torch.Tensor) -> bool:
-    """Whether the numbers are rows that end where words do."""
-    return numbers.dim() > 1 and numbers.shape[-1] * numbers.itemsize % _WORD_BYTES == 0
+def _spread(
+    targets: Sequence[torch.Tensor], source: torch.Tensor, dtype: torch.dtype, portion_bytes: int
+) -> Iterator[torch.Tensor]:
+    size, most = dtype.itemsize, min(portion_bytes, PORTION_BYTES)
+    cast = torch.empty(0, dtype=dtype)
+    for portion, *places in zip(*(_portions(t, size, most) for t in (source, *targets)), strict=True):
+        if portion.dtype == dtype:
+            numbers = portion
+        else:
+            if cast.shape != portion.shape:
+                cast = torch.empty(portion.shape, dtype=dtype)
+            numbers = cast.copy_(portion)
+        for place in places:
+            place.copy_(numbers)
+        yield numbers
 
 
-def _portions(numbers: torch.Tensor, itemsize: int | None = None) -> Iterator[torch.Tensor]:
+def _has_words(shape: torch.Size, dtype: torch.dtype) -> bool:
+    """Whether numbers are rows that end where words do."""
+    return len(shape) > 1 and shape[-1] * dtype.itemsize % _WORD_BYTES == 0
+
+
+def _portions(
+    numbers: torch.Tensor, itemsize: int | None = None, most_bytes: int | None = None
+) -> Iterator[torch.Tensor]:
     """[some rows, columns] in order, as views; as many rows as make a portion with elements of `itemsize` bytes (default:
     their own)."""
     if numbers.numel() == 0:
         return
     if numbers.dim() > 2:
         for inner in numbers:
-            yield from _portions(inner, itemsize)
+            yield from _portions(inner, itemsize, most_bytes)
         return
-    most = _WORD_BYTES * (_CACHED_WORDS if numbers.device.type == "cpu" else _DEVICE_WORDS)
-    yield from numbers.split(max(1, most // (itemsize or numbers.itemsize) // numbers.shape[1]))
+    most = most_bytes or (PORTION_BYTES if numbers.device.type == "cpu" else _DEVICE_BYTES)
+    num_rows = max(1, most // (itemsize or numbers.itemsize) // numbers.shape[1])
+    yield from numbers.split(num_rows) if num_rows < len(numbers) else (numbers,)
 
 
-def _hash(label: str, matrix: torch.Tensor, portions: Iterable[torch.Tensor], rest: torch.Tensor) -> bytes:
-    """Of `matrix` [..., columns], which comes in `portions`, and of the bytes of `rest`.
+def _hash(
+    label: str, shape: torch.Size, dtype: torch.dtype, portions: Iterable[torch.Tensor], rest: bytes | memoryview = b""
+) -> bytes:
+    """Of numbers [..., columns], which come in `portions`, and of `rest`.
 
     An odd number of rows is summed up to columns, and the first one apart where there is one more: if all of an even number
     had their sign bits changed, which are the uppermost ones, no sum would show it.
     """
-    found = hashlib.blake2b(f"{label} {matrix.dtype}".encode(), digest_size=DIGEST_BYTES)
-    if matrix.numel():
-        rows, columns = [], torch.zeros((), dtype=torch.int64, device=matrix.device)
-        apart = 1 - matrix.numel() // matrix.shape[-1] % 2
-        for portion in portions:
-            words = _words(portion)
-            rows.append(words.sum(1))
-            if apart:
-                rows.append(words[0])
-                words, apart = words[1:], 0
-            columns = words.sum(0).add_(columns)
-        found.update(_bytes(torch.cat([columns, *rows])))
-    found.update(_bytes(rest))
+    found = hashlib.blake2b(f"{label} {dtype}".encode(), digest_size=DIGEST_BYTES)
+    apart: list[torch.Tensor] = []
+    columns: torch.Tensor | None = None
+    rows = []
+    for portion in portions:
+        words = _words(portion)
+        rows.append(words.sum(1))
+        if columns is None and math.prod(shape[:-1]) % 2 == 0:
+            apart = [words[0].clone()]
+            words = words[1:]
+        columns = words.sum(0) if columns is None else columns.add_(words.sum(0))
+    if columns is not None:
+        found.update(_bytes(torch.cat([columns, *apart, *rows])))
+    found.update(rest)
     return found.digest()
 
 
@@ -97,5 +135,5 @@ def _words(portion: torch.Tensor) -> torch.Tensor:
     return portion.view(torch.int64)
 
 
-def _bytes(numbers: torch.Tensor) -> bytes:
-    return bytes(numbers.contiguous().cpu().view(torch.uint8).numpy().data)
+def _bytes(numbers: torch.Tensor) -> memoryview:
+    return numbers.contiguous().cpu().view(torch.uint8).numpy().data

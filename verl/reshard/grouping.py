@@ -29,14 +29,17 @@ def interval_engines(
     tensor_parallel: int,
     pipeline_parallel: int = 1,
     hosts: Mapping[int, int] | None = None,
+    by_experts: bool = False,
 ) -> tuple[Groups, ...]:
     """[engine][stage][index] -> world rank, for RolloutLayout, over all training ranks.
 
     Within a generation stage, ranks are ordered by where their training shard lies in a divided tensor (tensor parallel
-    rank, then FSDP rank), and engine e takes every n-th from the e-th on, n being the number of engines. Tensor parallel
-    groups stay on one of `hosts` (rank -> host) where its ranks divide: generation exchanges data for every token. Raises
-    ConfigError when sizes do not divide.
+    rank, then FSDP rank), and engine e takes every n-th from the e-th on, n being the number of engines. `by_experts`
+    orders them by where their experts lie: for engines whose ranks divide the experts, which are most of a mixture. Tensor
+    parallel groups stay on one of `hosts` (rank -> host) where its ranks divide: generation exchanges data for every
+    token. Raises ConfigError when sizes do not divide.
     """
+    order = _expert_order if by_experts else _tensor_order
     num_stages = training.num_stages
     if pipeline_parallel < 1 or num_stages % pipeline_parallel:
         raise ConfigError(
@@ -44,7 +47,7 @@ def interval_engines(
             "layout; choose a divisor (1: every engine has all layers)."
         )
     stages = [
-        _interval_groups(members, tensor_parallel, lambda rank: _tensor_order(training.seat(rank)), hosts)
+        _interval_groups(members, tensor_parallel, lambda rank: order(training.seat(rank)), hosts)
         for members in _by_stage(training, pipeline_parallel)
     ]
     return tuple(zip(*stages, strict=True))

@@ -1,7 +1,14 @@
-"""What ranks of one host give each other through memory that they share, instead of over a connection.
+"""Weights for generation in memory that all ranks of a host can write into: new ones go from the rank that casts them straight
+to the place where they are used.
 
-Every rank has an outbox of two halves, into which it writes what the others are to read, and sees those of its neighbours.
-Which ranks are neighbours is found out by opening, since names of hosts can mislead where containers are at work.
+    rank 0 trains [w]  --cast-->  rank 0 generates [w]          one pass over w: cast, summed for the proof, and written to
+                       --cast-->  rank 1 generates [w]          every place on the host that lacks it
+
+Ranks whose weights are the same (whole copies, or the same part of several) have them in one memory, that of the first of them:
+nobody changes weights while they generate, and each number is written once for all.
+
+The memory has no name (verl.reshard.shared_memory). Which ranks reach each other is found out by opening, since names of hosts
+can mislead where containers are at work.
 """
 
 from __future__ import annotations
@@ -9,6 +16,7 @@ from __future__ import annotations
 import mmap
 import os
 import socket
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -18,70 +26,153 @@ from verl.parallel.wire import from_bytes, to_bytes
 from verl.reshard.shared_memory import Segment, as_numbers, open_segment
 
 _PROOF_BYTES = 16
-_ALIGNMENT = 64  # bytes; of what lies in an outbox
-
-
-def aligned(num_bytes: int) -> int:
-    """What so many bytes take in an outbox."""
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+_ALIGNMENT = 64  # bytes
 
 
 class HostMemory:
-    """Made by all ranks together. `readers` are the ranks that can read this one's outbox, `inboxes` the outboxes that it
-    can read."""
+    """Made by all ranks together, each with the `weights` that it generates with (empty: none). Ranks with the same `likeness`
+    have the same weights; without one a rank is like no other.
 
-    def __init__(self, comm: Collectives, half_bytes: int):
-        """`half_bytes`: of a half of this rank's outbox; 0 where it has nothing to send."""
-        self.half_bytes = aligned(half_bytes)
+    `homes` are rank -> the rank in whose memory its weights lie; `pairs` are (writer, home), all that reach each other; and
+    `places` are home -> name -> the weight there, for homes that this rank can write into. Where another rank can, `weights`
+    have been moved; they are the same objects.
+    """
+
+    def __init__(self, comm: Collectives, weights: Mapping[str, torch.Tensor], likeness: str = ""):
         proof = os.urandom(_PROOF_BYTES)
-        mine = _outbox(2 * self.half_bytes) if self.half_bytes else None
+        runs = _runs(weights.values())
+        mine = _segment(sum(map(_num_bytes, runs))) if runs else None
         if mine is not None:
             mine.memory[:_PROOF_BYTES] = proof
-        said = [from_bytes(row) for row in comm.all_gather(to_bytes(_card(mine, proof)))]
-        self.inboxes = {
+        cards = [from_bytes(row) for row in comm.all_gather(to_bytes(_card(mine, proof, likeness)))]
+        theirs = {
             rank: memory
-            for rank, card in enumerate(said)
+            for rank, card in enumerate(cards)
             if rank != comm.rank and card is not None and (memory := _opened(rank, *card)) is not None
         }
-        opened = [from_bytes(row) for row in comm.all_gather(to_bytes(list(self.inboxes)))]
-        self.readers = {rank for rank, outboxes in enumerate(opened) if comm.rank in outboxes}
-        self._outbox = None if mine is None or not self.readers else mine.memory
+        opened = [from_bytes(row) for row in comm.all_gather(to_bytes(list(theirs)))]
+        reached = {(writer, owner) for writer, owners in enumerate(opened) for owner in owners}
+        self.homes = _homes([None if card is None else card[-1] for card in cards], reached)
+        self.pairs = frozenset((writer, owner) for writer, owner in reached if self.homes[owner] == owner)
+        home = self.homes.get(comm.rank)
+        table: dict[str, tuple[int, str, list[int], list[int]]] = {}
+        if mine is not None and any(owner == comm.rank for _, owner in self.pairs):
+            _move(runs, as_numbers(mine.memory, 0, mine.num_bytes, torch.uint8))
+            table = {name: _place(weight) for name, weight in weights.items() if weight.numel()}
         if mine is not None:
-            mine.close()  # whoever can read it has it open
+            mine.close()  # whoever can write into it has it open
+        tables = [from_bytes(row) for row in comm.all_gather(to_bytes(table))]
+        self.places = {
+            rank: {name: _at(memory, *place) for name, place in tables[rank].items()}
+            for rank, memory in theirs.items()
+            if self.homes[rank] == rank
+        }
+        self._shared = self.places[home] if home is not None and home != comm.rank else {}
+        for name, place in self._shared.items():
+            weights[name].data = place
+        self._addresses = {name: weights[name].data_ptr() for name in table or self._shared}
 
-    @property
-    def num_bytes(self) -> int:
-        """Of this rank's outbox."""
-        return 2 * self.half_bytes if self._outbox is not None else 0
+    def has_moved(self, weights: Mapping[str, torch.Tensor]) -> bool:
+        """Whether some of this rank's weights lie elsewhere now, where nobody can write."""
+        return any(name in weights and weights[name].data_ptr() != address for name, address in self._addresses.items())
 
-    def room(self, first: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """`count` numbers of the outbox from byte `first` on."""
-        assert self._outbox is not None
-        return as_numbers(self._outbox, first, count * dtype.itemsize, dtype)
+    def lacking(self, weights: Mapping[str, torch.Tensor]) -> str:
+        """A weight that was there when memory was shared, and is not now; "" for none."""
+        return next((name for name in self._addresses if name not in weights), "")
 
-    def read(self, rank: int, first: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """`count` numbers of the outbox of `rank` from byte `first` on."""
-        return as_numbers(self.inboxes[rank], first, count * dtype.itemsize, dtype)
+    def differing(self, weights: Mapping[str, torch.Tensor]) -> str:
+        """A weight that has been moved out of the memory of another rank and is not what lies there; "" for none."""
+        for name, place in self._shared.items():
+            mine = weights.get(name)
+            if mine is not None and mine.data_ptr() != place.data_ptr() and not torch.equal(mine, place):
+                return name
+        return ""
 
 
-def _outbox(num_bytes: int) -> Segment | None:
+def _homes(likenesses: list[str | None], reached: set[tuple[int, int]]) -> dict[int, int]:
+    """Rank with memory -> the first one that is like it and that it reaches, or itself."""
+    homes: dict[int, int] = {}
+    for rank, likeness in enumerate(likenesses):
+        if likeness is not None:
+            like = (r for r in homes if likenesses[r] == likeness != "" and homes[r] == r and (rank, r) in reached)
+            homes[rank] = next(like, rank)
+    return homes
+
+
+def _runs(weights: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Weights that lie back to back, or upon one another, together; in the order of their addresses."""
+    runs: list[list[torch.Tensor]] = []
+    end = -1
+    for weight in sorted({id(w): w for w in weights if w.numel()}.values(), key=torch.Tensor.data_ptr):
+        if not runs or weight.data_ptr() > end or weight.dtype != runs[-1][0].dtype:
+            runs.append([])
+        runs[-1].append(weight)
+        end = max(end, _end(weight))
+    return runs
+
+
+def _end(weight: torch.Tensor) -> int:
+    last = sum((size - 1) * stride for size, stride in zip(weight.shape, weight.stride(), strict=True))
+    return weight.data_ptr() + (last + 1) * weight.itemsize
+
+
+def _num_bytes(run: list[torch.Tensor]) -> int:
+    """What a run takes, aligned."""
+    num_bytes = max(map(_end, run)) - run[0].data_ptr()
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+@torch.no_grad()
+def _move(runs: list[list[torch.Tensor]], memory: torch.Tensor) -> None:
+    """One run after the other into `memory` (uint8): where one was is free before the next one is copied. Within a run weights
+    keep their distances: matrix products compute with several as one."""
+    first = 0
+    for run in runs:
+        num_bytes, base = _num_bytes(run), run[0].data_ptr()
+        for weight in run:
+            start = (first + weight.data_ptr() - base) // weight.itemsize
+            weight.data = _view(memory, start, weight.dtype, weight.shape, weight.stride()).copy_(weight)
+        first += num_bytes
+
+
+def _view(
+    memory: torch.Tensor, start: int, dtype: torch.dtype, shape: Iterable[int], stride: Iterable[int]
+) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype).set_(memory.untyped_storage(), start, tuple(shape), tuple(stride))
+
+
+def _place(weight: torch.Tensor) -> tuple[int, str, list[int], list[int]]:
+    """Of a weight that has been moved: its first element, format, shape and strides."""
+    return (
+        int(weight.storage_offset()),
+        str(weight.dtype).removeprefix("torch."),
+        list(weight.shape),
+        list(weight.stride()),
+    )
+
+
+def _at(memory: mmap.mmap, start: int, dtype: str, shape: list[int], stride: list[int]) -> torch.Tensor:
+    return _view(as_numbers(memory, 0, len(memory), torch.uint8), start, getattr(torch, dtype), shape, stride)
+
+
+def _segment(num_bytes: int) -> Segment | None:
     try:
         return Segment(max(num_bytes, _PROOF_BYTES))
     except (ModelError, OSError):  # a system without it: everything goes over connections
         return None
 
 
-def _card(segment: Segment | None, proof: bytes) -> tuple[str, str, int, bytes] | None:
-    return None if segment is None else (socket.gethostname(), segment.path, segment.num_bytes, proof)
+def _card(segment: Segment | None, proof: bytes, likeness: str) -> tuple[str, str, int, bytes, str] | None:
+    return None if segment is None else (socket.gethostname(), segment.path, segment.num_bytes, proof, likeness)
 
 
-def _opened(rank: int, host: str, path: str, num_bytes: int, proof: bytes) -> mmap.mmap | None:
-    """None for a rank of another host, or behind the walls of another container: there the path is nobody's, or leads to
-    something else."""
+def _opened(rank: int, host: str, path: str, num_bytes: int, proof: bytes, likeness: str) -> mmap.mmap | None:
+    """None for a rank of another host (whatever its `likeness`), or behind the walls of another container: there the path is
+    nobody's, or leads to something else."""
     if host != socket.gethostname():
         return None
     try:
-        memory = open_segment(path, num_bytes, f"The outbox of rank {rank}")
+        memory = open_segment(path, num_bytes, f"The memory of rank {rank}")
     except (ModelError, WorkerLostError, OSError, ValueError):
         return None
     return memory if memory[:_PROOF_BYTES] == proof else None

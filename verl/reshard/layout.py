@@ -101,6 +101,20 @@ class Layout(Protocol):
         """What `rank` holds of `tensor`; None for nothing."""
 
 
+@dataclass(frozen=True)
+class OnRanks:
+    """What some ranks hold of `layout`: those that have memory of their own."""
+
+    layout: Layout
+    ranks: tuple[int, ...]
+
+    def stages_of(self, tensor: Tensor) -> tuple[int, ...]:
+        return self.layout.stages_of(tensor)
+
+    def part(self, tensor: Tensor, rank: int) -> Part | None:
+        return self.layout.part(tensor, rank) if rank in self.ranks else None
+
+
 class Seat(NamedTuple):
     """Where a training rank stands. `fsdp` counts shard and sequence parallel ranks together, which all hold shards."""
 

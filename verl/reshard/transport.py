@@ -1,11 +1,11 @@
-"""Carrying out a plan between processes: point to point, in buckets of bounded size, and proved.
+"""Carrying out a plan between processes: in messages of bounded size or straight into the memory of a neighbour, and proved.
 
     transport = PeerToPeer(tensors, training, rollout, plan, dtype=torch.bfloat16, device=device, staging_bytes=64 << 20)
-    transport.share_memory(comm)  # optional
-    transport(held, wanted)       # every rank of the group, at the same time
+    transport(held, wanted)         # every rank of the group, at the same time
 
-Senders cast before they send. While one bucket is under way, the next one is cast and the last one unpacked. Between ranks
-that share memory a bucket lies there, and a message of a few bytes says where; else the bucket is the message.
+Senders cast before they send. Between ranks of one host that share memory a number is cast once, and written into every place
+that lacks it; nothing waits in between. Elsewhere moves travel in buckets: while one is under way, the next one is cast and the
+last one unpacked.
 
 Proof: each sender says a digest of (name, place, dtype, bytes) of what it sent, and the receiver computes the same from
 what its engine holds after everything has been written. A bucket that was lost, tensors that were swapped, or a write that
@@ -22,16 +22,15 @@ import torch
 import torch.distributed as dist
 
 from verl.errors import ModelError
-from verl.parallel.collectives import Collectives
 from verl.parallel.traffic import TRAFFIC
 from verl.reshard.buckets import buckets
-from verl.reshard.digest import DIGEST_BYTES, copy_with_digest, digest
-from verl.reshard.host_memory import HostMemory, aligned
+from verl.reshard.digest import DIGEST_BYTES, PORTION_BYTES, copy_with_digest, digest, spread_with_digest
+from verl.reshard.host_memory import HostMemory
 from verl.reshard.layout import Layout, Slot, Tensor
 from verl.reshard.parts import Part, numel
 from verl.reshard.plan import Move, Plan
 
-_NOTE_BYTES = 8  # of a message that says where a bucket lies, and of one that says it has been read
+_DIGESTS = 1 << 20  # tag of the messages that bring them; those of buckets are their numbers
 Tensors = Mapping[str, torch.Tensor]
 
 
@@ -40,21 +39,11 @@ def source_views(engine: Tensors, slots: Mapping[str, Slot]) -> dict[str, torch.
     return {name: engine[slot.name][slot.first : slot.stop] for name, slot in slots.items()}
 
 
-class _Parcel(NamedTuple):
-    """What comes from one peer: the numbers, or with `is_note` a message that says where they lie."""
-
-    peer: int
-    moves: list[Move]
-    message: torch.Tensor
-    is_note: bool
-
-
 class _Flight(NamedTuple):
-    """A bucket that is under way."""
+    """A bucket that is under way, and the messages in which it comes: peer, moves, numbers."""
 
-    number: int
     works: list[dist.Work]
-    parcels: list[_Parcel]
+    parcels: list[tuple[int, list[Move], torch.Tensor]]
     num_bytes: int
 
 
@@ -63,7 +52,8 @@ class PeerToPeer:
 
     `dtype` is the rollout's; every Tensor.itemsize is its size. `staging_bytes` bounds the buffers on this rank, of which
     `peak_staging_bytes` says how much was used. `num_sent_bytes` counts what has left this rank, in messages or through
-    memory. Waits end with the timeout of `group` (default: the whole run's).
+    memory. Waits end with the timeout of `group` (default: the whole run's). With `memory`, ranks that have what is wanted of
+    them there get it without messages.
     """
 
     def __init__(
@@ -76,6 +66,7 @@ class PeerToPeer:
         dtype: torch.dtype,
         device: torch.device,
         staging_bytes: int,
+        memory: HostMemory | None = None,
         group: dist.ProcessGroup | None = None,
     ):
         assert all(tensor.itemsize == dtype.itemsize for tensor in tensors)
@@ -84,208 +75,200 @@ class PeerToPeer:
         self.peak_staging_bytes = self.num_sent_bytes = self._staged = 0
         self._held = {t.name: part for t in tensors if (part := source.part(t, self.rank)) is not None}
         self._wanted = {t.name: part for t in tensors if (part := target.part(t, self.rank)) is not None}
-        self._kept = plan.kept(self.rank)
+        self._shapes_held = {name: part.shape for name, part in self._held.items()}
+        self._shapes_wanted = {name: part.shape for name, part in self._wanted.items()}
         self._plan, self._most_bytes = plan, staging_bytes // 2  # two buckets are in memory at a time
-        self._arrange(counts_received=True)
+        self._kept, self._sends = plan.kept(self.rank), plan.sends(self.rank)
         self._num_planned_bytes = plan.sent_bytes.get(self.rank, 0)
-        self._memory: HostMemory | None = None
-        self._receipts: list[list[dist.Work]] = []  # of each bucket of an update: its readers are done
-        self._sends: list[dist.Work] = []  # receipts for others
-        self._kept_digests: dict[Move, bytes | None] = {}  # None: what trains and what generates are the same memory
+        self._indices: dict[tuple[str, object, bool], tuple[slice, ...]] = {}
+        self._places: dict[Move, torch.Tensor] = {}  # in the memory of neighbours, of what this rank gives them
+        by_name = {t.name: t for t in tensors}
+        for move in self._sends:
+            if memory is not None and move.destination in memory.places:
+                part = target.part(by_name[move.tensor], move.destination)
+                assert part is not None
+                self._places[move] = memory.places[move.destination][move.tensor][_index(part, move)]
+        self._arrange(memory.pairs if memory is not None else frozenset())
+        self._is_open = any(owner == self.rank for _, owner in memory.pairs) if memory is not None else False
+        self._said: dict[Move, bytes | None] = {}  # of what this rank sent and kept; None: the same memory, trained in
         self._proved: dict[Move, bytes] = {}  # what came and was kept in the last update
 
-    def share_memory(self, comm: Collectives) -> None:
-        """From now on ranks of one host give each other tensors through memory, where they can. Called by every rank of
-        `comm`, which are those of `group`, where tensors are on the CPU. Where all can, what comes needs no buffer, and
-        buckets are larger for it."""
-        assert self.device.type == "cpu"
-        half_bytes = min(self._most_bytes, self._num_planned_bytes)
-        gaps = aligned(1) * comm.world_size if half_bytes else 0
-        self._memory = HostMemory(comm, half_bytes + gaps)
-        sources = {move.source for move in self._plan.receives(self.rank)}
-        if all(map(bool, comm.all_gather(b"yes" if sources <= self._memory.inboxes.keys() else b""))):
-            self._arrange(counts_received=False)
-
-    def _arrange(self, *, counts_received: bool) -> None:
-        everything = buckets(self._plan.moves, self._most_bytes, counts_received=counts_received)
-        self._num_buckets = len(everything)  # of all ranks; this one takes part in:
+    def _arrange(self, pairs: frozenset[tuple[int, int]]) -> None:
+        """`pairs` (sender, receiver) have memory between them."""
+        direct = [m for m in self._plan.moves if m.is_kept or (m.source, m.destination) in pairs]
+        self._comes = [m for m in direct if m.destination == self.rank and not m.is_kept]  # without a message
+        puts: dict[tuple[str, object], list[Move]] = {}
+        for move in direct:
+            if move.source == self.rank:
+                puts.setdefault((move.tensor, move.box), []).append(move)
+        self._puts = list(puts.values())
+        known = set(direct)
         self._buckets = {
             number: bucket
-            for number, moves in enumerate(everything)
+            for number, moves in enumerate(buckets((m for m in self._plan.moves if m not in known), self._most_bytes))
             if any(bucket := (_by_peer(moves, "source", self.rank), _by_peer(moves, "destination", self.rank)))
         }
 
     def __call__(self, held: Tensors, wanted: Tensors) -> None:
         """Fill `wanted` (this rank's parts in the target layout, of any dtype) out of what all ranks have in `held` (its
-        parts in the source layout). They share memory only where both are the same elements.
+        parts in the source layout). They share memory only where both are the same elements. From the first call of a rank
+        until the last one has returned nobody may use `wanted`: callers agree before and after.
 
         Raises ModelError when a tensor is missing, has another shape than its part, or does not hold what was sent; on the
         rank where that is so, and the caller tells the others.
         """
         self.check(held, wanted)
-        self._receipts, self._sends, self._kept_digests = [], [], {}
-        self._staged = self._memory.num_bytes if self._memory is not None else 0
-        digests: dict[int, list[bytes]] = {}  # destination -> of each move, in order
+        self._staged, self._said = 0, {}
         with torch.no_grad(), TRAFFIC.exchanging(self._num_planned_bytes):
             flight: _Flight | None = None
             for number in self._buckets:
-                following = self._start(number, held, digests)
+                following = self._start(number, held)
                 if flight is not None:
                     self._finish(flight, wanted)
                 flight = following
-            self._keep(held, wanted)
+            for moves in self._puts:
+                self._put(moves, held, wanted)
             if flight is not None:
                 self._finish(flight, wanted)
-            for work in (*(work for works in self._receipts for work in works), *self._sends):
-                work.wait()
-            self._prove(wanted, digests)
+            self._prove(wanted)
 
     def check(self, held: Tensors, wanted: Tensors) -> None:
         """Raise ModelError when a tensor is missing or has another shape than its part."""
-        self._check(held, self._held, "hold")
-        self._check(wanted, self._wanted, "fill")
+        self._check(held, self._shapes_held, "hold")
+        self._check(wanted, self._shapes_wanted, "fill")
 
-    def _start(self, number: int, held: Tensors, digests: dict[int, list[bytes]]) -> _Flight:
+    def _start(self, number: int, held: Tensors) -> _Flight:
         """Pack and send a bucket, and ask for what others send."""
         incoming, outgoing = self._buckets[number]
-        ops, parcels, receipts = [], [], []
-        for peer, moves in incoming.items():
-            is_note = self._memory is not None and peer in self._memory.inboxes
-            message = _note() if is_note else self._buffer(moves)
-            parcels.append(_Parcel(peer, moves, message, is_note))
-            ops.append(dist.P2POp(dist.irecv, message, peer, self.group, number))
-        place = self._free_half()
-        messages = []
+        parcels = [(peer, moves, self._buffer(moves)) for peer, moves in incoming.items()]
+        ops = [dist.P2POp(dist.irecv, message, peer, self.group, number) for peer, _, message in parcels]
+        num_bytes = sum(message.nbytes for _, _, message in parcels)
         for peer, moves in outgoing.items():
-            if self._memory is not None and peer in self._memory.readers:
-                buffer, message = self._memory.room(place, _count(moves), self.dtype), _note(place)
-                place += aligned(buffer.nbytes)
-                receipts.append(dist.P2POp(dist.irecv, _note(), peer, self.group, self._receipt_tag(number)))
-            else:
-                buffer = message = self._buffer(moves)
-                messages.append(buffer)
-            self._pack(moves, buffer, held, digests.setdefault(peer, []))
+            message = self._buffer(moves)
+            for move, place in _slices(moves, message):
+                self._said[move] = copy_with_digest(_label(move), place, self._at(held, move, is_source=True))
             ops.append(dist.P2POp(dist.isend, message, peer, self.group, number))
-        num_bytes = sum(m.nbytes for m in messages) + sum(p.message.nbytes for p in parcels if not p.is_note)
-        self._staged += num_bytes
-        self.peak_staging_bytes = max(self.peak_staging_bytes, self._staged)
-        works = dist.batch_isend_irecv(ops)
-        self._receipts.append(dist.batch_isend_irecv(receipts) if receipts else [])
-        return _Flight(number, works, parcels, num_bytes)
-
-    def _pack(self, moves: Sequence[Move], buffer: torch.Tensor, held: Tensors, digests: list[bytes]) -> None:
-        for move, place in _slices(moves, buffer):
-            digests.append(copy_with_digest(_label(move), place, self._at(held, move, is_source=True)))
-        self.num_sent_bytes += buffer.nbytes
-
-    def _free_half(self) -> int:
-        """Where in this rank's memory the next bucket may lie, when the one before the last has been read."""
-        if self._memory is None:
-            return 0
-        count = len(self._receipts)
-        if count >= 2:
-            for work in self._receipts[count - 2]:
-                work.wait()
-            self._receipts[count - 2] = []
-        return count % 2 * self._memory.half_bytes
+            num_bytes += message.nbytes
+            self.num_sent_bytes += message.nbytes
+        self._stage(num_bytes)
+        return _Flight(dist.batch_isend_irecv(ops), parcels, num_bytes)
 
     def _finish(self, flight: _Flight, wanted: Tensors) -> None:
-        """Put what has come into its place, and say so."""
+        """Put what has come into its place."""
         for work in flight.works:
             work.wait()
-        receipts = []
-        for parcel in flight.parcels:
-            self._unpack(parcel, wanted)
-            if parcel.is_note:
-                tag = self._receipt_tag(flight.number)
-                receipts.append(dist.P2POp(dist.isend, parcel.message, parcel.peer, self.group, tag))
-        self._sends += dist.batch_isend_irecv(receipts) if receipts else []
-        self._staged -= flight.num_bytes
+        for _, moves, message in flight.parcels:
+            self._unpack(moves, message, wanted)
+        self._stage(-flight.num_bytes)
 
-    def _unpack(self, parcel: _Parcel, wanted: Tensors) -> None:
-        buffer = parcel.message
-        if parcel.is_note:
-            assert self._memory is not None
-            place = int(parcel.message.view(torch.int64))
-            buffer = self._memory.read(parcel.peer, place, _count(parcel.moves), self.dtype)
-        for move, numbers in _slices(parcel.moves, buffer):
+    def _unpack(self, moves: Sequence[Move], message: torch.Tensor, wanted: Tensors) -> None:
+        for move, numbers in _slices(moves, message):
             self._at(wanted, move, is_source=False).copy_(numbers)
 
-    def _receipt_tag(self, number: int) -> int:
-        return self._num_buckets + 1 + number
+    def _put(self, moves: Sequence[Move], held: Tensors, wanted: Tensors) -> None:
+        """One region that this rank has, to all places in memory that want it: its own and those of neighbours."""
+        have, label = self._at(held, moves[0], is_source=True), _label(moves[0])
+        kept = [move for move in moves if move.is_kept]
+        own = [self._at(wanted, move, is_source=False) for move in kept]
+        if own and _is_same_memory(have, own[0]):
+            own = []
+        theirs = [self._place(move) for move in moves if not move.is_kept]
+        said = None
+        if own and not theirs and not self._is_open and own[0].dtype == self.dtype:
+            said = copy_with_digest(label, own[0], have)
+        elif own or theirs:
+            # a digest of what lies where others write could be of what they wrote there
+            said = spread_with_digest(label, [*own, *theirs], have, self.dtype, self._most_bytes)
+            if have.dtype != self.dtype:
+                staged = min(PORTION_BYTES, self._most_bytes, have.numel() * self.dtype.itemsize)
+                self._stage(staged)
+                self._stage(-staged)
+        self.num_sent_bytes += sum(move.num_bytes for move in moves)
+        for move in moves:
+            self._said[move] = said
+        if not own:
+            self._said.update(dict.fromkeys(kept))
 
-    def _keep(self, held: Tensors, wanted: Tensors) -> None:
-        for move in self._kept:
-            have, need = self._at(held, move, is_source=True), self._at(wanted, move, is_source=False)
-            self._kept_digests[move] = None if _is_same_memory(have, need) else self._copy_kept(move, have, need)
+    def _place(self, move: Move) -> torch.Tensor:
+        return self._places[move]
 
-    def _copy_kept(self, move: Move, have: torch.Tensor, need: torch.Tensor) -> bytes:
-        """Through the format of what travels: two copies of one number, kept and sent, are alike."""
-        if need.dtype != self.dtype:
-            have = have.to(self.dtype)
-            need.copy_(have)
-            return digest(_label(move), have)
-        return copy_with_digest(_label(move), need, have)
+    def _stage(self, num_bytes: int) -> None:
+        self._staged += num_bytes
+        self.peak_staging_bytes = max(self.peak_staging_bytes, self._staged)
 
-    def _prove(self, wanted: Tensors, sent: Mapping[int, Sequence[bytes]]) -> None:
+    def _prove(self, wanted: Tensors) -> None:
         """Compare what the engine holds with what the senders say they sent, and with what was kept."""
-        received = [move for incoming, _ in self._buckets.values() for moves in incoming.values() for move in moves]
+        in_messages = [move for incoming, _ in self._buckets.values() for moves in incoming.values() for move in moves]
+        received = [*self._comes, *in_messages]
         self._proved = {}
         # first of all, as a rank that finds a fault leaves, and others need its digests
-        said = self._exchange(sent, Counter(move.source for move in received))
+        said = self._exchange(Counter(move.source for move in received))
         for move in received:
             self._proved[move] = next(said[move.source])
         for move in self._kept:
-            if move not in self._kept_digests:
+            if move not in self._said:
                 raise _wrong(move)
-            if (kept := self._kept_digests[move]) is not None:
+            if (kept := self._said[move]) is not None:
                 self._proved[move] = kept
         self.check_held(wanted)
 
     def check_held(self, wanted: Tensors) -> None:
         """Raise ModelError unless `wanted` holds what the last update has brought."""
-        self._check(wanted, self._wanted, "fill")
+        self._check(wanted, self._shapes_wanted, "fill")
         for move, said in self._proved.items():
             if self._digest_of(move, wanted) != said:
                 raise _wrong(move)
 
-    def _exchange(self, sent: Mapping[int, Sequence[bytes]], counts: Mapping[int, int]) -> dict[int, Iterator[bytes]]:
-        """Send destination -> digests; returns source -> its digests, in the order of the moves, as many as `counts` says."""
-        number = self._num_buckets
+    def _exchange(self, counts: Mapping[int, int]) -> dict[int, Iterator[bytes]]:
+        """Send the digests of what was sent; returns source -> its digests, in the order of the moves, as many as `counts`
+        says. What a source has written into memory is there when its digests are."""
         said = {
             peer: torch.empty(n * DIGEST_BYTES, dtype=torch.uint8, device=self.device) for peer, n in counts.items()
         }
-        ops = [dist.P2POp(dist.irecv, claim, peer, self.group, number) for peer, claim in sorted(said.items())]
-        for peer, digests in sorted(sent.items()):
+        ops = [dist.P2POp(dist.irecv, claim, peer, self.group, _DIGESTS) for peer, claim in sorted(said.items())]
+        for peer, digests in sorted(self._digests_for_others().items()):
             claim = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8).to(self.device)
-            ops.append(dist.P2POp(dist.isend, claim, peer, self.group, number))
+            ops.append(dist.P2POp(dist.isend, claim, peer, self.group, _DIGESTS))
         for work in dist.batch_isend_irecv(ops) if ops else []:
             work.wait()
         return {
             peer: (bytes(row.tolist()) for row in claim.cpu().view(-1, DIGEST_BYTES)) for peer, claim in said.items()
         }
 
+    def _digests_for_others(self) -> dict[int, list[bytes]]:
+        """Peer -> of what this rank has sent it, in the order in which it looks at them."""
+        direct = [move for move in self._sends if move in self._places]
+        in_messages = [move for _, outgoing in self._buckets.values() for moves in outgoing.values() for move in moves]
+        found: dict[int, list[bytes]] = {}
+        for move in (*direct, *in_messages):
+            said = self._said[move]
+            assert said is not None
+            found.setdefault(move.destination, []).append(said)
+        return found
+
     def _digest_of(self, move: Move, wanted: Tensors) -> bytes:
         return digest(_label(move), self._at(wanted, move, is_source=False).to(self.dtype))
 
     def _at(self, tensors: Tensors, move: Move, *, is_source: bool) -> torch.Tensor:
         """The region of a move in a local tensor (a view)."""
-        part = (self._held if is_source else self._wanted)[move.tensor]
-        return tensors[move.tensor][tuple(slice(*span) for span in part.locate(move.box))]
+        key = (move.tensor, move.box, is_source)
+        if key not in self._indices:
+            self._indices[key] = _index((self._held if is_source else self._wanted)[move.tensor], move)
+        return tensors[move.tensor][self._indices[key]]
 
     def _buffer(self, moves: Sequence[Move]) -> torch.Tensor:
         return torch.empty(_count(moves), dtype=self.dtype, device=self.device)
 
-    def _check(self, tensors: Tensors, parts: Mapping[str, Part], what: str) -> None:
-        for name, part in parts.items():
+    def _check(self, tensors: Tensors, shapes: Mapping[str, tuple[int, ...]], what: str) -> None:
+        for name, shape in shapes.items():
             if name not in tensors:
                 raise ModelError(
-                    f"Rank {self.rank} should {what} {list(part.shape)} of {name}, which is not there; the layouts do not "
+                    f"Rank {self.rank} should {what} {list(shape)} of {name}, which is not there; the layouts do not "
                     "describe this model."
                 )
-            if tuple(tensors[name].shape) != part.shape:
+            if tensors[name].shape != shape:
                 raise ModelError(
-                    f"Rank {self.rank} should {what} {list(part.shape)} of {name}, but its tensor is "
+                    f"Rank {self.rank} should {what} {list(shape)} of {name}, but its tensor is "
                     f"{list(tensors[name].shape)}; the layouts do not describe this model."
                 )
 
@@ -304,8 +287,8 @@ def _count(moves: Sequence[Move]) -> int:
     return sum(numel(move.box) for move in moves)
 
 
-def _note(number: int = 0) -> torch.Tensor:
-    return torch.tensor([number]).view(torch.uint8)
+def _index(part: Part, move: Move) -> tuple[slice, ...]:
+    return tuple(slice(*span) for span in part.locate(move.box))
 
 
 def _label(move: Move) -> str:

@@ -9,10 +9,11 @@ already, and nothing is gathered whole. With LoRA only the adapters travel.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,13 +24,15 @@ from verl.engines.fsdp import FSDPEngine
 from verl.engines.local import LocalEngine
 from verl.engines.shards import local
 from verl.errors import ModelError
+from verl.models.dense.weights import DenseDecoder
 from verl.models.lora import is_adapter, lora_layers
 from verl.parallel.collectives import Collectives
 from verl.parallel.wire import from_bytes, to_bytes
 from verl.reshard.adapters import Adapters
 from verl.reshard.decoder import decoder_tensors
-from verl.reshard.layout import Layout, RolloutLayout, Tensor, TrainingLayout
-from verl.reshard.plan import Plan, make_plan
+from verl.reshard.host_memory import HostMemory
+from verl.reshard.layout import Layout, OnRanks, RolloutLayout, Tensor, TrainingLayout
+from verl.reshard.plan import make_plan
 from verl.reshard.transport import PeerToPeer
 from verl.rollout.replica import Replica
 
@@ -37,11 +40,15 @@ log = logging.getLogger(__name__)
 
 _LEAST_STAGING_BYTES = 1 << 16
 _STAGING_BYTES = 64 << 20  # at most, and no more than a sixth of the model
+_MOVED = "moved"  # said by a rank whose weights are no more where others can write
 Held = Mapping[str, torch.Tensor]
 
 
 class PlannedUpdate:
     """Brings the weights of the training ranks to the ranks that generate. Every rank calls it at the same time.
+
+    `plan` and `transport` are for `target`: the ranks of `rollout` that have memory of their own. On the CPU, ranks of one host
+    that generate with the same weights have them in one memory (verl.reshard.host_memory).
 
     Raises ModelError, on all ranks with the same words, when tensors do not fit the plan or what a replica holds
     afterwards is not what was sent.
@@ -50,41 +57,94 @@ class PlannedUpdate:
     def __init__(
         self,
         comm: Collectives,
-        transport: PeerToPeer,
-        plan: Plan,
+        training: TrainingLayout,
+        rollout: RolloutLayout,
+        tensors: Sequence[Tensor],
+        *,
+        hosts: Mapping[int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+        staging_bytes: int,
         engine: TrainEngine | None,
         replica: Replica | None,
         adapters: Adapters | None = None,
     ):
-        self.plan, self.transport = plan, transport
+        self.training, self.rollout, self.tensors = training, rollout, tensors
         self._comm, self._engine, self._replica, self._adapters = comm, engine, replica, adapters
+        self._hosts, self._dtype, self._device, self._staging_bytes = hosts, dtype, device, staging_bytes
+        self._arrange()
+
+    def _arrange(self) -> None:
+        self._memory = self._share_memory() if self._device.type == "cpu" else None
+        homes = self._memory.homes if self._memory is not None else {}
+        self.target = OnRanks(self.rollout, tuple(r for r in self.rollout.ranks if homes.get(r, r) == r))
+        self.plan = make_plan(self.tensors, self.training, self.target, self._hosts)
+        self.transport = PeerToPeer(
+            self.tensors,
+            self.training,
+            self.target,
+            self.plan,
+            dtype=self._dtype,
+            device=self._device,
+            staging_bytes=self._staging_bytes,
+            memory=self._memory,
+        )
 
     def __call__(self) -> None:
         held, wanted = held_by(self._engine), self._wanted()
         # agreed before the first byte leaves: the others would wait for a rank that has given up
-        self._together(self.transport.check, held, wanted)
-        self._together(self.transport, held, wanted)
+        error = _error_of(self.transport.check, held, wanted) or self._lacking(wanted)
+        has_moved = self._memory is not None and self._memory.has_moved(wanted)
+        if raise_together(self._comm, error or (_MOVED if has_moved else ""), but=_MOVED):
+            self._arrange()
+            wanted = self._wanted()
+        raise_together(self._comm, _error_of(self.transport, held, wanted))
         if self._adapters is not None:
             self._adapters.merge()
 
     @torch.no_grad()
     def check_held(self) -> None:
         """Raise ModelError, on this rank, unless it still holds what the last update has brought: whatever generates may have
-        written into it."""
-        self.transport.check_held(self._wanted())
+        written into it. Of weights that several ranks have in one memory the first of them tells."""
+        wanted = self._wanted()
+        self.transport.check_held(wanted)
+        if self._memory is not None and (name := self._memory.differing(wanted)):
+            raise ModelError(
+                f"Rank {self._comm.rank} generates with another {name} than rank {self._memory.homes[self._comm.rank]}, which "
+                "has the same weights. They must not be used: update again, or rebuild the rollout engine."
+            )
+
+    def _lacking(self, wanted: Held) -> str:
+        name = self._memory.lacking(wanted) if self._memory is not None else ""
+        tensor = next((t for t in self.tensors if t.name == name), None)
+        part = None if tensor is None else self.rollout.part(tensor, self._comm.rank)
+        if part is None:
+            return ""
+        return (
+            f"Rank {self._comm.rank} should fill {list(part.shape)} of {name}, which is not there; the layouts do not describe "
+            "this model."
+        )
+
+    def _share_memory(self) -> HostMemory:
+        module = self._replica.module if self._replica is not None and self._adapters is None else None
+        if module is None:
+            return HostMemory(self._comm, self._wanted(), self._likeness())
+        # generation lays weights back to back that are multiplied as one: done now, it leaves them where they are
+        DenseDecoder.of(module)
+        memory = HostMemory(self._comm, dict(module.named_parameters(remove_duplicate=False)), self._likeness())
+        DenseDecoder.of(module)  # forgets where they were
+        return memory
+
+    def _likeness(self) -> str:
+        """The same on ranks that generate with the same parts of all tensors, in the same formats."""
+        parts = [(tensor.name, self.rollout.part(tensor, self._comm.rank)) for tensor in self.tensors]
+        weights = sorted((name, str(w.dtype), tuple(w.shape)) for name, w in self._wanted().items())
+        return hashlib.sha256(repr((parts, weights)).encode()).hexdigest()
 
     def _wanted(self) -> Held:
         if self._adapters is not None:
             return self._adapters.parts
         return self._replica.parts() if self._replica is not None else {}
-
-    def _together(self, what: Callable[[Held, Held], None], held: Held, wanted: Held) -> None:
-        error = ""
-        try:
-            what(held, wanted)
-        except ModelError as found:
-            error = str(found)
-        raise_together(self._comm, error)
 
 
 def plan_update(
@@ -123,7 +183,6 @@ def plan_update(
             name = misfits[0].decode()
             log.warning("New weights are gathered whole on each rank: no plan describes how %s is divided.", name)
         return None
-    plan = make_plan(tensors, training, rollout, dict(enumerate(hosts)))
     if device.type == "cuda":  # NCCL connects all ranks at the first call, which point-to-point calls are not made by
         dist.all_reduce(torch.zeros(1, device=device))
     model_bytes = sum(math.prod(tensor.shape) for tensor in tensors) * dtype.itemsize
@@ -131,27 +190,48 @@ def plan_update(
     if num_layers_at_a_time is not None and model["num_layers"]:
         in_layers = sum(math.prod(tensor.shape) for tensor in tensors if ".layers." in tensor.name) * dtype.itemsize
         most = max(_LEAST_STAGING_BYTES, min(most, num_layers_at_a_time * in_layers // model["num_layers"]))
-    transport = PeerToPeer(tensors, training, rollout, plan, dtype=dtype, device=device, staging_bytes=most)
-    if device.type == "cpu":
-        transport.share_memory(comm)
-    return PlannedUpdate(comm, transport, plan, engine, replica, adapters)
+    return PlannedUpdate(
+        comm,
+        training,
+        rollout,
+        tensors,
+        hosts=dict(enumerate(hosts)),
+        dtype=dtype,
+        device=device,
+        staging_bytes=most,
+        engine=engine,
+        replica=replica,
+        adapters=adapters,
+    )
 
 
 def held_by(engine: TrainEngine | None) -> dict[str, torch.Tensor]:
     """What this rank has of each parameter in training: masters where there are any, tied ones once."""
     if isinstance(engine, FSDPEngine):
-        return {name: local(shard.parameter.detach()) for name, shard in engine.shards.items()}
+        with torch.no_grad():  # a local part is then had without a graph, which takes a tenth of the time
+            return {name: local(shard.parameter).detach() for name, shard in engine.shards.items()}
     if isinstance(engine, LocalEngine):
         masters = engine.optimizer.masters if engine.optimizer else {}
         return {name: masters.get(name, p).detach() for name, p in engine.module.named_parameters()}
     return {}
 
 
-def raise_together(comm: Collectives, error: str) -> None:
-    """Every rank raises the ModelError of the first one that has an `error`; none where all are empty."""
-    found = next(filter(None, comm.all_gather(error.encode())), b"")
+def raise_together(comm: Collectives, error: str, but: str = "") -> bool:
+    """Every rank raises the ModelError of the first one that has an `error`; none where all are empty or `but`. Returns
+    whether one is `but`."""
+    said = [row.decode() for row in comm.all_gather(error.encode())]
+    found = next((row for row in said if row not in ("", but)), "")
     if found:
-        raise ModelError(found.decode())
+        raise ModelError(found)
+    return any(said)
+
+
+def _error_of(what: Callable[[Held, Held], None], held: Held, wanted: Held) -> str:
+    try:
+        what(held, wanted)
+    except ModelError as error:
+        return str(error)
+    return ""
 
 
 def _model_facts(engine: TrainEngine | None) -> dict[str, Any] | None:

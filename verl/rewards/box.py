@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import resource
 import select
@@ -26,13 +27,14 @@ from typing import Any
 
 from verl.parallel.ancestry import adopt_orphans
 from verl.rewards import kernel
-from verl.rewards.processes import cpu_seconds, descendants, end_all_below, visible
+from verl.rewards.processes import cpu_seconds, descendants, end_all_below, num_tasks_of_user, visible
 
 MIB = 1 << 20
 END_TIMEOUT_S = 4.0
 
 NO_NETWORK = "Reward functions have no network in this run; set reward.network=True if this one needs it."
 _NUM_LIBRARY_THREADS = 64  # the kernel counts threads as processes
+_NUM_OTHER_TASKS = 1024  # that the user may start outside of the box later
 
 
 @dataclass(frozen=True)
@@ -167,19 +169,24 @@ class Box:
             said.append(f"The kernel grants no network namespace to reward functions; {how}.")
         return said
 
-    def processes(self) -> list[int]:
-        """The guard, the scorer and what it has started."""
+    @property
+    def group(self) -> int:
+        """The process group of the guard, the scorer and whatever has not left it; 0 where a PID namespace holds them all."""
+        return 0 if self.walls.processes else self.guard
+
+    def processes(self, most: float = math.inf) -> list[int]:
+        """The guard, the scorer and what it has started; no more are looked for than `most` and a few."""
         if self.walls.processes:
             return visible()
-        return [self.guard, *descendants(self.guard)]
+        return [self.guard, *descendants(self.guard, most)]
 
     def cpu_seconds(self) -> float:
         return cpu_seconds(self.processes())
 
     def excess(self, used_s: float) -> str | None:
         """What the scorer has taken beyond its limits since its processes had used `used_s` seconds, or None."""
-        processes = self.processes()
         most, cpu_s = self.limits.max_processes, self.limits.cpu_s
+        processes = self.processes(math.inf if most is None else most + 1)
         if most is not None and len(processes) - 2 > most:
             return f"started more processes than reward.max_processes={most} allows"
         if cpu_s is not None and cpu_seconds(processes) - used_s > cpu_s:
@@ -189,20 +196,24 @@ class Box:
     def ending(self) -> str:
         """How the scorer ended, once `status` is readable: "ended its process by SIGSEGV"."""
         word = os.read(self.status, 16)
-        return how_it_ended(os.waitstatus_to_exitcode(int(word))) if word else "ended its process"
+        if word:
+            return how_it_ended(os.waitstatus_to_exitcode(int(word)))
+        # nothing was told: the guard itself was ended, which with a PID namespace no scorer can do
+        found = os.waitid(os.P_PID, self.guard, os.WEXITED | os.WNOWAIT) if self.guard else None
+        if found is None:
+            return "ended its process"
+        return how_it_ended(found.si_status if found.si_code == os.CLD_EXITED else -found.si_status)
 
     def end(self) -> None:
         """End every process of the box and remove its folder. May be called again."""
         guard, self.guard = self.guard, 0
         if guard:
             if not self.walls.processes:
-                end_all_below(guard, END_TIMEOUT_S)
+                end_all_below(os.getpid(), END_TIMEOUT_S, group=guard)  # orphans are the keeper's children
             with contextlib.suppress(ProcessLookupError):
                 os.kill(guard, signal.SIGKILL)
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(guard, 0)  # with a PID namespace: until its last process is gone
-            if not self.walls.processes:
-                end_all_below(os.getpid(), END_TIMEOUT_S)  # orphans of the guard are the keeper's
         remove_folder(self.folder)
 
 
@@ -224,8 +235,9 @@ def _guard(box: Box, status: int, scorer: Callable[[Walls], None]) -> None:
         with contextlib.suppress(OSError):
             kernel.end_with_parent()
             kernel.hide_memory()
+        os.setsid()  # so that a signal to this group does not reach the keeper
+        adopt_orphans()  # to be counted with the others, and buried
         if box.walls.processes:
-            os.setsid()  # so that a signal to its own group does not reach the keeper
             kernel.mount_proc()
             os.write(status, b"\n")
         pid = os.fork()
@@ -249,8 +261,7 @@ def _scorer(box: Box, scorer: Callable[[Walls], None]) -> None:
         with contextlib.suppress(OSError):
             kernel.hide_memory(False)
         box.limits.apply()
-        if box.walls.user and box.limits.max_processes is not None and _counts_by_namespace():
-            set_limit(resource.RLIMIT_NPROC, box.limits.max_processes + _NUM_LIBRARY_THREADS)
+        set_limit(resource.RLIMIT_NPROC, _most_tasks(box))
         with contextlib.suppress(OSError):
             kernel.drop_privileges()
         if not box.limits.network:
@@ -277,6 +288,17 @@ _NETWORK_EVENTS = {"socket.connect", "socket.sendto", "socket.sendmsg", "socket.
 def _refuse_network(event: str, arguments: tuple[Any, ...]) -> None:
     if event in _NETWORK_EVENTS and getattr(arguments[0], "family", None) != socket.AF_UNIX:
         raise PermissionError(errno.EACCES, NO_NETWORK)
+
+
+def _most_tasks(box: Box) -> int | None:
+    """That the kernel lets this user have, threads included, so that processes which multiply are stopped before they are seen;
+    None for root, whom it does not count, and where it could only count those of other boxes too."""
+    most = box.limits.max_processes
+    if most is None:
+        return None
+    if box.walls.user:
+        return most + _NUM_LIBRARY_THREADS if _counts_by_namespace() else None
+    return num_tasks_of_user() + most + _NUM_OTHER_TASKS if os.geteuid() != 0 else None
 
 
 def _counts_by_namespace() -> bool:

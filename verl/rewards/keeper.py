@@ -175,7 +175,7 @@ def _keep(channel: socket.socket) -> None:
             answer = json.loads(keeper.answer_to(number, watched=False))
         except ScorerLost as error:
             answer = {"lost": str(error)}
-        send(channel, encode({**answer, "notices": box.notices}))
+        send(channel, encode({**answer, "notices": box.notices, "group": box.group}))
         if "ready" in answer:
             keeper.serve()
     finally:
@@ -202,7 +202,8 @@ def main() -> None:
         pass
     except BaseException:  # noqa: BLE001 - the process ends here; the log keeps the reason
         traceback.print_exc()
-    os.killpg(0, signal.SIGKILL)  # we lead our own process group: where nothing better ends the scorer, this does
+    # we lead a process group of our own: a guard that was forked and had not yet left it ends too
+    os.killpg(0, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -220,7 +220,15 @@ class RewardPool:
         }
         self._warn_if_changed()
         log = self._log_dir / f"reward_worker_{index}.log" if self._log_dir else None
-        process = WorkerProcess(setup, log)
+        try:
+            process = WorkerProcess(setup, log)
+        except RewardError as error:
+            if not isinstance(error.__cause__, WorkerGone):
+                raise
+            logger.warning(
+                "A reward worker is started again. %s", error
+            )  # somebody killed it: no fault of the function
+            process = WorkerProcess(setup, log)
         with self._lock:
             self._processes[index] = process
             notices = [n for n in process.notices if n not in self._said]

@@ -47,6 +47,7 @@ class WorkerProcess:
     def __init__(self, setup: dict[str, Any], log: Path | None = None):
         self._log: BinaryIO = open(log, "ab+") if log else tempfile.TemporaryFile("ab+")
         self._ended = False
+        self._group = 0  # of the scorer, where only that holds its processes
         self._folder = tempfile.mkdtemp(prefix="verl_reward_")
         self._channel, child = socket.socketpair()
         try:
@@ -75,6 +76,7 @@ class WorkerProcess:
             self.close()
             raise RewardError(answer["error"])
         self.notices: list[str] = answer["notices"]
+        self._group = int(answer["group"])
 
     @property
     def pid(self) -> int:
@@ -112,8 +114,10 @@ class WorkerProcess:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_KILL_TIMEOUT_S)
         if not self._ended:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)  # what a keeper that was killed itself has left
+            # what a keeper that was killed itself has left
+            for group in filter(None, (self._process.pid, self._group)):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(group, signal.SIGKILL)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_KILL_TIMEOUT_S)
         self._ended = True

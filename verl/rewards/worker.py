@@ -23,6 +23,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from verl.errors import RewardError
+from verl.parallel.ancestry import adopt_orphans
 from verl.rewards import kernel
 from verl.rewards.box import Limits, how_it_ended
 from verl.rewards.functions import (
@@ -34,7 +35,7 @@ from verl.rewards.functions import (
     RewardFunctionSpec,
     load_reward_function,
 )
-from verl.rewards.processes import end_all_below
+from verl.rewards.processes import end_all_below, reap_all_below
 from verl.rewards.wire import NUMBER_BYTES, ChannelClosed, ChannelCorrupt, encode, receive_bytes, send
 
 Outcome = dict[str, Any]  # {"score": float, "parts": dict} or {"error": "what the function did"}
@@ -165,6 +166,7 @@ def run(channel: socket.socket, number: bytes, message: dict[str, Any], limits: 
     send(channel, number + encode({"ready": True}))
     forks = message["process_per_sample"]
     if forks:
+        adopt_orphans()  # of a sample, to be ended with it
         with contextlib.suppress(OSError):
             kernel.hide_memory()  # from the processes that score
     with contextlib.suppress(ChannelClosed):
@@ -241,6 +243,7 @@ def _end_others(pid: int, alone: bool) -> None:
         end_all_below(os.getpid(), _END_TIMEOUT_S)
     if pid:
         os.waitpid(pid, 0)
+    reap_all_below(os.getpid(), _END_TIMEOUT_S)
 
 
 def _flush() -> None:

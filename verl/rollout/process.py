@@ -25,8 +25,10 @@ from typing import Any
 
 import verl.errors
 from verl.errors import DeadlineError, VerlError, WorkerLostError
+from verl.parallel.stacks import dump_of, innermost
 
 _HEADER = struct.Struct(">I")
+_STACK_S = 3.0  # for a process that is late to say where it is
 # what torchrun says about the process that starts the engine, which is not one of its ranks
 _OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 Message = dict[str, Any]
@@ -117,6 +119,11 @@ class EngineProcess:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether calls have no answer any more: it was closed, here or because it was lost."""
+        return self._log.closed
+
     def call(self, method: str, arguments: Message, on_event: Callable[[Any], None] | None = None) -> Any:
         """The result of a method of the engine; what it reports on the way goes to `on_event`. Raises the VerlError that the
         method raised, WorkerLostError or DeadlineError."""
@@ -132,7 +139,7 @@ class EngineProcess:
         self._log.close()
 
     def _exchange(self, message: Message, doing: str, timeout_s: float, on_event: Callable[[Any], None] | None) -> Any:
-        if self._log.closed:
+        if self.has_ended:
             raise WorkerLostError(f"The {self.name} process (pid {self.pid}) has ended; start the run again.")
         try:
             self._channel.settimeout(timeout_s)
@@ -146,7 +153,7 @@ class EngineProcess:
                 if "event" in answer and on_event is not None:
                     on_event(answer["event"])
         except TimeoutError:
-            last = self._last_words()
+            last = self._stack() or self._last_words()
             self.close()
             raise DeadlineError(
                 f"The {self.name} process (pid {self.pid}) was silent for {timeout_s:g} s while it was at '{doing}', and was "
@@ -167,6 +174,12 @@ class EngineProcess:
             return f"closed its connection{self._last_words()}"
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         return f"{how}{self._last_words()}"
+
+    def _stack(self) -> str:
+        """What the process is in the middle of, if it still answers the signal that process_main listens to."""
+        dump = dump_of(self.pid, Path(f"/proc/self/fd/{self._log.fileno()}"), _STACK_S)
+        where = innermost(dump)
+        return f" (it was in {where})" if where else ""
 
     def _last_words(self) -> str:
         size = self._log.seek(0, os.SEEK_END)

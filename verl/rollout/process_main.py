@@ -6,6 +6,7 @@ and those that have `report` a function for what is to be known on the way.
 
 from __future__ import annotations
 
+import faulthandler
 import inspect
 import logging
 import socket
@@ -16,6 +17,7 @@ from typing import Any
 
 from verl.errors import VerlError
 from verl.parallel.ancestry import die_with
+from verl.parallel.stacks import DUMP_SIGNAL
 from verl.registry import load_object
 from verl.rollout.process import Gone, Message, receive, send
 
@@ -69,6 +71,7 @@ def main() -> int:
     """The exit code: 0 when the parent has closed the channel."""
     descriptor, parent = map(int, sys.argv[1:3])
     die_with(parent)
+    faulthandler.register(DUMP_SIGNAL, all_threads=True)  # to the log: process.py reads it there
     logging.basicConfig(level=logging.WARNING)
     channel = socket.socket(fileno=descriptor)
     try:

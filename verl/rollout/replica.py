@@ -4,8 +4,9 @@
     copies                 [ 0 ]   [ 1 ]      each has prompts of its own
 
 The ranks of a group hold a part of every layer and of the vocabulary each, and run the same generation side by side, meeting
-in every layer (verl.models.parallel.tensor). The logits are put together before a token is drawn, so all of them see the same
-ones and, with counter-based randomness, draw the same tokens: nothing else has to travel.
+in every layer (verl.models.parallel.tensor); of a mixture each has some of the experts. The logits are put together before a
+token is drawn, so all of them see the same ones and, with counter-based randomness, draw the same tokens: nothing else has to
+travel.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from verl.errors import ModelError
 from verl.models.parallel.collectives import even_sizes, own_range
 from verl.models.parallel.tensor import divide
 from verl.parallel.mesh import Mesh
+from verl.rollout.tensor_parallel_experts import divide_own_experts
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 
@@ -93,7 +95,8 @@ class Replica:
     def _cut(self, module: Any, group: dist.ProcessGroup) -> None:
         head = module.get_output_embeddings()
         num_tokens = len(head.weight)
-        dims = {id(module.get_parameter(name)): dim for name, dim in divide(module, group).dims.items()}
+        cut = divide(module, group).dims | divide_own_experts(module, group)
+        dims = {id(module.get_parameter(name)): dim for name, dim in cut.items()}
         for parameter in module.parameters():
             parameter.data = parameter.data.clone()  # a part that is a view would keep the whole tensor in memory
         named = module.named_parameters(remove_duplicate=False)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from verl.config import VerlConfig
 from verl.controller.roles import Roles
 from verl.data_proto.metrics import metric_values
-from verl.errors import InterruptedRun
+from verl.errors import CheckpointError, InterruptedRun
 from verl.parallel.memory import give_back_holes
 from verl.tracking.batch_metrics import data_metrics, throughput_metrics, timing_metrics
 from verl.tracking.console import Console
@@ -92,6 +92,7 @@ class Loop:
                 self.stop.check()
             self.store.finish()
         except StopRequested:
+            self._hear_of_last_save()
             self._save()
             self.store.finish()
             kept = f"saved to {self.store.root}" if self.state.step else "nothing had been trained yet"
@@ -178,6 +179,17 @@ class Loop:
             writers.update(open_samples(self.program.samples))
             self.store.save(self.state.step, writers, state)
         self.saved_step = self.state.step
+
+    def _hear_of_last_save(self) -> None:
+        """A save that went on in the background and failed is said, and does not keep the run from saving where it stops."""
+        failure = ""
+        try:
+            self.store.finish()
+        except CheckpointError as error:
+            failure = str(error)
+        if failure := self.from_leader(failure):  # all processes have to save again, or none
+            log.error("%s", failure)
+            self.saved_step = -1
 
     def _due(self, every: int, step: int) -> bool:
         return every > 0 and (step % every == 0 or step == self.total_steps)

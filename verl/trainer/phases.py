@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from verl.config import VerlConfig
+from verl.controller.build import engine_section, shares_reference
 from verl.controller.roles import Roles
-from verl.engines.dimensions import CHANGEABLE, check_change
+from verl.engines.dimensions import CHANGEABLE, check_change, require_3d_hybrid
 from verl.errors import ConfigError, nearest
 from verl.registry import load_object
 from verl.trainer.saving import FromLeader
@@ -25,6 +26,7 @@ _PLACES = {
     "critic.fsdp.": "critic",
     "critic.fsdp_config.": "critic",
 }
+_AT_THE_END = 1 << 62  # a step behind all phases
 
 
 class Scheduler(Protocol):
@@ -87,24 +89,31 @@ def scheduler_of(config: VerlConfig) -> Scheduler | None:
 
 
 class Phases:
-    """Brings what `scheduler` says to the engines of `roles`; every process of a run does as the leading one's says."""
+    """Brings what `scheduler` says to the engines of `roles`; every process of a run does as the leading one's says. A key of
+    which nothing is said any more, or not yet after a step back, has its value of `config` again.
 
-    def __init__(self, scheduler: Scheduler, roles: Roles, from_leader: FromLeader):
-        self.scheduler, self.roles, self.from_leader = scheduler, roles, from_leader
+    Raises ConfigError at once when a phase to come changes what cannot change in this run.
+    """
+
+    def __init__(self, scheduler: Scheduler, roles: Roles, config: VerlConfig, from_leader: FromLeader):
+        self.scheduler, self.roles, self.config, self.from_leader = scheduler, roles, config, from_leader
         self._now: dict[str, dict[str, Any]] = {}
+        if isinstance(scheduler, DynamicConfigScheduler):
+            for role, wanted in by_role(scheduler.values(_AT_THE_END)).items():
+                self._require_changeable(role, wanted)
 
     def begin(self, step: int) -> None:
         """Before `step`. Raises ConfigError for a key or value that cannot be."""
-        for role, wanted in by_role(self.from_leader(dict(self.scheduler.values(step)))).items():
-            now = self._now.setdefault(role, {})
+        said = by_role(self.from_leader(dict(self.scheduler.values(step))))
+        for role in {**self._now, **said}:
+            now, section = self._now.get(role, {}), engine_section(self.config, role)
+            wanted = {**{name: getattr(section, name) for name in now}, **said.get(role, {})}
             changes = {name: value for name, value in wanted.items() if name not in now or now[name] != value}
             if not changes:
                 continue
-            worker = getattr(self.roles, role)
-            if worker is None:
-                raise ConfigError(f"{', '.join(changes)} cannot change for {role}: this run has no such role.")
-            worker.reconfigure(changes)
-            now.update(changes)
+            self._require_changeable(role, changes)
+            getattr(self.roles, role).reconfigure(changes)
+            self._now[role] = wanted
             log.info("From step %d on, %s: %s", step, role, ", ".join(f"{n}={v}" for n, v in changes.items()))
 
     def figures(self) -> dict[str, float]:
@@ -114,6 +123,16 @@ class Phases:
             for role, values in self._now.items()
             for name, value in values.items()
         }
+
+    def _require_changeable(self, role: str, names: Mapping[str, Any]) -> None:
+        if getattr(self.roles, role) is None:
+            raise ConfigError(f"{', '.join(names)} cannot change for {role}: this run has no such role.")
+        if role == "reference" and shares_reference(self.config):
+            raise ConfigError(
+                f"{', '.join(names)} cannot change for the reference policy, which with LoRA is the actor without adapters; "
+                "change the actor's."
+            )
+        require_3d_hybrid(engine_section(self.config, role), names)
 
 
 def by_role(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

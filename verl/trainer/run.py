@@ -21,6 +21,7 @@ from verl.data.prompts import PromptEncoder
 from verl.errors import ConfigError
 from verl.models.load import load_tokenizer
 from verl.tracking.console import Console
+from verl.tracking.files import json_text
 from verl.tracking.follower import Follower, FollowerFolder
 from verl.tracking.plot import draw_learning_curve
 from verl.tracking.records import sample_rows
@@ -104,7 +105,8 @@ def train(loaded: LoadedConfig) -> int:
         program = (AsyncPPO if ahead else PPO)(config, roles, data.train, spans, stop.check)
         stack.callback(program.samples.close)
         state, store = TrainerState.fresh(config), open_store(config, folder.root, leads=runtime.leads)
-        stack.callback(store.close)
+        # a second Ctrl-C waits for nothing
+        stack.push(lambda kind, error, trace: None if kind is KeyboardInterrupt else store.close())
         resume = Resume(
             config, folder=folder, roles=roles, runtime=runtime, program=program, state=state, store=store
         )  # fmt: skip
@@ -132,7 +134,7 @@ def train(loaded: LoadedConfig) -> int:
             stop=stop,
             from_leader=runtime.from_leader,
             resume=resume,
-            phases=None if scheduler is None else Phases(scheduler, roles, runtime.from_leader),
+            phases=None if scheduler is None else Phases(scheduler, roles, config, runtime.from_leader),
         )
         console.begin(state.step, steps)
         last = loop.run()
@@ -192,7 +194,7 @@ def _write_samples(config: VerlConfig, roles: Roles, data: RunData, output: Path
             batch = draw(roles.rollout, prompts, params, step=VALIDATION_STEP, split="generate")
             batch = batch.union(roles.reward.collect(batch))
             for row in sample_rows(batch, data.tokenizer):
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                file.write(json_text(row) + "\n")
     if writes:
         unfinished.replace(output)
 

@@ -27,11 +27,12 @@ def check_config_problems(subject: Subject) -> Iterator[Line]:
 
 
 def check_engines(subject: Subject) -> Iterator[Line]:
-    """Device and number format; every name of a family is found and its file can be imported."""
+    """Device and number format; every name of a family is found and its file can be imported; phases of training are such."""
     from verl.algorithms.advantages import ADVANTAGES
     from verl.algorithms.policy_losses import POLICY_LOSSES
     from verl.parallel.device import compute_dtype, native_bf16, resolve_device
     from verl.rollout.api import ENGINES
+    from verl.trainer.phases import scheduler_of
 
     config = subject.config
     group = config.actor_rollout_ref
@@ -46,6 +47,7 @@ def check_engines(subject: Subject) -> Iterator[Line]:
     ENGINES.get(group.rollout.name)
     ADVANTAGES.get(config.algorithm.adv_estimator)
     POLICY_LOSSES.get(group.actor.policy_loss.loss_mode)
+    scheduler_of(config)
     yield Line(
         "pass",
         f"rollout {group.rollout.name}, advantages {config.algorithm.adv_estimator}, "

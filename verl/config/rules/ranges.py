@@ -82,6 +82,7 @@ RANGES = [
         "trainer.log_val_generations",
         "reward.max_processes",
         "trainer.max_restarts",
+        f"{_ROLLOUT}.max_engine_restarts",
         "trainer.restart_backoff_s",
         "trainer.hang_timeout_s",
     ),

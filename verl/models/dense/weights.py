@@ -177,9 +177,22 @@ def _join(parts: Sequence[nn.Linear]) -> Projection:
 def _joined(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
     if len(parameters) == 1:
         return parameters[0].data
+    if (whole := _adjacent([p.data for p in parameters])) is not None:
+        return whole
     whole = torch.cat([p.data for p in parameters])
     start = 0
     for parameter in parameters:
         parameter.data = whole[start : start + len(parameter)]
         start += len(parameter)
     return whole
+
+
+def _adjacent(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """`parts` as one tensor where they lie back to back already, as weights do that were moved together."""
+    first, start = parts[0], parts[0].data_ptr()
+    for part in parts:
+        is_same = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() and part.dtype == first.dtype
+        if not is_same or part.data_ptr() != start or not part.is_contiguous():
+            return None
+        start += part.numel() * part.itemsize
+    return first.as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride())

@@ -15,6 +15,7 @@ from verl.rollout.vllm.draw import draw_arguments
 from verl.rollout.vllm.weights import Manifest
 
 _SEED_BITS = 31
+_SEED_STEP = 0x9E3779B1  # odd: a sample that goes on draws anew, not what its beginning drew
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class OpenAI:
             **self._request(wanted),
             "temperature": params.temperature,
             "top_p": params.top_p,
-            "seed": wanted.key & ((1 << _SEED_BITS) - 1),
+            "seed": (wanted.key + wanted.num_drawn * _SEED_STEP) & ((1 << _SEED_BITS) - 1),
         }
         if params.top_k > 0:
             body["top_k"] = params.top_k
@@ -115,7 +116,7 @@ class OpenAI:
             "logprobs": 0,
             "return_token_ids": True,
             "stop": list(wanted.params.stop),
-            "skip_special_tokens": False,  # stop strings are looked for in the whole text
+            "skip_special_tokens": False,  # the stop strings are a hint (stops.py), looked for in the whole text
             "spaces_between_special_tokens": False,
             "stop_token_ids": wanted.stop_token_ids,
             "ignore_eos": True,  # they are among the stop tokens where they count

@@ -6,6 +6,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, as_completed, wait
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ from verl.rollout.api import OnFinish, OwnCopy, Weights
 from verl.rollout.copies import CopyState, checked
 from verl.rollout.http.client import Client
 from verl.rollout.http.dialects import DIALECTS, Dialect, Made, Wanted
+from verl.rollout.http.stops import sample_by_rules
 from verl.rollout.random import sample_keys
 from verl.rollout.requests import check_requests, vocab_size
+from verl.rollout.stopping import StopRules
 
 _MOST_REQUESTS = 256  # side by side; each has a thread
 
@@ -44,7 +47,8 @@ class HTTPRollout:
         pad_token_id: int | None = None,
         own: OwnCopy,
     ):
-        del tokenizer, pad_token_id
+        del pad_token_id
+        self.tokenizer = tokenizer  # for stop strings, which are looked for here
         self.skeleton, self.config, self.own, service = module, config, own, config.service
         self.eos_token_ids = tuple(eos_token_ids)
         self.state = CopyState()
@@ -71,8 +75,8 @@ class HTTPRollout:
     def generate(
         self, prompts: Sequence[PromptRequest], params: SamplingParams, *, step: int, on_finish: OnFinish | None = None
     ) -> list[Completion]:
-        """See RolloutEngine; what a sample is a function of is the service's business where the draw is its own, and so is how
-        it looks for stop strings. Raises ModelError when the service holds other weights than were published."""
+        """See RolloutEngine; what a sample is a function of is the service's business where the draw is its own. Raises
+        ModelError when the service holds other weights than were published."""
         check_requests(prompts, params, self.skeleton, self.config.max_model_len)
         self.state.require_whole()
         if not prompts:
@@ -84,7 +88,7 @@ class HTTPRollout:
             futures = self._submit(pool, numbered, params, step)
             try:
                 for future in as_completed(futures):
-                    done = self._completion(*futures[future], future.result(), params)
+                    done = self._completion(*futures[future], future.result())
                     found[done.ordinal, done.sample] = done
                     if on_finish is not None:
                         on_finish(done)
@@ -145,28 +149,30 @@ class HTTPRollout:
         samples = torch.tensor([p.first_sample + number for p, number in numbered], dtype=torch.int64)
         keys = sample_keys(params.seed, step, ordinals, samples).tolist()
         stops = sorted({*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)})
+        rules = StopRules(params, self.eos_token_ids, vocab_size(self.skeleton), self.tokenizer)
         futures = {}
         for (prompt, number), key in zip(numbered, keys, strict=True):
             wanted = Wanted(prompt.token_ids, params, stops, key, prompt.num_drawn)
-            futures[pool.submit(self.dialect.sample, self.client, wanted)] = (prompt, number)
+            ask = partial(self._ask, f"sample {prompt.first_sample + number} of prompt {prompt.ordinal}")
+            futures[pool.submit(sample_by_rules, ask, wanted, rules)] = (prompt, number)
         return futures
 
-    def _completion(self, prompt: PromptRequest, number: int, made: Made, params: SamplingParams) -> Completion:
+    def _ask(self, name: str, wanted: Wanted) -> Made:
+        """What the service makes of `wanted`, which is (a part of) the sample `name`."""
+        made = self.dialect.sample(self.client, wanted)
         self._require_version(made.version)
-        sample = prompt.first_sample + number
-        if not 1 <= len(made.token_ids) == len(made.log_probs) <= params.max_new_tokens:
+        if not 1 <= len(made.token_ids) == len(made.log_probs) <= wanted.params.max_new_tokens:
             raise ModelError(
                 f"The service at {self.client.url} gave {len(made.token_ids)} tokens and {len(made.log_probs)} log-probs for "
-                f"sample {sample} of prompt {prompt.ordinal}, of {params.max_new_tokens} at most."
+                f"{name}, of {wanted.params.max_new_tokens} at most."
             )
         if not np.isfinite(made.log_probs).all():
-            raise NumericsError(
-                f"Sample {sample} of prompt {prompt.ordinal} has a log-probability that is not finite. Go back to an earlier "
-                "checkpoint."
-            )
-        return Completion(
-            prompt.ordinal, sample, made.token_ids, made.log_probs, made.finish_reason, self.state.version
-        )
+            raise NumericsError(f"A log-probability of {name} is not finite. Go back to an earlier checkpoint.")
+        return made
+
+    def _completion(self, prompt: PromptRequest, number: int, made: Made) -> Completion:
+        sample, version = prompt.first_sample + number, self.state.version
+        return Completion(prompt.ordinal, sample, made.token_ids, made.log_probs, made.finish_reason, version)
 
     def _require_version(self, said: str | None) -> None:
         if said is not None and self._labelled is not None and said != self._labelled:

@@ -39,6 +39,9 @@ class Setup:
     vocab_size: int
     reader: str  # "module:function" that gives the tensors of a described bucket
     sleeps: bool  # whether `sleep` frees memory on this device
+    in_ranks: bool = (
+        False  # several processes have a process group already and make vLLM side by side, see library.Ranks
+    )
 
 
 class Core:
@@ -113,7 +116,10 @@ class Core:
     def close(self) -> None:
         """End vLLM's own processes, if it has any."""
         with contextlib.suppress(Exception):  # at the end of a process; nothing depends on it
-            self._llm.llm_engine.engine_core.shutdown()
+            if self.setup.in_ranks:  # the engine's own shutdown would end the process group, which is the run's
+                self._llm.llm_engine.model_executor.shutdown()
+            else:
+                self._llm.llm_engine.engine_core.shutdown()
 
     def _on_workers(self, method: str, *args: Any) -> None:
         for answer in self._llm.collective_rpc(method, args=args):

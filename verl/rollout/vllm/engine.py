@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from verl.data_proto.samples import Completion, PromptRequest, SamplingParams
@@ -10,7 +11,8 @@ from verl.errors import VerlError
 from verl.rollout.api import OnFinish, OwnCopy, Weights
 from verl.rollout.copies import CopyState, checked
 from verl.rollout.requests import check_requests, vocab_size
-from verl.rollout.vllm.core import Core
+from verl.rollout.vllm.core import Core, Setup
+from verl.rollout.vllm.rebuild import RebuiltCore
 from verl.rollout.vllm.remote import RemoteCore
 from verl.rollout.vllm.settings import longest_sequence, make_setup
 from verl.rollout.vllm.versions import require_vllm
@@ -20,9 +22,10 @@ from verl.rollout.vllm.weights import Manifest
 class VLLMRollout:
     """See RolloutEngine. `module` is the model without numbers (meta device).
 
-    Reads from `config`: mode, seed, max_num_seqs, max_num_batched_tokens, max_model_len, prompt_length, response_length,
-    tensor_model_parallel_size, enable_prefix_caching, enable_chunked_prefill, enforce_eager, gpu_memory_utilization,
-    free_cache_engine and engine_kwargs.vllm. Raises MissingExtraError without vLLM, ModelError when it does not start.
+    Reads from `config`: mode, max_engine_restarts, seed, max_num_seqs, max_num_batched_tokens, max_model_len, prompt_length,
+    response_length, tensor_model_parallel_size, enable_prefix_caching, enable_chunked_prefill, enforce_eager,
+    gpu_memory_utilization, free_cache_engine and engine_kwargs.vllm. Raises MissingExtraError without vLLM, ModelError when it
+    does not start.
     """
 
     holds_weights = True
@@ -44,10 +47,7 @@ class VLLMRollout:
         self._stats: dict[str, Any] = {}
         setup = make_setup(config, own, module, eos_token_ids=tuple(eos_token_ids), vocab_size=vocab_size(module))
         require_vllm()
-        if config.mode == "sync":
-            self.core: Core | RemoteCore = Core(setup)
-        else:
-            self.core = RemoteCore(setup, start_timeout_s=own.start_timeout_s, call_timeout_s=own.call_timeout_s)
+        self.core = self._start(setup)
 
     @property
     def weight_version(self) -> int:
@@ -82,10 +82,10 @@ class VLLMRollout:
             for bucket in self.own.portions(checked(weights, self.skeleton, self.own.dtype)):
                 self.core.update(bucket)
                 manifest.add(bucket)
+            self.core.finish_update(manifest.digest)
         except VerlError:
             self._abandon()
             raise
-        self.core.finish_update(manifest.digest)
         self.state.loaded()
 
     def publish(self, version: int) -> None:
@@ -103,6 +103,13 @@ class VLLMRollout:
     def close(self) -> None:
         """End vLLM."""
         self.core.close()
+
+    def _start(self, setup: Setup) -> Core | RemoteCore | RebuiltCore:
+        if self.config.mode == "sync":
+            return Core(setup)
+        own, max_restarts = self.own, self.config.max_engine_restarts
+        start = partial(RemoteCore, setup, start_timeout_s=own.start_timeout_s, call_timeout_s=own.call_timeout_s)
+        return RebuiltCore(start, max_restarts) if max_restarts else start()
 
     def _abandon(self) -> None:
         try:

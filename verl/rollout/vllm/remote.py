@@ -64,6 +64,11 @@ class RemoteCore:
         """End the process."""
         self.process.close()
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process is gone, by itself or because it was silent."""
+        return self.process.has_ended
+
 
 class ServedCore:
     """A Core whose `generate` takes and gives plain values."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import psutil
 import torch
+import torch.distributed as dist
 
 from verl.config import RolloutConfig
 from verl.rollout.api import OwnCopy
@@ -13,6 +14,7 @@ from verl.rollout.vllm.core import Setup
 
 _RECEIVER = "verl.rollout.vllm.weights.WeightReceiver"
 _DRAW = "verl.rollout.vllm.library:Draw"
+_RANKS = "verl.rollout.vllm.library.Ranks"
 _BLOCK_TOKENS = 128  # of vLLM's cache on a CPU
 _MOST_OF_MEMORY = 8  # at most one part in so many of the free memory of a CPU machine is cache
 
@@ -51,6 +53,9 @@ def make_setup(
     else:
         arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
         arguments["enable_sleep_mode"] = config.free_cache_engine
+    in_ranks = config.mode == "sync" and dist.is_initialized() and dist.get_world_size() > 1
+    if in_ranks:
+        arguments["distributed_executor_backend"] = _RANKS
     return Setup(
         llm={**arguments, **config.engine_kwargs.vllm},
         environment=_environment(own.device),
@@ -58,6 +63,7 @@ def make_setup(
         vocab_size=vocab_size,
         reader=own.reader,
         sleeps=config.free_cache_engine and not on_cpu,
+        in_ranks=in_ranks,
     )
 
 

@@ -2,9 +2,9 @@
 
     begin ──► load (bucket) ... load ──► finish        each answers {} or {"error": sentence}; an exception would end vLLM
 
-`finish` says yes only when what came is what was sent, tensor by tensor, every parameter of the engine got a new value, and an
-output layer that shares its weight with the embedding computes with the new one: on a CPU it multiplies by a packed copy, which
-vLLM's own reload leaves as it was.
+`finish` says yes only when what came is what was sent, tensor by tensor, every parameter of the engine got a new value and
+holds the numbers that were sent for it (held.py), and an output layer that shares its weight with the embedding computes with
+the new one: on a CPU it multiplies by a packed copy, which vLLM's own reload leaves as it was.
 """
 
 from __future__ import annotations
@@ -19,9 +19,12 @@ import torch.nn.functional as F
 
 from verl.errors import ModelError
 from verl.registry import load_object
+from verl.rollout.vllm.held import HeldWeights
 
 Description = dict[str, Any]  # of a bucket: JSON, whose "entries" begin with the names
 
+# a message names one of them; over HTTP anybody who reaches the server can send one, so nothing else is called
+_READERS = ("verl.reshard.shared_memory:read", "verl.controller.own_copy:read_folder")
 _SAME_HEAD = 0.05  # relative; a packed product in bfloat16 is within 0.01, another weight is not
 
 
@@ -62,7 +65,7 @@ class WeightReceiver:
 
     def verl_abandon(self) -> dict[str, str]:
         """The weights will not be whole. What is there is not to be used; another update may begin."""
-        return self._verl_answer(self._verl_finalize)
+        return self._verl_answer(self._verl_end)
 
     def _verl_answer(self, what: Callable[[], None]) -> dict[str, str]:
         from verl.rollout.vllm.library import set_current_vllm_config
@@ -76,22 +79,27 @@ class WeightReceiver:
         return {}
 
     def _verl_begin(self) -> None:
-        from verl.rollout.vllm.library import initialize_layerwise_reload
+        from verl.rollout.vllm.library import initialize_layerwise_reload, tensor_parallel_group
 
         model = self.model_runner.model
         self._verl_manifest = Manifest()
         self._verl_left = {name for name, _ in model.named_parameters()}
+        self._verl_held = HeldWeights(model, tensor_parallel_group())
         initialize_layerwise_reload(model)
 
     def _verl_load(self, reader: str, bucket: Description) -> None:
+        if reader not in _READERS:
+            raise ModelError(f"{reader!r} is not a reader of weights; there are {', '.join(_READERS)}.")
         # copies: vLLM keeps them until a layer is whole, and the bucket is written over before
         tensors = [(name, tensor.clone()) for name, tensor in load_object(reader)(bucket)]
         self._verl_manifest.add(bucket)
+        for name, tensor in tensors:
+            self._verl_held.sent(name, tensor)
         loaded = self.model_runner.model.load_weights(iter(tensors))
         self._verl_left -= set(loaded or ())
 
     def _verl_finish(self, manifest: str) -> None:
-        self._verl_finalize()
+        self._verl_end()
         if self._verl_manifest.digest != manifest:
             raise ModelError(
                 "The rollout engine did not receive the tensors that were sent; some were lost or came twice."
@@ -100,12 +108,16 @@ class WeightReceiver:
             raise ModelError(
                 f"No new weight came for {sorted(self._verl_left)[0]} of the rollout engine; it would sample with old ones."
             )
+        self._verl_held.check()
         _renew_tied_heads(self.model_runner.model)
 
-    def _verl_finalize(self) -> None:
+    def _verl_end(self) -> None:
         from verl.rollout.vllm.library import finalize_layerwise_reload
 
-        finalize_layerwise_reload(self.model_runner.model, self.model_config)
+        try:
+            finalize_layerwise_reload(self.model_runner.model, self.model_config)
+        finally:
+            self._verl_held.end()
 
 
 def _renew_tied_heads(model: Any) -> None:

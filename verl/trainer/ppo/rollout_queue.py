@@ -145,19 +145,20 @@ class RolloutQueue:
         When a sample's oldest token was made by weights more than `max_age` versions before `version`, none of the batch is
         used, and its prompts are sampled anew under the weights of now. The batch stays in the queue until it has trained.
         """
-        batch = next((b for b in self._batches if b.ordinal == ordinal), None)
+        batch, num_evicted = next((b for b in self._batches if b.ordinal == ordinal), None), 0
+        generates = batch is None
         if batch is None:
             batch = self._begin(ordinal, step)
             self._batches.append(batch)
-        self._go_on(batch, self.limit, step)
+        generates |= self._go_on(batch, self.limit, step)
         rows = batch.settle()
-        num_evicted = 0
         if version - int(rows.batch["weight_version"].min()) > max_age:
             num_evicted = len(rows)
             fresh = self._begin(ordinal, step, split=f"anew-{version}")
             self._batches[self._batches.index(batch)] = fresh
             self._go_on(fresh, self.limit, step)
-            batch = fresh
+            batch, generates = fresh, True
+        if generates:
             self.figures = self.rollout.end_generation()
         wait(batch.scoring)
         return batch.prompts, self._joined(batch), num_evicted
@@ -170,11 +171,12 @@ class RolloutQueue:
         asked = self.rollout.generate(prompts, step=step, split=split, params=params, limit=self.limit)
         return Batch(ordinal, self.count, step, step, split, prompts, self.samples, asked=asked, asked_step=step)
 
-    def _go_on(self, batch: Batch, max_new_tokens: int, step: int) -> None:
-        """Ask for more of the unfinished responses; they are all equally long, since each part was as long for all."""
+    def _go_on(self, batch: Batch, max_new_tokens: int, step: int) -> bool:
+        """Ask for more of the unfinished responses; they are all equally long, since each part was as long for all. Returns
+        whether there are any."""
         chosen = batch.unfinished(self.limit)
         if len(chosen) == 0:
-            return
+            return False
         rows = self._joined(batch).select_idxs(chosen)
         done = int(rows.batch["response_mask"][0].sum())
         batch.going_on, batch.asked_step = chosen, step
@@ -182,6 +184,7 @@ class RolloutQueue:
             rows, step=batch.step, split=batch.split, max_new_tokens=min(max_new_tokens, self.limit - done),
             limit=self.limit,
         )  # fmt: skip
+        return True
 
     def _joined(self, batch: Batch) -> DataProto:
         return batch.prompts.repeat(self.params.n, interleave=True).union(batch.settle())

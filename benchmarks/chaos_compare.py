@@ -1,0 +1,78 @@
+"""What two runs of the same work have left in their folders, compared: nothing may differ but times."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from chaos_task import PROMPTS, SAMPLES, Task
+from safetensors.numpy import load_file
+
+from verl.tracking.ledger import Ledger
+
+_OF_A_RUN = ("manifest.json", "trainer_state.json", "ledger.sqlite")  # files in which a run is named, or times are
+
+
+def differences(task: Task, ours: Path, theirs: Path) -> list[str]:
+    """In what the run folders `ours` and `theirs` differ."""
+    wrong = []
+    found, wanted = (checkpoint_digests(folder / f"global_step_{task.steps}") for folder in (ours, theirs))
+    if names := sorted(n for n in found.keys() | wanted.keys() if found.get(n) != wanted.get(n)):
+        wrong.append(f"the last checkpoint differs in {', '.join(names[:5])}")
+    if not any("optimizer" in name for name in found):
+        wrong.append("the last checkpoint has no state of an optimizer")
+    state, expected = (_state(folder / f"global_step_{task.steps}") for folder in (ours, theirs))
+    wrong += [f"the trainer's {k} is {state.get(k)}, not {v}" for k, v in expected.items() if state.get(k) != v]
+    trained, meant = trained_samples(ours), trained_samples(theirs)
+    if trained != meant:
+        wrong.append(
+            f"{(trained - meant).total()} samples trained that should not, {(meant - trained).total()} did not"
+        )
+    with Ledger.open(ours) as ledger, Ledger.open(theirs) as other:
+        if ledger.pending() != other.pending():
+            wrong.append(f"{len(ledger.pending())} samples are open, not {len(other.pending())}")
+    if (steps := _steps(ours)) != list(range(1, task.steps + 1)):
+        wrong.append(f"metrics.jsonl has the steps {steps}")
+    wrong += [f"{path.name} is left" for path in sorted(ours.glob(".global_step_*"))]
+    return wrong
+
+
+def idleness(task: Task, folder: Path) -> list[str]:
+    """Why the run folder is no measure for another: what it should have trained and has not."""
+    wrong = []
+    expected = task.steps * PROMPTS * SAMPLES
+    if (count := trained_samples(folder).total()) != expected:
+        wrong.append(f"{count} samples trained instead of {expected}")
+    before = load_file(next(task.model.glob("*.safetensors")))
+    after = load_file(folder / f"global_step_{task.steps}" / "actor" / "huggingface" / "model.safetensors")
+    same = [name for name in before.keys() & after.keys() if np.array_equal(before[name], after[name])]
+    if same or not after:
+        wrong.append(f"these weights have not changed: {', '.join(sorted(same)[:3])}")
+    return wrong
+
+
+def checkpoint_digests(checkpoint: Path) -> dict[str, str]:
+    """Of every file that the roles have written: weights, optimizer, schedule, model config."""
+    files = sorted(f for f in checkpoint.rglob("*") if f.is_file() and f.name not in _OF_A_RUN)
+    return {str(f.relative_to(checkpoint)): hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
+
+
+def trained_samples(folder: Path) -> Counter[Any]:
+    with Ledger.open(folder) as ledger:
+        return ledger.multiset_of_trained()
+
+
+def _state(checkpoint: Path) -> dict[str, Any]:
+    """The trainer's state without what a run alone has: its seconds and its name."""
+    state = json.loads((checkpoint / "trainer_state.json").read_text())
+    state.pop("seconds")
+    state["samples"].pop("run")
+    return dict(state)
+
+
+def _steps(folder: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]

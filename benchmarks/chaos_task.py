@@ -1,0 +1,135 @@
+"""What is attacked: a small GRPO run on each runtime, and when and what of it is to be killed."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+PROMPTS, SAMPLES = 4, 4  # of a step
+_ROWS = 24
+_REWARD = """
+import time
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    time.sleep(0.003)  # long enough to be killed in
+    share = sum(c.isalpha() for c in solution_str) / max(len(solution_str), 1)
+    return {"score": share + 0.1 * len(solution_str), "letters": share}
+"""
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """`launcher`: arguments of Python before the module; `targets`: what can be killed (see chaos_run.Family)."""
+
+    keys: tuple[str, ...]
+    targets: tuple[str, ...]
+    launcher: tuple[str, ...] = ()
+
+
+_TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1000")
+_ONE = ("supervisor", "driver", "driver", "reward worker", "any")
+_RAY = ("trainer.n_gpus_per_node=2", "ray_kwargs.ray_init.num_cpus=2")
+_ENGINE = Path(__file__).with_name("chaos_engine.py")
+# local: the engine is the process that trains; torchrun, ray: every rank trains and generates
+RUNTIMES = {
+    "local": Runtime((), _ONE),
+    "engine": Runtime(
+        (f"actor_rollout_ref.rollout.name={_ENGINE}:EngineOfItsOwn",),
+        ("engine", "engine", "engine", "driver", "supervisor", "reward worker"),
+    ),
+    "async": Runtime(
+        ("actor_rollout_ref.rollout.prefetch_num=2", "actor_rollout_ref.rollout.partial_rollout=True"), _ONE
+    ),
+    "torchrun": Runtime((), ("launcher", "driver", "rank", "rank", "reward worker", "any"), _TORCHRUN),
+    "ray": Runtime(_RAY, ("supervisor", "driver", "rank", "rank", "node", "reward worker", "any")),
+    # rank 0 trains, rank 1 only generates, a batch ahead
+    "ray-apart": Runtime(
+        (*_RAY, "trainer.placement={actor: [0], rollout: [1]}", "actor_rollout_ref.rollout.prefetch_num=1"),
+        ("engine", "engine", "rank", "driver", "supervisor", "node", "reward worker"),
+    ),
+}
+# phases of a step (verl/tracking/spans.py); "any": wherever the step is
+PHASES = ("gen", "reward", "update_actor", "update_weights", "save_checkpoint", "any")
+_ANY_S = 0.2  # in which such a kill comes
+_AGAIN = 0.25  # share of kills after which the run is killed once more while it comes back
+
+
+@dataclass(frozen=True)
+class Task:
+    """What all runs of a session share."""
+
+    folder: Path
+    model: Path
+    keys: tuple[str, ...]
+    steps: int
+    warm: bool
+
+
+@dataclass(frozen=True)
+class Moment:
+    """`share` of the usual length of the phase passes before the kill. With `again`, a share of the usual time of starting,
+    a process of the kind `target_again` is killed when so much of the time of coming back has passed."""
+
+    step: int
+    phase: str
+    target: str
+    share: float
+    again: float | None = None
+    target_again: str = "any"
+
+    def delay_s(self, usual_s: dict[str, float]) -> float:
+        """From the beginning of the phase."""
+        return self.share * usual_s.get(self.phase, _ANY_S if self.phase == "any" else 0.0)
+
+
+def make_task(folder: Path, *, steps: int, model: str | None = None, warm: bool = False) -> Task:
+    """Write the files of the task, and the keys that name them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if model is None:
+        from verl.models.tiny import make_tiny_model
+
+        model = str(make_tiny_model(folder / "model"))
+    (folder / "reward.py").write_text(_REWARD)
+    rows = [
+        {"data_source": "letters", "prompt": [{"role": "user", "content": f"{'x' * (i % 5)} {i}"}],
+         "reward_model": {"style": "rule", "ground_truth": str(i)}}
+        for i in range(_ROWS)
+    ]  # fmt: skip
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keys = (
+        "algorithm.adv_estimator=grpo",
+        f"actor_rollout_ref.model.path={model}",
+        f"data.train_files={folder}/train.jsonl",
+        f"data.val_files={folder}/train.jsonl",
+        f"data.train_batch_size={PROMPTS}",
+        "data.max_prompt_length=64",
+        "data.max_response_length=8",
+        f"actor_rollout_ref.rollout.n={SAMPLES}",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        "actor_rollout_ref.actor.optim.lr=0.002",
+        "actor_rollout_ref.actor.fsdp_config.dtype=float32",
+        f"reward.custom_reward_function.path={folder}/reward.py",
+        "reward.num_workers=2",
+        "trainer.logger=[file]",
+        "trainer.val_before_train=False",
+        f"trainer.total_training_steps={steps}",
+        "trainer.save_freq=3",
+        "trainer.max_restarts=10",
+        "trainer.restart_backoff_s=0.05",
+    )
+    return Task(folder, Path(model), keys, steps, warm)
+
+
+def plan(rng: random.Random, runtime: str, count: int, targets: Sequence[str] | None = None) -> list[Moment]:
+    """`count` kills, those while the run comes back among them, in step after step."""
+    choices = [t for t in RUNTIMES[runtime].targets if targets is None or t in targets]
+    found: list[Moment] = []
+    while count > 0:
+        again = rng.random() if count > 1 and rng.random() < _AGAIN else None
+        count -= 1 if again is None else 2
+        phase, target, share = rng.choice(PHASES), rng.choice(choices), rng.random()
+        found.append(Moment(len(found) + 1, phase, target, share, again, rng.choice(choices)))
+    return found

@@ -1,0 +1,42 @@
+"""A receiver of weights inside vLLM that goes wrong while the file VERL_TEST_FAULT says how: after the weights were found to be
+those that were sent, and before the model has them."""
+
+import os
+from pathlib import Path
+
+import torch
+
+from verl.rollout.vllm.weights import WeightReceiver
+
+ONE = "model.layers.1.self_attn.k_proj.weight"
+OTHER = "model.layers.0.self_attn.k_proj.weight"
+
+
+def faulty(weights):
+    file = Path(os.environ.get("VERL_TEST_FAULT", "none"))
+    fault = file.read_text() if file.exists() else ""
+    for name, tensor in weights:
+        if fault == "drop" and name == ONE:
+            continue
+        if fault == "zero" and name == ONE:
+            yield name, torch.zeros_like(tensor)
+        elif fault == "change" and name == ONE:
+            tensor[0, 0] += 1e-4
+            yield name, tensor
+        elif fault == "swap" and name in (ONE, OTHER):
+            yield (ONE if name == OTHER else OTHER), tensor
+        elif fault == "norm" and name == "model.norm.weight":
+            yield name, tensor * 1.01
+        else:
+            yield name, tensor
+
+
+class FaultyReceiver(WeightReceiver):
+    def _verl_load(self, reader, bucket):
+        model = self.model_runner.model
+        honest = model.load_weights
+        model.load_weights = lambda weights: honest(faulty(weights))
+        try:
+            super()._verl_load(reader, bucket)
+        finally:
+            del model.load_weights

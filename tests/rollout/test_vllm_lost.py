@@ -1,0 +1,92 @@
+"""`verl train` whose engine process is killed ends with the samples and weights of the undisturbed run; slow.
+
+    python -m pytest -m slow tests/rollout/test_vllm_lost.py
+
+vLLM is played by the native engine, in a process of its own (stand_in.py).
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.controller.conftest import assert_same_weights, base, jobs  # noqa: F401 - fixtures
+from tests.controller.ranks import ROOT, run
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def train(jobs):  # noqa: F811
+    def run(name, lost="", *changes):
+        settings = jobs.overrides(
+            name, "actor_rollout_ref.rollout.name=vllm", "trainer.save_freq=1", "trainer.test_freq=-1",
+            "trainer.restart_backoff_s=0.02", *changes,
+        )  # fmt: skip
+        environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID")}
+        environment["VERL_TEST_WIDE_NORMS"] = "1"
+        mark = jobs.root / f"{name}.lost"
+        if lost:
+            environment["VERL_TEST_LOST"] = f"{lost} {mark}"
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.rollout.stand_in", *settings],
+            cwd=ROOT, env=environment, capture_output=True, text=True, timeout=180, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        assert mark.exists() == bool(lost)
+        return jobs.run(name)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def undisturbed(train):
+    return train("undisturbed")
+
+
+def assert_equal(found, expected):
+    ours, theirs = found.samples(), expected.samples()
+    assert ours.keys() == theirs.keys()
+    for name, rows in theirs.items():
+        for key in ("response_ids", "log_probs", "score", "weight_version"):
+            assert [r[key] for r in ours[name]] == [r[key] for r in rows], (name, key)
+    ours, theirs = found.weights(3), expected.weights(3)
+    assert all(torch.equal(ours[name], weight) for name, weight in theirs.items())
+
+
+def events(found):
+    file = found.folder / "events.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+@pytest.mark.parametrize("moment", ["generate", "update"])
+def test_the_engine_comes_back_in_place(moment, train, undisturbed):
+    found = train(moment, f"{moment} 2")
+    assert_equal(found, undisturbed)
+    assert not events(found), "the run itself went on"
+
+
+def test_an_engine_of_one_of_two_ranks_comes_back(jobs, undisturbed):  # noqa: F811
+    """Each rank has an engine of its own; one of them is killed, and the other rank sees nothing of it."""
+    vllm = ["actor_rollout_ref.rollout.name=vllm", "trainer.save_freq=3", "trainer.test_freq=-1"]
+    mark = jobs.root / "ranks.lost"
+    run(
+        2, "tests.rollout.stand_in", *jobs.overrides("ranks", *vllm), timeout_s=180, VERL_TEST_LOST=f"generate 2 {mark}"
+    )
+    assert mark.exists()
+    found = jobs.run("ranks")
+    ours, theirs = found.samples(), undisturbed.samples()
+    assert {name: [r["response_ids"] for r in rows] for name, rows in ours.items()} == {
+        name: [r["response_ids"] for r in rows] for name, rows in theirs.items()
+    }
+    assert_same_weights(found, undisturbed, 3, rel=1e-9)
+
+
+@pytest.mark.parametrize("moment", ["generate", "update"])
+def test_without_restarts_of_the_engine_the_supervisor_starts_the_run_again(moment, train, undisturbed):
+    found = train(f"{moment}_0", f"{moment} 3", "actor_rollout_ref.rollout.max_engine_restarts=0")
+    assert_equal(found, undisturbed)
+    assert any("vLLM process" in json.dumps(event) for event in events(found)), events(found)

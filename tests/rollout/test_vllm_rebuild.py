@@ -1,0 +1,195 @@
+"""A vLLM process that is lost comes back with its weights and its samples; processes and vLLM are played here."""
+
+import pytest
+import torch
+
+from tests.rollout.conftest import EOS, make_prompts
+from verl.config import RolloutConfig, load_config
+from verl.controller.own_copy import KeptBuckets, own_copy
+from verl.data_proto.samples import Completion, SamplingParams
+from verl.errors import DeadlineError, ModelError, WorkerLostError
+from verl.reshard.shared_memory import read
+from verl.rollout.api import ENGINES
+from verl.rollout.vllm import engine
+from verl.rollout.vllm.rebuild import RebuiltCore
+from verl.rollout.vllm.weights import Manifest
+
+PARAMS = SamplingParams(n=3, max_new_tokens=4)
+
+
+class Processes:
+    """`script` names calls, by their number over all processes, at which the process is lost, and how."""
+
+    def __init__(self):
+        self.script, self.calls, self.started = {}, [], []
+
+    def __call__(self, *args, **kwargs):
+        self.note("start")
+        self.started.append(Played(self))
+        return self.started[-1]
+
+    def note(self, what):
+        self.calls.append(what)
+        lost = self.script.get(len(self.calls))
+        if lost is not None:
+            for process in self.started:
+                process.has_ended = True
+            raise lost
+
+
+class Played:
+    """Receives weights as WeightReceiver does; a sample is a function of them, the prompt and its number."""
+
+    def __init__(self, processes):
+        self.processes, self.has_ended = processes, False
+        self.weights, self.sum, self.usable = {}, 0.0, True
+
+    def begin_update(self):
+        self.processes.note("begin")
+        self.weights, self.manifest, self.usable = {}, Manifest(), False
+
+    def update(self, bucket):
+        self.processes.note("update")
+        self.weights |= {name: tensor.clone() for name, tensor in read(bucket)}
+        self.manifest.add(bucket)
+
+    def finish_update(self, manifest):
+        self.processes.note("finish")
+        if manifest != self.manifest.digest:
+            raise ModelError("did not receive the tensors that were sent")
+        self.sum, self.usable = sum(float(w.sum()) for w in self.weights.values()), True
+
+    def abandon_update(self):
+        self.processes.note("abandon")
+
+    def sleep(self):
+        self.processes.note("sleep")
+
+    def close(self):
+        self.has_ended = True
+
+    def generate(self, prompts, params, *, step, on_finish):
+        assert self.usable
+        for p in reversed(prompts):
+            for number in range(p.first_sample, p.first_sample + params.n):
+                self.processes.note("sample")
+                on_finish(Completion(p.ordinal, number, [p.token_ids[-1], number], [self.sum, step], "length", -1))
+        return {"seconds": 1.0, "num_prompt_tokens": -1, "num_generated_tokens": -1}
+
+
+def lost():
+    return WorkerLostError("The vLLM process (pid 1) was ended. Its samples are not used; start the run again.")
+
+
+@pytest.fixture
+def make(load, tokenizer, monkeypatch):
+    monkeypatch.setattr(engine, "require_vllm", lambda: None)
+
+    def build(max_engine_restarts=2):
+        processes = Processes()
+        monkeypatch.setattr(engine, "RemoteCore", processes)
+        config = RolloutConfig(name="vllm", max_model_len=64, max_engine_restarts=max_engine_restarts)
+        loaded = load_config(["actor_rollout_ref.actor.fsdp_config.dtype=float32"], check=False).config
+        own = own_copy(loaded, torch.device("cpu"))
+        object.__setattr__(own, "portions", KeptBuckets(1 << 14).write)  # several buckets
+        made = ENGINES.get("vllm")(load("llama"), tokenizer, config, eos_token_ids=[EOS], own=own)
+        return made, processes
+
+    return build
+
+
+def one_step(rollout, module, version):
+    """An update and a generation: samples as plain values, and what was told of each as it ended."""
+    seen = []
+    rollout.load(module.named_parameters())
+    rollout.publish(version)
+    made = rollout.generate(make_prompts([3, 5]), PARAMS, step=version, on_finish=seen.append)
+    rollout.release()
+    return made, sorted((c.ordinal, c.sample) for c in seen)
+
+
+def test_nothing_is_lost_wherever_a_process_is(make, load):
+    """Each call of two steps in turn is the one at which the process is lost, the starts of new ones too."""
+    module = load("llama")
+    rollout, undisturbed = make()
+    assert isinstance(rollout.core, RebuiltCore)
+    expected = [one_step(rollout, module, version) for version in (1, 2)]
+    stats = rollout.stats() | {"seconds": None}
+    assert {"begin", "update", "finish", "sample", "sleep"} <= set(undisturbed.calls)
+    assert undisturbed.calls.count("update") > 4
+    for number in range(2, len(undisturbed.calls) + 1):
+        rollout, processes = make()
+        processes.script = {number: lost(), number + 1: DeadlineError("It was silent. Raise the deadline.")}
+        assert [one_step(rollout, module, version) for version in (1, 2)] == expected, undisturbed.calls[number - 1]
+        assert rollout.stats() | {"seconds": None} == stats
+        assert len(processes.started) == 2, "one to begin with, one that did not start, and one that did"
+        assert all(torch.equal(processes.started[-1].weights[name], p) for name, p in module.named_parameters())
+
+
+def test_a_batch_that_goes_on_is_the_batch_that_was_asked_for(make, load, monkeypatch):
+    """In a smaller one, matrix products round otherwise."""
+    rollout, processes = make()
+    one_step(rollout, load("llama"), 1)
+    asked, generate = [], Played.generate
+
+    def noted(self, prompts, params, **more):
+        asked.append((list(prompts), params))
+        return generate(self, prompts, params, **more)
+
+    monkeypatch.setattr(Played, "generate", noted)
+    processes.script = {len(processes.calls) + 3: lost()}
+    rollout.generate(make_prompts([3, 5]), PARAMS, step=2)
+    assert len(asked) == 2
+    assert asked[0] == asked[1]
+
+
+def test_what_keeps_being_lost_stops_the_run(make, load):
+    rollout, processes = make()
+    one_step(rollout, load("llama"), 1)
+    first = len(processes.calls)
+    processes.script = {number: lost() for number in range(first + 1, first + 100)}
+    with pytest.raises(WorkerLostError, match=r"anew 2 times .*max_engine_restarts.*lost again: The vLLM process"):
+        rollout.generate(make_prompts([3]), PARAMS, step=2)
+    assert len(processes.calls) == first + 3
+
+
+def test_a_whole_update_is_a_new_beginning(make, load):
+    rollout, processes = make(max_engine_restarts=1)
+    for version in range(1, 4):
+        processes.script = {len(processes.calls) + 3: lost()}
+        one_step(rollout, load("llama"), version)
+    assert len(processes.started) == 4
+
+
+def test_after_an_update_that_went_wrong_old_weights_do_not_come_back(make, load):
+    rollout, processes = make()
+    one_step(rollout, load("llama"), 1)
+    with pytest.raises(ModelError, match="without"):
+        rollout.load(list(load("llama").named_parameters())[:-1])
+    with pytest.raises(ModelError, match="did not end well"):
+        rollout.generate(make_prompts([3]), PARAMS, step=2)
+    first = len(processes.calls)
+    processes.script = {first + 1: lost()}
+    rollout.release()
+    assert processes.calls[first:] == ["sleep", "start", "sleep"]
+
+
+def test_without_restarts_the_loss_itself_is_raised(make, load):
+    rollout, processes = make(max_engine_restarts=0)
+    one_step(rollout, load("llama"), 1)
+    processes.script = {len(processes.calls) + 1: lost()}
+    with pytest.raises(WorkerLostError, match="The vLLM process"):
+        rollout.generate(make_prompts([3]), PARAMS, step=2)
+    assert len(processes.started) == 1
+
+
+def test_an_answer_of_a_process_that_goes_on_is_no_loss(make, load):
+    rollout, processes = make()
+    one_step(rollout, load("llama"), 1)
+
+    def refuse(done):
+        raise WorkerLostError("The reward process is gone.")
+
+    with pytest.raises(WorkerLostError, match="reward"):
+        rollout.generate(make_prompts([3]), PARAMS, step=2, on_finish=refuse)
+    assert len(processes.started) == 1

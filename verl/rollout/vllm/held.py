@@ -1,0 +1,96 @@
+"""What vLLM's model holds against what it was sent: sums of the words of every parameter, before it is packed for a processor.
+
+    sent      q_proj  k_proj  v_proj       sums of integers do not depend on order, so that of a fused parameter is that of its
+    held      ─────── qkv_proj ──────      pieces, and over the ranks of tensor parallelism that of the whole
+
+vLLM fuses, divides and packs; a packed weight cannot be read any more, so each layer is looked at in the moment before.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from verl.errors import ModelError
+
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of a number
+_WRAP = (1 << 64) - 1
+_HOOK = "process_weights_after_loading"  # what a layer does with its weights when they are there
+
+
+class HeldWeights:
+    """One update of `model` (vLLM's) from its beginning (this) to `check`. `group` are the ranks of tensor parallelism."""
+
+    def __init__(self, model: Any, group: dist.ProcessGroup | None):
+        self._model, self._group = model, group
+        self._fused = {
+            part: (fused, at)
+            for fused, parts in (getattr(model, "packed_modules_mapping", None) or {}).items()
+            for at, part in enumerate(parts)
+        }
+        self._formats = {name: p.dtype for name, p in model.named_parameters()}
+        self._sent: dict[str, dict[int, int]] = {}  # sum of each piece of a parameter
+        self._seen: dict[str, int] = {}
+        self._hooked: list[Any] = []
+        for prefix, layer in model.named_modules():
+            method = getattr(layer, "quant_method", None)
+            if hasattr(method, _HOOK):
+                self._watch(prefix, layer, method)
+
+    def sent(self, name: str, tensor: torch.Tensor) -> None:
+        """A weight under its name in the model's files."""
+        path, number = name.split("."), 0
+        for at, part in enumerate(path):
+            if part in self._fused:
+                path[at], number = self._fused[part]
+        if self._formats.get(".".join(path)) == tensor.dtype:
+            self._sent.setdefault(".".join(path), {})[number] = word_sum(tensor)
+
+    def check(self) -> None:
+        """Raise ModelError when a parameter is not what was sent for it. All ranks of the group call this, after `end`."""
+        parameters = dict(self._model.named_parameters())
+        names = sorted(self._sent.keys() & parameters.keys())
+        held = [self._seen[n] if n in self._seen else word_sum(parameters[n]) for n in names]
+        totals, size = torch.tensor(held, dtype=torch.int64), 1
+        if self._group is not None:
+            size = dist.get_world_size(self._group)
+            dist.all_reduce(totals, group=self._group)
+        for name, own, total in zip(names, held, totals.tolist(), strict=True):
+            if not _explained([self._sent[name][at] for at in sorted(self._sent[name])], own, total, size):
+                raise ModelError(
+                    f"The rollout engine holds other numbers in {name} than it was sent. They must not be used: update again, "
+                    "or use another version of vLLM."
+                )
+
+    def end(self) -> None:
+        """Look no more. May be called again."""
+        for method in self._hooked:
+            vars(method).pop(_HOOK, None)
+        self._hooked = []
+
+    def _watch(self, prefix: str, layer: Any, method: Any) -> None:
+        process = getattr(method, _HOOK)
+
+        def look_and_process(this: Any) -> None:
+            if this is layer:
+                for name, p in layer.named_parameters(recurse=False):
+                    self._seen[f"{prefix}.{name}"] = word_sum(p)
+            process(this)
+
+        setattr(method, _HOOK, look_and_process)
+        self._hooked.append(method)
+
+
+def word_sum(tensor: torch.Tensor) -> int:
+    """The numbers of a tensor as signed integers of their size, added up modulo 2^64."""
+    words = tensor.detach().contiguous().view(-1).view(_WORDS[tensor.element_size()])
+    return int(words.sum(dtype=torch.int64))
+
+
+def _explained(pieces: list[int], own: int, total: int, size: int) -> bool:
+    """Whether a rank has all of it, or all ranks together, of which several may hold the same heads of keys and values."""
+    whole, first = sum(pieces), pieces[0]
+    possible = [own - whole, *(total - first - times * (whole - first) for times in range(1, size + 1))]
+    return any(gap & _WRAP == 0 for gap in possible)
