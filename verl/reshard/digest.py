@@ -17,7 +17,7 @@ import torch
 
 DIGEST_BYTES = 16
 _WORD_BYTES = 8
-PORTION_BYTES = 1 << 18  # summed at a time: few enough to stay in a cache
+PORTION_BYTES = 1 << 20  # summed at a time: few enough to stay in a cache, and few calls
 _DEVICE_BYTES = 1 << 25  # on a GPU: enough for a kernel
 _FOLDED_WORDS = 1 << 10  # of a row, where rows of the numbers themselves do not end where words do
 
