@@ -113,6 +113,11 @@ BROKEN = [
         [f"{ROLLOUT}.prefetch_num=1", f"{ROLLOUT}.partial_rollout=True", f"{ROLLOUT}.stop=[END]"],
     ),
     ("error", "reward.reward_model.model_path", ["reward.reward_model.enable=True"]),
+    (
+        "error",
+        "reward.reward_model.rollout.name",
+        ["reward.reward_model.enable=True", "reward_model.model.path=rm", "reward_model.rollout.name=http"],
+    ),
     ("error", "reward.reward_manager.module.path", ["reward.reward_manager.source=importlib"]),
     ("error", "trainer.resume_from_path", ["trainer.resume_mode=resume_path"]),
     (

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from tests.rollout.service import running
 from tests.workers.test_reward_model import make_classifier
 from verl.cli.main import main
 from verl.models.tiny import make_tiny_model
@@ -65,6 +66,24 @@ def test_a_judge_trains_a_policy(tiny_run, tmp_path, functions):
     found = samples(run)
     assert all(s["score"] == len(s["reward_parts"]["reply"]) for s in found)
     assert len({s["reward_parts"]["reply"] for s in found}) > 1
+
+
+def test_a_judge_at_a_service_trains_a_policy(tiny_run, functions):
+    """In text alone, four questions at a time; no folder of the judge."""
+
+    def chat(body):
+        return {"choices": [{"message": {"content": "x" * (len(body["messages"][0]["content"]) % 7)}}]}
+
+    with running({"/v1/models": {"data": [{"id": "judge"}]}, "/v1/chat/completions": chat}) as service:
+        run = tiny_run(
+            "reward.reward_model.enable=True", "reward.reward_model.judge_template='Rate {response}'",
+            "reward.reward_model.rollout.name=http", f"reward.reward_model.rollout.service.url={service.url}",
+            "reward_batch_size=4", f"reward.custom_reward_function.path={functions}",
+            "reward.custom_reward_function.name=length_of_reply",
+        )  # fmt: skip
+    found = samples(run)
+    assert all(s["score"] == len(s["reward_parts"]["reply"]) for s in found)
+    assert len({s["score"] for s in found}) > 1
 
 
 def test_scores_that_are_not_finite_end_the_run_before_it_trains(tiny_overrides, tmp_path, capsys):

@@ -206,14 +206,14 @@ def test_a_judge_reads_the_template_and_replies_greedily(tmp_path):
     assert list(first) == list(worker.score(batch).non_tensor_batch["reward_model_reply"])
     prompt = worker.prompt("question 1", "it is four", "b")
     assert prompt == "Q: question 1 A: it is four key b {as json}"
-    model = worker.engine.module
+    model = worker.judge.engine.module
     text = f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
-    tokens = worker.tokenizer(text, return_tensors="pt")["input_ids"]
+    tokens = worker.judge.tokenizer(text, return_tensors="pt")["input_ids"]
     from transformers import AutoModelForCausalLM
 
     reference = AutoModelForCausalLM.from_pretrained(path).eval()
     out = reference.generate(tokens, max_new_tokens=8, do_sample=False)
-    assert first[1] == worker.tokenizer.decode(out[0, tokens.shape[1] :], skip_special_tokens=True)
+    assert first[1] == worker.judge.tokenizer.decode(out[0, tokens.shape[1] :], skip_special_tokens=True)
     assert not any(p.requires_grad for p in model.parameters())
 
 
@@ -224,7 +224,7 @@ def test_equal_questions_are_asked_once(tmp_path):
         "reward_model_reply"
     ]
     assert len(set(replies)) == 1
-    assert worker.engine.stats()["num_prompt_tokens"] < 2 * len(worker.prompt("same", "r", "x")) + 80
+    assert worker.judge.engine.stats()["num_prompt_tokens"] < 2 * len(worker.prompt("same", "r", "x")) + 80
 
 
 def test_what_does_not_fit_into_the_judge_says_which_key(tmp_path):

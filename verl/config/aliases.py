@@ -77,6 +77,8 @@ ALIASES: tuple[Alias, ...] = (
     Alias("reward_model.model.path", "reward.reward_model.model_path"),
     Alias("reward_model.model.external_lib", "reward.reward_model.external_lib"),
     Alias("reward_model.model.trust_remote_code", "reward.reward_model.trust_remote_code"),
+    Alias("reward_batch_size", "reward.reward_model.reward_batch_size"),
+    Alias("reward.reward_batch_size", "reward.reward_model.reward_batch_size"),
     Alias("data.tokenizer", f"{_MODEL}.tokenizer_path"),
     Alias("rollout_config.prefetch_num", "actor_rollout_ref.rollout.prefetch_num"),
     Alias("trainer.log_with", "trainer.logger"),

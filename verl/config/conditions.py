@@ -98,6 +98,18 @@ def _rollout(*engines: str) -> Condition:
     )
 
 
+def _judge(*engines: str) -> Condition:
+    def holds(root: Any, node: Any) -> bool:
+        model = root.reward.reward_model
+        return bool(model.judge_template) and model.rollout.name in engines
+
+    return Condition(
+        holds,
+        f"no judge runs on {' or '.join(engines)}",
+        f"set reward.reward_model.judge_template and reward.reward_model.rollout.name={engines[0]}",
+    )
+
+
 CRITIC = Condition(
     lambda root, node: uses_critic(root),
     "no critic is trained with this algorithm.adv_estimator",
@@ -247,6 +259,13 @@ CONDITIONS: dict[str, Condition] = {
     "has_path": Condition(lambda root, node: node.path is not None, "no path is set beside it", "set path as well"),
     "imported_manager": _switch("reward.reward_manager.source", "importlib"),
     "reward_model": _switch("reward.reward_model.enable"),
+    "judge": Condition(
+        lambda root, node: bool(root.reward.reward_model.judge_template),
+        "the reward model is a classifier, since reward.reward_model.judge_template is not set",
+        "set reward.reward_model.judge_template",
+    ),
+    "judge_vllm": _judge("vllm"),
+    "judge_service": _judge("http", "sglang"),
     "sandbox": Condition(
         lambda root, node: node.url is not None, "reward.sandbox_fusion.url is not set", "set reward.sandbox_fusion.url"
     ),

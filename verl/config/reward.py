@@ -78,8 +78,34 @@ _ONE_COPY = "every process that scores holds the whole reward model"
 
 
 @dataclass(frozen=True)
+class JudgeServiceConfig(Section):
+    """A chat service that judges (/v1/chat/completions); it is started apart, or somebody else's."""
+
+    url: str = used("http://127.0.0.1:8000", "address of the service")
+    served_model_name: str | None = used(
+        None, "name under which it serves the judge; null: its only one, or model_path"
+    )
+    token_env: str = used(
+        "VERL_REWARD_MODEL_TOKEN", "environment variable with its bearer token; needed on another machine"
+    )
+    timeout_s: float = used(600.0, "longest wait for one reply")
+    num_retries: int = used(3, "repetitions of a request that was not answered")
+
+
+@dataclass(frozen=True)
 class RewardModelRolloutConfig(Section):
     """How the reward model is run. A classifier reads dtype and max_num_batched_tokens alone."""
+
+    name: str | None = used(
+        None,
+        "what a judge runs on: native (also null), vllm (in a process of its own), or a chat service at service.url (http, "
+        "sglang). A classifier needs none",
+        when="judge",
+        choices=(None, "native", "vllm", "http", "sglang"),
+    )
+    service: JudgeServiceConfig = section(
+        JudgeServiceConfig, "a service that judges (name=http or sglang)", when="judge_service"
+    )
 
     dtype: str = used("bfloat16", "number format that it computes in")
     max_num_batched_tokens: int = used(8192, "tokens computed at once")
@@ -87,9 +113,8 @@ class RewardModelRolloutConfig(Section):
     max_model_len: int | None = used(None, "longest prompt and reply of a judge; null: what the model can hold")
     response_length: int = used(2048, "longest reply of a judge in tokens")
     free_cache_engine: bool = used(True, "free the judge's KV cache between uses")
-    name: str | None = inert(None, "engine", "a judge runs on the native engine, and a classifier needs none")
-    gpu_memory_utilization: float = inert(0.5, "share of device memory", GPU_ENGINES)
-    enforce_eager: bool = inert(True, "no CUDA graphs", GPU_ENGINES)
+    gpu_memory_utilization: float = used(0.5, "share of a GPU's memory for a judge on vLLM", when="judge_vllm")
+    enforce_eager: bool = used(True, "no CUDA graphs", when="judge_vllm")
     cudagraph_capture_sizes: list[int] | None = inert(None, "batch sizes of CUDA graphs", GPU_ENGINES)
     data_parallel_size: int = inert(1, "copies", _ONE_COPY)
     expert_parallel_size: int = inert(1, "devices that share the experts", _ONE_COPY)
@@ -101,7 +126,11 @@ class RewardModelRolloutConfig(Section):
     full_determinism: bool = inert(False, "deterministic", "scores and replies always are")
     seed: int = inert(42, "seed", _GREEDY)
     multi_stage_wake_up: bool = inert(False, "wake weights before the cache", _ONE_COPY)
-    engine_kwargs: dict[str, Any] = inert({}, "further settings by engine", GPU_ENGINES)
+    engine_kwargs: dict[str, Any] = used(
+        {},
+        "further settings by engine; under `vllm` arguments of vllm.LLM, which go before all others",
+        when="judge_vllm",
+    )
     limit_images: int | None = inert(None, "most images of a prompt", "reward models read text")
     enable_chunked_prefill: bool = inert(True, "long prompts in pieces", "max_num_batched_tokens always bounds them")
     enable_prefix_caching: bool = inert(True, "reuse computed prompts", "what sequences share is computed once")
@@ -127,7 +156,9 @@ class RewardModelConfig(Section):
     n_gpus_per_node: int = inert(8, "devices per node of that pool", DISTRIBUTED)
     nnodes: int = inert(0, "nodes of that pool", DISTRIBUTED)
     model_path: str | None = used(
-        None, "folder or hub name: a sequence classification model with one label, or a judge", when="reward_model"
+        None,
+        "folder or hub name: a sequence classification model with one label, or a judge; not needed for a judge at a service",
+        when="reward_model",
     )
     judge_template: str | None = used(
         None,
@@ -135,6 +166,9 @@ class RewardModelConfig(Section):
         "places {prompt}, {response} and {ground_truth}. Its reply goes to the reward function as reward_model_reply; "
         "without one the last number of the reply is the score",
         when="reward_model",
+    )
+    reward_batch_size: int | None = used(
+        None, "samples that it is given at a time; null: all that are there", when="reward_model", sizing=True
     )
     external_lib: str | None = used(None, "Python module that is imported first", when="reward_model")
     trust_remote_code: bool = used(False, "run Python code that comes with the model", when="reward_model", sizing=True)

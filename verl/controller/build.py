@@ -304,7 +304,13 @@ def _reward(seat: Seat, tokenizer: Any) -> RewardWorker:
     try:
         model = None
         if config.reward.reward_model.enable:
-            model = build_reward_model(config.reward.reward_model, tokenizer, seat.device)
+            model = build_reward_model(
+                config.reward.reward_model,
+                tokenizer,
+                seat.device,
+                start_timeout_s=config.trainer.ray_wait_register_center_timeout,
+                call_timeout_s=config.actor_rollout_ref.nccl_timeout,
+            )
         return RewardWorker(manager, model, tokenizer)
     except BaseException:
         manager.close()

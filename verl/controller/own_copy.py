@@ -3,7 +3,6 @@ a way for new ones."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,10 +10,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import GenerationConfig
 
 from verl.config import VerlConfig
-from verl.models.load import empty_model, load_causal_lm, load_external, locate
+from verl.models.load import load_causal_lm, load_external, model_without_numbers
 from verl.parallel.device import compute_dtype
 from verl.reshard.shared_memory import SharedBuckets, bucketed
 from verl.reshard.weight_files import MANIFEST, read_files, write_files
@@ -95,7 +93,4 @@ def skeleton(config: VerlConfig, dtype: torch.dtype) -> Any:
     """The policy with its configurations and shapes and no numbers."""
     model = config.actor_rollout_ref.model
     load_external(model.external_lib)
-    module = empty_model(model, "policy", dtype, False)
-    with contextlib.suppress(OSError):  # not every model has a generation_config.json
-        module.generation_config = GenerationConfig.from_pretrained(locate(model.path))
-    return module
+    return model_without_numbers(model, dtype)

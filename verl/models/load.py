@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -225,6 +225,15 @@ def empty_model(model: ModelConfig, kind: str, dtype: torch.dtype, gradient_chec
         )
         module = ValueModel(module) if kind == "value" else module
     _settle(module, gradient_checkpointing)
+    return module
+
+
+def model_without_numbers(model: ModelConfig, dtype: torch.dtype) -> Any:
+    """The policy as `empty_model` gives it, with the generation_config.json of its folder, for engines that have weights of
+    their own. Raises ModelError."""
+    module = empty_model(model, "policy", dtype, False)
+    with suppress(OSError):  # not every model has one
+        module.generation_config = transformers.GenerationConfig.from_pretrained(locate(model.path))
     return module
 
 

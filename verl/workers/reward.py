@@ -20,6 +20,9 @@ class RewardModel(Protocol):
         """One column [batch] with what the model says, see verl/workers/reward_model.py."""
         ...
 
+    def close(self) -> None:
+        """End what was started for the model."""
+
 
 class RewardWorker:
     """With a reward `model`, samples wait for their whole batch, which the model reads at once in `collect`.
@@ -100,3 +103,5 @@ class RewardWorker:
 
     def close(self) -> None:
         self.manager.close()
+        if self.model is not None:
+            self.model.close()

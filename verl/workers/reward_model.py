@@ -7,65 +7,63 @@ function (verl/rewards/model_score.py), which makes the reward of it.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from verl.config import RewardModelConfig, RolloutConfig
+from verl.config import RewardModelConfig
 from verl.data_proto.merge import object_array
 from verl.data_proto.proto import DataProto
-from verl.data_proto.samples import PromptRequest, SamplingParams
 from verl.errors import ConfigError, ModelError, NumericsError
 from verl.models.classifier import load_reward_model, sequence_scores
-from verl.models.load import eos_token_ids, load_causal_lm, load_external, load_tokenizer
+from verl.models.load import load_external, load_tokenizer
 from verl.models.value import ValueModel
 from verl.parallel.device import compute_dtype
 from verl.parallel.register import Dispatch, register
-from verl.rollout.api import ENGINES, RolloutEngine
+from verl.workers.judges import Judge, build_judge
+
+Row = TypeVar("Row")
 
 _PLACES = re.compile(r"\{(prompt|response|ground_truth)\}")
 
 
 def build_reward_model(
-    config: RewardModelConfig, policy_tokenizer: Any, device: torch.device
+    config: RewardModelConfig,
+    policy_tokenizer: Any,
+    device: torch.device,
+    *,
+    start_timeout_s: float = 300.0,
+    call_timeout_s: float = 600.0,
 ) -> RewardModelWorker | JudgeWorker:
-    """The worker that `reward.reward_model` describes: a judge when it has a judge_template, else a classifier.
+    """The worker that `reward.reward_model` describes: a judge when it has a judge_template, else a classifier. The seconds
+    are a judge's on vLLM, see build_judge.
 
     Raises ConfigError without a model_path or for a template that leaves the response out, ModelError for a model that
-    cannot score.
+    cannot score, and what build_judge raises.
     """
-    if not config.model_path:
+    at_service = bool(config.judge_template) and config.rollout.name in ("http", "sglang")
+    if not config.model_path and not at_service:
         raise ConfigError("reward.reward_model.enable=True needs reward.reward_model.model_path, a folder or hub name.")
     load_external(config.external_lib)
-    dtype = compute_dtype(config.rollout.dtype, device)
-    tokenizer = load_tokenizer(config.model_path)
-    if not config.judge_template:
-        module = load_reward_model(
-            config.model_path, device=device, dtype=dtype, trust_remote_code=config.trust_remote_code
-        )
-        return RewardModelWorker(module, tokenizer, policy_tokenizer, max_tokens=config.rollout.max_num_batched_tokens)
-    judge = load_causal_lm(
-        config.model_path, device=device, dtype=dtype, trust_remote_code=config.trust_remote_code
-    ).requires_grad_(False)
-    settings = RolloutConfig(
-        max_num_seqs=config.rollout.max_num_seqs,
-        max_num_batched_tokens=config.rollout.max_num_batched_tokens,
-        max_model_len=config.rollout.max_model_len,
-        free_cache_engine=config.rollout.free_cache_engine,
+    if config.judge_template:
+        template = read_template(config.judge_template)
+        judge = build_judge(config, device, start_timeout_s=start_timeout_s, call_timeout_s=call_timeout_s)
+        return JudgeWorker(judge, policy_tokenizer, config, template=template)
+    assert config.model_path is not None
+    module = load_reward_model(
+        config.model_path,
+        device=device,
+        dtype=compute_dtype(config.rollout.dtype, device),
+        trust_remote_code=config.trust_remote_code,
     )
-    engine = ENGINES.get("native")(
-        judge, tokenizer, settings, eos_token_ids=eos_token_ids(judge, tokenizer),
-        pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
-    return JudgeWorker(
-        engine,
-        tokenizer,
+    return RewardModelWorker(
+        module,
+        load_tokenizer(config.model_path),
         policy_tokenizer,
-        template=read_template(config.judge_template),
-        max_reply_tokens=config.rollout.response_length,
-        free_cache=config.rollout.free_cache_engine,
+        max_tokens=config.rollout.max_num_batched_tokens,
+        batch_size=config.reward_batch_size,
     )
 
 
@@ -76,11 +74,19 @@ class RewardModelWorker:
     conversation, the response being the assistant's turn, through its own template.
     """
 
-    def __init__(self, module: ValueModel, tokenizer: Any, policy_tokenizer: Any, *, max_tokens: int):
+    def __init__(
+        self,
+        module: ValueModel,
+        tokenizer: Any,
+        policy_tokenizer: Any,
+        *,
+        max_tokens: int,
+        batch_size: int | None = None,
+    ):
         self.module = module
         self.tokenizer = tokenizer
         self.policy_tokenizer = policy_tokenizer
-        self.max_tokens = max_tokens
+        self.max_tokens, self.batch_size = max_tokens, batch_size
         self.reads_policy_tokens = same_tokenizer(tokenizer, policy_tokenizer)
         if not self.reads_policy_tokens and not tokenizer.chat_template:
             raise ModelError(
@@ -92,7 +98,12 @@ class RewardModelWorker:
     def score(self, batch: DataProto) -> DataProto:
         """Column reward_model_score [batch]. Raises NumericsError for a score that is not finite."""
         sequences = policy_tokens(batch) if self.reads_policy_tokens else self._conversations(batch)
-        scores = sequence_scores(self.module, sequences, max_tokens=self.max_tokens)
+        scores = torch.cat(
+            [
+                sequence_scores(self.module, some, max_tokens=self.max_tokens)
+                for some in batches(sequences, self.batch_size)
+            ]
+        )
         bad = ~torch.isfinite(scores)
         if bad.any():
             row = int(bad.nonzero()[0])
@@ -103,6 +114,9 @@ class RewardModelWorker:
                 "another reward model."
             )
         return DataProto.from_dict({"reward_model_score": scores.to(torch.float32)})
+
+    def close(self) -> None:
+        """Nothing was started for it."""
 
     def _conversations(self, batch: DataProto) -> list[tuple[int, ...]]:
         texts = [
@@ -117,42 +131,31 @@ class RewardModelWorker:
 
 
 class JudgeWorker:
-    """Asks a causal language model, which replies greedily, so that equal responses get equal replies."""
+    """Asks a generative model, which replies greedily, so that equal responses get equal replies."""
 
-    def __init__(
-        self,
-        engine: RolloutEngine,
-        tokenizer: Any,
-        policy_tokenizer: Any,
-        *,
-        template: str,
-        max_reply_tokens: int,
-        free_cache: bool,
-    ):
-        self.engine = engine
-        self.tokenizer = tokenizer
-        self.policy_tokenizer = policy_tokenizer
-        self.template = template
-        self.params = SamplingParams(temperature=0.0, max_new_tokens=max_reply_tokens)
-        self.free_cache = free_cache
+    def __init__(self, judge: Judge, policy_tokenizer: Any, config: RewardModelConfig, *, template: str):
+        self.judge, self.policy_tokenizer, self.template = judge, policy_tokenizer, template
+        self.batch_size, self.max_reply_tokens = config.reward_batch_size, config.rollout.response_length
 
     @register(dispatch_mode=Dispatch.ND_COMPUTE_PROTO, objects=("raw_prompt", "reward_model", "uid"))
     def score(self, batch: DataProto) -> DataProto:
-        """Column reward_model_reply [batch], text. Raises ModelError when a response does not fit into the judge."""
+        """Column reward_model_reply [batch], text; equal questions are asked once. Raises what Judge.replies raises."""
         prompts = [self.prompt(*row) for row in self._rows(batch)]
-        distinct = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
-        requests = [PromptRequest(number, ids) for number, ids in enumerate(self._tokens(list(distinct)))]
-        try:
-            completions = self.engine.generate(requests, self.params, step=0)
-        except ModelError as error:
-            raise ModelError(
-                f"The judge could not read its prompt and reply in {self.params.max_new_tokens} tokens "
-                f"(reward.reward_model.rollout.response_length): {error}"
-            ) from error
-        if self.free_cache:
-            self.engine.release()
-        replies = [self.tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in completions]
-        return DataProto.from_dict({}, {"reward_model_reply": object_array([replies[distinct[p]] for p in prompts])})
+        replies: dict[str, str] = {}
+        for some in batches(list(dict.fromkeys(prompts)), self.batch_size):
+            try:
+                replies |= zip(some, self.judge.replies(some), strict=True)
+            except ModelError as error:
+                raise ModelError(
+                    f"The judge did not reply (reward.reward_model.rollout.response_length={self.max_reply_tokens} tokens are "
+                    f"kept for it): {error}"
+                ) from error
+        self.judge.release()
+        return DataProto.from_dict({}, {"reward_model_reply": object_array([replies[prompt] for prompt in prompts])})
+
+    def close(self) -> None:
+        """End what was started for the judge."""
+        self.judge.close()
 
     def prompt(self, conversation: str, response: str, ground_truth: str) -> str:
         """The template with its places filled; braces that are no places stay."""
@@ -169,16 +172,11 @@ class JudgeWorker:
             )
         ]
 
-    def _tokens(self, prompts: Sequence[str]) -> list[tuple[int, ...]]:
-        if not self.tokenizer.chat_template:
-            return [tuple(self.tokenizer(prompt)["input_ids"]) for prompt in prompts]
-        texts = [
-            self.tokenizer.apply_chat_template(
-                [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
-            )
-            for prompt in prompts
-        ]
-        return [tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
+
+def batches(rows: Sequence[Row], size: int | None) -> Iterator[Sequence[Row]]:
+    """`rows` in pieces of `size` at most; None: in one."""
+    size = size or max(1, len(rows))
+    return (rows[at : at + size] for at in range(0, max(1, len(rows)), size))
 
 
 def read_template(given: str) -> str:

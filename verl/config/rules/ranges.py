@@ -57,6 +57,7 @@ RANGES = [
         f"{_DRAW}.n",
         f"{_DRAW}.max_new_tokens",
         "reward.num_workers",
+        "reward.reward_model.reward_batch_size",
         "trainer.total_epochs",
         "trainer.total_training_steps",
         "trainer.nnodes",

@@ -24,6 +24,11 @@ def _resume_folder_is_bad(c: Any, given: set[str]) -> bool:
     return "global_step_" not in folder.name or not folder.is_dir()
 
 
+def _judges_at_a_service(c: Any) -> bool:
+    model = c.reward.reward_model
+    return bool(model.judge_template) and model.rollout.name in ("http", "sglang")
+
+
 _OFFLOAD_SETTINGS = {
     "optimizer_cpu_offload",
     "optimizer_offload_fraction",
@@ -129,8 +134,21 @@ RUNS = [
     Rule(
         "reward.reward_model.model_path",
         "error",
-        lambda c, given: c.reward.reward_model.enable and not c.reward.reward_model.model_path,
+        lambda c, given: (
+            c.reward.reward_model.enable and not c.reward.reward_model.model_path and not _judges_at_a_service(c)
+        ),
         "reward.reward_model.enable=True needs reward.reward_model.model_path, a folder or hub name.",
+    ),
+    Rule(
+        "reward.reward_model.rollout.name",
+        "error",
+        lambda c, given: (
+            c.reward.reward_model.enable
+            and c.reward.reward_model.rollout.name == "http"
+            and not c.reward.reward_model.judge_template
+        ),
+        "reward.reward_model.rollout.name=http asks a service in words, and a classifier runs in the scoring process. Set "
+        "reward.reward_model.judge_template, or remove the name.",
     ),
     Rule(
         "trainer.resume_from_path",

@@ -19,14 +19,22 @@ _LONGEST_WAIT_S = 8.0
 
 class Client:
     """Calls of the service at `url`. `token_env` names the environment variable with its bearer token, which a service on
-    another machine must have. Raises ConfigError for an address that cannot be used."""
+    another machine must have; `keys` is the section of the config that errors name. Raises ConfigError for an address that
+    cannot be used."""
 
-    def __init__(self, url: str, *, token_env: str, timeout_s: float, num_retries: int):
+    def __init__(
+        self,
+        url: str,
+        *,
+        token_env: str,
+        timeout_s: float,
+        num_retries: int,
+        keys: str = "actor_rollout_ref.rollout.service",
+    ):
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(
-                f"actor_rollout_ref.rollout.service.url={url} is not an address like http://127.0.0.1:8000."
-            )
+            raise ConfigError(f"{keys}.url={url} is not an address like http://127.0.0.1:8000.")
+        self._keys = keys
         self.url, self.timeout_s, self.num_retries = url.rstrip("/"), timeout_s, num_retries
         self._secure, self._host = parts.scheme == "https", parts.hostname
         self._port, self._prefix = parts.port, parts.path.rstrip("/")
@@ -61,14 +69,14 @@ class Client:
                 if last:
                     raise DeadlineError(
                         f"{method} {self.url}{path} was not answered within {self.timeout_s:g} s, {attempt + 1} times. Raise "
-                        "actor_rollout_ref.rollout.service.timeout_s, or look at the service."
+                        f"{self._keys}.timeout_s, or look at the service."
                     ) from None
                 continue
             except (OSError, http.client.HTTPException) as error:
                 if last:
                     raise WorkerLostError(
                         f"The service at {self.url} cannot be reached ({type(error).__name__}: {error}); {method} {path} was "
-                        f"tried {attempt + 1} times. Start it, or correct actor_rollout_ref.rollout.service.url."
+                        f"tried {attempt + 1} times. Start it, or correct {self._keys}.url."
                     ) from error
                 continue
             if status not in _TRY_AGAIN or last:

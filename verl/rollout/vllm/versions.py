@@ -13,10 +13,10 @@ KNOWN = ("0.32",)
 WORKING = f"versions known to work: {', '.join(KNOWN)}"
 
 
-def require_vllm() -> None:
-    """Raise MissingExtraError where vLLM is not installed. It is not imported."""
+def require_vllm(key: str = "actor_rollout_ref.rollout.name") -> None:
+    """Raise MissingExtraError where vLLM is not installed, which `key` asks for. It is not imported."""
     if importlib.util.find_spec("vllm") is None:
-        raise MissingExtraError("actor_rollout_ref.rollout.name=vllm", "vllm", "vllm")
+        raise MissingExtraError(f"{key}=vllm", "vllm", "vllm")
 
 
 def check_version(version: str) -> None:

@@ -1,0 +1,213 @@
+"""Who answers a judge's questions: an engine of this run (native, vLLM), or a chat service that somebody runs.
+
+    build_judge(config, device).replies(questions) -> replies, texts in the same order
+
+The weights are those of the judge's own files; nothing is ever sent to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from verl.config import ModelConfig, RewardModelConfig, RolloutConfig
+from verl.config.rollout import EngineKwargsConfig
+from verl.data_proto.samples import PromptRequest, SamplingParams
+from verl.errors import ConfigError, ModelError
+from verl.models.load import eos_token_ids, load_causal_lm, load_tokenizer, model_without_numbers
+from verl.parallel.device import compute_dtype
+from verl.rollout.api import ENGINES, OwnCopy, RolloutEngine
+from verl.rollout.http.client import Client
+from verl.rollout.vllm.versions import require_vllm
+
+_KEYS = "reward.reward_model.rollout"
+_MOST_REQUESTS = 256  # side by side; each has a thread
+
+
+class Judge(Protocol):
+    def replies(self, questions: Sequence[str]) -> list[str]:
+        """A greedy reply to each question. Raises ModelError when one does not fit, WorkerLostError or DeadlineError when
+        whoever answers is gone or silent."""
+
+    def release(self) -> None:
+        """Free what is kept from one batch to the next."""
+
+    def close(self) -> None:
+        """End what was started for it."""
+
+
+def build_judge(
+    config: RewardModelConfig, device: torch.device, *, start_timeout_s: float, call_timeout_s: float
+) -> Judge:
+    """The judge that `config.rollout.name` says; the seconds are those that a process of its own has to start and between
+    two signs of life. Raises ModelError, MissingExtraError without vLLM, and ConfigError for a service of another model."""
+    rollout = config.rollout
+    if rollout.name in ("http", "sglang"):
+        return ServiceJudge(config)
+    assert config.model_path is not None  # a rule between keys
+    model = ModelConfig(path=config.model_path, trust_remote_code=config.trust_remote_code)
+    tokenizer, dtype = load_tokenizer(model), compute_dtype(rollout.dtype, device)
+    if rollout.name == "vllm":
+        require_vllm(f"{_KEYS}.name")
+        module = model_without_numbers(model, dtype)
+        engine = ENGINES.get("vllm")(
+            module, tokenizer, _settings(config, module), eos_token_ids=eos_token_ids(module, tokenizer),
+            own=_as_in_its_files(model, device, dtype, start_timeout_s, call_timeout_s),
+        )  # fmt: skip
+    else:
+        module = load_causal_lm(
+            config.model_path, device=device, dtype=dtype, trust_remote_code=config.trust_remote_code
+        ).requires_grad_(False)
+        engine = ENGINES.get("native")(
+            module, tokenizer, _settings(config, module), eos_token_ids=eos_token_ids(module, tokenizer),
+            pad_token_id=tokenizer.pad_token_id,
+        )  # fmt: skip
+    return EngineJudge(engine, tokenizer, config)
+
+
+class EngineJudge:
+    """Asks an engine, in tokens: a question is the user's turn of a conversation where the tokenizer has a chat template."""
+
+    def __init__(self, engine: RolloutEngine, tokenizer: Any, config: RewardModelConfig):
+        self.engine, self.tokenizer = engine, tokenizer
+        self.params = SamplingParams(temperature=0.0, max_new_tokens=config.rollout.response_length)
+        self._frees = config.rollout.free_cache_engine
+
+    def replies(self, questions: Sequence[str]) -> list[str]:
+        """See Judge."""
+        requests = [PromptRequest(number, ids) for number, ids in enumerate(self._tokens(questions))]
+        completions = self.engine.generate(requests, self.params, step=0)
+        return [self.tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in completions]
+
+    def release(self) -> None:
+        """See Judge; nothing where free_cache_engine is False."""
+        if self._frees:
+            self.engine.release()
+
+    def close(self) -> None:
+        """End the engine's process, where it has one."""
+        if hasattr(self.engine, "close"):
+            self.engine.close()
+
+    def _tokens(self, questions: Sequence[str]) -> list[tuple[int, ...]]:
+        if not self.tokenizer.chat_template:
+            return [tuple(self.tokenizer(question)["input_ids"]) for question in questions]
+        texts = [
+            self.tokenizer.apply_chat_template(
+                [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
+            )
+            for question in questions
+        ]
+        return [tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
+
+
+class ServiceJudge:
+    """Asks `/v1/chat/completions` of an OpenAI-compatible service, in text; the model, its tokenizer and its chat template are
+    the service's. Each question is a request, `max_num_seqs` of them side by side."""
+
+    def __init__(self, config: RewardModelConfig):
+        service = config.rollout.service
+        self.client = Client(
+            service.url.rstrip("/").removesuffix("/v1"),  # as other programs have it in their settings
+            token_env=service.token_env,
+            timeout_s=service.timeout_s,
+            num_retries=service.num_retries,
+            keys=f"{_KEYS}.service",
+        )
+        self._max_tokens = config.rollout.response_length
+        self._num_requests = min(config.rollout.max_num_seqs, _MOST_REQUESTS)
+        self._model = _served(self.client, service.served_model_name, config.model_path)
+
+    def replies(self, questions: Sequence[str]) -> list[str]:
+        """See Judge."""
+        if not questions:
+            return []
+        with ThreadPoolExecutor(min(self._num_requests, len(questions))) as pool:
+            futures = [pool.submit(self._reply, question) for question in questions]
+            try:
+                return [future.result() for future in futures]  # each request has its deadline
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+
+    def release(self) -> None:
+        """The service keeps its memory."""
+
+    def close(self) -> None:
+        """The service goes on."""
+
+    def _reply(self, question: str) -> str:
+        body = {
+            "model": self._model,
+            "messages": [{"role": "user", "content": question}],
+            "temperature": 0.0,
+            "max_tokens": self._max_tokens,
+        }
+        answer = self.client.post("/v1/chat/completions", body)
+        try:
+            return str(answer["choices"][0]["message"]["content"] or "")
+        except (KeyError, IndexError, TypeError):
+            raise ModelError(
+                f"The service at {self.client.url} answered without a reply (choices[0].message.content); the judge needs one "
+                "that is OpenAI-compatible."
+            ) from None
+
+
+def _served(client: Client, name: str | None, path: str | None) -> str:
+    """The service's name of the model. Raises ConfigError when it does not serve it, or several and none was chosen."""
+    answer = client.get("/v1/models")
+    rows = answer.get("data") if isinstance(answer, dict) else None
+    served = [str(row.get("id")) for row in rows or []]
+    wanted = name or (served[0] if len(served) == 1 else path)
+    if wanted not in served:
+        raise ConfigError(
+            f"The judge's service at {client.url} serves {', '.join(served[:8]) or 'nothing'}, not {wanted or 'one model'}. "
+            f"Set {_KEYS}.service.served_model_name to one of these."
+        )
+    return wanted
+
+
+def _settings(config: RewardModelConfig, module: Any) -> RolloutConfig:
+    """`module` says how long a sequence may be where the config does not."""
+    rollout, plain = config.rollout, RolloutConfig()
+    longest = rollout.max_model_len or getattr(module.config.get_text_config(), "max_position_embeddings", None)
+    settings = replace(
+        plain,
+        name=rollout.name or "native",
+        max_num_seqs=rollout.max_num_seqs,
+        max_num_batched_tokens=rollout.max_num_batched_tokens,
+        max_model_len=rollout.max_model_len,
+        free_cache_engine=rollout.free_cache_engine,
+    )
+    if rollout.name != "vllm":
+        return settings
+    return replace(
+        settings,
+        mode="async",  # two vLLMs, the other one being the policy's, do not share a process
+        max_engine_restarts=0,
+        max_model_len=longest,
+        response_length=rollout.response_length,
+        gpu_memory_utilization=rollout.gpu_memory_utilization,
+        enforce_eager=rollout.enforce_eager,
+        engine_kwargs=EngineKwargsConfig(vllm=rollout.engine_kwargs.get("vllm") or {}),
+    )
+
+
+def _as_in_its_files(
+    model: ModelConfig, device: torch.device, dtype: torch.dtype, start_timeout_s: float, call_timeout_s: float
+) -> OwnCopy:
+    """An engine's copy of weights that stay as they are."""
+    never: Callable[..., Any] = partial(_refuse, str(model.path))
+    return OwnCopy(
+        model=model, device=device, dtype=dtype, portions=never, write=never, reader="", folder_reader="",
+        start_timeout_s=start_timeout_s, call_timeout_s=call_timeout_s,
+    )  # fmt: skip
+
+
+def _refuse(path: str, *given: Any) -> Any:
+    raise ModelError(f"The judge's weights are those of {path}; they are not updated in a run.")
