@@ -143,7 +143,8 @@ def sparkline(points: Sequence[float], width: int = _CURVE_WIDTH) -> str:
         return ""
     count = min(width, len(finite))
     edges = [round(i * len(finite) / count) for i in range(count + 1)]
-    means = [sum(finite[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
+    # of halves: neither a sum nor the distance of two means goes beyond what a float holds
+    means = [sum(p / 2 / (b - a) for p in finite[a:b]) for a, b in itertools.pairwise(edges)]
     low, high = min(means), max(means)
     if high == low:
         return _BLOCKS[0] * count
