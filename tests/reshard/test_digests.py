@@ -3,11 +3,21 @@
 import pytest
 import torch
 
+from verl.reshard import digest as digests
 from verl.reshard.digest import copy_with_digest, digest, spread_with_digest
 
 BITS = {torch.bfloat16: torch.int16, torch.float32: torch.int32, torch.float64: torch.int64}
 
 
+@pytest.fixture(params=["host", "device"])
+def device(request, monkeypatch):
+    """Digests as they are taken of numbers in the memory of the host, and of a GPU."""
+    if request.param == "device":
+        monkeypatch.setattr(digests, "_is_on_host", lambda numbers: False)
+        monkeypatch.setattr(digests, "_DEVICE_BYTES", 1 << 18)
+
+
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("dtype", BITS)
 @pytest.mark.parametrize("size", [1, 3, 8, 101, 140_001])
 def test_any_difference_counts(dtype, size):
@@ -33,6 +43,7 @@ def test_label_and_format_count():
     assert digest("weight", numbers) != digest("weight", numbers.view(torch.int32))
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("first", [0, 1, 3])
 def test_where_it_lies_in_memory_does_not_count(first):
     numbers = torch.randn(100, 7).to(torch.bfloat16)
@@ -43,6 +54,7 @@ def test_where_it_lies_in_memory_does_not_count(first):
     assert digest("weight", torch.empty(0)) == digest("weight", torch.empty(0, 3))
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("shape", [(300, 700), (3, 5), (2, 3, 8), (200_001,), (2, 140_000), (7, 0), ()])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_of_what_is_copied(shape, dtype):
@@ -56,6 +68,7 @@ def test_of_what_is_copied(shape, dtype):
     assert larger.isnan().sum() == larger.numel() - target.numel()
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("shape", [(300, 700), (3, 5), (2, 3, 8), (20_001,), (7, 0), ()])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("portion_bytes", [100, 1 << 20])
@@ -68,6 +81,7 @@ def test_of_what_goes_to_several_places(shape, dtype, portion_bytes):
     assert all(torch.equal(target, source.to(dtype).to(target.dtype)) for target in targets)
 
 
+@pytest.mark.usefixtures("device")
 def test_rows_that_are_swapped_count():
     numbers = torch.randn(64, 4096, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     of = digest("weight", numbers)

@@ -42,6 +42,12 @@ def test_ranks_with_the_same_weights_have_them_once(found):
     assert "check_ranks_that_are_alike" in found
 
 
+def test_what_ranks_share_is_looked_at_once(found):
+    for name, messages in found["check_who_looks_at_what_ranks_share"].items():
+        assert len(messages) == 1
+        assert f"of {name} at" in messages[0]
+
+
 def test_ranks_that_do_not_train(found):
     first, second = found["check_other_ranks"]["sent"]
     assert first == pytest.approx(second, rel=0.05)

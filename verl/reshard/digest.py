@@ -1,76 +1,64 @@
 """Digests of numbers where they lie: quick enough to be taken of a whole model at every update of weights.
 
-The bytes are taken as a matrix of words, and what is hashed are the sums of its rows and of its columns, modulo 2^64: a hash
-of all bytes takes a processor core several times as long as copying them, the sums a fraction of it. Words that are others,
-or in another order, have other sums, unless the changes cancel out in each row and each column. That takes four words at
-least, at the corners of a rectangle; one, two or three words never do it. Numbers that are copied anyway are summed while
-they are in the cache.
+On a CPU it is XXH3 with 128 bits (xxhash.com): it reads a cache faster than memory is copied, where a cryptographic hash takes
+several times as long as the copy. It guards against faults, not against somebody who forges weights. Numbers that are
+copied anyway are digested in portions while they are in the cache.
+
+On a GPU the bytes are taken as a matrix of words, and what is hashed are the sums of its rows and of its columns, modulo 2^64:
+those need no kernel of our own, and a hash of all bytes would have to leave the GPU. Words that are others, or in another
+order, have other sums, unless the changes cancel out in each row and each column, for which it takes four words at least. A
+digest taken there is another one than that of the same numbers on a CPU.
 """
 
 from __future__ import annotations
 
-import hashlib
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
+import xxhash
 
 DIGEST_BYTES = 16
-_WORD_BYTES = 8
-PORTION_BYTES = 1 << 20  # summed at a time: few enough to stay in a cache, and few calls
+PORTION_BYTES = 1 << 19  # copied and digested at a time: what is read and written stays in a cache, and calls are few
 _DEVICE_BYTES = 1 << 25  # on a GPU: enough for a kernel
-_FOLDED_WORDS = 1 << 10  # of a row, where rows of the numbers themselves do not end where words do
+_WORD_BYTES = 8
+_ROW_WORDS = 1023  # odd: if the sign bits of all words changed, sums of an even number would not show it
 
 
 def digest(label: str, numbers: torch.Tensor) -> bytes:
     """Of a label (name and place), number format and bytes in order; the same for equal numbers of one shape wherever they
-    lie in memory."""
-    numbers = numbers.detach()
-    if _has_words(numbers.shape, numbers.dtype):
-        return _hash(label, numbers.shape, numbers.dtype, _portions(numbers))
-    flat = numbers.reshape(-1)
-    columns = _FOLDED_WORDS * _WORD_BYTES // flat.itemsize
-    rows = flat.numel() // columns
-    if rows == 0:
-        return _hash(label, flat.shape, flat.dtype, (), _bytes(flat))
-    matrix = flat[: rows * columns].view(rows, columns)
-    return _hash(label, matrix.shape, flat.dtype, _portions(matrix), _bytes(flat[matrix.numel() :]))
+    lie in memory of one kind of device."""
+    return _digest(label, numbers.dtype, _pieces(numbers.detach()))
 
 
 def copy_with_digest(label: str, target: torch.Tensor, source: torch.Tensor) -> bytes:
     """Copy `source` into `target` of the same shape, cast on the way; returns the digest of what was written."""
     target, source = target.detach(), source.detach()
-    if target.device.type != "cpu" or source.device.type != "cpu" or not _has_words(target.shape, target.dtype):
+    if not (_is_on_host(target) and _is_on_host(source)):
         return digest(label, target.copy_(source))
-    return _hash(label, target.shape, target.dtype, _copied(target, source))
+    most = PORTION_BYTES // target.itemsize
+    return _digest(label, target.dtype, (to.copy_(portion) for to, portion in _portions((target, source), most)))
 
 
 def spread_with_digest(
     label: str, targets: Sequence[torch.Tensor], source: torch.Tensor, dtype: torch.dtype, portion_bytes: int
 ) -> bytes:
     """Cast `source` to `dtype` and copy that into all `targets` of its shape, into which others may write too; returns the
-    digest of what was cast. At most `portion_bytes` of it, or a row, are in memory at a time where rows end with words."""
+    digest of what was cast. At most `portion_bytes` of that are in memory at a time, or a row where tensors have gaps."""
     source = source.detach()
-    if source.device.type != "cpu" or not _has_words(source.shape, dtype):
+    if not _is_on_host(source):
         numbers = source.to(dtype)
         for target in targets:
             target.copy_(numbers)
         return digest(label, numbers)
-    return _hash(label, source.shape, dtype, _spread(targets, source, dtype, portion_bytes))
-
-
-def _copied(target: torch.Tensor, source: torch.Tensor) -> Iterator[torch.Tensor]:
-    for to, portion in zip(_portions(target), _portions(source, target.itemsize), strict=True):
-        yield to.copy_(portion)
+    return _digest(label, dtype, _spread(targets, source, dtype, min(portion_bytes, PORTION_BYTES)))
 
 
 def _spread(
     targets: Sequence[torch.Tensor], source: torch.Tensor, dtype: torch.dtype, portion_bytes: int
 ) -> Iterator[torch.Tensor]:
-    size, most = dtype.itemsize, min(portion_bytes, PORTION_BYTES)
     cast = torch.empty(0, dtype=dtype)
-    for portion, *places in zip(*(_portions(t, size, most) for t in (source, *targets)), strict=True):
-        if portion.dtype == dtype:
+    for portion, *places in _portions((source, *targets), max(1, portion_bytes // dtype.itemsize)):
+        if portion.dtype == dtype and portion.is_contiguous():
             numbers = portion
         else:
             if cast.shape != portion.shape:
@@ -81,59 +69,60 @@ def _spread(
         yield numbers
 
 
-def _has_words(shape: torch.Size, dtype: torch.dtype) -> bool:
-    """Whether numbers are rows that end where words do."""
-    return len(shape) > 1 and shape[-1] * dtype.itemsize % _WORD_BYTES == 0
-
-
-def _portions(
-    numbers: torch.Tensor, itemsize: int | None = None, most_bytes: int | None = None
-) -> Iterator[torch.Tensor]:
-    """[some rows, columns] in order, as views; as many rows as make a portion with elements of `itemsize` bytes (default:
-    their own)."""
-    if numbers.numel() == 0:
-        return
-    if numbers.dim() > 2:
-        for inner in numbers:
-            yield from _portions(inner, itemsize, most_bytes)
-        return
-    most = most_bytes or (PORTION_BYTES if numbers.device.type == "cpu" else _DEVICE_BYTES)
-    num_rows = max(1, most // (itemsize or numbers.itemsize) // numbers.shape[1])
-    yield from numbers.split(num_rows) if num_rows < len(numbers) else (numbers,)
-
-
-def _hash(
-    label: str, shape: torch.Size, dtype: torch.dtype, portions: Iterable[torch.Tensor], rest: bytes | memoryview = b""
-) -> bytes:
-    """Of numbers [..., columns], which come in `portions`, and of `rest`.
-
-    An odd number of rows is summed up to columns, and the first one apart where there is one more: if all of an even number
-    had their sign bits changed, which are the uppermost ones, no sum would show it.
-    """
-    found = hashlib.blake2b(f"{label} {dtype}".encode(), digest_size=DIGEST_BYTES)
-    apart: list[torch.Tensor] = []
-    columns: torch.Tensor | None = None
-    rows = []
-    for portion in portions:
-        words = _words(portion)
-        rows.append(words.sum(1))
-        if columns is None and math.prod(shape[:-1]) % 2 == 0:
-            apart = [words[0].clone()]
-            words = words[1:]
-        columns = words.sum(0) if columns is None else columns.add_(words.sum(0))
-    if columns is not None:
-        found.update(_bytes(torch.cat([columns, *apart, *rows])))
-    found.update(rest)
+def _digest(label: str, dtype: torch.dtype, pieces: Iterator[torch.Tensor]) -> bytes:
+    found = xxhash.xxh3_128(f"{label} {dtype}".encode())
+    for piece in pieces:
+        found.update(_bytes(piece))
     return found.digest()
 
 
-def _words(portion: torch.Tensor) -> torch.Tensor:
-    """The same memory as int64 [rows, words]; a copy where words do not begin at multiples of their size."""
-    per_word = _WORD_BYTES // portion.itemsize
-    if portion.stride(1) != 1 or portion.storage_offset() % per_word or portion.stride(0) % per_word:
-        portion = portion.clone(memory_format=torch.contiguous_format)
-    return portion.view(torch.int64)
+def _pieces(numbers: torch.Tensor) -> Iterator[torch.Tensor]:
+    """What is hashed of numbers, in order."""
+    on_host = _is_on_host(numbers)
+    most = (PORTION_BYTES if on_host else _DEVICE_BYTES) // numbers.itemsize
+    if on_host and numbers.is_contiguous():
+        yield numbers
+        return
+    for (portion,) in _portions((numbers,), most, by_rows=True):
+        if on_host:
+            yield portion
+        else:
+            yield from _sums(portion)
+
+
+def _sums(portion: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Of columns and rows of words, and the bytes that make no row."""
+    flat = portion.contiguous().view(-1).view(torch.uint8)
+    num_rows = flat.numel() // (_WORD_BYTES * _ROW_WORDS)
+    stop = num_rows * _WORD_BYTES * _ROW_WORDS
+    if num_rows:
+        words = flat[:stop].clone() if flat.storage_offset() % _WORD_BYTES else flat[:stop]
+        matrix = words.view(torch.int64).view(num_rows, _ROW_WORDS)
+        yield torch.cat([matrix.sum(0), matrix.sum(1)])
+    yield flat[stop:]
+
+
+def _portions(
+    tensors: Sequence[torch.Tensor], most: int, *, by_rows: bool = False
+) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Views of tensors of one shape, side by side, in order, of at most `most` numbers: stretches where all are without gaps
+    (not `by_rows`: that depends on the shape alone), else rows [some rows, columns], at least one."""
+    first = tensors[0]
+    if first.numel() <= most:
+        yield tuple(tensors)
+    elif not by_rows and all(tensor.is_contiguous() for tensor in tensors):
+        yield from zip(*(tensor.view(-1).split(most) for tensor in tensors), strict=True)
+    elif first.dim() > 2:
+        for inner in zip(*tensors, strict=True):
+            yield from _portions(inner, most, by_rows=by_rows)
+    else:
+        num_rows = max(1, most // (first.shape[1] if first.dim() == 2 else 1))
+        yield from zip(*(tensor.split(num_rows) for tensor in tensors), strict=True)
+
+
+def _is_on_host(numbers: torch.Tensor) -> bool:
+    return numbers.device.type == "cpu"
 
 
 def _bytes(numbers: torch.Tensor) -> memoryview:
-    return numbers.contiguous().cpu().view(torch.uint8).numpy().data
+    return numbers.contiguous().view(-1).cpu().view(torch.uint8).numpy().data

@@ -67,21 +67,20 @@ class HostMemory:
             for rank, memory in theirs.items()
             if self.homes[rank] == rank
         }
-        self._shared = self.places[home] if home is not None and home != comm.rank else {}
-        for name, place in self._shared.items():
-            weights[name].data = place
-        self._addresses = {name: weights[name].data_ptr() for name in table or self._shared}
+        is_shared = any(rank != comm.rank and where == home for rank, where in self.homes.items())
+        if home is not None and home != comm.rank:
+            for name, place in self.places[home].items():
+                weights[name].data = place
+            table = tables[home]
+        self._addresses = {name: weights[name].data_ptr() for name in table}
+        self._shared = {name: weights[name].detach() for name in table} if is_shared else {}
 
     def has_moved(self, weights: Mapping[str, torch.Tensor]) -> bool:
         """Whether some of this rank's weights lie elsewhere now, where nobody can write."""
         return any(name in weights and weights[name].data_ptr() != address for name, address in self._addresses.items())
 
-    def lacking(self, weights: Mapping[str, torch.Tensor]) -> str:
-        """A weight that was there when memory was shared, and is not now; "" for none."""
-        return next((name for name in self._addresses if name not in weights), "")
-
     def differing(self, weights: Mapping[str, torch.Tensor]) -> str:
-        """A weight that has been moved out of the memory of another rank and is not what lies there; "" for none."""
+        """A weight that has been moved out of memory that ranks share and is not what lies there; "" for none."""
         for name, place in self._shared.items():
             mine = weights.get(name)
             if mine is not None and mine.data_ptr() != place.data_ptr() and not torch.equal(mine, place):

@@ -9,13 +9,15 @@ last one unpacked.
 
 Proof: each sender says a digest of (name, place, dtype, bytes) of what it sent, and the receiver computes the same from
 what its engine holds after everything has been written. A bucket that was lost, tensors that were swapped, or a write that
-went over another are so found, by name.
+went over another are so found, by name. Ranks that generate with one memory divide this among them: each looks at what its
+neighbour has written.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -30,6 +32,7 @@ from verl.reshard.layout import Layout, Slot, Tensor
 from verl.reshard.parts import Part, numel
 from verl.reshard.plan import Move, Plan
 
+_UNTOLD = bytes(DIGEST_BYTES)  # of what lies where it was trained: nothing was written
 _DIGESTS = 1 << 20  # tag of the messages that bring them; those of buckets are their numbers
 Tensors = Mapping[str, torch.Tensor]
 
@@ -73,41 +76,45 @@ class PeerToPeer:
         assert staging_bytes >= 2 * dtype.itemsize
         self.rank, self.group, self.dtype, self.device = dist.get_rank(), group, dtype, device
         self.peak_staging_bytes = self.num_sent_bytes = self._staged = 0
+        homes = memory.homes if memory is not None else {}
+        home = homes.get(self.rank, self.rank)
         self._held = {t.name: part for t in tensors if (part := source.part(t, self.rank)) is not None}
-        self._wanted = {t.name: part for t in tensors if (part := target.part(t, self.rank)) is not None}
+        self._wanted = {t.name: part for t in tensors if (part := target.part(t, home)) is not None}
         self._shapes_held = {name: part.shape for name, part in self._held.items()}
         self._shapes_wanted = {name: part.shape for name, part in self._wanted.items()}
         self._plan, self._most_bytes = plan, staging_bytes // 2  # two buckets are in memory at a time
-        self._kept, self._sends = plan.kept(self.rank), plan.sends(self.rank)
         self._num_planned_bytes = plan.sent_bytes.get(self.rank, 0)
-        self._indices: dict[tuple[str, object, bool], tuple[slice, ...]] = {}
+        self._indices: dict[tuple[str, object, bool], tuple[slice, ...] | None] = {}
         self._places: dict[Move, torch.Tensor] = {}  # in the memory of neighbours, of what this rank gives them
         by_name = {t.name: t for t in tensors}
-        for move in self._sends:
+        for move in plan.sends(self.rank):
             if memory is not None and move.destination in memory.places:
                 part = target.part(by_name[move.tensor], move.destination)
                 assert part is not None
                 self._places[move] = memory.places[move.destination][move.tensor][_index(part, move)]
-        self._arrange(memory.pairs if memory is not None else frozenset())
+        self._arrange(homes, memory.pairs if memory is not None else frozenset())
         self._is_open = any(owner == self.rank for _, owner in memory.pairs) if memory is not None else False
-        self._said: dict[Move, bytes | None] = {}  # of what this rank sent and kept; None: the same memory, trained in
-        self._proved: dict[Move, bytes] = {}  # what came and was kept in the last update
+        self._said: dict[Move, bytes] = {}  # of what this rank sent and kept
+        self._proved: dict[Move, bytes] = {}  # what lies where this rank looks, since the last update
 
-    def _arrange(self, pairs: frozenset[tuple[int, int]]) -> None:
-        """`pairs` (sender, receiver) have memory between them."""
+    def _arrange(self, homes: Mapping[int, int], pairs: frozenset[tuple[int, int]]) -> None:
+        """`pairs` (sender, receiver) have memory between them; `homes` are rank -> the one in whose memory its weights lie."""
         direct = [m for m in self._plan.moves if m.is_kept or (m.source, m.destination) in pairs]
-        self._comes = [m for m in direct if m.destination == self.rank and not m.is_kept]  # without a message
         puts: dict[tuple[str, object], list[Move]] = {}
         for move in direct:
             if move.source == self.rank:
                 puts.setdefault((move.tensor, move.box), []).append(move)
         self._puts = list(puts.values())
         known = set(direct)
+        in_buckets = list(buckets((m for m in self._plan.moves if m not in known), self._most_bytes))
         self._buckets = {
             number: bucket
-            for number, moves in enumerate(buckets((m for m in self._plan.moves if m not in known), self._most_bytes))
+            for number, moves in enumerate(in_buckets)
             if any(bucket := (_by_peer(moves, "source", self.rank), _by_peer(moves, "destination", self.rank)))
         }
+        claims = _claims(direct, chain.from_iterable(in_buckets), homes)
+        self._tells = {checker: moves for (teller, checker), moves in claims.items() if teller == self.rank}
+        self._hears = {teller: moves for (teller, checker), moves in claims.items() if checker == self.rank}
 
     def __call__(self, held: Tensors, wanted: Tensors) -> None:
         """Fill `wanted` (this rank's parts in the target layout, of any dtype) out of what all ranks have in `held` (its
@@ -173,21 +180,19 @@ class PeerToPeer:
         if own and _is_same_memory(have, own[0]):
             own = []
         theirs = [self._place(move) for move in moves if not move.is_kept]
-        said = None
+        said = _UNTOLD
         if own and not theirs and not self._is_open and own[0].dtype == self.dtype:
             said = copy_with_digest(label, own[0], have)
         elif own or theirs:
             # a digest of what lies where others write could be of what they wrote there
             said = spread_with_digest(label, [*own, *theirs], have, self.dtype, self._most_bytes)
-            if have.dtype != self.dtype:
+            if have.dtype != self.dtype or not have.is_contiguous():
                 staged = min(PORTION_BYTES, self._most_bytes, have.numel() * self.dtype.itemsize)
                 self._stage(staged)
                 self._stage(-staged)
         self.num_sent_bytes += sum(move.num_bytes for move in moves)
         for move in moves:
-            self._said[move] = said
-        if not own:
-            self._said.update(dict.fromkeys(kept))
+            self._said[move] = said if own or not move.is_kept else _UNTOLD
 
     def _place(self, move: Move) -> torch.Tensor:
         return self._places[move]
@@ -198,52 +203,45 @@ class PeerToPeer:
 
     def _prove(self, wanted: Tensors) -> None:
         """Compare what the engine holds with what the senders say they sent, and with what was kept."""
-        in_messages = [move for incoming, _ in self._buckets.values() for moves in incoming.values() for move in moves]
-        received = [*self._comes, *in_messages]
-        self._proved = {}
         # first of all, as a rank that finds a fault leaves, and others need its digests
-        said = self._exchange(Counter(move.source for move in received))
-        for move in received:
-            self._proved[move] = next(said[move.source])
-        for move in self._kept:
-            if move not in self._said:
-                raise _wrong(move)
-            if (kept := self._said[move]) is not None:
-                self._proved[move] = kept
+        self._proved = {move: said for move, said in self._exchange() if said != _UNTOLD}
+        for moves in self._tells.values():
+            for move in moves:
+                if move not in self._said:
+                    raise _wrong(move)
         self.check_held(wanted)
 
     def check_held(self, wanted: Tensors) -> None:
-        """Raise ModelError unless `wanted` holds what the last update has brought."""
+        """Raise ModelError unless `wanted` holds what the last update has brought; of a memory that several ranks share, the
+        part at which this one looks."""
         self._check(wanted, self._shapes_wanted, "fill")
         for move, said in self._proved.items():
             if self._digest_of(move, wanted) != said:
                 raise _wrong(move)
 
-    def _exchange(self, counts: Mapping[int, int]) -> dict[int, Iterator[bytes]]:
-        """Send the digests of what was sent; returns source -> its digests, in the order of the moves, as many as `counts`
-        says. What a source has written into memory is there when its digests are."""
-        said = {
-            peer: torch.empty(n * DIGEST_BYTES, dtype=torch.uint8, device=self.device) for peer, n in counts.items()
+    def _exchange(self) -> list[tuple[Move, bytes]]:
+        """Tell others the digests of what was sent, and hear theirs. What a source has written into memory is there when its
+        digests are."""
+        told = {
+            peer: b"".join(self._said.get(move, _UNTOLD) for move in moves) or _UNTOLD
+            for peer, moves in sorted(self._tells.items())
         }
-        ops = [dist.P2POp(dist.irecv, claim, peer, self.group, _DIGESTS) for peer, claim in sorted(said.items())]
-        for peer, digests in sorted(self._digests_for_others().items()):
-            claim = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8).to(self.device)
-            ops.append(dist.P2POp(dist.isend, claim, peer, self.group, _DIGESTS))
+        heard = {
+            peer: torch.empty(max(1, len(moves)) * DIGEST_BYTES, dtype=torch.uint8, device=self.device)
+            for peer, moves in sorted(self._hears.items())
+            if peer != self.rank
+        }
+        ops = [dist.P2POp(dist.irecv, claim, peer, self.group, _DIGESTS) for peer, claim in heard.items()]
+        for peer, digests in told.items():
+            if peer != self.rank:
+                claim = torch.frombuffer(bytearray(digests), dtype=torch.uint8).to(self.device)
+                ops.append(dist.P2POp(dist.isend, claim, peer, self.group, _DIGESTS))
         for work in dist.batch_isend_irecv(ops) if ops else []:
             work.wait()
-        return {
-            peer: (bytes(row.tolist()) for row in claim.cpu().view(-1, DIGEST_BYTES)) for peer, claim in said.items()
-        }
-
-    def _digests_for_others(self) -> dict[int, list[bytes]]:
-        """Peer -> of what this rank has sent it, in the order in which it looks at them."""
-        direct = [move for move in self._sends if move in self._places]
-        in_messages = [move for _, outgoing in self._buckets.values() for moves in outgoing.values() for move in moves]
-        found: dict[int, list[bytes]] = {}
-        for move in (*direct, *in_messages):
-            said = self._said[move]
-            assert said is not None
-            found.setdefault(move.destination, []).append(said)
+        found = []
+        for peer, moves in self._hears.items():
+            digests = told[peer] if peer == self.rank else heard[peer].cpu().numpy().tobytes()
+            found += [(move, digests[at * DIGEST_BYTES :][:DIGEST_BYTES]) for at, move in enumerate(moves)]
         return found
 
     def _digest_of(self, move: Move, wanted: Tensors) -> bytes:
@@ -253,8 +251,10 @@ class PeerToPeer:
         """The region of a move in a local tensor (a view)."""
         key = (move.tensor, move.box, is_source)
         if key not in self._indices:
-            self._indices[key] = _index((self._held if is_source else self._wanted)[move.tensor], move)
-        return tensors[move.tensor][self._indices[key]]
+            part = (self._held if is_source else self._wanted)[move.tensor]
+            self._indices[key] = _index(part, move) if numel(move.box) < part.numel else None
+        index = self._indices[key]
+        return tensors[move.tensor] if index is None else tensors[move.tensor][index]
 
     def _buffer(self, moves: Sequence[Move]) -> torch.Tensor:
         return torch.empty(_count(moves), dtype=self.dtype, device=self.device)
@@ -281,6 +281,28 @@ def _by_peer(bucket: Sequence[Move], peer_end: str, rank: int) -> dict[int, list
         if getattr(move, other_end) == rank:
             found.setdefault(getattr(move, peer_end), []).append(move)
     return dict(sorted(found.items()))
+
+
+def _claims(
+    direct: Iterable[Move], in_messages: Iterable[Move], homes: Mapping[int, int]
+) -> dict[tuple[int, int], list[Move]]:
+    """(Who wrote or sent, who looks at it) -> moves. What is written into a memory that several ranks share is looked at by
+    the next of them after its source; nobody begins before all have written, so there are pairs without moves too."""
+    sharers: dict[int, list[int]] = {}
+    for rank, home in sorted(homes.items()):
+        sharers.setdefault(home, []).append(rank)
+    found: dict[tuple[int, int], list[Move]] = {}
+    for move in direct:
+        looking = sharers.get(move.destination, [move.destination])
+        checker = looking[bisect_right(looking, move.source) % len(looking)]
+        found.setdefault((move.source, checker), []).append(move)
+        for other in looking:
+            for teller in (move.source, move.destination):
+                if teller != other:
+                    found.setdefault((teller, other), [])
+    for move in in_messages:
+        found.setdefault((move.source, move.destination), []).append(move)
+    return found
 
 
 def _count(moves: Sequence[Move]) -> int:

@@ -93,7 +93,7 @@ class PlannedUpdate:
     def __call__(self) -> None:
         held, wanted = held_by(self._engine), self._wanted()
         # agreed before the first byte leaves: the others would wait for a rank that has given up
-        error = _error_of(self.transport.check, held, wanted) or self._lacking(wanted)
+        error = _error_of(self.transport.check, held, wanted)
         has_moved = self._memory is not None and self._memory.has_moved(wanted)
         if raise_together(self._comm, error or (_MOVED if has_moved else ""), but=_MOVED):
             self._arrange()
@@ -105,25 +105,14 @@ class PlannedUpdate:
     @torch.no_grad()
     def check_held(self) -> None:
         """Raise ModelError, on this rank, unless it still holds what the last update has brought: whatever generates may have
-        written into it. Of weights that several ranks have in one memory the first of them tells."""
+        written into it. Ranks that have their weights in one memory look at a part of it each."""
         wanted = self._wanted()
         self.transport.check_held(wanted)
         if self._memory is not None and (name := self._memory.differing(wanted)):
             raise ModelError(
-                f"Rank {self._comm.rank} generates with another {name} than rank {self._memory.homes[self._comm.rank]}, which "
-                "has the same weights. They must not be used: update again, or rebuild the rollout engine."
+                f"Rank {self._comm.rank} generates with another {name} than the ranks that have the same weights. They must "
+                "not be used: update again, or rebuild the rollout engine."
             )
-
-    def _lacking(self, wanted: Held) -> str:
-        name = self._memory.lacking(wanted) if self._memory is not None else ""
-        tensor = next((t for t in self.tensors if t.name == name), None)
-        part = None if tensor is None else self.rollout.part(tensor, self._comm.rank)
-        if part is None:
-            return ""
-        return (
-            f"Rank {self._comm.rank} should fill {list(part.shape)} of {name}, which is not there; the layouts do not describe "
-            "this model."
-        )
 
     def _share_memory(self) -> HostMemory:
         module = self._replica.module if self._replica is not None and self._adapters is None else None
