@@ -4,9 +4,9 @@
     python benchmarks/reshard.py --rounds 9 --hidden 1024 --json out.json
     python benchmarks/reshard.py --messages               # as between hosts: no memory that ranks share
 
-Processes of one thread each on gloo, 2 and then 4 of them, with the real training engine (a random Llama, float32 masters) and
-real copies for generation, in bfloat16 and in float32. For each pair of layouts the two ways take turns on the same weights,
-which change in between, and what both leave in the copies is compared bit for bit:
+Processes of one thread each on gloo (with a GPU for each: on NCCL), 2 and then 4 of them, with the real training engine (a
+random Llama, float32 masters) and real copies for generation, in bfloat16 and in float32. For each pair of layouts the two ways
+take turns on the same weights, which change in between, and what both leave in the copies is compared bit for bit:
 
 - plan: what a rank lacks is cast and handed over, from rank to rank; digests of what was sent and of what is held afterwards
   agree. Ranks that generate with the same weights have them in one memory, and what that lacks is written once.
@@ -90,19 +90,34 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=512, help="hidden size of the model")
     parser.add_argument("--layers", type=int, default=6, help="of the model")
     parser.add_argument("--messages", action="store_true", help="exchange through connections alone, as hosts do")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), help="cuda: a GPU for each rank (default: where there are four)"
+    )
     parser.add_argument("--json", type=Path, help="file for the figures")
     arguments = parser.parse_args(argv)
     if arguments.rounds < 1 or arguments.layers < 1 or arguments.hidden % 64:
         parser.error("at least --rounds 1 and --layers 1 are needed, and a --hidden that is a multiple of 64")
+    num_gpus, num_ranks = count_gpus(), max(pair.num_ranks for pair in PAIRS)
+    arguments.device = arguments.device or ("cuda" if num_gpus >= num_ranks else "cpu")
+    if arguments.device == "cuda" and num_gpus < num_ranks:
+        parser.error(f"--device cuda needs {num_ranks} GPUs, one for each rank, and {num_gpus} are here; leave it away")
     return arguments
 
 
+def count_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
 def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
+    is_gpu = arguments.device == "cuda"
+    transport = "messages" if arguments.messages or is_gpu else "memory that ranks share"
     return {
         "model": f"Llama (and Qwen3-MoE with 8 experts), hidden size {arguments.hidden}, {arguments.layers} layers",
         "number format in training": "float32",
-        "transport": "messages over gloo" if arguments.messages else "memory that ranks share",
-        "processes": "of one thread, on this machine; gathering is over gloo",
+        "transport": f"{transport}; gathering over {'NCCL' if is_gpu else 'gloo'}",
+        "processes": f"of one thread, on this machine, each with {'a GPU' if is_gpu else 'the CPU'}",
         "rounds": arguments.rounds,
     }
 
@@ -167,10 +182,14 @@ def serve(
     if arguments.messages:
         PlannedUpdate._share_memory = lambda self: None  # type: ignore[assignment, method-assign, return-value]
     peer = Peer(rank, num_ranks, "127.0.0.1", port)
-    comm = Collectives.start(peer, timeout_s=_LIMIT_S, start_timeout_s=120.0, call_timeout_s=_LIMIT_S)
+    limits = {"timeout_s": _LIMIT_S, "start_timeout_s": 120.0, "call_timeout_s": _LIMIT_S}
+    comm = Collectives.start(peer, device_type=arguments.device, **limits)
+    device = torch.device(arguments.device, rank) if arguments.device == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     pairs = [pair for pair in PAIRS if pair.num_ranks == num_ranks]
     found = {
-        f"{pair.name}, {dtype}": measure(pair, models[pair.is_mixture], dtype, arguments.rounds, comm)
+        f"{pair.name}, {dtype}": measure(pair, models[pair.is_mixture], dtype, arguments.rounds, comm, device)
         for dtype in _FORMATS
         for pair in pairs
     }
@@ -179,14 +198,14 @@ def serve(
     comm.close()
 
 
-def measure(pair: Pair, model: str, dtype: str, rounds: int, comm: Any) -> dict[str, Any]:
+def measure(pair: Pair, model: str, dtype: str, rounds: int, comm: Any, device: Any) -> dict[str, Any]:
     """What this rank found, with copies in `dtype`."""
     import torch
 
     from verl.reshard.update import held_by, plan_update
 
-    engine, (replica, gathered), training, rollout = build(pair, model, dtype)
-    update = plan_update(comm, training, rollout, engine=engine, replica=replica, device=torch.device("cpu"))
+    engine, (replica, gathered), training, rollout = build(pair, model, dtype, device)
+    update = plan_update(comm, training, rollout, engine=engine, replica=replica, device=device)
     assert update is not None
     ways = {
         "plan": update,
@@ -244,7 +263,7 @@ def expected(engine: Any, training: Any, target: Any, itemsize: int, rank: int) 
     }
 
 
-def build(pair: Pair, model: str, dtype: str) -> tuple[Any, Any, Any, Any]:
+def build(pair: Pair, model: str, dtype: str, device: Any) -> tuple[Any, Any, Any, Any]:
     """Training engine, copies for generation (one for each way, as what is gathered is not shared), and the layouts of both."""
     import torch
 
@@ -261,7 +280,7 @@ def build(pair: Pair, model: str, dtype: str) -> tuple[Any, Any, Any, Any]:
         engine=FSDPConfig(dtype=dtype, **pair.training),
         optim=OptimConfig(),
         kind="policy",
-        device=torch.device("cpu"),
+        device=device,
         total_steps=1,
     )
     training = TrainingLayout(engine.groups.mesh, pair.training.get("expert_parallel_size", 1))
@@ -272,7 +291,7 @@ def build(pair: Pair, model: str, dtype: str) -> tuple[Any, Any, Any, Any]:
         engines = consecutive_engines(ranks, pair.size)
     order = [rank for copy in engines for stage in copy for rank in stage]
     group = copy_group(Mesh.grid(order, replicate=len(order) // pair.size, tp=pair.size), _LIMIT_S)
-    modules = [load_causal_lm(model, device=torch.device("cpu"), dtype=getattr(torch, dtype)) for _ in range(2)]
+    modules = [load_causal_lm(model, device=device, dtype=getattr(torch, dtype)) for _ in range(2)]
     rollout = RolloutLayout(engines, expert_groups=tuple(stage for copy in engines for stage in copy))
     return engine, [Replica(module.requires_grad_(False), group) for module in modules], training, rollout
 
@@ -282,7 +301,7 @@ def bare_copy(replica: Any) -> Any:
     all ranks at once. Nothing is exchanged, nothing proved."""
     import torch
 
-    trained = {name: torch.full(part.shape, 0.5) for name, part in replica.parts().items()}
+    trained = {name: torch.full(part.shape, 0.5, device=part.device) for name, part in replica.parts().items()}
 
     @torch.no_grad()
     def copy() -> None:
@@ -294,9 +313,14 @@ def bare_copy(replica: Any) -> Any:
 
 def timed(way: Any, comm: Any) -> tuple[float, float]:
     """Seconds from the moment when all ranks are there until this one is done, and of a processor that it worked."""
+    import torch
+
+    finish = torch.cuda.synchronize if torch.cuda.is_initialized() else lambda: None
+    finish()
     comm.barrier("the same start")
     began, worked = time.perf_counter(), time.process_time()
     way()
+    finish()
     return time.perf_counter() - began, time.process_time() - worked
 
 
