@@ -284,7 +284,7 @@ def _by_peer(bucket: Sequence[Move], peer_end: str, rank: int) -> dict[int, list
 
 
 def _claims(
-    direct: Iterable[Move], in_messages: Iterable[Move], homes: Mapping[int, int]
+    direct: Sequence[Move], in_messages: Iterable[Move], homes: Mapping[int, int]
 ) -> dict[tuple[int, int], list[Move]]:
     """(Who wrote or sent, who looks at it) -> moves. What is written into a memory that several ranks share is looked at by
     the next of them after its source; nobody begins before all have written, so there are pairs without moves too."""
@@ -296,10 +296,10 @@ def _claims(
         looking = sharers.get(move.destination, [move.destination])
         checker = looking[bisect_right(looking, move.source) % len(looking)]
         found.setdefault((move.source, checker), []).append(move)
-        for other in looking:
-            for teller in (move.source, move.destination):
-                if teller != other:
-                    found.setdefault((teller, other), [])
+    for source, home in sorted({(move.source, move.destination) for move in direct}):
+        for rank in sharers.get(home, [home]):
+            for teller in {source, home} - {rank}:
+                found.setdefault((teller, rank), [])
     for move in in_messages:
         found.setdefault((move.source, move.destination), []).append(move)
     return found
