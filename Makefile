@@ -35,6 +35,9 @@ export PIP_RETRIES ?= 10
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
+# what one process has compiled serves the hundreds that the tests start
+unexport PYTHONDONTWRITEBYTECODE
+
 # an installation is tried three times: a mirror that breaks off once should not end a run that nobody watches
 define install
 for attempt in 1 2 3; do \

@@ -10,6 +10,44 @@ os.environ.setdefault("WANDB_MODE", "offline")
 
 import pytest
 
+# Files that take longest, the longest first: begun early they leave no core without work at the end.
+LONGEST = [
+    "controller/test_spmd.py",
+    "controller/test_ray.py",
+    "engines/test_fsdp.py",
+    "controller/test_reshard_runs.py",
+    "trainer/test_async.py",
+    "trainer/test_ppo.py",
+    "examples/test_examples.py",
+    "rollout/test_contract.py",
+    "trainer/test_resume.py",
+    "controller/test_rollout_tp.py",
+    "controller/test_faults.py",
+    "benchmarks/test_chaos.py",
+    "reshard/test_transport.py",
+    "checkpoint/test_attack.py",
+]
+
+
+def pytest_configure(config):
+    if hasattr(config.option, "loadscopereorder"):  # xdist would begin with the files of many tests
+        config.option.loadscopereorder = False
+
+
+def pytest_collection_modifyitems(items):
+    place = {file: number for number, file in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get("/".join(item.path.parts[-2:]), len(place)))
+
+
+@pytest.fixture(scope="module")
+def no_pictures():
+    """The runs of this process leave out the picture of their learning curve."""
+    from tests import pictures
+
+    with pytest.MonkeyPatch.context() as patch:
+        pictures.leave_out(patch)
+        yield
+
 
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory):

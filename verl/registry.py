@@ -30,6 +30,8 @@ def load_module(path: str) -> ModuleType:
     elif path.startswith("file://"):
         path = path[len("file://") :]
     try:
+        if "/" in path and Path(path).expanduser().is_dir():
+            raise ConfigError(f"{path} is a folder; name the .py file in it.")
         if not path.endswith(".py"):
             return importlib.import_module(path)
         file = Path(path).expanduser().resolve()

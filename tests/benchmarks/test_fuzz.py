@@ -1,11 +1,23 @@
 """The counts of benchmarks/fuzz.py, a little of each part."""
 
 import json
+import logging
 import os
 
 import fuzz
+import pytest
 
 
+@pytest.fixture
+def level():
+    """The script silences verl for the rest of its process."""
+    logger = logging.getLogger("verl")
+    before = logger.level
+    yield
+    logger.setLevel(before)
+
+
+@pytest.mark.usefixtures("level")
 def test_fuzz(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     counts = fuzz.main(

@@ -36,6 +36,26 @@ def test_unknown_option_names_the_nearest():
         parse("train", "", ["--confg-name", "x"])
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--num_generations", "8"], "key=value, and this one by actor_rollout_ref.rollout.n"),
+        (["--learning-rate=1e-6"], "actor_rollout_ref.actor.optim.lr"),
+        (["--multirun"], "one command for each"),
+        (["-m", "data.seed=1,2"], "one command for each"),
+        (["--cfg", "job"], "verl check"),
+    ],
+)
+def test_options_of_other_programs_say_what_to_do(arguments, words):
+    with pytest.raises(ConfigError, match=words):
+        parse("train", "about", arguments)
+
+
+def test_a_yaml_file_among_the_overrides_is_named():
+    with pytest.raises(ConfigError, match="a YAML file. Give it with --config-path run.yaml"):
+        parse("train", "about", ["run.yaml"]).load()
+
+
 def test_missing_value_of_an_option():
     with pytest.raises(ConfigError, match="expected one argument.*verl train --help"):
         parse("train", "", ["--config-name"])

@@ -41,6 +41,21 @@ def test_unknown_verb_names_the_nearest(verl):
     assert "did you mean 'train'?" in said
 
 
+@pytest.mark.parametrize(
+    ("verb", "words"), [("sft", "go on from its model folder"), ("grpo", "verl train"), ("plan", "check")]
+)
+def test_verbs_known_elsewhere_say_what_to_do(verb, words, verl):
+    code, said = verl(verb, "--help")
+    assert code == 2
+    assert words in said
+
+
+def test_an_argument_that_is_no_text_is_refused(verl):
+    code, said = verl("train", "trainer.default_local_dir=\udcc3x")
+    assert code == 2
+    assert "PYTHONUTF8=1" in said
+
+
 def test_version(verl):
     from verl import __version__
 

@@ -18,6 +18,7 @@ LIMITED = ("grad_norm", "policy_kl", "reference_kl", "ratio", "entropy", "mismat
 
 BROKEN = [
     ("error", "algorithm.adv_estimator", ["algorithm.adv_estimator=grop"]),
+    ("error", "algorithm.adv_estimator", ["algorithm.adv_estimator=dpo"]),
     ("error", f"{ACTOR}.policy_loss.loss_mode", [f"{ACTOR}.policy_loss.loss_mode=vanila"]),
     ("error", f"{ROLLOUT}.name", [f"{ROLLOUT}.name=natve"]),
     ("error", f"{ACTOR}.strategy", [f"{ACTOR}.strategy=fsdp3"]),

@@ -5,6 +5,9 @@ from pathlib import Path
 import pytest
 
 from verl.config import load_config
+from verl.config.aliases import resolve
+from verl.config.older import CALLED, GONE
+from verl.config.settings import locate
 from verl.config.write import scalar
 
 from .helpers import ACTOR, FIXTURES, GRPO, ROLLOUT, load, refused
@@ -170,6 +173,10 @@ SPELLINGS = [
     ("mixed_precision.param_dtype=bf16", f"{ACTOR}.fsdp_config.dtype", "bf16"),
     ("model.use_fused_kernels=true", "actor_rollout_ref.model.use_fused_kernels", True),
     ("data.tokenizer=/t", "actor_rollout_ref.model.tokenizer_path", "/t"),
+    (f"{ACTOR}.checkpoint.contents=[model]", f"{ACTOR}.checkpoint.save_contents", ["model"]),
+    (f"{ACTOR}.tis_imp_ratio_cap=3.0", "algorithm.rollout_correction.rollout_is_threshold", 3.0),
+    ("trainer.val_generations_to_log_to_wandb=4", "trainer.log_val_generations", 4),
+    ("ray_init.num_cpus=4", "ray_kwargs.ray_init", {"num_cpus": 4, "runtime_env": {"py_executable": None}}),
 ]
 
 
@@ -181,6 +188,40 @@ def test_other_spellings(override, key, value):
         node = node[name]
     assert node == value
     assert loaded.origins[key] == f"command line, renamed from {override.partition('=')[0].lstrip('+')}"
+
+
+def test_a_cap_of_importance_ratios_means_weights_of_tokens():
+    assert load(f"{ACTOR}.tis_imp_ratio_cap=3.0").config.algorithm.rollout_correction.rollout_is == "token"
+    assert load(f"{ACTOR}.tis_imp_ratio_cap=-1").config.algorithm.rollout_correction.rollout_is is None
+
+
+def test_keys_of_older_releases_are_told_once_for_each_reason():
+    older = (
+        "reward_model.micro_batch_size_per_gpu=32",
+        "reward_model.model.fsdp_config.param_offload=True",
+        "trainer.remove_previous_ckpt_in_save=False",
+    )
+    notices = load(*older).notices
+    assert sum("reward_model." in notice for notice in notices) == 1
+    shared = next(notice for notice in notices if "reward_model." in notice)
+    assert "micro_batch_size_per_gpu=32, reward_model.model.fsdp_config.param_offload=True (" in shared
+    assert any("trainer.remove_previous_ckpt_in_save=False" in notice for notice in notices)
+    refused("trainer.remove_previous_ckpt_in_save=True", match="trainer.max_actor_ckpt_to_keep=1")
+    assert locate(older[0].partition("=")[0]) is None  # a key of the tree needs no such row
+
+
+@pytest.mark.parametrize("row", GONE, ids=lambda row: row.key)
+def test_a_key_that_is_gone_is_no_other_spelling(row):
+    assert locate(resolve(row.key.rstrip("."))[0]) is None
+
+
+@pytest.mark.parametrize(("foreign", "ours"), CALLED.items())
+def test_names_of_other_trainers_lead_to_keys_that_exist(foreign, ours):
+    assert ours in refused(f"{foreign}=1", match="There is no key")
+    words = [word.strip("();,").partition("=")[0] for word in ours.split()]
+    named = [word for word in words if "." in word[1:]]
+    assert named
+    assert all(locate(name) for name in named), named
 
 
 def test_two_spellings_that_disagree_are_refused():

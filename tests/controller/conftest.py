@@ -67,8 +67,8 @@ def assert_same_weights(run, reference, step, rel, role="actor"):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def wide():
-    """The runs of this process have the norms that those of ranks have."""
+def wide(no_pictures):
+    """The runs of this process have the norms that those of ranks have, and draw nothing either."""
     from tests.controller import wide_norms
 
     with pytest.MonkeyPatch.context() as patch:

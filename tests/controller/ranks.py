@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 
+from tests.forked import Forked
 from verl.parallel.collectives import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,20 +27,23 @@ def environment(**more):
     return {**own, **quiet, **{k: str(v) for k, v in more.items()}}
 
 
+def python(module, *arguments, env):
+    """A fresh `python -m module arguments...`, both outputs in one pipe."""
+    command = [sys.executable, "-m", module, *map(str, arguments)]
+    return subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env)
+
+
 class Ranks:
     """`size` processes of `python -m module arguments...`, as a launcher would start them, without one: it would need longer
-    than the test. Leaving ends what is left of them."""
+    than the test. Leaving ends what is left of them. Forks are there at once, but have not the command line of the module."""
 
-    def __init__(self, size, module, *arguments, port=None, ranks=None, **more):
+    def __init__(self, size, module, *arguments, port=None, ranks=None, forked=True, **more):
         self.port = port or free_port()
-        command = [sys.executable, "-m", module, *map(str, arguments)]
+        start = Forked if forked else python
         self.processes = [
-            subprocess.Popen(
-                command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                env=environment(
-                    RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, MASTER_ADDR="127.0.0.1", MASTER_PORT=self.port, **more
-                ),
-            )
+            start(module, *arguments, env=environment(
+                RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, MASTER_ADDR="127.0.0.1", MASTER_PORT=self.port, **more
+            ))
             for rank in (range(size) if ranks is None else ranks)
         ]  # fmt: skip
 
@@ -106,6 +110,29 @@ def end_tree(pid):
             member.kill()
         except psutil.NoSuchProcess:
             pass
+
+
+def family(*processes):
+    """These and what they have started, each as a psutil.Process, which is not another one that gets its id later."""
+    members = [psutil.Process(process.pid) for process in processes]
+    return [*members, *(child for member in members for child in member.children(recursive=True))]
+
+
+def still_there(members, grace_s=10.0):
+    """Those of a `family` that have not ended after `grace_s` seconds."""
+    until = time.monotonic() + grace_s
+    while True:
+        left = [p for p in members if _runs(p)]
+        if not left or time.monotonic() > until:
+            return left
+        time.sleep(0.1)
+
+
+def _runs(process):
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def survivors(mark, grace_s=10.0):

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import pictures
 from tests.controller.ranks import take_port
 from verl.config import load_config
 from verl.controller import host
@@ -183,6 +184,7 @@ def watch(patch, fault):
 
 
 def main(file):
+    pictures.leave_out(pytest.MonkeyPatch())
     for number, job in enumerate(json.loads(Path(file).read_text())):
         take_port(f"{file}.port{number}")
         error = ""

@@ -8,6 +8,9 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
+
+from tests import pictures
 from tests.controller.ranks import take_port
 from verl.config import load_config
 from verl.errors import VerlError
@@ -15,6 +18,7 @@ from verl.trainer.run import train
 
 
 def main(file):
+    pictures.leave_out(pytest.MonkeyPatch())
     for number, job in enumerate(json.loads(Path(file).read_text())):
         take_port(f"{file}.port{number}")
         try:

@@ -7,10 +7,11 @@ import sys
 import pytest
 
 from tests.controller.ranks import ROOT, environment
+from tests.forked import run_forked
 from verl.parallel.collectives import free_port
 
 SCRIPT = ROOT / "examples" / "ppo_simple.py"
-PLAIN = [sys.executable, str(SCRIPT), "--num_rollout_workers", "1", "--num_update_workers", "1"]
+PLAIN = [SCRIPT, "--num_rollout_workers", "1", "--num_update_workers", "1"]
 
 
 def summary(folder):
@@ -26,7 +27,9 @@ def run(command, folder):
 
 
 def test_plain_python(tmp_path):
-    assert "devices" not in run(PLAIN, tmp_path)
+    code, said = run_forked(*PLAIN, cwd=tmp_path, env=environment(), timeout_s=150)
+    assert code == 0, said[-5000:]
+    assert "devices" not in said
     assert summary(tmp_path)["steps"] == 5
 
 

@@ -43,7 +43,7 @@ def test_a_rank(jobs):
         f"trainer.call_timeout_s={DEADLINE_S}",
         may_fail=True,
     )
-    with Ranks(2, "tests.controller.several_runs", jobs.file(), STUCK="update") as ranks:
+    with Ranks(2, "tests.controller.several_runs", jobs.file(), forked=False, STUCK="update") as ranks:
         said, _ = ranks.processes[0].communicate(timeout=60)
     assert re.search(r"Rank 0 waited \d+ s for .* in actor.update", said), said[-3000:]
     assert re.search(

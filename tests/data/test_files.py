@@ -67,7 +67,7 @@ def test_json_lines_name_row_and_line(tmp_path):
     [
         ("a.json", b"[1, 2", "not valid JSON"),
         ("a.json", b"[{}, 3]", r"row 1 \(counted from 0\) is a int"),
-        ("a.jsonl", b"\xff\xfe", "cannot be read as text"),
+        ("a.jsonl", b"\xff\xfe", "cannot be read as text: .* Save it as UTF-8"),
         ("a.jsonl.gz", b"not gzip", "cannot be read as text"),
         ("a.parquet", b"not parquet", "cannot be read as parquet"),
         ("a.csv", b"a,b", r"unknown kind; use one of .parquet"),
@@ -79,6 +79,11 @@ def test_bad_files_are_named(tmp_path, name, content, words):
     with pytest.raises(DataError, match=words) as error:
         read_rows(tmp_path / name)
     assert name in str(error.value)
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"a": 1}\r\n{"a": 2}\r\n')
+    assert [row["a"] for row in read_rows(tmp_path / "a.jsonl")] == [1, 2]
 
 
 def test_missing_files_and_empty_lists(tmp_path):

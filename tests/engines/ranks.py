@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import multiprocessing
 import os
 import tempfile
 import time
@@ -15,15 +14,16 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from tests.forked import FORKS
+
 
 def run_ranks(checks: str, num_ranks: int, folder: Path, timeout_s: float = 150.0) -> None:
     """Run every `check_*` function of the module `checks` whose `ranks` attribute names `num_ranks`, on all ranks;
     writes what rank 0 found to results-N.json. A check that raises fails the caller
     with its traceback."""
-    context = multiprocessing.get_context("spawn")
     store = tempfile.mktemp(dir=folder)
     processes = [
-        context.Process(target=_rank, args=(checks, rank, num_ranks, store, str(folder)), daemon=True)
+        FORKS.Process(target=_rank, args=(checks, rank, num_ranks, store, str(folder)), daemon=True)
         for rank in range(num_ranks)
     ]
     for process in processes:

@@ -8,6 +8,7 @@ import torch
 
 import verl
 from verl.data_proto.proto import DataProto
+from verl.errors import ConfigError
 
 # name that recipes write -> where it lives; the same object
 SAME = {
@@ -28,6 +29,11 @@ SAME = {
     "verl.trainer.ppo.core_algos:agg_loss": "verl.algorithms.user_functions:agg_loss",
     "verl.trainer.ppo.core_algos:kl_penalty": "verl.algorithms.kl:kl_penalty",
     "verl.utils.reward_score:default_compute_score": "verl.rewards.scorers.route:default_compute_score",
+    "verl.utils.reward_score.gsm8k:compute_score": "verl.rewards.scorers.gsm8k:compute_score",
+    "verl.utils.reward_score.math:compute_score": "verl.rewards.scorers.math_reward:compute_score",
+    "verl.utils.reward_score.math_reward:compute_score": "verl.rewards.scorers.math_reward:compute_score",
+    "verl.utils.reward_score.math_dapo:compute_score": "verl.rewards.scorers.math_dapo:compute_score",
+    "verl.utils.dataset:RLHFDataset": "verl.data.dataset:RLHFDataset",
     "verl.utils.dataset.rl_dataset:RLHFDataset": "verl.data.dataset:RLHFDataset",
     "verl.utils.dataset.rl_dataset:collate_fn": "verl.data.dataset:collate_fn",
     "verl:DataParallelConfig": "verl.parallel.placement:DataParallelConfig",
@@ -82,6 +88,37 @@ def test_names_of_the_package():
     assert all(hasattr(verl, name) for name in verl.__all__)
     with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
         _ = verl.Nothing
+
+
+@pytest.mark.parametrize("name", ["trainer:PPOTrainer", "trainer:RLRunner", "utils:benchmark_nccl"])
+def test_names_that_are_still_to_come_say_what_to_do(name):
+    module, _, name = name.partition(":")
+    with pytest.raises(ImportError, match=f"{name} is not available in this version. .*`verl "):
+        getattr(importlib.import_module(f"verl.{module}"), name)
+
+
+def test_folders_as_data_preparation_scripts_make_them(tmp_path):
+    from verl.utils.hdfs_io import copy, exists, makedirs
+
+    makedirs(f"{tmp_path}/a/b")
+    makedirs(f"{tmp_path}/a/b")
+    (tmp_path / "a/b/rows").write_text("x")
+    assert copy(src=f"{tmp_path}/a/b", dst=str(tmp_path)) == f"{tmp_path}/b"
+    assert exists(f"{tmp_path}/b/rows")
+    with pytest.raises(ConfigError, match="Give a mounted folder"):
+        makedirs("hdfs://somewhere/a")
+
+
+def test_the_model_merger_is_an_export(monkeypatch):
+    from verl import model_merger
+
+    calls = []
+    monkeypatch.setattr(model_merger, "run_verb", lambda verb, arguments: calls.append((verb, *arguments)) or 0)
+    run = "checkpoints/p/e/global_step_4"
+    arguments = ("merge", "--backend", "fsdp", "--local_dir", f"{run}/critic", "--target_dir", "out")
+    assert model_merger.main([*arguments]) == 0
+    assert model_merger.main(["test"]) == 0
+    assert calls == [("export", run, "out", "--role", "critic"), ("export",)]
 
 
 class TestTensorFunctions:

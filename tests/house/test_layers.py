@@ -28,6 +28,7 @@ HEIGHT = {room: height for height, row in enumerate(LAYERS) for room in row}
 FACES = (
     "verl",
     "verl.__main__",
+    "verl.model_merger",
     "verl.protocol",
     "verl.single_controller",
     "verl.single_controller.base",

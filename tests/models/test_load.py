@@ -106,7 +106,7 @@ def test_missing_tensors(copy_of):
 def test_tensors_of_another_size(copy_of):
     folder = copy_of()
     edit_json(folder / "config.json", intermediate_size=96)
-    with pytest.raises(ModelError, match="LlamaForCausalLM could not be loaded"):
+    with pytest.raises(ModelError, match="other shapes than its config.json says"):
         load_causal_lm(folder)
 
 
@@ -183,11 +183,47 @@ def test_further_families_pass_the_check(tmp_path, family):
 def test_override_config(tiny_folder, caplog):
     module = load_causal_lm(tiny_folder("llama"), override_config={"rms_norm_eps": 0.1})
     assert module.config.rms_norm_eps == 0.1
-    with pytest.raises(ModelError, match="rms_norm_ep: LlamaConfig has no such field; did you mean 'rms_norm_eps'"):
+    with pytest.raises(ModelError, match="rms_norm_ep=0.1: LlamaConfig has no such field; did you mean 'rms_norm_eps'"):
         load_causal_lm(tiny_folder("llama"), override_config={"rms_norm_ep": 0.1})
     with caplog.at_level(logging.INFO, logger="verl"):
         load_causal_lm(tiny_folder("llama"), override_config={"attn_implementation": "flash_attention_2"})
+        load_causal_lm(
+            tiny_folder("llama"), override_config={"embd_pdrop": 0.0}
+        )  # as scripts for several families set it
     assert "attn_implementation=flash_attention_2 is not used" in caplog.text
+    assert "embd_pdrop=0.0 has no effect" in caplog.text
+
+
+def changed(folder, out, **settings):
+    """A copy of a model folder whose config.json says something else."""
+    shutil.copytree(folder, out)
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps({**config, **settings}))
+    return out
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"vocab_size": 100}, "could not be loaded from .*: Padding_idx must be within"),
+        (
+            {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]},
+            "is an encoder-decoder model; give a causal",
+        ),
+    ],
+)
+def test_folders_that_cannot_be_a_policy(tiny_folder, tmp_path, settings, words):
+    with pytest.raises(ModelError, match=words) as error:
+        load_causal_lm(changed(tiny_folder("llama"), tmp_path / "model", **settings))
+    assert "HF_HUB_OFFLINE" not in str(error.value)
+
+
+def test_folders_that_are_no_model_folders(tiny_folder, tmp_path):
+    folder = changed(tiny_folder("llama"), tmp_path / "global_step_2/actor/huggingface")
+    with pytest.raises(ModelError, match=f"global_step_2 has no config.json; it holds checkpoints: give {folder}"):
+        load_causal_lm(tmp_path / "global_step_2")
+    with pytest.raises(ModelError, match=r"model.safetensors is a file; give the folder of a model\."):
+        load_causal_lm(folder / "model.safetensors")
 
 
 def test_dropout_is_off(tmp_path):
@@ -248,7 +284,7 @@ def test_a_folder_without_a_tokenizer(copy_of):
     folder = copy_of()
     for file in folder.glob("tokenizer*"):
         file.unlink()
-    with pytest.raises(ModelError, match="No tokenizer"):
+    with pytest.raises(ModelError, match="has no tokenizer .*; copy .*tokenizer_path"):
         load_tokenizer(folder)
 
 

@@ -5,7 +5,7 @@ import torch
 
 from verl.errors import ConfigError
 from verl.parallel import device as room
-from verl.parallel.device import compute_dtype, native_bf16, parse_dtype, resolve_device
+from verl.parallel.device import compute_dtype, make_current, native_bf16, parse_dtype, resolve_device
 
 CPU = torch.device("cpu")
 
@@ -21,6 +21,23 @@ def test_auto_is_cuda_where_there_is_one(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert resolve_device("auto") == torch.device("cuda")
     assert resolve_device("cuda:1") == torch.device("cuda:1")
+
+
+def test_a_ranks_own_gpu_is_made_the_current_one(monkeypatch):
+    """FSDP, NCCL and vLLM's workers take that one: on GPU 0 all ranks of a host would meet."""
+    from verl.config import load_config
+    from verl.controller import spmd
+    from verl.parallel.collectives import Collectives, Peer
+
+    calls = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(device))
+    monkeypatch.setattr(Collectives, "start", lambda *args, **kwargs: calls.append("meet"))
+    config = load_config(["trainer.n_gpus_per_node=2"], check=False).config
+    spmd.SpmdRuntime(config, Peer(1, 2, "127.0.0.1", 1, local_rank=1))
+    assert calls == [torch.device("cuda", 1), "meet"]
+    make_current(CPU)
+    assert len(calls) == 2
 
 
 @pytest.mark.parametrize("name", ["cdua", "npu", "cuda:x", ""])

@@ -56,7 +56,7 @@ HARMFUL = {  # reply -> words of the sentence
     "none": "returned None",
     "text": "returned a str",
     "no score": "without 'score'",
-    "odd part": "neither numbers, text",
+    "odd part": "(key 'blob') with values that are neither numbers, text",
     "huge": "too large",
     "forge": "wrote to the channel",
 }

@@ -81,6 +81,14 @@ def test_terminal():
         assert part in text
 
 
+def test_greedy_validation_is_one_row_and_called_so():
+    out = io.StringIO()
+    with Console(rich_console=RichConsole(file=out)) as console:
+        console.validation(None, {"val/reward": 0.5})
+        console.final(summary(greedy_before=0.152, greedy_after=0.5), sampled=False)
+    assert out.getvalue().splitlines()[:2] == ["validation reward=0.500", "held-out reward, greedy: 0.152 -> 0.500"]
+
+
 def test_steps_can_be_left_out():
     assert "step=1/2" not in run(terminal=False, steps=False)
 

@@ -33,6 +33,11 @@ class Run:
         return [row for row in self.rows if row["step"] > 0]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def quick(no_pictures):
+    """Of many runs none is looked at."""
+
+
 @pytest.fixture(scope="session")
 def tiny_task(tmp_path_factory):
     """Folder with train.jsonl (24 rows), val.jsonl (4 rows) and reward.py."""

@@ -1,14 +1,16 @@
 """Stop a run, start it again: the same metrics and weights, bit for bit. (Killed runs: tests/benchmarks/test_chaos.py.)"""
 
 import errno
+import json
+import logging
+import os
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 from safetensors import safe_open
 
+from tests.forked import Forked, run_forked
 from tests.trainer.conftest import Run, merge
 from verl.checkpoint.background import BackgroundStore
 from verl.checkpoint.store import CheckpointStore
@@ -49,12 +51,36 @@ def test_stopped_and_resumed_run_equals_the_unbroken_one(tiny_run, unbroken, in_
     assert weights(resumed) == weights(unbroken)
 
 
+def test_a_finished_run_is_left_as_it_is_and_says_what_to_do(tiny_run, caplog):
+    settings = (
+        "trainer.total_training_steps=1",
+        "trainer.save_freq=1",
+        "trainer.test_freq=1",
+        "trainer.val_before_train=True",
+    )
+    run = tiny_run(*settings)
+    before = json.loads((run.folder / "summary.json").read_text())
+    assert before["reward_after"] is not None
+    with caplog.at_level(logging.WARNING, logger="verl"):
+        tiny_run(*settings, "actor_rollout_ref.actor.optim.lr=0.001")
+    assert json.loads((run.folder / "summary.json").read_text()) == before
+    assert "taken all of its 1 steps: nothing is left to do" in caplog.text
+    assert "other settings than before: actor_rollout_ref.actor.optim.lr: 0.002 -> 0.001." in caplog.text
+
+
+def test_without_a_validation_after_training_there_is_no_reward_after(tiny_run):
+    run = tiny_run("trainer.total_training_steps=1", "trainer.val_before_train=True", "trainer.test_freq=-1")
+    summary = json.loads((run.folder / "summary.json").read_text())
+    assert summary["reward_before"] is not None
+    assert summary["reward_after"] is None
+
+
 def test_interrupt_saves_and_says_how_to_go_on(unbroken, tiny_overrides, tmp_path):
     folder = tmp_path / "interrupted"
     overrides = merge([*tiny_overrides, f"trainer.default_local_dir={folder}"], SETTINGS)
     overrides = merge(overrides, ("trainer.save_freq=-1",))
-    command = [sys.executable, "-m", "verl.trainer.main_ppo", *overrides]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    command = ["verl.trainer.main_ppo", *overrides]
+    process = Forked(*command, env=os.environ)
     metrics = folder / "metrics.jsonl"
     deadline = time.monotonic() + 60
     while not (metrics.exists() and metrics.read_text().count("\n") >= 1):
@@ -66,8 +92,8 @@ def test_interrupt_saves_and_says_how_to_go_on(unbroken, tiny_overrides, tmp_pat
         pytest.skip("the run had ended before the signal came")
     assert process.returncode == 130
     assert "Run the same command again" in " ".join(output.split())
-    resumed = subprocess.run(command, stdout=subprocess.DEVNULL, timeout=120, check=False)
-    assert resumed.returncode == 0
+    code, said = run_forked(*command, env=os.environ, timeout_s=120)
+    assert code == 0, said[-3000:]
     rows = [row for row in Run(folder).repeatable if row["step"] > 0]
     assert rows == [row for row in unbroken.repeatable if row["step"] > 0]
 

@@ -3,11 +3,10 @@ model, data, engine name and counts changed."""
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 
+from tests.forked import run_forked
 from tests.trainer.conftest import Run
 
 # what a user changes to run here: model, data, engine name, counts
@@ -109,11 +108,11 @@ def run_script(overrides: dict, tiny_llama, tiny_task, folder) -> tuple[Run, str
         "trainer.experiment_name": "qwen2_7b_function_rm",
         "trainer.default_local_dir": folder,
     }
-    command = [sys.executable, "-m", "verl.trainer.main_ppo", *(f"{k}={v}" for k, v in overrides.items())]
+    command = ["verl.trainer.main_ppo", *(f"{k}={v}" for k, v in overrides.items())]
     environment = {**os.environ, "WANDB_MODE": "offline", "WANDB_DIR": str(folder)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return Run(folder), done.stdout + done.stderr
+    code, said = run_forked(*command, env=environment, timeout_s=180)
+    assert code == 0, said[-6000:]
+    return Run(folder), said
 
 
 @pytest.mark.slow

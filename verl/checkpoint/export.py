@@ -69,5 +69,7 @@ def _checkpoint(source: Path, step: int | None) -> Path:
         return _checkpoint(source / f"global_step_{step}", None)
     found = newest_complete(source, "There is nothing to export.")
     if found is None:
-        raise CheckpointError(f"{source} holds no checkpoint (no folder global_step_N); give the run folder.")
+        raise CheckpointError(
+            f"{source} holds no checkpoint (no folder global_step_N); give the folder of a run with trainer.save_freq above 0."
+        )
     return found

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from verl.config import LoadedConfig, load_config
+from verl.config.older import CALLED
 from verl.errors import ConfigError, nearest
 
 # the keys that most scripts set, shown by --help
@@ -35,6 +36,21 @@ COMMON_KEYS = (
 )
 
 
+# Hydra's flags -> what to do
+_ELSEWHERE = {
+    **dict.fromkeys(("-m", "--multirun"), "start one command for each setting"),
+    **dict.fromkeys(
+        ("-c", "--cfg", "--info"), "`verl check key=value ...` looks at a config, docs/config.md has every key"
+    ),
+}
+
+
+def _as_key(flag: str) -> str:
+    """What to set instead of another trainer's flag, such as --num_generations; "" for an unknown one."""
+    key = CALLED.get(flag.lstrip("-").replace("-", "_"), "") if flag.startswith("--") else ""
+    return f"settings are given as key=value, and this one by {key}" if key else ""
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are ConfigErrors that name the nearest option."""
 
@@ -43,7 +59,11 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         unknown = message.removeprefix("unrecognized arguments: ").split("=")[0].split()
-        hint = nearest(unknown[0], self._option_string_actions) if unknown and unknown[0].startswith("-") else ""
+        flag = unknown[0] if unknown and unknown[0].startswith("-") else ""
+        takes_keys = any(action.dest == "overrides" for action in self._actions)
+        if takes_keys and (instead := _ELSEWHERE.get(flag) or _as_key(flag)):
+            raise ConfigError(f"There is no option {flag} here: {instead}.")
+        hint = nearest(flag, self._option_string_actions) if flag else ""
         raise ConfigError(f"{message}{hint.removesuffix('?') or ''}. `{self.prog} --help` lists what there is.")
 
 

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from verl.errors import VerlError, nearest
+from verl.errors import ConfigError, VerlError, nearest
 from verl.parallel.memory import keep_freed_memory
 
 # verb -> what it does; the code of each is verl/cli/<verb>.py
@@ -25,6 +25,23 @@ VERBS = {
     "convert": "turn a GGUF model into a Hugging Face folder",
     "export": "turn a checkpoint into a Hugging Face folder",
     "doctor": "say what this machine has, what would not work, and why",
+}
+
+# what other releases and trainers have as a verb -> what to do here
+_ELSEWHERE = {
+    **dict.fromkeys(
+        ("sft", "dpo", "kto", "rm"),
+        "is not available in this version. Train with another library, and go on from its model folder with verl train",
+    ),
+    **dict.fromkeys(
+        ("plan", "bench"),
+        "is not available in this version. verl check estimates the memory of a run, verl show "
+        "says where its time goes",
+    ),
+    "dashboard": "is not available in this version. verl show RUN says how a run stands; trainer.logger=[console,tensorboard] "
+    "draws it",
+    **dict.fromkeys(("ppo", "grpo"), "is verl train with algorithm.adv_estimator=gae (PPO) or grpo"),
+    "merge": "is not needed: actor/huggingface in a checkpoint loads as it is, and verl export writes it elsewhere",
 }
 
 # what the user's disk or rights can refuse at any moment; other operating system errors are bugs of ours
@@ -56,6 +73,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(__version__)
         return 0
     verb, rest = arguments[0], arguments[1:]
+    if verb in _ELSEWHERE:
+        print(f"verl: {verb} {_ELSEWHERE[verb]}.", file=sys.stderr)
+        return 2
     if verb not in VERBS:
         print(f"verl: there is no verb {verb!r}{nearest(verb, VERBS) or '; see verl --help.'}", file=sys.stderr)
         return 2
@@ -72,6 +92,7 @@ def run_verb(verb: str, arguments: Sequence[str], *, whole_process: bool = False
         os.environ.setdefault("GOMP_SPINCOUNT", "100000")
     keep_freed_memory()
     try:
+        _require_text(arguments)
         module = importlib.import_module(f"verl.cli.{verb}")
         run = getattr(module, "run_process", module.run) if whole_process else module.run
         return run(list(arguments))
@@ -92,6 +113,18 @@ def run_verb(verb: str, arguments: Sequence[str], *, whole_process: bool = False
         return 1
     except Exception:  # noqa: BLE001 - anything else is a bug of ours, and is shown whole
         return _report_bug(verb)
+
+
+def _require_text(arguments: Sequence[str]) -> None:
+    """Raises ConfigError for an argument with bytes that are no text in this locale: no file could hold them."""
+    for argument in arguments:
+        try:
+            argument.encode()
+        except UnicodeEncodeError:
+            raise ConfigError(
+                f"The argument {argument!a} has bytes that are no text in this locale ({sys.getfilesystemencoding()}). "
+                "Set PYTHONUTF8=1, or use names in UTF-8."
+            ) from None
 
 
 def _without_secrets(text: str) -> str:

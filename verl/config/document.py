@@ -10,6 +10,7 @@ from verl.config.aliases import ALIASES
 from verl.config.conditions import CONDITIONS
 from verl.config.differences import DIFFERENCES
 from verl.config.follows import FOLLOWS
+from verl.config.older import GONE
 from verl.config.tree import Leaf, leaves, sections
 from verl.config.unavailable import MISSING
 from verl.config.write import scalar
@@ -46,7 +47,7 @@ def to_markdown() -> str:
         for reason in dict.fromkeys(leaf.inert for leaf in rows if leaf.inert):
             keys = ", ".join(f"`{_name(leaf)}`" for leaf in rows if leaf.inert == reason)
             parts.append(f"\nNo effect here ({reason}): {keys}")
-    return "\n".join([*parts, _other_spellings(), _not_available(), _differences()]) + "\n"
+    return "\n".join([*parts, _other_spellings(), _gone(), _not_available(), _differences()]) + "\n"
 
 
 def _name(leaf: Leaf) -> str:
@@ -69,6 +70,13 @@ def _meaning(leaf: Leaf) -> str:
 def _other_spellings() -> str:
     note = "Giving both with different values is an error. A row that ends with a point renames all keys below it."
     return _table("Other spellings", note, ("spelling", "key"), [(f"`{a.old}`", f"`{a.new}`") for a in ALIASES])
+
+
+def _gone() -> str:
+    note = "Accepted, with a notice. A row that ends with a point stands for all keys below it."
+    return _table(
+        "Keys of older releases", note, ("key", "why it has no effect"), [(f"`{g.key}`", g.reason) for g in GONE]
+    )
 
 
 def _not_available() -> str:

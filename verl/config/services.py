@@ -80,6 +80,11 @@ class SkipConfig(Section):
 @dataclass(frozen=True)
 class RayKwargsConfig(Section):
     ray_init: dict[str, Any] = used(
-        {"num_cpus": None, "runtime_env": {"py_executable": None}}, "arguments of ray.init", sizing=True
+        {"num_cpus": None, "runtime_env": {"py_executable": None}},
+        "arguments of ray.init",
+        when="several_devices",
+        sizing=True,
     )
-    timeline_json_file: str | None = used(None, "file for Ray's timeline of the run", sizing=True)
+    timeline_json_file: str | None = used(
+        None, "file for Ray's timeline of the run", when="several_devices", sizing=True
+    )

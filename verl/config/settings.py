@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from verl.config import aliases, suggest
+from verl.config import aliases, older, suggest
 from verl.config.syntax import parse_override
 from verl.config.tree import leaves, sections
 from verl.config.unavailable import ANNOUNCED
@@ -63,7 +63,9 @@ class Given:
             return
         where = locate(path)
         if where is None:
-            if path not in sections() or value not in (None, {}):
+            if reason := older.without_effect(spelled, value):
+                self._note_without_effect(f"{spelled}={value}", f" ({reason}).")
+            elif path not in sections() or value not in (None, {}):
                 self.errors.append(_unknown(spelled, path, source))
             return
         entry = path[len(where) + 1 :]
@@ -74,6 +76,14 @@ class Given:
         for implied, meaning in (alias.implies if alias else {}).items():
             if not any(s.path == implied for s in self.settings):
                 self.settings.append(Setting(implied, meaning, source, spelled))
+
+    def _note_without_effect(self, given: str, reason: str) -> None:
+        """One notice per reason."""
+        for i, notice in enumerate(self.notices):
+            if notice.startswith("No effect: ") and notice.endswith(reason):
+                self.notices[i] = f"{notice.removesuffix(reason)}, {given}{reason}"
+                return
+        self.notices.append(f"No effect: {given}{reason}")
 
     def _delete(self, key: str) -> None:
         path, _ = aliases.resolve(key)
@@ -137,6 +147,8 @@ def _unknown(spelled: str, path: str, source: str) -> str:
         )
     if spelled in ANNOUNCED:
         return f"{spelled} ({source}): {ANNOUNCED[spelled]}"
+    if spelled in older.CALLED:
+        return f"There is no key {spelled!r} ({source}); what it says is set by {older.CALLED[spelled]}."
     return f"There is no key {spelled!r} ({source}){suggest.clause(spelled, path)}"
 
 

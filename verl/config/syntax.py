@@ -34,6 +34,8 @@ def parse_override(argument: str) -> Override:
     mark, key, value = match["mark"], match["key"], match["value"]
     if mark == "~":
         return Override(key, None, None, delete=True)
+    if value is None and key.endswith((".yaml", ".yml")):
+        raise ConfigError(f"The argument {argument!r} is a YAML file. Give it with --config-path {argument}.")
     if value is None:
         raise ConfigError(f"The argument {argument!r} has no value. Write {key}=VALUE, or {key}=null for none.")
     value = value.strip()

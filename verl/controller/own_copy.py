@@ -4,7 +4,8 @@ a way for new ones."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,14 @@ import torch.distributed as dist
 from verl.config import VerlConfig
 from verl.models.load import load_causal_lm, load_external, model_without_numbers
 from verl.parallel.device import compute_dtype
-from verl.reshard.shared_memory import SharedBuckets, bucketed
+from verl.reshard.device_memory import DevicePortions
+from verl.reshard.shared_memory import Named, SharedBuckets, bucketed
 from verl.reshard.weight_files import MANIFEST, read_files, write_files
 from verl.rollout.api import OwnCopy, Weights
 from verl.rollout.replica import Replica
 
 _READER = "verl.reshard.shared_memory:read"
+_DEVICE_READER = "verl.reshard.device_memory:read"  # and of the host's memory
 _FOLDER_READER = "verl.controller.own_copy:read_folder"
 
 
@@ -28,12 +31,15 @@ def own_copy(config: VerlConfig, device: torch.device) -> OwnCopy:
     group, trainer = config.actor_rollout_ref, config.trainer
     bucket_bytes = group.rollout.checkpoint_engine.update_weights_bucket_megabytes << 20
     may_come_back = group.rollout.mode == "async" and group.rollout.max_engine_restarts > 0
+    place = KeptBuckets(bucket_bytes).place if may_come_back else _in_turns(bucket_bytes)
+    on_device = DevicePortions(device, bucket_bytes, place, keeps=may_come_back) if device.type == "cuda" else None
     return OwnCopy(
         model=group.model,
         device=device,
         dtype=compute_dtype(group.actor.fsdp_config.dtype, device),
-        portions=KeptBuckets(bucket_bytes).write if may_come_back else _in_turns(bucket_bytes),
-        reader=_READER,
+        portions=on_device or (lambda weights: map(place, count(), bucketed(weights, bucket_bytes))),
+        settle=on_device.settle if on_device else None,
+        reader=_DEVICE_READER if on_device else _READER,
         write=lambda folder, number, weights: write_folder(folder, number, weights, bucket_bytes),
         folder_reader=_FOLDER_READER,
         start_timeout_s=trainer.ray_wait_register_center_timeout,
@@ -50,15 +56,18 @@ class KeptBuckets:
 
     def write(self, weights: Weights) -> Iterator[dict[str, Any]]:
         """A description of each bucket, see SharedBuckets."""
-        for index, some in enumerate(bucketed(weights, self._bucket_bytes)):
-            if index == len(self._buckets):
-                self._buckets.append(SharedBuckets(self._bucket_bytes, num_segments=1))
-            yield self._buckets[index].write(some)
+        return map(self.place, count(), bucketed(weights, self._bucket_bytes))
+
+    def place(self, index: int, some: Sequence[Named]) -> dict[str, Any]:
+        """Write bucket `index` of an update, where that of the last one is, and describe it."""
+        if index == len(self._buckets):
+            self._buckets.append(SharedBuckets(self._bucket_bytes, num_segments=1))
+        return self._buckets[index].write(some)
 
 
-def _in_turns(bucket_bytes: int) -> Callable[[Weights], Iterator[dict[str, Any]]]:
+def _in_turns(bucket_bytes: int) -> Callable[[int, Sequence[Named]], dict[str, Any]]:
     buckets = SharedBuckets(bucket_bytes)
-    return lambda weights: map(buckets.write, bucketed(weights, bucket_bytes))
+    return lambda index, some: buckets.write(some)
 
 
 def write_folder(folder: Path, number: int, weights: Weights, bucket_bytes: int) -> dict[str, Any]:

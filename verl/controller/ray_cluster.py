@@ -301,6 +301,11 @@ def _stuck(process: Process) -> str:
     return f" [its stack: {found}]" if found else ""
 
 
+def own_address() -> str:
+    """The address by which the other machines of the cluster reach this one."""
+    return str(ray.util.get_node_ip_address())
+
+
 def send(value: Any) -> Any:
     """A reference to `value` that several processes can be given; it is stored once."""
     return ray.put(value)

@@ -25,7 +25,7 @@ from verl.controller.build import Seat, check_meshes
 from verl.controller.group import WorkerGroup
 from verl.controller.groups import make_groups
 from verl.controller.host import Host
-from verl.controller.ray_cluster import CALL_LIMIT, START_LIMIT, Cluster, Pending, Process, Request, send
+from verl.controller.ray_cluster import CALL_LIMIT, START_LIMIT, Cluster, Pending, Process, Request, own_address, send
 from verl.controller.roles import Roles
 from verl.errors import VerlError
 from verl.parallel.collectives import Collectives, Peer, free_port
@@ -266,16 +266,6 @@ def answer(run: Callable[[], Any]) -> Any:
     except Exception as error:  # whatever it is, the caller must hear of it
         log.exception("A call failed.")
         return {"error": type(error).__name__, "text": traceback.format_exc()}
-
-
-def own_address() -> str:
-    """The address by which other machines reach this one."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # nothing is sent: the system only says which address it would use
-            return str(probe.getsockname()[0])
-        except OSError:
-            return "127.0.0.1"
 
 
 def _threads(processes_per_node: int) -> int:

@@ -15,7 +15,7 @@ from verl.controller.groups import make_groups
 from verl.controller.host import Host
 from verl.controller.roles import Roles
 from verl.parallel.collectives import Collectives, Peer
-from verl.parallel.device import resolve_device
+from verl.parallel.device import make_current, resolve_device
 from verl.parallel.dispatch import Plan
 from verl.parallel.placement import Placement
 from verl.parallel.wire import from_bytes, to_bytes
@@ -33,6 +33,7 @@ class SpmdRuntime:
         self.placement = Placement.of(config, peer.world_size)
         check_meshes(config, self.placement)
         self.device = local_device(config, peer.local_rank)
+        make_current(self.device)
         timeout_s = config.actor_rollout_ref.nccl_timeout
         self.comm = Collectives.start(
             peer,

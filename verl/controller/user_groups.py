@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl.controller.group import WorkerGroup
-from verl.controller.ray_cluster import Cluster, Pending, Process, Request
-from verl.controller.ray_runtime import own_address
+from verl.controller.ray_cluster import Cluster, Pending, Process, Request, own_address
 from verl.errors import ConfigError
 from verl.parallel.collectives import free_port
 from verl.parallel.dispatch import Plan

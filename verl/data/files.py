@@ -40,7 +40,7 @@ class ParquetTable:
             # read_table would add columns from a=b folders
             self.table = pyarrow.parquet.ParquetFile(path, page_checksum_verification=True).read()
         except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
-            raise DataError(f"{path} cannot be read as parquet: {error}") from error
+            raise DataError(f"{path} cannot be read as parquet: {error}. Write or download it again.") from error
 
     def __len__(self) -> int:
         return self.table.num_rows
@@ -64,9 +64,11 @@ class JsonTable:
         self.lines: list[int] = []  # of each row, from 1; empty when the file is one JSON value
         opener: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
         try:
-            with opener(path, "rt", encoding="utf-8") as file:
+            with opener(path, "rt", encoding="utf-8-sig") as file:  # some editors begin a file with a byte order mark
                 text = file.read()
-        except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path} cannot be read as text: {error}. Save it as UTF-8.") from error
+        except (OSError, EOFError, zlib.error) as error:
             raise DataError(f"{path} cannot be read as text: {error}") from error
         if ".jsonl" in path.name or not text.lstrip().startswith("["):
             self._read_lines(text)
@@ -213,6 +215,7 @@ def _open_dataset(name: str) -> Table:
         raise DataError(
             f"{path} is not a file, and data sets need the package 'datasets'. Correct it or pip install datasets."
         ) from error
+    datasets.disable_progress_bars()
     saved = any((Path(path) / marker).is_file() for marker in ("dataset_dict.json", "state.json"))
     try:
         found: Any = datasets.load_from_disk(path) if saved else datasets.load_dataset(path)

@@ -83,7 +83,7 @@ def check_row(row: Mapping[str, Any], config: DataConfig) -> None:
     if not isinstance(source, str) or not source:
         raise DataError(
             f"field {config.reward_fn_key!r} must be a text that names the task, but it is {source!r}; "
-            "it selects the scorer (data.reward_fn_key names the field)."
+            "it selects the scorer (data.reward_fn_key names the field). With a reward function of your own any name will do."
         )
     check_plain(source, config.reward_fn_key)
     _check_reward_model(row)

@@ -185,7 +185,8 @@ class FSDPEngine(TrainedEngine):
 
     def load_state(self, state: EngineState) -> None:
         """See TrainEngine. Without reshard_after_forward, parameters that a forward pass has gathered are still there."""
-        super().load_state(state)
+        with self._on_device(optimizer=True):  # the optimizer's step counts, which are not offloaded, are to lie there
+            super().load_state(state)
         self._free_gathered()
 
     def _chunked(self) -> AbstractContextManager[None]:

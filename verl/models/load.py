@@ -24,6 +24,7 @@ from verl.registry import load_module
 log = logging.getLogger(__name__)
 
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
+_TOKENIZER_FILES = ("tokenizer*", "*.model", "vocab*", "*tiktoken*")
 
 
 def load_causal_lm(
@@ -87,7 +88,12 @@ def load_tokenizer(model: ModelConfig | str | Path) -> Any:
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ModelError(f"No tokenizer could be loaded from {path}: {_first_line(error)}") from error
+        if os.path.isdir(source) and not any(next(Path(source).glob(p), None) for p in _TOKENIZER_FILES):
+            raise ModelError(
+                f"The folder {source} has no tokenizer (tokenizer.json); copy its files from where the model comes from, or "
+                "set actor_rollout_ref.model.tokenizer_path to a folder that has them."
+            ) from error
+        raise ModelError(f"No tokenizer could be loaded from {path}{_offline(source)}: {_first_line(error)}") from error
     if model.custom_chat_template:
         template = Path(model.custom_chat_template).expanduser()
         is_file = len(model.custom_chat_template) < 4096 and "{" not in model.custom_chat_template
@@ -122,8 +128,15 @@ def locate(path: str | Path) -> str:
     folder = Path(path).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise ModelError(f"The folder {folder} has no config.json; give the folder that save_pretrained wrote.")
+            saved = next(iter(sorted(folder.glob("**/huggingface/config.json"))), None)
+            hint = (
+                f"it holds checkpoints: give {saved.parent}" if saved else "give the folder that save_pretrained wrote"
+            )
+            raise ModelError(f"The folder {folder} has no config.json; {hint}.")
         return str(folder)
+    if folder.is_file():
+        convert = " (verl convert makes one of a .gguf file)" if folder.suffix == ".gguf" else ""
+        raise ModelError(f"{folder} is a file; give the folder of a model{convert}.")
     text = str(path)
     if text.startswith(("/", "~", ".")) or text.count("/") > 1:
         siblings = [p.name for p in folder.parent.iterdir()] if folder.parent.is_dir() else []
@@ -138,7 +151,7 @@ def load_model_config(path: str | Path, trust_remote_code: bool, override: dict[
         config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelError(
-            f"The configuration of {source} could not be read{_offline()}: {_first_line(error)}"
+            f"The configuration of {source} could not be read{_offline(source)}: {_first_line(error)}"
         ) from error
     for key, value in (override or {}).items():
         if key == "attn_implementation":
@@ -150,9 +163,14 @@ def load_model_config(path: str | Path, trust_remote_code: bool, override: dict[
                 "model.override_config.output_router_logits=True asks for the router's balancing loss, which verl does "
                 "not train; remove it."
             )
-        elif not hasattr(config, key):
+        elif not hasattr(config, key) and value:
+            hint = nearest(key, vars(config)) or ". Remove it, or name a field of the model's config.json."
             raise ModelError(
-                f"model.override_config.{key}: {type(config).__name__} has no such field{nearest(key, vars(config)) or '.'}"
+                f"actor_rollout_ref.model.override_config.{key}={value}: {type(config).__name__} has no such field{hint}"
+            )
+        elif not hasattr(config, key):
+            log.info(
+                "model.override_config.%s=%s has no effect: %s has no such field.", key, value, type(config).__name__
             )
         else:
             setattr(config, key, value)
@@ -162,10 +180,11 @@ def load_model_config(path: str | Path, trust_remote_code: bool, override: dict[
 def _from_pretrained(factory: Any, path: str | Path, config: Any, dtype: torch.dtype, trust_remote_code: bool) -> Any:
     source = locate(path)
     if os.path.isdir(source) and not any(next(Path(source).glob(pattern), None) for pattern in _WEIGHT_FILES):
-        others = sorted(p.name for pattern in ("*.bin", "*.pt", "*.gguf") for p in Path(source).glob(pattern))
-        hint = (
-            f"it has {others[0]}: convert it first (verl convert)" if others else "download or convert the model again"
-        )
+        others = sorted(p.name for pattern in ("*.gguf", "*.bin", "*.pt") for p in Path(source).glob(pattern))
+        hint = "download or convert the model again"
+        if others:
+            how = "verl convert" if others[0].endswith(".gguf") else "load it with transformers and save_pretrained it"
+            hint = f"it has {others[0]}: convert it first ({how})"
         raise ModelError(f"The folder {source} has no weights (*.safetensors); {hint}.")
     module, report = factory.from_pretrained(
         source,
@@ -195,9 +214,19 @@ def _loading(path: str | Path, config: Any) -> Iterator[None]:
     transformers.logging.disable_progress_bar()
     try:
         yield
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, AssertionError) as error:
         architecture = (getattr(config, "architectures", None) or [type(config).__name__])[0]
-        raise ModelError(f"{architecture} could not be loaded from {path}{_offline()}: {_first_line(error)}") from error
+        if getattr(config, "is_encoder_decoder", False):
+            raise ModelError(
+                f"{architecture} ({path}) is an encoder-decoder model; give a causal language model, such as Llama or Qwen."
+            ) from error
+        if "ignore_mismatched_sizes" in str(error):
+            raise ModelError(
+                f"The weights in {path} have other shapes than its config.json says; download or convert the model again."
+            ) from error
+        raise ModelError(
+            f"{architecture} could not be loaded from {path}{_offline(str(path))}: {_first_line(error)}"
+        ) from error
     except Exception as error:
         if type(error).__name__ != "SafetensorError":  # defined in a compiled module, of no other base than Exception
             raise
@@ -266,8 +295,9 @@ def load_external(external_lib: str | list[str] | None) -> None:
         load_module(name.strip())
 
 
-def _offline() -> str:
-    return " (HF_HUB_OFFLINE is set, so only folders and the local cache are looked at)" if _is_offline() else ""
+def _offline(source: str) -> str:
+    told = " (HF_HUB_OFFLINE is set, so only folders and the local cache are looked at)"
+    return told if _is_offline() and not Path(source).expanduser().is_dir() else ""
 
 
 def _is_offline() -> bool:

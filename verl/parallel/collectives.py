@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import logging
 import os
 import random
@@ -29,13 +28,14 @@ import torch
 import torch.distributed as dist
 
 from verl.errors import ConfigError, DeadlineError, WorkerLostError
+from verl.parallel.board import Board
 from verl.parallel.stacks import Reporter, calls
 from verl.parallel.traffic import TRAFFIC
 
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.5
-_LOOKUP_S = 5.0  # for the board, after something has failed
+_DOING, _STACK = "board", "stack"  # topics of the board
 _LOOPBACK = ("127.0.0.1", "localhost")
 _SLOW = 0.6  # share of a deadline after which a rank begins to write its stack on the board
 
@@ -103,7 +103,7 @@ class Collectives:
         self.world_size = peer.world_size
         self.local_rank = peer.local_rank
         self.timeout_s = timeout_s
-        self._store = store
+        self._board = Board(store, peer.rank, peer.world_size)
         self._group = group
         self._number = 0
         self._call = "starting"
@@ -193,33 +193,24 @@ class Collectives:
     def close(self) -> None:
         """Leave the process group; does not wait for anybody."""
         self._reporter.close()
+        self._board.close()
         if dist.is_initialized():
             with contextlib.suppress(RuntimeError):  # a group whose peers are gone may not say goodbye
                 dist.destroy_process_group()
 
-    # -- the board ----------------------------------------------------------------------------------------------------
-
     def _post(self, call: str, failure: str) -> None:
         row = {"number": self._number, "call": call, "time": time.time(), "failure": failure}
-        with contextlib.suppress(RuntimeError):  # without its store a run is about to end anyway
-            self._store.set(f"board/{self.rank}", json.dumps(row))
+        self._board.post(_DOING, row, wait=bool(failure))
 
     def _post_stack(self, stack: str) -> None:
-        with contextlib.suppress(RuntimeError):
-            self._store.set(f"stack/{self.rank}", json.dumps({"number": self._number, "stack": stack}))
+        self._board.post(_STACK, {"number": self._number, "stack": stack})
 
     def _rows(self) -> dict[int, dict[str, object]]:
         """What the other ranks wrote last; empty when the store is gone."""
-        rows: dict[int, dict[str, object]] = {}
-        with contextlib.suppress(RuntimeError):
-            self._store.set_timeout(timedelta(seconds=_LOOKUP_S))
-            for rank in range(self.world_size):
-                if rank != self.rank and self._store.check([f"board/{rank}"]):
-                    rows[rank] = json.loads(self._store.get(f"board/{rank}"))
-                    if self._store.check([f"stack/{rank}"]):
-                        found = json.loads(self._store.get(f"stack/{rank}"))
-                        if found["number"] == rows[rank]["number"]:  # else of a call that has ended since
-                            rows[rank]["stack"] = found["stack"]
+        rows, stacks = self._board.rows(_DOING), self._board.rows(_STACK)
+        for rank, row in rows.items():
+            if rank in stacks and stacks[rank]["number"] == row["number"]:  # else of a call that has ended since
+                row["stack"] = stacks[rank]["stack"]
         return rows
 
     @contextlib.contextmanager
@@ -252,7 +243,7 @@ class Collectives:
             r: row for r, row in rows.items() if not row["failure"]
         }
         if not rows:
-            return "The rendezvous is gone too: look at the log of rank 0 or of the launcher."
+            return "The rendezvous is gone or silent too: look at the log of rank 0 or of the launcher, and at the network."
         state = "hangs or is slow" if timed_out else "has ended or cannot be reached"
         names = "; ".join(
             f"rank {r} {state} (last seen in {row['call']}, {time.time() - float(str(row['time'])):.0f} s ago"
@@ -320,9 +311,9 @@ def _meet(peer: Peer, timeout_s: float) -> dist.Store:
 def _store(peer: Peer, serves: bool, timeout_s: float) -> dist.TCPStore:
     """Where the ranks meet on one machine, neither the store nor gloo listens to others; torch's store would by itself."""
     listener: socket.socket | None = None
+    if (interface := _interface_towards(peer.address, peer.port)) is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     if peer.address in _LOOPBACK:
-        if (interface := _loopback_interface()) is not None:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         listener = socket.create_server((peer.address, peer.port), backlog=2048) if serves else None
     try:
         store = dist.TCPStore(
@@ -343,9 +334,17 @@ def _store(peer: Peer, serves: bool, timeout_s: float) -> dist.TCPStore:
     return store
 
 
-def _loopback_interface() -> str | None:
-    """ "lo" on Linux."""
-    names = (n for n, found in psutil.net_if_addrs().items() if any(a.address == "127.0.0.1" for a in found))
+def _interface_towards(address: str, port: int) -> str | None:
+    """The network interface by which this machine reaches `address`. Gloo by itself takes the one of the host's name, which
+    many systems give to the loopback."""
+    try:
+        family, kind, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(place)  # nothing is sent: the system only says which address it would use
+            own = probe.getsockname()[0]
+    except OSError:
+        return None
+    names = (n for n, found in psutil.net_if_addrs().items() if any(a.address.split("%")[0] == own for a in found))
     return next(names, None)
 
 

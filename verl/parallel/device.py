@@ -39,6 +39,13 @@ def resolve_device(name: str = "auto") -> torch.device:
     return torch.device(name)
 
 
+def make_current(device: torch.device) -> None:
+    """Let calls that name no device mean `device` from now on, in this thread: FSDP shards onto the GPU that is current,
+    NCCL and vLLM's workers take it. Without it all ranks of a host would meet on GPU 0."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 def native_bf16(device: torch.device) -> bool:
     """Whether the device multiplies bfloat16 matrices in hardware (elsewhere bfloat16 is slower than float32)."""
     if device.type == "cuda":

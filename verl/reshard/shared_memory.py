@@ -25,7 +25,7 @@ from verl.errors import ModelError, WorkerLostError
 from verl.reshard.digest import digest
 
 _ALIGNMENT = 64  # bytes; of every tensor, so that any number format can be viewed in place
-_HEAD_BYTES = 64  # the number of the bucket that lies in a segment
+HEAD_BYTES = 64  # the number of the bucket that lies in a segment
 Named = tuple[str, torch.Tensor]
 
 
@@ -105,25 +105,14 @@ class SharedBuckets:
 
         Raises ModelError when several tensors are more than a bucket.
         """
-        entries: list[list[Any]] = []
-        end = _HEAD_BYTES
-        for name, tensor in tensors:
-            first = -(-end // _ALIGNMENT) * _ALIGNMENT
-            end = first + tensor.nbytes
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            entries.append([name, dtype, list(tensor.shape), first, tensor.nbytes])
-        if len(tensors) > 1 and sum(tensor.nbytes for _, tensor in tensors) > self.bucket_bytes:
-            raise ModelError(
-                f"{len(tensors)} tensors from {tensors[0][0]} on are more than a bucket of {self.bucket_bytes} bytes; write "
-                "them in several buckets."
-            )
+        entries, end = laid_out(tensors, self.bucket_bytes)
         segment = self._next(end)
-        segment.memory[:_HEAD_BYTES] = _head(-1)  # whoever still reads what was here finds out
+        segment.memory[:HEAD_BYTES] = _head(-1)  # whoever still reads what was here finds out
         for (name, tensor), entry in zip(tensors, entries, strict=True):
             place = as_numbers(segment.memory, entry[3], entry[4], tensor.dtype)
             place.view(tensor.shape).copy_(tensor.detach())
             entry.append(digest(f"{name} {entry[2]}", place).hex())
-        segment.memory[:_HEAD_BYTES] = _head(self._number)
+        segment.memory[:HEAD_BYTES] = _head(self._number)
         return {"segment": segment.path, "num_bytes": segment.num_bytes, "number": self._number, "entries": entries}
 
     def close(self) -> None:
@@ -140,8 +129,28 @@ class SharedBuckets:
         if segment is None or segment.num_bytes < num_bytes:
             if segment is not None:
                 segment.close()
-            segment = self._segments[at] = Segment(max(num_bytes, _HEAD_BYTES + self.bucket_bytes))
+            segment = self._segments[at] = Segment(max(num_bytes, HEAD_BYTES + self.bucket_bytes))
         return segment
+
+
+def laid_out(tensors: Sequence[Named], bucket_bytes: int) -> tuple[list[list[Any]], int]:
+    """Where tensors lie in a bucket: entries of name, dtype, shape, offset and nbytes, and the bytes of head and tensors.
+
+    Raises ModelError when several tensors are more than a bucket.
+    """
+    entries: list[list[Any]] = []
+    end = HEAD_BYTES
+    for name, tensor in tensors:
+        first = -(-end // _ALIGNMENT) * _ALIGNMENT
+        end = first + tensor.nbytes
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        entries.append([name, dtype, list(tensor.shape), first, tensor.nbytes])
+    if len(tensors) > 1 and sum(tensor.nbytes for _, tensor in tensors) > bucket_bytes:
+        raise ModelError(
+            f"{len(tensors)} tensors from {tensors[0][0]} on are more than a bucket of {bucket_bytes} bytes; write them in "
+            "several buckets."
+        )
+    return entries, end
 
 
 def bucketed(tensors: Iterable[Named], bucket_bytes: int) -> Iterator[list[Named]]:
@@ -180,11 +189,11 @@ def read(description: dict[str, Any]) -> Iterator[Named]:
 
 
 def _head(number: int) -> bytes:
-    return number.to_bytes(_HEAD_BYTES, "little", signed=True)
+    return number.to_bytes(HEAD_BYTES, "little", signed=True)
 
 
 def _check_number(memory: mmap.mmap, number: int) -> None:
-    lies = int.from_bytes(memory[:_HEAD_BYTES], "little", signed=True)
+    lies = int.from_bytes(memory[:HEAD_BYTES], "little", signed=True)
     if lies != number:
         raise ModelError(
             f"Bucket {number} of the new weights was written over before it was read; its writer must wait for the answer to "

@@ -265,4 +265,15 @@ def _without_odd_parts(outcomes: Iterable[Outcome]) -> Iterable[Outcome]:
             encode(item)
             yield item
         except RewardError:
-            yield {"error": "returned a dict with values that are neither numbers, text, lists nor dicts"}
+            yield {
+                "error": f"returned a dict{_odd_key(item)} with values that are neither numbers, text, lists nor dicts"
+            }
+
+
+def _odd_key(item: Outcome) -> str:
+    for key, value in (item.get("parts") or {}).items():
+        try:
+            encode({str(key): value})
+        except RewardError:
+            return f" (key {key!r})"
+    return ""

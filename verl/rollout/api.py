@@ -33,7 +33,10 @@ Weights: TypeAlias = "Iterable[tuple[str, torch.Tensor]]"  # by name, whole
 class OwnCopy:
     """What an engine needs that holds weights of its own. `portions` lays weights out, piece by piece, in memory that processes
     of this host can read, and gives JSON that describes each piece; `write` does so with all of them in a folder. The
-    functions named `reader` and `folder_reader` ("module:function") give the tensors of such a description."""
+    functions named `reader` and `folder_reader` ("module:function") give the tensors of such a description.
+
+    `settle`, where there is one, is called before `portions`, with a function that lets the engine read a piece for trial and
+    raises ModelError when it cannot: it finds out which memory the engine reaches."""
 
     model: ModelConfig
     device: torch.device
@@ -44,6 +47,7 @@ class OwnCopy:
     folder_reader: str
     start_timeout_s: float
     call_timeout_s: float
+    settle: Callable[[Callable[[dict[str, Any]], None]], None] | None = None
 
 
 def holds_weights(name: str) -> bool:

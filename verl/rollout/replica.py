@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from verl.errors import ModelError
-from verl.models.parallel.collectives import even_sizes, own_range
+from verl.models.parallel.collectives import even_sizes, gather_into, own_range
 from verl.models.parallel.tensor import divide
 from verl.parallel.mesh import Mesh
 from verl.rollout.tensor_parallel_experts import divide_own_experts
@@ -124,6 +124,6 @@ class _WholeVocabulary:
         spare = max(self.sizes) - out.shape[-1]
         mine = F.pad(out, (0, spare)) if spare else out.contiguous()
         everything = mine.new_empty(len(self.sizes) * mine.numel())
-        dist.all_gather_into_tensor(everything, mine.flatten(), group=self.group)
+        gather_into(everything, mine.flatten(), group=self.group)
         parts = everything.view(len(self.sizes), *mine.shape)
         return torch.cat([part[..., :size] for part, size in zip(parts, self.sizes, strict=True)], dim=-1)

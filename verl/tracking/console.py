@@ -127,8 +127,8 @@ class Console:
             bits += [f"{figures['tokens_per_s']} tok/s"] if "tokens_per_s" in figures else []
             self._progress.update(self._task, completed=step, figures=" · ".join([*bits, f"{left} left"]))
 
-    def validation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Held-out reward after `step` (0: before training), and the core metrics of each data source."""
+    def validation(self, step: int | None, metrics: Mapping[str, float]) -> None:
+        """Held-out reward after `step` (0: before training, None: without any), and the core metrics of each data source."""
         if not metrics:
             return
         heads = {"val/reward": "reward", "val/greedy": "greedy"}
@@ -137,23 +137,26 @@ class Console:
             (name.removeprefix("val-core/"), f"{v:.3f}") for name, v in metrics.items() if name.startswith("val-core/")
         ]
         if not self.rich.is_terminal:
-            self._lines([" ".join([f"validation step={step}", *(f"{n}={v}" for n, v in [*found, *core])])])
+            head = "validation" if step is None else f"validation step={step}"
+            self._lines([" ".join([head, *(f"{n}={v}" for n, v in [*found, *core])])])
             return
-        line = Text(f"validation after step {step}" if step else "validation before training", style="bold magenta")
+        when = "" if step is None else f" after step {step}" if step else " before training"
+        line = Text(f"validation{when}", style="bold magenta")
         for label, value in found:
             line.append(f"  {label} ", style="not bold dim").append(value, style="bold")
         self.rich.print(line)
         for name, value in core:
             self.rich.print(Text(f"  {name} ", style="dim").append(value, style="not dim"))
 
-    def final(self, summary: Summary) -> None:
-        """The closing table: before and after, and how long it took."""
+    def final(self, summary: Summary, *, sampled: bool = True) -> None:
+        """The closing table: before and after, and how long it took. `sampled=False`: validation was greedy, so that there
+        is one reward and not two."""
         self._stop_bar()
         rows = [
             ("held-out reward, sampled", summary.reward_before, summary.reward_after),
             ("held-out reward, greedy", summary.greedy_before, summary.greedy_after),
         ]
-        rows = [row for row in rows if row[1] is not None or row[2] is not None]
+        rows = [row for row in rows[not sampled :] if row[1] is not None or row[2] is not None]
         took = f"{summary.steps} steps in {_duration(summary.seconds)}"
         if summary.tokens_per_s:
             took += f", {summary.tokens_per_s:,.0f} tokens/s"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,9 @@ def _draw(rows: list[dict[str, Any]], path: Path, title: str) -> None:
         {"actor/ppo_kl": (_RED, "to the old policy"), "actor/kl_loss": (_ORANGE, "to the reference")},
     )  # fmt: skip
     temporary = path.with_name(f".{path.name}.tmp")
-    figure.savefig(temporary, format="png")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from")  # a run folder may have any name
+        figure.savefig(temporary, format="png")
     temporary.replace(path)
 
 

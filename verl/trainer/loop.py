@@ -24,6 +24,7 @@ from verl.trainer.ppo.program import StepResult
 from verl.trainer.resuming import Resume
 from verl.trainer.samples import open_samples
 from verl.trainer.saving import BackgroundRoleWriter, FromLeader, RoleWriter, Store, saves_in_background
+from verl.trainer.signal_watch import SignalWatch
 from verl.trainer.state import TrainerState
 from verl.trainer.validation import Validator
 
@@ -75,7 +76,8 @@ class Loop:
         self.from_leader = from_leader
         self.resume = resume
         self.phases = phases
-        self.last_validation: dict[str, float] = {}
+        self.signal = SignalWatch(config.data.max_response_length, config.actor_rollout_ref.rollout.n)
+        self.last_validation: dict[str, float] = {}  # of a step: the one before training is in the state
         self.saved_step = state.step
 
     def run(self) -> dict[str, float]:
@@ -126,6 +128,7 @@ class Loop:
             self._save()  # after the rows: a run killed here resumes behind this step and would not write them again
         self.spans.write(step)
         self.console.step(step, metrics)
+        self.signal.note(step, metrics)
         give_back_holes(step)
 
     def _go_back(self, back: RollBack) -> None:
@@ -159,11 +162,13 @@ class Loop:
         if self.validator is None:
             return {}
         with self.spans("testing"):
-            self.last_validation = self.validator.run(self.state.step)
+            found = self.validator.run(self.state.step)
         if self.state.step == 0:
-            self.tracker.log(self.last_validation, 0)
-        self.console.validation(self.state.step, self.last_validation)
-        return self.last_validation
+            self.tracker.log(found, 0)
+        else:
+            self.last_validation = found
+        self.console.validation(self.state.step, found)
+        return found
 
     def _save(self) -> None:
         if self.saved_step == self.state.step:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.config import LoadedConfig, VerlConfig
+from verl.config.changes import changed_keys
 from verl.controller.roles import Roles
 from verl.controller.runtime import Runtime, open_runtime
 from verl.controller.sampling import draw, sampling_params
@@ -21,7 +22,7 @@ from verl.data.prompts import PromptEncoder
 from verl.errors import ConfigError
 from verl.models.load import load_tokenizer
 from verl.tracking.console import Console
-from verl.tracking.files import json_text
+from verl.tracking.files import json_text, read_rows
 from verl.tracking.follower import Follower, FollowerFolder
 from verl.tracking.plot import draw_learning_curve
 from verl.tracking.records import sample_rows
@@ -113,11 +114,11 @@ def train(loaded: LoadedConfig) -> int:
         resume.begin()
         if runtime.leads:
             program.guards.file = folder.guards
+            _say_how_it_goes_on(loaded, folder, state, steps)
             loaded.write(folder.root)  # not before: a start that fails must leave what describes the run before it
         console.header(_facts(loaded, roles, data, steps, folder, state))
-        validator = None
-        if data.validation is not None:
-            validator = Validator(config, roles, data.validation, data.tokenizer, tracker)
+        held_out = data.validation
+        validator = Validator(config, roles, held_out, data.tokenizer, tracker) if held_out is not None else None
         stop.share(runtime.any)
         loop = Loop(
             config,
@@ -139,7 +140,7 @@ def train(loaded: LoadedConfig) -> int:
         console.begin(state.step, steps)
         last = loop.run()
         if runtime.leads:
-            _finish(folder, tracker, console, roles, state, last)
+            _finish(config, folder, tracker, console, roles, state, last or _last_validation(folder.metrics))
     return 0
 
 
@@ -162,7 +163,8 @@ def evaluate(loaded: LoadedConfig) -> int:
             return 0
         tracker.log(metrics, 0)
         (folder.root / "eval.json").write_text(json.dumps(metrics, indent=2, sort_keys=True))
-        console.validation(0, metrics)
+        console.validation(None, metrics)
+        log.info("Every figure is in %s, the samples are in %s.", folder.root / "eval.json", folder.samples)
     return 0
 
 
@@ -239,14 +241,48 @@ def _facts(
         "training prompts": data.train.num_rows if data.train else 0,
         "validation prompts": data.validation.num_rows if data.validation else 0,
         "batch": f"{config.data.train_batch_size} prompts x {group.rollout.n} samples",
-        "steps": f"{state.step + 1} to {steps}" if state.step else f"{steps}",
+        "steps": f"{state.step + 1} to {steps}" if 0 < state.step < steps else f"{steps}",
+        "checkpoints": _saves(config.trainer.save_freq),
         "run folder": str(folder.root),
         "notices": loaded.notices,
     }
 
 
+def _say_how_it_goes_on(loaded: LoadedConfig, folder: RunFolder, state: TrainerState, steps: int) -> None:
+    """What is worth knowing about a run that was there before."""
+    changed = changed_keys(loaded, folder.root) if state.step else []
+    if changed:
+        log.warning("The run goes on with other settings than before: %s.", "; ".join(changed))
+    if state.step >= steps:
+        log.warning(
+            "The run in %s has taken all of its %d steps: nothing is left to do. To go on, raise trainer.total_epochs or "
+            "trainer.total_training_steps; for a new run, choose another trainer.experiment_name or "
+            "trainer.default_local_dir, or set trainer.resume_mode=disable.",
+            folder.root,
+            steps,
+        )
+
+
+def _last_validation(metrics_file: Path) -> dict[str, float]:
+    """The metrics of the last validation after a step: for a run that has nothing left to do."""
+    rows = [row for row in read_rows(metrics_file) if row.get("step", 0) > 0 and "val/reward" in row]
+    return rows[-1] if rows else {}
+
+
+def _saves(every: int) -> str:
+    if every > 0:
+        return f"every {every} steps and at the end" if every > 1 else "every step"
+    return "only when interrupted; with trainer.save_freq above 0 the trained model is kept"
+
+
 def _finish(
-    folder: RunFolder, tracker: Tracker, console: Console, roles: Roles, state: TrainerState, last: dict[str, float]
+    config: VerlConfig,
+    folder: RunFolder,
+    tracker: Tracker,
+    console: Console,
+    roles: Roles,
+    state: TrainerState,
+    last: dict[str, float],
 ) -> None:
     """Summary, learning curve, closing table."""
     first = state.first_validation
@@ -263,4 +299,8 @@ def _finish(
     )
     tracker.finish(summary)
     draw_learning_curve(folder)
-    console.final(summary)
+    validation = sampling_params(config.actor_rollout_ref.rollout, validation=True)
+    console.final(summary, sampled=validation.temperature > 0)
+    trained = folder.root / f"global_step_{state.step}" / "actor" / "huggingface"
+    if trained.is_dir():
+        log.info("The trained model is %s; `verl show %s` says where the time went.", trained, folder.root)

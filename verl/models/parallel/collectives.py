@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 
 Group = dist.ProcessGroup
+# its newer name where there is one: the older one warns there
+gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def even_sizes(total: int, num_ranks: int) -> list[int]:
@@ -86,7 +88,7 @@ def gather_rows(x: torch.Tensor, sizes: Sequence[int], group: Group) -> torch.Te
     if len(mine) < most:
         mine = torch.cat([mine, mine.new_zeros(most - len(mine), *mine.shape[1:])])
     everything = mine.new_empty(most * len(sizes), *mine.shape[1:])
-    dist.all_gather_into_tensor(everything, mine, group=group)
+    gather_into(everything, mine, group=group)
     if len(set(sizes)) == 1:
         return everything
     return torch.cat([everything.narrow(0, most * rank, size) for rank, size in enumerate(sizes)])

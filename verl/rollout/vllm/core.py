@@ -26,6 +26,7 @@ from verl.rollout.vllm.weights import Description
 
 Figures = dict[str, Any]
 
+_WEIGHTS, _KV_CACHE = "weights", "kv_cache"
 _REQUESTS = itertools.count()  # names of requests, each used once
 
 
@@ -49,7 +50,7 @@ class Core:
 
     def __init__(self, setup: Setup):
         self.setup = setup
-        self._asleep = False
+        self._asleep: set[str] = set()  # parts of vLLM's memory, by its names for them
         with undisturbed(setup.environment):
             try:
                 from verl.rollout.vllm import library
@@ -83,9 +84,13 @@ class Core:
             raise
         return run.figures()
 
+    def try_bucket(self, bucket: Description) -> None:
+        """Read a bucket and take nothing. Raises ModelError when it cannot be read here."""
+        self._on_workers("verl_try", json.dumps({"reader": self.setup.reader, "bucket": bucket}))
+
     def begin_update(self) -> None:
         """New weights will come in buckets."""
-        self.wake()
+        self.wake(_WEIGHTS)  # the KV cache would lie in memory that the update may need
         self._on_workers("verl_begin")
 
     def update(self, bucket: Description) -> None:
@@ -104,14 +109,17 @@ class Core:
 
     def sleep(self) -> None:
         """Give memory of the device back, the KV cache foremost, where vLLM can."""
-        if self.setup.sleeps and not self._asleep:
+        if self.setup.sleeps and _WEIGHTS not in self._asleep:
+            self.wake()  # vLLM puts nothing to sleep twice
             self._llm.sleep(level=1)
-            self._asleep = True
+            self._asleep = {_WEIGHTS, _KV_CACHE}
 
-    def wake(self) -> None:
-        if self._asleep:
-            self._llm.wake_up()
-            self._asleep = False
+    def wake(self, *parts: str) -> None:
+        """Take memory again: of all that is without, or of those parts alone."""
+        wanted = sorted(self._asleep.intersection(parts) if parts else self._asleep)
+        if wanted:
+            self._llm.wake_up(tags=wanted)
+            self._asleep.difference_update(wanted)
 
     def close(self) -> None:
         """End vLLM's own processes, if it has any."""
@@ -263,6 +271,7 @@ def undisturbed(environment: dict[str, str]) -> Iterator[None]:
     which vLLM's start changes for the whole process."""
     before, set_num_threads = dict(os.environ), torch.set_num_threads
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
     os.environ.update(environment)
     try:
         yield
@@ -273,6 +282,8 @@ def undisturbed(environment: dict[str, str]) -> Iterator[None]:
         random.setstate(states[0])
         np.random.set_state(states[1])
         torch.set_rng_state(states[2])
+        if on_gpus is not None:
+            torch.cuda.set_rng_state_all(on_gpus)
 
 
 def _tokenizer(setup: Setup) -> Any:

@@ -75,6 +75,8 @@ class VLLMRollout:
     def load(self, weights: Weights) -> None:
         """Take all weights of the model, by name, in the engine's number format. Raises ModelError when one is missing, is
         not the model's, or did not arrive as it was sent; nothing is generated then until an update succeeds."""
+        if self.own.settle is not None:
+            self.own.settle(self.core.try_bucket)
         self.state.begin()
         manifest = Manifest()
         try:

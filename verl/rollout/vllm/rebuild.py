@@ -67,6 +67,10 @@ class RebuiltCore:
             "seconds": time.perf_counter() - started_at,
         }
 
+    def try_bucket(self, bucket: Description) -> None:
+        """See Core.try_bucket."""
+        self._with_process(lambda core: core.try_bucket(bucket))
+
     def begin_update(self) -> None:
         """See Core.begin_update."""
         self._forget_weights()
@@ -76,7 +80,8 @@ class RebuiltCore:
     def update(self, bucket: Description) -> None:
         """See Core.update."""
         self._with_process(lambda core: core.update(bucket))
-        self._buckets.append(bucket)
+        # as it lies in memory of the host: that of a GPU is written over soon
+        self._buckets.append({key: value for key, value in bucket.items() if key != "device"})
 
     def finish_update(self, manifest: str) -> None:
         """See Core.finish_update."""

@@ -40,6 +40,10 @@ class RemoteCore:
         )
         return figures
 
+    def try_bucket(self, bucket: Description) -> None:
+        """See Core.try_bucket."""
+        self.process.call("try_bucket", {"bucket": bucket})
+
     def begin_update(self) -> None:
         """See Core.begin_update."""
         self.process.call("begin_update", {})
@@ -80,6 +84,10 @@ class ServedCore:
         self.finish_update: Callable[[str], None] = core.finish_update
         self.abandon_update: Callable[[], None] = core.abandon_update
         self.sleep: Callable[[], None] = core.sleep
+
+    def try_bucket(self, bucket: Description) -> None:
+        """See Core.try_bucket."""
+        self.core.try_bucket(bucket)
 
     def generate(self, prompts: list[dict[str, Any]], params: dict[str, Any], step: int, report: Any) -> Figures:
         """`report` is told of each sample as it ends, and that the engine goes on."""

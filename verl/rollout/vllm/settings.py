@@ -12,7 +12,7 @@ from verl.config import RolloutConfig
 from verl.rollout.api import OwnCopy
 from verl.rollout.vllm.core import Setup
 
-_RECEIVER = "verl.rollout.vllm.weights.WeightReceiver"
+_RECEIVER = "verl.rollout.vllm.weights.OwnWeightReceiver"
 _DRAW = "verl.rollout.vllm.library:Draw"
 _RANKS = "verl.rollout.vllm.library.Ranks"
 _BLOCK_TOKENS = 128  # of vLLM's cache on a CPU
@@ -58,7 +58,7 @@ def make_setup(
         arguments["distributed_executor_backend"] = _RANKS
     return Setup(
         llm={**arguments, **config.engine_kwargs.vllm},
-        environment=_environment(own.device),
+        environment=_environment(own.device, in_own_process=config.mode == "async"),
         eos_token_ids=list(eos_token_ids),
         vocab_size=vocab_size,
         reader=own.reader,
@@ -75,7 +75,7 @@ def longest_sequence(config: RolloutConfig, skeleton: Any) -> int:
     return min(wanted, positions or wanted)
 
 
-def _environment(device: torch.device) -> dict[str, str]:
+def _environment(device: torch.device, *, in_own_process: bool) -> dict[str, str]:
     """Of the process while vLLM starts; what the user has set himself stays, but for what this engine is built on."""
     import os
 
@@ -83,7 +83,7 @@ def _environment(device: torch.device) -> dict[str, str]:
     if device.type == "cpu":
         # by itself vLLM takes one core less than there are and stays on it
         wishes |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    elif device.index is not None:
+    elif device.index is not None and in_own_process:  # here CUDA has counted its devices, and goes by their numbers
         seen = os.environ.get("CUDA_VISIBLE_DEVICES")
         wishes["CUDA_VISIBLE_DEVICES"] = seen.split(",")[device.index] if seen else str(device.index)
     needs = {

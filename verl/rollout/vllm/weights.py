@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ Description = dict[str, Any]  # of a bucket: JSON, whose "entries" begin with th
 
 # a message names one of them; over HTTP anybody who reaches the server can send one, so nothing else is called
 _READERS = ("verl.reshard.shared_memory:read", "verl.controller.own_copy:read_folder")
+_OWN_READERS = (*_READERS, "verl.reshard.device_memory:read")
 _SAME_HEAD = 0.05  # relative; a packed product in bfloat16 is within 0.01, another weight is not
 
 
@@ -50,6 +51,11 @@ class WeightReceiver:
     model_runner: Any
     model_config: Any
     vllm_config: Any
+    verl_readers: tuple[str, ...] = _READERS
+
+    def verl_try(self, message: str) -> dict[str, str]:
+        """Read the bucket that `message` describes, as in `verl_load`, and take nothing."""
+        return self._verl_answer(lambda: self._verl_try(**json.loads(message)))
 
     def verl_begin(self) -> dict[str, str]:
         """New weights will come; nothing may be generated before they are whole."""
@@ -87,11 +93,19 @@ class WeightReceiver:
         self._verl_held = HeldWeights(model, tensor_parallel_group())
         initialize_layerwise_reload(model)
 
+    def _verl_read(self, reader: str, bucket: Description) -> Iterator[tuple[str, torch.Tensor]]:
+        if reader not in self.verl_readers:
+            raise ModelError(f"{reader!r} is not a reader of weights; there are {', '.join(self.verl_readers)}.")
+        found: Iterator[tuple[str, torch.Tensor]] = load_object(reader)(bucket)
+        return found
+
+    def _verl_try(self, reader: str, bucket: Description) -> None:
+        for _ in self._verl_read(reader, bucket):
+            pass
+
     def _verl_load(self, reader: str, bucket: Description) -> None:
-        if reader not in _READERS:
-            raise ModelError(f"{reader!r} is not a reader of weights; there are {', '.join(_READERS)}.")
         # copies: vLLM keeps them until a layer is whole, and the bucket is written over before
-        tensors = [(name, tensor.clone()) for name, tensor in load_object(reader)(bucket)]
+        tensors = [(name, _copied(tensor)) for name, tensor in self._verl_read(reader, bucket)]
         self._verl_manifest.add(bucket)
         for name, tensor in tensors:
             self._verl_held.sent(name, tensor)
@@ -118,6 +132,19 @@ class WeightReceiver:
             finalize_layerwise_reload(self.model_runner.model, self.model_config)
         finally:
             self._verl_held.end()
+
+
+class OwnWeightReceiver(WeightReceiver):
+    """For a vLLM that we have started and that nobody else talks to: it opens memory of the GPU too, by handles that are passed
+    on to CUDA's driver as they come."""
+
+    verl_readers = _OWN_READERS
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """On the GPU of this worker, if it comes from one."""
+    device = torch.device("cuda", torch.cuda.current_device()) if tensor.is_cuda else tensor.device
+    return tensor.to(device, copy=True)
 
 
 def _renew_tied_heads(model: Any) -> None:

@@ -1,0 +1,124 @@
+"""Processes that need torch, as forks of one that has imported it: `python -m MODULE arguments` without six seconds of imports.
+
+Each test process has a server of its own that is started when it is first needed and ends with it. It has imported what is
+in WARM and has run nothing; what a process sets is its own. Its command line is that of the server.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+WARM = [
+    "psutil",
+    "pytest",
+    "safetensors.torch",
+    "torch.distributed.fsdp",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen3.modeling_qwen3",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
+    "verl.controller.host",
+    "verl.controller.spmd",
+    "verl.engines.fsdp",
+    "verl.models.tiny",
+    "verl.reshard.update",
+    "verl.rollout.native",
+    "verl.trainer.main_ppo",
+    "verl.trainer.run",
+]
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(WARM)
+
+
+class Forked:
+    """Like a `subprocess.Popen` of `python -m module arguments...`, or of `python FILE arguments...` where `what` is a path;
+    both outputs in one pipe, and nothing to read."""
+
+    def __init__(self, what: str | Path, *arguments: object, env: Mapping[str, str], cwd: Path = ROOT):
+        self.command = [str(what), *map(str, arguments)]
+        ours, theirs = FORKS.Pipe(duplex=False)
+        self._process = FORKS.Process(
+            target=_run, args=(isinstance(what, Path), self.command, dict(env), str(cwd), theirs)
+        )
+        self._process.start()
+        theirs.close()
+        self.pid = self._process.pid
+        self.stdout = os.fdopen(os.dup(ours.fileno()), errors="replace")
+        ours.close()
+        self._said = ""
+        self._reader: threading.Thread | None = None
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    poll = returncode.fget
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired(self.command, timeout or 0.0)
+        return self.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, None]:
+        """What was said until all that hold the pipe have ended. After subprocess.TimeoutExpired it may be called again."""
+        if self._reader is None:
+            self._reader = threading.Thread(target=self._read, daemon=True)
+            self._reader.start()
+        self._reader.join(timeout)
+        if self._reader.is_alive():
+            raise subprocess.TimeoutExpired(self.command, timeout or 0.0)
+        self.wait(timeout)
+        return self._said, None
+
+    def _read(self) -> None:
+        self._said = self.stdout.read()
+
+    def send_signal(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def run_forked(what: str | Path, *arguments: object, timeout_s: float, **more) -> tuple[int, str]:
+    """(exit code, output) of a `Forked`; it is killed at the deadline, which fails the test with what it has said."""
+    process = Forked(what, *arguments, **more)
+    try:
+        said, _ = process.communicate(timeout_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+    return process.returncode, said
+
+
+def _run(is_file: bool, command: Sequence[str], env: dict[str, str], cwd: str, output: Connection) -> None:
+    """In the fork: what a fresh Python would do."""
+    for fd in (1, 2):
+        os.dup2(output.fileno(), fd)
+    output.close()
+    sys.stdout, sys.stderr = (open(fd, "w", buffering=1, closefd=False) for fd in (1, 2))
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(cwd)
+    what, *arguments = command
+    sys.argv = [what, *arguments]
+    try:
+        if is_file:
+            sys.path.insert(0, str(Path(what).parent))
+            runpy.run_path(what, run_name="__main__")
+        else:
+            runpy.run_module(what, run_name="__main__", alter_sys=True)
+    finally:
+        atexit._run_exitfuncs()

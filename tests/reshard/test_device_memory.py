@@ -1,0 +1,235 @@
+"""Buckets in memory of a GPU, which is played by memory of the host that processes can share; on a GPU, the real calls."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.reshard.played_device import DEVICE, play_driver
+from verl.controller.own_copy import KeptBuckets
+from verl.errors import ModelError, WorkerLostError
+from verl.reshard import cuda_ipc, device_memory, shared_memory
+from verl.reshard.cuda_ipc import Refused
+from verl.reshard.device_memory import DeviceBuckets, DevicePortions, read
+from verl.reshard.shared_memory import SharedBuckets, as_numbers, bucketed
+
+BUCKET = 1 << 10
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    return play_driver(monkeypatch)
+
+
+@pytest.fixture
+def buckets(driver):
+    return DeviceBuckets(BUCKET, DEVICE)
+
+
+def weights(value=1.0):
+    return [
+        ("a", torch.full((5, 7), value)),
+        ("b", torch.arange(9, dtype=torch.bfloat16) * value),
+        ("c", torch.empty(0, 3)),
+        ("d", torch.tensor(value, dtype=torch.float64)),
+        ("e", torch.full((4, 6), value).t()),
+    ]
+
+
+def same(found, expected):
+    assert [name for name, _ in found] == [name for name, _ in expected]
+    assert all(torch.equal(f, e) and f.dtype == e.dtype for (_, f), (_, e) in zip(found, expected, strict=True))
+
+
+def test_tensors_come_as_they_were_written(buckets, driver):
+    description = json.loads(json.dumps(buckets.write(weights())))
+    same([(name, tensor.clone()) for name, tensor in read(description)], weights())
+    assert description["device"]["uuid"] == "GPU-1"
+    assert [entry[:3] for entry in description["entries"]][:2] == [["a", "float32", [5, 7]], ["b", "bfloat16", [9]]]
+    assert len(driver.segments) == 1
+    assert buckets.num_bytes == BUCKET + shared_memory.HEAD_BYTES
+    buckets.close()
+    assert buckets.num_bytes == 0
+
+
+def test_a_process_reads_its_own_without_opening_it(buckets, driver, monkeypatch):
+    monkeypatch.setattr(device_memory, "_OWN", {})
+    description = buckets.write(weights())
+    same(list(read(description)), weights())
+    assert driver.opened == 0
+
+
+def test_two_blocks_in_turns_and_larger_ones_for_larger_tensors(buckets, driver):
+    for value in (1.0, 2.0, 3.0):
+        same(list(read(buckets.write(weights(value)))), weights(value))
+    assert len(driver.segments) == 2
+    large = [("large", torch.randn(BUCKET))]
+    same(list(read(buckets.write(large))), large)
+    assert len(driver.segments) == 3
+    with pytest.raises(ModelError, match="2 tensors from x on are more than a bucket"):
+        buckets.write([("x", torch.empty(BUCKET)), ("y", torch.empty(1))])
+
+
+def test_a_bucket_that_is_written_over(buckets):
+    descriptions = [buckets.write([("w", torch.full((10,), float(i)))]) for i in range(3)]
+    assert [float(tensor[0]) for _, tensor in read(descriptions[1])] == [1]
+    with pytest.raises(ModelError, match="Bucket 1 of the new weights was written over before it was read"):
+        list(read(descriptions[0]))
+    late = read(descriptions[2])
+    next(late)
+    buckets.write([("w", torch.zeros(10))])
+    buckets.write([("w", torch.zeros(10))])
+    with pytest.raises(ModelError, match="written over"):  # what was copied meanwhile is worth nothing
+        next(late)
+
+
+def test_numbers_that_are_not_what_was_written(buckets, driver):
+    description = buckets.write([("a", torch.ones(10)), ("b", torch.ones(10))])
+    as_numbers(driver.segments[0].memory, description["entries"][1][3], 40, torch.int32)[3] ^= 1
+    tensors = read(description)
+    assert next(tensors)[0] == "a"
+    with pytest.raises(ModelError, match="b in bucket 1 of the new weights is not what was written"):
+        next(tensors)
+    swapped = buckets.write([("a", torch.ones(10)), ("b", torch.zeros(10))])
+    first, second = swapped["entries"]
+    first[3], second[3] = second[3], first[3]
+    with pytest.raises(ModelError, match="a in bucket 2"):
+        next(read(swapped))
+    past_the_end = buckets.write([("a", torch.ones(10))])
+    past_the_end["entries"][0][3] = 1 << 20
+    with pytest.raises(ModelError, match="a in bucket 3"):
+        next(read(past_the_end))
+
+
+def test_memory_that_cannot_be_opened(buckets, driver):
+    description = buckets.write(weights())
+    driver.refuses = {"open"}
+    with pytest.raises(
+        ModelError, match=r"Bucket 1 .* GPU GPU-1, which the engine on cpu cannot open: CUDA_ERROR_PEER"
+    ):
+        list(read(description))
+
+
+def test_a_description_of_the_hosts_memory_is_read_there():
+    on_host = SharedBuckets(BUCKET)
+    same(list(read(on_host.write(weights()))), weights())
+
+
+class TestPortions:
+    """Which way new weights go."""
+
+    @pytest.fixture
+    def portions(self, driver):
+        return DevicePortions(DEVICE, BUCKET, KeptBuckets(BUCKET).place, keeps=True)
+
+    def taken(self, portions, values=(1.0, 2.0)):
+        """What an engine has after an update, and the descriptions."""
+        new = [(f"{value}.{name}", tensor) for value in values for name, tensor in weights(value)]
+        new += [(f"large.{i}", torch.randn(200)) for i in range(3)]
+        held, descriptions = {}, []
+        for description in portions(new):
+            descriptions.append(json.loads(json.dumps(description)))
+            held |= {name: tensor.clone() for name, tensor in read(descriptions[-1])}
+        same(list(held.items()), new)
+        return descriptions
+
+    def test_by_the_device_and_kept_on_the_host(self, portions, driver):
+        portions.settle(lambda description: list(read(description)))
+        descriptions = self.taken(portions)
+        assert len(descriptions) > 2
+        assert all("device" in d and "segment" in d for d in descriptions)
+        for d in descriptions:  # a process that is started anew reads what is kept
+            del d["device"]
+            assert list(read(d))
+
+    def test_without_a_copy_on_the_host(self, driver):
+        portions = DevicePortions(DEVICE, BUCKET, place=None, keeps=False)
+        portions.settle(lambda description: list(read(description)))
+        assert all("segment" not in d for d in self.taken(portions))
+
+    @pytest.mark.parametrize("keeps", [True, False])
+    def test_where_the_engine_cannot_open_it_the_host_serves(self, keeps, driver, caplog):
+        on_host = SharedBuckets(BUCKET)
+        place = KeptBuckets(BUCKET).place if keeps else lambda index, some: on_host.write(some)
+        portions = DevicePortions(DEVICE, BUCKET, place, keeps=keeps)
+        driver.refuses = {"open"}
+        for _ in range(2):
+            portions.settle(lambda description: list(read(description)))
+            assert all("device" not in d for d in self.taken(portions))
+        (record,) = caplog.records
+        assert "by way of the host's memory" in record.message
+        assert "CUDA_ERROR_PEER_ACCESS_UNSUPPORTED" in record.message
+
+    @pytest.mark.parametrize("keeps", [True, False])
+    def test_a_device_without_room_in_the_middle_of_an_update(self, keeps, driver, caplog):
+        on_host = SharedBuckets(BUCKET)
+        place = KeptBuckets(BUCKET).place if keeps else lambda index, some: on_host.write(some)
+        portions = DevicePortions(DEVICE, BUCKET, place, keeps=keeps)
+
+        def first_read(description):
+            list(read(description))
+            driver.refuses = {"allocate"}
+
+        portions.settle(first_read)
+        descriptions = self.taken(portions)
+        assert all("device" not in d for d in descriptions)
+        assert len(caplog.records) == 1
+
+    def test_a_process_that_is_lost_in_the_trial_is_no_fallback(self, portions):
+        def lost(description):
+            raise WorkerLostError("The vLLM process (pid 1) was ended.")
+
+        with pytest.raises(WorkerLostError):
+            portions.settle(lost)
+
+
+def test_where_there_is_no_driver_it_is_refused(monkeypatch):
+    monkeypatch.setattr(cuda_ipc, "_LIBRARY", "libnothing.so.0")
+    cuda_ipc._driver.cache_clear()
+    try:
+        with pytest.raises(Refused, match="no driver of CUDA"):
+            cuda_ipc._driver()
+        with pytest.raises(Refused, match="64 bytes, not 3"):
+            cuda_ipc.open_handle(b"abc", 10, torch.device("cuda", 0))
+    finally:
+        cuda_ipc._driver.cache_clear()
+
+
+READER = """
+import json, sys
+from verl.reshard.device_memory import read
+for line in sys.stdin:
+    held = {name: tensor.clone() for name, tensor in read(json.loads(line))}
+    print(json.dumps({name: [str(t.device), float(t.double().sum())] for name, t in held.items()}), flush=True)
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_two_processes_on_a_gpu():
+    """The real calls: five buckets in two blocks, a tensor larger than a block, and memory that is given back."""
+    device = torch.device("cuda", torch.cuda.device_count() - 1)
+    new = [(f"w{i}", torch.randn(300, 300, device=device).to(torch.bfloat16)) for i in range(10)]
+    new.append(("large", torch.randn(1 << 20, device=device)))
+    free_bytes = []
+    command = [sys.executable, "-c", READER]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
+
+        def ask(description):
+            print(json.dumps(description), file=reader.stdin, flush=True)
+            return json.loads(reader.stdout.readline())
+
+        for _ in range(3):
+            buckets = DeviceBuckets(400 << 10, device)
+            for some in bucketed(new, 400 << 10):
+                found = ask(buckets.write(some))
+                assert found == {name: [str(device), float(tensor.double().sum())] for name, tensor in some}
+            buckets.close()
+            free_bytes.append(torch.cuda.mem_get_info(device)[0])
+        reader.stdin.close()
+        assert reader.wait(60) == 0
+    assert free_bytes[2] == free_bytes[1], "what an update takes is given back"
+    with pytest.raises(Refused):
+        cuda_ipc.open_handle(b"\0" * 64, 1024, device)

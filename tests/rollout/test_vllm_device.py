@@ -1,0 +1,174 @@
+"""vLLM and memory of a GPU: new weights by buckets there, which the engine opens or refuses; who is asleep; whose GPU is meant.
+The GPU, vLLM and its processes are played."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.reshard.played_device import DEVICE, play_driver
+from tests.rollout.conftest import EOS, make_prompts
+from tests.rollout.test_vllm_rebuild import PARAMS, Played, Processes, lost, one_step
+from verl.config import RolloutConfig, load_config
+from verl.controller.own_copy import KeptBuckets, own_copy
+from verl.errors import ModelError
+from verl.reshard.device_memory import DevicePortions, read
+from verl.rollout.api import ENGINES
+from verl.rollout.vllm import engine
+from verl.rollout.vllm.core import Core, undisturbed
+from verl.rollout.vllm.settings import make_setup
+from verl.rollout.vllm.weights import _OWN_READERS, OwnWeightReceiver, WeightReceiver
+
+BUCKET = 1 << 14
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    return play_driver(monkeypatch)
+
+
+class PlayedOnDevice(Played):
+    def try_bucket(self, bucket):
+        self.processes.note("try")
+        assert list(read(bucket))
+
+    def update(self, bucket):
+        self.processes.note("update")
+        self.processes.ways.append(sorted({"device", "segment"} & set(bucket)))
+        self.weights |= {name: tensor.clone() for name, tensor in read(bucket)}
+        self.manifest.add(bucket)
+
+
+class OnDevice(Processes):
+    def __init__(self):
+        super().__init__()
+        self.ways = []
+
+    def __call__(self, *args, **kwargs):
+        self.note("start")
+        self.started.append(PlayedOnDevice(self))
+        return self.started[-1]
+
+
+@pytest.fixture
+def make(load, tokenizer, monkeypatch, driver):
+    monkeypatch.setattr(engine, "require_vllm", lambda: None)
+
+    def build():
+        processes = OnDevice()
+        monkeypatch.setattr(engine, "RemoteCore", processes)
+        config = RolloutConfig(name="vllm", max_model_len=64, max_engine_restarts=2)
+        loaded = load_config(["actor_rollout_ref.actor.fsdp_config.dtype=float32"], check=False).config
+        portions = DevicePortions(DEVICE, BUCKET, KeptBuckets(BUCKET).place, keeps=True)
+        own = dataclasses.replace(own_copy(loaded, DEVICE), portions=portions, settle=portions.settle)
+        return ENGINES.get("vllm")(load("llama"), tokenizer, config, eos_token_ids=[EOS], own=own), processes
+
+    return build
+
+
+def test_weights_go_by_the_gpu_and_a_lost_process_gets_the_hosts_copy(make, load):
+    """Each call of two steps is the one at which the process is lost."""
+    module = load("llama")
+    rollout, undisturbed_run = make()
+    expected = [one_step(rollout, module, version) for version in (1, 2)]
+    calls = undisturbed_run.calls
+    assert calls[:3] == ["start", "try", "begin"]
+    assert calls.count("try") == 1
+    assert undisturbed_run.ways == [["device", "segment"]] * calls.count("update")
+    for number in range(2, len(calls) + 1, 3):
+        rollout, processes = make()
+        processes.script = {number: lost()}
+        assert [one_step(rollout, module, version) for version in (1, 2)] == expected, calls[number - 1]
+        assert all(torch.equal(processes.started[-1].weights[name], p) for name, p in module.named_parameters())
+        sent_again = processes.ways.count(["segment"])
+        assert sent_again == sum(way == ["segment"] for way in processes.ways)
+        if calls[number - 1] in ("sample", "sleep"):
+            assert sent_again, "what the process had is sent again from the host"
+
+
+def test_an_engine_that_cannot_open_it_gets_the_hosts_memory(make, load, driver, caplog):
+    rollout, processes = make()
+    driver.refuses = {"open"}
+    for version in (1, 2):
+        one_step(rollout, load("llama"), version)
+    assert processes.ways
+    assert all(way == ["segment"] for way in processes.ways)
+    assert len(caplog.records) == 1
+    assert rollout.generate(make_prompts([3]), PARAMS, step=3)
+
+
+def test_only_an_engine_of_our_own_opens_memory_of_a_gpu():
+    """Its handles go to the driver as they come; whoever reaches a service could make them up."""
+    config = load_config(["actor_rollout_ref.actor.fsdp_config.dtype=float32"], check=False).config
+    copy = own_copy(config, torch.device("cuda", 0))
+    assert set(_OWN_READERS) - set(WeightReceiver.verl_readers) == {copy.reader}
+    assert copy.settle is not None
+    message = {"reader": copy.reader, "bucket": {"entries": [], "number": 1, "device": {}}}
+    with pytest.raises(ModelError, match="'verl.reshard.device_memory:read' is not a reader"):
+        WeightReceiver()._verl_load(**message)
+    with pytest.raises(KeyError):
+        OwnWeightReceiver()._verl_try(**message)
+
+
+class PlayedLLM:
+    def __init__(self):
+        self.calls = []
+
+    def sleep(self, level):
+        self.calls.append(("sleep", level))
+
+    def wake_up(self, tags):
+        self.calls.append(("wake", tags))
+
+    def reset_prefix_cache(self):
+        return True
+
+    def collective_rpc(self, method, args):
+        self.calls.append(method)
+        return [{}]
+
+
+def test_the_cache_sleeps_on_while_weights_come():
+    core = object.__new__(Core)
+    core.setup, core._asleep, core._llm = SimpleNamespace(sleeps=True, reader="module:function"), set(), PlayedLLM()
+    core.sleep()
+    core.sleep()
+    core.begin_update()
+    core.finish_update("digest")
+    core.wake()
+    core.wake()
+    assert core._llm.calls == [("sleep", 1), ("wake", ["weights"]), "verl_begin", "verl_finish", ("wake", ["kv_cache"])]
+    core._llm.calls.clear()
+    core.sleep()
+    core.wake()
+    assert core._llm.calls == [("sleep", 1), ("wake", ["kv_cache", "weights"])]
+    core.sleep()
+    core.begin_update()
+    core._llm.calls.clear()
+    core.sleep()  # an update that did not end well, or none was generated with
+    assert core._llm.calls == [("wake", ["kv_cache"]), ("sleep", 1)]
+
+
+@pytest.mark.parametrize(
+    ("mode", "seen", "expected"),
+    [("async", None, "1"), ("async", "4,6", "6"), ("async", "GPU-a,GPU-b", "GPU-b"), ("sync", "4,6", None)],
+)
+def test_the_engine_takes_the_gpu_of_its_rank(mode, seen, expected, load, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if seen is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
+    loaded = load_config(["actor_rollout_ref.actor.fsdp_config.dtype=float32"], check=False).config
+    own = own_copy(loaded, torch.device("cuda", 1))
+    setup = make_setup(RolloutConfig(mode=mode), own, load("llama"), eos_token_ids=(EOS,), vocab_size=300)
+    assert setup.environment.get("CUDA_VISIBLE_DEVICES") == expected
+
+
+def test_what_gpus_draw_is_not_changed_by_a_start(monkeypatch):
+    states = [torch.arange(16, dtype=torch.uint8)]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: list(states))
+    monkeypatch.setattr(torch.cuda, "set_rng_state_all", lambda saved: states.__setitem__(slice(None), saved))
+    with undisturbed({}):
+        states[0] = torch.zeros(16, dtype=torch.uint8)
+    assert torch.equal(states[0], torch.arange(16, dtype=torch.uint8))

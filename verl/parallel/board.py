@@ -1,0 +1,68 @@
+"""A board in the store of the rendezvous, where each rank writes what it is doing, for the errors of the others.
+
+board = Board(store, rank=0, world_size=4)
+board.post("board", {"call": "actor.update"})     # does not wait
+rows = board.rows("board")                        # of the other ranks, as far as they can be had within a few seconds
+
+The store itself waits without a limit when the machine that serves it has gone silent, so a thread of its own talks to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import queue
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+LIMIT_S = 5.0
+Row = dict[str, Any]
+
+
+class Board:
+    """The rows of all ranks, by topic. Without its store a run is about to end anyway: nothing here raises."""
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int):
+        self._store, self._rank, self._others = store, rank, [r for r in range(world_size) if r != rank]
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], None], threading.Event] | None] = queue.SimpleQueue()
+        # a daemon: a process must be able to end while the store is silent
+        threading.Thread(target=self._work, name="board", daemon=True).start()
+
+    def post(self, topic: str, row: Row, *, wait: bool = False) -> None:
+        """Write this rank's row; with `wait` it is there on return, if the store answers within LIMIT_S."""
+        text = json.dumps(row)
+        done = self._ask(lambda: self._store.set(f"{topic}/{self._rank}", text))
+        if wait:
+            done.wait(LIMIT_S)
+
+    def rows(self, topic: str) -> dict[int, Row]:
+        """What the other ranks wrote last; ranks that wrote nothing are left out, and all when the store is gone or silent."""
+        found: dict[int, Row] = {}
+        done = self._ask(lambda: self._read(topic, found))
+        return dict(found) if done.wait(LIMIT_S) else {}
+
+    def close(self) -> None:
+        """Write and read no more; does not wait."""
+        self._jobs.put(None)
+
+    def _read(self, topic: str, found: dict[int, Row]) -> None:
+        self._store.set_timeout(timedelta(seconds=LIMIT_S))
+        for rank in self._others:
+            if self._store.check([f"{topic}/{rank}"]):
+                found[rank] = json.loads(self._store.get(f"{topic}/{rank}"))
+
+    def _ask(self, what: Callable[[], None]) -> threading.Event:
+        done = threading.Event()
+        self._jobs.put((what, done))
+        return done
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            what, done = job
+            with contextlib.suppress(RuntimeError):
+                what()
+            done.set()

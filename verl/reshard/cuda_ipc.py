@@ -1,0 +1,129 @@
+"""Memory of a GPU that another process opens by a handle, through the calls of CUDA's driver.
+
+torch shares tensors between processes too, but it counts their readers in a file, one for each time a tensor is shared: with
+several readers, or with one that reads twice or never, the count goes wrong and the memory is never free again. Blocks of its
+allocator cannot always be shared either (expandable segments). Here memory is allocated by itself, and whoever allocates it
+knows when nobody reads any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_LIBRARY = "libcuda.so.1"  # part of the driver, the same for all versions of CUDA
+_HANDLE_BYTES = 64
+_OUT_OF_MEMORY = 2
+_LAZY_ENABLE_PEER_ACCESS = 1
+
+
+class Refused(Exception):
+    """The driver, or torch, will not do it; the text says why in a few words."""
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = (("reserved", ctypes.c_ubyte * _HANDLE_BYTES),)
+
+
+class _Block:
+    """Memory as torch takes it without a copy. It is given back when the last tensor in it is gone."""
+
+    def __init__(self, pointer: int, num_bytes: int, device: torch.device, give_back: Callable[[int], None]):
+        self.pointer, self._device, self._give_back = pointer, device, give_back
+        self.__cuda_array_interface__ = {
+            "version": 3,
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (pointer, False),
+            "strides": None,
+        }
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # at the end of a process there may be no driver any more
+            with torch.cuda.device(self._device):
+                torch.cuda.synchronize()  # nobody reads or writes it
+                self._give_back(self.pointer)
+
+
+def allocate(num_bytes: int, device: torch.device) -> tuple[torch.Tensor, bytes]:
+    """New memory of `device`, uint8 [num_bytes], and the handle by which other processes open it. Raises Refused."""
+    driver, pointer, handle = _driver(), ctypes.c_uint64(), _Handle()
+    with torch.cuda.device(device):
+        torch.cuda.synchronize()  # also makes the device's context that of this thread
+        code = driver.cuMemAlloc_v2(ctypes.byref(pointer), num_bytes)
+        if code == _OUT_OF_MEMORY:
+            torch.cuda.empty_cache()
+            code = driver.cuMemAlloc_v2(ctypes.byref(pointer), num_bytes)
+        _check(driver, code)
+        memory = _tensor(pointer.value, num_bytes, device, lambda at: driver.cuMemFree_v2(at))
+        _check(driver, driver.cuIpcGetMemHandle(ctypes.byref(handle), pointer))
+    return memory, bytes(handle)
+
+
+def open_handle(handle: bytes, num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Memory that another process allocated, uint8 [num_bytes], seen from `device`. Raises Refused, for example where
+    `device` has no way to the GPU that the memory is on."""
+    if len(handle) != _HANDLE_BYTES:
+        raise Refused(f"a handle has {_HANDLE_BYTES} bytes, not {len(handle)}")
+    driver, pointer = _driver(), ctypes.c_uint64()
+    with torch.cuda.device(device):
+        torch.cuda.synchronize()
+        given = _Handle.from_buffer_copy(handle)
+        _check(driver, driver.cuIpcOpenMemHandle_v2(ctypes.byref(pointer), given, _LAZY_ENABLE_PEER_ACCESS))
+        return _tensor(pointer.value, num_bytes, device, lambda at: driver.cuIpcCloseMemHandle(at))
+
+
+def uuid_of(device: torch.device) -> str:
+    """The name of a GPU, which is the same in all processes, however each of them numbers the GPUs that it sees."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def device_with(uuid: str) -> torch.device:
+    """The GPU of that name, or the one that this thread uses where that one is not among those which this process sees."""
+    for index in range(torch.cuda.device_count()):
+        if uuid_of(torch.device("cuda", index)) == uuid:
+            return torch.device("cuda", index)
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _tensor(pointer: int, num_bytes: int, device: torch.device, give_back: Callable[[int], None]) -> torch.Tensor:
+    block = _Block(pointer, num_bytes, device, give_back)
+    try:
+        memory = torch.as_tensor(block, device=device)
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise Refused(f"torch cannot use it: {error}") from error
+    if memory.data_ptr() != pointer:  # a copy, which would not show what is written later
+        raise Refused(f"it is not memory of {device}")
+    return memory
+
+
+def _check(driver: Any, code: int) -> None:
+    if code:
+        name = ctypes.c_char_p()
+        driver.cuGetErrorName(code, ctypes.byref(name))
+        raise Refused((name.value or f"CUDA error {code}".encode()).decode())
+
+
+@functools.cache
+def _driver() -> Any:
+    try:
+        library = ctypes.CDLL(_LIBRARY)
+        pointer = ctypes.POINTER(ctypes.c_uint64)
+        for name, arguments in {
+            "cuMemAlloc_v2": [pointer, ctypes.c_size_t],
+            "cuMemFree_v2": [ctypes.c_uint64],
+            "cuIpcGetMemHandle": [ctypes.POINTER(_Handle), ctypes.c_uint64],
+            "cuIpcOpenMemHandle_v2": [pointer, _Handle, ctypes.c_uint],
+            "cuIpcCloseMemHandle": [ctypes.c_uint64],
+            "cuGetErrorName": [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)],
+        }.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype = arguments, ctypes.c_int
+    except (OSError, AttributeError) as error:
+        raise Refused(f"there is no driver of CUDA that can do it: {error}") from error
+    return library
