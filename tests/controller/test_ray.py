@@ -59,9 +59,7 @@ def driven(cluster, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
-@pytest.mark.slow
 def test_grpo_on_two_processes(driven, jobs):
-    """By default PPO has the same processes and calls, with a critic more; both algorithms on ranks are in test_spmd.py."""
     run = train_here(jobs, "grpo_ray", *TWO)
     reference = train_here(jobs, "grpo_here")
     assert_same(run, reference, rel=1e-10)
