@@ -92,7 +92,6 @@ ALIASES: tuple[Alias, ...] = (
     ),
     Alias("trainer.val_generations_to_log_to_wandb", "trainer.log_val_generations"),
     Alias("ray_init.", "ray_kwargs.ray_init."),
-    Alias("ray_init.timeline_json_file", "ray_kwargs.timeline_json_file"),
     Alias("data.tokenizer", f"{_MODEL}.tokenizer_path"),
     Alias("rollout_config.prefetch_num", "actor_rollout_ref.rollout.prefetch_num"),
     Alias("trainer.log_with", "trainer.logger"),

@@ -27,7 +27,7 @@ from verl.errors import ModelError
 from verl.reshard import cuda_ipc, shared_memory
 from verl.reshard.cuda_ipc import Refused
 from verl.reshard.digest import digest
-from verl.reshard.shared_memory import Named, bucketed, laid_out
+from verl.reshard.shared_memory import Named, bucketed, laid_out, not_as_written, written_over
 
 log = logging.getLogger(__name__)
 
@@ -120,10 +120,7 @@ def read(description: Description) -> Iterator[Named]:
         numbers = _numbers(memory, first, num_bytes, getattr(torch, dtype))
         if digest(f"{name} {shape}", numbers).hex() != said:
             _check_number(memory, number)
-            raise ModelError(
-                f"{name} in bucket {number} of the new weights is not what was written. These weights must not be used: "
-                "update again, or rebuild the rollout engine."
-            )
+            raise not_as_written(name, number)
         yield name, numbers.view(shape)
     _wait(memory)  # for the copies
     _check_number(memory, number)  # of what was copied while it lay there
@@ -215,10 +212,7 @@ def _number_in(memory: torch.Tensor) -> torch.Tensor:
 
 def _check_number(memory: torch.Tensor, number: int) -> None:
     if int(_number_in(memory)) != number:
-        raise ModelError(
-            f"Bucket {number} of the new weights was written over before it was read; its writer must wait for the answer to "
-            "one bucket before it writes further ones."
-        )
+        raise written_over(number)
 
 
 def _wait(memory: torch.Tensor) -> None:

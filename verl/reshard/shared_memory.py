@@ -180,12 +180,25 @@ def read(description: dict[str, Any]) -> Iterator[Named]:
         numbers = as_numbers(memory, first, num_bytes, getattr(torch, dtype))
         if digest(f"{name} {shape}", numbers).hex() != said:
             _check_number(memory, number)
-            raise ModelError(
-                f"{name} in bucket {number} of the new weights is not what was written. These weights must not be used: "
-                "update again, or rebuild the rollout engine."
-            )
+            raise not_as_written(name, number)
         yield name, numbers.view(shape)
     _check_number(memory, number)  # of what was copied while it lay there
+
+
+def not_as_written(name: str, number: int) -> ModelError:
+    """A tensor of bucket `number` whose digest is another one."""
+    return ModelError(
+        f"{name} in bucket {number} of the new weights is not what was written. These weights must not be used: update again, "
+        "or rebuild the rollout engine."
+    )
+
+
+def written_over(number: int) -> ModelError:
+    """Another bucket lies where bucket `number` was."""
+    return ModelError(
+        f"Bucket {number} of the new weights was written over before it was read; its writer must wait for the answer to one "
+        "bucket before it writes further ones."
+    )
 
 
 def _head(number: int) -> bytes:
@@ -195,7 +208,4 @@ def _head(number: int) -> bytes:
 def _check_number(memory: mmap.mmap, number: int) -> None:
     lies = int.from_bytes(memory[:HEAD_BYTES], "little", signed=True)
     if lies != number:
-        raise ModelError(
-            f"Bucket {number} of the new weights was written over before it was read; its writer must wait for the answer to "
-            "one bucket before it writes further ones."
-        )
+        raise written_over(number)
