@@ -51,13 +51,17 @@ def ended(process, timeout_s):
     return process.returncode, text
 
 
+def assert_as_in_one_process(jobs, name):
+    run, reference = jobs.run(name), train_here(jobs, "here")
+    assert_same(run, reference, rel=1e-10)
+    assert_same_weights(run, reference, 3, rel=1e-10)
+
+
 def test_a_rank_on_each(hosts, jobs):
     for process in ranks(hosts, jobs.overrides("hosts", *TWO_HOSTS)):
         code, text = ended(process, 120)
         assert code == 0, text[-3000:]
-    run, reference = jobs.run("hosts"), train_here(jobs, "here")
-    assert_same(run, reference, rel=1e-10)
-    assert_same_weights(run, reference, 3, rel=1e-10)
+    assert_as_in_one_process(jobs, "hosts")
 
 
 def test_ray(hosts, jobs):
@@ -73,9 +77,7 @@ def test_ray(hosts, jobs):
     hosts.start(1, ["bash", "-c", f"{join} > {hosts.folder}/second.log 2>&1"], **quiet)
     code, text = ended(first, 200)
     assert code == 0, text[-3000:]
-    run, reference = jobs.run("ray"), train_here(jobs, "here")
-    assert_same(run, reference, rel=1e-10)
-    assert_same_weights(run, reference, 3, rel=1e-10)
+    assert_as_in_one_process(jobs, "ray")
 
 
 def test_the_network_is_cut(hosts, jobs):
