@@ -46,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="verl-chaos-") as scratch:
         folder = Path(arguments.keep or scratch)
-        task = make_task(folder, steps=3 * arguments.kills_per_run + 2, model=arguments.model, warm=arguments.warm)
+        steps = 3 * arguments.kills_per_run + 2
+        task = make_task(folder, steps=steps, model=arguments.model, warm=arguments.warm, dtype=arguments.dtype)
         for runtime, count in shares(arguments.runtimes, arguments.kills).items():
             try:
                 attack(task, runtime, count, arguments, kills, failures)
@@ -69,6 +70,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--kills-per-run", type=int, default=10)
     parser.add_argument("--targets", nargs="+", help="kill only these (default: what the runtime has)")
     parser.add_argument("--model", help="model folder (default: a tiny random one)")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="of the computation")
     parser.add_argument("--warm", action="store_true", help="the supervisor imports torch once, for all restarts")
     parser.add_argument("--keep", metavar="FOLDER", help="leave the run folders there")
     parser.add_argument("--json", help="file for the figures, written after each runtime")

@@ -85,7 +85,9 @@ class Moment:
         return self.share * usual_s.get(self.phase, _ANY_S if self.phase == "any" else 0.0)
 
 
-def make_task(folder: Path, *, steps: int, model: str | None = None, warm: bool = False) -> Task:
+def make_task(
+    folder: Path, *, steps: int, model: str | None = None, warm: bool = False, dtype: str = "float32"
+) -> Task:
     """Write the files of the task, and the keys that name them."""
     folder.mkdir(parents=True, exist_ok=True)
     if model is None:
@@ -110,7 +112,7 @@ def make_task(folder: Path, *, steps: int, model: str | None = None, warm: bool 
         f"actor_rollout_ref.rollout.n={SAMPLES}",
         "actor_rollout_ref.actor.ppo_mini_batch_size=2",
         "actor_rollout_ref.actor.optim.lr=0.002",
-        "actor_rollout_ref.actor.fsdp_config.dtype=float32",
+        f"actor_rollout_ref.actor.fsdp_config.dtype={dtype}",
         f"reward.custom_reward_function.path={folder}/reward.py",
         "reward.num_workers=2",
         "trainer.logger=[file]",

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 
 import chaos
 import chaos_compare
+import golden
 import psutil
 import pytest
 import torch
@@ -237,3 +238,15 @@ def test_what_differs_is_said(folders, change, words):
     change(folders)
     wrong = "; ".join(differences(SimpleNamespace(steps=2), folders.ours, folders.theirs))
     assert (re.search(words, wrong) is not None) if words else wrong == ""
+
+
+def test_a_recorded_run_that_changed_is_told():
+    recorded = {"metrics": {"1": {"actor/loss": 0.5, "reward": 1.0}}, "checkpoint": {"actor/model": "a"}}
+    found = {"metrics": {"1": {"actor/loss": 0.5000001, "reward": 1.0, "new": 2.0}}, "checkpoint": {"actor/model": "b"}}
+    assert golden.differences(recorded, recorded) == []
+    assert golden.differences(recorded, found) == [
+        "step 1: actor/loss is 0.5000001, was 0.5",
+        "the checkpoint's actor/model differs",
+    ]
+    kept = golden.of_the_work({"actor/loss": 1, "timing_s/gen": 2, "perf/throughput": 3})
+    assert kept == {"actor/loss": 1}
