@@ -1,6 +1,6 @@
 """Contract of the policy losses: one row each; float64 loop references for value and gradient, and the laws."""
 
-from functools import partial
+from functools import partial, wraps
 from typing import NamedTuple
 
 import pytest
@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from tests.algorithms import loss_references as reference
 from tests.algorithms.batches import close, policy_inputs, widen
 from verl.algorithms.policy_losses import POLICY_LOSSES, policy_loss, register_policy_loss
+from verl.algorithms.policy_losses.clipped import vanilla
+from verl.algorithms.policy_losses.terms import is_zero_without_advantage, zero_without_advantage
 from verl.algorithms.reduce import LOSS_AGG_MODES, agg_loss
 from verl.data_proto.metrics import merge_metrics, metric_values
 from verl.errors import ConfigError
@@ -186,6 +188,57 @@ def test_metrics_merge_to_those_of_the_mini_batch(name):
             assert merged[key] == pytest.approx(whole[key], rel=1e-6, abs=1e-9), key
     if name != "gpg":
         assert "ppo_kl" in whole
+
+
+NOT_ZERO_WITHOUT_ADVANTAGE = {"dro", "clip_cov", "kl_cov", "bypass_mode", "bypass_mode/reinforce"}
+
+
+def declared(name):
+    return is_zero_without_advantage(POLICY_LOSSES.get(name.partition("/")[0]))
+
+
+@losses
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+@settings(max_examples=5, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 2**31), silent=st.sets(st.integers(0, 4)), weighted=st.booleans())
+def test_rows_without_advantage_change_nothing_where_the_loss_declares_it(name, mode, seed, silent, weighted):
+    if not declared(name):
+        assert name in NOT_ZERO_WITHOUT_ADVANTAGE
+        return
+    inputs = policy_inputs(seed, spread=2.0)
+    inputs[2][sorted(silent)] = 0.0
+    agg = binder(mode, **totals_of(inputs[3]))
+    loss, gradient = value_and_gradient(name, inputs, agg, weighted)
+    assert not gradient[sorted(silent)].any()
+    kept = [row for row in range(5) if row not in silent]
+    alone, gradient_alone = value_and_gradient(name, rows(inputs, kept), agg, weighted)
+    close(alone, loss, 1e-14)
+    # not bit for bit: an element's sigmoid depends on whether it is computed in a full vector
+    close(gradient_alone, gradient[kept], 1e-14)
+
+
+@pytest.mark.parametrize("name", ["dro", "clip_cov", "kl_cov"])
+def test_losses_that_need_rows_without_advantage_do_not_declare_it(name):
+    """dro pulls such a row back to the old policy; the others choose tokens by means over all rows."""
+    inputs = policy_inputs(0, spread=2.0)
+    inputs[2][0] = 0.0
+    agg = binder("token-mean", **totals_of(inputs[3]))
+    gradient = value_and_gradient(name, inputs, agg)[1]
+    alone = value_and_gradient(name, rows(inputs, [1, 2, 3, 4]), agg)[1]
+    assert gradient[0].any() or not torch.equal(alone, gradient[1:])
+    assert not declared(name)
+
+
+def test_a_loss_around_a_declared_one_declares_it_itself():
+    @wraps(vanilla)
+    def penalised(old_log_prob, log_prob, advantages, response_mask, **rest):
+        loss, metrics = vanilla(old_log_prob, log_prob, advantages, response_mask, **rest)
+        return loss + log_prob.sum(), metrics
+
+    assert is_zero_without_advantage(vanilla)
+    assert not is_zero_without_advantage(penalised)
+    assert not is_zero_without_advantage(partial(vanilla, clip_ratio_c=2.0))
+    assert is_zero_without_advantage(zero_without_advantage(penalised))
 
 
 @losses

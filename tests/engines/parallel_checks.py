@@ -13,7 +13,7 @@ from tests.engines.memory import peak_bytes
 from tests.engines.test_contract import largest_gap, make_batch, policy_loss, value_loss
 from tests.models.reference import make_columns, random_rows, widen_norms
 from verl.checkpoint.store import CheckpointStore, RoleCheckpoint
-from verl.config import FSDPConfig, ModelConfig, OptimConfig
+from verl.config import ActorConfig, FSDPConfig, ModelConfig, OptimConfig, RolloutCorrectionConfig
 from verl.config.fsdp import WrapPolicyConfig
 from verl.data_proto.proto import DataProto
 from verl.engines.api import MicroBatching, whole
@@ -23,6 +23,7 @@ from verl.errors import ModelError
 from verl.models.load import load_causal_lm
 from verl.models.tiny import make_tiny_model
 from verl.parallel.traffic import TRAFFIC
+from verl.workers.objectives import PolicyObjective
 
 OUTPUTS = {"policy": ("log_probs", "entropy"), "value": ("values",)}
 
@@ -120,6 +121,34 @@ def check_fsdp_no_sync_checkpointing(folder):
 @on(2)
 def check_value(folder):
     return compare(model_folder(folder, "qwen3"), kind="value")
+
+
+@on(2)
+def check_left_out_rows(folder):
+    """Ranks of which one has no row to compute, then none has but one, beside one device that computes all rows."""
+    path = model_folder(folder, "qwen3")
+    one, many = make(LocalEngine, path), make(FSDPEngine, path)
+    config = ActorConfig(calculate_entropy=True)
+    objective = PolicyObjective(config, RolloutCorrectionConfig(), max_response_length=8)
+    gaps = {"loss": 0.0, "grad_norm": 0.0, "outputs": 0.0}
+    first, last = range(3), range(9, 10)  # rank 0's rows, and one row of rank 1
+    steps = [(MicroBatching(max_tokens=24), first, ()), (MicroBatching(max_rows=2), first, ()), (None, range(10), last)]
+    for seed, (micro, silent, computed_all_the_same) in enumerate(steps):
+        batch = make_batch(seed, (3, 1, 4, 2))
+        batch.batch["advantages"][list(silent)] = 0.0
+        computed = set(range(10)) - set(silent) | set(computed_all_the_same)
+        mine = rows_of(many, len(batch))
+        rows = [i for i, row in enumerate(mine) if row in computed]
+        assert bool(rows) == (dist.get_rank() == 1)
+        micro = micro or MicroBatching(max_rows=2)
+        expected = one.train_batch(batch, objective, objective.outputs, micro, 1.2)
+        found = many.train_batch(batch.select_idxs(mine), objective, objective.outputs, micro, 1.2, rows=rows)
+        loss = many.groups.over_data_(torch.tensor(found["loss"].value, dtype=torch.float64)).item()
+        gaps["loss"] = max(gaps["loss"], abs(loss - expected["loss"].value))
+        gaps["grad_norm"] = max(gaps["grad_norm"], abs(found["grad_norm"].value - expected["grad_norm"].value))
+    gaps["num_steps"] = one.optimizer.num_steps - many.optimizer.num_steps
+    gaps["weights"] = largest_gap(dict(many.gather_weights()), dict(one.gather_weights()))
+    return gaps
 
 
 @on(4)

@@ -10,7 +10,7 @@ from tests.models.reference import make_columns, random_rows, reference_outputs,
 from verl.config import FSDPConfig, ModelConfig, OptimConfig
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
-from verl.engines.api import ENGINES, MicroBatching, TrainEngine, whole
+from verl.engines.api import ENGINES, BatchTotals, MicroBatching, TrainEngine, whole
 from verl.errors import CheckpointError, ModelError
 from verl.models.load import load_causal_lm
 from verl.models.tiny import make_tiny_model
@@ -177,6 +177,32 @@ def test_rows_that_do_not_train_only_count_in_the_totals(make):
     one.train_batch(masked, fixed_totals, ("log_probs",), MicroBatching(max_rows=2))
     two.train_batch(batch.select_idxs(torch.tensor([0, 4, 5])), fixed_totals, ("log_probs",), ALL)
     assert largest_gap(weights_of(one), weights_of(two)) < 1e-9
+
+
+@pytest.mark.parametrize("micro", [ALL, *CUTS])
+def test_rows_that_are_left_out_only_count_in_the_totals(make, micro):
+    one, two = make(), make()
+    batch, seen = make_batch(), []
+    batch.batch["advantages"][[1, 2, 3]] = 0.0
+
+    def linear(outputs, part, totals):
+        seen.append((len(part), totals))
+        weight = part.batch["advantages"].to(outputs["log_probs"])
+        return -(weight * outputs["log_probs"]).sum() / totals.num_tokens, {}
+
+    for _ in range(2):
+        a = one.train_batch(batch, linear, ("log_probs",), ALL)
+        b = two.train_batch(batch, linear, ("log_probs",), micro, rows=[0, 4, 5])
+    assert a["loss"].value == pytest.approx(b["loss"].value, rel=1e-10)
+    assert largest_gap(weights_of(two), weights_of(one)) < 1e-9
+    tokens = batch.batch["response_mask"].sum(dim=1)
+    whole_batch = BatchTotals(int(tokens.sum()), 6)
+    assert seen[0] == (6, whole_batch)
+    assert {totals for _, totals in seen} == {
+        whole_batch,
+        BatchTotals(int(tokens.sum()), 6, computed=BatchTotals(int(tokens[[0, 4, 5]].sum()), 3)),
+    }
+    assert sum(size for size, totals in seen if totals.computed is not None) == 2 * 3
 
 
 def test_a_batch_without_a_trained_token_changes_nothing(make):

@@ -74,6 +74,10 @@ def test_four_ranks_equal_one_device(four, check):
     assert_equal_in_float64(four[check])
 
 
+def test_a_rank_without_a_row_to_compute_stays_in_step(two):
+    assert two["check_left_out_rows"]["num_steps"] == 0
+
+
 def test_float32_and_bfloat16(two):
     assert all(gap < 1e-5 for gap in two["check_fsdp_float32"].values())
     gaps = two["check_bfloat16"]

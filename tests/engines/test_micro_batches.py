@@ -32,6 +32,19 @@ def test_by_rows_in_their_order():
     assert plan_micro_batches(rows, MicroBatching(), True) == [[0, 1, 2, 3, 4]]
 
 
+def test_there_is_always_a_micro_batch():
+    assert plan_micro_batches([], MicroBatching(max_rows=2), True) == [[]]
+    assert plan_micro_batches([], MicroBatching(max_tokens=5), True) == [[]]
+
+
+def test_only_chosen_rows_are_planned():
+    columns = make_columns(*random_rows(3, [2, 3]))
+    rows = read_rows(columns, [1, 4])
+    assert rows == [row for row in read_rows(columns) if row.index in (1, 4)]
+    assert plan_micro_batches(rows, MicroBatching(max_rows=1), True) == [[1], [4]]
+    assert plan_micro_batches(rows, MicroBatching(max_tokens=10**6), True) == [[1, 4]]
+
+
 def test_rows_that_do_not_train_ride_along():
     rows = [Row(0, (1,), 0, False), *[Row(i, (i,), 4, True) for i in (1, 2)]]
     assert plan_micro_batches(rows, MicroBatching(max_tokens=5), True) == [[0, 1], [2]]

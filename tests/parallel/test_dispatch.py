@@ -1,5 +1,7 @@
 """collect(split(x)) == x, for every mode, uneven sizes and nested meshes."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -256,6 +258,17 @@ class TestShares:
         assert balanced_shares(batch, 2, TokenCost(16)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
         assert [len(share) for share in balanced_shares(batch.slice(0, 4), 2, TokenCost(16))] == [2, 2]
 
+    def test_rows_that_are_not_computed_cost_nothing(self):
+        batch = make_batch(64, n=4)
+        batch.batch["attention_mask"][:] = True
+        batch.batch["prompt_mask"][:] = True
+        computed = set(range(16))  # those of four prompts
+        shares = balanced_shares(batch, 4, TokenCost(16), computed=computed)
+        assert sorted(row for share in shares for row in share) == list(range(64))
+        assert [[row for row in share if row in computed] for share in shares] == [
+            list(range(start, start + 4)) for start in (0, 4, 8, 12)
+        ]
+
     def test_cost_is_even(self):
         batch, cost = make_batch(64, n=4, seed=1), TokenCost(4)
         shares = balanced_shares(batch, 4, cost)
@@ -270,6 +283,41 @@ def test_join_of_other_results():
     assert merged["x"].value == 3.0
     empty = DataProto.from_dict({"row": torch.zeros(0, dtype=torch.int64)})
     assert len(join_rows([empty, empty], [[], []])) == 0
+
+
+class TestComputedRows:
+    """The rows of a mini-batch that a schedule has computed."""
+
+    def batch(self, advantages, mask):
+        batch = make_batch(len(advantages))
+        batch.batch["advantages"], batch.batch["response_mask"] = torch.tensor(advantages), torch.tensor(mask)
+        return batch
+
+    @settings(max_examples=60, deadline=None)
+    @given(
+        st.lists(
+            st.lists(
+                st.tuples(st.sampled_from([0.0, -0.0, 1e-30, -2.0, math.nan]), st.booleans()), min_size=3, max_size=3
+            ),
+            min_size=1,
+            max_size=6,
+        )
+    )
+    def test_those_with_an_advantage_on_a_response_token(self, rows):
+        batch = self.batch([[a for a, _ in row] for row in rows], [[m for _, m in row] for row in rows])
+        needed = [i for i, row in enumerate(rows) if any(m and a != 0 for a, m in row)]
+        found = MiniBatchSchedule(8, 1, False, 0, skips_zero_advantages=True).computed(batch)
+        assert found == needed or (not needed and len(found) == 1)
+        assert MiniBatchSchedule(8, 1, False, 0).computed(batch) == list(range(len(rows)))
+
+    def test_the_shortest_one_with_a_response_where_all_advantages_are_zero(self):
+        batch = self.batch([[0.0, 0.0]] * 3, [[True, True], [True, False], [False, False]])
+        batch.batch["attention_mask"] = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0]])
+        assert MiniBatchSchedule(8, 1, False, 0, skips_zero_advantages=True).computed(batch) == [1]
+
+    def test_an_empty_share_has_none(self):
+        empty = self.batch([[0.0]], [[True]]).slice(0, 0)
+        assert MiniBatchSchedule(8, 1, False, 0, skips_zero_advantages=True).computed(empty) == []
 
 
 def test_schedule_is_a_function_of_step_and_pass():

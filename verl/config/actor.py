@@ -69,6 +69,9 @@ class ActorConfig(Section):
     loss_scale_factor: float | None = used(
         None, "divisor of seq-mean-token-sum-norm; null: the response length", when="sum_norm"
     )
+    skip_zero_advantages: bool = used(
+        True, "do not compute samples whose advantages are all 0, if the loss is zero on them", sizing=True
+    )
     entropy_coeff: float = used(0.0, "weight of the entropy bonus")
     calculate_entropy: bool = used(False, "report the entropy even if its weight is 0")
     calculate_sum_pi_squared: bool = inert(

@@ -30,7 +30,7 @@ from verl.rollout.api import ENGINES as ROLLOUT_ENGINES
 from verl.rollout.api import holds_weights
 from verl.rollout.replica import copy_group
 from verl.workers.critic import CriticWorker
-from verl.workers.objectives import PolicyObjective, ValueObjective
+from verl.workers.objectives import PolicyObjective, ValueObjective, skips_zero_advantages
 from verl.workers.policy import ActorWorker, ReferenceWorker
 from verl.workers.reward import RewardWorker
 from verl.workers.reward_model import build_reward_model
@@ -194,6 +194,7 @@ def schedule_of(config: VerlConfig, role: str) -> MiniBatchSchedule | None:
         epochs=section.ppo_epochs,
         shuffle=section.shuffle,
         seed=section.data_loader_seed,
+        skips_zero_advantages=role == "actor" and skips_zero_advantages(section, config.algorithm.rollout_correction),
     )
 
 

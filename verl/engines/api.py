@@ -47,6 +47,7 @@ class BatchTotals:
     num_tokens: int  # response_mask.sum()
     num_sequences: int  # rows
     dp_size: int = 1
+    computed: BatchTotals | None = None  # of the computed rows alone, where some are left out
 
 
 class LossFn(Protocol):
@@ -97,8 +98,11 @@ class TrainEngine(Protocol):
         micro: MicroBatching,
         temperature: float = 1.0,
         check: StepCheck | None = None,
+        rows: Sequence[int] | None = None,
     ) -> dict[str, Metric]:
-        """One optimizer step on the whole of `batch` (gradients accumulated over micro-batches, clipped). A gradient
+        """One optimizer step on the whole of `batch` (gradients accumulated over micro-batches, clipped). Only `rows`
+        (default: all) are computed: the loss is zero and has a zero gradient on the others, which count in the totals. A
+        rank may have none of them, as long as another one has some. A gradient
         norm that is not finite, or `check`, skips the step on all ranks alike, which leaves weights, optimizer and random
         state as they were and is reported. Metrics of the loss are merged; adds `grad_norm` and `loss`."""
         ...

@@ -22,7 +22,7 @@ from verl.engines.dimensions import Dimensions
 from verl.engines.gathering import Gathering, sharded_units
 from verl.engines.groups import Groups, mesh_of
 from verl.engines.loading import load_module, load_skeleton
-from verl.engines.micro_batches import plan_micro_batches
+from verl.engines.micro_batches import batch_totals, plan_micro_batches, sizes_of
 from verl.engines.sharding import from_first, shard_model
 from verl.engines.shards import GradientNorm, ShardedParameters, add_up_partial_gradients
 from verl.engines.state import TrainedState
@@ -126,15 +126,16 @@ class FSDPEngine(TrainedEngine):
         micro: MicroBatching,
         temperature: float = 1.0,
         check: StepCheck | None = None,
+        rows: Sequence[int] | None = None,
     ) -> dict[str, Metric]:
         """See TrainEngine. `batch` holds this rank's rows of the mini-batch. `num_skipped_updates` is added when the
         step was not taken."""
         assert self.optimizer is not None, "a frozen model cannot be trained"
         drawn = random_state(self.device)
-        totals = self._totals(batch)
+        totals = self._totals(batch, rows)
         merged: list[dict[str, Metric]] = [{"loss": Metric.sum(0.0)}]
         with self._on_device(optimizer=True), self._chunked():
-            parts = list(self._micro_batches(batch, micro))
+            parts = list(self._micro_batches(batch, micro, rows))
             for number, (_, part) in enumerate(parts):
                 self.gathering.before_training(number, len(parts), self.dimensions.batch_group_size)
                 found = self.model(self._pack(part, tuple(batch.batch["responses"].shape)), outputs, temperature)
@@ -152,18 +153,18 @@ class FSDPEngine(TrainedEngine):
     def _largest_of_ranks(self, numbers: torch.Tensor) -> torch.Tensor:
         return self.groups.over_data_(numbers.to(self.device), dist.ReduceOp.MAX)
 
-    def _totals(self, batch: DataProto) -> BatchTotals:
-        sizes = torch.tensor([int(batch.batch["response_mask"].sum()), len(batch)], device=self.device)
-        num_tokens, num_sequences = self.groups.over_data_(sizes).tolist()
-        return BatchTotals(num_tokens=num_tokens, num_sequences=num_sequences)
+    def _totals(self, batch: DataProto, rows: Sequence[int] | None) -> BatchTotals:
+        return batch_totals(self.groups.over_data_(torch.tensor(sizes_of(batch, rows), device=self.device)).tolist())
 
-    def _micro_batches(self, batch: DataProto, micro: MicroBatching) -> Iterator[tuple[list[int], DataProto | None]]:
+    def _micro_batches(
+        self, batch: DataProto, micro: MicroBatching, rows: Sequence[int] | None = None
+    ) -> Iterator[tuple[list[int], DataProto | None]]:
         """As many on each rank; where a rank's rows are used up, None."""
-        plan = plan_micro_batches(read_rows(batch.batch), micro, self.share_prompts)
+        plan = plan_micro_batches(read_rows(batch.batch, rows), micro, self.share_prompts)
         most = torch.tensor([len(plan)], device=self.device)
         for number in range(int(self.groups.over_data_(most, dist.ReduceOp.MAX))):
-            rows = plan[number] if number < len(plan) else []
-            yield rows, (batch if len(rows) == len(batch) else batch.select_idxs(rows)) if rows else None
+            part = plan[number] if number < len(plan) else []
+            yield part, (batch if len(part) == len(batch) else batch.select_idxs(part)) if part else None
 
     def _pack(self, part: DataProto | None, shape: tuple[int, ...]) -> PackedBatch:
         if part is not None:

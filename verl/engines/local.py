@@ -11,10 +11,10 @@ import torch
 from verl.config import FSDPConfig, ModelConfig, OptimConfig
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
-from verl.engines.api import BatchTotals, LossFn, MicroBatching, Output, StepCheck
+from verl.engines.api import LossFn, MicroBatching, Output, StepCheck
 from verl.engines.dimensions import Dimensions
 from verl.engines.loading import load_module
-from verl.engines.micro_batches import plan_micro_batches
+from verl.engines.micro_batches import batch_totals, plan_micro_batches, sizes_of
 from verl.engines.state import LocalParameters, TrainedState
 from verl.engines.step_check import random_state
 from verl.engines.trained import TrainedEngine
@@ -87,24 +87,26 @@ class LocalEngine(TrainedEngine):
         micro: MicroBatching,
         temperature: float = 1.0,
         check: StepCheck | None = None,
+        rows: Sequence[int] | None = None,
     ) -> dict[str, Metric]:
         """See TrainEngine. `num_skipped_updates` is added when the step was not taken."""
         assert self.optimizer is not None, "a frozen model cannot be trained"
         drawn = random_state(self.device)
-        totals = BatchTotals(num_tokens=int(batch.batch["response_mask"].sum()), num_sequences=len(batch))
+        totals = batch_totals(sizes_of(batch, rows))
         parts: list[dict[str, Metric]] = []
         with self._chunked():
-            for _, part in self._micro_batches(batch, micro):
+            for _, part in self._micro_batches(batch, micro, rows):
                 value, metrics = loss(self._outputs(self._pack(part), outputs, temperature), part, totals)
                 if value.requires_grad:  # a micro-batch in which nothing trains has no graph
                     value.backward()
                 parts.append({**metrics, "loss": Metric.sum(value.detach())})
         return self._step(parts, check, drawn)
 
-    def _micro_batches(self, batch: DataProto, micro: MicroBatching) -> Iterator[tuple[list[int], DataProto]]:
-        plan = plan_micro_batches(read_rows(batch.batch), micro, self.share_prompts)
-        for rows in plan:
-            yield rows, batch if len(plan) == 1 else batch.select_idxs(rows)
+    def _micro_batches(
+        self, batch: DataProto, micro: MicroBatching, rows: Sequence[int] | None = None
+    ) -> Iterator[tuple[list[int], DataProto]]:
+        for members in plan_micro_batches(read_rows(batch.batch, rows), micro, self.share_prompts):
+            yield members, batch if len(members) == len(batch) else batch.select_idxs(members)
 
     def _pack(self, part: DataProto) -> PackedBatch:
         return pack_rows(

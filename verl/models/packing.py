@@ -52,8 +52,8 @@ class PackedBatch:
         return values.new_zeros(self.shape).index_put((self.row, self.column), values)
 
 
-def read_rows(columns: Mapping[str, torch.Tensor]) -> list[Row]:
-    """The rows of the columns prompts, prompt_mask and response_mask.
+def read_rows(columns: Mapping[str, torch.Tensor], chosen: Sequence[int] | None = None) -> list[Row]:
+    """The rows `chosen` (default: all) of the columns prompts, prompt_mask and response_mask.
 
     Raises DataError for a row that trains without a prompt: nothing predicts its first token.
     """
@@ -61,7 +61,8 @@ def read_rows(columns: Mapping[str, torch.Tensor]) -> list[Row]:
     trained = columns["response_mask"].cpu().bool()
     last = (trained * torch.arange(1, trained.shape[1] + 1)).amax(dim=1).tolist() if trained.shape[1] else []
     rows = []
-    for index, needed in enumerate(last or [0] * len(prompts)):
+    for index in range(len(prompts)) if chosen is None else chosen:
+        needed = last[index] if last else 0
         ids = tuple(prompts[index][prompt_mask[index]].tolist())
         if needed and not ids:
             raise DataError(

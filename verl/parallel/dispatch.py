@@ -36,9 +36,11 @@ class GroupShape(Protocol):
 
 
 class Schedule(Protocol):
-    """Which rows of a batch each optimizer step of a training call takes."""
+    """Which rows of a batch each optimizer step of a training call takes, and which rows are computed."""
 
     def rows(self, num_rows: int, step: int) -> list[np.ndarray]: ...
+
+    def computed(self, batch: DataProto) -> list[int]: ...
 
 
 class Mergeable(Protocol):
@@ -199,7 +201,10 @@ def _nd_mini_batches(declared: Registered, group: GroupShape, args: tuple[Any, .
     assert group.schedule is not None, "a group with training calls has a schedule"
     batch, step = _first_batch(args), args[1]
     cost, parts = group.cost, group.mesh.dp_size
-    cut = [balanced_shares(batch, parts, cost, rows.tolist()) for rows in group.schedule.rows(len(batch), step)]
+    computed = set(group.schedule.computed(batch))
+    cut = [
+        balanced_shares(batch, parts, cost, rows.tolist(), computed) for rows in group.schedule.rows(len(batch), step)
+    ]
     shares: list[Rows] = [sorted({row for mini in cut for row in mini[part]}) for part in range(parts)]
     sent = _lean(batch, declared.objects)
     calls: list[Arguments] = []

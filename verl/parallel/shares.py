@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,9 +31,15 @@ def contiguous_shares(num_rows: int, num_parts: int) -> list[Rows]:
     return [rows.tolist() for rows in np.array_split(np.arange(num_rows), num_parts)]
 
 
-def balanced_shares(batch: DataProto, num_parts: int, cost: TokenCost, rows: Sequence[int] | None = None) -> list[Rows]:
+def balanced_shares(
+    batch: DataProto,
+    num_parts: int,
+    cost: TokenCost,
+    rows: Sequence[int] | None = None,
+    computed: Set[int] | None = None,
+) -> list[Rows]:
     """`rows` of the batch (default all) over `num_parts` ranks with nearly equal cost; ascending within a part. With fewer
-    rows than parts the last parts are empty.
+    rows than parts the last parts are empty. Rows that are not `computed` (default: all are) cost nothing.
 
     The samples of a prompt stay together unless parting them makes the costliest share cheaper, the prompts that are then
     computed twice counted.
@@ -48,6 +54,7 @@ def balanced_shares(batch: DataProto, num_parts: int, cost: TokenCost, rows: Seq
         groups.setdefault(names[row], []).append(row)
 
     def share_cost(part: Rows) -> float:
+        part = part if computed is None else [r for r in part if r in computed]
         shared = {names[r]: prompts[r] for r in part}
         return sum(cost(p) for p in shared.values()) + sum(
             cost(prompts[r] + responses[r]) - cost(prompts[r]) for r in part

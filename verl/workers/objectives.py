@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from verl.algorithms.kl import kl_penalty
-from verl.algorithms.policy_losses import policy_loss
+from verl.algorithms.policy_losses import POLICY_LOSSES, policy_loss
+from verl.algorithms.policy_losses.terms import is_zero_without_advantage
 from verl.algorithms.reduce import Aggregate, agg_loss
 from verl.algorithms.value_loss import compute_value_loss
 from verl.config import ActorConfig, CriticConfig, RolloutCorrectionConfig
@@ -42,11 +43,24 @@ def _zero_of(outputs: torch.Tensor) -> torch.Tensor:
     return (outputs.detach() * 0.0).sum()
 
 
+def _loss_mode(config: ActorConfig, correction: RolloutCorrectionConfig) -> str:
+    return "bypass_mode" if correction.bypass_mode else config.policy_loss.loss_mode
+
+
+def skips_zero_advantages(config: ActorConfig, correction: RolloutCorrectionConfig) -> bool:
+    """Whether rows whose advantages are all 0 need not be computed: the policy loss is declared to be zero on them and no
+    other term acts on them."""
+    if not config.skip_zero_advantages or config.entropy_coeff != 0 or config.use_kl_loss:
+        return False
+    return is_zero_without_advantage(POLICY_LOSSES.get(_loss_mode(config, correction)))
+
+
 class PolicyObjective:
     """pg_loss - entropy_coeff * H + kl_loss_coef * KL(policy || reference).
 
     Without an `old_log_probs` column the old policy is the one being updated (one optimizer step per batch), so its log-probs
-    are the detached current ones and no pass is spent on them.
+    are the detached current ones and no pass is spent on them. Losses are divided by the totals of all rows; the metrics
+    entropy, ppo_kl, pg_clipfrac and those of the sampler's gap are means over the rows that are computed.
     """
 
     def __init__(
@@ -59,7 +73,7 @@ class PolicyObjective:
     ):
         self.config = config
         self.guard = guard
-        self.loss_mode = "bypass_mode" if correction.bypass_mode else config.policy_loss.loss_mode
+        self.loss_mode = _loss_mode(config, correction)
         # Dr.GRPO's norm divides by a constant; the configured limit, not the padded width, keeps padding out of the loss
         self.scale = config.loss_scale_factor or max_response_length
         self.params: dict[str, Any] = {**asdict(config), **asdict(config.policy_loss), **asdict(correction)}
@@ -107,7 +121,8 @@ class PolicyObjective:
             generator=self.generator,
         )
         metrics = {**metrics, "pg_loss": Metric.sum(loss.detach())}
-        loss = loss + self._entropy_term(outputs, mask, agg, metrics)
+        over_computed = _aggregate(self.config.loss_agg_mode, self.scale, totals.computed or totals)
+        loss = loss + self._entropy_term(outputs, mask, over_computed, metrics)
         loss = loss + self._kl_term(log_prob, columns, mask, agg, metrics)
         if self.guard is not None:
             metrics.update(self._show(self.guard, outputs, columns, mask, old))

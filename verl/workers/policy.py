@@ -89,11 +89,13 @@ class ActorWorker(TrainedWorker):
             seed = (self.config.data_loader_seed * 1_000_003 + step) * 1_009 + index
             self.objective.begin(seed, is_first=index == 0)
             self.guard.begin(index, len(mini))
-            found.append(
-                self.engine.train_batch(
-                    mini, self.objective, self.objective.outputs, self.micro, self.temperature, self.guard
-                )
+            computed = self.schedule.computed(mini)
+            metrics = self.engine.train_batch(
+                mini, self.objective, self.objective.outputs, self.micro, self.temperature, self.guard, rows=computed
             )
+            if len(mini):
+                metrics["skipped_row_ratio"] = Metric.mean(1 - len(computed) / len(mini), len(mini))
+            found.append(metrics)
         observed = self.objective.take_observed()
         rate = self.engine.end_step(advance=not self.guard.refused_all(len(found)))
         give_back_holes(step)

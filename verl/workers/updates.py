@@ -10,18 +10,21 @@ import torch
 
 from verl.algorithms.correction import rollout_gap_metrics
 from verl.data_proto.metrics import Metric, merge_metrics
+from verl.data_proto.proto import DataProto
 from verl.parallel.wire import record
 from verl.workers.step_guard import Finding, merge_findings
 
 
 @dataclass(frozen=True)
 class MiniBatchSchedule:
-    """`epochs` passes over a batch in mini-batches of `size` rows (the last may be short)."""
+    """`epochs` passes over a batch in mini-batches of `size` rows (the last may be short). `skips_zero_advantages`: rows
+    whose advantages are all 0 are not computed."""
 
     size: int
     epochs: int
     shuffle: bool
     seed: int
+    skips_zero_advantages: bool = False
 
     def rows(self, num_rows: int, step: int) -> list[np.ndarray]:
         """The rows of each optimizer step of trainer step `step`. The order of a shuffled pass depends on (seed, step,
@@ -33,6 +36,19 @@ class MiniBatchSchedule:
                 rows = np.random.Generator(np.random.Philox(key=[self.seed + step, epoch])).permutation(num_rows)
             found += [rows[start : start + self.size] for start in range(0, num_rows, self.size)]
         return found
+
+    def computed(self, batch: DataProto) -> list[int]:
+        """The rows of `batch` that are computed. At least one: the optimizer then steps on its zero gradient, with momentum
+        and weight decay, as it would after computing all rows."""
+        if not self.skips_zero_advantages or not len(batch):
+            return list(range(len(batch)))
+        mask = batch.batch["response_mask"].bool()
+        needed = ((batch.batch["advantages"] != 0) & mask).any(dim=1)
+        if not needed.any():
+            lengths = batch.batch["attention_mask"].sum(dim=1)
+            shortest = torch.where(mask.any(dim=1), lengths, lengths.max() + 1).argmin()
+            return [int(shortest)]
+        return needed.nonzero().flatten().tolist()
 
 
 @record

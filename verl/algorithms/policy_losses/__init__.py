@@ -4,7 +4,8 @@
 All tensors are [batch, response]; `agg` reduces a loss matrix (verl.algorithms.reduce.Aggregate); further keywords
 are the keys of the actor's config that the loss reads. With totals bound in `agg`, the losses of micro-batches add up
 to the loss of the mini-batch; `clip_cov` and `kl_cov`, which select tokens by statistics of what they are given, are
-the exceptions. Functions of the older contract (loss_agg_mode and config instead of agg) are called through
+the exceptions. `@zero_without_advantage` (terms.py) declares that rows whose advantages are all 0 need not be computed.
+Functions of the older contract (loss_agg_mode and config instead of agg) are called through
 verl.algorithms.user_functions.
 """
 

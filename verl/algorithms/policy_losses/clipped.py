@@ -6,12 +6,13 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.masked import token_mean
-from verl.algorithms.policy_losses.terms import old_policy_kl, probability_ratio, weighted
+from verl.algorithms.policy_losses.terms import old_policy_kl, probability_ratio, weighted, zero_without_advantage
 from verl.algorithms.reduce import Aggregate
 from verl.data_proto.metrics import Metric
 from verl.errors import ConfigError
 
 
+@zero_without_advantage
 def vanilla(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -45,6 +46,7 @@ def vanilla(
     return agg(weighted(losses, rollout_is_weights), response_mask), metrics
 
 
+@zero_without_advantage
 def cispo(
     old_log_prob: Tensor,
     log_prob: Tensor,

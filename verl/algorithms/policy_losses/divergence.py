@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.masked import token_mean
-from verl.algorithms.policy_losses.terms import old_policy_kl, probability_ratio, weighted
+from verl.algorithms.policy_losses.terms import old_policy_kl, probability_ratio, weighted, zero_without_advantage
 from verl.algorithms.reduce import Aggregate
 from verl.data_proto.metrics import Metric
 
 
+@zero_without_advantage
 def dppo_tv(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -35,6 +36,7 @@ def dppo_tv(
     )
 
 
+@zero_without_advantage
 def dppo_kl(
     old_log_prob: Tensor,
     log_prob: Tensor,

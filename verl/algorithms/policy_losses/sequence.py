@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.masked import masked_mean, masked_sum, token_mean
-from verl.algorithms.policy_losses.terms import old_policy_kl, weighted
+from verl.algorithms.policy_losses.terms import old_policy_kl, weighted, zero_without_advantage
 from verl.algorithms.reduce import Aggregate
 from verl.data_proto.metrics import Metric
 
 
+@zero_without_advantage
 def gspo(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -40,6 +41,7 @@ def gspo(
     return agg(weighted(losses, rollout_is_weights), response_mask), metrics
 
 
+@zero_without_advantage
 def geo_mean(
     old_log_prob: Tensor,
     log_prob: Tensor,

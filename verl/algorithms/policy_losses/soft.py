@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from verl.algorithms.policy_losses.terms import old_policy_kl, probability_ratio, weighted
+from verl.algorithms.policy_losses.terms import old_policy_kl, probability_ratio, weighted, zero_without_advantage
 from verl.algorithms.reduce import Aggregate
 from verl.data_proto.metrics import Metric
 from verl.errors import ConfigError
 
 
+@zero_without_advantage
 def sapo(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -33,6 +34,7 @@ def sapo(
     return agg(weighted(losses, rollout_is_weights), response_mask, "seq-mean-token-mean"), metrics
 
 
+@zero_without_advantage
 def gpg(
     old_log_prob: Tensor,
     log_prob: Tensor,

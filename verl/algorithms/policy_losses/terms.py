@@ -1,13 +1,33 @@
-"""What the policy losses have in common: the ratio and weights on a loss matrix."""
+"""Parts of the policy losses: the ratio, weights on a loss matrix, and a declaration about zero advantages."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from verl.algorithms.masked import token_mean
 from verl.data_proto.metrics import Metric
 
+F = TypeVar("F", bound=Callable[..., Any])
+
 LOG_RATIO_LIMIT = 20.0  # e**20: keeps a ratio finite in float32 and its square too
+
+
+_zero_without_advantage: set[Callable[..., Any]] = set()
+
+
+def zero_without_advantage(loss: F) -> F:
+    """Decorator: a row whose advantages are all exactly 0 adds exactly 0 to the loss and to the gradient, and changes
+    nothing for other rows. The trainer does not compute such rows."""
+    _zero_without_advantage.add(loss)
+    return loss
+
+
+def is_zero_without_advantage(loss: Callable[..., Any]) -> bool:
+    """Whether `loss` itself was declared so; a function that wraps a declared one may have other terms."""
+    return loss in _zero_without_advantage
 
 
 def probability_ratio(log_prob: Tensor, old_log_prob: Tensor) -> Tensor:
