@@ -200,7 +200,7 @@ def declared(name):
 @losses
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 @settings(max_examples=5, deadline=None, derandomize=True)
-@given(seed=st.integers(0, 2**31), silent=st.sets(st.integers(0, 4)), weighted=st.booleans())
+@given(seed=st.integers(0, 2**31), silent=st.sets(st.integers(0, 4), max_size=4), weighted=st.booleans())
 def test_rows_without_advantage_change_nothing_where_the_loss_declares_it(name, mode, seed, silent, weighted):
     if not declared(name):
         assert name in NOT_ZERO_WITHOUT_ADVANTAGE
@@ -220,7 +220,7 @@ def test_rows_without_advantage_change_nothing_where_the_loss_declares_it(name, 
 @pytest.mark.parametrize("name", ["dro", "clip_cov", "kl_cov"])
 def test_losses_that_need_rows_without_advantage_do_not_declare_it(name):
     """dro pulls such a row back to the old policy; the others choose tokens by means over all rows."""
-    inputs = policy_inputs(0, spread=2.0)
+    inputs = policy_inputs(1, spread=2.0)
     inputs[2][0] = 0.0
     agg = binder("token-mean", **totals_of(inputs[3]))
     gradient = value_and_gradient(name, inputs, agg)[1]
