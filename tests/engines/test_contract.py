@@ -13,6 +13,7 @@ from verl.data_proto.proto import DataProto
 from verl.engines.api import ENGINES, BatchTotals, MicroBatching, TrainEngine, whole
 from verl.errors import CheckpointError, ModelError
 from verl.models.load import load_causal_lm
+from verl.models.rounding import Rounding
 from verl.models.tiny import make_tiny_model
 
 ENGINE_ROWS = ["local", "fsdp"]
@@ -278,7 +279,7 @@ def test_weights_for_rollout_are_whole_and_in_the_compute_dtype(make, folder, dt
     for name, tensor in weights.items():
         assert tensor.dtype == getattr(torch, dtype)
         assert tensor.shape == names[name].shape
-        assert torch.equal(tensor, whole(masters[name]).to(tensor.dtype))
+        assert torch.equal(tensor, Rounding().rounded(name, whole(masters[name]), tensor.dtype))
 
 
 def test_state_of_another_model_is_refused(make):

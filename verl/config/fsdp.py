@@ -8,6 +8,7 @@ from typing import Any
 from verl.config.keys import Section, inert, section, used
 
 FUSED_LOG_PROBS = "log-probabilities and entropy are always computed in chunks, full logits never exist"
+MASTER_ROUNDINGS = ("dithered", "nearest")
 DTYPES = ("auto", "bfloat16", "bf16", "float32", "fp32", "float16", "fp16", "float64")
 
 
@@ -34,6 +35,13 @@ class FSDPConfig(Section):
         "compute dtype; auto: bfloat16 where the device computes it natively, else float32",
         choices=DTYPES,
         neutral=("bfloat16", "bf16"),
+    )
+    master_rounding: str = used(
+        "dithered",
+        "rounding of float32 master weights to bfloat16 compute weights; dithered: a fixed random offset per element, so that "
+        "small updates show; nearest: hides updates below half a step of bfloat16",
+        choices=MASTER_ROUNDINGS,
+        neutral=("nearest",),
     )
     model_dtype: str | None = inert("fp32", "dtype of the stored weights", "master weights are always float32")
     mixed_precision: MixedPrecisionConfig = section(MixedPrecisionConfig, "dtypes beside the compute dtype")

@@ -38,6 +38,7 @@ from verl.models.parallel.experts import check_experts
 from verl.models.parallel.forward import empty_batch
 from verl.models.parallel.sequence import check_heads
 from verl.models.parallel.tensor import check_divisible
+from verl.models.rounding import Rounding
 from verl.parallel.device import compute_dtype
 from verl.parallel.mesh import Mesh
 
@@ -77,13 +78,14 @@ class FSDPEngine(TrainedEngine):
         _check_layout(model, engine, mesh, self.optim)
         self.groups = Groups(mesh, device.type, engine.expert_parallel_size, timeout_s)
         narrow, trains = compute_dtype(engine.dtype, device), self.optim is not None
+        self.rounding = rounding = Rounding(engine.master_rounding)
         source = from_first(
-            self.groups, device, lambda: load_module(model, kind, torch.device("cpu"), narrow, trains=trains)
+            self.groups, device, lambda: load_module(model, kind, torch.device("cpu"), narrow, rounding, trains=trains)
         )
         self.module = load_skeleton(model, kind, narrow, trains=trains)
         if not trains:
             self.module.requires_grad_(False)
-        self.model, self.shards = shard_model(self.module, kind, source, self.groups, engine, narrow, device)
+        self.model, self.shards = shard_model(self.module, kind, source, self.groups, engine, narrow, device, rounding)
         del source
         self.gathering = Gathering(self.model, engine)
         self.optimizer: MasterOptimizer | None = None
@@ -91,11 +93,12 @@ class FSDPEngine(TrainedEngine):
         if self.optim is not None:
             wide = torch.promote_types(narrow, torch.float32)
             norm = GradientNorm(self.shards, self.groups, device)
-            self.optimizer = MasterOptimizer(self.module, self.optim, wide, norm)
+            rounded = {name: shard.rounded for name, shard in self.shards.items() if shard.rounded is not None}
+            self.optimizer = MasterOptimizer(self.module, self.optim, wide, norm, rounding, rounded)
         self.spec = LoRASpec.of(model) if trains else None
         self.compute_dtype = narrow
         parameters = ShardedParameters(self.shards, self.groups, device)
-        self._trained = TrainedState(self.module, parameters, self.optimizer, self.spec, model.path)
+        self._trained = TrainedState(self.module, parameters, self.optimizer, self.spec, model.path, rounding)
         self._leave_device()
 
     @torch.no_grad()
@@ -205,7 +208,7 @@ class FSDPEngine(TrainedEngine):
     def _on_device(self, optimizer: bool = False) -> Iterator[None]:
         """Bring back what `param_offload` and `optimizer_offload` keep on the CPU between calls."""
         if self._may_offload and self.config.param_offload:
-            self.model.to(self.device)
+            self._move_parameters(self.device)
         if self._may_offload and optimizer and self.optimizer is not None and self.config.optimizer_offload:
             self.optimizer.move_state(self.device)
         try:
@@ -215,9 +218,15 @@ class FSDPEngine(TrainedEngine):
 
     def _leave_device(self) -> None:
         if self._may_offload and self.config.param_offload:
-            self.model.to("cpu")
+            self._move_parameters(torch.device("cpu"))
         if self._may_offload and self.config.optimizer_offload and self.optimizer is not None:
             self.optimizer.move_state(torch.device("cpu"))
+
+    def _move_parameters(self, device: torch.device) -> None:
+        self.model.to(device)
+        for shard in self.shards.values():
+            if shard.rounded is not None:
+                shard.rounded.to(device)
 
     @property
     def _may_offload(self) -> bool:

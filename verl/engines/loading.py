@@ -7,26 +7,39 @@ from typing import Any
 import torch
 
 from verl.config import ModelConfig
-from verl.models.load import empty_model, load_causal_lm, load_external, load_value_model
+from verl.models.load import empty_model, load_causal_lm, load_external, load_model_config, load_value_model
 from verl.models.lora import LoRASpec, add_adapters, load_adapter, read_adapter
+from verl.models.rounding import Rounding
 
 
 def load_module(
-    model: ModelConfig, kind: str, device: torch.device, compute_dtype: torch.dtype, *, trains: bool
+    model: ModelConfig,
+    kind: str,
+    device: torch.device,
+    compute_dtype: torch.dtype,
+    rounding: Rounding,
+    *,
+    trains: bool,
 ) -> Any:
-    """The module of a role. What trains is held in at least float32, what is frozen in the compute dtype."""
+    """The module of a role. What trains is held in at least float32, what is frozen in the compute dtype: rounded as
+    masters are, so that a reference policy has the weights that training starts with."""
     load_external(model.external_lib)
     spec = LoRASpec.of(model) if trains else None
     wide = torch.promote_types(compute_dtype, torch.float32)
     load = load_value_model if kind == "value" else load_causal_lm
+    narrows = not trains and rounding.kind == "dithered" and _stored_dtype(model) != compute_dtype != wide
     module = load(
         model.path,
-        device=device,
-        dtype=wide if trains and spec is None else compute_dtype,
+        device="cpu" if narrows else device,  # where it is wide, it may not fit
+        dtype=wide if narrows or (trains and spec is None) else compute_dtype,
         trust_remote_code=model.trust_remote_code,
         override_config=model.override_config,
         gradient_checkpointing=model.enable_gradient_checkpointing and trains,
     )
+    if narrows:
+        for name, parameter in module.named_parameters():
+            parameter.data = rounding.rounded(name, parameter.data, compute_dtype)
+        module.to(device)
     _adapt(module, model, spec, wide)
     if spec is not None and model.lora_adapter_path:
         load_adapter(module, read_adapter(model.lora_adapter_path, spec))
@@ -47,3 +60,9 @@ def load_skeleton(model: ModelConfig, kind: str, compute_dtype: torch.dtype, *, 
 def _adapt(module: Any, model: ModelConfig, spec: LoRASpec | None, wide: torch.dtype) -> None:
     if spec is not None:
         add_adapters(module, spec, wide)
+
+
+def _stored_dtype(model: ModelConfig) -> torch.dtype | None:
+    """The dtype in which the model's folder says that it has the weights."""
+    config = load_model_config(model.path, model.trust_remote_code, model.override_config)
+    return getattr(config, "dtype", None)

@@ -23,6 +23,7 @@ from verl.models.forward import policy_outputs, value_outputs, written_out
 from verl.models.lora import LoRASpec
 from verl.models.optim import MasterOptimizer
 from verl.models.packing import PackedBatch, pack_rows, read_rows
+from verl.models.rounding import Rounding
 from verl.parallel.device import compute_dtype
 
 
@@ -52,16 +53,17 @@ class LocalEngine(TrainedEngine):
         self.config, self.dimensions = engine, Dimensions.of(engine)
         self.optim = optim if trainable else None
         self.compute_dtype = narrow = compute_dtype(engine.dtype, device)
-        self.module = load_module(model, kind, device, narrow, trains=self.optim is not None)
+        self.rounding = rounding = Rounding(engine.master_rounding)
+        self.module = load_module(model, kind, device, narrow, rounding, trains=self.optim is not None)
         self.spec = LoRASpec.of(model) if self.optim is not None else None
         self.optimizer: MasterOptimizer | None = None
         if self.optim is None:
             self.module.requires_grad_(False).eval()
         else:
             self.module.train()
-            self.optimizer = MasterOptimizer(self.module, self.optim, narrow)
+            self.optimizer = MasterOptimizer(self.module, self.optim, narrow, rounding=rounding)
         parameters = LocalParameters(self.module, self.optimizer)
-        self._trained = TrainedState(self.module, parameters, self.optimizer, self.spec, model.path)
+        self._trained = TrainedState(self.module, parameters, self.optimizer, self.spec, model.path, rounding)
 
     @torch.no_grad()
     def forward(

@@ -14,11 +14,13 @@ from verl.config import FSDPConfig
 from verl.engines.dimensions import Dimensions
 from verl.engines.gathering import count_traffic, sharded_units
 from verl.engines.groups import Groups
+from verl.engines.rounded import gather_rounded
 from verl.engines.shards import Shard
 from verl.errors import ConfigError, ModelError, VerlError, nearest
 from verl.models.parallel.experts import divide_experts, is_experts
 from verl.models.parallel.forward import ParallelModel
 from verl.models.parallel.tensor import divide
+from verl.models.rounding import Rounding
 from verl.parallel.device import parse_dtype
 
 
@@ -30,6 +32,7 @@ def shard_model(
     config: FSDPConfig,
     compute_dtype: torch.dtype,
     device: torch.device,
+    rounding: Rounding,
 ) -> tuple[ParallelModel, dict[str, Shard]]:
     """Divide `module` (on the meta device) over the ranks of `groups` and fill it with the numbers of `source`, which the
     first rank alone has (None elsewhere). One layer at a time is whole on a rank. Returns the model to call, and what
@@ -61,7 +64,8 @@ def shard_model(
     _shard([model], fill, groups.params_mesh, config, compute_dtype, is_root=True)
     _configure(model, [unit[0] for unit in groups_of_layers], config)
     final = dict(module.named_parameters())
-    return model, {n: Shard(n, final[n], s.shape, s.tensor_dim, s.is_expert, s.partial) for n, s in shards.items()}
+    placed = {n: Shard(n, final[n], s.shape, s.tensor_dim, s.is_expert, s.partial) for n, s in shards.items()}
+    return model, gather_rounded(placed, sharded_units(model), groups, rounding)
 
 
 def from_first(groups: Groups, device: torch.device, build: Callable[[], Any]) -> Any:

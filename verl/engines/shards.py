@@ -13,7 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from verl.engines.api import Deferred
 from verl.engines.groups import Groups, all_reduce_
+from verl.engines.rounded import RoundedShard
 from verl.models.parallel.collectives import even_sizes, gather_rows, own_range
+from verl.models.rounding import Region
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,8 @@ class Shard:
     """One parameter. The whole tensor of `shape` was cut along `tensor_dim` over tensor parallel ranks or along 0 over
     expert parallel ranks, and what was left along 0 over the FSDP ranks.
 
-    `partial` says that tensor parallel ranks all hold it, each with a part of its gradient.
+    `partial` says that tensor parallel ranks all hold it, each with a part of its gradient. `rounded` are the weights that
+    compute, where the parameter is their master.
     """
 
     name: str
@@ -30,6 +33,7 @@ class Shard:
     tensor_dim: int | None = None
     is_expert: bool = False
     partial: bool = False
+    rounded: RoundedShard | None = None
 
     @property
     def fsdp_group(self) -> dist.ProcessGroup:
@@ -37,10 +41,26 @@ class Shard:
         mesh = self.parameter.device_mesh
         return mesh.get_group(mesh.ndim - 1)
 
-    def whole(self, groups: Groups, value: DTensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-        """The tensor of which `value` (this parameter, or state of the optimizer beside it) is a part, in `dtype`.
-        Collective; every rank gets it."""
-        rows = value.shape[0]
+    @property
+    def computing(self) -> torch.Tensor:
+        """This rank's part of the weights that compute."""
+        return local(self.parameter.detach()) if self.rounded is None else self.rounded.weights
+
+    def region(self, groups: Groups) -> Region:
+        """Which part of the whole tensor this rank holds."""
+        first = [0] * len(self.shape)
+        rows = self.parameter.shape[0]  # before FSDP
+        if self.tensor_dim is not None:
+            first[self.tensor_dim] += own_range(self.shape[self.tensor_dim], groups.tensor)[0]
+        if self.is_expert and groups.expert is not None:
+            first[0] += own_range(self.shape[0], groups.expert)[0]
+        first[0] += sum(_chunks(rows, self.fsdp_group.size())[: self.fsdp_group.rank()])
+        return Region(tuple(self.shape), tuple(first))
+
+    def whole(self, groups: Groups, value: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+        """The tensor of which `value` (this parameter, or what lies as it does) is a part, in `dtype`. Collective; every
+        rank gets it."""
+        rows = self.parameter.shape[0]
         out = gather_rows(local(value).to(device, dtype), _chunks(rows, self.fsdp_group.size()), self.fsdp_group)
         if self.is_expert and groups.expert is not None:
             out = _gather(out, 0, self.shape[0], groups.expert)
@@ -73,13 +93,16 @@ class ShardedParameters:
         """Sharded tensors by name."""
         return {name: shard.parameter.detach() for name, shard in self.shards.items()}
 
+    def computing(self, name: str) -> torch.Tensor:
+        """See verl.engines.state.Parameters."""
+        return self.shards[name].computing
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Of the whole parameter."""
         return tuple(self.shards[name].shape)
 
     def whole(self, name: str, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Gathered from all ranks."""
-        assert isinstance(value, DTensor)
         return self.shards[name].whole(self.groups, value, self.device, dtype)
 
     def deferred(self, name: str, value: torch.Tensor) -> Deferred:

@@ -12,6 +12,7 @@ from verl.engines.api import AdapterState, Deferred, EngineState, Tensors, whole
 from verl.errors import CheckpointError
 from verl.models.lora import LoRASpec, is_adapter, lora_layers, merged, own_names, peft_names
 from verl.models.optim import MasterOptimizer
+from verl.models.rounding import Rounding
 
 
 class Parameters(Protocol):
@@ -19,6 +20,10 @@ class Parameters(Protocol):
 
     def named(self) -> dict[str, torch.Tensor]:
         """What this rank holds of the (master) weights, by name; tied ones once."""
+        ...
+
+    def computing(self, name: str) -> torch.Tensor:
+        """What this rank holds of the weights that compute: the rounded master, where there is one."""
         ...
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -48,6 +53,10 @@ class LocalParameters:
         """See Parameters."""
         return {name: self.masters.get(name, p).detach() for name, p in self.module.named_parameters()}
 
+    def computing(self, name: str) -> torch.Tensor:
+        """See Parameters."""
+        return self.module.get_parameter(name).detach()
+
     def shape(self, name: str) -> tuple[int, ...]:
         """See Parameters."""
         return tuple(self.module.get_parameter(name).shape)
@@ -69,19 +78,30 @@ class TrainedState:
     """Reads and writes the EngineState of `module` through `parameters`."""
 
     def __init__(
-        self, module: Any, parameters: Parameters, optimizer: MasterOptimizer | None, spec: LoRASpec | None, base: str
+        self,
+        module: Any,
+        parameters: Parameters,
+        optimizer: MasterOptimizer | None,
+        spec: LoRASpec | None,
+        base: str,
+        rounding: Rounding,
     ):
         self.parameters, self.optimizer, self.spec, self.base = parameters, optimizer, spec, base
+        self.rounding = rounding
         self.scales = {name: layer.scale for name, layer in lora_layers(module).items()}
         self.trains = {name for name, p in module.named_parameters() if p.requires_grad}
 
     @torch.no_grad()
     def weights(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole tensors, one at a time, adapters merged in."""
+        """Whole tensors, one at a time, as they compute in `dtype`: rounded masters, or what adapters are merged into."""
         held = self.parameters.named()
         for name in held:
-            if not is_adapter(name):
-                yield name, self._merged(held, name).to(dtype)
+            if is_adapter(name):
+                continue
+            if name.removesuffix(".weight") in self.scales:
+                yield name, self.rounding.rounded(name, self._merged(held, name), dtype)
+            else:
+                yield name, self.parameters.whole(name, self.parameters.computing(name), dtype)
 
     def save(self, extra: dict[str, Any]) -> EngineState:
         """The state, without copying."""

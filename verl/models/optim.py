@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from verl.config import OptimConfig
 from verl.errors import CheckpointError, ConfigError, nearest
 from verl.models.gradients import GradientBuffers
+from verl.models.rounding import Region, Rounding
 
 log = logging.getLogger(__name__)
 
@@ -61,15 +62,36 @@ def total_norm(parameters: Mapping[str, nn.Parameter]) -> torch.Tensor:
     return nn.utils.get_total_norm([p.grad for p in parameters.values() if p.grad is not None])
 
 
+class ComputeShard(Protocol):
+    """The weights that compute of a parameter whose shard in the module is its master."""
+
+    region: Region
+
+    @property
+    def weights(self) -> torch.Tensor:
+        """In the shape of the local shard."""
+        ...
+
+
+class Rounded(NamedTuple):
+    """A parameter that computes in another dtype than it trains in; on this rank `region` of it (None: all)."""
+
+    name: str
+    weights: torch.Tensor
+    master: torch.Tensor
+    region: Region | None
+
+
 class MasterOptimizer:
     """An optimizer over the parameters of `module` that require gradients.
 
     Where the module computes in a narrower format than `master_dtype`, masters of that dtype are kept: gradients of the
-    micro-batches are summed into them, the step acts on them, and the module receives the rounded result. Elsewhere the
-    module's parameters are their own masters and nothing is copied. `gradients` are the buffers in which the passes
-    that are written out sum gradients; those that autograd hands over find their way by themselves.
+    micro-batches are summed into them, the step acts on them, and the module receives the result as `rounding` rounds it.
+    Elsewhere the module's parameters are their own masters and nothing is copied. `gradients` are the buffers in which the
+    passes that are written out sum gradients; those that autograd hands over find their way by themselves.
 
-    `norm` measures the gradients by name of parameter; parameters that are spread over ranks need one of their own.
+    `norm` measures the gradients by name of parameter; parameters that are spread over ranks need one of their own. So do
+    sharded parameters that compute in a narrower dtype: `shards` are their compute weights by name.
     """
 
     def __init__(
@@ -78,12 +100,17 @@ class MasterOptimizer:
         config: OptimConfig,
         compute_dtype: torch.dtype,
         norm: Callable[[Mapping[str, nn.Parameter]], torch.Tensor] = total_norm,
+        rounding: Rounding | None = None,
+        shards: Mapping[str, ComputeShard] | None = None,
     ):
         self.config = config
         self.norm = norm
+        self.rounding, self.shards = rounding or Rounding(), shards or {}
         self.num_steps = 0
         self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        self.masters = {name: _make_master(name, p, compute_dtype) for name, p in self.parameters.items()}
+        self.masters = {
+            name: _make_master(name, p, compute_dtype, self.rounding) for name, p in self.parameters.items()
+        }
         self.gradients = GradientBuffers({p: self.masters[name] for name, p in self.parameters.items()})
         self.copied = [name for name, p in self.parameters.items() if self.masters[name] is not p]
         self.optimizer = _build(config, self.masters.values())
@@ -115,8 +142,16 @@ class MasterOptimizer:
     @torch.no_grad()
     def publish(self) -> None:
         """Write the masters into the module, rounded to its format."""
+        for name, weights, master, region in self.rounded():
+            self.rounding.write(weights, name, master, region)
+
+    def rounded(self) -> Iterator[Rounded]:
+        """What `publish` writes, and from what."""
         for name in self.copied:
-            self.parameters[name].copy_(self.masters[name])
+            yield Rounded(name, self.parameters[name].detach(), self.masters[name].detach(), None)
+        for name, shard in self.shards.items():
+            if name in self.masters:
+                yield Rounded(name, shard.weights, _here(self.masters[name].detach()), shard.region)
 
     def move_state(self, device: torch.device) -> None:
         """Keep what the optimizer remembers of each parameter on `device` from now on."""
@@ -162,14 +197,14 @@ def _here(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _make_master(name: str, parameter: nn.Parameter, compute_dtype: torch.dtype) -> nn.Parameter:
+def _make_master(name: str, parameter: nn.Parameter, compute_dtype: torch.dtype, rounding: Rounding) -> nn.Parameter:
     """Narrow the module's parameter to `compute_dtype`, keeping what it was as the master. Heads named `score` stay
     wide."""
     narrower = torch.finfo(compute_dtype).bits < torch.finfo(parameter.dtype).bits
     if not narrower or name.startswith("score."):
         return parameter
     master = nn.Parameter(parameter.data)
-    parameter.data = parameter.data.to(compute_dtype)
+    parameter.data = rounding.rounded(name, parameter.data, compute_dtype)
 
     def sum_into_master(narrow: torch.Tensor) -> None:
         if narrow.grad is None:  # it went to the buffers

@@ -12,13 +12,15 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from verl.models.lora import merged
+from verl.models.rounding import Rounding
 from verl.reshard.layout import Layout, Tensor
 from verl.rollout.replica import Replica
 
 
 class Adapters:
     """Room for this rank's parts of `tensors`, adapters of the layers named in `scales` (alpha / rank), in `dtype`, and the
-    weights that `replica` was loaded with. The caller has seen that it has these layers."""
+    weights that `replica` was loaded with. The sums are rounded as `rounding` says. The caller has seen that the replica has
+    these layers."""
 
     def __init__(
         self,
@@ -28,8 +30,9 @@ class Adapters:
         rank: int,
         scales: Mapping[str, float],
         dtype: torch.dtype,
+        rounding: Rounding,
     ):
-        self.scales = scales
+        self.scales, self.rounding = scales, rounding
         self.replica = replica
         held = replica.parts()
         self.base = {f"{layer}.weight": held[f"{layer}.weight"].clone() for layer in scales}
@@ -47,4 +50,6 @@ class Adapters:
         known = {**self.base, **self.parts}
         held = self.replica.parts()  # now: an engine may have moved its weights since the last update
         for name in self.base:
-            held[name].copy_(merged(name, known.__getitem__, self.scales))
+            self.rounding.write(
+                held[name], name, merged(name, known.__getitem__, self.scales), self.replica.region(name)
+            )

@@ -26,6 +26,7 @@ from verl.engines.shards import local
 from verl.errors import ModelError
 from verl.models.dense.weights import DenseDecoder
 from verl.models.lora import is_adapter, lora_layers
+from verl.models.rounding import Rounding
 from verl.parallel.collectives import Collectives
 from verl.parallel.wire import from_bytes, to_bytes
 from verl.reshard.adapters import Adapters
@@ -157,12 +158,13 @@ def plan_update(
     if model is None:
         return None
     dtype, scales = getattr(torch, model.pop("dtype")), model.pop("scales")
+    rounding = Rounding(model.pop("rounding"))
     num_layers_at_a_time = model.pop("layers_at_a_time")
     tensors = decoder_tensors(**model, itemsize=dtype.itemsize)
     raise_together(comm, _uncovered(replica, tensors, scales))
     adapters = None
     if replica is not None and scales:
-        adapters = Adapters(replica, tensors, rollout, comm.rank, scales, dtype)
+        adapters = Adapters(replica, tensors, rollout, comm.rank, scales, dtype, rounding)
     misfit = _misfit(held_by(engine), tensors, training, comm.rank)
     if replica is not None and not scales:
         misfit = misfit or _misfit(replica.parts(), tensors, rollout, comm.rank)
@@ -195,12 +197,15 @@ def plan_update(
 
 
 def held_by(engine: TrainEngine | None) -> dict[str, torch.Tensor]:
-    """What this rank has of each parameter in training: masters where there are any, tied ones once."""
+    """What this rank has of each parameter in training, tied ones once: the weights that compute. Of adapters it is the
+    masters: they are added to weights before those are rounded."""
     if isinstance(engine, FSDPEngine):
         with torch.no_grad():  # a local part is then had without a graph, which takes a tenth of the time
-            return {name: local(shard.parameter).detach() for name, shard in engine.shards.items()}
+            if engine.spec is not None:
+                return {name: local(shard.parameter).detach() for name, shard in engine.shards.items()}
+            return {name: shard.computing for name, shard in engine.shards.items()}
     if isinstance(engine, LocalEngine):
-        masters = engine.optimizer.masters if engine.optimizer else {}
+        masters = engine.optimizer.masters if engine.optimizer and engine.spec is not None else {}
         return {name: masters.get(name, p).detach() for name, p in engine.module.named_parameters()}
     return {}
 
@@ -239,7 +244,9 @@ def _model_facts(engine: TrainEngine | None) -> dict[str, Any] | None:
             return None
         shapes = {name: shape for name, shape in shapes.items() if name in trained}
         scales = {name: layer.scale for name, layer in lora_layers(engine.module).items()}
-        dtype = next(iter(trained.values())).dtype  # few bytes, which are added to weights before those are cast
+        dtype = held_by(engine)[
+            next(iter(trained))
+        ].dtype  # few bytes, which are added to weights before those are rounded
     config = engine.module.config.get_text_config()
     num_heads = getattr(config, "num_attention_heads", 1)
     return {
@@ -250,6 +257,7 @@ def _model_facts(engine: TrainEngine | None) -> dict[str, Any] | None:
         "num_kv_heads": getattr(config, "num_key_value_heads", None) or num_heads,
         "dtype": str(dtype).removeprefix("torch."),
         "scales": scales,
+        "rounding": engine.rounding.kind,
     }
 
 

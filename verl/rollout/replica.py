@@ -23,6 +23,7 @@ from torch import nn
 from verl.errors import ModelError
 from verl.models.parallel.collectives import even_sizes, gather_into, own_range
 from verl.models.parallel.tensor import divide
+from verl.models.rounding import Region
 from verl.parallel.mesh import Mesh
 from verl.rollout.tensor_parallel_experts import divide_own_experts
 
@@ -59,6 +60,15 @@ class Replica:
     def parts(self) -> dict[str, torch.Tensor]:
         """Name -> what this rank holds of each parameter, to be written into; a tied one is there under each of its names."""
         return {name: p.detach() for name, p in self.module.named_parameters(remove_duplicate=False)}
+
+    def region(self, name: str) -> Region:
+        """Which part of the whole parameter this rank holds."""
+        shape = tuple(self._shapes[name])
+        first = [0] * len(shape)
+        if self._group is not None and name in self._dims:
+            dim = self._dims[name]
+            first[dim] = own_range(shape[dim], self._group)[0]
+        return Region(shape, tuple(first))
 
     def check_covered(self, names: Iterable[str]) -> None:
         """Raise ModelError when new weights for `names` would leave a parameter as it was; of tied ones either name will

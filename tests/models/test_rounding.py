@@ -1,0 +1,201 @@
+"""Dithered rounding of masters: the formula, its expectation, and that no division of a tensor changes it."""
+
+import hashlib
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl.models.rounding import TILE_LENGTH, Region, Rounding, _tile, offsets
+
+DITHERED = Rounding()
+BF16, LARGEST = torch.bfloat16, torch.finfo(torch.bfloat16).max
+
+
+def rounded(name, master):
+    return DITHERED.rounded(name, master, BF16)
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * 0.02
+
+
+def bits(tensor):
+    return tensor.view(torch.int16)
+
+
+def steps_of_bfloat16(values):
+    """The distance from each value's magnitude rounded down to the next bfloat16."""
+    low = (values.view(torch.int32) & -(1 << 16)).view(torch.float32)
+    return ((low.view(torch.int32) + (1 << 16)).view(torch.float32) - low).abs()
+
+
+def test_the_offset_is_added_to_the_bits_and_the_lower_half_is_cut_off():
+    master = normal(37, 576)
+    expected = (master.view(torch.int32) + offsets("a", (37, 576))) & -(1 << 16)
+    assert torch.equal(rounded("a", master).float().view(torch.int32), expected)
+
+
+def test_the_offsets_are_those_of_every_run():
+    """Checkpoints of one version are exported and resumed by another."""
+    found = offsets("model.layers.0.mlp.up_proj.weight", (3, 40_000))
+    assert int(found.min()) >= 0 and int(found.max()) < 1 << 16
+    assert found[0, :4].tolist() == FIRST
+    assert hashlib.sha256(found.numpy().tobytes()).hexdigest()[:16] == DIGEST
+
+
+FIRST, DIGEST = [31566, 53216, 19564, 50368], "fb949660d5ec3204"
+
+
+def test_the_tile_holds_each_offset_once_and_its_length_is_prime():
+    counts = torch.bincount(_tile(torch.device("cpu"), 0), minlength=1 << 16)
+    assert counts.shape == (1 << 16,)
+    assert counts.min() == 1 and counts.max() == 2 and counts.sum() == TILE_LENGTH
+    assert all(TILE_LENGTH % divisor for divisor in range(2, 257))
+
+
+def test_values_on_the_grid_never_move():
+    every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(BF16)
+    every = every[~every.isnan()]
+    for name in "abc":
+        assert torch.equal(bits(rounded(name, every.float())), bits(every))
+
+
+def test_an_element_stays_until_its_master_has_crossed_its_own_threshold():
+    """Between two bfloat16 values a weight changes once, where its master is as far as its offset says."""
+    low = torch.full((1 << 10,), 0.0157470703125)  # on the grid
+    step = steps_of_bfloat16(low)
+    up = torch.stack([rounded("w", low + step * (k / 64)).float() > low for k in range(65)])
+    assert not up[0].any() and up[64].all()
+    assert torch.equal(up.long().diff(dim=0).abs().sum(0), torch.ones(1 << 10, dtype=torch.long))
+
+
+@pytest.mark.parametrize("shape", [(1000, 576), (700, 1024), (300, 4096), (2000, 192), (300, 11_008), (400, 8192)])
+def test_updates_below_half_a_step_show_on_the_whole_and_in_each_row_and_column(shape):
+    """Masters move by a quarter of a step of bfloat16: to nearest nothing shows, dithered all of it. What shows of a row or
+    column of n elements is a sum of n coins of probability 1/4, whose deviation is that of independent offsets."""
+    start = normal(*shape).to(BF16).float()
+    step, share = steps_of_bfloat16(start), 0.25
+    master = start + step * share * start.sign()
+    assert torch.equal(master.to(BF16).float(), start)
+    shown = (rounded("w", master).float() - start) / step * start.sign()
+    assert set(shown.unique().tolist()) == {0.0, 1.0}
+    coin = (share * (1 - share)) ** 0.5
+    for dim in (0, 1):
+        deviation = (shown.mean(dim) - share) / (
+            coin / shape[dim] ** 0.5
+        )  # in standard deviations of independent coins
+        assert deviation.abs().max() < 5.5
+        assert 0.85 < deviation.std() < 1.15
+    assert abs(shown.mean() - share) < 4 * coin / shown.numel() ** 0.5
+
+
+@pytest.mark.parametrize("shape", [(9, 65_536), (65_536, 9), (1 << 20,), (7, 65_538), (40, 30, 576)])
+def test_updates_show_in_tensors_of_awkward_shapes(shape):
+    start = normal(*shape).to(BF16).float()
+    step = steps_of_bfloat16(start) * start.sign()
+    shown = (rounded("w", start + step / 50).float() - start) / step
+    assert abs(shown.mean() * 50 - 1) < 0.1
+
+
+def test_the_error_of_a_product_is_that_of_independent_offsets():
+    """W x over rows whose neighbours in the tile may lie in other rows: errors add up as independent ones do."""
+    master, x = normal(1536, 576, seed=1), torch.randn(576, 64, generator=torch.Generator().manual_seed(2))
+    u = torch.randint(0, 1 << 16, master.shape, generator=torch.Generator().manual_seed(3), dtype=torch.int32)
+    independent = ((master.view(torch.int32) + u) & -(1 << 16)).view(torch.float32)
+    errors = [((w - master) @ x).double() for w in (rounded("w", master).float(), independent)]
+    ours, theirs = (error.std() for error in errors)
+    assert 0.97 < ours / theirs < 1.03
+    assert errors[0].mean().abs() < 4 * theirs / errors[0].numel() ** 0.5
+    assert 0.9 < (errors[0].T @ errors[0]).diag().std() / (errors[1].T @ errors[1]).diag().std() < 1.5
+
+
+@given(data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_every_part_is_rounded_as_the_whole_is(data):
+    shape = tuple(data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=4)))
+    first = tuple(data.draw(st.integers(0, size - 1)) for size in shape)
+    stop = tuple(data.draw(st.integers(f, size)) for f, size in zip(first, shape, strict=True))
+    index = tuple(slice(f, s) for f, s in zip(first, stop, strict=True))
+    master = normal(*shape, seed=data.draw(st.integers(0, 9)))
+    whole, part = rounded("w", master), DITHERED.rounded("w", master[index], BF16, Region(shape, first))
+    assert torch.equal(bits(part), bits(whole[index].contiguous()))
+
+
+@given(data=st.data())
+@settings(max_examples=40, deadline=None)
+def test_chunks_end_anywhere(data):
+    """Chunks far smaller than rows, rows far smaller than chunks, and strided targets."""
+    from verl.models import rounding
+
+    shape = (data.draw(st.integers(1, 30)), data.draw(st.integers(1, 50)))
+    first = data.draw(st.integers(0, shape[1] - 1))
+    master = normal(*shape)
+    expected = ((master.view(torch.int32) + offsets("w", shape)) & -(1 << 16)).view(torch.float32).to(BF16)
+    target = torch.zeros(shape[1], shape[0], dtype=BF16).t()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rounding, "_CHUNK", data.draw(st.integers(1, 100)))
+        DITHERED.write(target, "w", master)
+        part = DITHERED.rounded("w", master[:, first:], BF16, Region(shape, (0, first)))
+    assert torch.equal(target, expected) and torch.equal(part, expected[:, first:])
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (1, 1)])
+def test_shapes_of_nothing_and_of_one_element(shape):
+    master = torch.full(shape, 0.1)
+    assert rounded("w", master).shape == torch.Size(shape)
+    assert (rounded("w", master).float() - master).abs().sum() <= 0.1 * 2**-7
+
+
+def test_extremes_stay_what_they_are():
+    """A finite master never becomes infinite, an infinite one or a NaN never finite, whatever the offset."""
+    inf, nan = float("inf"), float("nan")
+    all_ones = torch.tensor([-1, 0x7FFFFFFF, 0x7F800001, -8388607], dtype=torch.int32).view(torch.float32)  # all NaN
+    extremes = torch.cat([torch.tensor([inf, -inf, nan, 3.4028e38, -3.4028e38, LARGEST, -LARGEST]), all_ones])
+    near = torch.tensor([LARGEST, -LARGEST]).view(torch.int32).sub(1).view(torch.float32)
+    kinds = torch.cat([extremes, near]).repeat(1000)
+    found, expected = rounded("w", kinds).float(), kinds.clamp(-LARGEST, LARGEST)
+    assert torch.equal(found.isnan(), kinds.isnan())
+    assert torch.equal(found.isinf(), kinds.isinf())
+    finite = kinds.isfinite()
+    assert (found[finite].abs() <= LARGEST).all()
+    assert torch.equal(found[finite & (kinds.abs() >= LARGEST)], expected[finite & (kinds.abs() >= LARGEST)])
+    assert torch.equal(found.signbit()[finite], kinds.signbit()[finite])
+
+
+def test_the_rest_of_a_chunk_with_an_infinity_is_rounded_as_ever():
+    master = normal(500)
+    broken = master.clone()
+    broken[7] = float("inf")
+    same = torch.arange(500) != 7
+    assert torch.equal(rounded("w", master)[same], rounded("w", broken)[same])
+
+
+def test_zeros_and_denormals():
+    smallest = torch.tensor([1, 1 << 15, (1 << 16) - 1], dtype=torch.int32).view(torch.float32)
+    for sign in (1.0, -1.0):
+        found = rounded("w", (sign * smallest).repeat(3000)).float()
+        assert set(found.abs().unique().tolist()) == {0.0, 2.0**-133}
+        assert bool((found.signbit() == (sign < 0)).all())
+    zeros = torch.tensor([0.0, -0.0]).repeat(50)
+    assert torch.equal(bits(rounded("w", zeros)), bits(zeros.to(BF16)))
+
+
+def test_magnitudes_are_rounded_alike_for_both_signs():
+    master = normal(4000)
+    assert torch.equal(rounded("w", -master), -rounded("w", master))
+
+
+def test_other_dtypes_and_nearest_are_casts():
+    master = normal(100, 3)
+    for dtype in (torch.float32, torch.float64, torch.float16):
+        assert torch.equal(DITHERED.rounded("w", master, dtype), master.to(dtype))
+    assert torch.equal(DITHERED.rounded("w", master.double(), BF16), master.double().to(BF16))
+    assert torch.equal(Rounding("nearest").rounded("w", master, BF16), master.to(BF16))
+    assert not torch.equal(rounded("w", master), master.to(BF16))
+
+
+def test_parameters_have_offsets_of_their_own():
+    a, b = (offsets(name, (500,)) for name in ("layers.0.weight", "layers.1.weight"))
+    assert (a == b).float().mean() < 0.02

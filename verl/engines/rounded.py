@@ -1,0 +1,79 @@
+"""Sharded parameters that are gathered as rounded: float32 masters in the shards, and beside each the bfloat16 weights.
+
+FSDP2 casts a float32 shard to nearest in every gather. Here the shard's compute weights are kept and gathered as they are, so
+all ranks compute with what `Rounding` says, and a shard is rounded once per optimizer step in place of twice per micro-batch.
+Gradients take FSDP2's own way: reduced in the reduce dtype, and handed to the float32 parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
+
+from verl.models.rounding import Region, Rounding
+
+if TYPE_CHECKING:
+    from verl.engines.groups import Groups
+    from verl.engines.shards import Shard
+
+
+class RoundedShard:
+    """The compute weights of one shard: `flat` is what FSDP gathers, padded as the shard is. Moves with `to`."""
+
+    def __init__(self, padded: torch.Tensor, shape: torch.Size, dtype: torch.dtype, region: Region):
+        self.flat = torch.zeros(padded.numel(), dtype=dtype, device=padded.device)
+        self.shape, self.region = shape, region
+
+    @property
+    def weights(self) -> torch.Tensor:
+        """In the shape of the local shard."""
+        return self.flat[: self.shape.numel()].view(self.shape)
+
+    def to(self, device: torch.device | str) -> None:
+        """Keep them on `device`."""
+        self.flat = self.flat.to(device)
+
+
+class _RoundedParam(FSDPParam):
+    """An FSDP2 parameter that gathers `rounded` and not a cast of its shard."""
+
+    rounded: RoundedShard
+
+    def init_dtype_attrs(self, mp_policy: object) -> None:
+        super().init_dtype_attrs(mp_policy)  # type: ignore[arg-type]
+        self.param_dtype = None  # nothing is left to be cast
+
+    @property
+    def all_gather_inputs(self) -> list[torch.Tensor]:
+        if self.sharded_state == ShardedState.SHARDED:
+            return [self.rounded.flat.to(self.device, non_blocking=True)]
+        return super().all_gather_inputs
+
+
+def gather_rounded(
+    shards: Mapping[str, Shard], units: Iterable[FSDPModule], groups: Groups, rounding: Rounding
+) -> dict[str, Shard]:
+    """`shards` with compute weights beside each one that FSDP would cast, which `units` gather from now on."""
+    placed = dict(shards)
+    names = {id(shard.parameter): name for name, shard in shards.items()}
+    for unit in units:
+        group = unit._get_fsdp_state()._fsdp_param_group
+        for parameter in group.fsdp_params if group is not None else ():
+            parameter.init_dtype_attrs(parameter.mp_policy)
+            if parameter.param_dtype is None:  # computes in the dtype of its shard
+                continue
+            name = names[id(parameter.sharded_param)]
+            shard, local = shards[name], parameter._sharded_local_tensor
+            rounded = RoundedShard(
+                parameter._sharded_param_data, local.shape, parameter.param_dtype, shard.region(groups)
+            )
+            rounding.write(rounded.weights, name, local, rounded.region)
+            parameter.__class__ = _RoundedParam
+            cast(_RoundedParam, parameter).rounded = rounded
+            placed[name] = replace(shard, rounded=rounded)
+    return placed

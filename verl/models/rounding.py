@@ -1,0 +1,143 @@
+"""Rounding of float32 master weights to the bfloat16 weights that compute.
+
+Rounding to nearest hides every update that is smaller than half the distance of two bfloat16 values: such a weight computes
+with its old value for as long as the run lasts. Dithered rounding adds an offset u in [0, 2^16) to the bits and cuts off the
+lower half:
+
+    bits(weight) = (bits(master) + u) & 0xFFFF0000
+
+The offset belongs to the element, and is drawn once. So a master on the bfloat16 grid never moves, a weight changes only where
+its master does, and over the elements the expected visible change equals that of the masters. Stochastic rounding of updates
+(Gupta et al. 2015, arXiv:1502.02551) has the same expectation, and draws anew at every step.
+
+The offset depends on the parameter's name and the element's position in the whole tensor alone: every sharding and every copy
+computes the same weights. It is read from a tile of random offsets that is repeated over the flattened tensor. The tile's
+length is prime: whatever the row length is, a row and a column meet as many different offsets as they have elements.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+TILE_LENGTH = 65_537  # prime, and one more than there are offsets
+_SEED = 0x7E71
+_LARGEST = torch.finfo(torch.bfloat16).max
+_CHUNK, _DEVICE_CHUNK = 1 << 18, 1 << 22  # elements at a time: what stays in a cache, and enough for a kernel
+
+
+@dataclass(frozen=True)
+class Region:
+    """A block of a whole tensor of `shape` that begins at the coordinates `first`."""
+
+    shape: tuple[int, ...]
+    first: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """How masters become compute weights: `dithered` or to `nearest`."""
+
+    kind: str = "dithered"
+
+    @torch.no_grad()
+    def write(self, target: torch.Tensor, name: str, master: torch.Tensor, region: Region | None = None) -> None:
+        """Fill `target` with the rounded `master`, which is `region` of the parameter `name` (default: all of it). Only
+        float32 to bfloat16 is dithered; other dtypes are cast."""
+        if self.kind == "nearest" or target.dtype != torch.bfloat16 or master.dtype != torch.float32:
+            target.copy_(master)
+        elif master.device != target.device or not target.is_contiguous():
+            target.copy_(self.rounded(name, master, target.dtype, region))
+        else:
+            _dither(target, name, master.contiguous(), region or Region(tuple(master.shape), (0,) * master.dim()))
+
+    def rounded(
+        self, name: str, master: torch.Tensor, dtype: torch.dtype, region: Region | None = None
+    ) -> torch.Tensor:
+        """`master` in `dtype`, see `write`; `master` itself where it has that dtype."""
+        if master.dtype == dtype:
+            return master
+        out = torch.empty(master.shape, dtype=dtype, device=master.device)
+        self.write(out, name, master, region)
+        return out
+
+
+def offsets(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """The offsets of a whole parameter, int32 in [0, 2^16)."""
+    at = (torch.arange(math.prod(shape)) + _phase(name)) % TILE_LENGTH
+    return _tile(torch.device("cpu"), 0)[at].view(shape)
+
+
+def _dither(target: torch.Tensor, name: str, master: torch.Tensor, region: Region) -> None:
+    if not master.numel():
+        return
+    most = _CHUNK if master.device.type == "cpu" else _DEVICE_CHUNK
+    tile, phase = _tile(master.device, most), _phase(name)
+    weights, wide = target.view(-1), master.view(-1)
+    out = weights.view(torch.int16)
+    scratch = torch.empty(min(most, wide.numel()), dtype=torch.int32, device=master.device)
+    for at, rows, columns, first, stride in _chunks(tuple(master.shape), region, most):
+        here = slice(at, at + rows * columns)
+        values, moved = wide[here], scratch[: rows * columns]
+        u = tile.as_strided((rows, columns), (stride, 1), (first + phase) % TILE_LENGTH)
+        torch.add(values.view(torch.int32).view(rows, columns), u, out=moved.view(rows, columns))
+        moved >>= 16
+        out[here].copy_(moved)
+        if master.device.type != "cpu":
+            _keep_extremes(weights[here], values)  # to ask first would wait for the device
+        else:
+            low, high = values.aminmax()  # NaN where there is one
+            if not (-_LARGEST < low.item() and high.item() < _LARGEST):
+                _keep_extremes(weights[here], values)
+
+
+def _keep_extremes(weights: torch.Tensor, master: torch.Tensor) -> None:
+    """Infinities and NaN stay what they are, and a finite master at or beyond the largest bfloat16 becomes that."""
+    finite = master.clamp(-_LARGEST, _LARGEST)
+    extreme = torch.where(master.isfinite(), finite, master).to(torch.bfloat16)
+    weights.copy_(torch.where(master.abs() < _LARGEST, weights, extreme))
+
+
+def _chunks(shape: tuple[int, ...], region: Region, most: int) -> Iterator[tuple[int, int, int, int, int]]:
+    """(start in the flat local tensor, rows, columns, flat position of the first element in the whole tensor, distance of two
+    rows there) of chunks that cover a local tensor of `shape`. A chunk spans at most `most` positions of the whole tensor."""
+    whole, first = region.shape, region.first
+    assert len(shape) == len(whole) == len(first)
+    assert all(f >= 0 and f + n <= size for f, n, size in zip(first, shape, whole, strict=True)), (shape, region)
+    strides = [math.prod(whole[dim + 1 :]) for dim in range(len(whole))]
+    begin = sum(f * stride for f, stride in zip(first, strides, strict=True))
+    cut = max((dim for dim in range(len(whole)) if shape[dim] != whole[dim]), default=0)  # behind it all is whole
+    columns = math.prod(shape[cut:])
+    stride = strides[cut - 1] if cut else columns
+    rows = shape[cut - 1] if cut else 1
+    rows_at_a_time = max(1, (most - columns) // stride + 1) if columns <= most else 1
+    at = 0
+    for outer in itertools.product(*(range(size) for size in shape[: max(0, cut - 1)])):
+        origin = begin + sum(i * s for i, s in zip(outer, strides, strict=False))
+        for row in range(0, rows, rows_at_a_time):
+            num_rows = min(rows_at_a_time, rows - row)
+            for column in range(0, columns, most):
+                width = min(most, columns - column)
+                yield at, num_rows, width, origin + row * stride + column, stride
+                at += num_rows * width
+
+
+@functools.lru_cache(maxsize=16)
+def _tile(device: torch.device, spare: int) -> torch.Tensor:
+    """The tile, and what of its repetitions follows within `spare` elements: each offset once, and one twice, shuffled."""
+    draw = torch.Generator().manual_seed(_SEED)
+    tile = torch.randperm(TILE_LENGTH, generator=draw).remainder_(TILE_LENGTH - 1).to(torch.int32)
+    times = -(-spare // TILE_LENGTH) + 1
+    return tile.repeat(times)[: TILE_LENGTH + spare].to(device)
+
+
+@functools.cache
+def _phase(name: str) -> int:
+    """Where in the tile a parameter begins."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") % TILE_LENGTH
