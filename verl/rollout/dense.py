@@ -14,6 +14,8 @@ from torch import nn
 
 from verl.models.dense.weights import DenseDecoder, DenseLayer, Norm, Projection
 from verl.models.forward import head_transform
+from verl.rollout.cpu.forward import CpuForward
+from verl.rollout.cpu.library import kernels
 from verl.rollout.layout import StepLayout
 from verl.rollout.partial_attention import Scoring
 from verl.rollout.products import Product, num_copied_bytes, product
@@ -46,8 +48,9 @@ class DenseForward:
         self._head = product(head, prepack=prepack)
 
     @classmethod
-    def of(cls, module: Any, *, prepack: bool) -> DenseForward | None:
-        """The straight forward of a causal language model, or None when its own must be called."""
+    def of(cls, module: Any, *, prepack: bool) -> DenseForward | CpuForward | None:
+        """The straight forward of a causal language model, or None when its own must be called. With `prepack` it is that of
+        the compiled kernels where there are any."""
         decoder, head = DenseDecoder.of(module), module.get_output_embeddings()
         is_plain = type(module).__module__.startswith("transformers.models.") and type(head) is nn.Linear
         if decoder is None or not is_plain or head._forward_hooks or head._forward_pre_hooks:
@@ -55,7 +58,10 @@ class DenseForward:
         if head_transform(module.config) != _PLAIN_LOGITS:
             return None
         bias = None if head.bias is None else head.bias.detach()
-        return cls(decoder, Projection(head.weight.detach(), bias, (head,)), prepack=prepack)
+        projection = Projection(head.weight.detach(), bias, (head,))
+        if prepack and CpuForward.fits(decoder, projection) and (found := kernels()) is not None:
+            return CpuForward(found, decoder, projection)
+        return cls(decoder, projection, prepack=prepack)
 
     @property
     def num_copied_bytes(self) -> int:

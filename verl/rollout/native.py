@@ -19,6 +19,9 @@ from verl.data_proto.samples import Completion, PromptRequest, SamplingParams
 from verl.errors import NumericsError
 from verl.rollout.api import OnFinish
 from verl.rollout.cache import SlotStore
+from verl.rollout.cpu.forward import CpuForward
+from verl.rollout.cpu.store import BlockStore
+from verl.rollout.cpu.tokens import DecodeTiles, StepTokens
 from verl.rollout.cuda.engine import DeviceSampler
 from verl.rollout.cuda.run import DeviceRun
 from verl.rollout.decode_rows import DecodeRows
@@ -57,10 +60,10 @@ class NativeRollout:
         self.config = config
         self.eos_token_ids = tuple(eos_token_ids)
         self.weight_version = 0
-        self.own = SlotStore(keys_as_columns=True)
-        self.prefix = SlotStore()
+        self.own: SlotStore = SlotStore(keys_as_columns=True)
+        self.prefix: SlotStore = SlotStore()
         self._sampler: DeviceSampler | None = None
-        self._dense: DenseForward | None = None
+        self._dense: DenseForward | CpuForward | None = None
         self._dense_of = -1
         self._stats: dict[str, Any] = {}
 
@@ -115,7 +118,15 @@ class NativeRollout:
         """See RolloutEngine; besides, weight_copy_bytes."""
         return dict(self._stats)
 
-    def dense(self) -> DenseForward | None:
+    def stores(self, dense: DenseForward | CpuForward | None) -> tuple[SlotStore, SlotStore]:
+        """The stores of rows and of prompts, in the form that `dense` reads."""
+        shape = dense.store_shape if isinstance(dense, CpuForward) else None
+        if shape != getattr(self.own, "shape", None):
+            self.own = SlotStore(keys_as_columns=True) if shape is None else BlockStore(shape)
+            self.prefix = SlotStore() if shape is None else BlockStore(shape)
+        return self.own, self.prefix
+
+    def dense(self) -> DenseForward | CpuForward | None:
         """The straight forward of the module as it is now, or None when the module's own must be called."""
         # an optimizer that writes in place counts up the versions; `publish` covers every other way to change weights
         now = sum(p._version for p in self.module.parameters())
@@ -138,17 +149,17 @@ class _Run:
         on_finish: OnFinish | None,
     ):
         self.engine, self.params, self.step, self.on_finish = engine, params, step, on_finish
-        self.own, self.prefix = engine.own, engine.prefix
         self.started_at = time.perf_counter()
         self.device = next(engine.module.parameters()).device
         self.dense = engine.dense() if prompts else None
+        self.own, self.prefix = engine.stores(self.dense)
         self.schedule = Schedule(prompts, params.n)
         self.rows = Rows(min(engine.config.max_num_seqs, params.n * len(prompts)), params.max_new_tokens)
         self.stop = StopRules(params, engine.eos_token_ids, vocab_size(engine.module), engine.tokenizer)
         self.shared = params.n > 1  # else a prompt moves into its only sample's slot, and attention has one part
         self.longest_prompt = max((len(p.token_ids) for p in prompts), default=0)
         self.own_limit = params.max_new_tokens + (0 if self.shared else self.longest_prompt)
-        self.decoding: DecodeRows | None = None  # of the rows as they are
+        self.decoding: DecodeRows | DecodeTiles | None = None  # of the rows as they are
         self.completions: list[Completion | None] = [None] * (params.n * len(prompts))
         self.figures = {
             "num_prompt_tokens": sum(len(p.token_ids) for p in prompts),
@@ -251,29 +262,44 @@ class _Run:
         num_rows = self.rows.end
         own_lengths, positions = self.rows.own_lengths(), self.rows.positions()
         self._reserve(own_lengths)
-        if num_rows:
-            self.decoding = self.decoding or self._decode_rows()
-            self.decoding.advance(own_lengths, positions)
-        layout = StepLayout(self.decoding if num_rows else None, self.prefix, [p for _, p in pieces])
+        layout = self._layout(own_lengths, positions, [p for _, p in pieces])
         ids = [self.rows.newest(), *(np.array(g.request.token_ids[p.start : p.end]) for g, p in pieces)]
         places = [positions, *(np.arange(p.start, p.end) for _, p in pieces)]
         ends = np.cumsum([num_rows, *(p.end - p.start for _, p in pieces)])[1:] - 1
         completed = [(g, e) for (g, p), e in zip(pieces, ends, strict=True) if p.end == g.num_tokens]
         logits = self._logits(ids, places, [e for _, e in completed], layout)
         for (group, _), row in zip(completed, logits[num_rows:], strict=True):
-            group.logits = row
+            group.logits = row.clone()  # the next forward overwrites them
         self.figures["num_prompt_tokens_computed"] += sum(p.end - p.start for _, p in pieces)
         if num_rows:
             self.figures["num_decode_steps"] += 1
             self._draw(np.arange(num_rows), logits[:num_rows])
 
-    def _decode_rows(self) -> DecodeRows:
-        num_rows, members = self.rows.end, None
-        if self.shared:
-            lengths = np.array([g.num_tokens for g in self.schedule.by_slot])
-            slots = np.array([g.slot for g in self.rows.groups[:num_rows] if g is not None])
-            members = Members(slots, lengths, self.device)
-        return DecodeRows(self.own, self.prefix, num_rows, members, self.device)
+    def _layout(
+        self, own_lengths: np.ndarray, positions: np.ndarray, pieces: list[Piece]
+    ) -> StepLayout | StepTokens:
+        num_rows = self.rows.end
+        if isinstance(self.dense, CpuForward):
+            if not isinstance(self.decoding, DecodeTiles):
+                slots, lengths = self._prompts() if self.shared else (None, None)
+                of_rows = None if slots is None or lengths is None else lengths[slots]
+                self.decoding = self.dense.tiles(num_rows, slots, of_rows)
+            assert isinstance(self.own, BlockStore)
+            assert isinstance(self.prefix, BlockStore)
+            stores, most = (self.own, self.prefix), self.dense.max_tile
+            return StepTokens.of(stores, self.decoding, own_lengths, positions, pieces, most)
+        if not num_rows:
+            return StepLayout(None, self.prefix, pieces)
+        if not isinstance(self.decoding, DecodeRows):
+            members = Members(*self._prompts(), self.device) if self.shared else None
+            self.decoding = DecodeRows(self.own, self.prefix, num_rows, members, self.device)
+        self.decoding.advance(own_lengths, positions)
+        return StepLayout(self.decoding, self.prefix, pieces)
+
+    def _prompts(self) -> tuple[np.ndarray, np.ndarray]:
+        """(slot of each row's prompt in the prefix store, tokens of each slot)."""
+        slots = [g.slot for g in self.rows.groups[: self.rows.end] if g is not None]
+        return np.array(slots, dtype=np.int64), np.array([g.num_tokens for g in self.schedule.by_slot], dtype=np.int64)
 
     def _reserve(self, own_lengths: np.ndarray) -> None:
         if len(own_lengths):
@@ -282,7 +308,11 @@ class _Run:
         self.figures["kv_cache_bytes"] = max(self.figures["kv_cache_bytes"], self.own.num_bytes + self.prefix.num_bytes)
 
     def _logits(
-        self, ids: list[np.ndarray], places: list[np.ndarray], completed: list[int], layout: StepLayout
+        self,
+        ids: list[np.ndarray],
+        places: list[np.ndarray],
+        completed: list[int],
+        layout: StepLayout | StepTokens,
     ) -> torch.Tensor:
         """[rows + completed, vocab]: logits after the decode rows and after the tokens at `completed`."""
         tokens = torch.from_numpy(np.concatenate(ids)).to(self.device)
@@ -291,7 +321,7 @@ class _Run:
         if len(ids) > 1:
             keep = torch.tensor([*range(len(ids[0])), *completed], dtype=torch.int64, device=self.device)
         if self.dense is not None:
-            return self.dense.logits(tokens, positions, keep, layout)
+            return self.dense.logits(tokens, positions, keep, layout)  # type: ignore[arg-type]
         logits: torch.Tensor = self.engine.module(
             input_ids=tokens[None],
             position_ids=positions[None],

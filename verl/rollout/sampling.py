@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from verl.data_proto.samples import SamplingParams
+from verl.rollout.cpu.library import kernels
 
 _CHUNK = 256  # tokens per partial sum; the draw finds the chunk first, then the token in it
 _TOP_P_CANDIDATES = 512  # a sort of the whole vocabulary costs ten times as much and is seldom needed
@@ -23,6 +24,10 @@ def sample(logits: torch.Tensor, params: SamplingParams, u: torch.Tensor) -> tup
     in this order: top-k, then top-p on what top-k left (renormalised), then min-p relative to the likeliest token. `logits`
     is left as it was.
     """
+    is_plain = params.temperature == 0 or (params.top_k <= 0 and params.top_p >= 1 and params.min_p <= 0)
+    if is_plain and logits.device.type == "cpu" and logits.dtype == torch.float32 and logits.stride(-1) == 1:
+        if (found := kernels()) is not None:
+            return found.draw(logits, params.temperature, u)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if params.temperature == 0:
         tokens = logits.argmax(-1)

@@ -1,0 +1,1 @@
+"""Decoding on the processor by compiled kernels; everything here is optional, and torch computes where they are missing."""

@@ -1,0 +1,465 @@
+/* A forward of a dense decoder on the processor: all layers in one call of a team of threads, and draws of tokens.
+
+   Needs nothing but the C library and threads. Torch's matrix products take other kernels for other numbers of rows, and its
+   threads either sleep between two operators or spin against other processes; here every sum has one order, and threads that
+   wait give way. verl/rollout/cpu/library.py loads it; on other processors kernels_for() finds nothing and torch computes. */
+
+#define _GNU_SOURCE
+#include "decoder.h"
+
+#if defined(__x86_64__) && defined(__linux__)
+
+#include <immintrin.h>
+#include <math.h>
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <time.h>
+
+#define STRING_(x) #x
+#define STRING(x) STRING_(x)
+
+#if defined(__clang__) ? __clang_major__ >= 9 : __GNUC__ >= 10
+#define ISA avx512_bf16
+#define TARGET __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512bf16")))
+#define WIDTH 16
+#define HAS_PAIRS 1
+#include "kernels.h"
+#define HAVE_BF16 1
+#endif
+
+#define ISA avx512
+#define TARGET __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl")))
+#define WIDTH 16
+#define HAS_PAIRS 0
+#include "kernels.h"
+
+#define ISA avx2
+#define TARGET __attribute__((target("avx2,fma")))
+#define WIDTH 8
+#define HAS_PAIRS 0
+#include "kernels.h"
+
+/* The kernels of instruction set `name`, or the best ones for NULL; NULL where the processor has them not. */
+const struct kernels *kernels_for(const char *name)
+{
+    __builtin_cpu_init();
+    int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    int avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
+#ifdef HAVE_BF16
+    if (avx512 && __builtin_cpu_supports("avx512bf16") && (!name || !strcmp(name, "avx512_bf16")))
+        return &kernels_avx512_bf16;
+#endif
+    if (avx512 && (!name || !strcmp(name, "avx512")))
+        return &kernels_avx512;
+    if (avx2 && (!name || !strcmp(name, "avx2")))
+        return &kernels_avx2;
+    return 0;
+}
+
+const char *kernels_name(const struct kernels *k) { return k->name; }
+int kernels_panel(const struct kernels *k) { return k->panel; }
+
+/* -- a team of threads -- */
+
+struct team {
+    void (*job)(struct team *, int thread);
+    void *argument;
+    int size;
+    atomic_int arrived, phase, next; /* next: of tasks that are handed out one by one */
+};
+
+/* One pool, used by one caller at a time. A thread may still be leaving the last barrier of a job when its caller has gone on,
+   so the team outlives the job. */
+static struct {
+    pthread_mutex_t use, lock;
+    pthread_cond_t work;
+    struct team team;
+    unsigned round; /* jobs so far */
+    int threads;    /* that wait for work, numbered from 1 */
+    int forks_seen;
+} pool = {.use = PTHREAD_MUTEX_INITIALIZER, .lock = PTHREAD_MUTEX_INITIALIZER, .work = PTHREAD_COND_INITIALIZER};
+
+/* A waiting thread spins for some microseconds, which a barrier between even shares of work takes, and then gives its core to
+   whoever can use it: perhaps the thread that it waits for. */
+static void wait_until(atomic_int *value, int other_than)
+{
+    for (int i = 0; atomic_load_explicit(value, memory_order_acquire) == other_than; i++)
+        if (i < 200)
+            _mm_pause();
+        else
+            sched_yield();
+}
+
+static void barrier(struct team *team)
+{
+    int phase = atomic_load_explicit(&team->phase, memory_order_relaxed);
+    if (atomic_fetch_add_explicit(&team->arrived, 1, memory_order_acq_rel) + 1 == team->size) {
+        atomic_store_explicit(&team->arrived, 0, memory_order_relaxed);
+        atomic_store_explicit(&team->next, 0, memory_order_relaxed);
+        atomic_store_explicit(&team->phase, phase + 1, memory_order_release);
+    } else
+        wait_until(&team->phase, phase);
+}
+
+static void take_part(struct team *team, int thread)
+{
+    unsigned control = _mm_getcsr();
+    _mm_setcsr(0x9fc0); /* round to nearest, numbers below the normal ones are zero: the same in every thread */
+    team->job(team, thread);
+    _mm_setcsr(control);
+}
+
+static void *worker(void *argument)
+{
+    const int number = (int)(intptr_t)argument;
+    pthread_mutex_lock(&pool.lock);
+    unsigned seen = pool.round - 1; /* a thread is started under the lock, for the job that is then given out */
+    for (;;) {
+        while (pool.round == seen)
+            pthread_cond_wait(&pool.work, &pool.lock);
+        seen = pool.round;
+        if (number >= pool.team.size)
+            continue;
+        pthread_mutex_unlock(&pool.lock);
+        take_part(&pool.team, number);
+        barrier(&pool.team);
+        pthread_mutex_lock(&pool.lock);
+    }
+    return 0;
+}
+
+/* A child has none of the threads, and locks as they were at the fork. */
+static void after_fork(void)
+{
+    pthread_mutex_init(&pool.use, 0);
+    pthread_mutex_init(&pool.lock, 0);
+    pthread_cond_init(&pool.work, 0);
+    pool.threads = 0;
+    atomic_store(&pool.team.arrived, 0);
+    atomic_store(&pool.team.next, 0);
+}
+
+/* Start threads until there are `wanted`. Fewer give the same results. */
+static void grow_pool(int64_t wanted)
+{
+    if (!pool.forks_seen)
+        pool.forks_seen = pthread_atfork(0, 0, after_fork) == 0;
+    while (pool.forks_seen && pool.threads < wanted) {
+        pthread_t thread;
+        if (pthread_create(&thread, 0, worker, (void *)(intptr_t)(pool.threads + 1)))
+            break;
+        pthread_detach(thread);
+        pool.threads++;
+    }
+}
+
+static void run_team(void (*job)(struct team *, int), void *argument, int64_t size)
+{
+    pthread_mutex_lock(&pool.use);
+    pthread_mutex_lock(&pool.lock);
+    grow_pool(size - 1);
+    pool.team.job = job;
+    pool.team.argument = argument;
+    pool.team.size = size < pool.threads + 1 ? (int)size : pool.threads + 1;
+    pool.round++;
+    if (pool.team.size > 1)
+        pthread_cond_broadcast(&pool.work);
+    pthread_mutex_unlock(&pool.lock);
+    take_part(&pool.team, 0);
+    barrier(&pool.team);
+    pthread_mutex_unlock(&pool.use);
+}
+
+/* -- the forward -- */
+
+enum { NORM, QKV, HEADS, ATTEND, OUTPUT, GATE_UP, SWIGLU, DOWN, LOGITS, NUM_STAGES };
+
+struct forward {
+    const struct kernels *kernels;
+    const struct model *model;
+    const struct step *step;
+    int kind;
+    int64_t x_stride, qkv_stride, gate_stride; /* floats */
+    int64_t a_stride, att_stride, h_stride;    /* bytes */
+    int64_t scratch_bytes, scores_stride;
+    float *x, *qkv, *gate_up;
+    char *q, *att, *a, *h, *scratch;
+    int64_t clock;
+};
+
+/* Lay the buffers of a step out from `work` on; returns their bytes. */
+static int64_t lay_out(struct forward *f, const struct kernels *k, const struct model *m, const struct step *s, char *work)
+{
+    const int64_t tokens = round_up(s->tokens, 8), chunk = tokens < CHUNK ? tokens : CHUNK, dim = padded_head(m);
+    const int64_t queries = s->max_tile * (m->heads / m->kv_heads);
+    int64_t used = 0;
+    f->kernels = k, f->model = m, f->step = s;
+    f->kind = m->bf16 ? k->bf16_kind : FLOATS;
+    f->x_stride = round_up(m->hidden, k->panel);
+    f->qkv_stride = round_up((m->heads + 2 * m->kv_heads) * m->head_dim, k->panel);
+    f->gate_stride = round_up(m->inner, k->panel);
+    f->a_stride = row_bytes(m->hidden, f->kind);
+    f->att_stride = row_bytes(m->heads * m->head_dim, f->kind);
+    f->h_stride = row_bytes(m->inner, f->kind);
+    f->scores_stride = round_up(s->max_seen, BLOCK) + 3 * BLOCK;
+#define TAKE(field, bytes) f->field = (void *)(work + used), used += round_up(bytes, 64)
+    TAKE(x, tokens * f->x_stride * 4);
+    TAKE(q, tokens * m->heads * dim * item(f->kind));
+    TAKE(att, tokens * f->att_stride);
+    TAKE(a, chunk * f->a_stride);
+    TAKE(qkv, chunk * f->qkv_stride * 4);
+    TAKE(gate_up, chunk * 2 * f->gate_stride * 4);
+    TAKE(h, chunk * f->h_stride);
+    f->scratch_bytes = round_up(queries * (f->scores_stride + 2 * dim) * 4, 64) + 64;
+    TAKE(scratch, s->threads * f->scratch_bytes);
+#undef TAKE
+    return used;
+}
+
+static int64_t now(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+/* All threads have done their part of a stage. */
+static void end_stage(struct forward *f, struct team *team, int thread, int stage)
+{
+    barrier(team);
+    if (thread == 0 && f->step->nanoseconds) {
+        int64_t before = f->clock;
+        f->clock = now();
+        f->step->nanoseconds[stage] += f->clock - before;
+    }
+}
+
+static void multiply(const struct forward *f, const struct team *team, int thread, struct gemm g, int64_t inputs, int64_t outputs)
+{
+    g.kind = f->kind;
+    g.steps = g.kind == FLOATS ? inputs : (inputs + 1) / 2;
+    g.panels = round_up(outputs, f->kernels->panel) / f->kernels->panel;
+    int64_t units = g.panels * ((g.rows + f->kernels->tile_rows - 1) / f->kernels->tile_rows);
+    f->kernels->gemm(&g, units * thread / team->size, units * (thread + 1) / team->size);
+}
+
+static void normalise(const struct forward *f, const struct team *team, int thread, int64_t first, int64_t rows, const float *weight, float eps)
+{
+    const struct model *m = f->model;
+    for (int64_t r = rows * thread / team->size; r < rows * (thread + 1) / team->size; r++)
+        f->kernels->rms_norm(f->a + r * f->a_stride, f->x + (first + r) * f->x_stride, m->hidden, round_up(m->hidden, 2),
+                             (struct norm){weight, eps}, (int)m->bf16, f->kind);
+}
+
+/* Queries of all tokens, their keys and values stored */
+static void project(struct forward *f, struct team *team, int thread, int64_t layer)
+{
+    const struct model *m = f->model;
+    const struct layer *w = m->layer + layer;
+    for (int64_t first = 0; first < f->step->tokens; first += CHUNK) {
+        int64_t rows = f->step->tokens - first < CHUNK ? f->step->tokens - first : CHUNK;
+        normalise(f, team, thread, first, rows, w->input_norm, w->input_eps);
+        end_stage(f, team, thread, NORM);
+        struct gemm g = {.a = f->a, .a_stride = f->a_stride, .b = w->qkv, .bias = w->qkv_bias, .out = f->qkv, .out_stride = f->qkv_stride, .rows = rows};
+        multiply(f, team, thread, g, m->hidden, (m->heads + 2 * m->kv_heads) * m->head_dim);
+        end_stage(f, team, thread, QKV);
+        for (int64_t r = rows * thread / team->size; r < rows * (thread + 1) / team->size; r++)
+            f->kernels->heads(m, f->step, layer, first + r, f->qkv + r * f->qkv_stride,
+                              f->q + (first + r) * m->heads * padded_head(m) * item(f->kind), f->kind);
+        end_stage(f, team, thread, HEADS);
+    }
+}
+
+static void attend(struct forward *f, struct team *team, int thread, int64_t layer)
+{
+    const struct model *m = f->model;
+    const struct step *s = f->step;
+    const int64_t queries = s->max_tile * (m->heads / m->kv_heads), tasks = s->num_tiles * m->kv_heads;
+    char *own = f->scratch + thread * f->scratch_bytes;
+    struct attention a = {.model = m, .step = s, .layer = layer, .q = f->q, .out = f->att, .out_stride = f->att_stride, .kind = f->kind};
+    a.scratch.out = (float *)own;
+    a.scratch.q = own + queries * padded_head(m) * 4;
+    a.scratch.scores = (float *)(a.scratch.q + queries * padded_head(m) * 4);
+    a.scratch.scores_stride = f->scores_stride;
+    for (int64_t task; (task = atomic_fetch_add(&team->next, 1)) < tasks;) {
+        a.tile = task / m->kv_heads, a.kv_head = task % m->kv_heads;
+        f->kernels->attend(&a);
+    }
+    end_stage(f, team, thread, ATTEND);
+}
+
+/* What attention gave is projected and added, then the feed-forward part, for the first `rows` tokens of x and att */
+static void feed_forward(struct forward *f, struct team *team, int thread, int64_t layer, int64_t tokens)
+{
+    const struct model *m = f->model;
+    const struct layer *w = m->layer + layer;
+    for (int64_t first = 0; first < tokens; first += CHUNK) {
+        int64_t rows = tokens - first < CHUNK ? tokens - first : CHUNK;
+        float *x = f->x + first * f->x_stride;
+        struct gemm o = {.add = 1, .a = f->att + first * f->att_stride, .a_stride = f->att_stride, .b = w->o, .bias = w->o_bias, .out = x, .out_stride = f->x_stride, .rows = rows};
+        multiply(f, team, thread, o, m->heads * m->head_dim, m->hidden);
+        end_stage(f, team, thread, OUTPUT);
+        normalise(f, team, thread, first, rows, w->post_norm, w->post_eps);
+        end_stage(f, team, thread, NORM);
+        struct gemm up = {.a = f->a, .a_stride = f->a_stride, .b = w->gate_up, .bias = w->gate_up_bias, .out = f->gate_up, .out_stride = 2 * f->gate_stride, .rows = rows};
+        multiply(f, team, thread, up, m->hidden, 2 * f->gate_stride);
+        end_stage(f, team, thread, GATE_UP);
+        for (int64_t r = rows * thread / team->size; r < rows * (thread + 1) / team->size; r++) {
+            const float *gate = f->gate_up + 2 * r * f->gate_stride;
+            f->kernels->swiglu(f->h + r * f->h_stride, gate, gate + f->gate_stride, m->inner, round_up(m->inner, 2), (int)m->bf16, f->kind);
+        }
+        end_stage(f, team, thread, SWIGLU);
+        struct gemm down = {.add = 1, .a = f->h, .a_stride = f->h_stride, .b = w->down, .bias = w->down_bias, .out = x, .out_stride = f->x_stride, .rows = rows};
+        multiply(f, team, thread, down, m->inner, m->hidden);
+        end_stage(f, team, thread, DOWN);
+    }
+}
+
+static void forward_job(struct team *team, int thread)
+{
+    struct forward *f = team->argument;
+    const struct model *m = f->model;
+    const struct step *s = f->step;
+    for (int64_t t = s->tokens * thread / team->size; t < s->tokens * (thread + 1) / team->size; t++) {
+        float *x = f->x + t * f->x_stride;
+        f->kernels->widen(x, (const char *)s->x + t * m->hidden * (m->bf16 ? 2 : 4), m->hidden, (int)m->bf16);
+        memset(f->att + t * f->att_stride, 0, (size_t)f->att_stride); /* also what pads a row to pairs */
+    }
+    barrier(team);
+    for (int64_t layer = 0; layer < m->layers; layer++) {
+        project(f, team, thread, layer);
+        attend(f, team, thread, layer);
+        if (layer + 1 < m->layers) {
+            feed_forward(f, team, thread, layer, s->tokens);
+            continue;
+        }
+        for (int64_t i = 0; thread == 0 && i < s->num_kept; i++)
+            if (s->keep[i] != i) { /* ascending, so nothing is overwritten that is needed later */
+                memcpy(f->x + i * f->x_stride, f->x + s->keep[i] * f->x_stride, (size_t)f->x_stride * 4);
+                memcpy(f->att + i * f->att_stride, f->att + s->keep[i] * f->att_stride, (size_t)f->att_stride);
+            }
+        barrier(team);
+        feed_forward(f, team, thread, layer, s->num_kept);
+    }
+    for (int64_t first = 0; first < s->num_kept; first += CHUNK) {
+        int64_t rows = s->num_kept - first < CHUNK ? s->num_kept - first : CHUNK;
+        int64_t stride = round_up(m->vocab, f->kernels->panel);
+        normalise(f, team, thread, first, rows, m->final_norm, m->final_eps);
+        end_stage(f, team, thread, NORM);
+        struct gemm g = {.a = f->a, .a_stride = f->a_stride, .b = m->head, .bias = m->head_bias, .out = s->logits + first * stride, .out_stride = stride, .rows = rows};
+        multiply(f, team, thread, g, m->hidden, m->vocab);
+        end_stage(f, team, thread, LOGITS);
+    }
+}
+
+/* Bytes that `step.work` must have; of the step only sizes are read. */
+int64_t decoder_workspace(const struct kernels *k, const struct model *m, const struct step *s)
+{
+    struct forward f = {0};
+    return lay_out(&f, k, m, s, 0);
+}
+
+void decoder_forward(const struct kernels *k, const struct model *m, const struct step *s)
+{
+    struct forward f = {0};
+    lay_out(&f, k, m, s, s->work);
+    f.clock = now();
+    run_team(forward_job, &f, s->threads);
+}
+
+/* -- weights -- */
+
+struct packing {
+    const struct kernels *kernels;
+    int bf16;
+    char *to;
+    const char *from;
+    int64_t outputs, inputs;
+};
+
+static void packing_job(struct team *team, int thread)
+{
+    const struct packing *p = team->argument;
+    int64_t panels = round_up(p->outputs, p->kernels->panel) / p->kernels->panel;
+    p->kernels->pack(p->bf16, p->to, p->from, p->outputs, p->inputs, panels * thread / team->size, panels * (thread + 1) / team->size);
+}
+
+/* Bytes of weights [outputs][inputs] once packed */
+int64_t decoder_packed(const struct kernels *k, int bf16, int64_t outputs, int64_t inputs)
+{
+    return round_up(outputs, k->panel) * (bf16 ? (inputs + 1) / 2 : inputs) * 4;
+}
+
+void decoder_pack(const struct kernels *k, int bf16, char *to, const char *from, int64_t outputs, int64_t inputs, int64_t threads)
+{
+    struct packing p = {k, bf16, to, from, outputs, inputs};
+    run_team(packing_job, &p, threads);
+}
+
+/* y = x weights^T + bias on its own, from activations as the kernels take them (for tests and measurements) */
+struct product {
+    const struct kernels *kernels;
+    struct gemm g;
+    int64_t units;
+};
+
+static void product_job(struct team *team, int thread)
+{
+    const struct product *p = team->argument;
+    p->kernels->gemm(&p->g, p->units * thread / team->size, p->units * (thread + 1) / team->size);
+}
+
+void decoder_product(const struct kernels *k, int kind, const char *x, int64_t x_stride, const char *weights, float *out, int64_t rows, int64_t outputs,
+                     int64_t inputs, int64_t threads)
+{
+    struct product p = {k, {.kind = kind, .a = x, .a_stride = x_stride, .b = weights, .out = out, .rows = rows}, 0};
+    p.g.steps = kind == FLOATS ? inputs : (inputs + 1) / 2;
+    p.g.panels = round_up(outputs, k->panel) / k->panel;
+    p.g.out_stride = p.g.panels * k->panel;
+    p.units = p.g.panels * ((rows + k->tile_rows - 1) / k->tile_rows);
+    run_team(product_job, &p, threads);
+}
+
+/* -- tokens -- */
+
+struct drawing {
+    const struct kernels *kernels;
+    const float *logits;
+    int64_t rows, stride, vocab;
+    float temperature;
+    const double *u;
+    int64_t *tokens;
+    float *log_probs;
+};
+
+static void drawing_job(struct team *team, int thread)
+{
+    const struct drawing *d = team->argument;
+    for (int64_t r; (r = atomic_fetch_add(&team->next, 1)) < d->rows;)
+        d->kernels->draw(d->logits + r * d->stride, d->vocab, d->temperature, d->u ? d->u[r] : 0.0, d->tokens + r, d->log_probs + r);
+    (void)thread;
+}
+
+void decoder_draw(const struct kernels *k, const float *logits, int64_t rows, int64_t stride, int64_t vocab, float temperature, const double *u,
+                  int64_t *tokens, float *log_probs, int64_t threads)
+{
+    struct drawing d = {k, logits, rows, stride, vocab, temperature, u, tokens, log_probs};
+    run_team(drawing_job, &d, threads < rows ? threads : rows);
+}
+
+/* Ask for large pages: a step reads all weights once, and a page of 4 KiB is 21 steps of a product. */
+void decoder_large_pages(char *memory, int64_t bytes)
+{
+    intptr_t start = (intptr_t)round_up((intptr_t)memory, 1 << 21), end = ((intptr_t)memory + bytes) & -(intptr_t)(1 << 21);
+    if (start < end)
+        madvise((void *)start, (size_t)(end - start), MADV_HUGEPAGE);
+}
+
+#else
+
+const struct kernels *kernels_for(const char *name) { (void)name; return 0; }
+
+#endif

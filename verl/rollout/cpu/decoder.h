@@ -1,0 +1,110 @@
+/* What a forward of a dense decoder reads and writes. verl/rollout/cpu/library.py mirrors these structures. */
+
+#ifndef VERL_DECODER_H
+#define VERL_DECODER_H
+
+#include <stdint.h>
+
+enum { BLOCK = 16 };            /* tokens of a block of stored keys and values */
+enum { CHUNK = 256 };           /* tokens that pass together from one matrix product to the next */
+enum { MAX_HEAD_DIM = 256 };
+
+/* How a matrix product reads its operands: float32; bfloat16 weights times float32 activations that hold bfloat16
+   values; bfloat16 pairs through vdpbf16ps. */
+enum { FLOATS = 0, WIDENED = 1, PAIRS = 2 };
+
+struct layer {
+    const void *qkv, *o, *gate_up, *down; /* packed, see pack() */
+    const float *qkv_bias, *o_bias, *gate_up_bias, *down_bias; /* padded like the outputs, or NULL */
+    const float *input_norm, *post_norm, *q_norm, *k_norm;     /* the last two may be NULL */
+    float input_eps, post_eps, q_eps, k_eps;
+    int64_t window; /* newest tokens that are seen, 0 for all */
+};
+
+struct model {
+    int64_t layers, hidden, heads, kv_heads, head_dim, inner, vocab;
+    int64_t bf16; /* weights and roundings, else float32 */
+    float scale, final_eps;
+    const struct layer *layer;
+    const float *final_norm, *head_bias;
+    const void *head;
+};
+
+/* Keys and values of one kind: per layer [slots][kv_heads][capacity / BLOCK] blocks. A block holds its keys as
+   [padded head_dim / 2][BLOCK][2] (float32: [padded head_dim][BLOCK]), then its values as [BLOCK][padded head_dim]. */
+struct store {
+    void **layer;
+    int64_t slot_stride, head_stride; /* elements */
+};
+
+/* One forward. Each token sees prefix_end tokens of a slot of `prefix`, then own_end tokens of a slot of `own`; the last of
+   them is itself, and its keys and values are written there. own_slot or prefix_slot may be -1. Tile i computes the attention
+   of tokens order[tiles[i]] ... order[tiles[i + 1] - 1], which share their prefix slot. */
+struct step {
+    int64_t tokens, num_tiles, max_tile, max_seen, num_kept, threads;
+    const void *x;          /* [tokens][hidden], embeddings */
+    const float *cos, *sin; /* [tokens][head_dim] */
+    const int64_t *position, *prefix_slot, *prefix_end, *own_slot, *own_end, *order, *tiles;
+    const int64_t *keep;    /* tokens whose logits are asked for, ascending */
+    struct store prefix, own;
+    float *logits;          /* [num_kept][padded vocab] */
+    char *work;             /* workspace() bytes, 64-aligned */
+    int64_t *nanoseconds;   /* per stage, added to, or NULL */
+};
+
+struct gemm {
+    int kind, add;          /* add: out += the product, each rounded to bfloat16 if the weights are */
+    const char *a;
+    int64_t a_stride;       /* bytes */
+    const char *b;
+    const float *bias;
+    float *out;
+    int64_t out_stride;     /* floats */
+    int64_t rows, steps, panels;
+};
+
+struct norm {
+    const float *weight;
+    float eps;
+};
+
+/* What thread-local scratch an attention task has. */
+struct scratch {
+    float *scores, *out;
+    char *q;
+    int64_t scores_stride;
+};
+
+struct attention {
+    const struct model *model;
+    const struct step *step;
+    int64_t layer, tile, kv_head;
+    const char *q;          /* [tokens][heads][padded head_dim] */
+    char *out;              /* [tokens] rows of out_stride bytes */
+    int64_t out_stride;
+    struct scratch scratch;
+    int kind;
+};
+
+/* The kernels of one instruction set. */
+struct kernels {
+    const char *name;
+    int width, tile_rows, panel; /* vector width in floats, rows of a register tile, outputs of a weight panel */
+    int bf16_kind;
+    void (*gemm)(const struct gemm *, int64_t begin, int64_t end);
+    void (*pack)(int bf16, char *to, const char *from, int64_t outputs, int64_t inputs, int64_t begin, int64_t end);
+    void (*widen)(float *to, const void *from, int64_t n, int bf16);
+    void (*rms_norm)(char *to, const float *x, int64_t n, int64_t padded, struct norm, int bf16, int kind);
+    void (*heads)(const struct model *, const struct step *, int64_t layer, int64_t token, const float *qkv, char *q, int kind);
+    void (*attend)(const struct attention *);
+    void (*swiglu)(char *to, const float *gate, const float *up, int64_t n, int64_t padded, int bf16, int kind);
+    void (*draw)(const float *logits, int64_t vocab, float temperature, double u, int64_t *token, float *log_prob);
+};
+
+static inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+static inline int64_t padded_head(const struct model *m) { return round_up(m->head_dim, 16); }
+/* Bytes of an activation, and the stride of a row of `n`: never a power of two, so that rows do not share cache sets. */
+static inline int64_t item(int kind) { return kind == PAIRS ? 2 : 4; }
+static inline int64_t row_bytes(int64_t n, int kind) { return (round_up(n, 32) + 32) * item(kind); }
+
+#endif

@@ -1,0 +1,156 @@
+"""The forward of a plain dense decoder on the processor: one call of the compiled kernels for all layers.
+
+It rounds where the modules do. Every sum has one order, whatever else is computed with it: a token's keys, values and logits
+are the same bits with any neighbours, in any piece of its prompt, and as a prompt token or a sampled one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from verl.models.dense.weights import DenseDecoder, DenseLayer, Norm, Projection
+from verl.rollout.cpu.library import MAX_HEAD_DIM, STAGES, Kernels, Layer, Model, Step, buffer
+from verl.rollout.cpu.store import BlockStore, Shape
+from verl.rollout.cpu.tokens import DecodeTiles, StepTokens
+
+_MAX_TILE_QUERIES = 32  # of an attention task; their scores with thousands of keys stay in the level-2 cache
+
+
+class CpuForward:
+    """Holds a packed copy of the weights, so it serves while the weights stay as they are."""
+
+    is_batch_invariant = True
+
+    def __init__(self, kernels: Kernels, decoder: DenseDecoder, head: Projection):
+        self.decoder, self._kernels = decoder, kernels
+        self.dtype = decoder.embed.dtype
+        self.max_tile = max(1, min(8, _MAX_TILE_QUERIES // (decoder.num_heads // decoder.num_kv_heads)))
+        self.num_copied_bytes = 0
+        self._held: list[torch.Tensor] = []
+        self._layers = (Layer * len(decoder.layers))(*(self._layer(layer) for layer in decoder.layers))
+        vocab, hidden = head.weight.shape
+        self._model = Model(
+            layers=len(decoder.layers),
+            hidden=hidden,
+            heads=decoder.num_heads,
+            kv_heads=decoder.num_kv_heads,
+            head_dim=decoder.head_dim,
+            inner=decoder.layers[0].down.weight.shape[1],
+            vocab=vocab,
+            bf16=self.dtype == torch.bfloat16,
+            scale=decoder.scale,
+            final_eps=decoder.final_norm.eps,
+            layer=self._layers,
+            final_norm=self._vector(decoder.final_norm.weight),
+            head_bias=self._bias(head.bias),
+            head=self._packed(head.weight),
+        )
+        self._logits = self._work = torch.empty(0)
+        self._nanoseconds = np.zeros(len(STAGES), dtype=np.int64)
+
+    @staticmethod
+    def fits(decoder: DenseDecoder, head: Projection) -> bool:
+        """Whether the kernels compute this model."""
+        tensors = [decoder.embed, head.weight, *(p.weight for p in decoder.projections())]
+        return (
+            all(t.device.type == "cpu" and t.dtype == tensors[0].dtype for t in tensors)
+            and tensors[0].dtype in (torch.float32, torch.bfloat16)
+            and len(decoder.layers) > 0
+            and len({layer.down.weight.shape for layer in decoder.layers}) == 1
+            and decoder.head_dim <= MAX_HEAD_DIM
+            and decoder.head_dim % 2 == 0
+        )
+
+    @property
+    def store_shape(self) -> Shape:
+        """What stores of its keys and values are made from."""
+        return Shape(len(self._layers), self.decoder.num_kv_heads, self.decoder.head_dim, self.dtype)
+
+    def stage_seconds(self) -> dict[str, float]:
+        """Seconds since the start by stage of the layers."""
+        return dict(zip(STAGES, (self._nanoseconds / 1e9).tolist(), strict=True))
+
+    def tiles(self, num_rows: int, slots: np.ndarray | None, lengths: np.ndarray | None) -> DecodeTiles:
+        return DecodeTiles(num_rows, slots, lengths, self.max_tile)
+
+    def logits(
+        self, ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor | None, tokens: StepTokens
+    ) -> torch.Tensor:
+        """float32 [kept, vocab], which the next call overwrites: the logits after the tokens whose numbers `keep` holds
+        (ascending), or after all. `ids` and `positions` are int64 [tokens]."""
+        x = F.embedding(ids, self.decoder.embed.detach())
+        cos, sin = (t[0].float().contiguous() for t in self.decoder.rotary(x.unsqueeze(0), positions.unsqueeze(0)))
+        keep = torch.arange(len(ids)) if keep is None else keep
+        kept, vocab = len(keep), self._model.vocab
+        if self._logits.shape[0] < kept:
+            self._logits = torch.empty(kept, self._kernels.padded(vocab))
+        arrays = [
+            np.ascontiguousarray(getattr(tokens, name), dtype=np.int64)
+            for name in ("position", "prefix_slot", "prefix_end", "own_slot", "own_end", "order", "tiles")
+        ]
+        step = Step(
+            len(ids), len(tokens.tiles) - 1, self.max_tile, int(tokens.position.max()) + 1, kept,
+            torch.get_num_threads(), x.data_ptr(), cos.data_ptr(), sin.data_ptr(), *(a.ctypes.data for a in arrays),
+            keep.data_ptr(), tokens.prefix.view(), tokens.own.view(), self._logits.data_ptr(),
+            nanoseconds=self._nanoseconds.ctypes.data,
+        )  # fmt: skip
+        needed = self._kernels.workspace(self._model, step)
+        if len(self._work) < needed:
+            self._work = buffer(needed)
+        step.work = self._work.data_ptr()
+        self._kernels.forward(self._model, step)
+        return self._logits[:kept, :vocab]
+
+    def _layer(self, layer: DenseLayer) -> Layer:
+        q_norm, k_norm = layer.q_norm, layer.k_norm
+        return Layer(
+            qkv=self._packed(layer.qkv.weight),
+            o=self._packed(layer.o.weight),
+            gate_up=self._packed_halves(layer.gate_up.weight),
+            down=self._packed(layer.down.weight),
+            qkv_bias=self._bias(layer.qkv.bias),
+            o_bias=self._bias(layer.o.bias),
+            gate_up_bias=self._bias(layer.gate_up.bias, parts=2),
+            down_bias=self._bias(layer.down.bias),
+            input_norm=self._vector(layer.input_norm.weight),
+            post_norm=self._vector(layer.post_norm.weight),
+            q_norm=self._norm(q_norm),
+            k_norm=self._norm(k_norm),
+            input_eps=layer.input_norm.eps,
+            post_eps=layer.post_norm.eps,
+            q_eps=q_norm.eps if q_norm is not None else 0.0,
+            k_eps=k_norm.eps if k_norm is not None else 0.0,
+            window=layer.sliding_window or 0,
+        )
+
+    def _packed(self, weight: torch.Tensor) -> int:
+        return self._keep(self._kernels.pack(weight))
+
+    def _packed_halves(self, weight: torch.Tensor) -> int:
+        """Both halves padded to whole panels, so that gate and up stand at one distance."""
+        gate, up = weight.chunk(2)
+        packed = buffer(2 * self._kernels.packed_bytes(gate))
+        self._kernels.pack(gate, packed[: len(packed) // 2])
+        self._kernels.pack(up, packed[len(packed) // 2 :])
+        return self._keep(packed)
+
+    def _bias(self, bias: torch.Tensor | None, parts: int = 1) -> int | None:
+        if bias is None:
+            return None
+        padded = [F.pad(b, (0, self._kernels.padded(len(b)) - len(b))) for b in bias.detach().float().chunk(parts)]
+        return self._keep(torch.cat(padded))
+
+    def _norm(self, norm: Norm | None) -> int | None:
+        return None if norm is None else self._vector(norm.weight)
+
+    def _vector(self, values: torch.Tensor) -> int:
+        return self._keep(values.detach().float().clone())
+
+    def _keep(self, tensor: torch.Tensor) -> int:
+        self._held.append(tensor)
+        self.num_copied_bytes += tensor.numel() * tensor.element_size()
+        return tensor.data_ptr()

@@ -1,0 +1,704 @@
+/* The kernels, written once and compiled for each instruction set: the includer defines ISA, TARGET, WIDTH, HAS_PAIRS.
+   A result depends on its own row only: sums run in one order over inputs, over keys and over the vocabulary, whatever the
+   number of rows, the place in a tile, or the store that holds a key. */
+
+#define JOIN_(a, b) a##_##b
+#define JOIN(a, b) JOIN_(a, b)
+#define NAME(name) JOIN(name, ISA)
+#define FN static TARGET
+#define INLINE static inline __attribute__((always_inline)) TARGET
+
+#if WIDTH == 16
+#define vf __m512
+#define vi __m512i
+#define v_load(p) _mm512_loadu_ps(p)
+#define v_store(p, x) _mm512_storeu_ps(p, x)
+#define v_loadi(p) _mm512_loadu_si512(p)
+#define v_set(x) _mm512_set1_ps(x)
+#define v_fma(a, b, c) _mm512_fmadd_ps(a, b, c)
+#define v_add(a, b) _mm512_add_ps(a, b)
+#define v_sub(a, b) _mm512_sub_ps(a, b)
+#define v_mul(a, b) _mm512_mul_ps(a, b)
+#define v_div(a, b) _mm512_div_ps(a, b)
+#define v_max(a, b) _mm512_max_ps(a, b) /* b where one is NaN */
+#define v_min(a, b) _mm512_min_ps(a, b)
+#define v_float(x) _mm512_castsi512_ps(x)
+#define v_int(x) _mm512_castps_si512(x)
+#define v_even(x) v_float(_mm512_slli_epi32(x, 16)) /* bfloat16 pairs: the first and the second of each */
+#define v_odd(x) v_float(_mm512_and_si512(x, _mm512_set1_epi32((int)0xffff0000)))
+#define v_load_bf16(p) v_float(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(p))), 16))
+#define MR 8
+#define QR 8
+#define WIDE_DV 4
+INLINE vf NAME(rounded)(vf x)
+{
+    vi bits = v_int(x), one = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    vi up = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), one);
+    up = _mm512_mask_mov_epi32(up, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), _mm512_set1_epi32(0x7fc00000));
+    return v_float(_mm512_and_si512(up, _mm512_set1_epi32((int)0xffff0000)));
+}
+INLINE void NAME(store_bf16)(char *p, vf x)
+{
+    _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(v_int(x), 16)));
+}
+INLINE vf NAME(power)(vf x, vf n) { return _mm512_scalef_ps(x, n); }
+INLINE vf NAME(nearest)(vf x) { return _mm512_roundscale_ps(x, 8); }
+#else
+#define vf __m256
+#define vi __m256i
+#define v_load(p) _mm256_loadu_ps(p)
+#define v_store(p, x) _mm256_storeu_ps(p, x)
+#define v_loadi(p) _mm256_loadu_si256((const __m256i *)(p))
+#define v_set(x) _mm256_set1_ps(x)
+#define v_fma(a, b, c) _mm256_fmadd_ps(a, b, c)
+#define v_add(a, b) _mm256_add_ps(a, b)
+#define v_sub(a, b) _mm256_sub_ps(a, b)
+#define v_mul(a, b) _mm256_mul_ps(a, b)
+#define v_div(a, b) _mm256_div_ps(a, b)
+#define v_max(a, b) _mm256_max_ps(a, b) /* b where one is NaN */
+#define v_min(a, b) _mm256_min_ps(a, b)
+#define v_float(x) _mm256_castsi256_ps(x)
+#define v_int(x) _mm256_castps_si256(x)
+#define v_even(x) v_float(_mm256_slli_epi32(x, 16))
+#define v_odd(x) v_float(_mm256_and_si256(x, _mm256_set1_epi32((int)0xffff0000)))
+#define v_load_bf16(p) v_float(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(p))), 16))
+#define MR 4
+#define QR 4
+#define WIDE_DV 2
+INLINE vf NAME(rounded)(vf x)
+{
+    vi bits = v_int(x), one = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    vi up = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), one);
+    vf kept = _mm256_blendv_ps(v_float(up), v_float(_mm256_set1_epi32(0x7fc00000)), _mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+    return v_float(_mm256_and_si256(v_int(kept), _mm256_set1_epi32((int)0xffff0000)));
+}
+INLINE void NAME(store_bf16)(char *p, vf x)
+{
+    vi high = _mm256_srli_epi32(v_int(x), 16);
+    _mm_storeu_si128((__m128i *)p, _mm_packus_epi32(_mm256_castsi256_si128(high), _mm256_extracti128_si256(high, 1)));
+}
+INLINE vf NAME(power)(vf x, vf n) /* x * 2^n in two steps, as n may lie beyond the exponents */
+{
+    vi half = _mm256_srai_epi32(_mm256_cvtps_epi32(n), 1), rest = _mm256_sub_epi32(_mm256_cvtps_epi32(n), half);
+    vi bias = _mm256_set1_epi32(127);
+    x = v_mul(x, v_float(_mm256_slli_epi32(_mm256_add_epi32(half, bias), 23)));
+    return v_mul(x, v_float(_mm256_slli_epi32(_mm256_add_epi32(rest, bias), 23)));
+}
+INLINE vf NAME(nearest)(vf x) { return _mm256_round_ps(x, 8); }
+#endif
+
+#define NR (3 * WIDTH)
+#define PER_BLOCK (BLOCK / WIDTH)
+#define VECTOR ((int64_t)4 * WIDTH) /* bytes */
+
+INLINE float NAME(sum)(vf x) /* lanes in halves, always in the same order */
+{
+    float lanes[WIDTH];
+    v_store(lanes, x);
+    for (int n = WIDTH / 2; n; n /= 2)
+        for (int i = 0; i < n; i++)
+            lanes[i] += lanes[i + n];
+    return lanes[0];
+}
+
+INLINE float NAME(largest)(vf x)
+{
+    float lanes[WIDTH], found;
+    v_store(lanes, x);
+    found = lanes[0];
+    for (int i = 1; i < WIDTH; i++)
+        found = lanes[i] > found || lanes[i] != lanes[i] ? lanes[i] : found;
+    return found;
+}
+
+/* e^x: 2^n times a polynomial of the rest (coefficients of Cephes); 0 and infinity beyond float32, NaN stays */
+INLINE vf NAME(exponential)(vf x)
+{
+    x = v_min(v_set(104.0f), v_max(v_set(-104.0f), x));
+    vf n = NAME(nearest)(v_mul(x, v_set(1.44269504f)));
+    vf r = v_fma(n, v_set(-0.693359375f), x);
+    r = v_fma(n, v_set(2.12194440e-4f), r);
+    vf y = v_fma(v_set(1.9875691500e-4f), r, v_set(1.3981999507e-3f));
+    y = v_fma(y, r, v_set(8.3334519073e-3f));
+    y = v_fma(y, r, v_set(4.1665795894e-2f));
+    y = v_fma(y, r, v_set(1.6666665459e-1f));
+    y = v_fma(y, r, v_set(5.0000001201e-1f));
+    y = v_add(v_fma(y, v_mul(r, r), r), v_set(1.0f));
+    return NAME(power)(y, n);
+}
+
+INLINE vf NAME(round_if)(vf x, int bf16) { return bf16 ? NAME(rounded)(x) : x; }
+INLINE float NAME(round_one)(float x, int bf16)
+{
+    uint32_t bits;
+    if (!bf16)
+        return x;
+    __builtin_memcpy(&bits, &x, 4);
+    bits = x != x ? 0x7fc00000u : (bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000u;
+    __builtin_memcpy(&x, &bits, 4);
+    return x;
+}
+INLINE void NAME(put_one)(char *row, int64_t i, float x, int kind)
+{
+    uint32_t bits;
+    __builtin_memcpy(&bits, &x, 4);
+    if (kind == PAIRS)
+        ((uint16_t *)row)[i] = (uint16_t)(bits >> 16);
+    else
+        ((float *)row)[i] = x;
+}
+INLINE void NAME(put)(char *row, int64_t i, vf x, int kind) /* x is rounded already */
+{
+    if (kind == PAIRS)
+        NAME(store_bf16)(row + 2 * i, x);
+    else
+        v_store((float *)row + i, x);
+}
+/* acc + two products of bfloat16 values, or one product of floats; w holds weights or keys, a points at activations */
+INLINE vf NAME(pair)(vf acc, vi w, const char *a, int kind)
+{
+#if HAS_PAIRS
+    if (kind == PAIRS) {
+        int both;
+        __builtin_memcpy(&both, a, 4);
+        return _mm512_dpbf16_ps(acc, (__m512bh)w, (__m512bh)_mm512_set1_epi32(both));
+    }
+#endif
+    const float *value = (const float *)a;
+    if (kind == FLOATS)
+        return v_fma(v_float(w), v_set(value[0]), acc);
+    acc = v_fma(v_even(w), v_set(value[0]), acc);
+    return v_fma(v_odd(w), v_set(value[1]), acc);
+}
+
+/* -- matrix products -- */
+
+INLINE void NAME(tile)(const int rows, const int kind, const int ahead, const struct gemm *g, const char *a, const char *b,
+                       const char *next, vf acc[MR][3])
+{
+    const int64_t stride = g->a_stride, a_step = kind == WIDENED ? 8 : 4;
+#pragma GCC unroll 8
+    for (int i = 0; i < rows; i++)
+        acc[i][0] = acc[i][1] = acc[i][2] = v_set(0.0f);
+    for (int64_t s = 0; s < g->steps; s++, a += a_step, b += 3 * VECTOR, next += ahead * VECTOR) {
+        vi w0 = v_loadi(b), w1 = v_loadi(b + VECTOR), w2 = v_loadi(b + 2 * VECTOR);
+#pragma GCC unroll 3
+        for (int i = 0; i < ahead; i++)
+            _mm_prefetch(next + i * VECTOR, _MM_HINT_T1);
+#pragma GCC unroll 8
+        for (int i = 0; i < rows; i++) {
+            acc[i][0] = NAME(pair)(acc[i][0], w0, a + i * stride, kind);
+            acc[i][1] = NAME(pair)(acc[i][1], w1, a + i * stride, kind);
+            acc[i][2] = NAME(pair)(acc[i][2], w2, a + i * stride, kind);
+        }
+    }
+}
+
+INLINE void NAME(finish)(const int rows, const struct gemm *g, int64_t row, int64_t column, int count, vf acc[MR][3])
+{
+#pragma GCC unroll 8
+    for (int i = 0; i < rows; i++) {
+        float *out = g->out + (row + i) * g->out_stride + column;
+        if (i < count)
+            for (int j = 0; j < 3; j++) {
+                vf y = acc[i][j];
+                if (g->bias)
+                    y = v_add(y, v_load(g->bias + column + j * WIDTH));
+                y = NAME(round_if)(y, g->kind != FLOATS);
+                if (g->add)
+                    y = NAME(round_if)(v_add(v_load(out + j * WIDTH), y), g->kind != FLOATS);
+                v_store(out + j * WIDTH, y);
+            }
+    }
+}
+
+/* Units [begin, end) of a product: a unit is a panel of weights times a tile of rows, tiles of a panel together. */
+INLINE void NAME(units)(const int kind, const struct gemm *g, int64_t begin, int64_t end)
+{
+    const int64_t tiles = (g->rows + MR - 1) / MR, bytes = g->steps * 3 * VECTOR;
+    vf acc[MR][3];
+    for (int64_t unit = begin; unit < end; unit++) {
+        int64_t panel = unit / tiles, tile = unit % tiles, row = tile * MR;
+        int count = g->rows - row < MR ? (int)(g->rows - row) : MR;
+        const char *a = g->a + row * g->a_stride, *b = g->b + panel * bytes;
+        /* the first tiles of a panel fetch the next panel, so that weights come from memory while others multiply */
+        const char *next = panel + 1 < g->panels ? b + bytes : b;
+        if (tiles > 1)
+            next = tile < 3 ? next + tile * (bytes / 3) : b;
+        if (count > MR / 2) {
+            if (tiles > 1)
+                NAME(tile)(MR, kind, 1, g, a, b, next, acc);
+            else
+                NAME(tile)(MR, kind, 3, g, a, b, next, acc);
+            NAME(finish)(MR, g, row, panel * NR, count, acc);
+        } else if (count > 1) {
+            NAME(tile)(MR / 2, kind, 3, g, a, b, tiles > 1 ? b : next, acc);
+            NAME(finish)(MR / 2, g, row, panel * NR, count, acc);
+        } else {
+            NAME(tile)(1, kind, 3, g, a, b, tiles > 1 ? b : next, acc);
+            NAME(finish)(1, g, row, panel * NR, count, acc);
+        }
+    }
+}
+
+FN void NAME(gemm)(const struct gemm *g, int64_t begin, int64_t end)
+{
+    if (g->kind == FLOATS)
+        NAME(units)(FLOATS, g, begin, end);
+    else if (g->kind == WIDENED)
+        NAME(units)(WIDENED, g, begin, end);
+#if HAS_PAIRS
+    else
+        NAME(units)(PAIRS, g, begin, end);
+#endif
+}
+
+/* Panels [begin, end) of weights [outputs][inputs]: [panel][inputs / 2][NR][2] bfloat16 or [panel][inputs][NR] float32, padded
+   with zeros. */
+FN void NAME(pack)(int bf16, char *to, const char *from, int64_t outputs, int64_t inputs, int64_t begin, int64_t end)
+{
+    int64_t steps = bf16 ? (inputs + 1) / 2 : inputs;
+    for (int64_t panel = begin; panel < end; panel++) {
+        uint32_t *out = (uint32_t *)to + panel * steps * NR;
+        for (int64_t n = 0; n < NR; n++) {
+            int64_t row = panel * NR + n;
+            const char *in = from + row * inputs * (bf16 ? 2 : 4);
+            for (int64_t s = 0; s < steps; s++) {
+                uint32_t bits = 0;
+                if (row < outputs)
+                    __builtin_memcpy(&bits, in + 4 * s, bf16 && 2 * s + 1 == inputs ? 2 : 4);
+                out[s * NR + n] = bits;
+            }
+        }
+    }
+}
+
+/* -- between the products -- */
+
+FN void NAME(widen)(float *to, const void *from, int64_t n, int bf16)
+{
+    if (!bf16) {
+        __builtin_memcpy(to, from, (size_t)n * 4);
+        return;
+    }
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t bits = (uint32_t)((const uint16_t *)from)[i] << 16;
+        __builtin_memcpy(to + i, &bits, 4);
+    }
+}
+
+INLINE float NAME(inverse_rms)(const float *x, int64_t n, float eps)
+{
+    vf a = v_set(0.0f), b = a;
+    int64_t i = 0;
+    float rest = 0.0f;
+    for (; i + 2 * WIDTH <= n; i += 2 * WIDTH) {
+        a = v_fma(v_load(x + i), v_load(x + i), a);
+        b = v_fma(v_load(x + i + WIDTH), v_load(x + i + WIDTH), b);
+    }
+    for (; i < n; i++)
+        rest += x[i] * x[i];
+    return 1.0f / __builtin_sqrtf((NAME(sum)(v_add(a, b)) + rest) / (float)n + eps);
+}
+
+/* x / rms(x) rounded, times the weight, as an operand of a product; zeros up to `padded` */
+FN void NAME(rms_norm)(char *to, const float *x, int64_t n, int64_t padded, struct norm norm, int bf16, int kind)
+{
+    float scale = NAME(inverse_rms)(x, n, norm.eps);
+    int64_t i = 0;
+    for (; i + WIDTH <= n; i += WIDTH) {
+        vf y = NAME(round_if)(v_mul(v_load(x + i), v_set(scale)), bf16);
+        NAME(put)(to, i, NAME(round_if)(v_mul(y, v_load(norm.weight + i)), bf16), kind);
+    }
+    for (; i < n; i++)
+        NAME(put_one)(to, i, NAME(round_one)(NAME(round_one)(x[i] * scale, bf16) * norm.weight[i], bf16), kind);
+    for (; i < padded; i++)
+        NAME(put_one)(to, i, 0.0f, kind);
+}
+
+/* From a row of the q, k, v product: norms of heads, rotary embedding; q to `q_out`, k and v to their store. */
+INLINE void NAME(heads_as)(const int bf16, const int kind, const struct model *m, const struct step *s, int64_t layer,
+                           int64_t token, const float *qkv, char *q_out)
+{
+    const struct layer *w = m->layer + layer;
+    const int64_t dim = m->head_dim, half = dim / 2, padded = padded_head(m), size = bf16 ? 2 : 4;
+    const float *cosine = s->cos + token * dim, *sine = s->sin + token * dim;
+    const int in_own = s->own_slot[token] >= 0;
+    const struct store *store = in_own ? &s->own : &s->prefix;
+    const int64_t slot = in_own ? s->own_slot[token] : s->prefix_slot[token];
+    const int64_t at = (in_own ? s->own_end[token] : s->prefix_end[token]) - 1;
+    float x[MAX_HEAD_DIM] __attribute__((aligned(64))), y[MAX_HEAD_DIM] __attribute__((aligned(64)));
+    for (int64_t h = 0; h < m->heads + 2 * m->kv_heads; h++) {
+        const float *from = qkv + h * dim;
+        const int64_t kv = h < m->heads + m->kv_heads ? h - m->heads : h - m->heads - m->kv_heads;
+        char *block = (char *)store->layer[layer] +
+                      size * (slot * store->slot_stride + kv * store->head_stride + at / BLOCK * 2 * BLOCK * padded);
+        if (h >= m->heads + m->kv_heads) { /* a value */
+            char *value = block + size * (BLOCK * padded + at % BLOCK * padded);
+            for (int64_t i = 0; i < dim; i++)
+                NAME(put_one)(value, i, from[i], bf16 ? PAIRS : FLOATS);
+            continue;
+        }
+        const float *norm = h < m->heads ? w->q_norm : w->k_norm;
+        if (norm) {
+            float scale = NAME(inverse_rms)(from, dim, h < m->heads ? w->q_eps : w->k_eps);
+            for (int64_t i = 0; i < dim; i++)
+                x[i] = NAME(round_one)(NAME(round_one)(from[i] * scale, bf16) * norm[i], bf16);
+            from = x;
+        }
+        for (int64_t i = 0; i < half; i++) {
+            float first = NAME(round_one)(from[i] * cosine[i], bf16), second = NAME(round_one)(from[half + i] * cosine[half + i], bf16);
+            float turned = NAME(round_one)(-from[half + i] * sine[i], bf16), back = NAME(round_one)(from[i] * sine[half + i], bf16);
+            y[i] = NAME(round_one)(first + turned, bf16);
+            y[half + i] = NAME(round_one)(second + back, bf16);
+        }
+        if (h < m->heads) {
+            char *q = q_out + h * padded * item(kind);
+            for (int64_t i = 0; i < dim; i++)
+                NAME(put_one)(q, i, y[i], kind);
+            for (int64_t i = dim; i < padded; i++)
+                NAME(put_one)(q, i, 0.0f, kind);
+        } else if (bf16) {
+            uint16_t *key = (uint16_t *)block + at % BLOCK * 2;
+            for (int64_t i = 0; i < dim; i++)
+                NAME(put_one)((char *)(key + i / 2 * 2 * BLOCK), i & 1, y[i], PAIRS);
+        } else {
+            float *key = (float *)block + at % BLOCK;
+            for (int64_t i = 0; i < dim; i++)
+                key[i * BLOCK] = y[i];
+        }
+    }
+}
+
+FN void NAME(heads)(const struct model *m, const struct step *s, int64_t layer, int64_t token, const float *qkv, char *q, int kind)
+{
+    if (kind == FLOATS)
+        NAME(heads_as)(0, FLOATS, m, s, layer, token, qkv, q);
+    else if (kind == WIDENED)
+        NAME(heads_as)(1, WIDENED, m, s, layer, token, qkv, q);
+    else
+        NAME(heads_as)(1, PAIRS, m, s, layer, token, qkv, q);
+}
+
+/* silu(gate) rounded, times up, as an operand of a product */
+FN void NAME(swiglu)(char *to, const float *gate, const float *up, int64_t n, int64_t padded, int bf16, int kind)
+{
+    const vf one = v_set(1.0f);
+    float lanes[WIDTH];
+    for (int64_t i = 0; i < n; i += WIDTH) {
+        vf x = v_load(gate + i); /* rows are padded to whole panels */
+        vf y = NAME(round_if)(v_div(x, v_add(one, NAME(exponential)(v_sub(v_set(0.0f), x)))), bf16);
+        y = NAME(round_if)(v_mul(y, v_load(up + i)), bf16);
+        if (i + WIDTH <= n) {
+            NAME(put)(to, i, y, kind);
+            continue;
+        }
+        v_store(lanes, y);
+        for (int64_t j = i; j < n; j++)
+            NAME(put_one)(to, j, lanes[j - i], kind);
+    }
+    for (int64_t i = n; i < padded; i++)
+        NAME(put_one)(to, i, 0.0f, kind);
+}
+
+/* -- attention -- */
+
+/* Scores of `queries` queries with `blocks` blocks of keys */
+INLINE void NAME(score_blocks)(const int queries, const int blocks, const int kind, const char *q, int64_t q_stride, const char *keys,
+                               int64_t block_bytes, int64_t dim, float scale, float *scores, int64_t stride)
+{
+    vf acc[QR * 2][PER_BLOCK];
+    const int64_t steps = kind == FLOATS ? dim : dim / 2, q_step = kind == WIDENED ? 8 : 4;
+#pragma GCC unroll 16
+    for (int i = 0; i < queries * blocks; i++)
+#pragma GCC unroll 2
+        for (int j = 0; j < PER_BLOCK; j++)
+            acc[i][j] = v_set(0.0f);
+    for (int64_t s = 0; s < steps; s++)
+#pragma GCC unroll 2
+        for (int b = 0; b < blocks; b++)
+#pragma GCC unroll 2
+            for (int j = 0; j < PER_BLOCK; j++) {
+                vi k = v_loadi(keys + b * block_bytes + (s * PER_BLOCK + j) * VECTOR);
+#pragma GCC unroll 8
+                for (int i = 0; i < queries; i++)
+                    acc[b * queries + i][j] = NAME(pair)(acc[b * queries + i][j], k, q + i * q_stride + s * q_step, kind);
+            }
+#pragma GCC unroll 2
+    for (int b = 0; b < blocks; b++)
+#pragma GCC unroll 8
+        for (int i = 0; i < queries; i++)
+#pragma GCC unroll 2
+            for (int j = 0; j < PER_BLOCK; j++)
+                v_store(scores + i * stride + b * BLOCK + j * WIDTH, v_mul(acc[b * queries + i][j], v_set(scale)));
+}
+
+INLINE void NAME(score_rows)(const int queries, const int kind, const char *q, int64_t q_stride, const char *keys, int64_t block_bytes,
+                             int64_t dim, float scale, float *scores, int64_t stride, int64_t count)
+{
+    int64_t b = 0;
+    if (queries * PER_BLOCK <= 4)
+        for (; b + 2 <= count; b += 2)
+            NAME(score_blocks)(queries, 2, kind, q, q_stride, keys + b * block_bytes, block_bytes, dim, scale, scores + b * BLOCK, stride);
+    for (; b < count; b++)
+        NAME(score_blocks)(queries, 1, kind, q, q_stride, keys + b * block_bytes, block_bytes, dim, scale, scores + b * BLOCK, stride);
+}
+
+/* Scores of any number of queries with `count` blocks */
+INLINE void NAME(score)(const int kind, int64_t queries, const char *q, int64_t q_stride, const char *keys, int64_t block_bytes, int64_t dim,
+                        float scale, float *scores, int64_t stride, int64_t count)
+{
+#define ROWS(n) NAME(score_rows)(n, kind, q, q_stride, keys, block_bytes, dim, scale, scores, stride, count)
+    for (; queries >= QR; queries -= QR, q += QR * q_stride, scores += QR * stride)
+        ROWS(QR);
+    if (QR > 4 && queries >= 4) {
+        ROWS(4);
+        queries -= 4, q += 4 * q_stride, scores += 4 * stride;
+    }
+    if (queries == 3)
+        ROWS(3);
+    else if (queries == 2)
+        ROWS(2);
+    else if (queries == 1)
+        ROWS(1);
+#undef ROWS
+}
+
+/* out [queries][dim] += weights times values, over tokens [from, to) of consecutive blocks, token by token */
+INLINE void NAME(value_columns)(const int queries, const int vectors, const int bf16, const float *weights, int64_t stride,
+                                const char *values, int64_t block_bytes, int64_t dim, int64_t from, int64_t to, float *out)
+{
+    vf acc[QR][WIDE_DV];
+#pragma GCC unroll 8
+    for (int i = 0; i < queries; i++)
+#pragma GCC unroll 4
+        for (int j = 0; j < vectors; j++)
+            acc[i][j] = v_load(out + i * dim + j * WIDTH);
+    for (int64_t t = from; t < to; t++) {
+        const char *row = values + t / BLOCK * block_bytes + t % BLOCK * dim * (bf16 ? 2 : 4);
+        vf v[WIDE_DV];
+#pragma GCC unroll 4
+        for (int j = 0; j < vectors; j++)
+            v[j] = bf16 ? v_load_bf16(row + 2 * j * WIDTH) : v_load((const float *)row + j * WIDTH);
+#pragma GCC unroll 8
+        for (int i = 0; i < queries; i++) {
+            vf p = v_set(weights[i * stride + t]);
+#pragma GCC unroll 4
+            for (int j = 0; j < vectors; j++)
+                acc[i][j] = v_fma(p, v[j], acc[i][j]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < queries; i++)
+#pragma GCC unroll 4
+        for (int j = 0; j < vectors; j++)
+            v_store(out + i * dim + j * WIDTH, acc[i][j]);
+}
+
+INLINE void NAME(value_rows)(const int queries, const int bf16, const float *weights, int64_t stride, const char *values,
+                             int64_t block_bytes, int64_t dim, int64_t from, int64_t to, float *out)
+{
+    const int most = queries > 4 || WIDE_DV < 4 ? 2 : 4;
+    int64_t c = 0;
+#define COLUMNS(n) NAME(value_columns)(queries, n, bf16, weights, stride, values + c * (bf16 ? 2 : 4), block_bytes, dim, from, to, out + c)
+    for (; c + most * WIDTH <= dim; c += most * WIDTH)
+        COLUMNS(most);
+    for (; c < dim; c += WIDTH)
+        COLUMNS(1);
+#undef COLUMNS
+}
+
+INLINE void NAME(add_values)(const int bf16, int64_t queries, const float *weights, int64_t stride, const char *values, int64_t block_bytes,
+                             int64_t dim, int64_t from, int64_t to, float *out)
+{
+#define ROWS(n) NAME(value_rows)(n, bf16, weights, stride, values, block_bytes, dim, from, to, out)
+    for (; queries >= QR; queries -= QR, weights += QR * stride, out += QR * dim)
+        ROWS(QR);
+    if (QR > 4 && queries >= 4) {
+        ROWS(4);
+        queries -= 4, weights += 4 * stride, out += 4 * dim;
+    }
+    if (queries == 3)
+        ROWS(3);
+    else if (queries == 2)
+        ROWS(2);
+    else if (queries == 1)
+        ROWS(1);
+#undef ROWS
+}
+
+/* Scores of the positions [low, end) to weights, and zeros elsewhere in [first, last); returns 1 / their sum. The order of
+   the sum is a function of positions alone. first, last: multiples of BLOCK. */
+INLINE float NAME(weigh)(float *scores, int64_t first, int64_t low, int64_t end, int64_t last)
+{
+    const int64_t begin = low / BLOCK * BLOCK, stop = round_up(end, BLOCK);
+    vf top = v_set(-INFINITY), total = v_set(0.0f);
+    for (int64_t t = first; t < low; t++)
+        scores[t] = t < begin ? 0.0f : -INFINITY;
+    for (int64_t t = end; t < stop; t++)
+        scores[t] = -INFINITY;
+    for (int64_t t = begin; t < stop; t += WIDTH)
+        top = v_max(v_load(scores + t), top);
+    top = v_set(NAME(largest)(top));
+    for (int64_t t = begin; t < stop; t += WIDTH) {
+        vf e = NAME(exponential)(v_sub(v_load(scores + t), top));
+        v_store(scores + t, e);
+        total = v_add(total, e);
+    }
+    for (int64_t t = stop; t < last; t++)
+        scores[t] = 0.0f;
+    return 1.0f / NAME(sum)(total);
+}
+
+INLINE void NAME(attend_as)(const int bf16, const int kind, const struct attention *a)
+{
+    const struct model *m = a->model;
+    const struct step *s = a->step;
+    const int64_t dim = padded_head(m), group = m->heads / m->kv_heads, size = bf16 ? 2 : 4, window = m->layer[a->layer].window;
+    const int64_t q_bytes = dim * item(kind), block = 2 * BLOCK * dim * size, stride = a->scratch.scores_stride;
+    const int64_t *tokens = s->order + s->tiles[a->tile], count = s->tiles[a->tile + 1] - s->tiles[a->tile];
+    const int64_t slot = s->prefix_slot[tokens[0]];
+    int64_t first = INT64_MAX, last = 0; /* positions of the prefix that any of them sees */
+    for (int64_t i = 0; i < count; i++) {
+        int64_t t = tokens[i], low = window && s->position[t] >= window ? s->position[t] - window + 1 : 0;
+        __builtin_memcpy(a->scratch.q + i * group * q_bytes, a->q + (t * m->heads + a->kv_head * group) * q_bytes, (size_t)(group * q_bytes));
+        first = low < first ? low : first;
+        last = s->prefix_end[t] > last ? s->prefix_end[t] : last;
+    }
+    first = first / BLOCK * BLOCK;
+    if (slot < 0 || first >= last)
+        last = 0;
+    const char *prefix = slot < 0 ? 0 : (char *)s->prefix.layer[a->layer] + size * (slot * s->prefix.slot_stride + a->kv_head * s->prefix.head_stride);
+    if (last)
+        NAME(score)(kind, count * group, a->scratch.q, q_bytes, prefix + first / BLOCK * block, block, dim, m->scale,
+                    a->scratch.scores + first, stride, round_up(last, BLOCK) / BLOCK - first / BLOCK);
+    __builtin_memset(a->scratch.out, 0, (size_t)(count * group * dim * 4));
+    float inverse[count * group];
+    const char *own[count];
+    for (int64_t i = 0; i < count; i++) {
+        int64_t t = tokens[i], seen = s->position[t] + 1, base = seen - s->own_end[t];
+        int64_t low = window && seen > window ? seen - window : 0, skipped = low > base ? (low - base) / BLOCK : 0;
+        float *scores = a->scratch.scores + i * group * stride;
+        if (s->own_slot[t] >= 0) {
+            own[i] = (char *)s->own.layer[a->layer] + size * (s->own_slot[t] * s->own.slot_stride + a->kv_head * s->own.head_stride);
+            NAME(score)(kind, group, a->scratch.q + i * group * q_bytes, q_bytes, own[i] + skipped * block, block, dim, m->scale,
+                        scores + base + skipped * BLOCK, stride, round_up(s->own_end[t], BLOCK) / BLOCK - skipped);
+        }
+        for (int64_t h = 0; h < group; h++)
+            inverse[i * group + h] = NAME(weigh)(scores + h * stride, last && first < low ? first : low / BLOCK * BLOCK, low, seen, round_up(last, BLOCK));
+    }
+    if (last)
+        NAME(add_values)(bf16, count * group, a->scratch.scores, stride, prefix + BLOCK * dim * size, block, dim, first, last, a->scratch.out);
+    for (int64_t i = 0; i < count; i++) {
+        int64_t t = tokens[i], seen = s->position[t] + 1, base = seen - s->own_end[t], low = window && seen > window ? seen - window : 0;
+        float *out = a->scratch.out + i * group * dim;
+        if (s->own_slot[t] >= 0)
+            NAME(add_values)(bf16, group, a->scratch.scores + i * group * stride + base, stride, own[i] + BLOCK * dim * size, block, dim,
+                             low > base ? low - base : 0, s->own_end[t], out);
+        char *to = a->out + t * a->out_stride;
+        for (int64_t h = 0; h < group; h++)
+            for (int64_t d = 0; d < m->head_dim; d++)
+                NAME(put_one)(to, (a->kv_head * group + h) * m->head_dim + d,
+                              NAME(round_one)(out[h * dim + d] * inverse[i * group + h], bf16), kind);
+    }
+}
+
+FN void NAME(attend)(const struct attention *a)
+{
+    if (a->kind == FLOATS)
+        NAME(attend_as)(0, FLOATS, a);
+    else if (a->kind == WIDENED)
+        NAME(attend_as)(1, WIDENED, a);
+    else
+        NAME(attend_as)(1, PAIRS, a);
+}
+
+/* -- tokens -- */
+
+INLINE vf NAME(load_some)(const float *p, int64_t n) /* n floats, then minus infinity */
+{
+    float lanes[WIDTH];
+    if (n >= WIDTH)
+        return v_load(p);
+    for (int64_t i = 0; i < WIDTH; i++)
+        lanes[i] = i < n ? p[i] : -INFINITY;
+    return v_load(lanes);
+}
+
+/* The token t with cdf(t-1) <= u < cdf(t) of softmax(logits / temperature), summed in vocabulary order, or the likeliest (the
+   first of equals) at temperature 0; and its log-prob. */
+FN void NAME(draw)(const float *logits, int64_t vocab, float temperature, double u, int64_t *token, float *log_prob)
+{
+    enum { PART = 256 };
+    const int64_t parts = (vocab + PART - 1) / PART;
+    const vf scale = v_set(temperature > 0 ? 1 / temperature : 1.0f);
+    double sums[parts], total = 0.0, before = 0.0;
+    vf top = v_set(-INFINITY);
+    for (int64_t i = 0; i < vocab; i += WIDTH)
+        top = v_max(NAME(load_some)(logits + i, vocab - i), top);
+    const float most = NAME(largest)(top);
+    top = v_set(most);
+    for (int64_t p = 0; p < parts; p++) {
+        vf sum = v_set(0.0f);
+        for (int64_t i = p * PART; i < vocab && i < (p + 1) * PART; i += WIDTH)
+            sum = v_add(sum, NAME(exponential)(v_mul(v_sub(NAME(load_some)(logits + i, vocab - i), top), scale)));
+        total += sums[p] = NAME(sum)(sum);
+    }
+    int64_t found = 0, chosen = 0;
+    if (temperature <= 0)
+        while (found + 1 < vocab && logits[found] != most)
+            found++;
+    else if (total > 0 && total < INFINITY) {
+        float weights[PART];
+        double target = u * total;
+        int64_t p = 0;
+        while (p + 1 < parts && before + sums[p] <= target)
+            before += sums[p++];
+        for (int64_t i = 0; i < PART; i += WIDTH)
+            v_store(weights + i, NAME(exponential)(v_mul(v_sub(NAME(load_some)(logits + p * PART + i, vocab - p * PART - i), top), scale)));
+        for (int64_t i = 0; i < PART; i++) { /* sums in other orders: u may point a rounding beyond the part, then its last token is meant */
+            if (weights[i] > 0)
+                chosen = i;
+            if (before + weights[i] > target && weights[i] > 0)
+                break;
+            before += weights[i];
+        }
+        found = p * PART + chosen;
+    }
+    *token = found;
+    *log_prob = (float)((logits[found] - most) * (temperature > 0 ? 1 / temperature : 1.0f) - __builtin_log(total));
+}
+
+static const struct kernels NAME(kernels) = {
+    STRING(ISA), WIDTH, MR, NR, HAS_PAIRS ? PAIRS : WIDENED, NAME(gemm), NAME(pack), NAME(widen), NAME(rms_norm), NAME(heads),
+    NAME(attend), NAME(swiglu), NAME(draw),
+};
+
+#undef ISA
+#undef TARGET
+#undef WIDTH
+#undef HAS_PAIRS
+#undef vf
+#undef vi
+#undef v_load
+#undef v_store
+#undef v_loadi
+#undef v_set
+#undef v_fma
+#undef v_add
+#undef v_sub
+#undef v_mul
+#undef v_div
+#undef v_max
+#undef v_min
+#undef v_float
+#undef v_int
+#undef v_even
+#undef v_odd
+#undef v_load_bf16
+#undef MR
+#undef QR
+#undef WIDE_DV
+#undef NR
+#undef PER_BLOCK
+#undef VECTOR

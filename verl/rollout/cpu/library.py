@@ -1,0 +1,185 @@
+"""The compiled kernels, loaded with ctypes: which instruction set they use, and calls on tensors.
+
+`VERL_CPU_ISA` forces an instruction set (avx512_bf16, avx512 or avx2), or with `none` torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int64, c_void_p
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+import torch
+
+from verl.errors import ConfigError
+
+INSTRUCTION_SETS = ("avx512_bf16", "avx512", "avx2")
+STAGES = ("norm", "qkv", "heads", "attention", "output", "gate_up", "swiglu", "down", "logits")
+BLOCK = 16  # tokens of a block of stored keys and values
+MAX_HEAD_DIM = 256
+FLOATS, WIDENED, PAIRS = range(3)  # how a matmul reads its operands, see decoder.h
+
+
+class Layer(Structure):
+    _fields_ = (
+        [(name, c_void_p) for name in ("qkv", "o", "gate_up", "down")]
+        + [(name, c_void_p) for name in ("qkv_bias", "o_bias", "gate_up_bias", "down_bias")]
+        + [(name, c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm")]
+        + [(name, c_float) for name in ("input_eps", "post_eps", "q_eps", "k_eps")]
+        + [("window", c_int64)]
+    )
+
+
+class Model(Structure):
+    _fields_ = (
+        [(n, c_int64) for n in ("layers", "hidden", "heads", "kv_heads", "head_dim", "inner", "vocab", "bf16")]
+        + [("scale", c_float), ("final_eps", c_float), ("layer", POINTER(Layer))]
+        + [(name, c_void_p) for name in ("final_norm", "head_bias", "head")]
+    )
+
+
+class Store(Structure):
+    _fields_ = (("layer", POINTER(c_void_p)), ("slot_stride", c_int64), ("head_stride", c_int64))
+
+
+class Step(Structure):
+    _fields_ = (
+        [(name, c_int64) for name in ("tokens", "num_tiles", "max_tile", "max_seen", "num_kept", "threads")]
+        + [(name, c_void_p) for name in ("x", "cos", "sin")]
+        + [(n, c_void_p) for n in ("position", "prefix_slot", "prefix_end", "own_slot", "own_end", "order", "tiles")]
+        + [("keep", c_void_p), ("prefix", Store), ("own", Store)]
+        + [(name, c_void_p) for name in ("logits", "work", "nanoseconds")]
+    )
+
+
+class Kernels:
+    """The kernels of one instruction set."""
+
+    def __init__(self, library: ctypes.CDLL, handle: int, name: str):
+        self._library, self._handle, self.name = library, handle, name
+        self.panel: int = library.kernels_panel(handle)  # outputs are padded to a multiple of this
+
+    def kind(self, dtype: torch.dtype) -> int:
+        """How matmuls of a model in `dtype` read their operands."""
+        if dtype == torch.float32:
+            return FLOATS
+        return PAIRS if self.name == "avx512_bf16" else WIDENED
+
+    def padded(self, outputs: int) -> int:
+        return -(-outputs // self.panel) * self.panel
+
+    def pack(self, weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """A copy of `weight` [outputs, inputs] as matmuls read it (bytes, on large pages where the system gives them)."""
+        weight = weight.detach().contiguous()
+        (outputs, inputs), is_bf16 = weight.shape, weight.dtype == torch.bfloat16
+        num_bytes = self.packed_bytes(weight)
+        packed = buffer(num_bytes) if out is None else out
+        self._library.decoder_large_pages(packed.data_ptr(), num_bytes)
+        threads = torch.get_num_threads()
+        self._library.decoder_pack(
+            self._handle, is_bf16, packed.data_ptr(), weight.data_ptr(), outputs, inputs, threads
+        )
+        return packed
+
+    def packed_bytes(self, weight: torch.Tensor) -> int:
+        return int(self._library.decoder_packed(self._handle, weight.dtype == torch.bfloat16, *weight.shape))
+
+    def product(self, x: torch.Tensor, packed: torch.Tensor, outputs: int, threads: int) -> torch.Tensor:
+        """x [rows, inputs] times packed weights, without bias: float32 [rows, outputs], rounded to x's dtype."""
+        (rows, inputs), kind = x.shape, self.kind(x.dtype)
+        padded = torch.zeros(-(-rows // 8) * 8, inputs + 2, dtype=x.dtype if kind == PAIRS else torch.float32)
+        padded[:rows, :inputs] = x
+        out = torch.empty(len(padded), self.padded(outputs))
+        self._library.decoder_product(
+            self._handle, kind, padded.data_ptr(), padded.stride(0) * padded.element_size(), packed.data_ptr(),
+            out.data_ptr(), rows, outputs, inputs, threads,
+        )  # fmt: skip
+        return out[:rows, :outputs]
+
+    def workspace(self, model: Model, step: Step) -> int:
+        """Bytes that `step.work` must have."""
+        return int(self._library.decoder_workspace(self._handle, ctypes.byref(model), ctypes.byref(step)))
+
+    def forward(self, model: Model, step: Step) -> None:
+        self._library.decoder_forward(self._handle, ctypes.byref(model), ctypes.byref(step))
+
+    def draw(
+        self, logits: torch.Tensor, temperature: float, u: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens (int64 [rows]) and log-probs (float32 [rows]) of float32 `logits` [rows, vocab], whose rows are contiguous;
+        `u` float64 [rows] is not read at temperature 0."""
+        rows, vocab = logits.shape
+        tokens, log_probs = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
+        u = None if u is None else u.contiguous()
+        self._library.decoder_draw(
+            self._handle, logits.data_ptr(), rows, logits.stride(0), vocab, temperature,
+            None if u is None else u.data_ptr(), tokens.data_ptr(), log_probs.data_ptr(), torch.get_num_threads(),
+        )  # fmt: skip
+        return tokens, log_probs
+
+
+def buffer(num_bytes: int) -> torch.Tensor:
+    """Bytes of uninitialised memory that start on a cache line."""
+    memory = torch.empty(num_bytes + 64, dtype=torch.uint8)
+    start = -memory.data_ptr() % 64
+    return memory[start : start + num_bytes]
+
+
+def kernels() -> Kernels | None:
+    """The kernels for this processor, or None where torch computes. Raises ConfigError when VERL_CPU_ISA asks for ones that
+    cannot be had."""
+    asked = os.environ.get("VERL_CPU_ISA") or None
+    if asked == "none":
+        return None
+    found = _kernels(asked)
+    if asked is not None and found is None:
+        why = "this processor lacks it" if asked in INSTRUCTION_SETS and _library() else "it cannot be loaded here"
+        raise ConfigError(
+            f"VERL_CPU_ISA={asked} was asked for, but {why}. Use one of {', '.join(INSTRUCTION_SETS)}, none, or unset it."
+        )
+    return found
+
+
+@functools.cache
+def _kernels(name: str | None) -> Kernels | None:
+    library = _library()
+    handle = library.kernels_for(None if name is None else name.encode()) if library is not None else None
+    return Kernels(library, handle, library.kernels_name(handle).decode()) if library is not None and handle else None
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    """The compiled library beside this file, which an installation without a compiler lacks."""
+    for suffix in EXTENSION_SUFFIXES:
+        path = Path(__file__).with_name(f"_decoder{suffix}")
+        if path.exists():
+            try:
+                return declare(ctypes.CDLL(str(path)))
+            except OSError:  # built for another system
+                return None
+    return None
+
+
+def declare(library: ctypes.CDLL) -> ctypes.CDLL:
+    """`library` with the types of its functions."""
+    library.kernels_for.restype, library.kernels_for.argtypes = c_void_p, [c_char_p]
+    if not hasattr(library, "decoder_forward"):  # compiled for a processor without kernels
+        return library
+    kernels, model, step = c_void_p, POINTER(Model), POINTER(Step)
+    library.kernels_name.restype, library.kernels_name.argtypes = c_char_p, [kernels]
+    library.kernels_panel.restype, library.kernels_panel.argtypes = c_int, [kernels]
+    library.decoder_packed.restype, library.decoder_packed.argtypes = c_int64, [kernels, c_int, c_int64, c_int64]
+    library.decoder_workspace.restype, library.decoder_workspace.argtypes = c_int64, [kernels, model, step]
+    library.decoder_forward.argtypes = [kernels, model, step]
+    library.decoder_large_pages.argtypes = [c_void_p, c_int64]
+    library.decoder_pack.argtypes = [kernels, c_int, c_void_p, c_void_p, *[c_int64] * 3]
+    library.decoder_product.argtypes = [kernels, c_int, c_void_p, c_int64, c_void_p, c_void_p, *[c_int64] * 4]
+    library.decoder_draw.argtypes = [
+        kernels, c_void_p, c_int64, c_int64, c_int64, c_float, c_void_p, c_void_p, c_void_p, c_int64,
+    ]  # fmt: skip
+    for name in ("forward", "large_pages", "pack", "product", "draw"):
+        getattr(library, f"decoder_{name}").restype = None
+    return library

@@ -1,0 +1,73 @@
+"""Keys and values in blocks of 16 tokens, as the compiled attention reads them."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import NamedTuple
+
+import torch
+
+from verl.rollout.cache import SlotStore
+from verl.rollout.cpu.library import BLOCK, Store
+
+
+class Shape(NamedTuple):
+    num_layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+
+class BlockStore(SlotStore):
+    """Per layer [slots, kv_heads, blocks, 2, 16 * padded head_dim]: the keys of a block, then its values (decoder.h)."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self._blocks: list[torch.Tensor] = []
+        self._pointers: ctypes.Array[ctypes.c_void_p] | None = None
+
+    def view(self) -> Store:
+        """The store as the kernels see it, with the room that was reserved."""
+        slots, blocks = self.num_slots, -(-self.capacity // BLOCK)
+        held = self._blocks[0] if self._blocks else None
+        if held is None or len(held) < slots or held.shape[2] < blocks:
+            # layer by layer, so that at most one layer exists twice
+            self._blocks = self._blocks or [torch.empty(0)] * self.shape.num_layers
+            for index, old in enumerate(self._blocks):
+                self._blocks[index] = self._grown(old, slots, blocks)
+            addresses = [t.data_ptr() for t in self._blocks]
+            self._pointers = (ctypes.c_void_p * len(addresses))(*addresses)
+        first = self._blocks[0]
+        return Store(self._pointers, first.stride(0), first.stride(1))
+
+    def _grown(self, old: torch.Tensor, slots: int, blocks: int) -> torch.Tensor:
+        if old.numel():
+            slots, blocks = max(slots, old.shape[0]), max(blocks, old.shape[2])
+        _, kv_heads, head_dim, dtype = self.shape
+        width = BLOCK * (-(-head_dim // 16) * 16)
+        new = torch.zeros(slots, kv_heads, blocks, 2, width, dtype=dtype)  # what pads a head is multiplied too
+        if old.numel():
+            new[: old.shape[0], :, : old.shape[2]] = old
+        return new
+
+    def move(self, sources: list[int], targets: list[int], length: int) -> None:
+        count = -(-length // BLOCK)
+        for tensor in self._blocks:
+            for source, target in zip(sources, targets, strict=True):
+                tensor[target, :, :count] = tensor[source, :, :count]
+
+    def copy_from(self, other: SlotStore, source: int, target: int, length: int) -> None:
+        assert isinstance(other, BlockStore)
+        count = -(-length // BLOCK)
+        self.view()
+        for ours, theirs in zip(self._blocks, other._blocks, strict=True):
+            ours[target, :, :count] = theirs[source, :, :count]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self._blocks)
+
+    def clear(self) -> None:
+        super().clear()
+        self._blocks, self._pointers = [], None

@@ -1,0 +1,76 @@
+"""The tokens of one forward as the compiled decoder takes them: which keys each sees, and which are attended together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from verl.rollout.cpu.store import BlockStore
+from verl.rollout.layout import Piece
+
+
+class DecodeTiles:
+    """The decode rows of a forward in the order of their prompts, whose keys are then read once for several rows. Serves until
+    a sample starts or ends.
+
+    `slots` and `lengths` (int64 [rows]) are those of the rows' prompts in the prefix store, or None when each row has its
+    prompt in its own slot.
+    """
+
+    def __init__(self, num_rows: int, slots: np.ndarray | None, lengths: np.ndarray | None, max_tile: int):
+        self.slots = np.full(num_rows, -1) if slots is None else slots
+        self.lengths = np.zeros(num_rows, dtype=np.int64) if lengths is None else lengths
+        self.order = np.argsort(self.slots, kind="stable")
+        self.starts = _starts(self.slots[self.order], 1 if slots is None else max_tile)
+
+
+@dataclass(frozen=True)
+class StepTokens:
+    """[decode rows | tokens of prompt pieces]; every array but `tiles` has an int64 per token, see `struct step`."""
+
+    own: BlockStore
+    prefix: BlockStore
+    position: np.ndarray
+    prefix_slot: np.ndarray
+    prefix_end: np.ndarray
+    own_slot: np.ndarray
+    own_end: np.ndarray
+    order: np.ndarray
+    tiles: np.ndarray
+
+    @classmethod
+    def of(
+        cls,
+        stores: tuple[BlockStore, BlockStore],
+        rows: DecodeTiles,
+        own_lengths: np.ndarray,
+        positions: np.ndarray,
+        pieces: Sequence[Piece],
+        max_tile: int,
+    ) -> StepTokens:
+        """`stores` are the own and the prefix store; `own_lengths` and `positions` (int64 [rows]) those of the decode rows
+        before this forward."""
+        num_rows = len(positions)
+        new = [np.arange(p.start, p.end) for p in pieces]
+        ends = num_rows + np.cumsum([0, *map(len, new)])
+        of_pieces = [np.arange(a, b, max_tile) for a, b in zip(ends[:-1], ends[1:], strict=True)]
+        num_new = ends[-1] - num_rows
+        return cls(
+            *stores,
+            position=np.concatenate([positions, *new]),
+            prefix_slot=np.concatenate([rows.slots, *(np.full(len(n), p.slot) for n, p in zip(new, pieces, strict=True))]),
+            prefix_end=np.concatenate([rows.lengths, *(n + 1 for n in new)]),
+            own_slot=np.concatenate([np.arange(num_rows), np.full(num_new, -1)]),
+            own_end=np.concatenate([own_lengths + 1, np.zeros(num_new, dtype=np.int64)]),
+            order=np.concatenate([rows.order, np.arange(num_rows, ends[-1])]),
+            tiles=np.concatenate([rows.starts, *of_pieces, ends[-1:]]),
+        )
+
+
+def _starts(slots: np.ndarray, most: int) -> np.ndarray:
+    """Starts of the runs of at most `most` neighbours with equal `slots`."""
+    runs = np.flatnonzero(np.diff(slots, prepend=-2))
+    rank = np.arange(len(slots)) - np.repeat(runs, np.diff(runs, append=len(slots)))
+    return np.flatnonzero(rank % most == 0)
