@@ -28,6 +28,7 @@ PACKAGES = {
     "python": "3.12.1", "executable": "/env/bin/python", "virtual_environment": True, "other_pythons": [],
     "verl_command": "/env/bin/verl", "requirements": {}, "driver": None, "torch_probe": TORCH,
     "transformers_probe": {"version": "5.19.0"}, "companions": {},
+    "decoder_probe": {"name": "avx2", "compiled": True},
     "optional": {"vllm": None, "sglang": None, "megatron": None, "deepspeed": None, "torchvision": None},
 }  # fmt: skip
 GPU = {"name": "Old GPU", "memory_bytes": 16 * GIB, "capability": [7, 0]}
@@ -66,6 +67,12 @@ CASES = {
     ),
     "broken transformers": ({"package_changes": {"transformers_probe": {"error": "no regex"}}}, "fail", "no regex"),
     "slow bfloat16": ({"torch_changes": {"gflops": {"float32": 80.0, "bfloat16": 20.0}}}, "info", "dtype=auto"),
+    "no kernels": (
+        {"package_changes": {"decoder_probe": {"name": None, "compiled": False}}}, "warn", "apt install gcc",
+    ),
+    "unknown instruction set": (
+        {"package_changes": {"decoder_probe": {"error": "VERL_CPU_ISA=avx10 was asked for"}}}, "warn", "VERL_CPU_ISA=avx10",
+    ),
     "idle cores": ({"torch_changes": {"num_threads": 1}}, "warn", "torch uses 1 of 4 cores"),
     "no AVX2": ({"host_changes": {"cpu_flags": ["sse"]}}, "warn", "no AVX2"),
     "little memory": ({"host_changes": {"available_memory_bytes": GIB}}, "warn", "1.0 GiB of memory"),

@@ -52,6 +52,7 @@ def facts(host: dict[str, Any], packages: dict[str, Any]) -> list[tuple[str, str
                    + ("" if packages["virtual_environment"] else ", outside a virtual environment")),
         ("python", f"others on the PATH: {', '.join(packages['other_pythons']) or 'none'}"),
         ("torch", _torch(torch)),
+        ("cpu", f"decoding of plain decoders: {_decoder(packages['decoder_probe'])}"),
         ("devices", _devices(torch, packages["driver"])),
         ("packages", f"transformers {transformers.get('version', 'broken')}"),
         ("packages", ", ".join(engines)),
@@ -75,6 +76,10 @@ def _torch(torch: dict[str, Any]) -> str:
     build = f"CUDA {torch['cuda_build']}" if torch["cuda_build"] else "no CUDA"
     speed = ", ".join(f"{name} {value:.0f}" for name, value in torch["gflops"].items())
     return f"{torch['version']}, built with {build}; {torch['num_threads']} threads; CPU GFLOP/s: {speed}"
+
+
+def _decoder(probe: dict[str, Any]) -> str:
+    return f"compiled kernels for {probe['name']}" if probe.get("name") else "torch"
 
 
 def _devices(torch: dict[str, Any], driver: dict[str, Any] | None) -> str:

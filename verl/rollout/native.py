@@ -275,9 +275,7 @@ class _Run:
             self.figures["num_decode_steps"] += 1
             self._draw(np.arange(num_rows), logits[:num_rows])
 
-    def _layout(
-        self, own_lengths: np.ndarray, positions: np.ndarray, pieces: list[Piece]
-    ) -> StepLayout | StepTokens:
+    def _layout(self, own_lengths: np.ndarray, positions: np.ndarray, pieces: list[Piece]) -> StepLayout | StepTokens:
         num_rows = self.rows.end
         if isinstance(self.dense, CpuForward):
             if not isinstance(self.decoding, DecodeTiles):

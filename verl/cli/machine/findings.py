@@ -91,6 +91,15 @@ def _cpu(host: Facts, packages: Facts) -> Iterator[Line]:
             f"this CPU multiplies bfloat16 at {speed['bfloat16']:.0f} GFLOP/s and float32 at {speed['float32']:.0f}: "
             "leave fsdp_config.dtype=auto, which computes in float32 here",
         )
+    decoder = packages["decoder_probe"]
+    if "error" in decoder:
+        yield Line("warn", f"the kernels for decoding cannot be used: {decoder['error']}")
+    elif not decoder["compiled"] and "avx2" in host["cpu_flags"]:
+        yield Line(
+            "warn",
+            "the kernels for decoding on this CPU were not compiled, so rollouts are slower and may depend on what else is "
+            "sampled. Install a C compiler (Debian and Ubuntu: apt install gcc) and verl again",
+        )
     if torch["num_threads"] < int(host["num_usable_cores"]):
         yield Line(
             "warn",

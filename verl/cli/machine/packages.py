@@ -58,6 +58,11 @@ import json, transformers
 from transformers import AutoTokenizer, LlamaForCausalLM
 print(json.dumps({"version": transformers.__version__}))
 """
+DECODER_PROBE = """
+import json
+from verl.rollout.cpu.library import state
+print(json.dumps(state()))
+"""
 COMPANION_PROBE = "import json, {name} as it; print(json.dumps({{'version': it.__version__}}))"
 
 # verl needs neither, but transformers imports them where they are, and one made for another torch breaks it
@@ -67,7 +72,7 @@ COMPANIONS = ("torchvision", "torchaudio")
 def packages() -> dict[str, Any]:
     """Facts by name. `torch` and `transformers` are what their probes say: a version, or `error`."""
     companions = [name for name in COMPANIONS if importlib.util.find_spec(name) is not None]
-    probes = {"torch": TORCH_PROBE, "transformers": TRANSFORMERS_PROBE}
+    probes = {"torch": TORCH_PROBE, "transformers": TRANSFORMERS_PROBE, "decoder": DECODER_PROBE}
     probes |= {name: COMPANION_PROBE.format(name=name) for name in companions}
     with ThreadPoolExecutor(len(probes)) as pool:
         probed = dict(zip(probes, pool.map(probe, probes.values()), strict=True))
@@ -82,6 +87,7 @@ def packages() -> dict[str, Any]:
         "driver": driver(),
         "torch_probe": probed["torch"],
         "transformers_probe": probed["transformers"],
+        "decoder_probe": probed["decoder"],
         "companions": {name: probed[name] for name in companions},
     }
 

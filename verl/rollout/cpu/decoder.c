@@ -197,7 +197,7 @@ static int64_t lay_out(struct forward *f, const struct kernels *k, const struct 
     const int64_t queries = s->max_tile * (m->heads / m->kv_heads);
     int64_t used = 0;
     f->kernels = k, f->model = m, f->step = s;
-    f->kind = m->bf16 ? k->bf16_kind : FLOATS;
+    f->kind = (int)m->kind;
     f->x_stride = round_up(m->hidden, k->panel);
     f->qkv_stride = round_up((m->heads + 2 * m->kv_heads) * m->head_dim, k->panel);
     f->gate_stride = round_up(m->inner, k->panel);

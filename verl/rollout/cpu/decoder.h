@@ -23,7 +23,7 @@ struct layer {
 
 struct model {
     int64_t layers, hidden, heads, kv_heads, head_dim, inner, vocab;
-    int64_t bf16; /* weights and roundings, else float32 */
+    int64_t bf16, kind; /* bf16: weights and roundings, else float32; kind: FLOATS, WIDENED or PAIRS */
     float scale, final_eps;
     const struct layer *layer;
     const float *final_norm, *head_bias;
@@ -90,7 +90,6 @@ struct attention {
 struct kernels {
     const char *name;
     int width, tile_rows, panel; /* vector width in floats, rows of a register tile, outputs of a weight panel */
-    int bf16_kind;
     void (*gemm)(const struct gemm *, int64_t begin, int64_t end);
     void (*pack)(int bf16, char *to, const char *from, int64_t outputs, int64_t inputs, int64_t begin, int64_t end);
     void (*widen)(float *to, const void *from, int64_t n, int bf16);

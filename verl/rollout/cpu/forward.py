@@ -6,15 +6,13 @@ are the same bits with any neighbours, in any piece of its prompt, and as a prom
 
 from __future__ import annotations
 
-import ctypes
-
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 from verl.models.dense.weights import DenseDecoder, DenseLayer, Norm, Projection
 from verl.rollout.cpu.library import MAX_HEAD_DIM, STAGES, Kernels, Layer, Model, Step, buffer
-from verl.rollout.cpu.store import BlockStore, Shape
+from verl.rollout.cpu.store import Shape
 from verl.rollout.cpu.tokens import DecodeTiles, StepTokens
 
 _MAX_TILE_QUERIES = 32  # of an attention task; their scores with thousands of keys stay in the level-2 cache
@@ -42,6 +40,7 @@ class CpuForward:
             inner=decoder.layers[0].down.weight.shape[1],
             vocab=vocab,
             bf16=self.dtype == torch.bfloat16,
+            kind=kernels.kind(self.dtype),
             scale=decoder.scale,
             final_eps=decoder.final_norm.eps,
             layer=self._layers,
@@ -49,7 +48,8 @@ class CpuForward:
             head_bias=self._bias(head.bias),
             head=self._packed(head.weight),
         )
-        self._logits = self._work = torch.empty(0)
+        self._logits = torch.empty(0, kernels.padded(vocab))
+        self._work = buffer(0)
         self._nanoseconds = np.zeros(len(STAGES), dtype=np.int64)
 
     @staticmethod
@@ -87,7 +87,7 @@ class CpuForward:
         keep = torch.arange(len(ids)) if keep is None else keep
         kept, vocab = len(keep), self._model.vocab
         if self._logits.shape[0] < kept:
-            self._logits = torch.empty(kept, self._kernels.padded(vocab))
+            self._logits = torch.empty(kept, self._logits.shape[1])
         arrays = [
             np.ascontiguousarray(getattr(tokens, name), dtype=np.int64)
             for name in ("position", "prefix_slot", "prefix_end", "own_slot", "own_end", "order", "tiles")

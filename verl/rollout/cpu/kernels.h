@@ -670,7 +670,7 @@ FN void NAME(draw)(const float *logits, int64_t vocab, float temperature, double
 }
 
 static const struct kernels NAME(kernels) = {
-    STRING(ISA), WIDTH, MR, NR, HAS_PAIRS ? PAIRS : WIDENED, NAME(gemm), NAME(pack), NAME(widen), NAME(rms_norm), NAME(heads),
+    STRING(ISA), WIDTH, MR, NR, NAME(gemm), NAME(pack), NAME(widen), NAME(rms_norm), NAME(heads),
     NAME(attend), NAME(swiglu), NAME(draw),
 };
 

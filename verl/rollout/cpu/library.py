@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from verl.errors import ConfigError
+from verl.parallel.device import native_bf16
 
 INSTRUCTION_SETS = ("avx512_bf16", "avx512", "avx2")
 STAGES = ("norm", "qkv", "heads", "attention", "output", "gate_up", "swiglu", "down", "logits")
@@ -35,7 +36,7 @@ class Layer(Structure):
 
 class Model(Structure):
     _fields_ = (
-        [(n, c_int64) for n in ("layers", "hidden", "heads", "kv_heads", "head_dim", "inner", "vocab", "bf16")]
+        [(n, c_int64) for n in ("layers", "hidden", "heads", "kv_heads", "head_dim", "inner", "vocab", "bf16", "kind")]
         + [("scale", c_float), ("final_eps", c_float), ("layer", POINTER(Layer))]
         + [(name, c_void_p) for name in ("final_norm", "head_bias", "head")]
     )
@@ -66,7 +67,7 @@ class Kernels:
         """How matmuls of a model in `dtype` read their operands."""
         if dtype == torch.float32:
             return FLOATS
-        return PAIRS if self.name == "avx512_bf16" else WIDENED
+        return PAIRS if self.name == "avx512_bf16" and native_bf16(torch.device("cpu")) else WIDENED
 
     def padded(self, outputs: int) -> int:
         return -(-outputs // self.panel) * self.panel
@@ -141,6 +142,12 @@ def kernels() -> Kernels | None:
             f"VERL_CPU_ISA={asked} was asked for, but {why}. Use one of {', '.join(INSTRUCTION_SETS)}, none, or unset it."
         )
     return found
+
+
+def state() -> dict[str, str | bool | None]:
+    """For `verl doctor`: the instruction set of the kernels, or None with whether they were compiled."""
+    found = kernels()
+    return {"name": None if found is None else found.name, "compiled": _library() is not None}
 
 
 @functools.cache

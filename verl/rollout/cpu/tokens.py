@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -55,12 +56,14 @@ class StepTokens:
         num_rows = len(positions)
         new = [np.arange(p.start, p.end) for p in pieces]
         ends = num_rows + np.cumsum([0, *map(len, new)])
-        of_pieces = [np.arange(a, b, max_tile) for a, b in zip(ends[:-1], ends[1:], strict=True)]
+        of_pieces = [np.arange(a, b, max_tile) for a, b in itertools.pairwise(ends)]
         num_new = ends[-1] - num_rows
         return cls(
             *stores,
             position=np.concatenate([positions, *new]),
-            prefix_slot=np.concatenate([rows.slots, *(np.full(len(n), p.slot) for n, p in zip(new, pieces, strict=True))]),
+            prefix_slot=np.concatenate(
+                [rows.slots, *(np.full(len(n), p.slot) for n, p in zip(new, pieces, strict=True))]
+            ),
             prefix_end=np.concatenate([rows.lengths, *(n + 1 for n in new)]),
             own_slot=np.concatenate([np.arange(num_rows), np.full(num_new, -1)]),
             own_end=np.concatenate([own_lengths + 1, np.zeros(num_new, dtype=np.int64)]),
