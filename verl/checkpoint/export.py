@@ -7,13 +7,18 @@ import os
 import shutil
 from pathlib import Path
 
+import yaml
+
 from verl.checkpoint.files import find_damage
 from verl.checkpoint.kept import candidates, newest_complete
 from verl.checkpoint.tensor_files import num_bytes, read_model, set_config_dtype, write_model
 from verl.errors import CheckpointError
+from verl.models.rounding import Rounding
 from verl.parallel.device import parse_dtype
 
 log = logging.getLogger(__name__)
+
+_SECTIONS = {"actor": ("actor_rollout_ref", "actor", "fsdp_config"), "critic": ("critic", "fsdp")}
 
 
 def export(
@@ -21,6 +26,7 @@ def export(
 ) -> Path:
     """Write the model of `role` as a Hugging Face folder that needs nothing of the run; returns `out`.
 
+    Weights become bfloat16 as they did in the run (its config.yaml says how), so the model is the one that was evaluated.
     `source` is a run folder (its newest complete checkpoint, or that of `step`) or a folder global_step_N. `out` must not
     exist or be empty, and appears complete or not at all. Raises CheckpointError.
     """
@@ -34,7 +40,10 @@ def export(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"{out} exists and is not empty; remove it or choose another folder.")
     tensors = read_model(model_folder)
-    tensors = {name: t.to(number_format) if t.is_floating_point() else t for name, t in tensors.items()}
+    rounding = _rounding(checkpoint.parent / "config.yaml", role)
+    tensors = {
+        name: rounding.rounded(name, t, number_format) if t.is_floating_point() else t for name, t in tensors.items()
+    }
     out.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(out.parent).free
     if free < num_bytes(tensors):
@@ -54,6 +63,18 @@ def export(
         shutil.rmtree(temporary, ignore_errors=True)
     log.info("Exported the %s of %s to %s (%s).", role, checkpoint, out, dtype)
     return out
+
+
+def _rounding(config_file: Path, role: str) -> Rounding:
+    """That of the run; of one whose config is not there the default."""
+    try:
+        found = yaml.safe_load(config_file.read_text(encoding="utf-8"))
+        for key in _SECTIONS.get(role, ()):
+            found = found[key]
+    except (OSError, yaml.YAMLError, KeyError, TypeError):
+        return Rounding()
+    # runs of versions without the key rounded to nearest
+    return Rounding(str(found.get("master_rounding", "nearest")) if isinstance(found, dict) else "dithered")
 
 
 def _checkpoint(source: Path, step: int | None) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -260,6 +261,7 @@ def _actor(seat: Seat) -> ActorWorker:
         schedule=schedule,
         keeping=_keeping(seat, "actor", group.actor.checkpoint, engine.module),
         guard=guard,
+        measures=partial(_is_measured, seat.config.trainer.test_freq, seat.total_steps),
     )
 
 
@@ -290,6 +292,7 @@ def _critic(seat: Seat) -> CriticWorker:
         schedule=schedule,
         keeping=_keeping(seat, "critic", critic.checkpoint, engine.module),
         guard=guard,
+        measures=partial(_is_measured, seat.config.trainer.test_freq, seat.total_steps),
     )
 
 
@@ -366,6 +369,11 @@ def micro_batching(section: Any, prefix: str = "", *, tokens_key: str = "max_tok
     if dynamic or rows is None:
         return MicroBatching(max_tokens=getattr(section, f"{prefix}{tokens_key}"))
     return MicroBatching(max_rows=rows)
+
+
+def _is_measured(every: int, last: int, step: int) -> bool:
+    """As the model is validated: in every so many steps, and the last one."""
+    return step == last or (every > 0 and step % every == 0)
 
 
 def _critic_forward_micro(critic: Any) -> MicroBatching:

@@ -127,6 +127,11 @@ class TrainEngine(Protocol):
         change memory and communication, and no loss. Raises ConfigError for another key or a wrong value."""
         ...
 
+    def visible_update_ratio(self) -> float | None:
+        """The share of the masters' movement since the start of the run that the weights in the compute dtype show (see
+        verl.models.visible), measured on a sample of each tensor. None where nothing is rounded, or nothing has moved."""
+        ...
+
     def rest(self) -> None:
         """Free what is kept from one training call to the next and can be made anew: something else runs now."""
         ...

@@ -6,7 +6,7 @@ all the rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Literal
 
@@ -24,7 +24,7 @@ from verl.engines.groups import Groups, mesh_of
 from verl.engines.loading import load_module, load_skeleton
 from verl.engines.micro_batches import batch_totals, plan_micro_batches, sizes_of
 from verl.engines.sharding import from_first, shard_model
-from verl.engines.shards import GradientNorm, ShardedParameters, add_up_partial_gradients
+from verl.engines.shards import GradientNorm, ShardedParameters, add_up_partial_gradients, sum_over_shards
 from verl.engines.state import TrainedState
 from verl.engines.step_check import random_state
 from verl.engines.trained import TrainedEngine
@@ -149,6 +149,9 @@ class FSDPEngine(TrainedEngine):
             metrics = self._step(merged, check, drawn)
             self._free_root()
         return metrics
+
+    def _sum_over_parameters(self, sums: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return sum_over_shards({name: value.to(self.device) for name, value in sums.items()}, self.shards, self.groups)
 
     def _sum_over_ranks(self, numbers: torch.Tensor) -> torch.Tensor:
         return self.groups.over_data_(numbers.to(self.device))

@@ -128,19 +128,26 @@ class GradientNorm:
         self.shards, self.groups, self.device = shards, groups, device
 
     def __call__(self, parameters: Mapping[str, nn.Parameter]) -> torch.Tensor:
-        sums: dict[tuple[bool, bool], torch.Tensor] = {}
+        squares = {}
         for name, parameter in parameters.items():
             if parameter.grad is None:
                 continue
-            shard, grad = self.shards[name], local(parameter.grad)
+            grad = local(parameter.grad)
             wide = torch.promote_types(grad.dtype, torch.float32)
-            square = grad.to(wide).square().sum().to(self.device)
-            kind = (shard.is_expert, shard.tensor_dim is not None)
-            sums[kind] = sums[kind] + square if kind in sums else square
-        total = torch.zeros((), device=self.device, dtype=next(iter(sums.values())).dtype)
-        for (of_experts, and_tensor), value in sorted(sums.items()):
-            total = total + self.groups.over_shards_(value, of_experts=of_experts, and_tensor=and_tensor)
-        return total.sqrt()
+            squares[name] = grad.to(wide).square().sum().to(self.device)
+        return sum_over_shards(squares, self.shards, self.groups).sqrt()
+
+
+def sum_over_shards(values: Mapping[str, torch.Tensor], shards: Mapping[str, Shard], groups: Groups) -> torch.Tensor:
+    """The sum over all parameters, of each of which `values` has that of this rank's part. Each part counts once."""
+    sums: dict[tuple[bool, bool], torch.Tensor] = {}
+    for name, value in values.items():
+        kind = (shards[name].is_expert, shards[name].tensor_dim is not None)
+        sums[kind] = sums[kind] + value if kind in sums else value
+    total = torch.zeros_like(next(iter(sums.values())))
+    for (of_experts, and_tensor), value in sorted(sums.items()):
+        total = total + groups.over_shards_(value, of_experts=of_experts, and_tensor=and_tensor)
+    return total
 
 
 def add_up_partial_gradients(shards: Mapping[str, Shard], groups: Groups, device: torch.device) -> None:

@@ -19,6 +19,7 @@ from verl.engines.step_check import figures_of_all, restore_random_state
 from verl.errors import ConfigError
 from verl.models.lora import LoRASpec, adapters_off
 from verl.models.optim import MasterOptimizer, lr_at
+from verl.models.visible import ratio
 
 
 class TrainedEngine:
@@ -61,6 +62,11 @@ class TrainedEngine:
         self.config = replace(self.config, **changes)
         self.dimensions = Dimensions.of(self.config)
 
+    def visible_update_ratio(self) -> float | None:
+        """See TrainEngine."""
+        sums = self.optimizer.movement() if self.optimizer is not None else {}
+        return ratio(self._sum_over_parameters(sums)) if sums else None
+
     def rest(self) -> None:
         """See TrainEngine."""
         if self.optimizer is not None:
@@ -101,6 +107,10 @@ class TrainedEngine:
     def _accepts(self, check: StepCheck, metrics: Mapping[str, Metric], grad_norm: float) -> bool:
         figures = figures_of_all(metrics, check.names, self._sum_over_ranks, self._largest_of_ranks)
         return check({**figures, "grad_norm": grad_norm})
+
+    def _sum_over_parameters(self, sums: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Of values that each rank has for its part of each parameter."""
+        return torch.stack(list(sums.values())).sum(0)
 
     def _sum_over_ranks(self, numbers: torch.Tensor) -> torch.Tensor:
         return numbers

@@ -17,6 +17,7 @@ from verl.config import OptimConfig
 from verl.errors import CheckpointError, ConfigError, nearest
 from verl.models.gradients import GradientBuffers
 from verl.models.rounding import Region, Rounding
+from verl.models.visible import VisibleUpdate
 
 log = logging.getLogger(__name__)
 
@@ -114,6 +115,7 @@ class MasterOptimizer:
         self.gradients = GradientBuffers({p: self.masters[name] for name, p in self.parameters.items()})
         self.copied = [name for name, p in self.parameters.items() if self.masters[name] is not p]
         self.optimizer = _build(config, self.masters.values())
+        self._visible = VisibleUpdate(self.rounded())
 
     def step(self, lr: float, accept: Callable[[float], bool] | None = None) -> StepResult:
         """Clip the gathered gradients to `clip_grad`, step at rate `lr`, and forget them. `accept` is told the norm and may
@@ -152,6 +154,10 @@ class MasterOptimizer:
         for name, shard in self.shards.items():
             if name in self.masters:
                 yield Rounded(name, shard.weights, _here(self.masters[name].detach()), shard.region)
+
+    def movement(self) -> dict[str, torch.Tensor]:
+        """See VisibleUpdate.sums; empty where masters compute themselves."""
+        return self._visible.sums(self.rounded())
 
     def move_state(self, device: torch.device) -> None:
         """Keep what the optimizer remembers of each parameter on `device` from now on."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from verl.config import CriticConfig
 from verl.data_proto.proto import DataProto
@@ -26,8 +26,9 @@ class CriticWorker(TrainedWorker):
         schedule: MiniBatchSchedule,
         keeping: Keeping,
         guard: StepGuard,
+        measures: Callable[[int], bool] = lambda step: False,
     ):
-        super().__init__(engine, keeping)
+        super().__init__(engine, keeping, measures)
         self.config = config
         self.objective = objective
         self.guard = guard
@@ -50,5 +51,6 @@ class CriticWorker(TrainedWorker):
             found.append(
                 self.engine.train_batch(mini, self.objective, self.objective.outputs, self.micro, check=self.guard)
             )
+        self.measure(step, found)
         rate = self.engine.end_step(advance=not self.guard.refused_all(len(found)))
         return Updates("critic", found, rate, findings=self.guard.take())

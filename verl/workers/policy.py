@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -57,8 +57,9 @@ class ActorWorker(TrainedWorker):
         schedule: MiniBatchSchedule,
         keeping: Keeping,
         guard: StepGuard,
+        measures: Callable[[int], bool] = lambda step: False,
     ):
-        super().__init__(engine, keeping)
+        super().__init__(engine, keeping, measures)
         self.config = config
         self.objective = objective
         self.guard = guard
@@ -97,6 +98,7 @@ class ActorWorker(TrainedWorker):
                 metrics["skipped_row_ratio"] = Metric.mean(1 - len(computed) / len(mini), len(mini))
             found.append(metrics)
         observed = self.objective.take_observed()
+        self.measure(step, found)
         rate = self.engine.end_step(advance=not self.guard.refused_all(len(found)))
         give_back_holes(step)
         return Updates("actor", found, rate, [] if observed is None else list(observed), self.guard.take())

@@ -13,6 +13,7 @@ from verl.checkpoint.background import RoleSave, write_and_tell
 from verl.checkpoint.files import FileRecord
 from verl.checkpoint.role import RoleCheckpoint, read_role
 from verl.config import CheckpointConfig
+from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.engines.api import TrainEngine
 from verl.errors import CheckpointError
@@ -34,9 +35,10 @@ class Keeping:
 
 
 class TrainedWorker:
-    def __init__(self, engine: TrainEngine, keeping: Keeping):
+    def __init__(self, engine: TrainEngine, keeping: Keeping, measures: Callable[[int], bool] = lambda step: False):
         self.engine = engine
         self.keeping = keeping
+        self.measures = measures  # whether visible_update_ratio is measured at the end of a step
         self._saving: RoleSave | None = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -89,6 +91,12 @@ class TrainedWorker:
     def reconfigure(self, changes: dict[str, Any]) -> None:
         """See TrainEngine."""
         self.engine.reconfigure(changes)
+
+    def measure(self, step: int, found: list[dict[str, Metric]]) -> None:
+        """Add `visible_update_ratio` to the last of the metrics `found`, in the steps that are measured."""
+        share = self.engine.visible_update_ratio() if found and self.measures(step) else None
+        if share is not None:
+            found[-1]["visible_update_ratio"] = Metric.last(share)
 
     def mini_batches(self, batch: DataProto, rows: Sequence[Sequence[int] | np.ndarray]) -> Iterator[DataProto]:
         """The rows of each optimizer step, one batch after the other."""

@@ -1,0 +1,49 @@
+"""How much of what training has moved the compute weights show: the movement of the masters since the start of the run, and
+its projection on that of the weights.
+
+    visible = <weights now - weights at start, masters now - masters at start> / |masters now - masters at start|^2
+
+It is near 1 where rounding hides nothing, also with dithered rounding, and near 0 where updates are lost. It is estimated from
+a fixed sample of each tensor, so that no second copy of the model is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from verl.models.optim import Rounded
+
+SAMPLE = 4096  # elements of each tensor on each rank, evenly spaced
+
+
+class VisibleUpdate:
+    """Made when the model has just been loaded, before a checkpoint is: then these are the weights of the run's start."""
+
+    def __init__(self, parameters: Iterable[Rounded]):
+        self._start = {p.name: (_sample(p.weights), _sample(p.master)) for p in parameters}
+
+    def sums(self, parameters: Iterable[Rounded]) -> dict[str, torch.Tensor]:
+        """Name -> [<dw, dm>, <dm, dm>] of this rank's sample, float64."""
+        found = {}
+        for name, weights, master, _ in parameters:
+            before = self._start[name]
+            shown, moved = (
+                _sample(now) - then.to(now.device) for now, then in zip((weights, master), before, strict=True)
+            )
+            found[name] = torch.stack([shown.dot(moved), moved.dot(moved)])
+        return found
+
+
+def ratio(sums: torch.Tensor) -> float | None:
+    """Of added up `sums`; None while nothing has moved."""
+    shown, moved = sums.tolist()
+    return shown / moved if moved > 0 else None
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.reshape(-1)
+    return flat[:: max(1, -(-flat.numel() // SAMPLE) | 1)].double()  # odd: not always of the same columns
