@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.models.rounding import TILE_LENGTH, Region, Rounding, _tile, offsets
+from verl.models.rounding import TILE_LENGTHS, Region, Rounding, offsets
 
 DITHERED = Rounding()
 BF16, LARGEST = torch.bfloat16, torch.finfo(torch.bfloat16).max
@@ -40,19 +40,21 @@ def test_the_offset_is_added_to_the_bits_and_the_lower_half_is_cut_off():
 def test_the_offsets_are_those_of_every_run():
     """Checkpoints of one version are exported and resumed by another."""
     found = offsets("model.layers.0.mlp.up_proj.weight", (3, 40_000))
-    assert int(found.min()) >= 0 and int(found.max()) < 1 << 16
+    assert int(found.min()) >= 0
+    assert int(found.max()) < 1 << 16
     assert found[0, :4].tolist() == FIRST
     assert hashlib.sha256(found.numpy().tobytes()).hexdigest()[:16] == DIGEST
 
 
-FIRST, DIGEST = [31566, 53216, 19564, 50368], "fb949660d5ec3204"
+FIRST, DIGEST = [29868, 60632, 37400, 14987], "0585e62fe9c43b16"
 
 
-def test_the_tile_holds_each_offset_once_and_its_length_is_prime():
-    counts = torch.bincount(_tile(torch.device("cpu"), 0), minlength=1 << 16)
-    assert counts.shape == (1 << 16,)
-    assert counts.min() == 1 and counts.max() == 2 and counts.sum() == TILE_LENGTH
-    assert all(TILE_LENGTH % divisor for divisor in range(2, 257))
+def test_offsets_are_uniform_and_the_tiles_lengths_are_prime():
+    counts = torch.bincount(offsets("w", (1 << 22,)) >> 8, minlength=256)
+    assert len(counts) == 256
+    assert (counts / (1 << 14) - 1).abs().max() < 0.05
+    for length in TILE_LENGTHS:
+        assert all(length % divisor for divisor in range(2, 257))
 
 
 def test_values_on_the_grid_never_move():
@@ -67,7 +69,8 @@ def test_an_element_stays_until_its_master_has_crossed_its_own_threshold():
     low = torch.full((1 << 10,), 0.0157470703125)  # on the grid
     step = steps_of_bfloat16(low)
     up = torch.stack([rounded("w", low + step * (k / 64)).float() > low for k in range(65)])
-    assert not up[0].any() and up[64].all()
+    assert not up[0].any()
+    assert up[64].all()
     assert torch.equal(up.long().diff(dim=0).abs().sum(0), torch.ones(1 << 10, dtype=torch.long))
 
 
@@ -91,7 +94,7 @@ def test_updates_below_half_a_step_show_on_the_whole_and_in_each_row_and_column(
     assert abs(shown.mean() - share) < 4 * coin / shown.numel() ** 0.5
 
 
-@pytest.mark.parametrize("shape", [(9, 65_536), (65_536, 9), (1 << 20,), (7, 65_538), (40, 30, 576)])
+@pytest.mark.parametrize("shape", [(9, 65_536), (65_536, 9), (1 << 20,), (5, 131_074), (40, 30, 576)])
 def test_updates_show_in_tensors_of_awkward_shapes(shape):
     start = normal(*shape).to(BF16).float()
     step = steps_of_bfloat16(start) * start.sign()
@@ -138,7 +141,8 @@ def test_chunks_end_anywhere(data):
         patch.setattr(rounding, "_CHUNK", data.draw(st.integers(1, 100)))
         DITHERED.write(target, "w", master)
         part = DITHERED.rounded("w", master[:, first:], BF16, Region(shape, (0, first)))
-    assert torch.equal(target, expected) and torch.equal(part, expected[:, first:])
+    assert torch.equal(target, expected)
+    assert torch.equal(part, expected[:, first:])
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (1, 1)])

@@ -11,8 +11,9 @@ its master does, and over the elements the expected visible change equals that o
 (Gupta et al. 2015, arXiv:1502.02551) has the same expectation, and draws anew at every step.
 
 The offset depends on the parameter's name and the element's position in the whole tensor alone: every sharding and every copy
-computes the same weights. It is read from a tile of random offsets that is repeated over the flattened tensor. The tile's
-length is prime: whatever the row length is, a row and a column meet as many different offsets as they have elements.
+computes the same weights. It is the exclusive or of two tiles of random offsets that are repeated over the flattened tensor.
+Their lengths are different primes, so that a pair of elements has independent offsets unless both lengths divide its distance
+(2.7e9 elements), whatever the row length is. One tile alone would give rows of 2^k elements nearly equal sums of offsets.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from dataclasses import dataclass
 
 import torch
 
-TILE_LENGTH = 65_537  # prime, and one more than there are offsets
+TILE_LENGTHS = (65_537, 40_961)  # prime, and together small enough for a cache
 _SEED = 0x7E71
 _LARGEST = torch.finfo(torch.bfloat16).max
 _CHUNK, _DEVICE_CHUNK = 1 << 18, 1 << 22  # elements at a time: what stays in a cache, and enough for a kernel
@@ -70,23 +71,27 @@ class Rounding:
 
 def offsets(name: str, shape: tuple[int, ...]) -> torch.Tensor:
     """The offsets of a whole parameter, int32 in [0, 2^16)."""
-    at = (torch.arange(math.prod(shape)) + _phase(name)) % TILE_LENGTH
-    return _tile(torch.device("cpu"), 0)[at].view(shape)
+    at, (a, b) = torch.arange(math.prod(shape)), _tiles(torch.device("cpu"), 0)
+    return (a[(at + _phase(name)) % len(a)] ^ b[(at + _phase(name)) % len(b)]).view(shape)
 
 
 def _dither(target: torch.Tensor, name: str, master: torch.Tensor, region: Region) -> None:
     if not master.numel():
         return
     most = _CHUNK if master.device.type == "cpu" else _DEVICE_CHUNK
-    tile, phase = _tile(master.device, most), _phase(name)
+    tiles, phase = _tiles(master.device, most), _phase(name)
     weights, wide = target.view(-1), master.view(-1)
     out = weights.view(torch.int16)
     scratch = torch.empty(min(most, wide.numel()), dtype=torch.int32, device=master.device)
     for at, rows, columns, first, stride in _chunks(tuple(master.shape), region, most):
         here = slice(at, at + rows * columns)
         values, moved = wide[here], scratch[: rows * columns]
-        u = tile.as_strided((rows, columns), (stride, 1), (first + phase) % TILE_LENGTH)
-        torch.add(values.view(torch.int32).view(rows, columns), u, out=moved.view(rows, columns))
+        u, other = (
+            tile.as_strided((rows, columns), (stride, 1), (first + phase) % length)
+            for tile, length in zip(tiles, TILE_LENGTHS, strict=True)
+        )
+        torch.bitwise_xor(u, other, out=moved.view(rows, columns))
+        moved += values.view(torch.int32)
         moved >>= 16
         out[here].copy_(moved)
         if master.device.type != "cpu":
@@ -129,15 +134,14 @@ def _chunks(shape: tuple[int, ...], region: Region, most: int) -> Iterator[tuple
 
 
 @functools.lru_cache(maxsize=16)
-def _tile(device: torch.device, spare: int) -> torch.Tensor:
-    """The tile, and what of its repetitions follows within `spare` elements: each offset once, and one twice, shuffled."""
+def _tiles(device: torch.device, spare: int) -> tuple[torch.Tensor, ...]:
+    """The tiles, each with what of its repetitions follows within `spare` elements."""
     draw = torch.Generator().manual_seed(_SEED)
-    tile = torch.randperm(TILE_LENGTH, generator=draw).remainder_(TILE_LENGTH - 1).to(torch.int32)
-    times = -(-spare // TILE_LENGTH) + 1
-    return tile.repeat(times)[: TILE_LENGTH + spare].to(device)
+    tiles = (torch.randint(1 << 16, (length,), generator=draw, dtype=torch.int32) for length in TILE_LENGTHS)
+    return tuple(tile.repeat(-(-spare // len(tile)) + 1)[: len(tile) + spare].to(device) for tile in tiles)
 
 
 @functools.cache
 def _phase(name: str) -> int:
-    """Where in the tile a parameter begins."""
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") % TILE_LENGTH
+    """Where in the tiles a parameter begins."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") % math.prod(TILE_LENGTHS)
