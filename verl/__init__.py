@@ -1,6 +1,7 @@
 """verl: reinforcement-learning post-training for large language models.
 
-Importing this package is cheap on purpose (no torch, no Ray): the names below are resolved on first use.
+Importing this package is cheap on purpose (no torch, no Ray): the names below are resolved on first use. Imported before torch, it
+also says how torch's threads wait (verl.parallel.openmp).
 """
 
 from __future__ import annotations
@@ -8,6 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from verl._version import __version__
+from verl.parallel.openmp import spin_briefly
+
+spin_briefly()  # torch, once imported, has read its setting
 
 _LAZY = {
     "DataParallelConfig": "verl.parallel.placement",

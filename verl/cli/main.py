@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from verl.errors import ConfigError, VerlError, nearest
 from verl.parallel.memory import keep_freed_memory
+from verl.parallel.openmp import spin_briefly
 
 # verb -> what it does; the code of each is verl/cli/<verb>.py
 VERBS = {
@@ -85,11 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_verb(verb: str, arguments: Sequence[str], *, whole_process: bool = False) -> int:
     """Run `verb`, with errors shown as `main` says. `whole_process`: this process is there for nothing else, so that the verb
     may fork it (its `run_process`, where it has one)."""
-    # OpenMP threads that sleep between two operations cost a decode step half its speed; threads that spin without end
-    # stall everything as soon as another process wants a core. So they spin for a few milliseconds and then sleep. The
-    # runtime reads this once, when torch is first imported; OMP_WAIT_POLICY, where the user has set it, decides instead.
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "100000")
+    spin_briefly()
     keep_freed_memory()
     try:
         _require_text(arguments)
