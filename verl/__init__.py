@@ -1,7 +1,7 @@
 """verl: reinforcement-learning post-training for large language models.
 
-Importing this package is cheap on purpose (no torch, no Ray): the names below are resolved on first use. Imported before torch, it
-also says how torch's threads wait (verl.parallel.openmp).
+Importing this package is cheap on purpose (no torch, no Ray): the names below are resolved on first use. Imported before
+torch, it also sets how torch's threads wait (verl.parallel.openmp).
 """
 
 from __future__ import annotations

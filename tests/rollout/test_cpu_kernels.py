@@ -2,6 +2,10 @@
 
 import copy
 import multiprocessing
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -294,3 +298,35 @@ def test_greedy_takes_the_first_of_equals(kernels):
     logits[1, 300] = logits[1, 600] = 2.0
     logits[2, 699] = 1.0
     assert kernels.draw(logits, 0.0, None)[0].tolist() == [0, 300, 699]
+
+
+# -- memory
+
+_RUN_CHECKED = """
+import ctypes, sys, pytest
+from verl.rollout.cpu import library
+checked = library.declare(ctypes.CDLL(sys.argv[1]))
+library._library = lambda: checked
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-k", sys.argv[2], sys.argv[3]]))
+"""
+
+
+@pytest.mark.slow
+def test_under_the_address_sanitizer(tmp_path):
+    """Every kernel at odd sizes in a build that checks each access, with untouchable gaps between the buffers of a step."""
+    source, built = Path(library.__file__).with_name("decoder.c"), tmp_path / "checked.so"
+    flags = ["-O1", "-g", "-std=gnu11", "-ffp-contract=off", "-fsanitize=address", "-shared", "-fPIC", "-pthread"]
+    compiled = subprocess.run(["gcc", *flags, str(source), "-o", str(built), "-lm"], capture_output=True, text=True)
+    if compiled.returncode:
+        pytest.skip(f"gcc with an address sanitizer is needed: {compiled.stderr[-200:]}")
+    runtime = subprocess.run(["gcc", "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
+    environment = {**os.environ, "LD_PRELOAD": runtime, "ASAN_OPTIONS": "detect_leaks=0:handle_segv=0"}
+    done = subprocess.run(
+        [sys.executable, "-c", _RUN_CHECKED, str(built), "products or odd or greedy or slots or draws", __file__],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert " passed" in done.stdout

@@ -54,9 +54,15 @@ def test_a_hook_or_a_changed_head_is_left_to_the_module(load):
     assert DenseForward.of(module, prepack=False) is None
 
 
+@pytest.fixture
+def torch_computes(monkeypatch):
+    """Without the compiled kernels (tests/rollout/test_cpu_kernels.py)."""
+    monkeypatch.setenv("VERL_CPU_ISA", "none")
+
+
 @pytest.mark.parametrize("prepack", [True, False])
 @pytest.mark.parametrize("family", DENSE)
-def test_samples_equal_those_of_the_module(family, prepack, load, make_engine, monkeypatch):
+def test_samples_equal_those_of_the_module(family, prepack, load, make_engine, monkeypatch, torch_computes):
     """Over prompts in pieces, rows that end and refill, and lengths past several capacities."""
     assert DenseForward.of(load(family), prepack=prepack) is not None
     for n in (1, 3):
@@ -64,7 +70,7 @@ def test_samples_equal_those_of_the_module(family, prepack, load, make_engine, m
         same_samples(generate(engine, n=n), without_dense(monkeypatch, engine, n=n), 1e-5)
 
 
-def test_biases_and_a_head_of_its_own(tmp_path, make_engine, monkeypatch):
+def test_biases_and_a_head_of_its_own(tmp_path, make_engine, monkeypatch, torch_computes):
     from transformers import AutoModelForCausalLM
 
     folder = make_tiny_model(tmp_path, "llama", tie_word_embeddings=False, attention_bias=True, mlp_bias=True)
@@ -86,7 +92,7 @@ def test_float64_modules(family, load, make_engine, monkeypatch):
 
 @pytest.mark.parametrize("family", DENSE)
 @pytest.mark.parametrize("native", [True, False])
-def test_bfloat16_rounds_where_the_module_does(family, native, load, make_engine, monkeypatch):
+def test_bfloat16_rounds_where_the_module_does(family, native, load, make_engine, monkeypatch, torch_computes):
     """Greedy, so that an exchange of two nearly equal tokens shows as a difference of log-probs, not of everything."""
     monkeypatch.setattr("verl.models.products.native_bf16", lambda device: native)
     monkeypatch.setattr("verl.models.products._widens", lambda dtype, device: not native and dtype == torch.bfloat16)

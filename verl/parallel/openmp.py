@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import sys
 
-# Threads that sleep between two operators cost small steps half their speed. Threads that spin for milliseconds take the cores of
-# another process: two generations side by side on two cores fell to a tenth. So they spin for some microseconds.
+# Threads that sleep between two operators cost small steps half their speed. Threads that spin for milliseconds take the
+# cores of another process: two generations side by side on two cores fell to a tenth. So they spin for some microseconds.
 SPIN_COUNT = "1000"
 _VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 

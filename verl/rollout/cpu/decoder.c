@@ -18,6 +18,13 @@
 #include <sys/mman.h>
 #include <time.h>
 
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/asan_interface.h>
+#define GAP 64 /* between the buffers of a workspace, never touched */
+#else
+#define GAP 0
+#endif
+
 #define STRING_(x) #x
 #define STRING(x) STRING_(x)
 
@@ -190,6 +197,18 @@ struct forward {
     int64_t clock;
 };
 
+/* Where the next buffer of a workspace starts, behind one that ends at `end` */
+static int64_t fence(char *work, int64_t end)
+{
+#ifdef __SANITIZE_ADDRESS__
+    if (work)
+        ASAN_POISON_MEMORY_REGION(work + end, GAP);
+#else
+    (void)work;
+#endif
+    return end + GAP;
+}
+
 /* Lay the buffers of a step out from `work` on; returns their bytes. */
 static int64_t lay_out(struct forward *f, const struct kernels *k, const struct model *m, const struct step *s, char *work)
 {
@@ -205,7 +224,7 @@ static int64_t lay_out(struct forward *f, const struct kernels *k, const struct 
     f->att_stride = row_bytes(m->heads * m->head_dim, f->kind);
     f->h_stride = row_bytes(m->inner, f->kind);
     f->scores_stride = round_up(s->max_seen, BLOCK) + 3 * BLOCK;
-#define TAKE(field, bytes) f->field = (void *)(work + used), used += round_up(bytes, 64)
+#define TAKE(field, bytes) f->field = (void *)(work + used), used = fence(work, used + round_up(bytes, 64))
     TAKE(x, tokens * f->x_stride * 4);
     TAKE(q, tokens * m->heads * dim * item(f->kind));
     TAKE(att, tokens * f->att_stride);
@@ -368,6 +387,9 @@ void decoder_forward(const struct kernels *k, const struct model *m, const struc
     lay_out(&f, k, m, s, s->work);
     f.clock = now();
     run_team(forward_job, &f, s->threads);
+#ifdef __SANITIZE_ADDRESS__
+    ASAN_UNPOISON_MEMORY_REGION(s->work, decoder_workspace(k, m, s));
+#endif
 }
 
 /* -- weights -- */
