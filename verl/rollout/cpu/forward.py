@@ -6,6 +6,8 @@ are the same bits with any neighbours, in any piece of its prompt, and as a prom
 
 from __future__ import annotations
 
+import ctypes
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -43,7 +45,7 @@ class CpuForward:
             kind=kernels.kind(self.dtype),
             scale=decoder.scale,
             final_eps=decoder.final_norm.eps,
-            layer=self._layers,
+            layer=ctypes.addressof(self._layers),
             final_norm=self._vector(decoder.final_norm.weight),
             head_bias=self._bias(head.bias),
             head=self._packed(head.weight),

@@ -37,8 +37,8 @@ class Layer(Structure):
 class Model(Structure):
     _fields_ = (
         [(n, c_int64) for n in ("layers", "hidden", "heads", "kv_heads", "head_dim", "inner", "vocab", "bf16", "kind")]
-        + [("scale", c_float), ("final_eps", c_float), ("layer", POINTER(Layer))]
-        + [(name, c_void_p) for name in ("final_norm", "head_bias", "head")]
+        + [(name, c_float) for name in ("scale", "final_eps")]
+        + [(name, c_void_p) for name in ("layer", "final_norm", "head_bias", "head")]
     )
 
 
