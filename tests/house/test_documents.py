@@ -35,6 +35,29 @@ def test_the_file_map_is_current():
     assert read("docs/architecture.md") == generator.page(), "run: python docs/make_architecture.py"
 
 
+def test_the_figures_of_precision_are_current():
+    generator = load_module(str(ROOT / "docs" / "make_precision.py"))
+    assert read("docs/precision.md") == generator.page(), "run: python docs/make_precision.py"
+    assert generator.PICTURE.exists() == bool(generator.kept())
+
+
+def test_figures_of_precision_are_those_of_the_benchmark(tmp_path, monkeypatch):
+    generator = load_module(str(ROOT / "docs" / "make_precision.py"))
+    monkeypatch.setattr(generator, "PICTURE", tmp_path / "precision.svg")
+    points = [{"step": 0, "sampled": 0.15, "greedy": 0.6}, {"step": 20, "sampled": 0.7, "greedy": None}]
+    runs = [
+        {"side": side, "seed": 1, "steps": [{"step_s": 12.5}], "points": points}
+        for side in ("dithered", "float32", "trl shipped")
+    ]
+    rows = generator.reduced({"machine": {"processor": "P"}, "results": {"runs": runs}})
+    assert generator.figures_block(rows).splitlines()[-2:] == [
+        "| P | float32 | 1 | 20 | 0.150 -> 0.700 | - | 12.5 |",
+        "| P | bfloat16, dithered | 1 | 20 | 0.150 -> 0.700 | - | 12.5 |",
+    ]
+    generator.draw(rows)
+    assert "<svg" in (tmp_path / "precision.svg").read_text()
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
 def test_files_that_a_page_names_exist(page):
     text = page.read_text(encoding="utf-8")
