@@ -138,6 +138,26 @@ def test_decoupled_correction_reports_its_figures(tiny_run):
         assert row["rollout_corr/rollout_rs_masked_fraction"] == 0
 
 
+@pytest.mark.parametrize("estimator", ["grpo", "rloo"])
+def test_samples_without_advantage_are_left_out_and_nothing_else_changes(tiny_run, tmp_path, estimator):
+    """The groups of one half of the prompts always agree on their reward."""
+    reward = tmp_path / "halves.py"
+    reward.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    share = sum(c.isalpha() for c in solution_str) / max(len(solution_str), 1)\n"
+        "    return 1.0 if int(ground_truth) % 2 else share\n"
+    )
+    common = [f"algorithm.adv_estimator={estimator}", f"reward.custom_reward_function.path={reward}"]
+    rows = tiny_run(*common, folder="skips").training_rows()
+    full = tiny_run(*common, "actor_rollout_ref.actor.skip_zero_advantages=False", folder="full").training_rows()
+    assert any(row["actor/skipped_row_ratio"] > 0 for row in rows)
+    for row, expected in zip(rows, full, strict=True):
+        assert expected["actor/skipped_row_ratio"] == 0
+        assert set(row) == set(expected)
+        for name in ("actor/grad_norm", "actor/pg_loss", "critic/score/mean", "response_length/mean"):
+            assert row[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-7), name
+
+
 def test_sampler_and_trainer_agree(tiny_run):
     row = tiny_run("trainer.total_training_steps=1").training_rows()[0]
     assert row["training/rollout_probs_diff_max"] < 1e-4
