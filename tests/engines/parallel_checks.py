@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tests.engines.memory import peak_bytes
 from tests.engines.test_contract import largest_gap, make_batch, policy_loss, value_loss
-from tests.models.reference import make_columns, random_rows, widen_norms
+from tests.models.reference import make_columns, random_rows, rounded_by_rows, widen_norms
 from verl.checkpoint.store import CheckpointStore, RoleCheckpoint
 from verl.config import ActorConfig, FSDPConfig, ModelConfig, OptimConfig, RolloutCorrectionConfig
 from verl.config.fsdp import WrapPolicyConfig
@@ -199,8 +199,11 @@ def check_experts(folder):
 
 @on(2)
 def check_experts_deepseek(folder):
-    """Latent attention, a dense layer before those with experts, and a shared expert."""
-    return compare(model_folder(folder, "deepseek_v3", moe_intermediate_size=16), expert_parallel_size=2)
+    """Latent attention, a dense layer before those with experts, and a shared expert; on a processor whose products of few
+    rows round otherwise than those of many, as two ranks have fewer rows than one."""
+    path = model_folder(folder, "deepseek_v3", moe_intermediate_size=16)
+    with rounded_by_rows():
+        return compare(path, expert_parallel_size=2)
 
 
 @on(2)

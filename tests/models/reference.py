@@ -1,15 +1,18 @@
 """Plain float64 references: dense attention with a mask, one unpadded row at a time, logits in full.
 
-The families' normalisations compute in float32 whatever they are given; `widen_norms` lets them keep float64, so that
-the packed path can be held to 1e-10.
+The families' normalisations and routers compute in float32 whatever they are given; `widen_norms` lets them keep float64,
+so that the packed path can be held to 1e-10.
 """
 
 from __future__ import annotations
 
+import contextlib
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
@@ -46,7 +49,10 @@ AttentionMaskInterface.register("reference_dense", lambda *args, **kwargs: None)
 
 
 def widen_norms(module: Any) -> Any:
-    """Replace every RMS norm's forward by one that stays in the dtype of its input. Returns the module."""
+    """Replace the forwards of RMS norms and of mixtures' routers by ones that stay in float64. Returns the module.
+
+    A router that multiplies in float32 differs by 1e-8 between row counts for which the library has other kernels.
+    """
 
     def exact(self: Any, x: torch.Tensor) -> torch.Tensor:
         eps = getattr(self, "variance_epsilon", None) or self.eps
@@ -56,7 +62,39 @@ def widen_norms(module: Any) -> Any:
     for part in module.modules():
         if type(part).__name__.endswith("RMSNorm"):
             part.forward = types.MethodType(exact, part)
+        elif type(part).__name__.endswith("Router"):
+            part.forward = types.MethodType(_in_float64(type(part).forward), part)
     return module
+
+
+class _Float64Torch:
+    """`torch`, but for the names of float32."""
+
+    float32 = float = torch.float64
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def _in_float64(forward: Any) -> Any:
+    """The same function, computing in float64 where it says float32."""
+    return types.FunctionType(forward.__code__, {**forward.__globals__, "torch": _Float64Torch()}, forward.__name__)
+
+
+class _RoundedByRows(TorchFunctionMode):
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        y = function(*args, **(kwargs or {}))
+        if function is torch.nn.functional.linear:
+            rows = y.numel() // max(1, y.shape[-1])
+            y = y * (1 + rows % 5 * torch.finfo(y.dtype).eps)
+        return y
+
+
+@contextlib.contextmanager
+def rounded_by_rows() -> Iterator[None]:
+    """The matrix library of another processor: the last bits of `linear` change with the number of rows."""
+    with _RoundedByRows():
+        yield
 
 
 def row_logits(module: Any, ids: torch.Tensor, attention: str = "reference_dense") -> torch.Tensor:
