@@ -35,8 +35,22 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(items):
+    items[:] = [item for item in items if not _repeats_in_another_dtype(item)]
     place = {file: number for number, file in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get("/".join(item.path.parts[-2:]), len(place)))
+
+
+def _repeats_in_another_dtype(item):
+    """Whether a test of several dtypes would run a second time for the path that only bfloat16 takes."""
+    params = getattr(getattr(item, "callspec", None), "params", {})
+    return params.get("bf16_path") == "widened" and "bfloat16" not in str(params.get("dtype", "bfloat16"))
+
+
+@pytest.fixture(params=["native", "widened"])
+def bf16_path(request, monkeypatch):
+    """Runs a test as on a CPU with bfloat16 instructions, and as on one without, in child processes too."""
+    monkeypatch.setenv("VERL_CPU_BF16", request.param)
+    return request.param
 
 
 @pytest.fixture(scope="module")

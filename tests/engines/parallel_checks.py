@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -22,6 +23,7 @@ from verl.engines.local import LocalEngine
 from verl.errors import ModelError
 from verl.models.load import load_causal_lm
 from verl.models.tiny import make_tiny_model
+from verl.parallel.device import CPU_BF16
 from verl.parallel.traffic import TRAFFIC
 from verl.workers.objectives import PolicyObjective
 
@@ -316,8 +318,14 @@ def check_change_while_training(folder):
 
 @on(2)
 def check_bfloat16(folder):
-    """Storage stays float32 and sums are made in it; products are rounded as on one device."""
-    return compare(model_folder(folder, "llama"), dtype="bfloat16")
+    """Storage stays float32 and sums are made in it; products are rounded as on one device, with instructions for bfloat16
+    and without."""
+    gaps = []
+    for path in ("native", "widened"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(CPU_BF16, path)
+            gaps.append(compare(model_folder(folder, "llama"), dtype="bfloat16"))
+    return {name: max(found[name] for found in gaps) for name in gaps[0]}
 
 
 def whole_state(engine):

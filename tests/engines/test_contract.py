@@ -217,6 +217,7 @@ def test_a_batch_without_a_trained_token_changes_nothing(make):
     assert largest_gap(weights_of(engine), before) == 0
 
 
+@pytest.mark.usefixtures("bf16_path")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_same_input_gives_the_same_bits(make, dtype):
     one, two, batch = make(dtype=dtype), make(dtype=dtype), make_batch()
@@ -227,6 +228,7 @@ def test_the_same_input_gives_the_same_bits(make, dtype):
 
 
 @pytest.mark.parametrize("kind", ["policy", "value"])
+@pytest.mark.usefixtures("bf16_path")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_state_round_trip_continues_bit_for_bit(make, dtype, kind):
     settings = {"lr_scheduler_type": "cosine", "lr_warmup_steps": 2}
@@ -268,6 +270,7 @@ def test_going_back_to_before_the_first_step_leaves_nothing_of_later_ones(make):
     assert largest_gap(weights_of(ours), weights_of(fresh)) == 0
 
 
+@pytest.mark.usefixtures("bf16_path")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_weights_for_rollout_are_whole_and_in_the_compute_dtype(make, folder, dtype):
     engine = make(dtype=dtype)
@@ -290,6 +293,7 @@ def test_state_of_another_model_is_refused(make):
         engine.load_state(state)
 
 
+@pytest.mark.usefixtures("bf16_path")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_gradient_that_is_not_finite_skips_the_step_and_says_so(make, dtype):
     engine, batch = make(dtype=dtype), make_batch()
@@ -317,6 +321,7 @@ class Refusal:
         return False
 
 
+@pytest.mark.usefixtures("bf16_path")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_step_that_is_refused_leaves_everything_as_it_was(make, dtype):
     engine, batch, check = make(dtype=dtype), make_batch(), Refusal()
@@ -366,6 +371,7 @@ def test_the_schedule_moves_with_trainer_steps_only(make):
     assert [engine.end_step() for _ in range(4)] == [0.25, 0.5, 0.75, 1.0]
 
 
+@pytest.mark.usefixtures("bf16_path")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_learning_happens(make, dtype):
     engine, batch = make(dtype=dtype), make_batch()
@@ -396,6 +402,7 @@ def test_a_frozen_model_keeps_one_copy_in_the_compute_dtype(make):
     assert engine.state().optimizer == {}
 
 
+@pytest.mark.usefixtures("bf16_path")
 def test_bfloat16_computes_near_float32(make):
     batch = make_batch()
     a, b = (

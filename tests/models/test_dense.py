@@ -222,6 +222,7 @@ def test_float32_is_close_to_the_module(pair, name):
     assert_same_gradients(gradients_of(module), gradients_of(other), 2e-5)
 
 
+@pytest.mark.usefixtures("bf16_path")
 def test_bfloat16_is_as_good_as_the_module(pair):
     """Both err against float64 weights of the same values by rounding alone; ours not more than the module's."""
     module, other = pair("qwen3", dtype=torch.bfloat16)
@@ -240,6 +241,7 @@ def test_bfloat16_is_as_good_as_the_module(pair):
         assert relative(ours[name], exact[name]) < 1.3 * relative(theirs[name], exact[name]) + 1e-3, name
 
 
+@pytest.mark.usefixtures("bf16_path")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_two_runs_agree_to_the_bit(folder_of, dtype):
     found = []
@@ -255,6 +257,7 @@ def test_two_runs_agree_to_the_bit(folder_of, dtype):
     assert all(torch.equal(found[0][n], found[1][n]) for n in found[0])
 
 
+@pytest.mark.usefixtures("bf16_path")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_masters_learn_the_same_with_and_without_buffers(folder_of, dtype):
     found = []

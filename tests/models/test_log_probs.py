@@ -97,6 +97,7 @@ def test_a_frozen_head_gets_no_gradient():
     assert torch.allclose(torch.autograd.grad(stats.log_probs.sum(), hidden)[0], expected)
 
 
+@pytest.mark.usefixtures("bf16_path")
 def test_bfloat16_inputs_give_float32_statistics():
     hidden, weight, _, targets = inputs(9, False, torch.bfloat16)
     ours = fused(hidden, weight, None, targets, 1.0, 4)

@@ -137,6 +137,7 @@ def test_reference_is_the_base(folder):
         pass
 
 
+@pytest.mark.usefixtures("bf16_path")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["policy", "value"])
 def test_state_goes_on_bit_for_bit(folder, dtype, kind):

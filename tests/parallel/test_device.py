@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from verl.errors import ConfigError
+from verl.models.products import Products
 from verl.parallel import device as room
 from verl.parallel.device import compute_dtype, make_current, native_bf16, parse_dtype, resolve_device
 
@@ -54,8 +55,21 @@ def test_bf16_follows_the_instructions_of_the_cpu(tmp_path, monkeypatch, flags, 
     info = tmp_path / "cpuinfo"
     info.write_text(f"processor\t: 0\nflags\t\t: {flags}\n")
     monkeypatch.setattr(room, "Path", lambda _: info)
+    monkeypatch.setattr(room, "_cpu_flags", room._cpu_flags.__wrapped__)  # without what was read before
+    monkeypatch.delenv(room.CPU_BF16, raising=False)
     assert native_bf16(CPU) is native
     assert compute_dtype("auto", CPU) == (torch.bfloat16 if native else torch.float32)
+
+
+@pytest.mark.parametrize(("forced", "native"), [("native", True), ("widened", False)])
+def test_the_bf16_path_of_a_cpu_can_be_forced(monkeypatch, forced, native):
+    monkeypatch.setenv(room.CPU_BF16, forced)
+    assert native_bf16(CPU) is native
+    assert Products(torch.bfloat16, CPU).widens is not native
+    assert not Products(torch.float32, CPU).widens
+    monkeypatch.setenv(room.CPU_BF16, "natve")
+    with pytest.raises(ConfigError, match="VERL_CPU_BF16=natve"):
+        native_bf16(CPU)
 
 
 @pytest.mark.parametrize(("capability", "native"), [((7, 5), False), ((8, 0), True), ((9, 0), True)])

@@ -232,6 +232,7 @@ def test_the_module_is_given_back_as_it_was(name, load, make_engine):
         module.train()
 
 
+@pytest.mark.usefixtures("bf16_path")
 def test_bfloat16_modules_work(name, load, make_engine):
     import copy
 

@@ -91,17 +91,14 @@ def test_float64_modules(family, load, make_engine, monkeypatch):
 
 
 @pytest.mark.parametrize("family", DENSE)
-@pytest.mark.parametrize("native", [True, False])
-def test_bfloat16_rounds_where_the_module_does(family, native, load, make_engine, monkeypatch, torch_computes):
+def test_bfloat16_rounds_where_the_module_does(family, bf16_path, load, make_engine, monkeypatch, torch_computes):
     """Greedy, so that an exchange of two nearly equal tokens shows as a difference of log-probs, not of everything."""
-    monkeypatch.setattr("verl.models.products.native_bf16", lambda device: native)
-    monkeypatch.setattr("verl.models.products._widens", lambda dtype, device: not native and dtype == torch.bfloat16)
     engine = make_engine("native", module=copy.deepcopy(load(family)).bfloat16())
     ours = generate(engine, n=1, temperature=0, max_new_tokens=1)
     theirs = without_dense(monkeypatch, engine, n=1, temperature=0, max_new_tokens=1)
     for a, b in zip(ours, theirs, strict=True):
         assert abs(a.log_probs[0] - b.log_probs[0]) < 0.03
-    assert (engine.stats()["weight_copy_bytes"] > 0) != native
+    assert (engine.stats()["weight_copy_bytes"] > 0) == (bf16_path == "widened")
 
 
 def test_the_copy_is_kept_until_weights_change_or_memory_is_asked_for(load, make_engine):
@@ -147,6 +144,7 @@ def projection(outputs, inputs, bias, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.usefixtures("bf16_path")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_products_equal_the_linear(bias, dtype):
     weights = projection(50, 30, bias, dtype)
@@ -162,7 +160,7 @@ def test_products_equal_the_linear(bias, dtype):
 def test_widened_where_the_library_does_not_prepack(monkeypatch):
     monkeypatch.setattr(products, "_can_prepack", lambda outputs, inputs: False)
     narrow = projection(50, 30, True, torch.bfloat16)
-    monkeypatch.setattr("verl.models.products._widens", lambda dtype, device: dtype == torch.bfloat16)
+    monkeypatch.setenv("VERL_CPU_BF16", "widened")
     multiply = product(narrow, prepack=True)
     x = torch.randn(5, 30).bfloat16()
     assert num_copied_bytes([multiply, product(projection(50, 30, True), prepack=True)]) == 4 * 50 * 30

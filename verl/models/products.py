@@ -7,16 +7,9 @@ same way.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
 from verl.parallel.device import native_bf16
-
-
-@functools.cache
-def _widens(dtype: torch.dtype, device: torch.device) -> bool:
-    return dtype == torch.bfloat16 and device.type == "cpu" and not native_bf16(device)
 
 
 class Products:
@@ -25,7 +18,7 @@ class Products:
 
     def __init__(self, dtype: torch.dtype, device: torch.device):
         self.dtype = dtype
-        self.widens = _widens(dtype, device)
+        self.widens = dtype == torch.bfloat16 and device.type == "cpu" and not native_bf16(device)
 
     def operand(self, x: torch.Tensor) -> torch.Tensor:
         """`x` as products take it."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import platform
 from pathlib import Path
 
@@ -17,6 +19,7 @@ _DTYPES = {
     "fp64": torch.float64,
     "float64": torch.float64,
 }
+CPU_BF16 = "VERL_CPU_BF16"  # environment variable: "native" or "widened", whatever the CPU has; for tests
 _CPU_BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # the last is ARM's name in /proc/cpuinfo
 
 
@@ -47,14 +50,19 @@ def make_current(device: torch.device) -> None:
 
 
 def native_bf16(device: torch.device) -> bool:
-    """Whether the device multiplies bfloat16 matrices in hardware (elsewhere bfloat16 is slower than float32)."""
+    """Whether the device multiplies bfloat16 matrices in hardware (elsewhere bfloat16 is slower than float32). The environment
+    variable VERL_CPU_BF16 answers for CPUs. Raises ConfigError when it is neither "native" nor "widened"."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
     if device.type != "cpu":
         return False
-    return bool(_cpu_flags() & _CPU_BF16_FLAGS)
+    forced = os.environ.get(CPU_BF16, "")
+    if forced not in ("", "native", "widened"):
+        raise ConfigError(f"The environment variable {CPU_BF16}={forced} is neither native nor widened; unset it.")
+    return forced == "native" if forced else bool(_cpu_flags() & _CPU_BF16_FLAGS)
 
 
+@functools.cache
 def _cpu_flags() -> set[str]:
     """Instruction sets of the CPU. Without /proc (macOS) an ARM CPU is taken to be an Apple one: no bfloat16 before
     M2."""
