@@ -32,7 +32,7 @@ def same_samples(a, b, atol):
 
 def without_dense(monkeypatch, engine, **params):
     with monkeypatch.context() as patch:
-        patch.setattr(DenseForward, "of", lambda module, *, prepack: None)
+        patch.setattr(DenseForward, "of", lambda module, **settings: None)
         return generate(engine, **params)
 
 

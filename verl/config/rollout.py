@@ -148,6 +148,13 @@ class RolloutConfig(Section):
         "on a CPU, generate with a copy of the weights that multiplies faster; freed with the KV cache",
         sizing=True,
     )
+    batch_invariant: str = used(
+        "auto",
+        "whether a sample keeps its bits whichever others are generated beside it, and however many at once. auto: where that "
+        "is proven at start and costs products at most 10%, else the fastest way, and the run says so; require: refused at "
+        "start where it is not proven, and slower where it must be; off: always the fastest way",
+        choices=("auto", "require", "off"),
+    )
     drift_check: str = used(
         "sampled",
         "how it is seen that generation has left the training weights alone: a few numbers of some tensors (other ones each "

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any, TypeVar
+
+import numpy as np
 import torch
 
 _ROUND = 16  # capacities are multiples of this, so that every slot starts on a cache line
@@ -87,6 +90,9 @@ class SlotStore:
         return (keys.transpose(2, 3) if self.keys_as_columns else keys), values
 
 
-def rounded(length: int) -> int:
+_Lengths = TypeVar("_Lengths", int, "np.ndarray[Any, Any]")
+
+
+def rounded(length: _Lengths) -> _Lengths:
     """The least capacity that holds `length` tokens."""
     return -(-length // _ROUND) * _ROUND

@@ -35,20 +35,23 @@ class _Layer(NamedTuple):
 class DenseForward:
     """Made by `of`. The products may hold a copy of the weights, so it serves while the weights stay as they are."""
 
-    def __init__(self, decoder: DenseDecoder, head: Projection, *, prepack: bool):
+    def __init__(self, decoder: DenseDecoder, head: Projection, *, prepack: bool, invariant: bool = False):
         self.decoder = decoder
         self._layers = [
             _Layer(
                 layer,
                 Scoring(decoder.scale, layer.sliding_window, None),
-                *(product(p, prepack=prepack) for p in (layer.qkv, layer.o, layer.gate_up, layer.down)),
+                *(
+                    product(p, prepack=prepack, invariant=invariant)
+                    for p in (layer.qkv, layer.o, layer.gate_up, layer.down)
+                ),
             )
             for layer in decoder.layers
         ]
-        self._head = product(head, prepack=prepack)
+        self._head = product(head, prepack=prepack, invariant=invariant)
 
     @classmethod
-    def of(cls, module: Any, *, prepack: bool) -> DenseForward | CpuForward | None:
+    def of(cls, module: Any, *, prepack: bool, invariant: bool = False) -> DenseForward | CpuForward | None:
         """The straight forward of a causal language model, or None when its own must be called. With `prepack` it is that of
         the compiled kernels where there are any."""
         decoder, head = DenseDecoder.of(module), module.get_output_embeddings()
@@ -61,13 +64,18 @@ class DenseForward:
         projection = Projection(head.weight.detach(), bias, (head,))
         if prepack and CpuForward.fits(decoder, projection) and (found := kernels()) is not None:
             return CpuForward(found, decoder, projection)
-        return cls(decoder, projection, prepack=prepack)
+        return cls(decoder, projection, prepack=prepack, invariant=invariant)
+
+    @property
+    def products(self) -> list[Product]:
+        """All of them, layer by layer, then the head's."""
+        held = [p for layer in self._layers for p in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+        return [*held, self._head]
 
     @property
     def num_copied_bytes(self) -> int:
         """Memory of the copies of weights that it holds."""
-        held = [p for layer in self._layers for p in (layer.qkv, layer.o, layer.gate_up, layer.down)]
-        return num_copied_bytes([*held, self._head])
+        return num_copied_bytes(self.products)
 
     def logits(
         self, ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor | None, layout: StepLayout

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import torch
 
@@ -24,25 +26,41 @@ def length_blocks(lengths: np.ndarray) -> list[Block]:
     return [*blocks, (start, len(lengths), longest)]
 
 
+def equal_blocks(lengths: np.ndarray) -> list[Block]:
+    """Runs of one length: a row's block is then as long as the row, whatever stands beside it."""
+    cuts = [0, *(np.flatnonzero(np.diff(lengths)) + 1).tolist(), len(lengths)]
+    return [(start, end, int(lengths[start])) for start, end in itertools.pairwise(cuts)]
+
+
 class Members:
     """Which decode rows belong to which prefix slot; changes only when a sample starts or ends.
 
-    `slots` [rows] names the prefix slot of each row, `lengths` [slots] the tokens of each.
+    `slots` [rows] names the prefix slot of each row, `lengths` [slots] the tokens of each. With `places` (each row's number
+    among the `width` samples of its prompt) a row is where its number says, whichever others still run.
     """
 
-    def __init__(self, slots: np.ndarray, lengths: np.ndarray, device: torch.device):
+    def __init__(
+        self,
+        slots: np.ndarray,
+        lengths: np.ndarray,
+        device: torch.device,
+        places: np.ndarray | None = None,
+        width: int = 0,
+    ):
         num_slots = int(slots.max()) + 1
-        order = np.argsort(slots, kind="stable")
-        counts = np.bincount(slots, minlength=num_slots)
-        rank = np.arange(len(slots)) - np.repeat(np.cumsum(counts) - counts, counts)
-        width = int(counts.max())
-        place = np.empty(len(slots), dtype=np.int64)
-        place[order] = slots[order] * width + rank
+        if places is None:
+            order = np.argsort(slots, kind="stable")
+            counts = np.bincount(slots, minlength=num_slots)
+            width, places = int(counts.max()), np.empty(len(slots), dtype=np.int64)
+            places[order] = np.arange(len(slots)) - np.repeat(np.cumsum(counts) - counts, counts)
+            self.blocks = length_blocks(lengths[:num_slots])
+        else:
+            self.blocks = equal_blocks(lengths[:num_slots])
+        place = slots * width + places
         rows = np.zeros((num_slots, width), dtype=np.int64)  # a hole repeats row 0, and is not read back
         rows.reshape(-1)[place] = np.arange(len(slots))
         self.rows = rows
         self.lengths = lengths[:num_slots]
-        self.blocks = length_blocks(self.lengths)
         self.identity = rows.size == len(slots) and bool((place == np.arange(len(slots))).all())
         self.rows_index = torch.from_numpy(rows.reshape(-1)).to(device)
         self.place_index = torch.from_numpy(place).to(device)

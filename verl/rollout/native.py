@@ -26,6 +26,7 @@ from verl.rollout.cuda.engine import DeviceSampler
 from verl.rollout.cuda.run import DeviceRun
 from verl.rollout.decode_rows import DecodeRows
 from verl.rollout.dense import DenseForward
+from verl.rollout.invariance import Invariance, examine
 from verl.rollout.layout import Piece, StepLayout
 from verl.rollout.members import Members
 from verl.rollout.random import sample_keys, uniforms_at
@@ -41,8 +42,9 @@ class NativeRollout:
 
     Reads from `config`: max_num_seqs (rows), max_num_batched_tokens (tokens of one forward while prompts are computed),
     max_model_len, prepack_weights (whether a copy of the weights may be kept that multiplies faster, until `publish` or
-    `release`) and, on a GPU, enforce_eager (no CUDA graphs, nothing compiled). Samples do not depend on them, but for the
-    rounding of matrix products of other shapes.
+    `release`), batch_invariant and, on a GPU, enforce_eager (no CUDA graphs, nothing compiled). Where `invariance` holds,
+    samples do not depend on max_num_seqs nor on each other; elsewhere but for the rounding of matrix products of other
+    shapes. Raises ConfigError when batch_invariant=require cannot be kept.
     """
 
     def __init__(
@@ -66,6 +68,15 @@ class NativeRollout:
         self._dense: DenseForward | CpuForward | None = None
         self._dense_of = -1
         self._stats: dict[str, Any] = {}
+        self._invariance: Invariance | None = None
+        if config.batch_invariant == "require":
+            self.invariance()
+
+    def invariance(self) -> Invariance:
+        """Whether a sample's bits depend on which others are computed beside it; found out at the first call."""
+        if self._invariance is None:
+            self._invariance = examine(self.module, self.config)
+        return self._invariance
 
     def generate(
         self, prompts: Sequence[PromptRequest], params: SamplingParams, *, step: int, on_finish: OnFinish | None = None
@@ -132,7 +143,9 @@ class NativeRollout:
         now = sum(p._version for p in self.module.parameters())
         if self._dense is None or self._dense_of != now:
             self._dense = None  # before the next copy is made
-            self._dense = DenseForward.of(self.module, prepack=self.config.prepack_weights)
+            self._dense = DenseForward.of(
+                self.module, prepack=self.config.prepack_weights, invariant=self.invariance().holds
+            )
             self._dense_of = sum(p._version for p in self.module.parameters())
         return self._dense
 
@@ -151,7 +164,10 @@ class _Run:
         self.engine, self.params, self.step, self.on_finish = engine, params, step, on_finish
         self.started_at = time.perf_counter()
         self.device = next(engine.module.parameters()).device
+        self.invariant = engine.invariance().holds
         self.dense = engine.dense() if prompts else None
+        cuts = self.invariant and not isinstance(self.dense, CpuForward)  # whose sums do not depend on where a prompt is cut
+        self.piece_tokens = engine.config.max_num_batched_tokens if cuts else None
         self.own, self.prefix = engine.stores(self.dense)
         self.schedule = Schedule(prompts, params.n)
         self.rows = Rows(min(engine.config.max_num_seqs, params.n * len(prompts)), params.max_new_tokens)
@@ -178,7 +194,7 @@ class _Run:
             budget = max(self.engine.config.max_num_batched_tokens - self.rows.num_running, 0)
             if self.rows.num_running == 0:
                 budget = max(budget, 1)
-            pieces = self.schedule.take_pieces(self.rows.num_free, budget)
+            pieces = self.schedule.take_pieces(self.rows.num_free, budget, self.piece_tokens)
             if pieces or self.rows.num_running:
                 self._forward(pieces)
         return [c for c in self.completions if c is not None]
@@ -289,8 +305,9 @@ class _Run:
         if not num_rows:
             return StepLayout(None, self.prefix, pieces)
         if not isinstance(self.decoding, DecodeRows):
-            members = Members(*self._prompts(), self.device) if self.shared else None
-            self.decoding = DecodeRows(self.own, self.prefix, num_rows, members, self.device)
+            places = self.rows.sample[:num_rows] if self.invariant else None
+            members = Members(*self._prompts(), self.device, places, self.params.n) if self.shared else None
+            self.decoding = DecodeRows(self.own, self.prefix, num_rows, members, self.device, self.invariant)
         self.decoding.advance(own_lengths, positions)
         return StepLayout(self.decoding, self.prefix, pieces)
 

@@ -52,9 +52,12 @@ class Schedule:
         """Whether samples have yet to start."""
         return bool(self.waiting or self.prefilling or self.ready)
 
-    def take_pieces(self, num_free_rows: int, budget: int) -> list[tuple[Group, Piece]]:
+    def take_pieces(
+        self, num_free_rows: int, budget: int, piece_tokens: int | None = None
+    ) -> list[tuple[Group, Piece]]:
         """Prompt tokens to compute next: for as many prompts as there are rows free for their samples, and at most
-        `budget` tokens."""
+        `budget` tokens. With `piece_tokens` every prompt is cut where its own length says, and a first piece is taken
+        whatever the budget."""
         begun = sum(self.num_samples - g.num_started for g in (*self.ready, *self.prefilling))
         while self.waiting and begun < num_free_rows:
             group = self.waiting.popleft()
@@ -62,10 +65,12 @@ class Schedule:
             self.by_slot.append(group)
             self.prefilling.append(group)
             begun += self.num_samples
-        pieces = []
+        pieces: list[tuple[Group, Piece]] = []
         while self.prefilling and budget > 0:
             group = self.prefilling[0]
-            end = min(group.num_tokens, group.num_computed + budget)
+            end = min(group.num_tokens, group.num_computed + (piece_tokens or budget))
+            if pieces and end - group.num_computed > budget:
+                break
             pieces.append((group, Piece(group.slot, group.num_computed, end)))
             budget -= end - group.num_computed
             group.num_computed = end
