@@ -42,6 +42,15 @@ def judge(host_changes=None, package_changes=None, torch_changes=None):
     return [(line.level, line.text) for line in findings(of_host, of_packages)]
 
 
+def test_what_products_do_on_this_cpu_is_said():
+    tiles = {"float32": {"rows": [8, 16], "cost": 1.07}, "bfloat16": {"rows": [1, 2, 4], "cost": 1.0}}
+    known = {**PACKAGES, "torch_probe": {**TORCH, "equal_rows": {"bf16": "widened", "tiles": tiles}}}
+    texts = [text for topic, text in facts(HOST, known) if topic == "torch"]
+    assert "bfloat16 on this CPU: widened to float32, since the CPU has no instructions for it" in texts
+    assert any("float32 holds in tiles of 8 to 16 rows (padding costs about 7%)" in text for text in texts)
+    assert "batch invariance of products: unknown" in [text for _, text in facts(HOST, PACKAGES)]
+
+
 def test_a_healthy_machine():
     assert judge() == [("pass", "nothing stands in the way of training in one process")]
 
@@ -144,6 +153,7 @@ def test_doctor_end_to_end(verl):
     assert code == 0, said
     found = json.loads(said)
     assert found["packages"]["torch_probe"]["gflops"]["float32"] > 0
+    assert found["packages"]["torch_probe"]["equal_rows"]["tiles"]["float32"]["rows"]
     assert found["findings"]
 
 

@@ -87,6 +87,11 @@ BROKEN = [
     ),
     ("error", f"{ACTOR}.optim.override_optimizer_config", [f"+{ACTOR}.optim.override_optimizer_config.eps=1e-5"]),
     ("error", "critic.optim.override_optimizer_config", ["+critic.optim.override_optimizer_config={eps:1e-5}"]),
+    (
+        "error",
+        "actor_rollout_ref.rollout.batch_invariant",
+        ["actor_rollout_ref.rollout.batch_invariant=require", "actor_rollout_ref.rollout.name=hf"],
+    ),
     ("error", f"{DRAW}.temperature", [f"{DRAW}.do_sample=True"]),
     ("warning", f"{DRAW}.n", [f"{DRAW}.n=8"]),
     ("warning", f"{ROLLOUT}.do_sample", [*GRPO, f"{ROLLOUT}.do_sample=False"]),

@@ -53,6 +53,8 @@ def facts(host: dict[str, Any], packages: dict[str, Any]) -> list[tuple[str, str
         ("python", f"others on the PATH: {', '.join(packages['other_pythons']) or 'none'}"),
         ("torch", _torch(torch)),
         ("cpu", f"decoding of plain decoders: {_decoder(packages['decoder_probe'])}"),
+        ("torch", _bfloat16(torch)),
+        ("torch", _batch_invariance(torch)),
         ("devices", _devices(torch, packages["driver"])),
         ("packages", f"transformers {transformers.get('version', 'broken')}"),
         ("packages", ", ".join(engines)),
@@ -79,7 +81,28 @@ def _torch(torch: dict[str, Any]) -> str:
 
 
 def _decoder(probe: dict[str, Any]) -> str:
-    return f"compiled kernels for {probe['name']}" if probe.get("name") else "torch"
+    return f"compiled kernels for {probe['name']}, batch-invariant" if probe.get("name") else "torch"
+
+
+def _bfloat16(torch: dict[str, Any]) -> str:
+    if "equal_rows" not in torch:
+        return "bfloat16 on this CPU: unknown"
+    native = torch["equal_rows"]["bf16"] == "native"
+    return "bfloat16 on this CPU: " + (
+        "native instructions" if native else "widened to float32, since the CPU has no instructions for it"
+    )
+
+
+def _batch_invariance(torch: dict[str, Any]) -> str:
+    """Of the products alone: a run looks at its model's shapes, and at attention."""
+    if "equal_rows" not in torch:
+        return "batch invariance of torch's matmuls: unknown"
+    found = [
+        f"{dtype} holds in tiles of {row['rows'][0]} to {row['rows'][-1]} rows "
+        f"(padding costs about {row['cost'] - 1:.0%})"
+        for dtype, row in torch["equal_rows"]["tiles"].items()
+    ]
+    return "batch invariance of torch's matmuls: " + ", ".join(found)
 
 
 def _devices(torch: dict[str, Any], driver: dict[str, Any] | None) -> str:

@@ -65,11 +65,9 @@ class Host:
 
     def facts(self) -> dict[str, Any]:
         """What a run shows about itself at its start."""
-        for role in ("actor", "rollout", "reference", "critic"):
-            worker = self.workers.get(role)
-            if worker is not None:
-                return module_facts(worker.engine, self.seat.device)
-        return {}
+        there = [self.workers[role] for role in ("actor", "rollout", "reference", "critic") if role in self.workers]
+        facts = module_facts(there[0].engine, self.seat.device) if there else {}
+        return facts | generation_facts(self.workers["rollout"].engine) if "rollout" in self.workers else facts
 
     def close(self) -> None:
         """End the children of this process."""
@@ -128,6 +126,14 @@ def layouts(seat: Seat) -> tuple[TrainingLayout, RolloutLayout]:
         TrainingLayout(mesh or Mesh.flat(seat.placement.devices["actor"]), experts),
         RolloutLayout(engines, expert_groups=tuple(group for copy in engines for group in copy)),
     )
+
+
+def generation_facts(engine: Any) -> dict[str, str]:
+    """Whether samples are batch-invariant, and why."""
+    if not hasattr(engine, "invariance"):
+        return {"batch_invariant": f"no: nothing was proven about {type(engine).__name__}"}
+    dtype = str(next(engine.module.parameters()).dtype).removeprefix("torch.")
+    return {"batch_invariant": f"{engine.invariance()} ({dtype})"}
 
 
 def module_facts(engine: Any, device: torch.device) -> dict[str, Any]:

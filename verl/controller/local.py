@@ -6,7 +6,7 @@ from typing import Any
 
 from verl.config import VerlConfig
 from verl.controller.build import Seat, build_workers
-from verl.controller.host import module_facts
+from verl.controller.host import generation_facts, module_facts
 from verl.controller.roles import Roles
 from verl.controller.sampling import sampling_params
 from verl.controller.switch import Switch, around
@@ -61,5 +61,5 @@ def build_roles(config: VerlConfig, *, total_steps: int, data_sources: list[str]
         if seat.has_own_weights:
             publish, trained = roles.rollout.publish, roles.actor.engine
             roles.rollout.publish = lambda version: publish(version, trained.gather_weights())
-    roles.facts = module_facts(roles.rollout.engine, device)
+    roles.facts = module_facts(roles.rollout.engine, device) | generation_facts(roles.rollout.engine)
     return roles

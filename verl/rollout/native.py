@@ -166,7 +166,8 @@ class _Run:
         self.device = next(engine.module.parameters()).device
         self.invariant = engine.invariance().holds
         self.dense = engine.dense() if prompts else None
-        cuts = self.invariant and not isinstance(self.dense, CpuForward)  # whose sums do not depend on where a prompt is cut
+        # the kernels' sums do not depend on where a prompt is cut
+        cuts = self.invariant and not isinstance(self.dense, CpuForward)
         self.piece_tokens = engine.config.max_num_batched_tokens if cuts else None
         self.own, self.prefix = engine.stores(self.dense)
         self.schedule = Schedule(prompts, params.n)

@@ -30,6 +30,7 @@ class Summary:
     num_tokens: int
     tokens_per_s: float | None
     device: str
+    batch_invariant: str | None = None  # "yes" or "no", why, and the dtype of generation; None where nobody generates
     median_step_s: float | None = None
     phase_seconds: dict[str, float] = field(default_factory=dict)  # sum over all steps
     median_phase_s: dict[str, float] = field(default_factory=dict)
@@ -48,6 +49,7 @@ class Summary:
         seconds: float,
         num_tokens: int,
         device: str,
+        batch_invariant: str | None = None,
         metrics_file: Path,
     ) -> Summary:
         """The given figures, and those that the metrics file and the installation tell."""
@@ -63,6 +65,7 @@ class Summary:
             num_tokens=num_tokens,
             tokens_per_s=num_tokens / seconds if seconds > 0 else None,
             device=device,
+            batch_invariant=batch_invariant,
             median_step_s=statistics.median(step_seconds) if step_seconds else None,
             phase_seconds={name: sum(values) for name, values in phases.items()},
             median_phase_s={name: statistics.median(values) for name, values in phases.items()},

@@ -295,6 +295,7 @@ def _finish(
         seconds=state.seconds,
         num_tokens=state.num_tokens,
         device=roles.facts["device"],
+        batch_invariant=roles.facts.get("batch_invariant"),
         metrics_file=folder.metrics,
     )
     tracker.finish(summary)

@@ -18,7 +18,7 @@ from verl.checkpoint.filesystem import examine
 _FLAGS = ("avx2", "f16c", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16", "asimd", "sve", "bf16", "i8mm")
 _VARIABLES = (
     "CUDA_VISIBLE_DEVICES", "HF_HOME", "HF_HUB_OFFLINE", "LOG_LEVEL", "MKL_NUM_THREADS", "OMP_NUM_THREADS",
-    "OMP_WAIT_POLICY", "PYTHONPATH", "PYTORCH_CUDA_ALLOC_CONF", "WANDB_MODE",
+    "OMP_WAIT_POLICY", "PYTHONPATH", "PYTORCH_CUDA_ALLOC_CONF", "VERL_CPU_BF16", "WANDB_MODE",
 )  # fmt: skip
 _LIMITS = ("RLIMIT_NOFILE", "RLIMIT_NPROC", "RLIMIT_AS", "RLIMIT_MEMLOCK", "RLIMIT_STACK")
 _CGROUP = Path("/sys/fs/cgroup")

@@ -42,6 +42,11 @@ if facts["cuda_available"]:
     for i in range(torch.cuda.device_count()):
         p = torch.cuda.get_device_properties(i)
         facts["devices"].append({"name": p.name, "memory_bytes": p.total_memory, "capability": [p.major, p.minor]})
+try:
+    from verl.cli.machine.products import equal_rows
+    facts["equal_rows"] = equal_rows()
+except ImportError:  # of something else, which has a probe of its own
+    pass
 facts["mps_available"] = bool(getattr(torch.backends, "mps", None) and torch.backends.mps.is_available())
 facts["gflops"] = {}
 for name in ("float32", "bfloat16"):

@@ -62,6 +62,15 @@ RUNS = [
     _optimizer_settings("actor_rollout_ref.actor.optim"),
     _optimizer_settings("critic.optim"),
     Rule(
+        f"{_ROLLOUT}.batch_invariant",
+        "error",
+        lambda c, given: (
+            c.actor_rollout_ref.rollout.batch_invariant == "require" and c.actor_rollout_ref.rollout.name != "native"
+        ),
+        "actor_rollout_ref.rollout.batch_invariant=require cannot be kept by actor_rollout_ref.rollout.name={rollout.name}: "
+        "nothing was proven about its kernels. Set batch_invariant=auto, or name=native.",
+    ),
+    Rule(
         f"{_DRAW}.temperature",
         "error",
         lambda c, given: (
