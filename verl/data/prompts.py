@@ -47,9 +47,10 @@ class PromptEncoder:
         """Token ids of a prompt whatever its length; errors as in `encode`."""
         if getattr(self.tokenizer, "chat_template", None):
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            ids = self._tokens(self._render(messages, place), place, add_special_tokens=False)
+            text = render_chat(self.tokenizer, messages, place, add_generation_prompt=True, **self.template_kwargs)
+            ids = encode_text(self.tokenizer, text, place, add_special_tokens=False)
         elif isinstance(prompt, str):
-            ids = self._tokens(prompt, place)
+            ids = encode_text(self.tokenizer, prompt, place)
         else:
             raise DataError(
                 f"{place}: the prompt is a list of messages, but the tokenizer has no chat template to join them. Set "
@@ -59,25 +60,25 @@ class PromptEncoder:
             raise DataError(f"{place}: the prompt has no tokens.")
         return list(ids)
 
-    def _tokens(self, text: str, place: str, **settings: bool) -> list[int]:
-        try:
-            return self.tokenizer.encode(text, **settings)
-        except (ValueError, TypeError, OverflowError) as error:
-            raise DataError(
-                f"{place}: the tokenizer cannot read the prompt ({type(error).__name__}: {error})."
-            ) from error
 
-    def _render(self, messages: Messages, place: str) -> str:
-        try:
-            return self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, **self.template_kwargs
-            )
-        except Exception as error:
-            # a chat template is a program of the model's authors, which may raise anything
-            raise DataError(
-                f"{place}: the chat template failed with {type(error).__name__}: {error}. Change the row's messages, "
-                "data.apply_chat_template_kwargs or actor_rollout_ref.model.custom_chat_template."
-            ) from error
+def encode_text(tokenizer: Any, text: str, place: str, **settings: bool) -> list[int]:
+    """Token ids of a text; `settings` go to `tokenizer.encode`. Raises DataError naming `place`."""
+    try:
+        return list(tokenizer.encode(text, **settings))
+    except (ValueError, TypeError, OverflowError) as error:
+        raise DataError(f"{place}: the tokenizer cannot read the text ({type(error).__name__}: {error}).") from error
+
+
+def render_chat(tokenizer: Any, messages: Messages, place: str, **template_kwargs: Any) -> str:
+    """The chat template applied to `messages`, as text. Raises DataError naming `place` when the template fails."""
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, **template_kwargs)
+    except Exception as error:
+        # a chat template is a program of the model's authors, which may raise anything
+        raise DataError(
+            f"{place}: the chat template failed with {type(error).__name__}: {error}. Change the row's messages, "
+            "data.apply_chat_template_kwargs or the model's custom_chat_template."
+        ) from error
 
 
 def truncate(ids: Sequence[int], limit: int, mode: str) -> list[int]:

@@ -51,10 +51,11 @@ def messages_of(row: Mapping[str, Any], prompt_key: str) -> Messages:
         )
     if len(prompt) == 0:
         raise DataError(f"field {prompt_key!r} is an empty list; give at least one message.")
-    return [_message(message, f"field '{prompt_key}[{i}]'") for i, message in enumerate(prompt)]
+    return [message_of(message, f"field '{prompt_key}[{i}]'") for i, message in enumerate(prompt)]
 
 
-def _message(message: Any, place: str) -> dict[str, Any]:
+def message_of(message: Any, place: str) -> dict[str, Any]:
+    """A checked message without the fields that are None; parts of text are joined. Raises DataError with `place`."""
     if not isinstance(message, Mapping):
         raise DataError(f"{place} is a {type(message).__name__}; a message is an object with role and content.")
     # parquet gives every message the fields of all messages; what was not written comes back as None

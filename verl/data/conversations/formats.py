@@ -1,0 +1,303 @@
+"""Row formats of supervised fine-tuning: detection by columns, and every format as one prompt and one completion."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from verl.data.conversations.settings import ConversationSettings
+from verl.data.schema import Messages, check_plain, message_of
+from verl.errors import DataError
+
+# the speakers of ShareGPT, as role of a chat message
+SPEAKERS = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "model": "assistant",
+    "chatgpt": "assistant",
+    "function_call": "assistant",
+    "observation": "tool",
+    "function_response": "tool",
+    "tool": "tool",
+}
+
+
+@dataclass(frozen=True)
+class Example:
+    """One row of any format.
+
+    `prompt` and `completion` are chat messages or texts; the prompt is empty where a format does not set it apart. A
+    text completion after chat messages follows the rendered generation prompt directly. `trains` has one entry for
+    each message of prompt and completion: what the message says itself (`loss_mask`, `train`), or None.
+    """
+
+    row_format: str
+    prompt: Messages | str
+    completion: Messages | str
+    trains: tuple[bool | None, ...] = ()
+    tools: list[dict[str, Any]] | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def default_loss_on(self) -> str:
+        return {"prompt_completion": "completion", "prompt_response": "completion", "text": "all"}.get(
+            self.row_format, "assistant"
+        )
+
+
+def format_of(row: Mapping[str, Any], settings: ConversationSettings) -> str:
+    """Name of the row's format. Raises DataError when its columns fit none or several, or lack what was asked for."""
+    needed = _columns(settings)
+    has = {str(name) for name, value in row.items() if value is not None}
+    # prompt_key and response_key have no default, so whoever sets them has decided
+    asked = settings.row_format or ("prompt_response" if settings.prompt_key else None)
+    if asked:
+        if asked not in needed:
+            raise DataError(f"data.row_format={asked} needs data.prompt_key and data.response_key.")
+        if lacks := [name for name in needed[asked] if name not in has]:
+            raise DataError(f"a row of the format {asked} lacks {_quoted(lacks)}; it has {_quoted(sorted(has))}.")
+        return asked
+    found = [name for name, columns in needed.items() if has.issuperset(columns)]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        claims = " and ".join(f"{name} ({_quoted(needed[name])})" for name in found)
+        raise DataError(f"the row has the columns of {claims}; set data.row_format to the one to train on.")
+    lacking = "; ".join(f"{n}: {_quoted(c for c in columns if c not in has)}" for n, columns in needed.items())
+    raise DataError(
+        f"the row fits no format; it has {_quoted(sorted(has))} and lacks, for each format: {lacking}. Rename its "
+        "columns, or name them by data.messages_key, data.text_key, or data.prompt_key and data.response_key."
+    )
+
+
+def example_of(row: Mapping[str, Any], settings: ConversationSettings) -> Example:
+    """The row in the one form that is turned into tokens. Raises DataError naming the field that cannot be used."""
+    row_format = format_of(row, settings)
+    for key in (settings.image_key, settings.video_key):
+        media = row.get(key)
+        if media is not None and not (hasattr(media, "__len__") and len(media) == 0):
+            raise DataError(f"field {key!r} holds media; rows are text in this version, so leave the row out.")
+    prompt, completion = _READERS[row_format](row, settings)
+    if isinstance(prompt, list) != isinstance(completion, list) and row_format == "prompt_completion":
+        prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        completion = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+    marked = [*(prompt if isinstance(prompt, list) else ()), *(completion if isinstance(completion, list) else ())]
+    trains = tuple(_says_it_trains(message, number) for number, message in enumerate(marked))
+    return Example(
+        row_format,
+        _without_marks(prompt),
+        _without_marks(completion),
+        trains,
+        _tools(row.get(settings.tools_key), settings.tools_key),
+        _template_kwargs(row, settings),
+    )
+
+
+def _columns(settings: ConversationSettings) -> dict[str, tuple[str, ...]]:
+    """The columns that each format needs."""
+    needed = {
+        "messages": (settings.messages_key,),
+        "conversations": ("conversations",),
+        "prompt_completion": ("prompt", "completion"),
+        "text": (settings.text_key,),
+        "alpaca": ("instruction", "output"),
+    }
+    if settings.messages_key == "conversations" and settings.row_format is None:
+        del needed["conversations"]  # both read either spelling of a message
+    if settings.prompt_key and settings.response_key:
+        needed["prompt_response"] = (settings.prompt_key, settings.response_key)
+    return needed
+
+
+def _quoted(names: Any) -> str:
+    return ", ".join(repr(name) for name in names) or "nothing"
+
+
+def _messages_row(row: Mapping[str, Any], settings: ConversationSettings) -> tuple[Messages, Messages]:
+    return [], _messages(row[settings.messages_key], settings.messages_key)
+
+
+def _conversations_row(row: Mapping[str, Any], settings: ConversationSettings) -> tuple[Messages, Messages]:
+    # some collections keep the system message in a column of its own
+    return [], [*_system(row), *_messages(row["conversations"], "conversations")]
+
+
+def _prompt_completion_row(row: Mapping[str, Any], settings: ConversationSettings) -> tuple[Any, Any]:
+    prompt, completion = (
+        _text(row[name], name) if isinstance(row[name], str) else _messages(row[name], name)
+        for name in ("prompt", "completion")
+    )
+    return prompt, completion
+
+
+def _text_row(row: Mapping[str, Any], settings: ConversationSettings) -> tuple[str, str]:
+    return "", _text(row[settings.text_key], settings.text_key)
+
+
+def _alpaca_row(row: Mapping[str, Any], settings: ConversationSettings) -> tuple[Messages, Messages]:
+    question, more = _text(row["instruction"], "instruction"), row.get("input")
+    if more:
+        question = f"{question}\n{_text(more, 'input')}"
+    messages = _system(row)
+    for number, pair in enumerate(_list(row.get("history") or [], "history")):
+        if not isinstance(pair, Sequence | np.ndarray) or isinstance(pair, str) or len(pair) != 2:
+            raise DataError(f"field 'history[{number}]' must be a pair of texts, a question and its answer.")
+        messages += _question_and_answer(*(_text(part, f"history[{number}]") for part in pair))
+    return [], messages + _question_and_answer(question, _text(row["output"], "output"))
+
+
+def _prompt_response_row(row: Mapping[str, Any], settings: ConversationSettings) -> tuple[Messages, str]:
+    prompt = _inner(row, str(settings.prompt_key), settings.prompt_dict_keys)
+    response = _inner(row, str(settings.response_key), settings.response_dict_keys)
+    return [{"role": "user", "content": prompt}], response
+
+
+_READERS: dict[str, Callable[[Mapping[str, Any], ConversationSettings], tuple[Any, Any]]] = {
+    "messages": _messages_row,
+    "conversations": _conversations_row,
+    "prompt_completion": _prompt_completion_row,
+    "text": _text_row,
+    "alpaca": _alpaca_row,
+    "prompt_response": _prompt_response_row,
+}
+
+
+def _text(value: Any, field_name: str) -> str:
+    if not isinstance(value, str) or not value:
+        raise DataError(f"field {field_name!r} must be a text of at least one character, but it is {value!r:.80}.")
+    check_plain(value, field_name)
+    return value
+
+
+def _inner(row: Mapping[str, Any], key: str, dict_keys: Sequence[str]) -> str:
+    """A text, `dict_keys` deep inside the column `key`."""
+    value, path = row[key], key
+    for name in dict_keys:
+        if not isinstance(value, Mapping) or name not in value:
+            raise DataError(
+                f"field {path!r} has no {name!r}; correct data.prompt_dict_keys or data.response_dict_keys."
+            )
+        value, path = value[name], f"{path}.{name}"
+    return _text(value, path)
+
+
+def _question_and_answer(question: str, answer: str) -> Messages:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def _system(row: Mapping[str, Any]) -> Messages:
+    return [{"role": "system", "content": _text(row["system"], "system")}] if row.get("system") else []
+
+
+def _list(value: Any, field_name: str) -> list[Any]:
+    if not isinstance(value, list | tuple | np.ndarray):
+        raise DataError(f"field {field_name!r} must be a list, but it is a {type(value).__name__}.")
+    return list(value)
+
+
+def _messages(value: Any, field_name: str) -> Messages:
+    """Checked messages of either spelling; the marks `loss_mask` and `train` are still in them."""
+    found = _list(value, field_name)
+    if not found:
+        raise DataError(f"field {field_name!r} is an empty list; give at least one message.")
+    return [_message(message, f"{field_name}[{number}]") for number, message in enumerate(found)]
+
+
+def _message(message: Any, place: str) -> dict[str, Any]:
+    if isinstance(message, Mapping) and message.get("role") is None and message.get("from") is not None:
+        message = _from_sharegpt(message, place)
+    found = message_of(message, f"field {place!r}")
+    if "tool_calls" in found:
+        found["tool_calls"] = [
+            _tool_call(call, place) for call in _json_list(found["tool_calls"], f"{place}.tool_calls")
+        ]
+        if not found["tool_calls"]:
+            del found["tool_calls"]
+    return found
+
+
+def _from_sharegpt(message: Mapping[str, Any], place: str) -> dict[str, Any]:
+    speaker, value = message["from"], message.get("value")
+    if speaker not in SPEAKERS:
+        raise DataError(f"field '{place}.from' is {speaker!r}; it can be {', '.join(SPEAKERS)}.")
+    marks = {key: message[key] for key in ("loss_mask", "train") if key in message}
+    if speaker != "function_call":
+        return {"role": SPEAKERS[speaker], "content": value, **marks}
+    calls = _json(value, f"{place}.value")
+    return {"role": "assistant", "content": "", "tool_calls": calls if isinstance(calls, list) else [calls], **marks}
+
+
+def _tool_call(call: Any, place: str) -> dict[str, Any]:
+    """A call as chat templates expect it: {"type": "function", "function": {"name", "arguments"}}, arguments parsed.
+
+    Templates write arguments as JSON, so that a text, which the API of OpenAI has there, would be quoted twice.
+    """
+    call = _pruned(call)
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise DataError(f"field '{place}' has a tool call without a function name: {call!r:.80}.")
+    arguments = _json(function.get("arguments"), f"{place}.tool_calls.arguments")
+    outer = {key: value for key, value in call.items() if key != "function"} if "function" in call else {}
+    return {"type": "function", **outer, "function": {**function, "arguments": {} if arguments is None else arguments}}
+
+
+def _pruned(value: Any) -> Any:
+    """The value without fields that are None: parquet gives every object of a column the fields of all of them."""
+    if isinstance(value, Mapping):
+        return {key: _pruned(inner) for key, inner in value.items() if inner is not None}
+    return [_pruned(inner) for inner in value] if isinstance(value, list | tuple | np.ndarray) else value
+
+
+def _json(value: Any, field_name: str) -> Any:
+    """The value, read from JSON when it is a text: columns of objects of many shapes are often stored so."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value) if value else None
+    except ValueError as error:
+        raise DataError(f"field {field_name!r} is a text that is not JSON: {error}.") from error
+
+
+def _json_list(value: Any, field_name: str) -> list[Any]:
+    found = _json(value, field_name)
+    return [] if found is None else _list(found, field_name)
+
+
+def _tools(value: Any, field_name: str) -> list[dict[str, Any]] | None:
+    found = [_pruned(_json(tool, field_name)) for tool in _json_list(value, field_name)]
+    if wrong := [tool for tool in found if not isinstance(tool, dict)]:
+        raise DataError(f"field {field_name!r} must be a list of JSON schemas, but has {wrong[0]!r:.80}.")
+    return found or None
+
+
+def _template_kwargs(row: Mapping[str, Any], settings: ConversationSettings) -> dict[str, Any]:
+    """`data.apply_chat_template_kwargs`, and enable_thinking where the row or the settings have a value for it."""
+    thinking = row.get(settings.enable_thinking_key)
+    thinking = settings.enable_thinking_default if thinking is None else thinking
+    if thinking is None:
+        return dict(settings.apply_chat_template_kwargs)
+    if not isinstance(thinking, bool | np.bool_):
+        raise DataError(f"field {settings.enable_thinking_key!r} must be true or false, but it is {thinking!r:.80}.")
+    return {**settings.apply_chat_template_kwargs, "enable_thinking": bool(thinking)}
+
+
+def _says_it_trains(message: Mapping[str, Any], number: int) -> bool | None:
+    marks = [message[key] for key in ("loss_mask", "train") if key in message]
+    if wrong := [mark for mark in marks if mark not in (0, 1)]:  # 0.0, 1.0, False and True are equal to these
+        raise DataError(f"message {number} has {wrong[0]!r:.80} as loss_mask or train; write 0 or 1.")
+    if len(set(map(bool, marks))) == 2:
+        raise DataError(f"message {number} has a loss_mask and a train that contradict each other; leave one out.")
+    return bool(marks[0]) if marks else None
+
+
+def _without_marks(part: Messages | str) -> Messages | str:
+    if isinstance(part, str):
+        return part
+    return [{key: value for key, value in m.items() if key not in ("loss_mask", "train")} for m in part]
