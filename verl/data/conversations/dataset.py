@@ -46,34 +46,34 @@ class FileSummary:
 
     def sentences(self) -> list[str]:
         """The summary for people; the first sentence is always there, the others when there is something to tell."""
-        formats = ", ".join(f"{name} ({count:,} rows)" for name, count in self.formats.most_common()) or "none"
+        formats = ", ".join(f"{name} (rows: {count:,})" for name, count in self.formats.most_common()) or "none"
         told = [
-            f"{self.file}: format {formats}; {self.num_rows:,} rows train as {self.num_sequences:,} sequences of "
-            f"{self.num_tokens:,} tokens, {self.num_trained:,} of them trained; the longest has {self.longest:,} tokens"
+            f"{self.file}: format {formats}; rows that train: {self.num_rows:,}, as sequences: {self.num_sequences:,}, "
+            f"tokens: {self.num_tokens:,}, trained tokens: {self.num_trained:,}, longest sequence: {self.longest:,}"
             + (f" ({self.longest_place})." if self.longest_place else ".")
         ]
         if self.num_truncated:
             told.append(
-                f"{self.num_truncated:,} sequences are longer than data.max_length={self.settings.max_length} and cut "
-                f"on the {self.settings.truncation}: {self.num_tokens_cut:,} tokens are lost, {self.num_trained_cut:,} "
-                "of them trained ones."
+                f"Sequences longer than data.max_length={self.settings.max_length}, cut on the "
+                f"{self.settings.truncation}: {self.num_truncated:,}; tokens lost: {self.num_tokens_cut:,}, trained "
+                f"tokens among them: {self.num_trained_cut:,}."
             )
         if self.num_untrainable_sequences:
             told.append(
-                f"{self.num_untrainable_sequences:,} of the cut sequences keep no token that trains and are left out, "
-                f"and with them {self.num_untrainable_rows:,} rows; raise data.max_length or change data.truncation."
+                f"Sequences left out because the cut leaves no token that trains: {self.num_untrainable_sequences:,}; "
+                f"rows left out with them: {self.num_untrainable_rows:,}. Raise data.max_length or change data.truncation."
             )
         if self.num_split:
             told.append(
-                f"{self.num_split:,} rows become several sequences, because the chat template renders an earlier turn "
-                "otherwise once a later one follows; each turn trains after the prompt that the sampler would see."
+                f"Rows that become several sequences: {self.num_split:,}. The chat template renders an earlier turn "
+                "differently once a later one follows, so each turn trains after the prompt that the sampler would see."
             )
         if self.num_endless:
             told.append(
-                f"{self.num_endless:,} sequences train no token that ends generation, so the model does not learn to "
-                "stop; compare the chat template with the tokenizer's eos_token."
+                f"Sequences that train no token which ends generation: {self.num_endless:,}. The model does not learn "
+                "to stop from them; compare the chat template with the tokenizer's eos_token."
             )
-        return told + ([f"{self.num_problems:,} rows cannot be used."] if self.num_problems else [])
+        return told + ([f"Rows that cannot be used: {self.num_problems:,}."] if self.num_problems else [])
 
     def add_problem(self, sentence: str) -> None:
         self.num_problems += 1

@@ -31,7 +31,7 @@ from verl.errors import DataError
 
 GENERATION_MARKER = re.compile(r"{%-?\s*generation\s*-?%}")
 NO_CONTENT = "\ue000"  # for private use, so that no answer begins with it
-NUM_TOKENS_SHOWN = 6  # before the first that differs
+NUM_TOKENS_SHOWN = 8  # before the first that differs
 
 
 @dataclass(frozen=True)
@@ -187,10 +187,14 @@ class ConversationEncoder:
         seen = repr(self._decode(context[at : at + 1])) if at < len(context) else "the beginning of the answer"
         written = repr(self._decode(whole[at : at + 1])) if at < len(whole) else "nothing"
         which = "the completion" if turn.message is None else f"message {turn.message}"
+        fix = (
+            "End the prompt where a token ends"
+            if turn.whole.startswith(turn.context)
+            else "Use a chat template that renders the prompt the same way once it is answered (custom_chat_template)"
+        )
         return (
             f"the tokens of {which} do not follow the prompt that the sampler would be given for it: token {at}, after "
-            f"{self._decode(whole[max(0, at - NUM_TOKENS_SHOWN) : at])!r}, is {written}, but {seen} in the prompt. Use a "
-            "chat template that renders the prompt the same way once it is answered (the model's custom_chat_template), "
+            f"{self._decode(whole[max(0, at - NUM_TOKENS_SHOWN) : at])!r}, is {written}, but {seen} in the prompt. {fix}, "
             "or set data.ignore_input_ids_mismatch=True to train on the rendering as it is."
         )
 

@@ -1,0 +1,193 @@
+"""Whole files: lengths, counts, order over epochs."""
+
+import gzip
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from tests.data.conversations.templates import chat, shown, tokenizer_of
+from tests.data.rows import write
+from verl.data.conversations.dataset import ConversationLoader, load_conversations
+from verl.data.conversations.settings import ConversationSettings
+from verl.data.files import write_parquet
+from verl.errors import DataError
+
+tokenizer = tokenizer_of("chatml")
+TEXTS = [{"text": "x" * n} for n in (3, 9, 5)]  # with eos 4, 10 and 6 tokens
+
+
+def load(path, tokenizer=tokenizer, *, max_samples=-1, shuffle=False, keep_going=False, **settings):
+    made = ConversationSettings(**settings)
+    return load_conversations(path, tokenizer, made, max_samples=max_samples, shuffle=shuffle, keep_going=keep_going)
+
+
+class TestLength:
+    def test_too_long_is_an_error_by_default(self, tmp_path):
+        path = write(tmp_path / "a.jsonl", TEXTS)
+        with pytest.raises(
+            DataError, match=r"a\.jsonl, row 1 .*: a sequence has 10 tokens, more than data.max_length=6\."
+        ):
+            load(path, max_length=6)
+        assert len(load(path, max_length=10)) == 3
+        assert len(load(path, max_length=None)) == 3
+
+    @pytest.mark.parametrize(("side", "ids"), [("right", "xxxxxx"), ("left", "xxxxx<|im_end|>")])
+    def test_cuts_act_on_their_side_and_are_counted(self, tmp_path, side, ids):
+        dataset = load(write(tmp_path / "a.jsonl", TEXTS), max_length=6, truncation=side)
+        (sequence,) = dataset[1]
+        assert tokenizer.decode(sequence.input_ids) == ids
+        assert sequence.loss_mask.tolist() == [False] + [True] * 5
+        (found,) = dataset.summaries
+        assert (found.num_truncated, found.num_tokens_cut, found.num_trained_cut) == (1, 4, 4)
+        assert (found.num_tokens, found.num_trained) == (4 + 6 + 6, 3 + 5 + 5)
+        assert (found.longest, found.num_endless) == (10, 0)
+        assert "row 1 " in found.longest_place
+        assert found.sentences()[1] == (
+            f"Sequences longer than data.max_length=6, cut on the {side}: 1; tokens lost: 4, trained tokens among them: 4."
+        )
+
+    def test_rows_that_lose_all_trained_tokens_are_left_out_and_counted_apart(self, tmp_path):
+        rows = [{"prompt": "x" * 8, "completion": "a"}, {"prompt": "y", "completion": "a"}]
+        path = write(tmp_path / "a.jsonl", rows)
+        dataset = load(path, max_length=6, truncation="right")
+        assert [shown(tokenizer, s) for s in dataset[0]] == ["y[[a<|im_end|>]]"]
+        (found,) = dataset.summaries
+        assert (len(dataset), found.num_rows, found.num_untrainable_rows, found.num_truncated) == (1, 1, 1, 1)
+        assert "no token that trains: 1; rows left out with them: 1." in found.sentences()[2]
+        with pytest.raises(
+            DataError, match="None of the 1 rows of .*keeps a token that trains within data.max_length=6"
+        ):
+            load(path, max_samples=1, max_length=6, truncation="right")
+
+    def test_a_trained_token_that_lost_its_context_does_not_train(self, tmp_path):
+        path = write(tmp_path / "a.jsonl", [{"prompt": "x", "completion": "abc"}])
+        (sequence,) = load(path, max_length=3, truncation="left")[0]
+        assert shown(tokenizer, sequence) == "b[[c<|im_end|>]]"
+
+    @given(st.lists(st.integers(1, 12), min_size=1, max_size=6), st.integers(2, 14), st.sampled_from(["left", "right"]))
+    @hypothesis_settings(max_examples=30, deadline=None)
+    def test_counts_add_up(self, tmp_path_factory, lengths, limit, side):
+        rows = [{"prompt": "p" * n, "completion": "c" * n} for n in lengths]
+        path = write(tmp_path_factory.mktemp("rows") / "a.jsonl", rows)
+        whole = load(path, max_length=None)
+        short = load(path, max_length=limit, truncation=side, keep_going=True)
+        kept = [s for i in range(len(short)) for s in short[i]]
+        found, before = short.summaries[0], whole.summaries[0]
+        assert all(len(s.input_ids) == len(s.loss_mask) <= limit and s.num_trained for s in kept)
+        assert found.num_tokens == sum(len(s.input_ids) for s in kept)
+        assert found.num_trained == sum(s.num_trained for s in kept) == before.num_trained - found.num_trained_cut
+        assert found.num_rows + found.num_untrainable_rows == len(lengths) == before.num_rows
+        assert found.num_truncated == sum(2 * n + 1 > limit for n in lengths)
+
+
+class TestSummary:
+    def test_of_each_file(self, tmp_path):
+        first = write(tmp_path / "a.jsonl", [{"messages": chat("q", "a")}, {"text": "abc"}, {"text": "abcd"}])
+        second = tmp_path / "b.parquet"
+        write_parquet(second, [{"prompt": "q", "completion": "a"}])
+        dataset = load([first, second])
+        one, two = dataset.summaries
+        assert one.formats == {"text": 2, "messages": 1}
+        assert [one.num_rows, two.num_rows, len(dataset)] == [3, 1, 4]
+        assert one.sentences() == [
+            f"{first}: format text (rows: 2), messages (rows: 1); rows that train: 3, as sequences: 3, tokens: 32, "
+            f"trained tokens: 9, longest sequence: 23 ({first}, row 0 (counted from 0, line 1))."
+        ]
+        assert two.formats == {"prompt_completion": 1}
+        assert dataset.place(3).startswith(f"{second}, row 0")
+
+    def test_says_when_history_is_rewritten(self, tmp_path):
+        path = write(tmp_path / "a.jsonl", [{"messages": chat("q", "a", "r", "b")}])
+        dataset = load(path, tokenizer_of("qwen3"))
+        (found,) = dataset.summaries
+        assert (len(dataset), found.num_rows, found.num_sequences, found.num_split) == (1, 1, 2, 1)
+        assert "Rows that become several sequences: 1." in found.sentences()[1]
+
+    def test_says_when_nothing_ends_generation(self, tmp_path):
+        other = tokenizer_of("llama3")
+        path = write(tmp_path / "a.jsonl", [{"messages": chat("q", "a")}])
+        assert load(path, other).summaries[0].num_endless == 0
+        base = type(other).from_pretrained(_saved(other, tmp_path), eos_token="<|begin_of_text|>")
+        (found,) = load(path, base).summaries
+        assert found.num_endless == 1
+        assert "which ends generation: 1." in found.sentences()[1]
+        eot = base.convert_tokens_to_ids("<|eot_id|>")
+        assert load(path, base, stop_token_ids=(eot,)).summaries[0].num_endless == 0
+
+    def test_check_describes_bad_rows_and_goes_through_the_rest(self, tmp_path):
+        rows = [{"text": "abc"}, {"id": 1}, {"messages": [{"role": "user", "content": "q"}]}, {"text": "x" * 99}]
+        path = write(tmp_path / "a.jsonl", rows + [{"id": 2}] * 30)
+        dataset = load(path, max_length=20, keep_going=True)
+        (found,) = dataset.summaries
+        assert (len(dataset), found.num_problems, len(found.problems)) == (1, 33, 20)
+        for sentence, words in zip(
+            found.problems[:3], ("fits no format", "none of the row's tokens", "99"), strict=True
+        ):
+            assert words in sentence or "100 tokens" in sentence
+            assert sentence.startswith(f"{path}, row ")
+        assert (found.num_tokens, found.longest) == (4, 4)  # nothing of a bad row is counted
+        assert found.sentences()[-1] == "Rows that cannot be used: 33."
+        with pytest.raises(DataError, match="row 1 .*fits no format"):
+            load(path)
+
+    def test_files_are_read_as_everywhere(self, tmp_path):
+        path = tmp_path / "a.json.gz"
+        with gzip.open(path, "wt") as file:
+            json.dump(TEXTS, file)
+        assert len(load(path)) == 3
+        with pytest.raises(DataError, match="list of data files is empty"):
+            load([])
+
+
+def _saved(tokenizer, folder):
+    tokenizer.save_pretrained(folder / "tokenizer")
+    return folder / "tokenizer"
+
+
+class TestOrder:
+    def dataset(self, tmp_path, number=7):
+        return load(write(tmp_path / "a.jsonl", [{"text": chr(97 + n) * 3} for n in range(number)]))
+
+    def test_epochs_drop_their_incomplete_batch(self, tmp_path):
+        loader = ConversationLoader(self.dataset(tmp_path), 3, seed=5)
+        assert loader.num_steps_per_epoch == 2
+        epochs = [[*loader.rows(2 * epoch + 1), *loader.rows(2 * epoch + 2)] for epoch in range(3)]
+        assert all(len(set(rows)) == 6 for rows in epochs)
+        assert epochs[0] != epochs[1] != epochs[2]
+
+    def test_a_step_is_a_function_of_the_seed(self, tmp_path):
+        dataset = self.dataset(tmp_path)
+        one, other = (ConversationLoader(dataset, 3, seed=seed) for seed in (5, 6))
+        resumed = ConversationLoader(dataset, 3, seed=5)
+        assert resumed.rows(40) == one.rows(40)  # asked for first
+        assert [one.rows(step) for step in (1, 2)] != [other.rows(step) for step in (1, 2)]
+        assert ConversationLoader(dataset, 3, shuffle=False).rows(3) == [0, 1, 2]
+
+    def test_a_batch_has_the_sequences_of_its_rows(self, tmp_path):
+        path = write(tmp_path / "a.jsonl", [{"messages": chat("q", "a", "r", "b")}, {"text": "abc"}])
+        loader = ConversationLoader(load(path, tokenizer_of("qwen3")), 2, shuffle=False)
+        assert [s.num_trained for s in loader.batch(1)] == [
+            s.num_trained for row in (0, 1) for s in loader.dataset[row]
+        ]
+        assert len(loader.batch(1)) == 3
+
+    def test_batches_larger_than_the_data_are_refused(self, tmp_path):
+        with pytest.raises(DataError, match="data.train_batch_size is 8, but 7 rows train"):
+            ConversationLoader(self.dataset(tmp_path), 8)
+
+    def test_some_rows_can_be_selected(self, tmp_path):
+        path = write(tmp_path / "a.jsonl", [{"text": chr(97 + n) * 3} for n in range(9)])
+        files = [path, write(tmp_path / "b.jsonl", [{"text": "zzz"}])]
+
+        def letters(**settings):
+            dataset = load(files, **settings)
+            return "".join(tokenizer.decode(dataset[i][0].input_ids[:1]) for i in range(len(dataset)))
+
+        assert letters(max_samples=4) == "abcd"
+        assert letters(max_samples=10) == letters() == "abcdefghiz"
+        drawn = letters(max_samples=4, shuffle=True)
+        assert len(set(drawn)) == 4
+        assert drawn == letters(max_samples=4, shuffle=True) != "abcd"

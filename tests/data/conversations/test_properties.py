@@ -1,0 +1,115 @@
+"""Laws that hold for any conversation under any template: what trains stands after what the sampler would be given."""
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from tests.data.conversations.templates import encode, tokenizer_of
+from verl.config import DataConfig
+from verl.data.prompts import PromptEncoder
+
+SMOLLM2 = Path(__file__).resolve().parents[3] / "work" / "models" / "SmolLM2-135M-Instruct"
+PREFIX_PRESERVING = ("chatml", "marked_chatml", "llama3", "qwen2.5", "mistral", "gemma")
+
+contents = st.text(st.sampled_from("ab \n<>/thinké日\u200d😀"), max_size=12)
+thoughts = st.builds("<think>\n{}\n</think>\n\n{}".format, contents, contents)
+
+
+@st.composite
+def conversations(draw, answers=contents | thoughts):
+    """Questions and answers in turn, which every template knows, ending with an answer."""
+    turns = draw(st.integers(1, 4))
+    messages = []
+    for _ in range(turns):
+        messages.append({"role": "user", "content": draw(contents)})
+        messages.append({"role": "assistant", "content": draw(answers)})
+        messages[-1]["loss_mask"] = draw(st.integers(0, 1))
+    assume(any(m.get("loss_mask") for m in messages))
+    return messages
+
+
+def bare(messages):
+    return [{key: value for key, value in m.items() if key != "loss_mask"} for m in messages]
+
+
+def spans(sequence):
+    """(start, end) of each run of tokens that train."""
+    found, mask = [], [*sequence.loss_mask.tolist(), False]
+    for number, trains in enumerate(mask):
+        if trains and not mask[number - 1]:
+            found.append([number, number])
+        elif not trains and number and mask[number - 1]:
+            found[-1][1] = number
+    return [tuple(span) for span in found]
+
+
+def check_sampled(tokenizer, messages, ends_with):
+    """Each trained run of the row begins where the prompt of its turn ends, token for token as in rollout."""
+    prompts = PromptEncoder(tokenizer, replace(DataConfig(), max_prompt_length=10**6))
+    trained = [number for number, m in enumerate(messages) if m.get("loss_mask")]
+    sequences = encode(tokenizer, {"messages": messages})
+    found = [(sequence, *span) for sequence in sequences for span in spans(sequence)]
+    assert len(found) == len(trained)
+    for number, (sequence, start, end) in zip(trained, found, strict=True):
+        context = prompts.encode_whole(bare(messages[:number]), "here")
+        assert sequence.input_ids[:start].tolist() == context
+        assert tokenizer.decode(sequence.input_ids[end - 1 : end]) == ends_with
+        # context and answer are the text of the conversation up to the turn
+        text = tokenizer.apply_chat_template(bare(messages[: number + 1]), tokenize=False)
+        assert text.startswith(tokenizer.decode(sequence.input_ids[:end], clean_up_tokenization_spaces=False))
+    return sequences
+
+
+@pytest.mark.parametrize("family", [*PREFIX_PRESERVING, "qwen3"])
+@given(messages=conversations())
+@settings(max_examples=25, deadline=None)
+def test_trained_tokens_stand_in_the_context_of_the_sampler(family, messages):
+    tokenizer = tokenizer_of(family)
+    check_sampled(tokenizer, messages, tokenizer.eos_token)
+
+
+@pytest.mark.parametrize("family", PREFIX_PRESERVING)
+@given(messages=conversations())
+@settings(max_examples=25, deadline=None)
+def test_one_sequence_is_one_rendering_up_to_its_last_trained_turn(family, messages):
+    tokenizer = tokenizer_of(family)
+    (sequence,) = encode(tokenizer, {"messages": messages})
+    last = max(number for number, m in enumerate(messages) if m.get("loss_mask"))
+    whole = tokenizer.apply_chat_template(bare(messages[: last + 1]), return_dict=False)
+    assert sequence.input_ids.tolist() == whole
+
+
+@given(messages=conversations(answers=st.text("ab <>é日", min_size=1, max_size=9)))
+@settings(max_examples=25, deadline=None)
+def test_only_tokens_of_trained_answers_train(messages):
+    """Answers come back from the masked tokens alone."""
+    tokenizer = tokenizer_of("chatml")
+    (sequence,) = encode(tokenizer, {"messages": messages})
+    found = [tokenizer.decode(sequence.input_ids[start:end]) for start, end in spans(sequence)]
+    assert found == [m["content"] + "<|im_end|>" for m in messages if m.get("loss_mask")]
+    assert not sequence.loss_mask[0]
+
+
+@pytest.mark.skipif(not (SMOLLM2 / "tokenizer.json").exists(), reason="work/models/SmolLM2-135M-Instruct is not there")
+@given(messages=conversations())
+@settings(max_examples=60, deadline=None)
+def test_a_real_tokenizer_with_merges_across_borders(messages):
+    """Answers that begin with line breaks would merge with the header; then later turns stand in sequences of their own."""
+    tokenizer = smollm2()
+    sequences = check_sampled(tokenizer, messages, "<|im_end|>")
+    if not any(m["content"][:1].isspace() for m in messages):
+        (sequence,) = sequences
+        last = max(number for number, m in enumerate(messages) if m.get("loss_mask"))
+        whole = tokenizer.apply_chat_template(bare(messages[: last + 1]), return_dict=False)
+        assert sequence.input_ids.tolist() == whole
+
+
+@cache
+def smollm2():
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(SMOLLM2)
