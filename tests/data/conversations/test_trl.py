@@ -1,0 +1,117 @@
+"""Tokens and masks against TRL's SFTTrainer on the same rows, in an environment of its own."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.data.conversations.templates import MARKED_CHATML, chat, encode, tokenizer_of
+from tests.data.conversations.test_properties import SMOLLM2
+from tests.house.source import ROOT
+from verl.registry import load_module
+
+peer_env = load_module(str(ROOT / "benchmarks" / "peer_env.py"))
+
+LONG = [
+    {"messages": chat("What is 2+2?", "4", "And 3 + 3?", "It is 6.\n\nSix.", system="You add.")},
+    {"messages": chat("日本?", "é 😀 ok")},
+]
+THOUGHTS = [{"messages": chat("q", "<think>\nt\n</think>\n\na", "r", "<think>\nu\n</think>\n\nb")}, *LONG]
+CALLS = [
+    {
+        "messages": [
+            {"role": "user", "content": "2+2?"},
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 2}}}],
+            },
+            {"role": "tool", "name": "add", "content": "4"},
+            {"role": "assistant", "content": "4."},
+        ],
+        "tools": [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}],
+    }
+]
+SHAREGPT = [{"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}]
+MESSAGE_PAIRS = [{"prompt": chat("q", "a", "r"), "completion": [{"role": "assistant", "content": "b c"}]}]
+TEXT_PAIRS = [{"prompt": "The sky is", "completion": " blue."}, {"prompt": "é\n", "completion": "日本 <|im_end|>"}]
+TEXTS = [{"text": "Once upon a time"}, {"text": "it ended.<|im_end|>"}]
+
+ASSISTANT = {"assistant_only_loss": True}
+# name: rows, SFTConfig, a chat template of TRL's, our settings
+CASES = {
+    "messages": (LONG, ASSISTANT, None, {}),
+    "messages, all tokens": (LONG, {}, None, {"loss_on": "all"}),
+    "conversations": (SHAREGPT, {}, None, {"loss_on": "all"}),  # TRL cannot mask these
+    "prompt and completion of messages": (MESSAGE_PAIRS, {}, None, {}),
+    "prompt and completion of messages, assistant only": (MESSAGE_PAIRS, ASSISTANT, None, {"loss_on": "assistant"}),
+    "prompt and completion of messages, all tokens": (
+        MESSAGE_PAIRS,
+        {"completion_only_loss": False},
+        None,
+        {"loss_on": "all"},
+    ),
+    "texts of prompt and completion": (TEXT_PAIRS, {}, None, {}),
+    "texts of prompt and completion, all tokens": (
+        TEXT_PAIRS,
+        {"completion_only_loss": False},
+        None,
+        {"loss_on": "all"},
+    ),
+    "texts": (TEXTS, {}, None, {}),
+    "llama3": (LONG, ASSISTANT, "llama3_training.jinja", {}),
+    "qwen2.5": (LONG, ASSISTANT, "qwen2_5_training.jinja", {}),
+    "qwen2.5 with tools": (CALLS, ASSISTANT, "qwen2_5_training.jinja", {}),
+    "qwen3": (THOUGHTS, ASSISTANT, "qwen3_training.jinja", {}),
+    "qwen3 with tools": (CALLS, ASSISTANT, "qwen3_training.jinja", {}),
+    "gemma": (LONG[1:], ASSISTANT, "gemma_training.jinja", {}),
+    # without markers TRL cannot mask; its qwen3.jinja is Qwen's own, which rewrites history
+    "qwen3 of one turn, prompt and completion": (
+        [{"prompt": chat("q"), "completion": [{"role": "assistant", "content": "<think>\nt\n</think>\n\na"}]}],
+        {},
+        "qwen3.jinja",
+        {},
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=["bytes", "smollm2"])
+def both(request, tmp_path_factory):
+    """Our tokenizer, and what TRL made of every case with it."""
+    from transformers import AutoTokenizer
+
+    if not peer_env.is_ready("trl", peer_env.default_folder("trl")):
+        pytest.skip("TRL's environment is not there; benchmarks/peer_env.py makes it")
+    if request.param == "smollm2" and not (SMOLLM2 / "tokenizer.json").exists():
+        pytest.skip("work/models/SmolLM2-135M-Instruct is not there")
+    folder = tmp_path_factory.mktemp("trl")
+    made = tokenizer_of("marked_chatml") if request.param == "bytes" else AutoTokenizer.from_pretrained(SMOLLM2)
+    made.chat_template = MARKED_CHATML
+    made.save_pretrained(folder / "tokenizer")
+    cases = {name: {"rows": rows, "args": args, "template": t} for name, (rows, args, t, _) in CASES.items()}
+    (folder / "task.json").write_text(json.dumps({"tokenizer": str(folder / "tokenizer"), "cases": cases}))
+    script = Path(__file__).with_name("trl_rows.py")
+    done = subprocess.run(
+        [peer_env.python_of(peer_env.default_folder("trl")), script, folder / "task.json", folder / "answer.json"],
+        env=peer_env.clean_environment() | {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(folder / "cache")},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert not done.returncode, done.stderr[-3000:]
+    return AutoTokenizer.from_pretrained(folder / "tokenizer"), json.loads((folder / "answer.json").read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_tokens_and_masks_are_those_of_trl(both, case):
+    tokenizer, answers = both
+    rows, _, _, settings = CASES[case]
+    tokenizer.chat_template = answers[case]["template"]
+    assert len(answers[case]["rows"]) == len(rows)
+    for row, (input_ids, labels) in zip(rows, answers[case]["rows"], strict=True):
+        (sequence,) = encode(tokenizer, row, **settings)
+        assert sequence.input_ids.tolist() == input_ids
+        # TRL leaves the first label in and drops it in its loss
+        assert sequence.loss_mask[1:].tolist() == [label != -100 for label in labels[1:]]
