@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from tests.data.conversations.templates import encode, tokenizer_of
+from tests.data.conversations.templates import FAMILIES, chat, encode, tokenizer_of
 from verl.config import DataConfig
 from verl.data.prompts import PromptEncoder
 
@@ -106,6 +106,29 @@ def test_a_real_tokenizer_with_merges_across_borders(messages):
         last = max(number for number, m in enumerate(messages) if m.get("loss_mask"))
         whole = tokenizer.apply_chat_template(bare(messages[: last + 1]), return_dict=False)
         assert sequence.input_ids.tolist() == whole
+
+
+@pytest.mark.skipif(not (SMOLLM2 / "tokenizer.json").exists(), reason="work/models/SmolLM2-135M-Instruct is not there")
+def test_line_breaks_of_a_prompt_stay_one_token():
+    """SmolLM2 has one token for two line breaks that end a text, and writes two tokens once text follows them: under a
+    template whose generation prompt ends so, rendering the whole conversation is not what the sampler sees."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(SMOLLM2)
+    template, specials = FAMILIES["llama3"]
+    tokenizer.add_tokens(list(specials), special_tokens=True)
+    tokenizer.chat_template = template
+    messages = chat("q1", "a1", "q2", "a2")
+    for number in (1, 3):
+        messages[number]["loss_mask"] = 1
+    first, second = check_sampled(tokenizer, messages, "<|eot_id|>")
+    both, one = tokenizer.encode("\n\n"), tokenizer.encode("\n")
+    assert len(both) == len(one) == 1
+    assert both[0] in first.input_ids
+    whole = tokenizer.apply_chat_template(bare(messages), return_dict=False)
+    assert both[0] not in whole
+    assert one[0] in whole
+    assert second.input_ids.tolist().count(both[0]) == 1  # history is written as the sampler's prompt has it
 
 
 @cache

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.conversations.templates import MARKED_CHATML, chat, encode, tokenizer_of
+from tests.data.conversations.templates import FAMILIES, MARKED_CHATML, chat, encode, with_template
 from tests.data.conversations.test_properties import SMOLLM2
 from tests.house.source import ROOT
 from verl.registry import load_module
@@ -33,7 +33,8 @@ CALLS = [
         "tools": [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}],
     }
 ]
-SHAREGPT = [{"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}]
+# TRL takes the speakers for roles as they are, so these are named as roles
+SHAREGPT = [{"conversations": [{"from": "user", "value": "q"}, {"from": "assistant", "value": "a"}]}]
 MESSAGE_PAIRS = [{"prompt": chat("q", "a", "r"), "completion": [{"role": "assistant", "content": "b c"}]}]
 TEXT_PAIRS = [{"prompt": "The sky is", "completion": " blue."}, {"prompt": "é\n", "completion": "日本 <|im_end|>"}]
 TEXTS = [{"text": "Once upon a time"}, {"text": "it ended.<|im_end|>"}]
@@ -86,8 +87,10 @@ def both(request, tmp_path_factory):
     if request.param == "smollm2" and not (SMOLLM2 / "tokenizer.json").exists():
         pytest.skip("work/models/SmolLM2-135M-Instruct is not there")
     folder = tmp_path_factory.mktemp("trl")
-    made = tokenizer_of("marked_chatml") if request.param == "bytes" else AutoTokenizer.from_pretrained(SMOLLM2)
+    made = with_template(MARKED_CHATML) if request.param == "bytes" else AutoTokenizer.from_pretrained(SMOLLM2)
     made.chat_template = MARKED_CHATML
+    # as in the vocabularies of the families; in pieces they would merge with the text around them
+    made.add_tokens([token for family in ("llama3", "gemma") for token in FAMILIES[family][1]], special_tokens=True)
     made.save_pretrained(folder / "tokenizer")
     cases = {name: {"rows": rows, "args": args, "template": t} for name, (rows, args, t, _) in CASES.items()}
     (folder / "task.json").write_text(json.dumps({"tokenizer": str(folder / "tokenizer"), "cases": cases}))
@@ -107,11 +110,21 @@ def both(request, tmp_path_factory):
 @pytest.mark.parametrize("case", CASES)
 def test_tokens_and_masks_are_those_of_trl(both, case):
     tokenizer, answers = both
-    rows, _, _, settings = CASES[case]
+    rows, _, template, settings = CASES[case]
+    if case == "llama3" and len(tokenizer) > 1000:
+        pytest.skip("differs on purpose; test_properties.py has it: test_line_breaks_of_a_prompt_stay_one_token")
     tokenizer.chat_template = answers[case]["template"]
     assert len(answers[case]["rows"]) == len(rows)
     for row, (input_ids, labels) in zip(rows, answers[case]["rows"], strict=True):
         (sequence,) = encode(tokenizer, row, **settings)
         assert sequence.input_ids.tolist() == input_ids
-        # TRL leaves the first label in and drops it in its loss
-        assert sequence.loss_mask[1:].tolist() == [label != -100 for label in labels[1:]]
+        ours, theirs = sequence.loss_mask.tolist(), [label != -100 for label in labels]
+        theirs[0] = False  # TRL leaves the first label in and drops it in its loss
+        if "qwen2_5" in str(template):
+            # its markers begin inside the generation prompt, which the sampler is given and which does not train here
+            starts = [n for n, trains in enumerate(ours) if trains and not ours[n - 1]]
+            for start in starts:
+                assert tokenizer.decode(input_ids[:start]).endswith("<|im_start|>assistant\n")
+                assert theirs[start - 1]
+                theirs[start - 1] = False
+        assert ours == theirs

@@ -65,8 +65,9 @@ class FileSummary:
             )
         if self.num_split:
             told.append(
-                f"Rows that become several sequences: {self.num_split:,}. The chat template renders an earlier turn "
-                "differently once a later one follows, so each turn trains after the prompt that the sampler would see."
+                f"Rows that become several sequences: {self.num_split:,}. An earlier turn has other tokens once a later one "
+                "follows, mostly because the chat template rewrites history; each turn trains after the prompt that the "
+                "sampler would see."
             )
         if self.num_endless:
             told.append(
