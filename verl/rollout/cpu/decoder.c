@@ -49,14 +49,17 @@
 #define HAS_PAIRS 0
 #include "kernels.h"
 
-/* The kernels of instruction set `name`, or the best ones for NULL; NULL where the processor has them not. */
+/* The kernels of instruction set `name`, or the fastest for NULL; NULL where the processor lacks them. */
 const struct kernels *kernels_for(const char *name)
 {
     __builtin_cpu_init();
     int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     int avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
 #ifdef HAVE_BF16
-    if (avx512 && __builtin_cpu_supports("avx512bf16") && (!name || !strcmp(name, "avx512_bf16")))
+    /* AMD's processors multiply bfloat16 pairs twice as fast as widened ones, Intel's (Sapphire Rapids) at 0.6 of their rate.
+       The maker decides and no measurement, so that a processor always computes the same bits. */
+    int wanted = name ? !strcmp(name, "avx512_bf16") : __builtin_cpu_is("amd");
+    if (avx512 && __builtin_cpu_supports("avx512bf16") && wanted)
         return &kernels_avx512_bf16;
 #endif
     if (avx512 && (!name || !strcmp(name, "avx512")))

@@ -184,7 +184,10 @@ INLINE void NAME(tile)(const int rows, const int kind, const int ahead, const st
         vi w0 = v_loadi(b), w1 = v_loadi(b + VECTOR), w2 = v_loadi(b + 2 * VECTOR);
 #pragma GCC unroll 3
         for (int i = 0; i < ahead; i++)
-            _mm_prefetch(next + i * VECTOR, _MM_HINT_T1);
+            if (ahead == 3)
+                _mm_prefetch(next + i * VECTOR, _MM_HINT_T0);
+            else
+                _mm_prefetch(next + i * VECTOR, _MM_HINT_T1);
 #pragma GCC unroll 8
         for (int i = 0; i < rows; i++) {
             acc[i][0] = NAME(pair)(acc[i][0], w0, a + i * stride, kind);
@@ -215,16 +218,17 @@ INLINE void NAME(finish)(const int rows, const struct gemm *g, int64_t row, int6
 /* Units [begin, end) of a product: a unit is a panel of weights times a tile of rows, tiles of a panel together. */
 INLINE void NAME(units)(const int kind, const struct gemm *g, int64_t begin, int64_t end)
 {
-    const int64_t tiles = (g->rows + MR - 1) / MR, bytes = g->steps * 3 * VECTOR;
+    const int64_t tiles = (g->rows + MR - 1) / MR, bytes = g->steps * 3 * VECTOR, ahead = 4096;
     vf acc[MR][3];
     for (int64_t unit = begin; unit < end; unit++) {
         int64_t panel = unit / tiles, tile = unit % tiles, row = tile * MR;
         int count = g->rows - row < MR ? (int)(g->rows - row) : MR;
         const char *a = g->a + row * g->a_stride, *b = g->b + panel * bytes;
-        /* the first tiles of a panel fetch the next panel, so that weights come from memory while others multiply */
-        const char *next = panel + 1 < g->panels ? b + bytes : b;
-        if (tiles > 1)
-            next = tile < 3 ? next + tile * (bytes / 3) : b;
+        /* a lone tile fetches weights shortly before it needs them; the first of several fetch the next panel, so that it
+           comes from memory while they multiply */
+        const char *next = tiles == 1 ? b + ahead : b;
+        if (tiles > 1 && tile < 3 && panel + 1 < g->panels)
+            next = b + bytes + tile * (bytes / 3);
         if (count > MR / 2) {
             if (tiles > 1)
                 NAME(tile)(MR, kind, 1, g, a, b, next, acc);
