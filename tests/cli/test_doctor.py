@@ -48,7 +48,7 @@ def test_what_products_do_on_this_cpu_is_said():
     texts = [text for topic, text in facts(HOST, known) if topic == "torch"]
     assert "bfloat16 on this CPU: widened to float32, since the CPU has no instructions for it" in texts
     assert any("float32 holds in tiles of 8 to 16 rows (padding costs about 7%)" in text for text in texts)
-    assert "batch invariance of products: unknown" in [text for _, text in facts(HOST, PACKAGES)]
+    assert "batch invariance of torch's matmuls: unknown" in [text for _, text in facts(HOST, PACKAGES)]
 
 
 def test_a_healthy_machine():
