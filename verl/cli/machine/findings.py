@@ -86,10 +86,15 @@ def _cpu(host: Facts, packages: Facts) -> Iterator[Line]:
         return
     speed = torch["gflops"]
     if speed["bfloat16"] < speed["float32"]:
+        native = torch.get("equal_rows", {}).get("bf16") == "native"
         yield Line(
             "info",
             f"this CPU multiplies bfloat16 at {speed['bfloat16']:.0f} GFLOP/s and float32 at {speed['float32']:.0f}: "
-            "leave fsdp_config.dtype=auto, which computes in float32 here",
+            + (
+                "fsdp_config.dtype=float32 may train faster than auto, which computes in bfloat16 here"
+                if native
+                else "leave fsdp_config.dtype=auto, which computes in float32 here"
+            ),
         )
     decoder = packages["decoder_probe"]
     if "error" in decoder:
