@@ -51,9 +51,10 @@ class MissingExtraError(VerlError):
 
     exit_code = 7
 
-    def __init__(self, what: str, extra: str, package: str):
+    def __init__(self, what: str, extra: str, package: str, instead: str = ""):
         super().__init__(
             f"{what} needs the package '{package}', which is not installed. Install it with: pip install 'verl[{extra}]'"
+            f"{f', or {instead}' if instead else ''}"
         )
 
 
@@ -73,6 +74,13 @@ class WorkerLostError(VerlError):
     """A process of the run has died or cannot be reached; the message names its rank and what it was doing."""
 
     exit_code = 10
+
+
+class UnreachableError(VerlError):
+    """A service that is not a process of the run cannot be reached; the message names its address. Starting the run again would
+    not help."""
+
+    exit_code = 11
 
 
 class InterruptedRun(VerlError):

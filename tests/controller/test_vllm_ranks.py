@@ -1,8 +1,9 @@
-"""vLLM in the ranks of a run (rollout.mode=sync): samples are those of the native engine in one process. Slow, needs vLLM.
+"""vLLM under several ranks, started by torchrun or by Ray: samples are those of the native engine in one process, and log-probs
+those of the trainer. Slow, needs vLLM.
 
     python -m pytest -m slow -p no:xdist tests/controller/test_vllm_ranks.py
 
-Two ranks with a copy each, and two that share one (tensor parallelism over the run's own process group).
+Two ranks with a copy each, two that share one, in processes of its own (async) or in the ranks (sync), and two copies on four.
 """
 
 import importlib.util
@@ -10,13 +11,16 @@ import importlib.util
 import pytest
 
 from tests.controller.conftest import train_here
-from tests.controller.ranks import run
+from tests.controller.ranks import environment, python, run, survivors
 from verl.models.tiny import make_tiny_model
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
+
+ROLLOUT = "actor_rollout_ref.rollout"
+TOLERANCE = 1e-4
 
 
 @pytest.fixture(scope="module")
@@ -38,14 +42,40 @@ def expected(jobs, settings):
     return train_here(jobs, "native", *settings).samples()
 
 
-@pytest.mark.parametrize("tensor_parallel", [1, 2])
-def test_samples_are_those_of_the_native_engine(tensor_parallel, jobs, settings, expected):
-    name = f"tensor{tensor_parallel}"
+def by_torchrun(jobs, num_ranks):
+    run(num_ranks, "tests.controller.several_runs", jobs.file(), timeout_s=540, forked=False)
+
+
+def by_ray(jobs, num_ranks):
+    env = {k: v for k, v in environment(RAY_AUTH_MODE="disabled").items() if k != "LOCAL_RANK"}
+    driver = python("tests.controller.several_runs", jobs.file(), env=env)
+    try:
+        said = driver.communicate(timeout=540)[0]
+    finally:
+        driver.kill()
+        driver.wait()
+    assert driver.returncode == 0, said[-6000:]
+
+
+@pytest.mark.parametrize(
+    ("start", "mode", "num_ranks", "tensor_parallel"),
+    [
+        (by_torchrun, "sync", 2, 1),
+        (by_torchrun, "sync", 2, 2),
+        (by_torchrun, "async", 2, 2),
+        (by_ray, "sync", 2, 2),
+        (by_ray, "async", 2, 2),
+        (by_torchrun, "async", 4, 2),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_samples_are_those_of_the_native_engine(start, mode, num_ranks, tensor_parallel, jobs, settings, expected):
     found = jobs.add(
-        name, *settings, "actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.mode=sync",
-        f"actor_rollout_ref.rollout.tensor_model_parallel_size={tensor_parallel}",
+        f"{start.__name__}_{mode}_{num_ranks}_{tensor_parallel}", *settings, f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.mode={mode}",
+        f"{ROLLOUT}.tensor_model_parallel_size={tensor_parallel}", f"trainer.n_gpus_per_node={num_ranks}",
+        f"ray_kwargs.ray_init.num_cpus={num_ranks}",
     )  # fmt: skip
-    run(2, "tests.controller.several_runs", jobs.file(), timeout_s=540)
+    start(jobs, num_ranks)
     samples = found.samples()
     assert samples.keys() == expected.keys()
     assert len(samples) == 2, "steps"
@@ -57,4 +87,8 @@ def test_samples_are_those_of_the_native_engine(tensor_parallel, jobs, settings,
             for ours, theirs in zip(samples[step], rows, strict=True)
             for a, b in zip(ours["log_probs"], theirs["log_probs"], strict=True)
         ]
-        assert max(gaps) < 1e-4
+        assert max(gaps) < TOLERANCE
+    rows = found.rows
+    assert [row["training/rollout_probs_diff_valid"] for row in rows] == [1.0, 1.0]
+    assert max(row["training/rollout_probs_diff_max"] for row in rows) < TOLERANCE, "the trainer's own log-probs"
+    assert not survivors("verl.rollout.process_main")

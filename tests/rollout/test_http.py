@@ -16,7 +16,7 @@ from verl.config import RolloutConfig
 from verl.config.rollout import ServiceConfig
 from verl.controller.own_copy import read_folder
 from verl.data_proto.samples import SamplingParams
-from verl.errors import ConfigError, DeadlineError, ModelError, NumericsError, WorkerLostError
+from verl.errors import ConfigError, DeadlineError, ModelError, NumericsError, UnreachableError
 from verl.rollout.api import ENGINES, RolloutEngine
 from verl.rollout.http import client
 from verl.rollout.random import sample_keys
@@ -102,9 +102,9 @@ def test_a_repeated_request_is_one_sample(make):
 def test_a_service_that_stays_away_is_named(make):
     with running({"/v1/models": MODELS, "/v1/completions": lambda body: None}) as service:
         engine = make(service.url)
-        with pytest.raises(WorkerLostError, match="tried 3 times"):
+        with pytest.raises(UnreachableError, match="tried 3 times"):
             engine.generate(make_prompts([3]), PARAMS, step=0)
-    with pytest.raises(WorkerLostError, match="cannot be reached"):
+    with pytest.raises(UnreachableError, match="cannot be reached"):
         make(service.url)
 
 

@@ -13,7 +13,7 @@ from verl.config import ModelConfig, RolloutConfig, load_config
 from verl.controller import own_copy as runs
 from verl.controller.own_copy import write_folder
 from verl.data_proto.samples import Completion, SamplingParams
-from verl.errors import ConfigError, MissingExtraError, ModelError
+from verl.errors import MissingExtraError, ModelError
 from verl.reshard.shared_memory import SharedBuckets, bucketed, read
 from verl.rollout.api import ENGINES, OwnCopy, holds_weights
 from verl.rollout.random import sample_keys, uniforms_at
@@ -41,6 +41,7 @@ def own_copy(path="model", bucket_bytes=1 << 14):
         folder_reader="verl.controller.own_copy:read_folder",
         start_timeout_s=10.0,
         call_timeout_s=5.0,
+        in_process=False,
     )
 
 
@@ -89,7 +90,7 @@ def make(load, tokenizer, monkeypatch):
     monkeypatch.setattr(engine, "require_vllm", lambda: None)
 
     def build(**config):
-        config = RolloutConfig(name="vllm", mode="sync", max_model_len=64, **config)
+        config = RolloutConfig(name="vllm", max_model_len=64, **config)
         return ENGINES.get("vllm")(load("llama"), tokenizer, config, eos_token_ids=[EOS], own=own_copy())
 
     return build
@@ -342,22 +343,6 @@ def test_sums_of_parts_explain_a_whole():
     assert _explained(pieces, 5, first + 2 * sum(others), 2), "two ranks have the same keys and values"
     assert not _explained(pieces, 5, whole + 1, 2)
     assert not _explained(pieces, whole + 1, whole + 1, 1)
-
-
-def test_sync_is_for_ranks_that_all_generate():
-    from verl.config import load_config
-    from verl.controller.build import check_meshes
-    from verl.parallel.placement import Placement
-
-    given = ["actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.mode=sync"]
-    config = load_config(given, check=False).config
-    with pytest.raises(ConfigError, match="Set it to async"):
-        check_meshes(config, Placement.from_roles({"actor": [0], "rollout": [1]}, 2))
-    check_meshes(config, Placement.from_roles({"actor": [0, 1]}, 2))
-    check_meshes(config, Placement.from_roles({}, 1))
-    apart = [given[0], "actor_rollout_ref.rollout.tensor_model_parallel_size=2"]
-    with pytest.raises(ConfigError, match="vllm with mode=sync"):
-        check_meshes(load_config(apart, check=False).config, Placement.from_roles({}, 2))
 
 
 def test_a_message_runs_no_code_of_its_sender(tmp_path):

@@ -59,7 +59,8 @@ def make(load, tokenizer, monkeypatch, driver):
         processes = OnDevice()
         monkeypatch.setattr(engine, "RemoteCore", processes)
         config = RolloutConfig(name="vllm", max_model_len=64, max_engine_restarts=2)
-        loaded = load_config(["actor_rollout_ref.actor.fsdp_config.dtype=float32"], check=False).config
+        given = ["actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.actor.fsdp_config.dtype=float32"]
+        loaded = load_config(given, check=False).config
         portions = DevicePortions(DEVICE, BUCKET, KeptBuckets(BUCKET).place, keeps=True)
         own = dataclasses.replace(own_copy(loaded, DEVICE), portions=portions, settle=portions.settle)
         return ENGINES.get("vllm")(load("llama"), tokenizer, config, eos_token_ids=[EOS], own=own), processes
@@ -158,9 +159,10 @@ def test_the_engine_takes_the_gpu_of_its_rank(mode, seen, expected, load, monkey
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if seen is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
-    loaded = load_config(["actor_rollout_ref.actor.fsdp_config.dtype=float32"], check=False).config
+    given = ["rollout.name=vllm", f"rollout.mode={mode}", "actor.fsdp_config.dtype=float32"]
+    loaded = load_config([f"actor_rollout_ref.{key}" for key in given], check=False).config
     own = own_copy(loaded, torch.device("cuda", 1))
-    setup = make_setup(RolloutConfig(mode=mode), own, load("llama"), eos_token_ids=(EOS,), vocab_size=300)
+    setup = make_setup(RolloutConfig(), own, load("llama"), eos_token_ids=(EOS,), vocab_size=300)
     assert setup.environment.get("CUDA_VISIBLE_DEVICES") == expected
 
 

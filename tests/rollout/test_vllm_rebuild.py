@@ -89,7 +89,9 @@ def make(load, tokenizer, monkeypatch):
         processes = Processes()
         monkeypatch.setattr(engine, "RemoteCore", processes)
         config = RolloutConfig(name="vllm", max_model_len=64, max_engine_restarts=max_engine_restarts)
-        loaded = load_config(["actor_rollout_ref.actor.fsdp_config.dtype=float32"], check=False).config
+        loaded = load_config(
+            ["actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.actor.fsdp_config.dtype=float32"], check=False
+        ).config
         own = own_copy(loaded, torch.device("cpu"))
         object.__setattr__(own, "portions", KeptBuckets(1 << 14).write)  # several buckets
         made = ENGINES.get("vllm")(load("llama"), tokenizer, config, eos_token_ids=[EOS], own=own)

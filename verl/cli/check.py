@@ -39,6 +39,7 @@ def _checks() -> tuple:
 
     return (
         ("config", setup.check_config_problems),
+        ("layout", setup.check_layout),
         ("engines", setup.check_engines),
         ("model", model.check_model_files),
         ("tokenizer", model.check_tokenizer),

@@ -44,6 +44,12 @@ def runs_on_several_devices(root: Any) -> bool:
     return asked > 1 or bool(trainer.placement) or os.environ.get("WORLD_SIZE", "1") != "1"
 
 
+def _starts_engine(root: Any) -> bool:
+    """Whether generation is by an engine that may span devices beside those of the run's processes."""
+    rollout = root.actor_rollout_ref.rollout
+    return rollout.name == "vllm" or (rollout.name == "sglang" and rollout.service.url is None)
+
+
 def _estimator(root: Any, *wanted: str) -> bool:
     name = root.algorithm.adv_estimator
     return name in wanted or _custom(name, names.ADV_ESTIMATORS)
@@ -229,6 +235,18 @@ CONDITIONS: dict[str, Condition] = {
         "the run is on one device, which holds the whole model",
         "set trainer.n_gpus_per_node above 1",
     ),
+    "spans_devices": Condition(
+        lambda root, node: (
+            _starts_engine(root) or (runs_on_several_devices(root) and root.actor_rollout_ref.rollout.name != "http")
+        ),
+        "the run is on one device, which holds the whole model, or its samples come from a service",
+        "set trainer.n_gpus_per_node above 1",
+    ),
+    "own_sglang": Condition(
+        lambda root, node: root.actor_rollout_ref.rollout.name == "sglang" and _starts_engine(root),
+        "the run starts no server of SGLang",
+        "set actor_rollout_ref.rollout.name=sglang and no rollout.service.url",
+    ),
     "colocate_async": _switch("trainer.v1.trainer_mode", "colocate_async"),
     "separate_async": _switch("trainer.v1.trainer_mode", "separate_async"),
     "multi_turn": _switch("actor_rollout_ref.rollout.multi_turn.enable"),
@@ -254,6 +272,7 @@ CONDITIONS: dict[str, Condition] = {
         lambda root, node: node.use_3d_hybrid, "use_3d_hybrid is not True", "set use_3d_hybrid=True"
     ),
     "vllm": _rollout("vllm"),
+    "vllm_or_sglang": _rollout("vllm", "sglang"),
     "service": _rollout("http", "sglang"),
     "has_limit": Condition(lambda root, node: node.limit is not None, "no limit is set beside it", "set limit as well"),
     "has_path": Condition(lambda root, node: node.path is not None, "no path is set beside it", "set path as well"),

@@ -93,15 +93,24 @@ class EngineKwargsConfig(Section):
     vllm: dict[str, Any] = used(
         {}, "further arguments of vllm.LLM, which go before those made of other keys", when="vllm", sizing=True
     )
-    sglang: dict[str, Any] = inert({}, "further settings of SGLang", "SGLang is a service, which is started apart")
+    sglang: dict[str, Any] = used(
+        {},
+        "further arguments of sglang.launch_server, which go before those made of other keys",
+        when="own_sglang",
+        sizing=True,
+    )
     trtllm: dict[str, Any] = inert({}, "further settings of TensorRT-LLM", "only TensorRT-LLM reads it")
 
 
 @dataclass(frozen=True)
 class ServiceConfig(Section):
-    """A service that generates; it is started apart, with the model of the run."""
+    """A service that generates: it is started apart, with the model of the run, or by the run (SGLang)."""
 
-    url: str = used("http://127.0.0.1:8000", "address of the service", when="service")
+    url: str | None = used(
+        None,
+        "address of the service; null: http://127.0.0.1:8000, but with name=sglang a server that the run starts",
+        when="service",
+    )
     api: str = used(
         "openai",
         "what it understands: openai (/v1/completions with token ids; takes no weights), vllm (vLLM's server with verl's draw "
@@ -190,7 +199,8 @@ class RolloutConfig(Section):
     agent: AgentConfig = section(AgentConfig, "agent loops")
     mode: str = used(
         "async",
-        "where vLLM runs: in a process of its own (async) or in the one that trains (sync)",
+        "where vLLM runs: in processes of its own (async), or in those that train (sync), as far as all of them generate and "
+        "are as many as its workers",
         when="vllm",
         choices=("sync", "async"),
         sizing=True,
@@ -207,17 +217,31 @@ class RolloutConfig(Section):
     n_gpus_per_node: int = used(1, "devices of such a node", sizing=True)
     tensor_model_parallel_size: int = used(
         1,
-        "devices that share one copy of the model in generation (native engine, and vLLM with mode=sync)",
-        when="several_devices",
+        "devices that share one copy of the model in generation; there are as many copies as the devices make",
+        when="spans_devices",
         sizing=True,
     )
-    data_parallel_size: int = inert(1, "copies of the engine", ONE_PROCESS)
-    expert_parallel_size: int = inert(1, "devices that share the experts", ONE_PROCESS)
-    pipeline_model_parallel_size: int = inert(1, "stages of layers", ONE_PROCESS)
+    data_parallel_size: int = used(
+        1, "the copies must be a multiple of this; each is an engine of its own", when="spans_devices", sizing=True
+    )
+    expert_parallel_size: int = used(
+        1,
+        "devices of a copy that share its experts: tensor_model_parallel_size, or 1 (the native engine always divides them)",
+        when="spans_devices",
+        sizing=True,
+    )
+    pipeline_model_parallel_size: int = used(
+        1,
+        "stages of layers in a copy, each of tensor_model_parallel_size devices (vLLM)",
+        when="spans_devices",
+        sizing=True,
+    )
     dtype: str = inert("bfloat16", "dtype of the engine", SHARED_WEIGHTS)
     load_format: str = inert("dummy", "how the engine loads weights", SHARED_WEIGHTS)
     layered_summon: bool = inert(False, "send weights layer by layer", SHARED_WEIGHTS)
-    gpu_memory_utilization: float = used(0.5, "share of a GPU's memory for vLLM", when="vllm", sizing=True)
+    gpu_memory_utilization: float = used(
+        0.5, "share of a GPU's memory for vLLM or SGLang", when="vllm_or_sglang", sizing=True
+    )
     enforce_eager: bool = used(False, "no CUDA graphs and no compiled kernels in decoding", sizing=True)
     cudagraph_capture_sizes: list[int] | None = inert(None, "batch sizes of CUDA graphs", GPU_ENGINES)
     enable_chunked_prefill: bool = used(

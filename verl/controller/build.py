@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,15 @@ from verl.engines.groups import Groups
 from verl.errors import ConfigError
 from verl.models.load import eos_token_ids, load_model_config, load_tokenizer
 from verl.models.parallel.tensor import check_divisible
+from verl.parallel.engine_plan import EnginePlan
 from verl.parallel.mesh import Mesh
 from verl.parallel.placement import Placement
 from verl.reshard.grouping import interval_engines
 from verl.reshard.layout import TrainingLayout
 from verl.rewards.managers import build_reward_manager
 from verl.rollout.api import ENGINES as ROLLOUT_ENGINES
-from verl.rollout.api import holds_weights
+from verl.rollout.api import RolloutEngine, holds_weights
+from verl.rollout.passive import PassiveRollout
 from verl.rollout.replica import copy_group
 from verl.workers.critic import CriticWorker
 from verl.workers.objectives import PolicyObjective, ValueObjective, skips_zero_advantages
@@ -53,6 +55,7 @@ class Seat:
     data_sources: list[str]
     train: bool = True
     timeout_s: float | None = None  # of the collectives of engines
+    device_names: tuple[str, ...] = ()  # by rank, as CUDA_VISIBLE_DEVICES has them; () where they are not needed
 
     def mesh(self, role: str) -> Mesh | None:
         """How the ranks of an engine are arranged; None where one device holds the model. Raises ConfigError when they
@@ -68,26 +71,27 @@ class Seat:
             tensor_parallel=config.tensor_parallel_size,
         )
 
-    def rollout_mesh(self) -> Mesh:
-        """How the ranks that generate are arranged: those of a "tp" group hold one copy of the policy together. Ranks that
-        train too are grouped such that what a rank trains lies within what it generates with, as far as that goes with
-        ascending ranks in a group. A run over one device has nothing to divide. Raises ConfigError when they do not divide
-        as the config asks."""
-        ranks = self.placement.devices["rollout"]
-        size = self.config.actor_rollout_ref.rollout.tensor_model_parallel_size if self.placement.num_devices > 1 else 1
-        if size < 1 or len(ranks) % size:
-            raise ConfigError(
-                f"The {len(ranks)} devices of the rollout do not divide into groups of "
-                f"actor_rollout_ref.rollout.tensor_model_parallel_size={size}; choose a divisor of {len(ranks)}."
-            )
+    @cached_property
+    def engine_plan(self) -> EnginePlan:
+        """How the rollout engine spans devices. Where the ranks themselves compute, those that train too are grouped such that
+        what a rank trains lies within what it generates with, as far as that goes with ascending ranks in a group. Raises
+        ConfigError when devices do not divide as the config asks."""
+        plan = EnginePlan.of(self.config, self.placement)
         training = self.mesh("actor")
-        if training is not None and set(training.ranks) == set(ranks) and not self.has_own_weights:
-            hosts = {rank: rank // self.placement.devices_per_node for rank in ranks}
-            experts = engine_section(self.config, "actor").expert_parallel_size
-            layout = TrainingLayout(training, experts)
-            copies = interval_engines(layout, size, hosts=hosts, by_experts=experts > 1)
-            ranks = tuple(rank for (group,) in copies for rank in sorted(group))  # as process groups number theirs
-        return Mesh.grid(ranks, replicate=len(ranks) // size, tp=size)
+        if self.has_own_weights or training is None or set(training.ranks) != set(plan.ranks):
+            return plan
+        hosts = {rank: rank // self.placement.devices_per_node for rank in plan.ranks}
+        experts = engine_section(self.config, "actor").expert_parallel_size
+        copies = interval_engines(
+            TrainingLayout(training, experts), plan.sizes.tensor, hosts=hosts, by_experts=experts > 1
+        )
+        order = [rank for (group,) in copies for rank in sorted(group)]  # as process groups number theirs
+        return EnginePlan.of(self.config, self.placement, order)
+
+    def rollout_mesh(self) -> Mesh:
+        """How the ranks that generate are arranged: those of a "tp" group get the same prompts. Raises ConfigError as
+        `engine_plan` does."""
+        return self.engine_plan.mesh
 
     def holds(self, role: str) -> bool:
         return self.rank in self.placement.devices[role]
@@ -108,10 +112,11 @@ class Seat:
         return holds_weights(self.config.actor_rollout_ref.rollout.name)
 
 
-def check_meshes(config: VerlConfig, placement: Placement) -> None:
-    """Raise ConfigError, before anything is started, when devices do not divide as the engines ask."""
+def check_meshes(config: VerlConfig, placement: Placement) -> EnginePlan:
+    """The plan of the rollout engine. Raises ConfigError, before anything is started, when devices do not divide as the engines
+    ask."""
     seat = Seat(config, placement, 0, torch.device("cpu"), 1, [])
-    _check_rollout(config, dict(seat.rollout_mesh().axes)["tp"], placement)
+    _check_rollout(config, seat.engine_plan)
     for role in engine_roles(seat):
         seat.mesh(role)
         if shares_reference(config) and placement.devices["reference"] != placement.devices["actor"]:
@@ -119,27 +124,24 @@ def check_meshes(config: VerlConfig, placement: Placement) -> None:
                 "With LoRA the reference policy is the actor without its adapters, so both are on the same devices. Leave "
                 "'reference' out of trainer.placement."
             )
+    return seat.engine_plan
 
 
-def _check_rollout(config: VerlConfig, tensor_parallel: int, placement: Placement) -> None:
-    rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
-    in_ranks = rollout.name == "vllm" and rollout.mode == "sync"
-    if in_ranks and len(placement.devices["rollout"]) < placement.num_devices:
-        raise ConfigError(
-            "actor_rollout_ref.rollout.mode=sync runs vLLM in the processes of the run, which must all generate then. Set it "
-            "to async, or leave 'rollout' out of trainer.placement."
-        )
-    if tensor_parallel == 1:
+def _check_rollout(config: VerlConfig, plan: EnginePlan) -> None:
+    """Raise ConfigError when the model does not divide over the devices of a replica."""
+    size, model = plan.sizes.tensor, config.actor_rollout_ref.model
+    if size == 1:
         return
-    key = f"actor_rollout_ref.rollout.tensor_model_parallel_size={tensor_parallel}"
-    if rollout.name != "native" and not in_ranks:
-        raise ConfigError(
-            f"{key} is for actor_rollout_ref.rollout.name=native, and for vllm with mode=sync; here {rollout.name} generates "
-            "with a whole model on each device. Choose one of these, or set the size to 1."
-        )
     try:
-        check_divisible(load_model_config(model.path, model.trust_remote_code, model.override_config), tensor_parallel)
+        found = load_model_config(model.path, model.trust_remote_code, model.override_config)
+        if plan.engine == "native":
+            check_divisible(found, size)
+        elif found.get_text_config().num_attention_heads % size:
+            raise ConfigError(
+                f"it has {found.get_text_config().num_attention_heads} attention heads; choose a divisor."
+            )
     except ConfigError as error:
+        key = f"actor_rollout_ref.rollout.tensor_model_parallel_size={size}"
         raise ConfigError(f"{key} does not fit the model: {error}") from error
 
 
@@ -174,7 +176,7 @@ def build_workers(seat: Seat) -> dict[str, Any]:
                 workers[role] = _BUILDERS[role](seat)
             else:
                 _help_make_groups(seat, role)
-        group = copy_group(seat.rollout_mesh(), seat.timeout_s)
+        group = None if seat.has_own_weights else copy_group(seat.rollout_mesh(), seat.timeout_s)
         if seat.holds("rollout"):
             workers["rollout"] = _rollout(seat, tokenizer, group, workers)
     except BaseException:
@@ -333,15 +335,18 @@ def _rollout(seat: Seat, tokenizer: Any, group: dist.ProcessGroup | None, worker
     """The engine generates with the actor's own module where that is whole and here: then there is one copy of the weights."""
     rollout, devices = seat.config.actor_rollout_ref.rollout, seat.placement.devices
     replica, own = None, {}
+    build_engine: Callable[..., RolloutEngine] = PassiveRollout
+    if seat.engine_plan.runs_engine(seat.rank):
+        build_engine = ROLLOUT_ENGINES.get(rollout.name)
     if seat.has_own_weights:
-        copy = own_copy(seat.config, seat.device)
+        copy = own_copy(seat.config, seat.device, seat.engine_plan, _visible_devices(seat))
         module, own = skeleton(seat.config, copy.dtype), {"own": copy}
     elif seat.shares_weights and "actor" in workers:
         module = workers["actor"].engine.module
     else:
         replica = load_replica(seat.config, seat.device, group)
         module = replica.module
-    engine = ROLLOUT_ENGINES.get(rollout.name)(
+    engine = build_engine(
         module,
         tokenizer,
         rollout,
@@ -360,6 +365,11 @@ def _rollout(seat: Seat, tokenizer: Any, group: dist.ProcessGroup | None, worker
         replica=replica,
         rank=devices["rollout"].index(seat.rank),
     )
+
+
+def _visible_devices(seat: Seat) -> tuple[str, ...]:
+    """Of this rank's engine process, in the order of its ranks; () to let the engine find its own."""
+    return tuple(seat.device_names[rank] for rank in seat.engine_plan.replica_of(seat.rank).ranks if seat.device_names)
 
 
 def micro_batching(section: Any, prefix: str = "", *, tokens_key: str = "max_token_len_per_gpu") -> MicroBatching:

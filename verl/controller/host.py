@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from verl.controller.build import Seat, build_workers, engine_section
 from verl.controller.switch import Switch
 from verl.parallel.collectives import Collectives
+from verl.parallel.device import visible_devices
 from verl.parallel.mesh import Mesh
 from verl.parallel.wire import from_bytes, to_bytes
 from verl.reshard.grouping import consecutive_engines
@@ -24,7 +26,7 @@ class Host:
     """The workers of `seat`. All hosts of a run are made at the same time: engines of several ranks meet while they are."""
 
     def __init__(self, seat: Seat, comm: Collectives):
-        self.seat = seat
+        self.seat = seat = _with_device_names(seat, comm)
         self.comm = comm
         self.workers = build_workers(seat)
         trained = self.workers["actor"].engine if "actor" in self.workers else None
@@ -115,6 +117,15 @@ class Host:
 
     def _send(self, bucket: list[tuple[str, torch.Tensor | None]], source: int) -> None:
         self.comm.broadcast(to_bytes(bucket) if self.comm.rank == source else None, source)
+
+
+def _with_device_names(seat: Seat, comm: Collectives) -> Seat:
+    """An engine process may span the GPUs of several ranks, each of which may see its own alone."""
+    plan = seat.engine_plan
+    if seat.device.type != "cuda" or plan.where != "process" or len(plan.replicas[0].ranks) == 1:
+        return seat
+    own = visible_devices()[seat.device.index or 0]
+    return replace(seat, device_names=tuple(from_bytes(name) for name in comm.all_gather(to_bytes(own))))
 
 
 def layouts(seat: Seat) -> tuple[TrainingLayout, RolloutLayout]:

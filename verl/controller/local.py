@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from verl.config import VerlConfig
-from verl.controller.build import Seat, build_workers
+from verl.controller.build import Seat, build_workers, check_meshes
 from verl.controller.host import generation_facts, module_facts
 from verl.controller.roles import Roles
 from verl.controller.sampling import sampling_params
@@ -25,6 +25,7 @@ class LocalRuntime:
 
     def __init__(self, config: VerlConfig):
         self.config = config
+        check_meshes(config, Placement.of(config, 1))
 
     def build_roles(self, *, total_steps: int, data_sources: list[str], train: bool = True) -> Roles:
         return build_roles(self.config, total_steps=total_steps, data_sources=data_sources, train=train)

@@ -15,6 +15,8 @@ import torch.distributed as dist
 from verl.config import VerlConfig
 from verl.models.load import load_causal_lm, load_external, model_without_numbers
 from verl.parallel.device import compute_dtype
+from verl.parallel.engine_plan import EnginePlan
+from verl.parallel.placement import Placement
 from verl.reshard.device_memory import DevicePortions
 from verl.reshard.shared_memory import Named, SharedBuckets, bucketed
 from verl.reshard.weight_files import MANIFEST, read_files, write_files
@@ -26,11 +28,15 @@ _DEVICE_READER = "verl.reshard.device_memory:read"  # and of the host's memory
 _FOLDER_READER = "verl.controller.own_copy:read_folder"
 
 
-def own_copy(config: VerlConfig, device: torch.device) -> OwnCopy:
-    """For an engine on `device`, in the number format that the actor computes in."""
+def own_copy(
+    config: VerlConfig, device: torch.device, plan: EnginePlan | None = None, visible_devices: tuple[str, ...] = ()
+) -> OwnCopy:
+    """For an engine on `device`, in the number format that the actor computes in. `plan`: how it spans the devices of the run
+    (default: a run of this process alone); `visible_devices`: those of its process, as CUDA_VISIBLE_DEVICES has them."""
     group, trainer = config.actor_rollout_ref, config.trainer
+    where = (plan or EnginePlan.of(config, Placement.from_roles({}, 1))).where
     bucket_bytes = group.rollout.checkpoint_engine.update_weights_bucket_megabytes << 20
-    may_come_back = group.rollout.mode == "async" and group.rollout.max_engine_restarts > 0
+    may_come_back = (where == "process" or group.rollout.mode == "async") and group.rollout.max_engine_restarts > 0
     place = KeptBuckets(bucket_bytes).place if may_come_back else _in_turns(bucket_bytes)
     on_device = DevicePortions(device, bucket_bytes, place, keeps=may_come_back) if device.type == "cuda" else None
     return OwnCopy(
@@ -44,6 +50,8 @@ def own_copy(config: VerlConfig, device: torch.device) -> OwnCopy:
         folder_reader=_FOLDER_READER,
         start_timeout_s=trainer.ray_wait_register_center_timeout,
         call_timeout_s=group.nccl_timeout,
+        in_process=where == "process",
+        visible_devices=visible_devices,
     )
 
 

@@ -82,5 +82,4 @@ def _make(config: VerlConfig, name: str) -> Runtime:
         return RayRuntime(config)
     from verl.controller.local import LocalRuntime
 
-    Placement.of(config, 1)
     return LocalRuntime(config)

@@ -49,6 +49,12 @@ def make_current(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
+def visible_devices() -> tuple[str, ...]:
+    """This process's GPUs, as CUDA_VISIBLE_DEVICES names them."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return tuple(named.split(",")) if named else tuple(map(str, range(torch.cuda.device_count())))
+
+
 def native_bf16(device: torch.device) -> bool:
     """Whether the device multiplies bfloat16 matrices in hardware (elsewhere bfloat16 is slower than float32). The environment
     variable VERL_CPU_BF16 answers for CPUs. Raises ConfigError when it is neither "native" nor "widened"."""

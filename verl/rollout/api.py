@@ -35,6 +35,9 @@ class OwnCopy:
     of this host can read, and gives JSON that describes each piece; `write` does so with all of them in a folder. The
     functions named `reader` and `folder_reader` ("module:function") give the tensors of such a description.
 
+    `in_process` says that the engine runs in a process of its own and not in this one, `visible_devices` what
+    CUDA_VISIBLE_DEVICES is there ((): it is worked out from `device`).
+
     `settle`, where there is one, is called before `portions`, with a function that lets the engine read a piece for trial and
     raises ModelError when it cannot: it finds out which memory the engine reaches."""
 
@@ -47,6 +50,8 @@ class OwnCopy:
     folder_reader: str
     start_timeout_s: float
     call_timeout_s: float
+    in_process: bool = True
+    visible_devices: tuple[str, ...] = ()
     settle: Callable[[Callable[[dict[str, Any]], None]], None] | None = None
 
 

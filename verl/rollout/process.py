@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,55 @@ def _read(channel: socket.socket, length: int, deadline: float | None) -> bytes:
     return bytes(found)
 
 
+class Child:
+    """A process of `command` in a session of its own, its output in a log that ends with it. `environment` is added to this
+    process's."""
+
+    def __init__(self, command: Sequence[str], environment: dict[str, str], pass_fds: tuple[int, ...] = ()):
+        self.log = tempfile.TemporaryFile("ab+")
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=self.log,
+            stderr=self.log,
+            pass_fds=pass_fds,
+            env=_environment(environment),
+            start_new_session=True,
+        )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def has_died(self) -> bool:
+        """Whether the process has ended by itself."""
+        return self._process.poll() is not None
+
+    def close(self) -> None:
+        """End the process with everything that it started. May be called again."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=5)
+        self.log.close()
+
+    def ending(self) -> str:
+        """How the process has ended, and what it said last."""
+        try:
+            code = self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            return f"closed its connection{self.last_words()}"
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return f"{how}{self.last_words()}"
+
+    def last_words(self) -> str:
+        """The last line of the log, in brackets."""
+        size = self.log.seek(0, os.SEEK_END)
+        self.log.seek(max(0, size - 4000))
+        lines = self.log.read().decode(errors="replace").strip().splitlines()
+        return f" (its last words: {lines[-1][:300]})" if lines else ""
+
+
 class EngineProcess:
     """Starts `python -m verl.rollout.process_main`, which makes its engine by `factory` ("module:function") out of `setup`
     (JSON). `environment` is added to this process's.
@@ -95,18 +144,10 @@ class EngineProcess:
         call_timeout_s: float,
     ):
         self.name, self.call_timeout_s = name, call_timeout_s
-        self._log = tempfile.TemporaryFile("ab+")
         self._channel, child = socket.socketpair()
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "verl.rollout.process_main", str(child.fileno()), str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                stdout=self._log,
-                stderr=self._log,
-                pass_fds=(child.fileno(),),
-                env=_environment(environment),
-                start_new_session=True,
-            )
+            command = [sys.executable, "-m", "verl.rollout.process_main", str(child.fileno()), str(os.getpid())]
+            self._child = Child(command, environment, pass_fds=(child.fileno(),))
         finally:
             child.close()
         try:
@@ -117,12 +158,12 @@ class EngineProcess:
 
     @property
     def pid(self) -> int:
-        return self._process.pid
+        return self._child.pid
 
     @property
     def has_ended(self) -> bool:
         """Whether calls have no answer any more: it was closed, here or because it was lost."""
-        return self._log.closed
+        return self._child.log.closed
 
     def call(self, method: str, arguments: Message, on_event: Callable[[Any], None] | None = None) -> Any:
         """The result of a method of the engine; what it reports on the way goes to `on_event`. Raises the VerlError that the
@@ -131,12 +172,8 @@ class EngineProcess:
 
     def close(self) -> None:
         """End the process with everything that it started. May be called again."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=5)
+        self._child.close()
         self._channel.close()
-        self._log.close()
 
     def _exchange(self, message: Message, doing: str, timeout_s: float, on_event: Callable[[Any], None] | None) -> Any:
         if self.has_ended:
@@ -153,39 +190,25 @@ class EngineProcess:
                 if "event" in answer and on_event is not None:
                     on_event(answer["event"])
         except TimeoutError:
-            last = self._stack() or self._last_words()
+            last = self._stack() or self._child.last_words()
             self.close()
             raise DeadlineError(
                 f"The {self.name} process (pid {self.pid}) was silent for {timeout_s:g} s while it was at '{doing}', and was "
                 f"ended{last}. Raise actor_rollout_ref.nccl_timeout if it needs longer, or start the run again."
             ) from None
         except Gone:
-            ending = self._ending()
+            ending = self._child.ending()
             self.close()
             raise WorkerLostError(
                 f"The {self.name} process (pid {self.pid}) {ending} while it was at '{doing}'. Its samples and weights are "
                 "not used; start the run again, which goes on from the last checkpoint."
             ) from None
 
-    def _ending(self) -> str:
-        try:
-            code = self._process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            return f"closed its connection{self._last_words()}"
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return f"{how}{self._last_words()}"
-
     def _stack(self) -> str:
         """What the process is in the middle of, if it still answers the signal that process_main listens to."""
-        dump = dump_of(self.pid, Path(f"/proc/self/fd/{self._log.fileno()}"), _STACK_S)
+        dump = dump_of(self.pid, Path(f"/proc/self/fd/{self._child.log.fileno()}"), _STACK_S)
         where = innermost(dump)
         return f" (it was in {where})" if where else ""
-
-    def _last_words(self) -> str:
-        size = self._log.seek(0, os.SEEK_END)
-        self._log.seek(max(0, size - 4000))
-        lines = self._log.read().decode(errors="replace").strip().splitlines()
-        return f" (its last words: {lines[-1][:300]})" if lines else ""
 
 
 def _environment(added: dict[str, str]) -> dict[str, str]:

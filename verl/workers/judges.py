@@ -31,8 +31,8 @@ _MOST_REQUESTS = 256  # side by side; each has a thread
 
 class Judge(Protocol):
     def replies(self, questions: Sequence[str]) -> list[str]:
-        """A greedy reply to each question. Raises ModelError when one does not fit, WorkerLostError or DeadlineError when
-        whoever answers is gone or silent."""
+        """A greedy reply to each question. Raises ModelError when one does not fit, WorkerLostError, UnreachableError
+        or DeadlineError when whoever answers is gone or silent."""
 
     def release(self) -> None:
         """Free what is kept from one batch to the next."""

@@ -117,7 +117,7 @@ class RolloutWorker:
             replace(done, token_ids=[*own[i], *done.token_ids], log_probs=[*before[i], *done.log_probs])
             for i, done in enumerate(added)
         ]
-        return self._columns(prompts, whole, split, limit)
+        return self._columns(prompts[: len(whole)], whole, split, limit)  # a rank that only takes part makes none
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def publish(self, version: int, weights: Weights | None = None) -> None:

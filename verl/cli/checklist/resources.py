@@ -10,6 +10,7 @@ from verl.cli.checklist.api import Subject
 from verl.cli.checklist.estimate import checkpoint_bytes, memory_needed
 from verl.cli.machine.host import available_memory
 from verl.cli.report import Level, Line
+from verl.config.conditions import runs_on_several_devices
 
 _TIGHT = 0.8  # share of what is free from which an estimate may be wrong
 
@@ -20,6 +21,9 @@ def check_memory(subject: Subject) -> Iterator[Line]:
 
     if subject.policy is None:
         yield Line("skip", "not estimated without a model")
+        return
+    if runs_on_several_devices(subject.config):
+        yield Line("skip", "not estimated for a run over several devices")
         return
     device = resolve_device(subject.config.trainer.device)
     width = compute_dtype(subject.config.actor_rollout_ref.actor.fsdp_config.dtype, device).itemsize

@@ -26,17 +26,43 @@ def check_config_problems(subject: Subject) -> Iterator[Line]:
         yield Line("info", notice)
 
 
+def check_layout(subject: Subject) -> Iterator[Line]:
+    """Which devices each role has, and how the rollout engine spans them; none of them has to be here."""
+    from importlib.util import find_spec
+
+    from verl.controller.build import check_meshes
+    from verl.parallel.placement import Placement
+
+    placement = Placement.of(subject.config)
+    plan = check_meshes(subject.config, placement)
+    devices, nodes = placement.num_devices, placement.num_nodes
+    yield Line(
+        "pass",
+        f"{devices} device{'s' if devices > 1 else ''} on {nodes} machine{'s' if nodes > 1 else ''}: {placement.sentence()}",
+    )
+    yield Line("pass", plan.sentence())
+    if plan.engine in ("vllm", "sglang") and plan.where != "service" and find_spec(plan.engine) is None:
+        yield Line(
+            "warn", f"{plan.engine} is not installed here; where the run starts: pip install 'verl[{plan.engine}]'"
+        )
+
+
 def check_engines(subject: Subject) -> Iterator[Line]:
     """Device and number format; every name of a family is found and its file can be imported; phases of training are such."""
     from verl.algorithms.advantages import ADVANTAGES
     from verl.algorithms.policy_losses import POLICY_LOSSES
-    from verl.parallel.device import compute_dtype, native_bf16, resolve_device
+    from verl.config.conditions import runs_on_several_devices
+    from verl.parallel.device import compute_dtype, native_bf16, resolve_device, visible_devices
     from verl.rollout.api import ENGINES
     from verl.trainer.phases import scheduler_of
 
     config = subject.config
     group = config.actor_rollout_ref
-    device = resolve_device(config.trainer.device)
+    if runs_on_several_devices(config) and config.trainer.device.startswith("cuda") and not visible_devices():
+        yield Line("skip", f"trainer.device={config.trainer.device} is looked for where the run starts")
+        device = resolve_device("cpu")
+    else:
+        device = resolve_device(config.trainer.device)
     dtype = compute_dtype(group.actor.fsdp_config.dtype, device)
     yield Line("pass", f"computes on {device} in {str(dtype).removeprefix('torch.')}")
     if str(dtype) == "torch.bfloat16" and not native_bf16(device):

@@ -10,11 +10,16 @@ import time
 from typing import Any
 from urllib.parse import urlsplit
 
-from verl.errors import ConfigError, DeadlineError, ModelError, WorkerLostError
+from verl.errors import ConfigError, DeadlineError, ModelError, UnreachableError
 
 _TRY_AGAIN = (429, 502, 503, 504)  # busy, or not there yet
 _FIRST_WAIT_S = 0.25
 _LONGEST_WAIT_S = 8.0
+_CONNECT_S = 10.0  # for a service to accept a connection, repetitions included
+
+
+class _NotConnected(Exception):
+    """Nothing was sent: the service takes no connection."""
 
 
 class Client:
@@ -53,39 +58,55 @@ class Client:
     def post(self, path: str, body: dict[str, Any]) -> Any:
         """The JSON that the service answers; {} for an empty answer.
 
-        Raises WorkerLostError when it cannot be reached and DeadlineError when it does not answer in time, both after
-        `num_retries` repetitions, ConfigError when it refuses the token, ModelError for any other refusal.
+        Raises UnreachableError when it cannot be reached (after 10 s at the latest where it takes no connection) and
+        DeadlineError when it does not answer in time, both after `num_retries` repetitions, ConfigError when it refuses the
+        token, ModelError for any other refusal.
         """
         return self._call("POST", path, json.dumps(body).encode())
 
     def _call(self, method: str, path: str, body: bytes | None) -> Any:
+        connect_until: float | None = None  # of attempts since a connection was there
         for attempt in range(self.num_retries + 1):
             last = attempt == self.num_retries
             if attempt:
                 time.sleep(min(_LONGEST_WAIT_S, _FIRST_WAIT_S * 2 ** (attempt - 1)))
+            connect_until = connect_until or time.monotonic() + _CONNECT_S
             try:
-                status, answer = self._once(method, path, body)
+                status, answer = self._once(method, path, body, connect_until)
+            except _NotConnected as error:
+                if last or time.monotonic() >= connect_until:
+                    raise self._unreachable(error.__cause__, method, path, attempt + 1) from error.__cause__
+                continue
             except TimeoutError:
                 if last:
                     raise DeadlineError(
                         f"{method} {self.url}{path} was not answered within {self.timeout_s:g} s, {attempt + 1} times. Raise "
                         f"{self._keys}.timeout_s, or look at the service."
                     ) from None
-                continue
             except (OSError, http.client.HTTPException) as error:
                 if last:
-                    raise WorkerLostError(
-                        f"The service at {self.url} cannot be reached ({type(error).__name__}: {error}); {method} {path} was "
-                        f"tried {attempt + 1} times. Start it, or correct {self._keys}.url."
-                    ) from error
-                continue
-            if status not in _TRY_AGAIN or last:
-                return self._accepted(method, path, status, answer)
-        raise AssertionError("unreachable")
+                    raise self._unreachable(error, method, path, attempt + 1) from error
+            else:
+                if status not in _TRY_AGAIN or last:
+                    return self._accepted(method, path, status, answer)
+            connect_until = None
+        raise AssertionError("every last attempt returns or raises")
 
-    def _once(self, method: str, path: str, body: bytes | None) -> tuple[int, bytes]:
+    def _unreachable(self, error: BaseException | None, method: str, path: str, attempts: int) -> UnreachableError:
+        times = "once" if attempts == 1 else f"{attempts} times"
+        return UnreachableError(
+            f"The service at {self.url} cannot be reached ({type(error).__name__}: {error}); {method} {path} was tried "
+            f"{times}. Start it, or correct {self._keys}.url."
+        )
+
+    def _once(self, method: str, path: str, body: bytes | None, connect_until: float) -> tuple[int, bytes]:
         kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
-        connection = kind(self._host, self._port, timeout=self.timeout_s)
+        connection = kind(self._host, self._port, timeout=max(0.1, connect_until - time.monotonic()))
+        try:
+            connection.connect()
+        except OSError as error:
+            raise _NotConnected from error
+        connection.sock.settimeout(self.timeout_s)
         headers = {"Content-Type": "application/json"}
         if self._token:
             headers["Authorization"] = f"Bearer {self._token}"

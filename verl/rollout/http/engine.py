@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, as_completed, wait
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,16 +16,18 @@ import numpy as np
 import torch
 
 from verl.data_proto.samples import Completion, PromptRequest, SamplingParams
-from verl.errors import ConfigError, ModelError, NumericsError
+from verl.errors import ConfigError, ModelError, NumericsError, UnreachableError, WorkerLostError
 from verl.rollout.api import OnFinish, OwnCopy, Weights
 from verl.rollout.copies import CopyState, checked
 from verl.rollout.http.client import Client
 from verl.rollout.http.dialects import DIALECTS, Dialect, Made, Wanted
+from verl.rollout.http.server import SGLangServer
 from verl.rollout.http.stops import sample_by_rules
 from verl.rollout.random import sample_keys
 from verl.rollout.requests import check_requests, vocab_size
 from verl.rollout.stopping import StopRules
 
+_URL = "http://127.0.0.1:8000"  # where vLLM's server listens by itself
 _MOST_REQUESTS = 256  # side by side; each has a thread
 
 
@@ -31,7 +35,7 @@ class HTTPRollout:
     """See RolloutEngine. `module` is the model without numbers (meta device).
 
     Reads `config.service`, max_num_seqs (requests side by side) and max_model_len. Raises ConfigError when the service has
-    another model, WorkerLostError when it cannot be reached.
+    another model, UnreachableError when it cannot be reached.
     """
 
     holds_weights = True
@@ -53,7 +57,10 @@ class HTTPRollout:
         self.eos_token_ids = tuple(eos_token_ids)
         self.state = CopyState()
         self.client = Client(
-            service.url, token_env=service.token_env, timeout_s=service.timeout_s, num_retries=service.num_retries
+            service.url or _URL,
+            token_env=service.token_env,
+            timeout_s=service.timeout_s,
+            num_retries=service.num_retries,
         )
         api = self.api or service.api
         if api == "openai" and (config.top_p < 1 or config.top_k > 0 or config.min_p > 0):
@@ -183,6 +190,54 @@ class HTTPRollout:
 
 
 class SGLangRollout(HTTPRollout):
-    """A service of SGLang (`rollout.name=sglang`)."""
+    """A service of SGLang (`rollout.name=sglang`), or without `service.url` a server that is started for this engine alone.
+    Raises what SGLangServer and HTTPRollout raise, WorkerLostError when that server dies."""
 
     api = "sglang"
+
+    def __init__(self, module: Any, tokenizer: Any, config: Any, *, own: OwnCopy, **tokens: Any):
+        self.server: SGLangServer | None = None
+        if config.service.url is None:
+            self.server = SGLangServer(config, own, module)
+            service = replace(config.service, url=self.server.url, weights_dir=self.server.weights_dir)
+            config = replace(config, service=service)
+        try:
+            super().__init__(module, tokenizer, config, own=own, **tokens)
+        except BaseException:
+            self.close()
+            raise
+
+    def generate(
+        self, prompts: Sequence[PromptRequest], params: SamplingParams, *, step: int, on_finish: OnFinish | None = None
+    ) -> list[Completion]:
+        """See HTTPRollout."""
+        with self._watched():
+            return super().generate(prompts, params, step=step, on_finish=on_finish)
+
+    def load(self, weights: Weights) -> None:
+        """See HTTPRollout."""
+        with self._watched():
+            super().load(weights)
+
+    def publish(self, version: int) -> None:
+        """See HTTPRollout."""
+        with self._watched():
+            super().publish(version)
+
+    def close(self) -> None:
+        """End the server, if it was started here."""
+        if self.server is not None:
+            self.server.close()
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        try:
+            yield
+        except UnreachableError as error:
+            ending = self.server.ending() if self.server is not None else ""
+            if not ending or self.server is None:
+                raise
+            raise WorkerLostError(
+                f"SGLang's server (pid {self.server.pid}) {ending}. Start the run again, which resumes from the last "
+                "checkpoint."
+            ) from error

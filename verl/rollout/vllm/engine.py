@@ -22,8 +22,8 @@ from verl.rollout.vllm.weights import Manifest
 class VLLMRollout:
     """See RolloutEngine. `module` is the model without numbers (meta device).
 
-    Reads from `config`: mode, max_engine_restarts, seed, max_num_seqs, max_num_batched_tokens, max_model_len, prompt_length,
-    response_length, tensor_model_parallel_size, enable_prefix_caching, enable_chunked_prefill, enforce_eager,
+    Reads from `config`: max_engine_restarts, seed, max_num_seqs, max_num_batched_tokens, max_model_len, prompt_length,
+    response_length, the sizes of parallel groups, enable_prefix_caching, enable_chunked_prefill, enforce_eager,
     gpu_memory_utilization, free_cache_engine and engine_kwargs.vllm. Raises MissingExtraError without vLLM, ModelError when it
     does not start.
     """
@@ -107,7 +107,7 @@ class VLLMRollout:
         self.core.close()
 
     def _start(self, setup: Setup) -> Core | RemoteCore | RebuiltCore:
-        if self.config.mode == "sync":
+        if not self.own.in_process:
             return Core(setup)
         own, max_restarts = self.own, self.config.max_engine_restarts
         start = partial(RemoteCore, setup, start_timeout_s=own.start_timeout_s, call_timeout_s=own.call_timeout_s)

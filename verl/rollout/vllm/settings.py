@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import psutil
@@ -9,6 +10,8 @@ import torch
 import torch.distributed as dist
 
 from verl.config import RolloutConfig
+from verl.errors import ConfigError
+from verl.parallel.device import visible_devices
 from verl.rollout.api import OwnCopy
 from verl.rollout.vllm.core import Setup
 
@@ -35,6 +38,8 @@ def make_setup(
         "dtype": str(own.dtype).removeprefix("torch."),
         "seed": config.seed,
         "tensor_parallel_size": config.tensor_model_parallel_size,
+        "pipeline_parallel_size": config.pipeline_model_parallel_size,
+        "enable_expert_parallel": config.expert_parallel_size > 1,
         "max_model_len": longest,
         "max_num_seqs": config.max_num_seqs,
         "max_num_batched_tokens": max(config.max_num_batched_tokens, longest),
@@ -49,22 +54,29 @@ def make_setup(
         "worker_extension_cls": _RECEIVER,
     }
     if on_cpu:
-        arguments["kv_cache_memory_bytes"] = _cache_bytes(config.max_num_seqs, longest, skeleton, own.dtype)
+        arguments["kv_cache_memory_bytes"] = _cache_bytes(config, longest, skeleton, own.dtype)
     else:
         arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
         arguments["enable_sleep_mode"] = config.free_cache_engine
-    in_ranks = config.mode == "sync" and dist.is_initialized() and dist.get_world_size() > 1
+    in_ranks = not own.in_process and dist.is_initialized() and dist.get_world_size() > 1
     if in_ranks:
         arguments["distributed_executor_backend"] = _RANKS
+    elif own.in_process and num_workers(config) > 1:
+        arguments["distributed_executor_backend"] = "mp"  # on its own vLLM may look for a cluster of Ray
     return Setup(
         llm={**arguments, **config.engine_kwargs.vllm},
-        environment=_environment(own.device, in_own_process=config.mode == "async"),
+        environment=_environment(own, num_workers(config)),
         eos_token_ids=list(eos_token_ids),
         vocab_size=vocab_size,
         reader=own.reader,
         sleeps=config.free_cache_engine and not on_cpu,
         in_ranks=in_ranks,
     )
+
+
+def num_workers(config: RolloutConfig) -> int:
+    """Devices that an engine spans, with a process of vLLM on each where there are several."""
+    return config.tensor_model_parallel_size * config.pipeline_model_parallel_size
 
 
 def longest_sequence(config: RolloutConfig, skeleton: Any) -> int:
@@ -75,17 +87,15 @@ def longest_sequence(config: RolloutConfig, skeleton: Any) -> int:
     return min(wanted, positions or wanted)
 
 
-def _environment(device: torch.device, *, in_own_process: bool) -> dict[str, str]:
+def _environment(own: OwnCopy, num_devices: int) -> dict[str, str]:
     """Of the process while vLLM starts; what the user has set himself stays, but for what this engine is built on."""
-    import os
-
     wishes = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_HOST_IP": "127.0.0.1"}
-    if device.type == "cpu":
+    if own.device.type == "cpu":
         # by itself vLLM takes one core less than there are and stays on it
         wishes |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    elif device.index is not None and in_own_process:  # here CUDA has counted its devices, and goes by their numbers
-        seen = os.environ.get("CUDA_VISIBLE_DEVICES")
-        wishes["CUDA_VISIBLE_DEVICES"] = seen.split(",")[device.index] if seen else str(device.index)
+    elif own.in_process:  # here CUDA has counted its devices, and goes by their numbers
+        visible = own.visible_devices or _own_devices(own.device, num_devices)
+        wishes |= {"CUDA_VISIBLE_DEVICES": ",".join(visible)} if visible else {}
     needs = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine is where we put it
         "VLLM_USE_V2_MODEL_RUNNER": "0",  # whose logits processors are of another kind
@@ -94,12 +104,27 @@ def _environment(device: torch.device, *, in_own_process: bool) -> dict[str, str
     return {**{k: v for k, v in wishes.items() if k in always or k not in os.environ}, **needs}
 
 
-def _cache_bytes(max_num_seqs: int, longest: int, skeleton: Any, dtype: torch.dtype) -> int:
-    """Memory in which all samples fit at their longest, or an eighth of what is free, or a single sample."""
+def _own_devices(device: torch.device, num_devices: int) -> tuple[str, ...]:
+    """`device` of this process and those that follow it; () where that is the only one that is seen. Raises ConfigError when
+    there are too few."""
+    first, seen = device.index or 0, visible_devices()
+    if num_devices == 1:
+        return () if device.index is None else (seen[first] if first < len(seen) else str(first),)
+    if first + num_devices > len(seen):
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.tensor_model_parallel_size={num_devices} needs as many GPUs, and this run has "
+            f"{len(seen) - first} (trainer.n_gpus_per_node). Lower the first, or raise the second."
+        )
+    return seen[first : first + num_devices]
+
+
+def _cache_bytes(rollout: RolloutConfig, longest: int, skeleton: Any, dtype: torch.dtype) -> int:
+    """Memory of a worker in which all samples fit at their longest, or an eighth of what is free, or a single sample."""
     config = skeleton.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    heads = -(-heads // rollout.tensor_model_parallel_size)
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     block = 2 * config.num_hidden_layers * heads * size * dtype.itemsize * _BLOCK_TOKENS
     one = (-(-longest // _BLOCK_TOKENS) + 1) * block
-    most = psutil.virtual_memory().available // _MOST_OF_MEMORY
-    return max(2 * one, min(max_num_seqs * one, most // block * block))
+    most = psutil.virtual_memory().available // _MOST_OF_MEMORY // num_workers(rollout)
+    return max(2 * one, min(rollout.max_num_seqs * one, most // block * block))

@@ -1,0 +1,225 @@
+"""How a rollout engine spans devices: its replicas, the ranks of each, and what the process that runs it sees. Pure.
+
+    EnginePlan.of(config, Placement.of(config))
+
+    ranks 0 1 2 3, tensor_model_parallel_size=2
+    replica 0 [0 1]: rank 0 runs the engine, whose process sees devices 0 and 1
+    replica 1 [2 3]: rank 2 runs the engine, whose process sees devices 2 and 3
+
+`where` is "ranks" (each rank computes its part in its own process), "process" (the first rank of a replica starts a process
+that spans the devices of all of them), or "service" (a server that others run; the first rank of all talks to it). Prompts
+are divided over replicas. The ranks of a replica get the same call, and the first one answers it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from verl.errors import ConfigError
+from verl.parallel.mesh import Mesh
+from verl.parallel.placement import Placement
+
+if TYPE_CHECKING:
+    from verl.config import VerlConfig
+
+Where = Literal["ranks", "process", "service"]
+
+_KEYS = "actor_rollout_ref.rollout"
+_TENSOR, _PIPELINE = f"{_KEYS}.tensor_model_parallel_size", f"{_KEYS}.pipeline_model_parallel_size"
+_DATA, _EXPERT = f"{_KEYS}.data_parallel_size", f"{_KEYS}.expert_parallel_size"
+_SPANNING = ("native", "vllm", "sglang")  # engines of which several devices can share a copy
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The parallel sizes that `actor_rollout_ref.rollout` asks for."""
+
+    tensor: int = 1
+    data: int = 1
+    pipeline: int = 1
+    expert: int = 1
+
+
+@dataclass(frozen=True)
+class EngineReplica:
+    """`ranks` of the run, one device each, that share a copy of the model. `devices` are what its engine process sees, as
+    numbers on machine `node`; one rank alone may span more devices than it has ranks."""
+
+    ranks: tuple[int, ...]
+    node: int
+    devices: tuple[int, ...]
+
+    @property
+    def owner(self) -> int:
+        """The rank that runs the engine process, or answers for the others."""
+        return self.ranks[0]
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """`replicas` in the order of their share of the prompts; every rank that generates is in one of them."""
+
+    engine: str
+    where: Where
+    sizes: Sizes
+    replicas: tuple[EngineReplica, ...]
+
+    @classmethod
+    def of(cls, config: VerlConfig, placement: Placement, order: Sequence[int] | None = None) -> EnginePlan:
+        """The plan of a run. `order`: the ranks of the rollout, neighbours in a replica (default: ascending). Raises
+        ConfigError when devices do not divide as the config asks."""
+        rollout = config.actor_rollout_ref.rollout
+        return plan_engine(
+            rollout.name,
+            rollout.mode,
+            placement.devices["rollout"] if order is None else order,
+            Sizes(
+                rollout.tensor_model_parallel_size,
+                rollout.data_parallel_size,
+                rollout.pipeline_model_parallel_size,
+                rollout.expert_parallel_size,
+            ),
+            num_devices=placement.num_devices,
+            devices_per_node=placement.devices_per_node,
+            has_service=rollout.service.url is not None,
+            counted_by=_counted_by(config),
+        )
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks that generate, replica by replica."""
+        return tuple(rank for replica in self.replicas for rank in replica.ranks)
+
+    @property
+    def mesh(self) -> Mesh:
+        """Over `ranks`: those of a replica differ in "tp" and get the same prompts."""
+        return Mesh.grid(self.ranks, replicate=len(self.replicas), tp=len(self.replicas[0].ranks))
+
+    def replica_of(self, rank: int) -> EngineReplica:
+        return next(replica for replica in self.replicas if rank in replica.ranks)
+
+    def runs_engine(self, rank: int) -> bool:
+        """Whether `rank` has an engine: all where ranks compute, else the owners."""
+        return self.where == "ranks" or self.replica_of(rank).owner == rank
+
+    def sentence(self) -> str:
+        """For the layout of a dry run."""
+        first, last = self.replicas[0], self.replicas[-1]
+        if self.where == "service":
+            return (
+                f"{self.engine} is one service; rank {first.owner} sends it the prompts of {_count(self.ranks, 'rank')}"
+            )
+        spans = [f"tensor parallel {self.sizes.tensor}"] if self.sizes.tensor > 1 else []
+        spans += [f"pipeline {self.sizes.pipeline}"] if self.sizes.pipeline > 1 else []
+        how = f" ({', '.join(spans)})" if spans else ""
+        shown = f"{_count(self.replicas, 'replica')} of {self.engine} on {_count(first.devices, 'device')} each{how}: "
+        shown += _place(first)
+        shown += f" ... {_place(last)}" if last is not first else ""
+        if self.where == "process":
+            return f"{shown}; each runs in a process of its own, which its first rank starts"
+        return f"{shown}; each runs in its ranks"
+
+
+def plan_engine(
+    engine: str,
+    mode: str,
+    ranks: Sequence[int],
+    sizes: Sizes,
+    *,
+    num_devices: int,
+    devices_per_node: int,
+    has_service: bool = False,
+    counted_by: str = "trainer.n_gpus_per_node",
+) -> EnginePlan:
+    """The plan for `engine` over `ranks` of a run with `num_devices` devices. `has_service`: a server was given by its
+    address. `counted_by` names the keys that say how many ranks there are, for errors.
+
+    Raises ConfigError when the sizes do not divide, and for a layout that the engine does not have.
+    """
+    where = _where(engine, mode, sizes, len(ranks) == num_devices, num_devices, has_service)
+    if where == "service":
+        return EnginePlan(engine, where, Sizes(), (EngineReplica(tuple(ranks), 0, ()),))
+    if where == "ranks" and num_devices == 1:
+        sizes = Sizes()  # one device holds the whole model; the keys are not read
+    _check_sizes(engine, where, sizes)
+    per_replica = sizes.tensor * sizes.pipeline
+    if num_devices == 1:  # the engine process takes the devices beside that of the run's one rank
+        return EnginePlan(engine, where, sizes, (EngineReplica(tuple(ranks), 0, tuple(range(per_replica))),))
+    if len(ranks) % (per_replica * sizes.data):
+        raise ConfigError(
+            f"The {len(ranks)} devices of the rollout ({counted_by}) do not divide into groups of {_asked(sizes)}; choose "
+            f"sizes whose product divides {len(ranks)}, or change the number of devices."
+        )
+    groups = [tuple(ranks[first : first + per_replica]) for first in range(0, len(ranks), per_replica)]
+    replicas = tuple(_replica(group, where, sizes, devices_per_node) for group in groups)
+    return EnginePlan(engine, where, sizes, replicas)
+
+
+def _where(engine: str, mode: str, sizes: Sizes, all_generate: bool, num_devices: int, has_service: bool) -> Where:
+    if engine == "http" or (engine == "sglang" and has_service):
+        return "service"
+    if engine == "sglang":
+        return "process"
+    if engine != "vllm":
+        return "ranks"
+    # vLLM's workers can be the run's own ranks where those are as many, and all of them generate
+    fits = all_generate and (num_devices > 1 or sizes.tensor == 1) and sizes.pipeline == 1
+    return "ranks" if mode == "sync" and fits else "process"
+
+
+def _check_sizes(engine: str, where: Where, sizes: Sizes) -> None:
+    if min(sizes.tensor, sizes.data, sizes.pipeline, sizes.expert) < 1:
+        raise ConfigError(f"{_asked(sizes)}: sizes of a rollout's groups must be at least 1.")
+    per_replica = sizes.tensor * sizes.pipeline
+    if engine not in _SPANNING and per_replica > 1:
+        raise ConfigError(
+            f"{_asked(sizes)}: {engine} generates with a whole model on each device. Use {_KEYS}.name=native or vllm, or set "
+            "the size to 1."
+        )
+    if sizes.pipeline > 1 and where == "ranks":
+        raise ConfigError(
+            f"{_PIPELINE}={sizes.pipeline}: {engine} does not divide layers into stages. Raise {_TENSOR} instead, and set "
+            f"{_PIPELINE} to 1."
+        )
+    if sizes.expert not in (1, sizes.tensor):
+        raise ConfigError(
+            f"{_EXPERT}={sizes.expert}: experts are divided over the {sizes.tensor} device(s) of {_TENSOR}, and every data "
+            f"parallel replica has all of them. Set {_EXPERT} to {sizes.tensor}, and {_TENSOR} to as many devices as the "
+            "model needs."
+        )
+
+
+def _replica(group: tuple[int, ...], where: Where, sizes: Sizes, devices_per_node: int) -> EngineReplica:
+    nodes = sorted({rank // devices_per_node for rank in group})
+    if where == "process" and len(nodes) > 1:
+        raise ConfigError(
+            f"{_asked(sizes)}: ranks {group[0]} to {group[-1]} would share an engine process, but trainer.n_gpus_per_node="
+            f"{devices_per_node} puts them on several machines. Choose sizes whose product divides {devices_per_node}."
+        )
+    return EngineReplica(group, nodes[0], tuple(rank % devices_per_node for rank in group))
+
+
+def _asked(sizes: Sizes) -> str:
+    given = {_PIPELINE: sizes.pipeline, _DATA: sizes.data}
+    return " x ".join([f"{_TENSOR}={sizes.tensor}", *(f"{key}={size}" for key, size in given.items() if size != 1)])
+
+
+def _counted_by(config: VerlConfig) -> str:
+    rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
+    if "rollout" in trainer.placement:
+        return "trainer.placement"
+    prefix, counts = (f"{_KEYS}.", rollout) if rollout.nnodes else ("trainer.", trainer)
+    return f"{prefix}nnodes={counts.nnodes} x {prefix}n_gpus_per_node={counts.n_gpus_per_node}"
+
+
+def _place(replica: EngineReplica) -> str:
+    devices = replica.devices
+    is_span = len(devices) > 1 and devices == tuple(range(devices[0], devices[-1] + 1))
+    shown = f"{devices[0]}-{devices[-1]}" if is_span else ", ".join(map(str, devices))
+    return f"device{'s' if len(devices) > 1 else ''} {shown} of node {replica.node}"
+
+
+def _count(things: Sequence[object], what: str) -> str:
+    return f"{len(things)} {what}{'' if len(things) == 1 else 's'}"

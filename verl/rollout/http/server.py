@@ -1,0 +1,130 @@
+"""A server of SGLang that a run starts for itself, on the devices of a replica; it ends with the process that started it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from verl.config import RolloutConfig
+from verl.errors import DeadlineError, MissingExtraError, ModelError, UnreachableError
+from verl.parallel.ancestry import die_with
+from verl.parallel.collectives import free_port
+from verl.rollout.api import OwnCopy
+from verl.rollout.http.client import Client
+from verl.rollout.process import Child
+from verl.rollout.vllm.settings import longest_sequence
+
+_MODULE = "sglang.launch_server"
+_BETWEEN_LOOKS_S = 0.5
+
+
+class SGLangServer:
+    """Started as `python -m sglang.launch_server`, and ready when this returns. `weights_dir` is a folder for new weights.
+
+    Raises MissingExtraError without SGLang, ModelError when the server ends, DeadlineError when it is not ready after
+    `own.start_timeout_s`.
+    """
+
+    def __init__(self, config: RolloutConfig, own: OwnCopy, skeleton: Any):
+        if importlib.util.find_spec("sglang") is None:
+            raise MissingExtraError(
+                "actor_rollout_ref.rollout.name=sglang",
+                "sglang",
+                "sglang",
+                "set actor_rollout_ref.rollout.service.url to a server of SGLang that is running",
+            )
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        command = [sys.executable, "-m", __name__, str(os.getpid()), *arguments(config, own, skeleton, port)]
+        visible = {"CUDA_VISIBLE_DEVICES": ",".join(own.visible_devices)} if own.visible_devices else {}
+        self._folder = tempfile.TemporaryDirectory(prefix="verl-weights-", dir=_memory_folder())
+        self.weights_dir = self._folder.name
+        self._child = Child(command, visible)
+        try:
+            self._wait(own.start_timeout_s)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    def ending(self) -> str:
+        """How the server has ended; "" while it runs."""
+        return self._child.ending() if self._child.has_died() else ""
+
+    def close(self) -> None:
+        """End the server with everything that it started. May be called again."""
+        self._child.close()
+        self._folder.cleanup()
+
+    def _wait(self, timeout_s: float) -> None:
+        client = Client(self.url, token_env="", timeout_s=timeout_s, num_retries=0)
+        until = time.monotonic() + timeout_s
+        while not self._answers(client):
+            if self._child.has_died():
+                raise ModelError(f"SGLang's server (pid {self.pid}) {self._child.ending()} while it was starting.")
+            if time.monotonic() > until:
+                raise DeadlineError(
+                    f"SGLang's server (pid {self.pid}) was not ready within {timeout_s:g} s{self._child.last_words()}. Raise "
+                    "trainer.ray_wait_register_center_timeout if it needs longer."
+                )
+            time.sleep(_BETWEEN_LOOKS_S)
+
+    def _answers(self, client: Client) -> bool:
+        try:
+            client.get("/health")
+        except (UnreachableError, ModelError):  # nobody listens yet, or it loads its model
+            return False
+        return True
+
+
+def arguments(config: RolloutConfig, own: OwnCopy, skeleton: Any, port: int) -> list[str]:
+    """Of sglang.launch_server. Entries of rollout.engine_kwargs.sglang go before all others."""
+    model = own.model
+    given: dict[str, Any] = {
+        "model_path": model.path,
+        "tokenizer_path": model.tokenizer_path or model.path,
+        "trust_remote_code": model.trust_remote_code,
+        "json_model_override_args": {
+            k: v for k, v in (model.override_config or {}).items() if k != "attn_implementation"
+        },
+        "host": "127.0.0.1",
+        "port": port,
+        "device": own.device.type,
+        "dtype": str(own.dtype).removeprefix("torch."),
+        "tp_size": config.tensor_model_parallel_size,
+        "pp_size": config.pipeline_model_parallel_size,
+        "ep_size": config.expert_parallel_size,
+        "mem_fraction_static": config.gpu_memory_utilization,
+        "context_length": longest_sequence(config, skeleton),
+        "max_running_requests": config.max_num_seqs,
+        "random_seed": config.seed,
+        "disable_radix_cache": not config.enable_prefix_caching,
+        "disable_cuda_graph": config.enforce_eager,
+        "log_level": "warning",
+    }
+    found: list[str] = []
+    for name, value in {**given, **config.engine_kwargs.sglang}.items():
+        if value is None or value is False or value == {}:
+            continue
+        option = "--" + name.replace("_", "-")
+        values = value if isinstance(value, list) else [json.dumps(value) if isinstance(value, dict) else value]
+        found += [option] if value is True else [option, *map(str, values)]
+    return found
+
+
+def _memory_folder() -> str | None:
+    return "/dev/shm" if Path("/dev/shm").is_dir() else None
+
+
+if __name__ == "__main__":
+    die_with(int(sys.argv[1]))  # holds for what this process becomes, too
+    os.execv(sys.executable, [sys.executable, "-m", _MODULE, *sys.argv[2:]])
