@@ -41,6 +41,48 @@ def test_dry_run_is_the_same_and_trains_nothing(verl, overrides, task):
     assert not (task / "run").exists()
 
 
+NODES = {"trainer.n_gpus_per_node": 8, "trainer.nnodes": 4}
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+@pytest.mark.parametrize(
+    ("changes", "shown"),
+    [
+        (
+            {f"{ROLLOUT}.name": "vllm", f"{ROLLOUT}.mode": "async", f"{ROLLOUT}.tensor_model_parallel_size": 2},
+            "16 replicas of vllm on 2 devices each (tensor parallel 2): devices 0-1 of node 0 ... devices 6-7 of node 3; each "
+            "runs in a process of its own",
+        ),
+        (
+            {f"{ROLLOUT}.name": "vllm", f"{ROLLOUT}.mode": "sync", f"{ROLLOUT}.tensor_model_parallel_size": 2},
+            "16 replicas of vllm on 2 devices each (tensor parallel 2): devices 0-1 of node 0 ... devices 6-7 of node 3; each "
+            "runs in its ranks",
+        ),
+        (
+            {f"{ROLLOUT}.name": "sglang", f"{ROLLOUT}.tensor_model_parallel_size": 4},
+            "8 replicas of sglang on 4 devices each",
+        ),
+        ({f"{ROLLOUT}.tensor_model_parallel_size": 2}, "16 replicas of native on 2 devices each"),
+    ],
+    ids=["vllm async", "vllm sync", "sglang", "native"],
+)
+def test_a_layout_of_other_machines_is_shown_without_them(changes, shown, verl, overrides):
+    code, said = verl("train", "--dry-run", *overrides({**NODES, **changes}))
+    assert code == 0, said
+    assert "32 devices on 4 machines: actor, rollout, reference, critic, reward on 0-31" in said
+    assert shown in said
+    assert "Ready to train" in said
+
+
+def test_a_layout_that_does_not_divide_is_refused_by_both_keys(verl, overrides):
+    changes = {"trainer.n_gpus_per_node": 3, f"{ROLLOUT}.name": "vllm", f"{ROLLOUT}.tensor_model_parallel_size": 2}
+    code, said = verl("train", "--dry-run", *overrides(changes))
+    assert code == 1
+    assert any(
+        "n_gpus_per_node=3" in line and f"{ROLLOUT}.tensor_model_parallel_size=2" in line for line in failures(said)
+    )
+
+
 BAD_KEYS = {
     "unknown key": ({"data.train_batch_sizes": 4}, "'data.train_batch_size'"),
     "unread key": ({"actor_rollout_ref.actor.kl_loss_coef": 0.05}, "actor.kl_loss_coef=0.05"),

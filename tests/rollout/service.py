@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 class Service:
     """`answers[path]` is JSON, or a function of the request's body that gives JSON or (status, text)."""
 
-    def __init__(self, answers):
+    def __init__(self, answers, port=0):
         self.answers, self.asked, self.headers = answers, [], []
         self.lock = threading.Lock()
         service = self
@@ -38,7 +38,7 @@ class Service:
             def log_message(self, *args):
                 pass
 
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}"
 
     def bodies(self, path):

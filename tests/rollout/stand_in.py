@@ -2,8 +2,10 @@
 
 `python -m tests.rollout.stand_in key=value ...` is `verl train` with it. VERL_TEST_LOST="generate 2 FILE": it is killed in its
 second generation after the first sample, and then FILE is written, so that this happens once ("update 2 FILE": with a bucket).
+VERL_TEST_STARTS=FILE gets a line for each start.
 """
 
+import json
 import os
 import signal
 import sys
@@ -22,6 +24,10 @@ class StandIn:
         from verl.rollout.api import ENGINES
         from verl.rollout.vllm.core import _tokenizer
 
+        if "VERL_TEST_STARTS" in os.environ:
+            size = setup.llm["tensor_parallel_size"]
+            with Path(os.environ["VERL_TEST_STARTS"]).open("a") as file:
+                file.write(json.dumps({"parent": os.getppid(), "tensor_parallel_size": size}) + "\n")
         self.module = load_causal_lm(setup.llm["model"], dtype=getattr(torch, setup.llm["dtype"])).requires_grad_(False)
         self.native = ENGINES.get("native")(
             self.module, _tokenizer(setup), RolloutConfig(max_num_seqs=4), eos_token_ids=setup.eos_token_ids

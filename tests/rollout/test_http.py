@@ -2,6 +2,7 @@
 
 import json
 import math
+import socket
 import threading
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from tests.rollout.conftest import EOS, make_prompts
 from tests.rollout.service import running
 from tests.rollout.test_vllm import own_copy, weights_of
+from verl.cli.supervise import _ending
 from verl.config import RolloutConfig
 from verl.config.rollout import ServiceConfig
 from verl.controller.own_copy import read_folder
@@ -106,6 +108,32 @@ def test_a_service_that_stays_away_is_named(make):
             engine.generate(make_prompts([3]), PARAMS, step=0)
     with pytest.raises(UnreachableError, match="cannot be reached"):
         make(service.url)
+
+
+def test_a_service_that_takes_no_connection_is_named_at_once(make, monkeypatch):
+    """One that answers nothing at all, as behind a firewall: its queue of connections is full."""
+    monkeypatch.setattr(client, "_CONNECT_S", 0.3)
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen(0)
+        address = listening.getsockname()
+        waiting = [socket.socket() for _ in range(4)]
+        for one in waiting:
+            one.setblocking(False)
+            one.connect_ex(address)
+        started = time.monotonic()
+        with pytest.raises(UnreachableError, match=f"http://127.0.0.1:{address[1]} cannot be reached"):
+            make(f"http://127.0.0.1:{address[1]}", timeout_s=600.0)
+        assert time.monotonic() - started < 10
+        for one in waiting:
+            one.close()
+
+
+def test_a_service_out_of_reach_does_not_start_the_run_again():
+    ending = _ending(
+        UnreachableError.exit_code, {"error": "UnreachableError", "text": "The service is away. Start it."}, None
+    )
+    assert ending.final, "the supervisor starts crashes again, and nothing else"
 
 
 def test_silence_has_a_deadline(make):

@@ -166,9 +166,10 @@ def test_an_engine_that_holds_other_weights_than_it_was_sent_is_found(kind, engi
     assert_equal(made, native(module, tokenizer).generate(prompts, DRAWS["plain"], step=1))
 
 
-def test_two_workers_share_the_model(folder, tokenizer):
-    """Tensor parallelism inside vLLM: each worker reads the buckets and proves them."""
-    engine = make(folder, "async", tokenizer, tensor_model_parallel_size=2)
+@pytest.mark.parametrize("size", ["tensor_model_parallel_size", "pipeline_model_parallel_size"])
+def test_two_workers_share_the_model(size, folder, tokenizer):
+    """Parallelism inside vLLM, in a process of its own: each worker reads the buckets and proves them."""
+    engine = make(folder, "async", tokenizer, **{size: 2})
     try:
         module = changed(folder, 5)
         engine.load(module.named_parameters())

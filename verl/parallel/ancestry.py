@@ -1,5 +1,8 @@
 """Ties between a process and its parent, so that whatever ends a run leaves nothing of it behind. Linux only; elsewhere
-they do nothing."""
+they do nothing.
+
+`python -m verl.parallel.ancestry PARENT_PID PROGRAM ARGUMENTS...` becomes a program that ends with the process PARENT_PID.
+"""
 
 from __future__ import annotations
 
@@ -40,3 +43,8 @@ def end_descendants() -> int:
 
 def _prctl(operation: int, value: int) -> bool:
     return sys.platform == "linux" and ctypes.CDLL(None, use_errno=True).prctl(operation, value, 0, 0, 0) == 0
+
+
+if __name__ == "__main__":
+    die_with(int(sys.argv[1]))
+    os.execv(sys.argv[2], sys.argv[2:])

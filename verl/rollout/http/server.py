@@ -13,14 +13,12 @@ from typing import Any
 
 from verl.config import RolloutConfig
 from verl.errors import DeadlineError, MissingExtraError, ModelError, UnreachableError
-from verl.parallel.ancestry import die_with
 from verl.parallel.collectives import free_port
 from verl.rollout.api import OwnCopy
 from verl.rollout.http.client import Client
 from verl.rollout.process import Child
 from verl.rollout.vllm.settings import longest_sequence
 
-_MODULE = "sglang.launch_server"
 _BETWEEN_LOOKS_S = 0.5
 
 
@@ -41,11 +39,11 @@ class SGLangServer:
             )
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
-        command = [sys.executable, "-m", __name__, str(os.getpid()), *arguments(config, own, skeleton, port)]
+        server = [sys.executable, "-m", "sglang.launch_server", *arguments(config, own, skeleton, port)]
         visible = {"CUDA_VISIBLE_DEVICES": ",".join(own.visible_devices)} if own.visible_devices else {}
         self._folder = tempfile.TemporaryDirectory(prefix="verl-weights-", dir=_memory_folder())
         self.weights_dir = self._folder.name
-        self._child = Child(command, visible)
+        self._child = Child([sys.executable, "-m", "verl.parallel.ancestry", str(os.getpid()), *server], visible)
         try:
             self._wait(own.start_timeout_s)
         except BaseException:
@@ -123,8 +121,3 @@ def arguments(config: RolloutConfig, own: OwnCopy, skeleton: Any, port: int) -> 
 
 def _memory_folder() -> str | None:
     return "/dev/shm" if Path("/dev/shm").is_dir() else None
-
-
-if __name__ == "__main__":
-    die_with(int(sys.argv[1]))  # holds for what this process becomes, too
-    os.execv(sys.executable, [sys.executable, "-m", _MODULE, *sys.argv[2:]])

@@ -1,0 +1,71 @@
+"""`python -m sglang.launch_server --model-path P --port N ...` answers as the recorded server does.
+
+VERL_TEST_SGLANG names a file for its arguments; where that says "fail", it ends with a sentence instead.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from tests.rollout.service import Service
+
+
+def options(given):
+    """{"--name": value}; True for a flag."""
+    found = {}
+    for word in given:
+        if word.startswith("--"):
+            name = word
+            found[name] = True
+        else:
+            found[name] = word
+    return found
+
+
+class Played:
+    """Its samples say which weights it holds: the number of tensors that it was given last."""
+
+    def __init__(self, model):
+        self.model, self.version, self.num_updates = model, "default", 0
+
+    def info(self, body):
+        return {"model_path": self.model, "weight_version": self.version}
+
+    def update(self, body):
+        assert list(Path(body["model_path"]).glob("*.safetensors"))
+        self.num_updates += 1
+        return {"success": True}
+
+    def label(self, body):
+        self.version = body["new_version"]
+        return {"success": True}
+
+    def generate(self, body):
+        rows = [[-0.5, body["input_ids"][-1], None], [-0.25, self.num_updates, None]]
+        return {
+            "meta_info": {
+                "finish_reason": {"type": "length"}, "output_token_logprobs": rows, "weight_version": self.version,
+            }
+        }  # fmt: skip
+
+
+def main():
+    note, wanted = Path(os.environ["VERL_TEST_SGLANG"]), options(sys.argv[1:])
+    if note.exists() and note.read_text() == "fail":
+        sys.exit("no kernel for this device")
+    note.write_text(json.dumps({**wanted, "pid": os.getpid(), "seen": os.environ.get("CUDA_VISIBLE_DEVICES")}))
+    played = Played(wanted["--model-path"])
+    answers = {
+        "/health": {},
+        "/get_model_info": played.info,
+        "/generate": played.generate,
+        "/update_weights_from_disk": played.update,
+        "/flush_cache": {},
+        "/update_weight_version": played.label,
+    }
+    Service(answers, int(wanted["--port"])).server.serve_forever(poll_interval=0.01)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""`rollout.name=sglang` without an address: a server is started, takes weights, is missed when it dies; SGLang is played."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.controller.ranks import still_there
+from tests.rollout.conftest import EOS, make_prompts
+from tests.rollout.test_vllm import own_copy, weights_of
+from verl.config import RolloutConfig
+from verl.data_proto.samples import SamplingParams
+from verl.errors import MissingExtraError, ModelError, WorkerLostError
+from verl.parallel.ancestry import __file__ as ANCESTRY
+from verl.rollout.api import ENGINES
+from verl.rollout.http import client
+from verl.rollout.http.server import arguments
+
+ROOT = Path(__file__).resolve().parents[2]
+PARAMS = SamplingParams(n=2, max_new_tokens=2)
+
+
+@pytest.fixture
+def note(tmp_path, monkeypatch):
+    """The file in which the server notes how it was started. SGLang is installed, and nobody waits long."""
+    place = str(Path(__file__).parent / "played_sglang")
+    monkeypatch.syspath_prepend(place)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([place, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep))
+    monkeypatch.setenv("VERL_TEST_SGLANG", str(tmp_path / "note"))
+    monkeypatch.setattr(client, "_FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr("verl.rollout.http.server._BETWEEN_LOOKS_S", 0.02)
+    monkeypatch.delitem(sys.modules, "sglang", raising=False)
+    return tmp_path / "note"
+
+
+@pytest.fixture
+def make(load, tokenizer, note):
+    made = []
+
+    def build(**config):
+        settings = RolloutConfig(
+            name="sglang", max_num_seqs=4, max_model_len=64, tensor_model_parallel_size=2, **config
+        )
+        own = dataclasses.replace(own_copy("a/model"), visible_devices=("4", "5"), start_timeout_s=60.0)
+        made.append(ENGINES.get("sglang")(load("llama"), tokenizer, settings, eos_token_ids=[EOS], own=own))
+        return made[-1]
+
+    yield build
+    for engine in made:
+        engine.close()
+
+
+def test_a_server_is_started_takes_weights_and_ends_with_the_engine(make, note, load):
+    engine = make()
+    said = json.loads(note.read_text())
+    assert (said["--tp-size"], said["--max-running-requests"], said["seen"]) == ("2", "4", "4,5")
+    prompts = make_prompts([3, 6])
+    for version in (1, 2):
+        engine.load(weights_of(load("llama")))
+        engine.publish(version)
+        made = engine.generate(prompts, PARAMS, step=0)
+        assert {c.token_ids[1] for c in made} == {version}, "the weights that were sent last"
+        assert {c.weight_version for c in made} == {version}
+    folder, process = Path(engine.server.weights_dir), psutil.Process(said["pid"])
+    assert folder.is_dir()
+    engine.close()
+    assert not still_there([process])
+    assert not folder.exists()
+
+
+def test_a_server_that_dies_is_a_lost_process_of_the_run(make, note, load):
+    engine = make()
+    engine.load(weights_of(load("llama")))
+    engine.publish(1)
+    os.kill(json.loads(note.read_text())["pid"], signal.SIGKILL)
+    with pytest.raises(WorkerLostError, match=rf"server \(pid {engine.server.pid}\) was ended by SIGKILL"):
+        engine.generate(make_prompts([3]), PARAMS, step=0)
+
+
+def test_a_server_that_does_not_start_says_why(make, note):
+    note.write_text("fail")
+    with pytest.raises(ModelError, match="exit code 1 .*no kernel for this device.* while it was starting"):
+        make()
+
+
+def test_without_sglang_both_ways_are_named(load, tokenizer):
+    with pytest.raises(MissingExtraError, match=r"verl\[sglang\]'?, or set actor_rollout_ref.rollout.service.url"):
+        ENGINES.get("sglang")(
+            load("llama"), tokenizer, RolloutConfig(name="sglang"), eos_token_ids=[EOS], own=own_copy("a/model")
+        )
+
+
+def test_arguments_follow_the_config(load):
+    config = RolloutConfig(
+        prompt_length=20, response_length=12, seed=5, enable_prefix_caching=False, gpu_memory_utilization=0.4
+    )
+    own = {"schedule_conservativeness": 0.5, "cuda_graph_bs": [1, 2], "random_seed": 7, "dtype": None}
+    config = dataclasses.replace(config, engine_kwargs=dataclasses.replace(config.engine_kwargs, sglang=own))
+    found = arguments(config, own_copy("a/model"), load("llama"), 8123)
+    said = " ".join(found)
+    for part in (
+        "--model-path a/model", "--port 8123", "--context-length 32", "--mem-fraction-static 0.4", "--disable-radix-cache",
+        "--schedule-conservativeness 0.5", "--cuda-graph-bs 1 2", "--random-seed 7", "--host 127.0.0.1",
+    ):  # fmt: skip
+        assert part in said
+    for absent in ("--dtype", "--trust-remote-code", "--json-model-override-args", "--disable-cuda-graph"):
+        assert absent not in found
+
+
+def test_a_program_that_becomes_another_ends_with_its_parent():
+    """The parent is killed; its child, which did not ask to end with it, does."""
+    code = (
+        "import os, subprocess, sys, time;"
+        f"p = subprocess.Popen([sys.executable, {ANCESTRY!r}, str(os.getpid()), '/bin/sleep', '600']);"
+        "print(p.pid, flush=True); time.sleep(600)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    child = psutil.Process(int(parent.stdout.readline()))
+    while "sleep" not in " ".join(child.cmdline()[:1]):
+        assert child.is_running()
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    assert not still_there([child])
