@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from tests.controller.conftest import assert_same, assert_same_weights, train_here
+from tests.controller.conftest import assert_same_weights, train_here
 from tests.controller.ranks import run
 from verl.data_proto.samples import PromptRequest, SamplingParams
 from verl.rollout.api import RolloutEngine
@@ -18,7 +18,7 @@ FEW = ("trainer.total_training_steps=2", "trainer.save_freq=2", "trainer.test_fr
 
 @pytest.fixture(scope="module")
 def alone(jobs):
-    return train_here(jobs, "alone", *FEW, "actor_rollout_ref.rollout.calculate_log_probs=True")
+    return train_here(jobs, "alone", *FEW)
 
 
 def start(jobs, num_ranks, *changes, **more):
@@ -32,11 +32,24 @@ def start(jobs, num_ranks, *changes, **more):
     return jobs.run(name), [json.loads(line) for line in starts.read_text().splitlines()]
 
 
+def assert_equal(found, alone):
+    """Figures are not all comparable: the log-probs of an engine with weights of its own are computed again."""
+    ours, theirs = found.samples(), alone.samples()
+    assert ours.keys() == theirs.keys()
+    for name, rows in theirs.items():
+        for key in ("response_ids", "score", "uid", "weight_version"):
+            assert [row[key] for row in ours[name] if key in row] == [row[key] for row in rows if key in row], (
+                name,
+                key,
+            )
+    assert max(row["training/rollout_probs_diff_max"] for row in found.rows) < 1e-10
+    assert_same_weights(found, alone, 2, rel=1e-10)
+
+
 def test_one_process_generates_for_both_ranks(jobs, alone):
     found, starts = start(jobs, 2)
     assert [engine["tensor_parallel_size"] for engine in starts] == [2]
-    assert_same(found, alone, rel=1e-10)
-    assert_same_weights(found, alone, 2, rel=1e-10)
+    assert_equal(found, alone)
 
 
 @pytest.mark.slow
@@ -48,8 +61,7 @@ def test_one_process_generates_for_both_ranks(jobs, alone):
 def test_more_ranks(num_ranks, changes, num_engines, jobs, alone):
     found, starts = start(jobs, num_ranks, *changes)
     assert len({engine["parent"] for engine in starts}) == num_engines
-    assert_same(found, alone, rel=1e-10)
-    assert_same_weights(found, alone, 2, rel=1e-10)
+    assert_equal(found, alone)
 
 
 def test_a_rank_without_an_engine_takes_part_in_all_calls():

@@ -113,7 +113,7 @@ def test_arrangement(base):
     ("changes", "num_devices", "match"),
     [
         ([f"{SIZE}=2"], 3, "3 devices of the rollout do not divide"),
-        ([f"{SIZE}=0"], 2, "do not divide"),
+        ([f"{SIZE}=0"], 2, f"{SIZE}=0: sizes of a rollout's groups must be at least 1"),
         ([f"{SIZE}=2", "trainer.placement={actor:[0],rollout:[1]}"], 2, "1 devices of the rollout"),
         ([f"{SIZE}=4"], 4, f"{SIZE}=4 does not fit the model: .* 2 key-value heads"),
         ([f"{SIZE}=2", "actor_rollout_ref.rollout.name=hf"], 2, "rollout.name=native"),

@@ -79,7 +79,7 @@ def test_sizes_that_do_not_divide_are_refused_by_both_keys(count, tensor, data, 
     if count % (tensor * data) == 0:
         assert len(found().replicas) == count // tensor
         return
-    keys = rf"trainer.n_gpus_per_node={count}\) .*{ROLLOUT}.tensor_model_parallel_size={tensor}"
+    keys = rf"{ROLLOUT}.tensor_model_parallel_size={tensor}.*trainer.n_gpus_per_node={count}\)"
     with pytest.raises(ConfigError, match=keys):
         found()
 

@@ -14,9 +14,11 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
+from tests.controller.ranks import still_there
 from tests.rollout.conftest import EOS, make_prompts
 from verl.config import RolloutConfig
 from verl.data_proto.samples import PromptRequest, SamplingParams
@@ -179,6 +181,34 @@ def test_two_workers_share_the_model(size, folder, tokenizer):
         assert_equal(made, native(module, tokenizer).generate(prompts, DRAWS["filtered"], step=2))
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize("ended", ["a worker", "the run"])
+def test_nothing_is_left_of_workers_that_share_a_model(ended, folder, tokenizer):
+    """A worker that is killed takes its engine with it, which comes back; the end of the process that talks to vLLM ends all."""
+    engine = make(folder, "async", tokenizer, tensor_model_parallel_size=2)
+    family = own_family(engine.core.core.process.pid)
+    try:
+        module = changed(folder, 6)
+        engine.load(module.named_parameters())
+        engine.publish(1)
+        if ended == "a worker":
+            max(family[1:], key=lambda process: process.memory_info().rss).kill()
+        else:
+            family[0].kill()  # as the kernel does when this process ends
+        assert not still_there(family, grace_s=30)
+        prompts = make_prompts(LENGTHS)
+        made = engine.generate(prompts, DRAWS["plain"], step=3)
+        assert_equal(made, native(module, tokenizer).generate(prompts, DRAWS["plain"], step=3))
+        family = own_family(engine.core.core.process.pid)
+    finally:
+        engine.close()
+    assert not still_there(family, grace_s=30)
+
+
+def own_family(pid):
+    parent = psutil.Process(pid)
+    return [parent, *parent.children(recursive=True)]
 
 
 @pytest.mark.parametrize("moment", ["generating", "updating"])

@@ -149,8 +149,8 @@ def plan_engine(
         return EnginePlan(engine, where, sizes, (EngineReplica(tuple(ranks), 0, tuple(range(per_replica))),))
     if len(ranks) % (per_replica * sizes.data):
         raise ConfigError(
-            f"The {len(ranks)} devices of the rollout ({counted_by}) do not divide into groups of {_asked(sizes)}; choose "
-            f"sizes whose product divides {len(ranks)}, or change the number of devices."
+            f"The {len(ranks)} devices of the rollout do not divide into groups of {_asked(sizes)}; choose sizes whose product "
+            f"divides {len(ranks)}, or change their number ({counted_by})."
         )
     groups = [tuple(ranks[first : first + per_replica]) for first in range(0, len(ranks), per_replica)]
     replicas = tuple(_replica(group, where, sizes, devices_per_node) for group in groups)

@@ -1,4 +1,4 @@
-"""vLLM as a rollout engine: in this process (`rollout.mode=sync`) or in a process of its own (`async`, the default).
+"""vLLM as a rollout engine: in processes of its own (`rollout.mode=async`, the default) or in the run's ranks (`sync`).
 
     trainer                                            vLLM
     engine.VLLMRollout ── prompts ──► core.Core ─────► LLMEngine.step ──► draw.Draws: our draw on its logits
@@ -6,7 +6,9 @@
                        ── buckets ──► core.Core ─────► weights.WeightReceiver ──► layerwise reload ──► what it got
 
 `core.Core` lives in this process, or behind verl.rollout.process in another one; both answer the same calls. A process that is
-lost comes back with its weights (rebuild.py). Several ranks have a Core each, or one together (library.Ranks). vLLM computes
-logits; tokens are drawn by verl.rollout.sampling with the uniforms of verl.rollout.random, so that samples are those of the
-native engine, but for the rounding of logits. All names of vLLM are in library.py.
+lost comes back with its weights (rebuild.py). How replicas span devices is verl.parallel.engine_plan's decision: the first rank
+of a replica has its process, in which vLLM has a worker for each device; or each rank is such a worker (library.Ranks).
+
+vLLM computes logits; tokens are drawn by verl.rollout.sampling with the uniforms of verl.rollout.random, so that samples are
+those of the native engine, but for the rounding of logits. All names of vLLM are in library.py.
 """

@@ -22,7 +22,7 @@ from verl.rollout.random import sample_keys
 from verl.rollout.stopping import StopRules
 from verl.rollout.vllm.draw import draw_arguments
 from verl.rollout.vllm.versions import WORKING, check_version
-from verl.rollout.vllm.weights import Description
+from verl.rollout.vllm.weights import ELSEWHERE, Description
 
 Figures = dict[str, Any]
 
@@ -130,9 +130,9 @@ class Core:
                 self._llm.llm_engine.engine_core.shutdown()
 
     def _on_workers(self, method: str, *args: Any) -> None:
-        for answer in self._llm.collective_rpc(method, args=args):
-            if "error" in answer:
-                raise ModelError(answer["error"])
+        errors = [answer["error"] for answer in self._llm.collective_rpc(method, args=args) if "error" in answer]
+        if errors:
+            raise ModelError(min(errors, key=lambda error: error == ELSEWHERE))  # the worker that knows more
 
 
 @dataclass

@@ -48,6 +48,13 @@ class HeldWeights:
         if self._formats.get(".".join(path)) == tensor.dtype:
             self._sent.setdefault(".".join(path), {})[number] = word_sum(tensor)
 
+    def any_worker(self, flag: bool) -> bool:
+        """Whether `flag` is set on one of the ranks of the group, all of which call this."""
+        found = torch.tensor([int(flag)])
+        if self._group is not None:
+            dist.all_reduce(found, group=self._group)
+        return bool(found.item())
+
     def check(self) -> None:
         """Raise ModelError when a parameter is not what was sent for it. All ranks of the group call this, after `end`."""
         parameters = dict(self._model.named_parameters())

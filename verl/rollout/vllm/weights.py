@@ -26,6 +26,7 @@ Description = dict[str, Any]  # of a bucket: JSON, whose "entries" begin with th
 # a message names one of them; over HTTP anybody who reaches the server can send one, so nothing else is called
 _READERS = ("verl.reshard.shared_memory:read", "verl.controller.own_copy:read_folder")
 _OWN_READERS = (*_READERS, "verl.reshard.device_memory:read")
+ELSEWHERE = "Another worker of the rollout engine did not take the new weights."
 _SAME_HEAD = 0.05  # relative; a packed product in bfloat16 is within 0.01, another weight is not
 
 
@@ -113,17 +114,28 @@ class WeightReceiver:
         self._verl_left -= set(loaded or ())
 
     def _verl_finish(self, manifest: str) -> None:
-        self._verl_end()
+        problem = self._verl_problem(manifest)
+        # workers that share the model compare sums together: one that stayed away would leave the others waiting
+        if self._verl_held.any_worker(problem is not None):
+            raise problem or ModelError(ELSEWHERE)
+        self._verl_held.check()
+        _renew_tied_heads(self.model_runner.model)
+
+    def _verl_problem(self, manifest: str) -> Exception | None:
+        """What speaks against the weights of this worker, as far as it can tell by itself."""
+        try:
+            self._verl_end()
+        except Exception as error:  # noqa: BLE001 - raised as soon as the other workers know of it
+            return error
         if self._verl_manifest.digest != manifest:
-            raise ModelError(
+            return ModelError(
                 "The rollout engine did not receive the tensors that were sent; some were lost or came twice."
             )
         if self._verl_left:
-            raise ModelError(
+            return ModelError(
                 f"No new weight came for {sorted(self._verl_left)[0]} of the rollout engine; it would sample with old ones."
             )
-        self._verl_held.check()
-        _renew_tied_heads(self.model_runner.model)
+        return None
 
     def _verl_end(self) -> None:
         from verl.rollout.vllm.library import finalize_layerwise_reload
