@@ -42,7 +42,8 @@ def assert_equal(found, alone):
                 name,
                 key,
             )
-    assert max(row["training/rollout_probs_diff_max"] for row in found.rows) < 1e-10
+    # the log-probs of such an engine are kept in float32
+    assert max(row["training/rollout_probs_diff_max"] for row in found.rows) < 1e-6
     assert_same_weights(found, alone, 2, rel=1e-10)
 
 

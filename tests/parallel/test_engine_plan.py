@@ -123,6 +123,7 @@ def test_launches(overrides, where, engines, devices):
     ("overrides", "words"),
     [
         (("trainer.n_gpus_per_node=3", "name=vllm", "tensor_model_parallel_size=2"), "trainer.n_gpus_per_node=3"),
+        (("name=vllm", "data_parallel_size=2"), "The 1 devices of the rollout do not divide"),
         ((*NODES, "name=vllm", "tensor_model_parallel_size=16"), "on several machines"),
         ((*NODES, "name=vllm", "tensor_model_parallel_size=0"), "at least 1"),
         ((*NODES, "name=native", "pipeline_model_parallel_size=2"), "does not divide layers into stages"),

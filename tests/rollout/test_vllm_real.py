@@ -183,9 +183,9 @@ def test_two_workers_share_the_model(size, folder, tokenizer):
         engine.close()
 
 
-@pytest.mark.parametrize("ended", ["a worker", "the run"])
+@pytest.mark.parametrize("ended", ["a worker", "the engine's process"])
 def test_nothing_is_left_of_workers_that_share_a_model(ended, folder, tokenizer):
-    """A worker that is killed takes its engine with it, which comes back; the end of the process that talks to vLLM ends all."""
+    """A worker that is killed takes its engine with it, which comes back; so does the engine's process with its workers."""
     engine = make(folder, "async", tokenizer, tensor_model_parallel_size=2)
     family = own_family(engine.core.core.process.pid)
     try:
@@ -195,7 +195,7 @@ def test_nothing_is_left_of_workers_that_share_a_model(ended, folder, tokenizer)
         if ended == "a worker":
             max(family[1:], key=lambda process: process.memory_info().rss).kill()
         else:
-            family[0].kill()  # as the kernel does when this process ends
+            family[0].kill()  # as the kernel does, too, when this process ends
         assert not still_there(family, grace_s=30)
         prompts = make_prompts(LENGTHS)
         made = engine.generate(prompts, DRAWS["plain"], step=3)

@@ -145,7 +145,7 @@ def plan_engine(
         sizes = Sizes()  # one device holds the whole model; the keys are not read
     _check_sizes(engine, where, sizes)
     per_replica = sizes.tensor * sizes.pipeline
-    if num_devices == 1:  # the engine process takes the devices beside that of the run's one rank
+    if num_devices == 1 and sizes.data == 1:  # the engine process takes the devices beside that of the run's one rank
         return EnginePlan(engine, where, sizes, (EngineReplica(tuple(ranks), 0, tuple(range(per_replica))),))
     if len(ranks) % (per_replica * sizes.data):
         raise ConfigError(
