@@ -17,7 +17,7 @@ from tests.rollout.test_vllm_real import DRAWS, LENGTHS, assert_equal, changed, 
 from verl.config import RolloutConfig
 from verl.config.rollout import ServiceConfig
 from verl.data_proto.samples import SamplingParams
-from verl.errors import ConfigError, ModelError, VerlError, WorkerLostError
+from verl.errors import ConfigError, ModelError, UnreachableError, VerlError
 from verl.models.tiny import make_tiny_model
 from verl.parallel.collectives import free_port
 from verl.rollout.api import ENGINES
@@ -68,7 +68,7 @@ def server(folder, tmp_path_factory):
             try:
                 client.get("/v1/models")
                 break
-            except (WorkerLostError, ModelError):
+            except (UnreachableError, ModelError):
                 if process.poll() is not None or time.monotonic() > deadline:
                     log.seek(0)
                     pytest.fail(log.read()[-4000:])

@@ -14,7 +14,7 @@ from tests.rollout.test_http_real import TOKEN, folder, server  # noqa: F401 - f
 from tests.rollout.test_vllm import FakeCore
 from tests.workers.test_reward_model import PROMPTS, RESPONSES, batch_of, make_classifier, settings
 from verl.config.reward import JudgeServiceConfig
-from verl.errors import ConfigError, MissingExtraError, ModelError, WorkerLostError
+from verl.errors import ConfigError, MissingExtraError, ModelError, UnreachableError
 from verl.models.load import load_tokenizer
 from verl.models.tiny import make_tiny_model, make_tokenizer
 from verl.rollout.vllm import engine, versions
@@ -69,7 +69,7 @@ def test_a_service_of_other_models_is_refused(monkeypatch):
             ask(service.url, served_model_name="c")
         assert replies(ask(service.url, path="b"))
         assert {b["model"] for b in service.bodies("/v1/chat/completions")} == {"b"}
-    with pytest.raises(WorkerLostError, match=r"reward\.reward_model\.rollout\.service\.url"):
+    with pytest.raises(UnreachableError, match=r"reward\.reward_model\.rollout\.service\.url"):
         ask(service.url)
     monkeypatch.delenv("VERL_REWARD_MODEL_TOKEN", raising=False)
     with pytest.raises(ConfigError, match="VERL_REWARD_MODEL_TOKEN"):
