@@ -11,8 +11,12 @@ from tests.reshard.played_device import DEVICE, play_driver
 from tests.rollout.conftest import EOS, make_prompts
 from tests.rollout.test_vllm_rebuild import PARAMS, Played, Processes, lost, one_step
 from verl.config import RolloutConfig, load_config
+from verl.controller.build import Seat
+from verl.controller.host import _with_device_names
 from verl.controller.own_copy import KeptBuckets, own_copy
-from verl.errors import ModelError
+from verl.errors import ConfigError, ModelError
+from verl.parallel.placement import Placement
+from verl.parallel.wire import to_bytes
 from verl.reshard.device_memory import DevicePortions, read
 from verl.rollout.api import ENGINES
 from verl.rollout.vllm import engine
@@ -164,6 +168,39 @@ def test_the_engine_takes_the_gpu_of_its_rank(mode, seen, expected, load, monkey
     own = own_copy(loaded, torch.device("cuda", 1))
     setup = make_setup(RolloutConfig(), own, load("llama"), eos_token_ids=(EOS,), vocab_size=300)
     assert setup.environment.get("CUDA_VISIBLE_DEVICES") == expected
+
+
+def spanning(device, load, *names):
+    """The environment of an engine process that spans two GPUs of its run."""
+    given = ["rollout.name=vllm", "rollout.tensor_model_parallel_size=2", "actor.fsdp_config.dtype=float32"]
+    config = load_config([f"actor_rollout_ref.{key}" for key in given], check=False).config
+    own = own_copy(config, device, visible_devices=names)
+    setup = make_setup(config.actor_rollout_ref.rollout, own, load("llama"), eos_token_ids=(EOS,), vocab_size=300)
+    assert (setup.llm["tensor_parallel_size"], setup.llm["distributed_executor_backend"]) == (2, "mp")
+    return setup.environment.get("CUDA_VISIBLE_DEVICES")
+
+
+def test_an_engine_sees_the_gpus_of_all_its_ranks(load, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")  # as Ray leaves it to the process of a rank
+    assert spanning(torch.device("cuda"), load, "4", "6") == "4,6"
+    with pytest.raises(ConfigError, match="tensor_model_parallel_size=2 needs as many GPUs, .* n_gpus_per_node"):
+        spanning(torch.device("cuda"), load)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3,5")  # a run of one process
+    assert spanning(torch.device("cuda", 1), load) == "3,5"
+
+
+@pytest.mark.parametrize(
+    ("size", "device", "expected"),
+    [(2, "cuda", ("2", "7")), (1, "cuda", ()), (2, "cpu", ())],
+    ids=["two GPUs to an engine", "each rank its own", "no GPUs"],
+)
+def test_ranks_tell_each_other_their_gpus(size, device, expected, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
+    given = ["rollout.name=vllm", f"rollout.tensor_model_parallel_size={size}"]
+    config = load_config([f"actor_rollout_ref.{key}" for key in given], check=False).config
+    seat = Seat(config, Placement.from_roles({}, 2), 0, torch.device(device), 1, [])
+    comm = SimpleNamespace(all_gather=lambda mine: [mine, to_bytes("7")])
+    assert _with_device_names(seat, comm).device_names == expected
 
 
 def test_what_gpus_draw_is_not_changed_by_a_start(monkeypatch):

@@ -92,7 +92,9 @@ def _environment(own: OwnCopy, num_devices: int) -> dict[str, str]:
     wishes = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_HOST_IP": "127.0.0.1"}
     if own.device.type == "cpu":
         # by itself vLLM takes one core less than there are and stays on it
-        wishes |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(torch.get_num_threads())}
+        num_ranks = num_devices if dist.is_initialized() else 1  # each rank has its share of the cores already
+        num_threads = max(1, torch.get_num_threads() * num_ranks // num_devices)
+        wishes |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(num_threads)}
     elif own.in_process:  # here CUDA has counted its devices, and goes by their numbers
         visible = own.visible_devices or _own_devices(own.device, num_devices)
         wishes |= {"CUDA_VISIBLE_DEVICES": ",".join(visible)} if visible else {}
