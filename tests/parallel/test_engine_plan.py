@@ -16,15 +16,14 @@ ROLLOUT = "actor_rollout_ref.rollout"
 def layouts(draw):
     """(engine, mode, ranks, sizes, devices of the run, devices of a machine) that divide; the rollout may have a pool of its
     own, after the devices that train."""
-    tensor, pipeline, data = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2])), draw(st.integers(1, 3))
+    tensor, data = draw(st.sampled_from([1, 2, 4])), draw(st.integers(1, 3))
     engine, mode = draw(st.sampled_from(["native", "vllm", "sglang"])), draw(st.sampled_from(["sync", "async"]))
-    pipeline = 1 if engine == "native" else pipeline
-    per_node = tensor * pipeline * draw(st.integers(1, 4))
+    per_node = tensor * draw(st.integers(1, 4))
     num_nodes = draw(st.integers(1, 3)) * data
     own_pool = draw(st.booleans())
     first = per_node * draw(st.integers(1, 2)) if own_pool else 0
     count = per_node * num_nodes
-    sizes = Sizes(tensor, data, pipeline, draw(st.sampled_from([1, tensor])))
+    sizes = Sizes(tensor, data, expert=draw(st.sampled_from([1, tensor])))
     return engine, mode, range(first, first + count), sizes, first + count, per_node
 
 
@@ -40,7 +39,7 @@ def test_every_rank_is_in_one_replica(layout):
     assert found.ranks == tuple(ranks)
     if num_devices == 1:
         return
-    size = sizes.tensor * sizes.pipeline
+    size = sizes.tensor
     assert {len(replica.ranks) for replica in found.replicas} == {size}
     assert len(found.replicas) == len(ranks) // size
     assert len(found.replicas) % sizes.data == 0
@@ -126,7 +125,7 @@ def test_launches(overrides, where, engines, devices):
         (("name=vllm", "data_parallel_size=2"), "The 1 devices of the rollout do not divide"),
         ((*NODES, "name=vllm", "tensor_model_parallel_size=16"), "on several machines"),
         ((*NODES, "name=vllm", "tensor_model_parallel_size=0"), "at least 1"),
-        ((*NODES, "name=native", "pipeline_model_parallel_size=2"), "does not divide layers into stages"),
+        ((*NODES, "name=vllm", "pipeline_model_parallel_size=2"), "no rollout engine divides layers into stages"),
         ((*NODES, "name=hf", "tensor_model_parallel_size=2"), "whole model on each device"),
         ((*NODES, "name=vllm", "tensor_model_parallel_size=2", "data_parallel_size=8", "expert_parallel_size=16"), "experts"),
         (

@@ -183,7 +183,9 @@ def spanning(device, load, *names):
 def test_an_engine_sees_the_gpus_of_all_its_ranks(load, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")  # as Ray leaves it to the process of a rank
     assert spanning(torch.device("cuda"), load, "4", "6") == "4,6"
-    with pytest.raises(ConfigError, match="tensor_model_parallel_size=2 needs as many GPUs, .* n_gpus_per_node"):
+    with pytest.raises(
+        ConfigError, match=r"tensor_model_parallel_size=2 needs as many GPUs, .*trainer.n_gpus_per_node"
+    ):
         spanning(torch.device("cuda"), load)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3,5")  # a run of one process
     assert spanning(torch.device("cuda", 1), load) == "3,5"

@@ -168,10 +168,9 @@ def test_an_engine_that_holds_other_weights_than_it_was_sent_is_found(kind, engi
     assert_equal(made, native(module, tokenizer).generate(prompts, DRAWS["plain"], step=1))
 
 
-@pytest.mark.parametrize("size", ["tensor_model_parallel_size", "pipeline_model_parallel_size"])
-def test_two_workers_share_the_model(size, folder, tokenizer):
-    """Parallelism inside vLLM, in a process of its own: each worker reads the buckets and proves them."""
-    engine = make(folder, "async", tokenizer, **{size: 2})
+def test_two_workers_share_the_model(folder, tokenizer):
+    """Tensor parallelism inside vLLM, in a process of its own: each worker reads the buckets and proves them."""
+    engine = make(folder, "async", tokenizer, tensor_model_parallel_size=2)
     try:
         module = changed(folder, 5)
         engine.load(module.named_parameters())
@@ -196,10 +195,11 @@ def test_nothing_is_left_of_workers_that_share_a_model(ended, folder, tokenizer)
             max(family[1:], key=lambda process: process.memory_info().rss).kill()
         else:
             family[0].kill()  # as the kernel does, too, when this process ends
-        assert not still_there(family, grace_s=30)
+            assert not still_there(family, grace_s=30)
         prompts = make_prompts(LENGTHS)
         made = engine.generate(prompts, DRAWS["plain"], step=3)
         assert_equal(made, native(module, tokenizer).generate(prompts, DRAWS["plain"], step=3))
+        assert not still_there(family, grace_s=30)
         family = own_family(engine.core.core.process.pid)
     finally:
         engine.close()

@@ -231,10 +231,7 @@ class RolloutConfig(Section):
         sizing=True,
     )
     pipeline_model_parallel_size: int = used(
-        1,
-        "stages of layers in a copy, each of tensor_model_parallel_size devices (vLLM)",
-        when="spans_devices",
-        sizing=True,
+        1, "stages of layers in a copy; there is no engine with more than one", when="spans_devices", sizing=True
     )
     dtype: str = inert("bfloat16", "dtype of the engine", SHARED_WEIGHTS)
     load_format: str = inert("dummy", "how the engine loads weights", SHARED_WEIGHTS)

@@ -111,9 +111,7 @@ class EnginePlan:
             return (
                 f"{self.engine} is one service; rank {first.owner} sends it the prompts of {_count(self.ranks, 'rank')}"
             )
-        spans = [f"tensor parallel {self.sizes.tensor}"] if self.sizes.tensor > 1 else []
-        spans += [f"pipeline {self.sizes.pipeline}"] if self.sizes.pipeline > 1 else []
-        how = f" ({', '.join(spans)})" if spans else ""
+        how = f" (tensor parallel {self.sizes.tensor})" if self.sizes.tensor > 1 else ""
         shown = f"{_count(self.replicas, 'replica')} of {self.engine} on {_count(first.devices, 'device')} each{how}: "
         shown += _place(first)
         shown += f" ... {_place(last)}" if last is not first else ""
@@ -143,16 +141,15 @@ def plan_engine(
         return EnginePlan(engine, where, Sizes(), (EngineReplica(tuple(ranks), 0, ()),))
     if where == "ranks" and num_devices == 1:
         sizes = Sizes()  # one device holds the whole model; the keys are not read
-    _check_sizes(engine, where, sizes)
-    per_replica = sizes.tensor * sizes.pipeline
+    _check_sizes(engine, sizes)
     if num_devices == 1 and sizes.data == 1:  # the engine process takes the devices beside that of the run's one rank
-        return EnginePlan(engine, where, sizes, (EngineReplica(tuple(ranks), 0, tuple(range(per_replica))),))
-    if len(ranks) % (per_replica * sizes.data):
+        return EnginePlan(engine, where, sizes, (EngineReplica(tuple(ranks), 0, tuple(range(sizes.tensor))),))
+    if len(ranks) % (sizes.tensor * sizes.data):
         raise ConfigError(
             f"The {len(ranks)} devices of the rollout do not divide into groups of {_asked(sizes)}; choose sizes whose product "
             f"divides {len(ranks)}, or change their number ({counted_by})."
         )
-    groups = [tuple(ranks[first : first + per_replica]) for first in range(0, len(ranks), per_replica)]
+    groups = [tuple(ranks[first : first + sizes.tensor]) for first in range(0, len(ranks), sizes.tensor)]
     replicas = tuple(_replica(group, where, sizes, devices_per_node) for group in groups)
     return EnginePlan(engine, where, sizes, replicas)
 
@@ -165,23 +162,22 @@ def _where(engine: str, mode: str, sizes: Sizes, all_generate: bool, num_devices
     if engine != "vllm":
         return "ranks"
     # vLLM's workers can be the run's own ranks where those are as many, and all of them generate
-    fits = all_generate and (num_devices > 1 or sizes.tensor == 1) and sizes.pipeline == 1
+    fits = all_generate and (num_devices > 1 or sizes.tensor == 1)
     return "ranks" if mode == "sync" and fits else "process"
 
 
-def _check_sizes(engine: str, where: Where, sizes: Sizes) -> None:
+def _check_sizes(engine: str, sizes: Sizes) -> None:
     if min(sizes.tensor, sizes.data, sizes.pipeline, sizes.expert) < 1:
         raise ConfigError(f"{_asked(sizes)}: sizes of a rollout's groups must be at least 1.")
-    per_replica = sizes.tensor * sizes.pipeline
-    if engine not in _SPANNING and per_replica > 1:
+    if sizes.pipeline > 1:
+        raise ConfigError(
+            f"{_PIPELINE}={sizes.pipeline}: no rollout engine divides layers into stages here. Raise {_TENSOR} instead, and set "
+            f"{_PIPELINE} to 1."
+        )
+    if engine not in _SPANNING and sizes.tensor > 1:
         raise ConfigError(
             f"{_asked(sizes)}: {engine} generates with a whole model on each device. Use {_KEYS}.name=native or vllm, or set "
             "the size to 1."
-        )
-    if sizes.pipeline > 1 and where == "ranks":
-        raise ConfigError(
-            f"{_PIPELINE}={sizes.pipeline}: {engine} does not divide layers into stages. Raise {_TENSOR} instead, and set "
-            f"{_PIPELINE} to 1."
         )
     if sizes.expert not in (1, sizes.tensor):
         raise ConfigError(
@@ -202,8 +198,7 @@ def _replica(group: tuple[int, ...], where: Where, sizes: Sizes, devices_per_nod
 
 
 def _asked(sizes: Sizes) -> str:
-    given = {_PIPELINE: sizes.pipeline, _DATA: sizes.data}
-    return " x ".join([f"{_TENSOR}={sizes.tensor}", *(f"{key}={size}" for key, size in given.items() if size != 1)])
+    return f"{_TENSOR}={sizes.tensor}" + (f" x {_DATA}={sizes.data}" if sizes.data != 1 else "")
 
 
 def _counted_by(config: VerlConfig) -> str:

@@ -99,7 +99,6 @@ def arguments(config: RolloutConfig, own: OwnCopy, skeleton: Any, port: int) -> 
         "device": own.device.type,
         "dtype": str(own.dtype).removeprefix("torch."),
         "tp_size": config.tensor_model_parallel_size,
-        "pp_size": config.pipeline_model_parallel_size,
         "ep_size": config.expert_parallel_size,
         "mem_fraction_static": config.gpu_memory_utilization,
         "context_length": longest_sequence(config, skeleton),

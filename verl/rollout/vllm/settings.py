@@ -38,7 +38,6 @@ def make_setup(
         "dtype": str(own.dtype).removeprefix("torch."),
         "seed": config.seed,
         "tensor_parallel_size": config.tensor_model_parallel_size,
-        "pipeline_parallel_size": config.pipeline_model_parallel_size,
         "enable_expert_parallel": config.expert_parallel_size > 1,
         "max_model_len": longest,
         "max_num_seqs": config.max_num_seqs,
@@ -61,22 +60,17 @@ def make_setup(
     in_ranks = not own.in_process and dist.is_initialized() and dist.get_world_size() > 1
     if in_ranks:
         arguments["distributed_executor_backend"] = _RANKS
-    elif own.in_process and num_workers(config) > 1:
+    elif own.in_process and config.tensor_model_parallel_size > 1:
         arguments["distributed_executor_backend"] = "mp"  # on its own vLLM may look for a cluster of Ray
     return Setup(
         llm={**arguments, **config.engine_kwargs.vllm},
-        environment=_environment(own, num_workers(config)),
+        environment=_environment(own, config.tensor_model_parallel_size),
         eos_token_ids=list(eos_token_ids),
         vocab_size=vocab_size,
         reader=own.reader,
         sleeps=config.free_cache_engine and not on_cpu,
         in_ranks=in_ranks,
     )
-
-
-def num_workers(config: RolloutConfig) -> int:
-    """Devices that an engine spans, with a process of vLLM on each where there are several."""
-    return config.tensor_model_parallel_size * config.pipeline_model_parallel_size
 
 
 def longest_sequence(config: RolloutConfig, skeleton: Any) -> int:
@@ -128,5 +122,5 @@ def _cache_bytes(rollout: RolloutConfig, longest: int, skeleton: Any, dtype: tor
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     block = 2 * config.num_hidden_layers * heads * size * dtype.itemsize * _BLOCK_TOKENS
     one = (-(-longest // _BLOCK_TOKENS) + 1) * block
-    most = psutil.virtual_memory().available // _MOST_OF_MEMORY // num_workers(rollout)
+    most = psutil.virtual_memory().available // _MOST_OF_MEMORY // rollout.tensor_model_parallel_size
     return max(2 * one, min(rollout.max_num_seqs * one, most // block * block))
