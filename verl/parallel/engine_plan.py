@@ -171,8 +171,8 @@ def _check_sizes(engine: str, sizes: Sizes) -> None:
         raise ConfigError(f"{_asked(sizes)}: sizes of a rollout's groups must be at least 1.")
     if sizes.pipeline > 1:
         raise ConfigError(
-            f"{_PIPELINE}={sizes.pipeline}: no rollout engine divides layers into stages here. Set it to 1, and raise {_TENSOR} "
-            "instead."
+            f"{_PIPELINE}={sizes.pipeline}: no rollout engine divides layers into stages here. Set it to 1, and raise "
+            f"{_TENSOR} instead."
         )
     if engine not in _SPANNING and sizes.tensor > 1:
         raise ConfigError(
