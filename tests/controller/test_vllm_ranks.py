@@ -6,12 +6,14 @@ those of the trainer. Slow, needs vLLM.
 Two ranks with a copy each, two that share one, in processes of its own (async) or in the ranks (sync), and two copies on four.
 """
 
+import contextlib
 import importlib.util
 
+import psutil
 import pytest
 
 from tests.controller.conftest import train_here
-from tests.controller.ranks import environment, python, run, survivors
+from tests.controller.ranks import environment, python, run, still_there
 from verl.models.tiny import make_tiny_model
 
 pytestmark = [
@@ -42,12 +44,12 @@ def expected(jobs, settings):
     return train_here(jobs, "native", *settings).samples()
 
 
-def by_torchrun(jobs, num_ranks):
-    run(num_ranks, "tests.controller.several_runs", jobs.file(), timeout_s=540, forked=False)
+def by_torchrun(jobs, num_ranks, mark):
+    run(num_ranks, "tests.controller.several_runs", jobs.file(), timeout_s=540, forked=False, VERL_TEST_MARK=mark)
 
 
-def by_ray(jobs, num_ranks):
-    env, file = environment(RAY_AUTH_MODE="disabled"), jobs.file()
+def by_ray(jobs, num_ranks, mark):
+    env, file = environment(RAY_AUTH_MODE="disabled", VERL_TEST_MARK=mark), jobs.file()
     for attempt in range(2):  # the start of Ray has a deadline of its own, which a busy machine can miss
         driver = python("tests.controller.several_runs", file, env=env)
         try:
@@ -58,6 +60,16 @@ def by_ray(jobs, num_ranks):
         if not driver.returncode or attempt or "timed out during startup" not in said:
             break
     assert driver.returncode == 0, said[-6000:]
+
+
+def engines(mark):
+    """Processes of vLLM whose run had `mark` in its environment."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("VERL_TEST_MARK") == mark and "verl.rollout.process_main" in process.cmdline():
+                found.append(process)
+    return found
 
 
 @pytest.mark.parametrize(
@@ -78,7 +90,7 @@ def test_samples_are_those_of_the_native_engine(start, mode, num_ranks, tensor_p
         f"{ROLLOUT}.tensor_model_parallel_size={tensor_parallel}", f"trainer.n_gpus_per_node={num_ranks}",
         f"ray_kwargs.ray_init.num_cpus={num_ranks}",
     )  # fmt: skip
-    start(jobs, num_ranks)
+    start(jobs, num_ranks, str(found.folder))
     samples = found.samples()
     assert samples.keys() == expected.keys()
     assert len(samples) == 2, "steps"
@@ -94,4 +106,4 @@ def test_samples_are_those_of_the_native_engine(start, mode, num_ranks, tensor_p
     rows = found.rows
     assert [row["training/rollout_probs_diff_valid"] for row in rows] == [1.0, 1.0]
     assert max(row["training/rollout_probs_diff_max"] for row in rows) < TOLERANCE, "the trainer's own log-probs"
-    assert not survivors("verl.rollout.process_main")
+    assert not still_there(engines(str(found.folder)))
