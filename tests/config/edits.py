@@ -44,17 +44,18 @@ def outcome(key: str, edited: str) -> str:
     an entry of a free mapping), "a section", "a mark" (+ and ~ before a key, and space, say the same key), or what is wrong."""
     spelled = edited.lstrip().lstrip("+~")
     path, _ = aliases.resolve(spelled)
-    given = Given([], [], [])
+    given = Given()
     given.add_overrides([f"{edited}=1"])
-    if not given.errors:
+    errors = [fault.sentence for fault in given.faults]
+    if not errors:
         if spelled == key:
             return "a mark"
         return "another key" if locate(path) is not None else "accepted"
     if path in sections():
-        return "a section" if "is a section" in given.errors[0] else given.errors[0]
-    if f"There is no key {spelled!r} (command line)" not in given.errors[0]:
-        return given.errors[0]
-    named = re.findall(r"'([^']*)'", given.errors[0].partition("did you mean")[2])
+        return "a section" if "is a section" in errors[0] else errors[0]
+    if f"There is no key {spelled!r} (command line)" not in errors[0]:
+        return errors[0]
+    named = re.findall(r"'([^']*)'", errors[0].partition("did you mean")[2])
     if named[:1] == [key]:
         return "right first"
     if key in named and all(slips_apart(spelled, other) == 1 for other in named[: named.index(key)]):

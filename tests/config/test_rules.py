@@ -79,7 +79,6 @@ BROKEN = [
         f"{CORRECTION}.rollout_is_threshold",
         [f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_threshold=2_1"],
     ),
-    ("error", f"{CORRECTION}.rollout_is", [f"{CORRECTION}.bypass_mode=True", f"{CORRECTION}.rollout_is=token"]),
     (
         "error",
         f"{ROLLOUT}.calculate_log_probs",

@@ -22,7 +22,7 @@ def check(arguments: ConfigArguments) -> int:
     try:
         subject = Subject(arguments.load(check=False))
     except ConfigError as error:
-        for sentence in str(error).splitlines():
+        for sentence in _every_problem(arguments, error):
             report.add("config", Line("fail", sentence))
         return report.close("Ready to train", "This would not train")
     for topic, examine in _checks():
@@ -32,6 +32,15 @@ def check(arguments: ConfigArguments) -> int:
         except VerlError as error:
             report.add(topic, Line("fail", str(error)))
     return report.close("Ready to train", "This would not train")
+
+
+def _every_problem(arguments: ConfigArguments, error: ConfigError) -> list[str]:
+    """The sentences of all that is wrong with a config that could not be loaded, not only of what stopped its loading."""
+    try:
+        arguments.load()
+    except ConfigError as every:
+        error = every
+    return str(error).splitlines()
 
 
 def _checks() -> tuple:

@@ -18,7 +18,12 @@ PROFILER = "each step reports where its time went; no profiler is attached in th
 
 @dataclass(frozen=True)
 class PolicyLossConfig(Section):
-    loss_mode: str = used("vanilla", "policy loss, a name or path/to/file.py:function", when="no_bypass")
+    loss_mode: str = used(
+        "vanilla",
+        "policy loss, a name or path/to/file.py:function",
+        when="no_bypass",
+        strict="existing releases apply it to the sampler's log-probabilities",
+    )
     clip_cov_ratio: float = used(0.0002, "share of tokens that clip_cov leaves out", when="clip_cov")
     clip_cov_lb: float = used(1.0, "lowest covariance that clip_cov leaves out", when="clip_cov")
     clip_cov_ub: float = used(5.0, "highest covariance that clip_cov leaves out", when="clip_cov")

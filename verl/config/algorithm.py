@@ -13,7 +13,7 @@ class RolloutCorrectionConfig(Section):
     """Importance weights and rejection between the sampler and the trained policy."""
 
     rollout_is: str | None = used(
-        None, "importance weights by token or by sequence", choices=(None, "token", "sequence")
+        None, "importance weights by token or by sequence", when="weighs", choices=(None, "token", "sequence")
     )
     rollout_is_threshold: float | str = used(2.0, "upper bound of a weight, or 'low_high'", when="rollout_is")
     rollout_is_batch_normalize: bool = used(False, "divide weights by their mean", when="rollout_is")

@@ -43,6 +43,7 @@ def _lora(prefix: str) -> tuple[Alias, ...]:
 
 
 ALIASES: tuple[Alias, ...] = (
+    *(Alias(f"{_ACTOR}.policy_loss.{name}", f"{_ACTOR}.{name}") for name in ("tau_pos", "tau_neg")),
     *_optim(_ACTOR),
     *_optim("critic"),
     *_fsdp(f"{_ACTOR}.fsdp_config"),

@@ -1,92 +1,75 @@
 """What is wrong, or worth saying, about a resolved configuration, without looking at models or data.
 
-Three families: keys that the chosen path never reads, features that this version has not, and keys that contradict one
-another (rules/).
+Three families: problems of loading it, verdicts on single keys (policy.py), and keys that contradict one another (rules/).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Literal
 
-from verl.config.conditions import CONDITIONS
 from verl.config.loaded import LoadedConfig
+from verl.config.policy import Verdict, shown, verdicts
+from verl.config.problems import LEVELS, Problem, no_effect
 from verl.config.rules import RULES
-from verl.config.settings import Setting
-from verl.config.tree import Leaf, VerlConfig, leaves, value_at
-from verl.config.unavailable import missing_features
+from verl.config.tree import leaves, value_at
+from verl.config.unavailable import MISSING
 
-Level = Literal["error", "warning", "notice"]
-
-
-@dataclass(frozen=True)
-class Problem:
-    level: Level  # an error stops the run, a warning is probably a mistake, a notice says that a key has no effect here
-    key: str
-    sentence: str
+__all__ = ["Problem", "check_config"]
 
 
 def check_config(loaded: LoadedConfig) -> list[Problem]:
-    """Every problem of a configuration, errors first."""
-    missing = [Problem("error", key, sentence) for key, sentence in missing_features(loaded.config)]
-    problems = [*missing, *_unread(loaded, {p.key for p in missing}), *_broken_rules(loaded, {p.key for p in missing})]
-    order = ("error", "warning", "notice")
-    return sorted(problems, key=lambda p: order.index(p.level))
+    """Every problem of a configuration: features that are not available, other errors, warnings, notices."""
+    found = verdicts(loaded)
+    features = {row.path for row in MISSING}
+    refused = [Problem("error", key, v.reason) for key, v in found.items() if v.kind == "refused"]
+    problems = [
+        *sorted(refused, key=lambda p: p.key not in features),
+        *(p for p in loaded.faults if p.key not in loaded.misfits or _is_fault(loaded, found, p.key)),
+        *_broken_rules(loaded, {p.key for p in refused if p.key in features} | {p.key for p in loaded.faults}),
+        *_notices(loaded, found),
+    ]
+    return sorted(problems, key=lambda p: LEVELS.index(p.level))
 
 
-def _broken_rules(loaded: LoadedConfig, missing: set[str]) -> Iterator[Problem]:
+def _is_fault(loaded: LoadedConfig, found: dict[str, Verdict], key: str) -> bool:
+    """A value that does not fit is an error, but where its feature is missing, and for null to a key that is not read."""
+    return found[key].kind == "acts" or (found[key].kind == "noticed" and loaded.misfits[key] is not None)
+
+
+def _broken_rules(loaded: LoadedConfig, faulty: set[str]) -> Iterator[Problem]:
     given = set(loaded.given)
+    broken: set[str] = set()
     for rule in RULES:
-        if rule.key not in missing and rule.broken(loaded.config, given):
+        if rule.key in faulty:
+            continue
+        if loaded.origins[rule.key].removeprefix("follows ") in broken | faulty:
+            broken.add(rule.key)  # the key that it follows has been named
+            continue
+        if rule.broken(loaded.config, given):
+            broken.add(rule.key)
             yield Problem(rule.level, rule.key, rule.sentence(loaded.config))
 
 
-def _unread(loaded: LoadedConfig, missing: set[str]) -> list[Problem]:
-    """Errors for keys that are set and not read; one notice per reason for those that ask for nothing."""
-    problems: list[Problem] = []
-    quiet: dict[str, list[str]] = {}
-    for path, setting in loaded.given.items():
-        leaf, value = leaves()[path], value_at(loaded.config, path)
-        as_default = value == leaf.default or (path in loaded.followed and value == loaded.followed[path])
-        if path in missing or (as_default and setting.source != "command line"):
-            continue  # a file may list every key, as the one in the run folder does
-        if leaf.inert:
-            quiet.setdefault(leaf.inert, []).append(_shown(setting, value))
-            continue
-        failed = _failed_condition(leaf, loaded.config)
-        if failed is None:
-            continue
-        because, fix = failed
-        if as_default or leaf.sizing or value in leaf.key.neutral:
-            quiet.setdefault(because, []).append(_shown(setting, value))
-        else:
-            problems.append(
-                Problem(
-                    "error",
-                    path,
-                    f"{_shown(setting, value)} ({_place(setting)}) is not read: {because}. Remove it, or {fix}.",
-                )
-            )
-    problems.extend(
-        Problem("notice", "", f"No effect: {', '.join(keys)} ({reason}).") for reason, keys in quiet.items()
-    )
-    return problems
+def _notices(loaded: LoadedConfig, found: dict[str, Verdict]) -> list[Problem]:
+    """One notice per reason, each with all keys it is the reason of; errors under trainer.strict_config."""
+    by_reason: dict[str, list[str]] = {}
+    for key, reason in loaded.without_effect:
+        by_reason.setdefault(reason, []).append(key)
+    for path, verdict in found.items():
+        if verdict.kind == "noticed":
+            value = loaded.misfits.get(path, value_at(loaded.config, path))
+            by_reason.setdefault(verdict.reason, []).extend(_all_shown(loaded, path, value))
+    strict = loaded.config.trainer.strict_config
+    end = " Remove it, or set trainer.strict_config=False." if strict else ""
+    return [
+        Problem("error" if strict else "notice", "", no_effect(keys, reason) + end)
+        for reason, keys in by_reason.items()
+    ]
 
 
-def _failed_condition(leaf: Leaf, config: VerlConfig) -> tuple[str, str] | None:
-    for name, place in leaf.conditions:
-        condition = CONDITIONS[name]
-        if not condition.holds(config, value_at(config, place)):
-            return condition.because, condition.fix
-    return None
-
-
-def _shown(setting: Setting, value: Any) -> str:
-    free = leaves()[setting.path].free and setting.spelled != setting.path
-    return setting.spelled if free else f"{setting.spelled}={value}"
-
-
-def _place(setting: Setting) -> str:
-    renamed = setting.origin != setting.source
-    return f"{setting.source}; it is another spelling of {setting.path}" if renamed else setting.source
+def _all_shown(loaded: LoadedConfig, path: str, value: object) -> list[str]:
+    """A key as it was given; all entries that were given of a free-form one."""
+    settings = loaded.entries.get(path) or [loaded.given[path]]
+    if not leaves()[path].free:
+        settings = settings[-1:]
+    return list(dict.fromkeys(shown(setting, value) for setting in settings))

@@ -153,6 +153,11 @@ CONDITIONS: dict[str, Condition] = {
         "rows are not resampled by a power of their score",
         "set algorithm.use_pf_ppo=True and algorithm.pf_ppo.reweight_method=pow",
     ),
+    "weighs": Condition(
+        lambda root, node: not (node.bypass_mode and node.loss_type == "ppo_clip"),
+        "in bypass_mode the loss ppo_clip has no importance weights",
+        "set algorithm.rollout_correction.loss_type=reinforce",
+    ),
     "rollout_is": Condition(
         lambda root, node: node.rollout_is is not None,
         "algorithm.rollout_correction.rollout_is is null, so there are no importance weights",

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.config.keys import Section, inert, section, used
+from verl.config.rollout import TOOLS
 
 TEXT_ONLY = "rows are text in this version"
 NOT_READ_THERE = "it has no effect in existing releases either"
@@ -42,8 +43,8 @@ class DataConfig(Section):
     truncation: str = used("error", "what happens to a longer prompt", choices=("error", "left", "right", "middle"))
     apply_chat_template_kwargs: dict[str, Any] = used({}, "further arguments of the chat template")
     custom_cls: CustomClassConfig = section(CustomClassConfig, "dataset class of one's own")
-    tool_config_path: str | None = used(None, "file that declares tools", when="multi_turn")
-    function_tool_path: str | None = used(None, "file of functions that are tools", when="multi_turn")
+    tool_config_path: str | None = used(None, "file that declares tools", when="multi_turn", strict=TOOLS)
+    function_tool_path: str | None = used(None, "file of functions that are tools", when="multi_turn", strict=TOOLS)
     trust_remote_code: bool = inert(
         False,
         "run Python code that comes with the tokenizer",

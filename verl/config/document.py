@@ -24,10 +24,19 @@ A key is given as `section.key=value` on the command line or in a YAML file (`--
 below a free-form key (type mapping) any name can be added. `~key` takes a key back to its default. The run
 folder's `config.yaml` holds every value with its origin.
 
-An unknown key is an error that names the nearest ones. A key that is given and not read by what was chosen is an
-error too, unless it has its default or a neutral value, or only sizes memory or hardware: then a notice at start
-lists it. Keys under *no effect here* are accepted, for scripts that have them, and listed with their reason at
-start.
+## What becomes of a key
+
+| a key that | is |
+|---|---|
+| no release has | refused, with the nearest names |
+| chooses a feature of [this list](#not-available-in-this-version) | refused; keys below the feature are not mentioned |
+| is not read by what was chosen, and leaving it out of the same config changes nothing in the existing verl either | noticed |
+| only sizes memory or hardware, observes a run, or has its default or a neutral value, and is not read | noticed |
+| asks for something that would not happen here ([this list](#refused-where-not-read)) | refused, with what happens instead |
+| has a value that it cannot have, or contradicts another key | refused |
+
+Refusals are one error that lists all of them, missing features first. Notices are listed at the start, one for each reason
+with all its keys; `trainer.strict_config=True` makes errors of them. `verl check` shows both.
 """
 
 
@@ -47,7 +56,7 @@ def to_markdown() -> str:
         for reason in dict.fromkeys(leaf.inert for leaf in rows if leaf.inert):
             keys = ", ".join(f"`{_name(leaf)}`" for leaf in rows if leaf.inert == reason)
             parts.append(f"\nNo effect here ({reason}): {keys}")
-    return "\n".join([*parts, _other_spellings(), _gone(), _not_available(), _differences()]) + "\n"
+    return "\n".join([*parts, _other_spellings(), _gone(), _not_available(), _refused(), _differences()]) + "\n"
 
 
 def _name(leaf: Leaf) -> str:
@@ -84,6 +93,20 @@ def _not_available() -> str:
     return _table(
         "Not available in this version", "Choosing one of these is an error.", ("key", "what", "instead"), rows
     )
+
+
+def _refused() -> str:
+    """Keys that are refused where they are not read, and inert ones with another value than their default, by reason."""
+    by_reason: dict[tuple[str, str], list[str]] = {}
+    for path, leaf in leaves().items():
+        if leaf.inert and leaf.key.refused:
+            by_reason.setdefault((leaf.inert, f"{leaf.key.refused}."), []).append(path)
+        elif leaf.key.strict and not leaf.inert:
+            fix = "; or ".join(dict.fromkeys(CONDITIONS[name].fix for name, _ in leaf.conditions[-1:]))
+            by_reason.setdefault((leaf.key.strict, f"Remove it, or {fix}."), []).append(path)
+    rows = [(", ".join(f"`{p}`" for p in paths), why, fix) for (why, fix), paths in by_reason.items() if fix]
+    note = "Each asks for something that would not happen. Every other key that is not read is only noticed."
+    return _table("Refused where not read", note, ("key", "why", "what to do"), rows)
 
 
 def _differences() -> str:

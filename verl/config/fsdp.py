@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl.config.keys import Section, inert, section, used
+from verl.config.keys import OURS, Section, inert, section, used
 
 FUSED_LOG_PROBS = "log-probabilities and entropy are always computed in chunks, full logits never exist"
 MASTER_ROUNDINGS = ("dithered", "nearest")
@@ -84,19 +84,22 @@ class FSDPConfig(Section):
         "decoder layers whose parameters several devices gather together, and send at a time to those that generate; fixed "
         "during a run",
         when="use_3d_hybrid",
+        strict=OURS,
     )
     enable_chunked_attention: bool = used(
         False,
         "compute feed-forward, and attention without a flash kernel, over chunk_size tokens at a time, once more in the "
         "backward: less memory",
         when="use_3d_hybrid",
+        strict=OURS,
     )
-    chunk_size: int = used(512, "tokens of such a chunk", when="use_3d_hybrid")
+    chunk_size: int = used(512, "tokens of such a chunk", when="use_3d_hybrid", strict=OURS)
     batch_group_size: int = used(
         1,
         "micro-batches for which several devices gather parameters and add up gradients once: less communication, more "
         "memory",
         when="use_3d_hybrid",
+        strict=OURS,
     )
     qat: dict[str, Any] = inert({}, "quantisation-aware training", "weights are not quantised in this version")
     turbo_config: dict[str, Any] = inert({}, "settings of the fsdp_turbo engine", "only the fsdp_turbo engine reads it")

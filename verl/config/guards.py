@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verl.config.keys import Section, section, used
+from verl.config.keys import OURS, Section, section, used
 
 ACTIONS = ("warn", "skip", "rollback", "stop")  # the later, the stronger
 _LIMIT = "bound; null: not looked at"
@@ -21,8 +21,8 @@ class NonfiniteGuardConfig(Section):
 
 @dataclass(frozen=True)
 class GuardConfig(Section):
-    limit: float | None = used(None, _LIMIT)
-    action: str = used("warn", _ACTION, when="has_limit", choices=ACTIONS)
+    limit: float | None = used(None, _LIMIT, strict=OURS)
+    action: str = used("warn", _ACTION, when="has_limit", choices=ACTIONS, strict=OURS)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ GPU_ENGINES = (
     "only rollout engines with a server of their own (vLLM, SGLang) read it; the native one has nothing to set here"
 )
 DISTRIBUTED = "only a run over several processes reads it"
+OURS = "only this version has the key, so it asks for something that would not happen"
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,8 @@ class Key:
     when: str = ""  # name of the condition in conditions.py under which it is read
     neutral: tuple[Any, ...] = ()  # values that ask for nothing, so that an unread one is no error
     sizing: bool = False  # only sizes memory or hardware and cannot change a result, so that an unread one is no error
+    strict: str = ""  # why one that is given and not read is refused; "" where leaving it out changes nothing
+    refused: str = ""  # of an inert key: what to do instead, where another value than the default would have an effect
     choices: tuple[Any, ...] = ()
 
 
@@ -40,14 +43,16 @@ def used(
     neutral: tuple[Any, ...] = (),
     sizing: bool = False,
     choices: tuple[Any, ...] = (),
+    strict: str = "",
 ) -> Any:
-    """A key that has an effect whenever the condition `when` holds."""
-    return _leaf(default, Key(meaning, when=when, neutral=neutral, sizing=sizing, choices=choices))
+    """A key that has an effect whenever the condition `when` holds. `strict`: why it is refused where it is not read."""
+    return _leaf(default, Key(meaning, when=when, neutral=neutral, sizing=sizing, choices=choices, strict=strict))
 
 
-def inert(default: Any, meaning: str, reason: str) -> Any:
-    """A key that is accepted and has no effect, because of `reason`."""
-    return _leaf(default, Key(meaning, inert=reason))
+def inert(default: Any, meaning: str, reason: str, *, refused: str = "") -> Any:
+    """A key that is accepted and has no effect, because of `reason`. `refused`: other values than the default would have an
+    effect in existing releases and are refused; it says what to set instead."""
+    return _leaf(default, Key(meaning, inert=reason, refused=refused))
 
 
 def section(

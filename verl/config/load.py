@@ -11,11 +11,14 @@ from verl.config.checks import check_config
 from verl.config.follows import FOLLOWS, derive
 from verl.config.keys import Section
 from verl.config.loaded import LoadedConfig
+from verl.config.problems import Problem
 from verl.config.secrets import holds_mask, remember_secrets
 from verl.config.settings import Given, Setting
 from verl.config.tree import Leaf, VerlConfig, leaves
 from verl.config.values import Misfit, convert, expected, merge
 from verl.errors import ConfigError, nearest
+
+Misfits = dict[str, tuple[Any, str]]  # key -> (the value that does not fit it, the sentence that says so)
 
 
 def load_config(
@@ -24,65 +27,83 @@ def load_config(
     """Defaults, then the YAML file, then the overrides, resolved and checked.
 
     `config_path` and `config_name` are Hydra's (a folder and a name), or `config_path` is a YAML file. Raises
-    ConfigError with one sentence per problem: an unknown key (with the nearest ones), a value of the wrong type, two
-    spellings that disagree and, unless `check` is False, everything that `check_config` calls an error.
+    ConfigError with one sentence per problem, all problems at once: an unknown key (with the nearest ones), a value of the
+    wrong type, two spellings that disagree and, unless `check` is False, everything that `check_config` calls an error.
     """
-    given = Given([], [], [])
+    given = Given()
     file = sources.find(config_path, config_name)
     for path, tree in sources.read(file, given.notices) if file is not None else ():
         given.add_file(f"file {path}", tree)
     given.add_overrides(overrides)
     loaded = _resolve(given)
-    if check:
-        problems = check_config(loaded)
-        _raise([p.sentence for p in problems if p.level == "error"])
-        loaded.notices.extend(p.sentence for p in problems)
+    problems = check_config(loaded) if check or loaded.faults else []
+    if not check:
+        problems = [p for p in problems if p in loaded.faults]
+    _raise(problems)
+    loaded.notices.extend(p.sentence for p in problems)
     return loaded
 
 
-def _raise(errors: list[str]) -> None:
+def _raise(problems: list[Problem]) -> None:
+    errors = [p.sentence for p in problems if p.level == "error"]
     if errors:
         raise ConfigError("\n".join(dict.fromkeys(errors)))
 
 
 def _resolve(given: Given) -> LoadedConfig:
-    errors = [*given.errors, *given.conflicts()]
+    faults = [*given.faults, *given.conflicts()]
+    misfits: Misfits = {}
     values = {path: leaf.default for path, leaf in leaves().items()}
     origins = dict.fromkeys(values, "default")
     last: dict[str, Setting] = {}
+    entries: dict[str, list[Setting]] = {}
     for setting in given.settings:
         last[setting.path] = setting
+        entries.setdefault(setting.path, []).append(setting)
+        misfits.pop(setting.path, None)  # a later value goes before it
         origins[setting.path] = setting.origin
         if leaves()[setting.path].free:
             setting = dataclasses.replace(setting, value=merge(values[setting.path], setting.value))
-        values[setting.path] = setting.value if _interpolated(setting.value) else _fit(setting, errors)
-    _raise(errors)
+        values[setting.path] = setting.value if _interpolated(setting.value) else _fit(setting, misfits)
     followed = _complete(values, origins, last)
     if any(_interpolated(v) for v in values.values()):
-        _interpolate(values, origins)
+        found = {path: misfit for path, misfit in _interpolate(values, origins).items() if path in last}
+        misfits.update(found)  # what follows a key that leads nowhere is not named
         followed = _complete(values, origins, last)
-    _raise([_masked(path, origins[path]) for path, value in values.items() if holds_mask(value)])
+    faults += [Problem("error", p, _masked(p, origins[p])) for p, value in values.items() if holds_mask(value)]
+    faults += [Problem("error", path, sentence) for path, (_, sentence) in misfits.items()]
     config = build(values)
     remember_secrets(config)
-    return LoadedConfig(config, origins, list(given.notices), last, followed)
+    return LoadedConfig(
+        config,
+        origins,
+        list(given.notices),
+        last,
+        followed,
+        entries,
+        faults,
+        {path: value for path, (value, _) in misfits.items()},
+        given.without_effect,
+    )
 
 
 def _masked(path: str, origin: str) -> str:
     return f"{path} ({origin}) has the mask of a secret, which no run folder keeps. Give the value again."
 
 
-def _fit(setting: Setting, errors: list[str]) -> Any:
+def _fit(setting: Setting, misfits: Misfits) -> Any:
     leaf = leaves()[setting.path]
     try:
         value = convert(setting.value, leaf.annotation, setting.text)
     except Misfit as misfit:
         if leaf.inert:
             return setting.value  # nothing reads it, so nothing can stumble over it
-        errors.append(f"{setting.spelled} must be {misfit}, got {setting.value!r} ({setting.source}).")
+        sentence = f"{setting.spelled} must be {misfit}, got {setting.value!r} ({setting.source})."
+        misfits[setting.path] = (setting.value, sentence)
         return leaf.default
     problem = _choice_problem(leaf, value)
     if problem:
-        errors.append(f"{setting.spelled}={value} ({setting.source}) {problem}")
+        misfits[setting.path] = (value, f"{setting.spelled}={value} ({setting.source}) {problem}")
     return value
 
 
@@ -117,30 +138,29 @@ def _interpolated(value: Any) -> bool:
     return isinstance(value, list) and any(_interpolated(v) for v in value)
 
 
-def _interpolate(values: dict[str, Any], origins: dict[str, str]) -> None:
-    """Replace every `${...}` by what it stands for, as OmegaConf reads it."""
+def _interpolate(values: dict[str, Any], origins: dict[str, str]) -> Misfits:
+    """Replace every `${...}` by what it stands for, as OmegaConf reads it, or by the default where it stands for nothing."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     tree = OmegaConf.create(_nested(values))
-    errors = []
+    misfits: Misfits = {}
     for path in [p for p, v in values.items() if _interpolated(v)]:
-        leaf = leaves()[path]
+        leaf, given, found = leaves()[path], f"{path}={values[path]} ({origins[path]})", values[path]
+        values[path] = leaf.default
         try:
             found = OmegaConf.select(tree, path, throw_on_missing=True)
             if OmegaConf.is_config(found):
                 found = OmegaConf.to_container(found, resolve=True)
             values[path] = convert(found, leaf.annotation)
         except OmegaConfBaseException as error:
-            errors.append(f"{path}={values[path]} ({origins[path]}) cannot be resolved: {str(error).splitlines()[0]}.")
+            misfits[path] = (found, f"{given} cannot be resolved: {str(error).splitlines()[0]}.")
         except Misfit:
-            errors.append(
-                f"{path}={values[path]} ({origins[path]}) must be {expected(leaf.annotation)}, got {found!r}."
-            )
+            misfits[path] = (found, f"{given} must be {expected(leaf.annotation)}, got {found!r}.")
         else:
             if problem := _choice_problem(leaf, values[path]):
-                errors.append(f"{path}={values[path]} ({origins[path]}) {problem}")
-    _raise(errors)
+                misfits[path] = (values[path], f"{path}={values[path]} ({origins[path]}) {problem}")
+    return misfits
 
 
 def _nested(values: dict[str, Any]) -> dict[str, Any]:

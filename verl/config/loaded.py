@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from verl.config.problems import Problem
 from verl.config.settings import Setting
 from verl.config.tree import VerlConfig
 from verl.config.write import write_yaml
@@ -17,7 +18,9 @@ class LoadedConfig:
 
     `origins` says for every key where its value comes from: "default", "file X", "command line", "follows <key>", with
     ", renamed from <spelling>" where the user wrote an older name. `given` holds the keys the user set, and for those
-    that would follow another key, `followed` the value they would have had.
+    that would follow another key, `followed` the value they would have had. `entries` holds every setting of a key, which are
+    several for a free-form one. What went wrong on the way: `faults`; `misfits` are the values that do not fit their key, for
+    which the default stands in; `without_effect` are keys that the tree has not, each with the reason why that is no fault.
     """
 
     config: VerlConfig
@@ -25,6 +28,10 @@ class LoadedConfig:
     notices: list[str]
     given: dict[str, Setting] = field(default_factory=dict)
     followed: dict[str, Any] = field(default_factory=dict)
+    entries: dict[str, list[Setting]] = field(default_factory=dict)
+    faults: list[Problem] = field(default_factory=list)
+    misfits: dict[str, Any] = field(default_factory=dict)
+    without_effect: list[tuple[str, str]] = field(default_factory=list)
 
     def write(self, folder: str | Path) -> Path:
         """Write `folder`/config.yaml: every key with its value and, where it is not the default, its origin. The file

@@ -62,7 +62,10 @@ class ModelConfig(Section):
     path: str = used("~/models/deepseek-llm-7b-chat", "folder or hub name of a Hugging Face model")
     tokenizer_path: str | None = used(None, "folder or hub name of the tokenizer; null: that of the model")
     hf_config_path: str | None = inert(
-        None, "folder of another config.json", "config.json is read from the model's folder"
+        None,
+        "folder of another config.json",
+        "config.json is read from the model's folder",
+        refused="Remove it, and set actor_rollout_ref.model.override_config to the fields that differ",
     )
     trust_remote_code: bool = used(False, "run Python code that comes with the model")
     custom_chat_template: str | None = used(None, "chat template in place of the tokenizer's")

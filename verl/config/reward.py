@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl.config.keys import DISTRIBUTED, GPU_ENGINES, Section, inert, section, used
+from verl.config.keys import DISTRIBUTED, GPU_ENGINES, OURS, Section, inert, section, used
 
 
 @dataclass(frozen=True)
@@ -166,6 +166,7 @@ class RewardModelConfig(Section):
         "places {prompt}, {response} and {ground_truth}. Its reply goes to the reward function as reward_model_reply; "
         "without one the last number of the reply is the score",
         when="reward_model",
+        strict=OURS,
     )
     reward_batch_size: int | None = used(
         None, "samples that it is given at a time; null: all that are there", when="reward_model", sizing=True

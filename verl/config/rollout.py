@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl.config.keys import GPU_ENGINES, ONE_PROCESS, Section, inert, section, used
+from verl.config.keys import GPU_ENGINES, ONE_PROCESS, OURS, Section, inert, section, used
 
+TOOLS = "existing releases put the tools into every prompt"
+_SAMPLED = "existing releases sample whatever do_sample says"
 SHARED_WEIGHTS = "rollout uses the training weights themselves; nothing is loaded or sent"
 
 
@@ -22,10 +24,13 @@ class ValKwargsConfig(Section):
     top_p: float = used(1.0, "smallest set of tokens with this probability", when="val_samples")
     top_k: int = used(-1, "only the k likeliest tokens; -1: all", when="val_samples", neutral=(0,))
     min_p: float = used(
-        0.0, "only tokens with at least this share of the likeliest one's probability", when="val_samples"
+        0.0, "only tokens with at least this share of the likeliest one's probability", when="val_samples", strict=OURS
     )
     also_greedy: bool = used(
-        False, "also decode once greedily at each validation (metrics under val-core/.../greedy)", when="val_samples"
+        False,
+        "also decode once greedily at each validation (metrics under val-core/.../greedy)",
+        when="val_samples",
+        strict=OURS,
     )
     max_new_tokens: int | None = used(None, "longest response; null: rollout.response_length")
 
@@ -38,8 +43,8 @@ class MultiTurnConfig(Section):
     max_parallel_calls: int = used(1, "tool calls at once", when="multi_turn")
     max_tool_response_length: int = used(256, "longest tool response", when="multi_turn")
     tool_response_truncate_side: str = used("middle", "where a longer one is cut", when="multi_turn")
-    tool_config_path: str | None = used(None, "file that declares tools", when="multi_turn")
-    function_tool_path: str | None = used(None, "file of functions that are tools", when="multi_turn")
+    tool_config_path: str | None = used(None, "file that declares tools", when="multi_turn", strict=TOOLS)
+    function_tool_path: str | None = used(None, "file of functions that are tools", when="multi_turn", strict=TOOLS)
     interaction_config_path: str | None = used(None, "file that declares interactions", when="multi_turn")
     use_inference_chat_template: bool = used(False, "template of inference instead of training", when="multi_turn")
     tokenization_sanity_check_mode: str = used("strict", "check of turn-wise tokenisation", when="multi_turn")
@@ -49,7 +54,12 @@ class MultiTurnConfig(Section):
 
 @dataclass(frozen=True)
 class CustomAsyncServerConfig(Section):
-    path: str | None = inert(None, "file of a server class", GPU_ENGINES)
+    path: str | None = inert(
+        None,
+        "file of a server class",
+        GPU_ENGINES,
+        refused="Remove it; an engine of one's own is named by actor_rollout_ref.rollout.name=path/to/file.py:name",
+    )
     name: str | None = inert(None, "name of that class", GPU_ENGINES)
 
 
@@ -110,24 +120,29 @@ class ServiceConfig(Section):
         None,
         "address of the service; null: http://127.0.0.1:8000, but with name=sglang a server that the run starts",
         when="service",
+        strict=OURS,
     )
     api: str = used(
         "openai",
         "what it understands: openai (/v1/completions with token ids; takes no weights), vllm (vLLM's server with verl's draw "
         "and weight receiver), sglang; the last is implied by name=sglang",
         when="service",
+        strict=OURS,
         choices=("openai", "vllm", "sglang"),
     )
     served_model_name: str | None = used(
-        None, "name under which it serves the model; null: its only one", when="service"
+        None, "name under which it serves the model; null: its only one", when="service", strict=OURS
     )
     token_env: str = used(
-        "VERL_ROLLOUT_TOKEN", "environment variable with its bearer token; needed on another machine", when="service"
+        "VERL_ROLLOUT_TOKEN",
+        "environment variable with its bearer token; needed on another machine",
+        when="service",
+        strict=OURS,
     )
-    timeout_s: float = used(600.0, "longest wait for one sample or one update", when="service")
-    num_retries: int = used(3, "repetitions of a request that was not answered", when="service")
+    timeout_s: float = used(600.0, "longest wait for one sample or one update", when="service", strict=OURS)
+    num_retries: int = used(3, "repetitions of a request that was not answered", when="service", strict=OURS)
     weights_dir: str | None = used(
-        None, "folder that this run writes new weights to and the service reads them from", when="service"
+        None, "folder that this run writes new weights to and the service reads them from", when="service", strict=OURS
     )
 
 
@@ -135,10 +150,14 @@ class ServiceConfig(Section):
 class RolloutConfig(Section):
     name: str = used("native", "rollout engine")
     n: int = used(1, "samples per prompt; above 1 for estimators that compare a group")
-    temperature: float = used(1.0, "sampling temperature; log-probabilities are taken at it", when="samples")
-    top_p: float = used(1.0, "smallest set of tokens with this probability", when="samples")
-    top_k: int = used(-1, "only the k likeliest tokens; -1: all", when="samples", neutral=(0,))
-    min_p: float = used(0.0, "only tokens with at least this share of the likeliest one's probability", when="samples")
+    temperature: float = used(
+        1.0, "sampling temperature; log-probabilities are taken at it", when="samples", strict=_SAMPLED
+    )
+    top_p: float = used(1.0, "smallest set of tokens with this probability", when="samples", strict=_SAMPLED)
+    top_k: int = used(-1, "only the k likeliest tokens; -1: all", when="samples", strict=_SAMPLED, neutral=(0,))
+    min_p: float = used(
+        0.0, "only tokens with at least this share of the likeliest one's probability", when="samples", strict=_SAMPLED
+    )
     do_sample: bool = used(True, "sample instead of decoding greedily")
     seed: int = used(42, "seed of sampling; a sample depends on (seed, step, prompt, sample number) alone")
     stop: list[str] = used([], "strings that end a response")
@@ -193,6 +212,7 @@ class RolloutConfig(Section):
         False,
         "make each response in prefetch_num + 1 parts, one a step: long ones go on under newer weights, step by step",
         when="prefetches",
+        strict=OURS,
     )
     val_kwargs: ValKwargsConfig = section(ValKwargsConfig, "the draw at validation")
     multi_turn: MultiTurnConfig = section(MultiTurnConfig, "several turns with tools")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from verl.config import aliases, older, suggest
+from verl.config.problems import Problem
 from verl.config.syntax import parse_override
 from verl.config.tree import leaves, sections
-from verl.config.unavailable import ANNOUNCED
+from verl.config.unavailable import ANNOUNCED, only_there
+from verl.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -33,9 +35,10 @@ class Setting:
 class Given:
     """All settings in the order in which they apply, keys taken back with `~`, and what went wrong on the way."""
 
-    settings: list[Setting]
-    notices: list[str]
-    errors: list[str]
+    settings: list[Setting] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
+    faults: list[Problem] = field(default_factory=list)
+    without_effect: list[tuple[str, str]] = field(default_factory=list)  # (key=value, reason)
 
     def add_file(self, source: str, tree: dict[str, Any]) -> None:
         for spelled, value in _flatten(tree, ""):
@@ -43,13 +46,17 @@ class Given:
 
     def add_overrides(self, arguments: Sequence[str]) -> None:
         for argument in arguments:
-            override = parse_override(argument)
+            try:
+                override = parse_override(argument)
+            except ConfigError as error:
+                self._fault(argument, str(error))
+                continue
             key = override.key
             if key.startswith(("hydra.", "hydra/")) or key == "hydra":
                 self.notices.append(f"{argument} has no effect: outputs go to trainer.default_local_dir.")
             elif ("@" in key or "/" in key) and not suggest.one_slip_away(key):
-                self.errors.append(
-                    f"{argument!r} chooses a Hydra config group, and there are none here. Set the keys themselves."
+                self._fault(
+                    key, f"{argument!r} chooses a Hydra config group, and there are none here. Set the keys themselves."
                 )
             elif override.delete:
                 self._delete(key)
@@ -63,10 +70,10 @@ class Given:
             return
         where = locate(path)
         if where is None:
-            if reason := older.without_effect(spelled, value):
-                self._note_without_effect(f"{spelled}={value}", f" ({reason}).")
+            if reason := older.without_effect(spelled, value) or _only_there(path):
+                self.without_effect.append((f"{spelled}={value}", reason))
             elif path not in sections() or value not in (None, {}):
-                self.errors.append(_unknown(spelled, path, source))
+                self._fault(path, _unknown(spelled, path, source))
             return
         entry = path[len(where) + 1 :]
         for name in reversed(entry.split(".")) if entry else ():
@@ -77,35 +84,31 @@ class Given:
             if not any(s.path == implied for s in self.settings):
                 self.settings.append(Setting(implied, meaning, source, spelled))
 
-    def _note_without_effect(self, given: str, reason: str) -> None:
-        """One notice per reason."""
-        for i, notice in enumerate(self.notices):
-            if notice.startswith("No effect: ") and notice.endswith(reason):
-                self.notices[i] = f"{notice.removesuffix(reason)}, {given}{reason}"
-                return
-        self.notices.append(f"No effect: {given}{reason}")
+    def _fault(self, key: str, sentence: str) -> None:
+        self.faults.append(Problem("error", key, sentence))
 
     def _delete(self, key: str) -> None:
         path, _ = aliases.resolve(key)
         known = [p for p in leaves() if p == path or p.startswith(path + ".")]
         if not known and locate(path) is None:
-            self.errors.append(_unknown(key, path, "command line"))
+            self._fault(path, _unknown(key, path, "command line"))
             return
         self.settings = [s for s in self.settings if s.path not in known and s.spelled != key]
         self.notices.append(f"~{key}: back to its default.")
 
-    def conflicts(self) -> list[str]:
-        """Sentences for keys that one source gives under two spellings with different values."""
+    def conflicts(self) -> list[Problem]:
+        """Keys that one source gives under two spellings with different values."""
         found = []
         for i, setting in enumerate(self.settings):
             for former in self.settings[:i]:
                 same = (former.path, former.source) == (setting.path, setting.source)
                 if same and former.spelled != setting.spelled and _clash(former.value, setting.value):
-                    found.append(
+                    sentence = (
                         f"{former.spelled} and {setting.spelled} ({setting.source}) are two spellings of one key, "
                         f"given with different values ({former.value!r} and {setting.value!r}). Give only one of "
                         "them."
                     )
+                    found.append(Problem("error", setting.path, sentence))
         return found
 
 
@@ -138,6 +141,12 @@ def _flatten(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
         return
     for name, inner in value.items():
         yield from _flatten(inner, f"{prefix}.{name}" if prefix else str(name))
+
+
+def _only_there(path: str) -> str:
+    """Why a key of a feature that is not available has no effect; "" for a slip in one of our own."""
+    reason = only_there(path)
+    return reason if reason and not suggest.one_slip_away(path) else ""
 
 
 def _unknown(spelled: str, path: str, source: str) -> str:

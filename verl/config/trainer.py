@@ -41,7 +41,12 @@ class SeparateAsyncConfig(Section):
 
 @dataclass(frozen=True)
 class CustomSamplerConfig(Section):
-    path: str | None = inert(None, "file of a sampler class", _ASYNC)
+    path: str | None = inert(
+        None,
+        "file of a sampler class",
+        _ASYNC,
+        refused="Remove it; a class at data.custom_cls.path chooses rows and their order",
+    )
     name: str | None = inert(None, "name of that class", _ASYNC)
 
 
@@ -88,7 +93,12 @@ class TrainerConfig(Section):
     test_freq: int = used(-1, "steps between validations, and one at the end; -1: none while training")
     val_before_train: bool = used(True, "validate before the first step")
     val_only: bool = used(False, "validate and stop")
-    critic_warmup: int = used(0, "steps in which only the critic trains", when="critic")
+    critic_warmup: int = used(
+        0,
+        "steps in which only the critic trains",
+        when="critic",
+        strict="existing releases train nothing at all in these steps",
+    )
     resume_mode: str = used(
         "auto", "continue the newest checkpoint, never, or a given one", choices=("auto", "disable", "resume_path")
     )
@@ -104,6 +114,7 @@ class TrainerConfig(Section):
         "was seen to cost nothing on a CPU; False is worth a try where operations without such an order are a large part of a "
         "step, as scatters on a GPU can be",
     )
+    strict_config: bool = used(False, "make errors of the notices about keys that have no effect")
     min_free_disk_gb: float = used(1.0, "stop before the disk has less than this left")
     nnodes: int = used(1, "machines of the run")
     n_gpus_per_node: int = used(1, "devices per machine; on CPUs, processes per machine")

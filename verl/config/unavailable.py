@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 NATIVE = "Use actor_rollout_ref.rollout.name=native, which needs nothing installed"
@@ -30,6 +31,8 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 _MODEL = "actor_rollout_ref.model"
 _FSDP = ("actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.ref.fsdp_config", "critic.fsdp")
 
+_ELSEWHERE = ("npu", "xpu", "hpu", "mps", "tpu", "xla", "mlu", "musa", "rocm", "hip")  # devices of other backends
+
 MISSING: tuple[Missing, ...] = (
     Missing(f"{_ROLLOUT}.name", _is("trtllm"), "This rollout engine", NATIVE),
     Missing(f"{_ROLLOUT}.multi_turn.enable", _set, "Multi-turn rollout with tools", "Set it to False"),
@@ -53,6 +56,12 @@ MISSING: tuple[Missing, ...] = (
     Missing(
         "model_engine", lambda v: v not in ("dp", "fsdp"), "This training engine", "Use model_engine=dp, the default"
     ),
+    Missing(
+        "trainer.device",
+        lambda v: v not in ("auto", "cpu", "cuda") and str(v).partition(":")[0] in _ELSEWHERE,
+        "This kind of device",
+        "Set trainer.device=auto, which takes a CUDA GPU where there is one, else the CPU",
+    ),
     Missing("actor_rollout_ref.actor.qat.enable", _set, "Quantisation-aware training", "Remove the key"),
     *(Missing(f"{f}.qat.enable", _set, "Quantisation-aware training", "Remove the key") for f in _FSDP),
     Missing("actor_rollout_ref.hybrid_engine", lambda v: not v, "Rollout apart from training", "Set it to True"),
@@ -74,6 +83,17 @@ MISSING: tuple[Missing, ...] = (
     Missing("trainer.default_hdfs_dir", _set, "Saving to HDFS", "Set trainer.default_local_dir to a mounted folder"),
 )
 
+# Keys that existing releases have for a feature which is not available: pattern -> the one that reads them there. Choosing
+# the feature is an error that names it; without it they change nothing there either.
+ONLY_THERE: dict[str, str] = {
+    **{
+        f"{role}.{engine}.*": f"only the training engine {engine} reads it"
+        for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic")
+        for engine in ("veomni", "torchtitan", "automodel", "mindspeed", "fsdp_turbo")
+    },
+    "distillation.teacher_models.*": "only distillation reads it",
+}
+
 # Keys of features to come that have no place in the tree yet
 ANNOUNCED: dict[str, str] = {
     "kv_cache_config.enable_paged_attention": "vLLM always pages its cache, the native engine manages its own; remove the key.",
@@ -85,6 +105,11 @@ def value_in(root: Any, path: str) -> Any:
     for name in path.split("."):
         root = root.get(name) if root is not None else None
     return root
+
+
+def only_there(path: str) -> str:
+    """Why a key of a feature that is not available has no effect here; "" for any other key."""
+    return next((why for pattern, why in ONLY_THERE.items() if fnmatchcase(path, pattern)), "")
 
 
 def missing_features(root: Any) -> list[tuple[str, str]]:

@@ -151,17 +151,6 @@ ALGORITHMS = [
         "above 0 or low_high.",
     ),
     Rule(
-        f"{_CORRECTION}.rollout_is",
-        "error",
-        lambda c, given: (
-            c.algorithm.rollout_correction.bypass_mode
-            and c.algorithm.rollout_correction.loss_type == "ppo_clip"
-            and c.algorithm.rollout_correction.rollout_is is not None
-        ),
-        "algorithm.rollout_correction.rollout_is={correction.rollout_is} is not read: in bypass_mode the loss "
-        "ppo_clip has no importance weights. Remove it, or set algorithm.rollout_correction.loss_type=reinforce.",
-    ),
-    Rule(
         f"{_ROLLOUT}.calculate_log_probs",
         "error",
         lambda c, given: (

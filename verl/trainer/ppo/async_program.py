@@ -31,7 +31,7 @@ from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.tracking.ledger_book import OpenSample, SampleBook
 from verl.tracking.spans import Spans
-from verl.trainer.ppo.collect import Collector, rollout_metrics
+from verl.trainer.ppo.collect import Collector, prompts_per_generation, rollout_metrics
 from verl.trainer.ppo.program import PPO, StepResult
 from verl.trainer.ppo.rollout_queue import RolloutQueue
 from verl.trainer.state import TrainerState
@@ -102,7 +102,7 @@ class AheadCollector(Collector):
             loader,
             self.params,
             samples,
-            count=config.data.gen_batch_size or config.data.train_batch_size,
+            count=prompts_per_generation(config),
             depth=rollout.prefetch_num + 1,
             partial=rollout.partial_rollout,
         )

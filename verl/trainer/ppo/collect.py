@@ -22,6 +22,14 @@ from verl.tracking.ledger_rows import issued_prompts, pieces_of, scores_of
 from verl.tracking.spans import Spans
 
 
+def prompts_per_generation(config: VerlConfig) -> int:
+    """data.gen_batch_size with a group filter, which may leave prompts out; else exactly those of the step."""
+    data = config.data
+    return (
+        data.gen_batch_size or data.train_batch_size if config.algorithm.filter_groups.enable else data.train_batch_size
+    )
+
+
 class Collector:
     """Turns prompts into scored samples, and tells `samples` of each. `check_stop` is called after every round."""
 
@@ -47,7 +55,7 @@ class Collector:
         """(samples of data.train_batch_size prompts from `ordinal` on, metrics, the next ordinal). With a group filter,
         generates until enough groups carry a signal."""
         data, rule = self.config.data, self.config.algorithm.filter_groups
-        wanted, count = data.train_batch_size, data.gen_batch_size or data.train_batch_size
+        wanted, count = data.train_batch_size, prompts_per_generation(self.config)
         kept: list[DataProto] = []
         num_groups, num_rounds = 0, 0
         while num_groups < wanted:
