@@ -99,6 +99,16 @@ def test_samples_made_ahead_on_devices_of_their_own(driven, jobs):
     assert_same(scored_elsewhere, reference, rel=1e-10)
 
 
+@pytest.mark.slow
+def test_separate_async_with_both_pools_on_one_machine(driven, jobs):
+    mode = ["trainer.v1.trainer_mode=separate_async", "trainer.nnodes=1", "trainer.n_gpus_per_node=1"]
+    pools = ["actor_rollout_ref.rollout.nnodes=1", "actor_rollout_ref.rollout.n_gpus_per_node=1"]
+    run = train_here(jobs, "separate_ray", *mode, *pools, "ray_kwargs.ray_init.num_cpus=4")
+    reference = train_here(jobs, "separate_here", *mode)
+    assert_same(run, reference, rel=1e-10)
+    assert_same_weights(run, reference, 3, rel=1e-10)
+
+
 def test_more_devices_than_the_cluster_has(driven, jobs):
     with pytest.raises(ConfigError, match="cluster has 1 with 4"):
         train_here(jobs, "large", "trainer.n_gpus_per_node=64")

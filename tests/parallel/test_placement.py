@@ -49,6 +49,8 @@ def test_rollout_on_machines_of_its_own():
     )
     assert placement.devices["actor"] == (0, 1)
     assert placement.devices["rollout"] == placement.devices["reward"] == (2, 3, 4)
+    assert placement.num_nodes == 1  # both pools of one machine: the same one
+    assert placed("trainer.nnodes=2", "actor_rollout_ref.rollout.nnodes=1").num_nodes == 3
 
 
 def test_a_launcher_says_how_many():

@@ -7,7 +7,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +43,13 @@ _PASSED_ON = (
 
 @dataclass(frozen=True)
 class Request:
-    """What a run needs of a cluster: `nodes[i]` processes on machine i, each with a CPU and, with `gpus`, a GPU."""
+    """What a run needs of a cluster: `nodes[i]` processes on machine i, each with a CPU and, with `gpus`, a GPU; those of
+    `otherwise` in a cluster without machines of that size."""
 
     nodes: Sequence[int]
     gpus: bool
     timeout_s: float
+    otherwise: Sequence[int] = ()
 
     @property
     def num_processes(self) -> int:
@@ -125,7 +127,10 @@ class Cluster:
         request = self.request
         have = sorted((int(n["Resources"].get(request.resource, 0)) for n in ray.nodes() if n["Alive"]), reverse=True)
         need = sorted(request.nodes, reverse=True)
-        if len(have) < len(need) or any(h < n for h, n in zip(have, need, strict=False)):
+        if not _fits(need, have) and request.otherwise:
+            need = sorted(request.otherwise, reverse=True)
+            self.request = replace(request, nodes=request.otherwise)
+        if not _fits(need, have):
             raise ConfigError(
                 f"The run needs {len(need)} machine(s) with {' and '.join(map(str, need))} {request.resource}s, but the Ray "
                 f"cluster has {len(have)} with {', '.join(map(str, have)) or 'none'}. Lower trainer.nnodes or "
@@ -333,6 +338,11 @@ def _ask_for_token() -> None:
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     # which says as a warning that there is a token
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
+
+
+def _fits(need: Sequence[int], have: Sequence[int]) -> bool:
+    """Whether machines of the sizes `have` hold what is needed of each; both largest first."""
+    return len(have) >= len(need) and all(h >= n for h, n in zip(have, need, strict=False))
 
 
 def _check_machine(request: Request, settings: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ import os
 import socket
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,11 @@ class RayRuntime:
         per_node, total = self.placement.devices_per_node, self.placement.num_devices
         nodes = [min(per_node, total - first) for first in range(0, total, per_node)]
         start_s = config.trainer.ray_wait_register_center_timeout
-        self.cluster = Cluster(config.ray_kwargs.ray_init, Request(nodes, self.device.type == "cuda", start_s))
+        apart = _pools(config) if len(nodes) == 1 else []
+        request = Request(nodes, self.device.type == "cuda", start_s, otherwise=apart)
+        self.cluster = Cluster(config.ray_kwargs.ray_init, request)
+        if len(self.cluster.request.nodes) > len(nodes):
+            self.placement = replace(self.placement, devices_per_node=max(apart))
         self.processes: list[Process] = []
 
     def build_roles(self, *, total_steps: int, data_sources: list[str], train: bool = True) -> Roles:
@@ -243,6 +248,12 @@ class RankProcess:
         if self.comm is not None:
             self.comm.close()
         return pack(None)
+
+
+def _pools(config: VerlConfig) -> list[int]:
+    """Devices of the training and of the rollout pool, where each asks for one machine and neither says which."""
+    trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
+    return [trainer.n_gpus_per_node, rollout.n_gpus_per_node] if trainer.nnodes == rollout.nnodes == 1 else []
 
 
 def pack(value: Any) -> Packed:

@@ -111,7 +111,8 @@ class Placement:
         """What the config asks for; a device map that a script has set goes before `trainer.placement`.
 
         `num_devices` is what a launcher has started, which must then be the number that the config gives, unless the config
-        leaves it at 1. Raises ConfigError.
+        leaves it at 1. A pool of one machine for rollout beside one for training is taken to be on the same machine. Raises
+        ConfigError.
         """
         trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
         if trainer.nnodes < 1 or trainer.n_gpus_per_node < 1:
@@ -131,9 +132,8 @@ class Placement:
                     "many (torchrun --nproc_per_node), or change trainer.nnodes and trainer.n_gpus_per_node."
                 )
             asked = num_devices
-        return cls.from_roles(
-            roles, asked, max(trainer.n_gpus_per_node, -(-asked // (trainer.nnodes + rollout.nnodes)))
-        )
+        num_nodes = 1 if trainer.nnodes == rollout.nnodes == 1 else trainer.nnodes + rollout.nnodes
+        return cls.from_roles(roles, asked, max(trainer.n_gpus_per_node, -(-asked // num_nodes)))
 
 
 _device_map: DataParallelConfig | None = None
