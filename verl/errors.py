@@ -28,6 +28,14 @@ class DataError(VerlError):
     exit_code = 3
 
 
+class UnavailableRowError(DataError):
+    """A row asks for a feature that is not available; `feature` is the sentence without the row, for all rows that do."""
+
+    def __init__(self, feature: str, place: str = ""):
+        super().__init__(f"{place}: {feature}" if place else feature)
+        self.feature = feature
+
+
 class ModelError(VerlError):
     """A model folder cannot be loaded, or a model cannot do what is asked of it."""
 

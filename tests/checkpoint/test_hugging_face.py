@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.checkpoint.states import assert_same_tensors
-from verl.checkpoint.export import export
+from verl.checkpoint.export import compare, export
 from verl.checkpoint.store import CheckpointStore, RoleCheckpoint
 from verl.checkpoint.tensor_files import read_model, write_model
 from verl.engines.api import EngineState
@@ -79,6 +79,24 @@ def test_export(tmp_path, tiny_llama, role, source):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "run"]
     wide = export(path, tmp_path / "wide", dtype="float32")
     assert_same_tensors(read_model(wide), role.state.model)
+    assert compare(path, out) == compare(store.root, wide) == len(role.state.model)
+
+
+def test_a_folder_that_is_not_what_was_saved(tmp_path, role):
+    from safetensors.torch import load_file, save_file
+
+    path = CheckpointStore(tmp_path / "run").save(1, {"actor": role}, {})
+    out = export(path, tmp_path / "out")
+    tensors = load_file(out / "model.safetensors")
+    name = sorted(tensors)[1]
+    save_file({**tensors, name: tensors[name] + 1}, out / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"1 of {len(tensors)} tensors of {out} differ .* the first '{name}'"):
+        compare(path, out)
+    save_file({n: t for n, t in tensors.items() if n != name}, out / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"1 tensors are on one side only, the first '{name}'"):
+        compare(path, out)
+    with pytest.raises(CheckpointError, match="holds no model"):
+        compare(path, tmp_path)
 
 
 def test_export_says_what_is_wrong(tmp_path, role):

@@ -117,6 +117,10 @@ BROKEN = [
         f"{ROLLOUT}.partial_rollout",
         [f"{ROLLOUT}.prefetch_num=1", f"{ROLLOUT}.partial_rollout=True", f"{ROLLOUT}.stop=[END]"],
     ),
+    *(
+        ("error", f"{model}.lora_adapter_path", [f"{model}.lora_adapter_path=/nowhere"])
+        for model in ("actor_rollout_ref.model", "critic.model")
+    ),
     ("error", "reward.reward_model.model_path", ["reward.reward_model.enable=True"]),
     (
         "error",

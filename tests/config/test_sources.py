@@ -1,5 +1,6 @@
 """YAML files, origins, other spellings, and the file in the run folder."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,34 @@ def test_bad_sources_are_sentences(tmp_path):
     message = refused(config_path=write(tmp_path, "e.yaml", "trainer: {total_epoch: 3}"))
     assert "e.yaml" in message
     assert "'trainer.total_epochs'" in message
+
+
+@pytest.mark.parametrize("folder", ["config", "./config", "verl/trainer/config", "pkg://verl.trainer.config"])
+def test_the_folder_of_the_package_as_scripts_name_it(tmp_path, monkeypatch, folder):
+    """`--config-path=config --config-name=ppo_trainer` is relative to the installed package for Hydra."""
+    monkeypatch.chdir(tmp_path)
+    assert load_config([], folder, "ppo_trainer.yaml").config == load().config
+    assert "the Megatron engine" in refused(config_path=folder, config_name="ppo_megatron_trainer.yaml")
+    assert "does not exist" in refused(config_path=folder, config_name="mine")
+    if not folder.startswith("pkg"):
+        Path(folder).mkdir(parents=True)
+        write(Path(folder), "ppo_megatron_trainer.yaml", "trainer: {total_epochs: 3}")  # the user's own goes before
+        assert load_config([], folder, "ppo_megatron_trainer").config.trainer.total_epochs == 3
+
+
+def test_adapters_bring_their_rank_and_scale(tmp_path):
+    model = "actor_rollout_ref.model"
+    saved = {"r": 8, "lora_alpha": 24, "target_modules": ["q_proj", "v_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(saved))
+    loaded = load(f"{model}.lora_adapter_path={tmp_path}")
+    found = loaded.config.actor_rollout_ref.model
+    assert (found.lora_rank, found.lora_alpha, found.target_modules) == (8, 24, ["q_proj", "v_proj"])
+    assert loaded.origins[f"{model}.lora_rank"] == f"follows {model}.lora_adapter_path"
+    assert loaded.notices == []
+    given = load(f"{model}.lora_adapter_path={tmp_path}", f"{model}.lora_rank=4").config.actor_rollout_ref.model
+    assert (given.lora_rank, given.lora_alpha) == (4, 16)  # which the engine compares with the adapters
+    refused(f"{model}.lora_adapter_path={tmp_path / 'none'}", match="is no folder with adapters")
+    refused(f"critic.model.lora_adapter_path={tmp_path / 'none'}", match="is no folder with adapters")
 
 
 def test_every_built_in_file_loads():

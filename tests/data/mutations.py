@@ -38,7 +38,7 @@ def base_rows() -> list[dict]:
         row(4, prompt=[{"role": "user", "content": parts}]),
         row(5, reward_model={"style": "model"}, extra_info=...),
         row(6, reward_model={"style": "rule", "ground_truth": {"inputs": ["1"], "outputs": ["2", 3.5]}}),
-        row(7, extra_info={"index": 7, "tools_kwargs": {"calc": {"x": [1, None]}}, "name": "Ümläut ☃"}),
+        row(7, extra_info={"index": 7, "hints": {"calc": {"x": [1, None]}}, "name": "Ümläut ☃"}),
     ]
 
 

@@ -1,5 +1,9 @@
+import pytest
+
 from tests.data.rows import config, row, write
 from verl.data.check import check_data, check_rows
+from verl.data.dataset import load_dataset
+from verl.errors import DataError
 from verl.models.tiny import make_tokenizer
 
 tokenizer = make_tokenizer()
@@ -54,3 +58,34 @@ def test_prompts_in_training_and_validation_are_counted(tmp_path):
     alone = check_data(config(train_files=train, val_files=[]), tokenizer)
     assert alone.validation is None
     assert alone.num_shared == 0
+
+
+AGENTS = {
+    "agent_name": {"agent_name": "tool_agent"},
+    "extra_info.tools_kwargs": {"extra_info": {"tools_kwargs": {"calc": {"create_kwargs": {"ground_truth": "3"}}}}},
+    "extra_info.interaction_kwargs": {"extra_info": {"interaction_kwargs": {"name": "gsm8k"}}},
+    "images": {"images": [{"path": "a.png"}]},
+}
+
+
+@pytest.mark.parametrize("field", AGENTS)
+def test_rows_that_ask_for_what_is_not_available_are_said_once_with_their_number(field, tmp_path):
+    rows = [row(0), *(row(i, **AGENTS[field]) for i in (1, 2, 3))]
+    path = write(tmp_path / "a.jsonl", rows)
+    report = check_rows(path, tokenizer, config())
+    assert report.num_problems == 3
+    (sentence,) = report.problems
+    assert sentence.startswith("3 of 4 rows, the first ")
+    assert "row 1 (counted from 0, line 2): " in sentence
+    assert f"field '{field}'" in sentence
+    assert "not available in this version" in sentence
+    with pytest.raises(DataError) as error:
+        load_dataset(path, tokenizer, config())
+    assert str(error.value) == sentence
+
+
+def test_columns_of_agents_that_ask_for_nothing_are_fine(tmp_path):
+    asks_nothing = {"agent_name": "single_turn_agent", "tools_kwargs": {}, "images": []}
+    extra = {"tools_kwargs": {"calc": {"create_kwargs": None}}, "interaction_kwargs": {}, "need_tools_kwargs": False}
+    path = write(tmp_path / "a.jsonl", [row(0, **asks_nothing), row(1, extra_info=extra), row(2, agent_name=None)])
+    assert check_rows(path, tokenizer, config()).num_problems == 0

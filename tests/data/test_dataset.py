@@ -43,14 +43,17 @@ def test_a_plain_text_becomes_a_user_message(tmp_path):
         ({"prompt": ["hello"]}, r"field 'prompt\[0\]' is a str"),
         ({"prompt": [{"content": "x"}]}, r"field 'prompt\[0\]' has no text 'role'"),
         ({"prompt": [{"role": "user", "content": "x"}, {"role": "user"}]}, r"'prompt\[1\]' has no text 'content'"),
-        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "other than text"),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "image"}]}]},
+            "images .content of a message. are not available",
+        ),
         ({"data_source": ...}, "field 'data_source' must be a text"),
         ({"data_source": 3}, "field 'data_source' must be a text .* it is 3"),
         ({"reward_model": ...}, "field 'reward_model' is missing"),
         ({"reward_model": "rule"}, "field 'reward_model' is a str"),
         ({"reward_model": {"style": "rule"}}, "field 'reward_model.ground_truth' is missing"),
         ({"extra_info": [1]}, "field 'extra_info' is a list"),
-        ({"images": ["a.png"]}, "field 'images' holds media"),
+        ({"images": ["a.png"]}, "images .field 'images'. are not available"),
     ],
 )
 def test_a_bad_row_names_file_row_and_field(tmp_path, change, words):

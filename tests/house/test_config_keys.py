@@ -15,8 +15,10 @@ NEEDS_A_MISSING_FEATURE = {
     "skips": "skip.rollout.enable",
 }
 
-# Keys that another key of the tree takes its value from (verl/config/follows.py); that one is read.
+# Keys that verl.config reads itself: those that another key takes its value from (follows.py), which is read, and how strict
+# it is (checks.py).
 WORKED_OUT_IN_CONFIG = {
+    "trainer.strict_config",
     "trainer.v1.trainer_mode",
     "trainer.v1.colocate_async.num_warmup_batches",
     "trainer.v1.separate_async.num_warmup_batches",

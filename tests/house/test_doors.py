@@ -109,16 +109,27 @@ def test_folders_as_data_preparation_scripts_make_them(tmp_path):
         makedirs("hdfs://somewhere/a")
 
 
-def test_the_model_merger_is_an_export(monkeypatch):
+def test_the_model_merger_is_an_export(monkeypatch, capsys):
     from verl import model_merger
+    from verl.cli import export
 
     calls = []
-    monkeypatch.setattr(model_merger, "run_verb", lambda verb, arguments: calls.append((verb, *arguments)) or 0)
+    monkeypatch.setattr(export, "run", lambda arguments: calls.append(arguments) or 0)
     run = "checkpoints/p/e/global_step_4"
-    arguments = ("merge", "--backend", "fsdp", "--local_dir", f"{run}/critic", "--target_dir", "out")
-    assert model_merger.main([*arguments]) == 0
-    assert model_merger.main(["test"]) == 0
-    assert calls == [("export", run, "out", "--role", "critic"), ("export",)]
+    common = ("--backend", "fsdp", "--tie-word-embedding", "--local_dir")
+    assert model_merger.main(["merge", *common, f"{run}/critic", "--target_dir", "out"]) == 0
+    assert model_merger.main(["test", *common, f"{run}/actor/huggingface", "--test_hf_dir", "out"]) == 0
+    assert calls == [[run, "out", "--role", "critic"], [run, "out", "--role", "actor", "--compare"]]
+    for arguments, words in (
+        (["merge", "--target_dir", "out", "--hf_upload_path", "me/model", "--private"], "hf upload me/model out"),
+        (["merge"], "--target_dir"),
+        (["test"], "--test_hf_dir"),
+    ):
+        assert model_merger.main([*arguments, "--local_dir", f"{run}/actor"]) == 2
+        assert words in capsys.readouterr().err
+    assert model_merger.main(["merge", "--local_dir", "x", "--target_dr", "out"]) == 2
+    assert "did you mean '--target_dir'" in capsys.readouterr().err
+    assert len(calls) == 2
 
 
 class TestTensorFunctions:

@@ -18,6 +18,7 @@ from verl.models.load import (
     eos_token_ids,
     load_causal_lm,
     load_external,
+    load_model_config,
     load_tokenizer,
     load_value_model,
     num_parameters,
@@ -122,6 +123,19 @@ def test_an_encoder_is_not_a_causal_language_model(tmp_path):
     transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="T5ForConditionalGeneration"):
         load_causal_lm(tmp_path)
+
+
+def test_a_vision_language_model_is_named_as_what_it_is(tmp_path):
+    config = transformers.Qwen2VLConfig(
+        text_config={"hidden_size": 16, "num_hidden_layers": 1}, architectures=["Qwen2VLForConditionalGeneration"]
+    )
+    config.save_pretrained(tmp_path)
+    with pytest.raises(
+        ModelError, match=r"\(Qwen2VLForConditionalGeneration\) is a vision-language model, which is not"
+    ):
+        load_causal_lm(tmp_path)
+    with pytest.raises(ModelError, match="Choose a text model"):
+        load_model_config(tmp_path, False, None)
 
 
 def test_layers_without_attention_are_refused(tmp_path):

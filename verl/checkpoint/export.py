@@ -7,6 +7,7 @@ import os
 import shutil
 from pathlib import Path
 
+import torch
 import yaml
 
 from verl.checkpoint.files import find_damage
@@ -31,11 +32,7 @@ def export(
     exist or be empty, and appears complete or not at all. Raises CheckpointError.
     """
     number_format = parse_dtype(dtype)
-    checkpoint = _checkpoint(Path(source).expanduser(), step)
-    model_folder = checkpoint / role / "huggingface"
-    if not model_folder.is_dir():
-        there = ", ".join(sorted(p.parent.name for p in checkpoint.glob("*/huggingface"))) or "none"
-        raise CheckpointError(f"{checkpoint} has no role {role!r}; it has: {there}.")
+    checkpoint, model_folder = _model_folder(source, role, step)
     out = Path(out).expanduser()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"{out} exists and is not empty; remove it or choose another folder.")
@@ -75,6 +72,40 @@ def _rounding(config_file: Path, role: str) -> Rounding:
         return Rounding()
     # runs of versions without the key rounded to nearest
     return Rounding(str(found.get("master_rounding", "nearest")) if isinstance(found, dict) else "dithered")
+
+
+def compare(source: str | Path, folder: str | Path, role: str = "actor", step: int | None = None) -> int:
+    """Number of tensors that the Hugging Face `folder` has in common with the model of `role`: all, each with the same values
+    in the dtype of the folder, rounded as in the run. Raises CheckpointError naming what differs."""
+    checkpoint, model_folder = _model_folder(source, role, step)
+    folder = Path(folder).expanduser()
+    if not any(folder.glob("*.safetensors")):
+        raise CheckpointError(f"{folder} holds no model (*.safetensors); give the folder that was written.")
+    ours, theirs = read_model(model_folder), read_model(folder)
+    if different := sorted(ours.keys() ^ theirs.keys()):
+        place = model_folder if different[0] in ours else folder
+        raise CheckpointError(f"{len(different)} tensors are on one side only, the first {different[0]!r} in {place}.")
+    rounding = _rounding(checkpoint.parent / "config.yaml", role)
+    changed = [
+        name
+        for name, tensor in ours.items()
+        if not torch.equal(rounding.rounded(name, tensor, theirs[name].dtype), theirs[name])
+    ]
+    if changed:
+        raise CheckpointError(
+            f"{len(changed)} of {len(ours)} tensors of {folder} differ from {model_folder}, the first {changed[0]!r}."
+        )
+    return len(ours)
+
+
+def _model_folder(source: str | Path, role: str, step: int | None) -> tuple[Path, Path]:
+    """(the checkpoint, its Hugging Face folder of `role`)."""
+    checkpoint = _checkpoint(Path(source).expanduser(), step)
+    folder = checkpoint / role / "huggingface"
+    if not folder.is_dir():
+        there = ", ".join(sorted(p.parent.name for p in checkpoint.glob("*/huggingface"))) or "none"
+        raise CheckpointError(f"{checkpoint} has no role {role!r}; it has: {there}.")
+    return checkpoint, folder
 
 
 def _checkpoint(source: Path, step: int | None) -> Path:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 _ACTOR = "actor_rollout_ref.actor"
@@ -90,9 +92,30 @@ def derive(values: Mapping[str, Any], given: set[str]) -> dict[str, tuple[Any, s
     if f"{draw}.do_sample" not in given and isinstance(temperature, int | float) and temperature > 0:
         found[f"{draw}.do_sample"] = (True, f"follows {draw}.temperature")
     found |= _ahead(values, given)
+    for model in (_MODEL, "critic.model"):
+        found |= _adapter(values, given, model)
     if values["algorithm.adv_estimator"] in ("optimal_token_baseline", "tir_optimal_token_baseline"):
         found[f"{_ACTOR}.calculate_sum_pi_squared"] = (True, "follows algorithm.adv_estimator")
     return found
+
+
+def _adapter(values: Mapping[str, Any], given: set[str], model: str) -> dict[str, tuple[Any, str]]:
+    """Rank, scale and modules of adapters to start from, as their adapter_config.json has them; nothing where lora_rank is set
+    or there is no such file (which a rule refuses)."""
+    source = f"{model}.lora_adapter_path"
+    if not isinstance(values[source], str) or values[f"{model}.lora_rank"] != 0:
+        return {}
+    try:
+        text = (Path(values[source]).expanduser() / "adapter_config.json").read_text(encoding="utf-8")
+        saved = dict(json.loads(text))
+    except (OSError, ValueError, TypeError):
+        return {}
+    names = {"lora_rank": "r", "lora_alpha": "lora_alpha", "target_modules": "target_modules"}
+    return {
+        f"{model}.{ours}": (saved[theirs], f"follows {source}")
+        for ours, theirs in names.items()
+        if saved.get(theirs) is not None and (ours == "lora_rank" or f"{model}.{ours}" not in given)
+    }
 
 
 def _ahead(values: Mapping[str, Any], given: set[str]) -> dict[str, tuple[Any, str]]:

@@ -86,7 +86,9 @@ class ModelConfig(Section):
     lora_alpha: int = used(16, "scale of LoRA adapters", when="lora")
     target_modules: Any = used("all-linear", "modules that get an adapter", when="lora")
     exclude_modules: Any = used(None, "modules that get none", when="lora")
-    lora_adapter_path: str | None = used(None, "folder of adapters to start from", when="lora")
+    lora_adapter_path: str | None = used(
+        None, "folder of adapters to start from; without lora_rank they bring their rank and scale"
+    )
     lora: MegatronLoRAConfig = section(MegatronLoRAConfig, "LoRA of the Megatron engine")
     tiled_mlp: TiledMLPConfig = section(TiledMLPConfig, "tiled MLPs")
     mtp: MTPConfig = section(MTPConfig, "multi-token prediction")

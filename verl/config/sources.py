@@ -10,6 +10,7 @@ from verl.errors import ConfigError, nearest
 
 BUILT_IN = Path(__file__).parent / "yaml"
 DEFAULT_NAMES = ("ppo_trainer", "_generated_ppo_trainer")  # names that stand for the defaults alone
+PACKAGE = Path(__file__).parents[1] / "trainer"  # relative to which Hydra looks for --config-path
 UNAVAILABLE_NAMES = {
     "ppo_megatron_trainer": "the Megatron engine",
     "_generated_ppo_megatron_trainer": "the Megatron engine",
@@ -27,7 +28,9 @@ def find(config_path: str | None, config_name: str | None) -> Path | None:
     """The YAML file that is meant, or None for the defaults alone.
 
     `config_path` is a folder (then `config_name` is a file in it, with or without .yaml) or a YAML file; `config_name`
-    alone is a built-in name or a file. Raises ConfigError when there is no such file.
+    alone is a built-in name or a file. A folder `config`, also as pkg://verl.trainer.config, that has no such file is the
+    one of the installed package, as for Hydra: its names are the built-in ones. Raises ConfigError when there is no such
+    file.
     """
     if config_path is not None and config_path.endswith((".yaml", ".yml")):
         return _existing(Path(config_path).expanduser())
@@ -38,7 +41,8 @@ def find(config_path: str | None, config_name: str | None) -> Path | None:
     name = config_name.removesuffix(".yaml").removesuffix(".yml")
     if config_path is not None:
         file = Path(config_path).expanduser() / f"{name}.yaml"
-        if file.is_file() or name not in DEFAULT_NAMES:
+        known = name in DEFAULT_NAMES or (name in UNAVAILABLE_NAMES and _is_of_package(config_path))
+        if (file.is_file() and not _is_of_package(config_path)) or not known:
             return _existing(file)
     if name in DEFAULT_NAMES:
         return None
@@ -52,6 +56,16 @@ def find(config_path: str | None, config_name: str | None) -> Path | None:
             return file
     hint = nearest(name, built_in_names()) or f"; there are {', '.join(built_in_names())}."
     raise ConfigError(f"There is no config named {config_name!r}{hint} To use a file, give --config-path as well.")
+
+
+def _is_of_package(config_path: str) -> bool:
+    """Whether the folder is the package's own, named relative to its programs, relative to a checkout, or in full."""
+    if config_path.startswith("pkg://"):
+        return config_path == "pkg://verl.trainer.config"
+    path = Path(config_path).expanduser()
+    if path.is_dir():
+        return path.resolve() == PACKAGE / "config"
+    return path.parts[-1:] == ("config",) and (not path.is_absolute() or path.parts[-3:-1] == ("verl", "trainer"))
 
 
 def _existing(file: Path) -> Path:

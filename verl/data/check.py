@@ -8,9 +8,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from verl.data.dataset import Files, PromptRows, RLHFDataset, dataset_class
+from verl.data.dataset import Files, PromptRows, RLHFDataset, UnavailableRows, dataset_class
 from verl.data.prompts import PromptEncoder
-from verl.errors import DataError
+from verl.errors import DataError, UnavailableRowError
 
 if TYPE_CHECKING:
     from verl.config import DataConfig
@@ -63,12 +63,17 @@ def check_rows(files: Files, tokenizer: Any, config: DataConfig, max_samples: in
     rows = PromptRows(dataset, config)
     encoder = PromptEncoder(tokenizer, config)
     report = RowsReport(num_rows=len(rows))
+    unavailable = UnavailableRows(len(rows))
     for number in range(len(rows)):
         try:
             row = rows[number]
             _measure(rows, number, row, encoder, report)
+        except UnavailableRowError as error:
+            unavailable.add(error, rows.place(number))
         except DataError as error:
             report.add_problem(str(error))
+    report.problems[:0] = unavailable.sentences()
+    report.num_problems += sum(map(len, unavailable.found.values()))
     if report.num_rows and report.num_overlong == report.num_rows and config.filter_overlong_prompts:
         report.add_problem(
             f"All prompts are longer than data.max_prompt_length={config.max_prompt_length}; raise the limit."

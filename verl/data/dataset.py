@@ -13,7 +13,7 @@ import numpy as np
 from verl.data.files import Rows, read_rows
 from verl.data.prompts import PromptEncoder
 from verl.data.schema import Messages, at, check_row, messages_of
-from verl.errors import ConfigError, DataError
+from verl.errors import ConfigError, DataError, UnavailableRowError
 from verl.registry import load_module, load_object
 
 if TYPE_CHECKING:
@@ -130,6 +130,24 @@ def _prompt(row: dict[str, Any], messages: Messages, prompt_key: str) -> Message
     return text if isinstance(text, str) else messages
 
 
+class UnavailableRows:
+    """Rows that ask for something this version has not, counted by what that is."""
+
+    def __init__(self, num_rows: int):
+        self.num_rows = num_rows
+        self.found: dict[str, list[str]] = {}
+
+    def add(self, error: UnavailableRowError, place: str) -> None:
+        self.found.setdefault(error.feature, []).append(place)
+
+    def sentences(self) -> list[str]:
+        """One sentence for each feature, with the count and the first row."""
+        return [
+            f"{len(places)} of {self.num_rows} rows, the first {places[0]}: {feature}"
+            for feature, places in self.found.items()
+        ]
+
+
 class PromptRows:
     """The rows that loaders read, of any data set class; each is checked as it is read."""
 
@@ -140,8 +158,17 @@ class PromptRows:
     @cached_property
     def data_sources(self) -> list[str]:
         """Names of the tasks in the data. Reads every row, so that a bad one is known before the run begins; raises
-        DataError naming it."""
-        return sorted({self[i][self.config.reward_fn_key] for i in range(len(self))})
+        DataError naming it, or saying once what many rows ask for and this version has not."""
+        names: set[str] = set()
+        unavailable = UnavailableRows(len(self))
+        for number in range(len(self)):
+            try:
+                names.add(self[number][self.config.reward_fn_key])
+            except UnavailableRowError as error:
+                unavailable.add(error, self.place(number))
+        if sentences := unavailable.sentences():
+            raise DataError(" ".join(sentences))
+        return sorted(names)
 
     def __len__(self) -> int:
         return len(self.dataset)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from verl.errors import DataError, nearest
+from verl.errors import DataError, UnavailableRowError, nearest
 
 if TYPE_CHECKING:
     from verl.config import DataConfig
@@ -29,6 +29,8 @@ def at(place: str) -> Iterator[None]:
     """DataErrors of the block say where: "train.parquet, row 3 (counted from 0): ..."."""
     try:
         yield
+    except UnavailableRowError as error:
+        raise UnavailableRowError(error.feature, place) from error
     except DataError as error:
         raise DataError(f"{place}: {error}") from error
 
@@ -74,12 +76,26 @@ def message_of(message: Any, place: str) -> dict[str, Any]:
         parts = [dict(part) if isinstance(part, Mapping) else {} for part in content]
         if all(part.get("type") == "text" and isinstance(part.get("text"), str) for part in parts):
             return {**found, "content": "".join(part["text"] for part in parts)}
+        media = next((m for part in parts if (m := _MEDIA.get(str(part.get("type")).partition("_")[0]))), None)
+        if media:
+            raise UnavailableRowError(_no_media(media, "content of a message"))
         raise DataError(f"{place} has content other than text; only text is supported in this version.")
     raise DataError(f"{place} has no text 'content' (it is {type(content).__name__}).")
 
 
+_MEDIA = {"image": "images", "video": "videos", "audio": "audio"}
+
+
+def _no_media(media: str, where: str) -> str:
+    return (
+        f"{media} ({where}) are not available in this version: rows are text, and a vision-language model cannot be loaded. "
+        "Train a text model on text rows."
+    )
+
+
 def check_row(row: Mapping[str, Any], config: DataConfig) -> None:
-    """Everything but the prompt: the scorer's name, the reference answer, extra_info, no media. Raises DataError."""
+    """Everything but the prompt: the scorer's name, the reference answer, extra_info, no media, no agent. Raises DataError."""
+    _check_features(row, config)
     source = row.get(config.reward_fn_key)
     if not isinstance(source, str) or not source:
         raise DataError(
@@ -94,10 +110,35 @@ def check_row(row: Mapping[str, Any], config: DataConfig) -> None:
     if "extra_info" not in row and (close := difflib.get_close_matches("extra_info", map(str, row), n=1, cutoff=0.85)):
         raise DataError(f"there is a field {close[0]!r}; did you mean 'extra_info'?")
     check_plain(extra, "extra_info")
-    for key in (config.image_key, config.video_key, config.audio_key):
-        media = row.get(key)
-        if media is not None and not (hasattr(media, "__len__") and len(media) == 0):
-            raise DataError(f"field {key!r} holds media; rows are text in this version, so leave the row out.")
+
+
+def _check_features(row: Mapping[str, Any], config: DataConfig) -> None:
+    """Raise UnavailableRowError for what a row asks for and this version has not; columns that ask for nothing are fine."""
+    for key, media in ((config.image_key, "images"), (config.video_key, "videos"), (config.audio_key, "audio")):
+        if not _is_nothing(row.get(key)):
+            raise UnavailableRowError(_no_media(media, f"field {key!r}"))
+    agent = row.get("agent_name")
+    if agent is not None and agent != "single_turn_agent":
+        raise UnavailableRowError(
+            f"the agent loop {agent!r} (field 'agent_name') is not available in this version; the row would train single-turn, "
+            "without tools. Leave the field out, or give it the value single_turn_agent, if that is meant."
+        )
+    extra = row.get("extra_info")
+    places = {"extra_info.": extra if isinstance(extra, Mapping) else {}, "": row}
+    for prefix, fields in places.items():
+        for name in ("tools_kwargs", "interaction_kwargs"):
+            if not _is_nothing(fields.get(name)):
+                raise UnavailableRowError(
+                    f"tools and interactions (field {prefix + name!r}) are not available in this version; the row would train "
+                    "single-turn, without them. Leave the field out if that is meant."
+                )
+
+
+def _is_nothing(value: Any) -> bool:
+    """None, or a list or object that is empty or holds None alone, as a parquet file fills in what was not written."""
+    if isinstance(value, Mapping):
+        return all(_is_nothing(inner) for inner in value.values())
+    return value is None or (hasattr(value, "__len__") and len(value) == 0)
 
 
 def _check_reward_model(row: Mapping[str, Any]) -> None:

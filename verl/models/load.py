@@ -174,7 +174,20 @@ def load_model_config(path: str | Path, trust_remote_code: bool, override: dict[
             )
         else:
             setattr(config, key, value)
+    _require_text(path, config)
     return config
+
+
+def _require_text(path: str | Path, config: Any) -> None:
+    """Raise ModelError for a vision-language model of which transformers has no causal language model."""
+    has_own_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    known = type(config) in transformers.AutoModelForCausalLM._model_mapping
+    if getattr(config, "vision_config", None) is not None and not known and not has_own_code:
+        raise ModelError(
+            f"The model at {path} ({(getattr(config, 'architectures', None) or [config.model_type])[0]}) is a vision-language "
+            "model, which is not available in this version, with rows of text neither. Choose a text model, such as the one "
+            "that it is built on."
+        )
 
 
 def _from_pretrained(factory: Any, path: str | Path, config: Any, dtype: torch.dtype, trust_remote_code: bool) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from verl.config.conditions import uses_critic
 from verl.config.rules.api import Rule
 from verl.config.unavailable import value_in
 
@@ -58,7 +59,27 @@ def _optimizer_settings(optim: str) -> Rule:
     )
 
 
+def _adapter_is_missing(model: str) -> Rule:
+    """Adapters give their rank themselves (follows.py); without one there is nothing to start from."""
+    key = f"{model}.lora_adapter_path"
+    return Rule(
+        key,
+        "error",
+        lambda c, given: (
+            bool(value_in(c, key))
+            and value_in(c, f"{model}.lora_rank") <= 0
+            and (model != "critic.model" or uses_critic(c))
+        ),
+        lambda c: (
+            f"{key}={value_in(c, key)} is no folder with adapters (adapter_config.json with a rank r). Correct it, or "
+            "remove it to train without them."
+        ),
+    )
+
+
 RUNS = [
+    _adapter_is_missing("actor_rollout_ref.model"),
+    _adapter_is_missing("critic.model"),
     _optimizer_settings("actor_rollout_ref.actor.optim"),
     _optimizer_settings("critic.optim"),
     Rule(
