@@ -101,12 +101,22 @@ def _refused() -> str:
     for path, leaf in leaves().items():
         if leaf.inert and leaf.key.refused:
             by_reason.setdefault((leaf.inert, f"{leaf.key.refused}."), []).append(path)
-        elif leaf.key.strict and not leaf.inert:
+        elif leaf.key.strict and not leaf.inert and leaf.conditions:
             fix = "; or ".join(dict.fromkeys(CONDITIONS[name].fix for name, _ in leaf.conditions[-1:]))
             by_reason.setdefault((leaf.key.strict, f"Remove it, or {fix}."), []).append(path)
-    rows = [(", ".join(f"`{p}`" for p in paths), why, fix) for (why, fix), paths in by_reason.items() if fix]
+    rows = [(_grouped(paths), why, fix) for (why, fix), paths in by_reason.items()]
     note = "Each asks for something that would not happen. Every other key that is not read is only noticed."
     return _table("Refused where not read", note, ("key", "why", "what to do"), rows)
+
+
+def _grouped(paths: list[str]) -> str:
+    """Keys by section: `a.b.{c, d}`."""
+    sections: dict[str, list[str]] = {}
+    for path in paths:
+        parent, _, name = path.rpartition(".")
+        sections.setdefault(parent, []).append(name)
+    shown = [f"{p}.{n[0]}" if len(n) == 1 else f"{p}.{{{', '.join(n)}}}" for p, n in sections.items()]
+    return ", ".join(f"`{key}`" for key in shown)
 
 
 def _differences() -> str:

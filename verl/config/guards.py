@@ -21,7 +21,7 @@ class NonfiniteGuardConfig(Section):
 
 @dataclass(frozen=True)
 class GuardConfig(Section):
-    limit: float | None = used(None, _LIMIT, strict=OURS)
+    limit: float | None = used(None, _LIMIT, strict=OURS)  # where its section is not read
     action: str = used("warn", _ACTION, when="has_limit", choices=ACTIONS, strict=OURS)
 
 

@@ -7,6 +7,7 @@ and without meaning here for a stated reason.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -77,6 +78,12 @@ def _leaf(default: Any, key: Key) -> Any:
     return field(default=default, metadata={"key": key})
 
 
+@functools.cache
+def _names(cls: type) -> dict[str, None]:
+    """Names of a section's keys, in order."""
+    return {f.name: None for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+
+
 class Section:
     """Base of all sections: a frozen dataclass that can also be read like a mapping, as users' functions do."""
 
@@ -94,10 +101,10 @@ class Section:
 
     def get(self, name: str, default: Any = None) -> Any:
         """The value of key `name`, or `default` where there is no such key."""
-        return getattr(self, name) if name in self.keys() else default
+        return getattr(self, name) if name in _names(type(self)) else default
 
     def keys(self) -> list[str]:
-        return [f.name for f in dataclasses.fields(self)]  # type: ignore[arg-type]
+        return list(_names(type(self)))
 
     def items(self) -> Iterable[tuple[str, Any]]:
         return [(name, getattr(self, name)) for name in self.keys()]

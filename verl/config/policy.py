@@ -38,11 +38,12 @@ def verdicts(loaded: LoadedConfig) -> dict[str, Verdict]:
     found = {key: Verdict("refused", sentence) for key, sentence in missing_features(loaded.config)}
     for path, setting in loaded.given.items():
         if path not in found:
-            found[path] = _verdict(loaded, path, setting)
+            found[path] = verdict(loaded, path, setting)
     return found
 
 
-def _verdict(loaded: LoadedConfig, path: str, setting: Setting) -> Verdict:
+def verdict(loaded: LoadedConfig, path: str, setting: Setting) -> Verdict:
+    """That of one key, all features being there."""
     leaf, value = leaves()[path], value_at(loaded.config, path)
     as_default = value == leaf.default or (path in loaded.followed and value == loaded.followed[path])
     if as_default and setting.source != "command line" and path not in loaded.misfits:

@@ -156,7 +156,7 @@ class RolloutConfig(Section):
     top_p: float = used(1.0, "smallest set of tokens with this probability", when="samples", strict=_SAMPLED)
     top_k: int = used(-1, "only the k likeliest tokens; -1: all", when="samples", strict=_SAMPLED, neutral=(0,))
     min_p: float = used(
-        0.0, "only tokens with at least this share of the likeliest one's probability", when="samples", strict=_SAMPLED
+        0.0, "only tokens with at least this share of the likeliest one's probability", when="samples", strict=OURS
     )
     do_sample: bool = used(True, "sample instead of decoding greedily")
     seed: int = used(42, "seed of sampling; a sample depends on (seed, step, prompt, sample number) alone")

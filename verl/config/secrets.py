@@ -6,6 +6,7 @@ A value is secret when the name that it goes by says so: a config key (`reward_k
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -35,6 +36,7 @@ _IN_URL = re.compile(r"(?<=://)[^/\s:@]*:([^/\s@]+)@")
 _known: list[str] = []  # the longest first, since one may be a part of another
 
 
+@functools.cache
 def is_secret_name(name: str) -> bool:
     """Whether a key or an environment variable of this name holds a secret: api_key, HF_TOKEN, dbPassword; but neither
     eos_token nor max_tokens.

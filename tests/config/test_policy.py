@@ -1,0 +1,195 @@
+"""Every key of an existing release at its default and at two other values: it acts, is noticed, or is refused by the policy."""
+
+import dataclasses
+import re
+import typing
+from pathlib import Path
+
+import pytest
+
+from verl.config import aliases, load_config, names
+from verl.config.conditions import CONDITIONS
+from verl.config.older import GONE
+from verl.config.policy import verdict
+from verl.config.settings import Setting, locate
+from verl.config.tree import leaves, value_at
+from verl.errors import ConfigError
+
+from .helpers import ACTOR, GRPO, ROLLOUT, fixture_lines, load, refused
+
+KNOWN = [line.partition("=")[::2] for line in fixture_lines("keys.txt")]
+SECTIONS = sorted({".".join(key.split(".")[:2]) for key, _ in KNOWN})
+
+# two values besides the default where the type does not say which are valid
+VALUES = {
+    "algorithm.adv_estimator": ("grpo", "rloo"),
+    f"{ACTOR}.policy_loss.loss_mode": ("gspo", "mine.py:loss"),
+    f"{ROLLOUT}.name": ("hf", "trtllm"),
+    f"{ROLLOUT}.agent.default_agent_loop": ("tool_agent", "mine"),
+    f"{ACTOR}.strategy": ("fsdp2", "megatron"),
+    "trainer.logger": ("[console,wandb]", "tensorboard"),
+    "trainer.device": ("cpu", "npu"),
+    "reward.reward_manager.name": ("dapo", "rate_limited"),
+    "algorithm.rollout_correction.rollout_is_threshold": ("5.0", "0.5_2.0"),
+    "algorithm.rollout_correction.rollout_rs": ("token_k1", "seq_max_k2"),
+    "algorithm.rollout_correction.rollout_rs_threshold": ("2.0", "0.5_2.0"),
+    "trainer.resume_mode": ("auto", "disable"),
+    f"{ACTOR}.optim.betas": ("[0.9,0.95]", "[0.8,0.99]"),
+    "critic.optim.betas": ("[0.9,0.95]", "[0.8,0.99]"),
+    f"{ROLLOUT}.top_p": ("0.9", "0.5"),
+    f"{ROLLOUT}.val_kwargs.top_p": ("0.9", "0.5"),
+    f"{ROLLOUT}.max_model_len": ("2048", "4096"),
+    f"{ACTOR}.clip_ratio_c": ("10.0", "4.0"),
+    **{f"{role}.checkpoint.{end}": ("[model]", "[model,hf_model]")
+       for role in (ACTOR, "critic") for end in ("save_contents", "load_contents")},
+    **dict.fromkeys(("algorithm.gamma", "algorithm.lam"), ("0.9", "0.95")),
+}  # fmt: skip
+
+# what a refusal may say: the sentences of policy.py, of values, and of keys that contradict one another
+REASONS = (
+    "is not available in this version", "is not read: ", "has no effect: ", "must be", "must lie", "is not one of", "needs",
+    "is not an existing folder", "is no folder", "is smaller than",
+)  # fmt: skip
+CONDITION_REASONS = {condition.because for condition in CONDITIONS.values()}
+
+
+def path_of(key):
+    return locate(aliases.resolve(key)[0])
+
+
+# the others act, or have no effect, whatever else is set
+CONDITIONAL = [key for key, _ in KNOWN if leaves()[path_of(key)].conditions and not leaves()[path_of(key)].inert]
+
+
+def other_values(key):
+    """Two valid values of a key besides its default, as a command line gives them."""
+    path = path_of(key)
+    if path in VALUES or key in VALUES:
+        return VALUES.get(key) or VALUES[path]
+    leaf = leaves()[path]
+    if leaf.key.choices:
+        others = [c for c in leaf.key.choices if c not in (leaf.default, None)]
+        return tuple(str(c) for c in (others * 2)[:2])
+    kinds = [t for t in (typing.get_args(leaf.annotation) or (leaf.annotation,)) if t is not type(None)]
+    kind, default = kinds[0], leaf.default
+    if leaf.free or kind is dict or typing.get_origin(kind) is dict:
+        return ("{a:1}", "{enable:False}")
+    if kind is bool:
+        return (str(not default), str(not default).lower())
+    if kind is int:
+        number = default if isinstance(default, int) and default > 0 else 1
+        return (str(number + 1), str(number * 2))
+    if kind is float:
+        number = default if isinstance(default, float) and default > 0 else 1.0
+        return (str(number / 2), str(number / 4))
+    if "list" in str(kind):
+        return ("[1]", "[1,2]") if "int" in str(kind) else ("[a]", "[a,b]")
+    return ("some", "other")
+
+
+@pytest.fixture(autouse=True)
+def no_secrets(monkeypatch):
+    monkeypatch.setattr("verl.config.load.remember_secrets", lambda config: None)  # half of the time of a load
+
+
+def outcome(key, value):
+    """acts, noticed or refused, as a whole load of this key alone shows it; a refusal has one of the REASONS."""
+    try:
+        loaded = load_config([f"{key}={value}"])
+    except ConfigError as error:
+        sentences = str(error).splitlines()
+        assert sentences
+        for sentence in sentences:
+            assert any(reason in sentence for reason in REASONS), (key, value, sentence)
+            assert "There is no key" not in sentence
+        return "refused"
+    spelled = re.escape(key) + r"($|[=.,) ])"
+    notices = [notice for notice in loaded.notices if notice.startswith("No effect: ")]
+    return "noticed" if any(re.search(spelled, notice) for notice in notices) else "acts"
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_every_key_alone(section):
+    """Declared inert: noticed or refused. Declared used: acts, unless the condition that it names does not hold."""
+    seen = {}
+    for key, default in KNOWN:
+        if ".".join(key.split(".")[:2]) != section:
+            continue
+        leaf = leaves()[path_of(key)]
+        if default not in ("FOLLOWS", "REQUIRED") and key != "trainer.n_gpus_per_node":
+            assert outcome(key, default) in ("acts", "noticed"), key
+        for value in other_values(key):
+            seen[key] = outcome(key, value)
+            if leaf.inert:
+                assert seen[key] == "refused" if leaf.key.refused else seen[key] in ("noticed", "refused"), key
+            elif seen[key] == "noticed":
+                assert leaf.conditions, key
+    assert seen
+
+
+ESTIMATORS = [(name, f"algorithm.adv_estimator={name}") for name in names.ADV_ESTIMATORS]
+LOSSES = [(name, f"{ACTOR}.policy_loss.loss_mode={name}") for name in names.POLICY_LOSSES if name != "bypass_mode"]
+BYPASS = [("bypass", "algorithm.rollout_correction.bypass_mode=True")]
+
+
+@pytest.mark.parametrize(("name", "choice"), [*ESTIMATORS, *LOSSES, *BYPASS], ids=lambda v: "" if "=" in v else v)
+def test_every_key_with_each_estimator_and_loss(name, choice):
+    """The verdict on each key at both values; what is refused is listed in docs/config.md, what is noticed has a condition."""
+    base = load_config([*GRPO, choice] if "estimator" not in choice else [choice, f"{ROLLOUT}.n=4"], check=False)
+    kinds = set()
+    for key in CONDITIONAL:
+        path = path_of(key)
+        leaf = leaves()[path]
+        for value in other_values(key):
+            setting = Setting(path, value, "command line", key, value)
+            config = replaced(base.config, path.split("."), fitted(key, value, path))
+            found = verdict(dataclasses.replace(base, config=config, given={path: setting}), path, setting)
+            kinds.add(found.kind)
+            if found.kind == "refused":
+                assert leaf.key.strict, (key, found.reason)
+                assert "Remove it" in found.reason
+            elif found.kind == "noticed":
+                assert found.reason in CONDITION_REASONS, (key, found.reason)
+    assert kinds == {"acts", "noticed", "refused"}
+
+
+def fitted(key, value, path):
+    """The value as a load makes it of the text."""
+    if (key, value) not in _FITTED:
+        loaded = load_config([f"{key}={value}"], check=False)
+        _FITTED[key, value] = value_at(loaded.config, path)
+    return _FITTED[key, value]
+
+
+_FITTED: dict = {}
+
+
+def replaced(node, names, value):
+    head, *rest = names
+    return dataclasses.replace(node, **{head: replaced(node[head], rest, value) if rest else value})
+
+
+def test_the_table_of_refusals_is_short_and_each_has_its_reason():
+    text = (
+        (Path(__file__).parents[2] / "docs/config.md")
+        .read_text(encoding="utf-8")
+        .partition("## Refused where not read")[2]
+    )
+    rows = text.partition("\n## ")[0].strip().splitlines()[4:]
+    declared = [leaf for leaf in leaves().values() if (leaf.key.strict and not leaf.inert) or leaf.key.refused]
+    assert 10 < len(rows) < 30
+    assert all(len(row.split(" | ")) == 3 for row in rows)
+    for leaf in declared:
+        assert any(leaf.path.rpartition(".")[2] in row for row in rows), leaf.path
+
+
+def test_older_keys_are_noticed_too():
+    for row in GONE:
+        key = row.key + "x" if row.key.endswith(".") else row.key
+        assert any(row.reason in notice and key in notice for notice in load(f"+{key}=False").notices), key
+
+
+def test_strict_config_makes_errors_of_all_of_them():
+    keys = ["data.use_shm=True", "critic.optim.lr=3e-5", "+trainer.npu_profile.x=1", *GRPO]
+    assert len(load(*keys).notices) == 3
+    assert len(refused(*keys, "trainer.strict_config=True").splitlines()) == 3
