@@ -76,6 +76,9 @@ FOLLOWS: tuple[tuple[str, str], ...] = (
 )
 
 
+COMPOSED_FOLDER = "checkpoints/${trainer.project_name}/${trainer.experiment_name}"
+
+
 def derive(values: Mapping[str, Any], given: set[str]) -> dict[str, tuple[Any, str]]:
     """{key: (value, origin)} of keys that are worked out from several others. `given` are the keys the user set."""
     found: dict[str, tuple[Any, str]] = {}

@@ -8,7 +8,7 @@ from typing import Any
 
 from verl.config import sources
 from verl.config.checks import check_config
-from verl.config.follows import FOLLOWS, derive
+from verl.config.follows import COMPOSED_FOLDER, FOLLOWS, derive
 from verl.config.keys import Section
 from verl.config.loaded import LoadedConfig
 from verl.config.problems import Problem
@@ -35,6 +35,31 @@ def load_config(
     for path, tree in sources.read(file, given.notices) if file is not None else ():
         given.add_file(f"file {path}", tree)
     given.add_overrides(overrides)
+    return _checked(given, check)
+
+
+def load_composed(tree: dict[str, Any], *, check: bool = True) -> LoadedConfig:
+    """The config of a tree that a program of a user has composed by Hydra from verl/trainer/config, as a plain mapping.
+
+    What has the value that the composition gives it by itself counts as not given. Raises ConfigError as `load_config`.
+    """
+    given = Given()
+    given.add_file("composed config", tree)
+    values = {setting.path: setting.value for setting in given.settings}
+    sources = dict(FOLLOWS)
+    folder = f"checkpoints/{values.get('trainer.project_name')}/{values.get('trainer.experiment_name')}"
+
+    def asks(setting: Setting) -> bool:
+        path, value = setting.path, setting.value
+        same = (leaves()[path].default, values.get(sources.get(path, "")), f"${{{sources.get(path)}}}")
+        own_folder = path == "trainer.default_local_dir" and value in (folder, COMPOSED_FOLDER)
+        return not (value in same or own_folder)
+
+    given.settings = [setting for setting in given.settings if asks(setting)]
+    return _checked(given, check)
+
+
+def _checked(given: Given, check: bool) -> LoadedConfig:
     loaded = _resolve(given)
     problems = check_config(loaded) if check or loaded.faults else []
     if not check:

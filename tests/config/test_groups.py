@@ -1,0 +1,81 @@
+"""verl/trainer/config: what programs of users compose by Hydra is the tree, and is read as if it had been given here."""
+
+import re
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from verl.config.groups import GROUPS, files
+from verl.config.load import load_composed
+from verl.config.policy import verdicts
+from verl.config.tree import leaves
+
+from .helpers import ACTOR, GRPO, ROLLOUT, load
+
+FOLDER = Path(__file__).parents[2] / "verl/trainer/config"
+
+
+def composed(*overrides):
+    """As Hydra composes it; with OmegaConf alone where Hydra is not installed."""
+    root = OmegaConf.load(FOLDER / "ppo_trainer.yaml")
+    tree = OmegaConf.create({"model_engine": "dp"})
+    for entry in root.pop("defaults"):
+        if isinstance(entry, str) or "model_engine" in entry:
+            continue
+        ((group, name),) = OmegaConf.to_container(entry, resolve=False).items()
+        name = name.replace("${model_engine}", "dp")
+        part = OmegaConf.load(FOLDER / group.partition("@")[0] / f"{name}.yaml")
+        OmegaConf.update(tree, group.partition("@")[2], part, merge=True)
+    tree = OmegaConf.merge(tree, root)
+    OmegaConf.set_struct(tree, True)
+    for override in overrides:
+        tree = OmegaConf.merge(tree, OmegaConf.from_dotlist([override]))
+    return tree
+
+
+def by_hydra(*overrides):
+    hydra = pytest.importorskip("hydra", reason="needs the extra 'scripts'")
+    with hydra.initialize_config_module("verl.trainer.config", version_base=None):
+        return hydra.compose("ppo_trainer", overrides=list(overrides))
+
+
+def test_the_files_are_current():
+    """After a change of the tree: python -m verl.config.groups verl/trainer/config"""
+    assert {str(f.relative_to(FOLDER)): f.read_text() for f in FOLDER.rglob("*.yaml")} == files()
+
+
+@pytest.mark.parametrize("compose", [composed, by_hydra])
+@pytest.mark.parametrize("resolve", [False, True])
+def test_the_composition_alone_is_the_defaults(compose, resolve):
+    loaded = load_composed(OmegaConf.to_container(compose(), resolve=resolve))
+    assert loaded.config == load().config
+    assert loaded.given == {}
+    assert loaded.notices == []
+
+
+@pytest.mark.parametrize("compose", [composed, by_hydra])
+def test_overrides_on_top_are_what_was_given(compose):
+    overrides = [
+        *GRPO, "data.train_batch_size=16", "data.max_prompt_length=99", "custom_reward_function.path=r.py",
+        "critic.model.path=/c", "actor_rollout_ref.model.path=/m", "reward_model.reward_manager=dapo", f"{ACTOR}.grad_clip=0.5",
+        "trainer.project_name=p", f"{ROLLOUT}.val_kwargs.temperature=0.7", f"{ACTOR}.ppo_epochs=2",
+    ]  # fmt: skip
+    loaded = load_composed(OmegaConf.to_container(compose(*overrides), resolve=True))
+    assert loaded.config == load(*overrides).config
+    assert verdicts(loaded).keys() == verdicts(load(*overrides)).keys()
+
+
+def test_every_key_is_there():
+    tree = composed()
+    missing = [path for path in leaves() if OmegaConf.select(tree, path, default="?") == "?"]
+    assert missing == []
+    assert len(GROUPS) == 10
+    text = (FOLDER / "ppo_trainer.yaml").read_text()
+    assert re.search(r"- actor@actor_rollout_ref\.actor: \$\{model_engine\}_actor", text)
+
+
+def test_the_runtime_environment_of_ray_jobs_is_there():
+    found = OmegaConf.load(FOLDER.parent / "runtime_env.yaml")
+    assert found.working_dir == "./"
+    assert all(isinstance(value, str) for value in found.env_vars.values())

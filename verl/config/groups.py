@@ -1,0 +1,140 @@
+"""verl/trainer/config, which Hydra composes in programs of users: `python -m verl.config.groups verl/trainer/config`.
+
+`@hydra.main(config_path="pkg://verl.trainer.config", config_name="ppo_trainer")` gives the whole tree, in the groups that
+existing programs override. `load_composed` (load.py) reads the result.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from verl.config.aliases import ALIASES
+from verl.config.follows import COMPOSED_FOLDER, FOLLOWS
+from verl.config.tree import leaves
+from verl.config.write import scalar
+
+HEADER = (
+    "# Made from verl/config by `python -m verl.config.groups verl/trainer/config`; docs/config.md explains each key.\n"
+)
+
+# (group, file, section of the tree); the rest of the tree is in ppo_trainer.yaml itself
+GROUPS: tuple[tuple[str, str, str], ...] = (
+    ("actor", "dp_actor", "actor_rollout_ref.actor"),
+    ("ref", "dp_ref", "actor_rollout_ref.ref"),
+    ("rollout", "rollout", "actor_rollout_ref.rollout"),
+    ("model", "hf_model", "actor_rollout_ref.model"),
+    ("critic", "dp_critic", "critic"),
+    ("data", "legacy_data", "data"),
+    ("reward", "reward", "reward"),
+    ("algorithm", "rollout_correction", "algorithm.rollout_correction"),
+    ("distillation", "distillation", "distillation"),
+    ("transfer_queue", "transfer_queue", "transfer_queue"),
+)
+# sections under older names that existing programs set without a +; null asks for nothing
+_OLDER_SECTIONS = ("custom_reward_function.", "sandbox_fusion.", "reward_model.")
+_COMPUTED = {"trainer.default_local_dir": COMPOSED_FOLDER}
+
+
+def files() -> dict[str, str]:
+    """{path below the folder: text} of every file."""
+    values = {path: _value(path) for path in leaves()}
+    older = _older_spellings()
+    made: dict[str, str] = {"model_engine/dp.yaml": f"{HEADER}# @package _global_\nmodel_engine: dp\n"}
+    for group, name, section in GROUPS:
+        own = _taken(values, section) | _taken(older, section)
+        if section == "critic":
+            own = {path: value for path, value in own.items() if not path.startswith("model.")} | {
+                f"model.{path}": value for path, value in _taken(own, "model").items() if _differs(path, value)
+            }
+        made[f"{group}/{name}.yaml"] = _text(own)
+        for path in own:
+            values.pop(f"{section}.{path}", None)
+            older.pop(f"{section}.{path}", None)
+    by_group = ("critic.model.", "model_engine")  # which their groups give
+    rest = {path: value for path, value in {**values, **older}.items() if not path.startswith(by_group)}
+    made["ppo_trainer.yaml"] = _text(rest, ["defaults:", *_defaults(), ""])
+    return made
+
+
+def _differs(path: str, value: Any) -> bool:
+    """Whether a key of the critic's model has another default than that of the policy's model."""
+    same = f"actor_rollout_ref.model.{path}"
+    return same in leaves() and value != _value(same)
+
+
+def _defaults() -> list[str]:
+    lines = ["  - model_engine: dp"]
+    for group, name, section in GROUPS:
+        if group == "critic":
+            lines.append("  - model@critic.model: hf_model")
+        lines.append(f"  - {group}@{section}: {name.replace('dp_', '${model_engine}_')}")
+    return [*lines, "  - _self_"]
+
+
+def _value(path: str) -> Any:
+    """The default of a key; where it follows another key, a reference to that one."""
+    source = dict(FOLLOWS).get(path)
+    return _COMPUTED.get(path) or (f"${{{source}}}" if source else leaves()[path].default)
+
+
+def _older_spellings() -> dict[str, Any]:
+    """Other spellings of keys, at values with which they ask for nothing."""
+    found: dict[str, Any] = {}
+    for alias in ALIASES:
+        if alias.old in _OLDER_SECTIONS:
+            names = (path.removeprefix(alias.new) for path in leaves() if path.startswith(alias.new))
+            found.update({alias.old + name: None for name in names})
+    exact = (a for a in ALIASES if not a.old.endswith("."))
+    found.update(
+        {a.old: a.ignore[0] for a in exact if a.old.partition(".")[0] in ("actor_rollout_ref", "critic", "data")}
+    )
+    found.update({a.old: None for a in ALIASES if a.old.startswith(_OLDER_SECTIONS) and not a.old.endswith(".")})
+    return {path: value for path, value in found.items() if path not in leaves() and not _is_section(path, found)}
+
+
+def _is_section(path: str, known: dict[str, Any]) -> bool:
+    return any(other.startswith(path + ".") for other in (*known, *leaves()))
+
+
+def _taken(values: dict[str, Any], section: str) -> dict[str, Any]:
+    return {path[len(section) + 1 :]: value for path, value in values.items() if path.startswith(section + ".")}
+
+
+def _text(values: dict[str, Any], head: list[str] | None = None) -> str:
+    root: dict[str, Any] = {}
+    for path, value in values.items():
+        *parents, name = path.split(".")
+        node = root
+        for parent in parents:
+            node = node.setdefault(parent, _Section())
+        node[name] = value
+    return HEADER + "\n".join([*(head or []), *_lines(root, 0)]) + "\n"
+
+
+class _Section(dict[str, Any]):
+    """A section, as against a key that holds a mapping."""
+
+
+def _lines(node: dict[str, Any], depth: int) -> list[str]:
+    lines = []
+    for name, value in node.items():
+        if isinstance(value, _Section):
+            lines += [f"{'  ' * depth}{name}:", *_lines(value, depth + 1)]
+        else:
+            lines.append(f"{'  ' * depth}{name}: {scalar(value)}")
+    return lines
+
+
+def main(argv: list[str]) -> int:
+    """Write the files below the folder in `argv`."""
+    for name, text in files().items():
+        file = Path(argv[0]) / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""The config tree as Hydra composes it in programs of users; made by verl/config/groups.py."""
