@@ -41,7 +41,7 @@ TORCH_FREE = (
     "verl.rewards.worker",
     "verl.cli.main",
     "verl.cli.supervise",
-    *(f"verl.cli.{verb}" for verb in VERBS),
+    *(f"verl.cli.{verb.replace('-', '_')}" for verb in VERBS),
     "verl.trainer.main_ppo",
     "verl.trainer.main_eval",
     "verl.trainer.main_generation",

@@ -15,13 +15,14 @@ from verl.errors import ConfigError, VerlError, nearest
 from verl.parallel.memory import keep_freed_memory
 from verl.parallel.openmp import spin_briefly
 
-# verb -> what it does; the code of each is verl/cli/<verb>.py
+# verb -> what it does; the code of each is verl/cli/<verb>.py, with _ for -
 VERBS = {
     "train": "train a policy with PPO, GRPO and their kin",
     "eval": "validate a model on held-out prompts",
     "generate": "write samples of a model as JSON lines",
     "show": "show a run: what bounds it, what to change, how it learns",
     "check": "check everything that can be known before training",
+    "import-check": "say what of a script or file of the existing verl runs here",
     "data": "prepare data files (GSM8K, reasoning-gym)",
     "convert": "turn a GGUF model into a Hugging Face folder",
     "export": "turn a checkpoint into a Hugging Face folder",
@@ -90,7 +91,7 @@ def run_verb(verb: str, arguments: Sequence[str], *, whole_process: bool = False
     keep_freed_memory()
     try:
         _require_text(arguments)
-        module = importlib.import_module(f"verl.cli.{verb}")
+        module = importlib.import_module(f"verl.cli.{verb.replace('-', '_')}")
         run = getattr(module, "run_process", module.run) if whole_process else module.run
         return run(list(arguments))
     except VerlError as error:

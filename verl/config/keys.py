@@ -101,10 +101,10 @@ class Section:
 
     def get(self, name: str, default: Any = None) -> Any:
         """The value of key `name`, or `default` where there is no such key."""
-        return getattr(self, name) if name in _names(type(self)) else default
+        return getattr(self, name) if name in _names(type(self)) else default  # type: ignore[arg-type]
 
     def keys(self) -> list[str]:
-        return list(_names(type(self)))
+        return list(_names(type(self)))  # type: ignore[arg-type]
 
     def items(self) -> Iterable[tuple[str, Any]]:
         return [(name, getattr(self, name)) for name in self.keys()]

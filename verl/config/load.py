@@ -30,12 +30,25 @@ def load_config(
     ConfigError with one sentence per problem, all problems at once: an unknown key (with the nearest ones), a value of the
     wrong type, two spellings that disagree and, unless `check` is False, everything that `check_config` calls an error.
     """
+    return _checked(_given(overrides, config_path, config_name), check)
+
+
+def inspect_config(
+    overrides: Sequence[str] = (), config_path: str | None = None, config_name: str | None = None
+) -> tuple[LoadedConfig, list[Problem]]:
+    """The config of `load_config` with every problem of it, defaults standing in for values that do not fit. Raises
+    ConfigError for a file that is not there or cannot be read."""
+    loaded = _resolve(_given(overrides, config_path, config_name))
+    return loaded, check_config(loaded)
+
+
+def _given(overrides: Sequence[str], config_path: str | None, config_name: str | None) -> Given:
     given = Given()
     file = sources.find(config_path, config_name)
     for path, tree in sources.read(file, given.notices) if file is not None else ():
         given.add_file(f"file {path}", tree)
     given.add_overrides(overrides)
-    return _checked(given, check)
+    return given
 
 
 def load_composed(tree: dict[str, Any], *, check: bool = True) -> LoadedConfig:

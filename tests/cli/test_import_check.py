@@ -1,0 +1,163 @@
+"""`verl import-check`: launch scripts, YAML files and Python files of the existing verl."""
+
+import pytest
+
+from verl.cli.compat.launch_scripts import read_commands
+
+SCRIPT = r"""#!/bin/bash
+set -x
+export VLLM_USE_V1=1
+PROJECT=verl_grpo     # a name
+train_bsz=${TRAIN_BSZ:-512}
+max_len=$((1024 * 2))
+stamp=$(date +%m%d)
+gsm8k=$HOME/data/gsm8k/train.parquet
+ROLLOUT=(
+    actor_rollout_ref.rollout.name=native   # the engine
+    # actor_rollout_ref.rollout.name=vllm
+    actor_rollout_ref.rollout.n=8
+)
+EXTRA="trainer.save_freq=20 trainer.test_freq=5"
+
+PYTHONUNBUFFERED=1 python3 -m verl.trainer.main_ppo --config-path=config --config-name=ppo_trainer.yaml \
+    algorithm.adv_estimator=grpo \
+    data.train_files="$gsm8k" \
+    data.val_files="['a b.parquet', 'c.parquet']" \
+    data.train_batch_size=$train_bsz \
+    data.max_response_length=$((max_len - 24)) \
+    custom_reward_function.path=reward.py \
+    actor_rollout_ref.actor.clip_ratio_c=10.0 \
+    actor_rollout_ref.actor.policy_loss.loss_mode=gspo \
+    "${ROLLOUT[@]}" ${EXTRA} \
+    trainer.logger='["console","wandb"]' \
+    trainer.nnodes=$WORLD_NODES trainer.experiment_name=run_${stamp} \
+    trainer.default_local_dir='checkpoints/${trainer.project_name}' \
+    trainer.project_name=${PROJECT} $@ 2>&1 | tee log.txt
+"""
+
+
+def test_the_words_of_a_command_are_those_of_the_shell(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    (command,) = read_commands(SCRIPT)
+    assert (command.module, command.config_path, command.config_name) == (
+        "verl.trainer.main_ppo", "config", "ppo_trainer.yaml",
+    )  # fmt: skip
+    assert command.overrides == [
+        "algorithm.adv_estimator=grpo", "data.train_files=/home/me/data/gsm8k/train.parquet",
+        "data.val_files=['a b.parquet', 'c.parquet']", "data.train_batch_size=512", "data.max_response_length=2024",
+        "custom_reward_function.path=reward.py", "actor_rollout_ref.actor.clip_ratio_c=10.0",
+        "actor_rollout_ref.actor.policy_loss.loss_mode=gspo", "actor_rollout_ref.rollout.name=native",
+        "actor_rollout_ref.rollout.n=8", "trainer.save_freq=20", "trainer.test_freq=5",
+        'trainer.logger=["console","wandb"]', "trainer.default_local_dir=checkpoints/${trainer.project_name}",
+        "trainer.project_name=verl_grpo",
+    ]  # fmt: skip
+    assert set(command.unknown.values()) == {"$WORLD_NODES", "$(date +%m%d)"}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "ray job submit --address=x --runtime-env=env.yaml -- python -m verl.trainer.main_ppo trainer.nnodes=2",
+        "torchrun --nproc_per_node=8 -m verl.trainer.main_ppo trainer.nnodes=2 > log.txt",
+        "ray job submit --no-wait \\\n  -- \\\n  python3 -m verl.trainer.main_ppo \\\n  trainer.nnodes=2",
+        "CUDA_VISIBLE_DEVICES=0 nohup python -m verl.trainer.main_ppo trainer.nnodes=2 &",
+    ],
+)
+def test_commands_in_other_commands(line):
+    (command,) = read_commands(line)
+    assert command.overrides == ["trainer.nnodes=2"]
+
+
+def test_a_script_that_runs(verl, tmp_path):
+    (tmp_path / "run.sh").write_text(SCRIPT)
+    code, said = verl("import-check", str(tmp_path / "run.sh"))
+    assert code == 0, said
+    assert "python -m verl.trainer.main_ppo is here" in said
+    assert "custom_reward_function.path -> reward.custom_reward_function.path" in said
+    assert "No effect: actor_rollout_ref.actor.clip_ratio_c=10.0" in said
+    assert "$WORLD_NODES has no value" in said
+    assert "This runs here" in said
+
+
+def test_a_script_that_does_not(verl, tmp_path):
+    text = "python -m verl.trainer.main_ppo trainer.device=npu data.train_batch_sise=3 trainer.nnodes=x\n"
+    text += "python -m verl.trainer.no_such"
+    (tmp_path / "run.sh").write_text(text)
+    code, said = verl("import-check", str(tmp_path / "run.sh"))
+    assert code == 1
+    for words in (
+        "trainer.device=npu",
+        "'data.train_batch_size'",
+        "whole number",
+        "verl.trainer.no_such is not available",
+    ):
+        assert words in said
+    code, said = verl("import-check", str(tmp_path / "none.sh"))
+    assert code == 1
+    assert "there is no file" in said
+
+
+def test_a_yaml_file(verl, tmp_path):
+    (tmp_path / "run.yaml").write_text(
+        "defaults: [ppo_trainer, _self_]\ntrainer: {nnodes: 1}\ndata: {max_promt_length: 3}\n"
+    )
+    code, said = verl("import-check", str(tmp_path / "run.yaml"))
+    assert code == 1
+    assert "did you mean 'data.max_prompt_length'" in said
+
+
+PYTHON = """
+import os
+from verl import DataProto
+from verl.trainer.ppo.core_algos import register_adv_est, no_such_function
+from verl.utils.dataset.rl_dataset import RLHFDataset, collate_fn
+import verl.no_such_module
+import a_package_that_is_not_there
+import beside
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, weight=1.0):
+    return 0.0
+
+
+def compute_score_of_two(solution_str, ground_truth):
+    return 0.0
+
+
+class Rows(RLHFDataset):
+    def __init__(self, data_files, tokenizer, config):
+        super().__init__(data_files, tokenizer, config)
+
+    def _build_messages(self, example):
+        return []
+
+    def own(self):
+        return 1
+"""
+
+
+def test_a_python_file(verl, tmp_path):
+    (tmp_path / "mine.py").write_text(PYTHON)
+    (tmp_path / "beside.py").write_text("")
+    code, said = verl("import-check", str(tmp_path / "mine.py"))
+    assert code == 1
+    for words in (
+        "imports verl.DataProto, verl.trainer.ppo.core_algos.register_adv_est",
+        "line 4: verl.trainer.ppo.core_algos has no 'no_such_function'",
+        "line 6: verl.no_such_module cannot be imported",
+        "line 7: a_package_that_is_not_there is not installed",
+        "compute_score(data_source, solution_str, ground_truth, extra_info, weight) can score",
+        "compute_score_of_two(solution_str, ground_truth) takes no data_source, extra_info",
+        "Rows is a data set for data.custom_cls; it replaces __init__, _build_messages",
+        "own of Rows: called by no code of verl",
+        "Rows.__init__ takes no processor, max_samples",
+    ):
+        assert words in said, said
+    assert "beside is not installed" not in said
+
+
+def test_a_python_file_that_runs(verl, tmp_path):
+    text = "def compute_score(data_source, solution_str, ground_truth, **kwargs):\n    return 1.0\n"
+    (tmp_path / "reward.py").write_text(text)
+    code, said = verl("import-check", str(tmp_path / "reward.py"))
+    assert code == 0, said

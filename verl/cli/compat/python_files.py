@@ -1,0 +1,131 @@
+"""A reward, dataset or recipe file of the existing verl, read without running it: what it imports, what it defines."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+from verl.cli.report import Line
+from verl.errors import VerlError, nearest
+from verl.rewards.functions import BATCH_ARGUMENTS, MODEL_REPLY, MODEL_SCORE, SAMPLE_ARGUMENTS, SIGNATURE
+
+EXTRA = {"datasets": "scripts", "pandas": "scripts", "hydra": "scripts"}  # package -> the extra of verl that brings it
+_DATASET_ARGUMENTS = ("data_files", "tokenizer", "config", "processor", "max_samples")
+_GIVEN = {*SAMPLE_ARGUMENTS, *BATCH_ARGUMENTS, *MODEL_SCORE, *MODEL_REPLY}
+
+
+def examine(file: Path) -> Iterator[Line]:
+    """What is found in `file`: names of verl that are here or missing, packages, reward functions, dataset classes."""
+    try:
+        tree = ast.parse(file.read_text(encoding="utf-8"), str(file))
+    except (SyntaxError, ValueError) as error:
+        yield Line("fail", f"it is not Python: {error}")
+        return
+    yield from _imports(tree, file.parent)
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("compute_score"):
+            yield _reward_function(node)
+        elif isinstance(node, ast.ClassDef) and any(_last_name(base) == "RLHFDataset" for base in node.bases):
+            yield from _dataset_class(node)
+
+
+def _imports(tree: ast.Module, folder: Path) -> Iterator[Line]:
+    here: list[str] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names = [(node.module, alias.name) for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [(alias.name, "") for alias in node.names]
+        else:
+            continue
+        for module, name in names:
+            if module.split(".")[0] == "verl":
+                problem = missing_name(module, name)
+                if problem:
+                    yield Line("fail", f"line {node.lineno}: {problem}")
+                else:
+                    here.append(f"{module}.{name}".rstrip("."))
+            elif problem := _missing_package(module, folder):
+                yield Line("warn", f"line {node.lineno}: {problem}")
+    if here:
+        yield Line("pass", f"imports {', '.join(dict.fromkeys(here))}")
+
+
+def missing_name(module: str, name: str) -> str:
+    """Why `from module import name` would fail; "" where it works. Only modules of verl are imported for that."""
+    try:
+        found = importlib.import_module(module)
+    except (ImportError, VerlError) as error:
+        return f"{module} cannot be imported: {error}"
+    if not name or name == "*":
+        return ""
+    try:
+        if hasattr(found, name) or (hasattr(found, "__path__") and importlib.util.find_spec(f"{module}.{name}")):
+            return ""
+    except (ImportError, VerlError) as error:
+        return f"{module}.{name} cannot be imported: {error}"
+    return f"{module} has no {name!r}{nearest(name, dir(found))}"
+
+
+def _missing_package(module: str, folder: Path) -> str:
+    package = module.split(".")[0]
+    if (folder / package).is_dir() or (folder / f"{package}.py").is_file() or importlib.util.find_spec(package):
+        return ""
+    extra = EXTRA.get(package)
+    return f"{package} is not installed; install " + (
+        f"it with: pip install 'verl[{extra}]'" if extra else "it beside verl"
+    )
+
+
+def _reward_function(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Line:
+    """Whether it can be called as it will be: by keyword, with the four arguments of a sample or those of a batch."""
+    arguments = node.args
+    names = [a.arg for a in (*arguments.args, *arguments.kwonlyargs)]
+    optional = {a.arg for a in arguments.args[len(arguments.args) - len(arguments.defaults) :]}
+    optional |= {a.arg for a, d in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if d is not None}
+    batched = BATCH_ARGUMENTS[1] in names
+    given = BATCH_ARGUMENTS if batched else SAMPLE_ARGUMENTS
+    lacking = [] if arguments.kwarg else [name for name in given if name not in names]
+    required = [name for name in names if name not in optional and name not in _GIVEN]
+    place = f"line {node.lineno}: {node.name}({', '.join(names)})"
+    if lacking or arguments.posonlyargs:
+        taken = ", ".join(lacking) or "keywords"
+        return Line("fail", f"{place} takes no {taken}; it is called by keyword as {node.name}{SIGNATURE}")
+    if required:
+        return Line(
+            "info",
+            f"{place} needs {', '.join(required)} too: set reward.custom_reward_function.reward_kwargs.{required[0]}",
+        )
+    manager = " and reward.reward_manager.name=batch" if batched else ""
+    return Line("pass", f"{place} can score: set reward.custom_reward_function.path to this file{manager}")
+
+
+def _dataset_class(node: ast.ClassDef) -> Iterator[Line]:
+    from verl.data.dataset import RLHFDataset
+
+    methods = {item.name: item for item in node.body if isinstance(item, ast.FunctionDef)}
+    replaced = [name for name in methods if hasattr(RLHFDataset, name)]
+    own = [name for name in methods if name not in replaced]
+    yield Line(
+        "pass",
+        f"line {node.lineno}: {node.name} is a data set for data.custom_cls; it replaces {', '.join(replaced) or 'nothing'}",
+    )
+    if own:
+        yield Line("info", f"{', '.join(own)} of {node.name}: called by no code of verl, only by its own")
+    init = methods.get("__init__")
+    if init is not None and not init.args.kwarg:
+        names = [a.arg for a in (*init.args.args, *init.args.kwonlyargs)]
+        lacking = [name for name in _DATASET_ARGUMENTS if name not in names]
+        if lacking:
+            yield Line(
+                "fail",
+                f"line {init.lineno}: {node.name}.__init__ takes no {', '.join(lacking)}; it is called by keyword with "
+                f"{', '.join(_DATASET_ARGUMENTS)}. Add **kwargs",
+            )
+
+
+def _last_name(node: ast.expr) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
