@@ -69,6 +69,16 @@ def load_object(reference: str) -> Any:
     return getattr(module, name)
 
 
+def _origin(obj: Any) -> Any:
+    """File, line and name of a function or class: a file imported twice registers the same ones again."""
+    code = getattr(obj, "__code__", None)
+    if code is not None:
+        return code.co_filename, code.co_firstlineno, obj.__qualname__
+    module = sys.modules.get(getattr(obj, "__module__", ""))
+    file = getattr(module, "__file__", None)
+    return (file, obj.__qualname__) if file and hasattr(obj, "__qualname__") else id(obj)
+
+
 class Registry:
     """Names of one family; a lookup of an unknown name says which names there are."""
 
@@ -81,8 +91,7 @@ class Registry:
 
         def add(obj: T) -> T:
             taken = self._rows.get(name)
-            same = taken is obj or getattr(taken, "__qualname__", taken) == getattr(obj, "__qualname__", obj)
-            if taken is not None and not same:  # a file imported twice registers the same names again
+            if taken is not None and taken is not obj and _origin(taken) != _origin(obj):
                 raise ConfigError(f"The {self.family} {name!r} is registered already ({taken}).")
             self._rows[name] = obj
             return obj
@@ -100,6 +109,17 @@ class Registry:
         if isinstance(row, str):
             row = self._rows[name] = load_object(row)
         return row
+
+    def set(self, name: str, obj: Any) -> None:
+        """Give `name` an object, in the place of any that it had."""
+        self._rows[name] = obj
+
+    def remove(self, name: str) -> None:
+        """Forget `name`. Raises KeyError when it is not there."""
+        del self._rows[name]
+
+    def __len__(self) -> int:
+        return len(self._rows)
 
     def __contains__(self, name: object) -> bool:
         return name in self._rows

@@ -87,6 +87,8 @@ def older_advantage(name: str, *order: str) -> Callable[..., tuple[Tensor, Tenso
         return compute_advantage(name, columns, config=config, **settings)
 
     estimator.__name__ = estimator.__qualname__ = f"compute_{name}"
+    # a run asks a function's signature which columns it needs, also where this one is registered under another name
+    estimator.__wrapped__ = ADVANTAGES.get(name)  # type: ignore[attr-defined]
     return estimator
 
 

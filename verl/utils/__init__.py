@@ -2,17 +2,10 @@
 
 from typing import Any
 
+from verl.compat.tokenizers import hf_processor, hf_tokenizer
 from verl.parallel.placement import set_device_map
 
-__all__ = ["hf_tokenizer", "set_device_map"]
-
-
-def hf_tokenizer(name_or_path: str, trust_remote_code: bool = False, **_other: Any) -> Any:
-    """The tokenizer of a folder or hub name, with a pad token. Raises ModelError."""
-    from verl.config import ModelConfig
-    from verl.models.load import load_tokenizer
-
-    return load_tokenizer(ModelConfig(path=name_or_path, trust_remote_code=trust_remote_code))
+__all__ = ["hf_processor", "hf_tokenizer", "set_device_map"]
 
 
 def __getattr__(name: str) -> Any:

@@ -11,12 +11,15 @@ from torch import Tensor
 from verl.algorithms import masked
 from verl.algorithms.entropy import entropy_from_logits
 from verl.algorithms.kl import AdaptiveKLController, FixedKLController
+from verl.compat.schedules import get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
 
 __all__ = [
     "AdaptiveKLController",
     "FixedKLController",
     "clip_by_value",
     "entropy_from_logits",
+    "get_constant_schedule_with_warmup",
+    "get_cosine_schedule_with_warmup",
     "get_response_mask",
     "logprobs_from_logits",
     "masked_mean",

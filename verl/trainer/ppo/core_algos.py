@@ -11,9 +11,10 @@ from torch import Tensor
 from verl.algorithms.advantages import register_adv_est
 from verl.algorithms.entropy import compute_entropy_loss
 from verl.algorithms.kl import AdaptiveKLController, FixedKLController, KLController, kl_penalty, make_kl_controller
-from verl.algorithms.older_contract import older_advantage, older_policy_loss, older_value_loss
+from verl.algorithms.older_contract import older_value_loss
 from verl.algorithms.policy_losses import register_policy_loss
 from verl.algorithms.user_functions import ConfigView, agg_loss
+from verl.compat.registries import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
 
 
 class AdvantageEstimator(str, Enum):
@@ -40,12 +41,12 @@ class AdvantageEstimator(str, Enum):
 
 def get_adv_estimator_fn(name_or_enum: str | AdvantageEstimator) -> Callable[..., tuple[Tensor, Tensor]]:
     """The estimator, called by keyword: token_level_rewards, response_mask, index, config, ..."""
-    return older_advantage(str(name_or_enum))
+    return ADV_ESTIMATOR_REGISTRY.find(name_or_enum)
 
 
 def get_policy_loss_fn(name: str) -> Callable[..., tuple[Tensor, dict[str, Any]]]:
     """The loss as fn(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights)."""
-    return older_policy_loss(name)
+    return POLICY_LOSS_REGISTRY.find(name)
 
 
 def get_kl_controller(kl_ctrl: Any) -> KLController:
@@ -56,39 +57,41 @@ def get_kl_controller(kl_ctrl: Any) -> KLController:
     )
 
 
-_GROUP_ORDER = ("token_level_rewards", "response_mask", "index", "epsilon", "norm_adv_by_std_in_grpo")
-_BASELINE_ORDER = ("token_level_rewards", "reward_baselines", "response_mask")
+_ESTIMATORS = dict(ADV_ESTIMATOR_REGISTRY)  # before a recipe replaces one
+_LOSSES = dict(POLICY_LOSS_REGISTRY)
 
-compute_gae_advantage_return = older_advantage("gae", "token_level_rewards", "values", "response_mask", "gamma", "lam")
-compute_grpo_outcome_advantage = older_advantage("grpo", *_GROUP_ORDER)
-compute_grpo_vectorized_outcome_advantage = older_advantage("grpo_vectorized", *_GROUP_ORDER)
-compute_gdpo_outcome_advantage = older_advantage("gdpo", *_GROUP_ORDER)
-compute_grpo_passk_outcome_advantage = older_advantage("grpo_passk", *_GROUP_ORDER)
-compute_reinforce_plus_plus_outcome_advantage = older_advantage("reinforce_plus_plus")
-compute_reinforce_plus_plus_baseline_outcome_advantage = older_advantage("reinforce_plus_plus_baseline")
-compute_remax_outcome_advantage = older_advantage("remax", *_BASELINE_ORDER)
-compute_rloo_outcome_advantage = older_advantage("rloo")
-compute_rloo_vectorized_outcome_advantage = older_advantage("rloo_vectorized")
-compute_opo_outcome_advantage = older_advantage("opo")
-compute_gpg_outcome_advantage = older_advantage("gpg")
-compute_optimal_token_baseline_advantage = older_advantage("optimal_token_baseline")
-compute_multi_turn_optimal_token_baseline_advantage = older_advantage("tir_optimal_token_baseline")
+compute_gae_advantage_return = _ESTIMATORS["gae"]
+compute_grpo_outcome_advantage = _ESTIMATORS["grpo"]
+compute_grpo_vectorized_outcome_advantage = _ESTIMATORS["grpo_vectorized"]
+compute_gdpo_outcome_advantage = _ESTIMATORS["gdpo"]
+compute_grpo_passk_outcome_advantage = _ESTIMATORS["grpo_passk"]
+compute_reinforce_plus_plus_outcome_advantage = _ESTIMATORS["reinforce_plus_plus"]
+compute_reinforce_plus_plus_baseline_outcome_advantage = _ESTIMATORS["reinforce_plus_plus_baseline"]
+compute_remax_outcome_advantage = _ESTIMATORS["remax"]
+compute_rloo_outcome_advantage = _ESTIMATORS["rloo"]
+compute_rloo_vectorized_outcome_advantage = _ESTIMATORS["rloo_vectorized"]
+compute_opo_outcome_advantage = _ESTIMATORS["opo"]
+compute_gpg_outcome_advantage = _ESTIMATORS["gpg"]
+compute_optimal_token_baseline_advantage = _ESTIMATORS["optimal_token_baseline"]
+compute_multi_turn_optimal_token_baseline_advantage = _ESTIMATORS["tir_optimal_token_baseline"]
 
-compute_policy_loss_vanilla = older_policy_loss("vanilla")
-compute_policy_loss_dppo_tv = older_policy_loss("dppo_tv")
-compute_policy_loss_dppo_kl = older_policy_loss("dppo_kl")
-compute_policy_loss_gspo = older_policy_loss("gspo")
-compute_policy_loss_sapo = older_policy_loss("sapo")
-compute_policy_loss_gpg = older_policy_loss("gpg")
-compute_policy_loss_clip_cov = older_policy_loss("clip_cov")
-compute_policy_loss_kl_cov = older_policy_loss("kl_cov")
-compute_policy_loss_geo_mean = older_policy_loss("geo_mean")
-compute_policy_loss_dro = older_policy_loss("dro")
-compute_policy_loss_cispo = older_policy_loss("cispo")
-compute_policy_loss_bypass_mode = older_policy_loss("bypass_mode")
+compute_policy_loss_vanilla = _LOSSES["vanilla"]
+compute_policy_loss_dppo_tv = _LOSSES["dppo_tv"]
+compute_policy_loss_dppo_kl = _LOSSES["dppo_kl"]
+compute_policy_loss_gspo = _LOSSES["gspo"]
+compute_policy_loss_sapo = _LOSSES["sapo"]
+compute_policy_loss_gpg = _LOSSES["gpg"]
+compute_policy_loss_clip_cov = _LOSSES["clip_cov"]
+compute_policy_loss_kl_cov = _LOSSES["kl_cov"]
+compute_policy_loss_geo_mean = _LOSSES["geo_mean"]
+compute_policy_loss_dro = _LOSSES["dro"]
+compute_policy_loss_cispo = _LOSSES["cispo"]
+compute_policy_loss_bypass_mode = _LOSSES["bypass_mode"]
 compute_value_loss = older_value_loss
 
 __all__ = [
+    "ADV_ESTIMATOR_REGISTRY",
+    "POLICY_LOSS_REGISTRY",
     "AdaptiveKLController",
     "AdvantageEstimator",
     "FixedKLController",

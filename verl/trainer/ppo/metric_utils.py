@@ -5,9 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from verl.compat.metrics import compute_response_info as _compute_response_info
+from verl.compat.metrics import reduce_metrics
 from verl.data_proto.proto import DataProto
 from verl.tracking.batch_metrics import data_metrics, throughput_metrics, timing_metrics
 from verl.tracking.validation import SEED, Metrics, metrics_per_source
+
+__all__ = [
+    "_compute_response_info",
+    "compute_data_metrics",
+    "compute_throughout_metrics",
+    "compute_timing_metrics",
+    "process_validation_metrics",
+    "reduce_metrics",
+]
 
 
 def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str, float]:

@@ -1,0 +1,76 @@
+"""`verl.trainer.ppo.utils`: the roles of a run, and which of them a config needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any
+
+from verl.workers.worker import Worker
+
+WorkerType = type[Worker]
+
+
+class Role(Enum):
+    """The roles by which recipes map worker classes to resource pools; `str(role)` is the role's name in metrics."""
+
+    Actor = 0
+    Rollout = 1
+    ActorRollout = 2
+    Critic = 3
+    RefPolicy = 4
+    RewardModel = 5
+    ActorRolloutRef = 6
+    Env = 7
+
+    def __str__(self) -> str:
+        return _NAMES[self.name]
+
+    @classmethod
+    def from_string(cls, name: str) -> Role:
+        """The role of that name. Raises ValueError."""
+        for role in cls:
+            if name in (str(role), role.name):
+                return role
+        raise ValueError(f"There is no role {name!r}; there are {', '.join(_NAMES.values())}.")
+
+
+_NAMES = {
+    "Actor": "actor",
+    "Rollout": "rollout",
+    "ActorRollout": "actor_rollout",
+    "Critic": "critic",
+    "RefPolicy": "ref",
+    "RewardModel": "rm",
+    "ActorRolloutRef": "actor_rollout_ref",
+    "Env": "env",
+}
+
+
+def need_reference_policy(config: Any) -> bool:
+    """Whether a KL term needs the reference policy. Releases before 0.7 give a mapping of roles instead of a config."""
+    if _maps_roles(config):
+        return Role.RefPolicy in config
+    return bool(config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss)
+
+
+def need_reward_model(config: Any) -> bool:
+    """Whether the config turns a reward model on, under either spelling; a mapping of roles as above."""
+    if _maps_roles(config):
+        return Role.RewardModel in config
+    reward = config.get("reward") or {}
+    model = reward.get("reward_model") or config.get("reward_model") or {}
+    return bool(model.get("enable"))
+
+
+def need_critic(config: Any) -> bool:
+    """`critic.enable`, or where that is null whether the estimator of advantages reads values. Raises ConfigError for an
+    unknown estimator."""
+    from verl.algorithms.advantages import requires
+
+    enabled = config.critic.get("enable")
+    return "values" in requires(str(config.algorithm.adv_estimator)) if enabled is None else bool(enabled)
+
+
+def _maps_roles(given: Any) -> bool:
+    return isinstance(given, Mapping) and any(isinstance(key, Role) for key in given)

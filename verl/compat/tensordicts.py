@@ -1,0 +1,183 @@
+"""`verl.utils.tensordict_utils`: batches as one TensorDict of tensors, jagged tensors (one row of its own length each) and
+objects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDict
+
+from verl.data_proto.merge import same_value
+
+
+def get_tensordict(
+    tensor_dict: Mapping[str, torch.Tensor | list[Any]], non_tensor_dict: Mapping[str, Any] | None = None
+) -> TensorDict:
+    """Columns by name: tensors, and lists with one object a row; `non_tensor_dict` says something about the whole batch.
+
+    Raises ValueError when the columns disagree about the number of rows.
+    """
+    sizes = {name: len(column) for name, column in tensor_dict.items()}
+    if len(set(sizes.values())) > 1:
+        raise ValueError(f"The columns do not have the same batch size: {sizes}.")
+    size = next(iter(sizes.values()), 0)
+    columns = {n: c if isinstance(c, torch.Tensor) else _stack(c) for n, c in tensor_dict.items()}
+    found = TensorDict(columns, batch_size=[size])
+    assign_non_tensor(found, **(non_tensor_dict or {}))
+    return found
+
+
+def assign_non_tensor_data(tensor_dict: TensorDict, key: str, val: Any) -> None:
+    """Store one value for the whole batch, in place."""
+    held: Any = NonTensorData(val, batch_size=tensor_dict.batch_size)
+    tensor_dict.set(key, held)
+
+
+def assign_non_tensor_stack(tensor_dict: TensorDict, key: str, val: list[Any]) -> None:
+    """Store one object for each row, in place. Raises ValueError when their number differs from that of the rows."""
+    if len(val) != len(tensor_dict):
+        raise ValueError(f"{key!r} has {len(val)} objects for {len(tensor_dict)} rows.")
+    tensor_dict.set(key, _stack(val))
+
+
+def assign_non_tensor(tensor_dict: TensorDict, **values: Any) -> None:
+    """Store values in place: a list as one object for each row, anything else for the whole batch."""
+    for key, value in values.items():
+        (assign_non_tensor_stack if isinstance(value, list) else assign_non_tensor_data)(tensor_dict, key, value)
+
+
+def unwrap_non_tensor_data(data: Any) -> Any:
+    """The value inside a NonTensorData; anything else as it is."""
+    return data.data if isinstance(data, NonTensorData) else data
+
+
+def get(tensor_dict: TensorDict, key: str, default: Any = None) -> Any:
+    """A column: the tensor, the list of its objects, or the value that holds for the whole batch; `default` without it."""
+    if key not in tensor_dict.keys():
+        return default
+    found = tensor_dict.get(key)
+    return found.tolist() if isinstance(found, NonTensorStack) else unwrap_non_tensor_data(found)
+
+
+get_non_tensor_data = get
+
+
+def pop(tensor_dict: TensorDict, key: str, default: Any = None) -> Any:
+    """`get`, and the column is taken out."""
+    found = get(tensor_dict, key, default)
+    if key in tensor_dict.keys():
+        tensor_dict.pop(key)
+    return found
+
+
+def get_keys(tensor_dict: TensorDict, keys: Iterable[str]) -> TensorDict:
+    """The named columns. Raises KeyError for one that is not there."""
+    found = TensorDict({}, batch_size=tensor_dict.batch_size)
+    for key in keys:
+        if key not in tensor_dict.keys():
+            raise KeyError(key)
+        found.set(key, tensor_dict.get(key))
+    return found
+
+
+def pop_keys(tensor_dict: TensorDict, keys: Iterable[str]) -> TensorDict:
+    """The named columns, taken out. Raises KeyError, before anything is taken, for one that is not there."""
+    names = list(keys)
+    found = get_keys(tensor_dict, names)
+    for name in names:
+        tensor_dict.pop(name)
+    return found
+
+
+def index_select_tensor_dict(batch: TensorDict, indices: torch.Tensor | Sequence[int]) -> TensorDict:
+    """The rows of `indices`, in that order; jagged tensors and objects too."""
+    rows = torch.as_tensor(indices).flatten().tolist()
+    columns: dict[str, Any] = {}
+    for key in map(str, batch.keys()):
+        column: Any = batch.get(key)
+        if isinstance(column, torch.Tensor):
+            columns[key] = _jagged([column[row] for row in rows]) if column.is_nested else column[rows]
+        elif isinstance(column, NonTensorStack):
+            objects = column.tolist()
+            columns[key] = _stack([objects[row] for row in rows])
+        else:
+            columns[key] = NonTensorData(column.data, batch_size=[len(rows)])
+    return TensorDict(columns, batch_size=[len(rows)])
+
+
+def chunk_tensordict(td: TensorDict, chunks: int) -> list[TensorDict]:
+    """`chunks` parts of equal length, in order. Raises ValueError when the rows do not divide."""
+    if len(td) % chunks:
+        raise ValueError(f"{len(td)} rows do not divide into {chunks} equal chunks.")
+    size = len(td) // chunks
+    return [index_select_tensor_dict(td, range(i * size, (i + 1) * size)) for i in range(chunks)]
+
+
+def concat_tensordict(data: Sequence[TensorDict]) -> TensorDict:
+    """The rows of all parts, one after the other. Raises ValueError when the parts do not have the same columns, or when a
+    value of the whole batch differs between them."""
+    if not data:
+        raise ValueError("There is nothing to concatenate.")
+    names = [str(key) for key in data[0].keys()]
+    for number, part in enumerate(data):
+        if set(part.keys()) != set(names):
+            raise ValueError(f"Part {number} and part 0 differ in {sorted(set(part.keys()) ^ set(names))}.")
+    size = sum(len(part) for part in data)
+    return TensorDict({n: _concat(n, [part.get(n) for part in data], size) for n in names}, batch_size=[size])
+
+
+def _concat(name: str, parts: list[Any], size: int) -> Any:
+    if isinstance(parts[0], torch.Tensor):
+        jagged = parts[0].is_nested
+        return _jagged([row for part in parts for row in part.unbind()]) if jagged else torch.cat(parts)
+    if isinstance(parts[0], NonTensorStack):
+        return _stack([value for part in parts for value in part.tolist()])
+    if not all(same_value(part.data, parts[0].data) for part in parts):
+        raise ValueError(f"The parts have different values of {name!r}, which holds for a whole batch.")
+    return NonTensorData(parts[0].data, batch_size=[size])
+
+
+def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> TensorDict:
+    """Add the columns of the second to the first, in place, and return it. Raises ValueError when the row counts differ, or
+    when a column of both differs in value."""
+    if tensor_dict1.batch_size != tensor_dict2.batch_size:
+        raise ValueError(f"Batches of {len(tensor_dict1)} and {len(tensor_dict2)} rows cannot be united.")
+    for key in map(str, tensor_dict2.keys()):
+        if key in tensor_dict1.keys() and not same_value(_rows(tensor_dict1, key), _rows(tensor_dict2, key)):
+            raise ValueError(f"Both batches have a column {key!r} and its values differ; rename or pop one of them.")
+        tensor_dict1.set(key, tensor_dict2.get(key))
+    return tensor_dict1
+
+
+def make_iterator(
+    tensordict: TensorDict,
+    mini_batch_size: int,
+    epochs: int,
+    seed: int | None = None,
+    dataloader_kwargs: Mapping[str, Any] | None = None,
+) -> Iterator[TensorDict]:
+    """Mini-batches of `epochs` passes over the rows. `dataloader_kwargs["shuffle"]` (default False) draws an order for each
+    pass from `seed`. Raises ValueError when the rows do not divide."""
+    if len(tensordict) % mini_batch_size:
+        raise ValueError(f"{len(tensordict)} rows do not divide into mini-batches of {mini_batch_size}.")
+    shuffle = bool((dataloader_kwargs or {}).get("shuffle", False))
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    for _ in range(epochs):
+        order = torch.randperm(len(tensordict), generator=generator) if shuffle else torch.arange(len(tensordict))
+        for rows in order.split(mini_batch_size):
+            yield index_select_tensor_dict(tensordict, rows)
+
+
+def _rows(batch: TensorDict, key: str) -> Any:
+    found = get(batch, key)
+    return list(found.unbind()) if isinstance(found, torch.Tensor) and found.is_nested else found
+
+
+def _jagged(rows: list[torch.Tensor]) -> torch.Tensor:
+    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+
+def _stack(values: Sequence[Any]) -> NonTensorStack:
+    return NonTensorStack(*[NonTensorData(value) for value in values])

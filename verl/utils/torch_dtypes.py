@@ -1,0 +1,5 @@
+"""Import path of verl.compat.precision."""
+
+from verl.compat.precision import PrecisionType
+
+__all__ = ["PrecisionType"]
