@@ -3,7 +3,6 @@
 import importlib
 from pathlib import Path
 
-
 # module, name, projects of the recipe collection and the examples of August 2026 that import it
 TABLE = Path(__file__).with_name("surface.tsv")
 LEAST_SHARE = 0.75
@@ -28,5 +27,7 @@ def test_enough_of_the_names_import():
     missing = [(module, name, projects) for module, name, projects in table if not imports(module, name)]
     total = sum(projects for _, _, projects in table)
     share = 1 - sum(projects for *_, projects in missing) / total
-    listing = "\n".join(f"{projects:3} {module}.{name}" for module, name, projects in sorted(missing, key=lambda r: -r[2]))
+    listing = "\n".join(
+        f"{projects:3} {module}.{name}" for module, name, projects in sorted(missing, key=lambda r: -r[2])
+    )
     assert share >= LEAST_SHARE, f"{share:.1%} of {total} imports; missing:\n{listing}"

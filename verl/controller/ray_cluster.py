@@ -316,6 +316,11 @@ def send(value: Any) -> Any:
     return ray.put(value)
 
 
+def remote_function(function: Callable[..., Any], **options: Any) -> Any:
+    """`function` as a Ray task: `.remote(...)` returns a reference for `ray.get`."""
+    return ray.remote(**options)(function)
+
+
 def open_answer(answer: Any, place: str) -> Any:
     """What `Answer` packed: the result, or the error raised again here with its place."""
     if not isinstance(answer, dict) or "error" not in answer:

@@ -17,12 +17,29 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl.controller.group import WorkerGroup
-from verl.controller.ray_cluster import Cluster, Pending, Process, Request, own_address
-from verl.errors import ConfigError
+from verl.errors import ConfigError, MissingExtraError
 from verl.parallel.collectives import free_port
 from verl.parallel.dispatch import Plan
 from verl.parallel.mesh import Mesh
 from verl.parallel.stacks import calls, longest_call
+
+try:
+    from verl.controller.ray_cluster import Cluster, Pending, Process, Request, own_address, remote_function
+except ModuleNotFoundError as error:
+    if error.name != "ray":
+        raise
+    raise MissingExtraError("A group of workers on Ray", "ray", "ray") from None
+
+__all__ = [
+    "ColocatedClasses",
+    "RayClassWithInitArgs",
+    "RayResourcePool",
+    "RayWorkerGroup",
+    "ResourcePool",
+    "ResourcePoolManager",
+    "create_colocated_worker_cls",
+    "remote_function",
+]
 
 _CALL_TIMEOUT_S = 3600.0
 _START_TIMEOUT_S = 300.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,19 @@ DEFAULT_SEED = 42
 Files = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
+def whole_section(config: Any) -> Any:
+    """The section `data`; keys that a mapping (a recipe's own config) leaves out have their defaults, and keys of its own
+    stay."""
+    from verl.config import DataConfig
+
+    if isinstance(config, DataConfig) or not isinstance(config, Mapping):
+        return config
+    from omegaconf import OmegaConf
+
+    whole = OmegaConf.merge(OmegaConf.create(dataclasses.asdict(DataConfig())), OmegaConf.create(dict(config)))
+    return OmegaConf.create(OmegaConf.to_container(whole))
+
+
 class RLHFDataset:
     """Rows of data files with their chat messages; a map-style data set for subclassing.
 
@@ -38,6 +52,7 @@ class RLHFDataset:
     def __init__(
         self, data_files: Files, tokenizer: Any, config: DataConfig, processor: Any = None, max_samples: int = -1
     ):
+        config = whole_section(config)
         self.data_files = data_files
         self.tokenizer = tokenizer
         self.config = config

@@ -1,0 +1,52 @@
+"""Data sets and their order as recipes make them. torch is imported when they are made."""
+
+from __future__ import annotations
+
+from collections.abc import Sized
+from typing import Any
+
+from verl.data.dataset import DEFAULT_SEED, dataset_class, whole_section
+from verl.errors import ConfigError
+from verl.registry import load_object
+
+
+def create_rl_dataset(
+    data_paths: Any,
+    data_config: Any,
+    tokenizer: Any,
+    processor: Any = None,
+    is_train: bool = True,
+    max_samples: int = -1,
+) -> Any:
+    """The rows of files as RLHFDataset, or as `data.custom_cls`. `data_config` is the section `data`, whole or in part.
+    Raises DataError or ConfigError."""
+    config = whole_section(data_config)
+    return dataset_class(config)(
+        data_files=data_paths, tokenizer=tokenizer, processor=processor, config=config, max_samples=max_samples
+    )
+
+
+def create_rl_sampler(data_config: Any, dataset: Sized) -> Any:
+    """The order of a recipe's own loop over `dataset`: `data.sampler`, else with `data.shuffle` a random one seeded by
+    `data.seed`, else that of the rows. Raises ConfigError for a sampler that is none, or when a curriculum is asked for
+    with workers that read ahead of it."""
+    import torch
+    from torch.utils.data import RandomSampler, SequentialSampler
+
+    from verl.compat.samplers import AbstractCurriculumSampler, AbstractSampler
+
+    config = whole_section(data_config)
+    custom = config.get("sampler") or {}
+    if custom.get("class_path"):
+        found = load_object(f"{custom['class_path']}:{custom['class_name']}")
+        if not (isinstance(found, type) and issubclass(found, AbstractSampler)):
+            raise ConfigError(f"data.sampler.class_name={custom['class_name']} is not a subclass of AbstractSampler.")
+        if issubclass(found, AbstractCurriculumSampler) and config.get("dataloader_num_workers", 0):
+            raise ConfigError(
+                "A curriculum sampler needs data.dataloader_num_workers=0: workers would read rows before it is updated."
+            )
+        return found(data_source=dataset, data_config=data_config)
+    if not config.shuffle:
+        return SequentialSampler(dataset)
+    generator = torch.Generator().manual_seed(DEFAULT_SEED if config.seed is None else config.seed)
+    return RandomSampler(dataset, generator=generator)
