@@ -20,6 +20,15 @@ from verl.errors import ConfigError, nearest
 T = TypeVar("T")
 
 
+def user_file(path: str) -> Path:
+    """The file that `path` names. One that begins with verl/ and is not below the working directory is looked for in this
+    package: scripts that run in a checkout of verl name its files so."""
+    file = Path(path).expanduser().resolve()
+    if path.startswith("verl/") and not file.is_file():
+        return Path(__file__).parent / path.removeprefix("verl/")
+    return file
+
+
 def load_module(path: str) -> ModuleType:
     """The module at `path`: a dotted name, `pkg://dotted.name`, or a `.py` file (imported once per resolved path).
 
@@ -34,7 +43,7 @@ def load_module(path: str) -> ModuleType:
             raise ConfigError(f"{path} is a folder; name the .py file in it.")
         if not path.endswith(".py"):
             return importlib.import_module(path)
-        file = Path(path).expanduser().resolve()
+        file = user_file(path)
         if not file.is_file():
             raise ConfigError(f"The file {path} does not exist (looked at {file}).")
         name = "verl_user_" + hashlib.sha1(str(file).encode()).hexdigest()[:12]

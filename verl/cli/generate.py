@@ -10,7 +10,11 @@ ABOUT = "Sample from actor_rollout_ref.model.path for every prompt of data.val_f
 
 
 def run(argv: list[str]) -> int:
-    output = {"required": True, "metavar": "FILE", "help": "JSON-lines file to write, one line a sample"}
+    output = {
+        "required": True,
+        "metavar": "FILE",
+        "help": "JSON-lines file to write, one line a sample; or .parquet: the rows, each with its responses",
+    }
     arguments = parse("generate", ABOUT, argv, {"--output": output})
     loaded = arguments.load()
     from verl.trainer.run import generate

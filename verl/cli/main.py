@@ -9,7 +9,7 @@ import errno
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from verl.errors import ConfigError, VerlError, nearest
 from verl.parallel.memory import keep_freed_memory
@@ -87,12 +87,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_verb(verb: str, arguments: Sequence[str], *, whole_process: bool = False) -> int:
     """Run `verb`, with errors shown as `main` says. `whole_process`: this process is there for nothing else, so that the verb
     may fork it (its `run_process`, where it has one)."""
+
+    def run(given: list[str]) -> int:
+        module = importlib.import_module(f"verl.cli.{verb.replace('-', '_')}")
+        return (getattr(module, "run_process", module.run) if whole_process else module.run)(given)
+
+    return run_guarded(verb, run, arguments)
+
+
+def run_guarded(verb: str, run: Callable[[list[str]], int], arguments: Sequence[str]) -> int:
+    """The exit code of `run(arguments)`, with errors shown as `main` says, under the name `verb`."""
     spin_briefly()
     keep_freed_memory()
     try:
         _require_text(arguments)
-        module = importlib.import_module(f"verl.cli.{verb.replace('-', '_')}")
-        run = getattr(module, "run_process", module.run) if whole_process else module.run
         return run(list(arguments))
     except VerlError as error:
         if os.environ.get("LOG_LEVEL", "").upper() == "DEBUG":

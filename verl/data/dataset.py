@@ -205,6 +205,10 @@ class PromptRows:
             check_row(row, self.config)
         return row
 
+    def as_written(self, item: int) -> dict[str, Any]:
+        """The row as its file has it; of a data set class without `dataframe`, as the class gives it."""
+        return dict(getattr(self.dataset, "dataframe", self.dataset)[item])
+
     def prompt(self, row: dict[str, Any]) -> Messages | str:
         """What the encoder gets for a row of this data set."""
         return _prompt(row, row["raw_prompt"], self.config.prompt_key)

@@ -235,14 +235,19 @@ def _open_dataset(name: str) -> Table:
 
 
 def write_parquet(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Write `path` whole or not at all; makes its folder. All rows have the same fields."""
+    """Write `path` whole or not at all; makes its folder. A field that a row lacks is null in it. Raises DataError for values
+    that parquet cannot hold."""
     import pyarrow
     import pyarrow.parquet
 
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), temporary, write_page_checksum=True)
+        fields = list(dict.fromkeys(name for row in rows for name in row))
+        columns = {name: [row.get(name) for row in rows] for name in fields}
+        pyarrow.parquet.write_table(pyarrow.table(columns), temporary, write_page_checksum=True)
         os.replace(temporary, path)
+    except pyarrow.ArrowException as error:  # an object without fields, a column of several types
+        raise DataError(f"{path} cannot be written as parquet: {error}. Write .jsonl instead.") from error
     finally:
         temporary.unlink(missing_ok=True)

@@ -91,6 +91,10 @@ class ValidationLoader:
         self.num_rows = len(rows)
         self._numbers = [order.row(i)[1] for i in range(len(rows))] if order else list(range(len(rows)))
 
+    def row(self, number: int) -> dict[str, Any]:
+        """The row of an ordinal, as its file has it."""
+        return self._reader.rows.as_written(number)
+
     def __len__(self) -> int:
         """Number of batches."""
         return -(-self.num_rows // self.batch_size)

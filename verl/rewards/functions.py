@@ -6,11 +6,10 @@ import hashlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from verl.errors import RewardError, VerlError, nearest
-from verl.registry import load_module
+from verl.registry import load_module, user_file
 
 SAMPLE_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
@@ -54,7 +53,7 @@ class RewardFunctionSpec:
 
 def _digest(path: str) -> str | None:
     try:
-        return hashlib.sha256(Path(path).expanduser().read_bytes()).hexdigest()
+        return hashlib.sha256(user_file(path).read_bytes()).hexdigest()
     except OSError:
         return None
 

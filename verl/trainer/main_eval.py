@@ -1,10 +1,10 @@
-"""`python -m verl.trainer.main_eval key=value ...` is `verl eval key=value ...`."""
+"""`python -m verl.trainer.main_eval`: scores the responses in `data.path`, or else is `verl eval`."""
 
 from __future__ import annotations
 
 import sys
 
-from verl.cli.main import run_verb
+from verl.compat.evaluation import main_eval
 
 if __name__ == "__main__":
-    raise SystemExit(run_verb("eval", sys.argv[1:]))
+    raise SystemExit(main_eval(sys.argv[1:]))

@@ -1,10 +1,10 @@
-"""`python -m verl.trainer.main_generation key=value ...` is `verl generate key=value ...`."""
+"""`python -m verl.trainer.main_generation`: responses into `data.output_path`, or else `verl generate`."""
 
 from __future__ import annotations
 
 import sys
 
-from verl.cli.main import run_verb
+from verl.compat.generation import main_generation
 
 if __name__ == "__main__":
-    raise SystemExit(run_verb("generate", sys.argv[1:]))
+    raise SystemExit(main_generation(sys.argv[1:]))

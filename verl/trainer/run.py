@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from verl.controller.roles import Roles
 from verl.controller.runtime import Runtime, open_runtime
 from verl.controller.sampling import draw, sampling_params
 from verl.data.dataset import load_dataset
+from verl.data.files import write_parquet
 from verl.data.loader import PromptLoader, ValidationLoader
 from verl.data.order import PromptOrder
 from verl.data.prompts import PromptEncoder
@@ -169,7 +171,7 @@ def evaluate(loaded: LoadedConfig) -> int:
 
 
 def generate(loaded: LoadedConfig, output: Path) -> int:
-    """Sample from the prompts of data.val_files as rollout.* says; one JSON line a sample, with its score's place left out."""
+    """Sample from the prompts of data.val_files as rollout.* says, and write the samples with their scores to `output`."""
     config = loaded.config
     if output.is_dir():
         raise ConfigError(f"The output {output} is a folder; name a file to write the samples to.")
@@ -186,19 +188,31 @@ def generate(loaded: LoadedConfig, output: Path) -> int:
 
 
 def _write_samples(config: VerlConfig, roles: Roles, data: RunData, output: Path) -> None:
+    """One JSON line a sample; into a .parquet file the rows of the data, each with its `responses`."""
     assert data.validation is not None
     output.parent.mkdir(parents=True, exist_ok=True)
+    if output.suffix == ".parquet":
+        responses: dict[int, list[str]] = {}
+        for row in _samples(config, roles, data):
+            responses.setdefault(row["ordinal"], []).append(row["response"])
+        write_parquet(output, [{**data.validation.row(n), "responses": texts} for n, texts in responses.items()])
+        return
     writes = output != Path(os.devnull)
     unfinished = output.with_name(f"{output.name}.part") if writes else output
-    params = sampling_params(config.actor_rollout_ref.rollout)
     with unfinished.open("w", encoding="utf-8") as file:
-        for prompts in data.validation:
-            batch = draw(roles.rollout, prompts, params, step=VALIDATION_STEP, split="generate")
-            batch = batch.union(roles.reward.collect(batch))
-            for row in sample_rows(batch, data.tokenizer):
-                file.write(json_text(row) + "\n")
+        for row in _samples(config, roles, data):
+            file.write(json_text(row) + "\n")
     if writes:
         unfinished.replace(output)
+
+
+def _samples(config: VerlConfig, roles: Roles, data: RunData) -> Iterator[dict[str, Any]]:
+    """A row for each sample of the validation prompts, with its score, prompt by prompt."""
+    assert data.validation is not None
+    params = sampling_params(config.actor_rollout_ref.rollout)
+    for prompts in data.validation:
+        batch = draw(roles.rollout, prompts, params, step=VALIDATION_STEP, split="generate")
+        yield from sample_rows(batch.union(roles.reward.collect(batch)), data.tokenizer)
 
 
 def _folder(runtime: Runtime, root: str | Path) -> Any:

@@ -1,0 +1,116 @@
+"""The fully-asynchronous and the one-step-off entry points: their keys in terms of our asynchronous program.
+
+That program makes `rollout.prefetch_num` batches ahead, each under the weights that are newest when it begins, on devices
+of its own where `rollout.nnodes` gives it some (verl/trainer/ppo/async_program.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from verl.cli.main import run_guarded
+from verl.compat.arguments import Arguments
+from verl.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+_ROLLOUT = "actor_rollout_ref.rollout"
+_CONFIG_NAMES = ("fully_async_ppo_trainer", "one_step_off_ppo_trainer", "ppo_trainer")
+# keys of asynchronous training -> why they have nothing to set here
+_NO_MEANING = {
+    "async_training.use_trainer_do_validate": "validation samples on the rollout's devices",
+    "async_training.concurrent_samples_per_replica": "max_num_seqs bounds how many samples are made at once",
+    "async_training.use_rollout_log_probs": "algorithm.rollout_correction says how sampler and trainer are reconciled",
+    "async_training.compute_prox_log_prob": "algorithm.rollout_correction says how sampler and trainer are reconciled",
+    "data.gen_batch_size": "prompts are handed out one by one",
+}
+_OFF = ("async_training.use_dynamic_resource_scheduling",)
+
+
+def main_fully_async(argv: Sequence[str]) -> int:
+    """`python -m verl.experimental.fully_async_policy.fully_async_main`: the exit code of `verl train` with `fully_async`."""
+    return run_guarded("train", lambda given: _train(fully_async(given)), argv)
+
+
+def main_one_step_off(argv: Sequence[str]) -> int:
+    """`python -m verl.experimental.one_step_off_policy.main_ppo`: the exit code of `verl train`, one batch ahead."""
+    return run_guarded("train", lambda given: _train(one_step_off(given)), argv)
+
+
+def fully_async(argv: Sequence[str]) -> list[str]:
+    """The overrides of `verl train` for those of the fully-asynchronous trainer. Raises ConfigError.
+
+    Its weights are sent after `trigger_parameter_sync_step` mini-batch groups of `require_batches` x `ppo_mini_batch_size`
+    prompts: that product is our train_batch_size, since we send weights after each step. `rollout.total_rollout_steps`
+    counts prompts. A `staleness_threshold` above 0 lets samples be made ahead: 1 batch up to 1, 2 up to 2.
+    """
+    arguments = _common(argv)
+    for key in _OFF:
+        if arguments.take(key, False):
+            raise ConfigError(
+                f"{key}=True is not available in this version: devices keep their roles. Set it to False."
+            )
+    for key in [k for k in arguments.texts if k.startswith("async_training.dynamic_schedule_")]:
+        arguments.take(key)
+    for key, reason in _NO_MEANING.items():
+        if key in arguments.texts:
+            log.warning("No effect: %s=%s (%s).", key, arguments.take(key), reason)
+    sync = _number(arguments, "async_training.trigger_parameter_sync_step", 4)
+    groups = _number(arguments, "async_training.require_batches", 1)
+    staleness = _number(arguments, "async_training.staleness_threshold", 0.1)
+    mini_batch = arguments.value("actor_rollout_ref.actor.ppo_mini_batch_size", 256)
+    prompts = int(sync * groups * int(str(mini_batch)))
+    if arguments.value("data.train_batch_size", 0) == 0:
+        arguments.texts["data.train_batch_size"] = str(prompts)
+    total = arguments.take("rollout.total_rollout_steps")
+    if total is not None:
+        steps = max(1, int(str(total)) // int(str(arguments.value("data.train_batch_size"))))
+        arguments.default("trainer.total_training_steps", steps)
+    ahead = math.ceil(staleness)
+    arguments.default(f"{_ROLLOUT}.prefetch_num", ahead)
+    partial = arguments.take("async_training.partial_rollout")
+    if partial is not None and ahead:
+        arguments.default(f"{_ROLLOUT}.partial_rollout", partial)
+    return _placed(arguments)
+
+
+def one_step_off(argv: Sequence[str]) -> list[str]:
+    """The overrides of `verl train` for those of the one-step-off trainer: one batch is made ahead."""
+    arguments = _common(argv)
+    arguments.default(f"{_ROLLOUT}.prefetch_num", 1)
+    return _placed(arguments)
+
+
+def _common(argv: Sequence[str]) -> Arguments:
+    arguments = Arguments(argv)
+    if arguments.flag("--config-name", "-cn").removesuffix(".yaml") in _CONFIG_NAMES:
+        arguments.drop_flags(("--config-path", "--config-name", "--config-dir", "-cp", "-cn", "-cd"))
+    arguments.take("actor_rollout_ref.hybrid_engine")  # these programs are what False stands for
+    return arguments
+
+
+def _placed(arguments: Arguments) -> list[str]:
+    """`rollout.*` of these programs is about the rollout's own devices; they default to one node of 8."""
+    arguments.rename("rollout.total_epochs", "trainer.total_epochs")
+    arguments.rename("rollout.test_freq", "trainer.test_freq")
+    arguments.rename("rollout.", f"{_ROLLOUT}.")
+    arguments.default(f"{_ROLLOUT}.nnodes", 1)
+    if arguments.value(f"{_ROLLOUT}.nnodes"):
+        arguments.default(f"{_ROLLOUT}.n_gpus_per_node", 8)
+    return arguments.argv()
+
+
+def _number(arguments: Arguments, key: str, default: float) -> float:
+    value: Any = arguments.take(key, default)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
+        raise ConfigError(f"{key}={value} must be a number that is not negative.")
+    return value
+
+
+def _train(argv: list[str]) -> int:
+    from verl.cli.train import run_process
+
+    return run_process(argv)

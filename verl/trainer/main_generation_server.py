@@ -1,0 +1,10 @@
+"""`python -m verl.trainer.main_generation_server` is `main_generation`."""
+
+from __future__ import annotations
+
+import sys
+
+from verl.compat.generation import main_generation
+
+if __name__ == "__main__":
+    raise SystemExit(main_generation(sys.argv[1:]))

@@ -1,0 +1,10 @@
+"""`python -m verl.trainer.main_ppo_sync key=value ...` is `verl train key=value ...`."""
+
+from __future__ import annotations
+
+import sys
+
+from verl.cli.main import run_verb
+
+if __name__ == "__main__":
+    raise SystemExit(run_verb("train", sys.argv[1:], whole_process=True))
