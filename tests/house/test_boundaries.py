@@ -45,6 +45,15 @@ TORCH_FREE = (
     "verl.trainer.main_ppo",
     "verl.trainer.main_eval",
     "verl.trainer.main_generation",
+    "verl.trainer.main_generation_server",
+    "verl.trainer.main_ppo_sync",
+    "verl.experimental.fully_async_policy.fully_async_main",
+    "verl.experimental.one_step_off_policy.main_ppo",
+    "verl.utils.fs",
+    "verl.utils.config",
+    "verl.utils.import_utils",
+    "verl.utils.py_functional",
+    "verl.utils.reward_score",
 )
 HEAVY = ("torch", "ray", "transformers", "tensordict", "pandas", "matplotlib", "sympy", "datasets")
 
