@@ -10,7 +10,7 @@ from torch import Tensor
 
 from verl.algorithms.advantages import ADVANTAGES, COLUMN_ARGUMENTS, compute_advantage
 from verl.algorithms.policy_losses import POLICY_LOSSES, policy_loss
-from verl.algorithms.user_functions import agg_loss
+from verl.algorithms.user_functions import ConfigView, agg_loss
 from verl.algorithms.value_loss import compute_value_loss
 from verl.data_proto.metrics import metric_values
 
@@ -29,6 +29,9 @@ def settings_of(config: Any) -> dict[str, Any]:
 def _as_dict(section: Any) -> dict[str, Any]:
     if section is None:
         return {}
+    if isinstance(section, ConfigView):  # a run calls a built-in that is registered under another name
+        inner, extra = section.unwrap()
+        return {**_as_dict(inner), **extra}
     if is_dataclass(section) and not isinstance(section, type):
         return asdict(section)
     if hasattr(section, "items"):

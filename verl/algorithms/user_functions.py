@@ -55,6 +55,10 @@ class ConfigView:
     def __contains__(self, key: str) -> bool:
         return self.get(key, _ABSENT) is not _ABSENT
 
+    def unwrap(self) -> tuple[Any, dict[str, Any]]:
+        """The section and what goes before it."""
+        return self._section, dict(self._extra)
+
 
 def agg_loss(
     loss_mat: Tensor,

@@ -56,7 +56,7 @@ def local_mkdir_safe(path: str) -> str:
 def _copy_to_shared_memory(source: Path, again: bool) -> str:
     """Written under another name and renamed, so that no process reads half a copy."""
     source = source.absolute()
-    target = SHARED_MEMORY / "verl-cache" / hashlib.sha256(str(source).encode()).hexdigest()[:16] / source.name
+    target = SHARED_MEMORY / f"verl-{os.getuid()}" / hashlib.sha256(str(source).encode()).hexdigest()[:16] / source.name
     if target.exists() and not again:
         return str(target)
     unfinished = target.with_name(f".{source.name}.{os.getpid()}")
@@ -84,5 +84,5 @@ def _replace(new: Path, target: Path) -> None:
 def _remove(path: Path) -> None:
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
+    elif path.exists():
+        path.unlink()
