@@ -67,8 +67,12 @@ def translate(argv: Sequence[str]) -> list[str]:
         arguments.default("reward.custom_reward_function.path", _HERE)
         arguments.default("reward.custom_reward_function.name", no_score.__name__)
         arguments.default("reward.num_workers", 1)
-    if arguments.value(f"{_ROLLOUT}.temperature") == 0 and arguments.value(f"{_ROLLOUT}.n", 1) != 1:
-        raise ConfigError("With temperature 0 all samples of a prompt are alike; set data.n_samples=1.")
+    if arguments.value(f"{_ROLLOUT}.temperature") == 0:
+        if arguments.value(f"{_ROLLOUT}.n", 1) != 1:
+            raise ConfigError("With temperature 0 all samples of a prompt are alike; set data.n_samples=1.")
+        for name in ("temperature", "top_k", "top_p"):  # they choose nothing then
+            arguments.take(f"{_ROLLOUT}.{name}")
+        arguments.default(f"{_ROLLOUT}.do_sample", False)
     return ["--output", output, *arguments.argv()]
 
 

@@ -1,0 +1,182 @@
+"""verl.base_config, verl.utils.config, verl.workers.config, verl.trainer.constants_ppo: configs as Python objects."""
+
+import dataclasses
+import json
+from dataclasses import FrozenInstanceError, dataclass, field
+
+import pytest
+from omegaconf import OmegaConf
+
+import verl.config
+from verl.config import load_config
+from verl.errors import ConfigError
+
+
+@dataclass
+class Inner:
+    size: int = 1
+
+
+@dataclass
+class Outer:
+    name: str = "x"
+    inner: Inner = field(default_factory=Inner)
+    names: list[str] = field(default_factory=list)
+
+
+class TestBaseConfig:
+    def test_a_frozen_mapping(self):
+        from verl.base_config import BaseConfig
+
+        @dataclass
+        class Mine(BaseConfig):
+            _mutable_fields = {"free"}
+            lr: float = 0.1
+            free: int = 1
+
+        config = Mine(lr=0.5)
+        assert (config.lr, config["lr"], config.get("lr"), config.get("nothing", 3)) == (0.5, 0.5, 0.5, 3)
+        assert dict(config) == {"_target_": "", "lr": 0.5, "free": 1}
+        assert "lr" in config
+        assert len(config) == 3
+        config.free = 2
+        with pytest.raises(FrozenInstanceError, match="'lr' of Mine is frozen"):
+            config.lr = 1.0
+        with pytest.raises(KeyError):
+            config["nothing"]
+
+
+class TestToDataclass:
+    def test_nested(self):
+        from verl.utils.config import omega_conf_to_dataclass
+
+        config = OmegaConf.create(
+            {"size": 3, "name": "y", "inner": {"_target_": "x.Y", "size": "${size}"}, "names": ["a"]}
+        )
+        del config["size"]
+        config.inner.size = 3
+        found = omega_conf_to_dataclass(config, Outer)
+        assert found == Outer("y", Inner(3), ["a"])
+        assert isinstance(found.inner, Inner)
+        assert omega_conf_to_dataclass({"name": "z"}, Outer) == Outer("z")
+        assert omega_conf_to_dataclass(found, Outer) is found
+        assert omega_conf_to_dataclass({}, Outer) == omega_conf_to_dataclass(None, Outer) == Outer()
+
+    def test_by_target(self):
+        from verl.utils.config import omega_conf_to_dataclass
+        from verl.workers.config import ActorConfig, FSDPActorConfig
+
+        section = {"_target_": "verl.workers.config.FSDPActorConfig", "ppo_epochs": 3, "optim": {"lr": 1e-5}}
+        found = omega_conf_to_dataclass(OmegaConf.create(section))
+        assert FSDPActorConfig is ActorConfig
+        assert isinstance(found, ActorConfig)
+        assert (found.ppo_epochs, found.optim.lr, found.clip_ratio) == (3, 1e-5, verl.config.ActorConfig().clip_ratio)
+
+    def test_what_does_not_fit(self):
+        from verl.utils.config import omega_conf_to_dataclass
+
+        with pytest.raises(ConfigError, match=r"does not fit Outer.*'nam'"):
+            omega_conf_to_dataclass({"nam": "y"}, Outer)
+        with pytest.raises(ConfigError, match="does not fit Inner"):
+            omega_conf_to_dataclass({"size": "many"}, Inner)
+        with pytest.raises(ValueError, match="is not a dataclass"):
+            omega_conf_to_dataclass({"a": 1}, dict)
+        with pytest.raises(ValueError, match="_target_"):
+            omega_conf_to_dataclass({"a": 1})
+
+
+class TestSections:
+    def test_existing_names_are_accepted(self):
+        from verl.workers.config import ActorConfig, CriticConfig, FSDPEngineConfig, RolloutConfig
+
+        assert FSDPEngineConfig(param_offload=True, fsdp_size=2, model_dtype="bf16").fsdp_size == 2
+        actor = ActorConfig(
+            ppo_mini_batch_size=8, use_kl_loss=True, clip_ratio_high=0.28, fsdp_config=FSDPEngineConfig(fsdp_size=4)
+        )
+        assert actor.fsdp_config["fsdp_size"] == 4
+        assert actor.get("clip_ratio_high") == 0.28
+        rollout = RolloutConfig(name="native", temperature=0.5, tensor_model_parallel_size=2, n=4)
+        assert (rollout.temperature, rollout.n, rollout.val_kwargs.n) == (0.5, 4, 1)
+        assert CriticConfig(ppo_epochs=2).ppo_epochs == 2
+
+    def test_every_leaf_of_ours_is_a_field(self):
+        from verl.workers.config import ActorConfig, FSDPEngineConfig, HFModelConfig, RolloutConfig
+
+        for cls, ours in (
+            (ActorConfig, verl.config.ActorConfig),
+            (FSDPEngineConfig, verl.config.FSDPConfig),
+            (HFModelConfig, verl.config.ModelConfig),
+            (RolloutConfig, verl.config.RolloutConfig),
+        ):
+            assert issubclass(cls, ours)
+            assert [f.name for f in dataclasses.fields(cls)] == [f.name for f in dataclasses.fields(ours)]
+
+    def test_a_model_and_what_its_folder_holds(self, tiny_llama):
+        from verl.utils.config import omega_conf_to_dataclass
+        from verl.workers.config import HFModelConfig
+
+        section = OmegaConf.create({"path": str(tiny_llama), "override_config": {"rms_norm_eps": 0.5}, "lora_rank": 4})
+        model = omega_conf_to_dataclass(section, dataclass_type=HFModelConfig)
+        assert model.local_path == str(tiny_llama)
+        assert model.hf_config.rms_norm_eps == 0.5
+        assert model.tokenizer.pad_token_id == 256
+        assert model.tokenizer is model.tokenizer
+        assert model.processor is None
+        assert model.get_processor() is model.tokenizer
+        assert model.generation_config.eos_token_id == 258
+        assert model.architectures == ["LlamaForCausalLM"]
+        assert model.lora_rank == 4
+
+
+class TestWholeTrees:
+    def test_a_tree_is_read_like_a_command_line(self, tiny_tree):
+        from verl.compat.sections import loaded_config
+
+        def overrides(tree, prefix=""):
+            for name, value in tree.items():
+                if isinstance(value, dict):
+                    yield from overrides(value, f"{prefix}{name}.")
+                else:
+                    yield f"{prefix}{name}={value if not isinstance(value, list) else '[' + ','.join(value) + ']'}"
+
+        found = loaded_config(OmegaConf.create(tiny_tree))
+        assert found.config == load_config(list(overrides(tiny_tree))).config
+        assert loaded_config(found) is found
+
+    def test_a_composed_tree_has_every_key(self, tiny_tree):
+        """What Hydra hands over: all keys, at their defaults but for those that a script set, with `_target_`s."""
+        from verl.compat.sections import loaded_config
+
+        wanted = loaded_config(tiny_tree).config
+        tree = dataclasses.asdict(verl.config.VerlConfig())
+        whole = OmegaConf.merge(tree, tiny_tree)
+        whole.actor_rollout_ref.actor["_target_"] = "verl.workers.config.FSDPActorConfig"
+        for path in ("actor_rollout_ref.rollout.prompt_length", "actor_rollout_ref.rollout.response_length"):
+            OmegaConf.update(whole, path, "${oc.select:data.max_" + path.rpartition(".")[2] + "}")
+        whole.trainer.default_local_dir = tiny_tree["trainer"]["default_local_dir"]
+        found = loaded_config(whole).config
+        assert found.data == wanted.data
+        assert found.reward == wanted.reward
+        assert found.actor_rollout_ref.rollout == wanted.actor_rollout_ref.rollout
+        assert loaded_config(wanted).config.data == wanted.data
+
+    def test_problems_are_those_of_a_run(self, tiny_tree):
+        from verl.utils.config import validate_config
+
+        assert validate_config(OmegaConf.create(tiny_tree), use_reference_policy=False, use_critic=False) is None
+        tiny_tree["data"]["train_batch_sise"] = 3
+        with pytest.raises(ConfigError, match=r"train_batch_sise.*did you mean"):
+            validate_config(OmegaConf.create(tiny_tree), False, False)
+
+
+def test_the_environment_for_ray(monkeypatch):
+    from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
+
+    monkeypatch.delenv("NCCL_DEBUG", raising=False)
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    found = get_ppo_ray_runtime_env()
+    assert found["env_vars"]["NCCL_DEBUG"] == "WARN"
+    assert "TOKENIZERS_PARALLELISM" not in found["env_vars"]  # this process has set it: Ray passes that on
+    assert found["working_dir"] is None
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"runtime_env": {"working_dir": "/x"}}))
+    assert "working_dir" not in get_ppo_ray_runtime_env()
