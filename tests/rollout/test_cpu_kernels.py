@@ -77,6 +77,21 @@ def test_float64_and_weights_that_must_not_be_copied_are_left_to_torch(load):
     assert type(DenseForward.of(load("llama"), prepack=False)) is DenseForward
 
 
+def test_bfloat16_is_left_to_the_library_where_it_has_tiles_unless_it_must_be_invariant(load, monkeypatch):
+    module = copy.deepcopy(load("llama")).bfloat16()
+    monkeypatch.setattr("verl.rollout.dense.multiplies_bf16_tiles", lambda: True)
+    assert type(DenseForward.of(module, prepack=True)) is DenseForward
+    assert type(DenseForward.of(module, prepack=True, invariant=True, required=True)) is CpuForward
+    assert type(DenseForward.of(load("llama"), prepack=True)) is CpuForward
+
+
+def test_no_second_openmp_runtime_is_loaded(kernels):
+    """The kernels have threads of their own, which torch's runtime does not know of."""
+    libraries = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if ".so" in line}
+    assert any("_decoder" in name for name in libraries)
+    assert len({name for name in libraries if "omp" in Path(name).name}) <= 1
+
+
 # -- matmuls
 
 SHAPES = [(1, 1), (47, 33), (48, 64), (50, 31), (97, 130), (200, 7)]

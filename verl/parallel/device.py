@@ -68,6 +68,11 @@ def native_bf16(device: torch.device) -> bool:
     return forced == "native" if forced else bool(_cpu_flags() & _CPU_BF16_FLAGS)
 
 
+def multiplies_bf16_tiles() -> bool:
+    """Whether the CPU multiplies whole tiles of bfloat16 (AMX), many times as fast as vectors."""
+    return "amx_bf16" in _cpu_flags()
+
+
 @functools.cache
 def _cpu_flags() -> set[str]:
     """Instruction sets of the CPU. Without /proc (macOS) an ARM CPU is taken to be an Apple one: no bfloat16 before

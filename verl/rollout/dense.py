@@ -14,8 +14,9 @@ from torch import nn
 
 from verl.models.dense.weights import DenseDecoder, DenseLayer, Norm, Projection
 from verl.models.forward import head_transform
+from verl.parallel.device import multiplies_bf16_tiles
 from verl.rollout.cpu.forward import CpuForward
-from verl.rollout.cpu.library import kernels
+from verl.rollout.cpu.library import Kernels, kernels
 from verl.rollout.layout import StepLayout
 from verl.rollout.partial_attention import Scoring
 from verl.rollout.products import Product, num_copied_bytes, product
@@ -51,9 +52,11 @@ class DenseForward:
         self._head = product(head, prepack=prepack, invariant=invariant)
 
     @classmethod
-    def of(cls, module: Any, *, prepack: bool, invariant: bool = False) -> DenseForward | CpuForward | None:
+    def of(
+        cls, module: Any, *, prepack: bool, invariant: bool = False, required: bool = False
+    ) -> DenseForward | CpuForward | None:
         """The straight forward of a causal language model, or None when its own must be called. With `prepack` it is that of
-        the compiled kernels where there are any."""
+        the compiled kernels (see `compiled`)."""
         decoder, head = DenseDecoder.of(module), module.get_output_embeddings()
         is_plain = type(module).__module__.startswith("transformers.models.") and type(head) is nn.Linear
         if decoder is None or not is_plain or head._forward_hooks or head._forward_pre_hooks:
@@ -62,7 +65,7 @@ class DenseForward:
             return None
         bias = None if head.bias is None else head.bias.detach()
         projection = Projection(head.weight.detach(), bias, (head,))
-        if prepack and CpuForward.fits(decoder, projection) and (found := kernels()) is not None:
+        if (found := compiled(decoder, projection, prepack=prepack, required=required)) is not None:
             return CpuForward(found, decoder, projection)
         return cls(decoder, projection, prepack=prepack, invariant=invariant)
 
@@ -112,6 +115,14 @@ class DenseForward:
         rotation.apply_(q)
         rotation.apply_(k)
         return q, k, v
+
+
+def compiled(decoder: DenseDecoder, head: Projection, *, prepack: bool, required: bool) -> Kernels | None:
+    """The compiled kernels where they compute this decoder faster than torch, or where their batch invariance is `required`."""
+    torch_is_faster = head.weight.dtype == torch.bfloat16 and multiplies_bf16_tiles()
+    if not prepack or (torch_is_faster and not required) or not CpuForward.fits(decoder, head):
+        return None
+    return kernels()
 
 
 class _Rotation:

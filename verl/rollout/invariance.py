@@ -16,9 +16,7 @@ from torch import nn
 
 from verl.errors import ConfigError
 from verl.models.dense.weights import DenseDecoder, Projection
-from verl.rollout.cpu.forward import CpuForward
-from verl.rollout.cpu.library import kernels
-from verl.rollout.dense import DenseForward
+from verl.rollout.dense import DenseForward, compiled
 from verl.rollout.products import padding_cost, tiles_of
 
 KEY = "actor_rollout_ref.rollout.batch_invariant"
@@ -58,7 +56,8 @@ def _examined(module: Any, config: Any) -> Invariance:
         return Invariance(False, "the model's own modules compute it, by kernels that nothing was proven about")
     decoder, head = forward.decoder, module.get_output_embeddings()
     projection = Projection(head.weight.detach(), head.bias, (head,))
-    if config.prepack_weights and CpuForward.fits(decoder, projection) and kernels() is not None:
+    required = config.batch_invariant == "require"
+    if compiled(decoder, projection, prepack=config.prepack_weights, required=required) is not None:
         return Invariance(True, "the compiled kernels add up every row in one order")
     obstacle = _obstacle(decoder, head, config.max_num_batched_tokens + config.max_num_seqs)
     if obstacle is not None:

@@ -144,7 +144,10 @@ class NativeRollout:
         if self._dense is None or self._dense_of != now:
             self._dense = None  # before the next copy is made
             self._dense = DenseForward.of(
-                self.module, prepack=self.config.prepack_weights, invariant=self.invariance().holds
+                self.module,
+                prepack=self.config.prepack_weights,
+                invariant=self.invariance().holds,
+                required=self.config.batch_invariant == "require",
             )
             self._dense_of = sum(p._version for p in self.module.parameters())
         return self._dense
