@@ -321,9 +321,10 @@ def test_greedy_takes_the_first_of_equals(kernels):
 _RUN_CHECKED = """
 import ctypes, sys, pytest
 from verl.rollout.cpu import library
+assert hasattr(ctypes.CDLL(None), "__asan_init")
 checked = library.declare(ctypes.CDLL(sys.argv[1]))
 library._library = lambda: checked
-sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-k", sys.argv[2], sys.argv[3]]))
+sys.exit(pytest.main(["-v", "-p", "no:cacheprovider", "-k", sys.argv[2], sys.argv[3]]))
 """
 
 
@@ -345,4 +346,4 @@ def test_under_the_address_sanitizer(tmp_path):
         timeout=900,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert " passed" in done.stdout
+    assert done.stdout.count("PASSED") + done.stdout.count(".") > 50
