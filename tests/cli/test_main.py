@@ -14,6 +14,7 @@ DOORS = {
     "verl.trainer.main_ppo": ("train",),
     "verl.trainer.main_eval": ("eval",),
     "verl.trainer.main_generation": ("generate", "--output", "x"),
+    "verl.trainer.main_generation_server": ("generate", "--output", "x"),
     "verl.trainer.main_ppo_sync": ("train",),
     "verl.experimental.one_step_off_policy.main_ppo": ("train",),
     "verl.experimental.fully_async_policy.fully_async_main": ("train",),

@@ -1,6 +1,8 @@
 """The share of the Python names that existing recipes import and that import here, weighted by how many projects use each."""
 
 import importlib
+import subprocess
+import sys
 from pathlib import Path
 
 # module, name, projects of the recipe collection and the examples of August 2026 that import it
@@ -31,3 +33,22 @@ def test_enough_of_the_names_import():
         f"{projects:3} {module}.{name}" for module, name, projects in sorted(missing, key=lambda r: -r[2])
     )
     assert share >= LEAST_SHARE, f"{share:.1%} of {total} imports; missing:\n{listing}"
+
+
+def test_only_worker_groups_need_ray():
+    """Every other module of the table imports without Ray, vLLM, pandas and Hydra, and starts no CUDA."""
+    modules = sorted({module for module, *_ in rows() if not module.startswith("verl.single_controller.ray")})
+    code = (
+        "import importlib, sys\n"
+        "absent = ('ray', 'vllm', 'pandas', 'hydra', 'datasets', 'einops', 'flash_attn')\n"
+        "sys.modules.update(dict.fromkeys(absent))\n"
+        f"for name in {modules}:\n"
+        "    try:\n"
+        "        importlib.import_module(name)\n"
+        "    except ModuleNotFoundError as error:\n"
+        "        assert error.name.startswith('verl'), f'{name} needs {error.name}'\n"
+        "import torch\n"
+        "assert not torch.cuda.is_initialized()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
