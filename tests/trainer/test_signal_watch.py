@@ -36,3 +36,13 @@ def test_a_signal_in_between_begins_the_count_anew(caplog):
     with caplog.at_level(logging.WARNING, logger="verl"):
         said([SILENT, SILENT, LEARNS, SILENT, SILENT, {"critic/score/mean": 1.0}])
     assert not caplog.records
+
+
+def test_updates_that_rounding_hides_are_told_once_for_each_role(caplog):
+    hidden = {**LEARNS, "actor/visible_update_ratio": 0.1}
+    with caplog.at_level(logging.WARNING, logger="verl"):
+        said([{**LEARNS, "actor/visible_update_ratio": 0.9}, hidden, hidden, {"critic/visible_update_ratio": 0.4}])
+    actor, critic = [record.getMessage() for record in caplog.records]
+    assert "show 10% of what the actor has learned" in actor
+    assert "Set actor_rollout_ref.actor.fsdp_config.master_rounding=dithered" in actor
+    assert "critic.fsdp.dtype=float32" in critic

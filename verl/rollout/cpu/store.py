@@ -53,7 +53,7 @@ class BlockStore(SlotStore):
 
     def move(self, sources: list[int], targets: list[int], length: int) -> None:
         count = -(-length // BLOCK)
-        for tensor in self._blocks:
+        for tensor in self._blocks if count else ():  # nothing is allocated before the first token is stored
             for source, target in zip(sources, targets, strict=True):
                 tensor[target, :, :count] = tensor[source, :, :count]
 

@@ -18,7 +18,6 @@ under a span, and a requested stop is honoured between phases, before any weight
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -43,10 +42,6 @@ from verl.trainer.guards import Guards
 from verl.trainer.ppo.collect import Collector
 from verl.trainer.state import TrainerState
 
-log = logging.getLogger(__name__)
-
-_LEAST_VISIBLE = 0.5  # of what was learned; below it something must be wrong
-
 
 @dataclass
 class StepResult:
@@ -70,7 +65,6 @@ class PPO:
         self.collector = Collector(config, roles, loader, spans, check_stop, self.samples)
         self.guards = Guards(config.trainer.guards)
         self.needs = Needs.of(config)
-        self._warned: set[str] = set()  # roles of which it was said that updates are hidden
         self.max_age = 0  # of a sample that trains, in versions of the weights
         self.old_log_probs = old_log_prob_source(
             config,
@@ -160,17 +154,6 @@ class PPO:
                 rows = pf_ppo_indices(scores, rule.reweight_method, rule.weight_pow, generator)
                 result.batch = batch.select_idxs(rows)
 
-    def _warn_of_hidden_updates(self, metrics: dict[str, Metric]) -> None:
-        for role, section in (("actor", "actor_rollout_ref.actor.fsdp_config"), ("critic", "critic.fsdp")):
-            found = metrics.get(f"{role}/visible_update_ratio")
-            if found is not None and found.value < _LEAST_VISIBLE and role not in self._warned:
-                self._warned.add(role)
-                log.warning(
-                    "The weights that compute show %.0f%% of what the %s has learned (%s/visible_update_ratio): the rest is "
-                    "lost in rounding to bfloat16. Set %s.master_rounding=dithered or %s.dtype=float32.",
-                    100 * found.value, role, role, section, section,
-                )  # fmt: skip
-
     def _penalise_kl(self, batch: DataProto, state: TrainerState) -> dict[str, Metric]:
         columns, controller = batch.batch, state.kl_controller
         beta = controller.value
@@ -210,7 +193,6 @@ class PPO:
         if critic is not None:
             metrics.update(self.guards.note(self._finish("update_critic", critic)).metrics())
         self.guards.check_updates(result)
-        self._warn_of_hidden_updates(metrics)
         metrics.setdefault("training/rollout_probs_diff_valid", Metric.min(0.0))
         with self.spans("update_weights"):
             state.weight_version += 1
