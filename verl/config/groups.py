@@ -41,7 +41,7 @@ def files() -> dict[str, str]:
     """{path below the folder: text} of every file."""
     values = {path: _value(path) for path in leaves()}
     older = _older_spellings()
-    made: dict[str, str] = {"model_engine/dp.yaml": f"{HEADER}# @package _global_\nmodel_engine: dp\n"}
+    made: dict[str, str] = {"model_engine/dp.yaml": f"# @package _global_\n{HEADER}model_engine: dp\n"}
     for group, name, section in GROUPS:
         own = _taken(values, section) | _taken(older, section)
         if section == "critic":
