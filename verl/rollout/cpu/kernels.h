@@ -264,16 +264,17 @@ FN void NAME(pack)(int bf16, char *to, const char *from, int64_t outputs, int64_
     int64_t steps = bf16 ? (inputs + 1) / 2 : inputs;
     for (int64_t panel = begin; panel < end; panel++) {
         uint32_t *out = (uint32_t *)to + panel * steps * NR;
-        for (int64_t n = 0; n < NR; n++) {
-            int64_t row = panel * NR + n;
-            const char *in = from + row * inputs * (bf16 ? 2 : 4);
-            for (int64_t s = 0; s < steps; s++) {
-                uint32_t bits = 0;
-                if (row < outputs)
-                    __builtin_memcpy(&bits, in + 4 * s, bf16 && 2 * s + 1 == inputs ? 2 : 4);
-                out[s * NR + n] = bits;
+        for (int64_t first = 0; first < steps; first += 16) /* in pieces that stay in the level-1 cache */
+            for (int64_t n = 0; n < NR; n++) {
+                const int64_t row = panel * NR + n, last = first + 16 < steps ? first + 16 : steps;
+                const char *in = from + row * inputs * (bf16 ? 2 : 4);
+                for (int64_t s = first; s < last; s++) {
+                    uint32_t bits = 0;
+                    if (row < outputs)
+                        __builtin_memcpy(&bits, in + 4 * s, bf16 && 2 * s + 1 == inputs ? 2 : 4);
+                    out[s * NR + n] = bits;
+                }
             }
-        }
     }
 }
 
@@ -554,6 +555,19 @@ INLINE float NAME(weigh)(float *scores, int64_t first, int64_t low, int64_t end,
     return 1.0f / NAME(sum)(total);
 }
 
+/* Have the keys and values on their way that a row alone reads, some blocks of them; they come from memory. */
+INLINE void NAME(fetch_own)(const struct attention *a, int64_t token, int64_t block)
+{
+    const struct step *s = a->step;
+    if (s->own_slot[token] < 0)
+        return;
+    const char *from = (char *)s->own.layer[a->layer] +
+                       (a->model->bf16 ? 2 : 4) * (s->own_slot[token] * s->own.slot_stride + a->kv_head * s->own.head_stride);
+    int64_t bytes = round_up(s->own_end[token], BLOCK) / BLOCK * block;
+    for (int64_t i = 0; i < bytes && i < 1 << 16; i += 64)
+        _mm_prefetch(from + i, _MM_HINT_T1);
+}
+
 INLINE void NAME(attend_as)(const int bf16, const int kind, const struct attention *a)
 {
     const struct model *m = a->model;
@@ -569,6 +583,7 @@ INLINE void NAME(attend_as)(const int bf16, const int kind, const struct attenti
         first = low < first ? low : first;
         last = s->prefix_end[t] > last ? s->prefix_end[t] : last;
     }
+    NAME(fetch_own)(a, tokens[0], block);
     first = first / BLOCK * BLOCK;
     if (slot < 0 || first >= last)
         last = 0;
@@ -583,6 +598,8 @@ INLINE void NAME(attend_as)(const int bf16, const int kind, const struct attenti
         int64_t t = tokens[i], seen = s->position[t] + 1, base = seen - s->own_end[t];
         int64_t low = window && seen > window ? seen - window : 0, skipped = low > base ? (low - base) / BLOCK : 0;
         float *scores = a->scratch.scores + i * group * stride;
+        if (i + 1 < count)
+            NAME(fetch_own)(a, tokens[i + 1], block);
         if (s->own_slot[t] >= 0) {
             own[i] = (char *)s->own.layer[a->layer] + size * (s->own_slot[t] * s->own.slot_stride + a->kv_head * s->own.head_stride);
             NAME(score)(kind, group, a->scratch.q + i * group * q_bytes, q_bytes, own[i] + skipped * block, block, dim, m->scale,
