@@ -45,7 +45,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def start(stack: ExitStack, options: argparse.Namespace, work: Workload, logs: Path, setting: str) -> list[Peer]:
     """Two processes under a setting, built."""
     for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
-        os.environ.pop(name, None)
+        os.environ.pop(name, None)  # what the children inherit
     peers = [
         stack.enter_context(Peer(name, "child_verl.py", log=logs / f"{name}.log", environment=SETTINGS[setting]))
         for name in ("first", "second")

@@ -10,6 +10,7 @@ import peers_cpu
 import pytest
 import rollout_cpu
 import roofline
+import side_by_side
 import torch
 from as_verb import as_verb
 from flops import Decoder
@@ -49,6 +50,17 @@ def test_rollout_cpu(tiny_work, tmp_path):
     assert saved(tmp_path)["results"]["ratios"]["generate"] == pytest.approx(
         report.results["tokens_per_s"]["verl"]["median"] / report.results["tokens_per_s"]["generate"]["median"]
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["generate", "step"])
+def test_side_by_side(phase, tiny_work, tmp_path, monkeypatch):
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    report = side_by_side.main([*tiny_work, "--phase", phase, "--settings", "as shipped", "--logs", str(tmp_path)])
+    found = report.results["as shipped"]
+    assert found["together"]["median"] == pytest.approx(sum(found["each"]["values"]))
+    assert found["alone"]["median"] > 0
 
 
 @pytest.mark.slow
