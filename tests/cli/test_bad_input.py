@@ -106,7 +106,7 @@ def with_half_the_weights(folder):
 CASES = {
     "unknown key": (lambda t, m: {"data.train_batch_sise": 4}, 2, ["data.train_batch_sise", "'data.train_batch_size'"]),
     "unread key": (
-        lambda t, m: {"algorithm.lam": 0.9}, 2, ["algorithm.lam=0.9", "not read", "adv_estimator=gae", "Remove it"],
+        lambda t, m: {"actor_rollout_ref.rollout.service.api": "vllm"}, 2, ["service.api=vllm", "not read", "rollout.name"],
     ),
     "wrong type": (lambda t, m: {"trainer.total_epochs": "many"}, 2, ["trainer.total_epochs", "whole number", "'many'"]),
     "unknown name": (lambda t, m: {"algorithm.adv_estimator": "grop"}, 2, ["'grop'", "did you mean 'grpo'"]),

@@ -85,7 +85,7 @@ def test_a_layout_that_does_not_divide_is_refused_by_both_keys(verl, overrides):
 
 BAD_KEYS = {
     "unknown key": ({"data.train_batch_sizes": 4}, "'data.train_batch_size'"),
-    "unread key": ({"actor_rollout_ref.actor.kl_loss_coef": 0.05}, "actor.kl_loss_coef=0.05"),
+    "unread key": ({"actor_rollout_ref.rollout.service.api": "vllm"}, "service.api=vllm"),
     "estimator": ({"algorithm.adv_estimator": "grpoo"}, "did you mean 'grpo'"),
     "feature": ({"actor_rollout_ref.rollout.multi_turn.enable": True}, "multi_turn.enable"),
     "missing file": ({"data.train_files": "/nowhere/train.parquet"}, "/nowhere/train.parquet"),

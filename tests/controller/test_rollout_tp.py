@@ -6,7 +6,7 @@ import torch
 from tests.controller.conftest import PPO, REWARD, assert_same, assert_same_weights, train_here
 from tests.controller.ranks import run
 from verl.config import load_config
-from verl.controller.build import Seat, check_meshes
+from verl.controller.rank import Seat, check_meshes
 from verl.errors import ConfigError
 from verl.models.tiny import make_tiny_model
 from verl.parallel.placement import Placement

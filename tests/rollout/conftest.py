@@ -62,3 +62,9 @@ def make_prompts(lengths, seed=0, first_ordinal=0):
         PromptRequest(first_ordinal + i, tuple(torch.randint(0, 250, (n,), generator=generator).tolist()))
         for i, n in enumerate(lengths)
     ]
+
+
+@pytest.fixture
+def torch_computes(monkeypatch):
+    """Without the compiled kernels (tests/rollout/test_cpu_kernels.py)."""
+    monkeypatch.setenv("VERL_CPU_ISA", "none")

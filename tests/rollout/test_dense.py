@@ -54,12 +54,6 @@ def test_a_hook_or_a_changed_head_is_left_to_the_module(load):
     assert DenseForward.of(module, prepack=False) is None
 
 
-@pytest.fixture
-def torch_computes(monkeypatch):
-    """Without the compiled kernels (tests/rollout/test_cpu_kernels.py)."""
-    monkeypatch.setenv("VERL_CPU_ISA", "none")
-
-
 @pytest.mark.parametrize("prepack", [True, False])
 @pytest.mark.parametrize("family", DENSE)
 def test_samples_equal_those_of_the_module(family, prepack, load, make_engine, monkeypatch, torch_computes):

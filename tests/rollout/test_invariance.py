@@ -10,6 +10,7 @@ from tests.rollout.conftest import make_prompts
 from verl.data_proto.samples import SamplingParams
 from verl.errors import ConfigError
 from verl.rollout import invariance, partial_attention, products
+from verl.rollout.cpu.library import kernels
 
 LENGTHS = [3, 20, 7, 33, 12, 20, 28, 5] * 4
 SLOTS = (32, 7, 1)
@@ -45,6 +46,17 @@ def test_bits_do_not_depend_on_the_slots_or_the_engine_says_so(family, n, prepac
         assert made[0].invariance().why
 
 
+@pytest.mark.skipif(kernels() is None, reason="no compiled kernels here")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
+def test_the_compiled_kernels_are_invariant(family, dtype, load, make_engine):
+    made = engines(make_engine, load, family, dtype)
+    assert "compiled kernels" in made[0].invariance().why
+    first, *others = [bits(engine, 2) for engine in made]
+    assert all(other == first for other in others)
+
+
+@pytest.mark.usefixtures("torch_computes")
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("n", [1, 2])
@@ -56,6 +68,7 @@ def test_a_plain_decoder_can_be_required_to_be_invariant(family, n, dtype, load,
     assert all(other == first for other in others)
 
 
+@pytest.mark.usefixtures("torch_computes")
 @pytest.mark.parametrize(
     ("family", "why"), [("gemma2", "own modules"), ("mistral", "sliding window"), ("llama", "of another CPU")]
 )
@@ -69,6 +82,7 @@ def test_what_is_not_proven_is_said_and_refused_where_it_is_required(family, why
         make_engine("native", family, batch_invariant="require")
 
 
+@pytest.mark.usefixtures("torch_computes")
 def test_off_and_costly_are_not_invariant(make_engine, monkeypatch):
     assert not make_engine("native", batch_invariant="off").invariance().holds
     monkeypatch.setattr(invariance, "tiles_of", lambda *_: (64, 128))
@@ -102,7 +116,7 @@ def other_kernels(monkeypatch):
     products._tiles.cache_clear()
 
 
-@pytest.mark.usefixtures("other_kernels")
+@pytest.mark.usefixtures("other_kernels", "torch_computes")
 @pytest.mark.parametrize("n", [1, 2])
 def test_tiles_mend_a_library_of_several_kernels(n, load, make_engine):
     assert products.tiles_of(torch.zeros(96, 64), False, True)[0] == 12
@@ -114,6 +128,7 @@ def test_tiles_mend_a_library_of_several_kernels(n, load, make_engine):
     assert found == {"off": False, "require": True}
 
 
+@pytest.mark.usefixtures("torch_computes")
 @pytest.mark.parametrize("n", [1, 2])
 def test_attention_that_is_unlike_in_blocks_is_computed_alone(n, load, make_engine, monkeypatch):
     """A library whose batched products depend on their number, and whose flash attention on the number of prompts."""

@@ -11,9 +11,9 @@ from tests.reshard.played_device import DEVICE, play_driver
 from tests.rollout.conftest import EOS, make_prompts
 from tests.rollout.test_vllm_rebuild import PARAMS, Played, Processes, lost, one_step
 from verl.config import RolloutConfig, load_config
-from verl.controller.build import Seat
 from verl.controller.host import _with_device_names
 from verl.controller.own_copy import KeptBuckets, own_copy
+from verl.controller.rank import Seat
 from verl.errors import ConfigError, ModelError
 from verl.parallel.placement import Placement
 from verl.parallel.wire import to_bytes

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from verl.config import load_config
-from verl.controller.build import engine_section
+from verl.controller.rank import engine_section
 from verl.errors import ConfigError, ModelError
 from verl.trainer import DynamicConfigScheduler
 from verl.trainer.phases import Phases, by_role, scheduler_of

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from verl.controller.build import Seat, engine_roles, schedule_of, shares_reference
+from verl.controller.build import schedule_of
 from verl.controller.group import Runner, WorkerGroup
+from verl.controller.rank import Seat, engine_roles, shares_reference
 from verl.controller.roles import Roles
 from verl.models.load import load_model_config
 from verl.parallel.mesh import Mesh

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from verl.controller.build import Seat, build_workers, engine_section
+from verl.controller.build import build_workers
+from verl.controller.rank import Seat, engine_section
 from verl.controller.switch import Switch
 from verl.parallel.collectives import Collectives
 from verl.parallel.device import visible_devices

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 from verl.config import load_config
-from verl.controller.build import Seat, build_workers
+from verl.controller.build import build_workers
 from verl.controller.group import wait
+from verl.controller.rank import Seat
 from verl.controller.sampling import sampling_params
 from verl.data.prompts import PromptEncoder
 from verl.data_proto.proto import DataProto

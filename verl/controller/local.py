@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from verl.config import VerlConfig
-from verl.controller.build import Seat, build_workers, check_meshes
+from verl.controller.build import build_workers
 from verl.controller.host import generation_facts, module_facts
+from verl.controller.rank import Seat, check_meshes
 from verl.controller.roles import Roles
 from verl.controller.sampling import sampling_params
 from verl.controller.switch import Switch, around

@@ -127,10 +127,10 @@ class Cluster:
         request = self.request
         have = sorted((int(n["Resources"].get(request.resource, 0)) for n in ray.nodes() if n["Alive"]), reverse=True)
         need = sorted(request.nodes, reverse=True)
-        if not _fits(need, have) and request.otherwise:
+        if _short(have, need) and request.otherwise:
             need = sorted(request.otherwise, reverse=True)
             self.request = replace(request, nodes=request.otherwise)
-        if not _fits(need, have):
+        if _short(have, need):
             raise ConfigError(
                 f"The run needs {len(need)} machine(s) with {' and '.join(map(str, need))} {request.resource}s, but the Ray "
                 f"cluster has {len(have)} with {', '.join(map(str, have)) or 'none'}. Lower trainer.nnodes or "
@@ -171,7 +171,7 @@ class Cluster:
         remote: Any = ray.remote
         actor = remote(concurrency_groups=dict.fromkeys(beside, 1))(cls) if beside else remote(cls)
         processes: list[Process] = []
-        for group, count in zip(self._groups, self._counts(), strict=True):
+        for group, count in zip(self._groups, [group.bundle_count for group in self._groups], strict=True):
             node_id = _node_of(group).rpartition("/")[2]
             for bundle in range(count):
                 rank = len(processes)
@@ -189,9 +189,6 @@ class Cluster:
                 processes.append(Process(rank, handle, node_id=node_id))
         return processes
 
-    def _counts(self) -> list[int]:
-        return [group.bundle_count for group in self._groups]
-
     def end(self, processes: Sequence[Process]) -> None:
         """Let processes end their children, with a deadline; then end them."""
         refs = [process.handle.end.remote() for process in processes]
@@ -201,8 +198,9 @@ class Cluster:
 
     def timeline(self, file: str) -> None:
         """Ray's timeline of the run, for chrome://tracing."""
-        Path(file).expanduser().parent.mkdir(parents=True, exist_ok=True)
-        ray.timeline(filename=str(Path(file).expanduser()))
+        path = Path(file).expanduser()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        ray.timeline(filename=str(path))
 
     def close(self) -> None:
         """End every process, give the places back, and end the cluster if it is ours. May be called again."""
@@ -345,9 +343,8 @@ def _ask_for_token() -> None:
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
 
 
-def _fits(need: Sequence[int], have: Sequence[int]) -> bool:
-    """Whether machines of the sizes `have` hold what is needed of each; both largest first."""
-    return len(have) >= len(need) and all(h >= n for h, n in zip(have, need, strict=False))
+def _short(have: Sequence[int], need: Sequence[int]) -> bool:  # both largest first
+    return len(have) < len(need) or any(h < n for h, n in zip(have, need, strict=False))
 
 
 def _check_machine(request: Request, settings: Mapping[str, Any]) -> None:
@@ -379,9 +376,8 @@ def _environment() -> dict[str, str]:
     """Threads and settings of a process. Ray would set one thread for each."""
     passed = {k: v for k, v in os.environ.items() if k.startswith(_PASSED_ON)}
     here = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join(dict.fromkeys([here, *os.environ.get("PYTHONPATH", "").split(os.pathsep)])).rstrip(
-        os.pathsep
-    )
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    path = os.pathsep.join(dict.fromkeys([here, *given])).rstrip(os.pathsep)
     return {**passed, "OMP_WAIT_POLICY": "passive", "PYTHONPATH": path, "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1"}
 
 

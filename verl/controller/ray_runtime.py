@@ -22,10 +22,10 @@ from verl.config import VerlConfig
 from verl.config.load import build as build_config
 from verl.config.secrets import remember_secrets
 from verl.config.tree import leaves, value_at
-from verl.controller.build import Seat, check_meshes
 from verl.controller.group import WorkerGroup
 from verl.controller.groups import make_groups
 from verl.controller.host import Host
+from verl.controller.rank import Seat, check_meshes
 from verl.controller.ray_cluster import CALL_LIMIT, START_LIMIT, Cluster, Pending, Process, Request, own_address, send
 from verl.controller.roles import Roles
 from verl.errors import VerlError

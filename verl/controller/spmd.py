@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 from verl.config import VerlConfig
-from verl.controller.build import Seat, check_meshes
 from verl.controller.group import WorkerGroup
 from verl.controller.groups import make_groups
 from verl.controller.host import Host
+from verl.controller.rank import Seat, check_meshes
 from verl.controller.roles import Roles
 from verl.parallel.collectives import Collectives, Peer
 from verl.parallel.device import make_current, resolve_device

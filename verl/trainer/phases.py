@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from verl.config import VerlConfig
-from verl.controller.build import engine_section, shares_reference
+from verl.controller.rank import engine_section, shares_reference
 from verl.controller.roles import Roles
 from verl.engines.dimensions import CHANGEABLE, check_change, require_3d_hybrid
 from verl.errors import ConfigError, nearest

@@ -140,7 +140,7 @@ class TestColumnsThatDoNotDecide:
         ({"messages": "q"}, "'messages' must be a list, but it is a str"),
         ({"messages": [{"role": "user"}]}, r"'messages\[0\]' has no text 'content'"),
         ({"messages": [{"role": "asistant", "content": "a"}]}, "did you mean 'assistant'"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "content other than text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "images"),
         ({"messages": QA, "images": ["x.png"]}, "'images' holds media"),
         ({"messages": [{**QA[1], "loss_mask": 2}]}, "message 0 has 2 as loss_mask"),
         ({"messages": [{**QA[1], "loss_mask": 1, "train": False}]}, "message 0 .* contradict"),

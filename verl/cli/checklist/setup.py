@@ -30,7 +30,7 @@ def check_layout(subject: Subject) -> Iterator[Line]:
     """Which devices each role has, and how the rollout engine spans them; none of them has to be here."""
     from importlib.util import find_spec
 
-    from verl.controller.build import check_meshes
+    from verl.controller.rank import check_meshes
     from verl.parallel.placement import Placement
 
     placement = Placement.of(subject.config)
