@@ -171,9 +171,9 @@ class Cluster:
         remote: Any = ray.remote
         actor = remote(concurrency_groups=dict.fromkeys(beside, 1))(cls) if beside else remote(cls)
         processes: list[Process] = []
-        for group, count in zip(self._groups, [group.bundle_count for group in self._groups], strict=True):
+        for group in self._groups:
             node_id = _node_of(group).rpartition("/")[2]
-            for bundle in range(count):
+            for bundle in range(group.bundle_count):
                 rank = len(processes)
                 options = {
                     "num_cpus": share,
