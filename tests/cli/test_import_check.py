@@ -37,13 +37,13 @@ PYTHONUNBUFFERED=1 python3 -m verl.trainer.main_ppo --config-path=config --confi
 
 
 def test_the_words_of_a_command_are_those_of_the_shell(monkeypatch):
-    monkeypatch.setenv("HOME", "/srv/me")
+    monkeypatch.setenv("HOME", "/h")
     (command,) = read_commands(SCRIPT)
     assert (command.module, command.config_path, command.config_name) == (
         "verl.trainer.main_ppo", "config", "ppo_trainer.yaml",
     )  # fmt: skip
     assert command.overrides == [
-        "algorithm.adv_estimator=grpo", "data.train_files=/srv/me/data/gsm8k/train.parquet",
+        "algorithm.adv_estimator=grpo", "data.train_files=/h/data/gsm8k/train.parquet",
         "data.val_files=['a b.parquet', 'c.parquet']", "data.train_batch_size=512", "data.max_response_length=2024",
         "custom_reward_function.path=reward.py", "actor_rollout_ref.actor.clip_ratio_c=10.0",
         "actor_rollout_ref.actor.policy_loss.loss_mode=gspo", "actor_rollout_ref.rollout.name=native",

@@ -1,4 +1,4 @@
-"""The commands with `python -m` of a shell script, with its variables put in, without running it."""
+"""The commands of a shell script that start a module of verl, with its variables put in, without running it."""
 
 from __future__ import annotations
 
