@@ -48,12 +48,18 @@ def test_unknown_devices(name):
 
 
 @pytest.mark.parametrize(
-    ("flags", "native"),
-    [("fma avx2", False), ("avx512f avx512_bf16", True), ("amx_bf16 amx_tile", True), ("asimd bf16 i8mm", True)],
+    ("maker", "flags", "native"),
+    [
+        ("AuthenticAMD", "fma avx2", False),
+        ("AuthenticAMD", "avx512f avx512_bf16", True),
+        ("GenuineIntel", "avx512f avx512_bf16", False),
+        ("GenuineIntel", "avx512_bf16 amx_bf16 amx_tile", True),
+        ("0x41", "asimd bf16 i8mm", True),
+    ],
 )
-def test_bf16_follows_the_instructions_of_the_cpu(tmp_path, monkeypatch, flags, native):
+def test_bf16_follows_the_instructions_of_the_cpu(tmp_path, monkeypatch, maker, flags, native):
     info = tmp_path / "cpuinfo"
-    info.write_text(f"processor\t: 0\nflags\t\t: {flags}\n")
+    info.write_text(f"processor\t: 0\nvendor_id\t: {maker}\nflags\t\t: {flags}\n\nprocessor\t: 1\n")
     monkeypatch.setattr(room, "Path", lambda _: info)
     monkeypatch.setattr(room, "_cpu_flags", room._cpu_flags.__wrapped__)  # without what was read before
     monkeypatch.delenv(room.CPU_BF16, raising=False)
