@@ -46,7 +46,7 @@ def test_what_products_do_on_this_cpu_is_said():
     tiles = {"float32": {"rows": [8, 16], "cost": 1.07}, "bfloat16": {"rows": [1, 2, 4], "cost": 1.0}}
     known = {**PACKAGES, "torch_probe": {**TORCH, "equal_rows": {"bf16": "widened", "tiles": tiles}}}
     texts = [text for topic, text in facts(HOST, known) if topic == "cpu"]
-    assert "bfloat16 on this CPU: widened to float32, since the CPU has no instructions for it" in texts
+    assert "bfloat16 on this CPU: widened to float32, which is faster on this CPU" in texts
     assert any("float32 holds in tiles of 8 to 16 rows (padding costs about 7%)" in text for text in texts)
     assert "batch invariance of torch's matmuls: unknown" in [text for _, text in facts(HOST, PACKAGES)]
 

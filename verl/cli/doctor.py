@@ -89,7 +89,7 @@ def _bfloat16(torch: dict[str, Any]) -> str:
         return "bfloat16 on this CPU: unknown"
     native = torch["equal_rows"]["bf16"] == "native"
     return "bfloat16 on this CPU: " + (
-        "native instructions" if native else "widened to float32, since the CPU has no instructions for it"
+        "native instructions" if native else "widened to float32, which is faster on this CPU"
     )
 
 

@@ -1,8 +1,8 @@
 """Matrix products of the hand-written passes, and the one place that decides in which format they run.
 
-A product of bfloat16 matrices is exact products summed in float32 and rounded once. A CPU without instructions for it
-takes four times as long as for float32 matrices, so there the operands are widened first: the same sums, rounded the
-same way.
+A product of bfloat16 matrices is exact products summed in float32 and rounded once. A CPU without fast
+instructions for it takes longer than for float32 matrices, up to four times, so there the operands are widened first: the
+same sums, rounded the same way.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def check_engines(subject: Subject) -> Iterator[Line]:
     if str(dtype) == "torch.bfloat16" and not native_bf16(device):
         yield Line(
             "warn",
-            f"{device} has no bfloat16 arithmetic and will be slow: leave actor.fsdp_config.dtype=auto for float32",
+            f"{device} has no fast bfloat16 arithmetic: leave actor.fsdp_config.dtype=auto for float32",
         )
     ENGINES.get(group.rollout.name)
     ADVANTAGES.get(config.algorithm.adv_estimator)
