@@ -12,7 +12,7 @@ import numpy as np
 from chaos_task import PROMPTS, SAMPLES, Task
 from safetensors.numpy import load_file
 
-from verl.tracking.ledger import Ledger
+from verl.tracking.ledger.reader import Ledger
 
 _OF_A_RUN = ("manifest.json", "trainer_state.json", "ledger.sqlite")  # files in which a run is named, or times are
 

@@ -18,15 +18,15 @@ from verl.errors import ModelError
 from verl.models.load import load_causal_lm, load_tokenizer
 from verl.registry import load_object
 from verl.rollout.api import OnFinish, OwnCopy
-from verl.rollout.copies import CopyState
-from verl.rollout.native import NativeRollout
+from verl.rollout.native.engine import NativeRollout
 from verl.rollout.requests import vocab_size
 from verl.rollout.vllm.core import Setup
 from verl.rollout.vllm.engine import VLLMRollout
-from verl.rollout.vllm.rebuild import RebuiltCore
-from verl.rollout.vllm.remote import RemoteCore, ServedCore
+from verl.rollout.vllm.process import RemoteCore, ServedCore
+from verl.rollout.vllm.restart import RebuiltCore
 from verl.rollout.vllm.settings import longest_sequence, make_setup
 from verl.rollout.vllm.weights import Manifest
+from verl.rollout.weight_version import CopyState
 
 
 class EngineOfItsOwn(VLLMRollout):

@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 from chaos_task import RUNTIMES, Moment, Task
 
-from verl.parallel.ancestry import die_with
+from verl.parallel.child_processes import die_with
 from verl.tracking.heartbeat import Beat, read_beat
 
 _MARK = "VERL_CHAOS_RUN"  # in the environment of every process of a run

@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import sys
 
-import verl.controller.local
-import verl.rollout.native
-import verl.trainer.run  # noqa: F401 - what the child would import
 from verl.cli.main import run_verb
 
 if __name__ == "__main__":

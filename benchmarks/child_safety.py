@@ -68,12 +68,14 @@ class Account:
 
 def functions() -> Iterator[tuple[str, Any, str]]:
     """(part, where it is, name) of what a step calls of the ledger, the guards and the heartbeat."""
-    from verl.engines import local, trained
+    from verl.engines import base as trained
+    from verl.engines import local
+    from verl.programs import collect
+    from verl.programs import ppo as program
+    from verl.programs.guards import Guards
+    from verl.roles.step_guard import StepGuard
     from verl.tracking.heartbeat import Heartbeat
-    from verl.tracking.ledger_book import SampleBook
-    from verl.trainer.guards import Guards
-    from verl.trainer.ppo import collect, program
-    from verl.workers.step_guard import StepGuard
+    from verl.tracking.ledger.book import SampleBook
 
     places: dict[str, list[tuple[Any, str]]] = {
         "ledger": [
@@ -105,8 +107,8 @@ def hold(channel: Commands, work: dict[str, Any], folder: str, extra: Sequence[s
     from verl_side import overrides_of, write_prompts
 
     from verl.config import load_config
-    from verl.trainer.loop import Loop
-    from verl.trainer.run import train
+    from verl.run.host import train
+    from verl.run.loop import Loop
 
     load, place = Workload.from_json(work), Path(folder)
     write_prompts(load, place)
@@ -153,9 +155,10 @@ def _proof(metrics: Path) -> dict[str, Any]:
 
 def _no_ledger(stack: ExitStack) -> None:
     """A book that only counts, and no file."""
-    from verl.tracking.ledger_book import Offset, SampleBook
-    from verl.trainer import resuming
-    from verl.trainer.ppo import collect, program
+    from verl.programs import collect
+    from verl.programs import ppo as program
+    from verl.run import resuming
+    from verl.tracking.ledger.book import Offset, SampleBook
 
     class Counting(SampleBook):
         def issue(self, step: int, prompts: Any, **_: Any) -> None:
@@ -176,8 +179,8 @@ def _no_ledger(stack: ExitStack) -> None:
 
 
 def _no_guards(stack: ExitStack) -> None:
-    from verl.trainer.guards import Guards
-    from verl.workers.step_guard import StepGuard
+    from verl.programs.guards import Guards
+    from verl.roles.step_guard import StepGuard
 
     for method in ("check_samples", "check_credit", "check_updates"):
         stack.enter_context(patch.object(Guards, method, lambda *_: None))

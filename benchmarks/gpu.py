@@ -48,7 +48,7 @@ from verl.models.attention import ATTENTION_NAME
 from verl.models.forward import policy_outputs
 from verl.models.optim import MasterOptimizer
 from verl.models.packing import pack_rows, read_rows
-from verl.rollout.native import NativeRollout
+from verl.rollout.native.engine import NativeRollout
 
 SIZES: dict[str, tuple[str, dict[str, Any]]] = {
     "tiny": ("llama", {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,

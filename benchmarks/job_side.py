@@ -11,15 +11,15 @@ import torch
 from workload import digest
 
 from verl.config import VerlConfig, load_config
-from verl.controller.local import build_roles
-from verl.controller.roles import Roles
 from verl.data_proto.metrics import metric_values
 from verl.errors import ConfigError
+from verl.programs.ppo import PPO
+from verl.programs.state import TrainerState
+from verl.programs.validation import Validator
+from verl.run.host import RunData, load_data
+from verl.runtime.local import build_roles
+from verl.runtime.roles import Roles
 from verl.tracking.spans import Spans
-from verl.trainer.ppo.program import PPO
-from verl.trainer.run import RunData, load_data
-from verl.trainer.state import TrainerState
-from verl.trainer.validation import Validator
 
 
 class _NoTracker:

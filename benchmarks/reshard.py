@@ -243,7 +243,7 @@ def expected(engine: Any, training: Any, target: Any, itemsize: int, rank: int) 
     """Bytes by the layouts alone: what the memory of `target` ranks lacks, and what gathering moves and has in memory."""
     import math
 
-    from verl.reshard.decoder import decoder_tensors
+    from verl.reshard.hf_sharding import decoder_tensors
     from verl.reshard.plan import full_gather, lower_bound
 
     config = engine.module.config
@@ -273,7 +273,7 @@ def build(pair: Pair, model: str, dtype: str, device: Any) -> tuple[Any, Any, An
     from verl.parallel.mesh import Mesh
     from verl.reshard.grouping import consecutive_engines, interval_engines
     from verl.reshard.layout import RolloutLayout, TrainingLayout
-    from verl.rollout.replica import Replica, copy_group
+    from verl.rollout.rollout_model import Replica, copy_group
 
     engine = FSDPEngine(
         model=ModelConfig(path=model, enable_gradient_checkpointing=False),

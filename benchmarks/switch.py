@@ -56,8 +56,8 @@ def measure(arguments: argparse.Namespace, folder: Path) -> tuple[Report, bool]:
     """The figures, and whether both ways left the trained weights."""
     import torch
 
-    from verl.controller.local import build_roles
     from verl.parallel.memory import keep_freed_memory
+    from verl.runtime.local import build_roles
 
     keep_freed_memory()  # as every process of a run does
     config = _config(arguments, folder)
@@ -134,7 +134,7 @@ def _replica(config: Any) -> Any:
 
     from verl.models.load import load_causal_lm
     from verl.parallel.device import compute_dtype
-    from verl.rollout.replica import Replica
+    from verl.rollout.rollout_model import Replica
 
     dtype = compute_dtype(config.actor_rollout_ref.actor.fsdp_config.dtype, torch.device("cpu"))
     return Replica(load_causal_lm(config.actor_rollout_ref.model.path, device="cpu", dtype=dtype).requires_grad_(False))

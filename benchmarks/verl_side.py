@@ -13,13 +13,13 @@ from weight_probe import WeightProbe
 from workload import Workload, digest
 
 from verl.config import VerlConfig, load_config
-from verl.controller.local import build_roles, sampling_params
 from verl.data_proto.proto import DataProto
 from verl.data_proto.samples import Completion, PromptRequest, SamplingParams
+from verl.programs.ppo import PPO
+from verl.programs.state import TrainerState
+from verl.run.host import load_data
+from verl.runtime.local import build_roles, sampling_params
 from verl.tracking.spans import Spans
-from verl.trainer.ppo.program import PPO
-from verl.trainer.run import load_data
-from verl.trainer.state import TrainerState
 
 # The prompt's text is the prompt: a template around it would make the two sides' tokens differ.
 PLAIN_TEMPLATE = "{{ messages[0]['content'] }}"

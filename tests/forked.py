@@ -28,14 +28,14 @@ WARM = [
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
-    "verl.controller.host",
-    "verl.controller.spmd",
+    "verl.runtime.rank_workers",
+    "verl.runtime.spmd",
     "verl.engines.fsdp",
     "verl.models.tiny",
     "verl.reshard.update",
-    "verl.rollout.native",
+    "verl.rollout.native.engine",
     "verl.trainer.main_ppo",
-    "verl.trainer.run",
+    "verl.run.host",
 ]
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(WARM)

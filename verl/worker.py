@@ -1,5 +1,5 @@
-"""The name that recipes import; the code lives in verl/controller/hybrid_worker.py."""
+"""The name that recipes import; the code lives in verl/runtime/hybrid_worker.py."""
 
-from verl.controller.hybrid_worker import ActorRolloutRefWorker
+from verl.runtime.hybrid_worker import ActorRolloutRefWorker
 
 __all__ = ["ActorRolloutRefWorker"]

@@ -27,8 +27,8 @@ from chaos_task import PHASES, RUNTIMES, Moment, make_task, plan
 
 from verl.cli.main import run_verb
 from verl.config import load_config
-from verl.parallel.ancestry import die_with
-from verl.trainer.run import train
+from verl.parallel.child_processes import die_with
+from verl.run.host import train
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from peers_cpu import Unequal
 from report import Report
 from time_to_reward import Point, Run, check_same_prompts, fill, gaps_to_float32
 
-from tests.trainer.conftest import REWARD
+from tests.run.conftest import REWARD
 
 
 def run_of(side, seed, *points):

@@ -9,7 +9,7 @@ from collections import namedtuple
 import pytest
 
 from tests.cli.conftest import REWARD, make_row, write_rows
-from tests.trainer.conftest import Run
+from tests.run.conftest import Run
 from verl.checkpoint.files import find_damage
 from verl.cli.main import main
 

@@ -12,7 +12,7 @@ import time
 import psutil
 import pytest
 
-from tests.controller.ranks import ROOT, end_tree
+from tests.runtime.ranks import ROOT, end_tree
 
 
 class Supervised:

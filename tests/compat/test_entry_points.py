@@ -244,7 +244,7 @@ class TestAsynchronous:
     def test_a_run_of_each(self, tiny_tree, tmp_path, monkeypatch):
         """On one device, which the rollout shares: two steps, samples of the second made under older weights."""
         from verl.compat import asynchronous
-        from verl.trainer.run import train
+        from verl.run.host import train
 
         monkeypatch.setattr(asynchronous, "_train", lambda argv: train(load_config(argv)))
         tree = tiny_tree

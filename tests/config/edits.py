@@ -5,8 +5,8 @@ import string
 from collections.abc import Iterator
 
 from verl.config import aliases
-from verl.config.settings import Given, locate
 from verl.config.tree import leaves, sections
+from verl.config.user_settings import Given, locate
 
 # what a keyboard has, but for "=", with which the key ends, and characters that look like others
 LETTERS = (

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from verl.config import aliases, load_config, names
-from verl.config.conditions import CONDITIONS
-from verl.config.older import GONE
+from verl.config.active_keys import CONDITIONS
 from verl.config.policy import verdict
-from verl.config.settings import Setting, locate
+from verl.config.removed_keys import GONE
 from verl.config.tree import leaves, value_at
+from verl.config.user_settings import Setting, locate
 from verl.errors import ConfigError
 
 from .helpers import ACTOR, GRPO, ROLLOUT, fixture_lines, load, refused

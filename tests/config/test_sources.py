@@ -7,8 +7,8 @@ import pytest
 
 from verl.config import load_config
 from verl.config.aliases import resolve
-from verl.config.older import CALLED, GONE
-from verl.config.settings import locate
+from verl.config.removed_keys import CALLED, GONE
+from verl.config.user_settings import locate
 from verl.config.write import scalar
 
 from .helpers import ACTOR, FIXTURES, GRPO, ROLLOUT, load, refused

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from verl.config import ActorConfig, RolloutConfig, VerlConfig, aliases, load_config, names
-from verl.config.conditions import CONDITIONS
+from verl.config.active_keys import CONDITIONS
+from verl.config.derived_defaults import FOLLOWS
 from verl.config.document import to_markdown
-from verl.config.follows import FOLLOWS
-from verl.config.settings import locate
 from verl.config.tree import leaves, sections
 from verl.config.unavailable import MISSING
+from verl.config.user_settings import locate
 
 from .helpers import fixture_lines, load
 

@@ -25,7 +25,7 @@ from verl.models.load import load_causal_lm
 from verl.models.tiny import make_tiny_model
 from verl.parallel.device import CPU_BF16
 from verl.parallel.traffic import TRAFFIC
-from verl.workers.objectives import PolicyObjective
+from verl.roles.objectives import PolicyObjective
 
 OUTPUTS = {"policy": ("log_probs", "entropy"), "value": ("values",)}
 

@@ -36,7 +36,7 @@ TORCH_FREE = (
     "verl.parallel.mesh",
     "verl.parallel.placement",
     "verl.parallel.register",
-    *(f"verl.reshard.{part}" for part in ("parts", "layout", "grouping", "plan", "decoder", "buckets")),
+    *(f"verl.reshard.{part}" for part in ("slices", "layout", "grouping", "plan", "hf_sharding", "buckets")),
     "verl.rewards",
     "verl.rewards.worker",
     "verl.cli.main",

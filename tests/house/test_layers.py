@@ -18,10 +18,11 @@ LAYERS = (
     ("tracking",),
     ("rewards", "data", "engines", "rollout"),
     ("reshard", "checkpoint"),
-    ("workers",),
-    ("controller",),
+    ("roles",),
+    ("runtime",),
     ("planner",),
-    ("trainer",),
+    ("programs",),
+    ("run",),
     ("cli",),
 )
 HEIGHT = {room: height for height, row in enumerate(LAYERS) for room in row}
@@ -39,6 +40,7 @@ FACES = (
     "verl.single_controller.ray",
     "verl.single_controller.ray.base",
     "verl.utils",
+    "verl.trainer",
     "verl.trainer.constants_ppo",
     "verl.trainer.logger",
     "verl.trainer.main_eval",
@@ -46,6 +48,8 @@ FACES = (
     "verl.trainer.main_generation_server",
     "verl.trainer.main_ppo",
     "verl.trainer.main_ppo_sync",
+    "verl.trainer.config",
+    "verl.trainer.ppo",
     "verl.trainer.ppo.core_algos",
     "verl.trainer.ppo.metric_utils",
     "verl.trainer.ppo.ray_trainer",
@@ -53,6 +57,7 @@ FACES = (
     "verl.trainer.ppo.rollout_corr_helper",
     "verl.trainer.ppo.utils",
     "verl.worker",
+    "verl.workers",
     "verl.workers.config",
 )
 # folders of such names, and of the code behind them that is not anywhere else

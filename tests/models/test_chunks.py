@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.models.reference import make_columns, random_rows, widen_norms
-from verl.models.chunks import chunked_feed_forward
-from verl.models.dense import decoder
+from verl.models.chunked_mlp import chunked_feed_forward
+from verl.models.cpu import decoder
 from verl.models.forward import policy_outputs
 from verl.models.load import load_causal_lm
 from verl.models.packed import PackedLayout, Segment, masked_attention

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from tests.models.reference import make_columns, random_rows, reference_outputs, widen_norms
 from verl.config import OptimConfig
 from verl.models import forward
-from verl.models.dense.weights import DenseDecoder
+from verl.models.cpu.weights import DenseDecoder
 from verl.models.forward import policy_outputs, value_outputs
-from verl.models.gradients import GradientBuffers
+from verl.models.grad_buffers import GradientBuffers
 from verl.models.load import load_causal_lm, load_value_model
 from verl.models.optim import MasterOptimizer
 from verl.models.packing import pack_rows

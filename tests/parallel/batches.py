@@ -7,7 +7,7 @@ import torch
 
 from verl.data_proto.proto import DataProto
 from verl.parallel.mesh import Mesh
-from verl.parallel.shares import TokenCost
+from verl.parallel.row_shares import TokenCost
 
 
 @dataclass

@@ -5,8 +5,8 @@ import time
 
 import torch.distributed as dist
 
-from verl.parallel import board
-from verl.parallel.board import Board
+from verl.parallel import rank_status as board
+from verl.parallel.rank_status import Board
 
 
 def test_ranks_read_what_the_others_wrote():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from verl.errors import ConfigError
-from verl.models.products import Products
+from verl.models.matmul import Products
 from verl.parallel import device as room
 from verl.parallel.device import compute_dtype, make_current, native_bf16, parse_dtype, resolve_device
 
@@ -27,8 +27,8 @@ def test_auto_is_cuda_where_there_is_one(monkeypatch):
 def test_a_ranks_own_gpu_is_made_the_current_one(monkeypatch):
     """FSDP, NCCL and vLLM's workers take that one: on GPU 0 all ranks of a host would meet."""
     from verl.config import load_config
-    from verl.controller import spmd
     from verl.parallel.collectives import Collectives, Peer
+    from verl.runtime import spmd
 
     calls = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -22,8 +22,8 @@ from verl.parallel.register import (
     register_dispatch_mode,
     registered,
 )
-from verl.parallel.shares import TokenCost, balanced_shares, contiguous_shares
-from verl.workers.updates import MiniBatchSchedule, Updates
+from verl.parallel.row_shares import TokenCost, balanced_shares, contiguous_shares
+from verl.roles.updates import MiniBatchSchedule, Updates
 
 meshes = st.sampled_from(
     [

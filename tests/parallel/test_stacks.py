@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from verl.parallel.stacks import (
+from verl.parallel.stack_dump import (
     Reporter,
     all_stacks,
     calls,

@@ -14,7 +14,7 @@ from verl.data_proto.merge import same_value
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.data_proto.samples import SamplingParams
-from verl.parallel.wire import decode, encode, from_bytes, record, to_bytes
+from verl.parallel.serialize import decode, encode, from_bytes, record, to_bytes
 
 scalars = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(max_size=5), st.binary(max_size=5)

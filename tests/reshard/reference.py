@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 from verl.parallel.mesh import Mesh
-from verl.reshard.decoder import decoder_tensors
+from verl.reshard.hf_sharding import decoder_tensors
 from verl.reshard.layout import Block, TrainingLayout
 
 

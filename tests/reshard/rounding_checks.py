@@ -9,10 +9,9 @@ import torch.distributed as dist
 from tests.engines.parallel_checks import make, model_folder, on, rows_of, step
 from tests.engines.test_contract import make_batch
 from tests.reshard.update_checks import CPU, together
-from verl.controller.own_copy import KeptBuckets, read_folder, write_folder
 from verl.engines.api import MicroBatching, whole
 from verl.engines.fsdp import FSDPEngine
-from verl.engines.gathering import sharded_units
+from verl.engines.fsdp_units import sharded_units
 from verl.engines.local import LocalEngine
 from verl.models.load import load_causal_lm
 from verl.models.rounding import Rounding
@@ -21,8 +20,9 @@ from verl.reshard import layout as layouts  # not its classes: what has `ranks` 
 from verl.reshard.grouping import consecutive_engines
 from verl.reshard.shared_memory import read
 from verl.reshard.update import plan_update
-from verl.rollout.copies import checked
-from verl.rollout.replica import Replica, copy_group
+from verl.rollout.rollout_model import Replica, copy_group
+from verl.rollout.weight_version import checked
+from verl.runtime.weight_copies import KeptBuckets, read_folder, write_folder
 
 
 def same(found, expected, what):

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from tests.reshard.test_layout import points
 from tests.reshard.test_plan import problems
 from verl.reshard.buckets import buckets
-from verl.reshard.parts import numel, pieces
 from verl.reshard.plan import Move, make_plan
+from verl.reshard.slices import numel, pieces
 
 sizes = st.lists(st.integers(1, 5), min_size=1, max_size=3)
 

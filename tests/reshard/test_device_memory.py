@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from tests.reshard.played_device import DEVICE, play_driver
-from verl.controller.own_copy import KeptBuckets
 from verl.errors import ModelError, WorkerLostError
 from verl.reshard import cuda_ipc, device_memory, shared_memory
 from verl.reshard.cuda_ipc import Refused
 from verl.reshard.device_memory import DeviceBuckets, DevicePortions, read
 from verl.reshard.shared_memory import SharedBuckets, as_numbers, bucketed
+from verl.runtime.weight_copies import KeptBuckets
 
 BUCKET = 1 << 10
 

@@ -14,8 +14,8 @@ from verl.errors import ModelError
 from verl.parallel.mesh import Mesh
 from verl.parallel.traffic import TRAFFIC
 from verl.reshard import layout as layouts  # not its classes: what has `ranks` is taken for a check
-from verl.reshard.decoder import decoder_tensors, fused_projections
 from verl.reshard.grouping import consecutive_engines, interval_engines, interval_experts
+from verl.reshard.hf_sharding import decoder_tensors, fused_projections
 from verl.reshard.host_memory import HostMemory
 from verl.reshard.plan import make_plan
 from verl.reshard.transport import PeerToPeer, source_views

@@ -16,7 +16,7 @@ from verl.parallel.mesh import Mesh
 from verl.reshard import layout as layouts  # not its classes: what has `ranks` is taken for a check
 from verl.reshard.grouping import consecutive_engines
 from verl.reshard.update import plan_update
-from verl.rollout.replica import Replica, copy_group
+from verl.rollout.rollout_model import Replica, copy_group
 
 CPU = torch.device("cpu")
 DENSE = sorted(set(tensor.FAMILIES) - set(experts.FAMILIES))

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tests.rewards.test_pool import request, wait_until
-from verl.rewards.box import Limits
+from verl.rewards.sandbox.box import Limits
 
 ATTACKS = """
 import ctypes, os, signal, socket, struct, subprocess, sys, tempfile, threading, time
@@ -180,7 +180,7 @@ def processes_of(run):
                 words = file.read().split(b"\0")
         except OSError:
             continue
-        if b"verl.rewards.keeper" in words and str(run).encode() in words:
+        if b"verl.rewards.sandbox.keeper" in words and str(run).encode() in words:
             found.append(int(name))
     return found
 
@@ -217,7 +217,7 @@ def test_attacks_in_processes_of_their_own(attacked):
 def no_namespaces(tmp_path, monkeypatch):
     """As if the kernel granted none: a module that Python imports before the keeper makes its attempts fail."""
     (tmp_path / "sitecustomize.py").write_text(
-        "import verl.rewards.box as box\nbox.find_walls = lambda network: box.Walls()\n"
+        "import verl.rewards.sandbox.box as box\nbox.find_walls = lambda network: box.Walls()\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.rewards.test_hostile import ATTACKS, SIX
 from tests.rewards.test_pool import wait_until
-from verl.tracking.ledger import Ledger
+from verl.tracking.ledger.reader import Ledger
 
 ROWS = ["", "loop", "fork_bomb", "allocate", "", "ignore_sigterm", "forge", "segfault"]  # what each row's scorer does
 NUM_SAMPLES = 2
@@ -90,7 +90,7 @@ def environment_of(folder, namespaces):
     found = {**os.environ, **SECRETS, "RUN_OF": str(folder)}
     if not namespaces:
         (folder / "sitecustomize.py").write_text(
-            "import verl.rewards.box as box\nbox.find_walls = lambda network: box.Walls()\n"
+            "import verl.rewards.sandbox.box as box\nbox.find_walls = lambda network: box.Walls()\n"
         )
         found["PYTHONPATH"] = str(folder)
     return found

@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from verl.rewards.processes import descendants
 from verl.rewards.programs import ProgramLimits, run_program
+from verl.rewards.sandbox.processes import descendants
 from verl.rewards.scorers.code import program_in, same_text
 from verl.rewards.scorers.route import default_compute_score
 

@@ -78,7 +78,7 @@ class StandIn:
 
 def start(setup):
     from verl.rollout.vllm.core import Setup
-    from verl.rollout.vllm.remote import ServedCore
+    from verl.rollout.vllm.process import ServedCore
 
     return ServedCore(StandIn(Setup(**setup)))
 

@@ -18,9 +18,9 @@ from verl.errors import ConfigError
 from verl.models.tiny import make_tiny_model
 from verl.rollout.cpu import library
 from verl.rollout.cpu.forward import CpuForward
-from verl.rollout.dense import DenseForward
-from verl.rollout.random import uniforms
+from verl.rollout.native.forward import DenseForward
 from verl.rollout.sampling import sample
+from verl.rollout.uniforms import uniforms
 
 pytestmark = pytest.mark.skipif(library._library() is None, reason="verl was installed without a C compiler")
 
@@ -81,7 +81,7 @@ def test_float64_and_weights_that_must_not_be_copied_are_left_to_torch(load):
 
 def test_bfloat16_is_left_to_the_library_where_it_has_tiles_unless_it_must_be_invariant(load, monkeypatch):
     module = copy.deepcopy(load("llama")).bfloat16()
-    monkeypatch.setattr("verl.rollout.dense.multiplies_bf16_tiles", lambda: True)
+    monkeypatch.setattr("verl.rollout.native.forward.multiplies_bf16_tiles", lambda: True)
     assert type(DenseForward.of(module, prepack=True)) is DenseForward
     assert type(DenseForward.of(module, prepack=True, invariant=True, required=True)) is CpuForward
     assert type(DenseForward.of(load("llama"), prepack=True)) is CpuForward

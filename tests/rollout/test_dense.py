@@ -7,12 +7,12 @@ import torch
 
 from tests.rollout.conftest import make_prompts
 from verl.data_proto.samples import SamplingParams
-from verl.models.dense.weights import DenseDecoder, Projection
-from verl.models.products import Products
+from verl.models.cpu.weights import DenseDecoder, Projection
+from verl.models.matmul import Products
 from verl.models.tiny import make_tiny_model
-from verl.rollout import products
-from verl.rollout.dense import DenseForward
-from verl.rollout.products import num_copied_bytes, product
+from verl.rollout.native.engine import prepacked_linear as products
+from verl.rollout.native.forward import DenseForward
+from verl.rollout.native.prepacked_linear import num_copied_bytes, product
 
 DENSE = ["llama", "qwen2", "qwen3", "mistral"]
 OTHER = ["gemma", "gemma2", "gemma3_text"]

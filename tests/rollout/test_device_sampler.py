@@ -14,17 +14,17 @@ from hypothesis import strategies as st
 from tests.rollout.conftest import EOS, FAMILIES, make_prompts
 from verl.data_proto.samples import SamplingParams
 from verl.errors import NumericsError
+from verl.models.cpu.weights import DenseDecoder
 from verl.models.cuda.varlen import FLASH, PLAIN, flash_runs
-from verl.models.dense.weights import DenseDecoder
 from verl.rollout.cuda import fused
 from verl.rollout.cuda.device import next_power, seat
-from verl.rollout.cuda.draw import draw_tokens
 from verl.rollout.cuda.engine import DeviceSampler
 from verl.rollout.cuda.forward import StraightForward
 from verl.rollout.cuda.rows import Results, RowTable
-from verl.rollout.random import uniforms_at
+from verl.rollout.cuda.sample import draw_tokens
 from verl.rollout.requests import borrowed
 from verl.rollout.sampling import sample
+from verl.rollout.uniforms import uniforms_at
 
 DENSE = ("llama", "qwen2", "qwen3")
 LENGTHS = [3, 20, 7, 40, 1, 20]

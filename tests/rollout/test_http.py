@@ -16,13 +16,13 @@ from tests.rollout.test_vllm import own_copy, weights_of
 from verl.cli.supervise import _ending
 from verl.config import RolloutConfig
 from verl.config.rollout import ServiceConfig
-from verl.controller.own_copy import read_folder
 from verl.data_proto.samples import SamplingParams
 from verl.errors import ConfigError, DeadlineError, ModelError, NumericsError, UnreachableError
 from verl.rollout.api import ENGINES, RolloutEngine
 from verl.rollout.http import client
-from verl.rollout.random import sample_keys
-from verl.rollout.vllm.draw import draw_arguments
+from verl.rollout.uniforms import sample_keys
+from verl.rollout.vllm.sample import draw_arguments
+from verl.runtime.weight_copies import read_folder
 
 MODELS = {"data": [{"id": "served", "root": "somewhere/model"}]}
 PARAMS = SamplingParams(n=2, temperature=0.8, top_k=5, max_new_tokens=4, stop=("x",), stop_token_ids=(9,))

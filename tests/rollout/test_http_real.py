@@ -82,7 +82,7 @@ def server(folder, tmp_path_factory):
 
 def make(url, folder, tokenizer, **service):
     from verl.config import load_config
-    from verl.controller.own_copy import own_copy, skeleton
+    from verl.runtime.weight_copies import own_copy, skeleton
 
     given = [f"actor_rollout_ref.model.path={folder}", "actor_rollout_ref.actor.fsdp_config.dtype=float32"]
     loaded = load_config(given, check=False).config

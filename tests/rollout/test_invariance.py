@@ -9,8 +9,10 @@ import torch
 from tests.rollout.conftest import make_prompts
 from verl.data_proto.samples import SamplingParams
 from verl.errors import ConfigError
-from verl.rollout import invariance, partial_attention, products
 from verl.rollout.cpu.library import kernels
+from verl.rollout.native.engine import batch_invariance as invariance
+from verl.rollout.native.engine import partial_attention
+from verl.rollout.native.engine import prepacked_linear as products
 
 LENGTHS = [3, 20, 7, 33, 12, 20, 28, 5] * 4
 SLOTS = (32, 7, 1)

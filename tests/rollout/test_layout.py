@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.rollout.conftest import make_prompts
-from verl.rollout.cache import SlotStore
-from verl.rollout.decode_rows import DecodeRows
 from verl.rollout.layout import Piece, StepLayout
 from verl.rollout.members import Members, length_blocks
-from verl.rollout.schedule import Rows, Schedule
+from verl.rollout.native.decode_attention import DecodeRows
+from verl.rollout.native.kv_cache import SlotStore
+from verl.rollout.native.scheduler import Rows, Schedule
 
 HEADS, KV_HEADS, WIDTH = 6, 2, 8
 

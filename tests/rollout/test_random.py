@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.rollout.random import sample_keys, uniforms, uniforms_at
+from verl.rollout.uniforms import sample_keys, uniforms, uniforms_at
 
 N = 20_000
 

@@ -1,4 +1,4 @@
-"""A rank's part of a model takes its part of the weights. Nothing is exchanged here: tests/controller/test_rollout_tp.py."""
+"""A rank's part of a model takes its part of the weights. Nothing is exchanged here: tests/runtime/test_rollout_tp.py."""
 
 import pytest
 import torch
@@ -7,8 +7,8 @@ from verl.errors import ModelError
 from verl.models.load import load_causal_lm
 from verl.models.tiny import make_tiny_model
 from verl.parallel.mesh import Mesh
-from verl.rollout.replica import Replica, copy_group
 from verl.rollout.requests import vocab_size
+from verl.rollout.rollout_model import Replica, copy_group
 
 SIZE = 2
 MODELS = {

@@ -11,13 +11,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.controller.ranks import still_there
 from tests.rollout.conftest import EOS, make_prompts
 from tests.rollout.test_vllm import own_copy, weights_of
+from tests.runtime.ranks import still_there
 from verl.config import RolloutConfig
 from verl.data_proto.samples import SamplingParams
 from verl.errors import MissingExtraError, ModelError, WorkerLostError
-from verl.parallel.ancestry import __file__ as ANCESTRY
+from verl.parallel.child_processes import __file__ as ANCESTRY
 from verl.rollout.api import ENGINES
 from verl.rollout.http import client
 from verl.rollout.http.server import arguments

@@ -10,20 +10,20 @@ import torch
 
 from tests.rollout.conftest import EOS, make_prompts
 from verl.config import ModelConfig, RolloutConfig, load_config
-from verl.controller import own_copy as runs
-from verl.controller.own_copy import write_folder
 from verl.data_proto.samples import Completion, SamplingParams
 from verl.errors import MissingExtraError, ModelError
 from verl.reshard.shared_memory import SharedBuckets, bucketed, read
 from verl.rollout.api import ENGINES, OwnCopy, holds_weights
-from verl.rollout.random import sample_keys, uniforms_at
 from verl.rollout.sampling import sample
+from verl.rollout.uniforms import sample_keys, uniforms_at
 from verl.rollout.vllm import engine, versions
 from verl.rollout.vllm.core import Core, request_arguments
-from verl.rollout.vllm.draw import Draws, draw_arguments
-from verl.rollout.vllm.held import HeldWeights, _explained
+from verl.rollout.vllm.sample import Draws, draw_arguments
 from verl.rollout.vllm.settings import make_setup
+from verl.rollout.vllm.weight_check import HeldWeights, _explained
 from verl.rollout.vllm.weights import _READERS, Manifest, WeightReceiver, _tied
+from verl.runtime import weight_copies as runs
+from verl.runtime.weight_copies import write_folder
 
 VOCABULARY = 300
 SHORT = SamplingParams(max_new_tokens=4)
@@ -38,7 +38,7 @@ def own_copy(path="model", bucket_bytes=1 << 14):
         portions=lambda weights: map(buckets.write, bucketed(weights, bucket_bytes)),
         reader="verl.reshard.shared_memory:read",
         write=lambda folder, number, weights: write_folder(folder, number, weights, bucket_bytes),
-        folder_reader="verl.controller.own_copy:read_folder",
+        folder_reader="verl.runtime.weight_copies:read_folder",
         start_timeout_s=10.0,
         call_timeout_s=5.0,
         in_process=False,

@@ -11,18 +11,18 @@ from tests.reshard.played_device import DEVICE, play_driver
 from tests.rollout.conftest import EOS, make_prompts
 from tests.rollout.test_vllm_rebuild import PARAMS, Played, Processes, lost, one_step
 from verl.config import RolloutConfig, load_config
-from verl.controller.host import _with_device_names
-from verl.controller.own_copy import KeptBuckets, own_copy
-from verl.controller.rank import Seat
 from verl.errors import ConfigError, ModelError
 from verl.parallel.placement import Placement
-from verl.parallel.wire import to_bytes
+from verl.parallel.serialize import to_bytes
 from verl.reshard.device_memory import DevicePortions, read
 from verl.rollout.api import ENGINES
 from verl.rollout.vllm import engine
 from verl.rollout.vllm.core import Core, undisturbed
 from verl.rollout.vllm.settings import make_setup
 from verl.rollout.vllm.weights import _OWN_READERS, OwnWeightReceiver, WeightReceiver
+from verl.runtime.rank import Seat
+from verl.runtime.rank_workers import _with_device_names
+from verl.runtime.weight_copies import KeptBuckets, own_copy
 
 BUCKET = 1 << 14
 

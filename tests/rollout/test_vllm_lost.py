@@ -13,8 +13,8 @@ import sys
 import pytest
 import torch
 
-from tests.controller.conftest import assert_same_weights, base, jobs  # noqa: F401 - fixtures
-from tests.controller.ranks import ROOT, run
+from tests.runtime.conftest import assert_same_weights, base, jobs  # noqa: F401 - fixtures
+from tests.runtime.ranks import ROOT, run
 
 pytestmark = pytest.mark.slow
 

@@ -18,8 +18,8 @@ import psutil
 import pytest
 import torch
 
-from tests.controller.ranks import still_there
 from tests.rollout.conftest import EOS, make_prompts
+from tests.runtime.ranks import still_there
 from verl.config import RolloutConfig
 from verl.data_proto.samples import PromptRequest, SamplingParams
 from verl.errors import ModelError, WorkerLostError
@@ -52,7 +52,7 @@ def folder(tmp_path_factory):
 
 def make(folder, mode, tokenizer, **config):
     from verl.config import load_config
-    from verl.controller.own_copy import own_copy, skeleton
+    from verl.runtime.weight_copies import own_copy, skeleton
 
     given = [
         f"actor_rollout_ref.model.path={folder}",

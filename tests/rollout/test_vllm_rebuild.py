@@ -5,14 +5,14 @@ import torch
 
 from tests.rollout.conftest import EOS, make_prompts
 from verl.config import RolloutConfig, load_config
-from verl.controller.own_copy import KeptBuckets, own_copy
 from verl.data_proto.samples import Completion, SamplingParams
 from verl.errors import DeadlineError, ModelError, WorkerLostError
 from verl.reshard.shared_memory import read
 from verl.rollout.api import ENGINES
 from verl.rollout.vllm import engine
-from verl.rollout.vllm.rebuild import RebuiltCore
+from verl.rollout.vllm.restart import RebuiltCore
 from verl.rollout.vllm.weights import Manifest
+from verl.runtime.weight_copies import KeptBuckets, own_copy
 
 PARAMS = SamplingParams(n=3, max_new_tokens=4)
 

@@ -12,7 +12,7 @@ import torch
 
 from verl.errors import ModelError
 from verl.reshard.shared_memory import SharedBuckets, bucketed
-from verl.rollout.vllm import held
+from verl.rollout.vllm import weight_check as held
 from verl.rollout.vllm.core import Core, Setup
 from verl.rollout.vllm.weights import Manifest, WeightReceiver
 

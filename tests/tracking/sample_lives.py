@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from verl.tracking.ledger_book import Piece, Prompt, SampleBook, Scored
-from verl.tracking.ledger_resume import begin
-from verl.tracking.ledger_writer import LedgerWriter
+from verl.tracking.ledger.book import Piece, Prompt, SampleBook, Scored
+from verl.tracking.ledger.resume import begin
+from verl.tracking.ledger.writer import LedgerWriter
 
 LIMIT = 8
 

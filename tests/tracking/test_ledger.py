@@ -10,12 +10,13 @@ import pytest
 from tests.tracking.sample_lives import issue, open_book, piece, scored, take_step
 from verl.cli.show import _samples
 from verl.errors import CheckpointError, DeadlineError
-from verl.tracking import ledger_file, ledger_writer
-from verl.tracking.ledger import Ledger
-from verl.tracking.ledger_book import SampleBook, SampleDigest
-from verl.tracking.ledger_counts import read_counts
-from verl.tracking.ledger_file import NAME, write_open
-from verl.tracking.ledger_resume import IN_CHECKPOINT
+from verl.tracking.ledger.book import SampleBook, SampleDigest
+from verl.tracking.ledger.counts import read_counts
+from verl.tracking.ledger.file import NAME, write_open
+from verl.tracking.ledger.reader import Ledger
+from verl.tracking.ledger.reader import file as ledger_file
+from verl.tracking.ledger.reader import writer as ledger_writer
+from verl.tracking.ledger.resume import IN_CHECKPOINT
 
 
 def path_in(folder):

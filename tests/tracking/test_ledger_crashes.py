@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.tracking.sample_lives import LateWriter, issue, open_book, piece, scored
-from verl.tracking.ledger import Ledger
-from verl.tracking.ledger_file import NAME, write_open
-from verl.tracking.ledger_resume import IN_CHECKPOINT
+from verl.tracking.ledger.file import NAME, write_open
+from verl.tracking.ledger.reader import Ledger
+from verl.tracking.ledger.resume import IN_CHECKPOINT
 
 STEPS, PROMPTS, SAMPLES = 5, 2, 2
 PARTS = 2  # of a response, where rollouts are partial

@@ -4,7 +4,7 @@
       {actor,critic}/huggingface/{config.json, tokenizer files, model.safetensors}   float32, for from_pretrained
       {actor,critic}/{optimizer.safetensors, extra.json}
       {actor,critic}/lora_adapter/                          with LoRA: what trains, for peft; the model has it merged in
-      samples/ledger.sqlite             samples that were made ahead and had not trained (see verl/tracking/ledger.py)
+      samples/ledger.sqlite             samples that were made ahead and had not trained (see verl/tracking/ledger/reader.py)
       trainer_state.json
       manifest.json                     size and digest of every file; written last
     latest_checkpointed_iteration.txt   N of the newest

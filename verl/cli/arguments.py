@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from verl.config import LoadedConfig, load_config
-from verl.config.older import CALLED
+from verl.config.removed_keys import CALLED
 from verl.errors import ConfigError, nearest
 
 # the keys that most scripts set, shown by --help

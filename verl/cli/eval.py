@@ -9,6 +9,6 @@ ABOUT = "Validate actor_rollout_ref.model.path on data.val_files; metrics go to 
 
 def run(argv: list[str]) -> int:
     loaded = parse("eval", ABOUT, argv).load()
-    from verl.trainer.run import evaluate
+    from verl.run.host import evaluate
 
     return evaluate(loaded)

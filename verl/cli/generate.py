@@ -17,6 +17,6 @@ def run(argv: list[str]) -> int:
     }
     arguments = parse("generate", ABOUT, argv, {"--output": output})
     loaded = arguments.load()
-    from verl.trainer.run import generate
+    from verl.run.host import generate
 
     return generate(loaded, Path(arguments.options.output).expanduser())

@@ -22,8 +22,8 @@ from typing import Any
 
 from verl.config import TrainerConfig
 from verl.errors import DeadlineError, WorkerLostError
-from verl.parallel.ancestry import adopt_orphans, die_with, end_descendants
-from verl.parallel.stacks import dump_of, in_debugger, innermost
+from verl.parallel.child_processes import adopt_orphans, die_with, end_descendants
+from verl.parallel.stack_dump import dump_of, in_debugger, innermost
 from verl.tracking.files import append_rows
 from verl.tracking.heartbeat import EVENTS, Beat, read_beat, stacks_file
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from verl.cli.arguments import parse
 from verl.config import LoadedConfig
-from verl.parallel.ancestry import die_with
+from verl.parallel.child_processes import die_with
 
 ABOUT = "Train a policy with PPO, GRPO or their kin. Run the same command again to go on after an interruption."
 
@@ -39,7 +39,7 @@ def run_process(argv: list[str]) -> int:
 
 
 def _train(loaded: LoadedConfig) -> int:
-    from verl.trainer.run import train
+    from verl.run.host import train
 
     return train(loaded)
 

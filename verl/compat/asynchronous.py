@@ -1,7 +1,7 @@
 """The fully-asynchronous and the one-step-off entry points: their keys in terms of our asynchronous program.
 
 That program makes `rollout.prefetch_num` batches ahead, each under the weights that are newest when it begins, on devices
-of its own where `rollout.nnodes` gives it some (verl/trainer/ppo/async_program.py).
+of its own where `rollout.nnodes` gives it some (verl/programs/ppo_async.py).
 """
 
 from __future__ import annotations

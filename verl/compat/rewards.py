@@ -72,7 +72,7 @@ class _Remote:
     Ray worker; `ray.get` waits for it."""
 
     def remote(self, *args: Any, **kwargs: Any) -> Any:
-        from verl.controller.user_groups import remote_function
+        from verl.runtime.ray_worker_group import remote_function
 
         return remote_function(_score, num_cpus=1).remote(*args, **kwargs)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
-from verl.workers.worker import Worker
+from verl.runtime.user_worker import Worker
 
 WorkerType = type[Worker]
 

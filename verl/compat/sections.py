@@ -23,7 +23,7 @@ from verl.config import (
     load_config,
 )
 from verl.config.aliases import resolve
-from verl.config.follows import FOLLOWS
+from verl.config.derived_defaults import FOLLOWS
 from verl.config.tree import leaves
 from verl.errors import ConfigError
 from verl.registry import load_object

@@ -24,7 +24,7 @@ _RUNNER_HOOKS = (
 )  # fmt: skip
 _INSTEAD = (
     "The program makes workers, loaders and rewards from the config. Register a function (register_adv_est, "
-    "register_policy_loss, custom_reward_function.path, data.custom_cls.path), or write a program: verl/trainer/ppo/program.py."
+    "register_policy_loss, custom_reward_function.path, data.custom_cls.path), or write a program: verl/programs/ppo.py."
 )
 
 
@@ -70,7 +70,7 @@ class RayPPOTrainer:
 
     def fit(self) -> None:
         """Train. Raises the errors of `verl train`; a run that was interrupted is resumed by calling it again."""
-        from verl.trainer.run import train
+        from verl.run.host import train
 
         train(self._loaded)
 
@@ -112,7 +112,7 @@ class TaskRunner:
     def run(self, config: Any) -> None:
         """Train as `config` says. Raises the errors of `verl train`."""
         from verl.compat.sections import loaded_config
-        from verl.trainer.run import train
+        from verl.run.host import train
 
         _refuse_overrides(self, TaskRunner, _RUNNER_HOOKS)
         train(loaded_config(config))

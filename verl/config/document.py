@@ -6,11 +6,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from verl.config.active_keys import CONDITIONS
 from verl.config.aliases import ALIASES
-from verl.config.conditions import CONDITIONS
+from verl.config.derived_defaults import FOLLOWS
 from verl.config.differences import DIFFERENCES
-from verl.config.follows import FOLLOWS
-from verl.config.older import GONE
+from verl.config.removed_keys import GONE
 from verl.config.tree import Leaf, leaves, sections
 from verl.config.unavailable import MISSING
 from verl.config.write import scalar

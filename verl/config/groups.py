@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.config.aliases import ALIASES
-from verl.config.follows import COMPOSED_FOLDER, FOLLOWS
+from verl.config.derived_defaults import COMPOSED_FOLDER, FOLLOWS
 from verl.config.tree import leaves
 from verl.config.write import scalar
 

@@ -8,13 +8,13 @@ from typing import Any
 
 from verl.config import sources
 from verl.config.checks import check_config
-from verl.config.follows import COMPOSED_FOLDER, FOLLOWS, derive
+from verl.config.derived_defaults import COMPOSED_FOLDER, FOLLOWS, derive
 from verl.config.keys import Section
 from verl.config.loaded import LoadedConfig
 from verl.config.problems import Problem
 from verl.config.secrets import holds_mask, remember_secrets
-from verl.config.settings import Given, Setting
 from verl.config.tree import Leaf, VerlConfig, leaves
+from verl.config.user_settings import Given, Setting
 from verl.config.values import Misfit, convert, expected, merge
 from verl.errors import ConfigError, nearest
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from verl.config.problems import Problem
-from verl.config.settings import Setting
 from verl.config.tree import VerlConfig
+from verl.config.user_settings import Setting
 from verl.config.write import write_yaml
 
 

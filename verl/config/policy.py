@@ -15,11 +15,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from verl.config.conditions import CONDITIONS
+from verl.config.active_keys import CONDITIONS
 from verl.config.loaded import LoadedConfig
-from verl.config.settings import Setting
 from verl.config.tree import Leaf, VerlConfig, leaves, value_at
 from verl.config.unavailable import missing_features
+from verl.config.user_settings import Setting
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,7 @@ class TrainEngine(Protocol):
         ...
 
     def reconfigure(self, changes: Mapping[str, Any]) -> None:
-        """Other values for keys of the engine's config that may change between two steps (verl/engines/dimensions.py): they
+        """Other values for keys of the engine's config that may change between two steps (verl/engines/hybrid_3d.py): they
         change memory and communication, and no loss. Raises ConfigError for another key or a wrong value."""
         ...
 

@@ -18,18 +18,18 @@ from verl.config import FSDPConfig, ModelConfig, OptimConfig
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.engines.api import BatchTotals, EngineState, LossFn, MicroBatching, Output, StepCheck
-from verl.engines.dimensions import Dimensions
-from verl.engines.gathering import Gathering, sharded_units
+from verl.engines.base import TrainedEngine
+from verl.engines.fsdp_units import Gathering, sharded_units
 from verl.engines.groups import Groups, mesh_of
+from verl.engines.hybrid_3d import Dimensions
 from verl.engines.loading import load_module, load_skeleton
 from verl.engines.micro_batches import batch_totals, plan_micro_batches, sizes_of
 from verl.engines.sharding import from_first, shard_model
 from verl.engines.shards import GradientNorm, ShardedParameters, add_up_partial_gradients, sum_over_shards
 from verl.engines.state import TrainedState
 from verl.engines.step_check import random_state
-from verl.engines.trained import TrainedEngine
 from verl.errors import ConfigError
-from verl.models.chunks import chunked_feed_forward
+from verl.models.chunked_mlp import chunked_feed_forward
 from verl.models.load import load_external, load_model_config
 from verl.models.lora import LoRASpec
 from verl.models.optim import MasterOptimizer

@@ -12,13 +12,13 @@ from verl.config import FSDPConfig, ModelConfig, OptimConfig
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.engines.api import LossFn, MicroBatching, Output, StepCheck
-from verl.engines.dimensions import Dimensions
+from verl.engines.base import TrainedEngine
+from verl.engines.hybrid_3d import Dimensions
 from verl.engines.loading import load_module
 from verl.engines.micro_batches import batch_totals, plan_micro_batches, sizes_of
 from verl.engines.state import LocalParameters, TrainedState
 from verl.engines.step_check import random_state
-from verl.engines.trained import TrainedEngine
-from verl.models.chunks import chunked_feed_forward
+from verl.models.chunked_mlp import chunked_feed_forward
 from verl.models.forward import policy_outputs, value_outputs, written_out
 from verl.models.lora import LoRASpec
 from verl.models.optim import MasterOptimizer

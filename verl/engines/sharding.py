@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from verl.config import FSDPConfig
-from verl.engines.dimensions import Dimensions
-from verl.engines.gathering import count_traffic, sharded_units
+from verl.engines.fsdp_units import count_traffic, sharded_units
 from verl.engines.groups import Groups
+from verl.engines.hybrid_3d import Dimensions
 from verl.engines.rounded import gather_rounded
 from verl.engines.shards import Shard
 from verl.errors import ConfigError, ModelError, VerlError, nearest

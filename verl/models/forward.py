@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from verl.errors import ModelError
-from verl.models.dense.decoder import dense_hidden_states
-from verl.models.dense.weights import DenseDecoder
-from verl.models.gradients import GradientBuffers
+from verl.models.cpu.decoder import dense_hidden_states
+from verl.models.cpu.weights import DenseDecoder
+from verl.models.grad_buffers import GradientBuffers
 from verl.models.log_probs import token_log_probs
 from verl.models.packed import PackedLayout
 from verl.models.packing import PackedBatch

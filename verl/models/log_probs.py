@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from verl.models.gradients import GradientBuffers
-from verl.models.products import Products
+from verl.models.grad_buffers import GradientBuffers
+from verl.models.matmul import Products
 
 _CHUNK_ELEMENTS = 1 << 26  # logits held at a time; 256 MiB in float32
 _CHUNK_ELEMENTS_CUDA = 1 << 28  # a product of fewer tokens is bound by reading the weights

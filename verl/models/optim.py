@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from verl.config import OptimConfig
 from verl.errors import CheckpointError, ConfigError, nearest
-from verl.models.gradients import GradientBuffers
+from verl.models.grad_buffers import GradientBuffers
 from verl.models.rounding import Region, Rounding
 from verl.models.visible import VisibleUpdate
 

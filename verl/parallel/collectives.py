@@ -28,8 +28,8 @@ import torch
 import torch.distributed as dist
 
 from verl.errors import ConfigError, DeadlineError, WorkerLostError
-from verl.parallel.board import Board
-from verl.parallel.stacks import Reporter, calls
+from verl.parallel.rank_status import Board
+from verl.parallel.stack_dump import Reporter, calls
 from verl.parallel.traffic import TRAFFIC
 
 log = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from verl.data_proto.padding import pad_dataproto_to_divisor
 from verl.data_proto.proto import DataProto
 from verl.parallel.mesh import Mesh
 from verl.parallel.register import Execute, Registered
-from verl.parallel.shares import Rows, TokenCost, balanced_shares, contiguous_shares
+from verl.parallel.row_shares import Rows, TokenCost, balanced_shares, contiguous_shares
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 

@@ -14,7 +14,7 @@ import torch
 from verl.models.lora import merged
 from verl.models.rounding import Rounding
 from verl.reshard.layout import Layout, Tensor
-from verl.rollout.replica import Replica
+from verl.rollout.rollout_model import Replica
 
 
 class Adapters:

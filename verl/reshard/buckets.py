@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from verl.reshard.parts import numel, pieces
 from verl.reshard.plan import Move
+from verl.reshard.slices import numel, pieces
 
 
 def buckets(moves: Iterable[Move], most_bytes: int) -> list[list[Move]]:

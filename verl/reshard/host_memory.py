@@ -22,7 +22,7 @@ import torch
 
 from verl.errors import ModelError, WorkerLostError
 from verl.parallel.collectives import Collectives
-from verl.parallel.wire import from_bytes, to_bytes
+from verl.parallel.serialize import from_bytes, to_bytes
 from verl.reshard.shared_memory import Segment, as_numbers, open_segment
 
 _PROOF_BYTES = 16

@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from verl.errors import ConfigError
 from verl.reshard.layout import Layout, Tensor
-from verl.reshard.parts import Box, cells, intersect, numel
+from verl.reshard.slices import Box, cells, intersect, numel
 
 Hosts = Mapping[int, int]  # rank -> host
 

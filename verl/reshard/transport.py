@@ -29,8 +29,8 @@ from verl.reshard.buckets import buckets
 from verl.reshard.digest import DIGEST_BYTES, PORTION_BYTES, copy_with_digest, digest, spread_with_digest
 from verl.reshard.host_memory import HostMemory
 from verl.reshard.layout import Layout, Slot, Tensor
-from verl.reshard.parts import Part, numel
 from verl.reshard.plan import Move, Plan
+from verl.reshard.slices import Part, numel
 
 _UNTOLD = bytes(DIGEST_BYTES)  # of what lies where it was trained: nothing was written
 _DIGESTS = 1 << 20  # tag of the messages that bring them; those of buckets are their numbers

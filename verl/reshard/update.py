@@ -24,18 +24,18 @@ from verl.engines.fsdp import FSDPEngine
 from verl.engines.local import LocalEngine
 from verl.engines.shards import local
 from verl.errors import ModelError
-from verl.models.dense.weights import DenseDecoder
+from verl.models.cpu.weights import DenseDecoder
 from verl.models.lora import is_adapter, lora_layers
 from verl.models.rounding import Rounding
 from verl.parallel.collectives import Collectives
-from verl.parallel.wire import from_bytes, to_bytes
+from verl.parallel.serialize import from_bytes, to_bytes
 from verl.reshard.adapters import Adapters
-from verl.reshard.decoder import decoder_tensors
+from verl.reshard.hf_sharding import decoder_tensors
 from verl.reshard.host_memory import HostMemory
 from verl.reshard.layout import Layout, OnRanks, RolloutLayout, Tensor, TrainingLayout
 from verl.reshard.plan import make_plan
 from verl.reshard.transport import PeerToPeer
-from verl.rollout.replica import Replica
+from verl.rollout.rollout_model import Replica
 
 log = logging.getLogger(__name__)
 

@@ -17,11 +17,11 @@ from typing import Any
 from verl.config.secrets import hide, hide_values
 from verl.data_proto.samples import Score, ScoreRequest
 from verl.errors import DeadlineError, RewardError
-from verl.rewards.box import Limits
+from verl.rewards.framing import encode
 from verl.rewards.functions import RewardFunctionSpec
 from verl.rewards.jobs import Job, JobQueue
 from verl.rewards.process import START_TIMEOUT_S, WorkerGone, WorkerLost, WorkerProcess
-from verl.rewards.wire import encode
+from verl.rewards.sandbox.box import Limits
 
 logger = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ from typing import Any, BinaryIO
 
 from verl.config.secrets import is_secret_name
 from verl.errors import RewardError
-from verl.rewards.box import remove_folder
+from verl.rewards.framing import ChannelClosed, ChannelCorrupt, encode, receive, send
 from verl.rewards.jobs import Job
-from verl.rewards.wire import ChannelClosed, ChannelCorrupt, encode, receive, send
+from verl.rewards.sandbox.box import remove_folder
 
 START_TIMEOUT_S = 120.0  # a reward function may import torch and more on a cold disk
 MAX_LOG_BYTES = 16 << 20
@@ -36,7 +36,7 @@ class WorkerGone(WorkerLost):
 
 
 class WorkerProcess:
-    """One `python -m verl.rewards.keeper` with the scorer in its box. `setup`: see worker.run; `setup["limits"]` are the
+    """One process of the keeper with the scorer in its sandbox. `setup`: see worker.run; `setup["limits"]` are the
     fields of box.Limits. `notices` says what of the box this machine does not grant.
 
     Start it on a thread that lives as long as the process shall: on Linux it is tied to the thread, so that it dies
@@ -52,7 +52,7 @@ class WorkerProcess:
         self._channel, child = socket.socketpair()
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "verl.rewards.keeper", str(child.fileno()), str(os.getpid())],
+                [sys.executable, "-m", "verl.rewards.sandbox.keeper", str(child.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=self._log,

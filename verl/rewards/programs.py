@@ -21,10 +21,10 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-from verl.parallel.ancestry import adopt_orphans
-from verl.rewards import kernel
-from verl.rewards.box import MIB, how_it_ended, remove_folder, set_limit
-from verl.rewards.processes import descendants, end_all_below, reap_all_below
+from verl.parallel.child_processes import adopt_orphans
+from verl.rewards.sandbox import kernel
+from verl.rewards.sandbox.box import MIB, how_it_ended, remove_folder, set_limit
+from verl.rewards.sandbox.processes import descendants, end_all_below, reap_all_below
 
 _LOOK_EVERY_S = 0.025
 _END_TIMEOUT_S = 2.0

@@ -23,9 +23,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from verl.errors import RewardError
-from verl.parallel.ancestry import adopt_orphans
-from verl.rewards import kernel
-from verl.rewards.box import Limits, how_it_ended
+from verl.parallel.child_processes import adopt_orphans
+from verl.rewards.framing import NUMBER_BYTES, ChannelClosed, ChannelCorrupt, encode, receive_bytes, send
 from verl.rewards.functions import (
     BATCH_ARGUMENTS,
     MODEL_REPLY,
@@ -35,8 +34,9 @@ from verl.rewards.functions import (
     RewardFunctionSpec,
     load_reward_function,
 )
-from verl.rewards.processes import end_all_below, reap_all_below
-from verl.rewards.wire import NUMBER_BYTES, ChannelClosed, ChannelCorrupt, encode, receive_bytes, send
+from verl.rewards.sandbox import kernel
+from verl.rewards.sandbox.box import Limits, how_it_ended
+from verl.rewards.sandbox.processes import end_all_below, reap_all_below
 
 Outcome = dict[str, Any]  # {"score": float, "parts": dict} or {"error": "what the function did"}
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 ENGINES = Registry(
     "rollout engine",
     {
-        "native": "verl.rollout.native:NativeRollout",
+        "native": "verl.rollout.native.engine:NativeRollout",
         "hf": "verl.rollout.hf:HFRollout",
         "vllm": "verl.rollout.vllm.engine:VLLMRollout",
         "http": "verl.rollout.http.engine:HTTPRollout",

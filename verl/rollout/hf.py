@@ -18,10 +18,10 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from verl.data_proto.samples import Completion, PromptRequest, SamplingParams
 from verl.errors import NumericsError
 from verl.rollout.api import OnFinish
-from verl.rollout.random import sample_keys, uniforms_at
 from verl.rollout.requests import borrowed, check_requests, vocab_size
 from verl.rollout.sampling import sample
 from verl.rollout.stopping import StopRules
+from verl.rollout.uniforms import sample_keys, uniforms_at
 
 
 class HFRollout:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from verl.rollout.cache import SlotStore
-from verl.rollout.decode_rows import DecodeRows
-from verl.rollout.partial_attention import Scoring, additive_mask, attend_plain
+from verl.rollout.native.decode_attention import DecodeRows
+from verl.rollout.native.kv_cache import SlotStore
+from verl.rollout.native.partial_attention import Scoring, additive_mask, attend_plain
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from typing import Any
 
 import verl.errors
 from verl.errors import DeadlineError, VerlError, WorkerLostError
-from verl.parallel.stacks import dump_of, innermost
+from verl.parallel.stack_dump import dump_of, innermost
 
 _HEADER = struct.Struct(">I")
 _STACK_S = 3.0  # for a process that is late to say where it is

@@ -16,8 +16,8 @@ import traceback
 from typing import Any
 
 from verl.errors import VerlError
-from verl.parallel.ancestry import die_with
-from verl.parallel.stacks import DUMP_SIGNAL
+from verl.parallel.child_processes import die_with
+from verl.parallel.stack_dump import DUMP_SIGNAL
 from verl.registry import load_object
 from verl.rollout.process import Gone, Message, receive, send
 

@@ -15,7 +15,7 @@ import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from verl.parallel.stacks import dumps_on_signal
+from verl.parallel.stack_dump import dumps_on_signal
 
 EVENTS = "events.jsonl"  # beside it: a line for each crash of the run, and what its supervisor did about it
 _WIDTH = 512  # bytes of the file: always overwritten whole, so that it never has to be cut or replaced
@@ -32,7 +32,7 @@ class Beat:
 
 class Heartbeat:
     """Writes `root`/heartbeat.json between `start` and `end`, if `writes`; on request of a signal, the stacks of this process
-    go to logs/stacks_rank_{rank}.txt there (see verl.parallel.stacks). A beat costs microseconds: nothing is synced."""
+    go to logs/stacks_rank_{rank}.txt there (see verl.parallel.stack_dump). A beat costs microseconds: nothing is synced."""
 
     def __init__(self, root: Path, rank: int = 0, *, writes: bool = True):
         self._file = root / "heartbeat.json" if writes else None

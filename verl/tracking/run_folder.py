@@ -2,7 +2,7 @@
 
 config.yaml  metrics.jsonl  samples/{train,val}/step_000012.jsonl  spans.jsonl  timeline.jsonl  logs/  summary.json
 learning_curve.png  global_step_N/ (see verl.checkpoint)  superseded_*/ (of earlier runs that were started over)
-ledger.sqlite (every sample, see verl/tracking/ledger.py)  guards.jsonl (numbers that went wrong)
+ledger.sqlite (every sample, see verl/tracking/ledger/reader.py)  guards.jsonl (numbers that went wrong)
 heartbeat.json  events.jsonl (crashes, written by the supervisor)
 """
 
@@ -19,7 +19,7 @@ from types import TracebackType
 from verl.errors import CheckpointError, ConfigError
 from verl.tracking.files import json_text, read_rows, write_atomically
 from verl.tracking.heartbeat import Heartbeat
-from verl.tracking.ledger_file import NAME as LEDGER
+from verl.tracking.ledger.file import NAME as LEDGER
 from verl.tracking.lock import FolderLock
 from verl.tracking.logs import add_log_file, remove_handler
 

@@ -11,7 +11,7 @@ def __getattr__(name: str) -> Any:
     if name in __all__:
         import importlib
 
-        return getattr(importlib.import_module("verl.trainer.phases"), name)
+        return getattr(importlib.import_module("verl.run.schedule"), name)
     if name in ("PPOTrainer", "RLTrainer", "RLRunner"):  # not an AttributeError, which `from ... import` would not show
         raise ImportError(
             f"{name} is not available in this version. Train with `verl train key=value ...`, or from Python with "

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.config import VerlConfig
-from verl.config.conditions import uses_critic, uses_reference
+from verl.config.active_keys import uses_critic, uses_reference
 
 FLOAT32 = 4
 ADAM_STATES = 2 * FLOAT32

@@ -10,7 +10,7 @@ from verl.cli.checklist.api import Subject
 from verl.cli.checklist.estimate import ModelShape
 from verl.cli.report import Line
 from verl.config import ModelConfig
-from verl.config.conditions import uses_critic
+from verl.config.active_keys import uses_critic
 from verl.errors import ModelError
 
 

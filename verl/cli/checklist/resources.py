@@ -10,7 +10,7 @@ from verl.cli.checklist.api import Subject
 from verl.cli.checklist.estimate import checkpoint_bytes, memory_needed
 from verl.cli.machine.host import available_memory
 from verl.cli.report import Level, Line
-from verl.config.conditions import runs_on_several_devices
+from verl.config.active_keys import runs_on_several_devices
 
 _TIGHT = 0.8  # share of what is free from which an estimate may be wrong
 

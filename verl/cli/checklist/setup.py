@@ -30,8 +30,8 @@ def check_layout(subject: Subject) -> Iterator[Line]:
     """Which devices each role has, and how the rollout engine spans them; none of them has to be here."""
     from importlib.util import find_spec
 
-    from verl.controller.rank import check_meshes
     from verl.parallel.placement import Placement
+    from verl.runtime.rank import check_meshes
 
     placement = Placement.of(subject.config)
     plan = check_meshes(subject.config, placement)
@@ -51,10 +51,10 @@ def check_engines(subject: Subject) -> Iterator[Line]:
     """Device and number format; every name of a family is found and its file can be imported; phases of training are such."""
     from verl.algorithms.advantages import ADVANTAGES
     from verl.algorithms.policy_losses import POLICY_LOSSES
-    from verl.config.conditions import runs_on_several_devices
+    from verl.config.active_keys import runs_on_several_devices
     from verl.parallel.device import compute_dtype, native_bf16, resolve_device, visible_devices
     from verl.rollout.api import ENGINES
-    from verl.trainer.phases import scheduler_of
+    from verl.run.schedule import scheduler_of
 
     config = subject.config
     group = config.actor_rollout_ref

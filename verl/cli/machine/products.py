@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from verl.models.products import Products
-from verl.rollout.products import padding_cost, tiles_of
+from verl.models.matmul import Products
+from verl.rollout.native.prepacked_linear import padding_cost, tiles_of
 
 _SHAPE = (960, 576)  # weights of a small model; other shapes may get other kernels, and a run looks at its own
 _CPU = torch.device("cpu")

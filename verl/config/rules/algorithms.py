@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from verl.config import names
-from verl.config.conditions import uses_critic
+from verl.config.active_keys import uses_critic
 from verl.config.rules.api import Rule
 
 _ACTOR = "actor_rollout_ref.actor"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from verl.config.conditions import uses_critic
+from verl.config.active_keys import uses_critic
 from verl.config.rules.api import Rule
 from verl.config.unavailable import value_in
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from verl.errors import ConfigError
 from verl.registry import load_object
-from verl.rewards.box import Limits
 from verl.rewards.functions import MODEL_REPLY, MODEL_SCORE, RewardFunctionSpec
 from verl.rewards.managers.api import REWARD_MANAGERS, RewardManager
 from verl.rewards.pool import RewardPool
+from verl.rewards.sandbox.box import Limits
 
 if TYPE_CHECKING:
     from verl.config import RewardConfig

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from verl.models.dense.weights import DenseDecoder, DenseLayer, Norm, Projection
+from verl.models.cpu.weights import DenseDecoder, DenseLayer, Norm, Projection
 from verl.rollout.cpu.library import MAX_HEAD_DIM, STAGES, Kernels, Layer, Model, Step, buffer
 from verl.rollout.cpu.store import Shape
 from verl.rollout.cpu.tokens import DecodeTiles, StepTokens

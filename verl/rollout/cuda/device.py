@@ -16,9 +16,9 @@ from verl.data_proto.samples import SamplingParams
 from verl.models.cuda.packed import spans_of
 from verl.models.cuda.varlen import Spans, VarlenKernel
 from verl.parallel.device import to_device
-from verl.rollout.cuda.draw import draw_tokens, waits_for_device
 from verl.rollout.cuda.forward import StraightForward
 from verl.rollout.cuda.graphs import StepGraphs
+from verl.rollout.cuda.sample import draw_tokens, waits_for_device
 from verl.rollout.cuda.store import DecodeAttention, PromptAttention, SharedPrompts, TokenStore
 
 # columns of a row, int64

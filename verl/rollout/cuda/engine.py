@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from verl.data_proto.samples import PromptRequest, SamplingParams
+from verl.models.cpu.weights import DenseDecoder
 from verl.models.cuda.varlen import FLASH, VarlenKernel, flash_runs
-from verl.models.dense.weights import DenseDecoder
 from verl.rollout.api import OnFinish
 from verl.rollout.cuda.device import DeviceRows, Sizes
 from verl.rollout.cuda.forward import StraightForward

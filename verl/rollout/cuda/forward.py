@@ -1,6 +1,6 @@
 """A dense decoder computed straight through, on tokens that lie back to back; attention is the caller's.
 
-The weights are those of the module (verl.models.dense.weights), read where they are.
+The weights are those of the module (verl.models.cpu.weights), read where they are.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
-from verl.models.dense.weights import DenseDecoder, DenseLayer, Projection
+from verl.models.cpu.weights import DenseDecoder, DenseLayer, Projection
 from verl.models.forward import head_transform
 from verl.rollout.cuda.fused import Parts, Rotation
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from verl.rollout.random import uniforms_at
+from verl.rollout.uniforms import uniforms_at
 
 log = logging.getLogger(__name__)
 

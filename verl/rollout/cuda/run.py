@@ -23,8 +23,8 @@ from verl.errors import NumericsError
 from verl.rollout.api import OnFinish
 from verl.rollout.cuda.device import DRAWN, KEY, OWN_LENGTH, OWN_START, POSITION, DeviceRows, Readback, next_power
 from verl.rollout.cuda.rows import Group, Results, RowTable
-from verl.rollout.random import sample_keys
 from verl.rollout.stopping import StopRules
+from verl.rollout.uniforms import sample_keys
 
 _LAG = 1  # steps that the device is ahead of what the host has read
 

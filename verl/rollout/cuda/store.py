@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from verl.models.cpu.weights import DenseDecoder
 from verl.models.cuda.varlen import Spans, VarlenKernel
-from verl.models.dense.weights import DenseDecoder
 from verl.rollout.cuda.fused import Parts
 
 

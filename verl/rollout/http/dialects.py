@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from verl.data_proto.samples import FinishReason, SamplingParams
 from verl.errors import ConfigError, ModelError
 from verl.rollout.http.client import Client
-from verl.rollout.vllm.draw import draw_arguments
+from verl.rollout.vllm.sample import draw_arguments
 from verl.rollout.vllm.weights import Manifest
 
 _SEED_BITS = 31
@@ -20,7 +20,7 @@ _SEED_STEP = 0x9E3779B1  # odd: a sample that goes on draws anew, not what its b
 
 @dataclass(frozen=True)
 class Wanted:
-    """One sample: a prompt, how to draw, and the key of its random numbers (verl.rollout.random)."""
+    """One sample: a prompt, how to draw, and the key of its random numbers (verl.rollout.uniforms)."""
 
     token_ids: tuple[int, ...]
     params: SamplingParams

@@ -18,14 +18,14 @@ import torch
 from verl.data_proto.samples import Completion, PromptRequest, SamplingParams
 from verl.errors import ConfigError, ModelError, NumericsError, UnreachableError, WorkerLostError
 from verl.rollout.api import OnFinish, OwnCopy, Weights
-from verl.rollout.copies import CopyState, checked
 from verl.rollout.http.client import Client
 from verl.rollout.http.dialects import DIALECTS, Dialect, Made, Wanted
 from verl.rollout.http.server import SGLangServer
 from verl.rollout.http.stops import sample_by_rules
-from verl.rollout.random import sample_keys
 from verl.rollout.requests import check_requests, vocab_size
 from verl.rollout.stopping import StopRules
+from verl.rollout.uniforms import sample_keys
+from verl.rollout.weight_version import CopyState, checked
 
 _URL = "http://127.0.0.1:8000"  # where vLLM's server listens by itself
 _MOST_REQUESTS = 256  # side by side; each has a thread

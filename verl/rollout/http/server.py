@@ -43,7 +43,7 @@ class SGLangServer:
         visible = {"CUDA_VISIBLE_DEVICES": ",".join(own.visible_devices)} if own.visible_devices else {}
         self._folder = tempfile.TemporaryDirectory(prefix="verl-weights-", dir=_memory_folder())
         self.weights_dir = self._folder.name
-        self._child = Child([sys.executable, "-m", "verl.parallel.ancestry", str(os.getpid()), *server], visible)
+        self._child = Child([sys.executable, "-m", "verl.parallel.child_processes", str(os.getpid()), *server], visible)
         try:
             self._wait(own.start_timeout_s)
         except BaseException:

@@ -9,6 +9,6 @@
 lost comes back with its weights (rebuild.py). How replicas span devices is verl.parallel.engine_plan's decision: the first rank
 of a replica has its process, in which vLLM has a worker for each device; or each rank is such a worker (library.Ranks).
 
-vLLM computes logits; tokens are drawn by verl.rollout.sampling with the uniforms of verl.rollout.random, so that samples are
+vLLM computes logits; tokens are drawn by verl.rollout.sampling with the uniforms of verl.rollout.uniforms, so that samples are
 those of the native engine, but for the rounding of logits. All names of vLLM are in library.py.
 """

@@ -18,9 +18,9 @@ import torch
 from verl.data_proto.samples import Completion, FinishReason, PromptRequest, SamplingParams
 from verl.errors import ModelError, NumericsError
 from verl.rollout.api import OnFinish
-from verl.rollout.random import sample_keys
 from verl.rollout.stopping import StopRules
-from verl.rollout.vllm.draw import draw_arguments
+from verl.rollout.uniforms import sample_keys
+from verl.rollout.vllm.sample import draw_arguments
 from verl.rollout.vllm.versions import WORKING, check_version
 from verl.rollout.vllm.weights import ELSEWHERE, Description
 

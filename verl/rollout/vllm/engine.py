@@ -9,14 +9,14 @@ from typing import Any
 from verl.data_proto.samples import Completion, PromptRequest, SamplingParams
 from verl.errors import VerlError
 from verl.rollout.api import OnFinish, OwnCopy, Weights
-from verl.rollout.copies import CopyState, checked
 from verl.rollout.requests import check_requests, vocab_size
 from verl.rollout.vllm.core import Core, Setup
-from verl.rollout.vllm.rebuild import RebuiltCore
-from verl.rollout.vllm.remote import RemoteCore
+from verl.rollout.vllm.process import RemoteCore
+from verl.rollout.vllm.restart import RebuiltCore
 from verl.rollout.vllm.settings import longest_sequence, make_setup
 from verl.rollout.vllm.versions import require_vllm
 from verl.rollout.vllm.weights import Manifest
+from verl.rollout.weight_version import CopyState, checked
 
 
 class VLLMRollout:

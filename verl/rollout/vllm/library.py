@@ -20,7 +20,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 from vllm.v1.sample.logits_processor import LogitsProcessor
 
-from verl.rollout.vllm.draw import Draws
+from verl.rollout.vllm.sample import Draws
 
 __all__ = [
     "LLM",

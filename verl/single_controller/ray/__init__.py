@@ -1,6 +1,6 @@
 """Door: groups of one's own workers on Ray."""
 
-from verl.controller.user_groups import (
+from verl.runtime.ray_worker_group import (
     RayClassWithInitArgs,
     RayResourcePool,
     RayWorkerGroup,

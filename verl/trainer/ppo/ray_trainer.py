@@ -10,7 +10,7 @@ from verl.compat.trainer import RayPPOTrainer
 from verl.trainer.ppo.core_algos import AdvantageEstimator, agg_loss
 
 if TYPE_CHECKING:
-    from verl.controller.user_groups import ResourcePoolManager
+    from verl.runtime.ray_worker_group import ResourcePoolManager
 
 __all__ = [
     "AdvantageEstimator",
@@ -30,7 +30,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "ResourcePoolManager":  # it needs Ray, which the rest does not
-        from verl.controller.user_groups import ResourcePoolManager
+        from verl.runtime.ray_worker_group import ResourcePoolManager
 
         return ResourcePoolManager
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

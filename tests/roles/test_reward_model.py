@@ -1,0 +1,250 @@
+"""Reward models as roles: a classifier against Hugging Face's own, a judge against its prompt, both inside a run."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification
+
+from verl.config import RewardModelConfig
+from verl.config.reward import RewardModelRolloutConfig
+from verl.data_proto.proto import DataProto
+from verl.errors import ConfigError, ModelError, NumericsError
+from verl.models.classifier import load_reward_model, sequence_scores
+from verl.models.load import load_tokenizer
+from verl.models.tiny import make_tiny_model, make_tokenizer
+from verl.parallel.register import registered
+from verl.roles.reward_model import build_reward_model, conversation_text, read_template
+
+FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "gemma2"]
+
+
+def make_classifier(folder, family="llama", *, labels=1, seed=3, spoil=None):
+    """A folder that AutoModelForSequenceClassification wrote."""
+    make_tiny_model(folder / "base", family, seed=seed)
+    torch.manual_seed(seed)
+    model = AutoModelForSequenceClassification.from_pretrained(folder / "base", num_labels=labels)
+    with torch.no_grad():
+        model.score.weight.normal_()
+        if spoil is not None:
+            model.score.weight[0, 0] = spoil
+    model.save_pretrained(folder / "rm")
+    load_tokenizer(folder / "base").save_pretrained(folder / "rm")
+    return folder / "rm"
+
+
+def batch_of(prompts, responses, messages=None, ground_truths=None):
+    """The columns that a reward model reads."""
+    width_p, width_r = max(map(len, prompts)), max(map(len, responses)) + 1
+    p = torch.tensor([[0] * (width_p - len(x)) + list(x) for x in prompts])
+    r = torch.tensor([list(x) + [0] * (width_r - len(x)) for x in responses])
+    mask_p = torch.tensor([[False] * (width_p - len(x)) + [True] * len(x) for x in prompts])
+    mask_r = torch.tensor([[True] * len(x) + [False] * (width_r - len(x)) for x in responses])
+    objects = {
+        "raw_prompt": messages or [[{"role": "user", "content": f"question {i}"}] for i in range(len(prompts))],
+        "reward_model": [{"ground_truth": g} for g in ground_truths or ["x"] * len(prompts)],
+        "uid": [str(i) for i in range(len(prompts))],
+    }
+    arrays = {}
+    for name, values in objects.items():
+        arrays[name] = np.empty(len(values), dtype=object)
+        arrays[name][:] = values
+    tensors = {
+        "prompts": p, "prompt_mask": mask_p, "responses": r, "response_mask": mask_r,
+        "attention_mask": torch.cat([mask_p, mask_r], dim=1),
+    }  # fmt: skip
+    return DataProto.from_dict(tensors, arrays)
+
+
+def settings(path, **changes):
+    rollout = RewardModelRolloutConfig(
+        **{"dtype": "float32", "max_num_batched_tokens": 64, **changes.pop("rollout", {})}
+    )
+    return RewardModelConfig(enable=True, model_path=str(path), rollout=rollout, **changes)
+
+
+TOKENIZER = make_tokenizer()
+
+
+def ids(text):
+    return TOKENIZER(text)["input_ids"]
+
+
+PROMPTS = [ids("what is two and two")] * 3 + [ids("name a colour")] * 2 + [ids("x")]
+RESPONSES = [ids("four"), ids("it is four"), ids("five"), ids("blue"), ids("blue sky"), ids("y")]
+
+
+def theirs(path, sequences, dtype=torch.float32):
+    """The score of each sequence alone, by transformers."""
+    model = AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype, attn_implementation="eager").eval()
+    with torch.no_grad():
+        return torch.cat([model(torch.tensor([list(s)])).logits[0] for s in sequences])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_classifier_scores_as_transformers_does(tmp_path, family):
+    path = make_classifier(tmp_path, family)
+    module = load_reward_model(path, dtype=torch.float64)
+    sequences = [tuple(p + r) for p, r in zip(PROMPTS, RESPONSES, strict=True)]
+    expected = theirs(path, sequences, torch.float64)
+    for max_tokens in (1, 30, 1000):
+        found = sequence_scores(module, sequences, max_tokens=max_tokens)
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    assert expected.unique().numel() == len(expected)
+
+
+def test_a_shared_beginning_is_computed_once(tmp_path, monkeypatch):
+    module = load_reward_model(make_classifier(tmp_path))
+    computed = []
+    decoder = module.get_decoder()
+    original = decoder.forward
+    monkeypatch.setattr(
+        decoder, "forward", lambda input_ids, **k: (computed.append(input_ids.numel()), original(input_ids, **k))[1]
+    )
+    common = tuple(range(1, 40))
+    sequences = [(*common, 50 + i) for i in range(8)] + [(7,), (7,)]
+    sequence_scores(module, sequences, max_tokens=1000)
+    assert computed == [39 + 8 + 2]
+    computed.clear()
+    sequence_scores(module, sequences, max_tokens=45)
+    assert max(computed) <= 45
+    assert sum(computed) < 3 * 39 + 8 + 3
+
+
+def test_order_and_neighbours_do_not_change_a_score(tmp_path):
+    module = load_reward_model(make_classifier(tmp_path), dtype=torch.float64)
+    sequences = [tuple(p + r) for p, r in zip(PROMPTS, RESPONSES, strict=True)]
+    whole = sequence_scores(module, sequences, max_tokens=1000)
+    order = [4, 0, 5, 2, 1, 3]
+    torch.testing.assert_close(sequence_scores(module, [sequences[i] for i in order], max_tokens=40), whole[order])
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda f: make_tiny_model(f / "m"), "causal language model"),
+        (lambda f: make_classifier(f, labels=3), "one label"),
+    ],
+    ids=["causal", "labels"],
+)
+def test_models_that_cannot_score_are_refused(tmp_path, make, says):
+    with pytest.raises(ModelError, match=says):
+        load_reward_model(make(tmp_path))
+
+
+def test_a_model_without_head_is_refused(tmp_path):
+    path = make_tiny_model(tmp_path / "m")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForSequenceClassification"]}))
+    with pytest.raises(ModelError, match="no reward head"):
+        load_reward_model(path)
+
+
+def test_sequences_that_do_not_fit_are_refused(tmp_path):
+    module = load_reward_model(make_classifier(tmp_path))
+    with pytest.raises(ModelError, match="max_position_embeddings"):
+        sequence_scores(module, [tuple([5] * 1025)], max_tokens=4096)
+    with pytest.raises(ModelError, match="empty"):
+        sequence_scores(module, [()], max_tokens=4096)
+
+
+def test_same_tokenizer_reads_the_tokens_of_the_policy(tmp_path):
+    path = make_classifier(tmp_path)
+    worker = build_reward_model(settings(path), load_tokenizer(path), torch.device("cpu"))
+    found = worker.score(batch_of(PROMPTS, RESPONSES)).batch["reward_model_score"]
+    expected = theirs(path, [p + r for p, r in zip(PROMPTS, RESPONSES, strict=True)])
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert found.dtype == torch.float32
+
+
+def test_another_tokenizer_reads_the_conversation(tmp_path):
+    path = make_classifier(tmp_path)
+    policy = load_tokenizer(path)
+    policy.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    worker = build_reward_model(settings(path), policy, torch.device("cpu"))
+    batch = batch_of(PROMPTS, RESPONSES)
+    texts = [
+        f"<|im_start|>user\nquestion {i}<|im_end|>\n<|im_start|>assistant\n{TOKENIZER.decode(r)}<|im_end|>\n"
+        for i, r in enumerate(RESPONSES)
+    ]
+    expected = theirs(path, [worker.tokenizer(t)["input_ids"] for t in texts])
+    torch.testing.assert_close(worker.score(batch).batch["reward_model_score"], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_score_that_is_not_finite_is_refused(tmp_path):
+    path = make_classifier(tmp_path, spoil=float("nan"))
+    worker = build_reward_model(settings(path), load_tokenizer(path), torch.device("cpu"))
+    with pytest.raises(NumericsError, match="gave nan for a response to prompt 0"):
+        worker.score(batch_of(PROMPTS, RESPONSES))
+
+
+def test_scores_by_rows_can_be_shared_out(tmp_path):
+    """The parts of a batch score as the whole does, so any rank may take any rows."""
+    path = make_classifier(tmp_path)
+    worker = build_reward_model(settings(path), load_tokenizer(path), torch.device("cpu"))
+    batch = batch_of(PROMPTS, RESPONSES)
+    parts = [worker.score(batch.select_idxs(rows)).batch["reward_model_score"] for rows in ([0, 3, 4], [1, 2, 5])]
+    whole = worker.score(batch).batch["reward_model_score"]
+    torch.testing.assert_close(torch.cat(parts), whole[[0, 3, 4, 1, 2, 5]], rtol=1e-5, atol=1e-6)
+    assert registered(type(worker))["score"].dispatch_mode.name == "ND_COMPUTE_PROTO"
+
+
+TEMPLATE = "Q: {prompt} A: {response} key {ground_truth} {as json}"
+
+
+def judge(path, **rollout):
+    config = settings(path, judge_template=TEMPLATE, rollout={"response_length": 8, **rollout})
+    return build_reward_model(config, load_tokenizer(path), torch.device("cpu"))
+
+
+def test_a_judge_reads_the_template_and_replies_greedily(tmp_path):
+    path = make_tiny_model(tmp_path / "judge")
+    worker = judge(path)
+    batch = batch_of(PROMPTS, RESPONSES, ground_truths=list("abcdef"))
+    first = worker.score(batch).non_tensor_batch["reward_model_reply"]
+    assert list(first) == list(worker.score(batch).non_tensor_batch["reward_model_reply"])
+    prompt = worker.prompt("question 1", "it is four", "b")
+    assert prompt == "Q: question 1 A: it is four key b {as json}"
+    model = worker.judge.engine.module
+    text = f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
+    tokens = worker.judge.tokenizer(text, return_tensors="pt")["input_ids"]
+    from transformers import AutoModelForCausalLM
+
+    reference = AutoModelForCausalLM.from_pretrained(path).eval()
+    out = reference.generate(tokens, max_new_tokens=8, do_sample=False)
+    assert first[1] == worker.judge.tokenizer.decode(out[0, tokens.shape[1] :], skip_special_tokens=True)
+    assert not any(p.requires_grad for p in model.parameters())
+
+
+def test_equal_questions_are_asked_once(tmp_path):
+    worker = judge(make_tiny_model(tmp_path / "judge"))
+    message = [[{"role": "user", "content": "same"}]] * 4
+    replies = worker.score(batch_of(PROMPTS[:4], [ids("r")] * 4, messages=message)).non_tensor_batch[
+        "reward_model_reply"
+    ]
+    assert len(set(replies)) == 1
+    assert worker.judge.engine.stats()["num_prompt_tokens"] < 2 * len(worker.prompt("same", "r", "x")) + 80
+
+
+def test_what_does_not_fit_into_the_judge_says_which_key(tmp_path):
+    worker = judge(make_tiny_model(tmp_path / "judge"), response_length=1000)
+    with pytest.raises(ModelError, match=r"reward_model\.rollout\.response_length"):
+        worker.score(batch_of(PROMPTS, RESPONSES))
+
+
+@pytest.mark.parametrize(("template", "says"), [("only {prompt}", "no place"), ("nowhere.txt", "neither")])
+def test_templates_without_the_response_are_refused(template, says):
+    with pytest.raises(ConfigError, match=says):
+        read_template(template)
+
+
+def test_a_template_may_be_a_file(tmp_path):
+    (tmp_path / "judge.txt").write_text("Rate {response}")
+    assert read_template(str(tmp_path / "judge.txt")) == "Rate {response}"
+
+
+def test_a_conversation_names_its_speakers():
+    turns = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+    assert conversation_text(turns) == "system: be brief\n\nuser: hi"
+    assert conversation_text(turns[1:]) == "hi"

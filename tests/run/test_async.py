@@ -1,0 +1,274 @@
+"""Samples made ahead of training: which weights made what, what trains when, that nothing is too old, and resuming."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from tests.run.conftest import Run
+from tests.run.test_resume import weights
+from verl.errors import ConfigError
+from verl.programs.ppo import PPO
+from verl.programs.ppo_async import age_metrics
+from verl.roles.rollout import RolloutWorker
+from verl.run.loop import Loop
+
+PREFETCH = "actor_rollout_ref.rollout.prefetch_num"
+PARTIAL = "actor_rollout_ref.rollout.partial_rollout=True"
+STALENESS = "training/off_policy/trajectory_staleness"
+STEPS = "trainer.total_training_steps=5"
+
+
+@pytest.fixture
+def batches(monkeypatch):
+    """The batch of every step."""
+    found = []
+    original = Loop._metrics
+    monkeypatch.setattr(
+        Loop, "_metrics", lambda self, result, s: (found.append(result.batch), original(self, result, s))[1]
+    )
+    return found
+
+
+def tokens(batch):
+    return [
+        row[mask].tolist() for row, mask in zip(batch.batch["responses"], batch.batch["response_mask"], strict=True)
+    ]
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 3])
+def test_a_sample_is_as_old_as_the_queue_is_long(tiny_run, batches, ahead):
+    rows = tiny_run(f"{PREFETCH}={ahead}", STEPS).training_rows()
+    for step, (row, batch) in enumerate(zip(rows, batches, strict=True), 1):
+        made_by = max(step - 1 - ahead, 0)
+        assert set(batch.batch["weight_version"].tolist()) == {made_by}
+        assert row[f"{STALENESS}/max"] == row[f"{STALENESS}/min"] == step - 1 - made_by <= ahead
+        assert row["training/rollout_queue/qsize"] == ahead + 1
+        assert row["training/off_policy/evicted_samples"] == 0
+        assert set(batch.batch["ordinal"].tolist()) == set(
+            range(4 * (step - 1), 4 * step)
+        )  # each prompt once, in order
+        assert math.isfinite(row["actor/pg_loss"])
+
+
+def test_importance_weights_are_on_by_default_and_act(tiny_run, batches):
+    rows = tiny_run(f"{PREFETCH}=2", STEPS).training_rows()
+    assert all("rollout_is_weights" in b.batch.keys() for b in batches)
+    last = batches[-1]
+    mask = last.batch["response_mask"]
+    ratio = (last.batch["old_log_probs"] - last.batch["rollout_log_probs"])[mask].exp()
+    torch.testing.assert_close(last.batch["rollout_is_weights"][mask], ratio.clamp(max=2.0), rtol=1e-4, atol=1e-5)
+    assert (ratio - 1).abs().max() > 1e-3  # the policy has moved since
+    assert rows[-1]["rollout_corr/kl"] != 0
+
+
+def test_the_user_decides_about_the_correction(tiny_run, batches):
+    tiny_run(f"{PREFETCH}=1", "algorithm.rollout_correction.bypass_mode=True")
+    assert all("rollout_is_weights" not in b.batch.keys() for b in batches)
+
+
+def test_without_learning_samples_do_not_depend_on_the_queue(tiny_run, batches):
+    """Weights that stay: whole, in parts, and however far ahead, the same tokens."""
+    still = ("actor_rollout_ref.actor.optim.lr=1e-30", STEPS, "data.max_response_length=7")
+    tiny_run(f"{PREFETCH}=2", *still, folder="whole")
+    whole = [tokens(b) for b in batches]
+    batches.clear()
+    tiny_run(f"{PREFETCH}=2", PARTIAL, *still, folder="parts")
+    assert [tokens(b) for b in batches] == whole
+
+
+def test_parts_of_a_response_are_made_by_newer_and_newer_weights(tiny_run, batches):
+    rows = tiny_run(f"{PREFETCH}=2", PARTIAL, STEPS, "actor_rollout_ref.rollout.ignore_eos=True").training_rows()
+    for step, batch in enumerate(batches, 1):
+        begun = max(step - 1 - 2, 0)
+        parts = [min(begun + part, step - 1) for part in range(3)]  # the first batches began together
+        expected = [version for version in parts for _ in range(2)]  # 6 tokens in 3 parts
+        assert batch.batch["token_weight_version"].tolist() == [expected] * len(batch)
+        assert set(batch.batch["weight_version"].tolist()) == {begun}
+    assert rows[-1]["training/off_policy/trajectory_spans/max"] == 2
+    assert rows[-1][f"{STALENESS}/max"] == 2
+
+
+def test_generation_has_ended_whenever_something_trains(tiny_run, monkeypatch):
+    """The KV cache is freed then, and the training weights are seen to be what they were; also where the first batch is
+    finished in the step that trains on it."""
+    order = []
+
+    def noted(owner, name, word):
+        original = getattr(owner, name)
+
+        def call(self, *args, **kwargs):
+            order.append(word)
+            return original(self, *args, **kwargs)
+
+        monkeypatch.setattr(owner, name, call)
+
+    noted(RolloutWorker, "generate", "generation")
+    noted(RolloutWorker, "go_on", "generation")
+    noted(RolloutWorker, "end_generation", "end")
+    noted(PPO, "update", "update")
+    tiny_run(f"{PREFETCH}=2", PARTIAL)
+    before = [order[index - 1] for index, word in enumerate(order) if word == "update"]
+    assert before == ["end", "end"]
+
+
+def test_sampled_log_probs_of_parts_are_those_of_their_weights(tiny_run, batches, monkeypatch):
+    """Each part's log-probs equal a forward pass under the version that made it."""
+    kept, step_of = {}, []
+    original = PPO.update
+
+    def update(self, result, state):
+        if not kept:
+            kept[0] = module_copy(self)
+        original(self, result, state)
+        kept[state.weight_version] = module_copy(self)
+
+    def module_copy(program):
+        step_of.append(program)
+        return {n: p.detach().clone() for n, p in program.roles.actor.engine.module.named_parameters()}
+
+    monkeypatch.setattr(PPO, "update", update)
+    tiny_run(f"{PREFETCH}=1", PARTIAL, "trainer.total_training_steps=3", "actor_rollout_ref.rollout.ignore_eos=True")
+    batch, actor = batches[-1], step_of[-1].roles.actor
+    found = batch.batch["rollout_log_probs"]
+    for version in (1, 2):
+        with torch.no_grad():
+            for name, parameter in actor.engine.module.named_parameters():
+                parameter.copy_(kept[version][name])
+        ours = actor.log_probs(batch).batch["old_log_probs"]
+        made = batch.batch["token_weight_version"] == version
+        assert made.sum() == len(batch) * 3
+        torch.testing.assert_close(found[made], ours[made], atol=1e-4, rtol=1e-4)
+
+
+def test_what_ran_twice_is_the_same(tiny_run):
+    runs = [tiny_run(f"{PREFETCH}=2", PARTIAL, STEPS, "trainer.save_freq=5", folder=name) for name in ("one", "two")]
+    assert runs[0].repeatable == runs[1].repeatable
+    assert weights(runs[0], 5) == weights(runs[1], 5)
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_a_resumed_run_equals_the_unbroken_one(tiny_run, partial):
+    """The queue is part of the checkpoint: what older weights made cannot be made again."""
+    settings = (f"{PREFETCH}=2", f"actor_rollout_ref.rollout.partial_rollout={partial}", "trainer.save_freq=1")
+    unbroken = tiny_run(*settings, STEPS, folder="unbroken")
+    tiny_run(*settings, "trainer.total_training_steps=3", folder="broken")
+    resumed = tiny_run(*settings, STEPS, folder="broken")
+    assert resumed.repeatable == unbroken.repeatable
+    assert weights(resumed, 5) == weights(unbroken, 5)
+    assert (resumed.folder / "global_step_3/samples/ledger.sqlite").is_file()
+
+
+def test_a_step_that_was_abandoned_is_taken_again_alike(tiny_run, monkeypatch):
+    settings = (f"{PREFETCH}=2", PARTIAL, STEPS, "trainer.save_freq=5")
+    unbroken = tiny_run(*settings, folder="unbroken")
+    original = PPO.annotate
+
+    def stop_in_step_3(self, result):
+        if result.batch.batch["ordinal"].min() == 8 and not stopped:
+            stopped.append(True)
+            from verl.run.interrupt import StopRequested
+
+            raise StopRequested
+        original(self, result)
+
+    stopped = []
+    monkeypatch.setattr(PPO, "annotate", stop_in_step_3)
+    from verl.errors import InterruptedRun
+
+    with pytest.raises(InterruptedRun, match="after step 2"):
+        tiny_run(*settings, folder="broken")
+    resumed = tiny_run(*settings, folder="broken")
+    assert stopped
+    for ours, theirs in zip(resumed.repeatable, unbroken.repeatable, strict=True):
+        differing = {k for k in ours.keys() | theirs.keys() if ours.get(k) != theirs.get(k)}
+        assert all(k.startswith("rollout/") for k in differing), differing  # figures of what this process generated
+    assert weights(resumed, 5) == weights(unbroken, 5)
+
+
+def test_samples_beyond_the_bound_never_train(tiny_run, batches):
+    """A queue that was filled for a wide bound, gone on with under a narrow one: prompts stay, old samples go."""
+    tiny_run(f"{PREFETCH}=4", "trainer.total_training_steps=3", "trainer.save_freq=3", folder="narrowed")
+    batches.clear()
+    narrow = (f"{PREFETCH}=1", "trainer.v1.sampler.max_off_policy_threshold=1")
+    rows = tiny_run(*narrow, "trainer.total_training_steps=6", folder="narrowed").training_rows()[3:]
+    assert [row["training/off_policy/evicted_samples"] for row in rows] == [16, 16, 16]
+    assert all(row[f"{STALENESS}/max"] <= 1 for row in rows)
+    for step, batch in enumerate(batches, 4):
+        assert set(batch.batch["ordinal"].tolist()) == set(range(4 * (step - 1), 4 * step))
+
+
+def test_a_queue_of_another_run_is_made_anew(tiny_run, batches, caplog):
+    first = ("trainer.total_training_steps=2", "trainer.save_freq=2")
+    tiny_run(f"{PREFETCH}=2", *first, folder="changed")
+    batches.clear()
+    tiny_run(f"{PREFETCH}=2", "trainer.total_training_steps=3", "data.max_response_length=5", folder="changed")
+    assert "made anew" in caplog.text
+    assert batches[0].batch["responses"].shape[1] == 5
+
+
+def test_filters_refill_from_the_queue(tiny_run, batches):
+    tiny_run(f"{PREFETCH}=1", "algorithm.filter_groups.enable=True", "data.gen_batch_size=6", STEPS)
+    for batch in batches:
+        assert len(set(batch.non_tensor_batch["uid"])) == 4
+    seen = [o for b in batches for o in sorted(set(b.batch["ordinal"].tolist()))]
+    assert len(seen) == len(set(seen))
+
+
+@pytest.mark.parametrize("estimator", ["remax", "gae"])
+def test_other_estimators_train_ahead_too(tiny_run, tiny_llama, estimator):
+    extra = [f"critic.model.path={tiny_llama}"] if estimator == "gae" else []
+    rows = tiny_run(f"{PREFETCH}=1", f"algorithm.adv_estimator={estimator}", *extra).training_rows()
+    assert all(math.isfinite(row["actor/pg_loss"]) for row in rows)
+
+
+@pytest.mark.parametrize("mode", ["colocate_async", "separate_async"])
+def test_the_trainer_modes_of_scripts_choose_it(tiny_run, mode):
+    rows = tiny_run(f"trainer.v1.trainer_mode={mode}", f"trainer.v1.{mode}.num_warmup_batches=2", STEPS).training_rows()
+    assert rows[-1][f"{STALENESS}/max"] == 2
+
+
+def test_more_ahead_than_the_bound_is_refused(tiny_run):
+    with pytest.raises(ConfigError, match="max_off_policy_threshold=1"):
+        tiny_run(f"{PREFETCH}=2", "trainer.v1.sampler.max_off_policy_threshold=1")
+
+
+def test_ages_count_versions():
+    from verl.data_proto.proto import DataProto
+
+    batch = DataProto.from_dict(
+        {
+            "response_mask": torch.tensor([[True, True], [True, False]]),
+            "weight_version": torch.tensor([3, 5]),
+            "token_weight_version": torch.tensor([[3, 4], [5, 9]]),
+        }
+    )
+    found = {k.removeprefix("training/off_policy/trajectory_"): m.value for k, m in age_metrics(batch, 6).items()}
+    assert found == {
+        "staleness/mean": 2.0, "staleness/max": 3.0, "staleness/min": 1.0,
+        "spans/mean": 0.5, "spans/max": 1.0, "spans/min": 0.0,
+    }  # fmt: skip
+
+
+def test_a_slow_rollout_changes_no_sample(tiny_run, monkeypatch):
+    """Answers that come late, as from devices of their own: the same samples train in the same steps."""
+    at_once = tiny_run(f"{PREFETCH}=2", PARTIAL, STEPS, folder="at once")
+
+    class Later:
+        def __init__(self, made):
+            self.made, self.asked = made, 0
+
+        def ready(self):
+            return self.asked > 1
+
+        def get(self):
+            self.asked += 1
+            return self.made
+
+    for name in ("generate", "go_on"):
+        original = getattr(RolloutWorker, name)
+        monkeypatch.setattr(RolloutWorker, name, lambda self, *a, _f=original, **k: Later(_f(self, *a, **k)))
+    assert tiny_run(f"{PREFETCH}=2", PARTIAL, STEPS, folder="late").repeatable == at_once.repeatable
+    assert isinstance(at_once, Run)
+    assert json.loads((at_once.folder / "timeline.jsonl").read_text().splitlines()[0])["of"] == 5

@@ -1,0 +1,383 @@
+"""Numbers that go wrong, injected into a tiny run: every guard with every action, and what the run does then."""
+
+import json
+import logging
+import math
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from tests.run.conftest import Run, merge
+from tests.runtime import ranks
+from verl.config import load_config
+from verl.config.guards import GuardConfig, GuardsConfig, NonfiniteGuardConfig
+from verl.engines.api import whole
+from verl.errors import ConfigError, NumericsError
+from verl.programs import ppo as program_file
+from verl.programs.guards import Guards, RollBack
+from verl.programs.ppo import PPO
+from verl.programs.state import TrainerState
+from verl.roles.objectives import PolicyObjective
+from verl.roles.reward import RewardWorker
+from verl.roles.step_guard import Finding, StepGuard, merge_findings
+from verl.run.host import load_data
+from verl.runtime.local import build_roles
+from verl.tracking.spans import Spans
+
+# Two optimizer steps a batch: old log-probs are then the sampler's. A reference policy, a schedule, and a controller that an
+# abandoned step must leave alone.
+SETTINGS = (
+    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+    "actor_rollout_ref.actor.use_kl_loss=True",
+    "algorithm.use_kl_in_reward=True",
+    "algorithm.kl_ctrl.type=adaptive",
+    "algorithm.kl_ctrl.horizon=100",
+    "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine",
+    "trainer.total_training_steps=1000",
+)
+
+
+class Bench:
+    """One set of roles; each step may have guards of its own."""
+
+    def __init__(self, overrides):
+        self.config = load_config(overrides).config
+        data = load_data(self.config)
+        self.roles = build_roles(self.config, total_steps=1000, data_sources=data.data_sources)
+        self.program = PPO(self.config, self.roles, data.train, Spans(), lambda: None)
+        self.state = TrainerState.fresh(self.config)
+        self.roles.rollout.publish(0)
+
+    def step(self, guards):
+        self.program.guards = Guards(guards)
+        self.roles.actor.guard = self.roles.actor.objective.guard = StepGuard(guards)
+        self.state.step += 1
+        return self.program.step(self.state)
+
+    def holds(self):
+        """Everything that a step which is left out must leave alone, as bytes and numbers."""
+        state = self.roles.actor.engine.state()
+        tensors = {**state.model, **{f"optimizer/{k}": v for k, v in state.optimizer.items()}}
+        return {
+            **{name: whole(t).numpy().tobytes() for name, t in tensors.items()},
+            "extra": dict(state.extra),
+            "random": torch.get_rng_state().numpy().tobytes(),
+            "controller": self.state.kl_controller.state_dict(),
+        }
+
+
+@pytest.fixture(scope="module")
+def bench(tiny_llama, tiny_task, tmp_path_factory):
+    group = "actor_rollout_ref"
+    made = Bench(
+        [
+            *("algorithm.adv_estimator=grpo", f"{group}.model.path={tiny_llama}", f"{group}.rollout.n=4"),
+            *(f"data.train_files={tiny_task}/train.jsonl", "data.val_files=[]", "data.train_batch_size=4"),
+            *("data.max_prompt_length=64", "data.max_response_length=6", f"{group}.actor.optim.lr=0.002"),
+            *(f"{group}.actor.fsdp_config.dtype=float32", "reward.num_workers=1"),
+            f"reward.custom_reward_function.path={tiny_task}/reward.py",
+            f"trainer.default_local_dir={tmp_path_factory.mktemp('guards')}",
+            *SETTINGS,
+        ]
+    )
+    yield made
+    made.roles.close()
+
+
+def after(monkeypatch, owner, name, change):
+    """`change(result)` on what the method returns."""
+    original = getattr(owner, name)
+
+    def call(*args, **kwargs):
+        result = original(*args, **kwargs)
+        return change(result) or result
+
+    monkeypatch.setattr(owner, name, call)
+
+
+def put(column, value, row=5):
+    def change(batch):
+        batch.batch[column][row, 0] = value
+
+    return change
+
+
+def shift_samplers(result):
+    result[0].batch.batch["rollout_log_probs"][3] += 1.0
+
+
+def move_reference(batch):
+    batch.batch["ref_log_prob"][3] -= 19.0
+
+
+def break_gradient(monkeypatch):
+    """The gradient of the samples' log-probs becomes NaN, the loss stays a number."""
+    original = PolicyObjective.__call__
+
+    def call(self, outputs, batch, totals):
+        outputs["log_probs"].register_hook(lambda gradient: gradient * math.nan)
+        return original(self, outputs, batch, totals)
+
+    monkeypatch.setattr(PolicyObjective, "__call__", call)
+
+
+def break_log_probs(monkeypatch):
+    original = PolicyObjective.__call__
+
+    def call(self, outputs, batch, totals):
+        spoilt = outputs["log_probs"] * 1.0
+        spoilt[1, 0] = math.inf
+        return original(self, {**outputs, "log_probs": spoilt}, batch, totals)
+
+    monkeypatch.setattr(PolicyObjective, "__call__", call)
+
+
+def break_loss(monkeypatch):
+    after(monkeypatch, PolicyObjective, "__call__", lambda found: (found[0] * math.nan, found[1]))
+
+
+# what is injected -> (guard, its limit, how, words of the sentence)
+CASES = {
+    "reward": ("nonfinite", None, lambda b, m: after(m, RewardWorker, "collect", put("token_level_scores", math.nan)),
+               r"token_level_scores is not finite \(nan\) in the batch, 1 sample \(prompt \d+ sample 1: nan\)"),
+    "sampled log-prob": ("nonfinite", None,
+                         lambda b, m: after(m, b.program, "collect", lambda r: put("rollout_log_probs", -math.inf)(r[0].batch)),
+                         r"rollout_log_probs is not finite \(-inf\) .*sample 1: -inf"),
+    "reference": ("nonfinite", None, lambda b, m: after(m, b.roles.reference, "log_probs", put("ref_log_prob", math.nan)),
+                  "ref_log_prob is not finite"),
+    "advantage": ("nonfinite", None,
+                  lambda b, m: after(m, program_file, "compute_advantage", lambda f: (f[0] / 0.0, f[1])),
+                  "advantages is not finite"),
+    "loss": ("nonfinite", None, lambda b, m: break_loss(m), r"loss is not finite \(nan\) in mini-batch 1 of the actor"),
+    "log-prob": ("nonfinite", None, lambda b, m: break_log_probs(m), r"not finite .*sample \d+: inf"),
+    "gradient": ("nonfinite", None, lambda b, m: break_gradient(m), r"grad_norm is not finite \(nan\)"),
+    "grad_norm": ("grad_norm", 1e-9, None, "gradient norm is .* beyond trainer.guards.grad_norm.limit=1e-09"),
+    "policy_kl": ("policy_kl", 0.005, lambda b, m: after(m, b.program, "collect", shift_samplers),
+                  r"KL to the old policy .*mini-batch 1 .*sample 3: "),
+    "ratio": ("ratio", 2.0, lambda b, m: after(m, b.program, "collect", shift_samplers), "ratio .* is 2.7"),
+    "mismatch": ("mismatch", 0.001, lambda b, m: after(m, b.program, "collect", shift_samplers), "sampler's probability"),
+    "reference_kl": ("reference_kl", 0.4, lambda b, m: after(m, b.roles.reference, "log_probs", move_reference),
+                     r"KL to the reference policy .*in the batch, 1 sample \(prompt \d+ sample 3: "),
+    "entropy": ("entropy", 100.0, None, "entropy is .*beyond trainer.guards.entropy.limit=100"),
+}  # fmt: skip
+ALL_MINI_BATCHES = {
+    "policy_kl",
+    "ratio",
+    "mismatch",
+    "log-prob",
+}  # cases that only the mini-batch with the sample shows
+
+
+def guards_with(guard, limit, action):
+    section = NonfiniteGuardConfig(action) if limit is None else GuardConfig(limit, action)
+    return replace(GuardsConfig(), **{guard: section})
+
+
+@pytest.fixture(params=list(CASES))
+def case(request, bench, monkeypatch):
+    guard, limit, inject, words = CASES[request.param]
+    if request.param in ALL_MINI_BATCHES:  # then the one mini-batch is the whole batch
+        monkeypatch.setattr(bench.roles.actor, "schedule", replace(bench.roles.actor.schedule, size=16))
+    if inject is not None:
+        inject(bench, monkeypatch)
+    return guard, limit, words
+
+
+def test_skip_leaves_everything_as_it_was(bench, case, caplog):
+    guard, limit, words = case
+    before, ordinal = bench.holds(), bench.program.samples.cursor
+    with caplog.at_level(logging.WARNING):
+        result = bench.step(guards_with(guard, limit, "skip"))
+    assert bench.holds() == before
+    assert bench.program.samples.cursor == ordinal + 4  # the prompts are not asked again
+    assert "The batch is left out" in caplog.text
+    assert re.search(words, result.skipped), result.skipped
+    assert result.metrics["training/skipped_batches"].value == 1
+
+
+def test_roll_back_says_where_to_go_on(bench, case):
+    guard, limit, words = case
+    before, ordinal = bench.holds(), bench.program.samples.cursor
+    with pytest.raises(RollBack, match=words) as caught:
+        bench.step(guards_with(guard, limit, "rollback"))
+    assert caught.value.next_ordinal == ordinal + 4
+    held = bench.holds()
+    assert {k: v for k, v in held.items() if k != "controller"} == {
+        k: v for k, v in before.items() if k != "controller"
+    }
+
+
+def test_stop_is_an_error_that_names_the_guard(bench, case):
+    guard, limit, words = case
+    before = bench.holds()
+    with pytest.raises(NumericsError, match=words) as caught:
+        bench.step(guards_with(guard, limit, "stop"))
+    assert f"trainer.guards.{guard}.action is stop" in str(caught.value)
+    held = bench.holds()
+    assert held["extra"] == before["extra"]
+    assert held["model.norm.weight"] == before["model.norm.weight"]
+
+
+def test_warnings_change_nothing_about_training(bench, case, caplog):
+    guard, limit, words = case
+    if guard == "nonfinite":
+        pytest.skip("what is not finite never trains")
+    before = bench.holds()
+    with caplog.at_level(logging.WARNING):
+        result = bench.step(guards_with(guard, limit, "warn"))
+    assert bench.holds()["model.norm.weight"] != before["model.norm.weight"]
+    assert "beyond trainer.guards" in caplog.text
+    assert "left out" not in caplog.text
+    assert not result.skipped
+
+
+def test_guards_without_limits_are_silent(bench, caplog):
+    with caplog.at_level(logging.WARNING):
+        result = bench.step(GuardsConfig())
+    assert not [r for r in caplog.records if r.name.startswith("verl.programs.guards")]
+    assert not [name for name in result.metrics if "guard" in name or "skipped_updates" in name]
+
+
+def test_one_bad_mini_batch_of_two_costs_that_one_alone(bench, monkeypatch):
+    original = PolicyObjective.__call__
+
+    def call(self, outputs, batch, totals):
+        loss, metrics = original(self, outputs, batch, totals)
+        return (loss * math.nan if bench.roles.actor.guard._mini_batch == 1 else loss), metrics
+
+    monkeypatch.setattr(PolicyObjective, "__call__", call)
+    before = bench.holds()
+    result = bench.step(GuardsConfig())
+    held = bench.holds()
+    assert held["extra"]["num_optimizer_steps"] == before["extra"]["num_optimizer_steps"] + 1
+    assert held["extra"]["num_lr_steps"] == before["extra"]["num_lr_steps"] + 1
+    assert not result.skipped
+    assert result.metrics["actor/num_skipped_updates"].value == 1
+
+
+def test_findings_of_ranks_become_one():
+    one = Finding("ratio", "ratio", 9.0, 2.0, 0, 8, True, [(3, 1, 9.0)], 1)
+    two = Finding("ratio", "ratio", 9.0, 2.0, 0, 6, True, [(5, 0, 4.0), (6, 0, 12.0)], 2)
+    other = Finding("entropy", "entropy", 0.1, 0.2, 1, 8, False, [(3, 1, 0.1)], 1)
+    found = merge_findings([[one, other], [two]])
+    assert [(f.num_rows, f.num_samples) for f in found] == [(14, 3), (8, 1)]
+    assert found[0].samples == [(6, 0, 12.0), (3, 1, 9.0), (5, 0, 4.0)]
+
+
+# -- whole runs
+
+
+def bad_from(monkeypatch, first, last=math.inf):
+    """The score of one sample is NaN in the calls of the reward with these numbers, counted from 1."""
+    calls = iter(range(1, 1000))
+    change = put("token_level_scores", math.nan)
+    after(monkeypatch, RewardWorker, "collect", lambda batch: change(batch) if first <= next(calls) <= last else None)
+
+
+def model_bytes(run, step):
+    with safe_open(run.folder / f"global_step_{step}/actor/huggingface/model.safetensors", "pt") as file:
+        return {name: file.get_tensor(name).numpy().tobytes() for name in file.keys()}
+
+
+def alarms(folder):
+    return [json.loads(line) for line in (folder / "guards.jsonl").read_text().splitlines()]
+
+
+def test_a_run_leaves_a_bad_batch_out_and_goes_on(tiny_run, monkeypatch):
+    bad_from(monkeypatch, 2, 2)
+    run = tiny_run("trainer.total_training_steps=3", "trainer.save_freq=1")
+    rows = run.training_rows()
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert [row.get("training/skipped_batches") for row in rows] == [None, 1.0, None]
+    assert [row["training/next_ordinal"] for row in rows] == [4, 8, 12]
+    one, two, three = (model_bytes(run, step) for step in (1, 2, 3))
+    assert one == two != three
+    (alarm,) = alarms(run.folder)
+    assert (alarm["step"], alarm["guard"], alarm["what"]) == (2, "nonfinite", "token_level_scores")
+    assert (alarm["action"], alarm["done"], alarm["num_samples"]) == ("skip", "skip", 1)
+    assert alarm["samples"] == [{"uid": "5", "ordinal": 5, "sample": 1, "score": "nan", "value": "nan"}]
+
+
+def test_a_run_stops_when_too_many_batches_in_a_row_are_bad(tiny_run, monkeypatch, tmp_path):
+    bad_from(monkeypatch, 2)
+    with pytest.raises(NumericsError, match=r"max_skips_in_row=1 is used up; .*guards.jsonl names the samples"):
+        tiny_run("trainer.total_training_steps=9", "trainer.guards.max_skips_in_row=1")
+    assert [(a["step"], a["done"]) for a in alarms(tmp_path / "run")] == [(2, "skip"), (3, "stop")]
+
+
+def test_a_run_goes_back_and_on_with_other_prompts(tiny_run, monkeypatch):
+    bad_from(monkeypatch, 4, 4)
+    settings = ("trainer.total_training_steps=4", "trainer.save_freq=2", "trainer.guards.nonfinite.action=rollback")
+    run = tiny_run(*settings)
+    rows = run.training_rows()
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    # step 4 failed on prompts 12 to 15; steps 3 and 4 were taken anew, on those that follow
+    assert [row["training/next_ordinal"] for row in rows] == [4, 8, 20, 24]
+    assert [row["training/weight_version"] for row in rows] == [1, 2, 3, 4]
+    (alarm,) = alarms(run.folder)
+    assert (alarm["step"], alarm["done"]) == (4, "rollback")
+
+
+def test_a_run_does_not_go_back_for_ever(tiny_run, monkeypatch, tmp_path):
+    bad_from(monkeypatch, 2)
+    settings = ("trainer.save_freq=1", "trainer.guards.nonfinite.action=rollback", "trainer.guards.max_rollbacks=2")
+    with pytest.raises(NumericsError, match="max_rollbacks=2 is used up"):
+        tiny_run("trainer.total_training_steps=9", *settings)
+    assert [(a["step"], a["done"]) for a in alarms(tmp_path / "run")] == [(2, "rollback")] * 2 + [(2, "stop")]
+
+
+def test_without_a_checkpoint_there_is_nothing_to_go_back_to(tiny_run, monkeypatch):
+    bad_from(monkeypatch, 1)
+    with pytest.raises(NumericsError, match="no checkpoint yet"):
+        tiny_run("trainer.save_freq=2", "trainer.guards.nonfinite.action=rollback")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (["nonfinite.action=rollback"], "trainer.save_freq=-1 saves none"),
+        (["ratio.limit=0.5"], "choose one above 1"),
+        (["policy_kl.limit=-1"], "must be above 0"),
+        (["max_rollbacks=-1"], "at least 0"),
+        (["entropy.action=stop"], "no limit is set beside it"),
+        (["nonfinite.action=warn"], "nonfinite.action"),
+    ],
+)
+def test_guards_that_cannot_be(tiny_overrides, changes, words):
+    with pytest.raises(ConfigError, match=words):
+        load_config([*tiny_overrides, *(f"trainer.guards.{c}" for c in changes)])
+
+
+def test_rollback_needs_samples_of_now(tiny_overrides):
+    given = [
+        "trainer.save_freq=1",
+        "actor_rollout_ref.rollout.prefetch_num=1",
+        "trainer.guards.nonfinite.action=rollback",
+    ]
+    with pytest.raises(ConfigError, match="made ahead of training"):
+        load_config([*tiny_overrides, *given])
+
+
+@pytest.mark.slow
+@pytest.mark.slow
+def test_two_ranks_refuse_the_same_steps(tiny_overrides, tiny_llama, tmp_path):
+    """`python -m pytest tests/run/test_guards.py -m slow`: every step is refused by a limit that nothing keeps; the weights
+    of two ranks, which hold half of them each, are those of the beginning."""
+    changes = (
+        f"trainer.default_local_dir={tmp_path / 'run'}",
+        "trainer.n_gpus_per_node=2",
+        "trainer.save_freq=2",
+        "trainer.guards.entropy.limit=100",
+        "trainer.guards.entropy.action=skip",
+    )
+    jobs = tmp_path / "jobs.json"
+    jobs.write_text(json.dumps([{"overrides": merge(tiny_overrides, changes)}]))
+    ranks.run(2, "tests.runtime.several_runs", jobs, timeout_s=120)
+    run = Run(tmp_path / "run")
+    with safe_open(f"{tiny_llama}/model.safetensors", "pt") as file:
+        initial = {name: file.get_tensor(name).float().numpy().tobytes() for name in file.keys()}
+    assert model_bytes(run, 2) == initial
+    assert [(a["step"], a["done"], a["num_samples"]) for a in alarms(run.folder)] == [(1, "skip", 16), (2, "skip", 16)]

@@ -1,0 +1,54 @@
+"""Whole runs on a GPU that is played: nothing mixes what is on it with what is on the host. Slow, and needs g++.
+
+python -m pytest -m slow tests/run/test_played_gpu.py
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
+    pytest.mark.skipif(torch.version.cuda is not None, reason="plays a GPU for a PyTorch without CUDA"),
+]
+
+ACTOR = "actor_rollout_ref.actor"
+LOSSES = [f"{ACTOR}.policy_loss.loss_mode={mode}" for mode in ("vanilla", "clip_cov", "kl_cov", "gspo")]
+CHANGES = [
+    ["actor_rollout_ref.rollout.name=hf"],
+    ["algorithm.adv_estimator=gae", "critic.model.path=MODEL", "critic.ppo_mini_batch_size=4"],
+    [f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.entropy_coeff=0.01", f"{ACTOR}.use_dynamic_bsz=True"],
+    ["algorithm.use_kl_in_reward=True", "actor_rollout_ref.model.lora_rank=4"],
+    ["actor_rollout_ref.rollout.top_p=0.9", "actor_rollout_ref.rollout.top_k=20"],
+    ["algorithm.adv_estimator=optimal_token_baseline", f"{ACTOR}.calculate_sum_pi_squared=True"],
+    *([loss] for loss in LOSSES),
+]
+
+
+def test_a_step_is_that_of_the_cpu(tiny_overrides, tiny_llama, tmp_path):
+    torch_root, here = Path(torch.__file__).parent, Path(__file__).parent
+    library = tmp_path / "played_gpu.so"
+    include = [f"-I{torch_root / 'include'}", f"-I{torch_root / 'include/torch/csrc/api/include'}"]
+    link = [f"-L{torch_root / 'lib'}", "-lc10", "-ltorch_cpu"]
+    source = str(here / "played_gpu.cpp")
+    subprocess.run(
+        ["g++", "-shared", "-fPIC", "-std=c++20", "-w", *include, "-o", str(library), source, *link], check=True
+    )
+    changes = [[change.replace("MODEL", str(tiny_llama)) for change in some] for some in CHANGES]
+    given = json.dumps({"base": tiny_overrides, "changes": changes})
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.run.played_gpu", str(tmp_path), given],
+        cwd=here.parents[1], capture_output=True, text=True, timeout=600, check=False,
+        env={**os.environ, "LD_PRELOAD": str(library), "LD_LIBRARY_PATH": str(torch_root / "lib")},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found) == len(CHANGES)
+    assert not any(found.values()), found

@@ -1,0 +1,241 @@
+"""The PPO program end to end on a tiny model: every estimator, every loss, critic, KL, filters, validation."""
+
+import math
+
+import pytest
+import torch
+
+from tests.algorithms import advantage_references, loss_references
+from tests.run.conftest import Run
+from verl.roles.objectives import PolicyObjective
+from verl.run.loop import Loop
+
+ESTIMATORS = [
+    "gae", "grpo", "grpo_vectorized", "gdpo", "grpo_passk", "reinforce_plus_plus", "reinforce_plus_plus_baseline",
+    "remax", "rloo", "rloo_vectorized", "opo", "gpg", "optimal_token_baseline", "tir_optimal_token_baseline",
+]  # fmt: skip
+LOSSES = [
+    "vanilla", "dppo_tv", "dppo_kl", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "dro", "cispo",
+]  # fmt: skip
+EXTRA = {
+    "gdpo": ["algorithm.gdpo_reward_keys=[letters,short]", "algorithm.gdpo_reward_weights=[1.0,0.5]"],
+    "gae": [],
+    # every token within the bounds is left out, so that the choice is not random
+    "clip_cov": [
+        "actor_rollout_ref.actor.policy_loss.clip_cov_ratio=1.0",
+        "actor_rollout_ref.actor.policy_loss.clip_cov_lb=0.05",
+        "actor_rollout_ref.actor.policy_loss.clip_cov_ub=1.0",
+    ],
+    "dro": ["actor_rollout_ref.actor.policy_loss.dro_beta=0.1"],
+}
+
+
+def finite(rows, name):
+    return all(math.isfinite(row[name]) for row in rows)
+
+
+@pytest.fixture
+def trained_batches(monkeypatch):
+    """The batch of every step, with the columns that were made for it."""
+    found = []
+    original = Loop._metrics
+    monkeypatch.setattr(
+        Loop, "_metrics", lambda self, result, s: (found.append(result.batch), original(self, result, s))[1]
+    )
+    return found
+
+
+@pytest.fixture
+def losses_seen(monkeypatch):
+    """Every call of the policy objective: its case for the loop references, its totals, and the pg_loss it reported."""
+    found = []
+    original = PolicyObjective.__call__
+
+    def call(self, outputs, batch, totals):
+        log_prob, columns = outputs["log_probs"].detach().double(), batch.batch
+        old = columns["old_log_probs"] if "old_log_probs" in columns.keys() else log_prob
+        tensors = [old.double(), log_prob, log_prob, columns["advantages"].double(), columns["response_mask"]]
+        loss, metrics = original(self, outputs, batch, totals)
+        case = loss_references.Case(*(t.tolist() for t in tensors), None)
+        found.append((case, (totals.num_tokens, totals.num_sequences), metrics["pg_loss"].value))
+        return loss, metrics
+
+    monkeypatch.setattr(PolicyObjective, "__call__", call)
+    return found
+
+
+def reference_columns(batch):
+    """The batch in float64, as the references of tests/algorithms read it."""
+    columns = {k: v.double() if v.is_floating_point() else v for k, v in batch.batch.items()}
+    parts = batch.non_tensor_batch["reward_parts"]
+    columns["reward_parts"] = {k: torch.tensor([float(p[k]) for p in parts]) for k in ("letters", "short")}
+    return {**columns, "uid": list(batch.non_tensor_batch["uid"])}
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_every_estimator_trains_on_its_float64_reference(tiny_run, tiny_llama, trained_batches, name):
+    extra = [f"critic.model.path={tiny_llama}", "critic.optim.lr=0.001"] if name == "gae" else EXTRA.get(name, [])
+    rows = tiny_run(f"algorithm.adv_estimator={name}", *extra).training_rows()
+    assert [row["step"] for row in rows] == [1, 2]
+    assert finite(rows, "actor/pg_loss")
+    assert all(row["actor/grad_norm"] > 0 for row in rows)
+    reference = getattr(advantage_references, name.removesuffix("_vectorized"))
+    settings = {"gdpo_reward_weights": (1.0, 0.5)} if name == "gdpo" else {}
+    for batch in trained_batches:
+        advantages, returns = reference(reference_columns(batch), **settings)
+        torch.testing.assert_close(
+            batch.batch["advantages"].double(), torch.tensor(advantages).double(), atol=2e-4, rtol=1e-4
+        )
+        torch.testing.assert_close(
+            batch.batch["returns"].double(), torch.tensor(returns).double(), atol=2e-4, rtol=1e-4
+        )
+        assert batch.batch["advantages"].abs().max() > 0
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_loss_trains_on_its_float64_reference(tiny_run, losses_seen, name):
+    """Several optimizer steps a batch, so that ratios differ from one."""
+    rows = tiny_run(
+        f"actor_rollout_ref.actor.policy_loss.loss_mode={name}",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        "actor_rollout_ref.actor.ppo_epochs=2",
+        *EXTRA.get(name, []),
+    ).training_rows()
+    assert len(rows) == 2
+    assert all(row["actor/grad_norm"] > 0 for row in rows)
+    assert len(losses_seen) == 2 * 2 * 2
+    settings = {
+        "dro": {"dro_beta": 0.1},
+        "clip_cov": {"clip_cov_ratio": 1.0, "clip_cov_lb": 0.05, "clip_cov_ub": 1.0},
+    }.get(name, {})
+    for case, totals, pg_loss in losses_seen:
+        expected = getattr(loss_references, name)(case, "token-mean", totals=totals, **settings)
+        assert pg_loss == pytest.approx(expected, abs=2e-5, rel=1e-4)
+    assert any(case.old != case.lp for case, _, _ in losses_seen)
+
+
+@pytest.mark.parametrize(
+    "correction", [["loss_type=ppo_clip", "rollout_rs=token_k1"], ["loss_type=reinforce", "rollout_is=token"]]
+)
+def test_bypass_mode_trains(tiny_run, correction):
+    if "rollout_rs=token_k1" in correction:
+        correction = [*correction, "rollout_rs_threshold=2.0"]
+    rows = tiny_run(
+        "algorithm.rollout_correction.bypass_mode=True",
+        *(f"algorithm.rollout_correction.{c}" for c in correction),
+    ).training_rows()
+    assert finite(rows, "actor/pg_loss")
+    assert all(row["actor/grad_norm"] > 0 for row in rows)
+
+
+def test_decoupled_correction_reports_its_figures(tiny_run):
+    rows = tiny_run(
+        "algorithm.rollout_correction.rollout_is=token", "algorithm.rollout_correction.rollout_rs=seq_mean_k1",
+        "algorithm.rollout_correction.rollout_rs_threshold=0.5_2.0",
+    ).training_rows()  # fmt: skip
+    for row in rows:
+        assert row["rollout_corr/rollout_is_mean"] == pytest.approx(1.0, abs=1e-3)
+        assert row["rollout_corr/rollout_rs_masked_fraction"] == 0
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo"])
+def test_samples_without_advantage_are_left_out_and_nothing_else_changes(tiny_run, tmp_path, estimator):
+    """The groups of one half of the prompts always agree on their reward."""
+    reward = tmp_path / "halves.py"
+    reward.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    share = sum(c.isalpha() for c in solution_str) / max(len(solution_str), 1)\n"
+        "    return 1.0 if int(ground_truth) % 2 else share\n"
+    )
+    common = [f"algorithm.adv_estimator={estimator}", f"reward.custom_reward_function.path={reward}"]
+    rows = tiny_run(*common, folder="skips").training_rows()
+    full = tiny_run(*common, "actor_rollout_ref.actor.skip_zero_advantages=False", folder="full").training_rows()
+    assert any(row["actor/skipped_row_ratio"] > 0 for row in rows)
+    for row, expected in zip(rows, full, strict=True):
+        assert expected["actor/skipped_row_ratio"] == 0
+        assert set(row) == set(expected)
+        for name in ("actor/grad_norm", "actor/pg_loss", "critic/score/mean", "response_length/mean"):
+            assert row[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-7), name
+
+
+def test_sampler_and_trainer_agree(tiny_run):
+    row = tiny_run("trainer.total_training_steps=1").training_rows()[0]
+    assert row["training/rollout_probs_diff_max"] < 1e-4
+
+
+def test_kl_terms_and_reference(tiny_run, tiny_llama):
+    rows = tiny_run(
+        "algorithm.adv_estimator=gae",
+        f"critic.model.path={tiny_llama}",
+        "algorithm.use_kl_in_reward=True",
+        "algorithm.kl_ctrl.type=adaptive",
+        "actor_rollout_ref.actor.use_kl_loss=True",
+        "actor_rollout_ref.actor.entropy_coeff=0.01",
+        "trainer.total_training_steps=3",
+    ).training_rows()
+    # the policy is the reference at first and has moved away from it later
+    assert rows[0]["actor/kl_loss"] == pytest.approx(0.0, abs=1e-6)
+    assert rows[2]["actor/kl_loss"] > 1e-5
+    assert rows[0]["actor/reward_kl_penalty"] == pytest.approx(0.0, abs=1e-4)
+    assert 0 < rows[0]["actor/entropy"] < math.log(264) + 1e-3
+    assert finite(rows, "critic/vf_loss")
+
+
+def test_critic_warmup_leaves_the_actor_alone(tiny_run, tiny_llama):
+    rows = tiny_run(
+        "algorithm.adv_estimator=gae", f"critic.model.path={tiny_llama}", "trainer.critic_warmup=1",
+    ).training_rows()  # fmt: skip
+    assert "actor/pg_loss" not in rows[0]
+    assert "actor/pg_loss" in rows[1]
+
+
+def test_group_filter_drops_silent_groups(tiny_run, tiny_task, tmp_path):
+    reward = tmp_path / "filter_reward.py"
+    # prompts with an even number always score 1: their groups carry no signal
+    reward.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    if int(ground_truth) % 2 == 0:\n        return 1.0\n"
+        "    return sum(c.isalpha() for c in solution_str) / max(len(solution_str), 1)\n"
+    )
+    run = tiny_run(
+        "algorithm.filter_groups.enable=True",
+        "algorithm.filter_groups.metric=score",
+        "algorithm.filter_groups.max_num_gen_batches=8",
+        f"reward.custom_reward_function.path={reward}",
+    )
+    for row in run.training_rows():
+        assert row["training/filter_groups/num_gen_batches"] >= 2
+    samples = [
+        line
+        for file in sorted((run.folder / "samples" / "train").glob("*.jsonl"))
+        for line in file.read_text().splitlines()
+    ]
+    assert len(samples) == 2 * 16
+
+
+def test_validation_metrics_and_val_only(tiny_run):
+    val = [
+        "actor_rollout_ref.rollout.val_kwargs.n=4",
+        "actor_rollout_ref.rollout.val_kwargs.do_sample=True",
+        "actor_rollout_ref.rollout.val_kwargs.temperature=1.0",
+        "actor_rollout_ref.rollout.val_kwargs.also_greedy=True",
+    ]
+    run = tiny_run(*val, "trainer.val_before_train=True", "trainer.test_freq=1")
+    first = run.rows[0]
+    assert first["step"] == 0
+    assert 0 < first["val/reward"] < 1
+    assert "val/greedy" in first
+    assert any(k.startswith("val-core/letters/") and k.endswith("mean@4") for k in first)
+    before = run.rows
+    tiny_run(*val, "trainer.val_only=True")  # into the folder of the run, whose rows it leaves alone
+    assert run.rows == before
+    assert Run(run.folder / "eval").rows[0]["val/reward"] == first["val/reward"]
+
+
+def test_unknown_reward_part_is_named(tiny_run):
+    from verl.errors import ConfigError
+
+    with pytest.raises(ConfigError, match="nothing_like_it"):
+        tiny_run("algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[nothing_like_it]")
+    with pytest.raises(ConfigError, match="letters, short"):
+        tiny_run("algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=accuracy", folder="filter")

@@ -1,0 +1,144 @@
+"""Stop a run, start it again: the same metrics and weights, bit for bit. (Killed runs: tests/benchmarks/test_chaos.py.)"""
+
+import errno
+import json
+import logging
+import os
+import signal
+import time
+
+import pytest
+from safetensors import safe_open
+
+from tests.forked import Forked, run_forked
+from tests.run.conftest import Run, merge
+from verl.checkpoint.background import BackgroundStore
+from verl.checkpoint.store import CheckpointStore
+from verl.errors import InterruptedRun
+from verl.run.interrupt import StopRequested, StopSignal
+from verl.run.loop import Loop
+
+STEPS = 4
+SETTINGS = (
+    f"trainer.total_training_steps={STEPS}",
+    "trainer.save_freq=1",
+    "trainer.test_freq=2",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+    "actor_rollout_ref.actor.shuffle=True",
+    "algorithm.use_kl_in_reward=True",
+    "algorithm.kl_ctrl.type=adaptive",
+    "algorithm.kl_ctrl.horizon=100",
+)
+
+
+def weights(run: Run, step: int = STEPS) -> dict[str, bytes]:
+    with safe_open(run.folder / f"global_step_{step}/actor/huggingface/model.safetensors", "pt") as file:
+        return {name: file.get_tensor(name).numpy().tobytes() for name in file.keys()}
+
+
+@pytest.fixture
+def unbroken(tiny_run):
+    return tiny_run(*SETTINGS, folder="unbroken")
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_stopped_and_resumed_run_equals_the_unbroken_one(tiny_run, unbroken, in_background):
+    saving = f"actor_rollout_ref.actor.checkpoint.async_save={in_background}"
+    tiny_run(*SETTINGS, saving, "trainer.total_training_steps=2", folder="broken")
+    # the learning-rate schedule is constant, so two short runs are one long one
+    resumed = tiny_run(*SETTINGS, saving, folder="broken")
+    assert resumed.repeatable == unbroken.repeatable
+    assert weights(resumed) == weights(unbroken)
+
+
+def test_a_finished_run_is_left_as_it_is_and_says_what_to_do(tiny_run, caplog):
+    settings = (
+        "trainer.total_training_steps=1",
+        "trainer.save_freq=1",
+        "trainer.test_freq=1",
+        "trainer.val_before_train=True",
+    )
+    run = tiny_run(*settings)
+    before = json.loads((run.folder / "summary.json").read_text())
+    assert before["reward_after"] is not None
+    with caplog.at_level(logging.WARNING, logger="verl"):
+        tiny_run(*settings, "actor_rollout_ref.actor.optim.lr=0.001")
+    assert json.loads((run.folder / "summary.json").read_text()) == before
+    assert "taken all of its 1 steps: nothing is left to do" in caplog.text
+    assert "other settings than before: actor_rollout_ref.actor.optim.lr: 0.002 -> 0.001." in caplog.text
+
+
+def test_without_a_validation_after_training_there_is_no_reward_after(tiny_run):
+    run = tiny_run("trainer.total_training_steps=1", "trainer.val_before_train=True", "trainer.test_freq=-1")
+    summary = json.loads((run.folder / "summary.json").read_text())
+    assert summary["reward_before"] is not None
+    assert summary["reward_after"] is None
+
+
+def test_interrupt_saves_and_says_how_to_go_on(unbroken, tiny_overrides, tmp_path):
+    folder = tmp_path / "interrupted"
+    overrides = merge([*tiny_overrides, f"trainer.default_local_dir={folder}"], SETTINGS)
+    overrides = merge(overrides, ("trainer.save_freq=-1",))
+    command = ["verl.trainer.main_ppo", *overrides]
+    process = Forked(*command, env=os.environ)
+    metrics = folder / "metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while not (metrics.exists() and metrics.read_text().count("\n") >= 1):
+        assert time.monotonic() < deadline, "no metrics within 60 s"
+        time.sleep(0.005)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    if process.returncode == 0:
+        pytest.skip("the run had ended before the signal came")
+    assert process.returncode == 130
+    assert "Run the same command again" in " ".join(output.split())
+    code, said = run_forked(*command, env=os.environ, timeout_s=120)
+    assert code == 0, said[-3000:]
+    rows = [row for row in Run(folder).repeatable if row["step"] > 0]
+    assert rows == [row for row in unbroken.repeatable if row["step"] > 0]
+
+
+def test_damaged_checkpoint_falls_back_to_the_one_before(tiny_run, unbroken):
+    run = tiny_run(*SETTINGS, "trainer.total_training_steps=3", folder="damaged")
+    file = run.folder / "global_step_3/actor/huggingface/model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+    resumed = tiny_run(*SETTINGS, folder="damaged")
+    assert resumed.repeatable == unbroken.repeatable
+    assert weights(resumed) == weights(unbroken)
+
+
+def test_a_failed_save_does_not_keep_a_stopped_run_from_saving(tiny_run, tmp_path, monkeypatch, caplog):
+    """The save of step 1 fails in the background, and the run is asked to stop before it has heard of that."""
+    commit, folder = CheckpointStore.commit, tmp_path / "stopped"
+
+    def full_disk(self, *arguments):
+        monkeypatch.setattr(CheckpointStore, "commit", commit)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def stops_after_a_step(self):
+        metrics = folder / "metrics.jsonl"
+        if metrics.exists() and metrics.read_text():
+            raise StopRequested
+
+    monkeypatch.setattr(CheckpointStore, "commit", full_disk)
+    monkeypatch.setattr(StopSignal, "check", stops_after_a_step)
+    with pytest.raises(InterruptedRun, match="after step 1 of 4; saved to"):
+        tiny_run(*SETTINGS, "actor_rollout_ref.actor.checkpoint.async_save=True", folder="stopped")
+    assert "No space left on device" in caplog.text
+    assert CheckpointStore(folder).find() == folder / "global_step_1"
+
+
+def test_a_second_ctrl_c_waits_for_no_save(tiny_run, monkeypatch):
+    closed = []
+    monkeypatch.setattr(BackgroundStore, "close", lambda self: closed.append(self))
+    for error in (KeyboardInterrupt, ValueError):
+
+        def step(self, step, error=error):
+            raise error
+
+        monkeypatch.setattr(Loop, "_step", step)
+        with pytest.raises(error):
+            tiny_run("actor_rollout_ref.actor.checkpoint.async_save=True")
+    assert len(closed) == 1

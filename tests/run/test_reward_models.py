@@ -1,0 +1,119 @@
+"""Training runs whose reward comes from a model: a classifier, a classifier beside a rule, a judge."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from tests.roles.test_reward_model import make_classifier
+from tests.rollout.service import running
+from verl.cli.main import main
+from verl.models.tiny import make_tiny_model
+
+COMBINED = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, reward_model_score=0.0):
+    return {"score": reward_model_score + 10.0, "model": reward_model_score}
+
+def length_of_reply(data_source, solution_str, ground_truth, extra_info=None, reward_model_reply=""):
+    return {"score": float(len(reward_model_reply)), "reply": reward_model_reply}
+"""
+
+
+@pytest.fixture
+def functions(tmp_path):
+    (tmp_path / "rewards.py").write_text(COMBINED)
+    return tmp_path / "rewards.py"
+
+
+def samples(run, step=1):
+    file = run.folder / f"samples/train/step_{step:06d}.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_a_classifier_trains_a_policy(tiny_run, tmp_path):
+    path = make_classifier(tmp_path / "rm")
+    model = ("reward.reward_model.enable=True", f"reward.reward_model.model_path={path}",
+             "reward.reward_model.rollout.dtype=float32", "reward.custom_reward_function.path=null")  # fmt: skip
+    run = tiny_run(*model, "trainer.test_freq=2")
+    rows = run.training_rows()
+    assert all(row["actor/grad_norm"] > 0 and row["reward/num_defaulted"] == 0 for row in rows)
+    scores = [sample["score"] for sample in samples(run)]
+    assert len(set(scores)) > 4
+    assert rows[0]["critic/score/mean"] == pytest.approx(sum(scores) / len(scores))
+    assert math.isfinite(rows[-1]["val/reward"])
+    assert tiny_run(*model, folder="again").repeatable[0]["critic/score/mean"] == rows[0]["critic/score/mean"]
+
+
+def test_a_rule_beside_the_classifier_with_the_names_of_older_scripts(tiny_run, tmp_path, functions):
+    path = make_classifier(tmp_path / "rm")
+    run = tiny_run(
+        "reward_model.enable=True", f"reward_model.model.path={path}", "reward_model.rollout.dtype=float32",
+        f"reward.custom_reward_function.path={functions}",
+    )  # fmt: skip
+    for sample in samples(run):
+        assert sample["score"] == pytest.approx(sample["reward_parts"]["model"] + 10.0)
+
+
+def test_a_judge_trains_a_policy(tiny_run, tmp_path, functions):
+    path = make_tiny_model(tmp_path / "judge", seed=5)
+    run = tiny_run(
+        "reward.reward_model.enable=True", f"reward.reward_model.model_path={path}",
+        "reward.reward_model.judge_template='Rate {response}'", "reward.reward_model.rollout.dtype=float32",
+        "reward.reward_model.rollout.response_length=4", f"reward.custom_reward_function.path={functions}",
+        "reward.custom_reward_function.name=length_of_reply",
+    )  # fmt: skip
+    found = samples(run)
+    assert all(s["score"] == len(s["reward_parts"]["reply"]) for s in found)
+    assert len({s["reward_parts"]["reply"] for s in found}) > 1
+
+
+def test_a_judge_at_a_service_trains_a_policy(tiny_run, functions):
+    """In text alone, four questions at a time; no folder of the judge."""
+
+    def chat(body):
+        return {"choices": [{"message": {"content": "x" * (len(body["messages"][0]["content"]) % 7)}}]}
+
+    with running({"/v1/models": {"data": [{"id": "judge"}]}, "/v1/chat/completions": chat}) as service:
+        run = tiny_run(
+            "reward.reward_model.enable=True", "reward.reward_model.judge_template='Rate {response}'",
+            "reward.reward_model.rollout.name=http", f"reward.reward_model.rollout.service.url={service.url}",
+            "reward_batch_size=4", f"reward.custom_reward_function.path={functions}",
+            "reward.custom_reward_function.name=length_of_reply",
+        )  # fmt: skip
+    found = samples(run)
+    assert all(s["score"] == len(s["reward_parts"]["reply"]) for s in found)
+    assert len({s["score"] for s in found}) > 1
+
+
+def test_scores_that_are_not_finite_end_the_run_before_it_trains(tiny_overrides, tmp_path, capsys):
+    path = make_classifier(tmp_path / "rm", spoil=float("inf"))
+    code = main([
+        "train", *[o for o in tiny_overrides if "custom_reward_function" not in o], "reward.reward_model.enable=True",
+        f"reward.reward_model.model_path={path}", "reward.reward_model.rollout.dtype=float32",
+        f"trainer.default_local_dir={tmp_path}/run",
+    ])  # fmt: skip
+    assert code == 8
+    assert "The reward model gave" in capsys.readouterr().err
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_the_reward_model_shares_the_process_and_stays_as_it_is(tiny_run, tmp_path, monkeypatch):
+    from verl.roles.reward_model import RewardModelWorker
+
+    seen = []
+    original = RewardModelWorker.score
+    monkeypatch.setattr(
+        RewardModelWorker, "score", lambda self, batch: (seen.append(self.module), original(self, batch))[1]
+    )
+    path = make_classifier(tmp_path / "rm")
+    tiny_run(
+        "reward.reward_model.enable=True", f"reward.reward_model.model_path={path}",
+        "reward.reward_model.rollout.dtype=float32", "reward.custom_reward_function.path=null",
+    )  # fmt: skip
+    assert len(seen) == 2
+    assert seen[0] is seen[1]
+    from verl.models.classifier import load_reward_model
+
+    for one, other in zip(seen[0].parameters(), load_reward_model(path).parameters(), strict=True):
+        assert torch.equal(one, other)

@@ -1,0 +1,163 @@
+"""A tiny task and runs of it, compared with the run of a single process."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    text = solution_str
+    share = sum(c.isalpha() for c in text) / max(len(text), 1)
+    return {"score": share + 0.1 * len(text), "letters": share}
+"""
+
+# what depends on how the work was divided, or on the clock
+DIVIDED = ("timing_s/", "timing_per_token_ms/", "perf/", "rollout/", "time", "utilisation/", "busy", "comm")
+# shares of tokens, whatever the number format of the model
+COUNTED_IN_FLOAT32 = ("clipfrac", "clipfrac_lower")
+
+
+@dataclass
+class Run:
+    folder: Path
+
+    @property
+    def rows(self):
+        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+
+    def samples(self):
+        files = sorted((self.folder / "samples").glob("*/step_*.jsonl"))
+        return {
+            str(f.relative_to(self.folder)): [json.loads(line) for line in f.read_text().splitlines()] for f in files
+        }
+
+    def weights(self, step, role="actor"):
+        from safetensors.torch import load_file
+
+        return load_file(self.folder / f"global_step_{step}" / role / "huggingface" / "model.safetensors")
+
+
+def assert_same(run, reference, rel):
+    """Tokens identical; every figure that does not depend on the division of work within `rel`."""
+    ours, theirs = run.samples(), reference.samples()
+    assert ours.keys() == theirs.keys()
+    for name, rows in ours.items():
+        for key in ("response_ids", "response", "prompt", "score", "uid"):
+            if key in rows[0]:
+                assert [r[key] for r in rows] == [r[key] for r in theirs[name]], (name, key)
+    assert len(run.rows) == len(reference.rows) > 0
+    for row, wanted in zip(run.rows, reference.rows, strict=True):
+        names = {n for n in wanted if not n.startswith(DIVIDED)}
+        assert names == {n for n in row if not n.startswith(DIVIDED)}
+        for name in names:
+            bound = max(rel, 1e-6) if name.endswith(COUNTED_IN_FLOAT32) else rel
+            # near zero a sum in another order differs by its terms, not by itself
+            assert row[name] == pytest.approx(wanted[name], rel=bound, abs=bound, nan_ok=True), (row["step"], name)
+
+
+def assert_same_weights(run, reference, step, rel, role="actor"):
+    """Every weight tensor within `rel` of the reference, relative to the tensor's norm."""
+    ours, theirs = run.weights(step, role), reference.weights(step, role)
+    assert ours.keys() == theirs.keys()
+    for name, wanted in theirs.items():
+        gap = (ours[name].double() - wanted.double()).norm() / wanted.double().norm()
+        assert gap <= rel, f"{role} {name}: {gap:.3g}"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def wide(no_pictures):
+    """The runs of this process have the norms that those of ranks have, and draw nothing either."""
+    from tests.runtime import wide_norms
+
+    with pytest.MonkeyPatch.context() as patch:
+        wide_norms.widen(patch)
+        yield
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory, tiny_llama):
+    """Overrides of 3 steps of GRPO with 5 prompts x 3 samples in two optimizer steps: nothing divides by 2."""
+    folder = tmp_path_factory.mktemp("task")
+    for name, count in (("train", 24), ("val", 3)):
+        rows = [
+            {
+                "data_source": "letters",
+                "prompt": [{"role": "user", "content": f"{name} {'x' * (i % 5)} {i}"}],
+                "reward_model": {"style": "rule", "ground_truth": str(i)},
+                "extra_info": {"index": i},
+            }
+            for i in range(count)
+        ]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    (folder / "reward.py").write_text(REWARD)
+    return [
+        "algorithm.adv_estimator=grpo",
+        f"actor_rollout_ref.model.path={tiny_llama}",
+        "actor_rollout_ref.model.external_lib=tests.runtime.wide_norms",
+        f"data.train_files={folder}/train.jsonl",
+        f"data.val_files={folder}/val.jsonl",
+        "data.train_batch_size=5",
+        "data.max_prompt_length=64",
+        "data.max_response_length=6",
+        "actor_rollout_ref.rollout.n=3",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=3",
+        "actor_rollout_ref.actor.optim.lr=0.0002",
+        "actor_rollout_ref.actor.fsdp_config.dtype=float64",
+        f"reward.custom_reward_function.path={folder}/reward.py",
+        "reward.num_workers=1",
+        "trainer.logger=[file]",
+        "trainer.total_training_steps=3",
+        "trainer.val_before_train=False",
+        "trainer.test_freq=3",
+        "trainer.save_freq=3",
+    ]
+
+
+PPO = [
+    "algorithm.adv_estimator=gae",
+    "critic.optim.lr=0.0001",
+    "actor_rollout_ref.actor.use_kl_loss=True",
+    "actor_rollout_ref.actor.ppo_epochs=2",
+    "actor_rollout_ref.actor.shuffle=True",
+]
+
+
+@pytest.fixture(scope="module")
+def jobs(base, tmp_path_factory):
+    """`add(name, *changes)` notes a run, `file()` writes the jobs of several_runs.py; `run(name)` is its folder."""
+
+    class Jobs:
+        def __init__(self):
+            self.root = tmp_path_factory.mktemp("runs")
+            self.noted = []
+
+        def add(self, name, *changes, **more):
+            self.noted.append({"overrides": self.overrides(name, *changes), **more})
+            return self.run(name)
+
+        def overrides(self, name, *changes):
+            changes = [f"trainer.default_local_dir={self.root}/{name}", *changes]
+            taken = {c.split("=", 1)[0] for c in changes}
+            return [b for b in base if b.split("=", 1)[0] not in taken] + changes
+
+        def run(self, name):
+            return Run(self.root / name)
+
+        def file(self):
+            path = self.root / f"jobs_{len(list(self.root.glob('jobs_*')))}.json"
+            path.write_text(json.dumps(self.noted))
+            self.noted = []
+            return path
+
+    return Jobs()
+
+
+def train_here(jobs, name, *changes):
+    """The same run in this process."""
+    from verl.config import load_config
+    from verl.run.host import train
+
+    assert train(load_config(jobs.overrides(name, *changes))) == 0
+    return jobs.run(name)

@@ -1,0 +1,207 @@
+"""`python -m tests.runtime.reshard_ranks jobs.json`: training runs like those of several_runs.py, watched while new weights
+travel, and with something going wrong on the way where a job's "fault" says so.
+
+Each rank writes what it saw of a run to the file wire-RANK.json in the run's folder: {"plan": ..., "updates": [...]}.
+"""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import pictures
+from tests.runtime.ranks import take_port
+from verl.config import load_config
+from verl.errors import VerlError
+from verl.parallel.traffic import Traffic
+from verl.reshard import transport, update
+from verl.roles.rollout import RolloutWorker
+from verl.rollout.native.engine import NativeRollout
+from verl.rollout.rollout_model import Replica
+from verl.run.host import train
+from verl.runtime import rank_workers as host
+
+RANK = int(os.environ.get("RANK", "0"))
+K_PROJ = "model.layers.1.self_attn.k_proj.weight"
+NORM = "model.norm.weight"
+
+
+class Watched(update.PlannedUpdate):
+    """An update that notes what it sent, by its own count and by TRAFFIC."""
+
+    seen: list = []
+    goes_on = False
+
+    def __call__(self):
+        Watched.goes_on = True
+        traffic, before = transport.TRAFFIC, self.transport.num_sent_bytes
+        transport.TRAFFIC = Traffic()
+        try:
+            super().__call__()
+        finally:
+            Watched.goes_on = False
+            exchanged = transport.TRAFFIC.take()
+            transport.TRAFFIC = traffic
+            row = {"sent": self.transport.num_sent_bytes - before, "traffic": exchanged.num_bytes}
+            self.seen.append({**row, "seconds": exchanged.seconds, "peak": self.transport.peak_staging_bytes})
+
+
+def is_time(rank=1):
+    """On one rank, in the second update: the one after the first step."""
+    return RANK == rank and len(Watched.seen) == 1 and Watched.goes_on
+
+
+def before_it_is_proved(patch, change):
+    """`change(transport, wanted)` on rank 1 when everything has come."""
+    check_held = transport.PeerToPeer.check_held
+
+    def faulty(self, wanted):
+        if is_time():
+            change(self, wanted)
+        check_held(self, wanted)
+
+    patch.setattr(transport.PeerToPeer, "check_held", faulty)
+
+
+def flips_a_bit(patch):
+    """One bit of what arrived is another."""
+
+    def flip(self, wanted):
+        came = next(move for move in reversed(self._proved) if not move.is_kept)
+        self._at(wanted, came, is_source=False).view(torch.int64)[(0,) * len(came.box)] ^= 1
+
+    before_it_is_proved(patch, flip)
+
+
+def loses_half_a_bucket(patch):
+    """The second half of what rank 0 writes for the engine goes elsewhere."""
+    place = transport.PeerToPeer._place
+
+    def faulty(self, move):
+        there, moves = place(self, move), list(self._places)
+        is_lost = is_time(0) and moves.index(move) >= len(moves) // 2
+        return torch.empty_like(there) if is_lost else there
+
+    patch.setattr(transport.PeerToPeer, "_place", faulty)
+
+
+def swaps_two(patch):
+    """The engine takes k_proj for v_proj and the other way round."""
+
+    def swap(self, wanted):
+        k, v = wanted[K_PROJ], wanted[K_PROJ.replace("k_proj", "v_proj")]
+        was = k.clone()
+        k.copy_(v)
+        v.copy_(was)
+
+    before_it_is_proved(patch, swap)
+
+
+def dies_in_an_update(patch):
+    """The process that has the engine is killed when it has written a part of the new weights."""
+    put = transport.PeerToPeer._put
+
+    def faulty(self, moves, held, wanted):
+        put(self, moves, held, wanted)
+        if is_time():
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    patch.setattr(transport.PeerToPeer, "_put", faulty)
+
+
+def keeps_its_version(patch):
+    """The engine takes the new weights for the old ones."""
+    publish = NativeRollout.publish
+
+    def faulty(self, version):
+        publish(self, version - 1 if RANK == 1 and version == 1 else version)
+
+    patch.setattr(NativeRollout, "publish", faulty)
+
+
+def generates_with_others(patch):
+    """What arrived has been proved, and then the engine multiplies a norm."""
+    publish = RolloutWorker.publish
+
+    def faulty(self, version, weights=None):
+        publish(self, version, weights)
+        if RANK == 1 and version == 1:
+            with torch.no_grad():
+                self.replica.parts()[NORM].mul_(1.5)
+
+    patch.setattr(RolloutWorker, "publish", faulty)
+
+
+def loses_a_tensor(patch):
+    """The engine has no k_proj any more."""
+    parts = Replica.parts
+
+    def faulty(self):
+        return {name: part for name, part in parts(self).items() if not (is_time() and name == K_PROJ)}
+
+    patch.setattr(Replica, "parts", faulty)
+
+
+def hands_on_too_little(patch):
+    """The trained model does not know its last norm."""
+    facts = update._model_facts
+
+    def faulty(engine):
+        found = facts(engine)
+        del found["shapes"][NORM]
+        return found
+
+    patch.setattr(update, "_model_facts", faulty)
+
+
+FAULTS = {
+    fault.__name__: fault
+    for fault in (
+        flips_a_bit, loses_half_a_bucket, swaps_two, dies_in_an_update, keeps_its_version, generates_with_others,
+        loses_a_tensor, hands_on_too_little,
+    )
+}  # fmt: skip
+
+
+def watch(patch, fault):
+    Watched.seen.clear()
+    hosts = []
+    planned = host.Host._plan
+
+    def plan(self):
+        hosts.append(self)
+        return planned(self)
+
+    patch.setattr(host.Host, "_plan", plan)
+    patch.setattr(update, "PlannedUpdate", Watched)
+    if fault is not None:
+        FAULTS[fault](patch)
+    return hosts
+
+
+def main(file):
+    pictures.leave_out(pytest.MonkeyPatch())
+    for number, job in enumerate(json.loads(Path(file).read_text())):
+        take_port(f"{file}.port{number}")
+        error = ""
+        with pytest.MonkeyPatch.context() as patch:
+            hosts = watch(patch, job.get("fault"))
+            try:
+                train(load_config(job["overrides"]))
+            except VerlError as found:
+                error = f"{type(found).__name__}: {found}"
+                if not job.get("fault"):
+                    raise
+        plan = hosts[0].update.plan if hosts and hosts[0].update is not None else None
+        sent = None if plan is None else plan.sent_bytes.get(RANK, 0)
+        folder = next(o for o in job["overrides"] if o.startswith("trainer.default_local_dir=")).split("=", 1)[1]
+        found = {"plan": sent, "updates": Watched.seen, "error": error}
+        Path(folder, f"wire-{RANK}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

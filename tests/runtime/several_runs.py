@@ -1,0 +1,33 @@
+"""`python -m tests.runtime.several_runs jobs.json`: training runs one after the other in one process or rank.
+
+A job is {"overrides": [...]}; started as several ranks, all do the same jobs, each at a port of its own. One
+start of Python serves many runs.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import pictures
+from tests.runtime.ranks import take_port
+from verl.config import load_config
+from verl.errors import VerlError
+from verl.run.host import train
+
+
+def main(file):
+    pictures.leave_out(pytest.MonkeyPatch())
+    for number, job in enumerate(json.loads(Path(file).read_text())):
+        take_port(f"{file}.port{number}")
+        try:
+            train(load_config(job["overrides"]))
+        except VerlError as error:
+            print(f"ERROR {type(error).__name__}: {error}", file=sys.stderr)
+            if not job.get("may_fail"):
+                raise
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,72 @@
+"""A dataflow written as a chain, as the single-controller API has it."""
+
+import pytest
+import torch
+
+from tests.parallel.batches import make_batch, rows_of
+from tests.runtime.test_group import Doubler, loop_runner
+from verl.errors import ConfigError
+from verl.parallel.mesh import Mesh
+from verl.runtime.dataflow import Controller
+from verl.runtime.roles import Roles
+from verl.runtime.worker_group import WorkerGroup
+
+
+@pytest.fixture
+def groups():
+    def group(size):
+        return WorkerGroup("doubler", Doubler, Mesh.flat(range(size)), loop_runner([Doubler() for _ in range(size)]))
+
+    return {"rollout_group": group(3), "update_group": group(2)}
+
+
+def test_as_written(groups):
+    """The chain of the programming model, with stages as functions."""
+    seen = []
+    prompts = make_batch(5)
+
+    def responses(group, batch):
+        return group.double(batch)
+
+    def experience(batch):
+        seen.append(rows_of(batch))
+        return batch
+
+    def advantages(batch):
+        batch.batch["advantage"] = batch.batch["twice"] - batch.batch["twice"].double().mean()
+        return batch
+
+    def updates(group, batch):
+        return group.add(1, batch)
+
+    controller = Controller(**groups)
+    data_flow = (
+        controller
+        .broadcast(prompts)
+        .scatter(responses, worker_group="rollout_group")
+        .gather(experience)
+        .all_reduce(advantages)
+        .scatter(updates, worker_group="update_group")
+    )  # fmt: skip
+    assert seen == [], "nothing runs before sync"
+    assert data_flow.sync() == [6, 6]
+    assert seen == [[0, 1, 2, 3, 4]]
+    assert data_flow.sync() == [6, 6], "a chain can run again"
+
+
+def test_a_stage_by_name_and_a_source_that_is_a_function(groups):
+    flow = Controller(**groups).broadcast(lambda: make_batch(3)).scatter("double", worker_group="rollout_group")
+    assert flow.sync().batch["twice"].tolist() == [0, 2, 4]
+
+
+def test_groups_of_a_run():
+    class Handle:
+        def generate(self, batch):
+            return batch
+
+    roles = Roles(rollout=Handle(), reward=None, actor=None)
+    batch = make_batch(2)
+    assert Controller(roles).broadcast(batch).scatter("generate", worker_group="rollout_group").sync() is batch
+    with pytest.raises(ConfigError, match="no worker group 'update_group'; did you mean 'rollout_group'"):
+        Controller(roles).scatter("update", worker_group="update_group")
+    assert torch.equal(batch.batch["row"], torch.arange(2))

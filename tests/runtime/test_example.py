@@ -1,0 +1,42 @@
+"""`examples/ppo_simple.py` as the seed documents call it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.forked import run_forked
+from tests.runtime.ranks import ROOT, environment
+from verl.parallel.collectives import free_port
+
+SCRIPT = ROOT / "examples" / "ppo_simple.py"
+PLAIN = [SCRIPT, "--num_rollout_workers", "1", "--num_update_workers", "1"]
+
+
+def summary(folder):
+    return json.loads((folder / "outputs/ppo_simple/run/summary.json").read_text())
+
+
+def run(command, folder):
+    done = subprocess.run(
+        command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=150, check=False
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    return done.stdout + done.stderr
+
+
+def test_plain_python(tmp_path):
+    code, said = run_forked(*PLAIN, cwd=tmp_path, env=environment(), timeout_s=150)
+    assert code == 0, said[-5000:]
+    assert "devices" not in said
+    assert summary(tmp_path)["steps"] == 5
+
+
+@pytest.mark.slow
+def test_under_torchrun(tmp_path, tiny_llama):
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master-port={free_port()}"]
+    options = ["--config-path", "configs/ppo_llama3.yaml", "--num-rollout-workers", "1", "--num-update-workers", "1"]
+    text = run([*launcher, str(SCRIPT), *options, f"actor_rollout_ref.model.path={tiny_llama}"], tmp_path)
+    assert "actor, reference, critic on 0; rollout, reward on 1" in text
+    assert summary(tmp_path)["steps"] == 5

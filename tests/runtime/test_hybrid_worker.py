@@ -1,0 +1,47 @@
+"""`from verl.worker import ActorRolloutRefWorker`, as the seed documents write it."""
+
+import pytest
+import torch
+
+from verl.errors import DataError
+from verl.runtime.hybrid_worker import ActorRolloutRefWorker as Implementation
+from verl.worker import ActorRolloutRefWorker
+
+
+def test_it_generates_scores_and_trains(tiny_llama):
+    assert ActorRolloutRefWorker is Implementation
+    overrides = [
+        "actor_rollout_ref.actor.fsdp_config.dtype=float32",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        "actor_rollout_ref.actor.optim.lr=0.01",
+        "actor_rollout_ref.rollout.n=3",
+        "data.max_prompt_length=64",
+        "data.max_response_length=8",
+    ]
+    with ActorRolloutRefWorker(
+        model_path=str(tiny_llama),
+        tensor_parallel_size=2,
+        max_batch_size=4,
+        rollout_backend="native",
+        overrides=overrides,
+    ) as worker:
+        batch = worker.generate_sequences(["What is 2 + 2?", "And 3?"])
+        assert len(batch) == 6
+        assert set(batch.batch["weight_version"].tolist()) == {0}
+        assert len(worker.generate_sequences([[1, 2, 3]], n=1)) == len(worker.generate_sequences("2 + 2?", n=1)) == 1
+        with pytest.raises(DataError, match="no prompts"):
+            worker.generate_sequences([])
+        old, reference = worker.compute_log_prob(batch), worker.compute_ref_log_prob(batch)
+        mask = batch.batch["response_mask"]
+        sampled = batch.batch["rollout_log_probs"]
+        for found in (old.batch["old_log_probs"], reference.batch["ref_log_prob"]):
+            assert torch.allclose(found[mask], sampled[mask], atol=1e-4)
+        advantages = torch.where(mask, torch.arange(6.0)[:, None] - 2.5, 0.0)
+        columns = old.union(reference)
+        columns.batch["advantages"] = advantages
+        worker.update_actor(batch.union(columns))
+        moved = worker.compute_log_prob(batch).batch["old_log_probs"]
+        assert not torch.allclose(moved[mask], sampled[mask], atol=1e-4)
+        again = worker.compute_ref_log_prob(batch).batch["ref_log_prob"]
+        assert torch.equal(again, reference.batch["ref_log_prob"])
+        assert set(worker.generate_sequences([[5, 6]], n=2).batch["weight_version"].tolist()) == {1}

@@ -1,0 +1,306 @@
+"""The program as a driver over actors: the same figures, roles on pools of their own, users' worker groups, faults."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+
+import psutil
+import pytest
+import torch
+
+from tests.runtime.conftest import PPO, assert_same, assert_same_weights, train_here
+from tests.runtime.ranks import ROOT, end_tree, environment, survivors
+from verl.data_proto.proto import DataProto
+from verl.errors import ConfigError, DeadlineError, WorkerLostError
+from verl.single_controller.base import Dispatch, Execute, Worker, register
+from verl.single_controller.base.decorator import make_nd_compute_dataproto_dispatch_fn
+
+ray = pytest.importorskip("ray")
+
+from verl.runtime.ray_cluster import Cluster, Request  # noqa: E402 - needs ray
+from verl.single_controller.ray import (  # noqa: E402 - needs ray
+    RayClassWithInitArgs,
+    RayResourcePool,
+    RayWorkerGroup,
+    create_colocated_worker_cls,
+)
+
+TWO = ["trainer.n_gpus_per_node=2", "ray_kwargs.ray_init.num_cpus=4"]
+APART = [
+    "trainer.n_gpus_per_node=3",
+    "ray_kwargs.ray_init.num_cpus=4",
+    "trainer.placement={actor:[0],critic:[1],reward:[2],rollout:[0],reference:[1]}",
+    "actor_rollout_ref.actor.checkpoint.async_save=True",  # the critic's process writes its files before its call returns
+]
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """One cluster for the tests of this file; runs find it and leave it alone."""
+    os.environ.update(RAY_AUTH_MODE="disabled", VERL_TEST_WIDE_NORMS="1")
+    for attempt in range(2):  # its start has a deadline of its own, which a busy machine can miss
+        try:
+            ray.init(num_cpus=4, include_dashboard=False, logging_level="WARNING", log_to_driver=False)
+            break
+        except Exception:
+            if attempt or "timed out during startup" not in traceback.format_exc():
+                raise
+            ray.shutdown()
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def driven(cluster, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def test_grpo_on_two_processes(driven, jobs):
+    run = train_here(jobs, "grpo_ray", *TWO)
+    reference = train_here(jobs, "grpo_here")
+    assert_same(run, reference, rel=1e-10)
+    assert_same_weights(run, reference, 3, rel=1e-10)
+
+
+@pytest.fixture(scope="module")
+def ppo_here(jobs):
+    return train_here(jobs, "ppo_here", *PPO)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [("on two processes", TWO), pytest.param("actor, critic and reward apart", APART, marks=pytest.mark.slow)],
+)
+def test_ppo(driven, jobs, ppo_here, name, changes):
+    run = train_here(jobs, f"ppo {name}".replace(" ", "_").replace(",", ""), *PPO, *changes)
+    assert_same(run, ppo_here, rel=1e-10)
+    for role in ("actor", "critic"):
+        assert_same_weights(run, ppo_here, 3, rel=1e-10, role=role)
+    assert (run.folder / "logs" / "rank_1.log").exists()
+
+
+@pytest.mark.slow
+def test_samples_made_ahead_on_devices_of_their_own(driven, jobs):
+    """Generation and scoring beside training: the same samples train in the same steps as in one process."""
+    ahead = ["actor_rollout_ref.rollout.prefetch_num=2", "trainer.total_training_steps=5", "trainer.save_freq=5"]
+    apart = ["trainer.n_gpus_per_node=2", "trainer.placement={actor:[0],rollout:[1],reward:[1]}"]
+    run = train_here(jobs, "ahead_ray", *ahead, *apart, "ray_kwargs.ray_init.num_cpus=4")
+    reference = train_here(jobs, "ahead_here", *ahead)
+    assert_same(run, reference, rel=1e-10)
+    assert_same_weights(run, reference, 5, rel=1e-10)
+    ages = [row["training/off_policy/trajectory_staleness/max"] for row in run.rows]
+    assert ages == [0, 1, 2, 2, 2]
+    apart = ["trainer.n_gpus_per_node=2", "trainer.placement={actor:[0],rollout:[1],reward:[0]}"]
+    scored_elsewhere = train_here(jobs, "scored_ray", *ahead, *apart, "ray_kwargs.ray_init.num_cpus=4")
+    assert_same(scored_elsewhere, reference, rel=1e-10)
+
+
+@pytest.mark.slow
+def test_separate_async_with_both_pools_on_one_machine(driven, jobs):
+    mode = ["trainer.v1.trainer_mode=separate_async", "trainer.nnodes=1", "trainer.n_gpus_per_node=1"]
+    pools = ["actor_rollout_ref.rollout.nnodes=1", "actor_rollout_ref.rollout.n_gpus_per_node=1"]
+    run = train_here(jobs, "separate_ray", *mode, *pools, "ray_kwargs.ray_init.num_cpus=4")
+    reference = train_here(jobs, "separate_here", *mode)
+    assert_same(run, reference, rel=1e-10)
+    assert_same_weights(run, reference, 3, rel=1e-10)
+
+
+def test_more_devices_than_the_cluster_has(driven, jobs):
+    with pytest.raises(ConfigError, match="cluster has 1 with 4"):
+        train_here(jobs, "large", "trainer.n_gpus_per_node=64")
+
+
+class Adder(Worker):
+    def __init__(self, amount):
+        self.amount = amount
+        self._register_dispatch_collect_info("model", dp_rank=self.rank // 2, is_collect=self.rank % 2 == 0)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def add(self, batch):
+        return DataProto.from_dict({"x": batch.batch["x"] + self.amount})
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("model"))
+    def add_by_mesh(self, batch, more):
+        return DataProto.from_dict({"x": batch.batch["x"] + more, "rank": torch.full((len(batch),), self.rank)})
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def place(self):
+        return self.rank, self.world_size
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
+    def first(self):
+        return self.rank
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def fail(self, rank, how):
+        if self.rank == rank and how == "raise":
+            raise ValueError("no such luck")
+        if self.rank == rank and how == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.rank == rank and how == "hang":
+            time.sleep(60)
+
+
+class TestUserGroups:
+    @pytest.fixture(scope="class")
+    def pool(self, cluster):
+        pool = RayResourcePool([2], use_gpu=False)
+        yield pool
+        pool.close()
+
+    @pytest.fixture(scope="class")
+    def group(self, pool):
+        group = RayWorkerGroup(pool, RayClassWithInitArgs(Adder, 10), timeout_s=30)
+        yield group
+        group.close()
+
+    def test_calls(self, group):
+        batch = DataProto.from_dict({"x": torch.arange(3)}, auto_padding=True)
+        assert group.add(batch).batch["x"].tolist() == [10, 11, 12]
+        assert group.place().get() == [(0, 2), (1, 2)]
+        assert group.first() == 0
+        assert group.execute_all_sync("first") == [0, 1]
+        assert group.execute_rank_zero_async("place").get() == (0, 2)
+
+    def test_a_mesh_that_the_workers_name(self, group):
+        found = group.add_by_mesh(DataProto.from_dict({"x": torch.arange(3)}), 5)
+        assert found.batch["x"].tolist() == [5, 6, 7]
+        assert found.batch["rank"].tolist() == [0, 0, 0]
+
+    def test_an_error_comes_with_its_traceback(self, group):
+        with pytest.raises(RuntimeError, match=r"rank 1 .*fail(.|\n)*ValueError: no such luck"):
+            group.fail(1, "raise")
+
+    @pytest.mark.slow
+    def test_colocated_classes_share_processes(self, pool):
+        classes = {"one": RayClassWithInitArgs(Adder, 1), "two": RayClassWithInitArgs(ray.remote(Adder), amount=2)}
+        both = RayWorkerGroup(pool, create_colocated_worker_cls(classes))
+        groups = both.spawn(prefix_set={"one", "two"})
+        batch = DataProto.from_dict({"x": torch.arange(2)})
+        assert groups["one"].add(batch).batch["x"].tolist() == [1, 2]
+        assert groups["two"].add(batch).batch["x"].tolist() == [2, 3]
+        with pytest.raises(ConfigError, match="hold no worker 'three'"):
+            both.spawn(["three"])
+        both.close()
+
+    def test_processes_that_hang_and_die_are_named(self, group):
+        group.timeout_s = 2
+        stack = r"its stack: \w+.fail for \d+ s, in fail \(test_ray.py:\d+\)"
+        with pytest.raises(DeadlineError, match=rf"rank 1 .*{stack}.* did not finish .*fail within 2 s"):
+            group.fail(1, "hang")
+        with pytest.raises(WorkerLostError, match=r"Rank 0 .*died in .*fail after"):
+            group.fail(0, "die")
+
+
+@pytest.mark.slow
+def test_a_process_is_killed_while_training(jobs):
+    """A driver with a cluster of its own: it says which rank died, ends, and leaves nothing behind."""
+    changes = [*TWO, "trainer.total_training_steps=500", "trainer.test_freq=-1", "trainer.save_freq=-1"]
+    jobs.add("killed_ray", *changes, may_fail=True)
+    folder = jobs.run("killed_ray").folder
+    command = [sys.executable, "-m", "tests.runtime.several_runs", str(jobs.file())]
+    driver = subprocess.Popen(
+        command, cwd=ROOT, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    try:
+        metrics, until = folder / "metrics.jsonl", time.monotonic() + 90
+        while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
+            assert time.monotonic() < until, "no step was taken"
+            assert driver.poll() is None, driver.stdout.read()[-3000:]
+            time.sleep(0.2)
+        actors = [
+            p for p in psutil.Process(driver.pid).children(recursive=True) if "RankProcess" in " ".join(cmdline(p))
+        ]
+        assert len(actors) == 2
+        mine = [p.pid for p in actors]
+        actors[1].kill()
+        text, _ = driver.communicate(timeout=60)
+    finally:
+        end_tree(driver.pid)
+    assert "ERROR WorkerLostError: Rank " in text, text[-3000:]
+    assert "died in " in text
+    assert "actor, rollout" in text
+    until = time.monotonic() + 10
+    while any(psutil.pid_exists(pid) for pid in mine) and time.monotonic() < until:
+        time.sleep(0.2)
+    assert not any(psutil.pid_exists(pid) for pid in mine)
+    assert survivors(str(jobs.root)) == []
+
+
+def cmdline(process):
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+OWNER = """
+import sys, ray
+from verl.runtime.ray_cluster import Cluster, Request
+cluster = Cluster({"num_cpus": 1}, Request([1], False, 60))
+print("address", ray.get_runtime_context().gcs_address, flush=True)
+sys.stdin.read()
+cluster.close()
+"""
+GUEST = "import sys, ray; ray.init(address=sys.argv[1], logging_level='ERROR', log_to_driver=False); print('inside')"
+
+
+@pytest.mark.slow
+def test_strangers_do_not_get_into_a_cluster_of_our_own():
+    """Ray listens on all interfaces: `pytest -m slow tests/runtime/test_ray.py -k strangers` takes a minute and a half."""
+    token = "5" * 64
+    plain = {k: v for k, v in environment().items() if not k.startswith("RAY_AUTH")}
+    knows = {**plain, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER], cwd=ROOT, env={**plain, "RAY_AUTH_TOKEN": token}, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    try:
+        said = []
+        while not (said and said[-1].startswith("address ")):
+            said.append(owner.stdout.readline())
+            assert said[-1], "".join(said)[-3000:]
+        command = [sys.executable, "-c", GUEST, said[-1].split()[1]]
+        outputs = [
+            subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False).stdout
+            for env in (plain, {**knows, "RAY_AUTH_TOKEN": "6" * 64}, knows)
+        ]
+    finally:
+        end_tree(owner.pid)
+    assert ["inside" in output for output in outputs] == [False, False, True]
+
+
+def test_the_config_travels_whole(base):
+    from verl.config import load_config
+    from verl.config.load import build
+    from verl.config.tree import leaves, value_at
+    from verl.runtime.ray import pack, unpack
+
+    config = load_config([*base, "actor_rollout_ref.rollout.stop=[a,b]"]).config
+    sent = unpack(pack({path: value_at(config, path) for path in leaves()}))
+    assert build(sent) == config
+    assert json.dumps(sent["trainer.placement"]) == "{}"
+
+
+@pytest.mark.parametrize(
+    ("address", "error", "expected", "words"),
+    [
+        (None, ConnectionError("the socket was closed"), WorkerLostError, r"the socket was closed\). Look at /tmp/ray"),
+        (None, ValueError("no such argument"), ConfigError, r"Check ray_kwargs.ray_init\."),
+        ("10.0.0.1:6379", ConnectionError("refused"), ConfigError, r"Check ray_kwargs.ray_init.address\."),
+    ],
+)
+def test_a_cluster_that_does_not_start(monkeypatch, address, error, expected, words):
+    """Of one of our own somebody may have killed a process: that is worth the supervisor's second attempt."""
+
+    def fail(**_):
+        raise error
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", fail)
+    with pytest.raises(expected, match=f"Ray did not start after .* s .*{words}"):
+        Cluster({"address": address, "num_cpus": 1}, Request([1], False, 10.0))

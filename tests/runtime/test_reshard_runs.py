@@ -1,0 +1,150 @@
+"""Runs whose weights travel by a plan: tokens and weights are those of a single process, and what goes wrong stops the run
+before a sample of wrong weights trains.
+
+Faults, each in the second update of a run, on the second rank (reshard_ranks.py): a bit flipped, half a bucket lost, two
+tensors swapped, a tensor dropped by the engine or by the trainer, a stale version, other weights than those that were proved,
+and the death of the engine's process.
+"""
+
+import json
+import signal
+
+import pytest
+
+from tests.runtime.conftest import assert_same, assert_same_weights, train_here
+from tests.runtime.ranks import Ranks, run
+from verl.models.tiny import make_tiny_model
+
+SIZE = "actor_rollout_ref.rollout.tensor_model_parallel_size=2"
+MODEL_BYTES = 8 * (264 * 64 + 64 + 2 * (2 * 64 + 64 * (64 + 32 + 32 + 64) + 3 * 64 * 128))  # tiny Llama, float64, tied
+SIDES = {
+    "divided": [SIZE],  # FSDP 2 -> tensor parallel 2
+    "copies": [],  # FSDP 2 -> a copy on each rank
+    "carried": ["trainer.placement={actor:[0],rollout:[1]}"],
+    "adapters": ["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.target_modules=all-linear"],
+}
+EXPERTS = [SIZE, "actor_rollout_ref.actor.fsdp_config.expert_parallel_size=2"]  # EP 2 -> tensor parallel 2
+ADAPTER_BYTES = 8 * 4 * 2 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 128))  # rank 4, two layers, float64
+FAULTS = {
+    "flips_a_bit": ["rank 1 does not hold what rank 0 sent of model.", "must not be used"],
+    "loses_half_a_bucket": ["rank 1 does not hold what rank 0 sent of model.", "must not be used"],
+    "swaps_two": ["rank 1 does not hold", "of model.layers.1.self_attn.k_proj.weight", "must not be used"],
+    "loses_a_tensor": ["Rank 1 should fill [32, 64] of model.layers.1.self_attn.k_proj.weight", "not there"],
+    "hands_on_too_little": ["without model.norm.weight", "would sample from old"],
+    "keeps_its_version": ["were made by weights of version 0, but only version 1 may train"],
+}
+IN_OWN_MEMORY = ("flips_a_bit", "loses_half_a_bucket", "swaps_two")  # rank 1 needs some for that
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    """A model whose layers have four experts."""
+    path = make_tiny_model(tmp_path_factory.mktemp("models") / "mixture", "qwen3_moe", moe_intermediate_size=16)
+    return [f"actor_rollout_ref.model.path={path}"]
+
+
+@pytest.fixture(scope="module")
+def alone(jobs, mixture):
+    adapters = train_here(jobs, "adapters1", *SIDES["adapters"])
+    experts = train_here(jobs, "experts1", *mixture)
+    whole = train_here(jobs, "alone")
+    return {**dict.fromkeys(SIDES, whole), "adapters": adapters, "experts": experts}
+
+
+@pytest.fixture(scope="module")
+def two_ranks(jobs, mixture):
+    for name, changes in SIDES.items():
+        jobs.add(name, *changes)
+    jobs.add("experts", *EXPERTS, *mixture)
+    for fault in FAULTS:
+        jobs.add(fault, *([SIZE] if fault in IN_OWN_MEMORY else []), fault=fault)
+    jobs.add(
+        "generates_with_others", SIZE, fault="generates_with_others"
+    )  # the last one: the other rank waits for our end
+    run(2, "tests.runtime.reshard_ranks", jobs.file(), timeout_s=160)
+    return jobs
+
+
+def wire(jobs, name):
+    """What each rank saw."""
+    return [json.loads((jobs.run(name).folder / f"wire-{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("name", [*SIDES, "experts"])
+def test_tokens_and_weights_are_those_of_one_process(two_ranks, alone, name):
+    rel = (
+        1e-6 if name == "experts" else 1e-10
+    )  # routers round to float32, of which sums in another order change the last bit
+    assert_same(two_ranks.run(name), alone[name], rel=rel)
+    assert_same_weights(two_ranks.run(name), alone[name], 3, rel=rel)
+
+
+@pytest.mark.parametrize("name", ["divided", "copies", "carried", "experts"])
+def test_what_travels_is_what_the_plan_says(two_ranks, name):
+    for seen in wire(two_ranks, name):
+        assert len(seen["updates"]) == 4, "one before the first step, and one after each"
+        assert all(u["sent"] == u["traffic"] == seen["plan"] for u in seen["updates"])
+        assert all(u["seconds"] > 0 for u in seen["updates"])
+    sent = sum(seen["plan"] for seen in wire(two_ranks, name))
+    # what both ranks generate with lies in one memory, and lacks there what rank 1 trains; a rank that trains nothing lacks all
+    lacking = {"copies": MODEL_BYTES / 2, "carried": MODEL_BYTES}
+    assert sent == lacking.get(name, sent)
+    assert sent <= MODEL_BYTES
+
+
+def test_half_of_a_divided_copy_is_there_already(two_ranks):
+    """Rows of column-parallel weights lie where they are needed: only those divided by columns, and norms, travel."""
+    divided, copies = (sum(seen["plan"] for seen in wire(two_ranks, name)) for name in ("divided", "copies"))
+    assert 0 < divided < 0.3 * copies
+
+
+def test_experts_stay_where_they_are_trained(two_ranks):
+    """Halves of what is divided by columns travel, and of what both ranks hold: o_proj, norms of layers and heads, routers."""
+    shared = 64 + 2 * (2 * 64 + 2 * 16 + 4 * 64)
+    assert sum(seen["plan"] for seen in wire(two_ranks, "experts")) == 8 * (2 * 64 * 64 // 2 + shared)
+
+
+def test_adapters_travel_alone(two_ranks):
+    """In the memory of both copies the half of them is lacking that rank 1 trains."""
+    assert sum(seen["plan"] for seen in wire(two_ranks, "adapters")) == ADAPTER_BYTES // 2
+    assert all(u["sent"] == seen["plan"] for seen in wire(two_ranks, "adapters") for u in seen["updates"])
+
+
+def steps(jobs, name):
+    file = jobs.run(name).folder / "metrics.jsonl"
+    return len(file.read_text().splitlines()) if file.exists() else 0
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_stops_all_ranks_with_the_same_sentence(two_ranks, fault):
+    first, second = wire(two_ranks, fault)
+    assert first["error"] == second["error"]
+    assert first["error"].startswith("ModelError: ")
+    assert all(word in first["error"] for word in FAULTS[fault]), first["error"]
+    num_updates = 0 if fault == "hands_on_too_little" else 2
+    assert [len(seen["updates"]) for seen in (first, second)] == [num_updates] * 2
+    # a step ends with its update: the first was good, what the second has made is not trained on
+    assert steps(two_ranks, fault) == (1 if fault == "keeps_its_version" else 0)
+
+
+def test_an_engine_that_generated_with_other_weights(two_ranks):
+    """The digests of the update were right; they are compared with what the engine has once more before its samples train."""
+    first, second = wire(two_ranks, "generates_with_others")
+    assert "ModelError: After the update of weights, rank 1 does not hold" in first["error"]
+    assert "Rank 1 failed in rollout.end_generation" in first["error"]
+    assert second["error"].startswith("ModelError: After the update of weights, rank 1 does not hold")
+    assert "of model.norm.weight" in second["error"]
+    assert steps(two_ranks, "generates_with_others") == 1
+
+
+def test_an_engine_that_dies_in_an_update(jobs):
+    """The rank that is left stops with a sentence that names the other, and nothing is trained on what came of it."""
+    killed = jobs.add("dies_in_an_update", fault="dies_in_an_update")
+    with Ranks(2, "tests.runtime.reshard_ranks", jobs.file()) as ranks:
+        codes, texts = ranks.wait(60)
+    assert codes == [0, -signal.SIGKILL], "\n".join(text[-3000:] for text in texts)
+    found = json.loads((killed.folder / "wire-0.json").read_text())
+    assert found["error"].startswith("WorkerLostError: ")
+    assert "rank 1 has ended or cannot be reached" in found["error"]
+    assert len(found["updates"]) == 2
+    assert steps(jobs, "dies_in_an_update") == 0

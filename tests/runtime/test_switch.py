@@ -1,0 +1,162 @@
+"""The switch between training and generation: its order, the random state, and weights that must not change meanwhile."""
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from verl.config import FSDPConfig, ModelConfig, OptimConfig, RolloutConfig
+from verl.engines.local import LocalEngine
+from verl.errors import ModelError
+from verl.runtime.mode_switch import Switch, around
+
+CPU = torch.device("cpu")
+
+
+class Rollout:
+    """A rollout worker, as far as the switch looks. `meddles` is what its generation does."""
+
+    def __init__(self, order, meddles):
+        self.order, self.meddles = order, meddles
+
+    def publish(self, version, weights=None):
+        self.order.append(f"publish {version}")
+
+    def end_generation(self):
+        self.meddles()
+        self.order.append("cache freed")
+        return {"seconds": 1.0}
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_llama):
+    return LocalEngine(
+        model=ModelConfig(path=str(tiny_llama)),
+        engine=FSDPConfig(dtype="bfloat16"),
+        optim=OptimConfig(lr=1e-2),
+        kind="policy",
+        device=CPU,
+        total_steps=10,
+    )
+
+
+def switched(engine, meddles=lambda: None, **settings):
+    """One turn of the switch; the order of what was called."""
+    order = []
+    rollout = Rollout(order, meddles)
+    around(Switch(engine, replace(RolloutConfig(), **settings), CPU), rollout)
+    rollout.publish(7)
+    assert rollout.end_generation() == {"seconds": 1.0}
+    return order
+
+
+def test_order(engine, monkeypatch):
+    order = []
+    rollout = Rollout(order, lambda: order.append("generation"))
+    monkeypatch.setattr(engine, "rest", lambda: order.append("training caches freed"))
+    around(Switch(engine, RolloutConfig(), CPU), rollout)
+    rollout.publish(3)
+    rollout.end_generation()
+    assert order == ["publish 3", "training caches freed", "generation", "cache freed"]
+
+
+def test_the_random_state_of_training_goes_on_where_it_was(engine):
+    def draws():
+        return torch.rand(2).tolist() + np.random.rand(2).tolist() + [random.random()]
+
+    def meddles():
+        torch.manual_seed(1)
+        np.random.seed(1)
+        random.seed(1)
+
+    for seed in (torch.manual_seed, np.random.seed, random.seed):
+        seed(5)
+    expected = draws()
+    for seed in (torch.manual_seed, np.random.seed, random.seed):
+        seed(5)
+    switched(engine, meddles)
+    assert draws() == expected
+
+
+def test_generation_may_end_more_than_once(engine):
+    """As after a validation, when the samples of the next step are made under the same weights."""
+    torch.manual_seed(5)
+    expected = torch.rand(1)
+    torch.manual_seed(5)
+    rollout = Rollout([], lambda: torch.manual_seed(1))
+    around(Switch(engine, RolloutConfig(), CPU), rollout)
+    rollout.publish(7)
+    for _ in range(2):
+        rollout.end_generation()
+    assert torch.equal(torch.rand(1), expected)
+
+
+def write_into(engine, name, amount):
+    def meddles():
+        with torch.no_grad():
+            engine.module.get_parameter(name).flatten()[0].add_(amount)
+
+    return meddles
+
+
+@pytest.mark.parametrize("check", ["sampled", "full"])
+def test_a_weight_that_changed_meanwhile_stops_the_run(engine, check):
+    name = "model.layers.0.mlp.up_proj.weight"
+    before = engine.module.get_parameter(name).detach().clone()
+    with pytest.raises(ModelError, match=f"weight {name} changed.*keep_weights_copy"):
+        switched(engine, write_into(engine, name, 1.0), drift_check=check)
+    engine.optimizer.publish()
+    torch.testing.assert_close(engine.module.get_parameter(name), before)
+    switched(engine, drift_check=check)
+
+
+def test_a_weight_in_float64_is_seen_to_change_too(tiny_llama):
+    """What is compared must be a copy, also where no number format changes on the way."""
+    settings = {"model": ModelConfig(path=str(tiny_llama)), "optim": OptimConfig(), "kind": "policy", "device": CPU}
+    wide = LocalEngine(engine=FSDPConfig(dtype="float64"), total_steps=1, **settings)
+    with pytest.raises(ModelError, match="changed while samples were made"):
+        switched(wide, lambda: [p.data.add_(1.0) for p in wide.module.parameters()])
+
+
+def test_a_copy_puts_the_weights_right(engine, caplog):
+    name = "model.norm.weight"
+    before = engine.module.get_parameter(name).detach().clone()
+    switched(engine, write_into(engine, name, 1.0), keep_weights_copy=True)
+    assert torch.equal(engine.module.get_parameter(name), before)
+    assert name in caplog.text
+
+
+def test_the_check_can_be_off(engine):
+    switched(engine, write_into(engine, "model.norm.weight", 1.0), drift_check="off")
+    engine.optimizer.publish()
+
+
+def test_it_is_the_turn_of_every_tensor(engine):
+    switch = Switch(engine, RolloutConfig(), CPU)
+    names = set()
+    for _ in range(4):
+        switch.to_generation(lambda: None)
+        names |= set(switch._seen.numbers)
+        switch.to_training()
+    assert names == set(engine.optimizer.parameters)
+
+
+def test_a_process_that_only_generates_has_its_random_state_kept():
+    torch.manual_seed(5)
+    expected = torch.rand(1)
+    torch.manual_seed(5)
+    switched(None, lambda: torch.manual_seed(1))
+    assert torch.equal(torch.rand(1), expected)
+
+
+def test_training_beside_generation_is_no_drift(engine):
+    """Where steps are taken before generation ends, weights differ because they were trained."""
+
+    def meddles():
+        write_into(engine, "model.norm.weight", 1.0)()
+        engine.optimizer.num_steps += 1
+
+    switched(engine, meddles)
+    engine.optimizer.publish()

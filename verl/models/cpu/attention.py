@@ -1,0 +1,86 @@
+"""Attention of one layer as a pair of calls, forward and backward, without a graph between them.
+
+Where the layout computes with the CPU's flash kernel, the pair is that kernel's. Elsewhere the layout's own
+differentiable `attend` is called on leaves of its own, and its small graph is kept for the backward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from verl.models.matmul import Products
+from verl.models.packed import choose_kernel, flash_backward, flash_forward
+
+
+@dataclass(frozen=True)
+class HeadViews:
+    """Queries, keys and values as attention reads them: [1, heads, tokens, head_dim] each, views of [tokens, ...]."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Attended:
+    """`out` [tokens, heads * head_dim], and what the backward needs."""
+
+    out: torch.Tensor
+    lse: torch.Tensor | None = None
+    graph: tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None = None
+
+
+def attend(
+    layout: Any, index: int, heads: HeadViews, scale: float, window: int | None, by: Products, keep: bool
+) -> Attended:
+    """Attention of layer `index`; with `keep`, fit for `attend_backward`."""
+    q, k, v = heads.q, heads.k, heads.v
+    if _is_flash(layout, q, window):
+        _, num_heads, tokens, head_dim = q.shape
+        q, k, v = by.operand(q), by.operand(k), by.operand(v)
+        out = q.new_empty(tokens, num_heads, head_dim)
+        lse = flash_forward(layout, q, k, v, _as_heads(out), scale)
+        return Attended(out.flatten(1).to(heads.q.dtype), lse if keep else None)
+    if not keep:
+        return Attended(layout.attend(index, q, k, v, scale=scale, sliding_window=window, softcap=None)[0].flatten(1))
+    leaves = tuple(x.detach().requires_grad_() for x in (q, k, v))
+    with torch.enable_grad():
+        attended = layout.attend(index, *leaves, scale=scale, sliding_window=window, softcap=None)
+    return Attended(attended.detach()[0].flatten(1), graph=(attended, leaves))
+
+
+def attend_backward(
+    layout: Any,
+    heads: HeadViews,
+    attended: Attended,
+    d_out: torch.Tensor,
+    scale: float,
+    by: Products,
+    into: HeadViews,
+) -> None:
+    """Writes the gradients of queries, keys and values into `into`, given that of the output."""
+    if attended.graph is not None:
+        out, leaves = attended.graph
+        grads = torch.autograd.grad(out, leaves, d_out.view_as(out))
+        for target, grad in zip((into.q, into.k, into.v), grads, strict=True):
+            target.copy_(grad)
+        return
+    assert attended.lse is not None
+    shape = (d_out.shape[0], heads.q.shape[1], heads.q.shape[3])
+    out, d_out = (by.operand(_as_heads(x.view(shape))) for x in (attended.out, d_out))
+    q, k, v = by.operand(heads.q), by.operand(heads.k), by.operand(heads.v)
+    flash_backward(layout, d_out, q, k, v, out, attended.lse, scale, (into.q, into.k, into.v))
+
+
+def _is_flash(layout: Any, q: torch.Tensor, window: int | None) -> bool:
+    if window is not None and window >= layout.longest:
+        window = None
+    return choose_kernel(q, window, None) == "flash_cpu"
+
+
+def _as_heads(x: torch.Tensor) -> torch.Tensor:
+    """[tokens, heads, head_dim] -> [1, heads, tokens, head_dim], a view."""
+    return x.transpose(0, 1).unsqueeze(0)

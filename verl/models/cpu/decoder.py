@@ -1,0 +1,129 @@
+"""The whole decoder as one differentiable function: token ids in, hidden states of the predicting tokens out.
+
+Its backward writes the gradients of the weights into the buffers it is given, and returns them to autograd only when
+it is given none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from verl.models.cpu import layer as one_layer
+from verl.models.cpu.pointwise import Rotary, inverse_rms, rms_norm, rms_norm_backward_
+from verl.models.cpu.weights import DenseDecoder
+from verl.models.grad_buffers import GradientBuffers
+from verl.models.matmul import Products
+from verl.models.packing import PackedBatch
+
+
+def dense_hidden_states(
+    decoder: DenseDecoder,
+    packed: PackedBatch,
+    gradients: GradientBuffers | None = None,
+    checkpointing: bool = False,
+) -> torch.Tensor:
+    """[predictions, hidden_size]: the normed hidden states at `packed.hidden_index`.
+
+    Differentiable once, in the weights. With `gradients` their gradients are summed there; without, autograd gets
+    them. With `checkpointing` only the layers' inputs are kept, and the rest is computed again in the backward.
+    """
+    trained = [p for p in _parameters(decoder) if p.requires_grad]
+    if not trained or not torch.is_grad_enabled():
+        with torch.no_grad():
+            return _forward(decoder, packed, None, checkpointing)
+    return _DecoderPass.apply(decoder, packed, gradients, checkpointing, *trained)
+
+
+class _DecoderPass(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        decoder: DenseDecoder,
+        packed: PackedBatch,
+        gradients: GradientBuffers | None,
+        checkpointing: bool,
+        *trained: nn.Parameter,
+    ) -> torch.Tensor:
+        ctx.tape = tape = _Tape(_lowest_trained(decoder))
+        ctx.args = (decoder, packed, gradients, trained)
+        return _forward(decoder, packed, tape, checkpointing)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if ctx.tape is None:
+            raise RuntimeError("The activations of this forward are used up: its backward runs once.")
+        decoder, packed, gradients, trained = ctx.args
+        tape, ctx.tape = ctx.tape, None
+        if gradients is not None:
+            _backward(decoder, packed, tape, grads[0], gradients)
+            return (None,) * (4 + len(trained))
+        apart = GradientBuffers.apart(trained)
+        _backward(decoder, packed, tape, grads[0], apart)
+        return (None, None, None, None, *(apart.take(p) for p in trained))
+
+
+class _Tape:
+    """What the forward leaves for the backward, from layer `lowest` on."""
+
+    def __init__(self, lowest: int):
+        self.lowest = lowest
+        self.run: one_layer.Pass | None = None
+        self.layers: dict[int, one_layer.Kept | torch.Tensor] = {}  # the input alone when checkpointing
+        self.last: torch.Tensor | None = None  # [predictions, hidden], before the final norm
+
+
+def _forward(decoder: DenseDecoder, packed: PackedBatch, tape: _Tape | None, checkpointing: bool) -> torch.Tensor:
+    x = F.embedding(packed.input_ids[0], decoder.embed)
+    cos, sin = decoder.rotary(x.unsqueeze(0), packed.position_ids)
+    run = one_layer.Pass(decoder, packed.layout, Rotary(cos[0], sin[0]), Products(x.dtype, x.device))
+    for index in range(len(decoder.layers)):
+        keep = tape is not None and index >= tape.lowest
+        before = x
+        x, kept = one_layer.forward(run, index, x, keep and not checkpointing)
+        if tape is not None and keep:
+            tape.layers[index] = before if kept is None else kept
+    last = x.index_select(0, packed.hidden_index)
+    if tape is not None:
+        tape.run, tape.last = run, last
+    return rms_norm(last, decoder.final_norm, inverse_rms(last, decoder.final_norm))
+
+
+def _backward(
+    decoder: DenseDecoder, packed: PackedBatch, tape: _Tape, d_hidden: torch.Tensor, gradients: GradientBuffers
+) -> None:
+    run, last = tape.run, tape.last
+    assert run is not None
+    assert last is not None
+    d_last, norm = torch.zeros_like(last), decoder.final_norm
+    d_weight = rms_norm_backward_(d_last, d_hidden.clone(), last, norm, inverse_rms(last, norm))
+    gradients.add((norm.weight,), d_weight)
+    d_x = last.new_zeros(packed.num_tokens, last.shape[1]).index_add_(0, packed.hidden_index, d_last)
+    for index in range(len(decoder.layers) - 1, tape.lowest - 1, -1):
+        left = tape.layers.pop(index)
+        kept = one_layer.forward(run, index, left, keep=True)[1] if isinstance(left, torch.Tensor) else left
+        assert kept is not None
+        d_x = one_layer.backward(run, index, kept, d_x, gradients)
+    if gradients.wants((decoder.embed,)):
+        ids = packed.input_ids[0]
+        if decoder.padding_idx is not None:  # an embedding does not learn at its padding token
+            d_x.masked_fill_((ids == decoder.padding_idx).unsqueeze(1), 0.0)
+        gradients.add_rows(decoder.embed, ids, d_x)
+
+
+def _lowest_trained(decoder: DenseDecoder) -> int:
+    """The lowest layer through which a gradient must go."""
+    if decoder.embed.requires_grad:
+        return 0
+    for index, layer in enumerate(decoder.layers):
+        if any(p.requires_grad for p in one_layer.parameters_of(layer)):
+            return index
+    return len(decoder.layers)
+
+
+def _parameters(decoder: DenseDecoder) -> list[nn.Parameter]:
+    layers = [p for layer in decoder.layers for p in one_layer.parameters_of(layer)]
+    return [decoder.embed, *layers, decoder.final_norm.weight]

@@ -1,0 +1,209 @@
+"""One decoder layer, forward and backward, written out.
+
+    x -> norm -> q, k, v -> rotary -> attention -> o -> (+ x) = middle -> norm -> gate, up -> swiglu -> down -> (+ middle)
+
+Kept from forward to backward are layer inputs, matrix products and the attention's output; norms and swiglu are
+computed again, which costs less than keeping them. The backward overwrites what was kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from verl.models.cpu.attention import Attended, HeadViews, attend, attend_backward
+from verl.models.cpu.pointwise import (
+    Rotary,
+    inverse_rms,
+    rms_norm,
+    rms_norm_backward_,
+    swiglu,
+    swiglu_backward_,
+)
+from verl.models.cpu.weights import DenseDecoder, DenseLayer, Norm, Projection
+from verl.models.grad_buffers import GradientBuffers
+from verl.models.matmul import Products
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What all layers of one pass share."""
+
+    decoder: DenseDecoder
+    layout: Any
+    rotary: Rotary
+    products: Products
+
+
+@dataclass
+class Kept:
+    """Activations of one layer, all [tokens, ...]. Scales are the inverse RMS of what stands before them."""
+
+    x: torch.Tensor
+    x_scale: torch.Tensor
+    qkv: torch.Tensor  # rotated, unless the heads are normed: then as projected
+    heads: HeadViews
+    attended: Attended
+    middle: torch.Tensor
+    middle_scale: torch.Tensor
+    gate_up: torch.Tensor | None  # None: computed in chunks, and so again
+
+
+@dataclass(frozen=True)
+class Normed:
+    """A norm, what it was given, and the inverse RMS of that."""
+
+    norm: Norm
+    x: torch.Tensor
+    scale: torch.Tensor
+
+
+def forward(run: Pass, index: int, x: torch.Tensor, keep: bool) -> tuple[torch.Tensor, Kept | None]:
+    """The layer's output [tokens, hidden] for its input, and with `keep` what its backward needs."""
+    layer, products = run.decoder.layers[index], run.products
+    x_scale = inverse_rms(x, layer.input_norm)
+    qkv = products.linear(rms_norm(x, layer.input_norm, x_scale), layer.qkv.weight, layer.qkv.bias)
+    heads = _heads(run, layer, qkv)
+    attended = attend(run.layout, index, heads, run.decoder.scale, layer.sliding_window, products, keep)
+    middle = products.linear(attended.out, layer.o.weight, layer.o.bias, residual=x)
+    middle_scale = inverse_rms(middle, layer.post_norm)
+    size = run.layout.chunk_tokens
+    if size is not None and size < len(middle):
+        parts = (slice(start, start + size) for start in range(0, len(middle), size))
+        out = torch.cat([_feed_forward(run, layer, middle[part], middle_scale[part])[0] for part in parts])
+        gate_up = None
+    else:
+        out, gate_up = _feed_forward(run, layer, middle, middle_scale)
+    return out, Kept(x, x_scale, qkv, heads, attended, middle, middle_scale, gate_up) if keep else None
+
+
+def backward(run: Pass, index: int, kept: Kept, d_out: torch.Tensor, gradients: GradientBuffers) -> torch.Tensor:
+    """The gradient of the layer's input, given that of its output, which is overwritten."""
+    layer, products = run.decoder.layers[index], run.products
+    d_middle = _feed_forward_backward_(run, layer, kept, d_out, gradients)
+    d_o = products.operand(d_middle)
+    d_attended = products.input_gradient(d_o, layer.o.weight)
+    _add_weight_gradient(layer.o, d_o, kept.attended.out, run, gradients)
+    d_qkv = torch.empty_like(kept.qkv)
+    into = _views(run.decoder, d_qkv)
+    attend_backward(run.layout, kept.heads, kept.attended, d_attended, run.decoder.scale, products, into)
+    _heads_backward_(run, layer, kept, d_qkv, gradients)
+    normed = Normed(layer.input_norm, kept.x, kept.x_scale)
+    return _norm_and_projection_backward(run, normed, layer.qkv, d_qkv, d_middle, gradients)
+
+
+def _feed_forward(
+    run: Pass, layer: DenseLayer, middle: torch.Tensor, scale: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the second half of a layer makes of some tokens of `middle`, and its gate_up."""
+    normed = rms_norm(middle, layer.post_norm, scale)
+    gate_up = run.products.linear(normed, layer.gate_up.weight, layer.gate_up.bias)
+    out = run.products.linear(swiglu(gate_up), layer.down.weight, layer.down.bias, residual=middle)
+    return out, gate_up
+
+
+def _feed_forward_backward_(
+    run: Pass, layer: DenseLayer, kept: Kept, d_out: torch.Tensor, gradients: GradientBuffers
+) -> torch.Tensor:
+    """Turns `d_out` into the gradient of `middle`, in chunks where the forward went in chunks."""
+    products, size = run.products, run.layout.chunk_tokens if kept.gate_up is None else len(d_out)
+    for start in range(0, len(d_out), size):
+        part = slice(start, start + size)
+        middle, scale, d_part = kept.middle[part], kept.middle_scale[part], d_out[part]
+        gate_up = kept.gate_up
+        if gate_up is None:
+            normed = rms_norm(middle, layer.post_norm, scale)
+            gate_up = products.linear(normed, layer.gate_up.weight, layer.gate_up.bias)
+        d_down = products.operand(d_part)
+        d_activated = products.input_gradient(d_down, layer.down.weight)
+        activated = swiglu_backward_(d_activated, gate_up)  # which is now its own gradient
+        _add_weight_gradient(layer.down, d_down, activated, run, gradients)
+        normed_by = Normed(layer.post_norm, middle, scale)
+        _norm_and_projection_backward(run, normed_by, layer.gate_up, gate_up, d_part, gradients)
+    return d_out
+
+
+def _heads(run: Pass, layer: DenseLayer, qkv: torch.Tensor) -> HeadViews:
+    """What attention reads, rotated: views of `qkv`, or where the heads are normed first, new queries and keys."""
+    decoder = run.decoder
+    if layer.q_norm is None or layer.k_norm is None:
+        run.rotary.rotate_(_split_heads(decoder, qkv)[:, : decoder.num_heads + decoder.num_kv_heads])
+        return _views(decoder, qkv)
+    q, k, v = _split_heads(decoder, qkv).split((decoder.num_heads, decoder.num_kv_heads, decoder.num_kv_heads), dim=1)
+    q = rms_norm(q, layer.q_norm, inverse_rms(q, layer.q_norm))
+    k = rms_norm(k, layer.k_norm, inverse_rms(k, layer.k_norm))
+    run.rotary.rotate_(q)
+    run.rotary.rotate_(k)
+    return HeadViews(*(x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)))
+
+
+def _heads_backward_(run: Pass, layer: DenseLayer, kept: Kept, d_qkv: torch.Tensor, gradients: GradientBuffers) -> None:
+    """Turns the gradient of what attention read into that of the projection's output, in place."""
+    decoder, split = run.decoder, _split_heads(run.decoder, d_qkv)
+    run.rotary.rotate_gradient_(split[:, : decoder.num_heads + decoder.num_kv_heads])
+    projected, start = _split_heads(decoder, kept.qkv), 0
+    for norm, num_heads in ((layer.q_norm, decoder.num_heads), (layer.k_norm, decoder.num_kv_heads)):
+        if norm is None:
+            return
+        here = slice(start, start + num_heads)
+        x, d_y = (t[:, here].reshape(-1, decoder.head_dim) for t in (projected, split))
+        d_x = torch.zeros_like(d_y)
+        gradients.add((norm.weight,), rms_norm_backward_(d_x, d_y.clone(), x, norm, inverse_rms(x, norm)))
+        split[:, here].copy_(d_x.view(-1, num_heads, decoder.head_dim))
+        start += num_heads
+
+
+def _split_heads(decoder: DenseDecoder, qkv: torch.Tensor) -> torch.Tensor:
+    return qkv.view(len(qkv), decoder.num_heads + 2 * decoder.num_kv_heads, decoder.head_dim)
+
+
+def _views(decoder: DenseDecoder, qkv: torch.Tensor) -> HeadViews:
+    whole = _split_heads(decoder, qkv).transpose(0, 1).unsqueeze(0)
+    return HeadViews(*whole.split((decoder.num_heads, decoder.num_kv_heads, decoder.num_kv_heads), dim=1))
+
+
+def _norm_and_projection_backward(
+    run: Pass,
+    normed: Normed,
+    projection: Projection,
+    d_y: torch.Tensor,
+    d_x: torch.Tensor,
+    gradients: GradientBuffers,
+) -> torch.Tensor:
+    """Backward of projection(norm(x)), given its gradient `d_y`; adds that of x to `d_x` and returns it."""
+    norm, x, scale = normed.norm, normed.x, normed.scale
+    d_y = run.products.operand(d_y)
+    d_normed = run.products.input_gradient(d_y, projection.weight)
+    if gradients.wants(weights_of(projection)):
+        _add_weight_gradient(projection, d_y, rms_norm(x, norm, scale), run, gradients)
+    gradients.add((norm.weight,), rms_norm_backward_(d_x, d_normed, x, norm, scale))
+    return d_x
+
+
+def _add_weight_gradient(
+    projection: Projection, d_y: torch.Tensor, x: torch.Tensor, run: Pass, gradients: GradientBuffers
+) -> None:
+    gradients.add_product(weights_of(projection), d_y, x, run.products)
+    if projection.bias is not None and gradients.wants(biases_of(projection)):
+        gradients.add(biases_of(projection), d_y.sum(0, dtype=torch.promote_types(d_y.dtype, torch.float32)))
+
+
+def weights_of(projection: Projection) -> tuple[nn.Parameter, ...]:
+    return tuple(cast(nn.Parameter, part.weight) for part in projection.parts)
+
+
+def biases_of(projection: Projection) -> tuple[nn.Parameter, ...]:
+    return tuple(part.bias for part in projection.parts if part.bias is not None)
+
+
+def parameters_of(layer: DenseLayer) -> tuple[nn.Parameter, ...]:
+    """Every parameter of the layer."""
+    norms = (layer.input_norm, layer.q_norm, layer.k_norm, layer.post_norm)
+    projections = (layer.qkv, layer.o, layer.gate_up, layer.down)
+    found = [norm.weight for norm in norms if norm is not None]
+    for projection in projections:
+        found.extend((*weights_of(projection), *biases_of(projection)))
+    return tuple(found)

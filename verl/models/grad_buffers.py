@@ -1,0 +1,97 @@
+"""Where hand-written backwards put the gradients of weights: summed in place, in at least float32, where they stay.
+
+Autograd hands a gradient over as a new tensor that is then added to what is there: for a large matrix that is one
+more tensor and three more passes over memory than the product itself. Here the product is added straight into the
+buffer, the first one overwrites it, and `grad` of the parameter is a view of the buffer. So `grad` keeps its meaning:
+None before the first micro-batch, and whoever sets it to None starts anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from verl.models.matmul import Products
+
+
+class GradientBuffers:
+    """Buffers for the parameters among the keys of `holders`; others get no gradient. The value is the object whose
+    `grad` is set: the parameter itself, or its wider master.
+
+    Methods take `parameters`, those whose weights lie back to back in one tensor: their gradients do too.
+    """
+
+    def __init__(self, holders: Mapping[nn.Parameter, Any]):
+        self._holders = dict(holders)
+        self._buffers: dict[nn.Parameter, torch.Tensor] = {}
+
+    @classmethod
+    def apart(cls, parameters: Iterable[Any]) -> GradientBuffers:
+        """Buffers for gradients that are not to be attached but taken."""
+        return cls({p: SimpleNamespace(grad=None) for p in parameters})
+
+    def take(self, parameter: Any) -> torch.Tensor | None:
+        """The gradient of one parameter in that parameter's format, or None when there is none."""
+        grad = self._holders[parameter].grad if parameter in self._holders else None
+        return None if grad is None else grad.to(parameter.dtype)
+
+    def wants(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Whether any of them is to get a gradient."""
+        return any(p in self._holders for p in parameters)
+
+    def add_product(self, parameters: Sequence[nn.Parameter], a: torch.Tensor, b: torch.Tensor, by: Products) -> None:
+        """Add `a^T b`, for a [tokens, outputs] and b [tokens, inputs]."""
+        if self.wants(parameters):
+            buffer, is_new = self._open(parameters)
+            by.add_outer(buffer, a, b, overwrite=is_new)
+
+    def add(self, parameters: Sequence[nn.Parameter], value: torch.Tensor) -> None:
+        """Add `value`, of the shape of the joined parameters."""
+        if self.wants(parameters):
+            buffer, is_new = self._open(parameters)
+            if is_new:
+                buffer.copy_(value)
+            else:
+                buffer.add_(value)
+
+    def add_rows(self, parameter: nn.Parameter, index: torch.Tensor, rows: torch.Tensor) -> None:
+        """Add `rows` [tokens, columns] at the rows `index` [tokens] of one parameter; an index may occur often."""
+        if self.wants((parameter,)):
+            buffer, is_new = self._open((parameter,))
+            if is_new:
+                buffer.zero_()
+            buffer.index_add_(0, index, rows.to(buffer.dtype))
+
+    def release(self) -> None:
+        """Give up the buffers of gradients that have been forgotten (`grad` is None): as much memory as the weights take,
+        which generation can use until the next update."""
+        self._buffers.clear()
+
+    def _open(self, parameters: Sequence[nn.Parameter]) -> tuple[torch.Tensor, bool]:
+        """The buffer of `parameters`, attached as their `grad`, and whether what is in it is to be overwritten."""
+        buffer = self._buffers.get(parameters[0])
+        rows = sum(len(p) for p in parameters)
+        if buffer is None or len(buffer) != rows:
+            first = parameters[0]
+            held_dtype = next(
+                (getattr(self._holders[p], "dtype", None) for p in parameters if p in self._holders), None
+            )
+            dtype = held_dtype or torch.promote_types(first.dtype, torch.float32)
+            buffer = torch.empty(rows, *first.shape[1:], dtype=dtype, device=first.device)
+            self._buffers[first] = buffer
+        views = buffer.split([len(p) for p in parameters])
+        held = [(self._holders[p], view) for p, view in zip(parameters, views, strict=True) if p in self._holders]
+        is_new = all(holder.grad is None for holder, _ in held)
+        for holder, view in held:
+            if holder.grad is not None and holder.grad.data_ptr() == view.data_ptr():
+                continue
+            if holder.grad is not None:  # made by autograd, elsewhere
+                view.copy_(holder.grad)
+            elif not is_new:
+                view.zero_()
+            holder.grad = view
+        return buffer, is_new

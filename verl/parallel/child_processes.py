@@ -1,0 +1,50 @@
+"""Ties between a process and its parent, so that whatever ends a run leaves nothing of it behind. Linux only; elsewhere
+they do nothing.
+
+`python -m verl.parallel.child_processes PARENT_PID PROGRAM ARGUMENTS...` runs PROGRAM, which ends with process PARENT_PID.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+
+# operations of prctl, from linux/prctl.h
+_SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36
+
+
+def die_with(parent: int) -> None:
+    """SIGKILL for this process when `parent`, which has just started it, ends; at once if it has ended already. The parent's
+    thread that started this process counts, so that must live as long."""
+    if _prctl(_SET_PDEATHSIG, signal.SIGKILL) and os.getppid() != parent:
+        os._exit(1)
+
+
+def adopt_orphans() -> bool:
+    """From now on this process becomes the parent of descendants whose own parent has died, and can end them."""
+    return _prctl(_SET_CHILD_SUBREAPER, 1)
+
+
+def end_descendants() -> int:
+    """SIGKILL for every process below this one, those that are started meanwhile too; returns how many there were."""
+    import psutil
+
+    killed: set[int] = set()
+    while family := [p for p in psutil.Process().children(recursive=True) if p.pid not in killed]:
+        for process in family:
+            killed.add(process.pid)
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+    return len(killed)
+
+
+def _prctl(operation: int, value: int) -> bool:
+    return sys.platform == "linux" and ctypes.CDLL(None, use_errno=True).prctl(operation, value, 0, 0, 0) == 0
+
+
+if __name__ == "__main__":
+    die_with(int(sys.argv[1]))
+    os.execv(sys.argv[2], sys.argv[2:])

@@ -1,0 +1,145 @@
+"""Samples with scores: generation, scoring, the greedy baseline and the group filter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import torch
+
+from verl.algorithms.filters import filter_groups
+from verl.config import VerlConfig
+from verl.data.loader import PromptLoader
+from verl.data_proto.metrics import Metric
+from verl.data_proto.proto import DataProto
+from verl.errors import ConfigError, DataError
+from verl.runtime.requirements import Needs
+from verl.runtime.roles import Roles
+from verl.runtime.sampling import draw, greedy, sampling_params
+from verl.runtime.worker_group import wait
+from verl.tracking.ledger.book import SampleBook
+from verl.tracking.ledger.rows import issued_prompts, pieces_of, scores_of
+from verl.tracking.spans import Spans
+
+
+def prompts_per_generation(config: VerlConfig) -> int:
+    """data.gen_batch_size with a group filter, which may leave prompts out; else exactly those of the step."""
+    data = config.data
+    return (
+        data.gen_batch_size or data.train_batch_size if config.algorithm.filter_groups.enable else data.train_batch_size
+    )
+
+
+class Collector:
+    """Turns prompts into scored samples, and tells `samples` of each. `check_stop` is called after every round."""
+
+    def __init__(
+        self,
+        config: VerlConfig,
+        roles: Roles,
+        loader: PromptLoader,
+        spans: Spans,
+        check_stop: Callable[[], None],
+        samples: SampleBook,
+    ):
+        self.config = config
+        self.samples = samples
+        self.roles = roles
+        self.loader = loader
+        self.spans = spans
+        self.check_stop = check_stop
+        self.params = sampling_params(config.actor_rollout_ref.rollout)
+        self.needs = Needs.of(config)
+
+    def collect(self, step: int, ordinal: int) -> tuple[DataProto, dict[str, Metric], int]:
+        """(samples of data.train_batch_size prompts from `ordinal` on, metrics, the next ordinal). With a group filter,
+        generates until enough groups carry a signal."""
+        data, rule = self.config.data, self.config.algorithm.filter_groups
+        wanted, count = data.train_batch_size, prompts_per_generation(self.config)
+        kept: list[DataProto] = []
+        num_groups, num_rounds = 0, 0
+        while num_groups < wanted:
+            self._check_rounds(num_rounds, num_groups)
+            batch = self._round(step, ordinal, count)
+            if rule.enable:
+                batch = batch.select_idxs(filter_groups(self._filter_metric(batch), batch.non_tensor_batch["uid"]))
+            kept.append(batch)
+            num_groups += len(set(batch.non_tensor_batch["uid"]))
+            num_rounds, ordinal = num_rounds + 1, ordinal + count
+            self.check_stop()
+        metrics = self.end_generation()
+        if rule.enable:
+            metrics["training/filter_groups/num_gen_batches"] = Metric.last(num_rounds)
+            metrics["training/filter_groups/num_groups_kept"] = Metric.last(num_groups)
+        batch = DataProto.concat(kept) if len(kept) > 1 else kept[0]
+        return first_groups(batch, wanted), metrics, ordinal
+
+    def sample(self, step: int, ordinal: int, count: int) -> tuple[DataProto, DataProto]:
+        """Prompts `ordinal` to `ordinal + count - 1`, and the samples of each."""
+        with self.spans("gen"):
+            prompts = self.loader.take(ordinal, count)
+            issued = issued_prompts(prompts, self.loader.order)
+            self.samples.issue(step, issued, num_samples=self.params.n, split="train", limit=self.params.max_new_tokens)
+            batch = draw(self.roles.rollout, prompts, self.params, step=step)
+            self.samples.generate(step, pieces_of(batch.batch["ordinal"].tolist(), batch, self.samples.num_tokens))
+            return prompts, batch
+
+    def end_generation(self) -> dict[str, Metric]:
+        """The rollout's figures of this step, after its last call."""
+        return rollout_metrics(wait(self.roles.rollout.end_generation()))
+
+    def _round(self, step: int, ordinal: int, count: int) -> DataProto:
+        prompts, batch = self.sample(step, ordinal, count)
+        with self.spans("reward"):
+            batch = batch.union(self.roles.reward.collect(batch))
+        self.samples.score(step, scores_of(batch))
+        if self.needs.greedy_baseline:
+            batch = batch.union(self.greedy_baseline(prompts, step, batch))
+        return batch
+
+    def greedy_baseline(self, prompts: DataProto, step: int, batch: DataProto) -> DataProto:
+        """Column reward_baselines [batch]: the score of the greedy sample of the row's prompt (ReMax)."""
+        with self.spans("gen_max"):
+            best = draw(self.roles.rollout, prompts, greedy(self.params), step=step, split="greedy")
+        with self.spans("reward"):
+            scores = self.roles.reward.collect(best).batch["token_level_scores"].sum(dim=1)
+        by_uid = dict(zip(best.non_tensor_batch["uid"], scores.tolist(), strict=True))
+        baselines = torch.tensor([by_uid[u] for u in batch.non_tensor_batch["uid"]])
+        return DataProto.from_dict({"reward_baselines": baselines})
+
+    def _filter_metric(self, batch: DataProto) -> list[float]:
+        """[batch] figures that the group filter compares: the score, or a part that the reward function returned."""
+        name = self.config.algorithm.filter_groups.metric
+        if name in ("reward", "score", "seq_reward", "seq_final_reward"):
+            return batch.batch["token_level_scores"].sum(dim=1).tolist()
+        found = batch.non_tensor_batch["reward_parts"]
+        lacking = next((parts for parts in found if name not in parts), None)
+        if lacking is not None:
+            raise ConfigError(
+                f"algorithm.filter_groups.metric={name} is not among what the reward function returns: score"
+                f"{''.join(', ' + part for part in sorted(lacking))}. Name one of them."
+            )
+        return [float(parts[name]) for parts in found]
+
+    def _check_rounds(self, num_rounds: int, num_groups: int) -> None:
+        limit = self.config.algorithm.filter_groups.max_num_gen_batches or 100
+        if num_rounds >= limit:
+            raise DataError(
+                f"After {num_rounds} generation batches only {num_groups} of {self.config.data.train_batch_size} groups had "
+                "rewards that differ within the group. The task is too easy or too hard for this model; raise "
+                "algorithm.filter_groups.max_num_gen_batches or rollout.n, or change the data."
+            )
+
+
+def rollout_metrics(figures: Mapping[str, Metric]) -> dict[str, Metric]:
+    """The rollout's figures under the names that are logged."""
+    return {f"rollout/{name}": figure for name, figure in figures.items()}
+
+
+def first_groups(batch: DataProto, count: int) -> DataProto:
+    """The rows of the first `count` groups, in order."""
+    seen: dict[str, None] = dict.fromkeys(batch.non_tensor_batch["uid"])
+    if len(seen) <= count:
+        return batch
+    wanted = set(list(seen)[:count])
+    return batch.select_idxs(np.array([uid in wanted for uid in batch.non_tensor_batch["uid"]]))

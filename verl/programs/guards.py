@@ -1,0 +1,272 @@
+"""What a step does when numbers go wrong: warn, leave the batch out, go back to the newest checkpoint, or stop the run.
+
+Columns are looked at before any weight changes (`check_samples`, `check_credit`); optimizer steps are looked at inside the
+engines, on all ranks alike, and what they refused is judged here (`check_updates`). Decisions follow from columns and figures
+that every process running the program has, so all of them decide the same.
+
+What set a guard off is written to guards.jsonl in the run folder, with the samples:
+
+    {"step": 12, "guard": "nonfinite", "what": "token_level_scores", "value": "nan", "action": "skip", "done": "skip",
+     "samples": [{"uid": "93", "ordinal": 93, "sample": 2, "score": "nan", "value": "nan"}], "num_samples": 1, ...}
+
+`action` is what the config says of this guard, `done` what was done in the end.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from verl.algorithms.guards import (
+    MEANINGS,
+    NONFINITE,
+    NUM_NAMED,
+    breaks,
+    first_nonfinite,
+    limits_of,
+    nonfinite_rows,
+    sign_metric,
+    sign_of_rows,
+    token_signs,
+    worst_rows,
+)
+from verl.config import GuardsConfig
+from verl.config.guards import ACTIONS
+from verl.data_proto.metrics import Metric
+from verl.data_proto.proto import DataProto
+from verl.errors import NumericsError
+from verl.programs.state import TrainerState
+from verl.roles.updates import Updates
+from verl.tracking.files import append_rows
+
+if TYPE_CHECKING:
+    from verl.programs.ppo import StepResult
+
+log = logging.getLogger(__name__)
+
+_OF_SAMPLES = ("token_level_scores", "rollout_log_probs", "old_log_probs", "entropys", "ref_log_prob", "values")
+_OF_CREDIT = ("token_level_rewards", "advantages", "returns", "rollout_is_weights")
+_INPUTS = {
+    "log_prob": "old_log_probs", "reference": "ref_log_prob", "sampler": "rollout_log_probs", "entropy": "entropys",
+}  # fmt: skip
+
+
+class SkipBatch(Exception):
+    """Nothing of the batch trains."""
+
+
+class RollBack(Exception):
+    """The run goes back to its newest checkpoint and on with the prompts from `next_ordinal` on."""
+
+    next_ordinal = 0
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """A guard that was set off. `samples` are rows for guards.jsonl, the worst first, of `num_samples`."""
+
+    guard: str
+    what: str
+    value: float
+    limit: float | None
+    samples: list[dict[str, Any]]
+    num_samples: int
+    place: str  # completes "in ..."
+    mini_batch: int | None = None
+
+    def sentence(self) -> str:
+        """ "KL to the old policy is 0.31, beyond trainer.guards.policy_kl.limit=0.1, in mini-batch 2 of the actor (prompt 7
+        sample 1: 2.4)"."""
+        if self.guard == NONFINITE:
+            told = f"{self.what} is not finite ({self.value})"
+        else:
+            told = (
+                f"{MEANINGS[self.guard]} is {self.value:.4g}, beyond trainer.guards.{self.guard}.limit={self.limit:g}"
+            )
+        told += f" in {self.place}"
+        named = "; ".join(f"prompt {s['uid']} sample {s['sample']}: {s['value']:.4g}" for s in self.samples[:3])
+        if not named:
+            return told
+        return f"{told}, {self.num_samples} sample{'s' if self.num_samples != 1 else ''} ({named})"
+
+
+class Guards:
+    """The guards of a run; `file` is its guards.jsonl, or None on a process that writes nothing."""
+
+    def __init__(self, config: GuardsConfig):
+        self.config = config
+        self.limits = limits_of(config)
+        self.file: Path | None = None
+        self.num_skips_in_row = 0
+        self.num_rollbacks = 0
+        self._step = 0
+        self._skips = False
+        self._updates: list[Updates] = []
+
+    @contextmanager
+    def step(self, state: TrainerState, result: StepResult, next_ordinal: int) -> Iterator[None]:
+        """Around what a step does with its samples. A batch that is skipped leaves the state as it was, and
+        `result.skipped` says why."""
+        controller = state.kl_controller.state_dict()
+        self._step, self._skips, self._updates = state.step, False, []
+        try:
+            yield
+        except SkipBatch as skipped:
+            state.kl_controller.load_state_dict(controller)
+            result.skipped = str(skipped)
+            result.metrics["training/skipped_batches"] = Metric.last(1.0)
+        except RollBack as back:
+            back.next_ordinal = next_ordinal
+            raise
+        self.num_skips_in_row = self.num_skips_in_row + 1 if self._skips else 0
+
+    def check_samples(self, result: StepResult) -> None:
+        """Scores, log-probs and values. Raises SkipBatch, RollBack or NumericsError as the config says."""
+        batch, columns = result.batch, result.batch.batch
+        mask = columns["response_mask"]
+        alarms = self._nonfinite(batch, _OF_SAMPLES)
+        inputs = {name: columns[column] for name, column in _INPUTS.items() if column in columns.keys()}
+        for name, values in {} if alarms else token_signs(self.limits, inputs).items():
+            value, limit = sign_metric(name, values, mask).value, self.limits[name]
+            if mask.any() and breaks(name, value, limit):
+                rows = sign_of_rows(name, values, mask)
+                chosen, count = worst_rows(name, rows, limit)
+                samples = [_sample(batch, row, float(rows[row])) for row in chosen]
+                alarms.append(Alarm(name, name, value, limit, samples, count, "the batch"))
+        self._act(alarms)
+
+    def check_credit(self, result: StepResult) -> None:
+        """Rewards, advantages, returns and importance weights. Raises as `check_samples`."""
+        self._act(self._nonfinite(result.batch, _OF_CREDIT))
+
+    def note(self, updates: Updates) -> Updates:
+        """A training call of this step has ended."""
+        self._updates.append(updates)
+        return updates
+
+    def check_updates(self, result: StepResult) -> None:
+        """What the engines said of their optimizer steps; those that a guard refuses were not taken. Raises RollBack or
+        NumericsError as the config says."""
+        alarms = []
+        if any(update.findings for update in self._updates):
+            columns = result.batch.batch
+            where = zip(columns["ordinal"].tolist(), columns["sample_index"].tolist(), strict=True)
+            rows = {name: row for row, name in enumerate(where)}
+            alarms = [
+                Alarm(
+                    found.guard,
+                    found.what,
+                    found.value,
+                    found.limit,
+                    [_sample(result.batch, rows.get((o, s)), value, (o, s)) for o, s, value in found.samples],
+                    found.num_samples,
+                    f"mini-batch {found.mini_batch + 1} of the {update.role} ({found.num_rows} samples)",
+                    found.mini_batch,
+                )
+                for update in self._updates
+                for found in update.findings
+            ]
+        self._act(alarms, some_trained=any(_has_trained(update) for update in self._updates))
+
+    def _nonfinite(self, batch: DataProto, names: Sequence[str]) -> list[Alarm]:
+        """The first column that is not finite; others then follow from it."""
+        columns = batch.batch
+        for name in names:
+            if name not in columns.keys():
+                continue
+            # a score lies on a token that need not train
+            mask = None if name == "token_level_scores" else columns["response_mask"]
+            rows = nonfinite_rows(columns[name], mask)
+            if rows.any():
+                chosen = rows.nonzero().flatten().tolist()
+                values = [first_nonfinite(columns[name][row], None if mask is None else mask[row]) for row in chosen]
+                samples = [_sample(batch, row, value) for row, value in zip(chosen[:NUM_NAMED], values, strict=False)]
+                return [Alarm(NONFINITE, name, values[0], None, samples, len(chosen), "the batch")]
+        return []
+
+    def _act(self, alarms: Sequence[Alarm], some_trained: bool = False) -> None:
+        """Record all, and do what the strongest action of them is. `some_trained`: optimizer steps of the batch were taken
+        beside those that were refused."""
+        if not alarms:
+            return
+        actions = [self.config[alarm.guard].action for alarm in alarms]
+        action = max(actions, key=ACTIONS.index)
+        if action == "skip" and not self._skips and self.num_skips_in_row >= self.config.max_skips_in_row:
+            action, key = "stop", "max_skips_in_row"
+        elif action == "rollback" and self.num_rollbacks >= self.config.max_rollbacks:
+            action, key = "stop", "max_rollbacks"
+        else:
+            key = f"{alarms[actions.index(action)].guard}.action"
+        self._record(alarms, actions, action)
+        sentence = f"Step {self._step}: {'; '.join(alarm.sentence() for alarm in alarms)}"
+        if action == "stop":
+            raise NumericsError(f"{sentence}. {self._ending(key)}")
+        if action == "rollback":
+            self.num_rollbacks += 1
+            raise RollBack(sentence)
+        if action == "warn":
+            log.warning("%s.", sentence)
+            return
+        log.warning("%s. %s left out.", sentence, "The mini-batch is" if some_trained else "The batch is")
+        self._skips = True
+        if not some_trained:
+            raise SkipBatch(sentence)
+
+    def _ending(self, key: str) -> str:
+        given = self.config.get(key, None)
+        why = f"trainer.guards.{key}={given} is used up" if given is not None else f"trainer.guards.{key} is stop"
+        place = f"; {self.file} names the samples" if self.file is not None else ""
+        return (
+            f"The run stops because {why}{place}. Lower the learning rate, look at those samples, or use float32 "
+            "(actor.fsdp_config.dtype=float32), and run the same command again to go on from the newest checkpoint."
+        )
+
+    def _record(self, alarms: Sequence[Alarm], actions: Sequence[str], action: str) -> None:
+        if self.file is None:
+            return
+        head = {"step": self._step, "time": round(time.time(), 3)}
+        rows = []
+        for alarm, own in zip(alarms, actions, strict=True):
+            found = {name: value for name, value in vars(alarm).items() if value is not None}
+            found |= {"value": _written(alarm.value), "samples": [_plain(sample) for sample in alarm.samples]}
+            rows.append({**head, **found, "action": own, "done": action})
+        append_rows(self.file, rows)
+
+
+def _has_trained(update: Updates) -> bool:
+    return len({found.mini_batch for found in update.findings if found.refused}) < len(update.steps)
+
+
+def _written(value: Any) -> Any:
+    """JSON has no NaN and no infinity: they are there as text."""
+    return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _plain(sample: dict[str, Any]) -> dict[str, Any]:
+    return {name: _written(value) for name, value in sample.items()}
+
+
+def _sample(batch: DataProto, row: int | None, value: float, name: tuple[int, int] | None = None) -> dict[str, Any]:
+    """A row of `batch` for guards.jsonl; one that is not in it has its name alone."""
+    columns, objects = batch.batch, batch.non_tensor_batch
+    if row is None:
+        assert name is not None
+        return {"uid": str(name[0]), "ordinal": name[0], "sample": name[1], "value": value}
+    scores = (
+        columns["token_level_scores"][row] if "token_level_scores" in columns.keys() else torch.full((1,), torch.nan)
+    )
+    return {
+        "uid": str(objects["uid"][row]) if "uid" in objects else str(row),
+        "ordinal": int(columns["ordinal"][row]) if "ordinal" in columns.keys() else None,
+        "sample": int(columns["sample_index"][row]) if "sample_index" in columns.keys() else row,
+        "score": float(scores.sum()),
+        "value": value,
+    }

@@ -1,0 +1,77 @@
+"""Validation: the held-out prompts sampled as val_kwargs say, scored like training samples, and greedily too if asked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from verl.config import VerlConfig
+from verl.data.loader import ValidationLoader
+from verl.data_proto.proto import DataProto
+from verl.data_proto.samples import SamplingParams
+from verl.runtime.roles import Roles
+from verl.runtime.sampling import draw, greedy, sampling_params
+from verl.runtime.worker_group import wait
+from verl.tracking.records import sample_rows
+from verl.tracking.tracker import Tracker
+from verl.tracking.validation import validation_metrics
+
+# Validation draws use this step number, which no training step has: every validation of a run uses the same random numbers,
+# so a change between two of them is a change of the policy, not of the draw.
+VALIDATION_STEP = 0
+
+
+class Validator:
+    """`run(step)` returns the metrics of compat's `val-core/*` and `val-aux/*`, and the means `val/reward` and `val/greedy`
+    over all held-out prompts."""
+
+    def __init__(self, config: VerlConfig, roles: Roles, loader: ValidationLoader, tokenizer: Any, tracker: Tracker):
+        self.params = sampling_params(config.actor_rollout_ref.rollout, validation=True)
+        self.greedy = greedy(sampling_params(config.actor_rollout_ref.rollout))
+        self.also_greedy = config.actor_rollout_ref.rollout.val_kwargs.also_greedy
+        self.roles = roles
+        self.loader = loader
+        self.tokenizer = tokenizer
+        self.tracker = tracker
+
+    def run(self, step: int) -> dict[str, float]:
+        sampled = self._collect(self.params, "val")
+        metrics = _summarise(sampled)
+        metrics["val/reward"] = float(np.mean(_scores(sampled)))
+        self.tracker.samples("val", step, sample_rows(sampled, self.tokenizer))
+        if self.params.temperature == 0:
+            metrics["val/greedy"] = metrics["val/reward"]
+        elif self.also_greedy:
+            best = self._collect(self.greedy, "val-greedy")
+            metrics["val/greedy"] = float(np.mean(_scores(best)))
+            metrics.update(_summarise(best, suffix="/greedy"))
+            self.tracker.samples("val-greedy", step, sample_rows(best, self.tokenizer))
+        wait(self.roles.rollout.end_generation())
+        return metrics
+
+    def _collect(self, params: SamplingParams, split: str) -> DataProto:
+        parts = []
+        for prompts in self.loader:
+            batch = draw(self.roles.rollout, prompts, params, step=VALIDATION_STEP, split=split)
+            parts.append(batch.union(self.roles.reward.collect(batch)))
+        return DataProto.concat(parts) if len(parts) > 1 else parts[0]
+
+
+def _scores(batch: DataProto) -> list[float]:
+    return batch.batch["token_level_scores"].sum(dim=1).tolist()
+
+
+def _summarise(batch: DataProto, suffix: str = "") -> dict[str, float]:
+    """Per data source: mean@n, best@n, ... of the reward and of every number that the reward function returned."""
+    scores, parts = _scores(batch), batch.non_tensor_batch["reward_parts"]
+    values: dict[str, list[float]] = {"reward": scores}
+    for name in {k for found in parts for k, v in found.items() if isinstance(v, (int, float)) and k != "score"}:
+        values[name] = [float(found.get(name, float("nan"))) for found in parts]
+    predictions = [found.get("pred") for found in parts]
+    return validation_metrics(
+        [f"{source}{suffix}" for source in batch.non_tensor_batch["data_source"]],
+        list(batch.non_tensor_batch["uid"]),
+        values,
+        predictions=predictions if any(p is not None for p in predictions) else None,
+    )

@@ -1,0 +1,107 @@
+"""The reward role: scores arrive from the reward manager's processes while generation goes on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from verl.data_proto.proto import DataProto
+from verl.data_proto.samples import ScoreRequest
+from verl.parallel.register import Dispatch, register
+from verl.rewards.managers import RewardManager
+from verl.roles.requests import score_request
+
+
+class RewardModel(Protocol):
+    def score(self, batch: DataProto) -> DataProto:
+        """One column [batch] with what the model says, see verl/roles/reward_model.py."""
+        ...
+
+    def close(self) -> None:
+        """End what was started for the model."""
+
+
+class RewardWorker:
+    """With a reward `model`, samples wait for their whole batch, which the model reads at once in `collect`.
+
+    Samples arrive through `submit` where the rollout runs in this process; those that did not are read from the batch, which
+    needs the policy's `tokenizer`.
+    """
+
+    def __init__(self, manager: RewardManager, model: RewardModel | None = None, tokenizer: Any = None):
+        self.manager = manager
+        self.model = model
+        self.tokenizer = tokenizer
+        self._submitted: set[str] = set()
+        self._waiting: dict[str, ScoreRequest] = {}
+
+    def submit(self, request: ScoreRequest) -> None:
+        """Begin to score one sample; returns at once."""
+        self._submitted.add(request.key)
+        if self.model is None:
+            self.manager.submit(request)
+        else:
+            self._waiting[request.key] = request
+
+    @register(dispatch_mode=Dispatch.ND_OWNER_PROTO, blocking=False)
+    def begin(self, batch: DataProto) -> None:
+        """Begin to score the rows of `batch` that are not being scored yet; returns at once. `collect` waits for them."""
+        self._submit_unseen(batch, list(batch.non_tensor_batch["sample_key"]))
+
+    @register(dispatch_mode=Dispatch.ND_OWNER_PROTO)
+    def collect(self, batch: DataProto) -> DataProto:
+        """Waits (with the manager's deadline) for the scores of the rows of `batch`, by their sample_key.
+
+        Columns token_level_scores [batch, response] with the score on the last response token, reward_parts, reward_error,
+        and the reward model's, if there is one.
+        """
+        keys = list(batch.non_tensor_batch["sample_key"])
+        self._submit_unseen(batch, keys)
+        self._submitted.difference_update(keys)
+        said = None if self.model is None else self.model.score(batch)
+        if said is not None:
+            self._submit_waiting(keys, said)
+        found = self.manager.collect(keys)
+        scores = [found[k] for k in keys]
+        mask = batch.batch["response_mask"]
+        lengths = batch.batch["attention_mask"][:, -mask.shape[1] :].sum(dim=1)
+        token_scores = torch.zeros(mask.shape, dtype=torch.float32)
+        token_scores[torch.arange(len(scores)), lengths - 1] = torch.tensor(
+            [s.score for s in scores], dtype=torch.float32
+        )
+        parts = np.empty(len(scores), dtype=object)
+        errors = np.empty(len(scores), dtype=object)
+        for i, score in enumerate(scores):
+            parts[i], errors[i] = score.parts, score.error
+        scored = DataProto.from_dict(
+            {"token_level_scores": token_scores}, {"reward_parts": parts, "reward_error": errors}
+        )
+        return scored if said is None else scored.union(said)
+
+    def _submit_unseen(self, batch: DataProto, keys: list[str]) -> None:
+        """Samples of a rollout in another process; those of one in this process came while they were generated."""
+        width = batch.batch["response_mask"].shape[1]
+        exists = batch.batch["attention_mask"][:, -width:].bool()
+        for row, key in enumerate(keys):
+            if key not in self._submitted:
+                token_ids = batch.batch["responses"][row][exists[row]].tolist()
+                self.submit(score_request(batch, row, key, token_ids, self.tokenizer))
+
+    def _submit_waiting(self, keys: list[str], said: DataProto) -> None:
+        columns = {**dict(said.batch.items() if said.batch is not None else {}), **said.non_tensor_batch}
+        for name, values in columns.items():
+            for key, value in zip(keys, values.tolist(), strict=True):
+                self.manager.submit(replace(self._waiting.pop(key), from_model={name: value}))
+
+    @register(dispatch_mode=Dispatch.ALL_REDUCE)
+    def num_defaulted(self) -> int:
+        """Samples of this run that got the default score because their scorer failed."""
+        return self.manager.num_defaulted
+
+    def close(self) -> None:
+        self.manager.close()
+        if self.model is not None:
+            self.model.close()

@@ -1,0 +1,230 @@
+"""The reward model as a role: a classifier that scores, or a judge that writes its opinion.
+
+`score(batch)` adds one column, by rows, so that a group of ranks can share the work. What it says goes to the reward
+function (verl/rewards/model_score.py), which makes the reward of it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from verl.config import RewardModelConfig
+from verl.data_proto.merge import object_array
+from verl.data_proto.proto import DataProto
+from verl.errors import ConfigError, ModelError, NumericsError
+from verl.models.classifier import load_reward_model, sequence_scores
+from verl.models.load import load_external, load_tokenizer
+from verl.models.value import ValueModel
+from verl.parallel.device import compute_dtype
+from verl.parallel.register import Dispatch, register
+from verl.roles.judges import Judge, build_judge
+
+Row = TypeVar("Row")
+
+_PLACES = re.compile(r"\{(prompt|response|ground_truth)\}")
+
+
+def build_reward_model(
+    config: RewardModelConfig,
+    policy_tokenizer: Any,
+    device: torch.device,
+    *,
+    start_timeout_s: float = 300.0,
+    call_timeout_s: float = 600.0,
+) -> RewardModelWorker | JudgeWorker:
+    """The worker that `reward.reward_model` describes: a judge when it has a judge_template, else a classifier. The seconds
+    are a judge's on vLLM, see build_judge.
+
+    Raises ConfigError without a model_path or for a template that leaves the response out, ModelError for a model that
+    cannot score, and what build_judge raises.
+    """
+    at_service = bool(config.judge_template) and config.rollout.name in ("http", "sglang")
+    if not config.model_path and not at_service:
+        raise ConfigError("reward.reward_model.enable=True needs reward.reward_model.model_path, a folder or hub name.")
+    load_external(config.external_lib)
+    if config.judge_template:
+        template = read_template(config.judge_template)
+        judge = build_judge(config, device, start_timeout_s=start_timeout_s, call_timeout_s=call_timeout_s)
+        return JudgeWorker(judge, policy_tokenizer, config, template=template)
+    assert config.model_path is not None
+    module = load_reward_model(
+        config.model_path,
+        device=device,
+        dtype=compute_dtype(config.rollout.dtype, device),
+        trust_remote_code=config.trust_remote_code,
+    )
+    return RewardModelWorker(
+        module,
+        load_tokenizer(config.model_path),
+        policy_tokenizer,
+        max_tokens=config.rollout.max_num_batched_tokens,
+        batch_size=config.reward_batch_size,
+    )
+
+
+class RewardModelWorker:
+    """Scores prompt and response with a sequence classification model.
+
+    A reward model with the policy's tokenizer and chat template reads the policy's tokens; another one reads the
+    conversation, the response being the assistant's turn, through its own template.
+    """
+
+    def __init__(
+        self,
+        module: ValueModel,
+        tokenizer: Any,
+        policy_tokenizer: Any,
+        *,
+        max_tokens: int,
+        batch_size: int | None = None,
+    ):
+        self.module = module
+        self.tokenizer = tokenizer
+        self.policy_tokenizer = policy_tokenizer
+        self.max_tokens, self.batch_size = max_tokens, batch_size
+        self.reads_policy_tokens = same_tokenizer(tokenizer, policy_tokenizer)
+        if not self.reads_policy_tokens and not tokenizer.chat_template:
+            raise ModelError(
+                "The reward model's tokenizer differs from the policy's and has no chat template, so it is not known how "
+                "a conversation is written for it. Add the template that it was trained with to its tokenizer files."
+            )
+
+    @register(dispatch_mode=Dispatch.ND_COMPUTE_PROTO, objects=("raw_prompt", "uid"))
+    def score(self, batch: DataProto) -> DataProto:
+        """Column reward_model_score [batch]. Raises NumericsError for a score that is not finite."""
+        sequences = policy_tokens(batch) if self.reads_policy_tokens else self._conversations(batch)
+        scores = torch.cat(
+            [
+                sequence_scores(self.module, some, max_tokens=self.max_tokens)
+                for some in batches(sequences, self.batch_size)
+            ]
+        )
+        bad = ~torch.isfinite(scores)
+        if bad.any():
+            row = int(bad.nonzero()[0])
+            uid = batch.non_tensor_batch["uid"][row] if "uid" in batch.non_tensor_batch else row
+            raise NumericsError(
+                f"The reward model gave {float(scores[row])} for a response to prompt {uid} (row {row} of "
+                f"{len(scores)}); nothing was trained on this batch. Use reward.reward_model.rollout.dtype=float32, or "
+                "another reward model."
+            )
+        return DataProto.from_dict({"reward_model_score": scores.to(torch.float32)})
+
+    def close(self) -> None:
+        """Nothing was started for it."""
+
+    def _conversations(self, batch: DataProto) -> list[tuple[int, ...]]:
+        texts = [
+            self.tokenizer.apply_chat_template(
+                [*messages, {"role": "assistant", "content": response}], tokenize=False, add_generation_prompt=False
+            )
+            for messages, response in zip(
+                batch.non_tensor_batch["raw_prompt"], responses(batch, self.policy_tokenizer), strict=True
+            )
+        ]
+        return [tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
+
+
+class JudgeWorker:
+    """Asks a generative model, which replies greedily, so that equal responses get equal replies."""
+
+    def __init__(self, judge: Judge, policy_tokenizer: Any, config: RewardModelConfig, *, template: str):
+        self.judge, self.policy_tokenizer, self.template = judge, policy_tokenizer, template
+        self.batch_size, self.max_reply_tokens = config.reward_batch_size, config.rollout.response_length
+
+    @register(dispatch_mode=Dispatch.ND_COMPUTE_PROTO, objects=("raw_prompt", "reward_model", "uid"))
+    def score(self, batch: DataProto) -> DataProto:
+        """Column reward_model_reply [batch], text; equal questions are asked once. Raises what Judge.replies raises."""
+        prompts = [self.prompt(*row) for row in self._rows(batch)]
+        replies: dict[str, str] = {}
+        for some in batches(list(dict.fromkeys(prompts)), self.batch_size):
+            try:
+                replies |= zip(some, self.judge.replies(some), strict=True)
+            except ModelError as error:
+                raise ModelError(
+                    f"The judge did not reply (reward.reward_model.rollout.response_length={self.max_reply_tokens} tokens are "
+                    f"kept for it): {error}"
+                ) from error
+        self.judge.release()
+        return DataProto.from_dict({}, {"reward_model_reply": object_array([replies[prompt] for prompt in prompts])})
+
+    def close(self) -> None:
+        """End what was started for the judge."""
+        self.judge.close()
+
+    def prompt(self, conversation: str, response: str, ground_truth: str) -> str:
+        """The template with its places filled; braces that are no places stay."""
+        parts = {"prompt": conversation, "response": response, "ground_truth": ground_truth}
+        return _PLACES.sub(lambda found: parts[found.group(1)], self.template)
+
+    def _rows(self, batch: DataProto) -> list[tuple[str, str, str]]:
+        objects = batch.non_tensor_batch
+        rules = objects["reward_model"] if "reward_model" in objects else [None] * len(batch)
+        return [
+            (conversation_text(messages), response, str((rule or {}).get("ground_truth", "")))
+            for messages, response, rule in zip(
+                objects["raw_prompt"], responses(batch, self.policy_tokenizer), rules, strict=True
+            )
+        ]
+
+
+def batches(rows: Sequence[Row], size: int | None) -> Iterator[Sequence[Row]]:
+    """`rows` in pieces of `size` at most; None: in one."""
+    size = size or max(1, len(rows))
+    return (rows[at : at + size] for at in range(0, max(1, len(rows)), size))
+
+
+def read_template(given: str) -> str:
+    """The text of a judge's template, given as text or as the name of a file. Raises ConfigError when it does not show
+    the response."""
+    is_text = "{" in given or "\n" in given
+    file = Path(given).expanduser()
+    if not is_text and not file.is_file():
+        raise ConfigError(
+            f"reward.reward_model.judge_template={given} is neither an existing file nor text with {{response}}."
+        )
+    template = given if is_text else file.read_text(encoding="utf-8")
+    if "{response}" not in template:
+        raise ConfigError(
+            "reward.reward_model.judge_template has no place {response}, so every response would be judged alike. Add it; "
+            "{prompt} and {ground_truth} may be used too."
+        )
+    return template
+
+
+def same_tokenizer(one: Any, other: Any) -> bool:
+    """Whether the tokens and conversations of one mean the same to the other."""
+    return one.chat_template == other.chat_template and one.get_vocab() == other.get_vocab()
+
+
+def conversation_text(messages: Sequence[dict[str, Any]]) -> str:
+    """A lone message's text, or one paragraph per message with its role before it."""
+    if len(messages) == 1:
+        return str(messages[0]["content"])
+    return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
+
+
+def policy_tokens(batch: DataProto) -> list[tuple[int, ...]]:
+    """Prompt and response of each row without padding."""
+    return [prompt + response for prompt, response in zip(*_unpadded(batch), strict=True)]
+
+
+def responses(batch: DataProto, tokenizer: Any) -> list[str]:
+    """The text of each response."""
+    return [tokenizer.decode(list(ids), skip_special_tokens=True) for ids in _unpadded(batch)[1]]
+
+
+def _unpadded(batch: DataProto) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    columns = batch.batch
+    width = columns["responses"].shape[1]
+    present = columns["attention_mask"].bool()
+    return _present(columns["prompts"], present[:, :-width]), _present(columns["responses"], present[:, -width:])
+
+
+def _present(tokens: torch.Tensor, present: torch.Tensor) -> list[tuple[int, ...]]:
+    return [tuple(row[here].tolist()) for row, here in zip(tokens.cpu(), present.cpu(), strict=True)]

@@ -1,0 +1,195 @@
+"""The rollout role: prompts in, padded columns out; each sample is handed to the scorer the moment it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl.data_proto.metrics import Metric
+from verl.data_proto.proto import DataProto
+from verl.data_proto.samples import Completion, PromptRequest, SamplingParams, ScoreRequest
+from verl.parallel.register import Dispatch, Execute, register
+from verl.roles.requests import sample_key, score_request
+from verl.rollout.api import RolloutEngine
+from verl.rollout.rollout_model import Replica, Weights
+
+ScoreStream = Callable[[ScoreRequest], None]
+
+_LARGEST_OF_RANKS = ("seconds", "num_decode_steps")  # ranks generate side by side; their other figures add up
+
+
+class RolloutWorker:
+    """`score_stream` receives a ScoreRequest for every sample as it ends, while others are still being generated.
+
+    `replica` is None when the engine generates with the training module itself, else the copy that takes the weights of each
+    update. Ranks that share one do the same work, and one of them answers and has a `score_stream`. `rank` is this worker's
+    among all that generate.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        tokenizer: Any,
+        params: SamplingParams,
+        *,
+        max_prompt_length: int,
+        free_cache: bool,
+        score_stream: ScoreStream | None = None,
+        replica: Replica | None = None,
+        rank: int = 0,
+    ):
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.params = params
+        self.max_prompt_length = max_prompt_length
+        self.free_cache = free_cache
+        self.score_stream = score_stream
+        self.replica = replica
+        self.rank = rank
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
+    def exact_log_probs(self) -> bool:
+        """Whether sampled log-probs equal the training forward's to rounding: same weights in float32 or better."""
+        return self._dtype() in (torch.float32, torch.float64)
+
+    @register(dispatch_mode=Dispatch.ND_SCATTER_PROTO, blocking=False)
+    def generate(
+        self,
+        prompts: DataProto,
+        *,
+        step: int,
+        split: str = "train",
+        params: SamplingParams | None = None,
+        limit: int | None = None,
+    ) -> DataProto:
+        """`params.n` rows per prompt (samples of a prompt adjacent) with the columns that the table names under rollout.
+
+        With a `limit` above params.max_new_tokens the samples that reach the latter are unfinished, not scored yet, and may
+        `go_on` up to `limit` tokens, which is then the width of the columns.
+        """
+        params = params or self.params
+        limit = limit or params.max_new_tokens
+        ordinals = prompts.batch["ordinal"].tolist()
+        requests = [
+            PromptRequest(ordinal, tuple(ids))
+            for ordinal, ids in zip(ordinals, prompts.non_tensor_batch["prompt_token_ids"], strict=True)
+        ]
+        position = {ordinal: i for i, ordinal in enumerate(ordinals)}
+
+        def on_finish(done: Completion) -> None:
+            if done.finish_reason != "length" or len(done.token_ids) >= limit:
+                self._send_to_scorer(prompts, position[done.ordinal], split, done, done.token_ids)
+
+        completions = self.engine.generate(requests, params, step=step, on_finish=on_finish) if requests else []
+        return self._columns([requests[position[c.ordinal]].token_ids for c in completions], completions, split, limit)
+
+    @register(dispatch_mode=Dispatch.ND_SCATTER_PROTO, blocking=False)
+    def go_on(self, rows: DataProto, *, step: int, split: str = "train", max_new_tokens: int, limit: int) -> DataProto:
+        """Unfinished samples (prompts' and rollout's columns of `generate`, called with this `step`) get up to
+        `max_new_tokens` more under the weights of now. Returns their rollout columns anew; weight_version is that of the
+        tokens added."""
+        width = rows.batch["responses"].shape[1]
+        exists = rows.batch["attention_mask"][:, -width:].bool()
+        own = [tuple(ids[here].tolist()) for ids, here in zip(rows.batch["responses"], exists, strict=True)]
+        prompts = [tuple(ids) for ids in rows.non_tensor_batch["prompt_token_ids"]]
+        requests = [
+            PromptRequest(ordinal, prompt + drawn, first_sample=sample, num_drawn=len(drawn))
+            for ordinal, sample, prompt, drawn in zip(
+                rows.batch["ordinal"].tolist(), rows.batch["sample_index"].tolist(), prompts, own, strict=True
+            )
+        ]
+        position = {(request.ordinal, request.first_sample): i for i, request in enumerate(requests)}
+
+        def on_finish(done: Completion) -> None:
+            row = position[done.ordinal, done.sample]
+            token_ids = [*own[row], *done.token_ids]
+            if done.finish_reason != "length" or len(token_ids) >= limit:
+                self._send_to_scorer(rows, row, split, done, token_ids)
+
+        params = replace(self.params, n=1, max_new_tokens=max_new_tokens)
+        added = self.engine.generate(requests, params, step=step, on_finish=on_finish) if requests else []
+        before = [rows.batch["rollout_log_probs"][i][here].tolist() for i, here in enumerate(exists)]
+        whole = [
+            replace(done, token_ids=[*own[i], *done.token_ids], log_probs=[*before[i], *done.log_probs])
+            for i, done in enumerate(added)
+        ]
+        return self._columns(prompts[: len(whole)], whole, split, limit)  # a rank that only takes part makes none
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def publish(self, version: int, weights: Weights | None = None) -> None:
+        """The weights changed; samples made from now on carry `version`. A replica, or an engine with weights of its own, takes
+        `weights`, which are all of its parameters by name."""
+        copy = self.replica if self.replica is not None else self.engine
+        if weights is not None and hasattr(copy, "load"):
+            copy.load(weights)
+        self.engine.publish(version)
+
+    def close(self) -> None:
+        """End an engine that has processes of its own."""
+        if hasattr(self.engine, "close"):
+            self.engine.close()
+
+    @register(dispatch_mode=Dispatch.ALL_REDUCE, blocking=False)
+    def end_generation(self) -> dict[str, Metric]:
+        """Free the cache if configured; returns the engine's figures of the last `generate`."""
+        stats = self.engine.stats()
+        if self.free_cache:
+            self.engine.release()
+        return {k: (Metric.max if k in _LARGEST_OF_RANKS else Metric.sum)(float(v)) for k, v in stats.items()}
+
+    def _dtype(self) -> torch.dtype | None:
+        """Of the weights that generate; None where they are out of reach."""
+        module = getattr(self.engine, "module", None)
+        return None if module is None else next(module.parameters()).dtype
+
+    def _send_to_scorer(
+        self, rows: DataProto, row: int, split: str, done: Completion, token_ids: Sequence[int]
+    ) -> None:
+        if self.score_stream is not None:
+            key = sample_key(split, done.ordinal, done.sample)
+            self.score_stream(score_request(rows, row, key, token_ids, self.tokenizer))
+
+    def _columns(
+        self, prompt_ids: Sequence[tuple[int, ...]], completions: list[Completion], split: str, max_new_tokens: int
+    ) -> DataProto:
+        pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else 0
+        prompts, prompt_mask = pad_rows(list(prompt_ids), pad, self.max_prompt_length, left=True)
+        responses, response_mask = pad_rows([c.token_ids for c in completions], pad, max_new_tokens, left=False)
+        log_probs, _ = pad_rows([c.log_probs for c in completions], 0.0, max_new_tokens, left=False)
+        log_probs = log_probs.to(torch.float64 if self._dtype() == torch.float64 else torch.float32)
+        return DataProto.from_dict(
+            tensors={
+                "prompts": prompts,
+                "prompt_mask": prompt_mask,
+                "responses": responses,
+                "response_mask": response_mask,
+                "attention_mask": torch.cat([prompt_mask, response_mask], dim=1),
+                "rollout_log_probs": log_probs,
+                "sample_index": torch.tensor([c.sample for c in completions], dtype=torch.int64),
+                "weight_version": torch.tensor([c.weight_version for c in completions], dtype=torch.int64),
+                "rollout_rank": torch.full((len(completions),), self.rank),
+            },
+            non_tensors={
+                "finish_reason": np.array([c.finish_reason for c in completions], dtype=object),
+                "sample_key": np.array([sample_key(split, c.ordinal, c.sample) for c in completions], dtype=object),
+            },
+        )
+
+
+def pad_rows(rows: list[Any], fill: float, width: int, *, left: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """(values, mask), both [batch, width]; `left` pads on the left. Integers give int64, floats float64.
+
+    The width is a limit of the config, not the longest row, so that batches of one run can be joined.
+    """
+    dtype = torch.float64 if isinstance(fill, float) else torch.int64
+    values = torch.full((len(rows), width), fill, dtype=dtype)
+    mask = torch.zeros((len(rows), width), dtype=torch.bool)
+    for i, row in enumerate(rows):
+        where = slice(width - len(row), width) if left else slice(0, len(row))
+        values[i, where] = torch.tensor(row, dtype=dtype)
+        mask[i, where] = True
+    return values, mask

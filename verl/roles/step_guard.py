@@ -1,0 +1,195 @@
+"""What a worker that trains does when an optimizer step looks wrong: refuse it, and name the samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from verl.algorithms.guards import (
+    GRAD_NORM,
+    NONFINITE,
+    NUM_NAMED,
+    SIGNS,
+    breaks,
+    first_nonfinite,
+    limits_of,
+    nonfinite_rows,
+    sign_metric,
+    sign_of_rows,
+    token_signs,
+    worst_rows,
+)
+from verl.config import GuardsConfig
+from verl.data_proto.metrics import Metric
+from verl.parallel.serialize import record
+
+_PREFIX = "guard/"
+
+
+@record
+@dataclass
+class Finding:
+    """A guard that one optimizer step has set off. `samples` are (ordinal of the prompt, number of the sample, its figure), the
+    worst first, of `num_samples`; none where no single sample shows it."""
+
+    guard: str
+    what: str
+    value: float
+    limit: float | None
+    mini_batch: int
+    num_rows: int
+    refused: bool
+    samples: list[tuple[int, int, float]]
+    num_samples: int
+
+    def merge(self, others: Sequence[Finding]) -> Finding:
+        """The same finding on all ranks, each with samples of its own."""
+        parts = [self, *others]
+        lowest = self.guard in SIGNS and SIGNS[self.guard].lowest
+        named = sorted((s for part in parts for s in part.samples), key=lambda s: s[2] if lowest else -s[2])
+        return replace(
+            self,
+            num_rows=sum(part.num_rows for part in parts),
+            samples=named[:NUM_NAMED],
+            num_samples=sum(part.num_samples for part in parts),
+        )
+
+
+def merge_findings(of_ranks: Sequence[Sequence[Finding]]) -> list[Finding]:
+    """Those of all ranks, which decide alike and know different samples."""
+    found: dict[tuple[int, str, str], list[Finding]] = {}
+    for findings in of_ranks:
+        for finding in findings:
+            found.setdefault((finding.mini_batch, finding.guard, finding.what), []).append(finding)
+    return [parts[0].merge(parts[1:]) for parts in found.values()]
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """A micro-batch: who its rows are, what the model said of them, and token values of the signs."""
+
+    names: torch.Tensor | None  # [batch, 2] ordinal and number of the sample
+    mask: torch.Tensor
+    outputs: dict[str, torch.Tensor]
+    signs: dict[str, torch.Tensor]
+
+
+class StepGuard:
+    """The StepCheck of one worker. A loss calls `observe` with every micro-batch, the worker `begin` before a mini-batch and
+    `take` at the end of its call."""
+
+    def __init__(self, config: GuardsConfig):
+        self.limits = limits_of(config)
+        self.refusing = {NONFINITE, *(name for name in self.limits if config[name].action != "warn")}
+        # what `observe` is to be given
+        self.inputs = {i for name in self.limits if name in SIGNS for i in SIGNS[name].inputs}
+        self._num_refused = 0  # mini-batches since the last `take`
+        self._mini_batch, self._num_rows = 0, 0
+        self._seen: list[_Seen] = []
+        self._findings: list[Finding] = []
+
+    @property
+    def names(self) -> Mapping[str, str]:
+        """See StepCheck."""
+        return {"loss": "sum", **{_PREFIX + name: SIGNS[name].over for name in self.limits if name in SIGNS}}
+
+    def begin(self, mini_batch: int, num_rows: int) -> None:
+        """The optimizer step number `mini_batch` of a call comes next, on `num_rows` rows of this rank."""
+        self._mini_batch, self._num_rows = mini_batch, num_rows
+        self._seen = []
+
+    def observe(
+        self,
+        columns: Any,
+        mask: torch.Tensor,
+        outputs: dict[str, torch.Tensor],
+        inputs: Mapping[str, torch.Tensor | None],
+    ) -> dict[str, Metric]:
+        """Note a micro-batch: `outputs` [batch, response] of the model, and the `inputs` of the signs (see
+        verl/algorithms/guards.py). Returns the figures of the signs that have a limit. Nothing here waits for a device."""
+        given = {name: tensor.detach() for name, tensor in inputs.items() if tensor is not None}
+        if self._mini_batch:
+            given.pop("sampler", None)  # the policy has moved since it sampled
+        signs = token_signs(self.limits, given)
+        names = [columns.get(name, None) for name in ("ordinal", "sample_index")]
+        named = None if any(n is None for n in names) else torch.stack(names, dim=1)
+        self._seen.append(_Seen(named, mask, {name: t.detach() for name, t in outputs.items()}, signs))
+        return {_PREFIX + name: sign_metric(name, values, mask) for name, values in signs.items()}
+
+    def __call__(self, figures: Mapping[str, float]) -> bool:
+        """See StepCheck."""
+        found = self._nonfinite(figures) or [
+            self._finding(name, name, value, limit, *self._beyond(name, limit))
+            for name, limit in self.limits.items()
+            if (value := figures.get(name if name == GRAD_NORM else _PREFIX + name)) is not None
+            and breaks(name, value, limit)
+        ]
+        self._findings += found
+        refused = any(finding.refused for finding in found)
+        self._num_refused += refused
+        self._seen = []
+        return not refused
+
+    def refused_all(self, num_mini_batches: int) -> bool:
+        """Whether none of the mini-batches of this call has trained."""
+        return 0 < num_mini_batches == self._num_refused
+
+    def take(self) -> list[Finding]:
+        """What was found since the last call."""
+        found, self._findings, self._num_refused = self._findings, [], 0
+        return found
+
+    def _nonfinite(self, figures: Mapping[str, float]) -> list[Finding]:
+        """The first of loss and gradient norm that is not finite; the other then follows from it."""
+        for name in ("loss", GRAD_NORM):
+            value = figures.get(name, 0.0)
+            if not torch.isfinite(torch.tensor(value)):
+                samples, count = self._nonfinite_samples()
+                return [self._finding(NONFINITE, name, value, None, samples, count)]
+        return []
+
+    def _finding(
+        self,
+        guard: str,
+        what: str,
+        value: float,
+        limit: float | None,
+        samples: list[tuple[int, int, float]],
+        count: int,
+    ) -> Finding:
+        return Finding(
+            guard, what, value, limit, self._mini_batch, self._num_rows, guard in self.refusing, samples, count
+        )  # fmt: skip
+
+    def _nonfinite_samples(self) -> tuple[list[tuple[int, int, float]], int]:
+        found: list[tuple[int, int, float]] = []
+        for seen in self._seen:
+            bad = torch.zeros(len(seen.mask), dtype=torch.bool, device=seen.mask.device)
+            values: dict[int, float] = {}
+            for output in seen.outputs.values():
+                rows = nonfinite_rows(output, seen.mask)
+                bad |= rows
+                for row in rows.nonzero().flatten().tolist():
+                    values.setdefault(row, first_nonfinite(output[row], seen.mask[row]))
+            found += [(*_name(seen, row), values[row]) for row in bad.nonzero().flatten().tolist()]
+        return found[:NUM_NAMED], len(found)
+
+    def _beyond(self, name: str, limit: float) -> tuple[list[tuple[int, int, float]], int]:
+        """Samples whose own figure is beyond the limit, worst first."""
+        parts = [(seen, sign_of_rows(name, seen.signs[name], seen.mask)) for seen in self._seen if name in seen.signs]
+        if not parts:
+            return [], 0
+        owners = [(seen, row) for seen, rows in parts for row in range(len(rows))]
+        figures = torch.cat([rows.cpu() for _, rows in parts])
+        chosen, count = worst_rows(name, figures, limit)
+        return [(*_name(*owners[i]), float(figures[i])) for i in chosen], count
+
+
+def _name(seen: _Seen, row: int) -> tuple[int, int]:
+    if seen.names is None:
+        return -1, row
+    ordinal, sample = seen.names[row].tolist()
+    return ordinal, sample

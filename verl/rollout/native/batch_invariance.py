@@ -1,0 +1,122 @@
+"""Batch invariance of the native engine: whether a sample's bits depend on which others are computed beside it.
+
+It holds for plain decoders on a CPU when everything that mixes rows in one call is proven, by experiment at start or by the
+shapes alone: products run in tiles (products.py), attention in blocks that gave a row the bits that it gets alone
+(decode_rows.py), prompts are cut where their own length says, and the rest works row by row (checked here).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from verl.errors import ConfigError
+from verl.models.cpu.weights import DenseDecoder, Projection
+from verl.rollout.native.forward import DenseForward, compiled
+from verl.rollout.native.prepacked_linear import padding_cost, tiles_of
+
+KEY = "actor_rollout_ref.rollout.batch_invariant"
+_MOST_COST = 1.10  # of the time of products, with auto
+_GRAIN = 32768  # elements below which torch does not divide an elementwise operation among threads
+_VECTORS = 64  # elements: torch computes what is left of a share below this by other, scalar code
+_CHECKED_ROWS = (1, 3, 8, 65)
+
+
+class Invariance(NamedTuple):
+    holds: bool
+    why: str  # a clause
+
+    def __str__(self) -> str:
+        return f"{'yes' if self.holds else 'no'}: {self.why}"
+
+
+def examine(module: Any, config: Any) -> Invariance:
+    """Whether samples of `module` under this RolloutConfig are batch-invariant. Raises ConfigError when they are not, and
+    batch_invariant=require."""
+    found = _examined(module, config)
+    if config.batch_invariant == "require" and not found.holds:
+        raise ConfigError(
+            f"{KEY}=require cannot be kept: {found.why}. Set it to auto, and samples are drawn all the same."
+        )
+    return found
+
+
+def _examined(module: Any, config: Any) -> Invariance:
+    if config.batch_invariant == "off":
+        return Invariance(False, f"{KEY}=off")
+    device = next(module.parameters()).device
+    if device.type != "cpu":
+        return Invariance(False, f"it is not proven on {device.type}")
+    forward = DenseForward.of(module, prepack=False)
+    if forward is None:
+        return Invariance(False, "the model's own modules compute it, by kernels that nothing was proven about")
+    decoder, head = forward.decoder, module.get_output_embeddings()
+    projection = Projection(head.weight.detach(), head.bias, (head,))
+    required = config.batch_invariant == "require"
+    if compiled(decoder, projection, prepack=config.prepack_weights, required=required) is not None:
+        return Invariance(True, "the compiled kernels add up every row in one order")
+    obstacle = _obstacle(decoder, head, config.max_num_batched_tokens + config.max_num_seqs)
+    if obstacle is not None:
+        return Invariance(False, obstacle)
+    cost = _cost(decoder, head, config.prepack_weights)
+    if config.batch_invariant == "auto" and cost > _MOST_COST:
+        return Invariance(
+            False, f"this CPU's products of few rows would take about {cost - 1:.0%} longer; {KEY}=require accepts that"
+        )
+    return Invariance(True, "products in tiles and attention in blocks that gave equal bits on this CPU")
+
+
+def _cost(decoder: DenseDecoder, head: nn.Linear, prepack: bool) -> float:
+    """Time of all products in tiles over their time without, estimated."""
+    projections = [*decoder.projections(), Projection(head.weight.detach(), head.bias, (head,))]
+    costs = [padding_cost(tiles_of(p.weight, p.bias is not None, prepack)) for p in projections]
+    weights = [p.weight.numel() for p in projections]
+    return sum(c * w for c, w in zip(costs, weights, strict=True)) / sum(weights)
+
+
+def _obstacle(decoder: DenseDecoder, head: nn.Linear, most_rows: int) -> str | None:
+    """What is not proven beside products and attention; None when all is."""
+    if any(layer.sliding_window is not None for layer in decoder.layers):
+        return "the model has a sliding window, whose masks depend on the longest row"
+    if decoder.num_heads * decoder.head_dim % 16 or decoder.num_kv_heads * decoder.head_dim % 16:
+        return "the model's heads do not fill cache lines, so that a row's place in memory may matter"
+    dtype, threads = head.weight.dtype, torch.get_num_threads()
+    inner = decoder.layers[0].down.weight.shape[1] if decoder.layers else _VECTORS
+    if not _divides_evenly(inner, most_rows, threads):
+        return f"{threads} threads divide the {inner} activations of a row; OMP_NUM_THREADS=1 or a power of two may do"
+    if not _rows_alike(decoder.embed.shape[1], len(head.weight), dtype, threads):
+        return "this torch build's norms or softmax gave a row other bits beside other rows"
+    return None
+
+
+def _divides_evenly(width: int, most_rows: int, threads: int) -> bool:
+    """Whether the shares of all threads end where vectors end, for 1 to `most_rows` rows: SiLU's scalar code rounds otherwise
+    than its vector code."""
+    numel = width * np.arange(1, most_rows + 1)
+    shares = -(-numel // np.minimum(threads, -(-numel // _GRAIN)))
+    return width % _VECTORS == 0 and not (shares % _VECTORS).any()
+
+
+@functools.cache
+def _rows_alike(hidden: int, vocab: int, dtype: torch.dtype, threads: int) -> bool:
+    """Whether operations along a row, and exponentials and logarithms wherever they stand, give the bits of a row alone."""
+    del threads  # other kernels may be chosen for another number of them
+    generator = torch.Generator().manual_seed(0)
+    wide = torch.promote_types(dtype, torch.float32)
+    state, logits = (torch.randn(1, width, generator=generator).to(wide) for width in (hidden, vocab))
+    state = state.to(dtype)
+
+    def along(rows: int) -> list[torch.Tensor]:
+        x, scores = state.repeat(rows, 1), logits.repeat(rows, 1)
+        norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
+        return [norms, scores.softmax(-1), scores.logsumexp(-1), scores.sum(-1)]
+
+    alone = along(1)
+    beside = (zip(alone, along(rows), strict=True) for rows in _CHECKED_ROWS)
+    values = torch.rand(4096, generator=generator).to(wide) + 0.01
+    pointwise = (torch.equal(f(values), torch.cat([f(x) for x in values.split(37)])) for f in (torch.exp, torch.log))
+    return all(torch.equal(b, a.expand_as(b)) for pairs in beside for a, b in pairs) and all(pointwise)

@@ -1,0 +1,231 @@
+"""Attention of decode rows: each row's newest token against its group's prompt and its own slot.
+
+Attention over prefix and own part is computed apart and merged exactly: the prefix enters the softmax of the own part as
+one more key, whose score is the log-sum-exp of the prefix's scores and whose value is the prefix's output. The rows of a
+group go through the prefix in one block of queries, so its keys are read once per group and not once per sample; a copy of
+the prompt in every slot would be read n times (and take n times the memory). Query heads that share a key head are folded
+into the query axis, for the same reason.
+
+Buffers and views are made when the rows change and every 16 tokens, not in every step and layer: at few rows a decode step
+costs as much in calls from Python as in arithmetic.
+
+Batch-invariant decoding computes together only rows of one length, and prompts of one length, and only where that gave the
+bits of a row alone; queries of a prompt stand at places of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from verl.rollout.members import Block, Members, equal_blocks, length_blocks
+from verl.rollout.native.kv_cache import SlotStore, rounded
+from verl.rollout.native.partial_attention import (
+    OwnPart,
+    Scoring,
+    additive_mask,
+    attend_part,
+    own_rows_alike,
+    prompts_alike,
+    stack_blocks,
+)
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+class _Layer(NamedTuple):
+    """A layer's stores, and the parts of them that the blocks of rows and of prompts read."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    own: list[Pair]
+    prefix: list[Pair]
+
+
+class DecodeRows:
+    """Rows 0 .. num_rows-1 of the own store, which keeps its keys as columns; `members` is None when rows have no prefix
+    (their prompt lies in their own slot). With `invariant` a row's bits do not depend on the other rows; then `members` has
+    places. Serves until a sample starts or ends; `advance` comes before each forward."""
+
+    def __init__(
+        self,
+        own: SlotStore,
+        prefix: SlotStore,
+        num_rows: int,
+        members: Members | None,
+        device: torch.device,
+        invariant: bool = False,
+    ):
+        self.num_rows, self._members, self._invariant = num_rows, members, invariant
+        self._own, self._prefix, self._device = own, prefix, device
+        self._slots = torch.arange(num_rows, device=device)
+        self._newest = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self._made_for: tuple[object, ...] = ()
+        self._kinds: dict[tuple[object, ...], _Kind] = {}
+        self._layers: dict[int, _Layer] = {}
+
+    def advance(self, own_lengths: np.ndarray, positions: np.ndarray) -> None:
+        """`own_lengths` int64 [rows]: tokens in the own store before this forward, which has room for one more. `positions`
+        int64 [rows]: position of each row's new token in its sequence."""
+        if self._invariant:
+            blocks = equal_blocks(rounded(own_lengths + 1))
+        else:
+            blocks = [(a, b, rounded(n)) for a, b, n in length_blocks(own_lengths + 1)]
+        made_for = (blocks, self._own.version, self._prefix.version)
+        if made_for != self._made_for:
+            self._blocks, self._made_for = blocks, made_for
+            self._kinds.clear()
+            self._layers.clear()
+        self._newest.copy_(torch.from_numpy(own_lengths))
+        for kind in self._kinds.values():
+            kind.advance(self._newest, positions)
+        self._positions = positions
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+        """q [rows, heads, head_dim], k and v [rows, kv_heads, head_dim] -> [rows, heads, head_dim], which the next call
+        overwrites. Stores k and v."""
+        key = (scoring.window, q.shape, k.shape, v.shape, q.dtype)
+        kind = self._kinds.get(key)
+        if kind is None:
+            capacities = (self._own.capacity, self._prefix.capacity) if self._invariant else None
+            kind = self._kinds[key] = _Kind(self._blocks, self._members, q, k, v, scoring.window, capacities)
+            kind.advance(self._newest, self._positions)
+        held = self._layers.get(layer)
+        if held is None:
+            held = self._layers[layer] = self._hold(layer, kind, k, v)
+        # for columns faster than a copy to a slice, whether lengths are equal or not
+        torch.ops.aten.index_put_(held.keys, [self._slots, None, None, self._newest], k)
+        torch.ops.aten.index_put_(held.values, [self._slots, None, self._newest], v)
+        return kind.attend(q, held, scoring)
+
+    def _hold(self, layer: int, kind: _Kind, k: torch.Tensor, v: torch.Tensor) -> _Layer:
+        keys, values = self._own.tensors(layer, k, v)
+        prefix: list[Pair] = []
+        if kind.prefix is not None:
+            stored = self._prefix.tensors(layer, k, v)
+            prefix = [(stored[0][a:b, :, :n], stored[1][a:b, :, :n]) for a, b, n in kind.prefix.blocks]
+        return _Layer(keys, values, [part.matrices(keys, values) for part in kind.own], prefix)
+
+
+class _Kind:
+    """What layers of equal shapes and window share. `capacities` of both stores: batch-invariant."""
+
+    def __init__(
+        self,
+        blocks: list[Block],
+        members: Members | None,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        window: int | None,
+        capacities: tuple[int, int] | None,
+    ):
+        rows, heads, head_dim = q.shape
+        kv_heads, groups = k.shape[1], heads // k.shape[1]
+        queries = q.new_empty(rows, kv_heads, groups, head_dim)
+        out = q.new_empty(rows, kv_heads, groups, v.shape[2])
+        self._queries, self._out = queries.flatten(1, 2), out.flatten(1, 2)
+        self.prefix = None if members is None else _PrefixPart(members, queries, window)
+        if capacities is None:
+            self.own = [OwnPart(block, queries, out, window, members is not None) for block in blocks]
+            return
+        sizes, like = (kv_heads, groups, head_dim, v.shape[2]), (members is not None, q.dtype, torch.get_num_threads())
+        self.own = [
+            OwnPart((a, b, n), queries, out, window, members is not None, copies)
+            for a, b, n, copies in _alike(blocks, lambda rows, n: own_rows_alike(rows, *sizes, n, capacities[0], *like))
+        ]
+        if self.prefix is not None:
+            self.prefix.divide(v.shape[2], capacities[1])
+
+    def advance(self, newest: torch.Tensor, positions: np.ndarray) -> None:
+        for part in self.own:
+            part.set_lengths(newest)
+        if self.prefix is not None:
+            self.prefix.set_positions(positions)
+
+    def attend(self, q: torch.Tensor, layer: _Layer, scoring: Scoring) -> torch.Tensor:
+        torch.mul(q, scoring.scale, out=self._queries)
+        prefix = None if self.prefix is None else self.prefix.attend(layer.prefix, scoring.softcap)
+        for part, (keys, values) in zip(self.own, layer.own, strict=True):
+            part.attend(keys, values, prefix, scoring.softcap)
+        return self._out
+
+
+def _alike(blocks: list[Block], alike: Callable[[int, int], bool]) -> list[tuple[int, int, int, bool]]:
+    """(first, last + 1, length, whether to copy) of blocks whose rows get the bits that they get alone: whole ones, where
+    `alike` (of number and length) says so, else one row at a time, from a copy if even that would not do."""
+    parts: list[tuple[int, int, int, bool]] = []
+    for start, end, length in blocks:
+        whole = alike(end - start, length)
+        copies = not whole and not alike(1, length)
+        cuts = [(start, end)] if whole else [(row, row + 1) for row in range(start, end)]
+        parts.extend((a, b, length, copies) for a, b in cuts)
+    return parts
+
+
+class _PrefixPart:
+    """Attention of `queries` [rows, kv_heads, groups, head_dim], scaled, to the prompt of each row's group."""
+
+    def __init__(self, members: Members, queries: torch.Tensor, window: int | None):
+        self._members, self._queries, self._window = members, queries, window
+        self.blocks, self._copies = members.blocks, [False] * len(members.blocks)
+        self._places = members.rows.shape  # (slots, width)
+        _, kv_heads, groups, head_dim = queries.shape
+        slots, width = self._places
+        self._groups, self._device = groups, queries.device
+        by_slot = queries.new_empty(slots, kv_heads, width, groups, head_dim)
+        self._by_place = by_slot.transpose(1, 2)
+        self._by_slot = by_slot.flatten(2, 3)
+        self._masks: list[torch.Tensor | None] = [self._mask(block, None, None) for block in self.blocks]
+
+    def divide(self, value_dim: int, capacity: int) -> None:
+        """Compute together only what gives the bits of one prompt alone; `members` has blocks of equal length."""
+        _, kv_heads, queries, head_dim = self._by_slot.shape
+        like = (self._by_slot.dtype, torch.get_num_threads())
+        sizes = (kv_heads, queries, head_dim, value_dim)
+        parts = _alike(self.blocks, lambda slots, n: prompts_alike(slots, *sizes, n, capacity, *like))
+        self.blocks = [(a, b, n) for a, b, n, _ in parts]
+        self._copies = [copies for *_, copies in parts]
+        self._masks = [None] * len(parts)
+
+    def set_positions(self, positions: np.ndarray) -> None:
+        """int64 [rows]: the newest tokens'; they say what a window leaves of the prompt."""
+        if self._window is not None and positions.max() >= self._window:
+            self._masks = [self._mask(block, self._window, positions) for block in self.blocks]
+
+    def attend(self, blocks: list[Pair], softcap: float | None) -> Pair:
+        """Output [rows, kv_heads, groups, head_dim] and log-sum-exp [rows, kv_heads, groups]."""
+        members = self._members
+        rows = self._queries if members.identity else self._queries.index_select(0, members.rows_index)
+        self._by_place.copy_(rows.unflatten(0, self._places))
+        scoring, parts = Scoring(1.0, None, softcap), []
+        for (start, end, _), (keys, values), mask, copies in zip(
+            self.blocks, blocks, self._masks, self._copies, strict=True
+        ):
+            if copies:
+                keys, values = keys.contiguous(), values.contiguous()
+            parts.append(attend_part(self._by_slot[start:end], keys, values, mask, scoring))
+        out, lse = stack_blocks(parts)
+        # both come out of the kernel with memory in the order [slot, query, kv_head]; keep to it
+        num_places = len(members.rows_index)
+        out = out.transpose(1, 2).reshape(num_places, self._groups, *out.shape[1::2])
+        lse = lse.transpose(1, 2).reshape(num_places, self._groups, -1)
+        if not members.identity:
+            out, lse = out.index_select(0, members.place_index), lse.index_select(0, members.place_index)
+        return out.transpose(1, 2), lse.transpose(1, 2)
+
+    def _mask(self, block: Block, window: int | None, positions: np.ndarray | None) -> torch.Tensor | None:
+        """[slots, 1, members * groups, tokens], or [slots, 1, 1, tokens] without a window, or None when all is seen."""
+        start, end, longest = block
+        lengths = self._members.lengths[start:end]
+        if window is None and (lengths == longest).all():
+            return None
+        token = torch.arange(longest, device=self._device)
+        visible = (token < torch.from_numpy(lengths).to(self._device)[:, None])[:, None]
+        if window is not None and positions is not None:
+            at = torch.from_numpy(positions[self._members.rows[start:end]]).to(self._device)
+            visible = (visible & (token > at[:, :, None] - window)).repeat_interleave(self._groups, dim=1)
+        return additive_mask(visible, self._queries.dtype)[:, None]

@@ -1,0 +1,147 @@
+"""The forward of the native engine for plain dense decoders, computed straight through: no modules, few operators.
+
+It reads the module's own weights (verl.models.cpu.weights) and rounds where the modules do. Its callers hold no
+gradients.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from verl.models.cpu.weights import DenseDecoder, DenseLayer, Norm, Projection
+from verl.models.forward import head_transform
+from verl.parallel.device import multiplies_bf16_tiles
+from verl.rollout.cpu.forward import CpuForward
+from verl.rollout.cpu.library import Kernels, kernels
+from verl.rollout.layout import StepLayout
+from verl.rollout.native.partial_attention import Scoring
+from verl.rollout.native.prepacked_linear import Product, num_copied_bytes, product
+
+_PLAIN_LOGITS = {"softcap": None, "logit_scale": 1.0}
+
+
+class _Layer(NamedTuple):
+    weights: DenseLayer
+    scoring: Scoring
+    qkv: Product
+    o: Product
+    gate_up: Product
+    down: Product
+
+
+class DenseForward:
+    """Made by `of`. The products may hold a copy of the weights, so it serves while the weights stay as they are."""
+
+    def __init__(self, decoder: DenseDecoder, head: Projection, *, prepack: bool, invariant: bool = False):
+        self.decoder = decoder
+        self._layers = [
+            _Layer(
+                layer,
+                Scoring(decoder.scale, layer.sliding_window, None),
+                *(
+                    product(p, prepack=prepack, invariant=invariant)
+                    for p in (layer.qkv, layer.o, layer.gate_up, layer.down)
+                ),
+            )
+            for layer in decoder.layers
+        ]
+        self._head = product(head, prepack=prepack, invariant=invariant)
+
+    @classmethod
+    def of(
+        cls, module: Any, *, prepack: bool, invariant: bool = False, required: bool = False
+    ) -> DenseForward | CpuForward | None:
+        """The straight forward of a causal language model, or None when its own must be called. With `prepack` it is that of
+        the compiled kernels (see `compiled`)."""
+        decoder, head = DenseDecoder.of(module), module.get_output_embeddings()
+        is_plain = type(module).__module__.startswith("transformers.models.") and type(head) is nn.Linear
+        if decoder is None or not is_plain or head._forward_hooks or head._forward_pre_hooks:
+            return None
+        if head_transform(module.config) != _PLAIN_LOGITS:
+            return None
+        bias = None if head.bias is None else head.bias.detach()
+        projection = Projection(head.weight.detach(), bias, (head,))
+        if (found := compiled(decoder, projection, prepack=prepack, required=required)) is not None:
+            return CpuForward(found, decoder, projection)
+        return cls(decoder, projection, prepack=prepack, invariant=invariant)
+
+    @property
+    def products(self) -> list[Product]:
+        """All of them, layer by layer, then the head's."""
+        held = [p for layer in self._layers for p in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+        return [*held, self._head]
+
+    @property
+    def num_copied_bytes(self) -> int:
+        """Memory of the copies of weights that it holds."""
+        return num_copied_bytes(self.products)
+
+    def logits(
+        self, ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor | None, layout: StepLayout
+    ) -> torch.Tensor:
+        """[kept, vocab]: the logits after the tokens whose numbers `keep` holds, or after all. `ids` and `positions` are
+        int64 [tokens]; `layout` has the same tokens."""
+        decoder = self.decoder
+        x = F.embedding(ids, decoder.embed)
+        cos, sin = decoder.rotary(x.unsqueeze(0), positions.unsqueeze(0))
+        rotation = _Rotation(cos[0], sin[0])
+        last = len(self._layers) - 1
+        for index, layer in enumerate(self._layers):
+            qkv = layer.qkv(_normed(x, layer.weights.input_norm))
+            q, k, v = self._heads(qkv, layer.weights, rotation)
+            attended = layout.attend_tokens(index, q, k, v, layer.scoring).flatten(1)
+            if index == last and keep is not None:
+                x, attended = x.index_select(0, keep), attended.index_select(0, keep)
+            x.add_(layer.o(attended))
+            gate, up = layer.gate_up(_normed(x, layer.weights.post_norm)).chunk(2, dim=1)
+            x.add_(layer.down(F.silu(gate).mul_(up)))
+        return self._head(_normed(x, decoder.final_norm))
+
+    def _heads(
+        self, qkv: torch.Tensor, layer: DenseLayer, rotation: _Rotation
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries [tokens, heads, head_dim], keys and values [tokens, kv_heads, head_dim], rotated."""
+        heads, kv_heads = self.decoder.num_heads, self.decoder.num_kv_heads
+        split = qkv.view(len(qkv), heads + 2 * kv_heads, self.decoder.head_dim)
+        q, k, v = split.split((heads, kv_heads, kv_heads), dim=1)
+        if layer.q_norm is None or layer.k_norm is None:
+            rotation.apply_(split[:, : heads + kv_heads])
+            return q, k, v
+        q, k = _normed(q, layer.q_norm), _normed(k, layer.k_norm)
+        rotation.apply_(q)
+        rotation.apply_(k)
+        return q, k, v
+
+
+def compiled(decoder: DenseDecoder, head: Projection, *, prepack: bool, required: bool) -> Kernels | None:
+    """The compiled kernels where they compute this decoder faster than torch, or where their batch invariance is `required`."""
+    torch_is_faster = head.weight.dtype == torch.bfloat16 and multiplies_bf16_tiles()
+    if not prepack or (torch_is_faster and not required) or not CpuForward.fits(decoder, head):
+        return None
+    return kernels()
+
+
+class _Rotation:
+    """The rotary embedding at the positions of a forward: x cos + (x with its halves exchanged) turn."""
+
+    def __init__(self, cos: torch.Tensor, sin: torch.Tensor):
+        self._half = cos.shape[-1] // 2
+        self._cos = cos.unsqueeze(1)
+        self._turn = torch.cat([-sin[:, : self._half], sin[:, self._half :]], dim=1).unsqueeze(1)
+
+    def apply_(self, x: torch.Tensor) -> None:
+        """x [tokens, heads, head_dim], in place."""
+        turned = x.roll(self._half, -1).mul_(self._turn)
+        x.mul_(self._cos).add_(turned)
+
+
+def _normed(x: torch.Tensor, norm: Norm) -> torch.Tensor:
+    """RMS norm over the last axis: in float32 or wider, rounded to x's dtype, times the weight."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    root = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
+    scaled = x * root.square_().mul_(1 / x.shape[-1]).add_(norm.eps).rsqrt_()
+    return scaled.to(x.dtype).mul_(norm.weight)

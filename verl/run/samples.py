@@ -1,0 +1,63 @@
+"""The samples of a run: its book in every process, its ledger where the run leads, and the part of them in a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from verl.checkpoint.files import FileRecord, record_of, sync_file
+from verl.parallel.serialize import record
+from verl.runtime.api import Runtime
+from verl.tracking.ledger.book import Offset, OpenSample, Piece, SampleBook, Snapshot
+from verl.tracking.ledger.file import NAME, write_open
+from verl.tracking.ledger.resume import IN_CHECKPOINT, begin
+from verl.tracking.ledger.writer import LedgerWriter
+
+_TOKEN_BYTES = 16  # of an open sample in a checkpoint, with its log-prob
+
+for _cls in (Offset, Piece, OpenSample, Snapshot):
+    record(_cls)  # the leader's snapshot goes to all processes that take the steps
+
+
+def begin_samples(
+    samples: SampleBook,
+    runtime: Runtime,
+    folder: Path,
+    checkpoint: Path | None = None,
+    saved: Mapping[str, Any] | None = None,
+) -> list[OpenSample]:
+    """Samples and ledger of the run folder go on from what `checkpoint` recorded (`saved`), or begin anew; may be called again
+    to go back. Returns the samples that were open there. Raises CheckpointError, see verl.tracking.ledger.resume.begin."""
+    samples.close()
+    path = folder / NAME
+    snapshot = runtime.from_leader(begin(path, checkpoint, saved) if runtime.leads else None)
+    samples.begin(snapshot, LedgerWriter(path) if runtime.leads else None)
+    return snapshot.waiting
+
+
+def open_samples(samples: SampleBook) -> dict[str, OpenSamples]:
+    """What a checkpoint takes along of the samples that are open: folder name -> its writer. Nothing on a process that does
+    not lead, or when none are open."""
+    return {IN_CHECKPOINT.parent.name: OpenSamples(samples)} if samples.path is not None and samples.num_open() else {}
+
+
+class OpenSamples:
+    """Writes the samples that are open at the end of the last step into a checkpoint, which can then be used without the run
+    folder that it was saved in. The ledger must have been committed."""
+
+    def __init__(self, samples: SampleBook):
+        self.samples = samples
+
+    def num_bytes(self) -> int:
+        """About that of what will be written."""
+        return _TOKEN_BYTES * self.samples.num_open_tokens()
+
+    def write(self, folder: Path) -> dict[str, FileRecord]:
+        """See verl.checkpoint.store.Writer."""
+        folder.mkdir()
+        target = folder / NAME
+        assert self.samples.path is not None
+        write_open(self.samples.path, target, self.samples.offset)
+        sync_file(target)
+        return {NAME: record_of(target)}

@@ -1,0 +1,85 @@
+"""Which runtime a run gets, and what all of them can do.
+
+RANK and WORLD_SIZE in the environment, more than one rank   spmd: started by torchrun
+more than one device in the config                           ray: a driver over actors
+else                                                         local: this process
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from verl.config import VerlConfig
+from verl.errors import MissingExtraError
+from verl.parallel.placement import Placement
+from verl.runtime.roles import Roles
+
+
+class Runtime(Protocol):
+    """A running set of processes. In spmd every rank has one; `leads` is true on the one that writes files."""
+
+    name: str
+    rank: int
+    leads: bool
+
+    def build_roles(self, *, total_steps: int, data_sources: list[str], train: bool = True) -> Roles:
+        """Load models and start reward processes, wherever the config places them."""
+        ...
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set in at least one of the processes that run the program; all get the same answer."""
+        ...
+
+    def from_leader(self, value: Any) -> Any:
+        """The leading process's `value`, in all processes that run the program."""
+        ...
+
+    def close(self) -> None:
+        """End every process that this one started. May be called again."""
+        ...
+
+
+def choose(config: VerlConfig) -> str:
+    """local, spmd or ray."""
+    from verl.parallel.collectives import peer_of_environment
+
+    peer = peer_of_environment()
+    if peer is not None and peer.world_size > 1:
+        return "spmd"
+    return "ray" if peer is None and Placement.of(config).num_devices > 1 else "local"
+
+
+@contextmanager
+def open_runtime(config: VerlConfig) -> Iterator[Runtime]:
+    """The runtime of `config`, closed on leaving. Raises ConfigError for a placement that the machine cannot have,
+    MissingExtraError without Ray, DeadlineError when other ranks do not come."""
+    runtime = _make(config, choose(config))
+    try:
+        yield runtime
+    finally:
+        runtime.close()
+
+
+def _make(config: VerlConfig, name: str) -> Runtime:
+    if name == "spmd":
+        from verl.parallel.collectives import peer_of_environment
+        from verl.runtime.spmd import SpmdRuntime
+
+        peer = peer_of_environment()
+        assert peer is not None
+        return SpmdRuntime(config, peer)
+    if name == "ray":
+        try:
+            from verl.runtime.ray import RayRuntime
+        except ModuleNotFoundError as error:
+            if error.name != "ray":
+                raise
+            raise MissingExtraError(
+                "A run over several devices that is not started by torchrun", "ray", "ray"
+            ) from None
+        return RayRuntime(config)
+    from verl.runtime.local import LocalRuntime
+
+    return LocalRuntime(config)

@@ -1,0 +1,129 @@
+"""Actor, rollout and reference policy of one process behind one object, for scripts that drive them themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl.config import load_config
+from verl.data.prompts import PromptEncoder
+from verl.data_proto.proto import DataProto
+from verl.errors import DataError
+from verl.parallel.device import resolve_device
+from verl.parallel.placement import Placement
+from verl.roles.updates import Updates
+from verl.runtime.build import build_workers
+from verl.runtime.rank import Seat
+from verl.runtime.sampling import sampling_params
+from verl.runtime.worker_group import wait
+
+Prompts = DataProto | str | Sequence[str] | Sequence[Sequence[int]]
+
+
+class ActorRolloutRefWorker:
+    """A policy that generates with the engine `rollout_backend` (native, hf, vllm, ...), trains, and is compared with itself as
+    it was.
+
+        with ActorRolloutRefWorker(model_path, tensor_parallel_size=2, max_batch_size=32, rollout_backend="vllm") as worker:
+            batch = worker.generate_sequences(["2+2=", "3+3="], n=4)
+
+    `tensor_parallel_size` are the devices that share the engine's copy of the model (the native engine in one process has no
+    use for them), `max_batch_size` the samples in generation at once. `overrides` are those of `verl train`. Raises what
+    loading a config and a model raise, MissingExtraError without the engine.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        tensor_parallel_size: int = 1,
+        max_batch_size: int = 256,
+        rollout_backend: str = "native",
+        overrides: Sequence[str] = (),
+    ):
+        rollout = "actor_rollout_ref.rollout"
+        given = [
+            f"actor_rollout_ref.model.path={model_path}",
+            f"{rollout}.name={rollout_backend}",
+            f"{rollout}.tensor_model_parallel_size={tensor_parallel_size}",
+            f"{rollout}.max_num_seqs={max_batch_size}",
+            "actor_rollout_ref.actor.use_kl_loss=True",  # for the reference policy
+            *overrides,
+        ]
+        self.config = load_config(given, check=False).config
+        everything = Placement.from_roles({}, 1)
+        placement = replace(
+            everything, devices={**everything.devices, "reward": ()}
+        )  # scores are the script's business
+        device = resolve_device(self.config.trainer.device)
+        seat = Seat(self.config, placement, 0, device, total_steps=1, data_sources=[])
+        workers = build_workers(seat)
+        self.actor, self.reference, self.rollout = workers["actor"], workers["reference"], workers["rollout"]
+        self.tokenizer = self.rollout.tokenizer
+        self._sends_weights = seat.has_own_weights
+        self._encoder = PromptEncoder(self.tokenizer, self.config.data)
+        self._num_prompts = 0
+        self._version = -1
+        try:
+            self.update_weights()
+        except BaseException:
+            self.close()
+            raise
+
+    def generate_sequences(self, prompts: Prompts, *, n: int | None = None, step: int = 0) -> DataProto:
+        """`n` samples (default: rollout.n) of each prompt, adjacent, as prompts, responses [batch, response], masks and
+        rollout_log_probs. Prompts are texts (put through the chat template), token ids, or a DataProto with the columns
+        ordinal and prompt_token_ids; `step` is a part of the seed. Raises DataError when there are none."""
+        params = sampling_params(self.config.actor_rollout_ref.rollout)
+        params = params if n is None else replace(params, n=n)
+        given = [prompts] if isinstance(prompts, str) else prompts
+        batch = given if isinstance(given, DataProto) else self._batch(given)
+        made = wait(self.rollout.generate(batch, step=step, params=params))
+        self.rollout.end_generation()
+        return batch.repeat(params.n, interleave=True).union(made)
+
+    def compute_log_prob(self, batch: DataProto) -> DataProto:
+        """old_log_probs and entropys [batch, response] of generated rows, under the weights of now."""
+        return self.actor.log_probs(batch)
+
+    def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
+        """ref_log_prob [batch, response], under the weights of the model's files."""
+        return self.reference.log_probs(batch)
+
+    def update_actor(self, batch: DataProto, step: int = 0) -> Updates:
+        """Train on rows with advantages and the columns that the configured loss reads; generation follows."""
+        updates = self.actor.update(batch, step)
+        self.update_weights()
+        return updates
+
+    def update_weights(self) -> None:
+        """Bring the actor's weights to the rollout engine, under the next version."""
+        self._version += 1
+        weights = self.actor.engine.gather_weights() if self._sends_weights else None
+        self.rollout.publish(self._version, weights)
+
+    def close(self) -> None:
+        """End the engine's processes, if it has any."""
+        self.rollout.close()
+
+    def __enter__(self) -> ActorRolloutRefWorker:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _batch(self, prompts: Sequence[Any]) -> DataProto:
+        if not len(prompts):
+            raise DataError("There are no prompts; give at least one text or list of token ids.")
+        ids = [self._encoder.encode(p, f"prompt {i}") if isinstance(p, str) else list(p) for i, p in enumerate(prompts)]
+        tokens = np.empty(len(ids), dtype=object)
+        tokens[:] = ids
+        first, self._num_prompts = self._num_prompts, self._num_prompts + len(ids)
+        ordinals = torch.arange(first, self._num_prompts)
+        return DataProto.from_dict(tensors={"ordinal": ordinals}, non_tensors={"prompt_token_ids": tokens})

@@ -1,0 +1,284 @@
+"""The ray runtime: this process runs the program, and every device has a process with the roles that are placed on it.
+
+The processes are the hosts of the spmd runtime: they meet in one process group, through which engines and weights communicate.
+The driver cuts the rows of a call over them, and gets the small results back.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl.config import VerlConfig
+from verl.config.load import build as build_config
+from verl.config.secrets import remember_secrets
+from verl.config.tree import leaves, value_at
+from verl.errors import VerlError
+from verl.parallel.collectives import Collectives, Peer, free_port
+from verl.parallel.device import resolve_device
+from verl.parallel.dispatch import Plan
+from verl.parallel.memory import keep_freed_memory
+from verl.parallel.placement import Placement
+from verl.parallel.serialize import decode, encode
+from verl.parallel.stack_dump import all_stacks, calls, longest_call
+from verl.runtime.rank import Seat, check_meshes
+from verl.runtime.rank_workers import Host
+from verl.runtime.ray_cluster import CALL_LIMIT, START_LIMIT, Cluster, Pending, Process, Request, own_address, send
+from verl.runtime.role_groups import make_groups
+from verl.runtime.roles import Roles
+from verl.runtime.worker_group import WorkerGroup
+from verl.tracking.logs import setup_logging
+
+log = logging.getLogger(__name__)
+
+_SCORING = "scoring"  # the thread that waits for scores while the process generates or trains
+_WATCHING = "watching"  # the thread that can still say in what the others hang
+
+Packed = list[Any]  # the document and the buffers of verl/parallel/serialize.py, which Ray carries without copying
+
+
+class RayRuntime:
+    """See verl.runtime.api.Runtime."""
+
+    name = "ray"
+    rank = 0
+    leads = True
+
+    def __init__(self, config: VerlConfig):
+        self.config = config
+        self.placement = Placement.of(config)
+        check_meshes(config, self.placement)
+        self.device = resolve_device(config.trainer.device)
+        self.timeout_s = config.trainer.call_timeout_s
+        per_node, total = self.placement.devices_per_node, self.placement.num_devices
+        nodes = [min(per_node, total - first) for first in range(0, total, per_node)]
+        start_s = config.trainer.ray_wait_register_center_timeout
+        apart = _pools(config) if len(nodes) == 1 else []
+        request = Request(nodes, self.device.type == "cuda", start_s, otherwise=apart)
+        self.cluster = Cluster(config.ray_kwargs.ray_init, request)
+        if len(self.cluster.request.nodes) > len(nodes):
+            self.placement = replace(self.placement, devices_per_node=max(apart))
+        self.processes: list[Process] = []
+
+    def build_roles(self, *, total_steps: int, data_sources: list[str], train: bool = True) -> Roles:
+        seat = Seat(self.config, self.placement, -1, self.device, total_steps, data_sources, train)
+        self._start_processes()
+        task = {
+            "devices": self.placement.devices,
+            "devices_per_node": self.placement.devices_per_node,
+            "total_steps": total_steps,
+            "data_sources": data_sources,
+            "train": train,
+        }
+        facts = self._everywhere("building the roles", "build", pack(task))
+        roles = make_groups(seat, self._run, facts[self.placement.devices["actor"][0]])
+        roles.rollout.publish = self._publish
+        roles.end = self._end
+        return roles
+
+    def any(self, flag: bool) -> bool:
+        return flag
+
+    def from_leader(self, value: Any) -> Any:
+        return value
+
+    def close(self) -> None:
+        self._end()
+        self.cluster.close()
+
+    def _start_processes(self) -> None:
+        folder = Path(self.config.trainer.default_local_dir).expanduser().absolute() / "logs"
+        values = pack({path: value_at(self.config, path) for path in leaves()})
+        environment = {"OMP_NUM_THREADS": str(_threads(self.placement.devices_per_node))}
+        self.cluster.reserve()
+        size = self.placement.num_devices
+        found = self.cluster.spawn(
+            RankProcess, environment, lambda rank: (rank, size, values, str(folder)), beside=(_SCORING, _WATCHING)
+        )
+        for process in found:
+            process.roles = ", ".join(self.placement.roles_of(process.rank))
+            process.log_file = folder / f"rank_{process.rank}.log"
+            process.watched_by = _WATCHING
+        self.processes = found
+        places = self._everywhere("starting", "place", starts=True)
+        for process, (node, address, _, pid) in zip(found, places, strict=True):
+            process.node, process.pid = f"{node} {address}", pid
+        _, address, port, _ = places[0]
+        # in a cluster of our own all are on this machine, and need no other to reach them
+        address = "127.0.0.1" if self.cluster.is_ours else address
+        self._everywhere("meeting the other ranks", "join", pack((address, port)), starts=True)
+
+    def _everywhere(self, call: str, method: str, *arguments: Any, starts: bool = False) -> list[Any]:
+        """A method of every process, and all results in rank order. What `starts` a run has the deadline of a start."""
+        refs = [(p, getattr(p.handle, method).remote(*arguments)) for p in self.processes]
+        start_s = self.cluster.request.timeout_s
+        limit: tuple[float, str] = (start_s, START_LIMIT) if starts else (self.timeout_s, CALL_LIMIT)
+        return Pending(call, refs, limit[0], lambda answers: [unpack(a) for a in answers], limit_key=limit[1]).get()
+
+    def _publish(self, version: int) -> None:
+        self._everywhere("rollout.publish", "publish", version)
+
+    def _run(self, group: WorkerGroup, method: str, plan: Plan, blocking: bool) -> Any:
+        """A call on the ranks of a group. What several ranks get is stored once."""
+        packed: dict[int, Any] = {}
+        refs = []
+        for index in plan.ranks():
+            arguments = plan.calls[index]
+            if id(arguments) not in packed:
+                packed[id(arguments)] = send(pack(arguments))
+            process = self.processes[group.mesh.ranks[index]]
+            run = process.handle.call
+            if group.name == "reward":
+                run = process.handle.score.options(concurrency_group=_SCORING)
+            refs.append((process, run.remote(group.name, method, packed[id(arguments)], index in plan.answering)))
+        order = [plan.ranks().index(index) for index in plan.answering]
+
+        def collect(answers: list[Any]) -> Any:
+            return plan.collect([unpack(answers[position]) for position in order])
+
+        pending = Pending(f"{group.name}.{method}", refs, self.timeout_s, collect)
+        return pending.get() if blocking else pending
+
+    def _end(self) -> None:
+        processes, self.processes = self.processes, []
+        if processes:
+            file = self.config.ray_kwargs.timeline_json_file
+            if file:
+                self.cluster.timeline(file)
+            self.cluster.end(processes)
+
+
+class RankProcess:
+    """The actor of one device. Every method answers with a packed result, or with an error that the driver raises again."""
+
+    def __init__(self, rank: int, size: int, values: Packed, log_dir: str):
+        setup_logging(Path(log_dir), rank)
+        keep_freed_memory(one_arena=True)
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        self.rank, self.size = rank, size
+        self.config = build_config(unpack(values))
+        remember_secrets(self.config)
+        self.comm: Collectives | None = None
+        self.host: Host | None = None
+
+    def place(self) -> Any:
+        """(host name, address, a free port, process id)."""
+        return answer(lambda: (socket.gethostname(), own_address(), free_port(), os.getpid()))
+
+    def join(self, meeting: Packed) -> Any:
+        """Meet the other ranks at the address of the first."""
+        return answer(lambda: self._join(*unpack(meeting)))
+
+    def _join(self, address: str, port: int) -> None:
+        config = self.config
+        timeout_s = config.actor_rollout_ref.nccl_timeout
+        self.comm = Collectives.start(
+            Peer(self.rank, self.size, address, port),
+            device_type=resolve_device(config.trainer.device).type,
+            timeout_s=timeout_s,
+            start_timeout_s=config.trainer.ray_wait_register_center_timeout,
+            call_timeout_s=max(timeout_s, config.trainer.call_timeout_s),
+        )
+
+    def build(self, task: Packed) -> Any:
+        """Make the workers; the facts of the model."""
+        return answer(lambda: self._build(**unpack(task)))
+
+    def _build(self, devices: dict[str, Any], devices_per_node: int, **task: Any) -> dict[str, Any]:
+        assert self.comm is not None
+        seat = Seat(
+            self.config,
+            Placement(devices, devices_per_node),
+            self.rank,
+            resolve_device(self.config.trainer.device),
+            timeout_s=self.config.actor_rollout_ref.nccl_timeout,
+            **task,
+        )
+        with self.comm.doing("building the roles"):
+            self.host = Host(seat, self.comm)
+        return self.host.facts()
+
+    def call(self, role: str, method: str, arguments: Packed, wanted: bool) -> Any:
+        """Run a method of a worker; the result of a rank that does not answer for others stays here."""
+        assert self.host is not None
+        host = self.host
+
+        def run() -> Any:
+            result = host.call(role, method, *unpack(arguments))
+            return result if wanted else None
+
+        return answer(run)
+
+    def score(self, role: str, method: str, arguments: Packed, wanted: bool) -> Any:
+        """`call` of a role that exchanges nothing with other ranks, beside a call of the others."""
+        assert self.host is not None
+        worker = self.host.workers[role]
+
+        def run() -> Any:
+            args, kwargs = unpack(arguments)
+            with calls(f"{role}.{method}"):
+                result = getattr(worker, method)(*args, **kwargs)
+            return result if wanted else None
+
+        return answer(run)
+
+    def publish(self, version: int) -> Any:
+        assert self.host is not None
+        host = self.host
+        return answer(lambda: host.publish(version))
+
+    def stuck(self) -> str:
+        """The call that has been running longest, with its innermost frames."""
+        log.info("A call is late. The stacks of this process:\n%s", all_stacks())
+        return longest_call()
+
+    def end(self) -> Any:
+        """End the children of this process."""
+        if self.host is not None:
+            self.host.close()
+        if self.comm is not None:
+            self.comm.close()
+        return pack(None)
+
+
+def _pools(config: VerlConfig) -> list[int]:
+    """Devices of the training and of the rollout pool, where each asks for one machine and neither says which."""
+    trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
+    return [trainer.n_gpus_per_node, rollout.n_gpus_per_node] if trainer.nnodes == rollout.nnodes == 1 else []
+
+
+def pack(value: Any) -> Packed:
+    """A value as Ray carries it."""
+    document, buffers = encode(value)
+    return [document, *buffers]
+
+
+def unpack(packed: Packed) -> Any:
+    """Inverse of `pack`."""
+    return decode(packed[0], [np.asarray(b) for b in packed[1:]])
+
+
+def answer(run: Callable[[], Any]) -> Any:
+    """The packed result of `run`, or its error: errors of ours as they are, others with their traceback."""
+    try:
+        return pack(run())
+    except VerlError as error:
+        log.error("%s", error)
+        return {"error": type(error).__name__, "text": str(error)}
+    except Exception as error:  # whatever it is, the caller must hear of it
+        log.exception("A call failed.")
+        return {"error": type(error).__name__, "text": traceback.format_exc()}
+
+
+def _threads(processes_per_node: int) -> int:
+    given = os.environ.get("OMP_NUM_THREADS")
+    return int(given) if given and given.isdigit() else max(1, (os.cpu_count() or 1) // processes_per_node)

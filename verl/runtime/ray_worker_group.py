@@ -1,0 +1,281 @@
+"""Groups of users' own workers on Ray, under the names that existing scripts use.
+
+    pool = RayResourcePool([2], use_gpu=False)                      # two processes on one machine
+    group = RayWorkerGroup(pool, RayClassWithInitArgs(MyWorker, 3)) # MyWorker(3) in each
+    group.compute(batch)                                            # as the method's @register says
+
+Several groups on one pool share its places. Arguments and results are carried by Ray's own serialisation, because the classes
+are the user's.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl.errors import ConfigError, MissingExtraError
+from verl.parallel.collectives import free_port
+from verl.parallel.dispatch import Plan
+from verl.parallel.mesh import Mesh
+from verl.parallel.stack_dump import calls, longest_call
+from verl.runtime.worker_group import WorkerGroup
+
+try:
+    from verl.runtime.ray_cluster import Cluster, Pending, Process, Request, own_address, remote_function
+except ModuleNotFoundError as error:
+    if error.name != "ray":
+        raise
+    raise MissingExtraError("A group of workers on Ray", "ray", "ray") from None
+
+__all__ = [
+    "ColocatedClasses",
+    "RayClassWithInitArgs",
+    "RayResourcePool",
+    "RayWorkerGroup",
+    "ResourcePool",
+    "ResourcePoolManager",
+    "create_colocated_worker_cls",
+    "remote_function",
+]
+
+_CALL_TIMEOUT_S = 3600.0
+_START_TIMEOUT_S = 300.0
+_WATCHING = "watching"  # the thread that can still say in what a call hangs
+
+
+class ResourcePool:
+    """`process_on_nodes[i]` processes on machine i, each with a device of its own; `max_colocate_count` groups may share
+    them."""
+
+    def __init__(self, process_on_nodes: Sequence[int] | None = None, max_colocate_count: int = 10, **_: Any):
+        self.process_on_nodes = list(process_on_nodes or [1])
+        self.max_colocate_count = max_colocate_count
+
+    @property
+    def world_size(self) -> int:
+        return sum(self.process_on_nodes)
+
+    @property
+    def store(self) -> list[int]:
+        return list(self.process_on_nodes)
+
+
+class RayResourcePool(ResourcePool):
+    """A pool with places in a Ray cluster, taken when the first group needs them."""
+
+    def __init__(
+        self,
+        process_on_nodes: Sequence[int] | None = None,
+        use_gpu: bool = True,
+        name_prefix: str | None = None,
+        max_colocate_count: int = 10,
+    ):
+        super().__init__(process_on_nodes, max_colocate_count)
+        self.use_gpu = use_gpu
+        self.name_prefix = name_prefix or ""
+        self._cluster: Cluster | None = None
+
+    @property
+    def cluster(self) -> Cluster:
+        if self._cluster is None:
+            self._cluster = Cluster({}, Request(self.process_on_nodes, self.use_gpu, _START_TIMEOUT_S))
+            self._cluster.reserve()
+        return self._cluster
+
+    def close(self) -> None:
+        """End the processes of all groups on this pool and give its places back."""
+        if self._cluster is not None:
+            self._cluster.close()
+            self._cluster = None
+
+
+@dataclass
+class RayClassWithInitArgs:
+    """A worker class (plain, or made by `ray.remote`) and what its constructor gets."""
+
+    cls: Any
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def __init__(self, cls: Any, *args: Any, **kwargs: Any):
+        metadata = getattr(cls, "__ray_metadata__", None)  # what ray.remote(cls) gives knows the class
+        self.cls = getattr(metadata, "modified_class", cls)
+        self.args, self.kwargs = args, kwargs
+
+
+@dataclass
+class ColocatedClasses:
+    """Several worker classes for the same processes, by role; `RayWorkerGroup(...).spawn(...)` gives a group for each."""
+
+    classes: dict[str, RayClassWithInitArgs]
+
+
+def create_colocated_worker_cls(class_dict: Mapping[str, RayClassWithInitArgs]) -> ColocatedClasses:
+    """One process per place that holds a worker of each class."""
+    return ColocatedClasses(dict(class_dict))
+
+
+class ResourcePoolManager:
+    """Pools by name, and the pool of each role. Raises ConfigError when the cluster has fewer devices than all pools want."""
+
+    def __init__(
+        self, resource_pool_spec: Mapping[str, Sequence[int]], mapping: Mapping[Any, str], use_gpu: bool = True
+    ):
+        self.resource_pool_spec = {name: list(nodes) for name, nodes in resource_pool_spec.items()}
+        self.mapping = dict(mapping)
+        self.use_gpu = use_gpu
+        self.resource_pool_dict: dict[str, RayResourcePool] = {}
+
+    def create_resource_pool(self) -> None:
+        for name, nodes in self.resource_pool_spec.items():
+            self.resource_pool_dict[name] = RayResourcePool(nodes, self.use_gpu, name)
+
+    def get_resource_pool(self, role: Any) -> RayResourcePool:
+        name = self.mapping.get(role)
+        if name not in self.resource_pool_dict:
+            raise ConfigError(
+                f"The role {role} is mapped to the pool {name!r}; there are {sorted(self.resource_pool_dict)}."
+            )
+        return self.resource_pool_dict[name]
+
+    def get_n_gpus(self) -> int:
+        return sum(sum(nodes) for nodes in self.resource_pool_spec.values())
+
+
+class RayWorkerGroup(WorkerGroup):
+    """One process per place of `resource_pool`, with the workers of `ray_cls_with_init` in it."""
+
+    def __init__(
+        self,
+        resource_pool: RayResourcePool,
+        ray_cls_with_init: RayClassWithInitArgs | ColocatedClasses,
+        *,
+        name_prefix: str = "",
+        timeout_s: float = _CALL_TIMEOUT_S,
+        **_: Any,
+    ):
+        colocated = isinstance(ray_cls_with_init, ColocatedClasses)
+        self.classes: dict[str, RayClassWithInitArgs] = (
+            ray_cls_with_init.classes if isinstance(ray_cls_with_init, ColocatedClasses) else {"": ray_cls_with_init}
+        )
+        self.timeout_s = timeout_s
+        self.pool = resource_pool
+        self.processes = self._start()
+        worker_class = object if colocated else self.classes[""].cls
+        super().__init__(name_prefix or worker_class.__name__, worker_class, self._mesh(), self._runner_of(""))
+
+    def spawn(self, prefix_set: Sequence[str] | set[str]) -> dict[str, WorkerGroup]:
+        """A group for each role of colocated classes; all share these processes."""
+        unknown = sorted(set(prefix_set) - set(self.classes))
+        if unknown:
+            raise ConfigError(f"These processes hold no worker {unknown[0]!r}; they hold {', '.join(self.classes)}.")
+        return {
+            name: WorkerGroup(name, self.classes[name].cls, self._mesh(), self._runner_of(name))
+            for name in self.classes
+            if name in prefix_set
+        }
+
+    def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """A method on all ranks with the same arguments; its results in rank order."""
+        return self.execute_all_async(method_name, *args, **kwargs).get()
+
+    def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> Pending:
+        plan = Plan([(args, kwargs)] * self.world_size, list(range(self.world_size)), list)
+        return self._send("", method_name, plan, False)
+
+    def execute_rank_zero_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
+        """A method on the first rank."""
+        return self.execute_rank_zero_async(method_name, *args, **kwargs).get()
+
+    def execute_rank_zero_async(self, method_name: str, *args: Any, **kwargs: Any) -> Pending:
+        calls: list[Any] = [(args, kwargs), *[None] * (self.world_size - 1)]
+        return self._send("", method_name, Plan(calls, [0], lambda results: results[0]), False)
+
+    def close(self) -> None:
+        """End these processes; the pool keeps its places."""
+        processes, self.processes = self.processes, []
+        if processes:
+            self.pool.cluster.end(processes)
+
+    def _mesh(self) -> Mesh:
+        return Mesh.flat(range(self.pool.world_size))
+
+    def _start(self) -> list[Process]:
+        classes = {name: (c.cls, c.args, c.kwargs) for name, c in self.classes.items()}
+        size, share = self.pool.world_size, 1.0 / self.pool.max_colocate_count
+        arguments = (size, classes)
+        processes = self.pool.cluster.spawn(
+            UserProcess, {}, lambda rank: (rank, *arguments), share=share, beside=(_WATCHING,)
+        )
+        for process in processes:
+            process.watched_by = _WATCHING
+            process.roles = ", ".join(c.cls.__name__ for c in self.classes.values())
+        address, port = Pending(
+            "place", [(processes[0], processes[0].handle.place.remote())], _START_TIMEOUT_S, list
+        ).get()[0]
+        refs = [(p, p.handle.join.remote(address, port)) for p in processes]
+        Pending("the constructor", refs, self.timeout_s, list).get()
+        return processes
+
+    def _runner_of(self, role: str) -> Callable[[WorkerGroup, str, Plan, bool], Any]:
+        return lambda group, method, plan, blocking: self._send(role, method, plan, blocking)
+
+    def _send(self, role: str, method: str, plan: Plan, blocking: bool) -> Any:
+        ranks, refs = plan.ranks(), []
+        for index in ranks:
+            call = plan.calls[index]
+            assert call is not None
+            process = self.processes[index]
+            refs.append((process, process.handle.call.remote(role, method, *call)))
+        order = [ranks.index(index) for index in plan.answering]
+        pending = Pending(
+            f"{role or 'group'}.{method}", refs, self.timeout_s, lambda a: plan.collect([a[i] for i in order])
+        )
+        return pending.get() if blocking else pending
+
+
+class UserProcess:
+    """The actor of one place. Results travel as they are; an error travels with its traceback."""
+
+    def __init__(self, rank: int, size: int, classes: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]]):
+        self.rank, self.size, self.classes = rank, size, classes
+        self.workers: dict[str, Any] = {}
+
+    def place(self) -> tuple[str, int]:
+        return own_address(), free_port()
+
+    def join(self, address: str, port: int) -> Any:
+        """Make the workers, in the environment of their group."""
+        place = {
+            "RANK": self.rank,
+            "WORLD_SIZE": self.size,
+            "MASTER_ADDR": address,
+            "MASTER_PORT": port,
+            "LOCAL_RANK": 0,
+        }
+        os.environ.update({name: str(value) for name, value in place.items()})
+        return _answer(self._make)
+
+    def _make(self) -> None:
+        self.workers = {name: cls(*args, **kwargs) for name, (cls, args, kwargs) in self.classes.items()}
+
+    def call(self, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with calls(f"{role or 'group'}.{method}"):
+            return _answer(lambda: getattr(self.workers[role], method)(*args, **kwargs))
+
+    def stuck(self) -> str:
+        """The call that has been running longest, with its innermost frames."""
+        return longest_call()
+
+    def end(self) -> None:
+        """Nothing of ours is left behind."""
+
+
+def _answer(run: Callable[[], Any]) -> Any:
+    try:
+        return run()
+    except Exception as error:  # noqa: BLE001 - a user's worker may raise anything; the driver raises it again
+        return {"error": type(error).__name__, "text": traceback.format_exc()}

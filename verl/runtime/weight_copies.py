@@ -1,0 +1,113 @@
+"""Copies of the policy that generate: one of ours, or for an engine that has weights of its own the model without numbers and
+a way for new ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from verl.config import VerlConfig
+from verl.models.load import load_causal_lm, load_external, model_without_numbers
+from verl.parallel.device import compute_dtype
+from verl.parallel.engine_plan import EnginePlan
+from verl.parallel.placement import Placement
+from verl.reshard.device_memory import DevicePortions
+from verl.reshard.shared_memory import Named, SharedBuckets, bucketed
+from verl.reshard.weight_files import MANIFEST, read_files, write_files
+from verl.rollout.api import OwnCopy, Weights
+from verl.rollout.rollout_model import Replica
+
+_READER = "verl.reshard.shared_memory:read"
+_DEVICE_READER = "verl.reshard.device_memory:read"  # and of the host's memory
+_FOLDER_READER = "verl.runtime.weight_copies:read_folder"
+
+
+def own_copy(
+    config: VerlConfig, device: torch.device, plan: EnginePlan | None = None, visible_devices: tuple[str, ...] = ()
+) -> OwnCopy:
+    """For an engine on `device`, in the number format that the actor computes in. `plan`: how it spans the devices of the run
+    (default: a run of this process alone); `visible_devices`: those of its process, as CUDA_VISIBLE_DEVICES has them."""
+    group, trainer = config.actor_rollout_ref, config.trainer
+    where = (plan or EnginePlan.of(config, Placement.from_roles({}, 1))).where
+    bucket_bytes = group.rollout.checkpoint_engine.update_weights_bucket_megabytes << 20
+    may_come_back = (where == "process" or group.rollout.mode == "async") and group.rollout.max_engine_restarts > 0
+    place = KeptBuckets(bucket_bytes).place if may_come_back else _in_turns(bucket_bytes)
+    on_device = DevicePortions(device, bucket_bytes, place, keeps=may_come_back) if device.type == "cuda" else None
+    return OwnCopy(
+        model=group.model,
+        device=device,
+        dtype=compute_dtype(group.actor.fsdp_config.dtype, device),
+        portions=on_device or (lambda weights: map(place, count(), bucketed(weights, bucket_bytes))),
+        settle=on_device.settle if on_device else None,
+        reader=_DEVICE_READER if on_device else _READER,
+        write=lambda folder, number, weights: write_folder(folder, number, weights, bucket_bytes),
+        folder_reader=_FOLDER_READER,
+        start_timeout_s=trainer.ray_wait_register_center_timeout,
+        call_timeout_s=group.nccl_timeout,
+        in_process=where == "process",
+        visible_devices=visible_devices,
+    )
+
+
+class KeptBuckets:
+    """All buckets of an update at once, until the next one writes over them: an engine that was lost is sent them again."""
+
+    def __init__(self, bucket_bytes: int):
+        self._bucket_bytes = bucket_bytes
+        self._buckets: list[SharedBuckets] = []
+
+    def write(self, weights: Weights) -> Iterator[dict[str, Any]]:
+        """A description of each bucket, see SharedBuckets."""
+        return map(self.place, count(), bucketed(weights, self._bucket_bytes))
+
+    def place(self, index: int, some: Sequence[Named]) -> dict[str, Any]:
+        """Write bucket `index` of an update, where that of the last one is, and describe it."""
+        if index == len(self._buckets):
+            self._buckets.append(SharedBuckets(self._bucket_bytes, num_segments=1))
+        return self._buckets[index].write(some)
+
+
+def _in_turns(bucket_bytes: int) -> Callable[[int, Sequence[Named]], dict[str, Any]]:
+    buckets = SharedBuckets(bucket_bytes)
+    return lambda index, some: buckets.write(some)
+
+
+def write_folder(folder: Path, number: int, weights: Weights, bucket_bytes: int) -> dict[str, Any]:
+    """Write update `number` under `folder`; the result is what `read_folder` takes, with an entry for each tensor."""
+    place = write_files(folder, number, weights, bucket_bytes)
+    manifest = json.loads((place / MANIFEST).read_text(encoding="utf-8"))
+    return {"folder": str(place), "number": number, "entries": manifest["tensors"]}
+
+
+def read_folder(description: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a described folder. Raises ModelError when one is missing or not what was written."""
+    return read_files(Path(description["folder"]).parent, description["number"])
+
+
+def load_replica(config: VerlConfig, device: torch.device, group: dist.ProcessGroup | None) -> Replica:
+    """A copy of the policy in the compute dtype, for generation alone; divided over `group`, if there is one."""
+    model = config.actor_rollout_ref.model
+    load_external(model.external_lib)
+    module = load_causal_lm(
+        model.path,
+        device=device if group is None else "cpu",  # what is divided may not fit the device whole
+        dtype=compute_dtype(config.actor_rollout_ref.actor.fsdp_config.dtype, device),
+        trust_remote_code=model.trust_remote_code,
+        override_config=model.override_config,
+    ).requires_grad_(False)
+    replica = Replica(module, group)
+    module.to(device)
+    return replica
+
+
+def skeleton(config: VerlConfig, dtype: torch.dtype) -> Any:
+    """The policy with its configurations and shapes and no numbers."""
+    model = config.actor_rollout_ref.model
+    load_external(model.external_lib)
+    return model_without_numbers(model, dtype)
