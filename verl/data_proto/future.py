@@ -10,9 +10,39 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from verl.data_proto.proto import DataProto
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Future(Protocol[T_co]):
+    """The result of a call that may still be running elsewhere."""
+
+    def get(self) -> T_co:
+        """Wait for the result, with the deadline of the call. Raises what the call raised."""
+        ...
+
+    def ready(self) -> bool:
+        """Whether `get` would return at once."""
+        ...
+
+
+@dataclass(frozen=True)
+class Finished(Generic[T]):
+    """The future of a call that has run already."""
+
+    value: T
+
+    def get(self) -> T:
+        """The result."""
+        return self.value
+
+    def ready(self) -> bool:
+        """Always true."""
+        return True
 
 
 @dataclass(frozen=True)

@@ -4,26 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from verl.parallel.dispatch import Plan, Schedule, plan_call
 from verl.parallel.mesh import Mesh
 from verl.parallel.register import Registered, registered
 from verl.parallel.row_shares import TokenCost
-
-T = TypeVar("T")
-
-
-class Future(Protocol):
-    """A result that is still being made elsewhere."""
-
-    def get(self) -> Any:
-        """Wait for it, with the deadline of a call. Raises what the call raised."""
-        ...
-
-    def ready(self) -> bool:
-        """Whether `get` would return at once."""
-        ...
 
 
 def wait(value: Any) -> Any:

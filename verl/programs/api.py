@@ -1,0 +1,155 @@
+"""The contract between the host (verl/run) and a program: PPO, SFT, preferences, reward models, distillation.
+
+    config ──► Program.select ──► load_data ──► roles ──► Program(config, data, roles, run) ──► step, step, ...
+
+The host does what all programs share: runtime and roles, the loop, validation and saving on schedule, resuming, metrics on
+disk, the console, interruption, the run folder. A program declares its roles and takes one step. It is the same code in one
+process, under torchrun (every rank runs it) and on Ray (the driver runs it). A new program is a class with the methods of
+`Program`, and a row in `PROGRAMS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from verl.registry import Registry
+
+if TYPE_CHECKING:
+    from verl.checkpoint.store import Writer
+    from verl.roles.api import Roles, RoleSpecs
+    from verl.tracking.spans import Spans
+
+# name that an entry point gives to verl.run.host.train -> class of the program; also `path/to/file.py:Class`
+PROGRAMS = Registry("program", {"ppo": "verl.programs.ppo:PPO"})
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The outcome of one training step.
+
+    `metrics` are written to metrics.jsonl under these names. `num_tokens` counts the tokens of all rows that trained, prompt
+    and response. `rows` makes the rows of samples/train/{step}.jsonl; only the rank that writes them calls it. `span_tokens`
+    gives the tokens that a span has worked on, for timing_per_token_ms/{span}. `skipped` is the reason why nothing trained.
+    """
+
+    metrics: dict[str, float]
+    num_tokens: int
+    rows: Callable[[], list[dict[str, Any]]] = list
+    span_tokens: Mapping[str, int] = field(default_factory=dict)
+    skipped: str = ""
+
+
+class RollBack(Exception):
+    """Raised by `step`: the host loads the newest checkpoint, gives the exception to `load_state_dict`, and continues."""
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """The host's services for a program. In a run under torchrun every rank has one; one of them is rank 0 and writes files.
+
+    `broadcast(value)` returns rank 0's value on all ranks that run the program. `check_stop()` raises when a stop was
+    requested; a program calls it between phases, before any weight of the step has changed. `spans(name)` times a phase.
+    `log_samples(split, step, rows)` writes rows to samples/{split}/{step}.jsonl. `total_steps` is the length of the run.
+    """
+
+    folder: Path
+    is_rank_zero: bool
+    broadcast: Callable[[Any], Any]
+    check_stop: Callable[[], None]
+    spans: Spans
+    log_samples: Callable[[str, int, list[dict[str, Any]]], None]
+    total_steps: int = 1
+
+
+class ProgramData(Protocol):
+    """The data of a run, read and checked before any model is loaded."""
+
+    tokenizer: Any
+
+    @property
+    def num_steps(self) -> int:
+        """Training steps of the whole run."""
+        ...
+
+    @property
+    def has_validation(self) -> bool:
+        """Whether `validate` has rows to work on."""
+        ...
+
+    @property
+    def data_sources(self) -> list[str]:
+        """Names of data sources, for reward functions; empty without rewards."""
+        ...
+
+
+class Program(Protocol):
+    """One kind of training. Inherit from it: methods with a body here are optional.
+
+    The constructor takes `(config, data, roles, run)`: the config tree, the result of `load_data`, the roles that the runtime
+    has built, and a RunContext. For evaluation (`train=False` in `roles` and `load_data`) only `validate` is called.
+    """
+
+    # metric -> (short name, format) for the line of a step on the console; metrics that are absent are left out
+    console_metrics: ClassVar[Mapping[str, tuple[str, str]]] = {}
+
+    @classmethod
+    def select(cls, config: Any) -> type[Program]:
+        """The class that trains with `config`, for a program with variants."""
+        return cls
+
+    @classmethod
+    def load_data(cls, config: Any, *, train: bool = True) -> ProgramData:
+        """Read and check the data files. Raises DataError or ConfigError, before any model is loaded."""
+        ...
+
+    @classmethod
+    def roles(cls, config: Any, *, train: bool = True) -> RoleSpecs:
+        """The roles to build, a function of the config alone: every process of a run calls it. Without `train` only those that
+        `validate` uses, frozen."""
+        ...
+
+    def __init__(self, config: Any, data: Any, roles: Roles, run: RunContext): ...
+
+    def step(self, step: int) -> StepResult:
+        """Training step `step`, counted from 1. When it raises, `state_dict` is as it was before the call."""
+        ...
+
+    def validate(self, step: int) -> dict[str, float]:
+        """Metrics on the held-out rows after `step` (0: before training). Called only when the data has validation rows."""
+        ...
+
+    def drain(self) -> None:
+        """Return when nothing is in flight. Called before a checkpoint."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs besides the weights, as JSON. Written into trainer_state.json beside the host's keys (step,
+        seconds, num_tokens, first_validation), which it must not use."""
+        return {}
+
+    def load_state_dict(
+        self, state: Mapping[str, Any] | None, checkpoint: Path | None, rolled_back: RollBack | None = None
+    ) -> None:
+        """Start, or start again: called once before the first step, and after each RollBack. The weights of the roles are in
+        place. `state` holds all keys of trainer_state.json of the folder `checkpoint`; both are None for a fresh run."""
+
+    def checkpoint_writers(self) -> Mapping[str, Writer]:
+        """Further folders of a checkpoint: name -> its writer. Called after `drain`."""
+        return {}
+
+    def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
+        """All metrics of a finished step, the host's included; for warnings."""
+
+    def header(self) -> dict[str, Any]:
+        """Facts for the header of the run, by name."""
+        return {}
+
+    def results(self, before: Mapping[str, float], after: Mapping[str, float]) -> Mapping[str, tuple[Any, Any]]:
+        """Rows of the closing table: label -> (value before training, value after), from the metrics of the first and of the
+        last validation; None for what was not measured."""
+        return {}
+
+    def close(self) -> None:
+        """Release files and threads. May be called after an error."""

@@ -1,0 +1,227 @@
+"""The roles of a run: how a program declares them, and the handles through which it calls them.
+
+    specs = RoleSpecs(models=(RoleSpec("model", "lm", ...),))     # a program declares, the runtime builds
+    updates = roles.models["model"].update(batch, step).get()     # the same call in one process, under torchrun and on Ray
+    roles.weights.sync(version)                                   # the trained weights become those of the rollout
+
+A model role is an engine with an objective. Calls that may run beside others return a future.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from verl.engines.api import MicroBatching
+
+if TYPE_CHECKING:
+    import torch
+
+    from verl.checkpoint.files import FileRecord
+    from verl.config import CheckpointConfig, FSDPConfig, GuardsConfig, ModelConfig, OptimConfig
+    from verl.data_proto.future import Future
+    from verl.data_proto.metrics import Metric
+    from verl.data_proto.proto import DataProto
+    from verl.data_proto.samples import SamplingParams
+    from verl.engines.api import BatchTotals
+    from verl.parallel.placement import Placement
+    from verl.roles.step_guard import StepGuard
+    from verl.roles.updates import MiniBatchSchedule, Updates
+
+_WHOLE = MicroBatching()  # all rows at once
+
+
+def _never(step: int) -> bool:
+    return False
+
+
+def _nothing() -> None:
+    pass
+
+
+class Objective:
+    """The loss of a model role. Subclasses set `outputs` and define `__call__`.
+
+    `outputs` names the model outputs that it reads (verl/engines/api.py). `unit` is "row", or a column: rows with equal values
+    in it stay in one micro-batch and on one rank (the two rows of a preference pair).
+    """
+
+    outputs: Sequence[str] = ("log_probs",)
+    unit: str = "row"
+
+    def __call__(
+        self, outputs: dict[str, torch.Tensor], batch: DataProto, totals: BatchTotals
+    ) -> tuple[torch.Tensor, dict[str, Metric]]:
+        """Loss and metrics of one micro-batch. The loss is a sum divided by `totals`, those of the whole mini-batch over all
+        ranks, so that micro-batch losses add up. `outputs` are [batch, response] with gradient, zero outside response_mask;
+        those of a sequence head are [batch]."""
+        raise NotImplementedError
+
+    def start_mini_batch(self, seed: int, index: int) -> None:
+        """Called before optimizer step `index` of an `update`. Random choices of the loss depend on `seed` alone."""
+
+    def pop_observed(self) -> list[torch.Tensor]:
+        """Tensors that the objective kept during an `update`; those of all ranks are concatenated into Updates.observed."""
+        return []
+
+
+@dataclass(frozen=True)
+class RoleSpec:
+    """One model of a run. `name` is also its folder in a checkpoint, whose `huggingface/` opens with `from_pretrained`.
+
+    `head`: "lm" (log-probs of tokens), "token_value" (a value per token) or "sequence_score" (a score per row). Without `optim`
+    or `objective` the role is frozen. `shares` names a role whose engine this one uses without its LoRA adapters: a frozen
+    reference that costs no memory. `objective` is called with the role's StepGuard, on the rank where the model is built.
+    """
+
+    name: str
+    head: str
+    model: ModelConfig
+    engine: FSDPConfig
+    optim: OptimConfig | None = None
+    objective: Callable[[StepGuard], Objective] | None = None
+    shares: str | None = None
+    strategy: str = "fsdp"  # the training engine when the role is on several devices
+    engine_keys: tuple[str, ...] = ()  # config paths of `engine`, the first one for messages; "" for bare keys
+    micro: MicroBatching = _WHOLE  # of `update`
+    forward_micro: MicroBatching = _WHOLE  # of `forward`
+    temperature: float = 1.0  # logits are divided by it
+    schedule: MiniBatchSchedule | None = None  # the rows of each optimizer step of an `update`
+    checkpoint: CheckpointConfig | None = None
+    guards: GuardsConfig | None = None
+    is_measured: Callable[[int], bool] = _never  # steps at whose end visible_update_ratio is measured
+
+    @property
+    def trains(self) -> bool:
+        return self.optim is not None and self.objective is not None
+
+
+@dataclass(frozen=True)
+class RoleSpecs:
+    """All roles of a run. `models` are built in this order, and the first one that trains is the model of the run.
+
+    `generates`: there is a role `rollout` (section actor_rollout_ref.rollout) with the weights of the role "actor"; `scores`: a
+    role `reward` (section reward). `place(num_devices)` assigns roles to devices; the number is that of a launcher, or None.
+    """
+
+    models: tuple[RoleSpec, ...]
+    place: Callable[[int | None], Placement]
+    generates: bool = False
+    scores: bool = False
+    collective_timeout_s: float = 600.0
+
+    def model(self, name: str) -> RoleSpec | None:
+        return next((spec for spec in self.models if spec.name == name), None)
+
+    @property
+    def main(self) -> RoleSpec | None:
+        """The model that the run is for."""
+        return next((spec for spec in self.models if spec.trains), None)
+
+
+class ModelHandle(Protocol):
+    """A model role (verl/roles/model.py), here or on other ranks."""
+
+    def forward(self, batch: DataProto, outputs: Mapping[str, str]) -> Future[DataProto]:
+        """Model outputs without gradient, float32: `outputs` maps the name of an output to the column that it becomes."""
+        ...
+
+    def update(self, batch: DataProto, step: int) -> Future[Updates]:
+        """All optimizer steps on `batch`, and one step of the learning-rate schedule."""
+        ...
+
+    def num_bytes_saved(self) -> int: ...
+
+    def save(self, folder: str) -> list[dict[str, FileRecord] | None]:
+        """Write the role into the new folder; the records of its files, by rank: None on those that write nothing."""
+        ...
+
+    def start_save(self, folder: str) -> Any:
+        """As `save`, on a thread, from a copy."""
+        ...
+
+    def finish_save(self, timeout_s: float) -> Any: ...
+
+    def load(self, checkpoint: str) -> Any:
+        """Take the state of the role from the checkpoint folder, bit for bit."""
+        ...
+
+    def reconfigure(self, changes: Mapping[str, Any]) -> Any: ...
+
+
+class RolloutHandle(Protocol):
+    """The role that generates (verl/roles/rollout.py)."""
+
+    def generate(
+        self,
+        prompts: DataProto,
+        *,
+        step: int,
+        split: str = "train",
+        params: SamplingParams | None = None,
+        limit: int | None = None,
+    ) -> Future[DataProto]:
+        """`params.n` rows per prompt, samples of a prompt adjacent."""
+        ...
+
+    def resume_generation(
+        self, rows: DataProto, *, step: int, split: str = "train", max_new_tokens: int, limit: int
+    ) -> Future[DataProto]:
+        """Up to `max_new_tokens` more for unfinished samples, under the current weights."""
+        ...
+
+    def end_generation(self) -> Future[dict[str, Metric]]:
+        """Free the KV cache where configured; the metrics of what was generated since the last call."""
+        ...
+
+    def exact_log_probs(self) -> bool:
+        """Whether the sampler's log-probs equal those of the training forward to rounding."""
+        ...
+
+
+class RewardHandle(Protocol):
+    """The role that scores samples (verl/roles/reward.py)."""
+
+    def start_scoring(self, batch: DataProto) -> Future[Any]:
+        """Start to score the rows that are not being scored yet."""
+        ...
+
+    def collect(self, batch: DataProto) -> DataProto:
+        """Wait for the scores: columns token_level_scores [batch, response], reward_parts, reward_error."""
+        ...
+
+    def num_defaulted(self) -> int:
+        """Samples of this run whose scorer failed and that got the default score."""
+        ...
+
+
+class WeightSync(Protocol):
+    """Brings trained weights to the rollout engine, and switches the process from training to generation where it does both."""
+
+    def sync(self, version: int) -> None:
+        """Samples made from now on carry `version` and are made by the current weights. Every rank takes part."""
+        ...
+
+
+@dataclass
+class Roles:
+    """Handles of one run, made by a runtime; a program cannot tell by which one. `rollout`, `reward` and `weights` are set
+    where the program's RoleSpecs declare them."""
+
+    models: dict[str, ModelHandle] = field(default_factory=dict)
+    rollout: RolloutHandle | None = None
+    reward: RewardHandle | None = None
+    weights: WeightSync | None = None
+    specs: tuple[RoleSpec, ...] = ()
+    facts: dict[str, Any] = field(default_factory=dict)  # device, dtype, parameters, for the header
+    num_devices: int = 1
+    end: Callable[[], None] = _nothing
+
+    def trained(self) -> dict[str, ModelHandle]:
+        """Roles whose weights change, by name, in the order in which they are saved."""
+        return {spec.name: self.models[spec.name] for spec in self.specs if spec.trains}
+
+    def close(self) -> None:
+        """End every child process."""
+        self.end()
