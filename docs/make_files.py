@@ -1,7 +1,6 @@
-"""Keeps the list of files in architecture.md true: `python docs/make_architecture.py`.
+"""The list of files, docs/files.md: `python docs/make_files.py`.
 
-What stands above the marker is written by hand; below it there is one table per folder with one line per file, the first
-sentence of the file's docstring.
+One table per folder with one line per file, the first sentence of the file's docstring.
 """
 
 from __future__ import annotations
@@ -11,8 +10,11 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "architecture.md"
-MARKER = "<!-- files: written by docs/make_architecture.py, do not edit below -->"
+PAGE = ROOT / "docs" / "files.md"
+HEAD = """# Files
+
+Written by `python docs/make_files.py`; [architecture.md](architecture.md) explains how the parts work together.
+"""
 
 
 def described_files() -> list[Path]:
@@ -34,21 +36,20 @@ def first_sentence(file: Path) -> str:
 
 
 def file_tables() -> str:
-    """The generated part of the page."""
+    """A table for each folder."""
     lines: list[str] = []
     folder = None
     for file in described_files():
         if file.parent != folder:
             folder = file.parent
-            lines += ["", f"### `{folder.relative_to(ROOT).as_posix()}/`", "", "| file | what it is |", "|---|---|"]
+            lines += ["", f"## `{folder.relative_to(ROOT).as_posix()}/`", "", "| file | what it is |", "|---|---|"]
         lines.append(f"| `{file.relative_to(ROOT).as_posix()}` | {first_sentence(file)} |")
     return "\n".join(lines) + "\n"
 
 
 def page() -> str:
     """The page as it should be."""
-    head = PAGE.read_text(encoding="utf-8").split(MARKER)[0]
-    return f"{head}{MARKER}\n{file_tables()}"
+    return f"{HEAD}{file_tables()}"
 
 
 if __name__ == "__main__":
