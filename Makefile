@@ -74,7 +74,7 @@ $(STAMPS)/constraints.txt: constraints.txt $(STAMPS)/torch
 	@grep -v '^torch==' constraints.txt > $@
 	@$(PIP) list --format=freeze 2>/dev/null | grep '^torch==' >> $@
 
-$(STAMPS)/package: pyproject.toml $(STAMPS)/constraints.txt $(wildcard verl/rollout/cpu/*.[ch])
+$(STAMPS)/package: pyproject.toml $(STAMPS)/constraints.txt $(wildcard verl/rollout/cpu/*.[ch] verl/models/*.c)
 	@echo "Installing verl and what it needs (some minutes)."
 	@$(call install,-c $(STAMPS)/constraints.txt -e '.[ray$(comma)tracking$(comma)tasks$(comma)gguf$(comma)dev]')
 	@touch $@

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from verl.models import rounding
 from verl.models.rounding import TILE_LENGTHS, Region, Rounding, offsets
 
 DITHERED = Rounding()
@@ -55,6 +56,19 @@ def test_offsets_are_uniform_and_the_tiles_lengths_are_prime():
     assert (counts / (1 << 14) - 1).abs().max() < 0.05
     for length in TILE_LENGTHS:
         assert all(length % divisor for divisor in range(2, 257))
+
+
+def test_compiled_and_torch_give_the_same_bits(monkeypatch):
+    assert rounding._compiled() is not None, "verl.models._rounding was not compiled; run `make venv`"
+    master = normal(300, 4_001)
+    master[::7, 5] = torch.tensor(float("nan"))
+    master[1, :4] = torch.tensor([float("inf"), -float("inf"), 3.4e38, -3.4e38])
+    regions = [Region((300, 4_001), (0, 0)), Region((600, 9_000), (17, 4_000)), Region((2, 700, 4_001), (1, 30, 0))]
+    shards = [master, master, master[None]]
+    compiled = [DITHERED.rounded("w", s, BF16, region) for s, region in zip(shards, regions, strict=True)]
+    monkeypatch.setattr(rounding, "_compiled", lambda: None)
+    for shard, region, found in zip(shards, regions, compiled, strict=True):
+        assert torch.equal(bits(DITHERED.rounded("w", shard, BF16, region)), bits(found))
 
 
 def test_values_on_the_grid_never_move():
@@ -129,9 +143,7 @@ def test_every_part_is_rounded_as_the_whole_is(data):
 @given(data=st.data())
 @settings(max_examples=40, deadline=None)
 def test_chunks_end_anywhere(data):
-    """Chunks far smaller than rows, rows far smaller than chunks, and strided targets."""
-    from verl.models import rounding
-
+    """Chunks far smaller than rows, rows far smaller than chunks, and strided targets; compiled and in torch."""
     shape = (data.draw(st.integers(1, 30)), data.draw(st.integers(1, 50)))
     first = data.draw(st.integers(0, shape[1] - 1))
     master = normal(*shape)
@@ -139,6 +151,8 @@ def test_chunks_end_anywhere(data):
     target = torch.zeros(shape[1], shape[0], dtype=BF16).t()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rounding, "_CHUNK", data.draw(st.integers(1, 100)))
+        if data.draw(st.booleans()):
+            patch.setattr(rounding, "_compiled", lambda: None)
         DITHERED.write(target, "w", master)
         part = DITHERED.rounded("w", master[:, first:], BF16, Region(shape, (0, first)))
     assert torch.equal(target, expected)
