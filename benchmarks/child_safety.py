@@ -75,13 +75,13 @@ def functions() -> Iterator[tuple[str, Any, str]]:
     from verl.programs.guards import Guards
     from verl.roles.step_guard import StepGuard
     from verl.tracking.heartbeat import Heartbeat
-    from verl.tracking.ledger.book import SampleBook
+    from verl.tracking.ledger.tracker import SampleTracker
 
     places: dict[str, list[tuple[Any, str]]] = {
         "ledger": [
-            (collect, "issued_prompts pieces_of scores_of"),
+            (collect, "issued_prompts segments_of scores_of"),
             (program, "keys_of"),
-            (SampleBook, "issue generate score train"),
+            (SampleTracker, "issue generate score train"),
         ],
         "guards": [
             (Guards, "check_samples check_credit check_updates note"),
@@ -154,27 +154,28 @@ def _proof(metrics: Path) -> dict[str, Any]:
 
 
 def _no_ledger(stack: ExitStack) -> None:
-    """A book that only counts, and no file."""
+    """A tracker that only counts, and no file."""
     from verl.programs import collect
     from verl.programs import ppo as program
     from verl.run import resuming
-    from verl.tracking.ledger.book import Offset, SampleBook
+    from verl.tracking.ledger.records import Offset
+    from verl.tracking.ledger.tracker import SampleTracker
 
-    class Counting(SampleBook):
+    class Counting(SampleTracker):
         def issue(self, step: int, prompts: Any, **_: Any) -> None:
             self.num_issued = getattr(self, "num_issued", 0) + len(prompts)
 
-        def generate(self, step: int, pieces: Any) -> None: ...
+        def generate(self, step: int, segments: Any) -> None: ...
 
         def score(self, step: int, scores: Any) -> None: ...
 
         def train(self, step: int, keys: Any) -> None:
             self.offset = Offset(step, self.num_issued)
 
-    for name in ("issued_prompts", "pieces_of", "scores_of"):
+    for name in ("issued_prompts", "segments_of", "scores_of"):
         stack.enter_context(patch.object(collect, name, lambda rows, *_: rows))
     stack.enter_context(patch.object(program, "keys_of", lambda rows: rows))
-    stack.enter_context(patch.object(program, "SampleBook", Counting))
+    stack.enter_context(patch.object(program, "SampleTracker", Counting))
     stack.enter_context(patch.object(resuming, "begin_samples", lambda *_: []))
 
 

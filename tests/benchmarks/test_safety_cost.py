@@ -86,7 +86,7 @@ def test_both_sides_do_the_same_work_and_one_of_them_does_more(tiny_work, tmp_pa
 def test_every_function_of_the_account_is_there():
     names = {(part, name) for part, _, name in functions()}
     assert {part for part, _ in names} == {"ledger", "guards", "heartbeat"}
-    assert {("ledger", "train"), ("ledger", "pieces_of"), ("guards", "__call__"), ("guards", "random_state")} <= names
+    assert {("ledger", "train"), ("ledger", "segments_of"), ("guards", "__call__"), ("guards", "random_state")} <= names
 
 
 @pytest.mark.slow

@@ -1,23 +1,26 @@
-"""What a run folder's file system is asked, and what follows from its answers."""
+"""Trials of a run folder's file system, and what follows from them."""
 
 import errno
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.checkpoint.states import make_roles
 from verl.checkpoint import filesystem
-from verl.checkpoint.filesystem import examine, kind_of
+from verl.checkpoint.filesystem import examine
 from verl.checkpoint.store import CheckpointStore
 from verl.errors import CheckpointError
+from verl.tracking.files import file_system_of
 
-MOUNTS = """21 1 8:1 / / rw - ext4 /dev/sda1 rw
-22 21 0:20 / /mnt/my\\040data rw,relatime shared:1 - nfs4 server:/x rw
-23 21 0:21 / /mnt/bucket rw - fuse.gcsfuse bucket rw
-24 21 0:22 / /mnt/over rw - ext4 /dev/sdb rw
-25 21 0:23 / /mnt/over rw - cifs //server/share rw
-"""
+MOUNTS = (
+    ("/", "ext4"),
+    ("/mnt/my data", "nfs4"),
+    ("/mnt/bucket", "fuse.gcsfuse"),
+    ("/mnt/over", "ext4"),
+    ("/mnt/over", "cifs"),
+)
 
 
 def refuse(code):
@@ -44,8 +47,9 @@ def test_a_good_folder(tmp_path):
     ],
 )
 def test_kinds_come_from_the_table_of_mounts(monkeypatch, path, kind):
-    monkeypatch.setattr(Path, "read_text", lambda self, **kwargs: MOUNTS)
-    assert kind_of(Path(path)) == kind
+    mounts = [SimpleNamespace(mountpoint=place, fstype=name) for place, name in MOUNTS]
+    monkeypatch.setattr("psutil.disk_partitions", lambda all: mounts)
+    assert file_system_of(Path(path)) == kind
 
 
 @pytest.mark.parametrize(
@@ -59,7 +63,7 @@ def test_kinds_come_from_the_table_of_mounts(monkeypatch, path, kind):
     ],
 )
 def test_kinds_that_need_a_word(monkeypatch, tmp_path, kind, words):
-    monkeypatch.setattr(filesystem, "kind_of", lambda path: kind)
+    monkeypatch.setattr(filesystem, "file_system_of", lambda path: kind)
     report = examine(tmp_path)
     assert report.refusals == []
     assert len(report.notices) == bool(words)

@@ -149,7 +149,7 @@ def test_damaged_one_is_named_and_the_next_older_taken(store, caplog):
     assert "global_step_3 is damaged" in caplog.text
     assert "actor/optimizer.safetensors does not have the content" in caplog.text
     assert "save did not finish" in caplog.text
-    assert f"Going on from {store.path(1)}" in caplog.text
+    assert f"Resuming from {store.path(1)}" in caplog.text
 
 
 def test_all_damaged_does_not_start_afresh_silently(store):

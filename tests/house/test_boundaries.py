@@ -36,7 +36,7 @@ TORCH_FREE = (
     "verl.parallel.mesh",
     "verl.parallel.placement",
     "verl.parallel.register",
-    *(f"verl.reshard.{part}" for part in ("slices", "layout", "grouping", "plan", "hf_sharding", "buckets")),
+    *(f"verl.reshard.{part}" for part in ("slices", "layout", "grouping", "plan", "hf_sharding")),
     "verl.rewards",
     "verl.rewards.worker",
     "verl.cli.main",

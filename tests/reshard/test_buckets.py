@@ -1,24 +1,23 @@
-"""Plans in portions."""
+"""Plans cut into buckets."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.reshard.test_layout import points
 from tests.reshard.test_plan import problems
-from verl.reshard.buckets import buckets
-from verl.reshard.plan import Move, make_plan
-from verl.reshard.slices import numel, pieces
+from verl.reshard.plan import Move, buckets, make_plan
+from verl.reshard.slices import cut, numel
 
 sizes = st.lists(st.integers(1, 5), min_size=1, max_size=3)
 
 
 @settings(max_examples=60, deadline=None)
 @given(sizes, st.integers(1, 40))
-def test_pieces_of_a_box(shape, most):
-    box = tuple((3, 3 + size) for size in shape)
-    found = pieces(box, most)
-    assert all(numel(piece) <= most for piece in found)
-    assert points(found) == points([box])
+def test_cuts_of_a_slice(shape, most):
+    whole = tuple((3, 3 + size) for size in shape)
+    found = cut(whole, most)
+    assert all(numel(part) <= most for part in found)
+    assert points(found) == points([whole])
 
 
 @settings(max_examples=60, deadline=None)
@@ -31,8 +30,8 @@ def test_no_rank_has_more_than_its_bound(problem, most):
             assert sum(m.num_bytes for m in bucket if rank in (m.source, m.destination)) <= most
     travelling = [move for move in plan.moves if not move.is_kept]
     for move in travelling:
-        parts = [m.box for b in found for m in b if (m.tensor, *m[1:3]) == (move.tensor, *move[1:3])]
-        assert set(points(parts)) >= set(points([move.box]))
+        parts = [m.slice for b in found for m in b if (m.tensor, *m[1:3]) == (move.tensor, *move[1:3])]
+        assert set(points(parts)) >= set(points([move.slice]))
     assert sum(m.num_bytes for b in found for m in b) == plan.total_bytes
 
 

@@ -1,4 +1,4 @@
-"""Buckets in memory of a GPU, which is played by memory of the host that processes can share; on a GPU, the real calls."""
+"""Buckets in memory of a GPU, simulated by memory of the host that processes can share; on a GPU, the real calls."""
 
 import json
 import subprocess
@@ -7,12 +7,12 @@ import sys
 import pytest
 import torch
 
-from tests.reshard.played_device import DEVICE, play_driver
+from tests.reshard.simulated_device import DEVICE, simulate_driver
 from verl.errors import ModelError, WorkerLostError
 from verl.reshard import cuda_ipc, device_memory, shared_memory
 from verl.reshard.cuda_ipc import Refused
-from verl.reshard.device_memory import DeviceBuckets, DevicePortions, read
-from verl.reshard.shared_memory import SharedBuckets, as_numbers, bucketed
+from verl.reshard.device_memory import DeviceBuckets, DeviceSender, read
+from verl.reshard.shared_memory import SharedBuckets, as_values, bucketed
 from verl.runtime.weight_copies import KeptBuckets
 
 BUCKET = 1 << 10
@@ -20,7 +20,7 @@ BUCKET = 1 << 10
 
 @pytest.fixture
 def driver(monkeypatch):
-    return play_driver(monkeypatch)
+    return simulate_driver(monkeypatch)
 
 
 @pytest.fixture
@@ -68,29 +68,29 @@ def test_two_blocks_in_turns_and_larger_ones_for_larger_tensors(buckets, driver)
     large = [("large", torch.randn(BUCKET))]
     same(list(read(buckets.write(large))), large)
     assert len(driver.segments) == 3
-    with pytest.raises(ModelError, match="2 tensors from x on are more than a bucket"):
+    with pytest.raises(ModelError, match="2 tensors starting at x exceed a bucket"):
         buckets.write([("x", torch.empty(BUCKET)), ("y", torch.empty(1))])
 
 
 def test_a_bucket_that_is_written_over(buckets):
     descriptions = [buckets.write([("w", torch.full((10,), float(i)))]) for i in range(3)]
     assert [float(tensor[0]) for _, tensor in read(descriptions[1])] == [1]
-    with pytest.raises(ModelError, match="Bucket 1 of the new weights was written over before it was read"):
+    with pytest.raises(ModelError, match="Bucket 1 of the new weights was overwritten before it was read"):
         list(read(descriptions[0]))
     late = read(descriptions[2])
     next(late)
     buckets.write([("w", torch.zeros(10))])
     buckets.write([("w", torch.zeros(10))])
-    with pytest.raises(ModelError, match="written over"):  # what was copied meanwhile is worth nothing
+    with pytest.raises(ModelError, match="overwritten"):  # what was copied meanwhile is worth nothing
         next(late)
 
 
 def test_numbers_that_are_not_what_was_written(buckets, driver):
     description = buckets.write([("a", torch.ones(10)), ("b", torch.ones(10))])
-    as_numbers(driver.segments[0].memory, description["entries"][1][3], 40, torch.int32)[3] ^= 1
+    as_values(driver.segments[0].values, description["entries"][1][3], 40, torch.int32)[3] ^= 1
     tensors = read(description)
     assert next(tensors)[0] == "a"
-    with pytest.raises(ModelError, match="b in bucket 1 of the new weights is not what was written"):
+    with pytest.raises(ModelError, match="b in bucket 1 of the new weights does not match its digest"):
         next(tensors)
     swapped = buckets.write([("a", torch.ones(10)), ("b", torch.zeros(10))])
     first, second = swapped["entries"]
@@ -117,12 +117,12 @@ def test_a_description_of_the_hosts_memory_is_read_there():
     same(list(read(on_host.write(weights()))), weights())
 
 
-class TestPortions:
-    """Which way new weights go."""
+class TestSender:
+    """The route of new weights: device or host."""
 
     @pytest.fixture
     def portions(self, driver):
-        return DevicePortions(DEVICE, BUCKET, KeptBuckets(BUCKET).place, keeps=True)
+        return DeviceSender(DEVICE, BUCKET, KeptBuckets(BUCKET).place, keeps=True)
 
     def taken(self, portions, values=(1.0, 2.0)):
         """What an engine has after an update, and the descriptions."""
@@ -136,43 +136,43 @@ class TestPortions:
         return descriptions
 
     def test_by_the_device_and_kept_on_the_host(self, portions, driver):
-        portions.settle(lambda description: list(read(description)))
+        portions.probe(lambda description: list(read(description)))
         descriptions = self.taken(portions)
         assert len(descriptions) > 2
         assert all("device" in d and "segment" in d for d in descriptions)
-        for d in descriptions:  # a process that is started anew reads what is kept
+        for d in descriptions:  # a restarted process reads what is kept
             del d["device"]
             assert list(read(d))
 
     def test_without_a_copy_on_the_host(self, driver):
-        portions = DevicePortions(DEVICE, BUCKET, place=None, keeps=False)
-        portions.settle(lambda description: list(read(description)))
+        portions = DeviceSender(DEVICE, BUCKET, place=None, keeps=False)
+        portions.probe(lambda description: list(read(description)))
         assert all("segment" not in d for d in self.taken(portions))
 
     @pytest.mark.parametrize("keeps", [True, False])
     def test_where_the_engine_cannot_open_it_the_host_serves(self, keeps, driver, caplog):
         on_host = SharedBuckets(BUCKET)
         place = KeptBuckets(BUCKET).place if keeps else lambda index, some: on_host.write(some)
-        portions = DevicePortions(DEVICE, BUCKET, place, keeps=keeps)
+        portions = DeviceSender(DEVICE, BUCKET, place, keeps=keeps)
         driver.refuses = {"open"}
         for _ in range(2):
-            portions.settle(lambda description: list(read(description)))
+            portions.probe(lambda description: list(read(description)))
             assert all("device" not in d for d in self.taken(portions))
         (record,) = caplog.records
-        assert "by way of the host's memory" in record.message
+        assert "through host memory" in record.message
         assert "CUDA_ERROR_PEER_ACCESS_UNSUPPORTED" in record.message
 
     @pytest.mark.parametrize("keeps", [True, False])
     def test_a_device_without_room_in_the_middle_of_an_update(self, keeps, driver, caplog):
         on_host = SharedBuckets(BUCKET)
         place = KeptBuckets(BUCKET).place if keeps else lambda index, some: on_host.write(some)
-        portions = DevicePortions(DEVICE, BUCKET, place, keeps=keeps)
+        portions = DeviceSender(DEVICE, BUCKET, place, keeps=keeps)
 
         def first_read(description):
             list(read(description))
             driver.refuses = {"allocate"}
 
-        portions.settle(first_read)
+        portions.probe(first_read)
         descriptions = self.taken(portions)
         assert all("device" not in d for d in descriptions)
         assert len(caplog.records) == 1
@@ -182,14 +182,14 @@ class TestPortions:
             raise WorkerLostError("The vLLM process (pid 1) was ended.")
 
         with pytest.raises(WorkerLostError):
-            portions.settle(lost)
+            portions.probe(lost)
 
 
 def test_where_there_is_no_driver_it_is_refused(monkeypatch):
     monkeypatch.setattr(cuda_ipc, "_LIBRARY", "libnothing.so.0")
     cuda_ipc._driver.cache_clear()
     try:
-        with pytest.raises(Refused, match="no driver of CUDA"):
+        with pytest.raises(Refused, match="no CUDA driver"):
             cuda_ipc._driver()
         with pytest.raises(Refused, match="64 bytes, not 3"):
             cuda_ipc.open_handle(b"abc", 10, torch.device("cuda", 0))

@@ -137,8 +137,8 @@ def test_training_shards_lie_inside_generation_shards(p, t, d, p_g, t_g):
         for rank in training.ranks:
             held, wanted = training.part(tensor, rank), rollout.part(tensor, rank)
             if held is not None:
-                inside = {tuple(p) for p in points(wanted.boxes())}
-                assert inside.issuperset(points(held.boxes())), (tensor.name, rank)
+                inside = {tuple(p) for p in points(wanted.slices())}
+                assert inside.issuperset(points(held.slices())), (tensor.name, rank)
 
 
 def test_tensor_groups_stay_on_a_host_and_experts_with_their_ranks():
@@ -148,7 +148,7 @@ def test_tensor_groups_stay_on_a_host_and_experts_with_their_ranks():
         assert len({hosts[rank] for rank in engine[0]}) == 1
     assert interval_engines(training, 4)[0][0] == (0, 4, 8, 12)
     for group in interval_experts(training, 4):
-        assert [training.seat(rank).expert for rank in group] == [0, 1, 2, 3]
+        assert [training.coordinates(rank).expert for rank in group] == [0, 1, 2, 3]
 
 
 def test_pipeline_becomes_engines():

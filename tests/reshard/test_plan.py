@@ -96,8 +96,8 @@ def test_carrying_out_a_plan_makes_the_rollout_parts(problem):
                 if move.tensor != tensor.name:
                     continue
                 source = reference.trained(tensor, training, move.source)
-                cut = tuple(slice(*s) for s in training.part(tensor, move.source).locate(move.box))
-                put = tuple(slice(*s) for s in rollout.part(tensor, rank).locate(move.box))
+                cut = tuple(slice(*s) for s in training.part(tensor, move.source).locate(move.slice))
+                put = tuple(slice(*s) for s in rollout.part(tensor, rank).locate(move.slice))
                 assert (arrived[put] == -1).all()
                 arrived[put] = source[cut]
                 assert move.num_bytes == (0 if move.is_kept else source[cut].size * tensor.itemsize)
@@ -111,8 +111,8 @@ def test_sources_are_near(problem):
     by_name = {t.name: t for t in model}
     for move in make_plan(model, training, rollout, hosts).moves:
         tensor = by_name[move.tensor]
-        box = reference.elements(tensor)[tuple(slice(*s) for s in move.box)]
-        holders = [r for r in training.ranks if set(box.flat) <= set(reference.trained(tensor, training, r).flat)]
+        part = reference.elements(tensor)[tuple(slice(*s) for s in move.slice)]
+        holders = [r for r in training.ranks if set(part.flat) <= set(reference.trained(tensor, training, r).flat)]
         assert move.source in holders
         assert move.is_kept == (move.destination in holders)
         if hosts and not move.is_kept and any(hosts[r] == hosts[move.destination] for r in holders):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from verl.errors import ModelError, WorkerLostError
-from verl.reshard.shared_memory import Segment, SharedBuckets, as_numbers, bucketed, open_segment, read
+from verl.reshard.shared_memory import Segment, SharedBuckets, as_values, bucketed, open_segment, read
 
 # what an engine does, without the time that torch takes to start
 READER = """
@@ -55,7 +55,7 @@ def test_memory_is_bounded_by_the_bucket_or_the_largest_tensor(buckets):
     assert buckets.num_bytes <= 2 * 2000
     buckets.write([("large", torch.zeros(5000))])
     assert buckets.num_bytes <= 20_000 + 3000
-    with pytest.raises(ModelError, match="2 tensors from a on are more than a bucket of 1000 bytes"):
+    with pytest.raises(ModelError, match="2 tensors starting at a exceed a bucket of 1000 bytes"):
         buckets.write([("a", torch.zeros(200)), ("b", torch.zeros(200))])
 
 
@@ -63,23 +63,23 @@ def test_a_bucket_lasts_until_its_segment_is_used_again(buckets):
     descriptions = [buckets.write([("w", torch.full((10,), float(i)))]) for i in range(3)]
     for i in (1, 2):
         assert [float(tensor[0]) for _, tensor in read(descriptions[i])] == [i]
-    with pytest.raises(ModelError, match="Bucket 1 of the new weights was written over before it was read"):
+    with pytest.raises(ModelError, match="Bucket 1 of the new weights was overwritten before it was read"):
         list(read(descriptions[0]))
     late = read(descriptions[2])
     next(late)
     buckets.write([("w", torch.zeros(10))])
     buckets.write([("w", torch.zeros(10))])
-    with pytest.raises(ModelError, match="written over"):  # what was copied meanwhile is worth nothing
+    with pytest.raises(ModelError, match="overwritten"):  # what was copied meanwhile is worth nothing
         next(late)
 
 
 def test_numbers_that_are_not_what_was_written(buckets):
     description = buckets.write([("a", torch.ones(10)), ("b", torch.ones(10))])
     memory = open_segment(description["segment"], description["num_bytes"], "it")
-    as_numbers(memory, description["entries"][1][3], 40, torch.int32)[3] ^= 1
+    as_values(memory, description["entries"][1][3], 40, torch.int32)[3] ^= 1
     tensors = read(description)
     assert next(tensors)[0] == "a"
-    with pytest.raises(ModelError, match="b in bucket 1 of the new weights is not what was written"):
+    with pytest.raises(ModelError, match="b in bucket 1 of the new weights does not match its digest"):
         next(tensors)
     swapped = buckets.write([("a", torch.ones(10)), ("b", torch.zeros(10))])
     first, second = swapped["entries"]
@@ -97,7 +97,7 @@ def test_a_writer_that_is_gone(buckets):
 
 def test_a_reader_that_is_killed_leaves_nothing():
     segment = Segment(4096)
-    segment.memory[:5] = b"hello"
+    segment.values[:5] = torch.frombuffer(bytearray(b"hello"), dtype=torch.uint8)
     command = [sys.executable, "-c", READER, segment.path, "4096"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
         assert reader.stdout.readline() == "hello\n"
@@ -105,7 +105,7 @@ def test_a_reader_that_is_killed_leaves_nothing():
         assert reader.wait(timeout=20) == -signal.SIGKILL
     path = segment.path
     segment.close()
-    segment.memory.close()
+    del segment.values
     assert not os.path.exists(path)
 
 

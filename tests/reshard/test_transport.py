@@ -58,7 +58,7 @@ def test_ranks_that_do_not_train(found):
     [
         ("LosesABucket", "does not hold what rank"),
         ("SwapsTwo", "of model.layers.1.self_attn.k_proj.weight"),
-        ("ForgetsWhatItKeeps", "does not hold what it has itself"),
+        ("ForgetsWhatItKeeps", "does not hold what it trained"),
         ("FlipsABit", "does not hold what rank"),
     ],
 )
@@ -83,4 +83,4 @@ def test_training_engines_hold_what_their_layout_says(found, engine):
 
 def test_a_write_that_nobody_announced(found):
     message = found["check_faults"]["WritesInTheWrongPlace, memory"]
-    assert "rank 2 does not hold what it has itself of model.norm.weight" in message
+    assert "rank 2 does not hold what it trained for model.norm.weight" in message

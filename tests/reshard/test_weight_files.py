@@ -41,7 +41,7 @@ def test_loaders_find_their_way(place):
 def test_a_version_takes_the_place_of_the_last(tmp_path, place):
     write_files(tmp_path, 2, weights(1).items(), 3000)
     assert [path.name for path in tmp_path.iterdir()] == ["version-2"]
-    with pytest.raises(ModelError, match=r"Version 1 of the weights is not in .*there: version-2"):
+    with pytest.raises(ModelError, match=r"Version 1 of the weights is not in .*present: version-2"):
         next(read_files(tmp_path, 1))
     (tmp_path / "version-2").rename(tmp_path / "version-1")
     with pytest.raises(ModelError, match="holds version 2"):

@@ -181,7 +181,7 @@ class FlipsABit(PeerToPeer):
 
     def check_held(self, wanted):
         if self.rank == 2:
-            came = next(move for move in reversed(self._proved) if not move.is_kept)
+            came = next(move for move in reversed(self._verified) if not move.is_kept)
             place = self._at(wanted, came, is_source=False)
             place.view(torch.int16)[(0,) * place.dim()] ^= 1
         super().check_held(wanted)
@@ -262,8 +262,8 @@ def check_ranks_that_are_alike(folder):
     """Ranks 0 and 2, and 1 and 3, have their weights in one memory each; what one changes the other sees."""
     mine = dist.get_rank()
     weights = {name: weight.fill_(mine) for name, weight in weights_that_share(torch.bfloat16).items()}
-    memory = HostMemory(together(), weights, f"likeness {mine % 2}")
-    assert memory.homes == {0: 0, 1: 1, 2: 0, 3: 1}
+    memory = HostMemory(together(), weights, f"fingerprint {mine % 2}")
+    assert memory.owners == {0: 0, 1: 1, 2: 0, 3: 1}
     assert memory.pairs == {(1, 0), (2, 0), (3, 0), (0, 1), (2, 1), (3, 1)}
     assert all((weight == mine % 2).all() for weight in weights.values())
     dist.barrier()
@@ -289,8 +289,8 @@ def check_who_looks_at_what_ranks_share(folder):
     rollout = layouts.RolloutLayout(consecutive_engines(range(4), 1))
     values, mine = numbers(tensors), dist.get_rank()
     arrived = {t.name: torch.full(t.shape, torch.nan, dtype=torch.bfloat16) for t in tensors}
-    memory = HostMemory(together(), arrived, "alike")
-    target = layouts.OnRanks(rollout, tuple(set(memory.homes.values())))
+    memory = HostMemory(together(), arrived, "same")
+    target = layouts.OnRanks(rollout, tuple(set(memory.owners.values())))
     plan = make_plan(tensors, training, target)
     transport = PeerToPeer(
         tensors,
@@ -304,10 +304,10 @@ def check_who_looks_at_what_ranks_share(folder):
     )
     transport(parts((tensors, values), training), arrived)
     assert all(torch.equal(arrived[name], value.to(torch.bfloat16)) for name, value in values.items())
-    assert {move.source for move in transport._proved} == {(mine - 1) % 4}
+    assert {move.source for move in transport._verified} == {(mine - 1) % 4}
     looked = [None] * 4
-    dist.all_gather_object(looked, [(move.tensor, move.box) for move in transport._proved])
-    assert sorted(sum(looked, [])) == sorted((move.tensor, move.box) for move in plan.moves)
+    dist.all_gather_object(looked, [(move.tensor, move.slice) for move in transport._verified])
+    assert sorted(sum(looked, [])) == sorted((move.tensor, move.slice) for move in plan.moves)
     found = {}
     for name in arrived:
         bits = arrived[name].view(torch.int16)

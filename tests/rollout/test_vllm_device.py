@@ -1,5 +1,5 @@
 """vLLM and memory of a GPU: new weights by buckets there, which the engine opens or refuses; who is asleep; whose GPU is meant.
-The GPU, vLLM and its processes are played."""
+The GPU, vLLM and its processes are driver."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -7,14 +7,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.reshard.played_device import DEVICE, play_driver
+from tests.reshard.simulated_device import DEVICE, simulate_driver
 from tests.rollout.conftest import EOS, make_prompts
 from tests.rollout.test_vllm_rebuild import PARAMS, Played, Processes, lost, one_step
 from verl.config import RolloutConfig, load_config
 from verl.errors import ConfigError, ModelError
 from verl.parallel.placement import Placement
 from verl.parallel.serialize import to_bytes
-from verl.reshard.device_memory import DevicePortions, read
+from verl.reshard.device_memory import DeviceSender, read
 from verl.rollout.api import ENGINES
 from verl.rollout.vllm import engine
 from verl.rollout.vllm.core import Core, undisturbed
@@ -29,7 +29,7 @@ BUCKET = 1 << 14
 
 @pytest.fixture
 def driver(monkeypatch):
-    return play_driver(monkeypatch)
+    return simulate_driver(monkeypatch)
 
 
 class PlayedOnDevice(Played):
@@ -65,8 +65,8 @@ def make(load, tokenizer, monkeypatch, driver):
         config = RolloutConfig(name="vllm", max_model_len=64, max_engine_restarts=2)
         given = ["actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.actor.fsdp_config.dtype=float32"]
         loaded = load_config(given, check=False).config
-        portions = DevicePortions(DEVICE, BUCKET, KeptBuckets(BUCKET).place, keeps=True)
-        own = dataclasses.replace(own_copy(loaded, DEVICE), portions=portions, settle=portions.settle)
+        portions = DeviceSender(DEVICE, BUCKET, KeptBuckets(BUCKET).place, keeps=True)
+        own = dataclasses.replace(own_copy(loaded, DEVICE), portions=portions, settle=portions.probe)
         return ENGINES.get("vllm")(load("llama"), tokenizer, config, eos_token_ids=[EOS], own=own), processes
 
     return build

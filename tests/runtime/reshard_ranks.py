@@ -55,7 +55,7 @@ def is_time(rank=1):
     return RANK == rank and len(Watched.seen) == 1 and Watched.goes_on
 
 
-def before_it_is_proved(patch, change):
+def before_it_is_verified(patch, change):
     """`change(transport, wanted)` on rank 1 when everything has come."""
     check_held = transport.PeerToPeer.check_held
 
@@ -71,10 +71,10 @@ def flips_a_bit(patch):
     """One bit of what arrived is another."""
 
     def flip(self, wanted):
-        came = next(move for move in reversed(self._proved) if not move.is_kept)
-        self._at(wanted, came, is_source=False).view(torch.int64)[(0,) * len(came.box)] ^= 1
+        came = next(move for move in reversed(self._verified) if not move.is_kept)
+        self._at(wanted, came, is_source=False).view(torch.int64)[(0,) * len(came.slice)] ^= 1
 
-    before_it_is_proved(patch, flip)
+    before_it_is_verified(patch, flip)
 
 
 def loses_half_a_bucket(patch):
@@ -98,7 +98,7 @@ def swaps_two(patch):
         k.copy_(v)
         v.copy_(was)
 
-    before_it_is_proved(patch, swap)
+    before_it_is_verified(patch, swap)
 
 
 def dies_in_an_update(patch):

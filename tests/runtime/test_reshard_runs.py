@@ -26,9 +26,9 @@ SIDES = {
 EXPERTS = [SIZE, "actor_rollout_ref.actor.fsdp_config.expert_parallel_size=2"]  # EP 2 -> tensor parallel 2
 ADAPTER_BYTES = 8 * 4 * 2 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 128))  # rank 4, two layers, float64
 FAULTS = {
-    "flips_a_bit": ["rank 1 does not hold what rank 0 sent of model.", "must not be used"],
-    "loses_half_a_bucket": ["rank 1 does not hold what rank 0 sent of model.", "must not be used"],
-    "swaps_two": ["rank 1 does not hold", "of model.layers.1.self_attn.k_proj.weight", "must not be used"],
+    "flips_a_bit": ["rank 1 does not hold what rank 0 sent for model.", "must not be used"],
+    "loses_half_a_bucket": ["rank 1 does not hold what rank 0 sent for model.", "must not be used"],
+    "swaps_two": ["rank 1 does not hold", "for model.layers.1.self_attn.k_proj.weight", "must not be used"],
     "loses_a_tensor": ["Rank 1 should fill [32, 64] of model.layers.1.self_attn.k_proj.weight", "not there"],
     "hands_on_too_little": ["without model.norm.weight", "would sample from old"],
     "keeps_its_version": ["were made by weights of version 0, but only version 1 may train"],
@@ -130,9 +130,9 @@ def test_a_fault_stops_all_ranks_with_the_same_sentence(two_ranks, fault):
 def test_an_engine_that_generated_with_other_weights(two_ranks):
     """The digests of the update were right; they are compared with what the engine has once more before its samples train."""
     first, second = wire(two_ranks, "generates_with_others")
-    assert "ModelError: After the update of weights, rank 1 does not hold" in first["error"]
+    assert "ModelError: After the weight sync, rank 1 does not hold" in first["error"]
     assert "Rank 1 failed in rollout.end_generation" in first["error"]
-    assert second["error"].startswith("ModelError: After the update of weights, rank 1 does not hold")
+    assert second["error"].startswith("ModelError: After the weight sync, rank 1 does not hold")
     assert "of model.norm.weight" in second["error"]
     assert steps(two_ranks, "generates_with_others") == 1
 

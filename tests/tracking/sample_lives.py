@@ -1,10 +1,10 @@
-"""Samples with made-up tokens, told to a book as a run tells them."""
+"""Samples with made-up tokens, told to a tracker as a run tells them."""
 
 import numpy as np
 
-from verl.tracking.ledger.book import Piece, Prompt, SampleBook, Scored
-from verl.tracking.ledger.resume import begin
-from verl.tracking.ledger.writer import LedgerWriter
+from verl.tracking.ledger.file import LedgerWriter
+from verl.tracking.ledger.records import Prompt, Scored, Segment
+from verl.tracking.ledger.tracker import SampleTracker, start_ledger
 
 LIMIT = 8
 
@@ -13,35 +13,35 @@ def prompts(ordinals):
     return [Prompt(ordinal, 0, ordinal, f"{ordinal:016x}") for ordinal in ordinals]
 
 
-def piece(ordinal, sample, version=0, first=0, count=3, reason="stop"):
+def segment(ordinal, sample, version=0, first=0, count=3, reason="stop"):
     """Tokens that follow from their place and from the version that made them."""
     tokens = np.array([100 * ordinal + 10 * sample + first + i for i in range(count)], dtype="<i4")
-    return Piece(ordinal, sample, tokens, (-tokens / 1000 - version).astype("<f4"), version, reason, 0)
+    return Segment(ordinal, sample, tokens, (-tokens / 1000 - version).astype("<f4"), version, reason, 0)
 
 
 def scored(ordinal, sample, error=None):
     return Scored(ordinal, sample, ordinal + sample / 10, {"score": sample, "nan": float("nan")}, error)
 
 
-def issue(book, step, ordinals, n=2):
-    book.issue(step, prompts(ordinals), num_samples=n, split="train", limit=LIMIT)
+def issue(tracker, step, ordinals, n=2):
+    tracker.issue(step, prompts(ordinals), num_samples=n, split="train", limit=LIMIT)
 
 
-def take_step(book, step, ordinals, n=2, left_out=(), error=None):
+def take_step(tracker, step, ordinals, n=2, left_out=(), error=None):
     """Issue, generate, score and train `n` samples of each prompt."""
     keys = [(ordinal, sample) for ordinal in ordinals for sample in range(n)]
-    issue(book, step, ordinals, n)
-    book.generate(step, [piece(*key, version=step - 1) for key in keys])
-    book.score(step, [scored(*key, error) for key in keys])
-    book.train(step, [key for key in keys if key not in left_out])
+    issue(tracker, step, ordinals, n)
+    tracker.generate(step, [segment(*key, version=step - 1) for key in keys])
+    tracker.score(step, [scored(*key, error) for key in keys])
+    tracker.train(step, [key for key in keys if key not in left_out])
 
 
-def open_book(path, checkpoint=None, record=None, writer=LedgerWriter):
-    """(book that writes the ledger `path`, samples that wait)."""
-    snapshot = begin(path, checkpoint, record)
-    book = SampleBook()
-    book.begin(snapshot, writer(path))
-    return book, snapshot.waiting
+def open_tracker(path, checkpoint=None, record=None, writer=LedgerWriter):
+    """(tracker that writes the ledger `path`, samples that wait)."""
+    snapshot = start_ledger(path, checkpoint, record)
+    tracker = SampleTracker()
+    tracker.start(snapshot, writer(path))
+    return tracker, snapshot.waiting
 
 
 class LateWriter(LedgerWriter):

@@ -1,4 +1,4 @@
-"""The sample ledger: what it holds, what it refuses, how it is taken back, and what happens to its file."""
+"""The sample ledger: its content, its refusals, its rewind, and faults of its file."""
 
 import logging
 import sqlite3
@@ -7,16 +7,14 @@ import threading
 import numpy as np
 import pytest
 
-from tests.tracking.sample_lives import issue, open_book, piece, scored, take_step
+from tests.tracking.sample_lives import issue, open_tracker, scored, segment, take_step
 from verl.cli.show import _samples
 from verl.errors import CheckpointError, DeadlineError
-from verl.tracking.ledger.book import SampleBook, SampleDigest
-from verl.tracking.ledger.counts import read_counts
-from verl.tracking.ledger.file import NAME, write_open
-from verl.tracking.ledger.reader import Ledger
-from verl.tracking.ledger.reader import file as ledger_file
-from verl.tracking.ledger.reader import writer as ledger_writer
-from verl.tracking.ledger.resume import IN_CHECKPOINT
+from verl.tracking.ledger import file as ledger_file
+from verl.tracking.ledger.file import NAME, LedgerWriter, write_open
+from verl.tracking.ledger.reader import Ledger, read_counts
+from verl.tracking.ledger.records import ENVIRONMENT, SampleDigest, Segment
+from verl.tracking.ledger.tracker import IN_CHECKPOINT, SampleTracker
 
 
 def path_in(folder):
@@ -30,19 +28,19 @@ def path(tmp_path):
 
 
 def test_a_sample_is_found_again_as_it_was(path):
-    book, _ = open_book(path)
-    take_step(book, 1, [0, 1], left_out=[(1, 1)])
-    take_step(book, 2, [2, 3], error="the scorer died")
-    assert book.cursor == 4
+    tracker, _ = open_tracker(path)
+    take_step(tracker, 1, [0, 1], left_out=[(1, 1)])
+    take_step(tracker, 2, [2, 3], error="the scorer died")
+    assert tracker.cursor == 4
     with Ledger.open(path.parent) as ledger:  # while the run goes on
         assert ledger.path == path
-    book.close()
+    tracker.close()
     with Ledger.open(path) as ledger:
         assert [(s.ordinal, s.sample, s.step, s.uses) for s in ledger.trained(1)] == [
             (0, 0, 1, 1), (0, 1, 1, 1), (1, 0, 1, 1),
         ]  # fmt: skip
         last = ledger.trained()[-1]
-        made = piece(3, 1, version=1)
+        made = segment(3, 1, version=1)
         assert (last.ordinal, last.sample, last.row, last.epoch, last.step) == (3, 1, 3, 0, 2)
         assert last.tokens.tolist() == made.tokens.tolist()
         assert np.array_equal(last.log_probs, made.log_probs)
@@ -51,33 +49,33 @@ def test_a_sample_is_found_again_as_it_was(path):
         counts = ledger.counts()
         assert (counts.steps, counts.trained, counts.dropped, counts.defaulted, counts.twice) == (2, 7, 1, 4, 0)
         assert ledger.multiset_of_trained()[3, 1, last.digest] == 1
-        assert ledger.offset() == book.offset
+        assert ledger.offset() == tracker.offset
     assert _samples(counts) == (
         "samples: 7 trained, 0 pending, 4 with the default score, 0 trained twice, 1 left out by a filter"
     )
 
 
 def test_rows_that_are_drawn_several_times_count_so_often(path):
-    book, _ = open_book(path)
-    issue(book, 1, [0])
-    book.generate(1, [piece(0, 0), piece(0, 1)])
-    book.score(1, [scored(0, 0), scored(0, 1)])
-    book.train(1, [(0, 1), (0, 1)])
-    book.close()
+    tracker, _ = open_tracker(path)
+    issue(tracker, 1, [0])
+    tracker.generate(1, [segment(0, 0), segment(0, 1)])
+    tracker.score(1, [scored(0, 0), scored(0, 1)])
+    tracker.train(1, [(0, 1), (0, 1)])
+    tracker.close()
     with Ledger.open(path) as ledger:
         assert list(ledger.multiset_of_trained().values()) == [2]
         assert ledger.counts().twice == 0
 
 
 def test_pieces_of_a_response_keep_their_versions(path):
-    book, _ = open_book(path)
-    issue(book, 1, [0], n=1)
-    book.generate(1, [piece(0, 0, version=0, count=2, reason="length")])
-    assert book.num_tokens((0, 0)) == 2
-    book.generate(2, [piece(0, 0, version=1, first=2, count=1)])
-    book.score(2, [scored(0, 0)])
-    book.train(2, [(0, 0)])
-    book.close()
+    tracker, _ = open_tracker(path)
+    issue(tracker, 1, [0], n=1)
+    tracker.generate(1, [segment(0, 0, version=0, count=2, reason="length")])
+    assert tracker.num_tokens((0, 0)) == 2
+    tracker.generate(2, [segment(0, 0, version=1, first=2, count=1)])
+    tracker.score(2, [scored(0, 0)])
+    tracker.train(2, [(0, 0)])
+    tracker.close()
     with Ledger.open(path) as ledger:
         (sample,) = ledger.trained(2)
     assert sample.tokens.tolist() == [0, 1, 2]
@@ -87,52 +85,52 @@ def test_pieces_of_a_response_keep_their_versions(path):
 
 def test_the_digest_is_of_the_content_and_not_of_the_pieces():
     whole, parts, other = SampleDigest(), SampleDigest(), SampleDigest()
-    whole.add(piece(1, 0, count=3))
-    parts.add(piece(1, 0, count=1))
-    parts.add(piece(1, 0, first=1, count=2))
-    other.add(piece(1, 0, count=3, version=1))
+    whole.add(segment(1, 0, count=3))
+    parts.add(segment(1, 0, count=1))
+    parts.add(segment(1, 0, first=1, count=2))
+    other.add(segment(1, 0, count=3, version=1))
     assert whole.with_reward(0.5) == parts.with_reward(0.5)
     assert len({whole.with_reward(0.5), whole.with_reward(0.25), other.with_reward(0.5)}) == 3
 
 
 def test_samples_end_in_the_order_of_their_prompts():
-    book = SampleBook()  # one that writes nothing, as on ranks that follow
+    tracker = SampleTracker()  # one that writes nothing, as on ranks that follow
     for ordinals in ([1], [0]):  # whatever arrives first
-        issue(book, 1, ordinals)
-        book.generate(1, [piece(ordinals[0], s) for s in (1, 0)])
-    book.score(1, [scored(o, s) for o in (1, 0) for s in (0, 1)])
-    book.train(1, [(1, 0), (0, 1)])
-    same = SampleBook()
+        issue(tracker, 1, ordinals)
+        tracker.generate(1, [segment(ordinals[0], s) for s in (1, 0)])
+    tracker.score(1, [scored(o, s) for o in (1, 0) for s in (0, 1)])
+    tracker.train(1, [(1, 0), (0, 1)])
+    same = SampleTracker()
     take_step(same, 1, [0, 1], left_out=[(0, 0), (1, 1)])
-    # versions of the pieces are alike, so the digests of what trained are
-    assert book.offset == same.offset
-    assert book.commit() == {"run": "", "step": 1, "cursor": 2, "num_trained": 2, "digest": same.offset.digest}
+    # versions of the segments are alike, so the digests of what trained are
+    assert tracker.offset == same.offset
+    assert tracker.commit() == {"run": "", "step": 1, "cursor": 2, "num_trained": 2, "digest": same.offset.digest}
 
 
 def test_nothing_is_lost_or_trains_twice_unseen():
-    book = SampleBook()
-    take_step(book, 1, [0, 1])
+    tracker = SampleTracker()
+    take_step(tracker, 1, [0, 1])
     with pytest.raises(CheckpointError, match="Prompt 1 would train a second time in step 2"):
-        issue(book, 2, [1])
-    issue(book, 2, [2, 3])
-    book.generate(2, [piece(3, s) for s in (0, 1)])
-    book.score(2, [scored(3, s) for s in (0, 1)])
-    with pytest.raises(CheckpointError, match="Step 2 passed over prompt 2, which would be lost"):
-        book.train(2, [(3, 0)])
+        issue(tracker, 2, [1])
+    issue(tracker, 2, [2, 3])
+    tracker.generate(2, [segment(3, s) for s in (0, 1)])
+    tracker.score(2, [scored(3, s) for s in (0, 1)])
+    with pytest.raises(CheckpointError, match="Step 2 skipped prompt 2, which would be lost"):
+        tracker.train(2, [(3, 0)])
     with pytest.raises(CheckpointError, match="Sample 0 of prompt 0 was scored, and it is not open"):
-        book.score(2, [scored(0, 0)])
-    book.generate(2, [piece(2, s) for s in (0, 1)])
-    book.score(2, [scored(2, s) for s in (0, 1)])
+        tracker.score(2, [scored(0, 0)])
+    tracker.generate(2, [segment(2, s) for s in (0, 1)])
+    tracker.score(2, [scored(2, s) for s in (0, 1)])
     with pytest.raises(CheckpointError, match="Sample 5 of prompt 2 trained in step 2"):
-        book.train(2, [(2, 5)])
+        tracker.train(2, [(2, 5)])
 
 
 def test_what_is_sampled_anew_is_another_attempt(path):
-    book, _ = open_book(path)
-    issue(book, 1, [0], n=3)
-    book.generate(1, [piece(0, s) for s in range(3)])
-    take_step(book, 2, [0], n=2)
-    book.close()
+    tracker, _ = open_tracker(path)
+    issue(tracker, 1, [0], n=3)
+    tracker.generate(1, [segment(0, s) for s in range(3)])
+    take_step(tracker, 2, [0], n=2)
+    tracker.close()
     with Ledger.open(path) as ledger:
         counts = ledger.counts()
         assert (counts.trained, counts.evicted, counts.pending) == (2, 3, 0)
@@ -140,23 +138,23 @@ def test_what_is_sampled_anew_is_another_attempt(path):
 
 
 def test_after_a_crash_what_came_later_has_not_happened(path):
-    """The queue's samples of steps before the checkpoint are there again, without the pieces that were added later."""
-    book, _ = open_book(path)
-    issue(book, 1, [2], n=1)
-    book.generate(1, [piece(2, 0, count=2, reason="length")])
-    take_step(book, 1, [0])
-    record = book.commit()
-    book.generate(2, [piece(2, 0, first=2, version=1)])
-    take_step(book, 2, [1])
-    issue(book, 3, [3])
-    book.close()
-    again, waiting = open_book(path, path.parent / "global_step_1", record)
+    """The queue's samples of steps before the checkpoint are there again, without the segments that were added later."""
+    tracker, _ = open_tracker(path)
+    issue(tracker, 1, [2], n=1)
+    tracker.generate(1, [segment(2, 0, count=2, reason="length")])
+    take_step(tracker, 1, [0])
+    record = tracker.commit()
+    tracker.generate(2, [segment(2, 0, first=2, version=1)])
+    take_step(tracker, 2, [1])
+    issue(tracker, 3, [3])
+    tracker.close()
+    again, waiting = open_tracker(path, path.parent / "global_step_1", record)
     assert (again.cursor, again.num_open()) == (1, 1)
     assert [(s.ordinal, s.step, s.split, s.limit) for s in waiting] == [(2, 1, "train", 8)]
-    assert [p.tokens.tolist() for p in waiting[0].pieces] == [[200, 201]]
-    again.generate(2, [piece(2, 0, first=2, version=1)])
+    assert [p.tokens.tolist() for p in waiting[0].segments] == [[200, 201]]
+    again.generate(2, [segment(2, 0, first=2, version=1)])
     take_step(again, 2, [1])
-    assert again.offset == book.offset
+    assert again.offset == tracker.offset
     again.close()
     with Ledger.open(path) as ledger:
         assert len(ledger.trained()) == 4
@@ -164,36 +162,36 @@ def test_after_a_crash_what_came_later_has_not_happened(path):
 
 
 def test_a_record_that_the_ledger_contradicts_is_refused(path):
-    book, _ = open_book(path)
-    take_step(book, 1, [0])
-    record = book.commit()
-    book.close()
+    tracker, _ = open_tracker(path)
+    take_step(tracker, 1, [0])
+    record = tracker.commit()
+    tracker.close()
     checkpoint = path.parent / "global_step_1"
     with pytest.raises(CheckpointError, match=r"does not agree with the checkpoint .*global_step_1.*Move it"):
-        open_book(path, checkpoint, {**record, "digest": "0" * 32})
+        open_tracker(path, checkpoint, {**record, "digest": "0" * 32})
     with pytest.raises(CheckpointError, match="does not agree"):
-        open_book(path, checkpoint, {**record, "step": 4})
+        open_tracker(path, checkpoint, {**record, "step": 4})
     with sqlite3.connect(path) as db:
         db.execute("DELETE FROM samples WHERE sample = 1")
     with pytest.raises(CheckpointError, match="does not agree"):
-        open_book(path, checkpoint, record)
+        open_tracker(path, checkpoint, record)
     with pytest.raises(CheckpointError, match="saved by an earlier version"):
-        open_book(path, checkpoint, None)
+        open_tracker(path, checkpoint, None)
 
 
 def test_a_lost_ledger_costs_the_history_alone(path, caplog):
-    book, _ = open_book(path)
-    issue(book, 1, [1], n=1)
-    book.generate(1, [piece(1, 0)])
-    take_step(book, 1, [0])
-    record, checkpoint = book.commit(), path.parent / "global_step_1"
+    tracker, _ = open_tracker(path)
+    issue(tracker, 1, [1], n=1)
+    tracker.generate(1, [segment(1, 0)])
+    take_step(tracker, 1, [0])
+    record, checkpoint = tracker.commit(), path.parent / "global_step_1"
     (checkpoint / IN_CHECKPOINT).parent.mkdir(parents=True)
-    write_open(path, checkpoint / IN_CHECKPOINT, book.offset)
+    write_open(path, checkpoint / IN_CHECKPOINT, tracker.offset)
     content = (checkpoint / IN_CHECKPOINT).read_bytes()
-    book.close()
+    tracker.close()
     path.unlink()
-    again, waiting = open_book(path, checkpoint, record)
-    assert "what is lost is the history of the samples up to step 1" in caplog.text
+    again, waiting = open_tracker(path, checkpoint, record)
+    assert "history of the samples up to step 1 is lost" in caplog.text
     assert (again.cursor, [s.ordinal for s in waiting]) == (1, [1])
     again.score(2, [scored(1, 0)])
     again.train(2, [(1, 0)])
@@ -203,22 +201,22 @@ def test_a_lost_ledger_costs_the_history_alone(path, caplog):
     assert (checkpoint / IN_CHECKPOINT).read_bytes() == content  # a checkpoint is never changed
     path.unlink()
     (checkpoint / IN_CHECKPOINT).unlink()
-    bare, waiting = open_book(path, checkpoint, record)
+    bare, waiting = open_tracker(path, checkpoint, record)
     assert (bare.cursor, waiting) == (1, [])
     bare.close()
 
 
 def test_a_checkpoint_of_another_folder_brings_its_history(path, tmp_path, caplog):
-    book, _ = open_book(path)
-    take_step(book, 1, [0])
-    record = book.commit()
-    take_step(book, 2, [1])
-    book.close()
+    tracker, _ = open_tracker(path)
+    take_step(tracker, 1, [0])
+    record = tracker.commit()
+    take_step(tracker, 2, [1])
+    tracker.close()
     other = path_in(tmp_path / "other")
-    theirs, _ = open_book(other)
+    theirs, _ = open_tracker(other)
     take_step(theirs, 1, [0], n=1)
     theirs.close()
-    again, _ = open_book(other, path.parent / "global_step_1", record)
+    again, _ = open_tracker(other, path.parent / "global_step_1", record)
     assert "lost" not in caplog.text
     assert again.cursor == 1
     again.close()
@@ -233,66 +231,67 @@ def test_a_checkpoint_of_another_folder_brings_its_history(path, tmp_path, caplo
 
 @pytest.mark.parametrize("content", [b"", b"not a database" * 500])
 def test_a_damaged_ledger_is_said_with_what_to_do(path, content):
-    book, _ = open_book(path)
-    take_step(book, 1, [0])
-    record = book.commit()
-    book.close()
+    tracker, _ = open_tracker(path)
+    take_step(tracker, 1, [0])
+    record = tracker.commit()
+    tracker.close()
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match=r"ledger\.sqlite is damaged \(.*Move it to another place"):
-        open_book(path, path.parent / "global_step_1", record)
+        open_tracker(path, path.parent / "global_step_1", record)
     assert read_counts(path.parent) is None
 
 
 def test_a_changed_byte_is_found(path):
-    book, _ = open_book(path)
-    issue(book, 1, [1], n=1)
-    book.generate(1, [piece(1, 0, count=7)])
-    take_step(book, 1, [0])
-    record = book.commit()
-    book.close()
+    tracker, _ = open_tracker(path)
+    issue(tracker, 1, [1], n=1)
+    tracker.generate(1, [segment(1, 0, count=7)])
+    take_step(tracker, 1, [0])
+    record = tracker.commit()
+    tracker.close()
     content = path.read_bytes()
-    tokens = piece(1, 0, count=7).tokens.tobytes()
+    tokens = segment(1, 0, count=7).tokens.tobytes()
     assert content.count(tokens) == 1
     path.write_bytes(content.replace(tokens, tokens[:5] + b"\1" + tokens[6:]))
     with pytest.raises(CheckpointError, match="sample 0 of prompt 1 does not have the content that was written"):
-        open_book(path, path.parent / "global_step_1", record)
+        open_tracker(path, path.parent / "global_step_1", record)
 
 
 def test_a_full_disk_reaches_the_run(path, monkeypatch):
     def small(where, connect=ledger_file.connect):
         db = connect(where)
-        db.execute("PRAGMA max_page_count=1")
+        if threading.current_thread().name == "ledger":
+            db.execute("PRAGMA max_page_count=1")
         return db
 
-    monkeypatch.setattr(ledger_writer, "connect", small)
-    book, _ = open_book(path)
+    monkeypatch.setattr(ledger_file, "connect", small)
+    tracker, _ = open_tracker(path)
 
     def many_steps():
         for step in range(1, 100):
-            take_step(book, step, [step - 1], n=8)
-            book.commit()
+            take_step(tracker, step, [step - 1], n=8)
+            tracker.commit()
 
     with pytest.raises(CheckpointError, match=r"cannot be used: database or disk is full\. Free some space"):
         many_steps()
-    book.close()  # said once
+    tracker.close()  # said once
 
 
 def test_a_disk_that_hangs_ends_with_the_deadline(path, monkeypatch):
-    book, _ = open_book(path)
-    book.close()
+    tracker, _ = open_tracker(path)
+    tracker.close()
     held = threading.Event()
 
     def hanging(where, connect=ledger_file.connect):
         held.wait(10)
         return connect(where)
 
-    monkeypatch.setattr(ledger_writer, "connect", hanging)
-    monkeypatch.setattr(ledger_writer, "_LOOK_S", 0.02)
-    writer = ledger_writer.LedgerWriter(path, max_waiting=1, deadline_s=0.1)
-    with pytest.raises(DeadlineError, match=r"ledger\.sqlite was not written out within 0\.1 s"):
+    monkeypatch.setattr(ledger_file, "connect", hanging)
+    monkeypatch.setattr(ledger_file, "_POLL_S", 0.02)
+    writer = LedgerWriter(path, max_queued=1, deadline_s=0.1)
+    with pytest.raises(DeadlineError, match=r"ledger\.sqlite was not synced within 0\.1 s"):
         writer.flush()
-    with pytest.raises(DeadlineError, match=r"took no more rows within 0\.1 s"):
-        writer.write("pass", [(1, 0, 0)])
+    with pytest.raises(DeadlineError, match=r"accepted no rows within 0\.1 s"):
+        writer.write("skip", [(1, 0, 0)])
     held.set()
     writer.close()
 
@@ -309,31 +308,31 @@ def test_folders_without_shared_memory_or_locks_have_another_journal(path, monke
     monkeypatch.setattr(ledger_file, "is_network_folder", lambda folder: locks)
     monkeypatch.setattr(ledger_file, "_connect", connect)
     with caplog.at_level(logging.INFO, "verl"):
-        book, _ = open_book(path)
-    take_step(book, 1, [0])
-    record = book.commit()
+        tracker, _ = open_tracker(path)
+    take_step(tracker, 1, [0])
+    record = tracker.commit()
     assert not list(path.parent.glob("*-wal"))
     assert "no shared memory" in caplog.text
-    book.close()
-    again, _ = open_book(path, path.parent / "global_step_1", record)
+    tracker.close()
+    again, _ = open_tracker(path, path.parent / "global_step_1", record)
     assert again.cursor == 1
     again.close()
 
 
-def test_prompts_that_are_passed_over_stay_so(path):
-    book, _ = open_book(path)
-    issue(book, 1, [1, 2, 3])
-    take_step(book, 1, [0])
-    record = book.commit()
-    book.close()
-    again, _ = open_book(path, path.parent / "global_step_1", record)
-    again.pass_over(2, 3)
+def test_skipped_prompts_stay_skipped(path):
+    tracker, _ = open_tracker(path)
+    issue(tracker, 1, [1, 2, 3])
+    take_step(tracker, 1, [0])
+    record = tracker.commit()
+    tracker.close()
+    again, _ = open_tracker(path, path.parent / "global_step_1", record)
+    again.skip_prompts(2, 3)
     assert (again.cursor, again.num_open()) == (3, 2)
     take_step(again, 2, [3])
     record = again.commit()
     assert record["cursor"] == again.cursor == 4
     again.close()
-    more, _ = open_book(path, path.parent / "global_step_2", record)
+    more, _ = open_tracker(path, path.parent / "global_step_2", record)
     assert more.cursor == 4
     more.close()
 
@@ -342,3 +341,56 @@ def test_there_is_nothing_to_read_where_no_run_was(tmp_path):
     with pytest.raises(CheckpointError, match="There is no sample ledger"):
         Ledger.open(tmp_path)
     assert read_counts(tmp_path) is None
+
+
+def to_format_1(path):
+    """Make the file one of an earlier version."""
+    with sqlite3.connect(path) as db:
+        columns = "ordinal, sample, attempt, first_token, step, version, tokens, log_probs, finish_reason, rank, digest"
+        db.executescript(
+            f"CREATE TABLE pieces AS SELECT {columns} FROM segments; DROP TABLE segments;"
+            "ALTER TABLE skipped RENAME TO passed; UPDATE about SET value = '1' WHERE name = 'format';"
+        )
+    db.close()
+
+
+def test_a_ledger_of_format_1_is_read_and_continued(path):
+    tracker, _ = open_tracker(path)
+    issue(tracker, 1, [1], n=1)
+    tracker.generate(1, [segment(1, 0, count=2, reason="length")])
+    take_step(tracker, 1, [0])
+    record = tracker.commit()
+    tracker.close()
+    to_format_1(path)
+    with Ledger.open(path) as ledger:
+        assert [s.tokens.tolist() for s in ledger.trained()] == [[0, 1, 2], [10, 11, 12]]
+    again, waiting = open_tracker(path, path.parent / "global_step_1", record)
+    assert [(s.tokens.tolist(), s.source) for s in waiting[0].segments] == [([100, 101], "policy")]
+    again.skip_prompts(2, 2)
+    take_step(again, 2, [2])
+    again.close()
+    with Ledger.open(path) as ledger:
+        assert ledger.counts().trained == 4
+    with sqlite3.connect(path) as db:
+        db.execute("UPDATE about SET value = '3' WHERE name = 'format'")
+    with pytest.raises(CheckpointError, match="has format 3; this version reads formats up to 2"):
+        open_tracker(path, path.parent / "global_step_1", record)
+
+
+def test_tokens_of_the_environment_have_no_log_probs(path):
+    tracker, _ = open_tracker(path)
+    take_step(tracker, 1, [0])
+    record = tracker.commit()
+    issue(tracker, 1, [1], n=1)
+    reply = Segment(1, 0, np.array([7, 8], dtype="<i4"), None, 0, "", 0, ENVIRONMENT)
+    tracker.generate(1, [segment(1, 0, count=1), reply])
+    tracker.close()
+    again, waiting = open_tracker(path, path.parent / "global_step_1", record)
+    assert [(s.source, s.log_probs is None) for s in waiting[0].segments] == [("policy", False), ("environment", True)]
+    again.score(2, [scored(1, 0)])
+    again.train(2, [(1, 0)])
+    again.close()
+    with Ledger.open(path) as ledger:
+        (sample,) = ledger.trained(2)
+    assert sample.tokens.tolist() == [100, 7, 8]
+    assert np.isnan(sample.log_probs).tolist() == [False, True, True]

@@ -9,10 +9,10 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.tracking.sample_lives import LateWriter, issue, open_book, piece, scored
+from tests.tracking.sample_lives import LateWriter, issue, open_tracker, scored, segment
 from verl.tracking.ledger.file import NAME, write_open
 from verl.tracking.ledger.reader import Ledger
-from verl.tracking.ledger.resume import IN_CHECKPOINT
+from verl.tracking.ledger.tracker import IN_CHECKPOINT
 
 STEPS, PROMPTS, SAMPLES = 5, 2, 2
 PARTS = 2  # of a response, where rollouts are partial
@@ -30,7 +30,7 @@ class Program:
         self.order = order  # in which things of one step arrive
         self.crashes = list(crashes)  # after so many events each
         self.share = 1.0  # of the rows since the last flush that the next crash leaves
-        self.book = None
+        self.tracker = None
         self.newest = (None, None)  # checkpoint and record: what survives a crash
 
     def event(self):
@@ -44,63 +44,63 @@ class Program:
     def run(self):
         """Start, crash and start again, to the end."""
         while True:
-            self.book, waiting = open_book(self.path, *self.newest, LateWriter)
+            self.tracker, waiting = open_tracker(self.path, *self.newest, LateWriter)
             try:
                 self.train(waiting)
             except Crash:
                 self.die()
             else:
-                self.book.close()
+                self.tracker.close()
                 return
 
     def die(self):
         """A killed process: what its thread has not written is gone."""
-        writer = self.book._writer
+        writer = self.tracker._writer
         writer.send(int(self.share * len(writer.kept)))
-        self.book.close()
+        self.tracker.close()
 
     def train(self, waiting):
         begun = {s.ordinal for s in waiting}
-        for step in range(self.book.offset.step + 1, STEPS + 1):
-            first = self.book.cursor
+        for step in range(self.tracker.offset.step + 1, STEPS + 1):
+            first = self.tracker.cursor
             batches = [range(o, o + PROMPTS) for o in range(first, first + PROMPTS * (self.ahead + 1), PROMPTS)]
             for batch in batches:
                 if batch[0] not in begun:
                     self.event()
-                    issue(self.book, step, batch, SAMPLES)
+                    issue(self.tracker, step, batch, SAMPLES)
                     begun |= set(batch)
                 self.generate(step, batch, 1)
             self.generate(step, batches[0], PARTS)
             self.score(step, batches[0])
             self.event()
-            self.book.train(step, [key for key in keys(batches[0]) if sum(key) % 3])
+            self.tracker.train(step, [key for key in keys(batches[0]) if sum(key) % 3])
             self.event()
             if step % self.save_every == 0:
                 self.save(step)
 
     def generate(self, step, batch, num_parts):
         """Another part for what has fewer than `num_parts`, or fewer than its steps in the queue."""
-        arriving = [key for key in keys(batch) if self.book.num_tokens(key) < 3 * num_parts]
+        arriving = [key for key in keys(batch) if self.tracker.num_tokens(key) < 3 * num_parts]
         self.order.shuffle(arriving)
         for ordinal, sample in arriving:
             self.event()
-            done = self.book.num_tokens((ordinal, sample))
-            self.book.generate(step, [piece(ordinal, sample, version=step - 1, first=done)])
+            done = self.tracker.num_tokens((ordinal, sample))
+            self.tracker.generate(step, [segment(ordinal, sample, version=step - 1, first=done)])
 
     def score(self, step, batch):
         arriving = keys(batch)
         self.order.shuffle(arriving)
         for key in arriving:
             self.event()
-            self.book.score(step, [scored(*key)])
+            self.tracker.score(step, [scored(*key)])
 
     def save(self, step):
-        record = self.book.commit()
+        record = self.tracker.commit()
         self.event()
         checkpoint = self.path.parent / f"global_step_{step}"
         (checkpoint / IN_CHECKPOINT).parent.mkdir(parents=True, exist_ok=True)
         (checkpoint / IN_CHECKPOINT).unlink(missing_ok=True)
-        write_open(self.path, checkpoint / IN_CHECKPOINT, self.book.offset)
+        write_open(self.path, checkpoint / IN_CHECKPOINT, self.tracker.offset)
         self.event()
         self.newest = (checkpoint, record)
 

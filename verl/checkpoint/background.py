@@ -1,11 +1,11 @@
-"""Saves that go on while the run trains: the state is copied, threads write the copies, and the outcome is heard later.
+"""Saves during training: the state is copied, threads write the copies, and errors are raised at a later step.
 
-    step N      every role copies what it saves (the only wait) and begins to write it into the store's new folder
-    meanwhile   a role that has written everything leaves `.saved-ROLE.json` there, with its records or what went wrong;
-                the process that holds the store waits for all of them, and commits as any other save does
-    later       `check` and `finish` say what went wrong; the next save waits for this one
+    step N      every role copies its state (the only wait) and starts to write it into the store's new folder
+    meanwhile   a role that has finished leaves `.saved-ROLE.json` there, with its records or its error;
+                the process that holds the store waits for all of them, then commits like a synchronous save
+    later       `check` and `finish` raise the error of the save; the next save waits for this one
 
-The roles may live in other processes: they tell of their end through the folder, so a run that trains asks nobody.
+Roles may run in other processes. They report through the folder, so training needs no further calls.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from verl.checkpoint.files import FileRecord, read_document, remove_tree, write_json
-from verl.checkpoint.kept import clean_up
+from verl.checkpoint.retention import clean_up
 from verl.checkpoint.role import RoleCheckpoint
 from verl.checkpoint.store import CheckpointStore
 from verl.errors import CheckpointError, DeadlineError, VerlError
@@ -30,28 +30,29 @@ from verl.errors import CheckpointError, DeadlineError, VerlError
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.02
-_STALLED_S = 30.0  # a run that ends early gives a save up that has written nothing for this long
-_NICENESS = 5  # of writing threads: training goes first where cores are few
+_STALLED_S = 30.0  # a run that ends early abandons a save that has written nothing for this long
+_NICENESS = 5  # of writing threads: training has priority where cores are few
 
 
+@runtime_checkable
 class BackgroundWriter(Protocol):
-    """What writes one folder of a checkpoint while others train."""
+    """Writes one folder of a checkpoint during training."""
 
     def num_bytes(self) -> int:
-        """Of the tensors that will be written."""
+        """Bytes of the tensors to write."""
         ...
 
     def begin(self, folder: Path) -> None:
-        """Copy what `folder` is to hold, and return; see `RoleSave`."""
+        """Copy the state, start to write it to `folder` and return; see `RoleSave`."""
         ...
 
     def end(self, timeout_s: float) -> None:
-        """Return when nothing of this writer is being written any more."""
+        """Wait until this writer has finished."""
         ...
 
 
 class RoleSave:
-    """Writes `role` to the new folder `folder` on a thread, and then tells the store's process how it went."""
+    """Writes `role` to the new folder `folder` on a thread, and reports the outcome to the store's process."""
 
     def __init__(self, role: RoleCheckpoint, folder: Path):
         self.folder = folder
@@ -65,30 +66,32 @@ class RoleSave:
             raise DeadlineError(f"Writing {self.folder} has not ended within {timeout_s:g} s. Check the disk.")
 
     def _run(self, role: RoleCheckpoint) -> None:
-        _step_back()
-        write_and_tell(role, self.folder)
+        _lower_priority()
+        write_and_report(role, self.folder)
 
 
-def write_and_tell(role: RoleCheckpoint, folder: Path) -> None:
-    """Write `role` to the new folder `folder`; beside it, the store's process finds the records or what went wrong."""
+def write_and_report(role: RoleCheckpoint, folder: Path) -> None:
+    """Write `role` to the new folder `folder`, and its records or its error to a file beside it."""
     try:
         records = role.write(folder)
         outcome: dict[str, Any] = {"records": {name: asdict(record) for name, record in records.items()}}
     except OSError as error:
         outcome = {"errno": error.errno, "error": error.strerror or str(error)}
-    except Exception as error:  # noqa: BLE001 - often nobody waits for this call: whatever it is must reach the store
+    except Exception as error:  # noqa: BLE001 - often nobody waits for this call; every error must reach the store
         outcome = {"error": str(error) if isinstance(error, VerlError) else f"{type(error).__name__}: {error}"}
     if "error" in outcome:
         log.error("The %s of %s was not saved: %s", folder.name, folder.parent, outcome["error"])
         with contextlib.suppress(OSError):
-            remove_tree(folder)  # on a full disk, the room in which to say so
-    with contextlib.suppress(OSError):  # else the store's deadline speaks
-        _tell(folder, outcome)
+            remove_tree(folder)  # makes room for the report on a full disk
+    with contextlib.suppress(OSError):  # without a report the store's deadline ends the save
+        part = folder.with_name(f".saved-{folder.name}.part")
+        write_json(part, outcome, "The outcome of a save")
+        os.replace(part, _report_of(folder))
 
 
 class BackgroundStore:
-    """`store` with saves that return when the state has been copied. A save, with its predecessor that may still be
-    written, may take `timeout_s` seconds."""
+    """`store` with saves that return once the state is copied. A save may take `timeout_s` seconds, including the rest of the
+    save before it."""
 
     def __init__(self, store: CheckpointStore, timeout_s: float):
         self.store = store
@@ -101,13 +104,13 @@ class BackgroundStore:
         self._folder = self.root
 
     def find(self, resume_mode: str = "auto", resume_from_path: str | None = None) -> Path | None:
-        """See CheckpointStore; a save that is under way counts."""
+        """See CheckpointStore; waits for the save in progress."""
         self.finish()
         return self.store.find(resume_mode, resume_from_path)
 
     def save(self, step: int, roles: Mapping[str, Any], trainer_state: Mapping[str, Any]) -> Path:
-        """Copy the state of all roles and begin to write it; returns the path that the checkpoint will have. A role without
-        `begin` is written at once. Raises CheckpointError for the save before it, or when the disk has no room."""
+        """Copy the state of all roles and start to write it; returns the future path of the checkpoint. A role that is no
+        BackgroundWriter is written at once. Raises CheckpointError for the save before, or when the disk is full."""
         started = time.monotonic()
         self.finish()
         if (waited := time.monotonic() - started) > 1.0:
@@ -118,13 +121,13 @@ class BackgroundStore:
                 self._step,
             )
         wanted = sum(role.num_bytes() for role in roles.values())
-        state = json.loads(json.dumps(trainer_state, default=_refuse))
+        state = json.loads(json.dumps(trainer_state, default=_reject))
         self._step = step
-        with self.store.saying(step, wanted):
+        with self.store.explained(step, wanted):
             folder = self._folder = self.store.open(step, wanted)
             known = {}
             for name, role in roles.items():
-                if hasattr(role, "begin"):
+                if isinstance(role, BackgroundWriter):
                     self._writers.append(role)
                     role.begin(folder / name)
                 else:
@@ -140,13 +143,13 @@ class BackgroundStore:
         return self.store.path(step)
 
     def check(self) -> None:
-        """Raises CheckpointError when a save has failed since the last call."""
+        """Raises CheckpointError when a save failed since the last call."""
         error, self._error = self._error, None
         if error is not None:
             raise error
 
     def finish(self) -> None:
-        """Wait for the save that is under way. Raises CheckpointError when it failed, DeadlineError when it does not end."""
+        """Wait for the save in progress. Raises CheckpointError when it failed, DeadlineError when it does not end."""
         writers, self._writers = self._writers, []
         for writer in writers:
             writer.end(self.timeout_s)
@@ -158,12 +161,12 @@ class BackgroundStore:
                     "(trainer.call_timeout_s). Check the disk."
                 )
             self._thread = None
-            # a role that was still writing when the save failed may have kept its folder from going
+            # a role that was still writing when the save failed may have prevented the removal of its folder
             clean_up(self.root)
         self.check()
 
     def close(self) -> None:
-        """The run ends, perhaps by an error: give a save that makes progress the time to end. Asks no other process."""
+        """End of the run, perhaps by an error: wait while the save makes progress. Calls no other process."""
         size, since = -1, time.monotonic()
         deadline = since + self.timeout_s
         while self._thread is not None and self._thread.is_alive() and time.monotonic() < deadline:
@@ -171,7 +174,7 @@ class BackgroundStore:
             if (now := _bytes_in(self._folder)) != size:
                 size, since = now, time.monotonic()
             elif time.monotonic() - since > _STALLED_S:
-                log.error("Checkpoint %d is given up: nothing of it was written for %.0f s.", self._step, _STALLED_S)
+                log.error("Checkpoint %d is abandoned: nothing of it was written for %.0f s.", self._step, _STALLED_S)
                 break
         if self._error is not None:
             log.error("%s", self._error)
@@ -185,48 +188,42 @@ class BackgroundStore:
         records: dict[str, dict[str, FileRecord]],
         state: dict[str, Any],
     ) -> None:
-        _step_back()
+        _lower_priority()
         try:
-            with self.store.saying(step, wanted):
+            with self.store.explained(step, wanted):
                 deadline = time.monotonic() + self.timeout_s
                 for name in awaited:
                     records[name] = _records_of(folder / name, deadline, self.timeout_s)
                 self.store.commit(folder, step, records, state)
         except VerlError as error:
             self._error = error
-        except Exception as error:  # raised in a thread it would be lost; the run hears of it at its next step
+        except Exception as error:  # in a thread it would be lost; the next step of the run raises it
             self._error = CheckpointError(f"Checkpoint {step} failed with {type(error).__name__}: {error}.")
             log.exception("Checkpoint %d failed.", step)
         else:
             log.info("Checkpoint %d is complete.", step)
 
 
-def _refuse(value: Any) -> Any:
+def _reject(value: Any) -> Any:
     raise CheckpointError(f"The trainer's state cannot be saved as JSON: it holds a {type(value).__name__}.")
 
 
-def _told(folder: Path) -> Path:
+def _report_of(folder: Path) -> Path:
     return folder.with_name(f".saved-{folder.name}.json")
 
 
-def _tell(folder: Path, outcome: dict[str, Any]) -> None:
-    part = folder.with_name(f".saved-{folder.name}.part")
-    write_json(part, outcome, "The outcome of a save")
-    os.replace(part, _told(folder))
-
-
 def _records_of(folder: Path, deadline: float, timeout_s: float) -> dict[str, FileRecord]:
-    """What the writer of `folder` tells when it is done. Raises what stopped it."""
-    told = _told(folder)
-    while not told.exists():
+    """The records of the writer of `folder`, once it has finished. Raises its error."""
+    report = _report_of(folder)
+    while not report.exists():
         if time.monotonic() > deadline:
             raise CheckpointError(
-                f"Nothing was heard for {timeout_s:g} s (trainer.call_timeout_s) of the process that writes {folder}. Check "
+                f"The process that writes {folder} has not finished within {timeout_s:g} s (trainer.call_timeout_s). Check "
                 "that process and the disk."
             )
         time.sleep(_POLL_S)
-    outcome = read_document(told)
-    remove_tree(told)
+    outcome = read_document(report)
+    remove_tree(report)
     if outcome.get("errno") is not None:
         raise OSError(outcome["errno"], outcome["error"])
     if "error" in outcome:
@@ -234,8 +231,8 @@ def _records_of(folder: Path, deadline: float, timeout_s: float) -> dict[str, Fi
     return {name: FileRecord(**record) for name, record in outcome["records"].items()}
 
 
-def _step_back() -> None:
-    """Let the threads that train go first (on Linux a thread has a priority of its own)."""
+def _lower_priority() -> None:
+    """Give the training threads priority; on Linux every thread has its own."""
     with contextlib.suppress(OSError, AttributeError):
         thread = threading.get_native_id()
         usual = os.getpriority(os.PRIO_PROCESS, thread)  # a run that was started with `nice` has another than 0

@@ -1,4 +1,4 @@
-"""A checkpoint's model as a folder of its own, in the number format that people serve."""
+"""Export of a checkpoint's model as a Hugging Face folder in the dtype of serving."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import yaml
 
 from verl.checkpoint.files import find_damage
-from verl.checkpoint.kept import candidates, newest_complete
+from verl.checkpoint.retention import candidates, newest_complete
 from verl.checkpoint.tensor_files import num_bytes, read_model, set_config_dtype, write_model
 from verl.errors import CheckpointError
 from verl.models.rounding import Rounding
@@ -25,13 +25,13 @@ _SECTIONS = {"actor": ("actor_rollout_ref", "actor", "fsdp_config"), "critic": (
 def export(
     source: str | Path, out: str | Path, dtype: str = "bfloat16", role: str = "actor", step: int | None = None
 ) -> Path:
-    """Write the model of `role` as a Hugging Face folder that needs nothing of the run; returns `out`.
+    """Write the model of `role` as a self-contained Hugging Face folder; returns `out`.
 
-    Weights become bfloat16 as they did in the run (its config.yaml says how), so the model is the one that was evaluated.
-    `source` is a run folder (its newest complete checkpoint, or that of `step`) or a folder global_step_N. `out` must not
-    exist or be empty, and appears complete or not at all. Raises CheckpointError.
+    Weights are rounded to bfloat16 as in the run (master_rounding of its config.yaml), so the result is the model that was
+    evaluated. `source` is a run folder (its newest complete checkpoint, or that of `step`) or a folder global_step_N. `out`
+    must not exist or be empty, and appears atomically. Raises CheckpointError.
     """
-    number_format = parse_dtype(dtype)
+    target_dtype = parse_dtype(dtype)
     checkpoint, model_folder = _model_folder(source, role, step)
     out = Path(out).expanduser()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -39,7 +39,7 @@ def export(
     tensors = read_model(model_folder)
     rounding = _rounding(checkpoint.parent / "config.yaml", role)
     tensors = {
-        name: rounding.rounded(name, t, number_format) if t.is_floating_point() else t for name, t in tensors.items()
+        name: rounding.rounded(name, t, target_dtype) if t.is_floating_point() else t for name, t in tensors.items()
     }
     out.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(out.parent).free
@@ -51,7 +51,7 @@ def export(
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         shutil.copytree(model_folder, temporary, ignore=shutil.ignore_patterns("model*.safetensors*"))
-        set_config_dtype(temporary / "config.json", number_format)
+        set_config_dtype(temporary / "config.json", target_dtype)
         write_model(temporary, tensors)
         os.replace(temporary, out)
     except OSError as error:
@@ -63,20 +63,20 @@ def export(
 
 
 def _rounding(config_file: Path, role: str) -> Rounding:
-    """That of the run; of one whose config is not there the default."""
+    """The rounding of the run; the default without its config."""
     try:
         found = yaml.safe_load(config_file.read_text(encoding="utf-8"))
         for key in _SECTIONS.get(role, ()):
             found = found[key]
     except (OSError, yaml.YAMLError, KeyError, TypeError):
         return Rounding()
-    # runs of versions without the key rounded to nearest
+    # versions without the key rounded to nearest
     return Rounding(str(found.get("master_rounding", "nearest")) if isinstance(found, dict) else "dithered")
 
 
 def compare(source: str | Path, folder: str | Path, role: str = "actor", step: int | None = None) -> int:
-    """Number of tensors that the Hugging Face `folder` has in common with the model of `role`: all, each with the same values
-    in the dtype of the folder, rounded as in the run. Raises CheckpointError naming what differs."""
+    """Check that the Hugging Face `folder` holds the tensors of `role`, rounded to its dtype as in the run; returns their
+    number. Raises CheckpointError naming a tensor that differs."""
     checkpoint, model_folder = _model_folder(source, role, step)
     folder = Path(folder).expanduser()
     if not any(folder.glob("*.safetensors")):

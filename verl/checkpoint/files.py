@@ -1,4 +1,4 @@
-"""Writing files so that they are on the disk, and proving later that they are still what was written."""
+"""Durable files with recorded digests, the manifest of a checkpoint, and its verification."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ MANIFEST = "manifest.json"
 _FORMAT = 1
 _CHUNK_BYTES = 8 << 20
 _MAX_DOCUMENT_BYTES = 64 << 20  # of a JSON file that is read whole
-# what a file system answers that cannot put a folder on the disk by itself (CIFS, 9p and many in user space)
+# errors of file systems that cannot sync a folder (CIFS, 9p and many in user space)
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EISDIR)
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What a file holds: its size, and the BLAKE2b-256 of its content."""
+    """Size of a file, and the BLAKE2b-256 of its content."""
 
     bytes: int
     blake2b: str
 
 
 def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> FileRecord:
-    """Write `parts` one after the other to a new file and onto the disk. The digest is taken from memory, on the way:
-    a later comparison sees what the disk did to it."""
+    """Write `parts` to a new file and sync it. The digest is computed from memory during the write, so a later comparison
+    reveals faults of the disk."""
     digest, size = hashlib.blake2b(digest_size=32), 0
     with open(path, "xb") as file:
         for part in parts:
@@ -46,7 +46,7 @@ def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> FileRecord:
 
 
 def write_json(path: Path, value: Any, place: str) -> FileRecord:
-    """Raises CheckpointError naming `place` when JSON cannot hold `value`."""
+    """Write `value` to a new JSON file. Raises CheckpointError naming `place` when it is not JSON."""
     try:
         text = json.dumps(value, indent=1)
     except TypeError as error:
@@ -55,7 +55,7 @@ def write_json(path: Path, value: Any, place: str) -> FileRecord:
 
 
 def record_of(path: Path) -> FileRecord:
-    """The record of a file as it now lies on the disk."""
+    """The record of a file as the disk returns it."""
     digest, size = hashlib.blake2b(digest_size=32), 0
     buffer = memoryview(bytearray(_CHUNK_BYTES))
     with open(path, "rb", buffering=0) as file:
@@ -66,7 +66,7 @@ def record_of(path: Path) -> FileRecord:
 
 
 def sync_file(path: Path) -> None:
-    """Onto the disk with a file or folder that somebody else wrote."""
+    """Sync a file or folder that other code wrote."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -75,7 +75,7 @@ def sync_file(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> bool:
-    """Onto the disk with the names in a folder; False where the file system has no such operation."""
+    """Sync the names in a folder; False where the file system has no such operation."""
     try:
         sync_file(path)
     except OSError as error:
@@ -86,7 +86,7 @@ def sync_folder(path: Path) -> bool:
 
 
 def is_there(path: Path) -> bool:
-    """Whether something has that name, a link that leads nowhere included. A disk that does not answer is an OSError."""
+    """Whether the name exists, dangling links included. Raises OSError when the disk fails."""
     try:
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -95,8 +95,8 @@ def is_there(path: Path) -> bool:
 
 
 def rename(source: Path, target: Path) -> None:
-    """`source` under the name `target`, which is free. A network file system that loses the server's answer asks again and
-    is told that there is nothing to rename: it has been done then."""
+    """Rename `source` to the free name `target`. A network client whose server's reply was lost sends the request again and
+    gets FileNotFoundError; the rename then happened."""
     try:
         os.rename(source, target)
     except FileNotFoundError:
@@ -105,7 +105,7 @@ def rename(source: Path, target: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """A folder with what is in it, a file, or a link (not what it leads to)."""
+    """Remove a folder with its content, a file, or a link (not its target)."""
     if path.is_symlink() or not path.is_dir():
         path.unlink(missing_ok=True)
     else:
@@ -125,22 +125,21 @@ def read_document(path: Path) -> dict[str, Any]:
 
 
 def write_manifest(folder: Path, step: int, records: dict[str, FileRecord]) -> None:
-    """The list of all files of a checkpoint, written after them: a folder without it is not a checkpoint."""
+    """Write the list of all files of a checkpoint, after them: a folder without it is not a checkpoint."""
     listed = {name: asdict(record) for name, record in sorted(records.items())}
     write_file(folder / MANIFEST, [_manifest_text({"format": _FORMAT, "step": step, "files": listed}).encode()])
 
 
 def find_damage(folder: Path, *, sizes_only: bool = False) -> str | None:
-    """Why `folder` is not a complete checkpoint (file and reason), or None when it is. Reads every byte, or with
-    `sizes_only` just the manifest and the sizes. Files that are not in the manifest and that a loader might take for a part
-    are damage too."""
+    """File and reason why `folder` is not a complete checkpoint; None when it is. Reads every byte, or with `sizes_only` just
+    the manifest and the sizes. A file that is not in the manifest, and that a loader might read, is damage too."""
     try:
         text = _read_small(folder / MANIFEST)
         manifest = json.loads(text)
         if _manifest_text(manifest) != text:
             return f"{MANIFEST} was changed"
         if manifest["format"] != _FORMAT:
-            return f"{MANIFEST} is of format {manifest['format']}; this version reads format {_FORMAT}"
+            return f"{MANIFEST} has format {manifest['format']}; this version reads format {_FORMAT}"
         if folder.name.startswith("global_step_") and folder.name != f"global_step_{manifest['step']}":
             return f"it is a checkpoint of step {manifest['step']} under another name"
         for name, wanted in manifest["files"].items():
@@ -152,37 +151,30 @@ def find_damage(folder: Path, *, sizes_only: bool = False) -> str | None:
         return _unlisted(folder, manifest["files"])
     except FileNotFoundError:
         return f"{MANIFEST} is missing, so the save did not finish" if folder.is_dir() else "the folder is not there"
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        RecursionError,
-    ):  # whatever damage may turn it into
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):  # a damaged file can raise any
         return f"{MANIFEST} cannot be read"
 
 
 def _read_small(path: Path) -> str:
-    """A document as text. Whatever else lies under the name (a pipe would be waited for without end) is a ValueError."""
+    """The text of a regular file of limited size. Raises ValueError for anything else: a pipe would block forever."""
     found = path.stat()
     if not stat.S_ISREG(found.st_mode) or found.st_size > _MAX_DOCUMENT_BYTES:
-        raise ValueError(f"{path} is no document")
+        raise ValueError(f"{path} is not a small regular file")
     return path.read_text(encoding="utf-8")
 
 
 def _unlisted(folder: Path, files: dict[str, Any]) -> str | None:
-    """A file of a kind that loaders look for, and that the save did not write: it would be read as a part."""
+    """A file that loaders look for and that the save did not write."""
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
-        looked_for = path.suffix in (".json", ".safetensors") and not path.name.startswith(".")
-        if looked_for and name != MANIFEST and name not in files:
+        is_read = path.suffix in (".json", ".safetensors") and not path.name.startswith(".")
+        if is_read and name != MANIFEST and name not in files:
             return f"{name} was not written by the save"
     return None
 
 
 def _manifest_text(manifest: dict[str, Any]) -> str:
-    """One line of JSON that ends with the digest of the rest, so that no byte of it can change unseen."""
+    """One line of JSON that ends with the digest of the rest, so that any changed byte is detected."""
     bare = {key: value for key, value in manifest.items() if key != "blake2b"}
     digest = hashlib.blake2b(json.dumps(bare).encode(), digest_size=32).hexdigest()
     return json.dumps({**bare, "blake2b": digest})

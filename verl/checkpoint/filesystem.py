@@ -1,9 +1,8 @@
-"""What the file system of a run folder can do of what a save relies on: found out by trying, and by its kind.
+"""Checks of a run folder's file system: the operations that a save needs, tried with small files, and the file system's type.
 
-A save needs that a folder and a file can be renamed, that a file can be replaced by renaming another over it, and that what
-was written is read back. Without that there are no checkpoints, and the folder is refused. Whether data are on the disk when
-fsync returns, whether a rename happens at once, and whether locks hold cannot be tried; there the kind of the file system
-says what to expect, and the digests in each manifest tell a half-made checkpoint from a whole one anyway.
+A save needs renames of folders and files, replacement of a file by rename, and reads that return what was written. Without
+them the folder is rejected. Durability of fsync, atomicity of renames and locks cannot be tried: the type of the file system
+tells what to expect, and the digests in each manifest reveal an incomplete checkpoint anyway.
 """
 
 from __future__ import annotations
@@ -19,45 +18,20 @@ import psutil
 
 from verl.checkpoint.files import remove_tree, sync_file, sync_folder
 from verl.errors import CheckpointError
+from verl.tracking.files import NETWORK_FILE_SYSTEMS, file_system_of
 
-_NETWORK = (
-    "nfs",
-    "nfs4",
-    "cifs",
-    "smb3",
-    "smbfs",
-    "9p",
-    "afs",
-    "ceph",
-    "ceph-fuse",
-    "lustre",
-    "gpfs",
-    "beegfs",
-    "glusterfs",
-    "sshfs",
-)
-_OBJECT_STORES = (
-    "gcsfuse",
-    "s3fs",
-    "goofys",
-    "mountpoint-s3",
-    "rclone",
-    "blobfuse",
-    "blobfuse2",
-    "geesefs",
-    "juicefs-s3",
-)
+_OBJECT_STORES = tuple("gcsfuse s3fs goofys mountpoint-s3 rclone blobfuse geesefs juicefs-s3".split())
 _MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 _TEXT = b"what was written"
 
 
 @dataclass(frozen=True)
 class FolderReport:
-    """`kind` is the file system's name ("ext4", "nfs4", "fuse.gcsfuse"), None where the operating system does not say.
-    `refusals` are sentences on why no checkpoint can be kept there, `notices` on what does not hold there."""
+    """`kind` is the type of the file system ("ext4", "nfs4", "fuse.gcsfuse"), "" where the operating system does not tell.
+    `refusals` are reasons why no checkpoint can be kept there, `notices` are guarantees that do not hold there."""
 
     folder: Path
-    kind: str | None
+    kind: str
     refusals: list[str] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
 
@@ -71,12 +45,12 @@ class FolderReport:
 
 
 def examine(folder: Path) -> FolderReport:
-    """Try what a save does in `folder` (or, where it does not exist yet, in the nearest folder above it), with files of a
-    few bytes that are gone afterwards."""
+    """Try the operations of a save in `folder`, or in its nearest existing parent, with files of a few bytes. All of them
+    are removed again."""
     there = next(p for p in (folder, *folder.absolute().parents) if p.is_dir())
-    report = FolderReport(folder, kind_of(there))
-    _by_kind(report)
-    # of this host: processes of others, which may see the same folder, cannot be looked up here
+    report = FolderReport(folder, file_system_of(there))
+    _judge_kind(report)
+    # with the host's name: processes of other hosts that see the same folder cannot be looked up here
     prefix = f".probe-{_host()}-"
     probe = there / f"{prefix}{os.getpid()}"
     try:
@@ -90,11 +64,11 @@ def examine(folder: Path) -> FolderReport:
         report.refusals.append(f"a folder cannot be made in {there} ({error.strerror})")
         return report
     try:
-        for what, trial in _TRIALS:
+        for operation, trial in _TRIALS:
             try:
                 trial(probe, report)
             except OSError as error:
-                report.refusals.append(f"{what} fails ({error.strerror})")
+                report.refusals.append(f"{operation} fails ({error.strerror})")
     finally:
         try:
             remove_tree(probe)
@@ -107,40 +81,21 @@ def _host() -> str:
     return re.sub(r"[^A-Za-z0-9_.-]", "_", socket.gethostname())[:64]
 
 
-def kind_of(path: Path) -> str | None:
-    """The file system that `path` lies on, from the table of mounts; None where there is none to read (macOS)."""
-    try:
-        lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return None
-    wanted = os.path.realpath(path)
-    best, kind = -1, None
-    for line in lines:
-        before, _, after = line.partition(" - ")
-        if not after:
-            continue
-        place = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), before.split()[4])  # a space is \040
-        inside = wanted == place or wanted.startswith(place.rstrip("/") + "/")
-        if inside and len(place) >= best:  # of two mounts on one place the later one is seen
-            best, kind = len(place), after.split()[0]
-    return kind
-
-
-def _by_kind(report: FolderReport) -> None:
-    kind = report.kind or ""
-    bare = kind.removeprefix("fuse.")  # what a process in user space serves
-    if bare in _NETWORK:
+def _judge_kind(report: FolderReport) -> None:
+    kind = report.kind
+    bare = kind.removeprefix("fuse.")  # a file system that a user-space process serves
+    if bare.startswith(NETWORK_FILE_SYSTEMS):
         report.notices.append(
-            f"{kind} is a network file system: two hosts are not kept from using one run folder if its locks do not work, "
-            "and what is read back after a save may come from this host's memory"
+            f"{kind} is a network file system: if its locks do not work, two hosts may use one run folder; and the check "
+            "after a save may read this host's cache"
         )
-    elif bare in _OBJECT_STORES:
+    elif bare.startswith(_OBJECT_STORES):
         report.notices.append(
-            f"{kind} renames a folder file by file: a run killed in that moment loses the save it was making, and goes on "
+            f"{kind} renames a folder file by file: a run killed in that moment loses the save in progress, and resumes "
             "from the one before"
         )
     elif kind in _MEMORY:
-        report.notices.append(f"{kind} lies in memory: checkpoints there are gone when the machine restarts")
+        report.notices.append(f"{kind} is in memory: checkpoints there are lost when the machine restarts")
 
 
 def _reads_back(probe: Path, report: FolderReport) -> None:
@@ -162,7 +117,7 @@ def _renames_folder(probe: Path, report: FolderReport) -> None:
     (probe / "a" / "file").write_bytes(_TEXT)
     os.rename(probe / "a", probe / "b")
     if not (probe / "b" / "file").exists() or (probe / "a").exists():
-        report.refusals.append("a folder does not move with what is in it")
+        report.refusals.append("a folder does not move with its content")
 
 
 def _locks(probe: Path, report: FolderReport) -> None:
@@ -181,7 +136,7 @@ def _syncs_folder(probe: Path, report: FolderReport) -> None:
 
 
 _TRIALS = (
-    ("writing a file onto the disk (fsync)", _reads_back),
+    ("syncing a file (fsync)", _reads_back),
     ("renaming a file over another", _replaces),
     ("renaming a folder", _renames_folder),
     ("locking a file", _locks),

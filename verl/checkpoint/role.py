@@ -1,4 +1,4 @@
-"""The part of a checkpoint that one role writes and reads: its model, optimizer, adapters and schedule."""
+"""One role's part of a checkpoint: model, optimizer, adapters and schedule."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ ALL_CONTENTS = ("model", "optimizer", "extra")
 
 @dataclass(frozen=True)
 class RoleCheckpoint:
-    """What one role saves. `hf_files` writes config, generation config and tokenizer into a folder. `contents` is a
-    subset of model, optimizer, extra, hf_model; model and hf_model are the same files here. `lora_only` leaves out
-    everything of the model but its adapters.
+    """The state that one role saves. `hf_files` writes config, generation config and tokenizer into a folder. `contents` is a
+    subset of model, optimizer, extra, hf_model; model and hf_model are the same files here. `lora_only` saves the adapters
+    without the model.
 
-    Where the role's weights are spread over ranks, one of them calls `write`, the others `take_part`.
+    Where the role's weights are sharded over ranks, one of them calls `write`, the others `take_part`.
     """
 
     state: EngineState
@@ -41,18 +41,18 @@ class RoleCheckpoint:
     lora_only: bool = False
 
     def write(self, folder: Path) -> dict[str, FileRecord]:
-        """All files of the role, in the new folder `folder`; returns their records by path."""
+        """Write all files of the role to the new folder `folder`; returns their records by path."""
         folder.mkdir()
         return _write_role(folder, self)
 
     def take_part(self) -> None:
-        """Help another rank to put together what it writes."""
+        """Join the collectives that gather the tensors for the rank that writes."""
         for tensors in self.files().values():
             for name in file_order(tensors):
                 whole(tensors[name])
 
     def copied(self) -> RoleCheckpoint:
-        """The same with tensors of its own in host memory, so that it can be written while the role goes on training."""
+        """A copy with its tensors in host memory, which can be written while the role trains."""
         copies = {
             group: {name: whole(tensors[name]).detach().to("cpu", copy=True) for name in file_order(tensors)}
             for group, tensors in self.files().items()
@@ -60,9 +60,7 @@ class RoleCheckpoint:
         saved = {
             name: t for group, part in copies.items() if group.startswith("huggingface/") for name, t in part.items()
         }
-        model = {
-            name: saved[name] for name in self.state.model if name in saved
-        }  # the order decides what is in which file
+        model = {name: saved[name] for name in self.state.model if name in saved}  # the order decides the files
         adapter = self.state.adapter
         if adapter is not None and "lora_adapter" in copies:
             adapter = AdapterState(copies["lora_adapter"], copy.deepcopy(adapter.config))
@@ -83,7 +81,7 @@ class RoleCheckpoint:
         return found
 
     def num_bytes(self) -> int:
-        """Of the tensors that will be written."""
+        """Bytes of the tensors to write."""
         return sum(num_bytes(tensors) for tensors in self.files().values())
 
 
@@ -95,7 +93,7 @@ def _write_role(folder: Path, role: RoleCheckpoint) -> dict[str, FileRecord]:
     role.hf_files(model_folder)
     config_file = model_folder / "config.json"
     if "huggingface/0" in files and role.state.model and config_file.exists():
-        # the module may compute in a narrower format than the master weights that are saved here
+        # the module may compute in a narrower dtype than that of the saved master weights
         set_config_dtype(config_file, next(iter(role.state.model.values())).dtype)
     for file in sorted(p for p in model_folder.rglob("*") if p.is_file()):
         sync_file(file)
@@ -123,8 +121,8 @@ def _write_adapter(folder: Path, state: EngineState) -> dict[str, FileRecord]:
 
 
 def read_role(folder: Path, contents: Collection[str]) -> EngineState:
-    """The parts `contents` of the role that was written to `folder`; those that are not read are empty. Raises
-    CheckpointError when a wanted part was not saved."""
+    """Read the parts `contents` of a role from `folder`; parts that are not read are empty. Raises CheckpointError when a
+    requested part was not saved."""
 
     def part(name: str, file: str) -> Path:
         if not (folder / file).exists():

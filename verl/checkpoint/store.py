@@ -1,16 +1,16 @@
-"""Checkpoints of a run: saved whole or not at all, proved before they count, removed only when newer ones are good.
+"""Checkpoints of a run: saved atomically, verified before they count, removed only when newer ones verify.
 
     global_step_N/
       {actor,critic}/huggingface/{config.json, tokenizer files, model.safetensors}   float32, for from_pretrained
       {actor,critic}/{optimizer.safetensors, extra.json}
-      {actor,critic}/lora_adapter/                          with LoRA: what trains, for peft; the model has it merged in
-      samples/ledger.sqlite             samples that were made ahead and had not trained (see verl/tracking/ledger/reader.py)
+      {actor,critic}/lora_adapter/                          with LoRA: the adapters, for peft; the model has them merged
+      samples/ledger.sqlite             samples that were generated and had not trained (see verl/tracking/ledger/reader.py)
       trainer_state.json
       manifest.json                     size and digest of every file; written last
     latest_checkpointed_iteration.txt   N of the newest
 
-A save writes `.global_step_N.tmp-PID`, reads it back against its digests, and renames it. At any moment the newest folder
-named global_step_N that verifies is a complete checkpoint, whatever was killed.
+A save writes `.global_step_N.tmp-PID`, verifies its digests, and renames it. At any moment, even after a kill, the newest
+folder named global_step_N that verifies is a complete checkpoint.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from verl.checkpoint.files import (
     write_json,
     write_manifest,
 )
-from verl.checkpoint.kept import LATEST, Retention, candidates, clean_up, newest_complete, set_aside_later, step_of
+from verl.checkpoint.retention import LATEST, Retention, candidates, clean_up, newest_complete, set_aside_later, step_of
 from verl.checkpoint.role import ALL_CONTENTS, RoleCheckpoint, read_role
 from verl.engines.api import EngineState
 from verl.errors import CheckpointError
@@ -60,14 +60,14 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Writer(Protocol):
-    """What writes one folder of a checkpoint, in this process or by asking others."""
+    """Writes one folder of a checkpoint, in this process or through other ones."""
 
     def num_bytes(self) -> int:
-        """Of the tensors that will be written."""
+        """Bytes of the tensors to write."""
         ...
 
     def write(self, folder: Path) -> dict[str, FileRecord]:
-        """All files in the new folder `folder`; returns their records by path in it."""
+        """Write all files to the new folder `folder`; returns their records by path in it."""
         ...
 
 
@@ -81,7 +81,7 @@ class LoadedCheckpoint:
 class CheckpointStore:
     """The checkpoints under `root`. One process writes (the one that holds the run folder's lock).
 
-    `keep` is the number of newest checkpoints to keep; None or 0 keeps all. Making a store removes what killed saves left.
+    `keep` is the number of newest checkpoints to keep; None or 0 keeps all. The constructor removes remains of killed saves.
     """
 
     def __init__(self, root: str | Path, keep: int | None = None):
@@ -90,7 +90,7 @@ class CheckpointStore:
         clean_up(self.root)
 
     def candidates(self) -> list[int]:
-        """Steps of what is named global_step_N, newest first; whether they are complete shows in `find`."""
+        """Steps of everything named global_step_N, newest first, complete or not."""
         return candidates(self.root)
 
     def path(self, step: int) -> Path:
@@ -100,41 +100,41 @@ class CheckpointStore:
     # -- saving -------------------------------------------------------------------------------------------------------
 
     def save(self, step: int, roles: Mapping[str, Writer], trainer_state: Mapping[str, Any]) -> Path:
-        """Write global_step_{step} and then forget checkpoints beyond `keep`.
+        """Write global_step_{step}, then remove checkpoints beyond `keep`.
 
-        Raises CheckpointError, with everything saved before untouched, when the disk has no room (before anything is
-        written), fails while writing, or does not give back what was written.
+        Raises CheckpointError, with earlier checkpoints untouched, when the disk is full (before anything is written), fails
+        during the write, or returns other bytes than were written.
         """
         wanted = sum(role.num_bytes() for role in roles.values())
-        with self.saying(step, wanted):
+        with self.explained(step, wanted):
             temporary = self.open(step, wanted)
             records = {name: role.write(temporary / name) for name, role in roles.items()}
             return self.commit(temporary, step, records, trainer_state)
 
     def check(self) -> None:
-        """Nothing is written behind the caller's back here: `save` has said what went wrong."""
+        """Nothing: `save` is synchronous and has raised its errors."""
 
     def finish(self) -> None:
-        """Nothing is left to wait for."""
+        """Nothing: `save` is synchronous."""
 
     def close(self) -> None:
-        """Nothing is left to end."""
+        """Nothing: `save` is synchronous."""
 
     @contextlib.contextmanager
-    def saying(self, step: int, wanted: int) -> Iterator[None]:
-        """What the disk refuses while a checkpoint of `wanted` bytes is written becomes a sentence; what is unfinished goes."""
+    def explained(self, step: int, wanted: int) -> Iterator[None]:
+        """Turn OSError into CheckpointError while a checkpoint of `wanted` bytes is written; remove what is unfinished."""
         try:
             yield
         except BaseException as error:
-            said = self._failure(step, wanted, error) if isinstance(error, OSError) else ""
+            message = self._failure(step, wanted, error) if isinstance(error, OSError) else ""
             clean_up(self.root)
-            if said:
-                raise CheckpointError(said) from error
+            if message:
+                raise CheckpointError(message) from error
             raise
 
     def open(self, step: int, wanted: int) -> Path:
-        """A new folder for a checkpoint of `wanted` bytes that is not one yet. Raises CheckpointError when there is no room,
-        OSError when the disk refuses."""
+        """Make the temporary folder of a checkpoint of `wanted` bytes. Raises CheckpointError without enough room, OSError
+        when the disk fails."""
         wanted += _SPARE_BYTES
         existing = next(p for p in (self.root, *self.root.absolute().parents) if p.exists())
         free = shutil.disk_usage(existing).free
@@ -156,8 +156,8 @@ class CheckpointStore:
         records: Mapping[str, Mapping[str, FileRecord]],
         trainer_state: Mapping[str, Any],
     ) -> Path:
-        """Make the folder of `open`, in which every role has written its files, the newest checkpoint: complete it, read it
-        back, rename it. Raises CheckpointError when it does not hold what was written, OSError when the disk refuses."""
+        """Turn the folder of `open`, with the files of all roles, into the newest checkpoint: complete, verify and rename it.
+        Raises CheckpointError when it does not verify, OSError when the disk fails."""
         listed = {f"{name}/{file}": record for name, files in records.items() for file, record in files.items()}
         listed["trainer_state.json"] = write_json(
             temporary / "trainer_state.json", trainer_state, "The trainer's state"
@@ -177,7 +177,7 @@ class CheckpointStore:
     def _put_in_place(self, temporary: Path, step: int) -> None:
         final = self.path(step)
         set_aside_later(self.root, step)
-        if is_there(final):  # a damaged one, or one of an earlier run in this folder
+        if is_there(final):  # a damaged one, or one of an earlier run
             rename(final, self.root / f".{final.name}.old-{os.getpid()}")
         rename(temporary, final)
         sync_folder(self.root)
@@ -202,17 +202,17 @@ class CheckpointStore:
     # -- loading ------------------------------------------------------------------------------------------------------
 
     def find(self, resume_mode: str = "auto", resume_from_path: str | None = None) -> Path | None:
-        """The checkpoint to go on from, every byte of it verified; None to start afresh.
+        """The checkpoint to resume from, every byte verified; None to start over.
 
         `auto`: the newest that verifies; a damaged one is named in a warning and the next older one is taken.
         `resume_path`: the given one. `disable`: None. Raises CheckpointError when the given one is missing or damaged,
-        or when there are checkpoints and none verifies (starting afresh over them would hide the loss).
+        or when there are checkpoints and none verifies: starting over would hide the loss.
         """
         if resume_mode == "disable":
             return None
         if resume_mode == "resume_path":
             return self._given(resume_from_path)
-        return newest_complete(self.root, "To start afresh, set trainer.resume_mode=disable.")
+        return newest_complete(self.root, "To start over, set trainer.resume_mode=disable.")
 
     def _given(self, path: str | None) -> Path:
         if not path:
@@ -229,8 +229,8 @@ class CheckpointStore:
         return folder.resolve()
 
     def load(self, path: Path, contents: Mapping[str, Collection[str]] | None = None) -> LoadedCheckpoint:
-        """Read a checkpoint that `find` gave. `contents` says per role which of model, optimizer, extra to read (default
-        all); parts that are not read are empty. Raises CheckpointError when a wanted part was not saved."""
+        """Read a checkpoint that `find` returned. `contents` selects per role which of model, optimizer, extra to read
+        (default all). Parts that are not read are empty. Raises CheckpointError when a requested part was not saved."""
         names = sorted(p.parent.name for p in path.glob("*/huggingface"))
         wanted = {name: (contents or {}).get(name, ALL_CONTENTS) for name in names}
         return LoadedCheckpoint(
@@ -241,5 +241,5 @@ class CheckpointStore:
 
 
 def trainer_state(path: Path) -> dict[str, Any]:
-    """What the run knew besides weights when the checkpoint `path` was saved."""
+    """The run's state besides the weights in the checkpoint `path`."""
     return read_document(path / "trainer_state.json")

@@ -1,5 +1,4 @@
-"""safetensors files, written tensor by tensor (no second copy in memory, digest on the way), and model folders of one or
-several of them."""
+"""safetensors files, written tensor by tensor without a second copy in memory, and model folders of one or several."""
 
 from __future__ import annotations
 
@@ -25,12 +24,12 @@ _DTYPES = {
 
 
 def num_bytes(tensors: Tensors) -> int:
-    """Of the tensors' values."""
+    """Bytes of all values."""
     return sum(t.numel() * t.element_size() for t in tensors.values())
 
 
 def write_tensors(path: Path, tensors: Tensors) -> FileRecord:
-    """`tensors` as one safetensors file. What is deferred is built when its turn comes, and dropped again."""
+    """Write one safetensors file. Deferred tensors are built one at a time."""
     names = file_order(tensors)
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
@@ -51,13 +50,13 @@ def write_tensors(path: Path, tensors: Tensors) -> FileRecord:
 
 
 def file_order(tensors: Tensors) -> list[str]:
-    """Names in the order in which they lie in a file: widest first keeps every tensor aligned to its own width."""
+    """Names in file order: widest dtype first, which aligns every tensor to its itemsize."""
     return sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
 
 
 def model_parts(tensors: Tensors, max_shard_bytes: int = MAX_SHARD_BYTES) -> list[Tensors]:
-    """What goes into each file of a model folder: in order, at most `max_shard_bytes` a file (a tensor that is larger has
-    a file of its own)."""
+    """The tensors of each file of a model folder: in order, at most `max_shard_bytes` per file. A larger tensor gets its own
+    file."""
     parts: list[dict[str, Any]] = [{}]
     room = max_shard_bytes
     for name, tensor in tensors.items():
@@ -76,7 +75,7 @@ def _raw(tensor: torch.Tensor) -> memoryview:
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a safetensors file, on the CPU. Raises CheckpointError when it is none."""
+    """The tensors of a safetensors file, on the CPU. Raises CheckpointError when it is not one."""
     try:
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}
@@ -112,7 +111,7 @@ def read_model(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def set_config_dtype(config_file: Path, dtype: torch.dtype) -> None:
-    """Say in config.json which number format the weights have; `from_pretrained` goes by it."""
+    """Set the dtype of the weights in config.json, from which `from_pretrained` takes it."""
     config = json.loads(config_file.read_text(encoding="utf-8"))
     config.pop("torch_dtype", None)  # its older name
     config["dtype"] = str(dtype).removeprefix("torch.")

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from verl.tracking.bottleneck import Bottleneck
-    from verl.tracking.ledger.counts import Counts
+    from verl.tracking.ledger.reader import Counts
     from verl.tracking.progress import Curve, Progress
 
 ABOUT = (

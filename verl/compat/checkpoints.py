@@ -6,7 +6,7 @@ import logging
 import os
 import time
 
-from verl.checkpoint.kept import LATEST
+from verl.checkpoint.retention import LATEST
 
 log = logging.getLogger(__name__)
 

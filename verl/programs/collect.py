@@ -17,8 +17,8 @@ from verl.runtime.requirements import Needs
 from verl.runtime.roles import Roles
 from verl.runtime.sampling import draw, greedy, sampling_params
 from verl.runtime.worker_group import wait
-from verl.tracking.ledger.book import SampleBook
-from verl.tracking.ledger.rows import issued_prompts, pieces_of, scores_of
+from verl.tracking.ledger.records import issued_prompts, scores_of, segments_of
+from verl.tracking.ledger.tracker import SampleTracker
 from verl.tracking.spans import Spans
 
 
@@ -40,7 +40,7 @@ class Collector:
         loader: PromptLoader,
         spans: Spans,
         check_stop: Callable[[], None],
-        samples: SampleBook,
+        samples: SampleTracker,
     ):
         self.config = config
         self.samples = samples
@@ -81,7 +81,7 @@ class Collector:
             issued = issued_prompts(prompts, self.loader.order)
             self.samples.issue(step, issued, num_samples=self.params.n, split="train", limit=self.params.max_new_tokens)
             batch = draw(self.roles.rollout, prompts, self.params, step=step)
-            self.samples.generate(step, pieces_of(batch.batch["ordinal"].tolist(), batch, self.samples.num_tokens))
+            self.samples.generate(step, segments_of(batch.batch["ordinal"].tolist(), batch, self.samples.num_tokens))
             return prompts, batch
 
     def end_generation(self) -> dict[str, Metric]:

@@ -38,8 +38,8 @@ from verl.programs.state import TrainerState
 from verl.runtime.requirements import Needs, old_log_prob_source
 from verl.runtime.roles import Roles
 from verl.runtime.worker_group import wait
-from verl.tracking.ledger.book import OpenSample, SampleBook
-from verl.tracking.ledger.rows import keys_of
+from verl.tracking.ledger.records import OpenSample, keys_of
+from verl.tracking.ledger.tracker import SampleTracker
 from verl.tracking.spans import Spans
 
 
@@ -61,7 +61,7 @@ class PPO:
         self.roles = roles
         self.spans = spans
         self.check_stop = check_stop
-        self.samples = SampleBook()
+        self.samples = SampleTracker()
         self.collector = Collector(config, roles, loader, spans, check_stop, self.samples)
         self.guards = Guards(config.trainer.guards)
         self.needs = Needs.of(config)

@@ -33,7 +33,8 @@ from verl.programs.state import TrainerState
 from verl.runtime.requirements import old_log_prob_source
 from verl.runtime.roles import Roles
 from verl.runtime.worker_group import wait
-from verl.tracking.ledger.book import OpenSample, SampleBook
+from verl.tracking.ledger.records import OpenSample
+from verl.tracking.ledger.tracker import SampleTracker
 from verl.tracking.spans import Spans
 
 
@@ -93,7 +94,7 @@ class AheadCollector(Collector):
         loader: PromptLoader,
         spans: Spans,
         check_stop: Callable[[], None],
-        samples: SampleBook,
+        samples: SampleTracker,
     ):
         super().__init__(config, roles, loader, spans, check_stop, samples)
         rollout = config.actor_rollout_ref.rollout

@@ -29,8 +29,8 @@ from verl.data_proto.samples import SamplingParams
 from verl.roles.requests import sample_key
 from verl.roles.rollout import pad_rows
 from verl.runtime.worker_group import wait
-from verl.tracking.ledger.book import OpenSample, SampleBook
-from verl.tracking.ledger.rows import issued_prompts, pieces_of, prompt_digest
+from verl.tracking.ledger.records import OpenSample, issued_prompts, prompt_digest, segments_of
+from verl.tracking.ledger.tracker import SampleTracker
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class Batch:
     advanced: int
     split: str
     prompts: DataProto
-    samples: SampleBook
+    samples: SampleTracker
     rows: DataProto | None = None  # the rollout's columns, and token_weight_version
     asked: Any = None  # a result to come: all rows, or `going_on` of them anew
     asked_step: int = 0
@@ -60,7 +60,7 @@ class Batch:
             ordinals = np.repeat(np.arange(self.ordinal, self.ordinal + self.count), self._group_size(found))
             if self.rows is not None:
                 ordinals = ordinals[self.going_on]
-            self.samples.generate(self.asked_step, pieces_of(ordinals.tolist(), found, self.samples.num_tokens))
+            self.samples.generate(self.asked_step, segments_of(ordinals.tolist(), found, self.samples.num_tokens))
             if self.rows is None:
                 self.rows = _with_token_versions(found)
             else:
@@ -95,7 +95,7 @@ class RolloutQueue:
         rollout: Any,
         loader: PromptLoader,
         params: SamplingParams,
-        samples: SampleBook,
+        samples: SampleTracker,
         *,
         count: int,
         depth: int,
@@ -226,7 +226,7 @@ class RolloutQueue:
         for samples, ids in zip(found, prompts.non_tensor_batch["prompt_token_ids"], strict=True):
             if [sample.sample for sample in samples] != list(range(self.params.n)):
                 return False
-            if any(not s.pieces or s.limit != self.limit or s.prompt != prompt_digest(ids) for s in samples):
+            if any(not s.segments or s.limit != self.limit or s.prompt != prompt_digest(ids) for s in samples):
                 return False
         return len({(sample.step, sample.split) for samples in found for sample in samples}) == 1
 
@@ -234,9 +234,9 @@ class RolloutQueue:
         """The rollout's columns as they were: see RolloutWorker."""
         ids = [list(row) for row in prompts.repeat(self.params.n, interleave=True).non_tensor_batch["prompt_token_ids"]]
         pad, width = self.loader.pad_token_id, self.loader.max_prompt_length
-        tokens = [np.concatenate([piece.tokens for piece in sample.pieces]).tolist() for sample in samples]
-        log_probs = [np.concatenate([piece.log_probs for piece in sample.pieces]) for sample in samples]
-        versions = [[p.version for p in sample.pieces for _ in range(len(p.tokens))] for sample in samples]
+        tokens = [np.concatenate([segment.tokens for segment in sample.segments]).tolist() for sample in samples]
+        log_probs = [np.concatenate([segment.log_probs for segment in sample.segments]) for sample in samples]
+        versions = [[s.version for s in sample.segments for _ in range(len(s.tokens))] for sample in samples]
         columns: dict[str, torch.Tensor] = {}
         columns["prompts"], columns["prompt_mask"] = pad_rows(ids, pad, width, left=True)
         columns["responses"], columns["response_mask"] = pad_rows(tokens, pad, self.limit, left=False)
@@ -245,10 +245,10 @@ class RolloutQueue:
         columns["rollout_log_probs"] = values.to(torch.from_numpy(log_probs[0]).dtype)
         columns["token_weight_version"], _ = pad_rows(versions, 0, self.limit, left=False)
         columns["sample_index"] = torch.tensor([sample.sample for sample in samples])
-        columns["weight_version"] = torch.tensor([sample.pieces[0].version for sample in samples])
-        columns["rollout_rank"] = torch.tensor([sample.pieces[-1].rank for sample in samples])
+        columns["weight_version"] = torch.tensor([sample.segments[0].version for sample in samples])
+        columns["rollout_rank"] = torch.tensor([sample.segments[-1].rank for sample in samples])
         objects = {
-            "finish_reason": [sample.pieces[-1].finish_reason for sample in samples],
+            "finish_reason": [sample.segments[-1].finish_reason for sample in samples],
             "sample_key": [sample_key(sample.split, sample.ordinal, sample.sample) for sample in samples],
         }
         return DataProto.from_dict(columns, {k: np.array(v, dtype=object) for k, v in objects.items()})

@@ -1,9 +1,8 @@
-"""Memory of a GPU that another process opens by a handle, through the calls of CUDA's driver.
+"""GPU memory that another process opens by a handle, through the CUDA driver.
 
-torch shares tensors between processes too, but it counts their readers in a file, one for each time a tensor is shared: with
-several readers, or with one that reads twice or never, the count goes wrong and the memory is never free again. Blocks of its
-allocator cannot always be shared either (expandable segments). Here memory is allocated by itself, and whoever allocates it
-knows when nobody reads any more.
+torch shares tensors between processes too, but counts readers per share: with several readers, or one that reads twice or
+never, the count goes wrong and the memory leaks. Blocks of its allocator cannot always be shared either (expandable
+segments). Here the memory is allocated separately, and its owner knows when nobody reads it any more.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _LAZY_ENABLE_PEER_ACCESS = 1
 
 
 class Refused(Exception):
-    """The driver, or torch, will not do it; the text says why in a few words."""
+    """The driver or torch rejected the operation; the text is the reason in a few words."""
 
 
 class _Handle(ctypes.Structure):
@@ -31,7 +30,7 @@ class _Handle(ctypes.Structure):
 
 
 class _Block:
-    """Memory as torch takes it without a copy. It is given back when the last tensor in it is gone."""
+    """Memory that torch views without a copy. It is freed with the last tensor in it."""
 
     def __init__(self, pointer: int, num_bytes: int, device: torch.device, give_back: Callable[[int], None]):
         self.pointer, self._device, self._give_back = pointer, device, give_back
@@ -44,14 +43,14 @@ class _Block:
         }
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # at the end of a process there may be no driver any more
+        with contextlib.suppress(Exception):  # at process exit the driver may be gone
             with torch.cuda.device(self._device):
-                torch.cuda.synchronize()  # nobody reads or writes it
+                torch.cuda.synchronize()  # no kernel uses it any more
                 self._give_back(self.pointer)
 
 
 def allocate(num_bytes: int, device: torch.device) -> tuple[torch.Tensor, bytes]:
-    """New memory of `device`, uint8 [num_bytes], and the handle by which other processes open it. Raises Refused."""
+    """Allocate memory of `device`, uint8 [num_bytes]; returns it and its handle for other processes. Raises Refused."""
     driver, pointer, handle = _driver(), ctypes.c_uint64(), _Handle()
     with torch.cuda.device(device):
         torch.cuda.synchronize()  # also makes the device's context that of this thread
@@ -66,8 +65,8 @@ def allocate(num_bytes: int, device: torch.device) -> tuple[torch.Tensor, bytes]
 
 
 def open_handle(handle: bytes, num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Memory that another process allocated, uint8 [num_bytes], seen from `device`. Raises Refused, for example where
-    `device` has no way to the GPU that the memory is on."""
+    """Open memory that another process allocated, uint8 [num_bytes], for use on `device`. Raises Refused, for example without
+    peer access to the GPU that has the memory."""
     if len(handle) != _HANDLE_BYTES:
         raise Refused(f"a handle has {_HANDLE_BYTES} bytes, not {len(handle)}")
     driver, pointer = _driver(), ctypes.c_uint64()
@@ -79,12 +78,12 @@ def open_handle(handle: bytes, num_bytes: int, device: torch.device) -> torch.Te
 
 
 def uuid_of(device: torch.device) -> str:
-    """The name of a GPU, which is the same in all processes, however each of them numbers the GPUs that it sees."""
+    """The UUID of a GPU: the same in all processes, however CUDA_VISIBLE_DEVICES numbers their GPUs."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def device_with(uuid: str) -> torch.device:
-    """The GPU of that name, or the one that this thread uses where that one is not among those which this process sees."""
+    """The GPU with that UUID, or this thread's current one if it is not visible to this process."""
     for index in range(torch.cuda.device_count()):
         if uuid_of(torch.device("cuda", index)) == uuid:
             return torch.device("cuda", index)
@@ -97,7 +96,7 @@ def _tensor(pointer: int, num_bytes: int, device: torch.device, give_back: Calla
         memory = torch.as_tensor(block, device=device)
     except (RuntimeError, ValueError, TypeError) as error:
         raise Refused(f"torch cannot use it: {error}") from error
-    if memory.data_ptr() != pointer:  # a copy, which would not show what is written later
+    if memory.data_ptr() != pointer:  # a copy, which would miss later writes
         raise Refused(f"it is not memory of {device}")
     return memory
 
@@ -125,5 +124,5 @@ def _driver() -> Any:
             function = getattr(library, name)
             function.argtypes, function.restype = arguments, ctypes.c_int
     except (OSError, AttributeError) as error:
-        raise Refused(f"there is no driver of CUDA that can do it: {error}") from error
+        raise Refused(f"no CUDA driver supports it: {error}") from error
     return library

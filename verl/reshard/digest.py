@@ -1,13 +1,12 @@
-"""Digests of numbers where they lie: quick enough to be taken of a whole model at every update of weights.
+"""Digests of tensors on their device, fast enough for a whole model at every weight sync.
 
-On a CPU it is XXH3 with 128 bits (xxhash.com): it reads a cache faster than memory is copied, where a cryptographic hash takes
-several times as long as the copy. It guards against faults, not against somebody who forges weights. Numbers that are
-copied anyway are digested in portions while they are in the cache.
+On a CPU the digest is XXH3 with 128 bits (xxhash.com): it reads a cache faster than memory is copied, while a cryptographic
+hash takes several times as long as the copy. It detects faults, not forgery. Values that are copied anyway are hashed in
+chunks while they are in the cache.
 
-On a GPU the bytes are taken as a matrix of words, and what is hashed are the sums of its rows and of its columns, modulo 2^64:
-those need no kernel of our own, and a hash of all bytes would have to leave the GPU. Words that are others, or in another
-order, have other sums, unless the changes cancel out in each row and each column, for which it takes four words at least. A
-digest taken there is another one than that of the same numbers on a CPU.
+On a GPU the bytes form a matrix of words, and the hash is of its row and column sums modulo 2^64. That needs no custom kernel,
+and only the sums leave the GPU. Changed or reordered words change the sums, unless the changes cancel in each row and each
+column, which takes at least four words. The digest differs from that of the same values on a CPU.
 """
 
 from __future__ import annotations
@@ -18,81 +17,81 @@ import torch
 import xxhash
 
 DIGEST_BYTES = 16
-PORTION_BYTES = 1 << 19  # copied and digested at a time: what is read and written stays in a cache, and calls are few
-_DEVICE_BYTES = 1 << 25  # on a GPU: enough for a kernel
+CHUNK_BYTES = 1 << 19  # copied and hashed at a time: fits a cache, and calls are few
+_DEVICE_BYTES = 1 << 25  # on a GPU: enough work for a kernel
 _WORD_BYTES = 8
-_ROW_WORDS = 1023  # odd: if the sign bits of all words changed, sums of an even number would not show it
+_ROW_WORDS = 1023  # odd: sums of an even number would not change if the sign bits of all words did
 
 
-def digest(label: str, numbers: torch.Tensor) -> bytes:
-    """Of a label (name and place), number format and bytes in order; the same for equal numbers of one shape wherever they
-    lie in memory of one kind of device."""
-    return _digest(label, numbers.dtype, _pieces(numbers.detach()))
+def digest(label: str, values: torch.Tensor) -> bytes:
+    """Digest of a label (name and place), dtype and bytes in order; equal for equal values of one shape on one kind of device,
+    whatever their strides."""
+    return _digest(label, values.dtype, _hashed(values.detach()))
 
 
 def copy_with_digest(label: str, target: torch.Tensor, source: torch.Tensor) -> bytes:
-    """Copy `source` into `target` of the same shape, cast on the way; returns the digest of what was written."""
+    """Copy and cast `source` into `target` of the same shape; returns the digest of the written values."""
     target, source = target.detach(), source.detach()
     if not (_is_on_host(target) and _is_on_host(source)):
         return digest(label, target.copy_(source))
-    most = PORTION_BYTES // target.itemsize
-    return _digest(label, target.dtype, (to.copy_(portion) for to, portion in _portions((target, source), most)))
+    most = CHUNK_BYTES // target.itemsize
+    return _digest(label, target.dtype, (to.copy_(chunk) for to, chunk in _chunks((target, source), most)))
 
 
 def spread_with_digest(
-    label: str, targets: Sequence[torch.Tensor], source: torch.Tensor, dtype: torch.dtype, portion_bytes: int
+    label: str, targets: Sequence[torch.Tensor], source: torch.Tensor, dtype: torch.dtype, chunk_bytes: int
 ) -> bytes:
-    """Cast `source` to `dtype` and copy that into all `targets` of its shape, into which others may write too; returns the
-    digest of what was cast. At most `portion_bytes` of that are in memory at a time, or a row where tensors have gaps."""
+    """Cast `source` to `dtype` and copy it into all `targets` of its shape, which others may write too; returns the digest of
+    the cast values. At most `chunk_bytes` of them are in memory at a time, or one row of strided tensors."""
     source = source.detach()
     if not _is_on_host(source):
-        numbers = source.to(dtype)
+        values = source.to(dtype)
         for target in targets:
-            target.copy_(numbers)
-        return digest(label, numbers)
-    return _digest(label, dtype, _spread(targets, source, dtype, min(portion_bytes, PORTION_BYTES)))
+            target.copy_(values)
+        return digest(label, values)
+    return _digest(label, dtype, _spread(targets, source, dtype, min(chunk_bytes, CHUNK_BYTES)))
 
 
 def _spread(
-    targets: Sequence[torch.Tensor], source: torch.Tensor, dtype: torch.dtype, portion_bytes: int
+    targets: Sequence[torch.Tensor], source: torch.Tensor, dtype: torch.dtype, chunk_bytes: int
 ) -> Iterator[torch.Tensor]:
     cast = torch.empty(0, dtype=dtype)
-    for portion, *places in _portions((source, *targets), max(1, portion_bytes // dtype.itemsize)):
-        if portion.dtype == dtype and portion.is_contiguous():
-            numbers = portion
+    for chunk, *places in _chunks((source, *targets), max(1, chunk_bytes // dtype.itemsize)):
+        if chunk.dtype == dtype and chunk.is_contiguous():
+            values = chunk
         else:
-            if cast.shape != portion.shape:
-                cast = torch.empty(portion.shape, dtype=dtype)
-            numbers = cast.copy_(portion)
+            if cast.shape != chunk.shape:
+                cast = torch.empty(chunk.shape, dtype=dtype)
+            values = cast.copy_(chunk)
         for place in places:
-            place.copy_(numbers)
-        yield numbers
+            place.copy_(values)
+        yield values
 
 
-def _digest(label: str, dtype: torch.dtype, pieces: Iterator[torch.Tensor]) -> bytes:
+def _digest(label: str, dtype: torch.dtype, chunks: Iterator[torch.Tensor]) -> bytes:
     found = xxhash.xxh3_128(f"{label} {dtype}".encode())
-    for piece in pieces:
-        found.update(_bytes(piece))
+    for chunk in chunks:
+        found.update(_bytes(chunk))
     return found.digest()
 
 
-def _pieces(numbers: torch.Tensor) -> Iterator[torch.Tensor]:
-    """What is hashed of numbers, in order."""
-    on_host = _is_on_host(numbers)
-    most = (PORTION_BYTES if on_host else _DEVICE_BYTES) // numbers.itemsize
-    if on_host and numbers.is_contiguous():
-        yield numbers
+def _hashed(values: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors that are hashed for `values`, in order."""
+    on_host = _is_on_host(values)
+    most = (CHUNK_BYTES if on_host else _DEVICE_BYTES) // values.itemsize
+    if on_host and values.is_contiguous():
+        yield values
         return
-    for (portion,) in _portions((numbers,), most, by_rows=True):
+    for (chunk,) in _chunks((values,), most, by_rows=True):
         if on_host:
-            yield portion
+            yield chunk
         else:
-            yield from _sums(portion)
+            yield from _sums(chunk)
 
 
-def _sums(portion: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Of columns and rows of words, and the bytes that make no row."""
-    flat = portion.contiguous().view(-1).view(torch.uint8)
+def _sums(chunk: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Sums of the columns and rows of words, and the bytes after the last full row."""
+    flat = chunk.contiguous().view(-1).view(torch.uint8)
     num_rows = flat.numel() // (_WORD_BYTES * _ROW_WORDS)
     stop = num_rows * _WORD_BYTES * _ROW_WORDS
     if num_rows:
@@ -102,11 +101,9 @@ def _sums(portion: torch.Tensor) -> Iterator[torch.Tensor]:
     yield flat[stop:]
 
 
-def _portions(
-    tensors: Sequence[torch.Tensor], most: int, *, by_rows: bool = False
-) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Views of tensors of one shape, side by side, in order, of at most `most` numbers: stretches where all are without gaps
-    (not `by_rows`: that depends on the shape alone), else rows [some rows, columns], at least one."""
+def _chunks(tensors: Sequence[torch.Tensor], most: int, *, by_rows: bool = False) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Views of tensors of one shape, in parallel and in order, of at most `most` values: flat ranges where all are contiguous
+    (unless `by_rows`, where the cut depends on the shape alone), else rows [some rows, columns], at least one."""
     first = tensors[0]
     if first.numel() <= most:
         yield tuple(tensors)
@@ -114,15 +111,15 @@ def _portions(
         yield from zip(*(tensor.view(-1).split(most) for tensor in tensors), strict=True)
     elif first.dim() > 2:
         for inner in zip(*tensors, strict=True):
-            yield from _portions(inner, most, by_rows=by_rows)
+            yield from _chunks(inner, most, by_rows=by_rows)
     else:
         num_rows = max(1, most // (first.shape[1] if first.dim() == 2 else 1))
         yield from zip(*(tensor.split(num_rows) for tensor in tensors), strict=True)
 
 
-def _is_on_host(numbers: torch.Tensor) -> bool:
-    return numbers.device.type == "cpu"
+def _is_on_host(values: torch.Tensor) -> bool:
+    return values.device.type == "cpu"
 
 
-def _bytes(numbers: torch.Tensor) -> memoryview:
-    return numbers.contiguous().view(-1).cpu().view(torch.uint8).numpy().data
+def _bytes(values: torch.Tensor) -> memoryview:
+    return values.contiguous().view(-1).cpu().view(torch.uint8).numpy().data

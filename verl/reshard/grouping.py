@@ -1,16 +1,16 @@
-"""Which training ranks generate together, such that little has to move. Pure, without torch.
+"""Groups of training ranks that generate together, chosen to minimise transfers. Pure, without torch.
 
 Parallel grouping of the 3D-HybridEngine (HybridFlow, arXiv:2409.19256, section 5.3). With training p-t-d and generation
-p_g-t_g-d_g-d there are d_g = p t / (p_g t_g) engines per training replica. Consecutive ranks in a generation group leave
-ranks whose training shard is no part of their generation shard. Taking them at intervals of t/t_g (tensor) and p/p_g
-(pipeline) puts every training shard inside its generation shard:
+p_g-t_g-d_g-d there are d_g = p t / (p_g t_g) engines per training replica. With
+consecutive ranks in a generation group, some training shards lie outside their rank's generation shard. Ranks at intervals of
+t/t_g (tensor) and p/p_g (pipeline) put every training shard inside its generation shard:
 
     training 1-4-2 on 8 ranks      tensor groups (0 1 2 3) (4 5 6 7)
-    generation 1-2-2-2             (0 2) (1 3) (4 6) (5 7): rank 1 keeps its second quarter and gets the first one
+    generation 1-2-2-2             (0 2) (1 3) (4 6) (5 7): rank 1 keeps its second quarter and receives the first one
 
 A rank then receives M/(t_g p_g) - M/(t p) = (d_g - 1)/(t p) M bytes, which is HybridFlow's column of Table 2.
 
-Pipelines of training become engines of their own (p_g = 1) unless asked otherwise.
+The stages of a training pipeline become separate engines (p_g = 1) by default.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from verl.errors import ConfigError
-from verl.reshard.layout import Seat, TrainingLayout
+from verl.reshard.layout import Coordinates, TrainingLayout
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -33,11 +33,10 @@ def interval_engines(
 ) -> tuple[Groups, ...]:
     """[engine][stage][index] -> world rank, for RolloutLayout, over all training ranks.
 
-    Within a generation stage, ranks are ordered by where their training shard lies in a divided tensor (tensor parallel
-    rank, then FSDP rank), and engine e takes every n-th from the e-th on, n being the number of engines. `by_experts`
-    orders them by where their experts lie: for engines whose ranks divide the experts, which are most of a mixture. Tensor
-    parallel groups stay on one of `hosts` (rank -> host) where its ranks divide: generation exchanges data for every
-    token. Raises ConfigError when sizes do not divide.
+    Within a generation stage, ranks are ordered by the position of their training shard (tensor parallel rank, then FSDP
+    rank), and engine e takes every n-th from the e-th on, where n is the number of engines. `by_experts` orders them by the
+    position of their experts, for engines that divide the experts. Tensor parallel groups stay on one of `hosts` (rank ->
+    host) where its ranks divide: generation communicates for every token. Raises ConfigError when sizes do not divide.
     """
     order = _expert_order if by_experts else _tensor_order
     num_stages = training.num_stages
@@ -47,7 +46,7 @@ def interval_engines(
             "layout; choose a divisor (1: every engine has all layers)."
         )
     stages = [
-        _interval_groups(members, tensor_parallel, lambda rank: order(training.seat(rank)), hosts)
+        _interval_groups(members, tensor_parallel, lambda rank: order(training.coordinates(rank)), hosts)
         for members in _by_stage(training, pipeline_parallel)
     ]
     return tuple(zip(*stages, strict=True))
@@ -59,18 +58,18 @@ def interval_experts(
     pipeline_parallel: int = 1,
     hosts: Mapping[int, int] | None = None,
 ) -> Groups:
-    """Groups of ranks over which generation divides whole experts, for RolloutLayout: as above, ordered by where a rank's
-    experts lie. Expert parallelism stays beside the engines: it is not turned into more of them as a pipeline is."""
+    """Groups of ranks over which generation divides whole experts, for RolloutLayout: as above, ordered by the position of a
+    rank's experts. Expert parallelism does not become more engines, as a pipeline does."""
     order = [
-        _interval_groups(members, expert_parallel, lambda rank: _expert_order(training.seat(rank)), hosts)
+        _interval_groups(members, expert_parallel, lambda rank: _expert_order(training.coordinates(rank)), hosts)
         for members in _by_stage(training, pipeline_parallel)
     ]
     return tuple(group for groups in order for group in groups)
 
 
 def consecutive_engines(ranks: Sequence[int], tensor_parallel: int, pipeline_parallel: int = 1) -> tuple[Groups, ...]:
-    """[engine][stage][index] -> world rank with neighbours in a group: for ranks that do not train, and for engines that
-    number their ranks themselves. Raises ConfigError when sizes do not divide."""
+    """[engine][stage][index] -> world rank with consecutive ranks in a group: for ranks that do not train, and for engines
+    that assign their ranks themselves. Raises ConfigError when sizes do not divide."""
     size = tensor_parallel * pipeline_parallel
     _check_divides(len(ranks), size)
     return tuple(
@@ -85,22 +84,22 @@ def consecutive_engines(ranks: Sequence[int], tensor_parallel: int, pipeline_par
 def _by_stage(training: TrainingLayout, pipeline_parallel: int) -> list[list[int]]:
     members: list[list[int]] = [[] for _ in range(pipeline_parallel)]
     for rank in training.ranks:
-        members[training.seat(rank).stage * pipeline_parallel // training.num_stages].append(rank)
+        members[training.coordinates(rank).stage * pipeline_parallel // training.num_stages].append(rank)
     return members
 
 
-def _tensor_order(seat: Seat) -> tuple[int, ...]:
-    return seat.tensor, seat.fsdp, seat.stage, seat.replicate
+def _tensor_order(at: Coordinates) -> tuple[int, ...]:
+    return at.tensor, at.fsdp, at.stage, at.replicate
 
 
-def _expert_order(seat: Seat) -> tuple[int, ...]:
-    return seat.expert, seat.expert_fsdp, seat.tensor, seat.stage, seat.replicate
+def _expert_order(at: Coordinates) -> tuple[int, ...]:
+    return at.expert, at.expert_fsdp, at.tensor, at.stage, at.replicate
 
 
 def _interval_groups(
     ranks: Sequence[int], size: int, order: Callable[[int], Any], hosts: Mapping[int, int] | None
 ) -> Groups:
-    """Groups of `size` ranks, first ranks ascending; one of them has each n-th rank of the order, n = ranks / size."""
+    """Groups of `size` ranks, sorted by their first rank; a group has every n-th rank of the order, n = ranks / size."""
     _check_divides(len(ranks), size)
     by_host: dict[int, list[int]] = {}
     for rank in ranks:

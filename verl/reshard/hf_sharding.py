@@ -1,6 +1,6 @@
-"""How the parameters of a decoder are divided, told by their names and shapes; and how vLLM and SGLang fuse them.
+"""Sharding of a decoder's parameters by name and shape, and their fusion in vLLM and SGLang.
 
-Attention heads and MLP columns are divided by output rows, the projections after them by input columns, embedding and
+Attention heads and MLP columns are sharded by output rows, the projections after them by input columns, embedding and
 output projection by vocabulary (Shoeybi et al. 2019, arXiv:1909.08053); experts lie along dimension 0. Pure, without torch.
 """
 
@@ -29,8 +29,8 @@ def decoder_tensors(
 ) -> tuple[Tensor, ...]:
     """From parameter name -> whole shape, as the training module has them; adapters (`lora_A`, `lora_B`) too.
 
-    `is_tied` says that the embedding is the output projection as well, and is needed by the last pipeline stage. `itemsize`
-    are the bytes of an element in the rollout's number format.
+    With `is_tied` the embedding is the output projection as well, and the last pipeline stage needs it. `itemsize` is the
+    size in bytes of an element of the rollout's dtype.
     """
     heads = dict.fromkeys(("q_proj", "o_proj"), num_heads) | dict.fromkeys(("k_proj", "v_proj"), num_kv_heads)
     return tuple(

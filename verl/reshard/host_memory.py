@@ -1,19 +1,17 @@
-"""Weights for generation in memory that all ranks of a host can write into: new ones go from the rank that casts them straight
-to the place where they are used.
+"""Rollout weights in memory that all ranks of a host can write: the rank that casts new weights writes them into place.
 
-    rank 0 trains [w]  --cast-->  rank 0 generates [w]          one pass over w: cast, summed for the proof, and written to
-                       --cast-->  rank 1 generates [w]          every place on the host that lacks it
+    rank 0 trains [w]  --cast-->  rank 0 generates [w]          one pass over w: cast, digest, and write to every rank of
+                       --cast-->  rank 1 generates [w]          the host that lacks it
 
-Ranks whose weights are the same (whole copies, or the same part of several) have them in one memory, that of the first of them:
-nobody changes weights while they generate, and each number is written once for all.
+Ranks with equal weights (whole copies, or the same shard in several engines) keep them in one memory, that of the first of
+them: weights do not change during generation, and each value is written once for all.
 
-The memory has no name (verl.reshard.shared_memory). Which ranks reach each other is found out by opening, since names of hosts
-can mislead where containers are at work.
+The memory has no name (verl.reshard.shared_memory). Ranks find out by opening which memory they can reach, since host names
+are unreliable with containers.
 """
 
 from __future__ import annotations
 
-import mmap
 import os
 import socket
 from collections.abc import Iterable, Mapping
@@ -23,28 +21,28 @@ import torch
 from verl.errors import ModelError, WorkerLostError
 from verl.parallel.collectives import Collectives
 from verl.parallel.serialize import from_bytes, to_bytes
-from verl.reshard.shared_memory import Segment, as_numbers, open_segment
+from verl.reshard.shared_memory import Segment, open_segment
 
-_PROOF_BYTES = 16
+_TOKEN_BYTES = 16
 _ALIGNMENT = 64  # bytes
 
 
 class HostMemory:
-    """Made by all ranks together, each with the `weights` that it generates with (empty: none). Ranks with the same `likeness`
-    have the same weights; without one a rank is like no other.
+    """A collective: every rank passes the `weights` that it generates with (empty: none). Ranks with the same non-empty
+    `fingerprint` have the same weights.
 
-    `homes` are rank -> the rank in whose memory its weights lie; `pairs` are (writer, home), all that reach each other; and
-    `places` are home -> name -> the weight there, for homes that this rank can write into. Where another rank can, `weights`
-    have been moved; they are the same objects.
+    `owners` maps a rank to the rank whose memory holds its weights. `pairs` are all (writer, owner) where the writer can reach
+    the owner's memory. `places` maps an owner that this rank can write to its weights by name. `weights` that another rank
+    can write are moved in place: their `data` changes, the objects stay.
     """
 
-    def __init__(self, comm: Collectives, weights: Mapping[str, torch.Tensor], likeness: str = ""):
-        proof = os.urandom(_PROOF_BYTES)
+    def __init__(self, comm: Collectives, weights: Mapping[str, torch.Tensor], fingerprint: str = ""):
+        token = os.urandom(_TOKEN_BYTES)
         runs = _runs(weights.values())
         mine = _segment(sum(map(_num_bytes, runs))) if runs else None
         if mine is not None:
-            mine.memory[:_PROOF_BYTES] = proof
-        cards = [from_bytes(row) for row in comm.all_gather(to_bytes(_card(mine, proof, likeness)))]
+            mine.values[:_TOKEN_BYTES] = torch.frombuffer(bytearray(token), dtype=torch.uint8)
+        cards = [from_bytes(row) for row in comm.all_gather(to_bytes(_card(mine, token, fingerprint)))]
         theirs = {
             rank: memory
             for rank, card in enumerate(cards)
@@ -52,35 +50,35 @@ class HostMemory:
         }
         opened = [from_bytes(row) for row in comm.all_gather(to_bytes(list(theirs)))]
         reached = {(writer, owner) for writer, owners in enumerate(opened) for owner in owners}
-        self.homes = _homes([None if card is None else card[-1] for card in cards], reached)
-        self.pairs = frozenset((writer, owner) for writer, owner in reached if self.homes[owner] == owner)
-        home = self.homes.get(comm.rank)
+        self.owners = _owners([None if card is None else card[-1] for card in cards], reached)
+        self.pairs = frozenset((writer, owner) for writer, owner in reached if self.owners[owner] == owner)
+        owner = self.owners.get(comm.rank)
         table: dict[str, tuple[int, str, list[int], list[int]]] = {}
-        if mine is not None and any(owner == comm.rank for _, owner in self.pairs):
-            _move(runs, as_numbers(mine.memory, 0, mine.num_bytes, torch.uint8))
+        if mine is not None and any(other == comm.rank for _, other in self.pairs):
+            _move(runs, mine.values)
             table = {name: _place(weight) for name, weight in weights.items() if weight.numel()}
         if mine is not None:
-            mine.close()  # whoever can write into it has it open
+            mine.close()  # every rank that can write has it open
         tables = [from_bytes(row) for row in comm.all_gather(to_bytes(table))]
         self.places = {
-            rank: {name: _at(memory, *place) for name, place in tables[rank].items()}
+            rank: {name: _weight_at(memory, *place) for name, place in tables[rank].items()}
             for rank, memory in theirs.items()
-            if self.homes[rank] == rank
+            if self.owners[rank] == rank
         }
-        is_shared = any(rank != comm.rank and where == home for rank, where in self.homes.items())
-        if home is not None and home != comm.rank:
-            for name, place in self.places[home].items():
+        is_shared = any(rank != comm.rank and other == owner for rank, other in self.owners.items())
+        if owner is not None and owner != comm.rank:
+            for name, place in self.places[owner].items():
                 weights[name].data = place
-            table = tables[home]
+            table = tables[owner]
         self._addresses = {name: weights[name].data_ptr() for name in table}
         self._shared = {name: weights[name].detach() for name in table} if is_shared else {}
 
     def has_moved(self, weights: Mapping[str, torch.Tensor]) -> bool:
-        """Whether some of this rank's weights lie elsewhere now, where nobody can write."""
+        """Whether some of this rank's weights have left the shared memory."""
         return any(name in weights and weights[name].data_ptr() != address for name, address in self._addresses.items())
 
     def differing(self, weights: Mapping[str, torch.Tensor]) -> str:
-        """A weight that has been moved out of memory that ranks share and is not what lies there; "" for none."""
+        """Name of a weight that has left the shared memory and differs from the value there; "" for none."""
         for name, place in self._shared.items():
             mine = weights.get(name)
             if mine is not None and mine.data_ptr() != place.data_ptr() and not torch.equal(mine, place):
@@ -88,18 +86,20 @@ class HostMemory:
         return ""
 
 
-def _homes(likenesses: list[str | None], reached: set[tuple[int, int]]) -> dict[int, int]:
-    """Rank with memory -> the first one that is like it and that it reaches, or itself."""
-    homes: dict[int, int] = {}
-    for rank, likeness in enumerate(likenesses):
-        if likeness is not None:
-            like = (r for r in homes if likenesses[r] == likeness != "" and homes[r] == r and (rank, r) in reached)
-            homes[rank] = next(like, rank)
-    return homes
+def _owners(fingerprints: list[str | None], reached: set[tuple[int, int]]) -> dict[int, int]:
+    """Rank with memory -> the first reachable rank with the same fingerprint, or itself."""
+    owners: dict[int, int] = {}
+    for rank, fingerprint in enumerate(fingerprints):
+        if fingerprint is not None:
+            same = (
+                r for r in owners if fingerprints[r] == fingerprint != "" and owners[r] == r and (rank, r) in reached
+            )
+            owners[rank] = next(same, rank)
+    return owners
 
 
 def _runs(weights: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Weights that lie back to back, or upon one another, together; in the order of their addresses."""
+    """Weights in the order of their addresses, those that adjoin or overlap in one list."""
     runs: list[list[torch.Tensor]] = []
     end = -1
     for weight in sorted({id(w): w for w in weights if w.numel()}.values(), key=torch.Tensor.data_ptr):
@@ -116,15 +116,15 @@ def _end(weight: torch.Tensor) -> int:
 
 
 def _num_bytes(run: list[torch.Tensor]) -> int:
-    """What a run takes, aligned."""
+    """Bytes of a run, aligned."""
     num_bytes = max(map(_end, run)) - run[0].data_ptr()
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 @torch.no_grad()
 def _move(runs: list[list[torch.Tensor]], memory: torch.Tensor) -> None:
-    """One run after the other into `memory` (uint8): where one was is free before the next one is copied. Within a run weights
-    keep their distances: matrix products compute with several as one."""
+    """Copy one run after the other into `memory`, uint8; each frees its old place before the next is copied. Weights of a run
+    keep their distances: some matmuls treat several as one matrix."""
     first = 0
     for run in runs:
         num_bytes, base = _num_bytes(run), run[0].data_ptr()
@@ -141,7 +141,7 @@ def _view(
 
 
 def _place(weight: torch.Tensor) -> tuple[int, str, list[int], list[int]]:
-    """Of a weight that has been moved: its first element, format, shape and strides."""
+    """Offset in elements, dtype, shape and strides of a moved weight."""
     return (
         int(weight.storage_offset()),
         str(weight.dtype).removeprefix("torch."),
@@ -150,28 +150,29 @@ def _place(weight: torch.Tensor) -> tuple[int, str, list[int], list[int]]:
     )
 
 
-def _at(memory: mmap.mmap, start: int, dtype: str, shape: list[int], stride: list[int]) -> torch.Tensor:
-    return _view(as_numbers(memory, 0, len(memory), torch.uint8), start, getattr(torch, dtype), shape, stride)
+def _weight_at(memory: torch.Tensor, start: int, dtype: str, shape: list[int], stride: list[int]) -> torch.Tensor:
+    return _view(memory, start, getattr(torch, dtype), shape, stride)
 
 
 def _segment(num_bytes: int) -> Segment | None:
     try:
-        return Segment(max(num_bytes, _PROOF_BYTES))
-    except (ModelError, OSError):  # a system without it: everything goes over connections
+        return Segment(max(num_bytes, _TOKEN_BYTES))
+    except (ModelError, OSError):  # not available: everything goes in messages
         return None
 
 
-def _card(segment: Segment | None, proof: bytes, likeness: str) -> tuple[str, str, int, bytes, str] | None:
-    return None if segment is None else (socket.gethostname(), segment.path, segment.num_bytes, proof, likeness)
+def _card(segment: Segment | None, token: bytes, fingerprint: str) -> tuple[str, str, int, bytes, str] | None:
+    if segment is None:
+        return None
+    return socket.gethostname(), segment.path, segment.values.nbytes, token, fingerprint
 
 
-def _opened(rank: int, host: str, path: str, num_bytes: int, proof: bytes, likeness: str) -> mmap.mmap | None:
-    """None for a rank of another host (whatever its `likeness`), or behind the walls of another container: there the path is
-    nobody's, or leads to something else."""
+def _opened(rank: int, host: str, path: str, num_bytes: int, token: bytes, fingerprint: str) -> torch.Tensor | None:
+    """The memory of a rank; None on another host or in another container, where the path is missing or is something else."""
     if host != socket.gethostname():
         return None
     try:
         memory = open_segment(path, num_bytes, f"The memory of rank {rank}")
     except (ModelError, WorkerLostError, OSError, ValueError):
         return None
-    return memory if memory[:_PROOF_BYTES] == proof else None
+    return memory if bytes(memory[:_TOKEN_BYTES].tolist()) == token else None

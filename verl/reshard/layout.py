@@ -1,11 +1,11 @@
-"""What each rank holds of each tensor: while it trains, and while it generates. Pure, without torch.
+"""Layouts of the weights: the part of each tensor that a rank holds in training and in generation. Pure, without torch.
 
     training = TrainingLayout(Mesh.of(4, tensor_parallel=2))               # FSDP 2 x TP 2
     rollout = RolloutLayout(interval_engines(training, tensor_parallel=2))      # TP' 2 x DP' 2
     training.part(tensor, rank), rollout.part(tensor, rank)                # None where a rank holds nothing of it
 
-Training (p-t-d of HybridFlow, arXiv:2409.19256, and more): pipeline stages hold layers; tensor parallel ranks divide one
-dimension; expert parallel ranks divide the experts; FSDP ranks cut what is left along dimension 0; replicas repeat it.
+Training (p-t-d of HybridFlow, arXiv:2409.19256, and more): pipeline stages hold layers; tensor parallel ranks shard one
+dimension; expert parallel ranks divide the experts; FSDP ranks shard the rest along dimension 0; replicas repeat it.
 Generation (p_g-t_g-d_g): each engine is a pipeline of tensor parallel groups; experts are divided by the tensor parallel
 ranks, or lie whole on the ranks of groups of their own.
 """
@@ -24,14 +24,14 @@ from verl.reshard.slices import Part, Span, chunk_span, even_span, take
 
 @dataclass(frozen=True)
 class Block:
-    """A stretch of a divided dimension that ranks divide evenly by itself. `num_heads` says that it consists of so many
-    heads, which stay whole; where there are more ranks than heads, several ranks hold the same one."""
+    """A range of a sharded dimension that is divided evenly by itself. With `num_heads` it consists of heads, which stay whole;
+    with more ranks than heads, several ranks hold the same head."""
 
     size: int
     num_heads: int | None = None
 
     def span(self, num_ranks: int, index: int) -> Span:
-        """What rank `index` of `num_ranks` gets. Raises ConfigError when the heads do not divide."""
+        """The span of rank `index` of `num_ranks`. Raises ConfigError when the heads do not divide."""
         heads = self.num_heads
         if heads is None:
             return even_span(self.size, num_ranks, index)
@@ -50,10 +50,10 @@ class Block:
 class Tensor:
     """One parameter of the model, under its Hugging Face name.
 
-    `itemsize` are the bytes of an element on its way: of the rollout's number format, since senders cast. `layers` are the
-    decoder layers it belongs to, counted from 0; -1 is before the first one (embedding), the number of layers after the
-    last (final norm, output projection), and a tied embedding is at both ends. Tensor parallel ranks divide `tensor_dim`,
-    `blocks` by blocks where it is several matrices in one (gate|up, q|k|v). Experts are along dimension 0.
+    `itemsize` is the size in bytes of an element of the rollout's dtype: senders cast. `layers` are the decoder layers it
+    belongs to, counted from 0; -1 is before the first one (embedding), the number of layers after the last (final norm, output
+    projection), and a tied embedding is at both ends. Tensor parallel ranks shard `tensor_dim`, each of its `blocks` by itself
+    where it is several matrices in one (gate|up, q|k|v). Experts are along dimension 0.
     """
 
     name: str
@@ -71,8 +71,8 @@ class Tensor:
         assert not (self.is_expert and self.tensor_dim == 0), self
 
     def tensor_spans(self, num_ranks: int, index: int, vocabulary_multiple: int = 1) -> tuple[Span, ...]:
-        """What tensor parallel rank `index` gets of dimension `tensor_dim`. A vocabulary is divided as if it were padded
-        up to `vocabulary_multiple`; the padding is nobody's."""
+        """The spans of dimension `tensor_dim` on tensor parallel rank `index`. A vocabulary is divided as if it were padded
+        to a multiple of `vocabulary_multiple`; the padding is left out."""
         assert self.tensor_dim is not None
         size = self.shape[self.tensor_dim]
         if self.is_vocabulary and vocabulary_multiple > 1:
@@ -88,7 +88,7 @@ class Tensor:
 
 
 class Layout(Protocol):
-    """Which rank holds which part of a tensor."""
+    """Maps ranks to the parts of tensors that they hold."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -98,12 +98,12 @@ class Layout(Protocol):
         """The pipeline stages that hold `tensor`."""
 
     def part(self, tensor: Tensor, rank: int) -> Part | None:
-        """What `rank` holds of `tensor`; None for nothing."""
+        """The part of `tensor` on `rank`; None for nothing."""
 
 
 @dataclass(frozen=True)
 class OnRanks:
-    """What some ranks hold of `layout`: those that have memory of their own."""
+    """`layout` restricted to some ranks: those whose weights are in their own memory."""
 
     layout: Layout
     ranks: tuple[int, ...]
@@ -115,8 +115,8 @@ class OnRanks:
         return self.layout.part(tensor, rank) if rank in self.ranks else None
 
 
-class Seat(NamedTuple):
-    """Where a training rank stands. `fsdp` counts shard and sequence parallel ranks together, which all hold shards."""
+class Coordinates(NamedTuple):
+    """Position of a training rank. `fsdp` counts shard and sequence parallel ranks together, which all hold shards."""
 
     stage: int
     replicate: int
@@ -158,30 +158,30 @@ class TrainingLayout:
 
     @property
     def num_fsdp(self) -> int:
-        """Ranks that share the shards of one copy."""
+        """Number of ranks over which one replica is sharded."""
         return self._size("shard") * self._size("sp")
 
     def stages_of(self, tensor: Tensor) -> tuple[int, ...]:
         return _stages(tensor.layers, self.layers_per_stage)
 
-    def seat(self, rank: int) -> Seat:
-        """Where `rank`, one of `ranks`, stands."""
-        return self._seats[rank]
+    def coordinates(self, rank: int) -> Coordinates:
+        """Position of `rank`, one of `ranks`."""
+        return self._coordinates[rank]
 
     def part(self, tensor: Tensor, rank: int) -> Part | None:
-        seat = self._seats.get(rank)
-        if seat is None or seat.stage not in self.stages_of(tensor):
+        at = self._coordinates.get(rank)
+        if at is None or at.stage not in self.stages_of(tensor):
             return None
         spans: list[tuple[Span, ...]] = [((0, size),) for size in tensor.shape]
         by_expert = tensor.is_expert and self.expert_parallel > 1
         if by_expert:
-            spans[0] = (even_span(tensor.shape[0], self.expert_parallel, seat.expert),)
+            spans[0] = (even_span(tensor.shape[0], self.expert_parallel, at.expert),)
         if tensor.tensor_dim is not None and (self.tensor_ranks_divide_experts or not tensor.is_expert):
-            spans[tensor.tensor_dim] = tensor.tensor_spans(self._size("tp"), seat.tensor)
+            spans[tensor.tensor_dim] = tensor.tensor_spans(self._size("tp"), at.tensor)
         num_shards = self._num_expert_fsdp if by_expert else self.num_fsdp
         if num_shards > 1:
             rows = sum(stop - first for first, stop in spans[0])
-            shard = chunk_span(rows, num_shards, seat.expert_fsdp if by_expert else seat.fsdp)
+            shard = chunk_span(rows, num_shards, at.expert_fsdp if by_expert else at.fsdp)
             spans[0] = take(spans[0], *shard)
         return _part(spans)
 
@@ -190,31 +190,31 @@ class TrainingLayout:
         return self.num_fsdp // self.expert_parallel if self.num_fsdp > 1 else 1
 
     @cached_property
-    def _seats(self) -> dict[int, Seat]:
-        return {rank: self._seat(index) for index, rank in enumerate(self.mesh.ranks)}
+    def _coordinates(self) -> dict[int, Coordinates]:
+        return {rank: self._coordinates_of(index) for index, rank in enumerate(self.mesh.ranks)}
 
-    def _seat(self, index: int) -> Seat:
+    def _coordinates_of(self, index: int) -> Coordinates:
         at = self.mesh.coordinate(index)
         replicate, fsdp = at.get("replicate", 0), at.get("shard", 0) * self._size("sp") + at.get("sp", 0)
         expert_fsdp, expert = divmod(fsdp, self.expert_parallel)
         if self.num_fsdp == 1:
             expert_fsdp, expert = 0, replicate % self.expert_parallel
-        return Seat(at.get("pp", 0), replicate, fsdp, at.get("tp", 0), expert, expert_fsdp)
+        return Coordinates(at.get("pp", 0), replicate, fsdp, at.get("tp", 0), expert, expert_fsdp)
 
     def _size(self, axis: str) -> int:
         return dict(self.mesh.axes).get(axis, 1)
 
 
 class Fusion(NamedTuple):
-    """An engine's tensor that is several of the model's: their parts on a rank lie one after the other along dimension 0.
-    With one source it is that source under the engine's name."""
+    """A tensor of the engine that concatenates several of the model's: on each rank, their parts along dimension 0. With one
+    source it is that source under the engine's name."""
 
     name: str
     sources: tuple[str, ...]
 
 
 class Slot(NamedTuple):
-    """Where a rank's part of a tensor of the model lies in the engine: rows `first` to `stop` of the tensor `name`."""
+    """Place of a rank's part of a model tensor in the engine: rows `first` to `stop` of the engine's tensor `name`."""
 
     name: str
     first: int
@@ -227,7 +227,7 @@ class RolloutLayout:
     engine has a whole copy of the model.
 
     Experts are divided like other tensors, or, where `expert_groups` are given, by whole experts over the ranks of each
-    group. Raises ConfigError when a rank has two places, or engines differ in size.
+    group. Raises ConfigError when a rank appears twice, or engines differ in size.
     """
 
     engines: tuple[tuple[tuple[int, ...], ...], ...]
@@ -241,7 +241,9 @@ class RolloutLayout:
             raise ConfigError(f"The rollout engines {self.engines} differ in size; give each as many ranks.")
         for places in (self.ranks, tuple(rank for group in self.expert_groups for rank in group)):
             if len(set(places)) != len(places):
-                raise ConfigError(f"The rollout places {sorted(places)} name a rank twice; give each rank one place.")
+                raise ConfigError(
+                    f"The rollout places {sorted(places)} contain a rank twice; give each rank one place."
+                )
         _check_stages(len(self.engines[0]), self.layers_per_stage)
 
     @cached_property
@@ -269,8 +271,8 @@ class RolloutLayout:
         return _part(spans)
 
     def slots(self, tensors: Sequence[Tensor], rank: int) -> dict[str, Slot]:
-        """Name of a tensor of the model -> where its part lies in the engine of `rank`. Tensors of which the rank holds
-        nothing are left out."""
+        """Name of a model tensor -> place of its part in the engine of `rank`. Tensors that the rank does not hold are left
+        out."""
         parts = {t.name: part for t in tensors if (part := self.part(t, rank)) is not None}
         rows = {name: part.shape[0] if part.shape else 1 for name, part in parts.items()}
         slots = {name: Slot(name, 0, count) for name, count in rows.items()}
@@ -304,13 +306,13 @@ def _part(spans: Sequence[tuple[Span, ...]]) -> Part | None:
 def _check_stages(num_stages: int, layers_per_stage: tuple[int, ...]) -> None:
     if max(num_stages, len(layers_per_stage)) > 1 and num_stages != len(layers_per_stage):
         raise ConfigError(
-            f"layers_per_stage={list(layers_per_stage)} must say for each of the {num_stages} pipeline stages how many "
-            "layers it has."
+            f"layers_per_stage={list(layers_per_stage)} must give the number of layers of each of the {num_stages} pipeline "
+            "stages."
         )
 
 
 def _stages(layers: tuple[int, ...], layers_per_stage: tuple[int, ...]) -> tuple[int, ...]:
-    """The stages that hold something which belongs to `layers`; what lies before and after the layers is at the ends."""
+    """The stages that hold `layers`; tensors before the first and after the last layer are on the first and last stage."""
     found = set()
     for layer in layers:
         stage, stop = 0, 0

@@ -1,10 +1,10 @@
-"""Which bytes travel when weights go from one layout to another: a list of moves, the same on every rank. Pure, without torch.
+"""Transfer plan from one layout of weights to another: a list of moves, the same on every rank. Pure, without torch.
 
     plan = make_plan(tensors, training, rollout, hosts)
     plan.sends(rank), plan.receives(rank), plan.kept(rank), plan.total_bytes
 
-A rank keeps what it holds. What it lacks comes from the nearest holder: on its host if there is one. Among equally near
-holders the one with the least to send is taken, those moves first that have no choice.
+A rank keeps the slices that it holds. A missing slice comes from the nearest holder: one on its host if there is one. Among
+equally near holders the one that sends the least is chosen; slices with a single holder are assigned first.
 
 Bytes received per rank for a model of M bytes, training p-t-d, generation p_g-t_g with d_g = p t / (p_g t_g)
 (HybridFlow, arXiv:2409.19256, Table 2):
@@ -13,9 +13,9 @@ Bytes received per rank for a model of M bytes, training p-t-d, generation p_g-t
     HybridFlow-V, gather over a replica       (t p - 1) / (t p) M
     HybridFlow, interval groups               (d_g - 1) / (t p) M
 
-The last is what a rank needs and does not hold, so no plan for those groups moves less. What is made here moves exactly
-that, for any groups: `lower_bound`. Table 2 assumes that every parameter is divided by t; of those that all tensor parallel
-ranks hold (norms) a rank receives (p/p_g - 1)/p of their bytes.
+The last is what a rank is missing, so no plan for those groups moves less. A plan of this module moves exactly the missing
+bytes for any groups: `lower_bound`. Table 2 assumes that every parameter is sharded by t; of replicated ones (norms) a rank
+receives (p/p_g - 1)/p of their bytes.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from typing import NamedTuple
 
 from verl.errors import ConfigError
 from verl.reshard.layout import Layout, Tensor
-from verl.reshard.slices import Box, cells, intersect, numel
+from verl.reshard.slices import Slice, cells, cut, intersect, numel
 
 Hosts = Mapping[int, int]  # rank -> host
 
 
 class Move(NamedTuple):
-    """A box of the whole tensor goes from `source` to `destination`; when they are the same rank it is kept, for 0 bytes.
+    """A slice of a tensor that goes from rank `source` to `destination`; if they are equal, it is kept and costs 0 bytes.
 
-    The box lies within one box of what each of the two holds (Part.boxes), so that it is one block of both local tensors.
+    It lies within one slice of the part that each of the two holds (Part.slices), so it is one block of both local tensors.
     """
 
     tensor: str
     source: int
     destination: int
-    box: Box
+    slice: Slice
     num_bytes: int
 
     @property
@@ -59,33 +59,33 @@ class Plan:
 
     @property
     def total_bytes(self) -> int:
-        """On the wire, over all ranks."""
+        """Bytes on the wire, over all ranks."""
         return sum(move.num_bytes for move in self.moves)
 
     @cached_property
     def sent_bytes(self) -> dict[int, int]:
-        """Rank -> bytes that leave it; ranks that send nothing are left out."""
+        """Rank -> bytes that it sends; ranks that send nothing are left out."""
         return self._sums("source")
 
     @cached_property
     def received_bytes(self) -> dict[int, int]:
-        """Rank -> bytes that reach it; ranks that receive nothing are left out."""
+        """Rank -> bytes that it receives; ranks that receive nothing are left out."""
         return self._sums("destination")
 
     def sends(self, rank: int) -> list[Move]:
-        """What `rank` sends, in order."""
+        """Moves from `rank`, in order."""
         return [m for m in self.moves if m.source == rank and not m.is_kept]
 
     def receives(self, rank: int) -> list[Move]:
-        """What `rank` receives, in order."""
+        """Moves to `rank`, in order."""
         return [m for m in self.moves if m.destination == rank and not m.is_kept]
 
     def kept(self, rank: int) -> list[Move]:
-        """What `rank` needs and has already."""
+        """Slices that `rank` needs and has already, in order."""
         return [m for m in self.moves if m.destination == rank and m.is_kept]
 
     def bytes_between_hosts(self, hosts: Hosts) -> int:
-        """The part of `total_bytes` that leaves a host."""
+        """The share of `total_bytes` that crosses hosts."""
         return sum(m.num_bytes for m in self.moves if hosts[m.source] != hosts[m.destination])
 
     def _sums(self, end: str) -> dict[int, int]:
@@ -97,34 +97,34 @@ class Plan:
         return sums
 
 
-class _Piece(NamedTuple):
-    """A box that `destination` needs, and the ranks that it may come from: itself, or its nearest holders."""
+class _Need(NamedTuple):
+    """A slice that `destination` needs, and its possible sources: itself, or its nearest holders."""
 
-    box: Box
+    slice: Slice
     destination: int
     holders: tuple[int, ...]
 
 
 def make_plan(tensors: Sequence[Tensor], source: Layout, target: Layout, hosts: Hosts | None = None) -> Plan:
-    """Moves that give every rank of `target` its part of each tensor, out of what the ranks of `source` hold.
+    """Moves that give every rank of `target` its part of each tensor, from the parts that the ranks of `source` hold.
 
     The same arguments give the same plan. Without `hosts`, all ranks are on one. Raises ConfigError when no rank holds
-    something that is needed.
+    a slice that is needed.
     """
-    needed = _pieces_by_tensor(tensors, source, target, hosts)
+    needed = _needs_by_tensor(tensors, source, target, hosts)
     sent: dict[int, int] = dict.fromkeys(source.ranks, 0)
-    for tensor, pieces in zip(tensors, needed, strict=True):
-        for piece in pieces:
-            if len(piece.holders) == 1 and piece.holders[0] != piece.destination:
-                sent[piece.holders[0]] += numel(piece.box) * tensor.itemsize
+    for tensor, needs in zip(tensors, needed, strict=True):
+        for need in needs:
+            if len(need.holders) == 1 and need.holders[0] != need.destination:
+                sent[need.holders[0]] += numel(need.slice) * tensor.itemsize
     moves: list[Move] = []
-    for tensor, pieces in zip(tensors, needed, strict=True):
-        moves += _assign(tensor, pieces, sent)
+    for tensor, needs in zip(tensors, needed, strict=True):
+        moves += _assign(tensor, needs, sent)
     return Plan(tuple(moves))
 
 
 def lower_bound(tensors: Iterable[Tensor], source: Layout, target: Layout) -> dict[int, int]:
-    """Rank of `target` -> bytes that it needs and does not hold: no plan brings it less."""
+    """Rank of `target` -> bytes that it is missing: no plan moves less."""
     found = dict.fromkeys(target.ranks, 0)
     for tensor in tensors:
         for rank in target.ranks:
@@ -133,8 +133,8 @@ def lower_bound(tensors: Iterable[Tensor], source: Layout, target: Layout) -> di
                 continue
             here = 0
             if held is not None:
-                shared = (intersect(a, b) for a in wanted.boxes() for b in held.boxes())
-                here = sum(numel(box) for box in shared if box is not None)
+                shared = (intersect(a, b) for a in wanted.slices() for b in held.slices())
+                here = sum(numel(part) for part in shared if part is not None)
             found[rank] += (wanted.numel - here) * tensor.itemsize
     return found
 
@@ -142,9 +142,9 @@ def lower_bound(tensors: Iterable[Tensor], source: Layout, target: Layout) -> di
 def full_gather(
     tensors: Iterable[Tensor], source: Layout, ranks: Iterable[int], held_itemsize: int | None = None
 ) -> dict[int, int]:
-    """What plans are compared with: rank -> bytes that reach it when each of `ranks` gathers every parameter whole over the
-    training ranks, and cuts its part out of that. Parameters travel as they are held, `held_itemsize` bytes an element
-    (float32 masters: 4; default: the rollout's format, as in a plan)."""
+    """The baseline of plans: rank -> bytes that it receives when each of `ranks` gathers every parameter whole over the
+    training ranks and takes its part. Parameters travel as they are held, `held_itemsize` bytes an element (float32 masters:
+    4; default: the rollout's dtype, as in a plan)."""
     found = dict.fromkeys(ranks, 0)
     for tensor in tensors:
         itemsize = held_itemsize or tensor.itemsize
@@ -154,20 +154,20 @@ def full_gather(
     return found
 
 
-def _pieces_by_tensor(
+def _needs_by_tensor(
     tensors: Sequence[Tensor], source: Layout, target: Layout, hosts: Hosts | None
-) -> list[list[_Piece]]:
-    known: dict[object, list[_Piece]] = {}  # the layers of a model are alike
+) -> list[list[_Need]]:
+    known: dict[object, list[_Need]] = {}  # the layers of a model are alike
     found = []
     for tensor in tensors:
         alike = (replace(tensor, name="", layers=()), source.stages_of(tensor), target.stages_of(tensor))
         if alike not in known:
-            known[alike] = _pieces(tensor, source, target, hosts)
+            known[alike] = _needs(tensor, source, target, hosts)
         found.append(known[alike])
     return found
 
 
-def _pieces(tensor: Tensor, source: Layout, target: Layout, hosts: Hosts | None) -> list[_Piece]:
+def _needs(tensor: Tensor, source: Layout, target: Layout, hosts: Hosts | None) -> list[_Need]:
     held = {rank: part for rank in source.ranks if (part := source.part(tensor, rank)) is not None}
     everything = sorted(cells(held))
     found = []
@@ -176,12 +176,12 @@ def _pieces(tensor: Tensor, source: Layout, target: Layout, hosts: Hosts | None)
         if part is None:
             continue
         lacking = part.numel
-        for box in part.boxes():
+        for wanted in part.slices():
             for cell, owners in everything:
-                shared = intersect(cell, box)
+                shared = intersect(cell, wanted)
                 if shared is not None:
                     lacking -= numel(shared)
-                    found.append(_Piece(shared, rank, _nearest(rank, owners, hosts)))
+                    found.append(_Need(shared, rank, _nearest(rank, owners, hosts)))
         if lacking:
             raise ConfigError(
                 f"Rollout rank {rank} needs {lacking} elements of {tensor.name} that no training rank holds; the layouts do "
@@ -199,18 +199,38 @@ def _nearest(rank: int, owners: tuple[int, ...], hosts: Hosts | None) -> tuple[i
     return owners
 
 
-def _assign(tensor: Tensor, pieces: list[_Piece], sent: dict[int, int]) -> list[Move]:
-    """A source for each piece; adds to `sent` what those with a choice send. Large pieces choose first, so that small
-    ones even out what they leave."""
-    sources = [piece.holders[0] for piece in pieces]
-    sizes = [numel(piece.box) * tensor.itemsize for piece in pieces]
-    choosers = [index for index, piece in enumerate(pieces) if len(piece.holders) > 1]
-    for index in sorted(choosers, key=lambda i: -sizes[i]):
-        _, destination, holders = pieces[index]
-        # among equals the next one up from the destination: not all turn to the first
+def _assign(tensor: Tensor, needs: list[_Need], sent: dict[int, int]) -> list[Move]:
+    """A source for each slice; adds the bytes of slices with several holders to `sent`. Large slices are assigned first, and
+    small ones even out the difference."""
+    sources = [need.holders[0] for need in needs]
+    sizes = [numel(need.slice) * tensor.itemsize for need in needs]
+    open_choices = [index for index, need in enumerate(needs) if len(need.holders) > 1]
+    for index in sorted(open_choices, key=lambda i: -sizes[i]):
+        _, destination, holders = needs[index]
+        # ties go to the next rank above the destination, so that they spread over the holders
         sources[index] = min(holders, key=lambda rank: (sent[rank], rank < destination, rank))
         sent[sources[index]] += sizes[index]
     return [
-        Move(tensor.name, rank, piece.destination, piece.box, 0 if rank == piece.destination else size)
-        for piece, rank, size in zip(pieces, sources, sizes, strict=True)
+        Move(tensor.name, rank, need.destination, need.slice, 0 if rank == need.destination else size)
+        for need, rank, size in zip(needs, sources, sizes, strict=True)
     ]
+
+
+def buckets(moves: Iterable[Move], max_bytes: int) -> list[list[Move]]:
+    """The moves between ranks, in order, in as few buckets as that order allows. In a bucket every rank sends and receives
+    at most `max_bytes` (at least one element); larger moves are cut. Every rank computes the same buckets."""
+    found: list[list[Move]] = []
+    staged: dict[int, int] = {}
+    for move in moves:
+        if move.is_kept:
+            continue
+        itemsize = move.num_bytes // numel(move.slice)
+        for part in cut(move.slice, max_bytes // itemsize):
+            num_bytes, ends = numel(part) * itemsize, (move.source, move.destination)
+            if not found or any(staged.get(rank, 0) + num_bytes > max_bytes for rank in ends):
+                found.append([])
+                staged = {}
+            found[-1].append(move._replace(slice=part, num_bytes=num_bytes))
+            for rank in ends:
+                staged[rank] = staged.get(rank, 0) + num_bytes
+    return found

@@ -1,14 +1,14 @@
-"""Memory that processes of one host share: weights for an engine in a process of its own, and between ranks.
+"""Memory shared by processes of one host: weights for an engine in its own process, and between ranks.
 
     buckets = SharedBuckets(64 << 20)                    # in the process that has the weights
     for some in bucketed(weights, 64 << 20):
-        engine.update(buckets.write(some))               # a small description travels; the engine answers when it has read
+        engine.update(buckets.write(some))               # sends a small description; the engine replies after reading
 
     for name, tensor in read(description):               # in the process of the engine
         parameters[name].copy_(tensor)
 
-The memory has no name in any file system: others open it by way of the process that made it, and the kernel frees it when
-the last of them has ended, however it ended. Linux only.
+The memory has no name in any file system: other processes open it through /proc of the process that made it, and the kernel
+frees it when the last of them has ended, even by a kill. Linux only.
 """
 
 from __future__ import annotations
@@ -17,144 +17,163 @@ import mmap
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from verl.errors import ModelError, WorkerLostError
 from verl.reshard.digest import digest
 
-_ALIGNMENT = 64  # bytes; of every tensor, so that any number format can be viewed in place
-HEAD_BYTES = 64  # the number of the bucket that lies in a segment
+_ALIGNMENT = 64  # bytes; of every tensor, so that any dtype can be viewed in place
+HEAD_BYTES = 64  # at the start of a segment: the number of the bucket that it holds
 Named = tuple[str, torch.Tensor]
+Description = dict[str, Any]  # JSON
 
 
 class Segment:
-    """`num_bytes` of memory that other processes of this host can open by `path` as long as this one has it."""
+    """`num_bytes` of memory, viewed as `values` uint8 [num_bytes]. Other processes of this host can open it by `path` until
+    it is closed here."""
 
     def __init__(self, num_bytes: int):
         if not hasattr(os, "memfd_create"):
             raise ModelError(
-                f"Weights cannot be shared between processes on {sys.platform}: there is no memfd. Use Linux, or let the "
-                "engine run in the process that trains."
+                f"Weights cannot be shared between processes on {sys.platform}: it has no memfd. Use Linux, or run the engine "
+                "in the process that trains."
             )
         self._file = os.memfd_create("verl-weights", os.MFD_CLOEXEC)
         try:
             os.truncate(self._file, num_bytes)
-            self.memory = mmap.mmap(self._file, num_bytes)
+            self.values = as_bytes(mmap.mmap(self._file, num_bytes))
         except BaseException:
             os.close(self._file)
             raise
-        self.num_bytes = num_bytes
         self.path = f"/proc/{os.getpid()}/fd/{self._file}"
 
     def close(self) -> None:
-        """Nobody can open it any more; it is freed when those who have it open are done."""
+        """Prevent further opens; the memory is freed when every process that has it open is done."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
 
 
-def open_segment(path: str, num_bytes: int, what: str) -> mmap.mmap:
-    """The memory of a Segment of another process. `what` names it in the WorkerLostError of a process that is gone, or whose
-    memory this one cannot open, and in the ModelError of one that is too small."""
+def open_segment(path: str, num_bytes: int, name: str) -> torch.Tensor:
+    """The memory of another process's Segment, uint8 [num_bytes]. Errors call it `name`: WorkerLostError when the process is
+    gone or its memory is not accessible here, ModelError when it is too small."""
     try:
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise WorkerLostError(
-            f"{what} cannot be opened ({error.strerror}): the process that wrote it has ended, or is not one of this user on "
-            "this host. Start both again, side by side."
+            f"{name} cannot be opened ({error.strerror}): the process that wrote it has ended, or belongs to another user or "
+            "host. Start both again, side by side."
         ) from error
     try:
         if os.fstat(file).st_size < num_bytes:
             raise ModelError(
-                f"{what} has {os.fstat(file).st_size} bytes where {num_bytes} were announced: send it again."
+                f"{name} has {os.fstat(file).st_size} bytes where {num_bytes} were announced: send it again."
             )
-        return mmap.mmap(file, num_bytes)
+        return as_bytes(mmap.mmap(file, num_bytes))
     finally:
         os.close(file)
 
 
-def as_numbers(memory: mmap.mmap, first: int, num_bytes: int, dtype: torch.dtype) -> torch.Tensor:
-    """A stretch of memory as a tensor [numbers], in place. It keeps the memory alive."""
-    if num_bytes == 0:
-        return torch.empty(0, dtype=dtype)
-    return torch.frombuffer(memory, dtype=dtype, count=num_bytes // dtype.itemsize, offset=first)
+def as_bytes(memory: mmap.mmap) -> torch.Tensor:
+    """A uint8 tensor over `memory`, which it keeps alive."""
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-class SharedBuckets:
-    """Tensors laid out in `num_segments` segments in turns, of `bucket_bytes` each; only a tensor that is larger by itself
-    makes a segment larger. A description holds until so many further ones were written: with 2, one bucket is filled while
-    the engine reads the other. The writer must know by the engine's answer that it has read what is written over."""
+def as_values(memory: torch.Tensor, first: int, num_bytes: int, dtype: torch.dtype) -> torch.Tensor:
+    """The bytes `first` to `first + num_bytes` of `memory`, uint8, as a flat view of `dtype`."""
+    return memory[first : first + num_bytes].view(dtype)
+
+
+class Block(Protocol):
+    """Memory that another process can open: `values` uint8 [bytes], on the host or on a device."""
+
+    values: torch.Tensor
+
+    def close(self) -> None: ...
+
+
+class Buckets:
+    """Tensors laid out in `num_segments` blocks of memory in turn, of `bucket_bytes` each; only a single larger tensor makes
+    a block larger.
+
+    A description is valid until `num_segments` further buckets are written: with 2, one bucket is filled while the engine
+    reads the other. The writer must wait for the engine's reply before it overwrites or closes a bucket.
+    """
 
     def __init__(self, bucket_bytes: int, num_segments: int = 2):
         assert bucket_bytes >= 1
         assert num_segments >= 1
         self.bucket_bytes = bucket_bytes
-        self._segments: list[Segment | None] = [None] * num_segments
+        self._blocks: list[Any] = [None] * num_segments
         self._number = 0  # of buckets written
+
+    def allocate(self, num_bytes: int) -> Block:
+        """A new block; subclasses choose the kind of memory."""
+        raise NotImplementedError
 
     @property
     def num_bytes(self) -> int:
-        """Of shared memory in use."""
-        return sum(segment.num_bytes for segment in self._segments if segment is not None)
-
-    def write(self, tensors: Sequence[Named]) -> dict[str, Any]:
-        """Copy tensors [any shape, any device] into the next segment. The result is JSON: segment, its size, the number of
-        the bucket, and entries of name, dtype, shape, offset, nbytes and digest.
-
-        Raises ModelError when several tensors are more than a bucket.
-        """
-        entries, end = laid_out(tensors, self.bucket_bytes)
-        segment = self._next(end)
-        segment.memory[:HEAD_BYTES] = _head(-1)  # whoever still reads what was here finds out
-        for (name, tensor), entry in zip(tensors, entries, strict=True):
-            place = as_numbers(segment.memory, entry[3], entry[4], tensor.dtype)
-            place.view(tensor.shape).copy_(tensor.detach())
-            entry.append(digest(f"{name} {entry[2]}", place).hex())
-        segment.memory[:HEAD_BYTES] = _head(self._number)
-        return {"segment": segment.path, "num_bytes": segment.num_bytes, "number": self._number, "entries": entries}
+        """Bytes of memory in use."""
+        return sum(block.values.nbytes for block in self._blocks if block is not None)
 
     def close(self) -> None:
-        """Give the memory back."""
-        for segment in self._segments:
-            if segment is not None:
-                segment.close()
-        self._segments = [None] * len(self._segments)
+        """Free the memory."""
+        for block in self._blocks:
+            if block is not None:
+                block.close()
+        self._blocks = [None] * len(self._blocks)
 
-    def _next(self, num_bytes: int) -> Segment:
+    def _write(self, tensors: Sequence[Named]) -> tuple[Any, list[list[Any]]]:
+        """Copy tensors into the next block; returns it, and entries of name, dtype, shape, offset, nbytes and digest. Raises
+        ModelError when several tensors exceed a bucket."""
+        entries, num_bytes = _lay_out(tensors, self.bucket_bytes)
+        block = self._next(num_bytes)
+        memory = block.values
+        _number_in(memory).fill_(-1)  # a reader that still reads the old bucket detects it
+        for (name, tensor), entry in zip(tensors, entries, strict=True):
+            values = as_values(memory, entry[3], entry[4], tensor.dtype)
+            values.view(tensor.shape).copy_(tensor.detach())
+            entry.append(digest(f"{name} {entry[2]}", values).hex())
+        _number_in(memory).fill_(self._number)
+        _synchronize(memory)  # the other process does not see this one's stream
+        return block, entries
+
+    def _next(self, num_bytes: int) -> Any:
         self._number += 1
-        at = self._number % len(self._segments)
-        segment = self._segments[at]
-        if segment is None or segment.num_bytes < num_bytes:
-            if segment is not None:
-                segment.close()
-            segment = self._segments[at] = Segment(max(num_bytes, HEAD_BYTES + self.bucket_bytes))
-        return segment
+        at = self._number % len(self._blocks)
+        if self._blocks[at] is not None and self._blocks[at].values.nbytes < num_bytes:
+            self._blocks[at].close()
+            self._blocks[at] = None  # freed before the larger one is allocated
+        if self._blocks[at] is None:
+            self._blocks[at] = self.allocate(max(num_bytes, HEAD_BYTES + self.bucket_bytes))
+        return self._blocks[at]
 
 
-def laid_out(tensors: Sequence[Named], bucket_bytes: int) -> tuple[list[list[Any]], int]:
-    """Where tensors lie in a bucket: entries of name, dtype, shape, offset and nbytes, and the bytes of head and tensors.
+class SharedBuckets(Buckets):
+    """Buckets in memory of the host."""
 
-    Raises ModelError when several tensors are more than a bucket.
-    """
-    entries: list[list[Any]] = []
-    end = HEAD_BYTES
-    for name, tensor in tensors:
-        first = -(-end // _ALIGNMENT) * _ALIGNMENT
-        end = first + tensor.nbytes
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        entries.append([name, dtype, list(tensor.shape), first, tensor.nbytes])
-    if len(tensors) > 1 and sum(tensor.nbytes for _, tensor in tensors) > bucket_bytes:
-        raise ModelError(
-            f"{len(tensors)} tensors from {tensors[0][0]} on are more than a bucket of {bucket_bytes} bytes; write them in "
-            "several buckets."
-        )
-    return entries, end
+    def allocate(self, num_bytes: int) -> Segment:
+        return Segment(num_bytes)
+
+    def write(self, tensors: Sequence[Named]) -> Description:
+        """Copy tensors [any shape, any device] into the next segment. The result is JSON: path and size of the segment, number
+        of the bucket, and entries of name, dtype, shape, offset, nbytes and digest.
+
+        Raises ModelError when several tensors exceed a bucket.
+        """
+        segment, entries = self._write(tensors)
+        return {
+            "segment": segment.path,
+            "num_bytes": segment.values.nbytes,
+            "number": self._number,
+            "entries": entries,
+        }
 
 
 def bucketed(tensors: Iterable[Named], bucket_bytes: int) -> Iterator[list[Named]]:
-    """`tensors` in their order, in portions of at most `bucket_bytes`; a larger tensor is a portion of its own."""
+    """`tensors` in order, in lists of at most `bucket_bytes`; a larger tensor gets its own list."""
     some: list[Named] = []
     size = 0
     for name, tensor in tensors:
@@ -167,45 +186,66 @@ def bucketed(tensors: Iterable[Named], bucket_bytes: int) -> Iterator[list[Named
         yield some
 
 
-def read(description: dict[str, Any]) -> Iterator[Named]:
-    """The tensors of a bucket, in order, as views of the shared memory: copy each before the writer is answered.
+def read(description: Description) -> Iterator[Named]:
+    """The tensors of a bucket, in order, as views of the shared memory. Copy each before the reply to the writer.
 
-    Raises WorkerLostError when the writer is gone, and ModelError when another bucket lies there, or a tensor is not what
-    was written.
+    Raises WorkerLostError when the writer is gone, and ModelError when the bucket was overwritten or a tensor does not match
+    its digest.
     """
     number, entries = description["number"], description["entries"]
     memory = open_segment(description["segment"], description["num_bytes"], f"Bucket {number} of the new weights")
+    return read_bucket(memory, number, entries, [entry[5] for entry in entries])
+
+
+def read_bucket(
+    memory: torch.Tensor, number: int, entries: Sequence[Sequence[Any]], digests: Sequence[str]
+) -> Iterator[Named]:
+    """The tensors of bucket `number` in `memory`, uint8, as views. Raises ModelError when the bucket was overwritten or a
+    tensor does not match its digest."""
     _check_number(memory, number)
-    for name, dtype, shape, first, num_bytes, said in entries:
-        numbers = as_numbers(memory, first, num_bytes, getattr(torch, dtype))
-        if digest(f"{name} {shape}", numbers).hex() != said:
+    for (name, dtype, shape, first, num_bytes, *_), expected in zip(entries, digests, strict=True):
+        values = as_values(memory, first, num_bytes, getattr(torch, dtype))
+        if digest(f"{name} {shape}", values).hex() != expected:
             _check_number(memory, number)
-            raise not_as_written(name, number)
-        yield name, numbers.view(shape)
-    _check_number(memory, number)  # of what was copied while it lay there
+            raise ModelError(
+                f"{name} in bucket {number} of the new weights does not match its digest. These weights must not be used: "
+                "update again, or rebuild the rollout engine."
+            )
+        yield name, values.view(shape)
+    _synchronize(memory)  # for the reader's copies
+    _check_number(memory, number)  # the bucket may have been overwritten while it was copied
 
 
-def not_as_written(name: str, number: int) -> ModelError:
-    """A tensor of bucket `number` whose digest is another one."""
-    return ModelError(
-        f"{name} in bucket {number} of the new weights is not what was written. These weights must not be used: update again, "
-        "or rebuild the rollout engine."
-    )
+def _lay_out(tensors: Sequence[Named], bucket_bytes: int) -> tuple[list[list[Any]], int]:
+    """Entries of name, dtype, shape, offset and nbytes, and the bytes of head and tensors."""
+    entries: list[list[Any]] = []
+    end = HEAD_BYTES
+    for name, tensor in tensors:
+        first = -(-end // _ALIGNMENT) * _ALIGNMENT
+        end = first + tensor.nbytes
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        entries.append([name, dtype, list(tensor.shape), first, tensor.nbytes])
+    if len(tensors) > 1 and sum(tensor.nbytes for _, tensor in tensors) > bucket_bytes:
+        raise ModelError(
+            f"{len(tensors)} tensors starting at {tensors[0][0]} exceed a bucket of {bucket_bytes} bytes; write them in "
+            "several buckets."
+        )
+    return entries, end
 
 
-def written_over(number: int) -> ModelError:
-    """Another bucket lies where bucket `number` was."""
-    return ModelError(
-        f"Bucket {number} of the new weights was written over before it was read; its writer must wait for the answer to one "
-        "bucket before it writes further ones."
-    )
+def _number_in(memory: torch.Tensor) -> torch.Tensor:
+    """[1]: the number of the bucket in `memory`."""
+    return as_values(memory, 0, 8, torch.int64)
 
 
-def _head(number: int) -> bytes:
-    return number.to_bytes(HEAD_BYTES, "little", signed=True)
+def _check_number(memory: torch.Tensor, number: int) -> None:
+    if int(_number_in(memory)) != number:
+        raise ModelError(
+            f"Bucket {number} of the new weights was overwritten before it was read; the writer must wait for the reply to a "
+            "bucket before it writes further ones."
+        )
 
 
-def _check_number(memory: mmap.mmap, number: int) -> None:
-    lies = int.from_bytes(memory[:HEAD_BYTES], "little", signed=True)
-    if lies != number:
-        raise written_over(number)
+def _synchronize(memory: torch.Tensor) -> None:
+    if memory.is_cuda:
+        torch.cuda.synchronize(memory.device)

@@ -1,4 +1,4 @@
-"""Regions of a tensor: boxes, what they share and what is left of them, and the part of a tensor that one rank holds.
+"""Slices of a tensor: intersection, difference and cuts; and the part of a tensor that one rank holds.
 
 All coordinates are those of the whole tensor; spans are half open, (first, one past the last). Pure, without torch.
 """
@@ -11,16 +11,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 Span = tuple[int, int]
-Box = tuple[Span, ...]  # one span per dimension; of a tensor without dimensions: ()
+Slice = tuple[Span, ...]  # one span per dimension; () of a scalar
 
 
-def numel(box: Box) -> int:
-    """Elements of a box."""
-    return math.prod(stop - first for first, stop in box)
+def numel(part: Slice) -> int:
+    """Elements of a slice."""
+    return math.prod(stop - first for first, stop in part)
 
 
-def intersect(a: Box, b: Box) -> Box | None:
-    """What two boxes share; None when that is nothing."""
+def intersect(a: Slice, b: Slice) -> Slice | None:
+    """The intersection of two slices; None when it is empty."""
     shared = []
     for (a_first, a_stop), (b_first, b_stop) in zip(a, b, strict=True):
         first, stop = max(a_first, b_first), min(a_stop, b_stop)
@@ -30,8 +30,8 @@ def intersect(a: Box, b: Box) -> Box | None:
     return tuple(shared)
 
 
-def subtract(a: Box, b: Box) -> list[Box]:
-    """`a` without `b`, as disjoint boxes."""
+def subtract(a: Slice, b: Slice) -> list[Slice]:
+    """`a` without `b`, as disjoint slices."""
     shared = intersect(a, b)
     if shared is None:
         return [a]
@@ -45,7 +45,7 @@ def subtract(a: Box, b: Box) -> list[Box]:
 
 @dataclass(frozen=True)
 class Part:
-    """What a rank holds of a tensor: the product of some spans of each dimension, which lie one after the other in the
+    """The part of a tensor that a rank holds: the product of some spans of each dimension, which are concatenated in the
     rank's local tensor.
 
     Part((((0, 4), (8, 12)), ((0, 16),)))      rows 0-3 and 8-11, all 16 columns; the local tensor is [8, 16]
@@ -55,20 +55,20 @@ class Part:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the local tensor."""
+        """Shape of the local tensor."""
         return tuple(sum(stop - first for first, stop in dim) for dim in self.spans)
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    def boxes(self) -> Iterator[Box]:
-        """The disjoint boxes that make up the part."""
+    def slices(self) -> Iterator[Slice]:
+        """The disjoint slices that make up the part."""
         return itertools.product(*self.spans)
 
-    def locate(self, box: Box) -> tuple[Span, ...]:
-        """Where a box of the whole tensor lies in the local tensor. It must lie within one of `boxes()`."""
-        return tuple(_locate(dim, span) for dim, span in zip(self.spans, box, strict=True))
+    def locate(self, part: Slice) -> Slice:
+        """A slice of the whole tensor in coordinates of the local tensor. It must lie within one of `slices()`."""
+        return tuple(_locate(dim, span) for dim, span in zip(self.spans, part, strict=True))
 
 
 def _locate(spans: Sequence[Span], wanted: Span) -> Span:
@@ -81,7 +81,7 @@ def _locate(spans: Sequence[Span], wanted: Span) -> Span:
 
 
 def take(spans: Sequence[Span], first: int, stop: int) -> tuple[Span, ...]:
-    """Positions `first` to `stop` of what is counted through `spans` one after the other."""
+    """Positions `first` to `stop` of the concatenated `spans`."""
     taken, before = [], 0
     for begin, end in spans:
         low, high = max(begin, begin + first - before), min(end, begin + stop - before)
@@ -92,46 +92,46 @@ def take(spans: Sequence[Span], first: int, stop: int) -> tuple[Span, ...]:
 
 
 def even_span(total: int, num_parts: int, index: int) -> Span:
-    """Where part `index` of an even division lies: the first parts get one more where `num_parts` does not divide."""
+    """The span of part `index` of an even division; the first parts are one longer where `num_parts` does not divide."""
     size, longer = divmod(total, num_parts)
     first = index * size + min(index, longer)
     return first, first + size + (index < longer)
 
 
 def chunk_span(total: int, num_parts: int, index: int) -> Span:
-    """Where chunk `index` of torch.chunk lies, as FSDP cuts dimension 0: equal chunks, the last ones shorter or empty."""
+    """The span of chunk `index` of torch.chunk, as FSDP shards dimension 0: equal chunks, the last ones shorter or empty."""
     size = -(-total // num_parts)
     return min(total, index * size), min(total, (index + 1) * size)
 
 
-def cells(parts: Mapping[int, Part]) -> list[tuple[Box, tuple[int, ...]]]:
-    """All that some rank holds, as disjoint boxes with the ranks that hold them; a box lies within one box of each of its
-    holders' parts."""
-    holders: dict[Box, list[int]] = {}
+def cells(parts: Mapping[int, Part]) -> list[tuple[Slice, tuple[int, ...]]]:
+    """All elements that some rank holds, as disjoint slices with their holders. A slice lies within one slice of the part of
+    each of its holders."""
+    holders: dict[Slice, list[int]] = {}
     for rank, part in parts.items():
-        for box in part.boxes():
-            holders.setdefault(box, []).append(rank)
-    found: list[tuple[Box, tuple[int, ...]]] = []
-    for box, ranks in holders.items():
-        new, refined = [box], []
+        for held in part.slices():
+            holders.setdefault(held, []).append(rank)
+    found: list[tuple[Slice, tuple[int, ...]]] = []
+    for held, ranks in holders.items():
+        new, refined = [held], []
         for cell, owners in found:
-            shared = intersect(cell, box)
+            shared = intersect(cell, held)
             if shared is None:
                 refined.append((cell, owners))
                 continue
             refined.append((shared, (*owners, *ranks)))
             refined += [(rest, owners) for rest in subtract(cell, shared)]
-            new = [rest for piece in new for rest in subtract(piece, shared)]
-        found = refined + [(piece, tuple(ranks)) for piece in new]
+            new = [rest for remaining in new for rest in subtract(remaining, shared)]
+        found = refined + [(remaining, tuple(ranks)) for remaining in new]
     return found
 
 
-def pieces(box: Box, most: int) -> list[Box]:
-    """`box` cut into boxes of at most `most` elements (at least 1), along the first dimensions."""
-    if numel(box) <= most:
-        return [box]
-    dim = next(dim for dim, (first, stop) in enumerate(box) if stop - first > 1)
-    first, stop = box[dim]
-    step = max(1, most // (numel(box) // (stop - first)))
-    cuts = [(start, min(stop, start + step)) for start in range(first, stop, step)]
-    return [piece for cut in cuts for piece in pieces((*box[:dim], cut, *box[dim + 1 :]), most)]
+def cut(part: Slice, max_elements: int) -> list[Slice]:
+    """`part` as slices of at most `max_elements` (at least 1), cut along the first dimensions."""
+    if numel(part) <= max_elements:
+        return [part]
+    dim = next(dim for dim, (first, stop) in enumerate(part) if stop - first > 1)
+    first, stop = part[dim]
+    step = max(1, max_elements // (numel(part) // (stop - first)))
+    spans = [(start, min(stop, start + step)) for start in range(first, stop, step)]
+    return [found for span in spans for found in cut((*part[:dim], span, *part[dim + 1 :]), max_elements)]

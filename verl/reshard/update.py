@@ -77,8 +77,8 @@ class PlannedUpdate:
 
     def _arrange(self) -> None:
         self._memory = self._share_memory() if self._device.type == "cpu" else None
-        homes = self._memory.homes if self._memory is not None else {}
-        self.target = OnRanks(self.rollout, tuple(r for r in self.rollout.ranks if homes.get(r, r) == r))
+        owners = self._memory.owners if self._memory is not None else {}
+        self.target = OnRanks(self.rollout, tuple(r for r in self.rollout.ranks if owners.get(r, r) == r))
         self.plan = make_plan(self.tensors, self.training, self.target, self._hosts)
         self.transport = PeerToPeer(
             self.tensors,
@@ -118,14 +118,14 @@ class PlannedUpdate:
     def _share_memory(self) -> HostMemory:
         module = self._replica.module if self._replica is not None and self._adapters is None else None
         if module is None:
-            return HostMemory(self._comm, self._wanted(), self._likeness())
+            return HostMemory(self._comm, self._wanted(), self._fingerprint())
         # generation lays weights back to back that are multiplied as one: done now, it leaves them where they are
         DenseDecoder.of(module)
-        memory = HostMemory(self._comm, dict(module.named_parameters(remove_duplicate=False)), self._likeness())
+        memory = HostMemory(self._comm, dict(module.named_parameters(remove_duplicate=False)), self._fingerprint())
         DenseDecoder.of(module)  # forgets where they were
         return memory
 
-    def _likeness(self) -> str:
+    def _fingerprint(self) -> str:
         """The same on ranks that generate with the same parts of all tensors, in the same formats."""
         parts = [(tensor.name, self.rollout.part(tensor, self._comm.rank)) for tensor in self.tensors]
         weights = sorted((name, str(w.dtype), tuple(w.shape)) for name, w in self._wanted().items())

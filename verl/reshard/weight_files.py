@@ -1,8 +1,7 @@
-"""New weights as files, for engines that can read a folder and have no other way in: safetensors with an index, as loaders
-know them, and a manifest that proves them.
+"""New weights as files, for engines that can only read a folder: safetensors with an index, and a manifest of digests.
 
-    folder = write_files(run / "weights", 3, weights, 1 << 30)      # .../version-3, whole or not at all
-    for name, tensor in read_files(run / "weights", 3): ...
+folder = write_files(run / "weights", 3, weights, 1 << 30)      # .../version-3, atomically
+for name, tensor in read_files(run / "weights", 3): ...
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ _INDEX = "model.safetensors.index.json"
 
 
 def write_files(folder: Path, version: int, tensors: Iterable[Named], bucket_bytes: int) -> Path:
-    """Write `tensors` [any shape, any device] under `folder`, in files of at most `bucket_bytes` (a larger tensor has one of
-    its own), and return where. At most a bucket is copied at a time. Other versions are removed when this one is there.
+    """Write `tensors` [any shape, any device] to a new folder under `folder`, and return it. Files have at most `bucket_bytes`
+    (a larger tensor gets its own), and one is in memory at a time. Other versions are removed afterwards.
 
     Raises ModelError when the folder cannot be written.
     """
@@ -42,7 +41,7 @@ def write_files(folder: Path, version: int, tensors: Iterable[Named], bucket_byt
     except (OSError, SafetensorError) as error:
         shutil.rmtree(draft, ignore_errors=True)
         raise ModelError(
-            f"Version {version} of the weights could not be written to {folder}: {error}. Make room there, or choose another "
+            f"Version {version} of the weights could not be written to {folder}: {error}. Free some space, or choose another "
             "folder."
         ) from error
     for other in folder.glob("version-*"):
@@ -52,9 +51,9 @@ def write_files(folder: Path, version: int, tensors: Iterable[Named], bucket_byt
 
 
 def read_files(folder: Path, version: int) -> Iterator[Named]:
-    """The tensors of that version, in the order in which they were written, each proved before it is given.
+    """The tensors of a version, in the order in which they were written, each verified before it is yielded.
 
-    Raises ModelError when the version is not there, or a tensor is missing or not what was written.
+    Raises ModelError when the version is missing, or a tensor is missing or does not match its digest.
     """
     place = folder / f"version-{version}"
     try:
@@ -62,7 +61,7 @@ def read_files(folder: Path, version: int) -> Iterator[Named]:
     except (OSError, ValueError) as error:
         there = ", ".join(sorted(path.name for path in folder.glob("version-*"))) or "none"
         raise ModelError(
-            f"Version {version} of the weights is not in {folder} (there: {there}); write it again, or ask for the one that is."
+            f"Version {version} of the weights is not in {folder} (present: {there}); write it again, or request one that is."
         ) from error
     if manifest["version"] != version:
         raise ModelError(f"{place} holds version {manifest['version']} of the weights: write version {version} again.")
@@ -96,7 +95,7 @@ def _read(place: Path, entry: dict[str, Any]) -> torch.Tensor:
         ) from error
     if _digest(entry["name"], tensor) != entry["digest"]:
         raise ModelError(
-            f"{entry['name']} in {place / entry['file']} is not what was written. These weights must not be used: write them "
+            f"{entry['name']} in {place / entry['file']} does not match its digest. These weights must not be used: write them "
             "again."
         )
     return tensor

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from verl.checkpoint.background import RoleSave, write_and_tell
+from verl.checkpoint.background import RoleSave, write_and_report
 from verl.checkpoint.files import FileRecord
 from verl.checkpoint.role import RoleCheckpoint, read_role
 from verl.config import CheckpointConfig
@@ -61,7 +61,7 @@ class TrainedWorker:
         elif self.keeping.config.async_save:
             self._saving = RoleSave(checkpoint.copied(), Path(folder))
         else:
-            write_and_tell(checkpoint, Path(folder))
+            write_and_report(checkpoint, Path(folder))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def end_save(self, timeout_s: float) -> None:

@@ -23,7 +23,7 @@ from verl.run.schedule import Phases
 from verl.runtime.roles import Roles
 from verl.tracking.batch_metrics import data_metrics, throughput_metrics, timing_metrics
 from verl.tracking.console import Console
-from verl.tracking.ledger.book import SampleBook
+from verl.tracking.ledger.tracker import SampleTracker
 from verl.tracking.records import sample_rows
 from verl.tracking.spans import Spans
 from verl.tracking.tracker import Tracker
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class Program(Protocol):
-    samples: SampleBook
+    samples: SampleTracker
 
     def step(self, state: TrainerState) -> StepResult: ...
 

@@ -86,5 +86,5 @@ class Resume:
         self.folder.truncate_after(state.step)
         waiting = begin_samples(samples, self.runtime, self.folder.root, path, values.get("samples"))
         if next_ordinal:
-            samples.pass_over(state.step + 1, next_ordinal)
+            samples.skip_prompts(state.step + 1, next_ordinal)
         self.program.restore(waiting)

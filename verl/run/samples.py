@@ -1,4 +1,4 @@
-"""The samples of a run: its book in every process, its ledger where the run leads, and the part of them in a checkpoint."""
+"""The samples of a run: its tracker in every process, its ledger where the run leads, and the part of them in a checkpoint."""
 
 from __future__ import annotations
 
@@ -9,34 +9,33 @@ from typing import Any
 from verl.checkpoint.files import FileRecord, record_of, sync_file
 from verl.parallel.serialize import record
 from verl.runtime.api import Runtime
-from verl.tracking.ledger.book import Offset, OpenSample, Piece, SampleBook, Snapshot
-from verl.tracking.ledger.file import NAME, write_open
-from verl.tracking.ledger.resume import IN_CHECKPOINT, begin
-from verl.tracking.ledger.writer import LedgerWriter
+from verl.tracking.ledger.file import NAME, LedgerWriter, write_open
+from verl.tracking.ledger.records import Offset, OpenSample, Segment, Snapshot
+from verl.tracking.ledger.tracker import IN_CHECKPOINT, SampleTracker, start_ledger
 
 _TOKEN_BYTES = 16  # of an open sample in a checkpoint, with its log-prob
 
-for _cls in (Offset, Piece, OpenSample, Snapshot):
+for _cls in (Offset, Segment, OpenSample, Snapshot):
     record(_cls)  # the leader's snapshot goes to all processes that take the steps
 
 
 def begin_samples(
-    samples: SampleBook,
+    samples: SampleTracker,
     runtime: Runtime,
     folder: Path,
     checkpoint: Path | None = None,
     saved: Mapping[str, Any] | None = None,
 ) -> list[OpenSample]:
     """Samples and ledger of the run folder go on from what `checkpoint` recorded (`saved`), or begin anew; may be called again
-    to go back. Returns the samples that were open there. Raises CheckpointError, see verl.tracking.ledger.resume.begin."""
+    to go back. Returns the samples that were open there. Raises CheckpointError as `start_ledger` does."""
     samples.close()
     path = folder / NAME
-    snapshot = runtime.from_leader(begin(path, checkpoint, saved) if runtime.leads else None)
-    samples.begin(snapshot, LedgerWriter(path) if runtime.leads else None)
+    snapshot = runtime.from_leader(start_ledger(path, checkpoint, saved) if runtime.leads else None)
+    samples.start(snapshot, LedgerWriter(path) if runtime.leads else None)
     return snapshot.waiting
 
 
-def open_samples(samples: SampleBook) -> dict[str, OpenSamples]:
+def open_samples(samples: SampleTracker) -> dict[str, OpenSamples]:
     """What a checkpoint takes along of the samples that are open: folder name -> its writer. Nothing on a process that does
     not lead, or when none are open."""
     return {IN_CHECKPOINT.parent.name: OpenSamples(samples)} if samples.path is not None and samples.num_open() else {}
@@ -46,7 +45,7 @@ class OpenSamples:
     """Writes the samples that are open at the end of the last step into a checkpoint, which can then be used without the run
     folder that it was saved in. The ledger must have been committed."""
 
-    def __init__(self, samples: SampleBook):
+    def __init__(self, samples: SampleTracker):
         self.samples = samples
 
     def num_bytes(self) -> int:

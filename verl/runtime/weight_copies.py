@@ -17,7 +17,7 @@ from verl.models.load import load_causal_lm, load_external, model_without_number
 from verl.parallel.device import compute_dtype
 from verl.parallel.engine_plan import EnginePlan
 from verl.parallel.placement import Placement
-from verl.reshard.device_memory import DevicePortions
+from verl.reshard.device_memory import DeviceSender
 from verl.reshard.shared_memory import Named, SharedBuckets, bucketed
 from verl.reshard.weight_files import MANIFEST, read_files, write_files
 from verl.rollout.api import OwnCopy, Weights
@@ -38,13 +38,13 @@ def own_copy(
     bucket_bytes = group.rollout.checkpoint_engine.update_weights_bucket_megabytes << 20
     may_come_back = (where == "process" or group.rollout.mode == "async") and group.rollout.max_engine_restarts > 0
     place = KeptBuckets(bucket_bytes).place if may_come_back else _in_turns(bucket_bytes)
-    on_device = DevicePortions(device, bucket_bytes, place, keeps=may_come_back) if device.type == "cuda" else None
+    on_device = DeviceSender(device, bucket_bytes, place, keeps=may_come_back) if device.type == "cuda" else None
     return OwnCopy(
         model=group.model,
         device=device,
         dtype=compute_dtype(group.actor.fsdp_config.dtype, device),
         portions=on_device or (lambda weights: map(place, count(), bucketed(weights, bucket_bytes))),
-        settle=on_device.settle if on_device else None,
+        settle=on_device.probe if on_device else None,
         reader=_DEVICE_READER if on_device else _READER,
         write=lambda folder, number, weights: write_folder(folder, number, weights, bucket_bytes),
         folder_reader=_FOLDER_READER,

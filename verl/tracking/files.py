@@ -9,7 +9,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from verl.config.secrets import hide
+
+# prefixes of the names that the operating system gives to file systems which several machines share
+NETWORK_FILE_SYSTEMS = tuple("nfs cifs smb 9p afs ceph lustre gpfs beegfs glusterfs sshfs".split())
 
 
 def json_text(value: Any, indent: int | None = None) -> str:
@@ -71,3 +76,12 @@ def write_atomically(path: Path, text: str) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def file_system_of(path: Path) -> str:
+    """The type of the file system that holds `path` ("ext4", "nfs4", "fuse.gcsfuse"); "" where the system does not tell."""
+    where = path.resolve()
+    mounts = [mount for mount in psutil.disk_partitions(all=True) if where.is_relative_to(mount.mountpoint)]
+    # of two mounts on one folder the later one is seen
+    nearest = max(enumerate(mounts), key=lambda item: (len(item[1].mountpoint), item[0]), default=None)
+    return nearest[1].fstype if nearest is not None else ""

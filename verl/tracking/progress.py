@@ -18,7 +18,7 @@ from verl.errors import ConfigError
 from verl.tracking.bottleneck import Bottleneck, find_bottleneck
 from verl.tracking.files import read_rows
 from verl.tracking.heartbeat import EVENTS, read_beat
-from verl.tracking.ledger.counts import Counts, read_counts
+from verl.tracking.ledger.reader import Counts, read_counts
 from verl.tracking.lock import holder_of
 
 _LOG_BYTES = 1 << 16  # looked at from the end of a log

@@ -100,7 +100,7 @@ def check_run_folder(subject: Subject) -> Iterator[Line]:
     """It can be written, and what is in it already."""
     from verl.checkpoint.files import find_damage
     from verl.checkpoint.filesystem import examine
-    from verl.checkpoint.kept import candidates
+    from verl.checkpoint.retention import candidates
 
     trainer, folder = subject.config.trainer, _run_folder(subject)
     nearest = next(p for p in (folder, *folder.absolute().parents) if p.exists())

@@ -1,40 +1,45 @@
-"""The ledger as an SQLite file: its tables, and how it is opened, checked and taken back to an earlier step.
+"""The ledger as an SQLite file: its tables, connections and checks, its rewind to an earlier step, and the writing thread.
 
-about     run, base: the offset from which this file has the history (0, unless the file was lost once)
-samples   a row for every attempt at a sample, with the steps in which it was issued, scored and ended
-pieces    the tokens of a sample, as they were added
-passed    prompts that never train, because the run went back to a checkpoint and on behind them
+about     run, base: the offset at which this file's history starts (0, unless the file was lost once), format
+samples   one row per attempt at a sample, with the steps in which it was issued, scored and ended
+segments  the tokens of a sample in the order in which they were added, and their source: policy or environment
+skipped   prompts that never train, because the run went back to a checkpoint and continued behind them
 steps     the offset at the end of every step
 
-Whatever happens carries the number of its step and overwrites nothing that an earlier step wrote, so that the file can be taken
-back to the end of any step: what came later has then not happened.
+Every change carries the number of its step and overwrites nothing that an earlier step wrote, so the file can be rewound to
+the end of any step.
 
-Why a commit of the file is ordered before a checkpoint: rows are committed while the step goes on, without waiting for the
-disk (journal WAL, synchronous=NORMAL: a kill loses nothing that was committed, a power failure at most the last commits, never
-the file's integrity). Before a checkpoint is renamed into its place, `LedgerWriter.flush` commits once more under
-synchronous=FULL, which puts the whole journal on the disk. So a checkpoint that exists never knows more than the ledger, and
-what the ledger knows beyond the newest checkpoint is taken back when the run goes on.
+A commit of the file is ordered before a checkpoint. Rows are committed during the step without waiting for the disk: journal
+WAL with synchronous=NORMAL, where a kill loses no commit and a power failure loses at most the last ones, never the file's
+integrity. Before a checkpoint is renamed into its place, `LedgerWriter.flush` commits once more under synchronous=FULL, which
+syncs the whole journal. So no checkpoint is ahead of the ledger, and a resumed run rewinds what is ahead of its checkpoint.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import queue
 import sqlite3
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
-import psutil
-
-from verl.errors import CheckpointError
-from verl.tracking.ledger.book import TRAINED, Offset
+from verl.errors import CheckpointError, DeadlineError
+from verl.tracking.files import NETWORK_FILE_SYSTEMS, file_system_of
+from verl.tracking.ledger.records import TRAINED, Offset
 
 log = logging.getLogger(__name__)
 
 NAME = "ledger.sqlite"
-FORMAT = 1
+FORMAT = 2  # 1: the table segments was called pieces and had no source; such files are upgraded when they are opened
 BUSY_S = 30.0  # longest wait for another process that reads or writes the file
+_MAX_QUEUED = 32  # calls of the writer, each with the rows of a batch; a step makes about five
+_DEADLINE_S = 300.0
+_POLL_S = 0.5  # between two checks whether the writing thread has failed
 
 SCHEMA = """
 CREATE TABLE about (name TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -45,42 +50,48 @@ CREATE TABLE samples (
   ended_step INTEGER, fate TEXT, uses INTEGER,
   PRIMARY KEY (ordinal, sample, attempt));
 CREATE INDEX samples_ended ON samples (ended_step);
-CREATE TABLE pieces (
+CREATE TABLE segments (
   ordinal INTEGER, sample INTEGER, attempt INTEGER, first_token INTEGER, step INTEGER NOT NULL, version INTEGER,
-  tokens BLOB, log_probs BLOB, finish_reason TEXT, rank INTEGER, digest BLOB,
+  tokens BLOB, log_probs BLOB, finish_reason TEXT, rank INTEGER, digest BLOB, source TEXT NOT NULL,
   PRIMARY KEY (ordinal, sample, attempt, first_token));
-CREATE TABLE passed (step INTEGER PRIMARY KEY, first_ordinal INTEGER, next_ordinal INTEGER);
+CREATE TABLE skipped (step INTEGER PRIMARY KEY, first_ordinal INTEGER, next_ordinal INTEGER);
 CREATE TABLE steps (step INTEGER PRIMARY KEY, cursor INTEGER, num_trained INTEGER, digest TEXT);
 """
 STATEMENTS = {
     "issue": "INSERT INTO samples (ordinal, sample, attempt, epoch, data_row, prompt, issued_step, split, token_limit) "
     "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-    "generate": "INSERT INTO pieces VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+    "generate": "INSERT INTO segments VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
     "score": "UPDATE samples SET scored_step = ?, reward = ?, parts = ?, error = ?, digest = ? "
     "WHERE ordinal = ? AND sample = ? AND attempt = ?",
     "end": "UPDATE samples SET ended_step = ?, fate = ?, uses = ? WHERE ordinal = ? AND sample = ? AND attempt = ?",
-    "pass": "INSERT OR REPLACE INTO passed VALUES (?, ?, ?)",
+    "skip": "INSERT OR REPLACE INTO skipped VALUES (?, ?, ?)",
     "step": "INSERT INTO steps VALUES (?, ?, ?, ?)",
 }
-_TAKE_BACK = """
-DELETE FROM pieces WHERE step > {step};
+_REWIND = """
+DELETE FROM segments WHERE step > {step};
 DELETE FROM samples WHERE issued_step > {step};
 UPDATE samples SET scored_step = NULL, reward = NULL, parts = NULL, error = NULL, digest = NULL WHERE scored_step > {step};
 UPDATE samples SET ended_step = NULL, fate = NULL, uses = NULL WHERE ended_step > {step};
-DELETE FROM passed WHERE step > {step};
+DELETE FROM skipped WHERE step > {step};
 DELETE FROM steps WHERE step > {step};
 """
-# WAL keeps an index in memory that all readers map, which holds only on one machine
-_NETWORK = ("nfs", "cifs", "smb", "9p", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "afs", "fuse")
-FIX = "Move it to another place: the run then goes on from the checkpoint's own record, without the history before it."
+_UPGRADE = """
+ALTER TABLE pieces RENAME TO segments;
+ALTER TABLE segments ADD COLUMN source TEXT NOT NULL DEFAULT 'policy';
+ALTER TABLE passed RENAME TO skipped;
+UPDATE about SET value = '2' WHERE name = 'format';
+"""
+FIX = (
+    "Move it to another place: the run then continues from the checkpoint's own record, without the history before it."
+)
 
 
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Raises CheckpointError for what SQLite or the disk says about the ledger `path`."""
+    """Turn errors of SQLite and the disk about the ledger `path` into CheckpointError."""
     try:
         yield
-    except (sqlite3.Error, ValueError, KeyError, TypeError) as error:  # whatever a damaged file may turn into
+    except (sqlite3.Error, ValueError, KeyError, TypeError) as error:  # a damaged file can raise any of these
         if isinstance(error, sqlite3.OperationalError) and "no such" not in str(error):
             raise CheckpointError(
                 f"The sample ledger {path} cannot be used: {error}. Free some space or check the disk, and run the same "
@@ -90,16 +101,23 @@ def explained(path: Path) -> Iterator[None]:
 
 
 def connect(path: Path) -> sqlite3.Connection:
-    """Open for writing, in autocommit, with the best journal that the folder allows: WAL; where that is impossible, one that
-    needs no shared memory; where the folder has no locks either, without them, since a run folder has one writer. Raises
-    sqlite3.Error."""
+    """Open for writing, in autocommit, and upgrade a file of format 1. The journal is the best one that the folder allows:
+    WAL; without shared memory, TRUNCATE; without locks too, TRUNCATE without locking, since a run folder has one writer.
+    Raises sqlite3.Error."""
+    db = _connect_best(path)
+    if _is_format_1(db):
+        db.executescript(f"BEGIN; {_UPGRADE} COMMIT;")
+    return db
+
+
+def _connect_best(path: Path) -> sqlite3.Connection:
     if not is_network_folder(path.parent):
         try:
             return _connect(path, "wal")
         except sqlite3.OperationalError as error:
             if any(word in str(error) for word in ("locked", "full")):  # another journal would not help
                 raise
-    log.info("The folder of %s has no shared memory for a journal of the kind WAL; one without it is used.", path)
+    log.info("The folder of %s has no shared memory for a WAL journal; one without it is used.", path)
     try:
         return _connect(path, "truncate")
     except sqlite3.OperationalError as error:
@@ -116,7 +134,7 @@ def _connect(path: Path, journal: str, options: str = "") -> sqlite3.Connection:
         db.execute("BEGIN IMMEDIATE")
         db.execute("COMMIT")
         if got != journal:
-            raise sqlite3.OperationalError(f"the journal {journal} is not to be had")
+            raise sqlite3.OperationalError(f"the journal {journal} is not available")
         # without WAL, a commit that is not on the disk could leave half of itself after a power failure
         db.execute(f"PRAGMA synchronous={'NORMAL' if journal == 'wal' else 'FULL'}")
     except BaseException:
@@ -131,7 +149,8 @@ def connect_read_only(path: Path) -> sqlite3.Connection:
     for options in ("mode=ro",) if beside else ("mode=ro", "immutable=1"):
         db = sqlite3.connect(f"{path.absolute().as_uri()}?{options}", uri=True, isolation_level=None, timeout=BUSY_S)
         try:
-            db.execute("SELECT count(*) FROM sqlite_master").fetchone()
+            if _is_format_1(db):
+                db.execute("CREATE TEMP VIEW segments AS SELECT *, 'policy' AS source FROM pieces")
             return db
         except sqlite3.Error as error:
             db.close()
@@ -139,16 +158,18 @@ def connect_read_only(path: Path) -> sqlite3.Connection:
     raise failure
 
 
+def _is_format_1(db: sqlite3.Connection) -> bool:
+    return bool(db.execute("SELECT count(*) FROM sqlite_master WHERE name = 'pieces'").fetchone()[0])
+
+
 def is_network_folder(folder: Path) -> bool:
-    """Whether the mounted file system that holds `folder` is one of several machines, or is a program's."""
-    where = folder.resolve()
-    above = [mount for mount in psutil.disk_partitions(all=True) if where.is_relative_to(mount.mountpoint)]
-    nearest = max(above, key=lambda mount: len(mount.mountpoint), default=None)
-    return nearest is not None and nearest.fstype.startswith(_NETWORK)
+    """Whether several machines may share the file system of `folder`, or a user-space process serves it. The WAL index is
+    memory that all readers map, which works on one machine only."""
+    return file_system_of(folder).startswith((*NETWORK_FILE_SYSTEMS, "fuse"))
 
 
 def create(path: Path, run: str, base: Offset) -> None:
-    """A new ledger of `run` that begins at `base`, on the disk when this returns."""
+    """Create a ledger of `run` that starts at `base`, and sync it."""
     with explained(path), closing(connect(path)) as db:
         db.execute("PRAGMA synchronous=FULL")
         db.executescript(f"BEGIN; {SCHEMA} COMMIT;")
@@ -157,15 +178,15 @@ def create(path: Path, run: str, base: Offset) -> None:
 
 
 def run_of(path: Path) -> str:
-    """Name of the run whose ledger `path` is. Raises CheckpointError when it is damaged or of another format."""
+    """The id of the run that owns the ledger `path`. Raises CheckpointError when it is damaged or of a newer format."""
     with explained(path), closing(connect_read_only(path)) as db:
         (state,) = db.execute("PRAGMA quick_check(1)").fetchone()
         if state != "ok":
             raise CheckpointError(f"The sample ledger {path} is damaged ({state}). {FIX}")
         about = dict(db.execute("SELECT name, value FROM about"))
-        if about["format"] != str(FORMAT):
+        if int(about["format"]) > FORMAT:
             raise CheckpointError(
-                f"The sample ledger {path} is of format {about['format']}; this version reads format {FORMAT}. {FIX}"
+                f"The sample ledger {path} has format {about['format']}; this version reads formats up to {FORMAT}. {FIX}"
             )
         return about["run"]
 
@@ -186,12 +207,12 @@ def newest_offset(db: sqlite3.Connection) -> Offset:
 
 
 def base_of(db: sqlite3.Connection) -> Offset:
-    """Where the history of the file begins."""
+    """The offset at which the history of the file starts."""
     return Offset(**json.loads(db.execute("SELECT value FROM about WHERE name = 'base'").fetchone()[0]))
 
 
 def holds(path: Path, offset: Offset) -> bool:
-    """Whether the ledger, taken back to the step of `offset`, is the one that the offset describes."""
+    """Whether the ledger, rewound to the step of `offset`, matches the offset."""
     with explained(path), closing(connect_read_only(path)) as db:
         if offset_at(db, offset.step) != offset:
             return False
@@ -202,22 +223,22 @@ def holds(path: Path, offset: Offset) -> bool:
         return counted == (expected, expected)
 
 
-def take_back(path: Path, step: int) -> None:
-    """What came after the end of `step` has not happened; on the disk when this returns."""
+def rewind(path: Path, step: int) -> None:
+    """Delete everything after the end of `step`, and sync."""
     with explained(path), closing(connect(path)) as db:
         db.execute("PRAGMA synchronous=FULL")
-        db.executescript(f"BEGIN; {_TAKE_BACK.format(step=int(step))} COMMIT;")
+        db.executescript(f"BEGIN; {_REWIND.format(step=int(step))} COMMIT;")
 
 
 def copy(source: Path, target: Path) -> None:
-    """`target` becomes a copy of the ledger `source`, which may be in use and is not changed."""
+    """Copy the ledger `source`, which may be in use, to `target`."""
     with explained(source), closing(connect_read_only(source)) as old, closing(connect(target)) as new:
         old.backup(new)
 
 
 def write_open(path: Path, target: Path, offset: Offset) -> None:
-    """A ledger in the new file `target` that begins at `offset` and has the samples of the ledger `path` that are open there:
-    what a checkpoint takes along, in case that it is ever used without the rest."""
+    """Write a ledger to the new file `target` that starts at `offset`, with the samples that are open there in the ledger
+    `path`. A checkpoint keeps it, so that it can be used without its run folder."""
     create(target, run_of(path), offset)
     step = int(offset.step)
     with explained(target), closing(connect(target)) as db:
@@ -227,8 +248,112 @@ def write_open(path: Path, target: Path, offset: Offset) -> None:
             "INSERT INTO samples SELECT * FROM whole.samples "
             f"WHERE issued_step <= {step} AND (ended_step IS NULL OR ended_step > {step})"
         )
-        db.execute("INSERT INTO pieces SELECT p.* FROM whole.pieces p JOIN samples USING (ordinal, sample, attempt)")
+        db.execute(
+            "INSERT INTO segments SELECT s.* FROM whole.segments s JOIN samples USING (ordinal, sample, attempt)"
+        )
         db.execute("COMMIT")
-        db.executescript(f"BEGIN; {_TAKE_BACK.format(step=step)} COMMIT;")
+        db.executescript(f"BEGIN; {_REWIND.format(step=step)} COMMIT;")
         db.execute("DETACH whole")
-        db.execute("PRAGMA journal_mode=DELETE")  # can be read where nothing can be written
+        db.execute("PRAGMA journal_mode=DELETE")  # readable on a read-only disk
+
+
+_Rows = tuple[str, Sequence[tuple[Any, ...]]]
+
+
+class LedgerWriter:
+    """Writes rows to the ledger `path` from its own thread, in order, all queued rows in one transaction. A step therefore
+    does not wait for the disk.
+
+    An error in the thread is raised by the next call, as CheckpointError. A call that waits longer than `deadline_s` for the
+    disk raises DeadlineError.
+    """
+
+    def __init__(self, path: Path, *, max_queued: int = _MAX_QUEUED, deadline_s: float = _DEADLINE_S):
+        self.path = path
+        self._deadline_s = deadline_s
+        self._queued: queue.Queue[_Rows | threading.Event | None] = queue.Queue(max_queued)
+        self._failure: Exception | None = None
+        self._raised = False
+        # a daemon: a disk that hangs must not keep the process alive
+        self._thread = threading.Thread(target=self._work, name="ledger", daemon=True)
+        self._thread.start()
+
+    def write(self, statement: str, rows: Sequence[tuple[Any, ...]]) -> None:
+        """Queue rows for one of STATEMENTS; returns at once unless too many are queued."""
+        self._put((statement, rows), "accepted no rows")
+
+    def flush(self) -> None:
+        """Write everything and sync it to the disk."""
+        done = threading.Event()
+        self._put(done, "accepted no rows")
+        deadline = time.monotonic() + self._deadline_s
+        while not done.wait(_POLL_S):
+            self._check()
+            if time.monotonic() > deadline:
+                raise DeadlineError(self._overdue("was not synced"))
+
+    def close(self) -> None:
+        """Write everything and close the file. An error that was raised before is not raised again."""
+        if self._failure is None:
+            self._put(None, "accepted no rows")
+        self._thread.join(self._deadline_s)
+        if self._thread.is_alive():
+            raise DeadlineError(self._overdue("was not closed"))
+        if not self._raised:
+            self._check()
+
+    def _put(self, item: _Rows | threading.Event | None, failing: str) -> None:
+        deadline = time.monotonic() + self._deadline_s
+        while True:
+            self._check()
+            try:
+                self._queued.put(item, timeout=_POLL_S)
+                return
+            except queue.Full:
+                if time.monotonic() > deadline:
+                    raise DeadlineError(self._overdue(failing)) from None
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            self._raised = True
+            raise self._failure
+
+    def _overdue(self, failing: str) -> str:
+        return (
+            f"The sample ledger {self.path} {failing} within {self._deadline_s:g} s. Check the disk of the run folder."
+        )
+
+    def _work(self) -> None:
+        try:
+            with explained(self.path), closing(connect(self.path)) as db:
+                while self._write_queued(db):
+                    pass
+        except CheckpointError as error:
+            self._failure = error
+        except Exception as error:  # noqa: BLE001 - a thread that ends unseen would leave the run waiting
+            self._failure = CheckpointError(f"The sample ledger {self.path} could not be written: {error!r}.")
+
+    def _write_queued(self, db: sqlite3.Connection) -> bool:
+        """Write all queued rows in one transaction; False after the last one."""
+        item = self._queued.get()
+        db.execute("BEGIN")
+        while isinstance(item, tuple):
+            statement, rows = item
+            db.executemany(STATEMENTS[statement], rows)
+            try:
+                item = self._queued.get_nowait()
+            except queue.Empty:
+                break
+        db.execute("COMMIT")
+        if isinstance(item, threading.Event):
+            _sync(db)
+            item.set()
+        return item is not None
+
+
+def _sync(db: sqlite3.Connection) -> None:
+    """Commit once with synchronous=FULL, which syncs the journal and so all commits before."""
+    (usual,) = db.execute("PRAGMA synchronous").fetchone()
+    db.execute("PRAGMA synchronous=FULL")
+    db.execute("INSERT OR REPLACE INTO about VALUES ('flushed', ?)", (str(time.time()),))  # a commit needs a change
+    db.execute(f"PRAGMA synchronous={usual}")

@@ -1,19 +1,21 @@
-"""The sample ledger, read: every sample of a run, and what became of it.
+"""Reading of the sample ledger: every sample of a run, and what became of it.
 
 with Ledger.open("checkpoints/my_run") as ledger:
     ledger.counts()                  trained, pending, defaulted, ...
     ledger.trained(step=12)          tokens, log-probs, reward, version of the weights of each
     ledger.multiset_of_trained()     equal for two runs that trained on the same samples
 
-It may be read while the run goes on. Written by verl/tracking/ledger/book.py through verl/tracking/ledger/writer.py.
+The run may still be writing. Ledgers of format 1 are readable too.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import sqlite3
-from collections import Counter
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,16 +23,26 @@ from typing import Any
 import numpy as np
 
 from verl.errors import CheckpointError
-from verl.tracking.ledger.book import TRAINED, Offset
-from verl.tracking.ledger.counts import Counts, count
-from verl.tracking.ledger.file import NAME, connect_read_only, explained, newest_offset
-from verl.tracking.ledger.pieces import piece_of
+from verl.tracking.ledger.file import NAME, base_of, connect, connect_read_only, explained, newest_offset
+from verl.tracking.ledger.records import (
+    DROPPED,
+    EVICTED,
+    TRAINED,
+    Offset,
+    OpenSample,
+    Segment,
+    Snapshot,
+    content_digest,
+)
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class TrainedSample:
-    """`uses` is how many rows of the step's batch it was. tokens int32 [tokens], log_probs float [tokens] under the weights of
-    token_versions int64 [tokens]. `error` says why the reward is the default one, or is None."""
+    """A sample that trained, `uses` rows of its step's batch. tokens int32 [tokens]; log_probs float [tokens] under the
+    weights of token_versions int64 [tokens], NaN for tokens of the environment. `error` is why the reward is the default
+    one, or None."""
 
     ordinal: int
     sample: int
@@ -48,8 +60,24 @@ class TrainedSample:
     digest: str
 
 
+@dataclass(frozen=True)
+class Counts:
+    """Number of samples by fate. `dropped` were scored and left out by a filter, `evicted` were issued again, `defaulted`
+    have the default score because their scorer failed, `twice` trained in more than one step (never, unless a file was
+    edited). `before` trained before the history of this file starts."""
+
+    steps: int
+    trained: int
+    pending: int
+    dropped: int
+    evicted: int
+    defaulted: int
+    twice: int
+    before: int
+
+
 class Ledger:
-    """Raises CheckpointError when the file is damaged."""
+    """A ledger file, open for reading. Methods raise CheckpointError when the file is damaged."""
 
     def __init__(self, path: Path, db: sqlite3.Connection):
         self.path = path
@@ -79,45 +107,61 @@ class Ledger:
         self._db.close()
 
     def offset(self) -> Offset:
-        """The end of the last step that the ledger knows."""
+        """The end of the last step in the ledger."""
         with explained(self.path):
             return newest_offset(self._db)
 
     def counts(self) -> Counts:
-        """How many samples there are of each kind."""
+        """The number of samples of each fate."""
+        fates = dict(self._rows("SELECT coalesce(fate, ''), count(*) FROM samples GROUP BY fate"))
+        ((defaulted,),) = self._rows("SELECT count(*) FROM samples WHERE error IS NOT NULL")
+        ((twice,),) = self._rows(
+            "SELECT count(*) FROM (SELECT 1 FROM samples WHERE fate = ? GROUP BY ordinal, sample HAVING count(*) > 1)",
+            TRAINED,
+        )
         with explained(self.path):
-            return count(self._db)
+            before = base_of(self._db).num_trained
+        return Counts(
+            steps=self.offset().step,
+            trained=fates.get(TRAINED, 0),
+            pending=fates.get("", 0),
+            dropped=fates.get(DROPPED, 0),
+            evicted=fates.get(EVICTED, 0),
+            defaulted=defaulted,
+            twice=twice,
+            before=before,
+        )
 
     def trained(self, step: int | None = None) -> list[TrainedSample]:
         """The samples that trained in `step` (None: in any), in the order of steps, prompts and samples."""
         rows = self._rows(
             "SELECT ordinal, sample, attempt, epoch, data_row, ended_step, uses, reward, parts, error, digest FROM samples "
             "WHERE fate = ? AND (? IS NULL OR ended_step = ?) ORDER BY ended_step, ordinal, sample",
-            (TRAINED, step, step),
+            *(TRAINED, step, step),
         )
         return [self._sample(row) for row in rows]
 
     def multiset_of_trained(self) -> Counter[tuple[int, int, str]]:
         """(ordinal, sample, digest of tokens, log-probs and reward) of every row that trained."""
-        rows = self._rows("SELECT ordinal, sample, digest, uses FROM samples WHERE fate = ?", (TRAINED,))
         found: Counter[tuple[int, int, str]] = Counter()
-        for ordinal, sample, digest, uses in rows:
-            found[ordinal, sample, digest] += uses
+        for *key, uses in self._rows("SELECT ordinal, sample, digest, uses FROM samples WHERE fate = ?", TRAINED):
+            found[tuple(key)] += uses
         return found
 
     def pending(self) -> list[tuple[int, int]]:
-        """(ordinal, sample) of what has been issued and has not ended."""
-        return self._rows("SELECT ordinal, sample FROM samples WHERE fate IS NULL ORDER BY ordinal, sample", ())
+        """(ordinal, sample) of the samples that were issued and have not ended."""
+        return self._rows("SELECT ordinal, sample FROM samples WHERE fate IS NULL ORDER BY ordinal, sample")
 
-    def _rows(self, query: str, values: tuple[Any, ...]) -> list[Any]:
+    def _rows(self, query: str, *values: Any) -> list[Any]:
         with explained(self.path):
             return self._db.execute(query, values).fetchall()
 
     def _sample(self, row: tuple[Any, ...]) -> TrainedSample:
         ordinal, sample, attempt, epoch, data_row, step, uses, reward, parts, error, digest = row
-        query = "SELECT * FROM pieces WHERE ordinal = ? AND sample = ? AND attempt = ? ORDER BY first_token"
+        query = "SELECT * FROM segments WHERE ordinal = ? AND sample = ? AND attempt = ? ORDER BY first_token"
         with explained(self.path):
-            pieces = [piece_of(piece) for piece in self._db.execute(query, (ordinal, sample, attempt))]
+            segments = [_segment_of(found) for found in self._db.execute(query, (ordinal, sample, attempt))]
+        log_probs = [np.full(len(s.tokens), np.nan, "<f4") if s.log_probs is None else s.log_probs for s in segments]
         return TrainedSample(
             ordinal=ordinal,
             sample=sample,
@@ -125,12 +169,58 @@ class Ledger:
             row=data_row,
             step=step,
             uses=uses,
-            tokens=np.concatenate([piece.tokens for piece in pieces]),
-            log_probs=np.concatenate([piece.log_probs for piece in pieces]),
-            token_versions=np.concatenate([np.full(len(piece.tokens), piece.version) for piece in pieces]),
+            tokens=np.concatenate([segment.tokens for segment in segments]),
+            log_probs=np.concatenate(log_probs),
+            token_versions=np.concatenate([np.full(len(segment.tokens), segment.version) for segment in segments]),
             reward=reward,
             parts=json.loads(parts),
             error=error,
-            finish_reason=pieces[-1].finish_reason,
+            finish_reason=segments[-1].finish_reason,
             digest=digest,
         )
+
+
+def read_counts(folder: Path) -> Counts | None:
+    """The counts of a run folder; None without a readable ledger. An unreadable one is logged."""
+    if not (folder / NAME).is_file():
+        return None
+    try:
+        with Ledger.open(folder) as ledger:
+            return ledger.counts()
+    except CheckpointError as error:
+        log.warning("%s", error)
+        return None
+
+
+def snapshot(path: Path) -> Snapshot:
+    """The newest offset, and the open samples with the segments generated so far."""
+    with explained(path), closing(connect(path)) as db:
+        (run,) = db.execute("SELECT value FROM about WHERE name = 'run'").fetchone()
+        return Snapshot(run, newest_offset(db), _open_samples(db))
+
+
+def _open_samples(db: sqlite3.Connection) -> list[OpenSample]:
+    segments: dict[tuple[int, int, int], list[Segment]] = defaultdict(list)
+    found = db.execute(
+        "SELECT p.* FROM segments p JOIN samples s USING (ordinal, sample, attempt) WHERE s.ended_step IS NULL "
+        "ORDER BY ordinal, sample, attempt, first_token"
+    )
+    for row in found:
+        segments[row[:3]].append(_segment_of(row))
+    rows = db.execute(
+        "SELECT ordinal, sample, attempt, issued_step, split, token_limit, prompt FROM samples WHERE ended_step IS NULL "
+        "ORDER BY ordinal, sample, attempt"
+    )
+    return [replace(OpenSample(*row), segments=segments[row[:3]]) for row in rows]
+
+
+def _segment_of(row: tuple[Any, ...]) -> Segment:
+    """A row of the table segments; the bytes per log-prob tell float32 from float64. Raises ValueError when the content does
+    not match its checksum."""
+    ordinal, sample, _, _, _, version, tokens, raw, reason, rank, digest, source = row
+    if digest != content_digest(tokens, raw):
+        raise ValueError(f"sample {sample} of prompt {ordinal} does not have the content that was written")
+    ids = np.frombuffer(tokens, dtype="<i4")
+    width = len(raw or b"") // max(len(ids), 1)
+    log_probs = None if raw is None else np.frombuffer(raw, dtype="<f8" if width == 8 else "<f4")
+    return Segment(ordinal, sample, ids, log_probs, version, reason, rank, source)

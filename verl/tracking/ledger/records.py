@@ -1,0 +1,177 @@
+"""Records of the sample ledger: prompts, generated segments, scores, offsets; and how the columns of a batch become records.
+
+`ordinal` is the index of a prompt in the run's order of prompts: 0 for the first one that the run reads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from verl.data_proto.proto import DataProto
+
+Key = tuple[int, int]  # (ordinal of the prompt, index of the sample)
+
+TRAINED, DROPPED, EVICTED = "trained", "dropped", "evicted"
+POLICY, ENVIRONMENT = "policy", "environment"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt of the run: its ordinal, epoch and row of the data, and a digest of its tokens."""
+
+    ordinal: int
+    epoch: int
+    row: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive tokens of a response, all sampled by one version of the weights or all written by the environment. A
+    response that one call generates is one segment; partial rollouts and turns add more.
+
+    tokens int32 [tokens]; log_probs float32 or float64 [tokens], None for tokens of the environment.
+    """
+
+    ordinal: int
+    sample: int
+    tokens: np.ndarray
+    log_probs: np.ndarray | None
+    version: int
+    finish_reason: str
+    rank: int
+    source: str = POLICY
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A reward with its parts. `error` is why the reward is the default one, or None."""
+
+    ordinal: int
+    sample: int
+    reward: float
+    parts: dict[str, Any]
+    error: str | None
+
+
+@dataclass(frozen=True)
+class Offset:
+    """A place in the ledger: the end of `step`. All prompts before `cursor` have ended. `digest` covers every sample that
+    trained up to there, in order."""
+
+    step: int = 0
+    cursor: int = 0
+    num_trained: int = 0
+    digest: str = ""
+
+
+@dataclass
+class OpenSample:
+    """A sample that was issued and has not ended."""
+
+    ordinal: int
+    sample: int
+    attempt: int
+    step: int  # that issued it
+    split: str
+    limit: int  # tokens
+    prompt: str  # digest
+    segments: list[Segment] = field(default_factory=list)
+
+
+@dataclass
+class Snapshot:
+    """The state in which a tracker starts. `run` is the id of the run that owns the ledger."""
+
+    run: str
+    offset: Offset
+    waiting: list[OpenSample] = field(default_factory=list)
+
+
+class SampleDigest:
+    """Digest of a sample's tokens, log-probs and reward; independent of how the response was cut into segments."""
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        self._tokens, self._log_probs = hashlib.blake2b(digest_size=16), hashlib.blake2b(digest_size=16)
+
+    def add(self, segment: Segment) -> None:
+        self.num_tokens += len(segment.tokens)
+        self._tokens.update(segment.tokens.tobytes())
+        if segment.log_probs is not None:
+            self._log_probs.update(segment.log_probs.tobytes())
+
+    def with_reward(self, reward: float) -> str:
+        """32 hexadecimal digits."""
+        parts = self._tokens.digest() + self._log_probs.digest() + struct.pack("<d", reward)
+        return hashlib.blake2b(parts, digest_size=16).hexdigest()
+
+
+def content_digest(tokens: bytes, log_probs: bytes | None) -> bytes:
+    """Eight-byte checksum of a stored segment."""
+    return hashlib.blake2b(tokens + (log_probs or b""), digest_size=8).digest()
+
+
+def prompt_digest(token_ids: Sequence[int]) -> str:
+    """Eight-byte digest of a prompt's tokens, as 16 hexadecimal digits."""
+    return hashlib.blake2b(np.asarray(token_ids, dtype="<i4").tobytes(), digest_size=8).hexdigest()
+
+
+class Order(Protocol):
+    """The order of a run's prompts."""
+
+    def row(self, ordinal: int) -> tuple[int, int]:
+        """(epoch, row) of a prompt."""
+        ...
+
+
+def issued_prompts(prompts: DataProto, order: Order) -> list[Prompt]:
+    """The prompts of a batch from the loader, one row each."""
+    columns = prompts.batch
+    return [
+        Prompt(ordinal, order.row(ordinal)[0], row, prompt_digest(ids))
+        for ordinal, row, ids in zip(
+            columns["ordinal"].tolist(),
+            columns["row_index"].tolist(),
+            prompts.non_tensor_batch["prompt_token_ids"],
+            strict=True,
+        )
+    ]
+
+
+def segments_of(ordinals: Sequence[int], rows: DataProto, num_known: Callable[[Key], int]) -> list[Segment]:
+    """One segment per row of the rollout's output: the tokens after the first `num_known((ordinal, sample))`."""
+    columns, segments = rows.batch, []
+    width = columns["responses"].shape[1]
+    lengths = columns["attention_mask"][:, -width:].sum(dim=1).tolist()
+    tokens = columns["responses"].numpy().astype("<i4")
+    log_probs = columns["rollout_log_probs"].numpy()
+    samples, versions, ranks = (columns[n].tolist() for n in ("sample_index", "weight_version", "rollout_rank"))
+    reasons = rows.non_tensor_batch["finish_reason"]
+    for i, (ordinal, sample) in enumerate(zip(ordinals, samples, strict=True)):
+        new = slice(num_known((ordinal, sample)), lengths[i])
+        segments.append(
+            Segment(ordinal, sample, tokens[i, new], log_probs[i, new], versions[i], str(reasons[i]), ranks[i])
+        )
+    return segments
+
+
+def scores_of(batch: DataProto) -> list[Scored]:
+    """The reward columns of a batch, one record per row."""
+    objects = batch.non_tensor_batch
+    rewards = batch.batch["token_level_scores"].double().sum(dim=1).tolist()
+    found = zip(keys_of(batch), rewards, objects["reward_parts"], objects["reward_error"], strict=True)
+    return [Scored(*key, reward, dict(parts or {}), error) for key, reward, parts, error in found]
+
+
+def keys_of(batch: DataProto) -> list[Key]:
+    """(ordinal, sample) of every row."""
+    columns = batch.batch
+    return list(zip(columns["ordinal"].tolist(), columns["sample_index"].tolist(), strict=True))

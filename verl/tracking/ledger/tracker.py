@@ -1,0 +1,304 @@
+"""State of a run's samples: which are open, and the prompt before which all have ended (the data cursor).
+
+    issue ──► generate (in one or several segments) ──► score ──► train: ends as trained, or as dropped
+      └────────── issued again: the first attempt ends as evicted
+
+Every process that takes the steps has one tracker; that of rank 0 also writes each event to the ledger file. Samples end in
+the order of their prompts, whatever the order in which they arrive, so one cursor describes how far the data is used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import time
+import uuid
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn, Protocol
+
+from verl.errors import CheckpointError
+from verl.tracking.files import json_text
+from verl.tracking.ledger.file import FIX, NAME, copy, create, holds, rewind, run_of
+from verl.tracking.ledger.reader import snapshot
+from verl.tracking.ledger.records import (
+    DROPPED,
+    EVICTED,
+    TRAINED,
+    Key,
+    Offset,
+    Prompt,
+    SampleDigest,
+    Scored,
+    Segment,
+    Snapshot,
+    content_digest,
+)
+
+log = logging.getLogger(__name__)
+
+IN_CHECKPOINT = Path("samples") / NAME
+
+
+class Writer(Protocol):
+    """Takes rows for the tables of verl/tracking/ledger/file.py, for the ledger `path`."""
+
+    path: Path
+
+    def write(self, statement: str, rows: Sequence[tuple[Any, ...]]) -> None: ...
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class _Issued:
+    """The open samples of a prompt."""
+
+    attempt: int
+    step: int
+    contents: dict[int, SampleDigest]
+    scored: int = 0  # the step in which they were scored
+    digests: dict[int, str] = field(default_factory=dict)
+
+
+class SampleTracker:
+    """Records the life of every sample; `step` is the training step in progress.
+
+    Raises CheckpointError where a sample would be lost or train twice, and when the ledger file cannot be written.
+    """
+
+    def __init__(self) -> None:
+        self._writer: Writer | None = None
+        self._open: dict[int, _Issued] = {}
+        self._skipped_to = 0  # prompts before this one are skipped from the next step on
+        self.run = ""
+        self.offset = Offset()
+
+    def start(self, snapshot: Snapshot, writer: Writer | None = None) -> None:
+        """Continue from `snapshot`."""
+        self.run, self.offset, self._writer = snapshot.run, snapshot.offset, writer
+        self._open, self._skipped_to = {}, 0
+        for sample in snapshot.waiting:
+            issued = self._open.setdefault(sample.ordinal, _Issued(sample.attempt, sample.step, {}))
+            content = issued.contents.setdefault(sample.sample, SampleDigest())
+            for segment in sample.segments:
+                content.add(segment)
+
+    @property
+    def path(self) -> Path | None:
+        """The ledger file; None where another process writes it."""
+        return None if self._writer is None else self._writer.path
+
+    @property
+    def cursor(self) -> int:
+        """Ordinal of the first prompt that has not ended; the next step starts there."""
+        return max(self.offset.cursor, self._skipped_to)
+
+    def num_open(self) -> int:
+        """Number of samples that were issued and have not ended."""
+        return sum(len(issued.contents) for issued in self._open.values())
+
+    def num_open_tokens(self) -> int:
+        """Number of tokens generated for open samples."""
+        return sum(content.num_tokens for issued in self._open.values() for content in issued.contents.values())
+
+    def num_tokens(self, key: Key) -> int:
+        """Number of tokens generated for the open sample `key`."""
+        return self._sample(key, "is continued").num_tokens
+
+    def issue(self, step: int, prompts: Iterable[Prompt], *, num_samples: int, split: str, limit: int) -> None:
+        """Record a request for `num_samples` samples of at most `limit` tokens per prompt. Open samples of the same prompts
+        end as evicted."""
+        evicted, issued = [], []
+        for prompt in prompts:
+            ordinal = prompt.ordinal
+            if ordinal < self.cursor:
+                raise CheckpointError(
+                    f"Prompt {ordinal} would train a second time in step {step}: all prompts before {self.cursor} have "
+                    "ended. This is a fault of the program; stop the run and report it."
+                )
+            before = self._open.get(ordinal)
+            if before is not None:
+                evicted += [(step, EVICTED, 0, ordinal, sample, before.attempt) for sample in before.contents]
+            attempt = 0 if before is None else before.attempt + 1
+            self._open[ordinal] = _Issued(attempt, step, {sample: SampleDigest() for sample in range(num_samples)})
+            issued += [
+                (ordinal, sample, attempt, prompt.epoch, prompt.row, prompt.digest, step, split, limit)
+                for sample in range(num_samples)
+            ]
+        self._write("end", evicted)
+        self._write("issue", issued)
+
+    def generate(self, step: int, segments: Sequence[Segment]) -> None:
+        """Record tokens that were added to open samples."""
+        rows = []
+        for segment in segments:
+            content = self._sample((segment.ordinal, segment.sample), "was generated")
+            tokens, first = segment.tokens.tobytes(), content.num_tokens
+            log_probs = None if segment.log_probs is None else segment.log_probs.tobytes()
+            content.add(segment)
+            key = (segment.ordinal, segment.sample, self._open[segment.ordinal].attempt, first)
+            made = (step, segment.version, tokens, log_probs, segment.finish_reason, segment.rank)
+            rows.append((*key, *made, content_digest(tokens, log_probs), segment.source))
+        self._write("generate", rows)
+
+    def score(self, step: int, scores: Sequence[Scored]) -> None:
+        """Record the rewards of samples; they end when the step succeeds."""
+        rows = []
+        for found in scores:
+            content = self._sample((found.ordinal, found.sample), "was scored")
+            issued, digest = self._open[found.ordinal], content.with_reward(found.reward)
+            issued.scored, issued.digests[found.sample] = step, digest
+            key = (found.ordinal, found.sample, issued.attempt)
+            rows.append((step, found.reward, json_text(found.parts), found.error, digest, *key))
+        self._write("score", rows)
+
+    def train(self, step: int, keys: Iterable[Key]) -> None:
+        """Record a step that succeeded: of the samples scored in it, those of `keys` trained and the others were dropped. A
+        key is there several times where the algorithm resamples rows."""
+        uses = Counter(keys)
+        ending = sorted(ordinal for ordinal, issued in self._open.items() if issued.scored == step)
+        if ending != list(range(self.cursor, self.cursor + len(ending))):
+            lost = next(o for o in range(self.cursor, self.cursor + len(ending) + 1) if o not in ending)
+            raise CheckpointError(
+                f"Step {step} skipped prompt {lost}, which would be lost. This is a fault of the program; stop the run and "
+                "report it."
+            )
+        rows, chain = [], hashlib.blake2b(json.dumps([self.offset.digest, step]).encode(), digest_size=16)
+        num_trained = self.offset.num_trained
+        for ordinal in ending:
+            issued = self._open[ordinal]
+            for sample in sorted(issued.contents):
+                times = uses.pop((ordinal, sample), 0)
+                rows.append((step, TRAINED if times else DROPPED, times, ordinal, sample, issued.attempt))
+                if times:
+                    num_trained += 1
+                    chain.update(json.dumps([ordinal, sample, times, issued.digests.get(sample)]).encode())
+        if uses:
+            self._reject(next(iter(uses)), f"trained in step {step}")
+        for ordinal in ending:
+            del self._open[ordinal]
+        self.offset = Offset(step, self.cursor + len(ending), num_trained, chain.hexdigest())
+        self._write("end", rows)
+        self._write("step", [(step, self.offset.cursor, num_trained, self.offset.digest)])
+
+    def skip_prompts(self, step: int, next_ordinal: int) -> None:
+        """Record that prompts before `next_ordinal` never train: the run went back to a checkpoint and continues, with
+        `step`, behind them."""
+        first, self._skipped_to = self.cursor, max(self.cursor, next_ordinal)
+        ended = [ordinal for ordinal in self._open if ordinal < self._skipped_to]
+        rows = [
+            (step, DROPPED, 0, o, sample, self._open[o].attempt) for o in ended for sample in self._open[o].contents
+        ]
+        for ordinal in ended:
+            del self._open[ordinal]
+        self._write("end", rows)
+        self._write("skip", [(step, first, self._skipped_to)])
+
+    def commit(self) -> dict[str, Any]:
+        """The record of the samples that a checkpoint of the last step keeps. All events are on the disk on return."""
+        if self._writer is not None:
+            self._writer.flush()
+        return {"run": self.run, **vars(self.offset)}
+
+    def close(self) -> None:
+        """Write everything and close the file."""
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+
+    def _sample(self, key: Key, event: str) -> SampleDigest:
+        ordinal, sample = key
+        issued = self._open.get(ordinal)
+        if issued is None or sample not in issued.contents:
+            self._reject(key, event)
+        return issued.contents[sample]
+
+    def _reject(self, key: Key, event: str) -> NoReturn:
+        raise CheckpointError(
+            f"Sample {key[1]} of prompt {key[0]} {event}, and it is not open: it has ended or was never issued. This is a "
+            "fault of the program; stop the run and report it."
+        )
+
+    def _write(self, statement: str, rows: Sequence[tuple[Any, ...]]) -> None:
+        if self._writer is not None and rows:
+            self._writer.write(statement, rows)
+
+
+# -- where a ledger starts --------------------------------------------------------------------------------------------
+
+
+def start_ledger(path: Path, checkpoint: Path | None = None, record: Mapping[str, Any] | None = None) -> Snapshot:
+    """Create the ledger `path`, or rewind it to `checkpoint`; returns the state in which the run starts.
+
+    `record` is what `checkpoint` keeps of its samples (`SampleTracker.commit`). The history is that of the run folder, or
+    else of the folder that holds the checkpoint; samples that were open are also in the checkpoint itself. Raises
+    CheckpointError when a ledger is damaged, and when the checkpoint's run has a ledger but none that matches the record.
+    """
+    if checkpoint is None:
+        _set_aside(path)
+        create(path, uuid.uuid4().hex, Offset())
+        return snapshot(path)
+    if record is None:
+        raise CheckpointError(
+            f"The checkpoint {checkpoint} has no record of its samples: an earlier version saved it. Resume with that version, "
+            "or start over with trainer.resume_mode=disable."
+        )
+    run, offset = str(record["run"]), Offset(**{name: value for name, value in record.items() if name != "run"})
+    mismatched = []
+    for place in dict.fromkeys((path.resolve(), checkpoint.parent.resolve() / NAME)):
+        if place.exists() and run_of(place) == run:
+            if holds(place, offset):
+                return _rewound(place, path, offset.step)
+            mismatched.append(place)
+    if mismatched:
+        raise CheckpointError(
+            f"The sample ledger {mismatched[0]} does not agree with the checkpoint {checkpoint} about what had trained after "
+            f"step {offset.step}: one of the two was changed, or they are of different times. {FIX}"
+        )
+    log.warning(
+        "The sample ledger of the run that saved %s is missing. The run continues from the checkpoint's own record; the "
+        "history of the samples up to step %d is lost.", checkpoint, offset.step,
+    )  # fmt: skip
+    if (checkpoint / IN_CHECKPOINT).exists():
+        return _rewound(checkpoint / IN_CHECKPOINT, path, offset.step)
+    _set_aside(path)
+    create(path, run, offset)
+    return snapshot(path)
+
+
+def _rewound(source: Path, path: Path, step: int) -> Snapshot:
+    """Make `path` the ledger `source` as it was at the end of `step`."""
+    if source.resolve() != path.resolve():
+        copied = path.with_name(f".{path.name}.tmp")
+        copied.unlink(missing_ok=True)
+        copy(source, copied)
+        _set_aside(path)
+        os.replace(copied, path)
+    rewind(path, step)
+    return snapshot(path)
+
+
+def _set_aside(path: Path) -> None:
+    """Remove the ledger of another run, or rename it if a step of that run had ended."""
+    if not path.exists():
+        return
+    try:
+        keep = snapshot(path).offset.step > 0
+    except CheckpointError:
+        keep = True  # damaged: its content may still be wanted
+    aside = f"superseded_{time.strftime('%Y%m%d-%H%M%S')}_{os.getpid()}_{path.name}"
+    # the journal first: a new file must never be found beside the journal of an old one
+    for suffix in ("-wal", "-shm", "-journal", ""):
+        file = path.with_name(path.name + suffix)
+        if file.exists():
+            if keep:
+                file.rename(path.with_name(aside + suffix))
+            else:
+                file.unlink()
