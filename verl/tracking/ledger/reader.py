@@ -18,9 +18,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from verl.errors import CheckpointError
 from verl.tracking.ledger.file import NAME, base_of, connect, connect_read_only, explained, newest_offset
@@ -34,6 +32,9 @@ from verl.tracking.ledger.records import (
     Snapshot,
     content_digest,
 )
+
+if TYPE_CHECKING:
+    import numpy as np  # at run time where it is used: `verl show` starts without it
 
 log = logging.getLogger(__name__)
 
@@ -157,6 +158,8 @@ class Ledger:
             return self._db.execute(query, values).fetchall()
 
     def _sample(self, row: tuple[Any, ...]) -> TrainedSample:
+        import numpy as np
+
         ordinal, sample, attempt, epoch, data_row, step, uses, reward, parts, error, digest = row
         query = "SELECT * FROM segments WHERE ordinal = ? AND sample = ? AND attempt = ? ORDER BY first_token"
         with explained(self.path):
@@ -217,6 +220,8 @@ def _open_samples(db: sqlite3.Connection) -> list[OpenSample]:
 def _segment_of(row: tuple[Any, ...]) -> Segment:
     """A row of the table segments; the bytes per log-prob tell float32 from float64. Raises ValueError when the content does
     not match its checksum."""
+    import numpy as np
+
     ordinal, sample, _, _, _, version, tokens, raw, reason, rank, digest, source = row
     if digest != content_digest(tokens, raw):
         raise ValueError(f"sample {sample} of prompt {ordinal} does not have the content that was written")

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-
 if TYPE_CHECKING:
+    import numpy as np
+
     from verl.data_proto.proto import DataProto
 
 Key = tuple[int, int]  # (ordinal of the prompt, index of the sample)
@@ -121,7 +121,7 @@ def content_digest(tokens: bytes, log_probs: bytes | None) -> bytes:
 
 def prompt_digest(token_ids: Sequence[int]) -> str:
     """Eight-byte digest of a prompt's tokens, as 16 hexadecimal digits."""
-    return hashlib.blake2b(np.asarray(token_ids, dtype="<i4").tobytes(), digest_size=8).hexdigest()
+    return hashlib.blake2b(struct.pack(f"<{len(token_ids)}i", *token_ids), digest_size=8).hexdigest()
 
 
 class Order(Protocol):
