@@ -210,11 +210,11 @@ def test_fused_experts_are_divided_by_halves():
     ("make", "words"),
     [
         (lambda: TrainingLayout(Mesh.of(4), expert_parallel=3), "expert_parallel_size=3 does not divide the 4"),
-        (lambda: TrainingLayout(Mesh.grid(range(2), pp=2)), "for each of the 2 pipeline stages"),
+        (lambda: TrainingLayout(Mesh.grid(range(2), pp=2)), "of each of the 2 pipeline stages"),
         (lambda: interval_engines(TrainingLayout(Mesh.of(4)), 3), "4 ranks do not divide into groups of 3"),
         (lambda: interval_engines(TrainingLayout(Mesh.of(4)), 1, 2), "does not divide the 1 stages"),
         (lambda: RolloutLayout((((0,),), ((1, 2),))), "differ in size"),
-        (lambda: RolloutLayout((((0, 1),), ((1, 2),))), "name a rank twice"),
+        (lambda: RolloutLayout((((0, 1),), ((1, 2),))), "contain a rank twice"),
         (lambda: Block(12, 3).span(2, 0), "2 tensor parallel ranks do not divide 3"),
     ],
 )

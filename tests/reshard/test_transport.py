@@ -45,7 +45,7 @@ def test_ranks_with_the_same_weights_have_them_once(found):
 def test_what_ranks_share_is_looked_at_once(found):
     for name, messages in found["check_who_looks_at_what_ranks_share"].items():
         assert len(messages) == 1
-        assert f"of {name} at" in messages[0]
+        assert f"for {name} at" in messages[0]
 
 
 def test_ranks_that_do_not_train(found):
@@ -57,7 +57,7 @@ def test_ranks_that_do_not_train(found):
     ("fault", "words"),
     [
         ("LosesABucket", "does not hold what rank"),
-        ("SwapsTwo", "of model.layers.1.self_attn.k_proj.weight"),
+        ("SwapsTwo", "for model.layers.1.self_attn.k_proj.weight"),
         ("ForgetsWhatItKeeps", "does not hold what it trained"),
         ("FlipsABit", "does not hold what rank"),
     ],

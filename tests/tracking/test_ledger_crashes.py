@@ -115,7 +115,7 @@ def what_became(folder):
         counts = ledger.counts()
         assert counts.twice == counts.evicted == 0
         assert ledger.offset().cursor == STEPS * PROMPTS
-        ended = ledger._rows("SELECT ordinal, sample FROM samples WHERE fate IS NOT NULL", ())
+        ended = ledger._rows("SELECT ordinal, sample FROM samples WHERE fate IS NOT NULL")
         assert Counter(ended) == Counter(keys(range(STEPS * PROMPTS)))
         trained = [(s.step, s.ordinal, s.sample, s.token_versions.tolist(), s.digest) for s in ledger.trained()]
         return ledger.multiset_of_trained(), trained, ledger.offset()

@@ -247,7 +247,7 @@ def start_ledger(path: Path, checkpoint: Path | None = None, record: Mapping[str
         return snapshot(path)
     if record is None:
         raise CheckpointError(
-            f"The checkpoint {checkpoint} has no record of its samples: an earlier version saved it. Resume with that version, "
+            f"The checkpoint {checkpoint} has no record of its samples, so it was saved by an earlier version. Resume with it, "
             "or start over with trainer.resume_mode=disable."
         )
     run, offset = str(record["run"]), Offset(**{name: value for name, value in record.items() if name != "run"})
