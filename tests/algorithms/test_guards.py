@@ -16,7 +16,7 @@ from verl.algorithms.guards import (
     token_signs,
     worst_rows,
 )
-from verl.config.guards import GuardConfig, GuardsConfig
+from verl.config.sections.guards import GuardConfig, GuardsConfig
 from verl.data_proto.metrics import merge_metrics
 
 MASK = torch.tensor([[True, True], [True, False], [False, False]])

@@ -1,12 +1,11 @@
-"""Slips of the finger in config keys, and what becomes of them."""
+"""Typos in config keys, and what becomes of them."""
 
 import re
 import string
 from collections.abc import Iterator
 
-from verl.config import aliases
-from verl.config.tree import leaves, sections
-from verl.config.user_settings import Given, locate
+from verl.config import PPO
+from verl.config.user_settings import Given
 
 # what a keyboard has, but for "=", with which the key ends, and characters that look like others
 LETTERS = (
@@ -20,7 +19,7 @@ LETTERS = (
 
 def keys() -> list[str]:
     """Every key of the tree, and every older spelling of one."""
-    return [*leaves(), *aliases.other_spellings()]
+    return [*PPO.leaves, *PPO.compat.exact]
 
 
 def edits(key: str, rng=None, num_letters: int | None = None) -> Iterator[str]:
@@ -40,25 +39,25 @@ def edits(key: str, rng=None, num_letters: int | None = None) -> Iterator[str]:
 
 
 def outcome(key: str, edited: str) -> str:
-    """What giving `edited` comes to: "right first", "right among equals" (others are one slip away too), "another key" (or
+    """What giving `edited` comes to: "right first", "right among equals" (others are one typo away too), "another key" (or
     an entry of a free mapping), "a section", "a mark" (+ and ~ before a key, and space, say the same key), or what is wrong."""
     spelled = edited.lstrip().lstrip("+~")
-    path, _ = aliases.resolve(spelled)
-    given = Given()
+    path, _ = PPO.resolve(spelled)
+    given = Given(PPO)
     given.add_overrides([f"{edited}=1"])
     errors = [fault.sentence for fault in given.faults]
     if not errors:
         if spelled == key:
             return "a mark"
-        return "another key" if locate(path) is not None else "accepted"
-    if path in sections():
+        return "another key" if PPO.locate(path) is not None else "accepted"
+    if path in PPO.sections:
         return "a section" if "is a section" in errors[0] else errors[0]
     if f"There is no key {spelled!r} (command line)" not in errors[0]:
         return errors[0]
     named = re.findall(r"'([^']*)'", errors[0].partition("did you mean")[2])
     if named[:1] == [key]:
         return "right first"
-    if key in named and all(slips_apart(spelled, other) == 1 for other in named[: named.index(key)]):
+    if key in named and all(typos_apart(spelled, other) == 1 for other in named[: named.index(key)]):
         return "right among equals"
     return f"{edited!r} for {key!r} is answered with {named}"
 
@@ -66,7 +65,7 @@ def outcome(key: str, edited: str) -> str:
 EXPECTED = {"right first", "right among equals", "another key", "a section", "a mark"}
 
 
-def slips_apart(a: str, b: str) -> int:
+def typos_apart(a: str, b: str) -> int:
     """Insertions, deletions, substitutions and swaps of neighbours between two texts (optimal string alignment)."""
     rows = [list(range(len(b) + 1))]
     for i, x in enumerate(a, 1):

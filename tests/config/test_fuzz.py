@@ -8,9 +8,9 @@ from collections import Counter
 
 import pytest
 
-from tests.config.edits import EXPECTED, edits, keys, outcome, slips_apart
+from tests.config.edits import EXPECTED, edits, keys, outcome, typos_apart
 from tests.config.helpers import refused
-from verl.config.suggest import one_slip_away
+from verl.config.suggest import one_typo_away
 
 NUM_EDITS = 4000
 
@@ -31,12 +31,15 @@ def test_whole_loads_refuse_them_too():
             assert repr(key) in refused(f"{edited}=1", match="There is no key")
 
 
-def test_slips_are_found_as_their_definition_says():
+def test_typos_are_found_as_their_definition_says():
     rng = random.Random(2)
     for key in rng.sample(keys(), 3):
         edited = rng.choice(list(edits(key, rng, 1)))
         near = [k for k in keys() if k != edited and abs(len(k) - len(edited)) < 2 and k[:4] == edited[:4]]
-        assert one_slip_away(edited) == sorted(k for k in near if slips_apart(k, edited) == 1) or edited[:4] != key[:4]
+        assert (
+            one_typo_away(keys(), edited) == sorted(k for k in near if typos_apart(k, edited) == 1)
+            or edited[:4] != key[:4]
+        )
 
 
 @pytest.mark.parametrize("key", ["trainer.placement.", "trainer.placement..x", ".trainer.nnodes", "trainer..nnodes"])

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from verl.config import PPO
+from verl.config.checks import verdicts
 from verl.config.groups import GROUPS, files
 from verl.config.load import load_composed
-from verl.config.policy import verdicts
-from verl.config.tree import leaves
 
 from .helpers import ACTOR, GRPO, ROLLOUT, load
 
@@ -68,7 +68,7 @@ def test_overrides_on_top_are_what_was_given(compose):
 
 def test_every_key_is_there():
     tree = composed()
-    missing = [path for path in leaves() if OmegaConf.select(tree, path, default="?") == "?"]
+    missing = [path for path in PPO.leaves if OmegaConf.select(tree, path, default="?") == "?"]
     assert missing == []
     assert len(GROUPS) == 10
     text = (FOLDER / "ppo_trainer.yaml").read_text()

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from verl.config import PPO
+from verl.config.loaded import scalar
+from verl.config.overrides import parse_override
 from verl.config.suggest import nearest_keys
-from verl.config.syntax import parse_override
-from verl.config.tree import leaves
-from verl.config.write import scalar
 from verl.errors import ConfigError
 
 from .helpers import ACTOR, GRPO, ROLLOUT, fixture_lines, load, refused
@@ -242,12 +242,12 @@ def test_a_section_is_no_key():
 
 def test_single_character_edits_are_refused_with_the_right_suggestion():
     rng = random.Random(0)
-    keys = [k for k in leaves() if not k.startswith(("distillation.teacher", "reward.reward_model.rollout"))]
+    keys = [k for k in PPO.leaves if not k.startswith(("distillation.teacher", "reward.reward_model.rollout"))]
     for key in rng.sample(keys, 60):
         at = rng.randrange(len(key))
         letter = rng.choice("abcdefghijklmnopqrstuvwxyz_")
         edited = rng.choice([key[:at] + key[at + 1 :], key[:at] + letter + key[at:], key[:at] + letter + key[at + 1 :]])
-        if edited in leaves():
+        if edited in PPO.leaves:
             continue
-        assert key in nearest_keys(edited), edited
+        assert key in nearest_keys(PPO.leaves, edited), edited
         refused(f"{edited}=1")

@@ -7,12 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from verl.config import aliases, load_config, names
-from verl.config.active_keys import CONDITIONS
-from verl.config.policy import verdict
-from verl.config.removed_keys import GONE
-from verl.config.tree import leaves, value_at
-from verl.config.user_settings import Setting, locate
+from verl.config import PPO, load_config, names
+from verl.config.checks import verdict
+from verl.config.schema import value_at
+from verl.config.user_settings import Setting
 from verl.errors import ConfigError
 
 from .helpers import ACTOR, GRPO, ROLLOUT, fixture_lines, load, refused
@@ -50,15 +48,15 @@ REASONS = (
     "is not available in this version", "is not read: ", "has no effect: ", "must be", "must lie", "is not one of", "needs",
     "is not an existing folder", "is no folder", "is smaller than",
 )  # fmt: skip
-CONDITION_REASONS = {condition.because for condition in CONDITIONS.values()}
+CONDITION_REASONS = {condition.because for condition in PPO.conditions.values()}
 
 
 def path_of(key):
-    return locate(aliases.resolve(key)[0])
+    return PPO.locate(PPO.resolve(key)[0])
 
 
 # the others act, or have no effect, whatever else is set
-CONDITIONAL = [key for key, _ in KNOWN if leaves()[path_of(key)].conditions and not leaves()[path_of(key)].inert]
+CONDITIONAL = [key for key, _ in KNOWN if PPO.leaves[path_of(key)].conditions and not PPO.leaves[path_of(key)].inert]
 
 
 def other_values(key):
@@ -66,7 +64,7 @@ def other_values(key):
     path = path_of(key)
     if path in VALUES or key in VALUES:
         return VALUES.get(key) or VALUES[path]
-    leaf = leaves()[path]
+    leaf = PPO.leaves[path]
     if leaf.key.choices:
         others = [c for c in leaf.key.choices if c not in (leaf.default, None)]
         return tuple(str(c) for c in (others * 2)[:2])
@@ -115,7 +113,7 @@ def test_every_key_alone(section):
     for key, default in KNOWN:
         if ".".join(key.split(".")[:2]) != section:
             continue
-        leaf = leaves()[path_of(key)]
+        leaf = PPO.leaves[path_of(key)]
         if default not in ("FOLLOWS", "REQUIRED") and key != "trainer.n_gpus_per_node":
             assert outcome(key, default) in ("acts", "noticed"), key
         for value in other_values(key):
@@ -139,7 +137,7 @@ def test_every_key_with_each_estimator_and_loss(name, choice):
     kinds = set()
     for key in CONDITIONAL:
         path = path_of(key)
-        leaf = leaves()[path]
+        leaf = PPO.leaves[path]
         for value in other_values(key):
             setting = Setting(path, value, "command line", key, value)
             config = replaced(base.config, path.split("."), fitted(key, value, path))
@@ -176,7 +174,7 @@ def test_the_table_of_refusals_is_short_and_each_has_its_reason():
         .partition("## Refused where not read")[2]
     )
     rows = text.partition("\n## ")[0].strip().splitlines()[4:]
-    declared = [leaf for leaf in leaves().values() if (leaf.key.strict and not leaf.inert) or leaf.key.refused]
+    declared = [leaf for leaf in PPO.leaves.values() if (leaf.key.strict and not leaf.inert) or leaf.key.refused]
     assert 10 < len(rows) < 30
     assert all(len(row.split(" | ")) == 3 for row in rows)
     for leaf in declared:
@@ -184,7 +182,7 @@ def test_the_table_of_refusals_is_short_and_each_has_its_reason():
 
 
 def test_older_keys_are_noticed_too():
-    for row in GONE:
+    for row in PPO.compat.removed:
         key = row.key + "x" if row.key.endswith(".") else row.key
         assert any(row.reason in notice and key in notice for notice in load(f"+{key}=False").notices), key
 

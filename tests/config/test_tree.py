@@ -7,13 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from verl.config import ActorConfig, RolloutConfig, VerlConfig, aliases, load_config, names
-from verl.config.active_keys import CONDITIONS
-from verl.config.derived_defaults import FOLLOWS
+from verl.config import PPO, SFT, ActorConfig, PPOConfig, RolloutConfig, load_config, names, schema_of
 from verl.config.document import to_markdown
-from verl.config.tree import leaves, sections
-from verl.config.unavailable import MISSING
-from verl.config.user_settings import locate
 
 from .helpers import fixture_lines, load
 
@@ -38,7 +33,7 @@ def test_the_fixture_is_whole():
 
 
 def test_every_known_key_has_its_place():
-    assert [key for key, _ in KNOWN if locate(aliases.resolve(key)[0]) is None] == []
+    assert [key for key, _ in KNOWN if PPO.locate(PPO.resolve(key)[0]) is None] == []
 
 
 @pytest.mark.parametrize("section", sorted({key.partition(".")[0] for key, _ in KNOWN}))
@@ -59,7 +54,7 @@ def test_defaults_are_theirs_but_for_the_listed_ones():
     def different(one, other, path=""):
         for name in one:
             a, b = one[name], other[name]
-            if isinstance(a, dict) and path + name not in leaves():
+            if isinstance(a, dict) and path + name not in PPO.leaves:
                 yield from different(a, b, path + name + ".")
             elif a != b:
                 yield path + name
@@ -84,31 +79,48 @@ def test_sections_are_frozen_and_independent():
     assert RolloutConfig().stop is not RolloutConfig().stop
 
 
-def test_every_declaration_is_complete():
-    for path, leaf in leaves().items():
+BOTH = pytest.mark.parametrize("schema", [PPO, SFT], ids=lambda schema: schema.name)
+
+
+@BOTH
+def test_every_declaration_is_complete(schema):
+    for path, leaf in schema.leaves.items():
         assert leaf.key.meaning, path
-        assert all(condition in CONDITIONS for condition, _ in leaf.conditions), path
-    used = {condition for leaf in leaves().values() for condition, _ in leaf.conditions}
-    assert used == set(CONDITIONS)
-    assert all(sections().values())
+        assert all(condition in schema.conditions for condition, _ in leaf.conditions), path
+    used = {condition for leaf in schema.leaves.values() for condition, _ in leaf.conditions}
+    assert used == set(schema.conditions)
+    assert all(schema.sections.values())
 
 
-def test_tables_name_existing_keys():
-    for key, source in FOLLOWS:
-        assert key in leaves(), key
-        assert source in leaves(), source
-    for row in aliases.ALIASES:
-        assert row.new.rstrip(".") in {*leaves(), *sections()} or locate(row.new.rstrip(".")) is not None, row
-        assert row.old not in leaves(), row
-    for missing in MISSING:
-        assert locate(missing.path) is not None, missing.path
+@BOTH
+def test_tables_name_existing_keys(schema):
+    for key, source in schema.follows:
+        assert key in schema.leaves, key
+        assert source in schema.leaves, source
+    for row in schema.compat.aliases:
+        new = row.new.rstrip(".")
+        assert new in {*schema.leaves, *schema.sections} or schema.locate(new) is not None, row
+        assert row.old not in schema.leaves, row
+        assert schema.leaves.keys() >= row.implies.keys(), row
+    for missing in schema.compat.unavailable:
+        assert schema.locate(missing.path) is not None, missing.path
+    for choices in schema.group_choices.values():
+        assert all(schema.leaves.keys() >= values.keys() for values in choices.values())
 
 
-def test_a_followed_key_stands_above_its_followers():
+@BOTH
+def test_a_followed_key_stands_above_its_followers(schema):
     seen = set()
-    for key, source in FOLLOWS:
-        assert source not in {k for k, _ in FOLLOWS} - seen, f"{key} follows {source}, which is filled in later"
+    for key, source in schema.follows:
+        assert source not in {k for k, _ in schema.follows} - seen, f"{key} follows {source}, which is filled in later"
         seen.add(key)
+
+
+@BOTH
+def test_a_config_is_built_from_its_values(schema):
+    config = load_config(schema=schema).config
+    assert schema_of(config) is schema
+    assert schema.build(schema.flatten(config)) == config
 
 
 def test_docs_are_current():
@@ -144,5 +156,5 @@ def test_loading_overrides_needs_no_omegaconf():
 def test_root_is_the_defaults():
     loaded = load_config()
     assert loaded.notices == []
-    assert isinstance(loaded.config, VerlConfig)
-    assert set(loaded.origins) == set(leaves())
+    assert isinstance(loaded.config, PPOConfig)
+    assert set(loaded.origins) == set(PPO.leaves)

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from tests.data.rows import config, row, write
-from verl.config.data import CustomClassConfig
+from verl.config.sections.data import CustomClassConfig
 from verl.data.dataset import PromptRows, RLHFDataset, collate_fn, load_dataset
 from verl.errors import ConfigError, DataError
 from verl.models.tiny import make_tokenizer

@@ -15,7 +15,7 @@ from tests.engines.test_contract import largest_gap, make_batch, policy_loss, va
 from tests.models.reference import make_columns, random_rows, rounded_by_rows, widen_norms
 from verl.checkpoint.store import CheckpointStore, RoleCheckpoint
 from verl.config import ActorConfig, FSDPConfig, ModelConfig, OptimConfig, RolloutCorrectionConfig
-from verl.config.fsdp import WrapPolicyConfig
+from verl.config.sections.fsdp import WrapPolicyConfig
 from verl.data_proto.proto import DataProto
 from verl.engines.api import MicroBatching, whole
 from verl.engines.fsdp import FSDPEngine

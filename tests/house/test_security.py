@@ -3,8 +3,8 @@
 import ast
 
 from tests.house.source import PACKAGE, ROOT, files, relative, tree
+from verl.config import PPO
 from verl.config.secrets import is_secret_name
-from verl.config.tree import leaves
 
 # (file, what is called) -> why it may listen on more than this machine, or how it keeps strangers out
 LISTENERS: dict[tuple[str, str], str] = {
@@ -38,7 +38,7 @@ def name_of(call):
 def test_code_that_comes_with_a_model_runs_only_when_the_config_says_so():
     """trust_remote_code is False in every declaration, and whoever passes it on passes on what the config says."""
     assert [
-        leaf.default for path, leaf in leaves().items() if path.endswith("trust_remote_code") and leaf.default
+        leaf.default for path, leaf in PPO.leaves.items() if path.endswith("trust_remote_code") and leaf.default
     ] == []
     wrong = [
         f"{file}:{call.lineno}"
@@ -115,7 +115,7 @@ def test_model_output_is_not_run_in_the_core():
 
 def test_no_key_of_the_tree_is_taken_for_a_secret():
     """A key of ours whose name looks like a secret's would be masked in config.yaml."""
-    assert [path for path in leaves() if is_secret_name(path.rpartition(".")[2])] == []
+    assert [path for path in PPO.leaves if is_secret_name(path.rpartition(".")[2])] == []
 
 
 def test_the_page_on_security_names_every_limit():

@@ -13,7 +13,7 @@ from tests.roles.test_reward_model import PROMPTS, RESPONSES, batch_of, make_cla
 from tests.rollout.service import running
 from tests.rollout.test_http_real import TOKEN, folder, server  # noqa: F401 - fixtures
 from tests.rollout.test_vllm import FakeCore
-from verl.config.reward import JudgeServiceConfig
+from verl.config.sections.reward import JudgeServiceConfig
 from verl.errors import ConfigError, MissingExtraError, ModelError, UnreachableError
 from verl.models.load import load_tokenizer
 from verl.models.tiny import make_tiny_model, make_tokenizer

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from verl.config import RewardModelConfig
-from verl.config.reward import RewardModelRolloutConfig
+from verl.config.sections.reward import RewardModelRolloutConfig
 from verl.data_proto.proto import DataProto
 from verl.errors import ConfigError, ModelError, NumericsError
 from verl.models.classifier import load_reward_model, sequence_scores

@@ -15,7 +15,7 @@ from tests.rollout.service import running
 from tests.rollout.test_vllm import own_copy, weights_of
 from verl.cli.supervise import _ending
 from verl.config import RolloutConfig
-from verl.config.rollout import ServiceConfig
+from verl.config.sections.rollout import ServiceConfig
 from verl.data_proto.samples import SamplingParams
 from verl.errors import ConfigError, DeadlineError, ModelError, NumericsError, UnreachableError
 from verl.rollout.api import ENGINES, RolloutEngine

@@ -15,7 +15,7 @@ import torch
 from tests.rollout.conftest import EOS, make_prompts
 from tests.rollout.test_vllm_real import DRAWS, LENGTHS, assert_equal, changed, native
 from verl.config import RolloutConfig
-from verl.config.rollout import ServiceConfig
+from verl.config.sections.rollout import ServiceConfig
 from verl.data_proto.samples import SamplingParams
 from verl.errors import ConfigError, ModelError, UnreachableError, VerlError
 from verl.models.tiny import make_tiny_model

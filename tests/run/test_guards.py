@@ -13,7 +13,7 @@ from safetensors import safe_open
 from tests.run.conftest import Run, merge
 from tests.runtime import ranks
 from verl.config import load_config
-from verl.config.guards import GuardConfig, GuardsConfig, NonfiniteGuardConfig
+from verl.config.sections.guards import GuardConfig, GuardsConfig, NonfiniteGuardConfig
 from verl.engines.api import whole
 from verl.errors import ConfigError, NumericsError
 from verl.programs import ppo as program_file

@@ -275,14 +275,12 @@ def test_strangers_do_not_get_into_a_cluster_of_our_own():
 
 
 def test_the_config_travels_whole(base):
-    from verl.config import load_config
-    from verl.config.load import build
-    from verl.config.tree import leaves, value_at
+    from verl.config import PPO, load_config
     from verl.runtime.ray import pack, unpack
 
     config = load_config([*base, "actor_rollout_ref.rollout.stop=[a,b]"]).config
-    sent = unpack(pack({path: value_at(config, path) for path in leaves()}))
-    assert build(sent) == config
+    sent = unpack(pack(PPO.flatten(config)))
+    assert PPO.build(sent) == config
     assert json.dumps(sent["trainer.placement"]) == "{}"
 
 

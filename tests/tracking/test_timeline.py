@@ -136,7 +136,7 @@ def test_keys_in_the_advice_exist():
     """A key that is named as something to set is one."""
     import re
 
-    from verl.config.tree import leaves
+    from verl.config import PPO
     from verl.tracking import bottleneck
 
     every = find_bottleneck(
@@ -144,7 +144,7 @@ def test_keys_in_the_advice_exist():
         metrics_of(**{"timing_s/old_log_prob": 5.0, "timing_s/ref": 5.0, "rollout/max_running": 32,
                       "rollout/num_decode_steps": 100, "rollout/num_generated_tokens": 100}), CONFIG,
     )  # fmt: skip
-    known = set(leaves())
+    known = set(PPO.leaves)
     named = set(
         re.findall(r"\b((?:trainer|data|actor_rollout_ref|reward|algorithm)\.[\w.]*\w)", " ".join(every.advice))
     )

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from verl.config import LoadedConfig, load_config
-from verl.config.removed_keys import CALLED
+from verl.config import PPO, LoadedConfig, load_config
 from verl.errors import ConfigError, nearest
 
 # the keys that most scripts set, shown by --help
@@ -47,7 +46,7 @@ _ELSEWHERE = {
 
 def _as_key(flag: str) -> str:
     """What to set instead of another trainer's flag, such as --num_generations; "" for an unknown one."""
-    key = CALLED.get(flag.lstrip("-").replace("-", "_"), "") if flag.startswith("--") else ""
+    key = PPO.compat.other_trainers.get(flag.lstrip("-").replace("-", "_"), "") if flag.startswith("--") else ""
     return f"settings are given as key=value, and this one by {key}" if key else ""
 
 
@@ -108,16 +107,15 @@ def parse(
 
 def _keys() -> str:
     from verl.config.sources import built_in_names
-    from verl.config.tree import leaves, sections
 
-    known = leaves()
-    top = {path: meaning for path, meaning in sections().items() if path.count(".") < 1 or path in _GROUPS}
+    known = PPO.leaves
+    top = {path: meaning for path, meaning in PPO.sections.items() if path.count(".") < 1 or path in _GROUPS}
     width = max(map(len, top))
     lines = ["sections:", *(f"  {path:<{width}}  {meaning}" for path, meaning in top.items())]
     lines += ["", "common keys with their defaults (docs/config.md has all):"]
     for path in COMMON_KEYS:
         lines += [f"  {path}={_shown(known[path].default)}", f"      {known[path].key.meaning}"]
-    return "\n".join([*lines, "", f"built-in configs for --config-name: {', '.join(built_in_names())}"])
+    return "\n".join([*lines, "", f"built-in configs for --config-name: {', '.join(built_in_names(PPO))}"])
 
 
 _GROUPS = tuple(f"actor_rollout_ref.{name}" for name in ("model", "actor", "rollout", "ref"))

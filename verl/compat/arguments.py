@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from verl.config.syntax import parse_override
+from verl.config.overrides import parse_override
 
 
 class Arguments:

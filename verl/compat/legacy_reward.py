@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from verl.config.aliases import resolve
+from verl.config import PPO
 
 _OLDER = ("custom_reward_function", "reward_model", "sandbox_fusion")
 
@@ -20,7 +20,7 @@ def migrate_legacy_reward_impl(config: Any) -> Any:
             older = config.pop(section, None)
             tree: Any = OmegaConf.to_container(older, resolve=True) if OmegaConf.is_config(older) else older
             for spelled, value in _leaves(tree or {}, section):
-                path, _ = resolve(spelled)
+                path, _ = PPO.resolve(spelled)
                 if value is not None:
                     OmegaConf.update(config, path, value, force_add=True)
     return config

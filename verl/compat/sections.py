@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.config import (
+    PPO,
     ActorConfig,
     CriticConfig,
     FSDPConfig,
@@ -22,9 +23,6 @@ from verl.config import (
     VerlConfig,
     load_config,
 )
-from verl.config.aliases import resolve
-from verl.config.derived_defaults import FOLLOWS
-from verl.config.tree import leaves
 from verl.errors import ConfigError
 from verl.registry import load_object
 
@@ -176,14 +174,14 @@ def _asked_for(tree: dict[str, Any], prefix: str) -> dict[str, Any]:
     found = {}
     for name, value in tree.items():
         spelled = f"{prefix}{name}"
-        path = resolve(spelled)[0]
-        if isinstance(value, dict) and path not in leaves():
+        path = PPO.resolve(spelled)[0]
+        if isinstance(value, dict) and path not in PPO.leaves:
             below = _asked_for(value, f"{spelled}.")
             if below:
                 found[name] = below
-        elif path not in leaves() or leaves()[path].default != value or path in _FOLLOWING:
+        elif path not in PPO.leaves or PPO.leaves[path].default != value or path in _FOLLOWING:
             found[name] = value
     return found
 
 
-_FOLLOWING = {path for path, _ in FOLLOWS}
+_FOLLOWING = {path for path, _ in PPO.follows}

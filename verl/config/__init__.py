@@ -3,37 +3,44 @@
 Importing this package needs neither torch nor OmegaConf.
 """
 
-from verl.config.actor import ActorConfig, CheckpointConfig, PolicyLossConfig, RefConfig
-from verl.config.algorithm import (
+from verl.config.load import load_config
+from verl.config.loaded import LoadedConfig
+from verl.config.roots import PPO, SCHEMAS, SFT, PPOConfig, SFTConfig, schema_of
+from verl.config.roots.ppo import ActorRolloutRefConfig
+from verl.config.schema import Problem, Schema
+from verl.config.sections.actor import ActorConfig, CheckpointConfig, PolicyLossConfig, RefConfig
+from verl.config.sections.algorithm import (
     AlgorithmConfig,
     FilterGroupsConfig,
     KLCtrlConfig,
     PFPPOConfig,
     RolloutCorrectionConfig,
 )
-from verl.config.critic import CriticConfig
-from verl.config.data import CustomClassConfig, DataConfig
-from verl.config.distillation import DistillationConfig
-from verl.config.fsdp import FSDPConfig, MixedPrecisionConfig
-from verl.config.guards import GuardsConfig
-from verl.config.load import load_config
-from verl.config.loaded import LoadedConfig
-from verl.config.megatron import MegatronConfig
-from verl.config.model import ModelConfig
-from verl.config.optim import OptimConfig
-from verl.config.reward import (
+from verl.config.sections.critic import CriticConfig
+from verl.config.sections.data import CustomClassConfig, DataConfig, SFTDataConfig
+from verl.config.sections.distillation import DistillationConfig
+from verl.config.sections.fsdp import FSDPConfig, MixedPrecisionConfig, SFTEngineConfig
+from verl.config.sections.guards import GuardsConfig, StepGuardsConfig
+from verl.config.sections.megatron import MegatronConfig
+from verl.config.sections.model import ModelConfig, SFTModelConfig
+from verl.config.sections.optim import OptimConfig
+from verl.config.sections.reward import (
     CustomRewardFunctionConfig,
     RewardConfig,
     RewardManagerConfig,
     RewardModelConfig,
     SandboxFusionConfig,
 )
-from verl.config.rollout import AgentConfig, MultiTurnConfig, RolloutConfig, ValKwargsConfig
-from verl.config.services import GlobalProfilerConfig, RayKwargsConfig, SkipConfig, TransferQueueConfig
-from verl.config.trainer import TrainerConfig
-from verl.config.tree import ActorRolloutRefConfig, VerlConfig
+from verl.config.sections.rollout import AgentConfig, MultiTurnConfig, RolloutConfig, ValKwargsConfig
+from verl.config.sections.services import GlobalProfilerConfig, RayKwargsConfig, SkipConfig, TransferQueueConfig
+from verl.config.sections.trainer import PPOTrainerConfig, SFTTrainerConfig, TrainerConfig
+
+VerlConfig = PPOConfig
 
 __all__ = [
+    "PPO",
+    "SCHEMAS",
+    "SFT",
     "ActorConfig",
     "ActorRolloutRefConfig",
     "AgentConfig",
@@ -56,7 +63,10 @@ __all__ = [
     "MultiTurnConfig",
     "OptimConfig",
     "PFPPOConfig",
+    "PPOConfig",
+    "PPOTrainerConfig",
     "PolicyLossConfig",
+    "Problem",
     "RayKwargsConfig",
     "RefConfig",
     "RewardConfig",
@@ -64,11 +74,19 @@ __all__ = [
     "RewardModelConfig",
     "RolloutConfig",
     "RolloutCorrectionConfig",
+    "SFTConfig",
+    "SFTDataConfig",
+    "SFTEngineConfig",
+    "SFTModelConfig",
+    "SFTTrainerConfig",
     "SandboxFusionConfig",
+    "Schema",
     "SkipConfig",
+    "StepGuardsConfig",
     "TrainerConfig",
     "TransferQueueConfig",
     "ValKwargsConfig",
     "VerlConfig",
     "load_config",
+    "schema_of",
 ]

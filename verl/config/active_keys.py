@@ -7,18 +7,10 @@ what to set.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from verl.config import names
-
-
-@dataclass(frozen=True)
-class Condition:
-    holds: Callable[[Any, Any], bool]  # (root, section that holds the key)
-    because: str  # completes "it is not read, because ..."
-    fix: str  # completes "remove it, or ..."; "" where nothing can be set
+from verl.config.schema import Condition, value_at
 
 
 def _custom(name: str, known: tuple[str, ...]) -> bool:
@@ -39,9 +31,9 @@ def uses_reference(root: Any) -> bool:
 
 def runs_on_several_devices(root: Any) -> bool:
     """Whether there are several processes, by the config or because a launcher has started them."""
-    trainer, rollout = root.trainer, root.actor_rollout_ref.rollout
-    asked = trainer.nnodes * trainer.n_gpus_per_node + rollout.nnodes
-    return asked > 1 or bool(trainer.placement) or os.environ.get("WORLD_SIZE", "1") != "1"
+    trainer = root.trainer
+    num_devices = trainer.nnodes * trainer.n_gpus_per_node + (value_at(root, "actor_rollout_ref.rollout.nnodes") or 0)
+    return num_devices > 1 or bool(trainer.placement) or os.environ.get("WORLD_SIZE", "1") != "1"
 
 
 def _starts_engine(root: Any) -> bool:
@@ -86,14 +78,9 @@ def _loss_mode(mode: str) -> Condition:
 
 def _switch(path: str, value: str = "True") -> Condition:
     """Read when the key at `path` equals `value`."""
-    *parents, leaf = path.split(".")
-
-    def holds(root: Any, node: Any) -> bool:
-        for name in parents:
-            root = root[name]
-        return str(root[leaf]) == value
-
-    return Condition(holds, f"{path} is not {value}", f"set {path}={value}")
+    return Condition(
+        lambda root, node: str(value_at(root, path)) == value, f"{path} is not {value}", f"set {path}={value}"
+    )
 
 
 def _rollout(*engines: str) -> Condition:
@@ -122,7 +109,47 @@ CRITIC = Condition(
     "set algorithm.adv_estimator=gae",
 )
 
-CONDITIONS: dict[str, Condition] = {
+
+def _megatron(strategy: str) -> Condition:
+    return Condition(
+        lambda root, node: value_at(root, strategy) == "megatron",
+        "only the Megatron engine reads it",
+        "set lr_scheduler_type, min_lr_ratio, lr_warmup_steps instead",
+    )
+
+
+# of sections that several programs have
+_SHARED: dict[str, Condition] = {
+    "fixed_bsz": _fixed_bsz("use_dynamic_bsz"),
+    "several_devices": Condition(
+        lambda root, node: runs_on_several_devices(root),
+        "the run is on one device, which holds the whole model",
+        "set trainer.n_gpus_per_node above 1",
+    ),
+    "cosine": Condition(
+        lambda root, node: node.lr_scheduler_type == "cosine",
+        "lr_scheduler_type is not cosine",
+        "set lr_scheduler_type=cosine",
+    ),
+    "no_warmup_steps": Condition(
+        lambda root, node: node.lr_warmup_steps <= 0,
+        "lr_warmup_steps gives the length of the warm-up",
+        "remove lr_warmup_steps",
+    ),
+    "lora": Condition(
+        lambda root, node: node.lora_rank > 0, "lora_rank is 0, so there are no adapters", "set lora_rank above 0"
+    ),
+    "use_3d_hybrid": Condition(
+        lambda root, node: node.use_3d_hybrid, "use_3d_hybrid is not True", "set use_3d_hybrid=True"
+    ),
+    "has_limit": Condition(lambda root, node: node.limit is not None, "no limit is set beside it", "set limit as well"),
+    "has_path": Condition(lambda root, node: node.path is not None, "no path is set beside it", "set path as well"),
+    "resume_path": _switch("trainer.resume_mode", "resume_path"),
+}
+
+PPO_CONDITIONS: dict[str, Condition] = {
+    **_SHARED,
+    "megatron": _megatron("actor_rollout_ref.actor.strategy"),
     "critic": CRITIC,
     "critic_fixed_bsz": Condition(
         lambda root, node: uses_critic(root) and not node.use_dynamic_bsz,
@@ -197,7 +224,6 @@ CONDITIONS: dict[str, Condition] = {
         "loss_agg_mode is not seq-mean-token-sum-norm",
         "set loss_agg_mode=seq-mean-token-sum-norm",
     ),
-    "fixed_bsz": _fixed_bsz("use_dynamic_bsz"),
     "ref_fixed_bsz": _fixed_bsz("log_prob_use_dynamic_bsz"),
     "rollout_fixed_bsz": _fixed_bsz("log_prob_use_dynamic_bsz"),
     "gae": Condition(
@@ -235,11 +261,6 @@ CONDITIONS: dict[str, Condition] = {
         "samples are made right before they train (actor_rollout_ref.rollout.prefetch_num=0)",
         "set actor_rollout_ref.rollout.prefetch_num above 0",
     ),
-    "several_devices": Condition(
-        lambda root, node: runs_on_several_devices(root),
-        "the run is on one device, which holds the whole model",
-        "set trainer.n_gpus_per_node above 1",
-    ),
     "spans_devices": Condition(
         lambda root, node: (
             _starts_engine(root) or (runs_on_several_devices(root) and root.actor_rollout_ref.rollout.name != "http")
@@ -255,32 +276,9 @@ CONDITIONS: dict[str, Condition] = {
     "colocate_async": _switch("trainer.v1.trainer_mode", "colocate_async"),
     "separate_async": _switch("trainer.v1.trainer_mode", "separate_async"),
     "multi_turn": _switch("actor_rollout_ref.rollout.multi_turn.enable"),
-    "cosine": Condition(
-        lambda root, node: node.lr_scheduler_type == "cosine",
-        "lr_scheduler_type is not cosine",
-        "set lr_scheduler_type=cosine",
-    ),
-    "no_warmup_steps": Condition(
-        lambda root, node: node.lr_warmup_steps <= 0,
-        "lr_warmup_steps gives the length of the warm-up",
-        "remove lr_warmup_steps",
-    ),
-    "megatron": Condition(
-        lambda root, node: root.actor_rollout_ref.actor.strategy == "megatron",
-        "only the Megatron engine reads it",
-        "set lr_scheduler_type, min_lr_ratio, lr_warmup_steps instead",
-    ),
-    "lora": Condition(
-        lambda root, node: node.lora_rank > 0, "lora_rank is 0, so there are no adapters", "set lora_rank above 0"
-    ),
-    "use_3d_hybrid": Condition(
-        lambda root, node: node.use_3d_hybrid, "use_3d_hybrid is not True", "set use_3d_hybrid=True"
-    ),
     "vllm": _rollout("vllm"),
     "vllm_or_sglang": _rollout("vllm", "sglang"),
     "service": _rollout("http", "sglang"),
-    "has_limit": Condition(lambda root, node: node.limit is not None, "no limit is set beside it", "set limit as well"),
-    "has_path": Condition(lambda root, node: node.path is not None, "no path is set beside it", "set path as well"),
     "imported_manager": _switch("reward.reward_manager.source", "importlib"),
     "reward_model": _switch("reward.reward_model.enable"),
     "judge": Condition(
@@ -295,5 +293,6 @@ CONDITIONS: dict[str, Condition] = {
     ),
     "distillation": _switch("distillation.enabled"),
     "skips": Condition(lambda root, node: node.enable, "enable is not True beside it", "set enable=True as well"),
-    "resume_path": _switch("trainer.resume_mode", "resume_path"),
 }
+
+SFT_CONDITIONS: dict[str, Condition] = {**_SHARED, "megatron": _megatron("engine.strategy")}

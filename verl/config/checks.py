@@ -1,56 +1,143 @@
-"""What is wrong, or worth saying, about a resolved configuration, without looking at models or data.
+"""Problems of a resolved configuration, without a look at models or data.
 
-Three families: problems of loading it, verdicts on single keys (policy.py), and keys that contradict one another (rules/).
+Three families: problems of loading it, verdicts on single keys, and keys that contradict one another (rules/).
+
+Each key that is given acts, is noticed, or is refused, always with a reason:
+
+- A key that no release knows is refused, with the nearest names (user_settings.py).
+- A feature that is not available is refused, before anything is said about keys below it (compat.yaml).
+- A key that is not read is *noticed* where the existing verl, given the same keys, would train the same without it: it
+  reads the key under the same condition (active_keys.py), or the key only sizes hardware or observes the run.
+- A key that is not read is *refused* where it asks for something that would not happen: the existing verl acts on it
+  there, or only this version has the key (`strict` and `refused` in its declaration).
+
+`trainer.strict_config=True` makes errors of the notices.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from verl.config.loaded import LoadedConfig
-from verl.config.policy import Verdict, shown, verdicts
-from verl.config.problems import LEVELS, Problem, no_effect
-from verl.config.rules import RULES
-from verl.config.tree import leaves, value_at
-from verl.config.unavailable import MISSING
+from verl.config.schema import LEVELS, Leaf, Problem, error, value_at
+from verl.config.user_settings import Setting
 
-__all__ = ["Problem", "check_config"]
+__all__ = ["Problem", "Verdict", "check_config", "verdict", "verdicts"]
 
 
-def check_config(loaded: LoadedConfig) -> list[Problem]:
+@dataclass(frozen=True)
+class Verdict:
+    """`acts`, `noticed` (`reason` says why the key has no effect) or `refused` (`reason` is the sentence of the error)."""
+
+    kind: Literal["acts", "noticed", "refused"]
+    reason: str = ""
+
+
+ACTS = Verdict("acts")
+
+
+def check_config(loaded: LoadedConfig[Any]) -> list[Problem]:
     """Every problem of a configuration: features that are not available, other errors, warnings, notices."""
+    missing = _missing_features(loaded)
     found = verdicts(loaded)
-    features = {row.path for row in MISSING}
-    refused = [Problem("error", key, v.reason) for key, v in found.items() if v.kind == "refused"]
+    refused = [error(key, v.reason) for key, v in found.items() if v.kind == "refused"]
+    faults = [p for p in loaded.faults if not _hidden(loaded, missing, p)]
     problems = [
-        *sorted(refused, key=lambda p: p.key not in features),
-        *(p for p in loaded.faults if p.key not in loaded.misfits or _is_fault(loaded, found, p.key)),
-        *_broken_rules(loaded, {p.key for p in refused if p.key in features} | {p.key for p in loaded.faults}),
+        *sorted(refused, key=lambda p: p.key not in missing),
+        *(p for p in faults if p.key not in loaded.misfits or _is_fault(loaded, found, p.key)),
+        *_broken_rules(loaded, {p.key for p in refused if p.key in missing} | {p.key for p in faults}),
         *_notices(loaded, found),
     ]
     return sorted(problems, key=lambda p: LEVELS.index(p.level))
 
 
-def _is_fault(loaded: LoadedConfig, found: dict[str, Verdict], key: str) -> bool:
+def verdicts(loaded: LoadedConfig[Any]) -> dict[str, Verdict]:
+    """{key: Verdict} of every key that was given, and of keys that choose a feature which is not available."""
+    found = {key: Verdict("refused", sentence) for key, sentence in _missing_features(loaded).items()}
+    for path, setting in loaded.given.items():
+        if path not in found:
+            found[path] = verdict(loaded, path, setting)
+    return found
+
+
+def verdict(loaded: LoadedConfig[Any], path: str, setting: Setting) -> Verdict:
+    """That of one key, all features being there."""
+    leaf, value = loaded.schema.leaves[path], value_at(loaded.config, path)
+    as_default = value == leaf.default or (path in loaded.followed and value == loaded.followed[path])
+    if as_default and setting.source != "command line" and path not in loaded.misfits:
+        return ACTS  # a file may list every key, as the one in the run folder does
+    if leaf.inert:
+        if not leaf.key.refused or as_default:
+            return Verdict("noticed", leaf.inert)
+        sentence = f"{setting.shown(leaf, value)} ({_place(setting)}) has no effect: {leaf.inert}. {leaf.key.refused}."
+        return Verdict("refused", sentence)
+    failed = _failed_condition(loaded, leaf)
+    if failed is None:
+        return ACTS
+    because, fix = failed
+    if as_default or leaf.sizing or value in leaf.key.neutral or not leaf.key.strict:
+        return Verdict("noticed", because)
+    return Verdict(
+        "refused",
+        f"{setting.shown(leaf, value)} ({_place(setting)}) is not read: {because}; {leaf.key.strict}. Remove it, or {fix}.",
+    )
+
+
+def _missing_features(loaded: LoadedConfig[Any]) -> dict[str, str]:
+    """Key -> sentence, for each feature that the config chooses and this version does not have."""
+    found: dict[str, str] = {}
+    for row in loaded.schema.compat.unavailable:
+        value = value_at(loaded.config, row.path)
+        if row.chosen(value):
+            found[row.path] = f"{row.what} is not available in this version ({row.path}={value}). {row.instead}."
+    return found
+
+
+def _hidden(loaded: LoadedConfig[Any], missing: dict[str, str], fault: Problem) -> bool:
+    """Whether the fault is an unknown key that may be one of a missing feature."""
+    rows = [row for row in loaded.schema.compat.unavailable if row.path in missing]
+    return fault.key not in loaded.schema.leaves and any(fault.key.startswith(row.hides) for row in rows)
+
+
+def _failed_condition(loaded: LoadedConfig[Any], leaf: Leaf) -> tuple[str, str] | None:
+    for name, place in leaf.conditions:
+        condition = loaded.schema.conditions[name]
+        if not condition.holds(loaded.config, value_at(loaded.config, place)):
+            return condition.because, condition.fix
+    return None
+
+
+def _place(setting: Setting) -> str:
+    renamed = setting.origin != setting.source
+    return f"{setting.source}; it is another spelling of {setting.path}" if renamed else setting.source
+
+
+def _is_fault(loaded: LoadedConfig[Any], found: dict[str, Verdict], key: str) -> bool:
     """A value that does not fit is an error, but where its feature is missing, and for null to a key that is not read."""
     return found[key].kind == "acts" or (found[key].kind == "noticed" and loaded.misfits[key] is not None)
 
 
-def _broken_rules(loaded: LoadedConfig, faulty: set[str]) -> Iterator[Problem]:
-    given = set(loaded.given)
+def _broken_rules(loaded: LoadedConfig[Any], faulty: set[str]) -> Iterator[Problem]:
     broken: set[str] = set()
-    for rule in RULES:
-        if rule.key in faulty:
-            continue
-        if loaded.origins[rule.key].removeprefix("follows ") in broken | faulty:
-            broken.add(rule.key)  # the key that it follows has been named
-            continue
-        if rule.broken(loaded.config, given):
-            broken.add(rule.key)
-            yield Problem(rule.level, rule.key, rule.sentence(loaded.config))
+    for problem in loaded.schema.problems(loaded.config, set(loaded.given)):
+        broken.add(problem.key)
+        # once is enough for a key, and for those that take its value
+        if problem.key not in faulty and not _followed(loaded, problem.key) & (broken | faulty):
+            yield problem
 
 
-def _notices(loaded: LoadedConfig, found: dict[str, Verdict]) -> list[Problem]:
+def _followed(loaded: LoadedConfig[Any], key: str) -> set[str]:
+    """The keys whose value `key` has taken."""
+    found: set[str] = set()
+    while (origin := loaded.origins.get(key, "")).startswith("follows "):
+        key = origin.removeprefix("follows ")
+        found.add(key)
+    return found
+
+
+def _notices(loaded: LoadedConfig[Any], found: dict[str, Verdict]) -> list[Problem]:
     """One notice per reason, each with all keys it is the reason of; errors under trainer.strict_config."""
     by_reason: dict[str, list[str]] = {}
     for key, reason in loaded.without_effect:
@@ -62,14 +149,14 @@ def _notices(loaded: LoadedConfig, found: dict[str, Verdict]) -> list[Problem]:
     strict = loaded.config.trainer.strict_config
     end = " Remove it, or set trainer.strict_config=False." if strict else ""
     return [
-        Problem("error" if strict else "notice", "", no_effect(keys, reason) + end)
+        Problem("error" if strict else "notice", "", f"No effect: {', '.join(keys)} ({reason}).{end}")
         for reason, keys in by_reason.items()
     ]
 
 
-def _all_shown(loaded: LoadedConfig, path: str, value: object) -> list[str]:
+def _all_shown(loaded: LoadedConfig[Any], path: str, value: object) -> list[str]:
     """A key as it was given; all entries that were given of a free-form one."""
-    settings = loaded.entries.get(path) or [loaded.given[path]]
-    if not leaves()[path].free:
+    leaf, settings = loaded.schema.leaves[path], loaded.entries.get(path) or [loaded.given[path]]
+    if not leaf.free:
         settings = settings[-1:]
-    return list(dict.fromkeys(shown(setting, value) for setting in settings))
+    return list(dict.fromkeys(setting.shown(leaf, value) for setting in settings))

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from verl.config.schema import Derived
 
 _ACTOR = "actor_rollout_ref.actor"
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -14,7 +17,7 @@ _MODEL = "actor_rollout_ref.model"
 _TEACHER = "distillation.teacher_models.teacher_model.inference"
 
 # (key, the key it follows); a followed key stands above its followers
-FOLLOWS: tuple[tuple[str, str], ...] = (
+PPO_FOLLOWS: tuple[tuple[str, str], ...] = (
     (f"{_ROLLOUT}.prompt_length", "data.max_prompt_length"),
     (f"{_ROLLOUT}.response_length", "data.max_response_length"),
     (f"{_ROLLOUT}.n_gpus_per_node", "trainer.n_gpus_per_node"),
@@ -66,6 +69,7 @@ FOLLOWS: tuple[tuple[str, str], ...] = (
     ("critic.forward_micro_batch_size_per_gpu", "critic.ppo_micro_batch_size_per_gpu"),
     ("critic.checkpoint.save_contents", f"{_ACTOR}.checkpoint.save_contents"),
     ("critic.checkpoint.load_contents", "critic.checkpoint.save_contents"),
+    ("trainer.nccl_timeout", "actor_rollout_ref.nccl_timeout"),
     ("data.gen_batch_size", "data.train_batch_size"),
     ("data.tool_config_path", f"{_ROLLOUT}.multi_turn.tool_config_path"),
     ("data.function_tool_path", f"{_ROLLOUT}.multi_turn.function_tool_path"),
@@ -76,15 +80,40 @@ FOLLOWS: tuple[tuple[str, str], ...] = (
 )
 
 
+SFT_FOLLOWS: tuple[tuple[str, str], ...] = (
+    ("data.seed", "trainer.seed"),
+    ("checkpoint.load_contents", "checkpoint.save_contents"),
+)
+
 COMPOSED_FOLDER = "checkpoints/${trainer.project_name}/${trainer.experiment_name}"
 
 
-def derive(values: Mapping[str, Any], given: set[str]) -> dict[str, tuple[Any, str]]:
-    """{key: (value, origin)} of keys that are worked out from several others. `given` are the keys the user set."""
-    found: dict[str, tuple[Any, str]] = {}
-    if "trainer.default_local_dir" not in given:
-        folder = f"checkpoints/{values['trainer.project_name']}/{values['trainer.experiment_name']}"
-        found["trainer.default_local_dir"] = (folder, "follows trainer.project_name and trainer.experiment_name")
+def _folder(values: Mapping[str, Any], given: set[str]) -> Derived:
+    if "trainer.default_local_dir" in given:
+        return {}
+    folder = f"checkpoints/{values['trainer.project_name']}/{values['trainer.experiment_name']}"
+    return {"trainer.default_local_dir": (folder, "follows trainer.project_name and trainer.experiment_name")}
+
+
+def derive_sft(values: Mapping[str, Any], given: set[str]) -> Derived:
+    """Keys of `verl sft` that are worked out from several others, or from the launcher. `given` are the keys the user set."""
+    return _folder(values, given) | _launched(given) | _adapter(values, given, "model")
+
+
+def _launched(given: set[str]) -> Derived:
+    """Nodes and devices as torchrun has started them."""
+    world, local = (os.environ.get(name, "") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    if not (world.isdecimal() and local.isdecimal()) or {"trainer.nnodes", "trainer.n_gpus_per_node"} & given:
+        return {}
+    return {
+        "trainer.nnodes": (int(world) // max(int(local), 1), "follows WORLD_SIZE"),
+        "trainer.n_gpus_per_node": (int(local), "follows LOCAL_WORLD_SIZE"),
+    }
+
+
+def derive_ppo(values: Mapping[str, Any], given: set[str]) -> Derived:
+    """Keys of `verl train` that are worked out from several others. `given` are the keys the user set."""
+    found = _folder(values, given)
     if values["data.seed"] is None:
         found["data.seed"] = (42, "default")
     batch, mini_batch = values["data.train_batch_size"], f"{_ACTOR}.ppo_mini_batch_size"
@@ -102,7 +131,7 @@ def derive(values: Mapping[str, Any], given: set[str]) -> dict[str, tuple[Any, s
     return found
 
 
-def _adapter(values: Mapping[str, Any], given: set[str], model: str) -> dict[str, tuple[Any, str]]:
+def _adapter(values: Mapping[str, Any], given: set[str], model: str) -> Derived:
     """Rank, scale and modules of adapters to start from, as their adapter_config.json has them; nothing where lora_rank is set
     or there is no such file (which a rule refuses)."""
     source = f"{model}.lora_adapter_path"
@@ -121,9 +150,9 @@ def _adapter(values: Mapping[str, Any], given: set[str], model: str) -> dict[str
     }
 
 
-def _ahead(values: Mapping[str, Any], given: set[str]) -> dict[str, tuple[Any, str]]:
+def _ahead(values: Mapping[str, Any], given: set[str]) -> Derived:
     """How far samples are made ahead, and the correction that their age asks for."""
-    found: dict[str, tuple[Any, str]] = {}
+    found: Derived = {}
     key, mode = f"{_ROLLOUT}.prefetch_num", values["trainer.v1.trainer_mode"]
     number = values[key]
     if key not in given and mode in ("colocate_async", "separate_async"):

@@ -7,13 +7,14 @@ existing programs override. `load_composed` (load.py) reads the result.
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from verl.config.aliases import ALIASES
-from verl.config.derived_defaults import COMPOSED_FOLDER, FOLLOWS
-from verl.config.tree import leaves
-from verl.config.write import scalar
+from verl.config.derived_defaults import COMPOSED_FOLDER
+from verl.config.loaded import scalar
+from verl.config.roots import PPO, SFT
+from verl.config.schema import Schema
 
 HEADER = (
     "# Made from verl/config by `python -m verl.config.groups verl/trainer/config`; docs/config.md explains each key.\n"
@@ -34,13 +35,25 @@ GROUPS: tuple[tuple[str, str, str], ...] = (
 )
 # sections under older names that existing programs set without a +; null asks for nothing
 _OLDER_SECTIONS = ("custom_reward_function.", "sandbox_fusion.", "reward_model.")
+_SPELLED_SECTIONS = ("actor_rollout_ref", "critic", "data", "engine", "optim", "model")
 _COMPUTED = {"trainer.default_local_dir": COMPOSED_FOLDER}
+
+
+SFT_GROUPS: tuple[tuple[str, str, str], ...] = (
+    ("model", "hf_model", "model"),
+    ("engine", "fsdp", "engine"),
+    ("optim", "fsdp", "optim"),
+)
 
 
 def files() -> dict[str, str]:
     """{path below the folder: text} of every file."""
-    values = {path: _value(path) for path in leaves()}
-    older = _older_spellings()
+    return _sft_files() | _ppo_files()
+
+
+def _ppo_files() -> dict[str, str]:
+    values = {path: _value(PPO, path) for path in PPO.leaves}
+    older = _older_spellings(PPO)
     made: dict[str, str] = {"model_engine/dp.yaml": f"# @package _global_\n{HEADER}model_engine: dp\n"}
     for group, name, section in GROUPS:
         own = _taken(values, section) | _taken(older, section)
@@ -54,48 +67,55 @@ def files() -> dict[str, str]:
             older.pop(f"{section}.{path}", None)
     by_group = ("critic.model.", "model_engine")  # which their groups give
     rest = {path: value for path, value in {**values, **older}.items() if not path.startswith(by_group)}
-    made["ppo_trainer.yaml"] = _text(rest, ["defaults:", *_defaults(), ""])
+    defaults = ["  - model_engine: dp"]
+    for group, name, section in GROUPS:
+        if group == "critic":
+            defaults.append("  - model@critic.model: hf_model")
+        defaults.append(f"  - {group}@{section}: {name.replace('dp_', '${model_engine}_')}")
+    made["ppo_trainer.yaml"] = _text(rest, ["defaults:", *defaults, "  - _self_", ""])
+    return made
+
+
+def _sft_files() -> dict[str, str]:
+    """The model's group is that of ppo_trainer, which has other spellings too; what only `verl sft` has is in the root."""
+    values = {path: _value(SFT, path) for path in SFT.leaves}
+    older = {path: value for path, value in _older_spellings(SFT).items() if path.startswith(("engine.", "optim."))}
+    shared = {f"model.{path}" for path in _taken(dict.fromkeys(PPO.leaves), "actor_rollout_ref.model")}
+    made = {f"{group}/{name}.yaml": _text(_taken(values | older, group)) for group, name, _ in SFT_GROUPS[1:]}
+    rest = {path: v for path, v in values.items() if not path.startswith(("engine.", "optim.")) and path not in shared}
+    defaults = [f"  - {group}@{section}: {name}" for group, name, section in SFT_GROUPS]
+    made["sft_trainer_engine.yaml"] = _text(rest, ["defaults:", *defaults, "  - _self_", ""])
     return made
 
 
 def _differs(path: str, value: Any) -> bool:
     """Whether a key of the critic's model has another default than that of the policy's model."""
     same = f"actor_rollout_ref.model.{path}"
-    return same in leaves() and value != _value(same)
+    return same in PPO.leaves and value != _value(PPO, same)
 
 
-def _defaults() -> list[str]:
-    lines = ["  - model_engine: dp"]
-    for group, name, section in GROUPS:
-        if group == "critic":
-            lines.append("  - model@critic.model: hf_model")
-        lines.append(f"  - {group}@{section}: {name.replace('dp_', '${model_engine}_')}")
-    return [*lines, "  - _self_"]
-
-
-def _value(path: str) -> Any:
+def _value(schema: Schema[Any], path: str) -> Any:
     """The default of a key; where it follows another key, a reference to that one."""
-    source = dict(FOLLOWS).get(path)
-    return _COMPUTED.get(path) or (f"${{{source}}}" if source else leaves()[path].default)
+    source = dict(schema.follows).get(path)
+    return _COMPUTED.get(path) or (f"${{{source}}}" if source else schema.leaves[path].default)
 
 
-def _older_spellings() -> dict[str, Any]:
+def _older_spellings(schema: Schema[Any]) -> dict[str, Any]:
     """Other spellings of keys, at values with which they ask for nothing."""
     found: dict[str, Any] = {}
-    for alias in ALIASES:
+    aliases, leaves = schema.compat.aliases, schema.leaves
+    for alias in aliases:
         if alias.old in _OLDER_SECTIONS:
-            names = (path.removeprefix(alias.new) for path in leaves() if path.startswith(alias.new))
+            names = (path.removeprefix(alias.new) for path in leaves if path.startswith(alias.new))
             found.update({alias.old + name: None for name in names})
-    exact = (a for a in ALIASES if not a.old.endswith("."))
-    found.update(
-        {a.old: a.ignore[0] for a in exact if a.old.partition(".")[0] in ("actor_rollout_ref", "critic", "data")}
-    )
-    found.update({a.old: None for a in ALIASES if a.old.startswith(_OLDER_SECTIONS) and not a.old.endswith(".")})
-    return {path: value for path, value in found.items() if path not in leaves() and not _is_section(path, found)}
+    exact = (a for a in aliases if not a.old.endswith("."))
+    found.update({a.old: a.ignore[0] for a in exact if a.old.partition(".")[0] in _SPELLED_SECTIONS})
+    found.update({a.old: None for a in aliases if a.old.startswith(_OLDER_SECTIONS) and not a.old.endswith(".")})
+    return {path: value for path, value in found.items() if path not in leaves and not _is_section(path, found, leaves)}
 
 
-def _is_section(path: str, known: dict[str, Any]) -> bool:
-    return any(other.startswith(path + ".") for other in (*known, *leaves()))
+def _is_section(path: str, *known: Mapping[str, Any]) -> bool:
+    return any(other.startswith(path + ".") for keys in known for other in keys)
 
 
 def _taken(values: dict[str, Any], section: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What every key declares about itself, and the base class of all sections.
+"""Declarations of config keys, and the base class of all sections.
 
 A key is *used* (it has an effect, at least when its conditions hold), or *inert*: known to existing scripts, accepted,
 and without meaning here for a stated reason.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,6 +21,38 @@ GPU_ENGINES = (
 )
 DISTRIBUTED = "only a run over several processes reads it"
 OURS = "only this version has the key, so it asks for something that would not happen"
+NOT_READ_THERE = "it has no effect in existing releases either"
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Bounds of a number, or of each element of a list."""
+
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
+    lt: float | None = None
+    also: tuple[Any, ...] = ()  # values outside of the bounds that have a meaning of their own
+    length: int | None = None  # number of elements
+
+    def hold(self, value: Any) -> bool:
+        """Whether `value` is allowed. None always is, and so is text, which means something else than a number."""
+        if value is None or isinstance(value, str) or value in self.also:
+            return True
+        if isinstance(value, list):
+            return self.length in (None, len(value)) and all(self.hold(element) for element in value)
+        above = value >= (-math.inf if self.ge is None else self.ge) and (self.gt is None or value > self.gt)
+        return above and value <= (math.inf if self.le is None else self.le) and (self.lt is None or value < self.lt)
+
+    def words(self) -> str:
+        """Completes "must be ..."."""
+        if self.ge is not None and self.le is not None:
+            text = f"between {self.ge} and {self.le}"
+        else:
+            named = (("at least", self.ge), ("above", self.gt), ("at most", self.le), ("below", self.lt))
+            text = " and ".join(f"{word} {bound}" for word, bound in named if bound is not None)
+        text = " or ".join([*map(str, self.also), text])
+        return f"a list of {self.length} numbers, each {text}" if self.length else text
 
 
 @dataclass(frozen=True)
@@ -28,12 +61,14 @@ class Key:
 
     meaning: str
     inert: str = ""  # why it has no effect here; "" for a used key
-    when: str = ""  # name of the condition in conditions.py under which it is read
+    when: str = ""  # name of the condition in active_keys.py under which it is read
     neutral: tuple[Any, ...] = ()  # values that ask for nothing, so that an unread one is no error
     sizing: bool = False  # only sizes memory or hardware and cannot change a result, so that an unread one is no error
     strict: str = ""  # why one that is given and not read is refused; "" where leaving it out changes nothing
     refused: str = ""  # of an inert key: what to do instead, where another value than the default would have an effect
     choices: tuple[Any, ...] = ()
+    words: tuple[str, ...] = ()  # the texts that a key which holds a number may have instead
+    bounds: Bounds | None = None
 
 
 def used(
@@ -45,9 +80,13 @@ def used(
     sizing: bool = False,
     choices: tuple[Any, ...] = (),
     strict: str = "",
+    words: tuple[str, ...] = (),
+    **bounds: Any,
 ) -> Any:
-    """A key that has an effect whenever the condition `when` holds. `strict`: why it is refused where it is not read."""
-    return _leaf(default, Key(meaning, when=when, neutral=neutral, sizing=sizing, choices=choices, strict=strict))
+    """A key that has an effect whenever the condition `when` holds. `strict`: why it is refused where it is not read.
+    `bounds` are those of Bounds: `ge=0, lt=1`."""
+    limits = Bounds(**bounds) if bounds else None
+    return _leaf(default, Key(meaning, "", when, neutral, sizing, strict, "", choices, words, limits))
 
 
 def inert(default: Any, meaning: str, reason: str, *, refused: str = "") -> Any:

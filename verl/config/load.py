@@ -8,12 +8,11 @@ from typing import Any
 
 from verl.config import sources
 from verl.config.checks import check_config
-from verl.config.derived_defaults import COMPOSED_FOLDER, FOLLOWS, derive
-from verl.config.keys import Section
+from verl.config.derived_defaults import COMPOSED_FOLDER
 from verl.config.loaded import LoadedConfig
-from verl.config.problems import Problem
+from verl.config.roots import PPO
+from verl.config.schema import Leaf, Problem, Schema, error
 from verl.config.secrets import holds_mask, remember_secrets
-from verl.config.tree import Leaf, VerlConfig, leaves
 from verl.config.user_settings import Given, Setting
 from verl.config.values import Misfit, convert, expected, merge
 from verl.errors import ConfigError, nearest
@@ -22,49 +21,58 @@ Misfits = dict[str, tuple[Any, str]]  # key -> (the value that does not fit it, 
 
 
 def load_config(
-    overrides: Sequence[str] = (), config_path: str | None = None, config_name: str | None = None, *, check: bool = True
-) -> LoadedConfig:
-    """Defaults, then the YAML file, then the overrides, resolved and checked.
+    overrides: Sequence[str] = (),
+    config_path: str | None = None,
+    config_name: str | None = None,
+    *,
+    schema: Schema[Any] = PPO,
+    check: bool = True,
+) -> LoadedConfig[Any]:
+    """Defaults of `schema`, then the YAML file, then the overrides, resolved and checked.
 
     `config_path` and `config_name` are Hydra's (a folder and a name), or `config_path` is a YAML file. Raises
     ConfigError with one sentence per problem, all problems at once: an unknown key (with the nearest ones), a value of the
     wrong type, two spellings that disagree and, unless `check` is False, everything that `check_config` calls an error.
     """
-    return _checked(_given(overrides, config_path, config_name), check)
+    return _checked(_given(schema, overrides, config_path, config_name), check)
 
 
 def inspect_config(
-    overrides: Sequence[str] = (), config_path: str | None = None, config_name: str | None = None
-) -> tuple[LoadedConfig, list[Problem]]:
+    overrides: Sequence[str] = (),
+    config_path: str | None = None,
+    config_name: str | None = None,
+    *,
+    schema: Schema[Any] = PPO,
+) -> tuple[LoadedConfig[Any], list[Problem]]:
     """The config of `load_config` with every problem of it, defaults standing in for values that do not fit. Raises
     ConfigError for a file that is not there or cannot be read."""
-    loaded = _resolve(_given(overrides, config_path, config_name))
+    loaded = _resolve(_given(schema, overrides, config_path, config_name))
     return loaded, check_config(loaded)
 
 
-def _given(overrides: Sequence[str], config_path: str | None, config_name: str | None) -> Given:
-    given = Given()
-    file = sources.find(config_path, config_name)
-    for path, tree in sources.read(file, given.notices) if file is not None else ():
+def _given(schema: Schema[Any], overrides: Sequence[str], config_path: str | None, config_name: str | None) -> Given:
+    given = Given(schema)
+    file = sources.find(schema, config_path, config_name)
+    for path, tree in sources.read(schema, file, given.notices) if file is not None else ():
         given.add_file(f"file {path}", tree)
     given.add_overrides(overrides)
     return given
 
 
-def load_composed(tree: dict[str, Any], *, check: bool = True) -> LoadedConfig:
+def load_composed(tree: dict[str, Any], *, schema: Schema[Any] = PPO, check: bool = True) -> LoadedConfig[Any]:
     """The config of a tree that a program of a user has composed by Hydra from verl/trainer/config, as a plain mapping.
 
     What has the value that the composition gives it by itself counts as not given. Raises ConfigError as `load_config`.
     """
-    given = Given()
+    given = Given(schema)
     given.add_file("composed config", tree)
     values = {setting.path: setting.value for setting in given.settings}
-    sources = dict(FOLLOWS)
+    sources = dict(schema.follows)
     folder = f"checkpoints/{values.get('trainer.project_name')}/{values.get('trainer.experiment_name')}"
 
     def asks(setting: Setting) -> bool:
         path, value = setting.path, setting.value
-        same = (leaves()[path].default, values.get(sources.get(path, "")), f"${{{sources.get(path)}}}")
+        same = (schema.leaves[path].default, values.get(sources.get(path, "")), f"${{{sources.get(path)}}}")
         own_folder = path == "trainer.default_local_dir" and value in (folder, COMPOSED_FOLDER)
         return not (value in same or own_folder)
 
@@ -72,26 +80,23 @@ def load_composed(tree: dict[str, Any], *, check: bool = True) -> LoadedConfig:
     return _checked(given, check)
 
 
-def _checked(given: Given, check: bool) -> LoadedConfig:
+def _checked(given: Given, check: bool) -> LoadedConfig[Any]:
     loaded = _resolve(given)
     problems = check_config(loaded) if check or loaded.faults else []
     if not check:
         problems = [p for p in problems if p in loaded.faults]
-    _raise(problems)
+    errors = [p.sentence for p in problems if p.level == "error"]
+    if errors:
+        raise ConfigError("\n".join(dict.fromkeys(errors)))
     loaded.notices.extend(p.sentence for p in problems)
     return loaded
 
 
-def _raise(problems: list[Problem]) -> None:
-    errors = [p.sentence for p in problems if p.level == "error"]
-    if errors:
-        raise ConfigError("\n".join(dict.fromkeys(errors)))
-
-
-def _resolve(given: Given) -> LoadedConfig:
+def _resolve(given: Given) -> LoadedConfig[Any]:
+    schema = given.schema
     faults = [*given.faults, *given.conflicts()]
     misfits: Misfits = {}
-    values = {path: leaf.default for path, leaf in leaves().items()}
+    values = {path: leaf.default for path, leaf in schema.leaves.items()}
     origins = dict.fromkeys(values, "default")
     last: dict[str, Setting] = {}
     entries: dict[str, list[Setting]] = {}
@@ -100,19 +105,21 @@ def _resolve(given: Given) -> LoadedConfig:
         entries.setdefault(setting.path, []).append(setting)
         misfits.pop(setting.path, None)  # a later value goes before it
         origins[setting.path] = setting.origin
-        if leaves()[setting.path].free:
+        leaf = schema.leaves[setting.path]
+        if leaf.free:
             setting = dataclasses.replace(setting, value=merge(values[setting.path], setting.value))
-        values[setting.path] = setting.value if _interpolated(setting.value) else _fit(setting, misfits)
-    followed = _complete(values, origins, last)
+        values[setting.path] = setting.value if _interpolated(setting.value) else _fit(leaf, setting, misfits)
+    followed = _complete(schema, values, origins, last)
     if any(_interpolated(v) for v in values.values()):
-        found = {path: misfit for path, misfit in _interpolate(values, origins).items() if path in last}
+        found = {path: misfit for path, misfit in _interpolate(schema, values, origins).items() if path in last}
         misfits.update(found)  # what follows a key that leads nowhere is not named
-        followed = _complete(values, origins, last)
-    faults += [Problem("error", p, _masked(p, origins[p])) for p, value in values.items() if holds_mask(value)]
-    faults += [Problem("error", path, sentence) for path, (_, sentence) in misfits.items()]
-    config = build(values)
+        followed = _complete(schema, values, origins, last)
+    faults += [error(p, _masked(p, origins[p])) for p, value in values.items() if holds_mask(value)]
+    faults += [error(path, sentence) for path, (_, sentence) in misfits.items()]
+    config = schema.build(values)
     remember_secrets(config)
     return LoadedConfig(
+        schema,
         config,
         origins,
         list(given.notices),
@@ -129,8 +136,7 @@ def _masked(path: str, origin: str) -> str:
     return f"{path} ({origin}) has the mask of a secret, which no run folder keeps. Give the value again."
 
 
-def _fit(setting: Setting, misfits: Misfits) -> Any:
-    leaf = leaves()[setting.path]
+def _fit(leaf: Leaf, setting: Setting, misfits: Misfits) -> Any:
     try:
         value = convert(setting.value, leaf.annotation, setting.text)
     except Misfit as misfit:
@@ -146,19 +152,23 @@ def _fit(setting: Setting, misfits: Misfits) -> Any:
 
 
 def _choice_problem(leaf: Leaf, value: Any) -> str:
-    choices = leaf.key.choices
+    choices, words = leaf.key.choices, leaf.key.words
+    if words and isinstance(value, str) and value not in words:
+        return f"must be a whole number or {' or '.join(words)}."
     if not choices or value in choices:
         return ""
     hint = nearest(str(value), [str(c) for c in choices])
     return f"is not one of {', '.join('null' if c is None else str(c) for c in choices)}{hint or '.'}"
 
 
-def _complete(values: dict[str, Any], origins: dict[str, str], given: dict[str, Setting]) -> dict[str, Any]:
+def _complete(
+    schema: Schema[Any], values: dict[str, Any], origins: dict[str, str], given: dict[str, Setting]
+) -> dict[str, Any]:
     """Fill in keys that follow others (also where null was given); returns what given keys would have been."""
-    for path, (value, origin) in derive(values, set(given)).items():
+    for path, (value, origin) in schema.derive(values, set(given)).items():
         values[path], origins[path] = value, origin
     followed = {}
-    for path, source in FOLLOWS:
+    for path, source in schema.follows:
         if path in given:
             followed[path] = values[source]
         if path in given and values[path] is not None:
@@ -176,7 +186,7 @@ def _interpolated(value: Any) -> bool:
     return isinstance(value, list) and any(_interpolated(v) for v in value)
 
 
-def _interpolate(values: dict[str, Any], origins: dict[str, str]) -> Misfits:
+def _interpolate(schema: Schema[Any], values: dict[str, Any], origins: dict[str, str]) -> Misfits:
     """Replace every `${...}` by what it stands for, as OmegaConf reads it, or by the default where it stands for nothing."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -184,7 +194,7 @@ def _interpolate(values: dict[str, Any], origins: dict[str, str]) -> Misfits:
     tree = OmegaConf.create(_nested(values))
     misfits: Misfits = {}
     for path in [p for p, v in values.items() if _interpolated(v)]:
-        leaf, given, found = leaves()[path], f"{path}={values[path]} ({origins[path]})", values[path]
+        leaf, given, found = schema.leaves[path], f"{path}={values[path]} ({origins[path]})", values[path]
         values[path] = leaf.default
         try:
             found = OmegaConf.select(tree, path, throw_on_missing=True)
@@ -210,16 +220,3 @@ def _nested(values: dict[str, Any]) -> dict[str, Any]:
             node = node.setdefault(parent, {})
         node[name] = value
     return root
-
-
-def build(values: dict[str, Any]) -> VerlConfig:
-    """The typed tree of a value for every key."""
-    return _fill(VerlConfig(), "", values)
-
-
-def _fill(node: Any, prefix: str, values: dict[str, Any]) -> Any:
-    changes = {}
-    for f in dataclasses.fields(node):
-        path, current = prefix + f.name, getattr(node, f.name)
-        changes[f.name] = _fill(current, path + ".", values) if isinstance(current, Section) else values[path]
-    return dataclasses.replace(node, **changes)

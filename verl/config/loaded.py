@@ -1,29 +1,32 @@
-"""A resolved configuration with the origin of every value."""
+"""A resolved configuration with the origin of every value, and its YAML file in the run folder."""
 
 from __future__ import annotations
 
+import json
+import os
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic
 
-from verl.config.problems import Problem
-from verl.config.tree import VerlConfig
+from verl.config.schema import Problem, R, Schema, value_at
+from verl.config.secrets import hide_values
 from verl.config.user_settings import Setting
-from verl.config.write import write_yaml
 
 
 @dataclass
-class LoadedConfig:
+class LoadedConfig(Generic[R]):
     """A resolved configuration.
 
-    `origins` says for every key where its value comes from: "default", "file X", "command line", "follows <key>", with
+    `origins` has for every key where its value comes from: "default", "file X", "command line", "follows <key>", with
     ", renamed from <spelling>" where the user wrote an older name. `given` holds the keys the user set, and for those
     that would follow another key, `followed` the value they would have had. `entries` holds every setting of a key, which are
     several for a free-form one. What went wrong on the way: `faults`; `misfits` are the values that do not fit their key, for
     which the default stands in; `without_effect` are keys that the tree has not, each with the reason why that is no fault.
     """
 
-    config: VerlConfig
+    schema: Schema[R]
+    config: R
     origins: dict[str, str]
     notices: list[str]
     given: dict[str, Setting] = field(default_factory=dict)
@@ -34,6 +37,48 @@ class LoadedConfig:
     without_effect: list[tuple[str, str]] = field(default_factory=list)
 
     def write(self, folder: str | Path) -> Path:
-        """Write `folder`/config.yaml: every key with its value and, where it is not the default, its origin. The file
-        is a valid `--config-path` again, but for secrets, which must be given anew. Returns its path."""
-        return write_yaml(self.config, self.origins, Path(folder))
+        """Write `folder`/config.yaml in one step: every key with its value and, where it is not the default, its origin. The
+        file is a valid `--config-path` again, but for secrets, which must be given again. Returns its path."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        file = folder / "config.yaml"
+        temporary = folder / f".config.yaml.{os.getpid()}"
+        temporary.write_text(self.to_yaml(), encoding="utf-8")
+        temporary.replace(file)
+        return file
+
+    def to_yaml(self) -> str:
+        """Every key with its value, secrets masked; where that is not the default, a comment names its origin."""
+        lines = ["# Every key of this run. A comment says where a value comes from; without one it is the default."]
+        open_sections: list[str] = []
+        for path in self.schema.leaves:
+            *parents, name = path.split(".")
+            shared = sum(
+                1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(parents, open_sections, strict=False))
+            )
+            lines += ["  " * depth + f"{parents[depth]}:" for depth in range(shared, len(parents))]
+            open_sections = parents
+            comment = "" if self.origins[path] == "default" else f"  # {self.origins[path]}"
+            value = hide_values(value_at(self.config, path), name)
+            lines.append("  " * len(parents) + f"{name}: {scalar(value)}{comment}")
+        return "\n".join(lines) + "\n"
+
+
+def scalar(value: Any) -> str:
+    """A value in YAML's flow style."""
+    if isinstance(value, bool) or value is None:
+        return json.dumps(value)
+    if isinstance(value, float):
+        return _float(value)
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(str(k))}: {scalar(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(scalar(v) for v in value) + "]"
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _float(value: float) -> str:
+    if value != value or abs(value) == float("inf"):
+        return {"inf": ".inf", "-inf": "-.inf", "nan": ".nan"}[str(value)]
+    text = repr(value)
+    return text.replace("e", ".0e") if "e" in text and "." not in text else text  # YAML 1.1 wants the point

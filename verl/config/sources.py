@@ -6,25 +6,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from verl.config.schema import Schema
 from verl.errors import ConfigError, nearest
 
 BUILT_IN = Path(__file__).parent / "yaml"
-DEFAULT_NAMES = ("ppo_trainer", "_generated_ppo_trainer")  # names that stand for the defaults alone
 PACKAGE = Path(__file__).parents[1] / "trainer"  # relative to which Hydra looks for --config-path
-UNAVAILABLE_NAMES = {
-    "ppo_megatron_trainer": "the Megatron engine",
-    "_generated_ppo_megatron_trainer": "the Megatron engine",
-    "sft_trainer": "supervised fine-tuning",
-    "sft_trainer_engine": "supervised fine-tuning",
-}
 
 
-def built_in_names() -> list[str]:
+def built_in_names(schema: Schema[Any]) -> list[str]:
     """Names that `config_name` may take without a `config_path`."""
-    return sorted([*DEFAULT_NAMES[:1], *(f.stem for f in BUILT_IN.glob("*.yaml"))])
+    own = [f.stem for f in BUILT_IN.glob("*.yaml") if f.stem.partition("_")[0] in schema.config_prefixes]
+    return sorted([*(name for name in schema.config_names if not name.startswith("_")), *own])
 
 
-def find(config_path: str | None, config_name: str | None) -> Path | None:
+def find(schema: Schema[Any], config_path: str | None, config_name: str | None) -> Path | None:
     """The YAML file that is meant, or None for the defaults alone.
 
     `config_path` is a folder (then `config_name` is a file in it, with or without .yaml) or a YAML file; `config_name`
@@ -39,22 +34,21 @@ def find(config_path: str | None, config_name: str | None) -> Path | None:
             raise ConfigError(f"--config-path {config_path} is a folder; give --config-name too, or name a .yaml file.")
         return None
     name = config_name.removesuffix(".yaml").removesuffix(".yml")
+    unavailable = schema.compat.unavailable_configs
     if config_path is not None:
         file = Path(config_path).expanduser() / f"{name}.yaml"
-        known = name in DEFAULT_NAMES or (name in UNAVAILABLE_NAMES and _is_of_package(config_path))
+        known = name in schema.config_names or (name in unavailable and _is_of_package(config_path))
         if (file.is_file() and not _is_of_package(config_path)) or not known:
             return _existing(file)
-    if name in DEFAULT_NAMES:
-        return None
-    if name in UNAVAILABLE_NAMES:
-        raise ConfigError(
-            f"--config-name {config_name} chooses {UNAVAILABLE_NAMES[name]}, which is not available in this version. "
-            "Leave it out, or use ppo_trainer."
-        )
+    if name in schema.config_names:
+        defaults = schema.config_names[name]
+        return BUILT_IN / f"{defaults}.yaml" if defaults else None
+    if name in unavailable:
+        raise ConfigError(f"--config-name {config_name} chooses {unavailable[name]}.")
     for file in (BUILT_IN / f"{name}.yaml", Path(f"{name}.yaml")):
         if file.is_file():
             return file
-    hint = nearest(name, built_in_names()) or f"; there are {', '.join(built_in_names())}."
+    hint = nearest(name, built_in_names(schema)) or f"; there are {', '.join(built_in_names(schema))}."
     raise ConfigError(f"There is no config named {config_name!r}{hint} To use a file, give --config-path as well.")
 
 
@@ -78,12 +72,11 @@ def _existing(file: Path) -> Path:
     )
 
 
-def read(file: Path, notices: list[str]) -> list[tuple[Path, dict[str, Any]]]:
-    """(file, tree) of `file` and of the files that its `defaults:` list names, in the order in which they apply."""
-    return list(_read(file, notices, ()))
-
-
-def _read(file: Path, notices: list[str], above: tuple[Path, ...]) -> Iterator[tuple[Path, dict[str, Any]]]:
+def read(
+    schema: Schema[Any], file: Path, notices: list[str], above: tuple[Path, ...] = ()
+) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """(file, tree) of `file` and of the files that its `defaults:` list names, in the order in which they apply. `above`
+    are the files that name this one."""
     if file in above:
         raise ConfigError(
             f"The config file {file} includes itself through its defaults list ({' -> '.join(map(str, above))})."
@@ -100,11 +93,17 @@ def _read(file: Path, notices: list[str], above: tuple[Path, ...]) -> Iterator[t
     for entry in entries:
         if entry == "_self_":
             yield file, own
-        elif isinstance(entry, str) and (file.parent / f"{entry}.yaml").is_file():
-            yield from _read(file.parent / f"{entry}.yaml", notices, (*above, file))
-        elif isinstance(entry, str) and (BUILT_IN / f"{entry}.yaml").is_file():
-            yield from _read(BUILT_IN / f"{entry}.yaml", notices, (*above, file))
-        elif entry not in DEFAULT_NAMES:
+            continue
+        for group, option in entry.items() if isinstance(entry, dict) else ():
+            choices = schema.group_choices.get(str(group).partition("@")[0], {})
+            if option in choices:
+                yield file, dict(choices[option])
+                entry = ""
+        names = [str(entry), schema.config_names.get(entry)] if isinstance(entry, str) and entry else []
+        beside = [folder / f"{name}.yaml" for name in names if name for folder in (file.parent, BUILT_IN)]
+        if found := next((f for f in beside if f.is_file()), None):
+            yield from read(schema, found, notices, (*above, file))
+        elif entry and entry not in schema.config_names:
             notices.append(f"defaults: {entry!r} in {file} has no effect: no such file lies beside it.")
 
 

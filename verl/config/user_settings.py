@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl.config import aliases, suggest
-from verl.config import removed_keys as older
-from verl.config.problems import Problem
-from verl.config.syntax import parse_override
-from verl.config.tree import leaves, sections
-from verl.config.unavailable import ANNOUNCED, only_there
+from verl.config import suggest
+from verl.config.overrides import parse_override
+from verl.config.schema import Leaf, Problem, Schema, error
 from verl.errors import ConfigError
 
 
@@ -31,18 +28,23 @@ class Setting:
             return self.source
         return f"{self.source}, renamed from {self.spelled}"
 
+    def shown(self, leaf: Leaf, value: Any) -> str:
+        """The key as it was written, with its value; entries of a free-form key by their own names."""
+        return self.spelled if leaf.free and self.spelled != self.path else f"{self.spelled}={value}"
+
 
 @dataclass
 class Given:
     """All settings in the order in which they apply, keys taken back with `~`, and what went wrong on the way."""
 
+    schema: Schema[Any]
     settings: list[Setting] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
     faults: list[Problem] = field(default_factory=list)
     without_effect: list[tuple[str, str]] = field(default_factory=list)  # (key=value, reason)
 
     def add_file(self, source: str, tree: dict[str, Any]) -> None:
-        for spelled, value in _flatten(tree, ""):
+        for spelled, value in self._flatten(tree, ""):
             self._add(spelled, value, source, None)
 
     def add_overrides(self, arguments: Sequence[str]) -> None:
@@ -53,28 +55,47 @@ class Given:
                 self._fault(argument, str(error))
                 continue
             key = override.key
+            options = self.schema.group_choices.get(key.partition("@")[0])
             if key.startswith(("hydra.", "hydra/")) or key == "hydra":
                 self.notices.append(f"{argument} has no effect: outputs go to trainer.default_local_dir.")
-            elif ("@" in key or "/" in key) and not suggest.one_slip_away(key):
+            elif options is not None and isinstance(override.value, str):
+                self._choose(key, override.value, options)
+            elif ("@" in key or "/" in key) and not suggest.one_typo_away(self._known(), key):
                 self._fault(
                     key, f"{argument!r} chooses a Hydra config group, and there are none here. Set the keys themselves."
                 )
             elif override.delete:
                 self._delete(key)
             else:
-                for spelled, value in _flatten(override.value, key):
+                for spelled, value in self._flatten(override.value, key):
                     self._add(spelled, value, "command line", override.text)
 
+    def _choose(self, group: str, option: str, options: Mapping[str, Mapping[str, Any]]) -> None:
+        """Take the keys that an option of a Hydra config group stands for."""
+        if option not in options:
+            self._fault(group, f"{group}={option}: there is no such option; there are {', '.join(options)}.")
+        first = next((n for n, s in enumerate(self.settings) if s.source == "command line"), len(self.settings))
+        for path, value in options.get(
+            option, {}
+        ).items():  # before single keys of the command line, which go before it
+            self.settings.insert(first, Setting(path, value, f"{group}={option}", path))
+
+    def _known(self) -> Iterable[str]:
+        """Every spelling of a single key, for suggestions."""
+        return (*self.schema.leaves, *self.schema.compat.exact)
+
     def _add(self, spelled: str, value: Any, source: str, text: str | None) -> None:
-        path, alias = aliases.resolve(spelled)
+        path, alias = self.schema.resolve(spelled)
         if alias is not None and value in alias.ignore:
             return
-        where = locate(path)
+        if alias is not None and alias.values and isinstance(value, bool | str):
+            value = alias.values.get(value, value)
+        where = self.schema.locate(path)
         if where is None:
-            if reason := older.without_effect(spelled, value) or _only_there(path):
+            if reason := self.schema.compat.without_effect(spelled, value) or self._only_elsewhere(path):
                 self.without_effect.append((f"{spelled}={value}", reason))
-            elif path not in sections() or value not in (None, {}):
-                self._fault(path, _unknown(spelled, path, source))
+            elif path not in self.schema.sections or value not in (None, {}):
+                self._fault(path, self._unknown(spelled, path, source))
             return
         entry = path[len(where) + 1 :]
         for name in reversed(entry.split(".")) if entry else ():
@@ -86,13 +107,13 @@ class Given:
                 self.settings.append(Setting(implied, meaning, source, spelled))
 
     def _fault(self, key: str, sentence: str) -> None:
-        self.faults.append(Problem("error", key, sentence))
+        self.faults.append(error(key, sentence))
 
     def _delete(self, key: str) -> None:
-        path, _ = aliases.resolve(key)
-        known = [p for p in leaves() if p == path or p.startswith(path + ".")]
-        if not known and locate(path) is None:
-            self._fault(path, _unknown(key, path, "command line"))
+        path, _ = self.schema.resolve(key)
+        known = [p for p in self.schema.leaves if p == path or p.startswith(path + ".")]
+        if not known and self.schema.locate(path) is None:
+            self._fault(path, self._unknown(key, path, "command line"))
             return
         self.settings = [s for s in self.settings if s.path not in known and s.spelled != key]
         self.notices.append(f"~{key}: back to its default.")
@@ -109,58 +130,37 @@ class Given:
                         f"given with different values ({former.value!r} and {setting.value!r}). Give only one of "
                         "them."
                     )
-                    found.append(Problem("error", setting.path, sentence))
+                    found.append(error(setting.path, sentence))
         return found
 
+    def _flatten(self, value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+        """(key as written, value); mappings are entered down to keys of the tree, and not into free-form ones."""
+        path = self.schema.resolve(prefix)[0] if prefix else ""
+        if not isinstance(value, dict) or not value or path in self.schema.leaves:
+            if value != "???" and prefix.rpartition(".")[2] != "_target_":
+                yield prefix, value
+            return
+        for name, inner in value.items():
+            yield from self._flatten(inner, f"{prefix}.{name}" if prefix else str(name))
 
-def locate(path: str) -> str | None:
-    """The key that holds `path`: itself, or the free-form key above it; None when there is none."""
-    if path in leaves():
-        return path
-    if not all(path.split(".")):
-        return None  # a dot too many, which would name an entry without a name
-    parent = path.rpartition(".")[0]
-    while parent:
-        if parent in leaves():
-            return parent if leaves()[parent].free else None
-        parent = parent.rpartition(".")[0]
-    return None
+    def _only_elsewhere(self, path: str) -> str:
+        """Why a key of a feature that is not available has no effect; "" for a typo in one of our own."""
+        reason = self.schema.compat.read_elsewhere(path)
+        return reason if reason and not suggest.one_typo_away(self._known(), path) else ""
+
+    def _unknown(self, spelled: str, path: str, source: str) -> str:
+        compat = self.schema.compat
+        if path in self.schema.sections:
+            below = next(p for p in self.schema.leaves if p.startswith(path + "."))[len(path) + 1 :]
+            return f"{spelled} ({source}) is a section, not a key. Set keys below it, such as {spelled}.{below}."
+        if spelled in compat.announced:
+            return f"{spelled} ({source}): {compat.announced[spelled]}"
+        if spelled in compat.other_trainers:
+            return f"There is no key {spelled!r} ({source}); what it says is set by {compat.other_trainers[spelled]}."
+        return f"There is no key {spelled!r} ({source}){suggest.clause(self._known(), spelled, path)}"
 
 
 def _clash(one: Any, other: Any) -> bool:
     if isinstance(one, dict) and isinstance(other, dict):
         return any(_clash(one[name], other[name]) for name in one.keys() & other.keys())
     return bool(one != other)
-
-
-def _flatten(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    """(key as written, value); mappings are entered down to keys of the tree, and not into free-form ones."""
-    path = aliases.resolve(prefix)[0] if prefix else ""
-    if not isinstance(value, dict) or not value or path in leaves():
-        if value != "???" and prefix.rpartition(".")[2] != "_target_":
-            yield prefix, value
-        return
-    for name, inner in value.items():
-        yield from _flatten(inner, f"{prefix}.{name}" if prefix else str(name))
-
-
-def _only_there(path: str) -> str:
-    """Why a key of a feature that is not available has no effect; "" for a slip in one of our own."""
-    reason = only_there(path)
-    return reason if reason and not suggest.one_slip_away(path) else ""
-
-
-def _unknown(spelled: str, path: str, source: str) -> str:
-    if path in sections():
-        return (
-            f"{spelled} ({source}) is a section, not a key. Set keys below it, such as {spelled}.{_first_below(path)}."
-        )
-    if spelled in ANNOUNCED:
-        return f"{spelled} ({source}): {ANNOUNCED[spelled]}"
-    if spelled in older.CALLED:
-        return f"There is no key {spelled!r} ({source}); what it says is set by {older.CALLED[spelled]}."
-    return f"There is no key {spelled!r} ({source}){suggest.clause(spelled, path)}"
-
-
-def _first_below(path: str) -> str:
-    return next(p for p in leaves() if p.startswith(path + "."))[len(path) + 1 :]

@@ -39,7 +39,7 @@ from verl.algorithms.guards import (
     worst_rows,
 )
 from verl.config import GuardsConfig
-from verl.config.guards import ACTIONS
+from verl.config.sections.guards import ACTIONS
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.errors import NumericsError

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from verl.config import ModelConfig, RewardModelConfig, RolloutConfig
-from verl.config.rollout import EngineKwargsConfig
+from verl.config.sections.rollout import EngineKwargsConfig
 from verl.data_proto.samples import PromptRequest, SamplingParams
 from verl.errors import ConfigError, ModelError
 from verl.models.load import eos_token_ids, load_causal_lm, load_tokenizer, model_without_numbers

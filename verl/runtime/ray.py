@@ -18,10 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl.config import VerlConfig
-from verl.config.load import build as build_config
+from verl.config import SCHEMAS, VerlConfig, schema_of
 from verl.config.secrets import remember_secrets
-from verl.config.tree import leaves, value_at
 from verl.errors import VerlError
 from verl.parallel.collectives import Collectives, Peer, free_port
 from verl.parallel.device import resolve_device
@@ -97,7 +95,8 @@ class RayRuntime:
 
     def _start_processes(self) -> None:
         folder = Path(self.config.trainer.default_local_dir).expanduser().absolute() / "logs"
-        values = pack({path: value_at(self.config, path) for path in leaves()})
+        schema = schema_of(self.config)
+        values = pack([schema.name, schema.flatten(self.config)])
         environment = {"OMP_NUM_THREADS": str(_threads(self.placement.devices_per_node))}
         self.cluster.reserve()
         size = self.placement.num_devices
@@ -165,7 +164,8 @@ class RankProcess:
         keep_freed_memory(one_arena=True)
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         self.rank, self.size = rank, size
-        self.config = build_config(unpack(values))
+        schema, leaves = unpack(values)
+        self.config: Any = SCHEMAS[schema].build(leaves)
         remember_secrets(self.config)
         self.comm: Collectives | None = None
         self.host: Host | None = None

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl.config.actor import PROFILER, CheckpointConfig
-from verl.config.fsdp import FSDPConfig
 from verl.config.keys import Section, inert, section, used
-from verl.config.megatron import MegatronConfig
-from verl.config.model import ModelConfig
 from verl.config.names import LOSS_AGG_MODES
-from verl.config.optim import OptimConfig
+from verl.config.sections.actor import PROFILER, CheckpointConfig
+from verl.config.sections.fsdp import FSDPConfig
+from verl.config.sections.megatron import MegatronConfig
+from verl.config.sections.model import ModelConfig
+from verl.config.sections.optim import OptimConfig
 
 
 @dataclass(frozen=True)
@@ -23,18 +23,22 @@ class CriticConfig(Section):
     fsdp: FSDPConfig = section(FSDPConfig, "PyTorch-native engine", when="critic")
     megatron: MegatronConfig = section(MegatronConfig, "Megatron engine")
     checkpoint: CheckpointConfig = section(CheckpointConfig, "what is saved", when="critic")
-    ppo_mini_batch_size: int = used(256, "prompts per optimizer step", when="critic")
+    ppo_mini_batch_size: int = used(256, "prompts per optimizer step", when="critic", ge=1)
     ppo_micro_batch_size: int | None = used(
         None, "older form of ppo_micro_batch_size_per_gpu", when="critic", sizing=True
     )
     ppo_micro_batch_size_per_gpu: int | None = used(
-        None, "samples per forward and backward pass; null: cut by token count", when="critic_fixed_bsz", sizing=True
+        None,
+        "samples per forward and backward pass; null: cut by token count",
+        when="critic_fixed_bsz",
+        sizing=True,
+        ge=1,
     )
     use_dynamic_bsz: bool = used(
         False, "cut micro-batches by token count even if the former is set", when="critic", sizing=True
     )
     ppo_max_token_len_per_gpu: int = used(
-        32768, "tokens per micro-batch when cut by token count", when="critic", sizing=True
+        32768, "tokens per micro-batch when cut by token count", when="critic", sizing=True, ge=1
     )
     forward_micro_batch_size: int | None = used(
         None, "older form of forward_micro_batch_size_per_gpu", when="critic", sizing=True
@@ -43,10 +47,10 @@ class CriticConfig(Section):
         None, "samples per pass that only reads values", when="critic_fixed_bsz", sizing=True
     )
     forward_max_token_len_per_gpu: int = used(32768, "tokens of such a pass", when="critic", sizing=True)
-    ppo_epochs: int = used(1, "passes over each batch", when="critic")
+    ppo_epochs: int = used(1, "passes over each batch", when="critic", ge=1)
     shuffle: bool = used(False, "shuffle the batch before each pass", when="critic")
     data_loader_seed: int = used(42, "seed of that shuffle", when="critic")
-    cliprange_value: float = used(0.5, "clip range of the value around the old one", when="critic")
+    cliprange_value: float = used(0.5, "clip range of the value around the old one", when="critic", ge=0)
     loss_agg_mode: str = used("token-mean", "how token losses become one number", when="critic", choices=LOSS_AGG_MODES)
     loss_scale_factor: float | None = used(
         None, "divisor of seq-mean-token-sum-norm; null: the response length", when="critic_sum_norm"

@@ -29,7 +29,7 @@ class FilterGroupsConfig(Section):
     metric: str | None = used(
         "reward", "what is compared: reward, score, seq_reward, seq_final_reward, acc or a part", when="filter_groups"
     )
-    max_num_gen_batches: int = used(0, "most generation batches per step; 0: 100", when="filter_groups")
+    max_num_gen_batches: int = used(0, "most generation batches per step; 0: 100", when="filter_groups", ge=0)
     max_inflight_gen_batches: int = inert(
         1, "generations in flight", "a refill begins when the former one has been scored"
     )
@@ -38,9 +38,9 @@ class FilterGroupsConfig(Section):
 @dataclass(frozen=True)
 class KLCtrlConfig(Section):
     type: str = used("fixed", "controller of the coefficient", when="kl_in_reward", choices=("fixed", "adaptive"))
-    kl_coef: float = used(0.001, "coefficient, or its first value", when="kl_in_reward", neutral=(0.0,))
-    horizon: int = used(10000, "horizon of the adaptive controller", when="adaptive_kl")
-    target_kl: float = used(0.1, "target of the adaptive controller", when="adaptive_kl")
+    kl_coef: float = used(0.001, "coefficient, or its first value", when="kl_in_reward", neutral=(0.0,), ge=0)
+    horizon: int = used(10000, "horizon of the adaptive controller", when="adaptive_kl", gt=0)
+    target_kl: float = used(0.1, "target of the adaptive controller", when="adaptive_kl", gt=0)
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class PFPPOConfig(Section):
 @dataclass(frozen=True)
 class AlgorithmConfig(Section):
     adv_estimator: str = used("gae", "advantage estimator, a name or path/to/file.py:function")
-    gamma: float = used(1.0, "discount", when="discounts")
-    lam: float = used(1.0, "lambda of GAE", when="gae")
+    gamma: float = used(1.0, "discount", when="discounts", ge=0, le=1)
+    lam: float = used(1.0, "lambda of GAE", when="gae", ge=0, le=1)
     norm_adv_by_std_in_grpo: bool = used(True, "divide by the group's standard deviation", when="std_norm")
     gdpo_reward_keys: list[str] | None = used(None, "reward parts of gdpo", when="gdpo")
     gdpo_reward_weights: list[float] | None = used(None, "their weights; null: all 1", when="gdpo")

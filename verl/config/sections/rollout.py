@@ -16,15 +16,20 @@ SHARED_WEIGHTS = "rollout uses the training weights themselves; nothing is loade
 class ValKwargsConfig(Section):
     """The draw at validation."""
 
-    n: int = used(1, "samples per validation prompt")
+    n: int = used(1, "samples per validation prompt", ge=1)
     do_sample: bool = used(
         False, "sample instead of decoding greedily; on by itself where a temperature above 0 is set"
     )
-    temperature: float = used(0.0, "sampling temperature", when="val_samples", neutral=(0.0,))
-    top_p: float = used(1.0, "smallest set of tokens with this probability", when="val_samples")
-    top_k: int = used(-1, "only the k likeliest tokens; -1: all", when="val_samples", neutral=(0,))
+    temperature: float = used(0.0, "sampling temperature", when="val_samples", neutral=(0.0,), ge=0)
+    top_p: float = used(1.0, "smallest set of tokens with this probability", when="val_samples", gt=0, le=1)
+    top_k: int = used(-1, "only the k likeliest tokens; -1: all", when="val_samples", neutral=(0,), ge=1, also=(-1,))
     min_p: float = used(
-        0.0, "only tokens with at least this share of the likeliest one's probability", when="val_samples", strict=OURS
+        0.0,
+        "only tokens with at least this share of the likeliest one's probability",
+        when="val_samples",
+        strict=OURS,
+        ge=0,
+        lt=1,
     )
     also_greedy: bool = used(
         False,
@@ -32,7 +37,7 @@ class ValKwargsConfig(Section):
         when="val_samples",
         strict=OURS,
     )
-    max_new_tokens: int | None = used(None, "longest response; null: rollout.response_length")
+    max_new_tokens: int | None = used(None, "longest response; null: rollout.response_length", ge=1)
 
 
 @dataclass(frozen=True)
@@ -149,14 +154,23 @@ class ServiceConfig(Section):
 @dataclass(frozen=True)
 class RolloutConfig(Section):
     name: str = used("native", "rollout engine")
-    n: int = used(1, "samples per prompt; above 1 for estimators that compare a group")
+    n: int = used(1, "samples per prompt; above 1 for estimators that compare a group", ge=1)
     temperature: float = used(
-        1.0, "sampling temperature; log-probabilities are taken at it", when="samples", strict=_SAMPLED
+        1.0, "sampling temperature; log-probabilities are taken at it", when="samples", strict=_SAMPLED, ge=0
     )
-    top_p: float = used(1.0, "smallest set of tokens with this probability", when="samples", strict=_SAMPLED)
-    top_k: int = used(-1, "only the k likeliest tokens; -1: all", when="samples", strict=_SAMPLED, neutral=(0,))
+    top_p: float = used(
+        1.0, "smallest set of tokens with this probability", when="samples", strict=_SAMPLED, gt=0, le=1
+    )
+    top_k: int = used(
+        -1, "only the k likeliest tokens; -1: all", when="samples", strict=_SAMPLED, neutral=(0,), ge=1, also=(-1,)
+    )
     min_p: float = used(
-        0.0, "only tokens with at least this share of the likeliest one's probability", when="samples", strict=OURS
+        0.0,
+        "only tokens with at least this share of the likeliest one's probability",
+        when="samples",
+        strict=OURS,
+        ge=0,
+        lt=1,
     )
     do_sample: bool = used(True, "sample instead of decoding greedily")
     seed: int = used(42, "seed of sampling; a sample depends on (seed, step, prompt, sample number) alone")
@@ -164,11 +178,11 @@ class RolloutConfig(Section):
     stop_token_ids: list[int] = used([], "token ids that end a response, beside the model's own")
     ignore_eos: bool = used(False, "go on after an end-of-sequence token")
     prompt_length: int = used(512, "longest prompt in tokens")
-    response_length: int = used(512, "longest response in tokens")
+    response_length: int = used(512, "longest response in tokens", ge=1)
     max_model_len: int | None = used(None, "longest prompt plus response; null: what the model can hold")
-    max_num_seqs: int = used(256, "samples in generation at once (slots of the native engine)", sizing=True)
+    max_num_seqs: int = used(256, "samples in generation at once (slots of the native engine)", sizing=True, ge=1)
     max_num_batched_tokens: int = used(
-        8192, "prompt tokens computed at once (prefill of the native engine)", sizing=True
+        8192, "prompt tokens computed at once (prefill of the native engine)", sizing=True, ge=1
     )
     free_cache_engine: bool = used(True, "free the KV cache while training", sizing=True)
     prepack_weights: bool = used(
@@ -200,9 +214,12 @@ class RolloutConfig(Section):
         "samples per forward pass of old log-probabilities; null: cut by token count",
         when="rollout_fixed_bsz",
         sizing=True,
+        ge=1,
     )
     log_prob_use_dynamic_bsz: bool = used(False, "cut by token count even if the former is set", sizing=True)
-    log_prob_max_token_len_per_gpu: int = used(16384, "tokens per forward pass when cut by token count", sizing=True)
+    log_prob_max_token_len_per_gpu: int = used(
+        16384, "tokens per forward pass when cut by token count", sizing=True, ge=1
+    )
     prefetch_num: int = used(
         0,
         "batches of samples made ahead of training; above 0 the asynchronous program runs, and a sample is at most so many "
@@ -231,6 +248,7 @@ class RolloutConfig(Section):
         "engine's weights stays in memory for that. 0: the run stops",
         when="vllm",
         sizing=True,
+        ge=0,
     )
     service: ServiceConfig = section(ServiceConfig, "a service that generates (name=http or sglang)")
     nnodes: int = used(0, "nodes for rollout alone; 0: it shares the training devices")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl.config.fsdp import FUSED_LOG_PROBS, FSDPConfig
 from verl.config.keys import Section, inert, section, used
-from verl.config.megatron import MegatronConfig
 from verl.config.names import KL_KINDS, LOSS_AGG_MODES
-from verl.config.optim import OptimConfig
+from verl.config.sections.fsdp import FUSED_LOG_PROBS, FSDPConfig
+from verl.config.sections.megatron import MegatronConfig
+from verl.config.sections.optim import OptimConfig
 
 NO_COMPILE = "modules are not compiled in this version"
 NO_PADDING = "padding is never computed"
@@ -29,7 +29,7 @@ class PolicyLossConfig(Section):
     clip_cov_ub: float = used(5.0, "highest covariance that clip_cov leaves out", when="clip_cov")
     kl_cov_ratio: float = used(0.0002, "share of tokens that kl_cov penalises", when="kl_cov")
     ppo_kl_coef: float = used(0.1, "weight of that penalty", when="kl_cov")
-    dro_beta: float | None = used(None, "regularisation of dro; must be above 0", when="dro")
+    dro_beta: float | None = used(None, "regularisation of dro", when="dro", gt=0)
 
 
 @dataclass(frozen=True)
@@ -52,27 +52,31 @@ class ActorConfig(Section):
     optim: OptimConfig = section(OptimConfig, "optimizer of the policy")
     fsdp_config: FSDPConfig = section(FSDPConfig, "PyTorch-native engine")
     megatron: MegatronConfig = section(MegatronConfig, "Megatron engine")
-    ppo_mini_batch_size: int = used(256, "prompts per optimizer step (times rollout.n samples)")
-    ppo_micro_batch_size: int | None = used(None, "older form of ppo_micro_batch_size_per_gpu", sizing=True)
+    ppo_mini_batch_size: int = used(256, "prompts per optimizer step (times rollout.n samples)", ge=1)
+    ppo_micro_batch_size: int | None = used(None, "older form of ppo_micro_batch_size_per_gpu", sizing=True, ge=1)
     ppo_micro_batch_size_per_gpu: int | None = used(
-        None, "samples per forward and backward pass; null: cut by token count", when="fixed_bsz", sizing=True
+        None, "samples per forward and backward pass; null: cut by token count", when="fixed_bsz", sizing=True, ge=1
     )
     use_dynamic_bsz: bool = used(False, "cut micro-batches by token count even if ppo_micro_batch_size_per_gpu is set")
-    ppo_max_token_len_per_gpu: int = used(16384, "tokens per micro-batch when cut by token count", sizing=True)
-    ppo_epochs: int = used(1, "passes over each batch")
+    ppo_max_token_len_per_gpu: int = used(16384, "tokens per micro-batch when cut by token count", sizing=True, ge=1)
+    ppo_epochs: int = used(1, "passes over each batch", ge=1)
     shuffle: bool = used(False, "shuffle the batch before each pass")
     data_loader_seed: int = used(42, "seed of that shuffle")
     rollout_n: int = inert(1, "samples per prompt", "it always equals rollout.n")
-    clip_ratio: float = used(0.2, "clip range of the policy ratio on both sides", when="clips_both")
-    clip_ratio_low: float | None = used(None, "clip range below 1; null: clip_ratio", when="clips", neutral=(0.2,))
-    clip_ratio_high: float | None = used(None, "clip range above 1; null: clip_ratio", when="clips", neutral=(0.2,))
-    clip_ratio_c: float = used(3.0, "lower bound of dual-clip PPO for negative advantages", when="dual_clips")
-    tau_pos: float = used(1.0, "temperature of sapo for positive advantages", when="sapo")
-    tau_neg: float = used(1.05, "temperature of sapo for negative advantages", when="sapo")
+    clip_ratio: float = used(0.2, "clip range of the policy ratio on both sides", when="clips_both", ge=0)
+    clip_ratio_low: float | None = used(
+        None, "clip range below 1; null: clip_ratio", when="clips", neutral=(0.2,), ge=0
+    )
+    clip_ratio_high: float | None = used(
+        None, "clip range above 1; null: clip_ratio", when="clips", neutral=(0.2,), ge=0
+    )
+    clip_ratio_c: float = used(3.0, "lower bound of dual-clip PPO for negative advantages", when="dual_clips", gt=1)
+    tau_pos: float = used(1.0, "temperature of sapo for positive advantages", when="sapo", gt=0)
+    tau_neg: float = used(1.05, "temperature of sapo for negative advantages", when="sapo", gt=0)
     policy_loss: PolicyLossConfig = section(PolicyLossConfig, "which policy loss, and its parameters")
     loss_agg_mode: str = used("token-mean", "how token losses become one number", choices=LOSS_AGG_MODES)
     loss_scale_factor: float | None = used(
-        None, "divisor of seq-mean-token-sum-norm; null: the response length", when="sum_norm"
+        None, "divisor of seq-mean-token-sum-norm; null: the response length", when="sum_norm", gt=0
     )
     skip_zero_advantages: bool = used(
         True, "do not compute samples whose advantages are all 0, if the loss is zero on them", sizing=True
@@ -83,7 +87,7 @@ class ActorConfig(Section):
         False, "compute sums of squared probabilities", "they are computed exactly where the estimator reads them"
     )
     use_kl_loss: bool = used(False, "add a KL term towards the reference policy to the loss")
-    kl_loss_coef: float = used(0.001, "weight of that term", when="kl_loss", neutral=(0.0,))
+    kl_loss_coef: float = used(0.001, "weight of that term", when="kl_loss", neutral=(0.0,), ge=0)
     kl_loss_type: str = used("low_var_kl", "KL estimator of that term", when="kl_loss", choices=KL_KINDS)
     checkpoint: CheckpointConfig = section(CheckpointConfig, "what is saved")
     freeze_vision_tower: bool = inert(False, "do not train the vision tower", "models are text models in this version")
@@ -107,10 +111,12 @@ class RefConfig(Section):
     megatron: MegatronConfig = section(MegatronConfig, "Megatron engine")
     log_prob_micro_batch_size: int | None = used(None, "older form of log_prob_micro_batch_size_per_gpu", sizing=True)
     log_prob_micro_batch_size_per_gpu: int | None = used(
-        None, "samples per forward pass; null: cut by token count", when="ref_fixed_bsz", sizing=True
+        None, "samples per forward pass; null: cut by token count", when="ref_fixed_bsz", sizing=True, ge=1
     )
     log_prob_use_dynamic_bsz: bool = used(False, "cut by token count even if the former is set", sizing=True)
-    log_prob_max_token_len_per_gpu: int = used(16384, "tokens per forward pass when cut by token count", sizing=True)
+    log_prob_max_token_len_per_gpu: int = used(
+        16384, "tokens per forward pass when cut by token count", sizing=True, ge=1
+    )
     rollout_n: int = inert(1, "samples per prompt", "it always equals rollout.n")
     use_torch_compile: bool = inert(True, "compile the modules", NO_COMPILE)
     entropy_from_logits_with_chunking: bool = inert(False, "entropy chunk by chunk", FUSED_LOG_PROBS)

@@ -169,7 +169,7 @@ class RewardModelConfig(Section):
         strict=OURS,
     )
     reward_batch_size: int | None = used(
-        None, "samples that it is given at a time; null: all that are there", when="reward_model", sizing=True
+        None, "samples that it is given at a time; null: all that are there", when="reward_model", sizing=True, ge=1
     )
     external_lib: str | None = used(None, "Python module that is imported first", when="reward_model")
     trust_remote_code: bool = used(False, "run Python code that comes with the model", when="reward_model", sizing=True)
@@ -188,15 +188,15 @@ class SandboxFusionConfig(Section):
 
 @dataclass(frozen=True)
 class RewardConfig(Section):
-    num_workers: int = used(8, "processes that score")
-    timeout_s: float = used(30.0, "seconds after which a scorer is ended and its sample gets default_score")
-    memory_mb: int = used(4096, "MiB that a scoring process may allocate; more ends it")
+    num_workers: int = used(8, "processes that score", ge=1)
+    timeout_s: float = used(30.0, "seconds after which a scorer is ended and its sample gets default_score", gt=0)
+    memory_mb: int = used(4096, "MiB that a scoring process may allocate; more ends it", gt=0)
     cpu_s: float | None = used(
-        None, "processor seconds of one call, all its threads and processes together; null: twice timeout_s"
+        None, "processor seconds of one call, all its threads and processes together; null: twice timeout_s", gt=0
     )
-    max_file_mb: int = used(1024, "largest file that a scorer may write, in MiB")
-    max_open_files: int = used(1024, "files that each process of a scorer may have open")
-    max_processes: int = used(64, "processes that a scorer may have started at once")
+    max_file_mb: int = used(1024, "largest file that a scorer may write, in MiB", gt=0)
+    max_open_files: int = used(1024, "files that each process of a scorer may have open", ge=32)
+    max_processes: int = used(64, "processes that a scorer may have started at once", ge=0)
     network: bool = used(False, "whether scorers may reach the network, and see keys and passwords in the environment")
     process_per_sample: bool = used(
         False,

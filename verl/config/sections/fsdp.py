@@ -103,3 +103,10 @@ class FSDPConfig(Section):
     )
     qat: dict[str, Any] = inert({}, "quantisation-aware training", "weights are not quantised in this version")
     turbo_config: dict[str, Any] = inert({}, "settings of the fsdp_turbo engine", "only the fsdp_turbo engine reads it")
+
+
+@dataclass(frozen=True)
+class SFTEngineConfig(FSDPConfig):
+    """`engine` of supervised fine-tuning: the training engine by name, and the settings of the PyTorch-native one."""
+
+    strategy: str = used("fsdp", "training engine; fsdp and fsdp2 are the PyTorch-native one")

@@ -21,16 +21,26 @@ class NonfiniteGuardConfig(Section):
 
 @dataclass(frozen=True)
 class GuardConfig(Section):
-    limit: float | None = used(None, _LIMIT, strict=OURS)  # where its section is not read
+    limit: float | None = used(None, _LIMIT, strict=OURS, gt=0)  # where its section is not read
     action: str = used("warn", _ACTION, when="has_limit", choices=ACTIONS, strict=OURS)
 
 
 @dataclass(frozen=True)
-class GuardsConfig(Section):
+class StepGuardsConfig(Section):
+    """Guards of any program that trains."""
+
     nonfinite: NonfiniteGuardConfig = section(
         NonfiniteGuardConfig, "NaN or infinity in rewards, log-probs, values, advantages, loss or gradient"
     )
     grad_norm: GuardConfig = section(GuardConfig, "largest gradient norm of an optimizer step, before clipping")
+    max_skips_in_row: int = used(5, "steps in a row in which something may be skipped; one more stops the run", ge=0)
+    max_rollbacks: int = used(3, "times that a process may go back to a checkpoint; one more stops the run", ge=0)
+
+
+@dataclass(frozen=True)
+class GuardsConfig(StepGuardsConfig):
+    """Guards of reinforcement learning."""
+
     policy_kl: GuardConfig = section(GuardConfig, "largest KL(old policy || policy) of a mini-batch, nats per token")
     reference_kl: GuardConfig = section(
         GuardConfig, "largest KL(policy || reference policy), nats per token", when="reference"
@@ -38,7 +48,5 @@ class GuardsConfig(Section):
     ratio: GuardConfig = section(GuardConfig, "largest probability ratio to the old policy of a token, or its inverse")
     entropy: GuardConfig = section(GuardConfig, "lowest mean entropy of the policy, nats per token")
     mismatch: GuardConfig = section(
-        GuardConfig, "largest difference between trainer's and sampler's probability of a sampled token"
+        GuardConfig, "largest difference between the trainer's and the sampler's probability of a sampled token"
     )
-    max_skips_in_row: int = used(5, "steps in a row in which something may be skipped; one more stops the run")
-    max_rollbacks: int = used(3, "times that a process may go back to a checkpoint; one more stops the run")

@@ -1,12 +1,12 @@
-"""`trainer`: length of the run, what is logged and saved, and where it runs."""
+"""`trainer`: length of the run, what is logged and saved, and where it runs; a shared base and one class per program."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from verl.config.guards import GuardsConfig
-from verl.config.keys import Section, inert, section, used
+from verl.config.keys import NOT_READ_THERE, Section, inert, section, used
+from verl.config.sections.guards import GuardsConfig, StepGuardsConfig
 
 _ASYNC = "the asynchronous program needs no such setting"
 ONE_TRAINER = "there is one trainer for all algorithms"
@@ -78,35 +78,27 @@ class TrainerV1Config(Section):
     sampler: SamplerConfig = section(SamplerConfig, "which samples train")
 
 
+AFTER_EACH_EPOCH = "after_each_epoch"
+
+
 @dataclass(frozen=True)
 class TrainerConfig(Section):
+    """Keys that the host reads, whatever the program."""
+
     project_name: str = used("verl_examples", "project, for trackers and the run folder")
     experiment_name: str = used("gsm8k", "name of the run, for trackers and the run folder")
-    total_epochs: int = used(30, "passes over the training rows")
-    total_training_steps: int | None = used(None, "stop after this many steps; null: total_epochs decides")
+    total_epochs: int = used(30, "passes over the training rows", ge=1)
+    total_training_steps: int | None = used(None, "stop after this many steps; null: total_epochs decides", ge=1)
     logger: list[str] = used(["console", "file"], "where metrics go")
-    log_val_generations: int = used(0, "validation samples shown to the trackers")
-    rollout_data_dir: str | None = used(None, "folder for a JSONL of training samples per step")
-    validation_data_dir: str | None = used(None, "folder for a JSONL of validation samples per step")
     default_local_dir: str = used("checkpoints/verl_examples/gsm8k", "the run folder")
     save_freq: int = used(-1, "steps between checkpoints, and one at the end; -1: only when the run is interrupted")
     test_freq: int = used(-1, "steps between validations, and one at the end; -1: none while training")
     val_before_train: bool = used(True, "validate before the first step")
     val_only: bool = used(False, "validate and stop")
-    critic_warmup: int = used(
-        0,
-        "steps in which only the critic trains",
-        when="critic",
-        strict="existing releases train nothing at all in these steps",
-    )
     resume_mode: str = used(
         "auto", "continue the newest checkpoint, never, or a given one", choices=("auto", "disable", "resume_path")
     )
     resume_from_path: str | None = used(None, "folder global_step_N to continue", when="resume_path")
-    max_actor_ckpt_to_keep: int | None = used(None, "newest checkpoints to keep; null: all")
-    max_critic_ckpt_to_keep: int | None = used(
-        None, "the same for the critic; one folder holds both, the larger number counts"
-    )
     device: str = used("auto", "device of the run", choices=("auto", "cpu", "cuda"))
     deterministic: bool = used(
         True,
@@ -115,23 +107,60 @@ class TrainerConfig(Section):
         "step, as scatters on a GPU can be",
     )
     strict_config: bool = used(False, "make errors of the notices about keys that have no effect")
-    min_free_disk_gb: float = used(1.0, "stop before the disk has less than this left")
-    nnodes: int = used(1, "machines of the run")
-    n_gpus_per_node: int = used(1, "devices per machine; on CPUs, processes per machine")
+    min_free_disk_gb: float = used(1.0, "stop before the disk has less than this left", ge=0)
+    nnodes: int = used(1, "machines of the run", ge=1)
+    n_gpus_per_node: int = used(1, "devices per machine; on CPUs, processes per machine", ge=0)
     placement: dict[str, Any] = used(
         {}, "role -> list of devices, for actor, rollout, reference, critic, reward; others are where their actor is"
     )
     max_restarts: int = used(
-        3, "times in a row, without a new checkpoint in between, that a run which crashed is started again; 0: never"
+        3,
+        "times in a row, without a new checkpoint in between, that a run which crashed is started again; 0: never",
+        ge=0,
     )
-    restart_backoff_s: float = used(5.0, "wait before the first of these restarts; it doubles with each")
+    restart_backoff_s: float = used(5.0, "wait before the first of these restarts; it doubles with each", ge=0)
     hang_timeout_s: float = used(
         7200.0,
         "longest that one phase of a step (generation, an update, a checkpoint) may take; then the run's stacks are written "
         "down and it is started again; 0: no limit",
+        ge=0,
     )
     call_timeout_s: float = used(
         3600.0, "longest that one call on a worker may take in a run over several processes", sizing=True
+    )
+    nccl_timeout: int = used(600, "deadline of collectives in seconds", sizing=True)
+    ray_wait_register_center_timeout: int = used(
+        300, "seconds that the processes of a run may take to find each other", sizing=True
+    )
+    balance_batch: bool = inert(True, "give ranks equal tokens", "ranks are always given shares of equal cost")
+    guards: StepGuardsConfig = section(StepGuardsConfig, "action on NaN, infinity and values beyond a limit")
+    checkpoint_callback_class: str | None = used(None, "class whose on_save is called after a save")
+    default_hdfs_dir: str | None = used(None, "HDFS folder for checkpoints")
+    del_local_ckpt_after_load: bool = inert(
+        False, "delete a checkpoint once loaded", "checkpoints are only removed by retention"
+    )
+
+    @property
+    def num_checkpoints_kept(self) -> int:
+        """Number of the newest checkpoints that stay; 0: all of them."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class PPOTrainerConfig(TrainerConfig):
+    log_val_generations: int = used(0, "validation samples shown to the trackers", ge=0)
+    rollout_data_dir: str | None = used(None, "folder for a JSONL of training samples per step")
+    validation_data_dir: str | None = used(None, "folder for a JSONL of validation samples per step")
+    critic_warmup: int = used(
+        0,
+        "steps in which only the critic trains",
+        when="critic",
+        strict="existing releases train nothing at all in these steps",
+        ge=0,
+    )
+    max_actor_ckpt_to_keep: int | None = used(None, "newest checkpoints to keep; null: all", ge=1)
+    max_critic_ckpt_to_keep: int | None = used(
+        None, "the same for the critic; one folder holds both, the larger number counts", ge=1
     )
     dynamic_config: list[dict[str, Any]] = used(
         [],
@@ -141,18 +170,40 @@ class TrainerConfig(Section):
     dynamic_config_scheduler: str | None = used(
         None, "the same as an object of one's own, path/to/file.py:name, with values(step) -> {key: value}"
     )
-    balance_batch: bool = inert(True, "give ranks equal tokens", "ranks are always given shares of equal cost")
     use_v1: bool = inert(True, "which trainer", ONE_TRAINER)
     v1: TrainerV1Config = section(TrainerV1Config, "how generation and training alternate")
-    guards: GuardsConfig = section(GuardsConfig, "what is done when numbers go wrong")
-    checkpoint_callback_class: str | None = used(None, "class whose on_save is called after a save")
-    default_hdfs_dir: str | None = used(None, "HDFS folder for checkpoints")
-    del_local_ckpt_after_load: bool = inert(
-        False, "delete a checkpoint once loaded", "checkpoints are only removed by retention"
+    guards: GuardsConfig = section(GuardsConfig, "action on NaN, infinity and values beyond a limit")
+    esi_redundant_time: float = inert(0, "margin before a machine is taken away", NOT_READ_THERE)
+
+    @property
+    def num_checkpoints_kept(self) -> int:
+        # checkpoints are kept whole: the role that wants more of them decides
+        return max(self.max_actor_ckpt_to_keep or 0, self.max_critic_ckpt_to_keep or 0)
+
+
+@dataclass(frozen=True)
+class SFTTrainerConfig(TrainerConfig):
+    project_name: str = used("gsm8k-sft", "project, for trackers and the run folder")
+    experiment_name: str = used("test", "name of the run, for trackers and the run folder")
+    total_epochs: int = used(4, "passes over the training rows", ge=1)
+    default_local_dir: str = used("checkpoints/gsm8k-sft/test", "the run folder")
+    val_before_train: bool = used(False, "validate before the first step")
+    save_freq: int | str = used(  # type: ignore[assignment]
+        -1,
+        "steps between checkpoints, and one at the end, or after_each_epoch; -1: only when the run is interrupted",
+        words=(AFTER_EACH_EPOCH,),
     )
-    esi_redundant_time: float = inert(
-        0, "margin before a machine is taken away", "it has no effect in existing releases either"
+    test_freq: int | str = used(  # type: ignore[assignment]
+        -1,
+        "steps between validations, and one at the end, or after_each_epoch; -1: none while training",
+        words=(AFTER_EACH_EPOCH,),
     )
-    ray_wait_register_center_timeout: int = used(
-        300, "seconds that the processes of a run may take to find each other", sizing=True
+    max_ckpt_to_keep: int | None = used(None, "newest checkpoints to keep; null: all", ge=1)
+    seed: int = used(1, "seed of the run: order of rows (unless data.seed is given), new adapters, noise")
+    profile_interval: list[int] = inert(
+        [-1, -1], "first and last profiled step", "each step reports where its time went; no profiler is attached"
     )
+
+    @property
+    def num_checkpoints_kept(self) -> int:
+        return self.max_ckpt_to_keep or 0

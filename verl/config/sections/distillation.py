@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from verl.config.keys import Section, section, used
-from verl.config.reward import EngineSizesConfig
+from verl.config.sections.reward import EngineSizesConfig
 
 
 @dataclass(frozen=True)

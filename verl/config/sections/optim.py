@@ -12,17 +12,17 @@ from verl.config.keys import Section, inert, used
 class OptimConfig(Section):
     optimizer: str = used("AdamW", "class of the optimizer")
     optimizer_impl: str = used("torch.optim", "module that holds the class")
-    lr: float = used(1e-6, "learning rate after warm-up")
+    lr: float = used(1e-6, "learning rate after warm-up", gt=0)
     lr_warmup_steps_ratio: float = used(
-        0.0, "length of the linear warm-up as a share of all steps", when="no_warmup_steps", neutral=(0.0,)
+        0.0, "length of the linear warm-up as a share of all steps", when="no_warmup_steps", neutral=(0.0,), ge=0, le=1
     )
     total_training_steps: int = used(-1, "steps that the schedule spans; -1: those of the trainer")
-    weight_decay: float = used(0.01, "decoupled weight decay")
+    weight_decay: float = used(0.01, "decoupled weight decay", ge=0)
     lr_warmup_steps: int = used(-1, "length of the linear warm-up in steps; 0 or less: lr_warmup_steps_ratio decides")
-    betas: list[float] = used([0.9, 0.999], "decay rates of the two moments of Adam")
-    clip_grad: float = used(1.0, "gradients are scaled down to this global L2 norm")
+    betas: list[float] = used([0.9, 0.999], "decay rates of the two moments of Adam", ge=0, lt=1, length=2)
+    clip_grad: float = used(1.0, "gradients are scaled down to this global L2 norm", gt=0)
     min_lr_ratio: float = used(
-        0.0, "lowest learning rate of the cosine as a share of lr", when="cosine", neutral=(0.0, None)
+        0.0, "lowest learning rate of the cosine as a share of lr", when="cosine", neutral=(0.0, None), ge=0, le=1
     )
     num_cycles: float = used(0.5, "waves of the cosine; 0.5 falls once", when="cosine")
     lr_scheduler_type: str = used("constant", "schedule after the warm-up", choices=("constant", "cosine"))

@@ -92,3 +92,10 @@ class ModelConfig(Section):
     lora: MegatronLoRAConfig = section(MegatronLoRAConfig, "LoRA of the Megatron engine")
     tiled_mlp: TiledMLPConfig = section(TiledMLPConfig, "tiled MLPs")
     mtp: MTPConfig = section(MTPConfig, "multi-token prediction")
+
+
+@dataclass(frozen=True)
+class SFTModelConfig(ModelConfig):
+    neftune_alpha: float | None = used(
+        None, "scale of uniform noise on the embeddings in training (NEFTune, arXiv 2310.05914); null: none", gt=0
+    )

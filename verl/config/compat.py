@@ -1,0 +1,168 @@
+"""compat.yaml: other spellings of keys, keys without effect, names of other trainers, features that are not available."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+FILE = Path(__file__).parent / "compat.yaml"
+
+
+@dataclass(frozen=True)
+class Alias:
+    """Another spelling of a key. `old` and `new` that end with a dot rename everything below them."""
+
+    old: str
+    new: str
+    ignore: tuple[Any, ...] = (None,)  # values with which the spelling asks for nothing
+    implies: Mapping[str, Any] = field(default_factory=dict)  # keys that it sets besides, unless they are given
+    values: Mapping[Any, Any] = field(default_factory=dict)  # its values, where the key has other ones
+
+
+@dataclass(frozen=True)
+class Removed:
+    """An older key without effect; one that ends with a dot stands for everything below it."""
+
+    key: str
+    reason: str
+    only_off: bool  # only while its value is off; with another value it is an unknown key
+
+    def covers(self, key: str, value: Any) -> bool:
+        same = key.startswith(self.key) if self.key.endswith(".") else key == self.key
+        return same and not (self.only_off and value)
+
+
+@dataclass(frozen=True)
+class Unavailable:
+    """Values of a key that choose a feature which this version does not have."""
+
+    path: str
+    what: str
+    instead: str
+    values: bool | tuple[Any, ...]  # True: every value that is on; False: every one that is off
+    unless: tuple[Any, ...] | None = None  # given: every value but these
+    hides: tuple[str, ...] = ()  # sections whose unknown keys may be of the feature
+
+    def chosen(self, value: Any) -> bool:
+        if value is None:
+            return False
+        if self.unless is not None:
+            return value not in self.unless
+        if isinstance(self.values, bool):
+            return bool(value) == self.values
+        kind = value.partition(":")[0] if isinstance(value, str) else value  # npu:0 is an npu
+        return kind in self.values
+
+
+@dataclass(frozen=True)
+class Compat:
+    """The rows of one schema; compat.yaml explains each table."""
+
+    aliases: tuple[Alias, ...]
+    removed: tuple[Removed, ...]
+    other_trainers: Mapping[str, str]
+    unavailable: tuple[Unavailable, ...]
+    only_elsewhere: Mapping[str, str]
+    announced: Mapping[str, str]
+    differences: tuple[tuple[str, str, str, str], ...]
+    unavailable_configs: Mapping[str, str]
+
+    @functools.cached_property
+    def exact(self) -> dict[str, Alias]:
+        """Aliases of single keys by their spelling."""
+        return {a.old: a for a in self.aliases if not a.old.endswith(".")}
+
+    @functools.cached_property
+    def _prefixes(self) -> list[Alias]:
+        """Aliases of whole sections, the most specific first."""
+        return sorted((a for a in self.aliases if a.old.endswith(".")), key=lambda a: -len(a.old))
+
+    def resolve(self, path: str) -> tuple[str, Alias | None]:
+        """(path in the tree, the last alias used or None). Renames until no row applies any more."""
+        used: Alias | None = None
+        for _ in range(4):  # a prefix row may lead to an exact one; no chain is longer
+            row = self.exact.get(path)
+            if row is not None:
+                path, used = row.new, row
+                continue
+            row = next((a for a in self._prefixes if path.startswith(a.old)), None)
+            if row is None:
+                break
+            path, used = row.new + path[len(row.old) :], row
+        return path, used
+
+    def without_effect(self, key: str, value: Any) -> str | None:
+        """Why the older key `key` with this value changes nothing; None when it is no such key."""
+        return next((row.reason for row in self.removed if row.covers(key, value)), None)
+
+    def read_elsewhere(self, path: str) -> str:
+        """Why a key of a feature that is not available has no effect; "" for any other key."""
+        return next((why for pattern, why in self.only_elsewhere.items() if fnmatchcase(path, pattern)), "")
+
+
+def load_compat(name: str, classes: Mapping[str, list[str]]) -> Compat:
+    """The rows of the schema `name`. `classes`: class of a section -> paths of its sections in the tree, at each of which
+    the rows of that class hold."""
+    parts = [("", _file()[name])]
+    parts += [(f"{path}.", rows) for cls, rows in _file()["sections"].items() for path in classes.get(cls, ())]
+    return Compat(
+        aliases=tuple(alias for prefix, rows in parts for alias in _aliases(prefix, rows.get("aliases", {}))),
+        removed=tuple(
+            Removed(prefix + key, row["why"], row.get("only_off", False))
+            for prefix, rows in parts
+            for row in rows.get("removed", ())
+            for key in row["keys"]
+        ),
+        other_trainers=parts[0][1].get("other_trainers", {}),
+        unavailable=tuple(row for prefix, rows in parts for row in _unavailable(prefix, rows.get("unavailable", ()))),
+        only_elsewhere={
+            prefix + pattern: row["why"]
+            for prefix, rows in parts
+            for row in rows.get("only_elsewhere", ())
+            for pattern in row["keys"]
+        },
+        announced=parts[0][1].get("announced", {}),
+        differences=tuple(
+            (row["key"], row["theirs"], row["ours"], row["why"]) for row in parts[0][1].get("differences", ())
+        ),
+        unavailable_configs=parts[0][1].get("unavailable_configs", {}),
+    )
+
+
+@functools.cache
+def _file() -> dict[str, Any]:
+    import yaml
+
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C, ten times as fast
+    tables: dict[str, Any] = yaml.load(FILE.read_text(encoding="utf-8"), Loader=loader)
+    return tables
+
+
+def _aliases(prefix: str, rows: Mapping[str, Any]) -> Iterator[Alias]:
+    for old, row in rows.items():
+        settings: dict[str, Any] = {"key": row} if isinstance(row, str) else row
+        yield Alias(
+            prefix + old,
+            prefix + settings["key"],
+            tuple(settings.get("ignore", (None,))),
+            settings.get("implies", {}),
+            settings.get("values", {}),
+        )
+
+
+def _unavailable(prefix: str, rows: list[dict[str, Any]]) -> Iterator[Unavailable]:
+    for row in rows:
+        values, unless = row.get("when", True), row.get("unless")
+        for key in row["keys"]:
+            yield Unavailable(
+                prefix + key,
+                row["what"],
+                row["instead"],
+                values if isinstance(values, bool) else tuple(values),
+                None if unless is None else tuple(unless),
+                tuple(row.get("hides", ())),
+            )

@@ -1,0 +1,65 @@
+"""Config root of reinforcement learning (`verl train`): PPO, GRPO and their family."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from verl.config.active_keys import PPO_CONDITIONS
+from verl.config.derived_defaults import PPO_FOLLOWS, derive_ppo
+from verl.config.keys import Section, section, used
+from verl.config.rules.ppo import RULES
+from verl.config.rules.sections import SECTION_RULES
+from verl.config.schema import Schema
+from verl.config.sections.actor import ActorConfig, RefConfig
+from verl.config.sections.algorithm import AlgorithmConfig
+from verl.config.sections.critic import CriticConfig
+from verl.config.sections.data import DataConfig
+from verl.config.sections.distillation import DistillationConfig
+from verl.config.sections.model import ModelConfig
+from verl.config.sections.reward import RewardConfig
+from verl.config.sections.rollout import RolloutConfig
+from verl.config.sections.services import GlobalProfilerConfig, RayKwargsConfig, SkipConfig, TransferQueueConfig
+from verl.config.sections.trainer import PPOTrainerConfig
+
+
+@dataclass(frozen=True)
+class ActorRolloutRefConfig(Section):
+    model: ModelConfig = section(ModelConfig, "the model")
+    actor: ActorConfig = section(ActorConfig, "the policy being trained")
+    rollout: RolloutConfig = section(RolloutConfig, "generation of samples")
+    ref: RefConfig = section(RefConfig, "the frozen policy that KL terms compare with", when="reference")
+    hybrid_engine: bool = used(True, "training and rollout share devices and weights")
+    nccl_timeout: int = used(600, "deadline of collectives in seconds", sizing=True)
+
+
+@dataclass(frozen=True)
+class PPOConfig(Section):
+    """The whole configuration of a reinforcement-learning run."""
+
+    data: DataConfig = section(DataConfig, "training and validation rows")
+    actor_rollout_ref: ActorRolloutRefConfig = section(ActorRolloutRefConfig, "policy, reference policy and rollout")
+    critic: CriticConfig = section(CriticConfig, "the value model")
+    reward: RewardConfig = section(RewardConfig, "scores of responses")
+    algorithm: AlgorithmConfig = section(AlgorithmConfig, "advantages, KL, corrections, filters")
+    trainer: PPOTrainerConfig = section(PPOTrainerConfig, "length, logging, saving, devices")
+    distillation: DistillationConfig = section(DistillationConfig, "learning from a teacher")
+    transfer_queue: TransferQueueConfig = section(TransferQueueConfig, "service that holds samples")
+    global_profiler: GlobalProfilerConfig = section(GlobalProfilerConfig, "profilers")
+    skip: SkipConfig = section(SkipConfig, "stages taken from a former run")
+    ray_kwargs: RayKwargsConfig = section(RayKwargsConfig, "Ray")
+    model_engine: str = used("dp", "family of training engines: dp (PyTorch-native)")
+
+
+PPO = Schema(
+    name="ppo",
+    root=PPOConfig,
+    command="verl train",
+    title="Reinforcement learning (`verl train`)",
+    config_names={"ppo_trainer": "", "_generated_ppo_trainer": ""},
+    config_prefixes=("ppo", "grpo"),
+    conditions=PPO_CONDITIONS,
+    rules=RULES,
+    section_rules=SECTION_RULES,
+    follows=PPO_FOLLOWS,
+    derive=derive_ppo,
+)

@@ -1,0 +1,303 @@
+"""Keys of reinforcement learning that contradict one another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from verl.config import names
+from verl.config.active_keys import uses_critic
+from verl.config.rules.families import NAMED_ELSEWHERE, OWN, named
+from verl.config.schema import Problem, error, value_at, warning
+
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
+DRAW = f"{ROLLOUT}.val_kwargs"
+CORRECTION = "algorithm.rollout_correction"
+
+
+def check_names(c: Any, given: set[str]) -> Iterator[Problem]:
+    """Values that name a member of a family."""
+    has_plugins, group = c.actor_rollout_ref.model.external_lib is not None, c.actor_rollout_ref
+    for key, what, value, known in (
+        ("algorithm.adv_estimator", "advantage estimator", c.algorithm.adv_estimator, names.ADV_ESTIMATORS),
+        (f"{ACTOR}.policy_loss.loss_mode", "policy loss", group.actor.policy_loss.loss_mode, names.POLICY_LOSSES),
+        (f"{ROLLOUT}.name", "rollout engine", group.rollout.name, names.ROLLOUT_ENGINES),
+        (f"{ACTOR}.strategy", "training engine", group.actor.strategy, names.TRAINING_ENGINES),
+    ):
+        if not has_plugins:
+            yield from named(key, what, [value], known, OWN, NAMED_ELSEWHERE.get(key, {}))
+    manager = c.reward.reward_manager
+    own = manager.source != "register" or ":" in manager.name or has_plugins
+    if not own and manager.name not in names.REWARD_MANAGERS:
+        yield error(
+            "reward.reward_manager.name",
+            f"There is no reward manager '{manager.name}'; there are {', '.join(names.REWARD_MANAGERS)}. For a class of "
+            "your own set reward.reward_manager.source=importlib and reward.reward_manager.module.path.",
+        )
+
+
+def check_micro_batches(c: Any, given: set[str]) -> Iterator[Problem]:
+    """Micro-batch sizes that are given under both of their names."""
+    for section, name in (
+        (ACTOR, "ppo_micro_batch_size"),
+        ("critic", "ppo_micro_batch_size"),
+        ("critic", "forward_micro_batch_size"),
+        (ROLLOUT, "log_prob_micro_batch_size"),
+        ("actor_rollout_ref.ref", "log_prob_micro_batch_size"),
+    ):
+        node, key = value_at(c, section), f"{section}.{name}"
+        if node[name] is not None and node[f"{name}_per_gpu"] is not None:
+            yield error(key, f"{key} and {key}_per_gpu are both set. Keep the second and remove the first.")
+
+
+def check_batches(c: Any, given: set[str]) -> Iterator[Problem]:
+    """Batch sizes that must fit together."""
+    batch, size = c.data.train_batch_size, f"data.train_batch_size={c.data.train_batch_size}"
+    for key, mini_batch in (
+        (f"{ACTOR}.ppo_mini_batch_size", c.actor_rollout_ref.actor.ppo_mini_batch_size),
+        ("critic.ppo_mini_batch_size", c.critic.ppo_mini_batch_size if uses_critic(c) else 0),
+    ):
+        if batch < mini_batch:
+            yield error(
+                key,
+                f"{size} is smaller than {key}={mini_batch}; both count prompts. Set the second to at most {batch}.",
+            )
+        if key.startswith(ACTOR) and batch > mini_batch and mini_batch > 0 and batch % mini_batch:
+            yield warning(
+                key,
+                f"{size} is no multiple of {key}={mini_batch}: the last optimizer step of each batch has fewer prompts "
+                "than the others.",
+            )
+    generated = c.data.gen_batch_size
+    if c.algorithm.filter_groups.enable and generated < batch:
+        yield error(
+            "data.gen_batch_size",
+            f"data.gen_batch_size={generated} is smaller than {size}. Set it to at least that, or remove it.",
+        )
+
+
+def check_lengths(c: Any, given: set[str]) -> Iterator[Problem]:
+    """Lengths of prompts and responses that must fit together."""
+    rollout, data = c.actor_rollout_ref.rollout, c.data
+    prompt, response, longest = rollout.prompt_length, rollout.response_length, rollout.max_model_len
+    if longest is not None and longest < prompt + response:
+        yield error(
+            f"{ROLLOUT}.max_model_len",
+            f"{ROLLOUT}.max_model_len={longest} is smaller than the longest prompt plus response ({prompt} + {response} "
+            "tokens). Raise it, or lower data.max_response_length.",
+        )
+    if prompt < data.max_prompt_length:
+        yield error(
+            f"{ROLLOUT}.prompt_length",
+            f"{ROLLOUT}.prompt_length={prompt} is smaller than data.max_prompt_length={data.max_prompt_length}. Remove "
+            "the first; it follows the second.",
+        )
+    if {f"{ROLLOUT}.response_length", "data.max_response_length"} <= given and response != data.max_response_length:
+        yield error(
+            f"{ROLLOUT}.response_length",
+            f"{ROLLOUT}.response_length={response} and data.max_response_length={data.max_response_length} are one "
+            "limit. Remove the first; it follows the second.",
+        )
+
+
+def check_estimator(c: Any, given: set[str]) -> Iterator[Problem]:
+    """Needs of the advantage estimator."""
+    algorithm, num_samples = c.algorithm, c.actor_rollout_ref.rollout.n
+    estimator = algorithm.adv_estimator
+    if estimator == "grpo_passk" and num_samples < 2:
+        yield error(
+            f"{ROLLOUT}.n",
+            f"algorithm.adv_estimator=grpo_passk compares the best two samples of a prompt. Set {ROLLOUT}.n to 2 or more.",
+        )
+    elif estimator in names.GROUP_ESTIMATORS and num_samples == 1:
+        yield warning(
+            f"{ROLLOUT}.n",
+            f"algorithm.adv_estimator={estimator} compares the samples of a prompt, and {ROLLOUT}.n=1 gives only one. Set "
+            "it to 5 or so.",
+        )
+    if estimator == "gdpo" and not algorithm.gdpo_reward_keys:
+        yield error(
+            "algorithm.gdpo_reward_keys",
+            "algorithm.adv_estimator=gdpo needs the reward parts to weigh. Set algorithm.gdpo_reward_keys to keys that "
+            "the reward function returns, for example [accuracy,format].",
+        )
+    keys, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
+    if weights and len(weights) != len(keys or []):
+        yield error(
+            "algorithm.gdpo_reward_weights",
+            f"algorithm.gdpo_reward_weights={weights} does not have one weight per key of algorithm.gdpo_reward_keys={keys}.",
+        )
+    if algorithm.use_pf_ppo and not uses_critic(c):
+        yield error(
+            "algorithm.use_pf_ppo",
+            "algorithm.use_pf_ppo=True resamples rows of PPO with a critic. Set algorithm.adv_estimator=gae, or remove it.",
+        )
+    if estimator == "gae" and c.critic.enable is False:
+        yield error(
+            "critic.enable",
+            "algorithm.adv_estimator=gae needs the critic that critic.enable=False leaves out. Remove critic.enable, or "
+            "choose an estimator without a critic, such as grpo.",
+        )
+    if c.critic.enable is True and estimator in names.ADV_ESTIMATORS and estimator != "gae":
+        yield warning(
+            "critic.enable",
+            f"critic.enable=True trains a critic whose values algorithm.adv_estimator={estimator} does not use.",
+        )
+    if algorithm.use_kl_in_reward and c.actor_rollout_ref.actor.use_kl_loss:
+        yield warning(
+            "algorithm.use_kl_in_reward",
+            f"algorithm.use_kl_in_reward and {ACTOR}.use_kl_loss are both True: the KL term acts twice.",
+        )
+    if algorithm.filter_groups.enable and num_samples == 1:
+        yield warning(
+            "algorithm.filter_groups.enable",
+            f"algorithm.filter_groups.enable=True compares the samples of a prompt, and {ROLLOUT}.n=1 gives only one: "
+            "nothing is left out.",
+        )
+
+
+def check_loss(c: Any, given: set[str]) -> Iterator[Problem]:
+    """Needs of the policy loss."""
+    loss = c.actor_rollout_ref.actor.policy_loss
+    if loss.loss_mode == "dro" and loss.dro_beta is None:
+        yield error(
+            f"{ACTOR}.policy_loss.dro_beta",
+            f"{ACTOR}.policy_loss.loss_mode=dro needs {ACTOR}.policy_loss.dro_beta, a number above 0.",
+        )
+    if loss.loss_mode == "bypass_mode" and not c.algorithm.rollout_correction.bypass_mode:
+        yield error(
+            f"{ACTOR}.policy_loss.loss_mode",
+            f"{ACTOR}.policy_loss.loss_mode=bypass_mode belongs to {CORRECTION}.bypass_mode=True. Set that instead.",
+        )
+
+
+def _is_interval(value: Any) -> bool:
+    """Whether `value` is a number above 0, or 'low_high'."""
+    try:
+        bounds = [float(part) for part in str(value).split("_")]
+    except ValueError:
+        return False
+    return len(bounds) in (1, 2) and all(b > 0 for b in bounds) and bounds == sorted(bounds)
+
+
+def check_correction(c: Any, given: set[str]) -> Iterator[Problem]:
+    """Importance weights and rejection between sampler and trainer."""
+    correction = c.algorithm.rollout_correction
+    options = [o.strip() for o in (correction.rollout_rs or "").split(",") if o.strip()]
+    if any(option not in names.ROLLOUT_RS for option in options):
+        yield error(
+            f"{CORRECTION}.rollout_rs",
+            f"{CORRECTION}.rollout_rs={correction.rollout_rs} has an unknown rule; there are {', '.join(names.ROLLOUT_RS)}.",
+        )
+    bounds = [] if correction.rollout_rs_threshold is None else str(correction.rollout_rs_threshold).split(",")
+    if options and not (len(bounds) in (1, len(options)) and all(map(_is_interval, bounds))):
+        yield error(
+            f"{CORRECTION}.rollout_rs_threshold",
+            f"{CORRECTION}.rollout_rs_threshold={correction.rollout_rs_threshold} must be one bound for all rules, or one "
+            f"per rule of rollout_rs={correction.rollout_rs}, separated by commas; a bound is a number above 0 or low_high.",
+        )
+    if not _is_interval(correction.rollout_is_threshold):
+        yield error(
+            f"{CORRECTION}.rollout_is_threshold",
+            f"{CORRECTION}.rollout_is_threshold={correction.rollout_is_threshold} must be a number above 0 or low_high.",
+        )
+    reads = correction.bypass_mode or correction.rollout_is or correction.rollout_rs
+    if reads and not c.actor_rollout_ref.rollout.calculate_log_probs:
+        yield error(
+            f"{ROLLOUT}.calculate_log_probs",
+            f"algorithm.rollout_correction needs the sampled log-probabilities. Set {ROLLOUT}.calculate_log_probs=True.",
+        )
+
+
+def check_sampling(c: Any, given: set[str]) -> Iterator[Problem]:
+    """Settings of generation."""
+    rollout = c.actor_rollout_ref.rollout
+    if rollout.batch_invariant == "require" and rollout.name != "native":
+        yield error(
+            f"{ROLLOUT}.batch_invariant",
+            f"{ROLLOUT}.batch_invariant=require cannot be kept by {ROLLOUT}.name={rollout.name}: nothing is known about "
+            "its kernels. Set batch_invariant=auto, or name=native.",
+        )
+    draw = rollout.val_kwargs
+    if draw.do_sample and draw.temperature == 0:
+        yield error(
+            f"{DRAW}.temperature",
+            f"{DRAW}.do_sample=True needs a temperature above 0. Set {DRAW}.temperature, or do_sample=False.",
+        )
+    if not draw.do_sample and draw.n > 1:
+        yield warning(
+            f"{DRAW}.n",
+            f"{DRAW}.n={draw.n} gives equal samples, because validation decodes greedily. Set {DRAW}.do_sample=True and "
+            "its temperature.",
+        )
+    if rollout.n > 1 and not (rollout.do_sample and rollout.temperature > 0):
+        yield warning(
+            f"{ROLLOUT}.do_sample",
+            f"{ROLLOUT}.n={rollout.n} gives equal samples, because rollout decodes greedily. Set {ROLLOUT}.do_sample=True "
+            "and a temperature above 0.",
+        )
+    oldest = c.trainer.v1.sampler.max_off_policy_threshold
+    if not 0 <= rollout.prefetch_num <= oldest:
+        yield error(
+            f"{ROLLOUT}.prefetch_num",
+            f"{ROLLOUT}.prefetch_num={rollout.prefetch_num} makes samples that are so many weight versions old when they "
+            f"train; it must lie between 0 and trainer.v1.sampler.max_off_policy_threshold={oldest}.",
+        )
+    if rollout.partial_rollout and rollout.stop:
+        yield error(
+            f"{ROLLOUT}.partial_rollout",
+            f"{ROLLOUT}.partial_rollout=True does not go with stop strings, which may lie across two parts. Use "
+            f"{ROLLOUT}.stop_token_ids.",
+        )
+
+
+def check_rewards(c: Any, given: set[str]) -> Iterator[Problem]:
+    """Reward manager and reward model."""
+    reward, manager, model = c.reward, c.reward.reward_manager, c.reward.reward_model
+    buffer = reward.reward_kwargs.get("overlong_buffer_cfg")
+    if isinstance(buffer, dict) and buffer.get("enable"):
+        if manager.name in ("naive", "batch", "prime", "gdpo"):
+            yield error(
+                "reward.reward_kwargs",
+                f"reward.reward_kwargs.overlong_buffer_cfg is not read by the reward manager '{manager.name}'. Set "
+                "reward.reward_manager.name=dapo.",
+            )
+        longest = reward.reward_kwargs.get("max_resp_len") or c.actor_rollout_ref.rollout.response_length
+        if not 0 < (buffer.get("len") or 0) <= longest:
+            yield error(
+                "reward.reward_kwargs",
+                "reward.reward_kwargs.overlong_buffer_cfg.len must be above 0 and at most the longest response "
+                "(max_resp_len).",
+            )
+    if manager.source == "importlib" and manager.module.path is None:
+        yield error(
+            "reward.reward_manager.module.path",
+            "reward.reward_manager.source=importlib needs reward.reward_manager.module.path, the file or module of the "
+            "class.",
+        )
+    at_a_service = model.judge_template and model.rollout.name in ("http", "sglang")
+    if model.enable and not model.model_path and not at_a_service:
+        yield error(
+            "reward.reward_model.model_path",
+            "reward.reward_model.enable=True needs reward.reward_model.model_path, a folder or hub name.",
+        )
+    if model.enable and model.rollout.name == "http" and not model.judge_template:
+        yield error(
+            "reward.reward_model.rollout.name",
+            "reward.reward_model.rollout.name=http asks a service in words, and a classifier runs in the scoring "
+            "process. Set reward.reward_model.judge_template, or remove the name.",
+        )
+
+
+RULES = (
+    check_names,
+    check_micro_batches,
+    check_batches,
+    check_lengths,
+    check_estimator,
+    check_loss,
+    check_correction,
+    check_sampling,
+    check_rewards,
+)

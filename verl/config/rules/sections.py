@@ -1,0 +1,108 @@
+"""Keys of shared sections that contradict one another: they hold wherever a section of the class stands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from verl.config import names
+from verl.config.active_keys import uses_critic
+from verl.config.rules.families import OWN, named
+from verl.config.schema import Problem, SectionRule, error, value_at
+from verl.config.sections.actor import CheckpointConfig
+from verl.config.sections.fsdp import SFTEngineConfig
+from verl.config.sections.guards import StepGuardsConfig
+from verl.config.sections.model import ModelConfig
+from verl.config.sections.optim import OptimConfig
+from verl.config.sections.trainer import TrainerConfig
+
+# Megatron's memory settings can be left out without changing a result; anything else there would be lost
+_OFFLOAD_SETTINGS = {
+    "optimizer_cpu_offload",
+    "optimizer_offload_fraction",
+    "overlap_cpu_optimizer_d2h_h2d",
+    "use_precision_aware_optimizer",
+    "pin_cpu_grads",
+    "pin_cpu_params",
+    "main_grads_dtype",
+    "main_params_dtype",
+    "exp_avg_dtype",
+    "exp_avg_sq_dtype",
+}
+
+
+def _check_model(path: str, model: ModelConfig, root: Any) -> Iterator[Problem]:
+    key = f"{path}.lora_adapter_path"
+    read = path != "critic.model" or uses_critic(root)
+    if model.lora_adapter_path and model.lora_rank <= 0 and read:  # adapters bring their rank (derived_defaults.py)
+        yield error(
+            key,
+            f"{key}={model.lora_adapter_path} is no folder with adapters (adapter_config.json with a rank r). Correct it, "
+            "or remove it to train without them.",
+        )
+
+
+def _check_engine(path: str, engine: SFTEngineConfig, root: Any) -> Iterator[Problem]:
+    yield from named(f"{path}.strategy", "training engine", [engine.strategy], names.TRAINING_ENGINES, OWN)
+
+
+def _check_optim(path: str, optim: OptimConfig, root: Any) -> Iterator[Problem]:
+    key = f"{path}.override_optimizer_config"
+    for name in sorted(set(optim.override_optimizer_config or {}) - _OFFLOAD_SETTINGS)[:1]:
+        yield error(key, f"{key}.{name} is not read: this optimizer is set by the keys of {path} alone. Remove it.")
+
+
+def _check_checkpoint(path: str, checkpoint: CheckpointConfig, root: Any) -> Iterator[Problem]:
+    parts = ("model", "optimizer", "extra", "hf_model")
+    yield from named(f"{path}.save_contents", "part of a checkpoint", checkpoint.save_contents, parts)
+    yield from named(f"{path}.load_contents", "part of a checkpoint", checkpoint.load_contents, parts)
+
+
+def _check_trainer(path: str, trainer: TrainerConfig, root: Any) -> Iterator[Problem]:
+    yield from named("trainer.logger", "tracker", trainer.logger, names.LOGGERS)
+    key, source = "trainer.resume_from_path", trainer.resume_from_path
+    if trainer.resume_mode != "resume_path":
+        return
+    if source is None:
+        yield error(key, f"trainer.resume_mode=resume_path needs {key}, a folder global_step_N.")
+    elif "global_step_" not in (folder := Path(source).expanduser()).name or not folder.is_dir():
+        yield error(key, f"{key}={source} is not an existing folder named global_step_N.")
+
+
+def _check_guards(path: str, guards: StepGuardsConfig, root: Any) -> Iterator[Problem]:
+    save_freq = root.trainer.save_freq
+    ahead = value_at(root, "actor_rollout_ref.rollout.prefetch_num") or 0
+    for name, guard in guards.items():
+        if not hasattr(guard, "action"):
+            continue
+        key = f"{path}.{name}.action"
+        rolls_back = guard.action == "rollback" and (name == "nonfinite" or guard.limit is not None)
+        if rolls_back and isinstance(save_freq, int) and save_freq <= 0:
+            yield error(
+                key,
+                f"{key}=rollback goes back to the newest checkpoint, and trainer.save_freq={save_freq} saves none. Set "
+                "trainer.save_freq above 0.",
+            )
+        if rolls_back and ahead > 0:
+            yield error(
+                key,
+                f"{key}=rollback is not available where samples are made ahead of training "
+                f"(actor_rollout_ref.rollout.prefetch_num={ahead}). Choose skip or stop.",
+            )
+        if name == "ratio" and guard.limit is not None and 0 < guard.limit <= 1:
+            yield error(
+                f"{path}.ratio.limit",
+                f"{path}.ratio.limit={guard.limit} is a probability ratio or its inverse, which is never below 1; choose "
+                "one above 1.",
+            )
+
+
+SECTION_RULES: dict[type, SectionRule] = {
+    ModelConfig: _check_model,
+    SFTEngineConfig: _check_engine,
+    OptimConfig: _check_optim,
+    CheckpointConfig: _check_checkpoint,
+    TrainerConfig: _check_trainer,
+    StepGuardsConfig: _check_guards,
+}

@@ -1,0 +1,193 @@
+"""One config schema per program: its root section, and everything that is declared about the keys below it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, TypeVar
+
+from verl.config.compat import Alias, Compat, load_compat
+from verl.config.keys import Key, Section
+
+Level = Literal["error", "warning", "notice"]
+LEVELS: tuple[Level, ...] = ("error", "warning", "notice")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Problem:
+    level: Level  # an error stops the run, a warning is probably a mistake, a notice says that a key has no effect here
+    key: str
+    sentence: str
+
+
+def error(key: str, sentence: str) -> Problem:
+    """A contradiction at `key` that stops the run."""
+    return Problem("error", key, sentence)
+
+
+def warning(key: str, sentence: str) -> Problem:
+    """A setting of `key` that is probably a mistake."""
+    return Problem("warning", key, sentence)
+
+
+@dataclass(frozen=True)
+class Condition:
+    """When a key is read: `holds` gets the root and the section that holds the key."""
+
+    holds: Callable[[Any, Any], bool]
+    because: str  # completes "it is not read, because ..."
+    fix: str  # completes "remove it, or ..."; "" where nothing can be set
+
+
+# A rule yields the problems between keys: of the whole tree (root, keys that the user set), or of every section of one
+# class (path of the section, the section, root).
+Rule = Callable[[Any, set[str]], Iterator[Problem]]
+SectionRule = Callable[[str, Any, Any], Iterator[Problem]]
+Derived = dict[str, tuple[Any, str]]  # key -> (value, origin)
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One key of the tree with what holds for it, its sections' declarations included."""
+
+    path: str
+    default: Any
+    annotation: Any
+    key: Key
+    inert: str
+    conditions: tuple[tuple[str, str], ...]  # (condition, path of the section whose keys it looks at)
+    sizing: bool
+    free: bool  # a mapping whose own keys are free
+
+
+@dataclass(frozen=True, eq=False)
+class Schema(Generic[R]):
+    """The config of one program: its root section with rules, conditions, derived defaults and other spellings.
+
+    `name` is the schema's part of compat.yaml. `follows` has (key, the key whose value it takes unless it is given); a
+    followed key stands above its followers. `derive(values, given)` works out keys from several others. `config_names`
+    maps each `--config-name` that stands for defaults to the built-in file with them, or "" for those of the classes.
+    `config_prefixes` are first words of built-in YAML files that are of this program. `group_choices` maps a Hydra
+    config group to its options, and each option to the keys that it sets.
+    """
+
+    name: str
+    root: type[R]
+    command: str
+    title: str
+    config_names: Mapping[str, str]
+    config_prefixes: tuple[str, ...]
+    conditions: Mapping[str, Condition]
+    rules: tuple[Rule, ...] = ()
+    section_rules: Mapping[type, SectionRule] = dataclasses.field(default_factory=dict)
+    follows: tuple[tuple[str, str], ...] = ()
+    derive: Callable[[Mapping[str, Any], set[str]], Derived] = lambda values, given: {}
+    group_choices: Mapping[str, Mapping[str, Mapping[str, Any]]] = dataclasses.field(default_factory=dict)
+
+    @functools.cached_property
+    def leaves(self) -> dict[str, Leaf]:
+        """Every key by its full path, in the order of the tree."""
+        return {leaf.path: leaf for leaf in _walk(self.root(), "", "", (), False)}
+
+    @functools.cached_property
+    def sections(self) -> dict[str, str]:
+        """Full path of every section -> its meaning."""
+        return {path: meaning for path, meaning, _ in _sections(self.root(), "")}
+
+    @functools.cached_property
+    def sections_by_class(self) -> dict[type, list[str]]:
+        """Class, or base class, of sections -> full paths of its sections."""
+        found: dict[type, list[str]] = {}
+        for path, _, node in _sections(self.root(), ""):
+            for cls in type(node).__mro__:
+                found.setdefault(cls, []).append(path)
+        return found
+
+    @functools.cached_property
+    def compat(self) -> Compat:
+        """What scripts of other releases and trainers write, read from compat.yaml when it is first asked for."""
+        return load_compat(self.name, {cls.__name__: paths for cls, paths in self.sections_by_class.items()})
+
+    def resolve(self, spelled: str) -> tuple[str, Alias | None]:
+        """(path in the tree, the alias that led there or None)."""
+        return (spelled, None) if spelled in self.leaves else self.compat.resolve(spelled)
+
+    def locate(self, path: str) -> str | None:
+        """The key that holds `path`: itself, or the free-form key above it; None when there is none."""
+        if path in self.leaves:
+            return path
+        if not all(path.split(".")):
+            return None  # a dot too many, which would name an entry without a name
+        parent = path.rpartition(".")[0]
+        while parent:
+            if parent in self.leaves:
+                return parent if self.leaves[parent].free else None
+            parent = parent.rpartition(".")[0]
+        return None
+
+    def build(self, values: Mapping[str, Any]) -> R:
+        """The typed tree of a value for every key."""
+        return _fill(self.root(), "", values)
+
+    def flatten(self, config: R) -> dict[str, Any]:
+        """The value of every key; the inverse of `build`."""
+        return {path: value_at(config, path) for path in self.leaves}
+
+    def problems(self, config: R, given: set[str]) -> Iterator[Problem]:
+        """Values out of their bounds, and keys that contradict one another."""
+        for path, leaf in self.leaves.items():
+            value = value_at(config, path)
+            if leaf.key.bounds is not None and not leaf.key.bounds.hold(value):
+                yield error(path, f"{path}={value} must be {leaf.key.bounds.words()}.")
+        for rule in self.rules:
+            yield from rule(config, given)
+        for cls, section_rule in self.section_rules.items():
+            for path in self.sections_by_class.get(cls, ()):
+                yield from section_rule(path, value_at(config, path), config)
+
+
+@functools.cache
+def _hints(cls: Any) -> dict[str, Any]:
+    """The evaluated annotations of a section."""
+    return typing.get_type_hints(cls)
+
+
+def _walk(node: Any, prefix: str, reason: str, conditions: tuple[tuple[str, str], ...], sizing: bool) -> Iterator[Leaf]:
+    types = _hints(type(node))  # type: ignore[arg-type]
+    for f in dataclasses.fields(node):
+        key: Key = f.metadata["key"]
+        value = getattr(node, f.name)
+        path = prefix + f.name
+        own = (*conditions, (key.when, prefix.rstrip("."))) if key.when else conditions
+        if isinstance(value, Section):
+            yield from _walk(value, path + ".", key.inert or reason, own, key.sizing or sizing)
+        else:
+            free = "dict[" in str(types[f.name])
+            yield Leaf(path, value, types[f.name], key, key.inert or reason, own, key.sizing or sizing, free)
+
+
+def _sections(node: Any, prefix: str) -> Iterator[tuple[str, str, Section]]:
+    for f in dataclasses.fields(node):
+        child = getattr(node, f.name)
+        if isinstance(child, Section):
+            yield prefix + f.name, f.metadata["key"].meaning, child
+            yield from _sections(child, f"{prefix}{f.name}.")
+
+
+def _fill(node: Any, prefix: str, values: Mapping[str, Any]) -> Any:
+    changes = {}
+    for f in dataclasses.fields(node):
+        path, current = prefix + f.name, getattr(node, f.name)
+        changes[f.name] = _fill(current, path + ".", values) if isinstance(current, Section) else values[path]
+    return dataclasses.replace(node, **changes)
+
+
+def value_at(root: Any, path: str) -> Any:
+    """The value or section at a dotted path, through free-form mappings too; None where there is none. "" is `root`."""
+    for name in path.split(".") if path else ():
+        root = root.get(name) if hasattr(root, "get") else None
+    return root

@@ -1,0 +1,117 @@
+"""`data`: training and validation files, and how rows become prompts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from verl.config.keys import NOT_READ_THERE, Section, inert, section, used
+from verl.config.sections.rollout import TOOLS
+
+TEXT_ONLY = "rows are text in this version"
+ROW_FORMATS = (None, "messages", "conversations", "prompt_completion", "text", "alpaca", "prompt_response")
+
+
+@dataclass(frozen=True)
+class CustomClassConfig(Section):
+    path: str | None = used(None, "file or module of a dataset class that replaces the built-in one")
+    name: str | None = used(None, "name of that class", when="has_path")
+
+
+@dataclass(frozen=True)
+class DataConfig(Section):
+    train_files: str | list[str] = used(
+        "~/data/rlhf/gsm8k/train.parquet", "training files: parquet, JSON, JSONL, or a data set"
+    )
+    val_files: str | list[str] = used("~/data/rlhf/gsm8k/test.parquet", "validation files")
+    train_max_samples: int = used(-1, "rows to use for training; -1: all")
+    val_max_samples: int = used(-1, "rows to use for validation; -1: all")
+    prompt_key: str = used("prompt", "field that holds the messages")
+    reward_fn_key: str = used("data_source", "field that chooses the scorer")
+    max_prompt_length: int = used(512, "longest prompt in tokens", ge=1)
+    max_response_length: int = used(512, "longest response in tokens", ge=1)
+    train_batch_size: int = used(1024, "prompts per step", ge=1)
+    gen_batch_size: int | None = used(
+        None, "prompts per generation; null: train_batch_size", when="filter_groups", ge=1
+    )
+    val_batch_size: int | None = used(None, "prompts per validation batch; null: all at once", sizing=True, ge=1)
+    shuffle: bool = used(True, "a new order of rows in each epoch")
+    validation_shuffle: bool = inert(False, "shuffle the validation rows", "all of them are used")
+    seed: int | None = used(None, "seed of the order of rows; null: 42")
+    filter_overlong_prompts: bool = used(False, "leave out rows whose prompt is longer than max_prompt_length")
+    filter_overlong_prompts_workers: int = inert(
+        1, "processes that measure prompts", "prompts are made in the run's own process"
+    )
+    truncation: str = used("error", "what happens to a longer prompt", choices=("error", "left", "right", "middle"))
+    apply_chat_template_kwargs: dict[str, Any] = used({}, "further arguments of the chat template")
+    custom_cls: CustomClassConfig = section(CustomClassConfig, "dataset class of one's own")
+    tool_config_path: str | None = used(None, "file that declares tools", when="multi_turn", strict=TOOLS)
+    function_tool_path: str | None = used(None, "file of functions that are tools", when="multi_turn", strict=TOOLS)
+    trust_remote_code: bool = inert(
+        False,
+        "run Python code that comes with the tokenizer",
+        "model.trust_remote_code decides for model and tokenizer",
+    )
+    use_shm: bool = inert(False, "copy the data to shared memory first", "files are read where they are")
+    dataloader_num_workers: int = inert(8, "processes that read rows", "prompts are made in the run's own process")
+    return_raw_input_ids: bool = inert(False, "keep token ids before templating", NOT_READ_THERE)
+    return_raw_chat: bool = inert(True, "keep the messages", "the messages are always kept")
+    return_full_prompt: bool = inert(False, "keep the templated text", NOT_READ_THERE)
+    return_multi_modal_inputs: bool = inert(True, "keep processed images", TEXT_ONLY)
+    image_key: str = inert("images", "field that holds images", TEXT_ONLY)
+    video_key: str = inert("videos", "field that holds videos", TEXT_ONLY)
+    audio_key: str = inert("audios", "field that holds audio", TEXT_ONLY)
+    image_patch_size: int = inert(14, "pixels of a patch", TEXT_ONLY)
+    mm_processor_kwargs: dict[str, Any] = inert({}, "further arguments of the processor", TEXT_ONLY)
+
+
+@dataclass(frozen=True)
+class SFTDataConfig(Section):
+    """`data` of supervised fine-tuning: files of conversations, and how rows become training sequences."""
+
+    train_files: str | list[str] = used(
+        "~/data/gsm8k/train.parquet", "training files: parquet, JSON, JSONL, or a data set"
+    )
+    val_files: str | list[str] | None = used(None, "validation files; null: no validation")
+    train_max_samples: int = used(-1, "rows to use for training; -1: all")
+    val_max_samples: int = used(-1, "rows to use for validation; -1: all")
+    train_batch_size: int = used(256, "rows of one optimizer step, over all devices", ge=1)
+    use_dynamic_bsz: bool = used(True, "cut micro-batches by token count instead of rows", sizing=True)
+    max_token_len_per_gpu: int = used(8192, "tokens per micro-batch when cut by token count", sizing=True, ge=1)
+    micro_batch_size_per_gpu: int | None = used(
+        4, "rows per forward and backward pass", when="fixed_bsz", sizing=True, ge=1
+    )
+    row_format: str | None = used(
+        None, "format of the rows; null: found by the columns of each row", choices=ROW_FORMATS
+    )
+    messages_key: str = used("messages", "field that holds the messages")
+    tools_key: str = used("tools", "field that holds the tools' JSON schemas")
+    enable_thinking_key: str = used("enable_thinking", "field that holds enable_thinking of the chat template")
+    enable_thinking_default: bool | None = used(None, "its value for rows without the field; null: the template's own")
+    text_key: str = used("text", "field that holds a text to train on as it is")
+    prompt_key: str | None = used(None, "field of a single question, with response_key")
+    response_key: str | None = used(None, "field of the answer to it")
+    prompt_dict_keys: list[str] = used([], "fields inside prompt_key that lead to the question, outermost first")
+    response_dict_keys: list[str] = used([], "the same for the answer")
+    loss_on: str | None = used(
+        None,
+        "tokens that train: those that the assistant would sample, all after the prompt, or all; null: by the format "
+        "of the row. A message with loss_mask: 0 or 1 decides for itself",
+        choices=(None, "assistant", "completion", "all"),
+    )
+    max_length: int | None = used(1024, "longest sequence in tokens; null: no limit", ge=2)
+    truncation: str = used("error", "what happens to a longer sequence", choices=("error", "left", "right"))
+    ignore_input_ids_mismatch: bool = used(
+        False, "train on rows whose turns have other tokens by themselves than in the whole conversation"
+    )
+    apply_chat_template_kwargs: dict[str, Any] = used({}, "further arguments of the chat template")
+    shuffle: bool = used(True, "a new order of rows in each epoch")
+    seed: int | None = used(None, "seed of the order of rows; null: trainer.seed")
+    custom_cls: CustomClassConfig = section(CustomClassConfig, "dataset class of one's own")
+    image_key: str = used("images", "field that holds images; rows that have any are refused")
+    video_key: str = used("videos", "field that holds videos; rows that have any are refused")
+    pad_mode: str = inert("no_padding", "padding of rows to max_length", "rows are always packed without padding")
+    balance_dp_token: bool = inert(False, "give ranks equal tokens", "ranks are always given shares of equal cost")
+    image_patch_size: int = inert(14, "pixels of a patch", TEXT_ONLY)
+    num_workers: int = inert(8, "processes that read rows", "all rows are read and checked before the first step")
+    use_shm: bool = inert(False, "copy the data to shared memory first", "files are read where they are")
