@@ -138,7 +138,7 @@ def _file() -> dict[str, Any]:
     import yaml
 
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C, ten times as fast
-    tables: dict[str, Any] = yaml.load(FILE.read_text(encoding="utf-8"), Loader=loader)
+    tables: dict[str, Any] = loader(FILE.read_text(encoding="utf-8")).get_single_data()
     return tables
 
 
