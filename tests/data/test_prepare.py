@@ -11,9 +11,10 @@ from tests.data.rows import config
 from verl.data import prepare
 from verl.data.dataset import load_dataset
 from verl.data.files import read_rows
-from verl.data.tasks import gsm8k, reasoning_gym
+from verl.data.tasks import char_count, gsm8k, reasoning_gym
 from verl.errors import DataError
 from verl.models.tiny import make_tokenizer
+from verl.rewards.scorers.route import default_compute_score
 
 FIXTURE = Path(__file__).parent / "gsm8k"
 # folder with the whole GSM8K, for the test that reads all of it
@@ -171,3 +172,38 @@ def test_as_a_program_errors_are_sentences(tmp_path):
     assert done.returncode == DataError.exit_code
     assert done.stderr.startswith("The data file")
     assert "Traceback" not in done.stderr
+
+
+class TestCharCount:
+    def test_one_row_serves_both_programs(self, tmp_path, capsys):
+        arguments = ["char_count", "--output", str(tmp_path), "--train", "30", "--test", "10", "--max-length", "6"]
+        assert prepare.main(arguments) == 0
+        assert f"{tmp_path / 'train.parquet'}: 30 rows" in capsys.readouterr().out
+        train, test = read(tmp_path, "train"), read(tmp_path, "test")
+        assert len({row["prompt"][0]["content"] for row in train + test}) == 40
+        for row in train + test:
+            words = row["prompt"][0]["content"].rstrip("?").split()
+            letter, word = words[2], words[-1].split("-")
+            assert 5 <= len(word) <= 6
+            assert row["reward_model"]["ground_truth"] == str(word.count(letter))
+            question, answer = row["messages"]
+            assert question == row["prompt"][0]
+            assert default_compute_score("char_count", answer["content"], row["reward_model"]["ground_truth"]) == 1.0
+        assert load_dataset(str(tmp_path / "test.parquet"), make_tokenizer(), config()).data_sources == ["char_count"]
+
+    def test_the_worked_answer_compares_every_letter(self):
+        assert char_count.question_of("n", "nine") == "How many n are there in the word n-i-n-e?"
+        answer = char_count.worked_answer("n", "nine")
+        assert answer == "n = n.\ni != n.\nn = n.\ne != n.\n\\boxed{2} n in n-i-n-e."
+
+    def test_a_seed_decides_every_row(self, tmp_path):
+        settings = {"num_train": 20, "num_test": 5, "min_length": 3, "max_length": 9}
+        for folder, seed in (("a", 1), ("b", 1), ("c", 2)):
+            char_count.prepare(tmp_path / folder, seed=seed, **settings)
+        assert read(tmp_path / "a", "train") == read(tmp_path / "b", "train") != read(tmp_path / "c", "train")
+
+    def test_lengths_that_cannot_give_the_rows_are_refused(self, tmp_path):
+        with pytest.raises(DataError, match="Words of 1 to 1 letters give 26 questions, fewer than the 40 rows"):
+            char_count.prepare(tmp_path, num_train=30, num_test=10, min_length=1, max_length=1, seed=1)
+        with pytest.raises(DataError, match="Word lengths from 5 to 3 are not a range"):
+            char_count.prepare(tmp_path, num_train=3, num_test=1, min_length=5, max_length=3, seed=1)

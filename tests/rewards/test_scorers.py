@@ -30,6 +30,13 @@ GARBAGE = [
 # data_source, ground truth, extra_info, right replies, wrong replies
 CASES = [
     (
+        "char_count",
+        "2",
+        {},
+        ["\\boxed{2} n in n-i-n-e.", "n = n.\n\\boxed{1} no, \\boxed{2}"],
+        ["2", "\\boxed{3}", "\\boxed{2} or \\boxed{3}", "\\boxed{2.0}"],
+    ),
+    (
         "openai/gsm8k",
         "1800",
         {},

@@ -1,15 +1,15 @@
-"""Commands that make training data: `python -m verl.data.prepare {gsm8k,reasoning_gym} --output DIR ...`."""
+"""Commands that make training data: `python -m verl.data.prepare {gsm8k,reasoning_gym,char_count} ...`."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from verl.data.tasks import gsm8k, reasoning_gym
+from verl.data.tasks import char_count, gsm8k, reasoning_gym
 from verl.errors import DataError, VerlError
 
 
@@ -36,16 +36,25 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--tasks", nargs="+", metavar="NAME[:JSON]", help="tasks with settings; default: small arithmetic"
     )
-    command.add_argument("--train", type=_count, default=400, help="rows to train on (default %(default)s)")
-    command.add_argument("--test", type=_count, default=100, help="rows to hold out (default %(default)s)")
-    command.add_argument("--seed", type=int, default=1, help="seed of the questions (default %(default)s)")
+    _add_counts(command, train=400, test=100)
     command.add_argument(
         "--prompt",
         choices=("short", "plain"),
         default="short",
         help="short: ask for the final answer and nothing else; plain: the question alone (default %(default)s)",
     )
+    command = commands.add_parser("char_count", help="letters of a word counted step by step, for SFT and for RL")
+    command.add_argument("--output", type=Path, required=True, help="folder to write to")
+    _add_counts(command, train=9000, test=1000)
+    command.add_argument("--min-length", type=_count, default=5, help="letters of a word (default %(default)s)")
+    command.add_argument("--max-length", type=_count, default=20, help="letters of a word (default %(default)s)")
     return parser
+
+
+def _add_counts(command: argparse.ArgumentParser, *, train: int, test: int) -> None:
+    command.add_argument("--train", type=_count, default=train, help="rows to train on (default %(default)s)")
+    command.add_argument("--test", type=_count, default=test, help="rows to hold out (default %(default)s)")
+    command.add_argument("--seed", type=int, default=1, help="seed of the questions (default %(default)s)")
 
 
 def _count(text: str) -> int:
@@ -56,17 +65,35 @@ def _count(text: str) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and write what was made to stdout; returns 0. Raises VerlError, or SystemExit for wrong usage."""
+    """Run one command and write one line per file to stdout; returns 0. Raises VerlError, or SystemExit for wrong usage."""
     args = _parser().parse_args(argv)
-    if args.command == "gsm8k":
-        said = gsm8k.prepare(args.source, args.output)
-    else:
-        tasks = dict(parse_task(text) for text in args.tasks) if args.tasks else reasoning_gym.DEFAULT_TASKS
-        said = reasoning_gym.prepare(
-            args.output, tasks, num_train=args.train, num_test=args.test, seed=args.seed, style=args.prompt
-        )
-    sys.stdout.write("\n".join(said) + "\n")
+    sys.stdout.write("\n".join(_PREPARE[args.command](args)) + "\n")
     return 0
+
+
+def _reasoning_gym(args: argparse.Namespace) -> list[str]:
+    tasks = dict(parse_task(text) for text in args.tasks) if args.tasks else reasoning_gym.DEFAULT_TASKS
+    return reasoning_gym.prepare(
+        args.output, tasks, num_train=args.train, num_test=args.test, seed=args.seed, style=args.prompt
+    )
+
+
+def _char_count(args: argparse.Namespace) -> list[str]:
+    return char_count.prepare(
+        args.output,
+        num_train=args.train,
+        num_test=args.test,
+        min_length=args.min_length,
+        max_length=args.max_length,
+        seed=args.seed,
+    )
+
+
+_PREPARE: dict[str, Callable[[argparse.Namespace], list[str]]] = {
+    "gsm8k": lambda args: gsm8k.prepare(args.source, args.output),
+    "reasoning_gym": _reasoning_gym,
+    "char_count": _char_count,
+}
 
 
 if __name__ == "__main__":

@@ -1,0 +1,20 @@
+r"""Counting letters (verl/data/tasks/char_count.py): the last \boxed{} of the reply equals the count as text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from verl.rewards.scorers.api import Scorer
+from verl.rewards.scorers.equivalence import last_boxed
+
+
+def compute_score(solution_str: str, ground_truth: Any, **_other: Any) -> float:
+    r"""1 when the last \boxed{} of the reply is the reference count, else 0."""
+    return float((last_boxed(solution_str) or "").strip() == str(ground_truth))
+
+
+def _reference(ground_truth: Any, extra_info: dict[str, Any]) -> str:
+    return f"\\boxed{{{ground_truth}}}"
+
+
+SCORER = Scorer(compute_score, _reference)
