@@ -1,4 +1,4 @@
-"""All that can be known about the data before a run: every row's schema, template and length; prompts seen twice."""
+"""Checks of the data before a run: every row's schema, template and length; repeated prompts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NUM_PROBLEMS_SHOWN = 20
 
 @dataclass
 class RowsReport:
-    """What was found in the rows of one set of files. Lengths are prompt tokens before truncation."""
+    """Findings in the rows of one set of files. Lengths are prompt tokens before truncation."""
 
     num_rows: int = 0
     num_problems: int = 0  # rows that would stop a run
@@ -57,7 +57,7 @@ class DataReport:
 
 
 def check_rows(files: Files, tokenizer: Any, config: DataConfig, max_samples: int = -1) -> RowsReport:
-    """Look at every row: schema, chat template, length against `data.max_prompt_length`. Bad rows are counted and the
+    """Check every row: schema, chat template, length against `data.max_prompt_length`. Bad rows are counted and the
     first ones described. Raises DataError when a file itself cannot be read, ConfigError for data.custom_cls."""
     dataset = _unfiltered(files, tokenizer, config, max_samples)
     rows = PromptRows(dataset, config)

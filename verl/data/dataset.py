@@ -46,7 +46,7 @@ class RLHFDataset:
     `dataset[i]` is the row as the file has it, plus raw_prompt (messages), index (`extra_info.index`, or 0),
     tools_kwargs and interaction_kwargs (of `extra_info`, or {}), and dummy_tensor (uint8 [1]). Nothing is tokenized,
     but with `filter_overlong_prompts` prompts are measured. At most `max_samples` rows are kept (-1: all): the first
-    ones, or with `shuffle` some drawn by `data.seed`. Raises DataError for files or rows that cannot be used.
+    ones, or with `shuffle` a sample that `data.seed` selects. Raises DataError for files or rows that cannot be used.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ def _prompt(row: dict[str, Any], messages: Messages, prompt_key: str) -> Message
 
 
 class UnavailableRows:
-    """Rows that ask for something this version has not, counted by what that is."""
+    """Rows that need a feature which is not available, counted by feature."""
 
     def __init__(self, num_rows: int):
         self.num_rows = num_rows
@@ -172,8 +172,8 @@ class PromptRows:
 
     @cached_property
     def data_sources(self) -> list[str]:
-        """Names of the tasks in the data. Reads every row, so that a bad one is known before the run begins; raises
-        DataError naming it, or saying once what many rows ask for and this version has not."""
+        """Names of the tasks in the data. Reads every row, so that a bad one is known before the run begins. Raises
+        DataError naming it, or one sentence for each feature that rows need and that is not available."""
         names: set[str] = set()
         unavailable = UnavailableRows(len(self))
         for number in range(len(self)):
@@ -189,7 +189,7 @@ class PromptRows:
         return len(self.dataset)
 
     def place(self, item: int) -> str:
-        """Where the row comes from, for messages."""
+        """File and row number of a row, for messages."""
         named = getattr(self.dataset, "place", None)
         return named(item) if named else f"row {item} of {type(self.dataset).__name__}"
 
@@ -210,7 +210,7 @@ class PromptRows:
         return dict(getattr(self.dataset, "dataframe", self.dataset)[item])
 
     def prompt(self, row: dict[str, Any]) -> Messages | str:
-        """What the encoder gets for a row of this data set."""
+        """The input of the encoder for a row of this data set."""
         return _prompt(row, row["raw_prompt"], self.config.prompt_key)
 
 

@@ -26,7 +26,7 @@ class Table(Protocol):
     def __getitem__(self, row: int) -> dict[str, Any]: ...
 
     def place(self, row: int) -> str:
-        """Where the row is, as its author sees it; rows count from 0, lines from 1."""
+        """File and row number, as its author counts: rows from 0, lines from 1."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Prompts by number: what a step trains on is a function of its ordinals, so nothing needs to be saved to resume."""
+"""Prompts by prompt index (column `ordinal`): a pure function of it, so nothing needs to be saved to resume."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class PromptLoader:
 
 class ValidationLoader:
     """Iterates over all validation prompts in batches of `batch_size` (the last may be short); the ordinal of a prompt
-    is its row number, so that it draws the same random numbers in any batch. `order` may reorder the rows."""
+    is its row number, so that its random numbers are the same in any batch. `order` may reorder the rows."""
 
     def __init__(self, rows: PromptRows, encoder: PromptEncoder, batch_size: int, order: PromptOrder | None = None):
         self._reader = _Reader(rows, encoder)

@@ -10,17 +10,17 @@ import numpy as np
 
 @lru_cache(maxsize=4)
 def _permutation(num_rows: int, seed: int, epoch: int) -> np.ndarray:
-    # raw 64-bit draws and a stable sort: unlike Generator.permutation, both stay the same across versions of numpy
-    draws = np.random.Philox(key=np.array([seed % 2**64, epoch], dtype=np.uint64)).random_raw(num_rows)
-    return np.argsort(draws, kind="stable")
+    # raw 64-bit samples and a stable sort: unlike Generator.permutation, both stay the same across versions of numpy
+    keys = np.random.Philox(key=np.array([seed % 2**64, epoch], dtype=np.uint64)).random_raw(num_rows)
+    return np.argsort(keys, kind="stable")
 
 
 @dataclass(frozen=True)
 class PromptOrder:
-    """Which row is the prompt of an ordinal. With `shuffle` each epoch has an order of its own, keyed by (seed, epoch).
+    """Maps a prompt index to its row. With `shuffle` each epoch has an order of its own, keyed by (seed, epoch).
 
     Every epoch leaves out its incomplete last batch of `batch_size` prompts (other rows in each epoch, when shuffled),
-    so that the batches of an epoch are all whole.
+    so that all batches of an epoch are complete.
     """
 
     num_rows: int
@@ -37,6 +37,6 @@ class PromptOrder:
         return self.num_rows - self.num_rows % self.batch_size
 
     def row(self, ordinal: int) -> tuple[int, int]:
-        """(epoch, row) of a prompt; all three count from 0."""
+        """(epoch, row) of prompt index `ordinal`; all three count from 0."""
         epoch, place = divmod(ordinal, self.rows_per_epoch)
         return epoch, int(_permutation(self.num_rows, self.seed, epoch)[place]) if self.shuffle else place

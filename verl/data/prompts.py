@@ -1,4 +1,4 @@
-"""From messages to prompt tokens: the chat template, and what happens to a prompt that is too long."""
+"""Prompt tokens of messages: the chat template, and the truncation of prompts that are too long."""
 
 from __future__ import annotations
 

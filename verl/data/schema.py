@@ -1,4 +1,4 @@
-"""What a row must look like: messages, scorer name, reference answer.
+"""Checks of a row: messages, scorer name, reference answer.
 
 Errors name the field and the fix; `at(place)` puts file and row in front of them.
 """
@@ -60,13 +60,13 @@ def message_of(message: Any, place: str) -> dict[str, Any]:
     """A checked message without the fields that are None; parts of text are joined. Raises DataError with `place`."""
     if not isinstance(message, Mapping):
         raise DataError(f"{place} is a {type(message).__name__}; a message is an object with role and content.")
-    # parquet gives every message the fields of all messages; what was not written comes back as None
+    # parquet gives every message the fields of all messages; fields that were not written come back as None
     found = {key: value for key, value in message.items() if value is not None}
     check_plain(found, place.removeprefix("field ").strip("'"))
     role, content = found.get("role"), found.get("content")
     if not isinstance(role, str) or not role:
         raise DataError(f"{place} has no text 'role'; use 'system', 'user' or 'assistant'.")
-    # a template may know roles of its own, but one that is nearly a common one is a slip that it would pass over
+    # a template may know roles of its own, but a near miss of a common role is a typo that it would pass over
     if role not in ROLES and (close := difflib.get_close_matches(role.strip().lower(), ROLES, n=1, cutoff=0.75)):
         raise DataError(f"{place} has the role {role!r}; did you mean {close[0]!r}?")
     calls = found.get("tool_calls")
@@ -94,7 +94,7 @@ def _no_media(media: str, where: str) -> str:
 
 
 def check_row(row: Mapping[str, Any], config: DataConfig) -> None:
-    """Everything but the prompt: the scorer's name, the reference answer, extra_info, no media, no agent. Raises DataError."""
+    """Check all fields but the prompt: scorer, reference answer, extra_info, no media, no agent. Raises DataError."""
     _check_features(row, config)
     source = row.get(config.reward_fn_key)
     if not isinstance(source, str) or not source:
@@ -113,7 +113,7 @@ def check_row(row: Mapping[str, Any], config: DataConfig) -> None:
 
 
 def _check_features(row: Mapping[str, Any], config: DataConfig) -> None:
-    """Raise UnavailableRowError for what a row asks for and this version has not; columns that ask for nothing are fine."""
+    """Raise UnavailableRowError for a feature that a row needs and that is not available; empty columns are fine."""
     for key, media in ((config.image_key, "images"), (config.video_key, "videos"), (config.audio_key, "audio")):
         if not _is_nothing(row.get(key)):
             raise UnavailableRowError(_no_media(media, f"field {key!r}"))
@@ -161,7 +161,7 @@ def _check_reward_model(row: Mapping[str, Any]) -> None:
 
 
 def check_plain(value: Any, field: str, depth: int = 0) -> None:
-    """What travels to reward functions and into the run's records: text that UTF-8 can hold, numbers, True, False, null,
+    """Check a value for reward functions and the run's records: text that UTF-8 can hold, numbers, True, False, null,
     and lists and objects of them, at most MAX_DEPTH inside each other. Raises DataError naming the field."""
     if isinstance(value, str):
         if not value.isascii():

@@ -3,6 +3,7 @@
 import gzip
 import json
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
@@ -10,8 +11,9 @@ from hypothesis import strategies as st
 
 from tests.data.conversations.templates import chat, shown, tokenizer_of
 from tests.data.rows import write
-from verl.data.conversations.dataset import ConversationLoader, load_conversations
+from verl.data.conversations.dataset import ConversationLoader, load_conversations, training_batch
 from verl.data.conversations.settings import ConversationSettings
+from verl.data.conversations.tokens import TrainingSequence
 from verl.data.files import write_parquet
 from verl.errors import DataError
 
@@ -169,10 +171,22 @@ class TestOrder:
     def test_a_batch_has_the_sequences_of_its_rows(self, tmp_path):
         path = write(tmp_path / "a.jsonl", [{"messages": chat("q", "a", "r", "b")}, {"text": "abc"}])
         loader = ConversationLoader(load(path, tokenizer_of("qwen3")), 2, shuffle=False)
-        assert [s.num_trained for s in loader.batch(1)] == [
+        batch = loader.batch(1)
+        assert len(batch) == 3
+        assert batch.batch["response_mask"].sum(1).tolist() == [
             s.num_trained for row in (0, 1) for s in loader.dataset[row]
         ]
-        assert len(loader.batch(1)) == 3
+
+    def test_columns_of_a_batch(self):
+        """Prompts end and responses begin where training does; holes stay inputs, a tail without training is left out."""
+        one = TrainingSequence(np.arange(10, 17, dtype=np.int32), np.array([0, 0, 1, 0, 1, 1, 0], dtype=np.bool_))
+        two = TrainingSequence(np.arange(20, 23, dtype=np.int32), np.array([0, 1, 1], dtype=np.bool_))
+        columns = training_batch([one, two]).batch
+        assert columns["prompts"].tolist() == [[10, 11], [0, 20]]
+        assert columns["prompt_mask"].tolist() == [[True, True], [False, True]]
+        assert columns["responses"].tolist() == [[12, 13, 14, 15], [21, 22, 0, 0]]
+        assert columns["response_mask"].tolist() == [[True, False, True, True], [True, True, False, False]]
+        assert columns["attention_mask"].sum(1).tolist() == [6, 3]
 
     def test_batches_larger_than_the_data_are_refused(self, tmp_path):
         with pytest.raises(DataError, match="data.train_batch_size is 8, but 7 rows train"):

@@ -10,7 +10,11 @@ from hypothesis import strategies as st
 
 from tests.data.conversations.templates import FAMILIES, chat, encode, tokenizer_of
 from verl.config import DataConfig
-from verl.data.prompts import PromptEncoder
+from verl.data.conversations import tokens
+from verl.data.conversations.formats import example_of
+from verl.data.conversations.settings import ConversationSettings
+from verl.data.conversations.tokens import ConversationEncoder
+from verl.data.prompts import PromptEncoder, encode_text
 
 SMOLLM2 = Path(__file__).resolve().parents[3] / "work" / "models" / "SmolLM2-135M-Instruct"
 PREFIX_PRESERVING = ("chatml", "marked_chatml", "llama3", "qwen2.5", "mistral", "gemma")
@@ -129,6 +133,45 @@ def test_line_breaks_of_a_prompt_stay_one_token():
     assert both[0] not in whole
     assert one[0] in whole
     assert second.input_ids.tolist().count(both[0]) == 1  # history is written as the sampler's prompt has it
+
+
+class TestLongConversations:
+    """Tokens of earlier turns are not tokenized again."""
+
+    ROW = {"messages": chat(*(f"{'question' if i % 2 == 0 else 'answer'} {i}\n" * (i % 3 + 1) for i in range(40)))}
+
+    @pytest.mark.parametrize("family", [*PREFIX_PRESERVING, "qwen3"])
+    def test_tokens_are_those_of_whole_texts(self, family):
+        tokenizer = tokenizer_of(family)
+        encoder = ConversationEncoder(tokenizer, ConversationSettings())
+        example = example_of(self.ROW, encoder.settings)
+        found = encoder.encode(example, "here")
+        assert encoder.reuses_prefixes
+        encoder.reuses_prefixes = False
+        for one, other in zip(found, encoder.encode(example, "here"), strict=True):
+            assert one.input_ids.tolist() == other.input_ids.tolist()
+            assert one.loss_mask.tolist() == other.loss_mask.tolist()
+
+    def test_time_is_linear_in_the_turns(self, monkeypatch):
+        tokenizer = tokenizer_of("chatml")
+        tokenized = []
+        monkeypatch.setattr(
+            tokens, "encode_text", lambda *args, **kw: (tokenized.append(args[1]), encode_text(*args, **kw))[1]
+        )
+        encode(tokenizer, self.ROW)
+        text = tokenizer.apply_chat_template(self.ROW["messages"], tokenize=False)
+        assert sum(map(len, tokenized)) < 4 * len(text)
+
+    def test_a_tokenizer_whose_prefixes_change_is_noticed(self, monkeypatch):
+        """One that looks across special tokens: the row is tokenized whole, and so are all rows after it."""
+        tokenizer = tokenizer_of("chatml")
+        looks_back = lambda _, text, *args, **kw: [5] * text.count("q3") + encode_text(tokenizer, text, *args, **kw)  # noqa: E731
+        monkeypatch.setattr(tokens, "encode_text", looks_back)
+        encoder = ConversationEncoder(tokenizer, ConversationSettings())
+        example = example_of({"messages": chat("q1", "a1", "q2", "a2", "q3", "a3")}, encoder.settings)
+        first, second = encoder.encode(example, "here")
+        assert not encoder.reuses_prefixes
+        assert second.input_ids[0] == 5 != first.input_ids[0]
 
 
 @cache

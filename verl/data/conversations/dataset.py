@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 
 from verl.data.check import NUM_PROBLEMS_SHOWN
 from verl.data.conversations.formats import example_of
@@ -18,12 +20,13 @@ from verl.data.files import Rows, read_rows
 from verl.data.order import PromptOrder
 from verl.data.prompts import truncate
 from verl.data.schema import at
+from verl.data_proto.proto import DataProto
 from verl.errors import DataError
 
 
 @dataclass
 class FileSummary:
-    """What one file holds. Tokens are counted after truncation; lengths are those of sequences before it."""
+    """Counts of one file. Tokens are counted after truncation; lengths are those of sequences before it."""
 
     file: str
     settings: ConversationSettings
@@ -33,10 +36,10 @@ class FileSummary:
     num_tokens: int = 0
     num_trained: int = 0  # tokens
     num_split: int = 0  # rows that are several sequences
-    num_truncated: int = 0  # sequences that are cut, the ones that train nothing afterwards included
+    num_truncated: int = 0  # sequences that are cut, those of which nothing trains afterwards included
     num_tokens_cut: int = 0
     num_trained_cut: int = 0
-    num_untrainable_sequences: int = 0  # none of their trained tokens is left by the cut
+    num_untrainable_sequences: int = 0  # the cut leaves none of their trained tokens
     num_untrainable_rows: int = 0  # rows without any other sequence; they are left out
     num_endless: int = 0  # sequences that train no token which ends generation
     longest: int = 0
@@ -45,41 +48,66 @@ class FileSummary:
     problems: list[str] = field(default_factory=list)  # a sentence for each of the first of them
 
     def sentences(self) -> list[str]:
-        """The summary for people; the first sentence is always there, the others when there is something to tell."""
+        """The summary for people; the first sentence is always present, each other one when its count is not 0."""
         formats = ", ".join(f"{name} (rows: {count:,})" for name, count in self.formats.most_common()) or "none"
-        told = [
+        lines = [
             f"{self.file}: format {formats}; rows that train: {self.num_rows:,}, as sequences: {self.num_sequences:,}, "
             f"tokens: {self.num_tokens:,}, trained tokens: {self.num_trained:,}, longest sequence: {self.longest:,}"
             + (f" ({self.longest_place})." if self.longest_place else ".")
         ]
         if self.num_truncated:
-            told.append(
+            lines.append(
                 f"Sequences longer than data.max_length={self.settings.max_length}, cut on the "
                 f"{self.settings.truncation}: {self.num_truncated:,}; tokens lost: {self.num_tokens_cut:,}, trained "
                 f"tokens among them: {self.num_trained_cut:,}."
             )
         if self.num_untrainable_sequences:
-            told.append(
+            lines.append(
                 f"Sequences left out because the cut leaves no token that trains: {self.num_untrainable_sequences:,}; "
                 f"rows left out with them: {self.num_untrainable_rows:,}. Raise data.max_length or change data.truncation."
             )
         if self.num_split:
-            told.append(
+            lines.append(
                 f"Rows that become several sequences: {self.num_split:,}. An earlier turn has other tokens once a later one "
                 "follows, mostly because the chat template rewrites history; each turn trains after the prompt that the "
                 "sampler would see."
             )
         if self.num_endless:
-            told.append(
+            lines.append(
                 f"Sequences that train no token which ends generation: {self.num_endless:,}. The model does not learn "
                 "to stop from them; compare the chat template with the tokenizer's eos_token."
             )
-        return told + ([f"Rows that cannot be used: {self.num_problems:,}."] if self.num_problems else [])
+        return lines + ([f"Rows that cannot be used: {self.num_problems:,}."] if self.num_problems else [])
 
     def add_problem(self, sentence: str) -> None:
         self.num_problems += 1
         if len(self.problems) < NUM_PROBLEMS_SHOWN:
             self.problems.append(sentence)
+
+    def fit(self, sequence: TrainingSequence, place: str, stops: Sequence[int]) -> TrainingSequence | None:
+        """The sequence within data.max_length, counted; None when the cut leaves no token that trains."""
+        limit, length = self.settings.max_length, len(sequence.input_ids)
+        if length > self.longest:
+            self.longest, self.longest_place = length, place
+        trained = sequence.input_ids[sequence.loss_mask]
+        self.num_endless += not np.isin(trained, stops).any()
+        if limit is not None and length > limit:
+            sequence = _cut(sequence, limit, self.settings.truncation)
+            self.num_truncated += 1
+            self.num_tokens_cut += length - limit
+            self.num_trained_cut += len(trained) - sequence.num_trained
+            if not sequence.num_trained:
+                self.num_untrainable_sequences += 1
+                return None
+        self.num_tokens += len(sequence.input_ids)
+        self.num_trained += sequence.num_trained
+        return sequence
+
+
+def _cut(sequence: TrainingSequence, limit: int, mode: str) -> TrainingSequence:
+    mask = np.array(truncate(sequence.loss_mask.tolist(), limit, mode), dtype=np.bool_)
+    mask[0] = False  # the token that it was predicted from may be gone
+    return TrainingSequence(np.array(truncate(sequence.input_ids.tolist(), limit, mode), dtype=np.int32), mask)
 
 
 class ConversationDataset:
@@ -100,11 +128,16 @@ class ConversationDataset:
         """File and row number of a row, for messages."""
         return self._places[item]
 
+    def batch(self, rows: Sequence[int]) -> DataProto:
+        """The sequences of some rows; those of one row are adjacent."""
+        return training_batch([sequence for row in rows for sequence in self._rows[row]])
+
     def add_file(self, name: str, rows: Rows, encoder: ConversationEncoder, *, keep_going: bool = False) -> None:
         """Read all `rows`. Raises DataError for the first bad one; with `keep_going` the summary describes them."""
         summary = FileSummary(name, encoder.settings)
         self.summaries.append(summary)
-        stops = {encoder.tokenizer.eos_token_id, *encoder.settings.stop_token_ids}
+        eos = encoder.tokenizer.eos_token_id
+        stops = [*encoder.settings.stop_token_ids, *([] if eos is None else [eos])]
         for number in range(len(rows)):
             place = rows.place(number)
             try:
@@ -119,13 +152,21 @@ class ConversationDataset:
                 continue
             summary.formats[example.row_format] += 1
             summary.num_split += len(whole) > 1
-            kept = [short for sequence in whole if (short := _fitted(sequence, summary, place, stops))]
+            kept = [short for sequence in whole if (short := summary.fit(sequence, place, stops))]
             summary.num_untrainable_rows += not kept
             if kept:
                 self._rows.append(kept)
                 self._places.append(place)
                 summary.num_rows += 1
                 summary.num_sequences += len(kept)
+
+
+def _check_length(length: int, settings: ConversationSettings, place: str) -> None:
+    if settings.max_length is not None and length > settings.max_length and settings.truncation == "error":
+        raise DataError(
+            f"{place}: a sequence has {length} tokens, more than data.max_length={settings.max_length}. Raise the limit, "
+            "or set data.truncation to left or right to cut such rows."
+        )
 
 
 def load_conversations(
@@ -142,7 +183,7 @@ def load_conversations(
 
     With `max_samples` only so many rows are read: the first ones, or with `shuffle` some that `seed` selects. Raises
     DataError for files that cannot be read and for the first bad row; with `keep_going` bad rows are left out, and
-    `dataset.summaries` describes them, which is how `verl check` looks at data.
+    `dataset.summaries` describes them, for `verl check`.
     """
     names = [files] if isinstance(files, str | os.PathLike) else list(files)
     tables = [read_rows(name) for name in names] or [read_rows([])]
@@ -168,38 +209,32 @@ def _chosen(num_rows: int, max_samples: int, seed: int | None) -> np.ndarray:
     return np.sort([order.row(number)[1] for number in range(max_samples)])
 
 
-def _check_length(length: int, settings: ConversationSettings, place: str) -> None:
-    if settings.max_length is not None and length > settings.max_length and settings.truncation == "error":
-        raise DataError(
-            f"{place}: a sequence has {length} tokens, more than data.max_length={settings.max_length}. Raise the limit, "
-            "or set data.truncation to left or right to cut such rows."
-        )
+def training_batch(sequences: Sequence[TrainingSequence]) -> DataProto:
+    """Columns prompts, prompt_mask, responses, response_mask and attention_mask of one row per sequence.
 
-
-def _fitted(sequence: TrainingSequence, summary: FileSummary, place: str, stops: set[int]) -> TrainingSequence | None:
-    """The sequence within data.max_length, counted; None when no token that trains is left."""
-    settings, length = summary.settings, len(sequence.input_ids)
-    if length > summary.longest:
-        summary.longest, summary.longest_place = length, place
-    trained = sequence.input_ids[sequence.loss_mask]
-    summary.num_endless += not np.isin(trained, [stop for stop in stops if stop is not None]).any()
-    if settings.max_length is not None and length > settings.max_length:
-        sequence = _cut(sequence, settings.max_length, settings.truncation)
-        summary.num_truncated += 1
-        summary.num_tokens_cut += length - len(sequence.input_ids)
-        summary.num_trained_cut += len(trained) - sequence.num_trained
-        if not sequence.num_trained:
-            summary.num_untrainable_sequences += 1
-            return None
-    summary.num_tokens += len(sequence.input_ids)
-    summary.num_trained += sequence.num_trained
-    return sequence
-
-
-def _cut(sequence: TrainingSequence, limit: int, mode: str) -> TrainingSequence:
-    mask = np.array(truncate(sequence.loss_mask.tolist(), limit, mode), dtype=np.bool_)
-    mask[0] = False  # the token that it was predicted from may be gone
-    return TrainingSequence(np.array(truncate(sequence.input_ids.tolist(), limit, mode), dtype=np.int32), mask)
+    The prompt is everything before the first trained token; tokens after the last trained one change no loss and are
+    left out. Untrained tokens between are response tokens outside response_mask.
+    """
+    bounds = [(int(trained[0]), int(trained[-1]) + 1) for s in sequences for trained in [s.loss_mask.nonzero()[0]]]
+    width, length = max(first for first, _ in bounds), max(end - first for first, end in bounds)
+    prompts, responses = (torch.zeros(len(bounds), size, dtype=torch.int64) for size in (width, length))
+    prompt_mask, exists, response_mask = (
+        torch.zeros(len(bounds), n, dtype=torch.bool) for n in (width, length, length)
+    )
+    for row, (sequence, (first, end)) in enumerate(zip(sequences, bounds, strict=True)):
+        ids = torch.from_numpy(sequence.input_ids.astype(np.int64))
+        prompts[row, width - first :], responses[row, : end - first] = ids[:first], ids[first:end]
+        prompt_mask[row, width - first :], exists[row, : end - first] = True, True
+        response_mask[row, : end - first] = torch.from_numpy(sequence.loss_mask[first:end])
+    return DataProto.from_dict(
+        {
+            "prompts": prompts,
+            "prompt_mask": prompt_mask,
+            "responses": responses,
+            "response_mask": response_mask,
+            "attention_mask": torch.cat([prompt_mask, exists], dim=1),
+        }
+    )
 
 
 class ConversationLoader:
@@ -224,6 +259,6 @@ class ConversationLoader:
         first = (step - 1) * self.batch_size
         return [self.order.row(number)[1] for number in range(first, first + self.batch_size)]
 
-    def batch(self, step: int) -> list[TrainingSequence]:
-        """The sequences of a step; a row's sequences stay together."""
-        return [sequence for row in self.rows(step) for sequence in self.dataset[row]]
+    def batch(self, step: int) -> DataProto:
+        """The sequences of a step, see `training_batch`; a row's sequences stay together."""
+        return self.dataset.batch(self.rows(step))

@@ -35,7 +35,7 @@ class Example:
 
     `prompt` and `completion` are chat messages or texts; the prompt is empty where a format does not set it apart. A
     text completion after chat messages follows the rendered generation prompt directly. `trains` has one entry for
-    each message of prompt and completion: what the message says itself (`loss_mask`, `train`), or None.
+    each message of prompt and completion: its own mark (`loss_mask`, `train`), or None.
     """
 
     row_format: str
@@ -53,10 +53,10 @@ class Example:
 
 
 def format_of(row: Mapping[str, Any], settings: ConversationSettings) -> str:
-    """Name of the row's format. Raises DataError when its columns fit none or several, or lack what was asked for."""
+    """Name of the row's format. Raises DataError when its columns fit none or several, or lack those of the requested one."""
     needed = _columns(settings)
     has = {str(name) for name, value in row.items() if value is not None}
-    # prompt_key and response_key have no default, so whoever sets them has decided
+    # prompt_key and response_key have no default, so setting them decides
     asked = settings.row_format or ("prompt_response" if settings.prompt_key else None)
     if asked:
         if asked not in needed:

@@ -1,17 +1,17 @@
-"""Token ids and loss mask of a row, such that every trained token stands in the context that the sampler would see.
+"""Token ids and loss mask of a row, such that every trained token has the context that the sampler would have.
 
 A turn of the assistant is sampled after the chat template's rendering of the messages before it, with the generation
 prompt. So for each trained turn the template renders
 
-    context = render(messages before the turn, generation prompt)      what the sampler is given
+    context = render(messages before the turn, generation prompt)      the sampler's input
     whole   = render(messages up to the turn)                          the same, with the turn
 
 and the turn's tokens are those of `whole` after those of `context`. Consecutive turns share one sequence as long as the
 next context begins with the tokens so far. Where the template rewrites history (Qwen3 drops earlier `<think>` blocks),
 it does not, and a new sequence begins: one row becomes as many sequences as contexts differ.
 
-Inside a turn, `{% generation %}` markers of the template say what trains. Without markers it is everything up to the
-special token that ends the turn; blanks after it are never sampled.
+Inside a turn, `{% generation %}` markers of the template say which tokens train. Without markers every token up to the
+special token that ends the turn trains; whitespace after it is never sampled.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from verl.data.schema import Messages
 from verl.errors import DataError
 
 GENERATION_MARKER = re.compile(r"{%-?\s*generation\s*-?%}")
-NO_CONTENT = "\ue000"  # for private use, so that no answer begins with it
+NO_CONTENT = "\ue000"  # a private-use character, so that no answer begins with it
 NUM_TOKENS_SHOWN = 8  # before the first that differs
 
 
@@ -38,7 +38,7 @@ NUM_TOKENS_SHOWN = 8  # before the first that differs
 class TrainingSequence:
     """`input_ids` int32 [tokens]; `loss_mask` bool [tokens], true where the prediction of that token trains.
 
-    The first token is predicted from nothing, so its mask is always false.
+    Nothing predicts the first token, so its mask is always false.
     """
 
     input_ids: np.ndarray
@@ -51,7 +51,7 @@ class TrainingSequence:
 
 @dataclass(frozen=True)
 class _Turn:
-    """Texts of one stretch that trains: what stands before it, and the same with it."""
+    """Texts of one stretch that trains: its context, and the context with the stretch."""
 
     context: str
     whole: str
@@ -65,7 +65,9 @@ class ConversationEncoder:
         self.tokenizer = tokenizer
         self.settings = settings
         added = getattr(tokenizer, "added_tokens_decoder", {})
-        self._special = {*tokenizer.all_special_ids, *(number for number, token in added.items() if token.special)}
+        numbers = {*tokenizer.all_special_ids, *(number for number, token in added.items() if token.special)}
+        self.special = dict(zip(numbers, tokenizer.convert_ids_to_tokens(list(numbers)), strict=True))
+        self.reuses_prefixes = True  # until this tokenizer is found to tokenize a prefix otherwise
 
     def encode(self, example: Example, place: str) -> list[TrainingSequence]:
         """The sequences of a row, whole. Most rows are one; a template that rewrites history makes several.
@@ -74,112 +76,190 @@ class ConversationEncoder:
         first token that differs, when the template renders a turn otherwise than the sampler would have seen it and
         `data.ignore_input_ids_mismatch` is not set.
         """
-        joined = _Joined()
-        for turn in self._turns(example, place):
-            context, answer = self._tokens(turn, example, place)
-            joined.add(context, answer, self._trained(turn, context, answer, example, place))
-        sequences = joined.sequences()
+        row, sequences = _Row(self, example, place), []
+        try:
+            sequences = row.sequences()
+        except DataError:
+            if row.texts.verified():
+                raise
+        if not row.texts.verified():
+            self.reuses_prefixes = False
+            sequences = _Row(self, example, place).sequences()
         if not sequences:
             raise DataError(
-                f"{place}: none of the row's tokens train (data.loss_on={self._loss_on(example)}); give it a message of "
-                "the assistant without loss_mask 0, or leave the row out."
+                f"{place}: none of the row's tokens train (data.loss_on={row.loss_on}); give it a message of the "
+                "assistant without loss_mask 0, or leave the row out."
             )
         return sequences
 
-    def _loss_on(self, example: Example) -> str:
-        return self.settings.loss_on or example.default_loss_on
 
-    def _turns(self, example: Example, place: str) -> Iterator[_Turn]:
-        loss_on = self._loss_on(example)
+class _PrefixEncoder:
+    """Token ids of texts that extend each other, in time linear in the longest.
+
+    Tokenizers split a text at its special tokens first. So the tokens up to the last special token stay the same when
+    text is appended, and only what follows it is tokenized again. `verified` tokenizes the last text of each chain of
+    extensions as a whole, because a tokenizer may not work this way.
+    """
+
+    def __init__(self, encoder: ConversationEncoder, place: str, *, plain: bool, reuse: bool):
+        self._encoder, self._place, self._plain, self._reuse = encoder, place, plain, reuse
+        self._prefix, self._anchor = "", ""  # text up to and including its last special token, and that token
+        self._ids: list[int] = []  # of the prefix
+        self._chains: list[tuple[str, list[int]]] = []  # the last text of each chain, with its tokens
+
+    def ids(self, text: str) -> list[int]:
+        if not self._anchor or not text.startswith(self._prefix):
+            ids = self._whole(text)
+        else:
+            ids = self._ids + self._whole(self._anchor + text[len(self._prefix) :])[1:]
+            if self._chains and text.startswith(self._chains[-1][0]):
+                self._chains.pop()
+            self._chains.append((text, ids))
+        if self._reuse:
+            self._remember(text, ids)
+        return ids
+
+    def verified(self) -> bool:
+        return all(self._whole(text) == ids for text, ids in self._chains)
+
+    def _remember(self, text: str, ids: list[int]) -> None:
+        special = self._encoder.special
+        last = next((at for at in range(len(ids) - 1, -1, -1) if ids[at] in special), None)
+        if last is not None and (start := text.rfind(special[ids[last]])) >= 0:
+            self._anchor = special[ids[last]]
+            self._prefix, self._ids = text[: start + len(self._anchor)], ids[: last + 1]
+
+    def _whole(self, text: str) -> list[int]:
+        # a chat template writes the special tokens itself, as in verl/data/prompts.py
+        return encode_text(self._encoder.tokenizer, text, self._place, add_special_tokens=self._plain) if text else []
+
+
+class _Row:
+    """One example on its way to sequences."""
+
+    def __init__(self, encoder: ConversationEncoder, example: Example, place: str):
+        self.tokenizer, self.settings, self.special = encoder.tokenizer, encoder.settings, encoder.special
+        self.example, self.place = example, place
+        self.loss_on = self.settings.loss_on or example.default_loss_on
+        self.template_kwargs = {**example.template_kwargs, **({"tools": example.tools} if example.tools else {})}
+        plain = isinstance(example.prompt, str)
+        self.messages: Messages = []
+        if isinstance(example.prompt, list) and isinstance(example.completion, list):
+            self.messages = example.prompt + example.completion
+        self.turns = list(self._turns())
+        # a single turn has two texts, which cost no more when each is tokenized as a whole
+        reuse = encoder.reuses_prefixes and not plain and len(self.turns) > 1
+        self.texts = _PrefixEncoder(encoder, place, plain=plain, reuse=reuse)
+        self._marks: tuple[list[int], list[bool]] | None = None  # of the last turn's rendering
+
+    def sequences(self) -> list[TrainingSequence]:
+        joined = _Joined()
+        for turn in self.turns:
+            context, answer = self._tokens(turn)
+            joined.add(context, answer, self._trained(turn, context, answer))
+        return joined.sequences()
+
+    def _turns(self) -> Iterator[_Turn]:
+        example, loss_on = self.example, self.loss_on
         if isinstance(example.completion, str):
-            context = (
-                example.prompt if isinstance(example.prompt, str) else self._render(example.prompt, example, place)
-            )
-            whole = context + self._with_eos(example.completion, place)
-            yield _Turn("" if loss_on == "all" else context, whole)
+            context = example.prompt if isinstance(example.prompt, str) else self._render(example.prompt)
+            yield _Turn("" if loss_on == "all" else context, context + self._with_eos(example.completion))
             return
-        assert isinstance(example.prompt, list)  # formats.py makes messages of both or of none
-        messages = example.prompt + example.completion
         if loss_on == "assistant":
-            for number in _trained_turns(example, messages, place):
-                context = self._context(messages, number, example, place)
-                yield _Turn(context, self._render(messages[: number + 1], example, place, answered=True), number)
+            for number in self._trained_messages():
+                yield _Turn(self._context(number), self._render(self.messages[: number + 1], answered=True), number)
             return
-        start = 0 if loss_on == "all" else len(example.prompt) or _last_answer(messages, place)
+        start = 0 if loss_on == "all" else len(example.prompt) or self._last_answer()
         if any(mark is False for mark in example.trains[start:]):
-            raise DataError(f"{place}: a message has loss_mask 0, which needs data.loss_on=assistant, not {loss_on}.")
-        context = self._context(messages, start, example, place) if loss_on == "completion" else ""
-        yield _Turn(context, self._render(messages, example, place, answered=True))
+            raise DataError(
+                f"{self.place}: a message has loss_mask 0, which needs data.loss_on=assistant, not {loss_on}."
+            )
+        context = self._context(start) if loss_on == "completion" else ""
+        yield _Turn(context, self._render(self.messages, answered=True))
 
-    def _context(self, messages: Messages, number: int, example: Example, place: str) -> str:
-        """What the sampler is given for message `number`."""
+    def _trained_messages(self) -> list[int]:
+        """Numbers of the messages that train: of the assistant, in the completion, unless the message says otherwise."""
+        found = []
+        for number, (message, mark) in enumerate(zip(self.messages, self.example.trains, strict=True)):
+            if mark and message["role"] != "assistant":
+                raise DataError(
+                    f"{self.place}: message {number} of role {message['role']!r} has loss_mask 1, but the model samples "
+                    "only messages of the assistant; set data.loss_on=all to train on everything."
+                )
+            if mark or (mark is None and message["role"] == "assistant" and number >= len(self.example.prompt)):
+                found.append(number)
+        return found
+
+    def _last_answer(self) -> int:
+        numbers = [number for number, message in enumerate(self.messages) if message["role"] == "assistant"]
+        if not numbers:
+            raise DataError(
+                f"{self.place}: no message is of the assistant, so nothing is the completion (data.loss_on)."
+            )
+        return numbers[-1]
+
+    def _context(self, number: int) -> str:
+        """The sampler's input for message `number`."""
         if not number:
             raise DataError(
-                f"{place}: message 0 is of the assistant and has no prompt to be sampled from; put a message before it, "
-                "give it loss_mask 0, or set data.loss_on=all."
+                f"{self.place}: message 0 is of the assistant and has no prompt to be sampled from; put a message before "
+                "it, give it loss_mask 0, or set data.loss_on=all."
             )
-        return self._render(messages[:number], example, place)
+        return self._render(self.messages[:number])
 
-    def _render(self, messages: Messages, example: Example, place: str, *, answered: bool = False) -> str:
+    def _render(self, messages: Messages, *, answered: bool = False) -> str:
         if not getattr(self.tokenizer, "chat_template", None):
             raise DataError(
-                f"{place}: the row has chat messages, but the tokenizer has no chat template to join them. Set the "
+                f"{self.place}: the row has chat messages, but the tokenizer has no chat template to join them. Set the "
                 "model's custom_chat_template, or give texts."
             )
         return render_chat(
-            self.tokenizer, messages, place, add_generation_prompt=not answered, **_template_kwargs(example)
+            self.tokenizer, messages, self.place, add_generation_prompt=not answered, **self.template_kwargs
         )
 
-    def _with_eos(self, text: str, place: str) -> str:
+    def _with_eos(self, text: str) -> str:
         eos = self.tokenizer.eos_token
         if not eos:
-            raise DataError(f"{place}: the tokenizer has no end-of-sequence token to end the text with; give it one.")
+            raise DataError(
+                f"{self.place}: the tokenizer has no end-of-sequence token to end the text with; give it one."
+            )
         return text if text.endswith(eos) else text + eos
-
-    def _ids(self, text: str, example: Example, place: str) -> list[int]:
-        # a chat template writes the special tokens itself, as in verl/data/prompts.py
-        plain = isinstance(example.prompt, str)
-        return encode_text(self.tokenizer, text, place, add_special_tokens=plain) if text else []
 
     def _decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
-    def _tokens(self, turn: _Turn, example: Example, place: str) -> tuple[list[int], list[int]]:
+    def _tokens(self, turn: _Turn) -> tuple[list[int], list[int]]:
         """Token ids of the context and of what follows it."""
-        found = self._split(turn, example, place)
-        if found:
+        if found := self._split(turn):
             return found
-        context = self._ids(turn.context, example, place)
-        whole = self._ids(turn.whole, example, place)
+        context, whole = self.texts.ids(turn.context), self.texts.ids(turn.whole)
         if not self.settings.ignore_input_ids_mismatch:
-            raise DataError(f"{place}: {self._difference(turn, context, whole)}")
+            raise DataError(f"{self.place}: {self._difference(turn, context, whole)}")
         if turn.message is not None and not turn.whole.startswith(turn.context):
-            rendered = _Turn(self._as_rendered(turn, example, place), turn.whole)
-            context = self._ids(rendered.context, example, place)
-            if found := self._split(rendered, example, place):
+            rendered = _Turn(self._as_rendered(turn), turn.whole)
+            context = self.texts.ids(rendered.context)
+            if found := self._split(rendered):
                 return found
         start = _first_difference(context, whole)
         return whole[:start], whole[start:]
 
-    def _split(self, turn: _Turn, example: Example, place: str) -> tuple[list[int], list[int]] | None:
+    def _split(self, turn: _Turn) -> tuple[list[int], list[int]] | None:
         """Tokens of the context exactly as the sampler has them, and of the rest; None when they are not the whole."""
         if not turn.whole.startswith(turn.context):
             return None
-        context = self._ids(turn.context, example, place)
-        whole = self._ids(turn.whole, example, place)
+        context, whole = self.texts.ids(turn.context), self.texts.ids(turn.whole)
         if whole[: len(context)] == context:
             return context, whole[len(context) :]
         # A token lies across the border ("\n" + "\n" is one of many vocabularies). A sampler that has been given the
         # first half cannot produce it, so the rest is encoded alone.
-        rest = encode_text(self.tokenizer, turn.whole[len(turn.context) :], place, add_special_tokens=False)
+        text = turn.whole[len(turn.context) :]
+        rest = encode_text(self.tokenizer, text, self.place, add_special_tokens=False)
         return (context, rest) if self._decode(context + rest) == self._decode(whole) else None
 
-    def _as_rendered(self, turn: _Turn, example: Example, place: str) -> str:
-        """What stands before the turn's content in `turn.whole`, found by rendering the turn with another content."""
-        assert isinstance(example.prompt, list)
-        assert isinstance(example.completion, list)
-        before = (example.prompt + example.completion)[: turn.message]
-        other = self._render([*before, {"role": "assistant", "content": NO_CONTENT}], example, place, answered=True)
+    def _as_rendered(self, turn: _Turn) -> str:
+        """The text before the turn's content in `turn.whole`, found by rendering the turn with another content."""
+        no_answer = {"role": "assistant", "content": NO_CONTENT}
+        other = self._render([*self.messages[: turn.message], no_answer], answered=True)
         return turn.whole[: _first_difference(turn.whole, other)]
 
     def _difference(self, turn: _Turn, context: list[int], whole: list[int]) -> str:
@@ -198,44 +278,52 @@ class ConversationEncoder:
             "or set data.ignore_input_ids_mismatch=True to train on the rendering as it is."
         )
 
-    def _trained(self, turn: _Turn, context: list[int], answer: list[int], example: Example, place: str) -> list[bool]:
+    def _trained(self, turn: _Turn, context: list[int], answer: list[int]) -> list[bool]:
         """For each token of the answer, whether it trains."""
         if turn.message is None:
             return [True] * len(answer)
-        if GENERATION_MARKER.search(self.tokenizer.get_chat_template(None, example.tools)):
-            return self._marked(turn, context, answer, example, place)
+        if GENERATION_MARKER.search(self.tokenizer.get_chat_template(None, self.example.tools)):
+            return self._marked(turn, context, answer)
         end = len(answer)
-        while end and answer[end - 1] not in self._special and self._decode([answer[end - 1]]).isspace():
+        while end and answer[end - 1] not in self.special and self._decode([answer[end - 1]]).isspace():
             end -= 1
-        if not end or answer[end - 1] not in self._special:
+        if not end or answer[end - 1] not in self.special:
             end = len(answer)  # nothing but text ends a turn of this template
         return [number < end for number in range(len(answer))]
 
-    def _marked(self, turn: _Turn, context: list[int], answer: list[int], example: Example, place: str) -> list[bool]:
-        """What the template's `{% generation %}` markers enclose."""
-        assert isinstance(example.prompt, list)
-        assert isinstance(example.completion, list)
-        assert turn.message is not None
-        marked = self.tokenizer.apply_chat_template(
-            (example.prompt + example.completion)[: turn.message + 1],
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-            **_template_kwargs(example),
-        )
-        whole, mask = list(marked["input_ids"]), [bool(m) for m in marked["assistant_masks"]]
+    def _marked(self, turn: _Turn, context: list[int], answer: list[int]) -> list[bool]:
+        """The tokens of the answer that the template's `{% generation %}` markers enclose."""
+        end = len(context) + len(answer)
+        self._marks = self._marks or self._render_marks(self.turns[-1])
+        if self._marks[0][:end] == context + answer:
+            return self._marks[1][len(context) : end]
+        whole, mask = self._render_marks(turn)
         if whole == context + answer:
             return mask[len(context) :]
-        # another division into tokens: by characters, those of a token across the border included
+        # other tokens than the markers' rendering: compared by characters, those of a token across the border included
         covered = bytearray(len(turn.whole))
         offsets = self.tokenizer(turn.whole, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
-        for (start, end), trains in zip(offsets, mask, strict=True):
+        for (start, stop), trains in zip(offsets, mask, strict=True):
             if trains:
-                covered[start:end] = b"\x01" * (end - start)
+                covered[start:stop] = b"\x01" * (stop - start)
         border = len(turn.context)
         rest = self.tokenizer(turn.whole[border:], add_special_tokens=False, return_offsets_mapping=True)
         if list(rest["input_ids"]) != answer:
-            raise DataError(f"{place}: the template's generation markers cannot be placed on the tokens of the row.")
-        return [any(covered[border + start : border + end]) for start, end in rest["offset_mapping"]]
+            raise DataError(
+                f"{self.place}: the template's generation markers cannot be placed on the tokens of the row."
+            )
+        return [any(covered[border + start : border + stop]) for start, stop in rest["offset_mapping"]]
+
+    def _render_marks(self, turn: _Turn) -> tuple[list[int], list[bool]]:
+        """Tokens of the messages up to the turn, and whether markers enclose each."""
+        assert turn.message is not None
+        marked = self.tokenizer.apply_chat_template(
+            self.messages[: turn.message + 1],
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            **self.template_kwargs,
+        )
+        return list(marked["input_ids"]), [bool(mark) for mark in marked["assistant_masks"]]
 
 
 class _Joined:
@@ -265,31 +353,6 @@ class _Joined:
             mask[1 : len(self._mask)] = self._mask[1:]
             self._done.append(TrainingSequence(np.array(self._ids + self._tail, dtype=np.int32), mask))
         self._ids, self._mask, self._tail = [], [], []
-
-
-def _template_kwargs(example: Example) -> dict[str, Any]:
-    return {**example.template_kwargs, **({"tools": example.tools} if example.tools else {})}
-
-
-def _trained_turns(example: Example, messages: Messages, place: str) -> list[int]:
-    """Numbers of the messages that train: of the assistant, in the completion, unless the message says otherwise."""
-    found = []
-    for number, (message, mark) in enumerate(zip(messages, example.trains, strict=True)):
-        if mark and message["role"] != "assistant":
-            raise DataError(
-                f"{place}: message {number} of role {message['role']!r} has loss_mask 1, but the model samples only "
-                "messages of the assistant; set data.loss_on=all to train on everything."
-            )
-        if mark or (mark is None and message["role"] == "assistant" and number >= len(example.prompt)):
-            found.append(number)
-    return found
-
-
-def _last_answer(messages: Messages, place: str) -> int:
-    numbers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-    if not numbers:
-        raise DataError(f"{place}: no message is of the assistant, so nothing is the completion (data.loss_on).")
-    return numbers[-1]
 
 
 def _first_difference(first: Sequence[Any], second: Sequence[Any]) -> int:

@@ -37,10 +37,10 @@ def row_of(problem: dict[str, Any], split: str, index: int, place: str) -> dict[
 
 def prepare(source: Path, output: Path) -> list[str]:
     """`source`/{train,test}.jsonl to `output`/{train,test}.parquet; returns a sentence for each file."""
-    said = []
+    lines = []
     for split in ("train", "test"):
         problems = read_rows(source / f"{split}.jsonl")
         rows = [row_of(problems[i], split, i, problems.place(i)) for i in range(len(problems))]
         write_parquet(output / f"{split}.parquet", rows)
-        said.append(f"{output / f'{split}.parquet'}: {len(rows)} rows")
-    return said
+        lines.append(f"{output / f'{split}.parquet'}: {len(rows)} rows")
+    return lines

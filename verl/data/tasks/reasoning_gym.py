@@ -19,7 +19,7 @@ from verl.errors import DataError, MissingExtraError, nearest
 
 Item = dict[str, Any]  # question, answer, metadata
 
-# What a 135M-parameter model can learn in minutes: it starts near 0.15 and these have 100 to 363 questions each.
+# A 135M-parameter model learns these in minutes: it starts near 0.15, and they have 100 to 363 questions each.
 DEFAULT_TASKS: dict[str, dict[str, Any]] = {
     "basic_arithmetic": {
         "min_terms": 2,
@@ -33,7 +33,7 @@ DEFAULT_TASKS: dict[str, dict[str, Any]] = {
     "products": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
     "gcd": {"min_numbers": 2, "max_numbers": 2, "min_value": 1, "max_value": 10},
 }
-NUM_FRUITLESS_DRAWS = 3000  # draws without a new question after which a task counts as exhausted
+MAX_FAILED_SAMPLES = 3000  # without a new question in a row, after which a task counts as exhausted
 BLOCK = 1000  # items of a task that are made by one data set
 MAX_TEST_SHARE = 1 / 3  # of a task that has too few questions for both parts
 
@@ -43,10 +43,10 @@ _NUMBER = re.compile(r"-?\d+(\.\d+)?")
 
 @dataclass
 class Task:
-    """Distinct questions of one task, drawn as they are needed."""
+    """Distinct questions of one task, generated on demand."""
 
     name: str
-    draws: Iterator[Item]
+    source: Iterator[Item]
     items: list[Item]
     exhausted: bool = False
 
@@ -62,44 +62,44 @@ class Task:
             hint = nearest(name, DATASETS) or f"; it has {len(DATASETS)} others"
             raise DataError(f"reasoning-gym has no task {name!r}{hint}")
 
-        def draws() -> Iterator[Item]:
+        def generate() -> Iterator[Item]:
             # item i depends on seed + i, so blocks continue each other; some tasks make `size` items at once
             for start in itertools.count(seed, BLOCK):
                 dataset = reasoning_gym.create_dataset(name, size=BLOCK, seed=start, **settings)
                 yield from (dataset[i] for i in range(BLOCK))
 
         try:
-            first = next(found := draws())
+            first = next(found := generate())
         except (TypeError, ValueError, AssertionError) as error:
             raise DataError(f"The settings {json.dumps(settings)} do not fit the task {name}: {error}") from error
         return cls(name, itertools.chain([first], found), [])
 
-    def draw(self, count: int) -> None:
+    def add(self, count: int) -> None:
         """Adds up to `count` questions that are not among `items` yet."""
         known = {item["question"] for item in self.items}
-        wanted, fruitless = len(self.items) + count, 0
+        wanted, failed = len(self.items) + count, 0
         while len(self.items) < wanted:
-            item = next(self.draws)
+            item = next(self.source)
             if item["question"] not in known:
                 known.add(item["question"])
                 self.items.append(item)
-                fruitless = 0
+                failed = 0
                 continue
-            fruitless += 1
-            if fruitless == NUM_FRUITLESS_DRAWS:
+            failed += 1
+            if failed == MAX_FAILED_SAMPLES:
                 self.exhausted = True
                 return
 
 
 def problem_key(item: Item) -> str:
-    """What is asked, whatever the wording: the metadata without what merely describes it, else the question itself."""
+    """The problem behind any wording: the metadata that define it, else the question itself."""
     metadata = item.get("metadata") or {}
     facts = {k: v for k, v in metadata.items() if k not in ("source_dataset", "source_index", "difficulty")}
     return json.dumps(facts, sort_keys=True, default=str) if facts else item["question"]
 
 
-def draw_mixture(tasks: list[Task], count: int) -> None:
-    """Draws `count` questions in all, in equal shares; what a task cannot give falls to the others."""
+def add_mixture(tasks: list[Task], count: int) -> None:
+    """Add `count` questions in all, in equal shares; exhausted tasks leave their share to the others."""
     missing = count
     while missing > 0:
         live = [task for task in tasks if not task.exhausted]
@@ -107,12 +107,12 @@ def draw_mixture(tasks: list[Task], count: int) -> None:
             return
         share, rest = divmod(missing, len(live))
         for number, task in enumerate(live):
-            task.draw(share + (number < rest))
+            task.add(share + (number < rest))
         missing = count - sum(len(task.items) for task in tasks)
 
 
 def choose_test(tasks: list[Task], share: float, seed: int) -> dict[str, list[Item]]:
-    """About `share` of each task's items, by task: whole problems in an order drawn by `seed`."""
+    """About `share` of each task's items, by task: whole problems in an order that `seed` decides."""
     chosen: dict[str, list[Item]] = {}
     seen = taken = 0
     for task in tasks:
@@ -168,11 +168,11 @@ def prepare(
     """
     opened = [Task.open(name, settings, seed) for name, settings in tasks.items()]
     test, train = _split(opened, num_train, num_test, seed)
-    said = []
+    lines = []
     for task in opened:
         note = ", all that its settings give" if task.exhausted else ""
         counts = f"{len(train[task.name])} train, {len(test[task.name])} test"
-        said.append(f"{task.name}: {len(task.items)} distinct questions{note}; {counts}")
+        lines.append(f"{task.name}: {len(task.items)} distinct questions{note}; {counts}")
     numeric = {t.name: all(_NUMBER.fullmatch(str(item["answer"])) for item in t.items) for t in opened}
     for split, part in (("train", train), ("test", test)):
         chosen = [(name, item) for name, items in part.items() for item in items]
@@ -181,15 +181,15 @@ def prepare(
         random.Random(seed).shuffle(chosen)
         rows = [row_of(item, name, split, i, style, numeric[name]) for i, (name, item) in enumerate(chosen)]
         write_parquet(output / f"{split}.parquet", rows)
-        said.append(f"{output / f'{split}.parquet'}: {len(rows)} rows")
-    return said
+        lines.append(f"{output / f'{split}.parquet'}: {len(rows)} rows")
+    return lines
 
 
 def _split(
     tasks: list[Task], num_train: int, num_test: int, seed: int
 ) -> tuple[dict[str, list[Item]], dict[str, list[Item]]]:
-    """(test, train) items by task. Holding out takes other wordings away from training too, so more is drawn for it."""
-    draw_mixture(tasks, num_train + num_test)
+    """(test, train) items by task. Held-out problems leave training in all their wordings, so more questions are added."""
+    add_mixture(tasks, num_train + num_test)
     total = sum(len(task.items) for task in tasks)
     share = num_test / (num_train + num_test)
     if total < num_train + num_test:
@@ -200,11 +200,11 @@ def _split(
         missing = num_train - sum(map(len, train.values()))
         if missing <= 0 or all(task.exhausted for task in tasks):
             return test, _thinned(train, num_train)
-        draw_mixture(tasks, sum(len(task.items) for task in tasks) + missing)
+        add_mixture(tasks, sum(len(task.items) for task in tasks) + missing)
 
 
 def _thinned(parts: dict[str, list[Item]], count: int) -> dict[str, list[Item]]:
-    """`count` items at most; what is too many goes from the ends of the longest parts."""
+    """`count` items at most; the ends of the longest parts are removed."""
     kept = {name: list(items) for name, items in parts.items()}
     for _ in range(sum(map(len, kept.values())) - count):
         max(kept.values(), key=len).pop()
