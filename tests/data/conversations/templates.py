@@ -2,8 +2,8 @@
 
 from functools import cache
 
+from verl.config.sections.data import SFTDataConfig
 from verl.data.conversations.formats import example_of
-from verl.data.conversations.settings import ConversationSettings
 from verl.data.conversations.tokens import ConversationEncoder
 from verl.models.tiny import CHAT_TEMPLATE, make_tokenizer
 
@@ -103,7 +103,7 @@ def tokenizer_of(family):
 
 def encode(tokenizer, row, **settings):
     """The sequences of a row, uncut."""
-    made = ConversationSettings(**settings)
+    made = SFTDataConfig(**settings)
     return ConversationEncoder(tokenizer, made).encode(example_of(row, made), "here")
 
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from tests.data.conversations.templates import chat, shown, tokenizer_of
 from tests.data.rows import write
+from verl.config.sections.data import SFTDataConfig
 from verl.data.conversations.dataset import ConversationLoader, load_conversations, training_batch
-from verl.data.conversations.settings import ConversationSettings
 from verl.data.conversations.tokens import TrainingSequence
 from verl.data.files import write_parquet
 from verl.errors import DataError
@@ -21,9 +21,16 @@ tokenizer = tokenizer_of("chatml")
 TEXTS = [{"text": "x" * n} for n in (3, 9, 5)]  # with eos 4, 10 and 6 tokens
 
 
-def load(path, tokenizer=tokenizer, *, max_samples=-1, shuffle=False, keep_going=False, **settings):
-    made = ConversationSettings(**settings)
-    return load_conversations(path, tokenizer, made, max_samples=max_samples, shuffle=shuffle, keep_going=keep_going)
+def load(path, tokenizer=tokenizer, *, max_samples=-1, seed=None, stops=None, keep_going=False, **settings):
+    return load_conversations(
+        path,
+        tokenizer,
+        SFTDataConfig(**settings),
+        max_samples=max_samples,
+        seed=seed,
+        stop_token_ids=stops,
+        keep_going=keep_going,
+    )
 
 
 class TestLength:
@@ -117,7 +124,7 @@ class TestSummary:
         assert found.num_endless == 1
         assert "which ends generation: 1." in found.sentences()[1]
         eot = base.convert_tokens_to_ids("<|eot_id|>")
-        assert load(path, base, stop_token_ids=(eot,)).summaries[0].num_endless == 0
+        assert load(path, base, stops=[eot]).summaries[0].num_endless == 0
 
     def test_check_describes_bad_rows_and_goes_through_the_rest(self, tmp_path):
         rows = [{"text": "abc"}, {"id": 1}, {"messages": [{"role": "user", "content": "q"}]}, {"text": "x" * 99}]
@@ -202,6 +209,6 @@ class TestOrder:
 
         assert letters(max_samples=4) == "abcd"
         assert letters(max_samples=10) == letters() == "abcdefghiz"
-        drawn = letters(max_samples=4, shuffle=True)
+        drawn = letters(max_samples=4, seed=42)
         assert len(set(drawn)) == 4
-        assert drawn == letters(max_samples=4, shuffle=True) != "abcd"
+        assert drawn == letters(max_samples=4, seed=42) != "abcd"

@@ -3,9 +3,9 @@
 import pytest
 
 from tests.data.conversations.templates import chat
+from verl.config.sections.data import SFTDataConfig
 from verl.data.conversations.formats import example_of, format_of
-from verl.data.conversations.settings import ConversationSettings
-from verl.errors import ConfigError, DataError
+from verl.errors import DataError
 
 QA = chat("q", "a")
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
@@ -75,7 +75,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_each_format_becomes_a_prompt_and_a_completion(case):
     row, row_format, prompt, completion = CASES[case]
-    example = example_of(row, ConversationSettings())
+    example = example_of(row, SFTDataConfig())
     assert (example.row_format, example.prompt, example.completion) == (row_format, prompt, completion)
     assert set(example.trains) <= {None}
 
@@ -97,12 +97,12 @@ def test_each_format_becomes_a_prompt_and_a_completion(case):
     ],
 )
 def test_question_and_answer_columns_of_older_releases(row, keys):
-    example = example_of(row, ConversationSettings(**keys))
+    example = example_of(row, SFTDataConfig(**keys))
     assert (example.row_format, example.prompt, example.completion) == ("prompt_response", QA[:1], "a")
 
 
 def test_defaults_of_the_tokens_that_train():
-    found = {case: example_of(row, ConversationSettings()).default_loss_on for case, (row, *_) in CASES.items()}
+    found = {case: example_of(row, SFTDataConfig()).default_loss_on for case, (row, *_) in CASES.items()}
     assert {found[c] for c in ("messages", "conversations", "alpaca")} == {"assistant"}
     assert (found["texts"], found["prompt and completion of messages"], found["text"]) == (*["completion"] * 2, "all")
 
@@ -111,8 +111,8 @@ class TestColumnsThatDoNotDecide:
     def test_columns_of_two_formats_are_an_error_that_names_the_key(self):
         row = {"messages": QA, "text": "q a"}
         with pytest.raises(DataError, match=r"of messages \('messages'\) and text \('text'\); set data\.row_format"):
-            format_of(row, ConversationSettings())
-        assert format_of(row, ConversationSettings(row_format="text")) == "text"
+            format_of(row, SFTDataConfig())
+        assert format_of(row, SFTDataConfig(row_format="text")) == "text"
 
     def test_every_format_says_what_the_row_lacks(self):
         with pytest.raises(
@@ -120,17 +120,17 @@ class TestColumnsThatDoNotDecide:
             match=r"has 'id', 'prompt' and lacks, for each format: messages: 'messages'; .*prompt_completion: 'completion'; "
             r"text: 'text'; alpaca: 'instruction', 'output'\. .*data\.messages_key",
         ):
-            format_of({"id": 1, "prompt": "q", "completion": None}, ConversationSettings())
+            format_of({"id": 1, "prompt": "q", "completion": None}, SFTDataConfig())
 
     def test_a_format_that_is_asked_for_says_what_is_missing(self):
         with pytest.raises(DataError, match="a row of the format alpaca lacks 'output'; it has 'instruction'"):
-            format_of({"instruction": "q"}, ConversationSettings(row_format="alpaca"))
+            format_of({"instruction": "q"}, SFTDataConfig(row_format="alpaca"))
         with pytest.raises(DataError, match="row_format=prompt_response needs data.prompt_key"):
-            format_of({"messages": QA}, ConversationSettings(row_format="prompt_response"))
+            format_of({"messages": QA}, SFTDataConfig(row_format="prompt_response"))
 
     def test_keys_of_other_names(self):
-        assert format_of({"conversations": QA}, ConversationSettings(messages_key="conversations")) == "messages"
-        assert format_of({"body": "a", "text": "b"}, ConversationSettings(text_key="body")) == "text"
+        assert format_of({"conversations": QA}, SFTDataConfig(messages_key="conversations")) == "messages"
+        assert format_of({"body": "a", "text": "b"}, SFTDataConfig(text_key="body")) == "text"
 
 
 @pytest.mark.parametrize(
@@ -168,11 +168,11 @@ class TestColumnsThatDoNotDecide:
 )
 def test_what_is_wrong_inside_a_row_is_named(row, words):
     with pytest.raises(DataError, match=words):
-        example_of(row, ConversationSettings())
+        example_of(row, SFTDataConfig())
 
 
 def test_an_inner_key_that_is_missing_is_named():
-    settings = ConversationSettings(prompt_key="x", prompt_dict_keys=("a", "b"), response_key="y")
+    settings = SFTDataConfig(prompt_key="x", prompt_dict_keys=("a", "b"), response_key="y")
     with pytest.raises(DataError, match=r"field 'x.a' has no 'b'; correct data.prompt_dict_keys"):
         example_of({"x": {"a": {}}, "y": "a"}, settings)
 
@@ -187,7 +187,7 @@ def test_fields_that_parquet_fills_with_null_are_dropped():
         "tool_calls": [{"id": None, "function": {"name": "add", "arguments": {"a": 1, "b": None}}}],
     }
     tools = [{"name": "add", "parameters": {"a": {"type": "number"}, "b": None}}]
-    example = example_of({"messages": [QA[0], message], "tools": tools}, ConversationSettings())
+    example = example_of({"messages": [QA[0], message], "tools": tools}, SFTDataConfig())
     assert example.completion[1] == {"role": "assistant", "tool_calls": [CALL]}
     assert example.trains == (None, None)
     assert example.tools == [{"name": "add", "parameters": {"a": {"type": "number"}}}]
@@ -195,21 +195,6 @@ def test_fields_that_parquet_fills_with_null_are_dropped():
 
 def test_marks_do_not_reach_the_template():
     messages = [QA[0], {**QA[1], "loss_mask": 1.0, "train": True, "reasoning_content": "t"}]
-    example = example_of({"messages": messages}, ConversationSettings())
+    example = example_of({"messages": messages}, SFTDataConfig())
     assert example.trains == (None, True)
     assert example.completion == [QA[0], {**QA[1], "reasoning_content": "t"}]
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"row_format": "jsonl"}, "data.row_format is 'jsonl'; it can be messages"),
-        ({"loss_on": "user"}, "data.loss_on is 'user'; it can be assistant, completion, all"),
-        ({"truncation": "middle"}, "data.truncation is 'middle'; it can be error, left, right"),
-        ({"max_length": 1}, "data.max_length is 1"),
-        ({"prompt_key": "q"}, "data.prompt_key and data.response_key"),
-    ],
-)
-def test_settings_that_cannot_be(changes, words):
-    with pytest.raises(ConfigError, match=words):
-        ConversationSettings(**changes)

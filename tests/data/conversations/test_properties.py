@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from tests.data.conversations.templates import FAMILIES, chat, encode, tokenizer_of
 from verl.config import DataConfig
+from verl.config.sections.data import SFTDataConfig
 from verl.data.conversations import tokens
 from verl.data.conversations.formats import example_of
-from verl.data.conversations.settings import ConversationSettings
 from verl.data.conversations.tokens import ConversationEncoder
 from verl.data.prompts import PromptEncoder, encode_text
 
@@ -143,7 +143,7 @@ class TestLongConversations:
     @pytest.mark.parametrize("family", [*PREFIX_PRESERVING, "qwen3"])
     def test_tokens_are_those_of_whole_texts(self, family):
         tokenizer = tokenizer_of(family)
-        encoder = ConversationEncoder(tokenizer, ConversationSettings())
+        encoder = ConversationEncoder(tokenizer, SFTDataConfig())
         example = example_of(self.ROW, encoder.settings)
         found = encoder.encode(example, "here")
         assert encoder.reuses_prefixes
@@ -167,7 +167,7 @@ class TestLongConversations:
         tokenizer = tokenizer_of("chatml")
         looks_back = lambda _, text, *args, **kw: [5] * text.count("q3") + encode_text(tokenizer, text, *args, **kw)  # noqa: E731
         monkeypatch.setattr(tokens, "encode_text", looks_back)
-        encoder = ConversationEncoder(tokenizer, ConversationSettings())
+        encoder = ConversationEncoder(tokenizer, SFTDataConfig())
         example = example_of({"messages": chat("q1", "a1", "q2", "a2", "q3", "a3")}, encoder.settings)
         first, second = encoder.encode(example, "here")
         assert not encoder.reuses_prefixes

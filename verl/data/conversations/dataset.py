@@ -6,14 +6,13 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from verl.data.check import NUM_PROBLEMS_SHOWN
 from verl.data.conversations.formats import example_of
-from verl.data.conversations.settings import ConversationSettings
 from verl.data.conversations.tokens import ConversationEncoder, TrainingSequence
 from verl.data.dataset import Files
 from verl.data.files import Rows, read_rows
@@ -23,13 +22,16 @@ from verl.data.schema import at
 from verl.data_proto.proto import DataProto
 from verl.errors import DataError
 
+if TYPE_CHECKING:
+    from verl.config.sections.data import SFTDataConfig
+
 
 @dataclass
 class FileSummary:
     """Counts of one file. Tokens are counted after truncation; lengths are those of sequences before it."""
 
     file: str
-    settings: ConversationSettings
+    settings: SFTDataConfig
     num_rows: int = 0  # rows that train
     formats: Counter[str] = field(default_factory=Counter)  # rows of each format
     num_sequences: int = 0
@@ -129,15 +131,24 @@ class ConversationDataset:
         return self._places[item]
 
     def batch(self, rows: Sequence[int]) -> DataProto:
-        """The sequences of some rows; those of one row are adjacent."""
-        return training_batch([sequence for row in rows for sequence in self._rows[row]])
+        """See `training_batch`; the sequences of a row are adjacent, and have its number as `ordinal`."""
+        names = [(row, index) for row in rows for index in range(len(self._rows[row]))]
+        batch = training_batch([self._rows[row][index] for row, index in names])
+        batch.batch["ordinal"], batch.batch["sample_index"] = torch.tensor(names).T
+        return batch
 
-    def add_file(self, name: str, rows: Rows, encoder: ConversationEncoder, *, keep_going: bool = False) -> None:
+    def add_file(
+        self,
+        name: str,
+        rows: Rows,
+        encoder: ConversationEncoder,
+        *,
+        stop_token_ids: Sequence[int],
+        keep_going: bool = False,
+    ) -> None:
         """Read all `rows`. Raises DataError for the first bad one; with `keep_going` the summary describes them."""
         summary = FileSummary(name, encoder.settings)
         self.summaries.append(summary)
-        eos = encoder.tokenizer.eos_token_id
-        stops = [*encoder.settings.stop_token_ids, *([] if eos is None else [eos])]
         for number in range(len(rows)):
             place = rows.place(number)
             try:
@@ -152,7 +163,7 @@ class ConversationDataset:
                 continue
             summary.formats[example.row_format] += 1
             summary.num_split += len(whole) > 1
-            kept = [short for sequence in whole if (short := summary.fit(sequence, place, stops))]
+            kept = [short for sequence in whole if (short := summary.fit(sequence, place, stop_token_ids))]
             summary.num_untrainable_rows += not kept
             if kept:
                 self._rows.append(kept)
@@ -161,7 +172,7 @@ class ConversationDataset:
                 summary.num_sequences += len(kept)
 
 
-def _check_length(length: int, settings: ConversationSettings, place: str) -> None:
+def _check_length(length: int, settings: SFTDataConfig, place: str) -> None:
     if settings.max_length is not None and length > settings.max_length and settings.truncation == "error":
         raise DataError(
             f"{place}: a sequence has {length} tokens, more than data.max_length={settings.max_length}. Raise the limit, "
@@ -172,27 +183,29 @@ def _check_length(length: int, settings: ConversationSettings, place: str) -> No
 def load_conversations(
     files: Files,
     tokenizer: Any,
-    settings: ConversationSettings,
+    settings: SFTDataConfig,
     *,
     max_samples: int = -1,
-    shuffle: bool = False,
-    seed: int = 42,
+    seed: int | None = None,
+    stop_token_ids: Sequence[int] | None = None,
     keep_going: bool = False,
 ) -> ConversationDataset:
     """Read, tokenize and cut every row of `files`.
 
-    With `max_samples` only so many rows are read: the first ones, or with `shuffle` some that `seed` selects. Raises
-    DataError for files that cannot be read and for the first bad row; with `keep_going` bad rows are left out, and
-    `dataset.summaries` describes them, for `verl check`.
+    With `max_samples` only so many rows are read: some that `seed` selects, or without a seed the first ones.
+    `stop_token_ids` end generation (None: the tokenizer's eos). Raises DataError for files that cannot be read and for
+    the first bad row; with `keep_going` bad rows are left out, and `dataset.summaries` describes them, for `verl check`.
     """
     names = [files] if isinstance(files, str | os.PathLike) else list(files)
     tables = [read_rows(name) for name in names] or [read_rows([])]
-    chosen = _chosen(sum(map(len, tables)), max_samples, seed if shuffle else None)
+    chosen = _chosen(sum(map(len, tables)), max_samples, seed)
+    eos = tokenizer.eos_token_id
+    stops = ([] if eos is None else [eos]) if stop_token_ids is None else stop_token_ids
     encoder = ConversationEncoder(tokenizer, settings)
     dataset, start = ConversationDataset(), 0
     for name, rows in zip(names, tables, strict=True):
         inside = chosen[(chosen >= start) & (chosen < start + len(rows))] - start
-        dataset.add_file(str(name), rows.select(inside), encoder, keep_going=keep_going)
+        dataset.add_file(str(name), rows.select(inside), encoder, stop_token_ids=stops, keep_going=keep_going)
         start += len(rows)
     if not len(dataset) and not keep_going:
         raise DataError(

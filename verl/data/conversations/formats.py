@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from verl.data.conversations.settings import ConversationSettings
 from verl.data.schema import Messages, check_plain, message_of
 from verl.errors import DataError
+
+if TYPE_CHECKING:
+    from verl.config.sections.data import SFTDataConfig
 
 # the speakers of ShareGPT, as role of a chat message
 SPEAKERS = {
@@ -52,7 +54,7 @@ class Example:
         )
 
 
-def format_of(row: Mapping[str, Any], settings: ConversationSettings) -> str:
+def format_of(row: Mapping[str, Any], settings: SFTDataConfig) -> str:
     """Name of the row's format. Raises DataError when its columns fit none or several, or lack those of the requested one."""
     needed = _columns(settings)
     has = {str(name) for name, value in row.items() if value is not None}
@@ -77,7 +79,7 @@ def format_of(row: Mapping[str, Any], settings: ConversationSettings) -> str:
     )
 
 
-def example_of(row: Mapping[str, Any], settings: ConversationSettings) -> Example:
+def example_of(row: Mapping[str, Any], settings: SFTDataConfig) -> Example:
     """The row in the one form that is turned into tokens. Raises DataError naming the field that cannot be used."""
     row_format = format_of(row, settings)
     for key in (settings.image_key, settings.video_key):
@@ -100,7 +102,7 @@ def example_of(row: Mapping[str, Any], settings: ConversationSettings) -> Exampl
     )
 
 
-def _columns(settings: ConversationSettings) -> dict[str, tuple[str, ...]]:
+def _columns(settings: SFTDataConfig) -> dict[str, tuple[str, ...]]:
     """The columns that each format needs."""
     needed = {
         "messages": (settings.messages_key,),
@@ -120,16 +122,16 @@ def _quoted(names: Any) -> str:
     return ", ".join(repr(name) for name in names) or "nothing"
 
 
-def _messages_row(row: Mapping[str, Any], settings: ConversationSettings) -> tuple[Messages, Messages]:
+def _messages_row(row: Mapping[str, Any], settings: SFTDataConfig) -> tuple[Messages, Messages]:
     return [], _messages(row[settings.messages_key], settings.messages_key)
 
 
-def _conversations_row(row: Mapping[str, Any], settings: ConversationSettings) -> tuple[Messages, Messages]:
+def _conversations_row(row: Mapping[str, Any], settings: SFTDataConfig) -> tuple[Messages, Messages]:
     # some collections keep the system message in a column of its own
     return [], [*_system(row), *_messages(row["conversations"], "conversations")]
 
 
-def _prompt_completion_row(row: Mapping[str, Any], settings: ConversationSettings) -> tuple[Any, Any]:
+def _prompt_completion_row(row: Mapping[str, Any], settings: SFTDataConfig) -> tuple[Any, Any]:
     prompt, completion = (
         _text(row[name], name) if isinstance(row[name], str) else _messages(row[name], name)
         for name in ("prompt", "completion")
@@ -137,11 +139,11 @@ def _prompt_completion_row(row: Mapping[str, Any], settings: ConversationSetting
     return prompt, completion
 
 
-def _text_row(row: Mapping[str, Any], settings: ConversationSettings) -> tuple[str, str]:
+def _text_row(row: Mapping[str, Any], settings: SFTDataConfig) -> tuple[str, str]:
     return "", _text(row[settings.text_key], settings.text_key)
 
 
-def _alpaca_row(row: Mapping[str, Any], settings: ConversationSettings) -> tuple[Messages, Messages]:
+def _alpaca_row(row: Mapping[str, Any], settings: SFTDataConfig) -> tuple[Messages, Messages]:
     question, more = _text(row["instruction"], "instruction"), row.get("input")
     if more:
         question = f"{question}\n{_text(more, 'input')}"
@@ -153,13 +155,13 @@ def _alpaca_row(row: Mapping[str, Any], settings: ConversationSettings) -> tuple
     return [], messages + _question_and_answer(question, _text(row["output"], "output"))
 
 
-def _prompt_response_row(row: Mapping[str, Any], settings: ConversationSettings) -> tuple[Messages, str]:
+def _prompt_response_row(row: Mapping[str, Any], settings: SFTDataConfig) -> tuple[Messages, str]:
     prompt = _inner(row, str(settings.prompt_key), settings.prompt_dict_keys)
     response = _inner(row, str(settings.response_key), settings.response_dict_keys)
     return [{"role": "user", "content": prompt}], response
 
 
-_READERS: dict[str, Callable[[Mapping[str, Any], ConversationSettings], tuple[Any, Any]]] = {
+_READERS: dict[str, Callable[[Mapping[str, Any], SFTDataConfig], tuple[Any, Any]]] = {
     "messages": _messages_row,
     "conversations": _conversations_row,
     "prompt_completion": _prompt_completion_row,
@@ -277,7 +279,7 @@ def _tools(value: Any, field_name: str) -> list[dict[str, Any]] | None:
     return found or None
 
 
-def _template_kwargs(row: Mapping[str, Any], settings: ConversationSettings) -> dict[str, Any]:
+def _template_kwargs(row: Mapping[str, Any], settings: SFTDataConfig) -> dict[str, Any]:
     """`data.apply_chat_template_kwargs`, and enable_thinking where the row or the settings have a value for it."""
     thinking = row.get(settings.enable_thinking_key)
     thinking = settings.enable_thinking_default if thinking is None else thinking

@@ -19,15 +19,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from verl.data.conversations.formats import Example
-from verl.data.conversations.settings import ConversationSettings
 from verl.data.prompts import encode_text, render_chat
 from verl.data.schema import Messages
 from verl.errors import DataError
+
+if TYPE_CHECKING:
+    from verl.config.sections.data import SFTDataConfig
 
 GENERATION_MARKER = re.compile(r"{%-?\s*generation\s*-?%}")
 NO_CONTENT = "\ue000"  # a private-use character, so that no answer begins with it
@@ -61,7 +63,7 @@ class _Turn:
 class ConversationEncoder:
     """Turns examples into training sequences with one tokenizer and its chat template."""
 
-    def __init__(self, tokenizer: Any, settings: ConversationSettings):
+    def __init__(self, tokenizer: Any, settings: SFTDataConfig):
         self.tokenizer = tokenizer
         self.settings = settings
         added = getattr(tokenizer, "added_tokens_decoder", {})
