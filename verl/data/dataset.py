@@ -19,6 +19,7 @@ from verl.registry import load_module, load_object
 
 if TYPE_CHECKING:
     from verl.config import DataConfig
+    from verl.config.sections.data import SFTDataConfig
 
 logger = logging.getLogger(__name__)
 
@@ -214,7 +215,7 @@ class PromptRows:
         return _prompt(row, row["raw_prompt"], self.config.prompt_key)
 
 
-def dataset_class(config: DataConfig) -> Any:
+def dataset_class(config: DataConfig | SFTDataConfig) -> Any:
     """`data.custom_cls`, or RLHFDataset. Raises ConfigError when the class is not found or is no map-style data set."""
     path, name = config.custom_cls.path, config.custom_cls.name
     if not path:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.data.conversations.templates import chat, shown, tokenizer_of
 from tests.data.rows import write
-from verl.config.sections.data import SFTDataConfig
+from verl.config.sections.data import CustomClassConfig, SFTDataConfig
 from verl.data.conversations.dataset import ConversationLoader, load_conversations, training_batch
 from verl.data.conversations.tokens import TrainingSequence
 from verl.data.files import write_parquet
@@ -66,9 +66,7 @@ class TestLength:
         (found,) = dataset.summaries
         assert (len(dataset), found.num_rows, found.num_untrainable_rows, found.num_truncated) == (1, 1, 1, 1)
         assert "no token that trains: 1; rows left out with them: 1." in found.sentences()[2]
-        with pytest.raises(
-            DataError, match="None of the 1 rows of .*keeps a token that trains within data.max_length=6"
-        ):
+        with pytest.raises(DataError, match="None of the rows of .*keeps a token that trains within data.max_length=6"):
             load(path, max_samples=1, max_length=6, truncation="right")
 
     def test_a_trained_token_that_lost_its_context_does_not_train(self, tmp_path):
@@ -149,6 +147,42 @@ class TestSummary:
         assert len(load(path)) == 3
         with pytest.raises(DataError, match="list of data files is empty"):
             load([])
+
+
+class TestCustomClass:
+    CODE = """
+import torch
+
+class Numbers:
+    def __init__(self, parquet_files, tokenizer, config, processor=None, max_samples=-1):
+        self.length = config.max_length
+        self.count = max_samples
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, item):
+        exists = torch.arange(self.length) < item + 3
+        return {"input_ids": torch.arange(self.length) + 10, "attention_mask": exists, "loss_mask": exists.float()}
+"""
+
+    def test_rows_are_those_of_the_class_without_padding(self, tmp_path):
+        (tmp_path / "numbers.py").write_text(self.CODE)
+        custom = CustomClassConfig(path=str(tmp_path / "numbers.py"), name="Numbers")
+        dataset = load(["any.parquet"], custom_cls=custom, max_length=8, max_samples=3)
+        assert [dataset[i][0].input_ids.tolist() for i in range(3)] == [
+            [10, 11, 12],
+            [10, 11, 12, 13],
+            [10, 11, 12, 13, 14],
+        ]
+        assert dataset[0][0].loss_mask.tolist() == [False, True, True]
+        assert dataset.summaries[0].formats == {"Numbers": 3}
+
+    def test_items_without_a_mask_are_named(self, tmp_path):
+        (tmp_path / "numbers.py").write_text(self.CODE.replace('"loss_mask"', '"mask"'))
+        custom = CustomClassConfig(path=str(tmp_path / "numbers.py"), name="Numbers")
+        with pytest.raises(DataError, match="row 0 of Numbers has no loss_mask; data.custom_cls must return both"):
+            load(["any.parquet"], custom_cls=custom, max_length=8, max_samples=3)
 
 
 def _saved(tokenizer, folder):

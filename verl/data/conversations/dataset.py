@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 from verl.data.check import NUM_PROBLEMS_SHOWN
 from verl.data.conversations.formats import example_of
 from verl.data.conversations.tokens import ConversationEncoder, TrainingSequence
-from verl.data.dataset import Files
+from verl.data.dataset import Files, dataset_class
 from verl.data.files import Rows, read_rows
 from verl.data.order import PromptOrder
 from verl.data.prompts import truncate
@@ -24,6 +25,9 @@ from verl.errors import DataError
 
 if TYPE_CHECKING:
     from verl.config.sections.data import SFTDataConfig
+
+# row number -> (file and row for messages, format, sequences before truncation)
+ReadRow = Callable[[int], tuple[str, str, list[TrainingSequence]]]
 
 
 @dataclass
@@ -137,31 +141,21 @@ class ConversationDataset:
         batch.batch["ordinal"], batch.batch["sample_index"] = torch.tensor(names).T
         return batch
 
-    def add_file(
-        self,
-        name: str,
-        rows: Rows,
-        encoder: ConversationEncoder,
-        *,
-        stop_token_ids: Sequence[int],
-        keep_going: bool = False,
+    def add(
+        self, summary: FileSummary, num_rows: int, read: ReadRow, *, stop_token_ids: Sequence[int], keep_going: bool
     ) -> None:
-        """Read all `rows`. Raises DataError for the first bad one; with `keep_going` the summary describes them."""
-        summary = FileSummary(name, encoder.settings)
+        """Add the rows of `read`. Raises DataError for the first bad one; with `keep_going` the summary describes them."""
         self.summaries.append(summary)
-        for number in range(len(rows)):
-            place = rows.place(number)
+        for number in range(num_rows):
             try:
-                with at(place):
-                    example = example_of(rows[number], encoder.settings)
-                whole = encoder.encode(example, place)
-                _check_length(max(len(sequence.input_ids) for sequence in whole), encoder.settings, place)
+                place, row_format, whole = read(number)
+                _check_length(max(len(sequence.input_ids) for sequence in whole), summary.settings, place)
             except DataError as error:
                 if not keep_going:
                     raise
                 summary.add_problem(str(error))
                 continue
-            summary.formats[example.row_format] += 1
+            summary.formats[row_format] += 1
             summary.num_split += len(whole) > 1
             kept = [short for sequence in whole if (short := summary.fit(sequence, place, stop_token_ids))]
             summary.num_untrainable_rows += not kept
@@ -190,29 +184,65 @@ def load_conversations(
     stop_token_ids: Sequence[int] | None = None,
     keep_going: bool = False,
 ) -> ConversationDataset:
-    """Read, tokenize and cut every row of `files`.
+    """Read, tokenize and cut every row of `files`, or of the class of `data.custom_cls` on them.
 
     With `max_samples` only so many rows are read: some that `seed` selects, or without a seed the first ones.
     `stop_token_ids` end generation (None: the tokenizer's eos). Raises DataError for files that cannot be read and for
     the first bad row; with `keep_going` bad rows are left out, and `dataset.summaries` describes them, for `verl check`.
     """
     names = [files] if isinstance(files, str | os.PathLike) else list(files)
-    tables = [read_rows(name) for name in names] or [read_rows([])]
-    chosen = _chosen(sum(map(len, tables)), max_samples, seed)
     eos = tokenizer.eos_token_id
     stops = ([] if eos is None else [eos]) if stop_token_ids is None else stop_token_ids
-    encoder = ConversationEncoder(tokenizer, settings)
-    dataset, start = ConversationDataset(), 0
-    for name, rows in zip(names, tables, strict=True):
-        inside = chosen[(chosen >= start) & (chosen < start + len(rows))] - start
-        dataset.add_file(str(name), rows.select(inside), encoder, stop_token_ids=stops, keep_going=keep_going)
-        start += len(rows)
+    dataset = ConversationDataset()
+    for name, count, read in _sources(names, tokenizer, settings, max_samples, seed):
+        dataset.add(FileSummary(name, settings), count, read, stop_token_ids=stops, keep_going=keep_going)
     if not len(dataset) and not keep_going:
         raise DataError(
-            f"None of the {len(chosen)} rows of {', '.join(map(str, names))} keeps a token that trains within "
+            f"None of the rows of {', '.join(map(str, names))} keeps a token that trains within "
             f"data.max_length={settings.max_length}; raise it, or change data.truncation."
         )
     return dataset
+
+
+def _sources(
+    names: Sequence[str | os.PathLike[str]], tokenizer: Any, settings: SFTDataConfig, max_samples: int, seed: int | None
+) -> Iterator[tuple[str, int, ReadRow]]:
+    """(name, number of rows, reader) of each file, or of the custom class."""
+    if settings.custom_cls.path:
+        made = dataset_class(settings)(
+            parquet_files=names, tokenizer=tokenizer, config=settings, processor=None, max_samples=max_samples
+        )
+        yield type(made).__name__, len(made), partial(_row_of_class, made)
+        return
+    tables = [read_rows(name) for name in names] or [read_rows([])]
+    chosen, start = _chosen(sum(map(len, tables)), max_samples, seed), 0
+    encoder = ConversationEncoder(tokenizer, settings)
+    for name, rows in zip(names, tables, strict=True):
+        inside = rows.select(chosen[(chosen >= start) & (chosen < start + len(rows))] - start)
+        yield str(name), len(inside), partial(_row_of_file, inside, encoder)
+        start += len(rows)
+
+
+def _row_of_file(rows: Rows, encoder: ConversationEncoder, number: int) -> tuple[str, str, list[TrainingSequence]]:
+    place = rows.place(number)
+    with at(place):
+        example = example_of(rows[number], encoder.settings)
+    return place, example.row_format, encoder.encode(example, place)
+
+
+def _row_of_class(dataset: Any, number: int) -> tuple[str, str, list[TrainingSequence]]:
+    """Items have input_ids and loss_mask [tokens], and attention_mask where they are padded, as those of existing classes."""
+    item, name = dataset[number], type(dataset).__name__
+    place = f"row {number} of {name}"
+    if missing := {"input_ids", "loss_mask"} - set(item):
+        raise DataError(f"{place} has no {', '.join(sorted(missing))}; data.custom_cls must return both for each row.")
+    ids, mask = np.asarray(item["input_ids"]), np.array(item["loss_mask"], dtype=np.bool_)
+    exists = np.asarray(item.get("attention_mask", np.ones(len(ids)))) != 0
+    ids, mask = ids[exists].astype(np.int32), mask[exists]
+    mask[:1] = False
+    if not mask.any():
+        raise DataError(f"{place} has no token that trains; leave it out.")
+    return place, name, [TrainingSequence(ids, mask)]
 
 
 def _chosen(num_rows: int, max_samples: int, seed: int | None) -> np.ndarray:
