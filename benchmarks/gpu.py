@@ -45,7 +45,7 @@ from verl.data_proto.samples import Completion, PromptRequest, SamplingParams
 from verl.engines.api import MicroBatching
 from verl.engines.micro_batches import plan_micro_batches
 from verl.models.attention import ATTENTION_NAME
-from verl.models.forward import policy_outputs
+from verl.models.forward import packed_outputs
 from verl.models.optim import MasterOptimizer
 from verl.models.packing import pack_rows, read_rows
 from verl.rollout.native.engine import NativeRollout
@@ -285,7 +285,7 @@ def sample_columns(bench: Bench) -> tuple[list[PromptRequest], dict[str, torch.T
 
 def packed_log_probs(bench: Bench, columns: dict[str, torch.Tensor], share: bool = True) -> torch.Tensor:
     packed = pack_rows(columns, share_prompts=share, device=bench.device)
-    return policy_outputs(bench.module, packed, ("log_probs",))["log_probs"]
+    return packed_outputs(bench.module, packed, ("log_probs",))["log_probs"]
 
 
 def hf_log_probs(bench: Bench, columns: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -421,7 +421,7 @@ def train(bench: Bench, columns: dict[str, torch.Tensor], advantages: torch.Tens
             log_probs = padded_log_probs(bench, part)
         else:
             packed = pack_rows(part, device=bench.device)
-            log_probs = policy_outputs(bench.module, packed, ("log_probs",), gradients=bench.optimizer.gradients)[
+            log_probs = packed_outputs(bench.module, packed, ("log_probs",), gradients=bench.optimizer.gradients)[
                 "log_probs"
             ]
         aggregate = partial(aggregated, num_tokens)

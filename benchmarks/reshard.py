@@ -279,7 +279,7 @@ def build(pair: Pair, model: str, dtype: str, device: Any) -> tuple[Any, Any, An
         model=ModelConfig(path=model, enable_gradient_checkpointing=False),
         engine=FSDPConfig(dtype=dtype, **pair.training),
         optim=OptimConfig(),
-        kind="policy",
+        head="lm",
         device=device,
         total_steps=1,
     )

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests.engines.memory import peak_bytes
-from tests.engines.test_contract import largest_gap, make_batch, policy_loss, value_loss
+from tests.engines.test_contract import largest_gap, make_batch, make_pairs, pair_loss, policy_loss, value_loss
 from tests.models.reference import make_columns, random_rows, rounded_by_rows, widen_norms
 from verl.checkpoint.store import CheckpointStore, RoleCheckpoint
 from verl.config import ActorConfig, FSDPConfig, ModelConfig, OptimConfig, RolloutCorrectionConfig
@@ -27,7 +27,7 @@ from verl.parallel.device import CPU_BF16
 from verl.parallel.traffic import TRAFFIC
 from verl.roles.objectives import PolicyObjective
 
-OUTPUTS = {"policy": ("log_probs", "entropy"), "value": ("values",)}
+OUTPUTS = {"lm": ("log_probs", "entropy"), "token_value": ("values",)}
 
 
 def on(*ranks):
@@ -52,18 +52,22 @@ def model_folder(folder: Path, family: str, **sizes) -> Path:
     return path
 
 
-def make(cls, path, *, kind="policy", dtype="float64", checkpointing=False, lora=0, **engine):
+def make(cls, path, *, head="lm", dtype="float64", checkpointing=False, lora=0, **engine):
     made = cls(
         model=ModelConfig(path=str(path), enable_gradient_checkpointing=checkpointing, lora_rank=lora),
         engine=FSDPConfig(dtype=dtype, **(engine if cls is FSDPEngine else {})),
         optim=OptimConfig(lr=1e-2),
-        kind=kind,
+        head=head,
         device=torch.device("cpu"),
         total_steps=10,
     )
     if dtype == "float64":
         widen_norms(made.module)
     return made
+
+
+def imitation_loss(outputs, batch, totals):
+    return -outputs["log_probs"].sum() / totals.num_tokens, {}
 
 
 def rows_of(engine, num_rows):
@@ -74,25 +78,25 @@ def rows_of(engine, num_rows):
     return list(range(cuts[rank], cuts[rank + 1]))
 
 
-def step(engine, batch, micro, kind):
-    loss = policy_loss if kind == "policy" else value_loss
-    return {k: m.value for k, m in engine.train_batch(batch, loss, OUTPUTS[kind], micro, 1.2).items()}
+def step(engine, batch, micro, head):
+    loss = policy_loss if head == "lm" else value_loss
+    return {k: m.value for k, m in engine.train_batch(batch, loss, OUTPUTS[head], micro, 1.2).items()}
 
 
-def compare(path, *, kind="policy", dtype="float64", micro=None, sizes=(3, 1, 4, 2), lora=0, **engine):
+def compare(path, *, head="lm", dtype="float64", micro=None, sizes=(3, 1, 4, 2), lora=0, **engine):
     """Largest relative differences of loss, norm, outputs and weights over three steps."""
     micro = micro or MicroBatching(max_tokens=24)
-    one = make(LocalEngine, path, kind=kind, dtype=dtype, lora=lora)
-    many = make(FSDPEngine, path, kind=kind, dtype=dtype, lora=lora, **engine)
+    one = make(LocalEngine, path, head=head, dtype=dtype, lora=lora)
+    many = make(FSDPEngine, path, head=head, dtype=dtype, lora=lora, **engine)
     gaps = {"loss": 0.0, "grad_norm": 0.0, "outputs": 0.0}
     for seed in range(3):
         batch = make_batch(seed, sizes)
         share = batch.select_idxs(rows_of(many, len(batch)))
-        a, b = one.forward(batch, OUTPUTS[kind], micro, 1.2), many.forward(share, OUTPUTS[kind], micro, 1.2)
+        a, b = one.forward(batch, OUTPUTS[head], micro, 1.2), many.forward(share, OUTPUTS[head], micro, 1.2)
         for name in b:
             gap = (a[name][rows_of(many, len(batch))] - b[name]).abs()
             gaps["outputs"] = max(gaps["outputs"], *gap.flatten().tolist(), 0.0)
-        expected, found = step(one, batch, micro, kind), step(many, share, micro, kind)
+        expected, found = step(one, batch, micro, head), step(many, share, micro, head)
         loss = many.groups.over_data_(torch.tensor(found["loss"], dtype=torch.float64)).item()
         gaps["loss"] = max(gaps["loss"], abs(loss / expected["loss"] - 1))
         gaps["grad_norm"] = max(gaps["grad_norm"], abs(found["grad_norm"] / expected["grad_norm"] - 1))
@@ -122,7 +126,56 @@ def check_fsdp_no_sync_checkpointing(folder):
 
 @on(2)
 def check_value(folder):
-    return compare(model_folder(folder, "qwen3"), kind="value")
+    return compare(model_folder(folder, "qwen3"), head="token_value")
+
+
+@on(2)
+def check_pairs(folder):
+    """Three of four pairs on one rank."""
+    path = model_folder(folder, "qwen3")
+    one, many = (make(cls, path, head="sequence_score") for cls in (LocalEngine, FSDPEngine))
+    gaps = {"loss": 0.0, "grad_norm": 0.0, "outputs": 0.0}
+    for seed in range(3):
+        batch = make_pairs(seed)
+        share = batch.select_idxs((batch.batch["pair"] == 3) == bool(dist.get_rank()))
+        arguments = (pair_loss, ("sequence_scores",), MicroBatching(max_tokens=24))
+        expected = one.train_batch(batch, *arguments, unit="pair")
+        found = many.train_batch(share, *arguments, unit="pair")
+        loss = many.groups.over_data_(torch.tensor(found["loss"].value, dtype=torch.float64)).item()
+        gaps["loss"] = max(gaps["loss"], abs(loss - expected["loss"].value))
+        gaps["grad_norm"] = max(gaps["grad_norm"], abs(found["grad_norm"].value - expected["grad_norm"].value))
+    gaps["weights"] = largest_gap(dict(many.gather_weights()), dict(one.gather_weights()))
+    return gaps
+
+
+@on(2)
+def check_sequence_scores(folder):
+    """With the tokens of a row divided over ranks."""
+    path, batch = model_folder(folder, "qwen3"), make_pairs()
+    one = make(LocalEngine, path, head="sequence_score")
+    many = make(FSDPEngine, path, head="sequence_score", ulysses_sequence_parallel_size=2)
+    arguments = (pair_loss, ("sequence_scores",), MicroBatching(max_tokens=24))
+    expected, found = (engine.train_batch(batch, *arguments, unit="pair") for engine in (one, many))
+    gaps = {name: abs(found[name].value - expected[name].value) for name in ("loss", "grad_norm")}
+    a, b = (engine.forward(batch, *arguments[1:])["sequence_scores"] for engine in (one, many))
+    gaps["outputs"] = (a - b).abs().max().item()
+    gaps["weights"] = largest_gap(dict(many.gather_weights()), dict(one.gather_weights()))
+    return gaps
+
+
+@on(2)
+def check_correct_tensor(folder):
+    """Correct tokens where each rank has a part of the vocabulary."""
+    path = model_folder(folder, "qwen3")
+    one, many = make(LocalEngine, path), make(FSDPEngine, path, tensor_parallel_size=2)
+    batch, outputs, micro = make_batch(0, (3, 2)), ("log_probs", "correct"), MicroBatching(max_tokens=24)
+    for _ in range(8):  # until some tokens are learned
+        for engine in (one, many):
+            engine.train_batch(batch, imitation_loss, outputs, micro)
+    a, b = (engine.forward(batch, outputs, micro) for engine in (one, many))
+    assert 0 < a["correct"].sum() < batch.batch["response_mask"].sum()
+    gap = max((a[name] - b[name]).abs().max().item() for name in outputs)
+    return {"loss": 0.0, "grad_norm": 0.0, "outputs": gap, "weights": 0.0}
 
 
 @on(2)
@@ -180,7 +233,7 @@ def check_lora_tensor(folder):
 
 @on(2)
 def check_value_sequence(folder):
-    return compare(model_folder(folder, "qwen3"), kind="value", ulysses_sequence_parallel_size=2)
+    return compare(model_folder(folder, "qwen3"), head="token_value", ulysses_sequence_parallel_size=2)
 
 
 @on(2)

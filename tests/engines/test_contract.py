@@ -6,13 +6,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.models.reference import make_columns, random_rows, reference_outputs, widen_norms
+from tests.models.reference import make_columns, random_rows, reference_outputs, row_logits, widen_norms
 from verl.config import FSDPConfig, ModelConfig, OptimConfig
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.engines.api import ENGINES, BatchTotals, MicroBatching, TrainEngine, whole
 from verl.errors import CheckpointError, ModelError
-from verl.models.load import load_causal_lm
+from verl.models.classifier import sequence_scores
+from verl.models.load import load_causal_lm, load_model
+from verl.models.outputs import OUTPUTS, OutputKind
 from verl.models.rounding import Rounding
 from verl.models.tiny import make_tiny_model
 
@@ -45,12 +47,12 @@ def make(request, folder):
     if request.param != "local":
         request.getfixturevalue("one_rank")
 
-    def build(*, kind="policy", dtype="float64", trainable=True, checkpointing=False, share_prompts=True, **optim):
+    def build(*, head="lm", dtype="float64", trainable=True, checkpointing=False, share_prompts=True, **optim):
         engine = ENGINES.get(request.param)(
             model=ModelConfig(path=str(folder), enable_gradient_checkpointing=checkpointing),
             engine=FSDPConfig(dtype=dtype),
             optim=OptimConfig(**{"lr": 1e-2, **optim}) if trainable else None,
-            kind=kind,
+            head=head,
             device=torch.device("cpu"),
             total_steps=10,
             trainable=trainable,
@@ -88,6 +90,39 @@ def value_loss(outputs, batch, totals):
     return (mask * (outputs["values"] - target).square()).sum() / totals.num_tokens, {}
 
 
+def pair_loss(outputs, batch, totals):
+    """Bradley-Terry over rows of equal `pair`: the first row of a pair is preferred. Fails for a pair that is cut."""
+    scores, pairs = outputs["sequence_scores"], batch.batch["pair"].tolist()
+    loss = scores.sum() * 0
+    for pair in set(pairs):
+        better, worse = (row for row in range(len(pairs)) if pairs[row] == pair)
+        if batch.batch["rank"][better] > batch.batch["rank"][worse]:
+            better, worse = worse, better
+        loss = loss - torch.nn.functional.logsigmoid(scores[better] - scores[worse])
+    return loss / totals.num_units, {"pairs": Metric.sum(len(set(pairs)))}
+
+
+def make_pairs(seed=0, num_pairs=4, **padding):
+    """Pairs of samples, of two each that share a prompt, in no order."""
+    prompts, responses = random_rows(seed, [4] * (num_pairs // 2))
+    columns = make_columns(prompts, responses, **padding)
+    columns["pair"], columns["rank"] = torch.arange(2 * num_pairs) // 2, torch.arange(2 * num_pairs) % 2
+    return DataProto.from_dict(columns).select_idxs(
+        torch.randperm(2 * num_pairs, generator=torch.Generator().manual_seed(seed))
+    )
+
+
+def make_conversations(seed=0, num_rows=5, **padding):
+    """Rows of several trained segments, every second one without a prompt."""
+    prompts, responses = random_rows(seed, [1] * num_rows, longest_response=12)
+    columns = make_columns([[] if i % 2 else p for i, p in enumerate(prompts)], responses, **padding)
+    generator = torch.Generator().manual_seed(seed)
+    columns["response_mask"] &= torch.rand(columns["response_mask"].shape, generator=generator) < 0.6
+    columns["response_mask"][1::2, 0] = False
+    columns["advantages"] = torch.randn(columns["responses"].shape, generator=generator, dtype=torch.float64)
+    return DataProto.from_dict(columns)
+
+
 def train(engine, batch, micro=ALL):
     return engine.train_batch(batch, policy_loss, ("log_probs", "entropy"), micro, 1.2)
 
@@ -122,7 +157,93 @@ def test_only_what_is_asked_for_is_returned(make):
     with pytest.raises(ModelError, match="no output 'values'"):
         engine.forward(make_batch(), ("values",), ALL)
     with pytest.raises(ModelError, match="no output 'log_probs'"):
-        make(kind="value").forward(make_batch(), ("log_probs",), ALL)
+        make(head="token_value").forward(make_batch(), ("log_probs",), ALL)
+
+
+def test_outputs_of_a_head_are_rows_of_the_registry(make):
+    OUTPUTS.register("twice")(OutputKind("token", ("lm",), lambda inputs: 2 * inputs.statistics.log_probs))
+    try:
+        found = make(trainable=False).forward(make_batch(), ("log_probs", "twice"), ALL)
+    finally:
+        OUTPUTS.remove("twice")
+    assert torch.equal(found["twice"], 2 * found["log_probs"])
+
+
+def test_correct_tokens_are_those_of_the_largest_logit(make, folder):
+    batch, engine = make_batch(), make(trainable=False)
+    module = widen_norms(load_causal_lm(folder, dtype=torch.float64))
+    prompt, mask = batch.batch["prompts"][0][batch.batch["prompt_mask"][0]], batch.batch["response_mask"]
+    logits = row_logits(module, torch.cat([prompt, batch.batch["responses"][0]]))[len(prompt) - 1 : -1]
+    batch.batch["responses"][0, 0] = logits[0].argmax()
+    found = engine.forward(batch, ("correct",), ALL)["correct"]
+    assert found[0, 0] == 1
+    assert set(found.unique().tolist()) <= {0.0, 1.0}
+    assert not found[~mask].any()
+    for cut in (MicroBatching(max_tokens=24), MicroBatching(max_rows=1)):
+        assert torch.equal(engine.forward(batch, ("correct",), cut)["correct"], found)
+
+
+@pytest.mark.parametrize("micro", [ALL, *CUTS])
+def test_rows_of_several_segments_and_without_prompts_equal_hugging_face(make, folder, micro):
+    batch = make_conversations()
+    found = make(trainable=False).forward(batch, ("log_probs", "entropy"), micro, 1.3)
+    module = widen_norms(load_causal_lm(folder, dtype=torch.float64))
+    for row in range(len(batch)):
+        prompt = batch.batch["prompts"][row][batch.batch["prompt_mask"][row]]
+        logits = row_logits(module, torch.cat([prompt, batch.batch["responses"][row]]))
+        log_p = (logits / 1.3).log_softmax(-1)
+        for column in batch.batch["response_mask"][row].nonzero().flatten().tolist():
+            expected = log_p[len(prompt) + column - 1]
+            assert found["log_probs"][row, column] == pytest.approx(
+                expected[batch.batch["responses"][row, column]].item(), abs=1e-10
+            )
+            assert found["entropy"][row, column] == pytest.approx(-(expected.exp() * expected).sum().item(), abs=1e-10)
+
+
+@pytest.mark.parametrize("micro", CUTS)
+def test_an_update_on_conversations_does_not_depend_on_the_cut(make, micro):
+    one, two = make(), make()
+    train(one, make_conversations())
+    order = torch.tensor([3, 1, 4, 0, 2])
+    train(two, make_conversations(pad_prompt=2).select_idxs(order), micro)
+    assert largest_gap(weights_of(two), weights_of(one)) < 1e-9
+
+
+def test_sequences_are_scored_at_their_last_token(make, folder):
+    engine, batch = make(head="sequence_score", trainable=False), make_pairs()
+    found = engine.forward(batch, ("sequence_scores",), ALL)["sequence_scores"]
+    assert found.shape == (len(batch),)
+    ids = [
+        (*batch.batch["prompts"][i][batch.batch["prompt_mask"][i]], *row[batch.batch["response_mask"][i]])
+        for i, row in enumerate(batch.batch["responses"])
+    ]
+    module = widen_norms(load_model(folder, "sequence_score", dtype=torch.float64))
+    expected = sequence_scores(module, [tuple(map(int, row)) for row in ids], max_tokens=1000)
+    assert torch.allclose(found, expected, atol=1e-12)
+    assert found.unique().numel() == len(batch)  # a new head tells rows apart
+
+
+@pytest.mark.parametrize("micro", [*CUTS, pytest.param(MicroBatching(max_rows=3), id="odd rows")])
+def test_pairs_stay_together_whatever_the_cut_the_order_and_the_padding(make, micro):
+    one, two = make(head="sequence_score"), make(head="sequence_score")
+    for seed in range(2):
+        a = one.train_batch(make_pairs(seed), pair_loss, ("sequence_scores",), ALL, unit="pair")
+        batch = make_pairs(seed, pad_prompt=1, pad_response=2)
+        order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(9))
+        b = two.train_batch(batch.select_idxs(order), pair_loss, ("sequence_scores",), micro, unit="pair")
+    assert a["pairs"].value == b["pairs"].value == 4
+    assert a["loss"].value == pytest.approx(b["loss"].value, rel=1e-10)
+    assert a["grad_norm"].value == pytest.approx(b["grad_norm"].value, rel=1e-10)
+    assert largest_gap(weights_of(one), weights_of(two)) < 1e-9
+
+
+def test_a_reward_model_learns_its_pairs(make):
+    engine, batch = make(head="sequence_score", dtype="float32"), make_pairs()
+    losses = [
+        engine.train_batch(batch, pair_loss, ("sequence_scores",), MicroBatching(max_tokens=24), unit="pair")["loss"]
+        for _ in range(15)
+    ]
+    assert losses[-1].value < 0.3 * losses[0].value
 
 
 @pytest.mark.parametrize("micro", CUTS)
@@ -197,11 +318,11 @@ def test_rows_that_are_left_out_only_count_in_the_totals(make, micro):
     assert a["loss"].value == pytest.approx(b["loss"].value, rel=1e-10)
     assert largest_gap(weights_of(two), weights_of(one)) < 1e-9
     tokens = batch.batch["response_mask"].sum(dim=1)
-    whole_batch = BatchTotals(int(tokens.sum()), 6)
+    whole_batch = BatchTotals(int(tokens.sum()), 6, 6)
     assert seen[0] == (6, whole_batch)
     assert {totals for _, totals in seen} == {
         whole_batch,
-        BatchTotals(int(tokens.sum()), 6, computed=BatchTotals(int(tokens[[0, 4, 5]].sum()), 3)),
+        BatchTotals(int(tokens.sum()), 6, 6, computed=BatchTotals(int(tokens[[0, 4, 5]].sum()), 3, 3)),
     }
     assert sum(size for size, totals in seen if totals.computed is not None) == 2 * 3
 
@@ -227,15 +348,15 @@ def test_the_same_input_gives_the_same_bits(make, dtype):
     assert largest_gap(weights_of(one), weights_of(two)) == 0
 
 
-@pytest.mark.parametrize("kind", ["policy", "value"])
+@pytest.mark.parametrize("head", ["lm", "token_value"])
 @pytest.mark.usefixtures("bf16_path")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_state_round_trip_continues_bit_for_bit(make, dtype, kind):
+def test_state_round_trip_continues_bit_for_bit(make, dtype, head):
     settings = {"lr_scheduler_type": "cosine", "lr_warmup_steps": 2}
-    unbroken, resumed = (make(dtype=dtype, kind=kind, **settings) for _ in range(2))
+    unbroken, resumed = (make(dtype=dtype, head=head, **settings) for _ in range(2))
 
     def step(engine, seed):
-        if kind == "policy":
+        if head == "lm":
             metrics = train(engine, make_batch(seed))
         else:
             metrics = engine.train_batch(make_batch(seed), value_loss, ("values",), ALL)
@@ -389,7 +510,7 @@ def test_learning_happens(make, dtype):
 
 
 def test_a_critic_learns_its_targets(make):
-    engine, batch = make(kind="value", dtype="float32"), make_batch()
+    engine, batch = make(head="token_value", dtype="float32"), make_batch()
     assert not engine.forward(batch, ("values",), ALL)["values"].any()
     losses = [engine.train_batch(batch, value_loss, ("values",), ALL)["loss"].value for _ in range(20)]
     assert losses[-1] < 0.5 * losses[0]

@@ -131,10 +131,12 @@ def make_columns(
     width_p = max(len(p) for p in prompts) + pad_prompt
     width_r = max(len(r) for r in responses) + pad_response
     left = [[0] * (width_p - len(p)) for p in prompts]
-    prompt_mask = torch.tensor([[False] * len(pad) + [True] * len(p) for pad, p in zip(left, prompts, strict=True)])
+    prompt_mask = torch.tensor(
+        [[False] * len(pad) + [True] * len(p) for pad, p in zip(left, prompts, strict=True)]
+    ).bool()
     response_mask = torch.tensor([[i < len(r) for i in range(width_r)] for r in responses])
     return {
-        "prompts": torch.tensor([[*pad, *p] for pad, p in zip(left, prompts, strict=True)]),
+        "prompts": torch.tensor([[*pad, *p] for pad, p in zip(left, prompts, strict=True)], dtype=torch.int64),
         "prompt_mask": prompt_mask,
         "responses": torch.tensor([[*r, *[0] * (width_r - len(r))] for r in responses]),
         "response_mask": response_mask,

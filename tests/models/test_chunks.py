@@ -8,7 +8,7 @@ import torch
 from tests.models.reference import make_columns, random_rows, widen_norms
 from verl.models.chunked_mlp import chunked_feed_forward
 from verl.models.cpu import decoder
-from verl.models.forward import policy_outputs
+from verl.models.forward import packed_outputs
 from verl.models.load import load_causal_lm
 from verl.models.packed import PackedLayout, Segment, masked_attention
 from verl.models.packing import pack_rows
@@ -44,7 +44,7 @@ def outputs_and_gradients(module, chunk_tokens, checkpointing=False):
     packed = pack_rows(columns, chunk_tokens=chunk_tokens)
     module.zero_grad()
     with chunked_feed_forward(module, chunk_tokens), saved_bytes() as kept:
-        out = policy_outputs(module, packed, OUTPUTS, 1.3)
+        out = packed_outputs(module, packed, OUTPUTS, 1.3)
         held = sum(kept.values())
         weights = torch.linspace(-1, 1, out["log_probs"].numel(), dtype=out["log_probs"].dtype).view(packed.shape)
         (out["log_probs"] * weights + 0.1 * out["entropy"]).sum().backward()
@@ -88,7 +88,7 @@ def test_written_out_passes_in_chunks(folders, monkeypatch):
     kept.clear()
     packed = pack_rows(make_columns(*random_rows(0, [3, 1, 2])), chunk_tokens=5)
     module.zero_grad()
-    out = policy_outputs(module, packed, OUTPUTS, 1.3)
+    out = packed_outputs(module, packed, OUTPUTS, 1.3)
     weights = torch.linspace(-1, 1, out["log_probs"].numel()).view(packed.shape)
     (out["log_probs"] * weights + 0.1 * out["entropy"]).sum().backward()
     assert kept

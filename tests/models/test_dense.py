@@ -1,6 +1,7 @@
 """The written-out decoder passes against the modules they replace: one row at a time, dense attention, autograd."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -11,9 +12,9 @@ from tests.models.reference import make_columns, random_rows, reference_outputs,
 from verl.config import OptimConfig
 from verl.models import forward
 from verl.models.cpu.weights import DenseDecoder
-from verl.models.forward import policy_outputs, value_outputs
+from verl.models.forward import packed_outputs
 from verl.models.grad_buffers import GradientBuffers
-from verl.models.load import load_causal_lm, load_value_model
+from verl.models.load import load_causal_lm, load_model
 from verl.models.optim import MasterOptimizer
 from verl.models.packing import pack_rows
 from verl.models.tiny import make_tiny_model
@@ -107,7 +108,7 @@ def assert_same_gradients(ours, theirs, tolerance=1e-10):
 def test_equals_the_module_in_float64(pair, name, share):
     module, other = pair(name)
     columns = columns_of(3, [3, 1, 2])
-    ours = policy_outputs(module, pack_rows(columns, share_prompts=share), OUTPUTS, 1.3)
+    ours = packed_outputs(module, pack_rows(columns, share_prompts=share), OUTPUTS, 1.3)
     theirs = {k: v for k, v in reference_outputs(other, columns, 1.3).items() if k in OUTPUTS}
     for output in OUTPUTS:
         assert relative(ours[output], theirs[output]) < 1e-11, output
@@ -130,7 +131,7 @@ def test_split_order_and_sharing_change_nothing(shared_pair, seed, sizes, rows, 
     weights = torch.randn(columns["responses"].shape, dtype=torch.float64)
 
     def run(model, part, **options):
-        values = policy_outputs(model, pack_rows(part), ("log_probs",), **options)["log_probs"]
+        values = packed_outputs(model, pack_rows(part), ("log_probs",), **options)["log_probs"]
         (values * part["weights"]).sum().backward()
 
     columns["weights"] = weights
@@ -161,21 +162,21 @@ def test_checkpointing_changes_no_bit(pair, name):
         module.train()
         module.zero_grad()
         assert DenseDecoder.of(module) is not None
-        weighted(policy_outputs(module, packed, OUTPUTS)).backward()
+        weighted(packed_outputs(module, packed, OUTPUTS)).backward()
         found.append({n: g.clone() for n, g in gradients_of(module).items()})
     assert all(torch.equal(found[0][n], found[1][n]) for n in found[0])
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_value_model(pair, name):
-    module, other = pair(name, load_value_model)
+    module, other = pair(name, partial(load_model, head="token_value"))
     with torch.no_grad():
         module.score.weight.normal_()
         other.score.weight.copy_(module.score.weight)
     packed = pack_rows(columns_of(6, [3, 1]))
     assert DenseDecoder.of(other) is None
     for model, options in ((module, {"gradients": GradientBuffers({p: p for p in module.parameters()})}), (other, {})):
-        weighted(value_outputs(model, packed, **options)).backward()
+        weighted(packed_outputs(model, packed, ("values",), **options)).backward()
     assert_same_gradients(gradients_of(module), gradients_of(other))
 
 
@@ -196,8 +197,8 @@ def test_frozen_parameters_get_no_gradient(pair, frozen, buffers):
             p.requires_grad_(not frozen(name))
     packed = pack_rows(columns_of(7, [2, 3]))
     options = {"gradients": GradientBuffers({p: p for p in module.parameters() if p.requires_grad})} if buffers else {}
-    weighted(policy_outputs(module, packed, OUTPUTS, **options)).backward()
-    weighted(policy_outputs(other, packed, OUTPUTS)).backward()
+    weighted(packed_outputs(module, packed, OUTPUTS, **options)).backward()
+    weighted(packed_outputs(other, packed, OUTPUTS)).backward()
     assert_same_gradients(gradients_of(module), gradients_of(other))
     assert all(p.grad is None for n, p in module.named_parameters() if frozen(n))
 
@@ -207,7 +208,7 @@ def test_the_padding_token_of_an_embedding_learns_nothing(pair):
     columns = columns_of(8, [2])
     columns["prompts"][:, -1] = module.get_decoder().padding_idx
     for model in (module, other):
-        weighted(policy_outputs(model, pack_rows(columns), OUTPUTS)).backward()
+        weighted(packed_outputs(model, pack_rows(columns), OUTPUTS)).backward()
     assert not module.get_input_embeddings().weight.grad[module.get_decoder().padding_idx].any()
     assert_same_gradients(gradients_of(module), gradients_of(other))
 
@@ -218,7 +219,7 @@ def test_float32_is_close_to_the_module(pair, name):
     widen_norms(other)
     packed = pack_rows(columns_of(9, [3, 2]))
     for model in (module, other):
-        weighted(policy_outputs(model, packed, OUTPUTS)).backward()
+        weighted(packed_outputs(model, packed, OUTPUTS)).backward()
     assert_same_gradients(gradients_of(module), gradients_of(other), 2e-5)
 
 
@@ -233,7 +234,7 @@ def test_bfloat16_is_as_good_as_the_module(pair):
     packed = pack_rows(columns_of(9, [3, 2]))
     found = []
     for model in (module, other, exact):
-        out = policy_outputs(model, packed, OUTPUTS)
+        out = packed_outputs(model, packed, OUTPUTS)
         weighted(out).backward()
         found.append({**{n: g.double() for n, g in gradients_of(model).items()}, "out": out["log_probs"].double()})
     ours, theirs, exact = found
@@ -251,7 +252,7 @@ def test_two_runs_agree_to_the_bit(folder_of, dtype):
         for step in range(3):
             for seed in range(2):
                 packed = pack_rows(columns_of(2 * step + seed, [2, 1]))
-                weighted(policy_outputs(module, packed, OUTPUTS, gradients=optimizer.gradients)).backward()
+                weighted(packed_outputs(module, packed, OUTPUTS, gradients=optimizer.gradients)).backward()
             optimizer.step(1e-3)
         found.append({n: m.detach().clone() for n, m in optimizer.masters.items()})
     assert all(torch.equal(found[0][n], found[1][n]) for n in found[0])
@@ -266,7 +267,7 @@ def test_masters_learn_the_same_with_and_without_buffers(folder_of, dtype):
         optimizer = MasterOptimizer(module, OptimConfig(lr=1e-3, optimizer="SGD", clip_grad=0.0), dtype)
         for seed in range(2):
             options = {"gradients": optimizer.gradients} if direct else {}
-            weighted(policy_outputs(module, pack_rows(columns_of(seed, [2, 1])), OUTPUTS, **options)).backward()
+            weighted(packed_outputs(module, pack_rows(columns_of(seed, [2, 1])), OUTPUTS, **options)).backward()
         gradients = {n: m.grad.clone() for n, m in optimizer.masters.items()}
         assert all(p.grad is None for p in module.parameters()) or dtype == torch.float32
         optimizer.step(1e-3)
@@ -277,7 +278,7 @@ def test_masters_learn_the_same_with_and_without_buffers(folder_of, dtype):
 
 def test_one_backward_a_forward(pair):
     module, _ = pair("llama")
-    loss = weighted(policy_outputs(module, pack_rows(columns_of(1, [1])), OUTPUTS))
+    loss = weighted(packed_outputs(module, pack_rows(columns_of(1, [1])), OUTPUTS))
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="once"):
         loss.backward()

@@ -18,9 +18,9 @@ from verl.models.load import (
     eos_token_ids,
     load_causal_lm,
     load_external,
+    load_model,
     load_model_config,
     load_tokenizer,
-    load_value_model,
     num_parameters,
 )
 from verl.models.tiny import make_tiny_model
@@ -249,7 +249,7 @@ def test_dropout_is_off(tmp_path):
 
 
 def test_value_model_starts_at_zero_and_finds_its_saved_head(tiny_folder, tmp_path):
-    module = load_value_model(tiny_folder("llama"), dtype=torch.bfloat16)
+    module = load_model(tiny_folder("llama"), "token_value", dtype=torch.bfloat16)
     assert module.score.weight.dtype == torch.float32
     assert not module.score.weight.any()
     with torch.no_grad():
@@ -258,7 +258,7 @@ def test_value_model_starts_at_zero_and_finds_its_saved_head(tiny_folder, tmp_pa
     tensors = {name: p.detach().clone() for name, p in module.named_parameters()}
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     module.config.save_pretrained(tmp_path)
-    again = load_value_model(tmp_path)
+    again = load_model(tmp_path, "token_value")
     assert torch.equal(again.score.weight, module.score.weight)
     assert again.score.bias.item() == 0.5
     theirs = transformers.AutoModelForTokenClassification.from_pretrained(tmp_path)  # opens elsewhere too
@@ -269,7 +269,7 @@ def test_a_classifier_with_two_labels_is_no_value_model(tiny_folder, tmp_path):
     config = transformers.AutoConfig.from_pretrained(tiny_folder("llama"), num_labels=2)
     transformers.AutoModelForTokenClassification.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=r"score\.weight of shape \[2, 64\]"):
-        load_value_model(tmp_path)
+        load_model(tmp_path, "token_value")
 
 
 def test_tokenizer_of_a_model_section(tiny_folder, tmp_path):

@@ -59,6 +59,28 @@ def test_equals_full_logits_with_gradients(options, chunk):
         assert torch.allclose(a, b, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("chunk", [1, 4, 50])
+@pytest.mark.parametrize("options", CASES)
+def test_correct_says_whether_the_target_is_the_likeliest(options, chunk):
+    options = dict(options)
+    hidden, weight, bias, _ = inputs(11, options.pop("bias", False))
+    logits = hidden @ weight.t() + (0 if bias is None else bias)
+    targets = logits.argmax(dim=1)
+    targets[::3] = (targets[::3] + 1) % 17
+    stats = token_log_probs(hidden, weight, targets, bias=bias, chunk_tokens=chunk, want_correct=True, **options)
+    assert stats.correct.tolist() == [float(i % 3 != 0) for i in range(11)]
+    assert not stats.correct.requires_grad
+    stats.log_probs.sum().backward()  # is not disturbed by it
+    assert weight.grad is not None
+
+
+def test_equal_logits_are_all_correct():
+    """bfloat16 rounds the likeliest two to the same logit often enough."""
+    hidden, weight = torch.ones(2, 1), torch.tensor([[1.0], [3.0], [3.0]])
+    stats = token_log_probs(hidden, weight, torch.tensor([1, 2]), want_correct=True)
+    assert stats.correct.tolist() == [1, 1]
+
+
 @pytest.mark.parametrize("options", CASES)
 def test_gradcheck(options):
     options = dict(options)

@@ -38,12 +38,12 @@ def plain(folder):
     return transformers.AutoModelForCausalLM.from_pretrained(folder)
 
 
-def engine(folder, *, kind="policy", dtype="float32", trainable=True, **model):
+def engine(folder, *, head="lm", dtype="float32", trainable=True, **model):
     return LocalEngine(
         model=ModelConfig(**{"path": str(folder), "lora_rank": 4, "lora_alpha": 8, **model}),
         engine=FSDPConfig(dtype=dtype),
         optim=OptimConfig(lr=1e-2) if trainable else None,
-        kind=kind,
+        head=head,
         device=torch.device("cpu"),
         total_steps=10,
     )
@@ -139,17 +139,17 @@ def test_reference_is_the_base(folder):
 
 @pytest.mark.usefixtures("bf16_path")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ["policy", "value"])
-def test_state_goes_on_bit_for_bit(folder, dtype, kind):
+@pytest.mark.parametrize("head", ["lm", "token_value"])
+def test_state_goes_on_bit_for_bit(folder, dtype, head):
     def loss(outputs, batch, totals):
         return sum(v.square().sum() for v in outputs.values()) / totals.num_tokens, {}
 
     def step(made, seed):
-        made.train_batch(make_batch(seed), loss, ("values",) if kind == "value" else ("log_probs",), ALL)
+        made.train_batch(make_batch(seed), loss, ("values",) if head == "token_value" else ("log_probs",), ALL)
 
-    one, two = engine(folder, kind=kind, dtype=dtype), engine(folder, kind=kind, dtype=dtype)
+    one, two = engine(folder, head=head, dtype=dtype), engine(folder, head=head, dtype=dtype)
     with torch.no_grad():
-        if kind == "value":
+        if head == "token_value":
             one.module.score.weight.fill_(0.1)
     step(one, 0)
     one.end_step()
@@ -159,7 +159,7 @@ def test_state_goes_on_bit_for_bit(folder, dtype, kind):
     step(two, 1)
     a, b = one.state().adapter.tensors, two.state().adapter.tensors
     assert a.keys() == b.keys()
-    assert ("base_model.model.score.weight" in a) == (kind == "value")
+    assert ("base_model.model.score.weight" in a) == (head == "token_value")
     assert all(torch.equal(whole(a[n]), whole(b[n])) for n in a)
 
 

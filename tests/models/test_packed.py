@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.models.reference import make_columns, random_rows, reference_outputs, widen_norms
-from verl.models.forward import policy_outputs, value_outputs
-from verl.models.load import load_causal_lm, load_value_model
+from verl.models.forward import packed_outputs
+from verl.models.load import load_causal_lm, load_model
 from verl.models.packed import PackedLayout, Segment, choose_kernel, masked_attention
 from verl.models.packing import pack_rows
 from verl.models.tiny import _FAMILIES
@@ -32,7 +32,7 @@ def assert_same_as_reference(module, columns, *, share, tolerance, attention="re
     weights = {n: torch.randn(columns["responses"].shape, dtype=torch.float64) for n in OUTPUTS}
     weights = {n: w.to(next(module.parameters()).dtype) for n, w in weights.items()}
     packed = pack_rows(columns, share_prompts=share)
-    ours = policy_outputs(module, packed, OUTPUTS, temperature)
+    ours = packed_outputs(module, packed, OUTPUTS, temperature)
     our_gradients = gradients(module, ours, weights)
     theirs = reference_outputs(module, columns, temperature, attention)
     their_gradients = gradients(module, theirs, weights)
@@ -96,24 +96,24 @@ def test_masked_tokens_and_rows_change_nothing_else(module_of):
     module = module_of("llama")
     prompts, responses = random_rows(5, [3, 2], longest_response=9)
     columns = make_columns(prompts, responses)
-    full = policy_outputs(module, pack_rows(columns), ("log_probs",))["log_probs"]
+    full = packed_outputs(module, pack_rows(columns), ("log_probs",))["log_probs"]
     holes = dict(columns, response_mask=columns["response_mask"].clone())
     holes["response_mask"][:, 1] = False
     holes["response_mask"][4] = False
     packed = pack_rows(holes)
     assert packed.num_tokens < pack_rows(columns).num_tokens
-    found = policy_outputs(module, packed, ("log_probs",))["log_probs"]
+    found = packed_outputs(module, packed, ("log_probs",))["log_probs"]
     assert torch.allclose(found, full * holes["response_mask"], atol=1e-12, rtol=0)
 
 
 def test_values_are_those_of_the_state_before_each_token(tiny_folder):
-    module = widen_norms(load_value_model(tiny_folder("llama"), dtype=torch.float64))
+    module = widen_norms(load_model(tiny_folder("llama"), "token_value", dtype=torch.float64))
     with torch.no_grad():
         module.score.weight.normal_()
         module.score.bias.fill_(0.7)
     prompts, responses = random_rows(6, [2, 3])
     columns = make_columns(prompts, responses)
-    values = value_outputs(module, pack_rows(columns))["values"]
+    values = packed_outputs(module, pack_rows(columns), ("values",))["values"]
     decoder = module.get_decoder()
     decoder.set_attn_implementation("reference_dense")
     for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
@@ -126,7 +126,7 @@ def test_values_are_those_of_the_state_before_each_token(tiny_folder):
 def test_nothing_to_train_needs_no_forward(module_of):
     columns = make_columns([[1, 2], [3]], [[4], [5, 6]])
     columns["response_mask"] = torch.zeros_like(columns["response_mask"])
-    out = policy_outputs(module_of("llama"), pack_rows(columns), ("log_probs", "entropy"))
+    out = packed_outputs(module_of("llama"), pack_rows(columns), ("log_probs", "entropy"))
     assert not out["log_probs"].any()
     assert out["entropy"].shape == (2, 2)
 
@@ -137,7 +137,7 @@ def test_gradient_checkpointing_changes_nothing(tiny_folder):
     found = []
     for checkpointing in (False, True):
         module = load_causal_lm(tiny_folder("qwen2"), gradient_checkpointing=checkpointing).train()
-        out = policy_outputs(module, packed, OUTPUTS)
+        out = packed_outputs(module, packed, OUTPUTS)
         found.append(gradients(module, out, {n: torch.ones_like(out[n]) for n in out}))
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 

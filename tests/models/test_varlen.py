@@ -10,7 +10,7 @@ from tests.models.reference import make_columns, random_rows
 from verl.models import packed as packed_module
 from verl.models.cuda.packed import VarlenPlan, spans_of, varlen_attention
 from verl.models.cuda.varlen import FLASH, PLAIN, Spans, flash_runs
-from verl.models.forward import policy_outputs
+from verl.models.forward import packed_outputs
 from verl.models.load import load_causal_lm
 from verl.models.packed import PackedLayout, Segment, choose_kernel, masked_attention
 from verl.models.packing import pack_rows
@@ -121,7 +121,7 @@ def test_packed_parts_equal_masked_segments(layout, dims, seed):
 
 def outputs_and_gradients(module, packed):
     module.zero_grad()
-    out = policy_outputs(module, packed, ("log_probs", "entropy"), 0.8)
+    out = packed_outputs(module, packed, ("log_probs", "entropy"), 0.8)
     (out["log_probs"].sum() + 0.3 * out["entropy"].sum()).backward()
     return out["log_probs"].detach(), {n: p.grad.clone() for n, p in module.named_parameters()}
 

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 
 from verl.data_proto.proto import DataProto
+from verl.parallel.balance import TokenCost
 from verl.parallel.mesh import Mesh
-from verl.parallel.row_shares import TokenCost
 
 
 @dataclass

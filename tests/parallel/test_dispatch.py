@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from tests.parallel.batches import Shape, make_batch, rows_of
 from verl.data_proto.metrics import Metric, metric_values
 from verl.data_proto.proto import DataProto
-from verl.errors import ConfigError
+from verl.errors import ConfigError, DataError
+from verl.parallel.balance import TokenCost, balanced_shares, contiguous_shares
 from verl.parallel.dispatch import join_rows, plan_call
 from verl.parallel.mesh import Mesh
 from verl.parallel.register import (
@@ -22,7 +23,6 @@ from verl.parallel.register import (
     register_dispatch_mode,
     registered,
 )
-from verl.parallel.row_shares import TokenCost, balanced_shares, contiguous_shares
 from verl.roles.updates import MiniBatchSchedule, Updates
 
 meshes = st.sampled_from(
@@ -251,6 +251,23 @@ class TestShares:
         assert len(shares) == parts
         assert all(shares) or num_rows < parts
 
+    @settings(max_examples=40, deadline=None)
+    @given(num_rows=rows, parts=st.integers(1, 5), n=st.integers(1, 4), seed=st.integers(0, 4), data=st.data())
+    def test_a_unit_is_on_one_rank(self, num_rows, parts, n, seed, data):
+        batch = make_batch(num_rows, n, seed)
+        units = data.draw(st.lists(st.integers(0, 5), min_size=num_rows, max_size=num_rows))
+        batch.batch["pair"] = torch.tensor(units, dtype=torch.int64)
+        shares = balanced_shares(batch, parts, TokenCost(16), unit="pair")
+        assert sorted(row for share in shares for row in share) == list(range(num_rows))
+        assert len(shares) == parts
+        owners = [{units[row] for row in share} for share in shares]
+        assert sum(map(len, owners)) == len(set(units))
+        assert all(shares) or len(set(units)) < parts
+
+    def test_a_unit_needs_its_column(self):
+        with pytest.raises(DataError, match="no column 'pair'"):
+            balanced_shares(make_batch(4), 2, TokenCost(16), unit="pair")
+
     def test_samples_of_a_prompt_stay_together_when_that_is_as_even(self):
         batch = make_batch(8, n=4)
         batch.batch["attention_mask"][:] = True
@@ -318,6 +335,16 @@ class TestComputedRows:
     def test_an_empty_share_has_none(self):
         empty = self.batch([[0.0]], [[True]]).slice(0, 0)
         assert MiniBatchSchedule(8, 1, False, 0, skips_zero_advantages=True).computed(empty) == []
+
+
+def test_training_calls_keep_units_on_one_rank():
+    batch = make_batch(12)
+    batch.batch["pair"] = torch.arange(12) // 2
+    schedule = MiniBatchSchedule(6, 1, False, seed=3, unit="pair")
+    shape = Shape(Mesh.flat(range(2)), schedule=schedule)
+    plan = plan_call(Registered(Dispatch.ND_MINI_BATCHES), shape, (batch, 0), {})
+    for share in plan.rows:
+        assert share == [row for row in range(12) if row // 2 in {r // 2 for r in share}]
 
 
 def test_schedule_is_a_function_of_step_and_pass():

@@ -45,7 +45,7 @@ def make_engine(folder, **optim):
         model=ModelConfig(path=str(folder), enable_gradient_checkpointing=False),
         engine=FSDPConfig(dtype="float32"),
         optim=OptimConfig(**{"lr": 1e-2, "clip_grad": 0.0, **optim}),
-        kind="policy",
+        head="lm",
         device=torch.device("cpu"),
         total_steps=10,
     )

@@ -36,7 +36,7 @@ def engine(tiny_llama):
         model=ModelConfig(path=str(tiny_llama)),
         engine=FSDPConfig(dtype="bfloat16"),
         optim=OptimConfig(lr=1e-2),
-        kind="policy",
+        head="lm",
         device=CPU,
         total_steps=10,
     )
@@ -114,7 +114,7 @@ def test_a_weight_that_changed_meanwhile_stops_the_run(engine, check):
 
 def test_a_weight_in_float64_is_seen_to_change_too(tiny_llama):
     """What is compared must be a copy, also where no number format changes on the way."""
-    settings = {"model": ModelConfig(path=str(tiny_llama)), "optim": OptimConfig(), "kind": "policy", "device": CPU}
+    settings = {"model": ModelConfig(path=str(tiny_llama)), "optim": OptimConfig(), "head": "lm", "device": CPU}
     wide = LocalEngine(engine=FSDPConfig(dtype="float64"), total_steps=1, **settings)
     with pytest.raises(ModelError, match="changed while samples were made"):
         switched(wide, lambda: [p.data.add_(1.0) for p in wide.module.parameters()])

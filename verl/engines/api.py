@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from verl.registry import Registry
 
@@ -25,7 +25,7 @@ ENGINES = Registry(
     },
 )
 
-Output = Literal["log_probs", "entropy", "sum_pi_squared", "values"]
+Output = str  # a row of verl.models.outputs.OUTPUTS
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class BatchTotals:
 
     num_tokens: int  # response_mask.sum()
     num_sequences: int  # rows
-    dp_size: int = 1
+    num_units: int  # of the objective: rows, or groups of rows that belong together
     computed: BatchTotals | None = None  # of the computed rows alone, where some are left out
 
 
@@ -55,7 +55,8 @@ class LossFn(Protocol):
         self, outputs: dict[str, torch.Tensor], batch: DataProto, totals: BatchTotals
     ) -> tuple[torch.Tensor, dict[str, Metric]]:
         """The loss of one micro-batch, already divided by the totals (micro-batch losses are summed), and its metrics.
-        `outputs` holds [batch, response] tensors with gradient, zero where response_mask is false."""
+        `outputs` holds tensors with gradient as verl.models.outputs describes them: [batch, response], zero where
+        response_mask is false, or [batch]."""
         ...
 
 
@@ -76,7 +77,7 @@ class StepCheck(Protocol):
 @runtime_checkable
 class TrainEngine(Protocol):
     """A model with its optimizer. Rows come as a DataProto with the columns prompts, prompt_mask, responses,
-    attention_mask, response_mask and whatever the loss reads; results are [batch, response] tensors in row order.
+    attention_mask, response_mask and whatever the loss reads; results are [batch, response] or [batch] tensors in row order.
 
     In an engine of several ranks, every rank calls the same methods in the same order. Each data-parallel rank gets its
     own rows (their numbers may differ), the ranks of one tensor or sequence parallel group the same ones; metrics are
@@ -87,7 +88,8 @@ class TrainEngine(Protocol):
     def forward(
         self, batch: DataProto, outputs: Sequence[Output], micro: MicroBatching, temperature: float = 1.0
     ) -> dict[str, torch.Tensor]:
-        """The asked outputs without gradient, float32, on the CPU, zero outside the response."""
+        """The named outputs without gradient, float32 or wider, on the CPU. Raises ModelError for one that the model's head
+        does not have."""
         ...
 
     def train_batch(
@@ -99,9 +101,11 @@ class TrainEngine(Protocol):
         temperature: float = 1.0,
         check: StepCheck | None = None,
         rows: Sequence[int] | None = None,
+        unit: str = "row",
     ) -> dict[str, Metric]:
-        """One optimizer step on the whole of `batch` (gradients accumulated over micro-batches, clipped). Only `rows`
-        (default: all) are computed: the loss is zero and has a zero gradient on the others, which count in the totals. A
+        """One optimizer step on the whole of `batch` (gradients accumulated over micro-batches, clipped). Rows that are
+        equal in the column `unit` reach the loss in one micro-batch; "row": each by itself. Only `rows` (default: all;
+        whole units) are computed: the loss is zero and has a zero gradient on the others, which count in the totals. A
         rank may have none of them, as long as another one has some. A gradient
         norm that is not finite, or `check`, skips the step on all ranks alike, which leaves weights, optimizer and random
         state as they were and is reported. Metrics of the loss are merged; adds `grad_norm` and `loss`."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -33,12 +32,14 @@ from verl.models.chunked_mlp import chunked_feed_forward
 from verl.models.load import load_external, load_model_config
 from verl.models.lora import LoRASpec
 from verl.models.optim import MasterOptimizer
-from verl.models.packing import PackedBatch, pack_rows, read_rows
+from verl.models.outputs import positions_read
+from verl.models.packing import PackedBatch, Reads, pack_rows, read_rows
 from verl.models.parallel.experts import check_experts
 from verl.models.parallel.forward import empty_batch
 from verl.models.parallel.sequence import check_heads
 from verl.models.parallel.tensor import check_divisible
 from verl.models.rounding import Rounding
+from verl.parallel.balance import unit_ids
 from verl.parallel.device import compute_dtype
 from verl.parallel.mesh import Mesh
 
@@ -60,7 +61,7 @@ class FSDPEngine(TrainedEngine):
         model: ModelConfig,
         engine: FSDPConfig,
         optim: OptimConfig | None,
-        kind: Literal["policy", "value"],
+        head: str,
         device: torch.device,
         total_steps: int,
         trainable: bool = True,
@@ -68,7 +69,7 @@ class FSDPEngine(TrainedEngine):
         mesh: Mesh | None = None,
         timeout_s: float | None = None,
     ):
-        self.kind = kind
+        self.head = head
         self.device = device
         self.total_steps = total_steps
         self.share_prompts = share_prompts
@@ -80,12 +81,12 @@ class FSDPEngine(TrainedEngine):
         narrow, trains = compute_dtype(engine.dtype, device), self.optim is not None
         self.rounding = rounding = Rounding(engine.master_rounding)
         source = from_first(
-            self.groups, device, lambda: load_module(model, kind, torch.device("cpu"), narrow, rounding, trains=trains)
+            self.groups, device, lambda: load_module(model, head, torch.device("cpu"), narrow, rounding, trains=trains)
         )
-        self.module = load_skeleton(model, kind, narrow, trains=trains)
+        self.module = load_skeleton(model, head, narrow, trains=trains)
         if not trains:
             self.module.requires_grad_(False)
-        self.model, self.shards = shard_model(self.module, kind, source, self.groups, engine, narrow, device, rounding)
+        self.model, self.shards = shard_model(self.module, source, self.groups, engine, narrow, device, rounding)
         del source
         self.gathering = Gathering(self.model, engine)
         self.optimizer: MasterOptimizer | None = None
@@ -106,16 +107,16 @@ class FSDPEngine(TrainedEngine):
         self, batch: DataProto, outputs: Sequence[Output], micro: MicroBatching, temperature: float = 1.0
     ) -> dict[str, torch.Tensor]:
         """See TrainEngine."""
-        shape = tuple(batch.batch["responses"].shape)
+        reads = positions_read(outputs, self.head)
         found: dict[str, torch.Tensor] = {}
         with self._on_device(), self._chunked():
-            parts = list(self._micro_batches(batch, micro))
+            parts = list(self._micro_batches(batch, micro, reads))
             for number, (rows, part) in enumerate(parts):
                 self.gathering.before_forward(number, len(parts), self.dimensions.batch_group_size)
-                for name, values in self.model(self._pack(part, shape), outputs, temperature).items():
+                for name, values in self.model(self._pack(part, batch, reads), outputs, temperature).items():
                     if name not in found:
                         wide = values.dtype if values.dtype == torch.float64 else torch.float32
-                        found[name] = torch.zeros(shape, dtype=wide)
+                        found[name] = torch.zeros(len(batch), *values.shape[1:], dtype=wide)
                     if part is not None:
                         found[name][rows] = values.to("cpu", found[name].dtype)
             self._free_root()
@@ -130,18 +131,19 @@ class FSDPEngine(TrainedEngine):
         temperature: float = 1.0,
         check: StepCheck | None = None,
         rows: Sequence[int] | None = None,
+        unit: str = "row",
     ) -> dict[str, Metric]:
         """See TrainEngine. `batch` holds this rank's rows of the mini-batch. `num_skipped_updates` is added when the
         step was not taken."""
         assert self.optimizer is not None, "a frozen model cannot be trained"
         drawn = random_state(self.device)
-        totals = self._totals(batch, rows)
+        reads, totals = positions_read(outputs, self.head), self._totals(batch, rows, unit)
         merged: list[dict[str, Metric]] = [{"loss": Metric.sum(0.0)}]
         with self._on_device(optimizer=True), self._chunked():
-            parts = list(self._micro_batches(batch, micro, rows))
+            parts = list(self._micro_batches(batch, micro, reads, rows, unit))
             for number, (_, part) in enumerate(parts):
                 self.gathering.before_training(number, len(parts), self.dimensions.batch_group_size)
-                found = self.model(self._pack(part, tuple(batch.batch["responses"].shape)), outputs, temperature)
+                found = self.model(self._pack(part, batch, reads), outputs, temperature)
                 merged.append(_backward(found, part, loss, totals))
             if not totals.num_tokens:  # nothing trained on any rank: no step, as on one device
                 self.optimizer.optimizer.zero_grad(set_to_none=True)
@@ -159,31 +161,39 @@ class FSDPEngine(TrainedEngine):
     def _largest_of_ranks(self, numbers: torch.Tensor) -> torch.Tensor:
         return self.groups.over_data_(numbers.to(self.device), dist.ReduceOp.MAX)
 
-    def _totals(self, batch: DataProto, rows: Sequence[int] | None) -> BatchTotals:
-        return batch_totals(self.groups.over_data_(torch.tensor(sizes_of(batch, rows), device=self.device)).tolist())
+    def _totals(self, batch: DataProto, rows: Sequence[int] | None, unit: str) -> BatchTotals:
+        sizes = torch.tensor(sizes_of(batch, rows, unit), device=self.device)
+        return batch_totals(self.groups.over_data_(sizes).tolist())
 
     def _micro_batches(
-        self, batch: DataProto, micro: MicroBatching, rows: Sequence[int] | None = None
+        self,
+        batch: DataProto,
+        micro: MicroBatching,
+        reads: Reads,
+        rows: Sequence[int] | None = None,
+        unit: str = "row",
     ) -> Iterator[tuple[list[int], DataProto | None]]:
         """As many on each rank; where a rank's rows are used up, None."""
-        plan = plan_micro_batches(read_rows(batch.batch, rows), micro, self.share_prompts)
+        chosen = read_rows(batch.batch, rows, reads)
+        plan = plan_micro_batches(chosen, micro, self.share_prompts, unit_ids(batch, unit))
         most = torch.tensor([len(plan)], device=self.device)
         for number in range(int(self.groups.over_data_(most, dist.ReduceOp.MAX))):
             part = plan[number] if number < len(plan) else []
             yield part, (batch if len(part) == len(batch) else batch.select_idxs(part)) if part else None
 
-    def _pack(self, part: DataProto | None, shape: tuple[int, ...]) -> PackedBatch:
+    def _pack(self, part: DataProto | None, batch: DataProto, reads: Reads) -> PackedBatch:
         if part is not None:
             packed = pack_rows(
                 part.batch,
                 share_prompts=self.share_prompts,
                 device=self.device,
                 chunk_tokens=self.dimensions.chunk_tokens,
+                reads=reads,
             )
             if packed.num_tokens:
                 return packed
-            shape = packed.shape
-        return empty_batch((shape[0], shape[1]), self.device)
+        num_rows, width = (batch if part is None else part).batch["responses"].shape
+        return empty_batch((num_rows, width), self.device)
 
     def rest(self) -> None:
         """See TrainEngine."""

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 
 from verl.config import ModelConfig
-from verl.models.load import empty_model, load_causal_lm, load_external, load_model_config, load_value_model
+from verl.models.load import empty_model, load_external, load_model, load_model_config
 from verl.models.lora import LoRASpec, add_adapters, load_adapter, read_adapter
 from verl.models.rounding import Rounding
 
 
 def load_module(
     model: ModelConfig,
-    kind: str,
+    head: str,
     device: torch.device,
     compute_dtype: torch.dtype,
     rounding: Rounding,
@@ -26,10 +26,10 @@ def load_module(
     load_external(model.external_lib)
     spec = LoRASpec.of(model) if trains else None
     wide = torch.promote_types(compute_dtype, torch.float32)
-    load = load_value_model if kind == "value" else load_causal_lm
     narrows = not trains and rounding.kind == "dithered" and _stored_dtype(model) != compute_dtype != wide
-    module = load(
+    module = load_model(
         model.path,
+        head,
         device="cpu" if narrows else device,  # where it is wide, it may not fit
         dtype=wide if narrows or (trains and spec is None) else compute_dtype,
         trust_remote_code=model.trust_remote_code,
@@ -46,13 +46,13 @@ def load_module(
     return module
 
 
-def load_skeleton(model: ModelConfig, kind: str, compute_dtype: torch.dtype, *, trains: bool) -> Any:
-    """The same module without numbers, on the meta device."""
+def load_skeleton(model: ModelConfig, head: str, compute_dtype: torch.dtype, *, trains: bool) -> Any:
+    """The same module on the meta device."""
     load_external(model.external_lib)
     spec = LoRASpec.of(model) if trains else None
     wide = torch.promote_types(compute_dtype, torch.float32)
     dtype = wide if trains and spec is None else compute_dtype
-    module = empty_model(model, kind, dtype, model.enable_gradient_checkpointing and trains)
+    module = empty_model(model, head, dtype, model.enable_gradient_checkpointing and trains)
     _adapt(module, model, spec, wide)
     return module
 

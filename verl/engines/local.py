@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Literal
 
 import torch
 
@@ -19,16 +18,18 @@ from verl.engines.micro_batches import batch_totals, plan_micro_batches, sizes_o
 from verl.engines.state import LocalParameters, TrainedState
 from verl.engines.step_check import random_state
 from verl.models.chunked_mlp import chunked_feed_forward
-from verl.models.forward import policy_outputs, value_outputs, written_out
+from verl.models.forward import packed_outputs, written_out
 from verl.models.lora import LoRASpec
 from verl.models.optim import MasterOptimizer
-from verl.models.packing import PackedBatch, pack_rows, read_rows
+from verl.models.outputs import positions_read
+from verl.models.packing import Reads, pack_rows, read_rows
 from verl.models.rounding import Rounding
+from verl.parallel.balance import unit_ids
 from verl.parallel.device import compute_dtype
 
 
 class LocalEngine(TrainedEngine):
-    """The TrainEngine of one device. `kind` says what the model outputs: log-probs and entropy, or values.
+    """The TrainEngine of one device. `head` is a row of verl.models.heads.HEADS.
 
     A frozen model (`trainable=False` or no `optim`) is held in the compute dtype alone. Equal configs and inputs give
     equal results to the last bit on a CPU: micro-batches run in a fixed order.
@@ -40,13 +41,13 @@ class LocalEngine(TrainedEngine):
         model: ModelConfig,
         engine: FSDPConfig,
         optim: OptimConfig | None,
-        kind: Literal["policy", "value"],
+        head: str,
         device: torch.device,
         total_steps: int,
         trainable: bool = True,
         share_prompts: bool = True,
     ):
-        self.kind = kind
+        self.head = head
         self.device = device
         self.total_steps = total_steps
         self.share_prompts = share_prompts
@@ -54,7 +55,7 @@ class LocalEngine(TrainedEngine):
         self.optim = optim if trainable else None
         self.compute_dtype = narrow = compute_dtype(engine.dtype, device)
         self.rounding = rounding = Rounding(engine.master_rounding)
-        self.module = load_module(model, kind, device, narrow, rounding, trains=self.optim is not None)
+        self.module = load_module(model, head, device, narrow, rounding, trains=self.optim is not None)
         self.spec = LoRASpec.of(model) if self.optim is not None else None
         self.optimizer: MasterOptimizer | None = None
         if self.optim is None:
@@ -70,14 +71,14 @@ class LocalEngine(TrainedEngine):
         self, batch: DataProto, outputs: Sequence[Output], micro: MicroBatching, temperature: float = 1.0
     ) -> dict[str, torch.Tensor]:
         """See TrainEngine."""
-        shape = tuple(batch.batch["responses"].shape)
+        reads = positions_read(outputs, self.head)
         found: dict[str, torch.Tensor] = {}
         with self._chunked():
-            for rows, part in self._micro_batches(batch, micro):
-                for name, values in self._outputs(self._pack(part), outputs, temperature).items():
+            for rows, part in self._micro_batches(batch, micro, reads):
+                for name, values in self._outputs(part, reads, outputs, temperature).items():
                     if name not in found:
                         wide = values.dtype if values.dtype == torch.float64 else torch.float32
-                        found[name] = torch.zeros(shape, dtype=wide)
+                        found[name] = torch.zeros(len(batch), *values.shape[1:], dtype=wide)
                     found[name][rows] = values.to("cpu", found[name].dtype)
         return found
 
@@ -90,33 +91,33 @@ class LocalEngine(TrainedEngine):
         temperature: float = 1.0,
         check: StepCheck | None = None,
         rows: Sequence[int] | None = None,
+        unit: str = "row",
     ) -> dict[str, Metric]:
         """See TrainEngine. `num_skipped_updates` is added when the step was not taken."""
         assert self.optimizer is not None, "a frozen model cannot be trained"
         drawn = random_state(self.device)
-        totals = batch_totals(sizes_of(batch, rows))
+        totals = batch_totals(sizes_of(batch, rows, unit))
+        reads = positions_read(outputs, self.head)
         parts: list[dict[str, Metric]] = []
         with self._chunked():
-            for _, part in self._micro_batches(batch, micro, rows):
-                value, metrics = loss(self._outputs(self._pack(part), outputs, temperature), part, totals)
+            for _, part in self._micro_batches(batch, micro, reads, rows, unit):
+                value, metrics = loss(self._outputs(part, reads, outputs, temperature), part, totals)
                 if value.requires_grad:  # a micro-batch in which nothing trains has no graph
                     value.backward()
                 parts.append({**metrics, "loss": Metric.sum(value.detach())})
         return self._step(parts, check, drawn)
 
     def _micro_batches(
-        self, batch: DataProto, micro: MicroBatching, rows: Sequence[int] | None = None
+        self,
+        batch: DataProto,
+        micro: MicroBatching,
+        reads: Reads,
+        rows: Sequence[int] | None = None,
+        unit: str = "row",
     ) -> Iterator[tuple[list[int], DataProto]]:
-        for members in plan_micro_batches(read_rows(batch.batch, rows), micro, self.share_prompts):
+        chosen = read_rows(batch.batch, rows, reads)
+        for members in plan_micro_batches(chosen, micro, self.share_prompts, unit_ids(batch, unit)):
             yield members, batch if len(members) == len(batch) else batch.select_idxs(members)
-
-    def _pack(self, part: DataProto) -> PackedBatch:
-        return pack_rows(
-            part.batch,
-            share_prompts=self.share_prompts,
-            device=self.device,
-            chunk_tokens=self.dimensions.chunk_tokens,
-        )
 
     def _chunked(self) -> AbstractContextManager[None]:
         """The passes that are written out read the chunks from the layout; modules are made to compute in chunks."""
@@ -125,8 +126,15 @@ class LocalEngine(TrainedEngine):
             chunk_tokens = None
         return chunked_feed_forward(self.module, chunk_tokens)
 
-    def _outputs(self, packed: PackedBatch, outputs: Sequence[Output], temperature: float) -> dict[str, torch.Tensor]:
+    def _outputs(
+        self, part: DataProto, reads: Reads, outputs: Sequence[str], temperature: float
+    ) -> dict[str, torch.Tensor]:
+        packed = pack_rows(
+            part.batch,
+            share_prompts=self.share_prompts,
+            device=self.device,
+            chunk_tokens=self.dimensions.chunk_tokens,
+            reads=reads,
+        )
         gradients = self.optimizer.gradients if self.optimizer else None
-        if self.kind == "value":
-            return value_outputs(self.module, packed, outputs, gradients)
-        return policy_outputs(self.module, packed, outputs, temperature, gradients=gradients)
+        return packed_outputs(self.module, packed, outputs, temperature, gradients=gradients)

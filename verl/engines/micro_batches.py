@@ -1,4 +1,4 @@
-"""Cutting a mini-batch into micro-batches by what the packed forward computes, and its totals."""
+"""Division of a mini-batch into micro-batches by the tokens that a packed forward computes, and its totals."""
 
 from __future__ import annotations
 
@@ -6,48 +6,83 @@ from collections.abc import Iterator, Sequence
 
 from verl.data_proto.proto import DataProto
 from verl.engines.api import BatchTotals, MicroBatching
-from verl.models.packing import Row, group_rows, num_computed
-from verl.parallel.balance import pack_by_tokens
+from verl.models.packing import Row, num_computed
+from verl.parallel.balance import pack_by_tokens, unit_ids
+
+Unit = list[Row]  # rows that stay together
 
 
-def sizes_of(batch: DataProto, rows: Sequence[int] | None) -> list[int]:
-    """Response tokens and rows of this rank's part of a mini-batch: of all rows, then of `rows` alone (None: all)."""
-    tokens = batch.batch["response_mask"].sum(dim=1)
+def sizes_of(batch: DataProto, rows: Sequence[int] | None, unit: str = "row") -> list[int]:
+    """Response tokens, rows and units of this rank's share of a mini-batch: of all rows, then of `rows` alone (None: all)."""
+    tokens, units = batch.batch["response_mask"].sum(dim=1), unit_ids(batch, unit)
     chosen = list(range(len(batch))) if rows is None else list(rows)
-    return [int(tokens.sum()), len(batch), int(tokens[chosen].sum()), len(chosen)]
+    return [
+        *(int(tokens.sum()), len(batch), len(set(units))),
+        *(int(tokens[chosen].sum()), len(chosen), len({units[row] for row in chosen})),
+    ]
 
 
 def batch_totals(sizes: Sequence[int]) -> BatchTotals:
     """The totals of `sizes_of` summed over all ranks."""
-    num_tokens, num_sequences, computed_tokens, computed_sequences = sizes
-    if computed_sequences == num_sequences:
-        return BatchTotals(num_tokens, num_sequences)
-    return BatchTotals(num_tokens, num_sequences, computed=BatchTotals(computed_tokens, computed_sequences))
+    whole, computed = BatchTotals(*sizes[:3]), BatchTotals(*sizes[3:])
+    return whole if computed.num_sequences == whole.num_sequences else BatchTotals(*sizes[:3], computed=computed)
 
 
-def plan_micro_batches(rows: Sequence[Row], micro: MicroBatching, share_prompts: bool) -> list[list[int]]:
-    """Row numbers of each micro-batch, ascending; every row is in exactly one, and there is at least one micro-batch.
+def plan_micro_batches(
+    rows: Sequence[Row], micro: MicroBatching, share_prompts: bool, units: Sequence[int] | None = None
+) -> list[list[int]]:
+    """Row indices of each micro-batch, ascending; every row is in exactly one, and there is at least one micro-batch. Rows
+    with equal `units[row.index]` (None: no two rows) are in the same one; a unit above the limit is alone.
 
-    By tokens, rows that share a prompt stay together as far as they fit, since then the prompt is computed once; a
-    row longer than the limit is alone. Rows in which nothing trains cost nothing and ride along with the first
-    micro-batch.
+    By tokens, rows that share a prompt stay together as far as they fit, since then the prompt is computed once. Units
+    in which nothing trains cost nothing and join the first micro-batch.
     """
+    whole: dict[int, Unit] = {}
+    for row in rows:
+        whole.setdefault(row.index if units is None else units[row.index], []).append(row)
     if micro.max_tokens is None:
-        size = micro.max_rows or max(1, len(rows))
-        return [[row.index for row in rows[start : start + size]] for start in range(0, len(rows), size)] or [[]]
-    units = [unit for group in group_rows(rows, share_prompts) for unit in _fitting(group, micro.max_tokens)]
-    bins = pack_by_tokens([num_computed(unit) for unit in units], micro.max_tokens) or [[]]
-    planned = [[row.index for number in members for row in units[number]] for members in bins]
-    planned[0].extend(row.index for row in rows if not row.trains)
-    return [sorted(members) for members in planned]
+        planned = _by_rows(list(whole.values()), micro.max_rows or max(1, len(rows)))
+    else:
+        planned = _by_tokens(list(whole.values()), micro.max_tokens, share_prompts)
+    return [sorted(row.index for unit in part for row in unit) for part in planned]
 
 
-def _fitting(group: Sequence[Row], max_tokens: int) -> Iterator[list[Row]]:
-    """The group in pieces of at most `max_tokens` computed tokens, each with the prompt once more."""
-    piece: list[Row] = []
-    for row in group:
-        if piece and num_computed([*piece, row]) > max_tokens:
-            yield piece
-            piece = []
-        piece.append(row)
-    yield piece
+def _by_rows(units: Sequence[Unit], max_rows: int) -> list[list[Unit]]:
+    """Units in their order."""
+    planned: list[list[Unit]] = [[]]
+    room = max_rows
+    for unit in units:
+        if planned[-1] and len(unit) > room:
+            planned.append([])
+            room = max_rows
+        planned[-1].append(unit)
+        room -= len(unit)
+    return planned
+
+
+def _by_tokens(units: Sequence[Unit], max_tokens: int, share_prompts: bool) -> list[list[Unit]]:
+    families: dict[object, list[Unit]] = {}  # units with the same prompts
+    for unit in units:
+        prompts = tuple(row.prompt for row in unit if row.trains)
+        shares = share_prompts and any(prompts)
+        if prompts:
+            families.setdefault(prompts if shares else unit[0].index, []).append(unit)
+    chunks = [chunk for family in families.values() for chunk in _fitting(family, max_tokens, share_prompts)]
+    bins = pack_by_tokens([cost for cost, _ in chunks], max_tokens) or [[]]
+    planned = [[unit for number in members for unit in chunks[number][1]] for members in bins]
+    planned[0].extend(unit for unit in units if not any(row.trains for row in unit))
+    return planned
+
+
+def _fitting(family: Sequence[Unit], max_tokens: int, share_prompts: bool) -> Iterator[tuple[int, list[Unit]]]:
+    """The family in chunks of at most `max_tokens` computed tokens, each with the prompts once more: (tokens, units)."""
+    chunk: list[Unit] = []
+    cost = 0
+    for unit in family:
+        added = sum(row.num_inputs for row in unit)
+        if chunk and cost + added > max_tokens:
+            yield cost, chunk
+            chunk = []
+        cost = cost + added if chunk else num_computed(unit, share_prompts)
+        chunk.append(unit)
+    yield cost, chunk

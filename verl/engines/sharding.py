@@ -17,6 +17,7 @@ from verl.engines.hybrid_3d import Dimensions
 from verl.engines.rounded import gather_rounded
 from verl.engines.shards import Shard
 from verl.errors import ConfigError, ModelError, VerlError, nearest
+from verl.models.heads import ScalarHeadModel
 from verl.models.parallel.experts import divide_experts, is_experts
 from verl.models.parallel.forward import ParallelModel
 from verl.models.parallel.tensor import divide
@@ -26,7 +27,6 @@ from verl.parallel.device import parse_dtype
 
 def shard_model(
     module: Any,
-    kind: str,
     source: Any,
     groups: Groups,
     config: FSDPConfig,
@@ -51,7 +51,7 @@ def shard_model(
         )
         for name, parameter in module.named_parameters()
     }
-    model = ParallelModel(module, kind, groups.sequence, groups.tensor)
+    model = ParallelModel(module, groups.sequence, groups.tensor)
     fill = _Filler(module, source, shards, groups, device)
     fill.buffers()
     groups_of_layers = _groups_of_layers([part for part in _layers(module, config) if not is_experts(part)], config)
@@ -59,7 +59,7 @@ def shard_model(
         _shard([part], fill, groups.experts_mesh, config, compute_dtype)
     for unit in groups_of_layers:
         _shard(unit, fill, groups.params_mesh, config, compute_dtype)
-    if kind == "value":  # a head that stays wide has its own unit
+    if isinstance(module, ScalarHeadModel):  # its head keeps a wider dtype
         _shard([module.score], fill, groups.params_mesh, config, module.score.weight.dtype)
     _shard([model], fill, groups.params_mesh, config, compute_dtype, is_root=True)
     _configure(model, [unit[0] for unit in groups_of_layers], config)

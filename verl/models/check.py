@@ -11,7 +11,7 @@ import torch
 
 from verl.errors import ModelError
 from verl.models.attention import ATTENTION_NAME
-from verl.models.forward import hidden_states, policy_outputs
+from verl.models.forward import hidden_states, packed_outputs
 from verl.models.packed import PackedLayout
 from verl.models.packing import PackedBatch, pack_rows
 
@@ -63,7 +63,7 @@ def check_model(module: Any) -> None:
 def _describe(module: Any, packed: PackedBatch) -> torch.Tensor:
     """What is compared: log-probs of a policy, hidden states of a value model; float32 [predictions, ...]."""
     if hasattr(module, "get_output_embeddings"):
-        return policy_outputs(module, packed, ("log_probs",))["log_probs"][packed.row, packed.column].float()
+        return packed_outputs(module, packed, ("log_probs",))["log_probs"][packed.row, packed.column].float()
     return hidden_states(module, packed).float()
 
 

@@ -14,9 +14,9 @@ import torch
 from transformers.utils import cached_file
 
 from verl.errors import ModelError
-from verl.models.load import load_model_config, load_value_model, locate
+from verl.models.heads import ScalarHeadModel
+from verl.models.load import load_model, load_model_config, locate
 from verl.models.packed import PackedLayout, Segment
-from verl.models.value import ValueModel
 from verl.parallel.balance import pack_by_tokens
 
 Tokens = tuple[int, ...]
@@ -28,7 +28,7 @@ def load_reward_model(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     trust_remote_code: bool = False,
-) -> ValueModel:
+) -> ScalarHeadModel:
     """The model that `AutoModelForSequenceClassification` saved with one label. The head computes in float32 or wider.
 
     Raises ModelError when there is no head (it would score everything alike) or one with several labels.
@@ -40,8 +40,8 @@ def load_reward_model(
             "AutoModelForSequenceClassification with one label, or set reward.reward_model.judge_template to let this "
             "one judge in words."
         )
-    module = load_value_model(path, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
-    # a hub name is in the cache by now; load_value_model takes heads from folders alone, and may have done so
+    module = load_model(path, "token_value", device=device, dtype=dtype, trust_remote_code=trust_remote_code)
+    # a hub name is in the cache by now; load_model takes heads from folders alone, and may have done so
     folder = Path(str(cached_file(locate(path), "config.json"))).parent
     if not module.load_head(folder):
         raise ModelError(
@@ -58,7 +58,7 @@ def is_causal_lm(config: Any) -> bool:
 
 
 @torch.no_grad()
-def sequence_scores(module: ValueModel, sequences: Sequence[Tokens], *, max_tokens: int) -> torch.Tensor:
+def sequence_scores(module: ScalarHeadModel, sequences: Sequence[Tokens], *, max_tokens: int) -> torch.Tensor:
     """float32 (float64 for a float64 model) [sequences] on the CPU: the head's output at the last token of each.
 
     A forward computes at most `max_tokens` tokens, or one sequence. Neighbours that begin alike share that part, so the
@@ -145,7 +145,7 @@ def _pack(
     return torch.tensor([ids]), torch.tensor([positions]), PackedLayout(segments), torch.tensor(last)
 
 
-def _require_fit(module: ValueModel, sequences: Sequence[Tokens]) -> None:
+def _require_fit(module: ScalarHeadModel, sequences: Sequence[Tokens]) -> None:
     limit = getattr(module.config.get_text_config(), "max_position_embeddings", None)
     for number, tokens in enumerate(sequences):
         if not tokens:

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from verl.errors import ModelError
 from verl.models.cpu.decoder import dense_hidden_states
 from verl.models.cpu.weights import DenseDecoder
 from verl.models.grad_buffers import GradientBuffers
-from verl.models.log_probs import token_log_probs
+from verl.models.log_probs import TokenStats, token_log_probs
+from verl.models.outputs import OUTPUTS, HeadInputs, statistics_wanted
 from verl.models.packed import PackedLayout
 from verl.models.packing import PackedBatch
 
@@ -21,7 +21,7 @@ _FORMATS = {torch.float32, torch.bfloat16}
 
 
 def hidden_states(module: Any, packed: PackedBatch, gradients: GradientBuffers | None = None) -> torch.Tensor:
-    """[predictions, hidden_size]: the last hidden state of each token that predicts a trained response token.
+    """[positions, hidden_size]: the last hidden states of the tokens at `packed.hidden_index`.
 
     A plain dense decoder is computed by the passes written out in `dense`, which put the gradients of its weights into
     `gradients` if given; every other module by its own forward, with autograd.
@@ -44,7 +44,7 @@ def written_out(module: Any, device: torch.device) -> DenseDecoder | None:
     return dense if dense is not None and dense.embed.dtype in _FORMATS else None
 
 
-def policy_outputs(
+def packed_outputs(
     module: Any,
     packed: PackedBatch,
     outputs: Sequence[str],
@@ -52,29 +52,31 @@ def policy_outputs(
     chunk_tokens: int | None = None,
     gradients: GradientBuffers | None = None,
 ) -> dict[str, torch.Tensor]:
-    """`log_probs`, `entropy` and `sum_pi_squared` as asked, each [batch, response] (float32 or wider, zero where the
-    response mask is false) of `softmax(logits / temperature)`.
+    """The named rows of verl.models.outputs.OUTPUTS, at the positions for which `packed` was laid out.
 
     With `gradients`, backward sums those of the weights there as far as it can, and leaves the others to autograd.
-    Raises ModelError for an output that a policy does not have.
     """
-    _require(outputs, ("log_probs", "entropy", "sum_pi_squared"), "policy")
-    if len(packed.targets) == 0:
-        return {name: torch.zeros(packed.shape, device=packed.targets.device) for name in outputs}
-    head = module.get_output_embeddings()
-    stats = token_log_probs(
-        hidden_states(module, packed, gradients),
-        head.weight,
-        packed.targets,
-        temperature,
-        want_entropy="entropy" in outputs,
-        want_sum_pi_squared="sum_pi_squared" in outputs,
-        bias=getattr(head, "bias", None),
-        chunk_tokens=chunk_tokens,
-        gradients=gradients,
-        **head_transform(module.config),
-    )
-    return {name: packed.scatter(getattr(stats, name)) for name in outputs}
+    kinds = {name: OUTPUTS.get(name) for name in outputs}
+    if len(packed.hidden_index) == 0:
+        return {name: torch.zeros(kind.shape(packed.shape), device=packed.row.device) for name, kind in kinds.items()}
+    hidden = hidden_states(module, packed, gradients)
+
+    def statistics() -> TokenStats:
+        head = module.get_output_embeddings()
+        return token_log_probs(
+            hidden,
+            head.weight,
+            packed.targets,
+            temperature,
+            bias=getattr(head, "bias", None),
+            chunk_tokens=chunk_tokens,
+            gradients=gradients,
+            **statistics_wanted(outputs),
+            **head_transform(module.config),
+        )
+
+    inputs = HeadInputs(module, hidden, packed.targets, temperature, statistics)
+    return {name: kind.scatter(packed, kind.compute(inputs)) for name, kind in kinds.items()}
 
 
 def head_transform(config: Any) -> dict[str, Any]:
@@ -86,22 +88,3 @@ def head_transform(config: Any) -> dict[str, Any]:
         "softcap": getattr(config, "final_logit_softcapping", None),
         "logit_scale": float(1.0 if scale is None else scale) / float(1.0 if divisor is None else divisor),
     }
-
-
-def value_outputs(
-    module: Any,
-    packed: PackedBatch,
-    outputs: Sequence[str] = ("values",),
-    gradients: GradientBuffers | None = None,
-) -> dict[str, torch.Tensor]:
-    """`values` [batch, response]: the value of the state before each response token, zero where the mask is false."""
-    _require(outputs, ("values",), "value")
-    if len(packed.targets) == 0:
-        return {"values": torch.zeros(packed.shape, device=packed.targets.device)}
-    return {"values": packed.scatter(module.value(hidden_states(module, packed, gradients)))}
-
-
-def _require(outputs: Sequence[str], known: Sequence[str], kind: str) -> None:
-    for name in outputs:
-        if name not in known:
-            raise ModelError(f"A {kind} model has no output {name!r}; it has {', '.join(known)}.")

@@ -18,7 +18,7 @@ from verl.config import ModelConfig
 from verl.errors import ModelError, nearest
 from verl.models.attention import ATTENTION_NAME
 from verl.models.check import check_model
-from verl.models.value import ValueModel
+from verl.models.heads import HEADS, ScalarHeadModel
 from verl.registry import load_module
 
 log = logging.getLogger(__name__)
@@ -27,8 +27,9 @@ _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 _TOKENIZER_FILES = ("tokenizer*", "*.model", "vocab*", "*tiktoken*")
 
 
-def load_causal_lm(
+def load_model(
     path: str | Path,
+    head: str = "lm",
     *,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
@@ -36,43 +37,38 @@ def load_causal_lm(
     override_config: dict[str, Any] | None = None,
     gradient_checkpointing: bool = False,
 ) -> Any:
-    """The causal language model in folder `path`, or of that name on the hub (HF_HUB_OFFLINE is respected).
+    """The model in folder `path`, or of that name on the hub (HF_HUB_OFFLINE is respected), with a head of
+    verl.models.heads.HEADS. A scalar head is the folder's own if it has one, else a new one.
 
     Its attention goes through verl.models.attention, so it is called with `layout=`. Dropout is off. The model is
-    checked: packed log-probs of a few tokens equal those of the family's own attention. Raises ModelError naming
+    checked: packed results for a few tokens equal those of the family's own attention. Raises ModelError naming
     folder and cause.
     """
+    kind = HEADS.get(head)
     config = load_model_config(path, trust_remote_code, override_config)
     with _loading(path, config):
-        module = _from_pretrained(transformers.AutoModelForCausalLM, path, config, dtype, trust_remote_code)
+        module = kind.wrap(
+            _from_pretrained(getattr(transformers, kind.auto_class), path, config, dtype, trust_remote_code)
+        )
+    if isinstance(module, ScalarHeadModel):
+        _restore_head(module, path)
     _prepare(module, path, device, gradient_checkpointing)
     check_model(module)
     return module
 
 
-def load_value_model(
-    path: str | Path,
-    *,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
-    trust_remote_code: bool = False,
-    override_config: dict[str, Any] | None = None,
-    gradient_checkpointing: bool = False,
-) -> ValueModel:
-    """The decoder of the model at `path` under a scalar head: the folder's own head if it has one, else zeros."""
-    config = load_model_config(path, trust_remote_code, override_config)
-    with _loading(path, config):
-        base = _from_pretrained(transformers.AutoModel, path, config, dtype, trust_remote_code)
-    module = ValueModel(base)
+def load_causal_lm(path: str | Path, **settings: Any) -> Any:
+    """The causal language model in folder `path`; see load_model."""
+    return load_model(path, "lm", **settings)
+
+
+def _restore_head(module: ScalarHeadModel, path: str | Path) -> None:
     folder = Path(path).expanduser()
     if not (folder.is_dir() and module.load_head(folder)):
-        log.info("%s has no value head; the critic starts with a head of zeros.", path)
-    architecture = type(base).__name__.removesuffix("Model") + "ForTokenClassification"
-    if hasattr(transformers, architecture):  # then the saved critic opens with AutoModelForTokenClassification
+        log.info("%s has no scalar head; a new one is trained.", path)
+    architecture = type(module.get_decoder()).__name__.removesuffix("Model") + module.architecture
+    if hasattr(transformers, architecture):  # then the saved model opens with transformers' class of that name
         module.config.architectures, module.config.num_labels = [architecture], 1
-    _prepare(module, path, device, gradient_checkpointing)
-    check_model(module)
-    return module
 
 
 def load_tokenizer(model: ModelConfig | str | Path) -> Any:
@@ -252,20 +248,20 @@ def _loading(path: str | Path, config: Any) -> Iterator[None]:
             transformers.logging.enable_progress_bar()
 
 
-def empty_model(model: ModelConfig, kind: str, dtype: torch.dtype, gradient_checkpointing: bool) -> Any:
-    """What `load_causal_lm` (kind "policy") or `load_value_model` ("value") would give, on the meta device: all modules
-    and shapes and no numbers. Raises ModelError."""
+def empty_model(model: ModelConfig, head: str, dtype: torch.dtype, gradient_checkpointing: bool) -> Any:
+    """The result of `load_model` on the meta device: all modules and shapes, no values. Raises ModelError."""
+    kind = HEADS.get(head)
     config = load_model_config(model.path, model.trust_remote_code, model.override_config)
-    factory = transformers.AutoModel if kind == "value" else transformers.AutoModelForCausalLM
+    factory = getattr(transformers, kind.auto_class)
     with _loading(model.path, config), torch.device("meta"):
-        module = factory.from_config(
+        base = factory.from_config(
             config,
             dtype=dtype,
             attn_implementation=ATTENTION_NAME,
             trust_remote_code=model.trust_remote_code,
             **_experts(dtype),
         )
-        module = ValueModel(module) if kind == "value" else module
+        module = kind.wrap(base)
     _settle(module, gradient_checkpointing)
     return module
 
@@ -273,7 +269,7 @@ def empty_model(model: ModelConfig, kind: str, dtype: torch.dtype, gradient_chec
 def model_without_numbers(model: ModelConfig, dtype: torch.dtype) -> Any:
     """The policy as `empty_model` gives it, with the generation_config.json of its folder, for engines that have weights of
     their own. Raises ModelError."""
-    module = empty_model(model, "policy", dtype, False)
+    module = empty_model(model, "lm", dtype, False)
     with suppress(OSError):  # not every model has one
         module.generation_config = transformers.GenerationConfig.from_pretrained(locate(model.path))
     return module

@@ -86,6 +86,7 @@ class TokenStats:
     log_probs: torch.Tensor
     entropy: torch.Tensor | None = None
     sum_pi_squared: torch.Tensor | None = None
+    correct: torch.Tensor | None = None  # 1 where no other token has a greater logit than the target; without gradient
 
 
 def token_log_probs(
@@ -96,6 +97,7 @@ def token_log_probs(
     *,
     want_entropy: bool = False,
     want_sum_pi_squared: bool = False,
+    want_correct: bool = False,
     bias: torch.Tensor | None = None,
     softcap: float | None = None,
     logit_scale: float = 1.0,
@@ -103,8 +105,8 @@ def token_log_probs(
     gradients: GradientBuffers | None = None,
 ) -> TokenStats:
     """Statistics of `softmax(logits / temperature)` at `targets` [tokens], for hidden [tokens, hidden_size] and the
-    output projection weight [vocabulary, hidden_size]. Differentiable in hidden, weight and bias through all three
-    outputs, once; the gradients of weight and bias go to `gradients` where that wants them.
+    output projection weight [vocabulary, hidden_size]. Differentiable in hidden, weight and bias through the first
+    three, once; the gradients of weight and bias go to `gradients` where that wants them.
 
     `chunk_tokens` is how many tokens' logits exist at a time (default: as many as fit 256 MiB, 1 GiB on CUDA). The
     last chunk's are kept for the backward, the others are computed again there.
@@ -113,17 +115,17 @@ def token_log_probs(
         elements = _CHUNK_ELEMENTS_CUDA if weight.device.type == "cuda" else _CHUNK_ELEMENTS
         chunk_tokens = max(1, elements // weight.shape[0])
     head = Head(temperature, logit_scale, softcap)
-    log_probs, entropy, squared = _FusedLogProbs.apply(
+    found = _FusedLogProbs.apply(
         hidden,
         weight,
         bias,
         targets,
         head,
-        (want_entropy, want_sum_pi_squared),
+        (want_entropy, want_sum_pi_squared, want_correct),
         max(1, min(chunk_tokens, len(targets))),
         gradients,
     )
-    return TokenStats(log_probs, entropy, squared)
+    return TokenStats(*found)
 
 
 def _chunks(num_tokens: int, size: int) -> Iterator[slice]:
@@ -145,7 +147,7 @@ class _FusedLogProbs(torch.autograd.Function):
         bias: torch.Tensor | None,
         targets: torch.Tensor,
         head: Head,
-        wants: tuple[bool, bool],
+        wants: tuple[bool, bool, bool],
         chunk: int,
         gradients: GradientBuffers | None,
     ) -> tuple[torch.Tensor | None, ...]:
@@ -153,12 +155,15 @@ class _FusedLogProbs(torch.autograd.Function):
         products = Products(hidden.dtype, hidden.device)
         buffer = torch.empty(chunk, weight.shape[0], dtype=wide, device=hidden.device)
         log_probs, lse, entropy, squared = (torch.empty(num_tokens, dtype=wide, device=hidden.device) for _ in range(4))
+        correct = torch.empty_like(log_probs) if wants[2] else None
         operand = products.operand(weight)
         for part in _chunks(num_tokens, chunk):
             chunk_lse = None if head.softcap is None else lse[part]
             log_p = head.log_softmax(products.operand(hidden[part]), operand, bias, products, buffer, chunk_lse)
             log_probs[part] = log_p.gather(1, targets[part].unsqueeze(1)).squeeze(1)
-            if any(wants):
+            if correct is not None:
+                correct[part] = log_probs[part] >= log_p.amax(dim=1)
+            if any(wants[:2]):
                 for block in _blocks(log_p):
                     p = log_p[block].exp()
                     squared[part][block] = torch.linalg.vector_norm(p, dim=1).square_()
@@ -168,10 +173,13 @@ class _FusedLogProbs(torch.autograd.Function):
         ctx.head, ctx.chunk, ctx.products = head, chunk, products
         ctx.weight, ctx.bias, ctx.gradients = weight, bias, gradients
         ctx.kept = buffer if any(ctx.needs_input_grad) else None  # log-probs of the last chunk
-        return log_probs, entropy if wants[0] else None, squared if wants[1] else None
+        if correct is not None:
+            ctx.mark_non_differentiable(correct)
+        return log_probs, entropy if wants[0] else None, squared if wants[1] else None, correct
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        grads = grads[:3]
         if all(g is None for g in grads):
             return (None,) * 8
         hidden, targets, lse, entropy, squared = ctx.saved_tensors

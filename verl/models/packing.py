@@ -1,9 +1,8 @@
-"""Rows of a batch laid out for one padding-free forward in which a prompt that several rows share is computed once.
+"""Layout of a batch's rows for one padding-free forward in which a prompt that several rows share is computed once.
 
 Three samples of one prompt:  [ prompt | response 1 | response 2 | response 3 ], one row of tokens. Response token i
-has position prompt_length + i, sees the whole prompt and its own earlier tokens. A response's last token is not an
-input: nothing that is asked for depends on it. Nor are tokens after the last one that trains, nor rows in which none
-does.
+has position prompt_length + i, sees the whole prompt and its own earlier tokens. Tokens after the last trained one are
+not computed, nor are rows without a trained token. The last trained token is an input only where a score is read at it.
 """
 
 from __future__ import annotations
@@ -19,6 +18,15 @@ from verl.parallel.device import to_device
 
 
 @dataclass(frozen=True)
+class Reads:
+    """Positions of a row whose hidden states are needed: those that predict a trained response token (`predictions`), and
+    the last trained token itself (`last_token`), at which a sequence is scored."""
+
+    predictions: bool = True
+    last_token: bool = False
+
+
+@dataclass(frozen=True)
 class Row:
     """One row without its padding; `num_inputs` of its response tokens are fed to the model."""
 
@@ -30,8 +38,9 @@ class Row:
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """A forward pass. `hidden_index[i]` is where the hidden state lies that predicts `targets[i]`, which is response
-    token `column[i]` of row `row[i]` (all [predictions], int64)."""
+    """A forward pass. `hidden_index[i]` is a token whose hidden state is read: first those that predict `targets[i]`, which
+    is response token `column[i]` of row `row[i]`; then `num_last` last tokens of rows, which predict nothing (target 0).
+    All are int64 [positions]."""
 
     input_ids: torch.Tensor  # [1, tokens]
     position_ids: torch.Tensor  # [1, tokens]
@@ -41,6 +50,7 @@ class PackedBatch:
     row: torch.Tensor
     column: torch.Tensor
     shape: tuple[int, int]  # (batch, response)
+    num_last: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -48,15 +58,26 @@ class PackedBatch:
         return self.input_ids.shape[1]
 
     def scatter(self, values: torch.Tensor) -> torch.Tensor:
-        """[predictions] -> [batch, response], zero elsewhere; differentiable."""
-        return values.new_zeros(self.shape).index_put((self.row, self.column), values)
+        """[positions] -> [batch, response], the values of the predictions, zero elsewhere; differentiable."""
+        if not self.num_last:
+            return values.new_zeros(self.shape).index_put((self.row, self.column), values)
+        row, column, values = (x[: -self.num_last] for x in (self.row, self.column, values))
+        return values.new_zeros(self.shape).index_put((row, column), values)
+
+    def scatter_rows(self, values: torch.Tensor) -> torch.Tensor:
+        """[positions] -> [batch], the values at the last tokens, zero for rows that are not computed; differentiable."""
+        first = len(self.row) - self.num_last
+        return values.new_zeros(self.shape[0]).index_put((self.row[first:],), values[first:])
 
 
-def read_rows(columns: Mapping[str, torch.Tensor], chosen: Sequence[int] | None = None) -> list[Row]:
+def read_rows(
+    columns: Mapping[str, torch.Tensor], chosen: Sequence[int] | None = None, reads: Reads | None = None
+) -> list[Row]:
     """The rows `chosen` (default: all) of the columns prompts, prompt_mask and response_mask.
 
-    Raises DataError for a row that trains without a prompt: nothing predicts its first token.
+    Raises DataError for a row that trains on its very first token, which nothing predicts.
     """
+    reads = reads or Reads()
     prompts, prompt_mask = columns["prompts"].cpu(), columns["prompt_mask"].cpu().bool()
     trained = columns["response_mask"].cpu().bool()
     last = (trained * torch.arange(1, trained.shape[1] + 1)).amax(dim=1).tolist() if trained.shape[1] else []
@@ -64,11 +85,13 @@ def read_rows(columns: Mapping[str, torch.Tensor], chosen: Sequence[int] | None 
     for index in range(len(prompts)) if chosen is None else chosen:
         needed = last[index] if last else 0
         ids = tuple(prompts[index][prompt_mask[index]].tolist())
-        if needed and not ids:
+        if needed and not ids and reads.predictions and trained[index, 0]:
             raise DataError(
-                f"Row {index} of the batch has a response but no prompt tokens; nothing predicts its first token."
+                f"Row {index} of the batch trains on its first token and has no prompt tokens; nothing predicts that token. "
+                "Set response_mask to false there."
             )
-        rows.append(Row(index, ids, max(needed - 1, 0), needed > 0))
+        num_inputs = needed if reads.last_token else max(needed - 1, 0)
+        rows.append(Row(index, ids, num_inputs, needed > 0))
     return rows
 
 
@@ -77,13 +100,14 @@ def group_rows(rows: Sequence[Row], share_prompts: bool = True) -> list[list[Row
     groups: dict[tuple[int, ...] | int, list[Row]] = {}
     for row in rows:
         if row.trains:
-            groups.setdefault(row.prompt if share_prompts else row.index, []).append(row)
+            groups.setdefault(row.prompt if share_prompts and row.prompt else row.index, []).append(row)
     return list(groups.values())
 
 
-def num_computed(group: Sequence[Row]) -> int:
-    """Tokens that a group costs: its prompt once, and the inputs of its responses."""
-    return len(group[0].prompt) + sum(row.num_inputs for row in group)
+def num_computed(rows: Sequence[Row], share_prompts: bool = True) -> int:
+    """Tokens that one forward of `rows` computes: each prompt once, and the inputs of the responses."""
+    groups = group_rows(rows, share_prompts)
+    return sum(len(group[0].prompt) + sum(row.num_inputs for row in group) for group in groups)
 
 
 def pack_rows(
@@ -92,36 +116,48 @@ def pack_rows(
     share_prompts: bool = True,
     device: torch.device | str = "cpu",
     chunk_tokens: int | None = None,
+    reads: Reads | None = None,
 ) -> PackedBatch:
     """Lay out the columns prompts, prompt_mask [batch, prompt], responses, response_mask [batch, response].
-    `chunk_tokens` is how many tokens a layer computes at a time, where it can; None: all.
+    A layer computes `chunk_tokens` tokens at a time, where it can; None: all.
 
-    A response is taken to be contiguous from column 0 up to its last trained token; holes in response_mask (tool
-    output) are ordinary inputs that nobody predicts.
+    A response is contiguous from column 0 up to its last trained token; holes in response_mask (user turns, tool output)
+    are ordinary inputs that nothing predicts. A prompt may be empty if response_mask is false at the first token.
     """
-    groups = group_rows(read_rows(columns), share_prompts)
+    reads = reads or Reads()
+    groups = group_rows(read_rows(columns, reads=reads), share_prompts)
     trained, responses = columns["response_mask"].cpu().bool(), columns["responses"].cpu()
     ids: list[torch.Tensor] = []
     positions: list[torch.Tensor] = []
     segments: list[Segment] = []
     index: list[torch.Tensor] = []
     where: list[torch.Tensor] = []
+    last: list[tuple[int, int, int]] = []  # (position, row, column)
     start = 0
     for group in groups:
         prompt_length = len(group[0].prompt)
-        ids.append(torch.tensor(group[0].prompt))
+        ids.append(torch.tensor(group[0].prompt, dtype=torch.int64))
         ids.extend(responses[row.index, : row.num_inputs] for row in group)
         positions.append(torch.arange(prompt_length))
         positions.extend(torch.arange(prompt_length, prompt_length + row.num_inputs) for row in group)
         segments.extend(_segments(start, prompt_length, [row.num_inputs for row in group]))
         first = start + prompt_length
         for row in group:
-            columns_here = trained[row.index].nonzero().squeeze(1)
-            index.append(torch.where(columns_here == 0, start + prompt_length - 1, first + columns_here - 1))
-            where.append(torch.stack([torch.full_like(columns_here, row.index), columns_here]))
+            if reads.predictions:
+                columns_here = trained[row.index].nonzero().squeeze(1)
+                index.append(torch.where(columns_here == 0, start + prompt_length - 1, first + columns_here - 1))
+                where.append(torch.stack([torch.full_like(columns_here, row.index), columns_here]))
             first += row.num_inputs
+            last.append((first - 1, row.index, row.num_inputs - 1))
         start = first
+    num_last = len(last) if reads.last_token else 0
+    if num_last:
+        at, *of = torch.tensor(last).unbind(1)
+        index.append(at)
+        where.append(torch.stack(of))
     row_index, column = torch.cat(where, dim=1) if where else torch.empty(2, 0, dtype=torch.int64)
+    targets = responses[row_index, column]
+    targets[len(targets) - num_last :] = 0
 
     def joined(parts: list[torch.Tensor]) -> torch.Tensor:
         return to_device(torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64), device)
@@ -131,10 +167,11 @@ def pack_rows(
         position_ids=joined(positions).unsqueeze(0),
         layout=PackedLayout(segments, chunk_tokens),
         hidden_index=joined(index),
-        targets=to_device(responses[row_index, column], device),
+        targets=to_device(targets, device),
         row=to_device(row_index, device),
         column=to_device(column, device),
         shape=(responses.shape[0], responses.shape[1]),
+        num_last=num_last,
     )
 
 

@@ -1,9 +1,20 @@
-"""Which rows go where: equal cost over ranks, few micro-batches under a token limit. Pure Python, deterministic."""
+"""Division of rows: equal cost over ranks, few micro-batches under a token limit. Pure and deterministic."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from verl.errors import DataError
+
+if TYPE_CHECKING:
+    from verl.data_proto.proto import DataProto
+
+Rows = list[int]
 
 
 def sequence_cost(num_tokens: int, linear: float = 1.0, quadratic: float = 0.0) -> float:
@@ -169,3 +180,102 @@ def imbalance(costs: Sequence[float], parts: Sequence[Sequence[int]]) -> dict[st
         "balanced_max": max(balanced),
         "mean": sum(costs) / len(parts),
     }
+
+
+@dataclass(frozen=True)
+class TokenCost:
+    """Cost of a row in a transformer of `hidden_size`: its FLOPs per layer up to a constant, see `sequence_cost`.
+
+    Rows that share a prompt compute it once on one rank, and once more on every further rank that gets some of them.
+    """
+
+    hidden_size: int = 1024
+
+    def __call__(self, num_tokens: int) -> float:
+        return sequence_cost(num_tokens, linear=6.0 * self.hidden_size, quadratic=1.0)
+
+
+def contiguous_shares(num_rows: int, num_parts: int) -> list[Rows]:
+    """Neighbouring rows; sizes differ by at most one and the last parts may be empty."""
+    return [rows.tolist() for rows in np.array_split(np.arange(num_rows), num_parts)]
+
+
+def unit_ids(batch: DataProto, unit: str) -> list[int]:
+    """A number for each row, equal for the rows of a unit: rows with the same value in the column `unit`; "row": each row
+    is its own. Raises DataError when there is no such column."""
+    if unit == "row":
+        return list(range(len(batch)))
+    if unit in batch.batch.keys():
+        values = batch.batch[unit].tolist()
+    elif unit in batch.non_tensor_batch:
+        values = list(batch.non_tensor_batch[unit])
+    else:
+        raise DataError(f"The batch has no column {unit!r}, which says for each row which rows stay together with it.")
+    first: dict[object, int] = {}
+    return [first.setdefault(value, row) for row, value in enumerate(values)]
+
+
+def balanced_shares(
+    batch: DataProto,
+    num_parts: int,
+    cost: TokenCost,
+    rows: Sequence[int] | None = None,
+    computed: Set[int] | None = None,
+    unit: str = "row",
+) -> list[Rows]:
+    """`rows` of the batch (default all) over `num_parts` ranks with nearly equal cost; ascending within a part. Rows of one
+    `unit` are in one part; with fewer units than parts the last parts are empty. Rows that are not `computed` (default:
+    all are) cost nothing.
+
+    The samples of a prompt stay together unless parting them makes the costliest share cheaper, the prompts that are then
+    computed twice counted.
+    """
+    ids = unit_ids(batch, unit)
+    whole: dict[int, Rows] = {}
+    for row in range(len(batch)) if rows is None else map(int, rows):
+        whole.setdefault(ids[row], []).append(row)
+    units = list(whole.values())
+    if len(units) <= num_parts:
+        return [sorted(rows) for rows in units] + [[] for _ in range(num_parts - len(units))]
+    prompts, responses = _lengths(batch)
+    names = _prompt_names(batch)
+    groups: dict[object, Rows] = {}
+    for members in units:
+        groups.setdefault(names[members[0]], []).extend(members)
+
+    def share_cost(part: Rows) -> float:
+        part = part if computed is None else [r for r in part if r in computed]
+        shared = {names[r]: prompts[r] for r in part}
+        return sum(cost(p) for p in shared.values()) + sum(
+            cost(prompts[r] + responses[r]) - cost(prompts[r]) for r in part
+        )
+
+    candidates = [_partition(units, num_parts, share_cost)]
+    if len(groups) >= num_parts:
+        candidates.insert(0, _partition(list(groups.values()), num_parts, share_cost))
+    return min(candidates, key=lambda parts: max(map(share_cost, parts)))  # the first of equals: whole groups
+
+
+def _partition(units: list[Rows], num_parts: int, share_cost: Callable[[Rows], float]) -> list[Rows]:
+    parts = partition_by_cost([share_cost(unit) for unit in units], num_parts, equal_size=False)
+    return sorted(sorted(row for unit in part for row in units[unit]) for part in parts)
+
+
+def _lengths(batch: DataProto) -> tuple[list[int], list[int]]:
+    """Prompt and response tokens of each row; a batch without masks has rows of equal length."""
+    columns = {} if batch.batch is None else batch.batch
+    names = set(columns.keys())
+    if "attention_mask" not in names:
+        return [0] * len(batch), [1] * len(batch)
+    total = columns["attention_mask"].sum(dim=1)
+    prompts = columns["prompt_mask"].sum(dim=1) if "prompt_mask" in names else total.new_zeros(total.shape)
+    return prompts.tolist(), (total - prompts).tolist()
+
+
+def _prompt_names(batch: DataProto) -> list[object]:
+    """A name for each row, equal for rows of one prompt: the ordinal or the uid; else every row is its own."""
+    if batch.batch is not None and "ordinal" in batch.batch.keys():
+        return list(batch.batch["ordinal"].tolist())
+    if "uid" in batch.non_tensor_batch:
+        return list(batch.non_tensor_batch["uid"])
+    return list(range(len(batch)))

@@ -16,9 +16,9 @@ import numpy as np
 from verl.data_proto.metrics import Metric, merge_metrics
 from verl.data_proto.padding import pad_dataproto_to_divisor
 from verl.data_proto.proto import DataProto
+from verl.parallel.balance import Rows, TokenCost, balanced_shares, contiguous_shares
 from verl.parallel.mesh import Mesh
 from verl.parallel.register import Execute, Registered
-from verl.parallel.row_shares import Rows, TokenCost, balanced_shares, contiguous_shares
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -36,7 +36,11 @@ class GroupShape(Protocol):
 
 
 class Schedule(Protocol):
-    """Which rows of a batch each optimizer step of a training call takes, and which rows are computed."""
+    """The rows of a batch that each optimizer step of a training call takes, those that are computed, and the column whose
+    equal rows stay together on a rank ("row": none)."""
+
+    @property
+    def unit(self) -> str: ...
 
     def rows(self, num_rows: int, step: int) -> list[np.ndarray]: ...
 
@@ -200,10 +204,11 @@ def _nd_mini_batches(declared: Registered, group: GroupShape, args: tuple[Any, .
     """`method(batch, step)` becomes `method(share, step, mini_batches=[rows of the share, ...])`."""
     assert group.schedule is not None, "a group with training calls has a schedule"
     batch, step = _first_batch(args), args[1]
-    cost, parts = group.cost, group.mesh.dp_size
+    cost, parts, unit = group.cost, group.mesh.dp_size, group.schedule.unit
     computed = set(group.schedule.computed(batch))
     cut = [
-        balanced_shares(batch, parts, cost, rows.tolist(), computed) for rows in group.schedule.rows(len(batch), step)
+        balanced_shares(batch, parts, cost, rows.tolist(), computed, unit)
+        for rows in group.schedule.rows(len(batch), step)
     ]
     shares: list[Rows] = [sorted({row for mini in cut for row in mini[part]}) for part in range(parts)]
     sent = _lean(batch, declared.objects)

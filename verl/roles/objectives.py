@@ -29,7 +29,6 @@ def _aggregate(mode: str, scale: float, totals: BatchTotals) -> Aggregate:
             matrix,
             mask,
             mode_override or mode,
-            dp_size=totals.dp_size,
             batch_num_tokens=totals.num_tokens,
             global_batch_size=totals.num_sequences,
             loss_scale_factor=scale,

@@ -18,8 +18,8 @@ from verl.data_proto.merge import object_array
 from verl.data_proto.proto import DataProto
 from verl.errors import ConfigError, ModelError, NumericsError
 from verl.models.classifier import load_reward_model, sequence_scores
+from verl.models.heads import ScalarHeadModel
 from verl.models.load import load_external, load_tokenizer
-from verl.models.value import ValueModel
 from verl.parallel.device import compute_dtype
 from verl.parallel.register import Dispatch, register
 from verl.roles.judges import Judge, build_judge
@@ -76,7 +76,7 @@ class RewardModelWorker:
 
     def __init__(
         self,
-        module: ValueModel,
+        module: ScalarHeadModel,
         tokenizer: Any,
         policy_tokenizer: Any,
         *,

@@ -18,13 +18,14 @@ from verl.roles.step_guard import Finding, merge_findings
 @dataclass(frozen=True)
 class MiniBatchSchedule:
     """`epochs` passes over a batch in mini-batches of `size` rows (the last may be short). `skips_zero_advantages`: rows
-    whose advantages are all 0 are not computed."""
+    whose advantages are all 0 are not computed. `unit` is that of the objective (see TrainEngine.train_batch)."""
 
     size: int
     epochs: int
     shuffle: bool
     seed: int
     skips_zero_advantages: bool = False
+    unit: str = "row"
 
     def rows(self, num_rows: int, step: int) -> list[np.ndarray]:
         """The rows of each optimizer step of trainer step `step`. The order of a shuffled pass depends on (seed, step,

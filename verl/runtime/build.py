@@ -96,14 +96,14 @@ def _help_make_groups(seat: Seat, role: str) -> None:
         Groups(mesh, seat.device.type, engine.expert_parallel_size, seat.timeout_s)
 
 
-def _engine(seat: Seat, role: str, section: Any, *, trains: bool, kind: str = "policy") -> TrainEngine:
+def _engine(seat: Seat, role: str, section: Any, *, trains: bool, head: str = "lm") -> TrainEngine:
     """One device holds the model: the local engine. Several: the one that the strategy names."""
     config, mesh = seat.config, seat.mesh(role)
     settings: dict[str, Any] = {
         "model": config.critic.model if role == "critic" else config.actor_rollout_ref.model,
         "engine": engine_section(config, role),
         "optim": section.optim if trains else None,
-        "kind": kind,
+        "head": head,
         "device": seat.device,
         "total_steps": seat.total_steps,
         "trainable": trains,
@@ -154,7 +154,10 @@ def _critic(seat: Seat) -> CriticWorker:
     critic = seat.config.critic
     schedule = schedule_of(seat.config, "critic")
     assert schedule is not None
-    engine, guard = _engine(seat, "critic", critic, trains=True, kind="value"), StepGuard(seat.config.trainer.guards)
+    engine, guard = (
+        _engine(seat, "critic", critic, trains=True, head="token_value"),
+        StepGuard(seat.config.trainer.guards),
+    )
     return CriticWorker(
         engine,
         critic,

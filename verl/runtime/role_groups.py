@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from verl.models.load import load_model_config
+from verl.parallel.balance import TokenCost
 from verl.parallel.mesh import Mesh
-from verl.parallel.row_shares import TokenCost
 from verl.roles.critic import CriticWorker
 from verl.roles.policy import ActorWorker, ReferenceWorker
 from verl.roles.reward import RewardWorker

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from verl.parallel.balance import TokenCost
 from verl.parallel.dispatch import Plan, Schedule, plan_call
 from verl.parallel.mesh import Mesh
 from verl.parallel.register import Registered, registered
-from verl.parallel.row_shares import TokenCost
 
 
 def wait(value: Any) -> Any:

@@ -26,6 +26,7 @@ def parallel_log_probs(
     *,
     want_entropy: bool = False,
     want_sum_pi_squared: bool = False,
+    want_correct: bool = False,
     bias: torch.Tensor | None = None,
     softcap: float | None = None,
     logit_scale: float = 1.0,
@@ -34,10 +35,8 @@ def parallel_log_probs(
     weight [part of the vocabulary, hidden_size]. Everything but weight and bias is equal on all ranks of `group`."""
     head = Head(temperature, logit_scale, softcap)
     chunk = max(1, min(len(targets), _CHUNK_ELEMENTS // weight.shape[0]))
-    log_probs, entropy, squared = _ParallelLogProbs.apply(
-        hidden, weight, bias, targets - first_token, head, (want_entropy, want_sum_pi_squared), chunk, group
-    )
-    return TokenStats(log_probs, entropy, squared)
+    wants = (want_entropy, want_sum_pi_squared, want_correct)
+    return TokenStats(*_ParallelLogProbs.apply(hidden, weight, bias, targets - first_token, head, wants, chunk, group))
 
 
 class _ParallelLogProbs(torch.autograd.Function):
@@ -49,28 +48,31 @@ class _ParallelLogProbs(torch.autograd.Function):
         bias: torch.Tensor | None,
         targets: torch.Tensor,
         head: Head,
-        wants: tuple[bool, bool],
+        wants: tuple[bool, bool, bool],
         chunk: int,
         group: dist.ProcessGroup,
     ) -> tuple[torch.Tensor | None, ...]:
         wide = torch.promote_types(hidden.dtype, torch.float32)
-        # rows: log-prob, log-sum-exp, entropy, sum of squares
-        stats = torch.zeros(4, len(hidden), dtype=wide, device=hidden.device)
+        # rows: log-prob, log-sum-exp, entropy, sum of squares, whether no logit is greater
+        stats = torch.zeros(5, len(hidden), dtype=wide, device=hidden.device)
         buffer = torch.empty(chunk, weight.shape[0], dtype=wide, device=hidden.device)
         for start in range(0, len(hidden), chunk):
             part = slice(start, start + chunk)
             z = _logits(hidden[part], weight, bias, head, buffer)
             stats[:, part] = _statistics(z, targets[part], group, wants)
-        log_probs, lse, entropy, squared = stats.unbind()
+        log_probs, lse, entropy, squared, correct = stats.unbind()
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy, squared)
         ctx.head, ctx.chunk, ctx.group = head, chunk, group
-        return log_probs.clone(), entropy.clone() if wants[0] else None, squared.clone() if wants[1] else None
+        optional = [x.clone() if want else None for x, want in zip((entropy, squared, correct), wants, strict=True)]
+        if optional[2] is not None:
+            ctx.mark_non_differentiable(optional[2])
+        return log_probs.clone(), *optional
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, bias, targets, lse, entropy, squared = ctx.saved_tensors
-        wide, chunk = lse.dtype, ctx.chunk
+        grads, wide, chunk = grads[:3], lse.dtype, ctx.chunk
         d_hidden = torch.zeros(hidden.shape, dtype=wide, device=hidden.device)
         d_weight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if ctx.needs_input_grad[1] else None
         d_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and ctx.needs_input_grad[2] else None
@@ -110,9 +112,9 @@ def _logits(
 
 
 def _statistics(
-    z: torch.Tensor, targets: torch.Tensor, group: dist.ProcessGroup, wants: tuple[bool, bool]
+    z: torch.Tensor, targets: torch.Tensor, group: dist.ProcessGroup, wants: tuple[bool, bool, bool]
 ) -> torch.Tensor:
-    """[4, tokens] of logits z [tokens, part of the vocabulary]: two reductions, one for the peak and one for sums."""
+    """[5, tokens] of logits z [tokens, part of the vocabulary]: two reductions, one for the peak and one for sums."""
     peak = z.amax(dim=1)
     dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
     exp = (z - peak.unsqueeze(1)).exp_()
@@ -127,7 +129,7 @@ def _statistics(
     dist.all_reduce(sums, group=group)
     total, chosen, weighted, squared = sums.unbind()
     lse = total.log() + peak
-    return torch.stack([chosen - lse, lse, lse - weighted / total, squared / total.square()])
+    return torch.stack([chosen - lse, lse, lse - weighted / total, squared / total.square(), (chosen >= peak).to(z)])
 
 
 def _logit_grad(

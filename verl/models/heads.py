@@ -1,0 +1,131 @@
+"""Heads of models, by name: what stands above a decoder, and how a model with it is built.
+
+lm              the output projection of a causal language model
+token_value     a scalar at each token: a critic
+sequence_score  a scalar at the last token of a sequence: a reward model
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from verl.errors import ModelError
+from verl.registry import Registry
+
+log = logging.getLogger(__name__)
+
+# scalar heads in folders: of Hugging Face's classification models, ours, and TRL's
+_WEIGHT_NAMES = ("score.weight", "classifier.weight", "v_head.weight", "v_head.summary.weight")
+
+
+class ScalarHeadModel(nn.Module):
+    """`base` under its own prefix ("model" for Llama) beside `score`, a linear layer in at least float32, under the names of
+    the Hugging Face class whose name ends with `architecture`."""
+
+    architecture: str
+    bias: bool
+
+    def __init__(self, base: Any):
+        super().__init__()
+        self.config = base.config
+        self.prefix = base.base_model_prefix or "model"
+        setattr(self, self.prefix, base)
+        weight, size = next(base.parameters()), self.config.get_text_config().hidden_size
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        self.score = nn.Linear(size, 1, bias=self.bias, dtype=dtype, device=weight.device)
+        if not weight.is_meta:
+            with torch.no_grad():
+                self.reset_head()
+
+    def reset_head(self) -> None:
+        """Set the head's weights to those of a model that has none: zeros."""
+        for parameter in self.score.parameters():
+            parameter.zero_()
+
+    def get_decoder(self) -> Any:
+        return getattr(self, self.prefix)
+
+    def get_input_embeddings(self) -> Any:
+        return self.get_decoder().get_input_embeddings()
+
+    def value(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[tokens, hidden_size] -> [tokens]."""
+        return self.score(hidden.to(self.score.weight.dtype)).squeeze(-1)
+
+    def gradient_checkpointing_enable(self, **kwargs: Any) -> None:
+        self.get_decoder().gradient_checkpointing_enable(**kwargs)
+
+    def load_head(self, folder: Path) -> bool:
+        """Load the head saved in `folder`, if there is one; raises ModelError when it is not a scalar head."""
+        from safetensors import safe_open
+
+        found: dict[str, torch.Tensor] = {}
+        for file in sorted(folder.glob("*.safetensors")):
+            with safe_open(file, framework="pt") as tensors:
+                names = [
+                    n
+                    for n in tensors.keys()
+                    if n in _WEIGHT_NAMES or n.removesuffix("bias") + "weight" in _WEIGHT_NAMES
+                ]
+                found.update({name: tensors.get_tensor(name) for name in names})
+        weight_name = next((n for n in _WEIGHT_NAMES if n in found), None)
+        if weight_name is None:
+            return False
+        weight, bias = found[weight_name], found.get(weight_name.removesuffix("weight") + "bias")
+        if weight.shape != self.score.weight.shape:
+            raise ModelError(
+                f"{folder} holds a head {weight_name} of shape {list(weight.shape)}; a scalar head of this size needs "
+                f"{list(self.score.weight.shape)}. Use a model with one label, or one without a head."
+            )
+        with torch.no_grad():
+            self.score.weight.copy_(weight)
+            if bias is not None and self.bias:
+                self.score.bias.copy_(bias)
+            elif bias is not None:
+                log.warning("The bias of %s in %s is left out: it adds the same to every score.", weight_name, folder)
+        return True
+
+
+class TokenValueModel(ScalarHeadModel):
+    """A critic. An untrained one says 0 everywhere."""
+
+    architecture = "ForTokenClassification"
+    bias = True
+
+
+class SequenceScoreModel(ScalarHeadModel):
+    """A reward model. Its head starts with normal values from a fixed seed, so that the decoder has a gradient at once."""
+
+    architecture = "ForSequenceClassification"
+    bias = False
+
+    def reset_head(self) -> None:
+        """See ScalarHeadModel; standard deviation: the config's initializer_range."""
+        scale = getattr(self.config.get_text_config(), "initializer_range", 0.02)
+        values = torch.randn(self.score.weight.shape, generator=torch.Generator().manual_seed(0))
+        self.score.weight.copy_(values * scale)
+
+
+@dataclass(frozen=True)
+class HeadKind:
+    """`auto_class` of transformers loads what lies below the head; `wrap` puts the head on it."""
+
+    auto_class: str
+    wrap: Callable[[Any], Any]
+
+
+HEADS = Registry(
+    "head",
+    {
+        "lm": HeadKind("AutoModelForCausalLM", lambda module: module),
+        "token_value": HeadKind("AutoModel", TokenValueModel),
+        "sequence_score": HeadKind("AutoModel", SequenceScoreModel),
+    },
+)
