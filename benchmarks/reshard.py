@@ -202,7 +202,7 @@ def measure(pair: Pair, model: str, dtype: str, rounds: int, comm: Any, device: 
     """What this rank found, with copies in `dtype`."""
     import torch
 
-    from verl.reshard.update import held_by, plan_update
+    from verl.reshard.update import plan_update
 
     engine, (replica, gathered), training, rollout = build(pair, model, dtype, device)
     update = plan_update(comm, training, rollout, engine=engine, replica=replica, device=device)
@@ -218,7 +218,7 @@ def measure(pair: Pair, model: str, dtype: str, rounds: int, comm: Any, device: 
     for number_of_round in range(rounds + 1):
         comm.barrier("a round")  # before one changes what another still compares
         with torch.no_grad():
-            for tensor in held_by(engine).values():
+            for tensor in engine.local_weights().values() if engine is not None else ():
                 tensor.mul_(1.01)
             for part in (*replica.parts().values(), *gathered.parts().values()):
                 part.zero_()

@@ -1,5 +1,6 @@
 """What every training engine does, whatever it is made of. An engine joins by a row in ENGINE_ROWS."""
 
+import contextlib
 import math
 
 import pytest
@@ -11,6 +12,7 @@ from verl.config import FSDPConfig, ModelConfig, OptimConfig
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.engines.api import ENGINES, BatchTotals, MicroBatching, TrainEngine, whole
+from verl.engines.base import TrainedEngine
 from verl.errors import CheckpointError, ModelError
 from verl.models.classifier import sequence_scores
 from verl.models.load import load_causal_lm, load_model
@@ -138,6 +140,57 @@ def largest_gap(a, b):
 
 def test_is_a_train_engine(make):
     assert isinstance(make(), TrainEngine)
+
+
+def test_an_engine_that_lacks_a_method_cannot_be_built():
+    class Half(TrainedEngine):
+        def _ready(self, *, trains=False):
+            return contextlib.nullcontext()
+
+    with pytest.raises(TypeError, match="_outputs.*local_weights"):
+        Half()
+
+
+@pytest.mark.parametrize("head", ["lm", "token_value", "sequence_score"])
+def test_weights_are_declared_for_weight_sync(make, head):
+    engine = make(head=head, dtype="float32")
+    layout, held = engine.weight_layout(), engine.local_weights()
+    assert (layout.dtype, layout.rounding, layout.adapter_scales) == (torch.float32, "nearest", {})
+    assert (layout.num_layers, layout.num_heads, layout.num_kv_heads) == (2, 4, 2)
+    assert layout.shapes == {name: tuple(tensor.shape) for name, tensor in engine.gather_weights()}
+    assert held.keys() == layout.shapes.keys() == engine.trained_weights().keys()
+    for name, tensor in engine.gather_weights():
+        assert torch.equal(held[name].view(tensor.shape), tensor)  # one rank holds all of it
+        held[name].add_(1.0)  # and not a copy
+    assert all(torch.equal(engine.local_weights()[name], held[name]) for name in held)
+    assert engine.compute_dtype == torch.float32
+
+
+def test_a_frozen_engine_declares_its_weights_too(make):
+    engine = make(trainable=False, dtype="bfloat16")
+    assert engine.weight_layout().shapes.keys() == engine.local_weights().keys()
+    assert {tensor.dtype for tensor in engine.local_weights().values()} == {torch.bfloat16}
+    assert (engine.trained_weights(), engine.num_steps) == ({}, 0)
+
+
+@pytest.mark.usefixtures("bf16_path")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_snapshot_brings_weights_back_bit_for_bit(make, dtype):
+    ours, untouched, batch = make(dtype=dtype), make(dtype=dtype), make_batch()
+    for engine in (ours, untouched):
+        train(engine, batch)
+    saved = ours.snapshot()
+    with torch.no_grad():
+        for tensor in (*ours.local_weights().values(), *ours.trained_weights().values()):
+            tensor.mul_(1.5)
+    assert largest_gap(dict(ours.gather_weights()), dict(untouched.gather_weights())) > 0
+    ours.restore(saved)
+    assert ours.num_steps == untouched.num_steps == 1
+    for engine in (ours, untouched):
+        engine.free_cached_memory()
+        train(engine, batch)
+    assert largest_gap(weights_of(ours), weights_of(untouched)) == 0
+    assert largest_gap(dict(ours.gather_weights()), dict(untouched.gather_weights())) == 0
 
 
 def test_forward_equals_hugging_face(make, folder):

@@ -16,6 +16,7 @@ import torch
 from tests import pictures
 from tests.runtime.ranks import take_port
 from verl.config import load_config
+from verl.engines.base import TrainedEngine
 from verl.errors import VerlError
 from verl.parallel.traffic import Traffic
 from verl.reshard import transport, update
@@ -148,14 +149,14 @@ def loses_a_tensor(patch):
 
 def hands_on_too_little(patch):
     """The trained model does not know its last norm."""
-    facts = update._model_facts
+    layout_of = TrainedEngine.weight_layout
 
     def faulty(engine):
-        found = facts(engine)
-        del found["shapes"][NORM]
-        return found
+        layout = layout_of(engine)
+        del layout.shapes[NORM]
+        return layout
 
-    patch.setattr(update, "_model_facts", faulty)
+    patch.setattr(TrainedEngine, "weight_layout", faulty)
 
 
 FAULTS = {

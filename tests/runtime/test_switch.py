@@ -55,7 +55,7 @@ def switched(engine, meddles=lambda: None, **settings):
 def test_order(engine, monkeypatch):
     order = []
     rollout = Rollout(order, lambda: order.append("generation"))
-    monkeypatch.setattr(engine, "rest", lambda: order.append("training caches freed"))
+    monkeypatch.setattr(engine, "free_cached_memory", lambda: order.append("training caches freed"))
     around(Switch(engine, RolloutConfig(), CPU), rollout)
     rollout.publish(3)
     rollout.end_generation()

@@ -1,4 +1,4 @@
-"""What a training engine is. One file per engine beside this one; `ENGINES` names them."""
+"""The contract of training engines. One file per engine beside this one; `ENGINES` names them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Output = str  # a row of verl.models.outputs.OUTPUTS
 
 @dataclass(frozen=True)
 class MicroBatching:
-    """How a mini-batch is cut for one forward and backward: by token count (`use_dynamic_bsz`), or by rows.
+    """Limits of the part of a mini-batch that one forward and backward computes: tokens (`use_dynamic_bsz`), or rows.
 
     `max_tokens` counts the tokens that are computed: a prompt shared by several rows of a micro-batch counts once.
     """
@@ -61,16 +61,16 @@ class LossFn(Protocol):
 
 
 class StepCheck(Protocol):
-    """Looks at an optimizer step before it is taken."""
+    """A check of an optimizer step before it is taken."""
 
     @property
     def names(self) -> Mapping[str, str]:
-        """Metrics of the loss that it wants, and how they combine: sum, mean or max."""
+        """Metrics of the loss that it reads, each with its reduction over the mini-batch: sum, mean or max."""
         ...
 
     def __call__(self, figures: Mapping[str, float]) -> bool:
-        """Whether the step may be taken. `figures` are those of the whole mini-batch, equal on all ranks: `grad_norm`, and
-        those of `names` that a loss has given."""
+        """Whether the step may be taken. `figures` are of the whole mini-batch, equal on all ranks: `grad_norm`, and those of
+        `names` that a loss has given."""
         ...
 
 
@@ -84,6 +84,8 @@ class TrainEngine(Protocol):
     those of the rank's rows."""
 
     module: Any  # torch.nn.Module, the one that rollout shares
+    head: str  # a row of verl.models.heads.HEADS
+    compute_dtype: torch.dtype
 
     def forward(
         self, batch: DataProto, outputs: Sequence[Output], micro: MicroBatching, temperature: float = 1.0
@@ -132,16 +134,45 @@ class TrainEngine(Protocol):
         ...
 
     def visible_update_ratio(self) -> float | None:
-        """The share of the masters' movement since the start of the run that the weights in the compute dtype show (see
+        """The fraction of the masters' movement since the start of the run that the weights in the compute dtype show (see
         verl.models.visible), measured on a sample of each tensor. None where nothing is rounded, or nothing has moved."""
         ...
 
-    def rest(self) -> None:
-        """Free what is kept from one training call to the next and can be made anew: something else runs now."""
+    def free_cached_memory(self) -> None:
+        """Free memory that is kept from one training call to the next and can be allocated again."""
+        ...
+
+    # -- read by weight sync (verl/reshard/update.py) and by the switch to generation (verl/runtime/mode_switch.py) ----------
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps taken; 0 for a frozen model."""
+        ...
+
+    def weight_layout(self) -> WeightLayout | None:
+        """A description of the weights that a sync transfers: all of them, or the adapters of LoRA training. None where
+        others than adapters train beside adapters: then `gather_weights` is the only way."""
+        ...
+
+    def local_weights(self) -> Mapping[str, torch.Tensor]:
+        """This rank's part of each parameter by Hugging Face name, tied ones once, not copied: the weights that compute. With
+        adapters: the masters, which are merged before they are rounded."""
+        ...
+
+    def trained_weights(self) -> Mapping[str, torch.Tensor]:
+        """This rank's part of the parameters that train, not copied, as `module` holds them; {} for a frozen model."""
+        ...
+
+    def snapshot(self) -> Mapping[str, torch.Tensor]:
+        """Copies on the CPU of this rank's part of the master weights that train."""
+        ...
+
+    def restore(self, snapshot: Mapping[str, torch.Tensor]) -> None:
+        """Write a `snapshot` back into masters and module, bit for bit."""
         ...
 
     def state(self) -> EngineState:
-        """Everything that a resumed run needs, without copying (read it before the next train_batch)."""
+        """Everything that resuming needs, without copying (read it before the next train_batch)."""
         ...
 
     def load_state(self, state: EngineState) -> None:
@@ -150,8 +181,23 @@ class TrainEngine(Protocol):
 
 
 @dataclass(frozen=True)
+class WeightLayout:
+    """The weights that a sync transfers; equal on all ranks. `adapter_scales` is empty where all weights travel, else the
+    factor of each adapted layer. `layers_at_a_time` limits the staging memory (fsdp_config.layer_per_group)."""
+
+    shapes: dict[str, tuple[int, ...]]  # of whole tensors, by Hugging Face name
+    dtype: torch.dtype
+    rounding: str  # fsdp_config.master_rounding
+    adapter_scales: dict[str, float]
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    layers_at_a_time: int | None = None
+
+
+@dataclass(frozen=True)
 class Deferred:
-    """A tensor that is put together when it is written: gathered from shards, or merged with its adapter. `build` may be
+    """A tensor that is built when it is written: gathered from shards, or merged with its adapter. `build` may be
     collective, so all ranks build the same ones in the same order; the result is equal on all."""
 
     shape: tuple[int, ...]

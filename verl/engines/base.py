@@ -1,9 +1,11 @@
-"""What training engines do alike, wherever their parameters lie: the schedule, adapters, weights and state."""
+"""The part of training engines that does not depend on where their parameters lie: micro-batches, the schedule, adapters,
+weights and state."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,20 +14,37 @@ import torch
 
 from verl.config import FSDPConfig, OptimConfig
 from verl.data_proto.metrics import Metric, merge_metrics
-from verl.engines.api import EngineState, StepCheck
+from verl.data_proto.proto import DataProto
+from verl.engines.api import (
+    BatchTotals,
+    EngineState,
+    LossFn,
+    MicroBatching,
+    Output,
+    StepCheck,
+    Tensors,
+    WeightLayout,
+)
 from verl.engines.hybrid_3d import Dimensions, check_change, require_3d_hybrid
+from verl.engines.micro_batches import batch_totals, plan_micro_batches, sizes_of
+from verl.engines.shards import local
 from verl.engines.state import TrainedState
-from verl.engines.step_check import figures_of_all, restore_random_state
+from verl.engines.step_check import figures_of_all, random_state, restore_random_state
 from verl.errors import ConfigError
-from verl.models.lora import LoRASpec, adapters_off
+from verl.models.lora import LoRASpec, adapters_off, is_adapter
 from verl.models.optim import MasterOptimizer, lr_at
+from verl.models.outputs import positions_read
+from verl.models.packing import PackedBatch, Reads, pack_rows, read_rows
+from verl.models.rounding import Rounding
 from verl.models.visible import ratio
+from verl.parallel.balance import unit_ids
 
 
-class TrainedEngine:
-    """The part of a TrainEngine that does not depend on the device layout. Subclasses set what is declared here."""
+class TrainedEngine(ABC):
+    """A TrainEngine without its device layout. Subclasses set the attributes that are declared here."""
 
     module: Any
+    head: str
     config: FSDPConfig
     dimensions: Dimensions
     optim: OptimConfig | None  # None: frozen
@@ -33,9 +52,57 @@ class TrainedEngine:
     device: torch.device
     spec: LoRASpec | None
     compute_dtype: torch.dtype
+    rounding: Rounding
     total_steps: int
+    share_prompts: bool
     num_lr_steps: int = 0
     _trained: TrainedState
+
+    @torch.no_grad()
+    def forward(
+        self, batch: DataProto, outputs: Sequence[Output], micro: MicroBatching, temperature: float = 1.0
+    ) -> dict[str, torch.Tensor]:
+        """See TrainEngine."""
+        reads = positions_read(outputs, self.head)
+        found: dict[str, torch.Tensor] = {}
+        with self._ready():
+            plan = self._plan(batch, micro, reads)
+            for number, rows in enumerate(plan):
+                self._before_micro_batch(number, len(plan), trains=False)
+                packed = self._pack(_select(batch, rows), reads)
+                for name, values in self._outputs(packed, outputs, temperature).items():
+                    if name not in found:
+                        wide = values.dtype if values.dtype == torch.float64 else torch.float32
+                        found[name] = torch.zeros(len(batch), *values.shape[1:], dtype=wide)
+                    found[name][rows] = values.to("cpu", found[name].dtype)
+        return found
+
+    def train_batch(
+        self,
+        batch: DataProto,
+        loss: LossFn,
+        outputs: Sequence[Output],
+        micro: MicroBatching,
+        temperature: float = 1.0,
+        check: StepCheck | None = None,
+        rows: Sequence[int] | None = None,
+        unit: str = "row",
+    ) -> dict[str, Metric]:
+        """See TrainEngine. `num_skipped_updates` is added when the step was not taken."""
+        assert self.optimizer is not None, "a frozen model cannot be trained"
+        before = random_state(self.device)
+        reads = positions_read(outputs, self.head)
+        totals = batch_totals(self._sum_over_ranks(torch.tensor(sizes_of(batch, rows, unit))).tolist())
+        metrics: list[dict[str, Metric]] = [{"loss": Metric.sum(0.0)}]
+        with self._ready(trains=True):
+            plan = self._plan(batch, micro, reads, rows, unit)
+            for number, members in enumerate(plan):
+                self._before_micro_batch(number, len(plan), trains=True)
+                part = _select(batch, members)
+                found = self._outputs(self._pack(part, reads), outputs, temperature)
+                metrics.append(self._backward(found, part, loss, totals))
+            self._complete_gradients(totals)
+            return self._step(metrics, check, before)
 
     def end_step(self, *, advance: bool = True) -> float:
         """See TrainEngine."""
@@ -55,6 +122,57 @@ class TrainedEngine:
         """See TrainEngine."""
         return self._trained.weights(self.compute_dtype)
 
+    @property
+    def num_steps(self) -> int:
+        """See TrainEngine."""
+        return 0 if self.optimizer is None else self.optimizer.num_steps
+
+    def weight_layout(self) -> WeightLayout | None:
+        """See TrainEngine."""
+        parameters, scales, dtype = self._trained.parameters, self._trained.scales, self.compute_dtype
+        names = list(parameters.named())
+        if self.spec is not None:
+            names = [name for name in names if name in self._trained.trains]
+            if not all(map(is_adapter, names)):
+                return None
+            dtype = parameters.named()[names[0]].dtype
+        config = self.module.config.get_text_config()
+        num_heads = getattr(config, "num_attention_heads", 1)
+        return WeightLayout(
+            shapes={name: parameters.shape(name) for name in names},
+            dtype=dtype,
+            rounding=self.rounding.kind,
+            adapter_scales=scales,
+            num_layers=getattr(config, "num_hidden_layers", 0),
+            num_heads=num_heads,
+            num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
+            layers_at_a_time=self.dimensions.layer_per_group if self.config.use_3d_hybrid else None,
+        )
+
+    @abstractmethod
+    def local_weights(self) -> dict[str, torch.Tensor]:
+        """See TrainEngine."""
+
+    @torch.no_grad()
+    def trained_weights(self) -> dict[str, torch.Tensor]:
+        """See TrainEngine."""
+        parameters = {} if self.optimizer is None else self.optimizer.parameters
+        return {name: local(p).detach() for name, p in parameters.items()}
+
+    @torch.no_grad()
+    def snapshot(self) -> Tensors:
+        """See TrainEngine."""
+        masters = {} if self.optimizer is None else self.optimizer.masters
+        return {name: local(p).detach().to("cpu", copy=True) for name, p in masters.items()}
+
+    @torch.no_grad()
+    def restore(self, snapshot: Mapping[str, torch.Tensor]) -> None:
+        """See TrainEngine."""
+        assert self.optimizer is not None, "a frozen model has no snapshot"
+        for name, saved in snapshot.items():
+            local(self.optimizer.masters[name]).detach().copy_(saved)
+        self.optimizer.publish()
+
     def reconfigure(self, changes: Mapping[str, Any]) -> None:
         """See TrainEngine."""
         check_change(changes)
@@ -67,7 +185,7 @@ class TrainedEngine:
         sums = self.optimizer.movement() if self.optimizer is not None else {}
         return ratio(self._sum_over_parameters(sums)) if sums else None
 
-    def rest(self) -> None:
+    def free_cached_memory(self) -> None:
         """See TrainEngine."""
         if self.optimizer is not None:
             self.optimizer.gradients.release()
@@ -85,31 +203,24 @@ class TrainedEngine:
         if state.extra:
             self.num_lr_steps = state.extra["num_lr_steps"]
 
-    def _learning_rate(self) -> float:
-        assert self.optim is not None, "a frozen model has no learning rate"
-        return lr_at(self.num_lr_steps, self.optim, self.total_steps)
+    # -- the device layout -----------------------------------------------------------------------------------------------
 
-    def _step(
-        self, parts: Sequence[dict[str, Metric]], check: StepCheck | None, drawn: list[torch.Tensor]
-    ) -> dict[str, Metric]:
-        """The optimizer step on the gathered gradients, and the metrics of the micro-batches with its own. `drawn` is the
-        random state from before them, to which a step that is not taken goes back."""
-        assert self.optimizer is not None, "a frozen model cannot be trained"
-        metrics = merge_metrics(list(parts))
-        accept = None if check is None else partial(self._accepts, check, metrics)
-        result = self.optimizer.step(self._learning_rate(), accept)
-        metrics["grad_norm"] = Metric.last(result.grad_norm)
-        if not result.taken:
-            metrics["num_skipped_updates"] = Metric.last(1.0)
-            restore_random_state(drawn, self.device)
-        return metrics
+    @abstractmethod
+    def _ready(self, *, trains: bool = False) -> AbstractContextManager[None]:
+        """Inside, micro-batches can be computed, and with `trains` the optimizer can step."""
 
-    def _accepts(self, check: StepCheck, metrics: Mapping[str, Metric], grad_norm: float) -> bool:
-        figures = figures_of_all(metrics, check.names, self._sum_over_ranks, self._largest_of_ranks)
-        return check({**figures, "grad_norm": grad_norm})
+    @abstractmethod
+    def _outputs(self, packed: PackedBatch, outputs: Sequence[str], temperature: float) -> dict[str, torch.Tensor]:
+        """The named outputs, with a graph where gradients are enabled."""
+
+    def _before_micro_batch(self, number: int, count: int, *, trains: bool) -> None:  # noqa: B027  (few layouts need it)
+        """Called before micro-batch `number` of `count`."""
+
+    def _complete_gradients(self, totals: BatchTotals) -> None:  # noqa: B027  (few layouts need it)
+        """Called after the last micro-batch, before the step."""
 
     def _sum_over_parameters(self, sums: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Of values that each rank has for its part of each parameter."""
+        """The sum of values that each rank has for its part of each parameter."""
         return torch.stack(list(sums.values())).sum(0)
 
     def _sum_over_ranks(self, numbers: torch.Tensor) -> torch.Tensor:
@@ -117,3 +228,63 @@ class TrainedEngine:
 
     def _largest_of_ranks(self, numbers: torch.Tensor) -> torch.Tensor:
         return numbers
+
+    # -- micro-batches and the step ----------------------------------------------------------------------------------------
+
+    def _plan(
+        self,
+        batch: DataProto,
+        micro: MicroBatching,
+        reads: Reads,
+        rows: Sequence[int] | None = None,
+        unit: str = "row",
+    ) -> list[list[int]]:
+        """Row indices of each micro-batch; as many on each rank, the last ones may be empty."""
+        plan = plan_micro_batches(read_rows(batch.batch, rows, reads), micro, self.share_prompts, unit_ids(batch, unit))
+        count = int(self._largest_of_ranks(torch.tensor([len(plan)])))
+        return plan + [[] for _ in range(count - len(plan))]
+
+    def _pack(self, part: DataProto, reads: Reads) -> PackedBatch:
+        return pack_rows(
+            part.batch,
+            share_prompts=self.share_prompts,
+            device=self.device,
+            chunk_tokens=self.dimensions.chunk_tokens,
+            reads=reads,
+        )
+
+    def _backward(
+        self, found: dict[str, torch.Tensor], part: DataProto, loss: LossFn, totals: BatchTotals
+    ) -> dict[str, Metric]:
+        """The metrics of one micro-batch, whose gradients are added to those of the others."""
+        value, metrics = loss(found, part, totals)
+        if value.requires_grad:  # a micro-batch in which nothing trains has no graph
+            value.backward()
+        return {**metrics, "loss": Metric.sum(value.detach())}
+
+    def _learning_rate(self) -> float:
+        assert self.optim is not None, "a frozen model has no learning rate"
+        return lr_at(self.num_lr_steps, self.optim, self.total_steps)
+
+    def _step(
+        self, parts: Sequence[dict[str, Metric]], check: StepCheck | None, before: list[torch.Tensor]
+    ) -> dict[str, Metric]:
+        """The optimizer step on the gathered gradients, and the metrics of the micro-batches with its own. A step that is
+        not taken restores the random state `before`."""
+        assert self.optimizer is not None, "a frozen model cannot be trained"
+        metrics = merge_metrics(list(parts))
+        accept = None if check is None else partial(self._accepts, check, metrics)
+        result = self.optimizer.step(self._learning_rate(), accept)
+        metrics["grad_norm"] = Metric.last(result.grad_norm)
+        if not result.taken:
+            metrics["num_skipped_updates"] = Metric.last(1.0)
+            restore_random_state(before, self.device)
+        return metrics
+
+    def _accepts(self, check: StepCheck, metrics: Mapping[str, Metric], grad_norm: float) -> bool:
+        figures = figures_of_all(metrics, check.names, self._sum_over_ranks, self._largest_of_ranks)
+        return check({**figures, "grad_norm": grad_norm})
+
+
+def _select(batch: DataProto, rows: list[int]) -> DataProto:
+    return batch if len(rows) == len(batch) else batch.select_idxs(rows)

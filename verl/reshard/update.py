@@ -20,12 +20,8 @@ import torch
 import torch.distributed as dist
 
 from verl.engines.api import TrainEngine
-from verl.engines.fsdp import FSDPEngine
-from verl.engines.local import LocalEngine
-from verl.engines.shards import local
 from verl.errors import ModelError
 from verl.models.cpu.weights import DenseDecoder
-from verl.models.lora import is_adapter, lora_layers
 from verl.models.rounding import Rounding
 from verl.parallel.collectives import Collectives
 from verl.parallel.serialize import from_bytes, to_bytes
@@ -92,7 +88,7 @@ class PlannedUpdate:
         )
 
     def __call__(self) -> None:
-        held, wanted = held_by(self._engine), self._wanted()
+        held, wanted = _local_weights(self._engine), self._wanted()
         # agreed before the first byte leaves: the others would wait for a rank that has given up
         error = _error_of(self.transport.check, held, wanted)
         has_moved = self._memory is not None and self._memory.has_moved(wanted)
@@ -152,12 +148,12 @@ def plan_update(
     Raises ModelError, on all ranks, when a replica has a parameter that no training rank has, or lacks one that trains.
     """
     leads = comm.rank == training.ranks[0]
-    said = comm.all_gather(to_bytes((socket.gethostname(), _model_facts(engine) if leads else None)))
+    said = comm.all_gather(to_bytes((socket.gethostname(), _layout_to_send(engine) if leads else None)))
     hosts, models = zip(*map(from_bytes, said), strict=True)
     model = models[training.ranks[0]]
     if model is None:
         return None
-    dtype, scales = getattr(torch, model.pop("dtype")), model.pop("scales")
+    dtype, scales = getattr(torch, model.pop("dtype")), model.pop("adapter_scales")
     rounding = Rounding(model.pop("rounding"))
     num_layers_at_a_time = model.pop("layers_at_a_time")
     tensors = decoder_tensors(**model, itemsize=dtype.itemsize)
@@ -165,7 +161,7 @@ def plan_update(
     adapters = None
     if replica is not None and scales:
         adapters = Adapters(replica, tensors, rollout, comm.rank, scales, dtype, rounding)
-    misfit = _misfit(held_by(engine), tensors, training, comm.rank)
+    misfit = _misfit(_local_weights(engine), tensors, training, comm.rank)
     if replica is not None and not scales:
         misfit = misfit or _misfit(replica.parts(), tensors, rollout, comm.rank)
     misfits = list(filter(None, comm.all_gather(misfit.encode())))
@@ -196,20 +192,6 @@ def plan_update(
     )
 
 
-def held_by(engine: TrainEngine | None) -> dict[str, torch.Tensor]:
-    """What this rank has of each parameter in training, tied ones once: the weights that compute. Of adapters it is the
-    masters: they are added to weights before those are rounded."""
-    if isinstance(engine, FSDPEngine):
-        with torch.no_grad():  # a local part is then had without a graph, which takes a tenth of the time
-            if engine.spec is not None:
-                return {name: local(shard.parameter).detach() for name, shard in engine.shards.items()}
-            return {name: shard.computing for name, shard in engine.shards.items()}
-    if isinstance(engine, LocalEngine):
-        masters = engine.optimizer.masters if engine.optimizer and engine.spec is not None else {}
-        return {name: masters.get(name, p).detach() for name, p in engine.module.named_parameters()}
-    return {}
-
-
 def raise_together(comm: Collectives, error: str, but: str = "") -> bool:
     """Every rank raises the ModelError of the first one that has an `error`; none where all are empty or `but`. Returns
     whether one is `but`."""
@@ -228,37 +210,17 @@ def _error_of(what: Callable[[Held, Held], None], held: Held, wanted: Held) -> s
     return ""
 
 
-def _model_facts(engine: TrainEngine | None) -> dict[str, Any] | None:
-    """Arguments of decoder_tensors for what travels; the number format in which it does, and how many layers of it may at a
-    time (fsdp_config.layer_per_group); and for adapters the scale of each adapted layer."""
-    if isinstance(engine, FSDPEngine):
-        shapes = {name: list(shard.shape) for name, shard in engine.shards.items()}
-    elif isinstance(engine, LocalEngine):
-        shapes = {name: list(p.shape) for name, p in engine.module.named_parameters()}
-    else:
+def _local_weights(engine: TrainEngine | None) -> Held:
+    return {} if engine is None else engine.local_weights()
+
+
+def _layout_to_send(engine: TrainEngine | None) -> dict[str, Any] | None:
+    """The WeightLayout of `engine` in types that `to_bytes` takes."""
+    layout = None if engine is None else engine.weight_layout()
+    if layout is None:
         return None
-    dtype, scales = engine.compute_dtype, {}
-    if engine.spec is not None:
-        trained = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
-        if not all(map(is_adapter, trained)):
-            return None
-        shapes = {name: shape for name, shape in shapes.items() if name in trained}
-        scales = {name: layer.scale for name, layer in lora_layers(engine.module).items()}
-        dtype = held_by(engine)[
-            next(iter(trained))
-        ].dtype  # few bytes, which are added to weights before those are rounded
-    config = engine.module.config.get_text_config()
-    num_heads = getattr(config, "num_attention_heads", 1)
-    return {
-        "shapes": shapes,
-        "num_layers": getattr(config, "num_hidden_layers", 0),
-        "layers_at_a_time": engine.dimensions.layer_per_group if engine.config.use_3d_hybrid else None,
-        "num_heads": num_heads,
-        "num_kv_heads": getattr(config, "num_key_value_heads", None) or num_heads,
-        "dtype": str(dtype).removeprefix("torch."),
-        "scales": scales,
-        "rounding": engine.rounding.kind,
-    }
+    shapes = {name: list(shape) for name, shape in layout.shapes.items()}
+    return {**vars(layout), "shapes": shapes, "dtype": str(layout.dtype).removeprefix("torch.")}
 
 
 def _uncovered(replica: Replica | None, tensors: tuple[Tensor, ...], scales: Mapping[str, float]) -> str:

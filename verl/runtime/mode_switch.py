@@ -19,10 +19,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from verl.config import RolloutConfig
-from verl.engines.shards import local
+from verl.engines.api import TrainEngine
 from verl.errors import ModelError
 
 log = logging.getLogger(__name__)
@@ -61,14 +60,14 @@ class _Seen:
     num_steps: int
     numbers: dict[str, torch.Tensor] = field(default_factory=dict)  # of the tensors that are looked at
     checksums: dict[str, int] = field(default_factory=dict)
-    copies: dict[str, torch.Tensor] = field(default_factory=dict)
+    copies: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 class Switch:
     """`engine` is the TrainEngine of this process, None where nothing trains here. Reads drift_check and keep_weights_copy
     of `config`."""
 
-    def __init__(self, engine: Any, config: RolloutConfig, device: torch.device):
+    def __init__(self, engine: TrainEngine | None, config: RolloutConfig, device: torch.device):
         self._engine, self._config, self._device = engine, config, device
         self._random: RandomState | None = None
         self._seen = _Seen(0)
@@ -80,7 +79,7 @@ class Switch:
         self._seen = self._look()
         hand_over()
         if self._engine is not None:
-            self._engine.rest()
+            self._engine.free_cached_memory()
 
     @torch.no_grad()
     def to_training(self) -> None:
@@ -93,14 +92,12 @@ class Switch:
             self._put_right(*next(iter(drifted.items())))
         self._random.restore(self._device)
 
-    def _weights(self) -> Mapping[str, nn.Parameter]:
-        """What trains on this rank, by name, as a rollout engine may hold it too."""
-        optimizer = getattr(self._engine, "optimizer", None)
-        return {} if optimizer is None else optimizer.parameters
+    def _weights(self) -> Mapping[str, torch.Tensor]:
+        """The parameters that train on this rank, which a rollout engine may share."""
+        return {} if self._engine is None else self._engine.trained_weights()
 
     def _num_steps(self) -> int:
-        optimizer = getattr(self._engine, "optimizer", None)
-        return 0 if optimizer is None else optimizer.num_steps
+        return 0 if self._engine is None else self._engine.num_steps
 
     @torch.no_grad()
     def _look(self) -> _Seen:
@@ -109,12 +106,11 @@ class Switch:
             seen.numbers = {name: _numbers(weights[name]) for name in self._next_names(weights)}
         elif check == "full":
             seen.checksums = {name: _checksum(p) for name, p in weights.items()}
-        if self._config.keep_weights_copy:
-            masters = self._engine.optimizer.masters if weights else {}
-            seen.copies = {name: local(p).detach().to("cpu", copy=True) for name, p in masters.items()}
+        if self._config.keep_weights_copy and self._engine is not None:
+            seen.copies = self._engine.snapshot()
         return seen
 
-    def _next_names(self, weights: Mapping[str, nn.Parameter]) -> list[str]:
+    def _next_names(self, weights: Mapping[str, torch.Tensor]) -> list[str]:
         """Some of the tensors; in a few switches it is the turn of each."""
         names = list(weights)
         stride = max(1, -(-len(names) // _TENSORS))
@@ -141,9 +137,8 @@ class Switch:
                 "actor_rollout_ref.rollout.keep_weights_copy=True if the engine must stay."
             )
         log.warning("%s; all weights are taken back from the copy.", words)
-        for other, copy in self._seen.copies.items():
-            local(self._engine.optimizer.masters[other]).detach().copy_(copy)
-        self._engine.optimizer.publish()
+        assert self._engine is not None
+        self._engine.restore(self._seen.copies)
 
 
 def around(switch: Switch, rollout: Any) -> None:
@@ -163,9 +158,9 @@ def around(switch: Switch, rollout: Any) -> None:
 
 def _numbers(weight: torch.Tensor) -> torch.Tensor:
     """A few numbers of a tensor, from all over it; float64, on the CPU."""
-    flat = local(weight).detach().flatten()
+    flat = weight.flatten()
     return flat[:: max(1, flat.numel() // _NUMBERS)].to("cpu", torch.float64, copy=True)
 
 
 def _checksum(weight: torch.Tensor) -> int:
-    return zlib.crc32(local(weight).detach().flatten().cpu().view(torch.uint8).numpy().data)
+    return zlib.crc32(weight.flatten().cpu().view(torch.uint8).numpy().data)
