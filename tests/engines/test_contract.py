@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -29,6 +30,13 @@ CUTS = [
 ]
 
 
+@dataclass(frozen=True)
+class NoisyModelConfig(ModelConfig):
+    """A model section with the key of SFT's."""
+
+    neftune_alpha: float | None = None
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return make_tiny_model(tmp_path_factory.mktemp("model"), "qwen3", hidden_size=32, intermediate_size=48, head_dim=8)
@@ -49,9 +57,11 @@ def make(request, folder):
     if request.param != "local":
         request.getfixturevalue("one_rank")
 
-    def build(*, head="lm", dtype="float64", trainable=True, checkpointing=False, share_prompts=True, **optim):
+    def build(
+        *, head="lm", dtype="float64", trainable=True, checkpointing=False, share_prompts=True, noise=None, **optim
+    ):
         engine = ENGINES.get(request.param)(
-            model=ModelConfig(path=str(folder), enable_gradient_checkpointing=checkpointing),
+            model=NoisyModelConfig(path=str(folder), enable_gradient_checkpointing=checkpointing, neftune_alpha=noise),
             engine=FSDPConfig(dtype=dtype),
             optim=OptimConfig(**{"lr": 1e-2, **optim}) if trainable else None,
             head=head,
@@ -155,7 +165,7 @@ def test_an_engine_that_lacks_a_method_cannot_be_built():
 def test_weights_are_declared_for_weight_sync(make, head):
     engine = make(head=head, dtype="float32")
     layout, held = engine.weight_layout(), engine.local_weights()
-    assert (layout.dtype, layout.rounding, layout.adapter_scales) == (torch.float32, "nearest", {})
+    assert (layout.dtype, layout.rounding, layout.adapter_scales) == (torch.float32, "dithered", {})
     assert (layout.num_layers, layout.num_heads, layout.num_kv_heads) == (2, 4, 2)
     assert layout.shapes == {name: tuple(tensor.shape) for name, tensor in engine.gather_weights()}
     assert held.keys() == layout.shapes.keys() == engine.trained_weights().keys()
@@ -378,6 +388,40 @@ def test_rows_that_are_left_out_only_count_in_the_totals(make, micro):
         BatchTotals(int(tokens.sum()), 6, 6, computed=BatchTotals(int(tokens[[0, 4, 5]].sum()), 3, 3)),
     }
     assert sum(size for size, totals in seen if totals.computed is not None) == 2 * 3
+
+
+def noisy_losses(engine, batch, steps=2, micro=ALL):
+    def imitate(outputs, part, totals):
+        return -outputs["log_probs"].sum() / totals.num_tokens, {}
+
+    return [engine.train_batch(batch, imitate, ("log_probs",), micro)["loss"].value for _ in range(steps)]
+
+
+def test_noise_on_embeddings_depends_on_step_and_row_alone(make):
+    batch, order = make_batch(), torch.tensor([4, 0, 3, 5, 2, 1])
+    first = noisy_losses(make(noise=5.0), batch)
+    for micro in CUTS:
+        other = make(noise=5.0)
+        assert noisy_losses(other, batch.select_idxs(order), micro=micro.values[0]) == pytest.approx(first, rel=1e-9)
+    padded = noisy_losses(make(noise=5.0), make_batch(pad_prompt=3, pad_response=5))
+    assert padded == pytest.approx(first, rel=1e-9)
+    silent = make(lr=1e-30, weight_decay=0.0, noise=5.0)  # the same weights in both steps, other noise
+    one, two = noisy_losses(silent, batch)
+    assert abs(one - two) > 1e-6
+
+
+def test_noise_is_part_of_training_alone_and_survives_a_resume(make):
+    batch, noisy, plain = make_batch(), make(noise=5.0), make()
+    same = (engine.forward(batch, ("log_probs",), ALL)["log_probs"] for engine in (noisy, plain))
+    assert torch.allclose(*same, atol=1e-12)
+    noisy_losses(noisy, batch)
+    resumed = make(noise=5.0)
+    saved = noisy.state()
+    saved.model, saved.optimizer = (
+        {k: whole(v).clone() for k, v in part.items()} for part in (saved.model, saved.optimizer)
+    )
+    resumed.load_state(saved)
+    assert noisy_losses(resumed, batch) == noisy_losses(noisy, batch)
 
 
 def test_a_batch_without_a_trained_token_changes_nothing(make):

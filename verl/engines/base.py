@@ -32,6 +32,7 @@ from verl.engines.state import TrainedState
 from verl.engines.step_check import figures_of_all, random_state, restore_random_state
 from verl.errors import ConfigError
 from verl.models.lora import LoRASpec, adapters_off, is_adapter
+from verl.models.neftune import with_noise
 from verl.models.optim import MasterOptimizer, lr_at
 from verl.models.outputs import positions_read
 from verl.models.packing import PackedBatch, Reads, pack_rows, read_rows
@@ -55,6 +56,7 @@ class TrainedEngine(ABC):
     rounding: Rounding
     total_steps: int
     share_prompts: bool
+    neftune_alpha: float  # 0: no noise
     num_lr_steps: int = 0
     _trained: TrainedState
 
@@ -99,7 +101,11 @@ class TrainedEngine(ABC):
             for number, members in enumerate(plan):
                 self._before_micro_batch(number, len(plan), trains=True)
                 part = _select(batch, members)
-                found = self._outputs(self._pack(part, reads), outputs, temperature)
+                packed = self._pack(part, reads)
+                if self.neftune_alpha:
+                    size = self.module.config.get_text_config().hidden_size
+                    packed = with_noise(packed, self.neftune_alpha, size, seed=self.num_steps)
+                found = self._outputs(packed, outputs, temperature)
                 metrics.append(self._backward(found, part, loss, totals))
             self._complete_gradients(totals)
             return self._step(metrics, check, before)

@@ -74,7 +74,8 @@ class FSDPEngine(TrainedEngine):
         self.head = head
         self.device = device
         self.total_steps = total_steps
-        self.share_prompts = share_prompts
+        self.neftune_alpha = getattr(model, "neftune_alpha", None) or 0.0  # sections of SFT have it
+        self.share_prompts = share_prompts and not self.neftune_alpha  # the noise of a row is its own
         self.config, self.dimensions = engine, Dimensions.of(engine)
         self.optim = optim if trainable else None
         mesh = mesh_of(engine, dist.get_world_size()) if mesh is None else mesh

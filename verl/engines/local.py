@@ -43,7 +43,8 @@ class LocalEngine(TrainedEngine):
         self.head = head
         self.device = device
         self.total_steps = total_steps
-        self.share_prompts = share_prompts
+        self.neftune_alpha = getattr(model, "neftune_alpha", None) or 0.0  # sections of SFT have it
+        self.share_prompts = share_prompts and not self.neftune_alpha  # the noise of a row is its own
         self.config, self.dimensions = engine, Dimensions.of(engine)
         self.optim = optim if trainable else None
         self.compute_dtype = narrow = compute_dtype(engine.dtype, device)

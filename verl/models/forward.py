@@ -32,10 +32,17 @@ def hidden_states(module: Any, packed: PackedBatch, gradients: GradientBuffers |
         return dense_hidden_states(
             dense, packed, gradients, checkpointing=decoder.gradient_checkpointing and decoder.training
         )
-    output = module.get_decoder()(
-        input_ids=packed.input_ids, position_ids=packed.position_ids, use_cache=False, layout=packed.layout
-    )
-    return output.last_hidden_state[0].index_select(0, packed.hidden_index)
+    return decoder_states(module.get_decoder(), packed).index_select(0, packed.hidden_index)
+
+
+def decoder_states(decoder: Any, inputs: Any) -> torch.Tensor:
+    """[tokens, hidden_size] of `inputs`, a PackedBatch or a rank's part of one, by the decoder's own forward."""
+    tokens = {"input_ids": inputs.input_ids}
+    if inputs.noise is not None:
+        embeddings = decoder.get_input_embeddings()(inputs.input_ids)
+        tokens = {"inputs_embeds": embeddings + inputs.noise.to(embeddings)}
+    output = decoder(**tokens, position_ids=inputs.position_ids, use_cache=False, layout=inputs.layout)
+    return output.last_hidden_state[0]
 
 
 def written_out(module: Any, device: torch.device) -> DenseDecoder | None:

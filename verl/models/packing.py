@@ -51,6 +51,7 @@ class PackedBatch:
     column: torch.Tensor
     shape: tuple[int, int]  # (batch, response)
     num_last: int = 0
+    noise: torch.Tensor | None = None  # [tokens, hidden_size], added to the embeddings
 
     @property
     def num_tokens(self) -> int:

@@ -78,6 +78,8 @@ class _Tape:
 
 def _forward(decoder: DenseDecoder, packed: PackedBatch, tape: _Tape | None, checkpointing: bool) -> torch.Tensor:
     x = F.embedding(packed.input_ids[0], decoder.embed)
+    if packed.noise is not None:
+        x = x + packed.noise.to(x)
     cos, sin = decoder.rotary(x.unsqueeze(0), packed.position_ids)
     run = one_layer.Pass(decoder, packed.layout, Rotary(cos[0], sin[0]), Products(x.dtype, x.device))
     for index in range(len(decoder.layers)):

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from verl.models.forward import head_transform
+from verl.models.forward import decoder_states, head_transform
 from verl.models.log_probs import TokenStats, token_log_probs
 from verl.models.outputs import OUTPUTS, HeadInputs, statistics_wanted
 from verl.models.packed import PackedLayout, Segment
@@ -32,10 +32,7 @@ class ParallelModel(nn.Module):
     def forward(self, packed: PackedBatch, outputs: Sequence[str], temperature: float) -> dict[str, torch.Tensor]:
         """As verl.models.forward.packed_outputs; differentiable outputs have a graph even where nothing is predicted."""
         part = take_piece(packed, self.sequence)
-        states = self.model.get_decoder()(
-            input_ids=part.input_ids, position_ids=part.position_ids, use_cache=False, layout=part.layout
-        )
-        hidden = states.last_hidden_state[0].index_select(0, part.hidden_index)
+        hidden = decoder_states(self.model.get_decoder(), part).index_select(0, part.hidden_index)
         statistics = partial(self._statistics, hidden, part.targets, outputs, temperature)
         inputs = HeadInputs(self.model, hidden, part.targets, temperature, statistics)
         kinds = {name: OUTPUTS.get(name) for name in outputs}

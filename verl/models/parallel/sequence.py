@@ -89,6 +89,7 @@ class Piece:
     counts: tuple[int, ...]
     order: torch.Tensor | None
     group: dist.ProcessGroup
+    noise: torch.Tensor | None  # [piece, hidden_size]
 
     def whole(self, values: torch.Tensor) -> torch.Tensor:
         """[predictions here] -> [all predictions], in the packed batch's order."""
@@ -103,7 +104,7 @@ def take_piece(packed: PackedBatch, group: dist.ProcessGroup) -> Piece:
     if ranks == 1:
         return Piece(
             packed.input_ids, packed.position_ids, packed.layout, packed.hidden_index, packed.targets,
-            (len(packed.targets),), None, group,
+            (len(packed.targets),), None, group, packed.noise,
         )  # fmt: skip
     size = -(-packed.num_tokens // ranks)
 
@@ -123,4 +124,5 @@ def take_piece(packed: PackedBatch, group: dist.ProcessGroup) -> Piece:
         counts=tuple(torch.bincount(owner, minlength=ranks).tolist()),
         order=order,
         group=group,
+        noise=None if packed.noise is None else mine(packed.noise.t()).t(),
     )

@@ -1,0 +1,59 @@
+"""Noise on embeddings: its size, its keys, and the same through hand-written and module forwards."""
+
+import math
+
+import pytest
+import torch
+
+from tests.models.reference import make_columns, random_rows, widen_norms
+from verl.models.cpu.weights import DenseDecoder
+from verl.models.forward import packed_outputs
+from verl.models.load import load_causal_lm
+from verl.models.neftune import with_noise
+from verl.models.packing import pack_rows
+
+
+def packed_rows(seed=0, sizes=(3, 2)):
+    return pack_rows(make_columns(*random_rows(seed, list(sizes))), share_prompts=False)
+
+
+def test_size():
+    packed = with_noise(packed_rows(), 5.0, 64, seed=1)
+    assert packed.noise.shape == (packed.num_tokens, 64)
+    for segment in packed.layout.segments:
+        noise = packed.noise[segment.start : segment.start + segment.length]
+        bound = 5.0 / math.sqrt(segment.length * 64)
+        assert 0.9 * bound < noise.abs().max() <= bound
+        assert noise.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.25)
+
+
+def test_equal_seeds_give_equal_noise():
+    packed = packed_rows()
+    once, again, other = (with_noise(packed, 5.0, 8, seed=seed).noise for seed in (1, 1, 2))
+    assert torch.equal(once, again)
+    assert not torch.equal(once, other)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_is_added_to_the_embeddings(tiny_folder, family):
+    """As a hook on the embedding layer does in other trainers."""
+    module = widen_norms(load_causal_lm(tiny_folder(family), dtype=torch.float64))
+    packed = with_noise(packed_rows(), 5.0, 64, seed=3)
+    plain = packed_outputs(module, packed_rows(), ("log_probs",))["log_probs"]
+    found = packed_outputs(module, packed, ("log_probs",))["log_probs"]
+    hook = module.get_input_embeddings().register_forward_hook(lambda _, __, output: output + packed.noise.to(output))
+    try:
+        expected = packed_outputs(module, packed_rows(), ("log_probs",))["log_probs"]
+    finally:
+        hook.remove()
+    assert torch.allclose(found, expected, atol=1e-12)
+    assert not torch.allclose(found, plain, atol=1e-6)
+
+
+def test_the_hand_written_forward_adds_the_same(tiny_folder):
+    module, packed = load_causal_lm(tiny_folder("llama")), with_noise(packed_rows(), 5.0, 64, seed=3)
+    assert DenseDecoder.of(module) is not None
+    found = packed_outputs(module, packed, ("log_probs",))["log_probs"]
+    wide = packed_outputs(module.double(), packed, ("log_probs",))["log_probs"]
+    assert torch.allclose(found.double(), wide, atol=1e-4)
+    assert not torch.allclose(wide, packed_outputs(module, packed_rows(), ("log_probs",))["log_probs"], atol=1e-3)
