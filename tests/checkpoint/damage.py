@@ -13,7 +13,7 @@ from verl.checkpoint.files import find_damage
 from verl.checkpoint.role import RoleCheckpoint
 from verl.checkpoint.store import CheckpointStore
 from verl.engines.api import EngineState
-from verl.engines.state import LocalParameters, TrainedState
+from verl.engines.state import Parameters, TrainedState
 from verl.errors import CheckpointError
 from verl.models.rounding import Rounding
 
@@ -255,7 +255,7 @@ class Net(torch.nn.Module):
 def forged(rng, root: Path) -> tuple[str, str]:
     """(kind, outcome) of a checkpoint whose digests are right and whose tensors are of another model: a run must refuse it."""
     net = Net()
-    state = TrainedState(net, LocalParameters(net, None), None, None, "", Rounding())
+    state = TrainedState(net, Parameters(net, None), None, None, "", Rounding())
     model = {name: value.clone() for name, value in state.save({}).model.items()}
     name = rng.choice(sorted(model))
     kind = rng.choice(["shape", "number format", "missing", "superfluous", "renamed"])

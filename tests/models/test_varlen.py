@@ -6,10 +6,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.models.plain_attention import PLAIN
 from tests.models.reference import make_columns, random_rows
 from verl.models import packed as packed_module
-from verl.models.cuda.packed import VarlenPlan, spans_of, varlen_attention
-from verl.models.cuda.varlen import FLASH, PLAIN, Spans, flash_runs
+from verl.models.cuda.varlen import FLASH, Spans, VarlenPlan, flash_runs, spans_of, varlen_attention
 from verl.models.forward import packed_outputs
 from verl.models.load import load_causal_lm
 from verl.models.packed import PackedLayout, Segment, choose_kernel, masked_attention

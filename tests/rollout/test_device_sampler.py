@@ -11,11 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.models.plain_attention import PLAIN
 from tests.rollout.conftest import EOS, FAMILIES, make_prompts
 from verl.data_proto.samples import SamplingParams
 from verl.errors import NumericsError
 from verl.models.cpu.weights import DenseDecoder
-from verl.models.cuda.varlen import FLASH, PLAIN, flash_runs
+from verl.models.cuda.varlen import FLASH, flash_runs
 from verl.rollout.cuda import fused
 from verl.rollout.cuda.device import next_power, seat
 from verl.rollout.cuda.engine import DeviceSampler
@@ -217,7 +218,7 @@ def test_which_models_are_computed_straight_through(load):
 
 def test_straight_forward_equals_the_module(load):
     """Hidden states and logits of a whole prompt, without any engine around."""
-    from verl.models.cuda.packed import spans_of
+    from verl.models.cuda.varlen import spans_of
     from verl.rollout.cuda.store import PromptAttention, TokenStore
 
     for family in DENSE:

@@ -11,7 +11,7 @@ from verl.config import FSDPConfig, ModelConfig, OptimConfig
 from verl.engines.base import TrainedEngine
 from verl.engines.hybrid_3d import Dimensions
 from verl.engines.loading import load_module
-from verl.engines.state import LocalParameters, TrainedState
+from verl.engines.state import Parameters, TrainedState
 from verl.models.chunked_mlp import chunked_feed_forward
 from verl.models.forward import packed_outputs, written_out
 from verl.models.lora import LoRASpec
@@ -57,7 +57,7 @@ class LocalEngine(TrainedEngine):
         else:
             self.module.train()
             self.optimizer = MasterOptimizer(self.module, self.optim, narrow, rounding=rounding)
-        parameters = LocalParameters(self.module, self.optimizer)
+        parameters = Parameters(self.module, self.optimizer)
         self._trained = TrainedState(self.module, parameters, self.optimizer, self.spec, model.path, rounding)
 
     def local_weights(self) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Parameters that are spread over ranks: from a rank's part to the whole tensor and back."""
+"""Sharded parameters: from a rank's part to the whole tensor and back."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from verl.engines.api import Deferred
 from verl.engines.groups import Groups, all_reduce_
 from verl.engines.rounded import RoundedShard
+from verl.engines.state import Parameters
 from verl.models.parallel.collectives import even_sizes, gather_rows, own_range
 from verl.models.rounding import Region
 
@@ -83,34 +84,28 @@ class Shard:
         local(target).copy_(part.narrow(0, sum(sizes[:rank]), sizes[rank]))
 
 
-class ShardedParameters:
-    """The parameters of a sharded module; see verl.engines.state.Parameters."""
+class ShardedParameters(Parameters):
+    """The parameters of a sharded module."""
 
     def __init__(self, shards: Mapping[str, Shard], groups: Groups, device: torch.device):
         self.shards, self.groups, self.device = shards, groups, device
 
     def named(self) -> dict[str, torch.Tensor]:
-        """Sharded tensors by name."""
         return {name: shard.parameter.detach() for name, shard in self.shards.items()}
 
     def computing(self, name: str) -> torch.Tensor:
-        """See verl.engines.state.Parameters."""
         return self.shards[name].computing
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of the whole parameter."""
         return tuple(self.shards[name].shape)
 
     def whole(self, name: str, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Gathered from all ranks."""
         return self.shards[name].whole(self.groups, value, self.device, dtype)
 
     def deferred(self, name: str, value: torch.Tensor) -> Deferred:
-        """Gathered when it is written."""
         return Deferred(self.shape(name), value.dtype, partial(self.whole, name, value, value.dtype))
 
     def part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a whole tensor, sharded as the parameter is."""
         target = torch.empty_like(self.shards[name].parameter.detach())
         self.shards[name].put(self.groups, target, whole)
         return target

@@ -1,10 +1,10 @@
-"""What an engine saves, loads and hands to rollout, whatever holds its parameters."""
+"""State of an engine, and its weights for rollout, whatever holds its parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -15,62 +15,34 @@ from verl.models.optim import MasterOptimizer
 from verl.models.rounding import Rounding
 
 
-class Parameters(Protocol):
-    """The parameters of a module on one device or over several ranks."""
-
-    def named(self) -> dict[str, torch.Tensor]:
-        """What this rank holds of the (master) weights, by name; tied ones once."""
-        ...
-
-    def computing(self, name: str) -> torch.Tensor:
-        """What this rank holds of the weights that compute: the rounded master, where there is one."""
-        ...
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Of the whole parameter."""
-        ...
-
-    def whole(self, name: str, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The whole of `value`, which lies as parameter `name` does. May be collective."""
-        ...
-
-    def deferred(self, name: str, value: torch.Tensor) -> torch.Tensor | Deferred:
-        """`value` for a state: put together when it is written, if it is in parts."""
-        ...
-
-    def part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """The inverse of `whole`: what this rank holds of it."""
-        ...
-
-
-class LocalParameters:
-    """All parameters on one device; masters where there are any."""
+class Parameters:
+    """The parameters of a module, with masters where there are any: here on one device; a subclass has them over ranks."""
 
     def __init__(self, module: Any, optimizer: MasterOptimizer | None):
         self.module, self.masters = module, optimizer.masters if optimizer else {}
 
     def named(self) -> dict[str, torch.Tensor]:
-        """See Parameters."""
+        """This rank's part of the (master) weights, by name; tied ones once."""
         return {name: self.masters.get(name, p).detach() for name, p in self.module.named_parameters()}
 
     def computing(self, name: str) -> torch.Tensor:
-        """See Parameters."""
+        """This rank's part of the weights that compute: the rounded master, where there is one."""
         return self.module.get_parameter(name).detach()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """See Parameters."""
+        """Of the whole parameter."""
         return tuple(self.module.get_parameter(name).shape)
 
     def whole(self, name: str, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """See Parameters."""
+        """The whole of `value`, which is laid out as parameter `name`. May be collective."""
         return value.to(dtype)
 
-    def deferred(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """See Parameters."""
+    def deferred(self, name: str, value: torch.Tensor) -> torch.Tensor | Deferred:
+        """`value` for a state: built when it is written, if it is in parts."""
         return value
 
     def part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """See Parameters."""
+        """The inverse of `whole`: this rank's part."""
         return whole
 
 

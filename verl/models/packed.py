@@ -19,8 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from verl.models.cuda.packed import VarlenPlan, varlen_attention
-from verl.models.cuda.varlen import flash_runs
+from verl.models.cuda.varlen import VarlenPlan, flash_runs, varlen_attention
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

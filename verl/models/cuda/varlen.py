@@ -1,4 +1,4 @@
-"""Attention over sequences of different lengths that lie back to back: PyTorch's flash kernels, and what they compute.
+"""Attention over sequences of different lengths that lie back to back, by PyTorch's flash kernels for CUDA.
 
 Shapes, everywhere: q [query tokens, heads, head_dim], k and v [key tokens, kv_heads, head_dim], out like q, lse
 [heads, query tokens], the log-sum-exp of a query's scores in float32 or wider. Query head h reads key head
@@ -10,11 +10,18 @@ wider than these keys: then the gradients are those of this part of it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+
+from verl.parallel.device import to_device
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from verl.models.packed import PrefixRun, Segment
 
 _MULTIPLE = 8  # flash kernels read heads in vectors of 8 numbers
 _WIDEST_HEAD = 256
@@ -116,71 +123,99 @@ def _padded(*tensors: torch.Tensor) -> list[torch.Tensor]:
 FLASH = VarlenKernel("flash", _flash_forward, _flash_backward)
 
 
-def _ranges(spans: Spans) -> list[tuple[slice, slice]]:
-    """(queries, keys) of each sequence that has both."""
-    start_q, start_k = spans.start_q.tolist(), spans.start_k.tolist()
-    ends = start_k[1:]
-    if spans.used_k is not None:
-        ends = [start + used for start, used in zip(start_k[:-1], spans.used_k.tolist(), strict=True)]
-    pairs = [(slice(start_q[i], start_q[i + 1]), slice(start_k[i], end)) for i, end in enumerate(ends)]
-    return [(a, b) for a, b in pairs if a.stop > a.start and b.stop > b.start]
+# -- packed batches: all segments causally in one call, all responses against their prompts in another ----------------------
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float) -> torch.Tensor:
-    """[heads, queries, keys] of one sequence, float32 or wider."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    keys = k.to(wide).repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-    scores = torch.einsum("qhd,khd->hqk", q.to(wide), keys) * scale
-    if causal:
-        hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu(k.shape[0] - q.shape[0] + 1)
-        scores.masked_fill_(hidden, float("-inf"))
-    return scores
+class VarlenPlan:
+    """A layout's segments as index tensors on the device: made once a batch, used by every layer.
+
+    `runs` are the responses that lie side by side and see one prompt: one sequence of the second call each.
+    """
+
+    def __init__(self, segments: Sequence[Segment], runs: Sequence[PrefixRun], device: torch.device):
+        lengths = [s.length for s in segments]
+        self.causal = spans_of(lengths, lengths, device)
+        self.has_prefixes = bool(runs)
+        if runs:
+            self.bridge = spans_of([r.length for r in runs], [r.prefix_length for r in runs], device)
+            self.queries = _tokens(((r.start, r.length) for r in runs), device)
+            self.keys = _tokens(((r.prefix_start, r.prefix_length) for r in runs), device)
 
 
-def _plain_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Spans, causal: bool, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    wide = torch.promote_types(q.dtype, torch.float32)
-    out = q.new_zeros(*q.shape[:2], v.shape[-1])
-    lse = torch.full((q.shape[1], q.shape[0]), float("inf"), dtype=wide, device=q.device)
-    for here, there in _ranges(spans):
-        scores = _scores(q[here], k[there], causal, scale)
-        lse[:, here] = scores.logsumexp(-1)
-        values = v[there].to(wide).repeat_interleave(q.shape[1] // v.shape[1], dim=1)
-        out[here] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).to(q.dtype)
-    return out, lse
+def spans_of(queries: Sequence[int], keys: Sequence[int], device: torch.device) -> Spans:
+    """Sequences of these lengths, back to back."""
+    starts = torch.zeros(2, len(queries) + 1, dtype=torch.int32)
+    starts[:, 1:] = torch.tensor([queries, keys]).cumsum(1)
+    start_q, start_k = to_device(starts, device)
+    return Spans(start_q, start_k, max(queries), max(keys))
 
 
-def _plain_backward(
-    grad: torch.Tensor,
+def varlen_attention(
+    plan: VarlenPlan,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    spans: Spans,
-    causal: bool,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    groups = q.shape[1] // k.shape[1]
-    grads = [torch.zeros_like(x) for x in (q, k, v)]
-    wide = lse.dtype
-    for here, there in _ranges(spans):
-        p = (_scores(q[here], k[there], causal, scale) - lse[:, here].unsqueeze(-1)).exp()
-        keys, values = (x[there].to(wide).repeat_interleave(groups, dim=1) for x in (k, v))
-        upstream = grad[here].to(wide)
-        delta = (upstream * out[here]).sum(-1).t().unsqueeze(-1)  # [heads, queries, 1]
-        ds = p * (torch.einsum("qhd,khd->hqk", upstream, values) - delta) * scale
-        _add(grads[0][here], torch.einsum("hqk,khd->qhd", ds, keys), 1)
-        _add(grads[1][there], torch.einsum("hqk,qhd->khd", ds, q[here].to(wide)), groups)
-        _add(grads[2][there], torch.einsum("hqk,qhd->khd", p, upstream), groups)
-    return grads[0], grads[1], grads[2]
+    scale: float | None,
+    kernel: VarlenKernel = FLASH,
+) -> torch.Tensor:
+    """q [1, heads, tokens, head_dim], k and v [1, kv_heads, tokens, ...] -> [1, tokens, heads, value_dim];
+    differentiable in all three."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    tokens_first = [x[0].transpose(0, 1) for x in (q, k, v)]
+    return _VarlenParts.apply(*tokens_first, plan, scale, kernel).unsqueeze(0)
 
 
-def _add(target: torch.Tensor, part: torch.Tensor, groups: int) -> None:
-    """`part` [tokens, heads, dim], summed over the query heads of each key head."""
-    target.add_(part.unflatten(1, (-1, groups)).sum(2).to(target.dtype))
+class _VarlenParts(torch.autograd.Function):
+    """q, k, v [tokens, heads, dim] -> out [tokens, heads, value_dim]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        plan: VarlenPlan,
+        scale: float,
+        kernel: VarlenKernel,
+    ) -> torch.Tensor:
+        out, lse = kernel.forward(q, k, v, plan.causal, True, scale)
+        if plan.has_prefixes:
+            here, there = plan.queries, plan.keys
+            part, part_lse = kernel.forward(q[here], k[there], v[there], plan.bridge, False, scale)
+            out, lse = _merged(out, lse, part, part_lse, here)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.plan, ctx.scale, ctx.kernel = plan, scale, kernel
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        plan, scale, backward = ctx.plan, ctx.scale, ctx.kernel.backward
+        grad = grads[0]
+        dq, dk, dv = backward(grad, q, k, v, out, lse, plan.causal, True, scale)
+        if plan.has_prefixes:
+            here, there = plan.queries, plan.keys
+            inputs = (grad[here], q[here], k[there], v[there], out[here], lse[:, here])
+            part_q, part_k, part_v = backward(*inputs, plan.bridge, False, scale)
+            dq.index_add_(0, here, part_q)
+            dk.index_add_(0, there, part_k)
+            dv.index_add_(0, there, part_v)
+        return dq, dk, dv, None, None, None
 
 
-# By the definition, sequence by sequence: the reference, and the way where flash does not run. Waits for the device.
-PLAIN = VarlenKernel("plain", _plain_forward, _plain_backward)
+def _merged(
+    out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor, here: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) with a second part folded in at the tokens `here`: a softmax over both sets of keys, in float32 or
+    wider."""
+    mine = lse[:, here]
+    total = torch.logaddexp(mine, part_lse)
+    weights = [(x - total).exp().t().unsqueeze(-1) for x in (mine, part_lse)]
+    merged = (out[here] * weights[0] + part * weights[1]).to(out.dtype)
+    return out.index_copy(0, here, merged), lse.index_copy(1, here, total)
+
+
+def _tokens(ranges: Iterable[tuple[int, int]], device: torch.device) -> torch.Tensor:
+    """int64: the token numbers of (start, length) ranges, one after another."""
+    parts = [torch.arange(start, start + length) for start, length in ranges]
+    return to_device(torch.cat(parts), device)

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 
 from verl.data_proto.samples import SamplingParams
-from verl.models.cuda.packed import spans_of
-from verl.models.cuda.varlen import Spans, VarlenKernel
+from verl.models.cuda.varlen import Spans, VarlenKernel, spans_of
 from verl.parallel.device import to_device
 from verl.rollout.cuda.forward import StraightForward
 from verl.rollout.cuda.graphs import StepGraphs
