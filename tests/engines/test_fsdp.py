@@ -5,6 +5,7 @@ The checks themselves are in parallel_checks.py; all of one number of ranks run 
 
 import fcntl
 import json
+import os
 
 import pytest
 
@@ -24,10 +25,10 @@ OTHER |= {"check_change_while_training"}
 
 
 @pytest.fixture(scope="module")
-def launch(tmp_path_factory, worker_id):
+def launch(tmp_path_factory):
     """Runs the checks of a number of ranks once, for all test processes."""
     base = tmp_path_factory.getbasetemp()
-    folder = (base if worker_id == "master" else base.parent) / "ranks"
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "ranks"
     folder.mkdir(exist_ok=True)
 
     def launched(num_ranks):

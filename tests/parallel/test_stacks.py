@@ -69,7 +69,7 @@ def test_stacks_are_written_when_a_signal_asks_for_them(tmp_path):
     file = tmp_path / "stacks.txt"
     with dumps_on_signal(file):
         dump = dump_of(os.getpid(), file, 2.0)
-        assert "dump_of (stacks.py:" in innermost(dump)
+        assert "dump_of (stack_dump.py:" in innermost(dump)
         assert "test_stacks_are_written" in innermost(dump)
         assert not in_debugger(dump)
     assert file.read_text() == dump
