@@ -24,8 +24,10 @@ def sizes_of(batch: DataProto, rows: Sequence[int] | None, unit: str = "row") ->
 
 def batch_totals(sizes: Sequence[int]) -> BatchTotals:
     """The totals of `sizes_of` summed over all ranks."""
-    whole, computed = BatchTotals(*sizes[:3]), BatchTotals(*sizes[3:])
-    return whole if computed.num_sequences == whole.num_sequences else BatchTotals(*sizes[:3], computed=computed)
+    num_tokens, num_sequences, num_units, *rest = sizes
+    computed = BatchTotals(rest[0], rest[1], rest[2])
+    left_out = computed.num_sequences != num_sequences
+    return BatchTotals(num_tokens, num_sequences, num_units, computed if left_out else None)
 
 
 def plan_micro_batches(

@@ -145,35 +145,35 @@ def pack_rows(
         first = start + prompt_length
         for row in group:
             if reads.predictions:
-                columns_here = trained[row.index].nonzero().squeeze(1)
-                index.append(torch.where(columns_here == 0, start + prompt_length - 1, first + columns_here - 1))
-                where.append(torch.stack([torch.full_like(columns_here, row.index), columns_here]))
+                column = trained[row.index].nonzero().squeeze(1)
+                index.append(torch.where(column == 0, start + prompt_length - 1, first + column - 1))
+                where.append(torch.stack([torch.full_like(column, row.index), column]))
             first += row.num_inputs
             last.append((first - 1, row.index, row.num_inputs - 1))
         start = first
     num_last = len(last) if reads.last_token else 0
     if num_last:
-        at, *of = torch.tensor(last).unbind(1)
-        index.append(at)
-        where.append(torch.stack(of))
+        position, *of = torch.tensor(last).unbind(1)
+        index, where = [*index, position], [*where, torch.stack(of)]
     row_index, column = torch.cat(where, dim=1) if where else torch.empty(2, 0, dtype=torch.int64)
     targets = responses[row_index, column]
     targets[len(targets) - num_last :] = 0
 
-    def joined(parts: list[torch.Tensor]) -> torch.Tensor:
-        return to_device(torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64), device)
-
     return PackedBatch(
-        input_ids=joined(ids).unsqueeze(0),
-        position_ids=joined(positions).unsqueeze(0),
+        input_ids=_joined(ids, device).unsqueeze(0),
+        position_ids=_joined(positions, device).unsqueeze(0),
         layout=PackedLayout(segments, chunk_tokens),
-        hidden_index=joined(index),
+        hidden_index=_joined(index, device),
         targets=to_device(targets, device),
         row=to_device(row_index, device),
         column=to_device(column, device),
         shape=(responses.shape[0], responses.shape[1]),
         num_last=num_last,
     )
+
+
+def _joined(parts: list[torch.Tensor], device: torch.device | str) -> torch.Tensor:
+    return to_device(torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64), device)
 
 
 def _segments(start: int, prompt_length: int, inputs: list[int]) -> Iterator[Segment]:
