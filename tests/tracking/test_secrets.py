@@ -11,8 +11,8 @@ from verl.config import load_config, secrets
 from verl.config.secrets import MASK, hide, hide_values, is_secret_name, remember_secrets
 from verl.errors import ConfigError
 from verl.tracking.files import json_text
+from verl.tracking.logs import HideSecrets
 from verl.tracking.run_folder import RunFolder
-from verl.tracking.secrets import HideSecrets
 from verl.tracking.tracker import Tracker
 
 PLANTED = "sk-planted-4711"

@@ -14,6 +14,9 @@ from verl.errors import ConfigError
 # they say how a run is started, not what it does
 _OF_THE_START = ("trainer.resume_mode", "trainer.resume_from_path", "trainer.default_local_dir", "trainer.logger")
 
+# key -> behaviour of versions that did not have it: a saved config without the key means this value, not the default
+_WITHOUT_KEY = {"actor_rollout_ref.actor.fsdp_config.master_rounding": "nearest"}
+
 
 def changed_keys(loaded: LoadedConfig[Any], folder: Path) -> list[str]:
     """ "key: before -> now" for each key whose value is another one in `folder`/config.yaml. Nothing for a file that is missing
@@ -22,12 +25,14 @@ def changed_keys(loaded: LoadedConfig[Any], folder: Path) -> list[str]:
     if not file.is_file():
         return []
     try:
-        before = load_config([], str(file), schema=loaded.schema, check=False).config
+        before = load_config([], str(file), schema=loaded.schema, check=False)
     except ConfigError:  # of another version, or with the masks of secrets
         return []
     found = []
     for path, leaf in loaded.schema.leaves.items():
-        old, new = value_at(before, path), value_at(loaded.config, path)
+        old, new = value_at(before.config, path), value_at(loaded.config, path)
+        if before.origins[path] == "default":
+            old = _WITHOUT_KEY.get(path, old)
         follows = loaded.origins[path].startswith("follows ")  # the key that it follows is told
         if old == new or follows or leaf.sizing or leaf.inert or path in _OF_THE_START:
             continue

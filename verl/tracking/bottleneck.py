@@ -1,4 +1,4 @@
-"""What bounds a run, and which keys would change it: from the timeline, the metrics and the config, without models.
+"""Bottleneck of a run and advice on config keys, from its timeline, metrics and config.
 
 found = find_bottleneck(timeline_rows, metrics_rows, config)
 found.name      "rollout-bound"
@@ -21,12 +21,12 @@ NAMES = {
     "saving": "saving-bound",
     "other": "bound by work outside the phases",
 }
-_WORTH = 0.1  # of the time; advice about less than that is noise
+_MIN_SHARE = 0.1  # of the time; advice about less is noise
 
 
 @dataclass(frozen=True)
 class Bottleneck:
-    """`shares`: phase -> share of the time, largest first. `utilisation`: role -> share of the time in which it worked."""
+    """`shares`: phase -> share of the time, largest first. `utilisation`: role -> share of the time in which it is busy."""
 
     name: str
     shares: dict[str, float]
@@ -60,7 +60,8 @@ class _Facts:
 def find_bottleneck(
     timeline: Sequence[Mapping[str, Any]], metrics: Sequence[Mapping[str, Any]], config: Mapping[str, Any]
 ) -> Bottleneck | None:
-    """None before the first step has ended. The first step, which warms up, counts only while there are no three more."""
+    """The largest phase of a run, with advice; None before the first step has ended. The first step, which includes warm-up,
+    is left out once there are three more."""
     rows = list(timeline[1:] if len(timeline) > 3 else timeline)
     if not rows:
         return None
@@ -71,7 +72,7 @@ def find_bottleneck(
     facts = _Facts(shares, _span_shares(trained), _medians(trained), config, _utilisation(rows, total))
     worst = next(iter(shares))
     return Bottleneck(
-        name=NAMES[worst],
+        name=NAMES.get(worst, f"{worst}-bound"),
         shares=shares,
         utilisation=dict(facts.utilisation),
         step_s=statistics.median(_step_seconds(row) for row in rows),
@@ -106,7 +107,7 @@ def _span_shares(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return {n.removeprefix("timing_s/"): sum(row.get(n) or 0.0 for row in rows) / total for n in names}
 
 
-# -- advice: each rule looks at the facts and says one sentence, or nothing
+# -- advice: each rule returns one sentence about the facts, or None; keys and metrics that a program lacks give no advice
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _ACTOR = "actor_rollout_ref.actor"
@@ -114,11 +115,11 @@ Rule = Callable[[_Facts], str | None]
 
 
 def advise(facts: _Facts) -> list[str]:
-    """Sentences about phases that take a tenth of the time or more, the largest phase first."""
+    """Advice on phases that take a tenth of the time or more, the largest phase first."""
     return [
         sentence
         for phase, share in facts.shares.items()
-        if share >= _WORTH
+        if share >= _MIN_SHARE
         for rule in RULES.get(phase, ())
         if (sentence := rule(facts)) is not None
     ]
@@ -127,11 +128,11 @@ def advise(facts: _Facts) -> list[str]:
 def _overlap(facts: _Facts) -> str | None:
     waits = facts.shares.get("reward", 0.0) + facts.shares.get("rollout", 0.0)
     hidden = min(waits, facts.shares.get("training", 0.0) + facts.shares.get("reward", 0.0))
-    if facts.key(f"{_ROLLOUT}.prefetch_num", 0) or hidden < _WORTH:
+    if facts.key(f"{_ROLLOUT}.prefetch_num", 0) or hidden < _MIN_SHARE:
         return None
     return (
-        f"Generation, scoring and training take turns. With {_ROLLOUT}.prefetch_num=1 the next samples are made while these "
-        f"train (at most {hidden:.0%} of the step where rollout has devices of its own; on one device what the scorer waits)."
+        f"Generation, scoring and training take turns. With {_ROLLOUT}.prefetch_num=1 the next samples are generated during "
+        f"training (saves at most {hidden:.0%} of a step with separate rollout devices; on one device the reward's waits)."
     )
 
 
@@ -141,8 +142,8 @@ def _slots(facts: _Facts) -> str | None:
     if not slots or running < slots or samples <= slots:
         return None
     return (
-        f"All {slots} generation slots are taken and {samples} samples want one. Raise {_ROLLOUT}.max_num_seqs as far as "
-        "the KV cache has memory."
+        f"All {slots} generation slots are in use for {samples} samples. Raise {_ROLLOUT}.max_num_seqs as far as the KV "
+        "cache has memory."
     )
 
 
@@ -154,8 +155,8 @@ def _tail(facts: _Facts) -> str | None:
     if alive > 0.5 * running:
         return None
     return (
-        f"Responses differ much in length: on average {alive:.0f} of {running:.0f} slots are decoding. Lower "
-        f"data.max_response_length (now {facts.key('data.max_response_length', '?')}), or let long ones go on in the next "
+        f"Response lengths vary widely: on average {alive:.0f} of {running:.0f} slots are decoding. Lower "
+        f"data.max_response_length (now {facts.key('data.max_response_length', '?')}), or continue long ones in the next "
         f"step with {_ROLLOUT}.prefetch_num=2 and {_ROLLOUT}.partial_rollout=True."
     )
 
@@ -165,23 +166,23 @@ def _clipped(facts: _Facts) -> str | None:
     if share < 0.3:
         return None
     return (
-        f"{share:.0%} of the responses run into data.max_response_length and are cut. If they should end earlier, say so in "
-        "the prompt or punish length (reward.reward_manager.name=dapo, reward_kwargs.overlong_buffer_cfg)."
+        f"{share:.0%} of the responses reach data.max_response_length and are cut. To make them shorter, change the prompt "
+        "or penalise length (reward.reward_manager.name=dapo, reward_kwargs.overlong_buffer_cfg)."
     )
 
 
 def _more_devices(facts: _Facts) -> str | None:
-    return f"More devices for generation: trainer.n_gpus_per_node, or {_ROLLOUT}.nnodes for devices of its own."
+    return f"Use more devices for generation: trainer.n_gpus_per_node, or {_ROLLOUT}.nnodes for separate devices."
 
 
 def _old_log_probs(facts: _Facts) -> str | None:
     share = facts.spans.get("old_log_prob", 0.0)
-    if share < _WORTH:
+    if share < _MIN_SHARE:
         return None
     return (
-        f"Old log-probs cost {share:.0%} of the step. They fall out of the update when a batch gets one optimizer step "
-        f"({_ACTOR}.ppo_mini_batch_size={facts.key('data.train_batch_size', '?')}, ppo_epochs=1), and the sampler's own serve "
-        "with algorithm.rollout_correction.bypass_mode=True."
+        f"Old log-probs cost {share:.0%} of the step. The update computes them itself when a batch gets one optimizer step "
+        f"({_ACTOR}.ppo_mini_batch_size={facts.key('data.train_batch_size', '?')}, ppo_epochs=1), or the sampler's "
+        "are used with algorithm.rollout_correction.bypass_mode=True."
     )
 
 
@@ -190,8 +191,8 @@ def _micro_batches(facts: _Facts) -> str | None:
     if rows is None or facts.key(f"{_ACTOR}.use_dynamic_bsz", False):
         return None
     return (
-        f"Micro-batches hold {rows} rows whatever their length. {_ACTOR}.use_dynamic_bsz=True cuts them by tokens "
-        f"({_ACTOR}.ppo_max_token_len_per_gpu), so that products are large."
+        f"Micro-batches hold {rows} rows of any length. {_ACTOR}.use_dynamic_bsz=True cuts them by tokens "
+        f"({_ACTOR}.ppo_max_token_len_per_gpu), which makes larger matmuls."
     )
 
 
@@ -199,16 +200,16 @@ def _checkpointing(facts: _Facts) -> str | None:
     if not facts.key("actor_rollout_ref.model.enable_gradient_checkpointing", False):
         return None
     return (
-        "Activations are computed twice. Where they fit into memory, "
+        "Activations are computed twice. If they fit into memory, "
         "actor_rollout_ref.model.enable_gradient_checkpointing=False saves about a quarter of the update."
     )
 
 
 def _reference(facts: _Facts) -> str | None:
     share = facts.spans.get("ref", 0.0)
-    if share < _WORTH:
+    if share < _MIN_SHARE:
         return None
-    return f"The reference policy costs {share:.0%} of the step; without a KL term ({_ACTOR}.use_kl_loss=False) it is gone."
+    return f"The reference policy costs {share:.0%} of the step; only a KL term needs it ({_ACTOR}.use_kl_loss=False)."
 
 
 def _scorers(facts: _Facts) -> str | None:
@@ -216,18 +217,20 @@ def _scorers(facts: _Facts) -> str | None:
     waited = facts.shares.get("reward", 0.0)
     if facts.key("reward.reward_model.enable", False):
         return (
-            "The reward model works while everybody waits. Raise reward.reward_model.rollout.max_num_batched_tokens, use "
-            "rollout.dtype=bfloat16 where the device computes it, or give it devices (trainer.placement)."
+            "All roles wait for the reward model. Raise reward.reward_model.rollout.max_num_batched_tokens, use "
+            "rollout.dtype=bfloat16 where the device supports it, or give it devices (trainer.placement)."
         )
     if busy > 0.7 * waited:
-        return f"All {workers} scorers are busy. Raise reward.num_workers (cores allow for more), or make the function faster."
-    return "Scorers wait more than they work: one slow call holds up the batch. Lower reward.timeout_s, or look at its tail."
+        return (
+            f"All {workers} scorers are busy. Raise reward.num_workers if there are cores, or make the function faster."
+        )
+    return "Scorers are mostly idle: one slow call delays the batch. Lower reward.timeout_s, or find the slow samples."
 
 
 def _fewer_exchanges(facts: _Facts) -> str | None:
     return (
-        "Weights and results travel for long. Let rollout share the actor's devices (trainer.placement), train more per "
-        "step (data.train_batch_size), or look at the network that connects the devices."
+        "Transfers of weights and results are slow. Let rollout share the actor's devices (trainer.placement), train more "
+        "per step (data.train_batch_size), or check the network between the devices."
     )
 
 

@@ -1,4 +1,4 @@
-"""Files of a run that survive a kill at any moment: rows are appended whole, documents are replaced in one step."""
+"""Files of a run that survive a kill at any moment: synced appends, atomic replacement; and the type of a file system."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NETWORK_FILE_SYSTEMS = tuple("nfs cifs smb 9p afs ceph lustre gpfs beegfs gluste
 
 
 def json_text(value: Any, indent: int | None = None) -> str:
-    """`value` as strict JSON: NaN and infinities become null, numpy and torch values plain ones, anything else text; known
+    """`value` as strict JSON: NaN and infinities become null, numpy and torch values become plain ones, others text. Known
     secrets are masked."""
     try:
         return hide(json.dumps(value, ensure_ascii=False, allow_nan=False, indent=indent, default=_plain))
@@ -43,8 +43,7 @@ def _finite(value: Any) -> Any:
 
 
 def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Add one line per row, on disk when this returns: a checkpoint that is saved later never knows more steps than the
-    rows do."""
+    """Append one line per row and sync, so that a later checkpoint is never ahead of the rows."""
     with path.open("a", encoding="utf-8") as file:
         file.write("".join(json_text(row) + "\n" for row in rows))
         file.flush()
@@ -52,7 +51,7 @@ def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a file of `append_rows`; none when it is missing. A line that a kill cut short is left out."""
+    """The rows of a file of `append_rows`; none when it is missing. A truncated line is left out."""
     if not path.exists():
         return
     with path.open(encoding="utf-8", errors="replace") as file:
@@ -66,7 +65,7 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace `path` in one step; a reader sees the old document or the new one."""
+    """Replace `path` atomically: a reader sees the old document or the new one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("w", encoding="utf-8") as file:

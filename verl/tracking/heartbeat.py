@@ -1,8 +1,8 @@
-"""What a run is doing at this moment and since when, for its supervisor and for whoever looks at its folder.
+"""The current step and phase of a run and their start, for its supervisor and for `verl show`.
 
     {"pid": 4711, "host": "node1", "step": 12, "phase": "gen", "since": 1763.25}
 
-heartbeat.json changes whenever a phase or a step begins; a run that hangs is one whose heartbeat stays the same.
+heartbeat.json changes at the start of each phase and step; the heartbeat of a run that hangs stays the same.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from pathlib import Path
 
 from verl.parallel.stack_dump import dumps_on_signal
 
-EVENTS = "events.jsonl"  # beside it: a line for each crash of the run, and what its supervisor did about it
-_WIDTH = 512  # bytes of the file: always overwritten whole, so that it never has to be cut or replaced
+EVENTS = "events.jsonl"  # beside it: a line for each crash of the run with the action of its supervisor
+_WIDTH = 512  # bytes of the file: always overwritten whole, so it is never truncated or replaced
 
 
 @dataclass(frozen=True)
 class Beat:
     pid: int
     host: str
-    step: int  # being taken; 0 before the first
+    step: int  # in progress; 0 before the first
     phase: str
     since: float  # seconds since 1970
 
 
 class Heartbeat:
-    """Writes `root`/heartbeat.json between `start` and `end`, if `writes`; on request of a signal, the stacks of this process
-    go to logs/stacks_rank_{rank}.txt there (see verl.parallel.stack_dump). A beat costs microseconds: nothing is synced."""
+    """Writes `root`/heartbeat.json between `start` and `end`, if `writes`. On a signal, the stacks of this process are written
+    to logs/stacks_rank_{rank}.txt there (verl.parallel.stack_dump). A beat costs microseconds: nothing is synced."""
 
     def __init__(self, root: Path, rank: int = 0, *, writes: bool = True):
         self._file = root / "heartbeat.json" if writes else None
@@ -51,26 +51,26 @@ class Heartbeat:
             self._write()
 
     def end(self, failed: bool = False) -> None:
-        """Write no more; what was being done when the run `failed` stays. May be called again, and without a start."""
+        """Stop writing; after a failure the last phase stays. Idempotent, and allowed without a start."""
         if not failed:
             self.phase("ended")
         self._descriptor = None
         self._open.close()
 
     def phase(self, name: str) -> None:
-        """A phase begins."""
+        """Start of a phase."""
         self._beat = replace(self._beat, phase=name[:100], since=time.time())
         self._write()
 
     def begin_step(self, step: int) -> None:
-        """Step `step` begins."""
+        """Start of step `step`."""
         self._beat = replace(self._beat, step=step, phase="step", since=time.time())
         self._write()
 
     def _write(self) -> None:
         if self._descriptor is not None:
             text = json.dumps(asdict(self._beat)).ljust(_WIDTH - 1) + "\n"
-            with contextlib.suppress(OSError):  # a full disk is for those to report who lose something by it
+            with contextlib.suppress(OSError):  # whoever loses data by a full disk reports it
                 os.pwrite(self._descriptor, text.encode(), 0)
 
 
@@ -83,5 +83,5 @@ def read_beat(root: Path) -> Beat | None:
 
 
 def stacks_file(root: Path, rank: int) -> Path:
-    """Where the stacks of a rank go."""
+    """The file for the stacks of a rank."""
     return root / "logs" / f"stacks_rank_{rank}.txt"

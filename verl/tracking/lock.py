@@ -1,4 +1,4 @@
-"""One run per folder: a lock file that names its holder and is taken over when the holder is dead."""
+"""One run per folder: a lock file that names its holder, taken over when the holder is dead."""
 
 from __future__ import annotations
 
@@ -24,34 +24,36 @@ class FolderLock:
         self._held = False
 
     def acquire(self) -> None:
-        """Raises ConfigError when a live run (or one on another host, which cannot be looked at) holds the folder."""
-        with self._decide_alone() as file:
+        """Raises ConfigError when a live run, or one on another host, which cannot be checked, holds the folder."""
+        with self._locked_file() as file:
             holder = _parse(file.read())
             if holder is not None and not _is_dead(holder):
-                raise ConfigError(self._refusal(holder))
+                raise ConfigError(self._in_use(holder))
             file.seek(0)
             file.truncate()
             file.write(json.dumps(_me()))
         self._held = True
 
     def release(self) -> None:
-        """Give the folder back; does nothing when it is not held."""
+        """Release the folder; does nothing when it is not held."""
         if self._held:
             self._held = False
-            # emptied and not removed: a starter that has just opened the file must not lock a file without a name
-            with self._decide_alone() as file:
+            # emptied and not removed: another process may have opened it and must not lock a deleted file
+            with self._locked_file() as file:
                 file.truncate()
 
     @contextlib.contextmanager
-    def _decide_alone(self) -> Iterator[Any]:
-        """The open lock file; a second starter waits here until the first has decided."""
+    def _locked_file(self) -> Iterator[Any]:
+        """The open lock file; other processes that start in the folder wait here."""
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
         with os.fdopen(descriptor, "r+", encoding="utf-8") as file:
-            with contextlib.suppress(OSError):  # some network file systems have no locks; the content still decides
+            with contextlib.suppress(
+                OSError
+            ):  # without locks, as on some network file systems, the content still decides
                 fcntl.flock(file, fcntl.LOCK_EX)
             yield file
 
-    def _refusal(self, holder: dict[str, Any]) -> str:
+    def _in_use(self, holder: dict[str, Any]) -> str:
         who = f"process {holder['pid']} on {holder['host']}"
         if holder["host"] == socket.gethostname():
             fix = "Wait for it, stop it, or set trainer.default_local_dir to another folder."
@@ -63,7 +65,7 @@ class FolderLock:
 
 
 def holder_of(folder: Path) -> str | None:
-    """Who runs in `folder` at this moment, in words; None when nobody does. Changes nothing."""
+    """The process that runs in `folder`, in words; None for none. Read-only."""
     try:
         holder = _parse((folder / "run.lock").read_text(encoding="utf-8"))
     except OSError:
@@ -78,7 +80,7 @@ def _me() -> dict[str, Any]:
 
 
 def _parse(text: str) -> dict[str, Any] | None:
-    """The holder written in the file; None when it is empty or was cut short."""
+    """The holder in the file; None when it is empty or truncated."""
     try:
         holder = json.loads(text)
         return {"pid": int(holder["pid"]), "host": str(holder["host"]), "started": float(holder["started"])}
@@ -91,7 +93,7 @@ def _is_dead(holder: dict[str, Any]) -> bool:
         return False
     try:
         process = psutil.Process(holder["pid"])
-        # a process id is used again after some time; its start time tells the two processes apart
+        # process ids are reused; the start time distinguishes the processes
         return process.status() == psutil.STATUS_ZOMBIE or abs(process.create_time() - holder["started"]) > 2.0
     except psutil.NoSuchProcess:
         return True

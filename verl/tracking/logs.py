@@ -1,4 +1,5 @@
-"""Where log records go: a rotating file per rank, and the terminal. LOG_LEVEL sets what `verl` says (default INFO)."""
+"""Handlers for log records: a rotating file per rank, and the terminal, with secrets masked. LOG_LEVEL sets the level of
+`verl` (default INFO)."""
 
 from __future__ import annotations
 
@@ -10,22 +11,40 @@ from pathlib import Path
 from rich.console import Console
 from rich.logging import RichHandler
 
-from verl.config.secrets import remember_secrets
-from verl.tracking.secrets import HideSecrets
+from verl.config.secrets import hide, remember_secrets
 
 _FILE_FORMAT = "%(asctime)s %(levelname)s %(process)d %(name)s: %(message)s"
 _MAX_FILE_BYTES = 20_000_000
 _NUM_OLD_FILES = 3
+_PLAIN = logging.Formatter()
+
+
+class HideSecrets(logging.Filter):
+    """Masks known secrets in a record's message and traceback; passes all records."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        try:
+            message = record.getMessage()
+        except (TypeError, ValueError, KeyError):  # wrong arguments: the handler reports them
+            return True
+        hidden = hide(message)
+        if hidden != message:
+            record.msg, record.args = hidden, None
+        if record.exc_info and not record.exc_text:
+            record.exc_text = _PLAIN.formatException(record.exc_info)
+        if record.exc_text:
+            record.exc_text = hide(record.exc_text)
+        return True
 
 
 def log_level() -> int:
-    """The level that LOG_LEVEL names, or INFO."""
+    """The level named by LOG_LEVEL, or INFO."""
     level = logging.getLevelName(os.environ.get("LOG_LEVEL", "INFO").upper())
     return level if isinstance(level, int) else logging.INFO
 
 
 def setup_logging(log_dir: Path, rank: int = 0) -> None:
-    """For a worker process: log to `log_dir`/rank_{rank}.log, and warnings to its terminal."""
+    """Set up a worker process: log to `log_dir`/rank_{rank}.log, and warnings to its terminal."""
     log_dir.mkdir(parents=True, exist_ok=True)
     add_log_file(log_dir, rank)
     handler = terminal_handler(Console(stderr=True))
@@ -34,7 +53,7 @@ def setup_logging(log_dir: Path, rank: int = 0) -> None:
 
 
 def add_log_file(log_dir: Path, rank: int) -> logging.Handler:
-    """Everything at LOG_LEVEL and above goes to `log_dir`/rank_{rank}.log too, until `remove_handler`."""
+    """Also log to `log_dir`/rank_{rank}.log, until `remove_handler`."""
     handler = RotatingFileHandler(
         log_dir / f"rank_{rank}.log", maxBytes=_MAX_FILE_BYTES, backupCount=_NUM_OLD_FILES, encoding="utf-8", delay=True
     )
@@ -43,7 +62,7 @@ def add_log_file(log_dir: Path, rank: int) -> logging.Handler:
 
 
 def terminal_handler(console: Console) -> logging.Handler:
-    """A handler that prints above a live progress bar; plain lines where nobody watches."""
+    """A handler that prints above a live progress bar, or plain lines when not a terminal."""
     if console.is_terminal:
         return RichHandler(console=console, show_path=False, log_time_format="%H:%M:%S", markup=False)
     handler = logging.StreamHandler(console.file)
@@ -52,7 +71,7 @@ def terminal_handler(console: Console) -> logging.Handler:
 
 
 def add_handler(handler: logging.Handler) -> logging.Handler:
-    """Attach to the root logger, secrets masked. Other libraries keep the root's level (WARNING); ours is LOG_LEVEL."""
+    """Attach to the root logger, with secrets masked. Other libraries keep its level (WARNING); `verl` has LOG_LEVEL."""
     remember_secrets()
     handler.addFilter(HideSecrets())
     logging.getLogger("verl").setLevel(log_level())

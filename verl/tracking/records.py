@@ -1,4 +1,4 @@
-"""A batch as readable rows: one dict per sample, with everything that is known about it."""
+"""Readable rows of a batch: one dict per sample, for samples/ and the trackers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from verl.data_proto.proto import DataProto
 
-# object and per-row columns that a row copies under the same name, where the batch has them
+# per-row columns that are copied under the same name, if present
 _COPIED = (
     "uid",
     "data_source",
@@ -28,8 +28,8 @@ _PER_TOKEN = {
 
 def sample_rows(batch: DataProto, tokenizer: Any) -> list[dict[str, Any]]:
     """One dict per row of `batch`: prompt and response as text and token ids, log-probs per response token, score, reward
-    parts, weight version, finish reason, and whatever else of the column table is there. The response text is what
-    the scorer saw (without special tokens)."""
+    parts, weight version, finish reason, and other columns that are present. The response text has no special tokens, as
+    the scorer gets it."""
     tensors, objects = batch.batch, batch.non_tensor_batch
     attention = tensors["attention_mask"].bool()
     width = tensors["responses"].shape[1]

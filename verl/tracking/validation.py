@@ -1,8 +1,8 @@
 """Validation metrics: from n samples of each prompt to mean@n, best@k, worst@k and maj@k per data source.
 
-best@k is the expected best of k samples, estimated by drawing k of a prompt's n samples with replacement 1,000 times (so are
-worst@k, and maj@k, the value of the answer that most of the k give). The draws are those of existing releases, number for
-number: RandomState(42), started anew for each prompt.
+best@k is the expected best of k samples, estimated by a bootstrap of 1,000 draws of k of a prompt's n samples (likewise
+worst@k, and maj@k, the value of the most frequent answer among the k). The draws equal those of existing releases:
+RandomState(42), restarted for each prompt.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _subset_sizes(num_samples: int) -> list[int]:
 
 
 def _reduce_draws(block: np.ndarray, draws: np.ndarray, reduce: np.ufunc) -> np.ndarray:
-    """[draws, prompts]: max or min over the drawn samples. Goes one drawn sample at a time, over rows that are contiguous."""
+    """[draws, prompts]: max or min over the drawn samples, one drawn sample at a time over contiguous rows."""
     by_sample = np.ascontiguousarray(block.T)
     best = by_sample[draws[:, 0]]
     for column in draws.T[1:]:
@@ -118,7 +118,7 @@ def _reduce_draws(block: np.ndarray, draws: np.ndarray, reduce: np.ufunc) -> np.
 
 
 def _majority(block: np.ndarray, labels: np.ndarray, draws: np.ndarray) -> np.ndarray:
-    """[draws, prompts]: the value of the answer drawn most often; among equals, of the one drawn first."""
+    """[draws, prompts]: the value of the answer drawn most often; ties go to the one drawn first."""
     (num_draws, k), num_samples = draws.shape, block.shape[1]
     times = np.zeros((num_draws, num_samples), dtype=np.float32)
     np.add.at(times, (np.arange(num_draws)[:, None], draws), k + 1)
@@ -128,17 +128,17 @@ def _majority(block: np.ndarray, labels: np.ndarray, draws: np.ndarray) -> np.nd
     result = np.empty((num_draws, len(block)))
     for prompt, (values, answers) in enumerate(zip(block, labels, strict=True)):
         same = (answers[:, None] == answers[None, :]).astype(np.float32)
-        # votes count k + 1 each, so that the place of the first draw decides among equals only
+        # a vote counts k + 1, so the position of the first draw decides ties only
         result[:, prompt] = values[(times @ same - place).argmax(axis=1)]
     return result
 
 
 def _labels(predictions: Sequence[Any]) -> np.ndarray:
-    """int [samples]: equal answers get equal numbers."""
+    """int [samples]: equal answers get equal labels."""
     number: dict[Any, int] = {}
     return np.array([number.setdefault(str(p) if not isinstance(p, str) else p, len(number)) for p in predictions])
 
 
 def _count(metric: str) -> int:
-    """16 of "best@16/mean"."""
+    """16 from "best@16/mean"."""
     return int(metric.split("@")[1].split("/")[0])

@@ -1,11 +1,11 @@
-"""What a tracker is. One file per tracker beside this one; `SINKS` names them as `trainer.logger` does."""
+"""The contract of trackers. One file per tracker beside this one; `SINKS` has the names for `trainer.logger`."""
 
 from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from verl.errors import ConfigError, MissingExtraError
 from verl.registry import Registry
@@ -29,7 +29,7 @@ SINKS = Registry(
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a tracker is told about the run. `config` may be nested: {"trainer": {"save_freq": 20}}."""
+    """Facts about the run for a tracker. `config` may be nested: {"trainer": {"save_freq": 20}}."""
 
     root: Path
     project: str
@@ -37,26 +37,22 @@ class RunInfo:
     config: dict[str, Any] = field(default_factory=dict)
 
 
-class Sink(Protocol):
-    """One tracker. The constructor takes a RunInfo, touches neither disk nor network, and raises MissingExtraError when
-    its package is not installed. All other calls come in order from one thread and may raise or hang: a guard stands
-    around them (see `Guard`)."""
+class Sink:
+    """One tracker. The constructor takes a RunInfo, uses neither disk nor network, and raises MissingExtraError when its
+    package is not installed. All other calls come in order from one thread, and may raise or hang (see `Guard`)."""
 
     def start(self) -> None:
         """Connect, open files."""
-        ...
 
     def log(self, metrics: dict[str, float], step: int) -> None:
-        """The metrics of one step."""
-        ...
+        """Record the metrics of one step."""
+        raise NotImplementedError
 
     def table(self, name: str, rows: list[dict[str, Any]], step: int) -> None:
-        """Some samples to look at; a tracker without tables leaves them out."""
-        ...
+        """Record some samples for display; a tracker without tables ignores them."""
 
     def close(self) -> None:
-        """Send what is left."""
-        ...
+        """Send all that is queued."""
 
 
 def make_sink(name: str, info: RunInfo) -> Sink:
@@ -64,7 +60,7 @@ def make_sink(name: str, info: RunInfo) -> Sink:
     if SINKS.get(name) is not_supported:
         raise ConfigError(
             f"The tracker {name!r} is not supported yet. Take it out of trainer.logger; console, file, tensorboard, wandb, "
-            "mlflow, swanlab and trackio are."
+            "mlflow, swanlab and trackio are supported."
         )
     return SINKS.get(name)(info)
 
@@ -76,5 +72,5 @@ def require_package(tracker: str, package: str, extra: str) -> None:
 
 
 def not_supported(info: RunInfo) -> Sink:
-    """Stands for trackers that existing scripts may name and this version does not have; `make_sink` says so."""
+    """Placeholder for trackers that existing scripts name and this version lacks; `make_sink` raises ConfigError."""
     raise NotImplementedError

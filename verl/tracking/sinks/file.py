@@ -1,16 +1,15 @@
-"""Metrics as JSON lines at a place of the user's choosing: {"step": 3, "data": {...}}."""
+"""Metrics as JSON lines in a file that the user chooses: {"step": 3, "data": {...}}."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 from verl.tracking.files import append_rows
-from verl.tracking.sinks.api import RunInfo
+from verl.tracking.sinks.api import RunInfo, Sink
 
 
-class FileSink:
+class FileSink(Sink):
     """Writes to VERL_FILE_LOGGER_PATH, or {VERL_FILE_LOGGER_ROOT or the run folder}/{project}/{experiment}.jsonl."""
 
     def __init__(self, info: RunInfo):
@@ -20,7 +19,7 @@ class FileSink:
 
     @staticmethod
     def is_redirected() -> bool:
-        """Whether the user asks for a file besides the run folder's metrics.jsonl."""
+        """Whether the user asks for a file in addition to the run folder's metrics.jsonl."""
         return bool(os.environ.get("VERL_FILE_LOGGER_PATH") or os.environ.get("VERL_FILE_LOGGER_ROOT"))
 
     def start(self) -> None:
@@ -28,9 +27,3 @@ class FileSink:
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         append_rows(self.path, [{"step": step, "data": metrics}])
-
-    def table(self, name: str, rows: list[dict[str, Any]], step: int) -> None:
-        """Samples have files of their own in the run folder."""
-
-    def close(self) -> None:
-        """Every row is on disk already."""

@@ -1,4 +1,4 @@
-"""Stands between the run and a tracker, so that one that raises, hangs or dies costs its own data and one warning."""
+"""Isolation of the run from a tracker: one that raises, hangs or dies loses only its own data, with one warning."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from verl.tracking.sinks.api import Sink
 
 log = logging.getLogger(__name__)
 
-_MAX_WAITING = 1000  # calls; a tracker this far behind is taken for dead
+_MAX_WAITING = 1000  # calls; a tracker this far behind counts as dead
 _CLOSE_TIMEOUT_S = 30.0
 
 
 class Guard:
-    """Calls `sink` from a thread of its own; every method returns at once, and `close` within `close_timeout_s`.
+    """Calls `sink` from its own thread; every method returns at once, and `close` within `close_timeout_s`.
 
-    The first failure disables the tracker for the rest of the run, with a warning that says which and why.
+    The first failure disables the tracker for the rest of the run, with a warning.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class Guard:
         self._sink = sink
         self._close_timeout_s = close_timeout_s
         self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue(max_waiting)
-        # a daemon: a tracker that hangs for ever must not keep the process alive
+        # a daemon: a tracker that hangs must not keep the process alive
         self._thread = threading.Thread(target=self._work, name=f"tracker-{name}", daemon=True)
         self._thread.start()
         self._enqueue(sink.start)
@@ -44,7 +44,7 @@ class Guard:
         self._enqueue(lambda: self._sink.table(name, rows, step))
 
     def close(self) -> None:
-        """Wait for what is still to be sent, at most the deadline, and then leave the tracker to itself."""
+        """Wait for queued calls until the deadline, then abandon the tracker."""
         self._enqueue(self._sink.close)
         self._enqueue(None)
         self._thread.join(self._close_timeout_s)
@@ -57,7 +57,7 @@ class Guard:
         try:
             self._calls.put_nowait(call)
         except queue.Full:
-            self._disable(f"it is {self._calls.maxsize} calls behind and seems to hang")
+            self._disable(f"it is {self._calls.maxsize} calls behind and may hang")
 
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:
@@ -71,4 +71,4 @@ class Guard:
 
     def _disable(self, reason: str) -> None:
         self.disabled = True
-        log.warning("The tracker '%s' is switched off for the rest of the run: %s", self.name, reason)
+        log.warning("The tracker '%s' is disabled for the rest of the run: %s", self.name, reason)

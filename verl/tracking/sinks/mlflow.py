@@ -7,10 +7,10 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from verl.tracking.sinks.api import RunInfo, require_package
+from verl.tracking.sinks.api import RunInfo, Sink, require_package
 
 
-class MlflowSink:
+class MlflowSink(Sink):
     def __init__(self, info: RunInfo):
         require_package("mlflow", "mlflow", "mlflow")
         self.info = info
@@ -20,7 +20,7 @@ class MlflowSink:
 
         mlflow.set_experiment(self.info.project)
         mlflow.start_run(run_name=self.info.experiment)
-        # values are cut at MLflow's limit and sent in its largest batch
+        # MLflow's limits: length of a value, size of a batch
         params = [(_name(k), json.dumps(v, default=str)[:500]) for k, v in _leaves(self.info.config)]
         for start in range(0, len(params), 100):
             mlflow.log_params(dict(params[start : start + 100]))
@@ -51,5 +51,5 @@ def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def _name(name: str) -> str:
-    """MLflow allows letters, digits and a few signs; `mean@16` becomes `mean_at_16`."""
+    """A name of characters that MLflow allows; `mean@16` becomes `mean_at_16`."""
     return re.sub(r"[^\w\-./ ]", "_", name.replace("@", "_at_"))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from verl.tracking.sinks.api import RunInfo, require_package
+from verl.tracking.sinks.api import RunInfo, Sink, require_package
 
 
-class SwanlabSink:
+class SwanlabSink(Sink):
     def __init__(self, info: RunInfo):
         require_package("swanlab", "swanlab", "swanlab")
         self.info = info

@@ -6,17 +6,14 @@ import os
 from pathlib import Path
 from typing import Any
 
-from verl.tracking.sinks.api import RunInfo, require_package
+from verl.tracking.sinks.api import RunInfo, Sink, require_package
 
 
-class TensorBoardSink:
+class TensorBoardSink(Sink):
     def __init__(self, info: RunInfo):
         require_package("tensorboard", "tensorboard", "tracking")
         self.folder = Path(os.environ.get("TENSORBOARD_DIR") or info.root / "tensorboard")
         self._writer: Any = None
-
-    def start(self) -> None:
-        """Events are opened by the first row, which says where the run goes on."""
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         for name, value in metrics.items():
@@ -36,7 +33,7 @@ class TensorBoardSink:
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
-            # a resumed run takes steps again that an earlier file may have: those are not shown twice
+            # a resumed run repeats steps that an earlier file may have: purge_step hides those
             self._writer = SummaryWriter(str(self.folder), purge_step=step, flush_secs=10)
         return self._writer
 

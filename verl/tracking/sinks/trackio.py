@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from verl.tracking.sinks.api import RunInfo, require_package
+from verl.tracking.sinks.api import RunInfo, Sink, require_package
 
 
-class TrackioSink:
+class TrackioSink(Sink):
     def __init__(self, info: RunInfo):
         require_package("trackio", "trackio", "trackio")
         self.info = info
@@ -27,9 +27,6 @@ class TrackioSink:
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         self._run.log(metrics, step=step)
-
-    def table(self, name: str, rows: list[dict[str, Any]], step: int) -> None:
-        """Left out: samples lie in the run folder."""
 
     def close(self) -> None:
         if self._run is not None:

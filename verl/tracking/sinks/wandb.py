@@ -1,4 +1,4 @@
-"""Weights & Biases; goes offline by itself where there is no account or no network."""
+"""Weights & Biases, offline without an account or network."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from verl.tracking.sinks.api import RunInfo, require_package
+from verl.tracking.sinks.api import RunInfo, Sink, require_package
 
 log = logging.getLogger(__name__)
 
@@ -18,9 +18,9 @@ _DEFAULT_HOST = "api.wandb.ai"
 _CONNECT_TIMEOUT_S = 3.0
 
 
-class WandbSink:
-    """WANDB_MODE decides when it is set; else online needs an API key (WANDB_API_KEY or ~/.netrc) and a host that
-    answers. Files go to WANDB_DIR or the run folder. A resumed run continues the same run there."""
+class WandbSink(Sink):
+    """WANDB_MODE has precedence; otherwise online needs an API key (WANDB_API_KEY or ~/.netrc) and a reachable host. Files go
+    to WANDB_DIR or the run folder. A resumed run continues the same W&B run."""
 
     def __init__(self, info: RunInfo):
         require_package("wandb", "wandb", "tracking")
@@ -49,7 +49,7 @@ class WandbSink:
 
         columns: list[str | int] = list(rows[0]) if rows else []
         data = [[v if isinstance(v, int | float | str) or v is None else str(v) for v in row.values()] for row in rows]
-        # `commit=False`: the metrics of the step follow and belong to the same row
+        # `commit=False`: the metrics of the step follow and belong to this row
         self._run.log({name: wandb.Table(columns=columns, data=data)}, step=step, commit=False)
 
     def close(self) -> None:
