@@ -17,7 +17,7 @@ from typing import Any
 from verl.config.secrets import hide, hide_values
 from verl.data_proto.samples import Score, ScoreRequest
 from verl.errors import DeadlineError, RewardError
-from verl.rewards.framing import encode
+from verl.parallel.framing import encode
 from verl.rewards.functions import RewardFunctionSpec
 from verl.rewards.jobs import Job, JobQueue
 from verl.rewards.process import START_TIMEOUT_S, WorkerGone, WorkerLost, WorkerProcess

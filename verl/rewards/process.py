@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 from verl.config.secrets import is_secret_name
 from verl.errors import RewardError
-from verl.rewards.framing import ChannelClosed, ChannelCorrupt, encode, receive, send
+from verl.parallel.framing import ChannelClosed, ChannelCorrupt, encode, receive, send
 from verl.rewards.jobs import Job
 from verl.rewards.sandbox.box import remove_folder
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from verl.errors import RewardError
 from verl.parallel.child_processes import adopt_orphans
-from verl.rewards.framing import NUMBER_BYTES, ChannelClosed, ChannelCorrupt, encode, receive_bytes, send
+from verl.parallel.framing import NUMBER_BYTES, ChannelClosed, ChannelCorrupt, encode, receive_bytes, send
 from verl.rewards.functions import (
     BATCH_ARGUMENTS,
     MODEL_REPLY,

@@ -10,70 +10,25 @@ process that dies is a WorkerLostError as soon as its socket closes, one that fa
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import verl.errors
 from verl.errors import DeadlineError, VerlError, WorkerLostError
+from verl.parallel.framing import ChannelClosed, ChannelCorrupt, encode, receive, send
 from verl.parallel.stack_dump import dump_of, innermost
 
-_HEADER = struct.Struct(">I")
 _STACK_S = 3.0  # for a process that is late to say where it is
 # what torchrun says about the process that starts the engine, which is not one of its ranks
 _OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 Message = dict[str, Any]
-
-
-class Gone(Exception):
-    """The other side has closed the channel."""
-
-
-def send(channel: socket.socket, message: Message) -> None:
-    """Write one message. Raises Gone."""
-    payload = json.dumps(message, separators=(",", ":")).encode()
-    try:
-        channel.sendall(_HEADER.pack(len(payload)) + payload)
-    except TimeoutError:
-        raise
-    except OSError as error:
-        raise Gone from error
-
-
-def receive(channel: socket.socket, timeout_s: float | None = None) -> Message:
-    """Read one message within `timeout_s` seconds (None: for ever). Raises TimeoutError, or Gone."""
-    deadline = None if timeout_s is None else time.monotonic() + timeout_s
-    (length,) = _HEADER.unpack(_read(channel, _HEADER.size, deadline))
-    message: Message = json.loads(_read(channel, length, deadline))
-    return message
-
-
-def _read(channel: socket.socket, length: int, deadline: float | None) -> bytes:
-    found = bytearray()
-    while len(found) < length:
-        left_s = None if deadline is None else deadline - time.monotonic()
-        if left_s is not None and left_s <= 0:
-            raise TimeoutError
-        channel.settimeout(left_s)
-        try:
-            part = channel.recv(min(length - len(found), 1 << 20))
-        except TimeoutError:
-            raise
-        except OSError as error:
-            raise Gone from error
-        if not part:
-            raise Gone
-        found += part
-    return bytes(found)
 
 
 class Child:
@@ -180,7 +135,7 @@ class EngineProcess:
             raise WorkerLostError(f"The {self.name} process (pid {self.pid}) has ended; start the run again.")
         try:
             self._channel.settimeout(timeout_s)
-            send(self._channel, message)
+            send(self._channel, encode(message))
             while True:
                 answer = receive(self._channel, timeout_s)
                 if "result" in answer:
@@ -196,7 +151,7 @@ class EngineProcess:
                 f"The {self.name} process (pid {self.pid}) was silent for {timeout_s:g} s while it was at '{doing}', and was "
                 f"ended{last}. Raise actor_rollout_ref.nccl_timeout if it needs longer, or start the run again."
             ) from None
-        except Gone:
+        except (ChannelClosed, ChannelCorrupt):
             ending = self._child.ending()
             self.close()
             raise WorkerLostError(

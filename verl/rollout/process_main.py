@@ -17,9 +17,9 @@ from typing import Any
 
 from verl.errors import VerlError
 from verl.parallel.child_processes import die_with
+from verl.parallel.framing import ChannelClosed, encode, receive, send
 from verl.parallel.stack_dump import DUMP_SIGNAL
 from verl.registry import load_object
-from verl.rollout.process import Gone, Message, receive, send
 
 _ALIVE_AFTER_S = 1.0
 
@@ -39,8 +39,8 @@ class Reporter:
         if time.monotonic() - self._last > _ALIVE_AFTER_S:
             self._send({"alive": True})
 
-    def _send(self, message: Message) -> None:
-        send(self._channel, message)
+    def _send(self, message: dict[str, Any]) -> None:
+        send(self._channel, encode(message))
         self._last = time.monotonic()
 
 
@@ -61,9 +61,9 @@ def _answered(channel: socket.socket, what: Any, *, shown: bool = True) -> Any:
     try:
         result = what()
     except VerlError as error:
-        send(channel, {"error": [type(error).__name__, str(error)]})
+        send(channel, encode({"error": [type(error).__name__, str(error)]}))
         return None
-    send(channel, {"result": result if shown else None})
+    send(channel, encode({"result": result if shown else None}))
     return result
 
 
@@ -76,7 +76,7 @@ def main() -> int:
     channel = socket.socket(fileno=descriptor)
     try:
         serve(channel)
-    except Gone:
+    except ChannelClosed:
         return 0
     except Exception:  # noqa: BLE001 - the log is read by the parent, last line first
         traceback.print_exc()

@@ -23,8 +23,7 @@ import time
 import traceback
 from types import FrameType
 
-from verl.rewards import worker
-from verl.rewards.framing import (
+from verl.parallel.framing import (
     MAX_MESSAGE_BYTES,
     NUMBER_BYTES,
     ChannelClosed,
@@ -34,6 +33,7 @@ from verl.rewards.framing import (
     receive_bytes,
     send,
 )
+from verl.rewards import worker
 from verl.rewards.sandbox import kernel
 from verl.rewards.sandbox.box import Box, Limits, Walls
 

@@ -1,7 +1,4 @@
-"""How the run, the keeper of a scorer and the scorer talk: messages behind a 4-byte length, over sockets of their own.
-
-Between run and keeper a message is JSON; between keeper and scorer a number of NUMBER_BYTES bytes stands before it.
-"""
+"""Messages behind a 4-byte length on a socket. Nothing is pickled: a message is JSON, or bytes that the receiver checks."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from verl.errors import RewardError
 
 _HEADER = struct.Struct(">I")
 MAX_MESSAGE_BYTES = 256 << 20
-NUMBER_BYTES = 16
+NUMBER_BYTES = 16  # before a message between the supervisor of a scorer and the scorer
 
 
 class ChannelClosed(Exception):
@@ -23,12 +20,11 @@ class ChannelClosed(Exception):
 
 
 class ChannelCorrupt(Exception):
-    """What was read is not a message: somebody else wrote to the channel."""
+    """The received bytes are not a message: another process wrote to the channel."""
 
 
 def to_jsonable(value: Any) -> Any:
-    """The plain form of what JSON does not know: numpy arrays and scalars (anything with `tolist`), tuples and sets
-    of them.
+    """Plain form of values that JSON lacks: numpy arrays and scalars (anything with `tolist`), and sets.
 
     Raises RewardError for bytes and for objects without a plain form; such values belong in a file whose path is
     passed.
@@ -38,7 +34,7 @@ def to_jsonable(value: Any) -> Any:
     if isinstance(value, (set, frozenset)):
         return sorted(value)
     raise RewardError(
-        f"A value of type {type(value).__name__} cannot be handed to a reward function: ground_truth and extra_info "
+        f"A value of type {type(value).__name__} cannot be passed to a reward function: ground_truth and extra_info "
         "may hold text, numbers, lists and dicts; for binary data put a path there."
     )
 
@@ -63,7 +59,7 @@ def send(channel: socket.socket, payload: bytes) -> None:
 
 
 def receive(channel: socket.socket, timeout_s: float | None = None) -> dict[str, Any]:
-    """Read one message, waiting at most `timeout_s` in all (None: for ever; the worker waits for its parent).
+    """Read one JSON message within `timeout_s` seconds in all (None: no limit, for a child that waits for its parent).
 
     Raises TimeoutError, ChannelClosed, or ChannelCorrupt.
     """
@@ -77,7 +73,7 @@ def receive(channel: socket.socket, timeout_s: float | None = None) -> dict[str,
 
 
 def receive_bytes(channel: socket.socket, timeout_s: float | None = None) -> bytes:
-    """`receive`, without a look into the message."""
+    """`receive` without decoding."""
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     (length,) = _HEADER.unpack(_read(channel, _HEADER.size, deadline))
     if length > MAX_MESSAGE_BYTES:
@@ -86,7 +82,7 @@ def receive_bytes(channel: socket.socket, timeout_s: float | None = None) -> byt
 
 
 def read_header(received: bytes | bytearray) -> tuple[int, int] | None:
-    """(begin, end) of the first message in what was received so far; None while its length is not known."""
+    """(begin, end) of the first message in the bytes received so far; None while its length is unknown."""
     if len(received) < _HEADER.size:
         return None
     (length,) = _HEADER.unpack_from(received)
@@ -96,11 +92,10 @@ def read_header(received: bytes | bytearray) -> tuple[int, int] | None:
 def _read(channel: socket.socket, length: int, deadline: float | None) -> bytes:
     chunks, missing = [], length
     while missing:
-        if deadline is not None:
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                raise TimeoutError
-            channel.settimeout(left_s)
+        left_s = None if deadline is None else deadline - time.monotonic()
+        if left_s is not None and left_s <= 0:
+            raise TimeoutError
+        channel.settimeout(left_s)
         try:
             chunk = channel.recv(min(missing, 1 << 20))
         except TimeoutError:

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl.errors import RewardError
-from verl.rewards.framing import ChannelClosed, ChannelCorrupt, encode, receive, send, to_jsonable
+from verl.parallel.framing import ChannelClosed, ChannelCorrupt, encode, receive, send, to_jsonable
 
 plain = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(st.characters()),
