@@ -6,60 +6,26 @@ weights in buckets, the same ends of the process. So that engine processes can b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 
 from verl.config import RolloutConfig
-from verl.data_proto.samples import PromptRequest, SamplingParams
+from verl.data_proto.samples import Completion, PromptRequest, SampleKey, SamplingParams
 from verl.errors import ModelError
 from verl.models.load import load_causal_lm, load_tokenizer
 from verl.registry import load_object
-from verl.rollout.api import OnFinish, OwnCopy
+from verl.rollout.api import Stats
 from verl.rollout.native.engine import NativeRollout
-from verl.rollout.requests import vocab_size
 from verl.rollout.vllm.core import Setup
 from verl.rollout.vllm.engine import VLLMRollout
-from verl.rollout.vllm.process import RemoteCore, ServedCore
-from verl.rollout.vllm.restart import RebuiltCore
-from verl.rollout.vllm.settings import longest_sequence, make_setup
 from verl.rollout.vllm.weights import Manifest
-from verl.rollout.weight_version import CopyState
 
 
 class EngineOfItsOwn(VLLMRollout):
-    """See VLLMRollout; only what is started differs."""
+    """See VLLMRollout; only the factory of the process differs."""
 
-    def __init__(
-        self,
-        module: Any,
-        tokenizer: Any,
-        config: Any,
-        *,
-        eos_token_ids: Sequence[int],
-        pad_token_id: int | None = None,
-        own: OwnCopy,
-    ):
-        del tokenizer, pad_token_id
-        self.skeleton, self.config, self.own = module, config, own
-        self.state = CopyState()
-        self._longest = longest_sequence(config, module)
-        self._stats: dict[str, Any] = {}
-        setup = make_setup(config, own, module, eos_token_ids=tuple(eos_token_ids), vocab_size=vocab_size(module))
-        self.core = self._start(setup)
-
-    def _start(self, setup: Setup) -> Any:
-        own, factory = self.own, f"{__file__}:start"
-        start = partial(
-            RemoteCore,
-            setup,
-            start_timeout_s=own.start_timeout_s,
-            call_timeout_s=own.call_timeout_s,
-            factory=factory,
-        )
-        return RebuiltCore(start, self.config.max_engine_restarts)
+    factory = f"{__file__}:start"
 
 
 class NativeCore:
@@ -77,18 +43,21 @@ class NativeCore:
         )
         self.manifest = Manifest()
 
-    def generate(
-        self,
-        prompts: Sequence[PromptRequest],
-        params: SamplingParams,
-        *,
-        step: int,
-        on_finish: OnFinish,
-        on_step: Callable[[], None],
-    ) -> dict[str, Any]:
-        del on_step  # it never takes long
-        self.engine.generate(prompts, params, step=step, on_finish=on_finish)
-        return self.engine.stats()
+    def open(self, params: SamplingParams, step: int) -> None:
+        self.generation = self.engine.open(params, step=step)
+
+    def add(self, requests: list[PromptRequest]) -> None:
+        for request in requests:
+            self.generation.add(request)
+
+    def poll(self, timeout_s: float | None) -> list[Completion]:
+        return self.generation.poll(timeout_s)
+
+    def abort(self, keys: list[SampleKey]) -> None:
+        self.generation.abort(keys)
+
+    def close_generation(self) -> Stats:
+        return self.generation.close()
 
     def begin_update(self) -> None:
         self.manifest = Manifest()
@@ -112,6 +81,6 @@ class NativeCore:
         self.engine.release()
 
 
-def start(setup: dict[str, Any]) -> ServedCore:
-    """What verl.rollout.process_main calls."""
-    return ServedCore(NativeCore(Setup(**setup)))
+def start(setup: dict[str, Any]) -> NativeCore:
+    """The factory that verl.rollout.process_main calls."""
+    return NativeCore(Setup(**setup))

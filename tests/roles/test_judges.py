@@ -20,7 +20,7 @@ from verl.models.tiny import make_tiny_model, make_tokenizer
 from verl.roles import judges, reward_model
 from verl.roles.reward import RewardWorker
 from verl.roles.reward_model import JudgeWorker, build_reward_model
-from verl.rollout.vllm import engine, versions
+from verl.rollout.vllm import core, engine
 
 CPU = torch.device("cpu")
 MODELS = {"data": [{"id": "a/judge"}]}
@@ -157,7 +157,7 @@ def test_a_judge_on_vllm_has_the_weights_of_its_files(tmp_path, monkeypatch):
 
 
 def test_vllm_that_is_not_installed_is_named_by_the_judges_key(tmp_path, monkeypatch):
-    monkeypatch.setattr(versions.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(core.importlib.util, "find_spec", lambda name: None)
     config = settings(make_tiny_model(tmp_path / "judge"), judge_template=TEMPLATE, rollout={"name": "vllm"})
     with pytest.raises(MissingExtraError, match=r"reward\.reward_model\.rollout\.name=vllm"):
         build_reward_model(config, make_tokenizer(), CPU)

@@ -1,15 +1,22 @@
 """Tiny models of every family, made and loaded once per process."""
 
+import contextlib
 import functools
+import tempfile
 
 import pytest
 import torch
 
 import verl.models.attention  # noqa: F401 - registers the attention
+from tests.models.plain_attention import PLAIN
+from tests.rollout.service import running
+from tests.rollout.simulated import SimulatedVLLM, own_copy, vllm_server
 from verl.config import RolloutConfig
+from verl.config.sections.rollout import ServiceConfig
 from verl.data_proto.samples import PromptRequest
 from verl.models.tiny import make_tiny_model, make_tokenizer
 from verl.rollout.api import ENGINES
+from verl.rollout.cuda.forward import StraightForward
 
 FAMILIES = {
     "llama": {},
@@ -49,11 +56,38 @@ def tokenizer():
 
 @pytest.fixture(scope="session")
 def make_engine(load, tokenizer):
-    def make(name, family="llama", module=None, **config):
-        module = module or load(family)
-        return ENGINES.get(name)(module, tokenizer, RolloutConfig(**config), eos_token_ids=[EOS], pad_token_id=256)
+    """make_engine(name, family, module=, **config) -> an engine; its services and processes end with the session.
 
-    return make
+    "device" is the native engine with its GPU backend, computed on the CPU by the plain kernel; "vllm" and "http" are the
+    engines of these names in front of a simulated vLLM and of a simulated service (simulated.py).
+    """
+    with contextlib.ExitStack() as stack:
+
+        def make(name, family="llama", module=None, **config):
+            module = module or load(family)
+            settings = {"eos_token_ids": [EOS], "pad_token_id": 256}
+            if name == "vllm":
+                return SimulatedVLLM(module, tokenizer, RolloutConfig(**config), own=own_copy(), **settings)
+            if name == "http":
+                url = stack.enter_context(running(vllm_server(module))).url
+                service = ServiceConfig(
+                    url=url, api="vllm", timeout_s=30.0, num_retries=0, weights_dir=str(weights_dir())
+                )
+                config = RolloutConfig(service=service, **{"max_num_seqs": 8, **config})
+                return ENGINES.get(name)(module, tokenizer, config, own=own_copy(), **settings)
+            if name == "device":
+                settings["device_kernel"], config = PLAIN, {"enforce_eager": True, **config}
+            engine = ENGINES.get("native" if name == "device" else name)(
+                module, tokenizer, RolloutConfig(**config), **settings
+            )
+            if name == "device":
+                engine.device.fits = StraightForward.reads
+            return engine
+
+        def weights_dir():
+            return stack.enter_context(tempfile.TemporaryDirectory())
+
+        yield make
 
 
 def make_prompts(lengths, seed=0, first_ordinal=0):

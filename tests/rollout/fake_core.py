@@ -1,4 +1,4 @@
-"""An engine for tests of verl.rollout.process; it must start quickly, so it imports no torch."""
+"""An engine for tests of verl.rollout.process."""
 
 import os
 import signal
@@ -17,14 +17,6 @@ class FakeEngine:
 
     def refuse(self):
         raise ModelError("This does not fit.")
-
-    def count(self, number, pause_s, report):
-        for i in range(number):
-            time.sleep(pause_s)
-            report.alive()
-            if i % 2 == 0:
-                report([i, 0.1 + i])
-        return {"counted": number}
 
     def hang(self):
         time.sleep(600)

@@ -1,7 +1,7 @@
-"""A vLLM that is played by the native engine in a process of its own, and that dies when it is told to.
+"""A vLLM simulated by the native engine in a process of its own, which dies on request.
 
 `python -m tests.rollout.stand_in key=value ...` is `verl train` with it. VERL_TEST_LOST="generate 2 FILE": it is killed in its
-second generation after the first sample, and then FILE is written, so that this happens once ("update 2 FILE": with a bucket).
+second generation after its first samples, and then FILE is written, so that this happens once ("update 2 FILE": with a bucket).
 VERL_TEST_STARTS=FILE gets a line for each start.
 """
 
@@ -9,7 +9,6 @@ import json
 import os
 import signal
 import sys
-from functools import partial
 from pathlib import Path
 
 
@@ -32,17 +31,29 @@ class StandIn:
         self.native = ENGINES.get("native")(
             self.module, _tokenizer(setup), RolloutConfig(max_num_seqs=4), eos_token_ids=setup.eos_token_ids
         )
-        self.counts = {"generate": 0, "update": 0}
+        self.counts, self.num_ended = {"generate": 0, "update": 0}, 0
 
-    def generate(self, prompts, params, *, step, on_finish, on_step):
+    def open(self, params, step):
         self.counts["generate"] += 1
+        self.generation = self.native.open(params, step=step)
 
-        def told(done):
-            on_finish(done)
+    def add(self, requests):
+        for request in requests:
+            self.generation.add(request)
+
+    def poll(self, timeout_s):
+        ended = self.generation.poll(timeout_s)
+        if self.num_ended:  # the first samples have been returned
             self._perhaps_die("generate")
+        self.num_ended += len(ended)
+        return ended
 
-        self.native.generate(prompts, params, step=step, on_finish=told)
-        return self.native.stats()
+    def abort(self, keys):
+        self.generation.abort(keys)
+
+    def close_generation(self):
+        self.num_ended = 0
+        return self.generation.close()
 
     def begin_update(self):
         from verl.rollout.vllm.weights import Manifest
@@ -78,9 +89,8 @@ class StandIn:
 
 def start(setup):
     from verl.rollout.vllm.core import Setup
-    from verl.rollout.vllm.process import ServedCore
 
-    return ServedCore(StandIn(Setup(**setup)))
+    return StandIn(Setup(**setup))
 
 
 def main():
@@ -90,10 +100,9 @@ def main():
     train = verl.cli.train._train
 
     def with_stand_in(loaded):
-        from verl.rollout.vllm import engine
+        from verl.rollout.vllm.engine import VLLMRollout
 
-        engine.require_vllm = lambda: None
-        engine.RemoteCore = partial(engine.RemoteCore, factory="tests.rollout.stand_in:start")
+        VLLMRollout.factory = "tests.rollout.stand_in:start"
         return train(loaded)
 
     verl.cli.train._train = with_stand_in

@@ -10,7 +10,7 @@ from verl.data_proto.samples import SamplingParams
 from verl.models.cpu.weights import DenseDecoder, Projection
 from verl.models.matmul import Products
 from verl.models.tiny import make_tiny_model
-from verl.rollout.native.engine import prepacked_linear as products
+from verl.rollout.native import prepacked_linear as products
 from verl.rollout.native.forward import DenseForward
 from verl.rollout.native.prepacked_linear import num_copied_bytes, product
 

@@ -12,7 +12,8 @@ import torch
 
 from tests.rollout.conftest import EOS, make_prompts
 from tests.rollout.service import running
-from tests.rollout.test_vllm import own_copy, weights_of
+from tests.rollout.simulated import own_copy
+from tests.rollout.test_vllm import weights_of
 from verl.cli.supervise import _ending
 from verl.config import RolloutConfig
 from verl.config.sections.rollout import ServiceConfig
@@ -297,7 +298,7 @@ def test_vllms_server_draws_as_we_do_and_takes_weights(make, load, tmp_path):
         with pytest.raises(ModelError, match="version 4, but version 5 was published"):
             engine.generate(make_prompts([3]), PARAMS, step=2)
         server.vocabulary = 2
-        with pytest.raises(ConfigError, match="does not draw as this run asks"):
+        with pytest.raises(ConfigError, match="does not sample as this run asks"):
             make(service.url, api="vllm")
     assert all(torch.equal(server.held[name], p) for name, p in weights_of(module))
     assert not list(tmp_path.iterdir())  # what has been read is removed

@@ -1,6 +1,7 @@
 """Attention of the native engine against a dense float64 reference; the bookkeeping of slots."""
 
 import math
+from collections import deque
 
 import numpy as np
 import pytest
@@ -9,11 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.rollout.conftest import make_prompts
-from verl.rollout.layout import Piece, StepLayout
-from verl.rollout.members import Members, length_blocks
-from verl.rollout.native.decode_attention import DecodeRows
+from verl.rollout.layout import Chunk, StepLayout
+from verl.rollout.native.batch import Group, Prompts, Rows
+from verl.rollout.native.decode_attention import DecodeRows, Members, length_blocks
 from verl.rollout.native.kv_cache import SlotStore
-from verl.rollout.native.scheduler import Rows, Schedule
 
 HEADS, KV_HEADS, WIDTH = 6, 2, 8
 
@@ -45,7 +45,7 @@ def by_token(num_tokens, generator):
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("shared", [True, False])
 def test_attention_over_prefix_and_own_part(window, softcap, shared):
-    """Three prompts in pieces, then decode steps of rows in mixed order with a prompt piece beside them."""
+    """Three prompts in chunks, then decode steps of rows in mixed order with a prompt chunk beside them."""
     generator = torch.Generator().manual_seed(0)
     own, prefix = SlotStore(keys_as_columns=True), SlotStore()
     lengths, row_slot = [4, 9, 1], [1, 0, 1, 1, 2] if shared else [0, 1, 2]
@@ -60,15 +60,15 @@ def test_attention_over_prefix_and_own_part(window, softcap, shared):
         store[0].append(k[0, :, at])
         store[1].append(v[0, :, at])
 
-    for pieces in ([Piece(0, 0, 3), Piece(1, 0, 9)], [Piece(0, 3, 4), Piece(2, 0, 1)]):
+    for chunks in ([Chunk(0, 0, 3), Chunk(1, 0, 9)], [Chunk(0, 3, 4), Chunk(2, 0, 1)]):
         prefix.reserve(3, 9, 9)
-        q, k, v = qkv(sum(p.end - p.start for p in pieces), generator)
-        layout = StepLayout(None, prefix, pieces)
+        q, k, v = qkv(sum(p.end - p.start for p in chunks), generator)
+        layout = StepLayout(None, prefix, chunks)
         out, at = layout.attend(0, q, k, v, **args), 0
-        for piece in pieces:
-            for position in range(piece.start, piece.end):
-                remember(history[piece.slot], k, v, at)
-                check(out, q, at, *history[piece.slot], position)
+        for chunk in chunks:
+            for position in range(chunk.start, chunk.end):
+                remember(history[chunk.slot], k, v, at)
+                check(out, q, at, *history[chunk.slot], position)
                 at += 1
 
     rows = [([*history[s][0]], [*history[s][1]]) for s in row_slot]
@@ -85,16 +85,16 @@ def test_attention_over_prefix_and_own_part(window, softcap, shared):
             remember(rows[row], k, v, 0)
     if not shared:
         for row, slot in enumerate(row_slot):
-            own.copy_from(prefix, slot, row, lengths[slot])
+            own.put(row, prefix.take(slot, lengths[slot]))
     decoding = DecodeRows(own, prefix, len(row_slot), members, torch.device("cpu"))
     for step in range(3):
         own_lengths = drawn + step + (0 if shared else prompt)
         positions = prompt + drawn + step
-        piece = Piece(3, 0, 2)
+        chunk = Chunk(3, 0, 2)
         prefix.reserve(4, 9, 9)
         q, k, v = qkv(len(row_slot) + 2, generator)
         decoding.advance(own_lengths, positions)
-        layout = StepLayout(decoding, prefix, [piece])
+        layout = StepLayout(decoding, prefix, [chunk])
         out = layout.attend(0, q, k, v, **args)
         assert out.shape == (1, len(row_slot) + 2, HEADS, WIDTH)
         for row in range(len(row_slot)):
@@ -170,38 +170,42 @@ def test_store_grows_keeps_and_frees():
 def test_schedule_starts_every_sample_once(data):
     lengths = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=12))
     n, num_rows, budget = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 9)), data.draw(st.integers(1, 50))
-    schedule, rows = Schedule(make_prompts(lengths), n), Rows(num_rows, 4)
+    schedule, rows = Prompts(), Rows(4)
+    rows.grow(num_rows)
+    schedule.waiting.extend(Group(prompt, deque(range(n)), n) for prompt in make_prompts(lengths))
+    schedule.sort()
     computed, started = dict.fromkeys(range(len(lengths)), 0), []
-    while schedule.pending or rows.num_running:
+    while not schedule.is_empty or rows.num_running:
         for group, sample in schedule.start(rows.num_free):
-            assert computed[group.index] == group.num_tokens
+            assert computed[group.request.ordinal] == group.num_tokens
             rows.place(group, sample, 0, 0)
-            started.append((group.index, sample))
+            started.append((group.request.ordinal, sample))
         rows.close_holes()
         assert rows.end == rows.num_running <= num_rows
         assert all(g is not None for g in rows.groups[: rows.end])
-        pieces = schedule.take_pieces(rows.num_free, budget)
-        assert sum(p.end - p.start for _, p in pieces) <= budget
-        for group, piece in pieces:
-            assert piece.start == computed[group.index]
-            computed[group.index] = piece.end
+        chunks = schedule.take_chunks(rows.num_free, budget)
+        assert sum(p.end - p.start for _, p in chunks) <= budget
+        for group, chunk in chunks:
+            assert chunk.start == computed[group.request.ordinal]
+            computed[group.request.ordinal] = chunk.end
         assert [g.slot for g in schedule.by_slot] == list(range(len(schedule.by_slot)))
         assert len(schedule.by_slot) <= num_rows + 1
-        if rows.end and (not pieces or data.draw(st.booleans())):
+        if rows.end and (not chunks or data.draw(st.booleans())):
             ended = data.draw(st.sets(st.integers(0, rows.end - 1), min_size=1))
             for row in ended:
                 group = rows.groups[row]
                 rows.remove(row)
-                group.num_ended += 1
-                if group.num_ended == n:
+                group.num_live -= 1
+                if group.num_live == 0:
                     schedule.leave_slot(group)
     assert sorted(started) == [(i, s) for i in range(len(lengths)) for s in range(n)]
     assert not schedule.by_slot
 
 
 def test_close_holes_moves_rows_whole():
-    rows = Rows(6, 3)
-    [group] = Schedule(make_prompts([4]), 6).waiting
+    rows = Rows(3)
+    rows.grow(6)
+    group = Group(make_prompts([4])[0], deque(), 6)
     for sample in range(6):
         rows.place(group, sample, 100 + sample, 0)
     rows.record(np.arange(6), np.arange(6) + 10, np.zeros(6, dtype=np.float32))

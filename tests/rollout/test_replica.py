@@ -90,8 +90,8 @@ def test_weights_that_are_not_the_models(tiny_llama, place):
     half = weights[name][:, :64]
     replica = Replica(load_causal_lm(tiny_llama).requires_grad_(False), None if place is None else Place(place))
     wrong = {
-        rf"without {name}": {n: w for n, w in weights.items() if n != name},
-        r"weight adapter \(3,\)": {**weights, "adapter": torch.zeros(3)},
+        rf"missing parameter {name}": {n: w for n, w in weights.items() if n != name},
+        r"sent adapter \(3,\)": {**weights, "adapter": torch.zeros(3)},
         r"\(64, 64\)": {**weights, name: half},
     }
     for match, given in wrong.items():

@@ -12,7 +12,8 @@ import psutil
 import pytest
 
 from tests.rollout.conftest import EOS, make_prompts
-from tests.rollout.test_vllm import own_copy, weights_of
+from tests.rollout.simulated import own_copy
+from tests.rollout.test_vllm import weights_of
 from tests.runtime.ranks import still_there
 from verl.config import RolloutConfig
 from verl.data_proto.samples import SamplingParams

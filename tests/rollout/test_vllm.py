@@ -9,40 +9,25 @@ import pytest
 import torch
 
 from tests.rollout.conftest import EOS, make_prompts
-from verl.config import ModelConfig, RolloutConfig, load_config
+from tests.rollout.simulated import own_copy
+from verl.config import RolloutConfig, load_config
 from verl.data_proto.samples import Completion, SamplingParams
 from verl.errors import MissingExtraError, ModelError
-from verl.reshard.shared_memory import SharedBuckets, bucketed, read
-from verl.rollout.api import ENGINES, OwnCopy, holds_weights
+from verl.reshard.shared_memory import read
+from verl.rollout.api import ENGINES, holds_weights
+from verl.rollout.requests import StopRules
 from verl.rollout.sampling import sample
 from verl.rollout.uniforms import sample_keys, uniforms_at
-from verl.rollout.vllm import engine, versions
+from verl.rollout.vllm import core, engine
 from verl.rollout.vllm.core import Core, request_arguments
 from verl.rollout.vllm.sample import Draws, draw_arguments
 from verl.rollout.vllm.settings import make_setup
 from verl.rollout.vllm.weight_check import HeldWeights, _explained
 from verl.rollout.vllm.weights import _READERS, Manifest, WeightReceiver, _tied
 from verl.runtime import weight_copies as runs
-from verl.runtime.weight_copies import write_folder
 
 VOCABULARY = 300
 SHORT = SamplingParams(max_new_tokens=4)
-
-
-def own_copy(path="model", bucket_bytes=1 << 14):
-    buckets = SharedBuckets(bucket_bytes)
-    return OwnCopy(
-        model=ModelConfig(path=path),
-        device=torch.device("cpu"),
-        dtype=torch.float32,
-        portions=lambda weights: map(buckets.write, bucketed(weights, bucket_bytes)),
-        reader="verl.reshard.shared_memory:read",
-        write=lambda folder, number, weights: write_folder(folder, number, weights, bucket_bytes),
-        folder_reader="verl.runtime.weight_copies:read_folder",
-        start_timeout_s=10.0,
-        call_timeout_s=5.0,
-        in_process=False,
-    )
 
 
 class FakeCore:
@@ -77,11 +62,18 @@ class FakeCore:
     def close(self):
         self.calls.append("close")
 
-    def generate(self, prompts, params, *, step, on_finish):
-        for p in reversed(prompts):
-            for number in reversed(range(params.n)):
-                on_finish(Completion(p.ordinal, number, [p.token_ids[-1]], [-1.0], "length", -1))
-        return {"seconds": 1.0}
+    def open(self, params, step):
+        self.requests = []
+
+    def add(self, requests):
+        self.requests += requests
+
+    def poll(self, timeout_s):
+        found, self.requests = self.requests[::-1], []
+        return [Completion(r.ordinal, r.first_sample, [r.token_ids[-1]], [-1.0], "length", -1) for r in found]
+
+    def close_generation(self):
+        return {"num_decode_steps": 7}
 
 
 @pytest.fixture
@@ -112,7 +104,7 @@ def test_samples_come_in_the_order_that_was_asked_for(make):
     made = rollout.generate(prompts, SamplingParams(n=2, max_new_tokens=4), step=1, on_finish=seen.append)
     assert [(c.ordinal, c.sample) for c in made] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert [(c.ordinal, c.sample) for c in seen] == [(1, 1), (1, 0), (0, 1), (0, 0)]
-    assert rollout.stats() == {"seconds": 1.0}
+    assert (rollout.stats()["num_decode_steps"], rollout.stats()["num_generated_tokens"]) == (7, 4)
     with pytest.raises(ModelError, match="exceeds rollout.max_model_len"):
         rollout.generate(make_prompts([63]), SamplingParams(max_new_tokens=4), step=1)
 
@@ -121,9 +113,8 @@ def test_weights_arrive_and_the_version_is_that_of_the_samples(make, load):
     rollout, module = make(), load("llama")
     rollout.load(weights_of(module))
     rollout.publish(7)
-    core = rollout.core
-    assert core.calls == ["begin", "finish"]
-    assert all(torch.equal(core.held[name], p) for name, p in weights_of(module))
+    assert rollout.core.calls == ["begin", "finish"]
+    assert all(torch.equal(rollout.core.held[name], p) for name, p in weights_of(module))
     assert {c.weight_version for c in rollout.generate(make_prompts([3]), SHORT, step=0)} == {7}
     with pytest.raises(ModelError, match="no new weights have come since version 7"):
         rollout.publish(8)
@@ -132,9 +123,9 @@ def test_weights_arrive_and_the_version_is_that_of_the_samples(make, load):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda found: found[:-1], "without"),
+        (lambda found: found[:-1], "missing"),
         (lambda found: [*found, ("model.other", torch.zeros(2))], "model.other"),
-        (lambda found: [(found[0][0], found[0][1][:-1]), *found[1:]], "which the rollout engine's model has not"),
+        (lambda found: [(found[0][0], found[0][1][:-1]), *found[1:]], "which the rollout engine.s model lacks"),
         (lambda found: [found[0], *found], "twice"),
     ],
 )
@@ -254,32 +245,31 @@ def test_arguments_follow_the_config(load):
     json.dumps(dataclasses.asdict(setup))
 
 
-def test_stop_tokens_follow_the_rules_of_the_native_engine(load):
-    setup = make_setup(RolloutConfig(), own_copy(), load("llama"), eos_token_ids=(EOS,), vocab_size=VOCABULARY)
+def test_stop_tokens_follow_the_rules_of_the_native_engine():
     params = SamplingParams(stop_token_ids=(7, VOCABULARY + 5), max_new_tokens=3)
-    found = request_arguments(params, setup, {})
+    found = request_arguments(params, StopRules(params, [EOS], VOCABULARY, None), {})
     assert (found["stop_token_ids"], found["ignore_eos"], found["max_tokens"]) == ([7, EOS], True, 3)
     ignoring = dataclasses.replace(params, ignore_eos=True)
-    assert request_arguments(ignoring, setup, {})["stop_token_ids"] == [7]
+    assert request_arguments(ignoring, StopRules(ignoring, [EOS], VOCABULARY, None), {})["stop_token_ids"] == [7]
 
 
 def test_a_missing_vllm_names_its_extra(monkeypatch):
-    monkeypatch.setattr(versions.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(core.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"verl\[vllm\]"):
-        versions.require_vllm()
+        core.require_vllm()
 
 
 def test_an_untried_version_says_which_were_tried(caplog):
-    versions.check_version(f"{versions.KNOWN[0]}.0+cpu")
+    core.check_version(f"{core.KNOWN[0]}.0+cpu")
     assert not caplog.records
-    versions.check_version("0.7.1")
-    assert versions.WORKING in caplog.text
+    core.check_version("0.7.1")
+    assert core.WORKING in caplog.text
 
 
 def test_a_vllm_that_has_moved_its_names_says_which_were_tried(load, monkeypatch):
     setup = make_setup(RolloutConfig(), own_copy(), load("llama"), eos_token_ids=(EOS,), vocab_size=VOCABULARY)
     monkeypatch.setitem(sys.modules, "verl.rollout.vllm.library", None)  # importing it fails
-    with pytest.raises(ModelError, match=rf"vLLM could not start with model: .*known to work: {versions.KNOWN[0]}"):
+    with pytest.raises(ModelError, match=rf"vLLM could not start with model: .*known to work: {core.KNOWN[0]}"):
         Core(setup)
 
 
@@ -331,7 +321,7 @@ def test_what_the_model_holds_is_compared_with_what_was_sent():
         "qkv": lambda model: model.qkv.weight[2:4].zero_(),
         "norm": lambda model: model.norm.weight[1].mul_(1 + 1e-6),
     }.items():
-        with pytest.raises(ModelError, match=rf"other numbers in {name}.weight than it was sent"):
+        with pytest.raises(ModelError, match=rf"other values in {name}.weight than it was sent"):
             update(wrong)
 
 

@@ -155,7 +155,7 @@ def test_an_engine_that_holds_other_weights_than_it_was_sent_is_found(kind, engi
     module = changed(folder, 11)
     fault.write_text(kind)
     try:
-        with pytest.raises(ModelError, match="The rollout engine holds other numbers in model"):
+        with pytest.raises(ModelError, match="The rollout engine holds other values in model"):
             engine.load(module.named_parameters())
     finally:
         fault.unlink()

@@ -10,7 +10,7 @@ from verl.errors import DeadlineError, ModelError, WorkerLostError
 from verl.reshard.shared_memory import read
 from verl.rollout.api import ENGINES
 from verl.rollout.vllm import engine
-from verl.rollout.vllm.restart import RebuiltCore
+from verl.rollout.vllm.process import RestartingCore
 from verl.rollout.vllm.weights import Manifest
 from verl.runtime.weight_copies import KeptBuckets, own_copy
 
@@ -28,13 +28,15 @@ class Processes:
         self.started.append(Played(self))
         return self.started[-1]
 
-    def note(self, what):
+    def note(self, what, process=None):
+        if process is not None and process.has_ended:
+            raise lost()
         self.calls.append(what)
-        lost = self.script.get(len(self.calls))
-        if lost is not None:
-            for process in self.started:
-                process.has_ended = True
-            raise lost
+        error = self.script.get(len(self.calls))
+        if error is not None:
+            for other in self.started:
+                other.has_ended = True
+            raise error
 
 
 class Played:
@@ -45,36 +47,47 @@ class Played:
         self.weights, self.sum, self.usable = {}, 0.0, True
 
     def begin_update(self):
-        self.processes.note("begin")
+        self.processes.note("begin", self)
         self.weights, self.manifest, self.usable = {}, Manifest(), False
 
     def update(self, bucket):
-        self.processes.note("update")
+        self.processes.note("update", self)
         self.weights |= {name: tensor.clone() for name, tensor in read(bucket)}
         self.manifest.add(bucket)
 
     def finish_update(self, manifest):
-        self.processes.note("finish")
+        self.processes.note("finish", self)
         if manifest != self.manifest.digest:
             raise ModelError("did not receive the tensors that were sent")
         self.sum, self.usable = sum(float(w.sum()) for w in self.weights.values()), True
 
     def abandon_update(self):
-        self.processes.note("abandon")
+        self.processes.note("abandon", self)
 
     def sleep(self):
-        self.processes.note("sleep")
+        self.processes.note("sleep", self)
 
     def close(self):
         self.has_ended = True
 
-    def generate(self, prompts, params, *, step, on_finish):
+    def open(self, params, step):
+        self.processes.note("open", self)
         assert self.usable
-        for p in reversed(prompts):
-            for number in range(p.first_sample, p.first_sample + params.n):
-                self.processes.note("sample")
-                on_finish(Completion(p.ordinal, number, [p.token_ids[-1], number], [self.sum, step], "length", -1))
-        return {"seconds": 1.0, "num_prompt_tokens": -1, "num_generated_tokens": -1}
+        self.step, self.requests = step, []
+
+    def add(self, requests):
+        self.processes.note("add", self)
+        self.requests += requests
+
+    def poll(self, timeout_s):
+        self.processes.note("poll", self)
+        request = self.requests.pop()
+        tokens = [request.token_ids[-1], request.first_sample]
+        return [Completion(request.ordinal, request.first_sample, tokens, [self.sum, self.step], "length", -1)]
+
+    def close_generation(self):
+        self.processes.note("close", self)
+        return {"num_decode_steps": 2}
 
 
 def lost():
@@ -114,10 +127,10 @@ def test_nothing_is_lost_wherever_a_process_is(make, load):
     """Each call of two steps in turn is the one at which the process is lost, the starts of new ones too."""
     module = load("llama")
     rollout, undisturbed = make()
-    assert isinstance(rollout.core, RebuiltCore)
+    assert isinstance(rollout.core, RestartingCore)
     expected = [one_step(rollout, module, version) for version in (1, 2)]
     stats = rollout.stats() | {"seconds": None}
-    assert {"begin", "update", "finish", "sample", "sleep"} <= set(undisturbed.calls)
+    assert {"begin", "update", "finish", "open", "add", "poll", "sleep"} <= set(undisturbed.calls)
     assert undisturbed.calls.count("update") > 4
     for number in range(2, len(undisturbed.calls) + 1):
         rollout, processes = make()
@@ -128,21 +141,21 @@ def test_nothing_is_lost_wherever_a_process_is(make, load):
         assert all(torch.equal(processes.started[-1].weights[name], p) for name, p in module.named_parameters())
 
 
-def test_a_batch_that_goes_on_is_the_batch_that_was_asked_for(make, load, monkeypatch):
-    """In a smaller one, matrix products round otherwise."""
+def test_a_batch_that_is_sampled_again_is_the_batch_that_was_asked_for(make, load, monkeypatch):
+    """In a smaller one, matmuls round otherwise."""
     rollout, processes = make()
     one_step(rollout, load("llama"), 1)
-    asked, generate = [], Played.generate
+    asked, add = [], Played.add
 
-    def noted(self, prompts, params, **more):
-        asked.append((list(prompts), params))
-        return generate(self, prompts, params, **more)
+    def noted(self, requests):
+        asked.append(list(requests))
+        return add(self, requests)
 
-    monkeypatch.setattr(Played, "generate", noted)
-    processes.script = {len(processes.calls) + 3: lost()}
+    monkeypatch.setattr(Played, "add", noted)
+    processes.script = {len(processes.calls) + 6: lost()}
     rollout.generate(make_prompts([3, 5]), PARAMS, step=2)
-    assert len(asked) == 2
-    assert asked[0] == asked[1]
+    assert len(asked) == 3, "prompt by prompt, and then all again"
+    assert asked[0] + asked[1] == asked[2]
 
 
 def test_what_keeps_being_lost_stops_the_run(make, load):
@@ -150,7 +163,7 @@ def test_what_keeps_being_lost_stops_the_run(make, load):
     one_step(rollout, load("llama"), 1)
     first = len(processes.calls)
     processes.script = {number: lost() for number in range(first + 1, first + 100)}
-    with pytest.raises(WorkerLostError, match=r"anew 2 times .*max_engine_restarts.*lost again: The vLLM process"):
+    with pytest.raises(WorkerLostError, match=r"again 2 times .*max_engine_restarts.*lost again: The vLLM process"):
         rollout.generate(make_prompts([3]), PARAMS, step=2)
     assert len(processes.calls) == first + 3
 
@@ -166,7 +179,7 @@ def test_a_whole_update_is_a_new_beginning(make, load):
 def test_after_an_update_that_went_wrong_old_weights_do_not_come_back(make, load):
     rollout, processes = make()
     one_step(rollout, load("llama"), 1)
-    with pytest.raises(ModelError, match="without"):
+    with pytest.raises(ModelError, match="missing"):
         rollout.load(list(load("llama").named_parameters())[:-1])
     with pytest.raises(ModelError, match="did not end well"):
         rollout.generate(make_prompts([3]), PARAMS, step=2)

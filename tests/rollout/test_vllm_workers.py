@@ -125,7 +125,7 @@ def test_each_worker_reads_the_buckets_and_keeps_its_part(core):
 )
 def test_one_worker_that_holds_other_weights_is_found(rank, damage, core):
     core._llm.models[rank].damage = damage
-    with pytest.raises(ModelError, match="holds other numbers in"):
+    with pytest.raises(ModelError, match="holds other values in"):
         update(core, 1)
 
 

@@ -9,7 +9,7 @@ from tests.runtime.conftest import assert_same_weights, train_here
 from tests.runtime.ranks import run
 from verl.data_proto.samples import PromptRequest, SamplingParams
 from verl.rollout.api import RolloutEngine
-from verl.rollout.passive import PassiveRollout
+from verl.rollout.weight_version import PassiveRollout
 
 VLLM = "actor_rollout_ref.rollout.name=vllm"
 SIZE = "actor_rollout_ref.rollout.tensor_model_parallel_size"

@@ -1,4 +1,4 @@
-"""How columns of two batches meet: union (same rows, more columns) and concat (same columns, more rows)."""
+"""Columns of two batches combined: union (same rows, more columns) and concat (same columns, more rows)."""
 
 from __future__ import annotations
 

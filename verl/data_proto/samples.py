@@ -6,11 +6,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "abort"]
+SampleKey = tuple[int, int]  # (prompt index, sample)
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to draw tokens. A `temperature` of 0 is greedy decoding.
+    """Rules of sampling. A `temperature` of 0 is greedy decoding.
 
     Sampled log-probabilities are those of `softmax(logits / temperature)` before top-k, top-p and min-p cut it down
     (greedy: temperature 1), so that they compare with the training forward.
@@ -32,21 +33,34 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class PromptRequest:
-    """One prompt to sample from. `ordinal` numbers the prompt in the run and, with `(seed, step, sample, position)`,
-    keys its random numbers: neither batch composition nor worker count changes what is drawn.
+    """One prompt to sample from. `ordinal` numbers the prompt in the run and, with `(seed, step, sample, position)`, keys its
+    random numbers: neither batch composition nor worker count changes what is sampled.
 
-    A sample that goes on has its tokens so far at the end of `token_ids`, and draws what it would have drawn unbroken.
+    A sample that resumes has its response so far at the end of `token_ids`, and samples the tokens that it would have sampled
+    without the break.
     """
 
     ordinal: int
     token_ids: tuple[int, ...]
-    first_sample: int = 0  # number of the first of its samples
-    num_drawn: int = 0  # tokens at the end of token_ids that are the sample's own
+    first_sample: int = 0  # index of the first of its samples
+    num_drawn: int = 0  # tokens at the end of token_ids that belong to the response: the position of the next token
+    num_samples: int | None = None  # None: SamplingParams.n
+
+
+@dataclass(frozen=True)
+class TurnRequest:
+    """Another turn of a sample that finished and was kept. `token_ids`, the answer of an environment, follow its response; the
+    policy continues after them. They count as positions of the response."""
+
+    ordinal: int
+    sample: int
+    token_ids: tuple[int, ...]
 
 
 @dataclass
 class Completion:
-    """One finished sample: PromptRequest(7, ...) with n=2 gives Completion(7, 0, ...) and Completion(7, 1, ...)."""
+    """One finished sample: PromptRequest(7, ...) with n=2 gives Completion(7, 0, ...) and Completion(7, 1, ...). Of a sample that
+    resumed, or of a further turn, it has the new tokens."""
 
     ordinal: int
     sample: int
@@ -55,10 +69,15 @@ class Completion:
     finish_reason: FinishReason
     weight_version: int  # version of the weights that made it
 
+    @property
+    def key(self) -> SampleKey:
+        """(prompt index, sample)."""
+        return self.ordinal, self.sample
+
 
 @dataclass
 class ScoreRequest:
-    """What a reward function is called with: compute_score(data_source, solution_str, ground_truth, extra_info)."""
+    """Arguments of a reward function: compute_score(data_source, solution_str, ground_truth, extra_info)."""
 
     key: str  # unique within one scoring call, for example "7/0" (ordinal/sample)
     data_source: str
@@ -67,7 +86,7 @@ class ScoreRequest:
     extra_info: dict[str, Any] = field(default_factory=dict)
     response_length: int = 0  # tokens, for length-based shaping
     prompt_str: str = ""
-    from_model: dict[str, Any] = field(default_factory=dict)  # further arguments: what a reward model said
+    from_model: dict[str, Any] = field(default_factory=dict)  # further arguments, from a reward model
 
 
 @dataclass

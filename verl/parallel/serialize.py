@@ -21,7 +21,7 @@ import torch
 from verl.data_proto.merge import object_array
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
-from verl.data_proto.samples import Completion, SamplingParams, Score
+from verl.data_proto.samples import Completion, PromptRequest, SamplingParams, Score
 
 C = TypeVar("C", bound=type)
 
@@ -36,7 +36,7 @@ def record(cls: C) -> C:
     return cls
 
 
-for _cls in (SamplingParams, Completion, Score):
+for _cls in (SamplingParams, PromptRequest, Completion, Score):
     record(_cls)
 
 

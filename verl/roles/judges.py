@@ -23,7 +23,7 @@ from verl.models.load import eos_token_ids, load_causal_lm, load_tokenizer, mode
 from verl.parallel.device import compute_dtype
 from verl.rollout.api import ENGINES, OwnCopy, RolloutEngine
 from verl.rollout.http.client import Client
-from verl.rollout.vllm.versions import require_vllm
+from verl.rollout.vllm.core import require_vllm
 
 _KEYS = "reward.reward_model.rollout"
 _MOST_REQUESTS = 256  # side by side; each has a thread

@@ -1,4 +1,5 @@
-"""What a rollout engine is. One file per engine beside this one; `ENGINES` names them."""
+"""The contract of a rollout engine, and of the generation that it opens. One file per engine beside this one; `ENGINES` names
+them."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 from verl.config import ModelConfig
-from verl.data_proto.samples import Completion, PromptRequest, SamplingParams
+from verl.data_proto.samples import Completion, PromptRequest, SampleKey, SamplingParams, TurnRequest
 from verl.registry import Registry
 
 if TYPE_CHECKING:
@@ -26,19 +27,20 @@ ENGINES = Registry(
 )
 
 OnFinish = Callable[[Completion], None]
+Stats = dict[str, Any]
 Weights: TypeAlias = "Iterable[tuple[str, torch.Tensor]]"  # by name, whole
 
 
 @dataclass(frozen=True)
 class OwnCopy:
-    """What an engine needs that holds weights of its own. `portions` lays weights out, piece by piece, in memory that processes
-    of this host can read, and gives JSON that describes each piece; `write` does so with all of them in a folder. The
+    """Settings of an engine that holds weights of its own. `portions` writes weights, chunk by chunk, to memory that processes
+    of this node can read, and gives JSON that describes each chunk; `write` does so with all of them in a folder. The
     functions named `reader` and `folder_reader` ("module:function") give the tensors of such a description.
 
-    `in_process` says that the engine runs in a process of its own and not in this one, `visible_devices` what
-    CUDA_VISIBLE_DEVICES is there ((): it is worked out from `device`).
+    `in_process` says that the engine runs in a process of its own; `visible_devices` is CUDA_VISIBLE_DEVICES there ((): derived
+    from `device`).
 
-    `settle`, where there is one, is called before `portions`, with a function that lets the engine read a piece for trial and
+    `settle`, where there is one, is called before `portions`, with a function that lets the engine read a chunk for trial and
     raises ModelError when it cannot: it finds out which memory the engine reaches."""
 
     model: ModelConfig
@@ -57,8 +59,43 @@ class OwnCopy:
 
 def holds_weights(name: str) -> bool:
     """Whether the engine `name` has a copy of the weights, which it is sent by `load`, instead of the training module. Such an
-    engine gets the model without numbers as `module`, and an OwnCopy as `own`. Raises ConfigError for an unknown name."""
+    engine gets a meta-device model as `module`, and an OwnCopy as `own`. Raises ConfigError for an unknown name."""
     return bool(getattr(ENGINES.get(name), "holds_weights", False))
+
+
+class Generation(Protocol):
+    """Sampling under one SamplingParams and one weight version, to which requests may be added while it runs.
+
+        generation = engine.open(params, step=3, keep=True)
+        generation.add(PromptRequest(7, prompt))
+        for done in generation.poll():                                       # Completion(7, 0, ...)
+            generation.add(TurnRequest(*done.key, tool_answer))              # the sample continues after these tokens
+        generation.close()
+
+    A sample is a function of (params.seed, step, prompt index, sample, the weights and the tokens before it) only: of neither
+    the batch nor the order of the calls. Nothing is computed outside `poll`.
+    """
+
+    def add(self, request: PromptRequest | TurnRequest) -> None:
+        """Start samples of a prompt, or continue a sample that has finished and was kept. The native engine keeps the KV cache
+        of such a sample and computes the new tokens alone; vLLM and services find the history in their prefix cache; the
+        reference engine computes it again. Raises ModelError, before anything is computed, for a request that is empty, too
+        long, has a token outside the vocabulary, or continues a sample that is not kept."""
+        ...
+
+    def poll(self, timeout_s: float | None = None) -> list[Completion]:
+        """Compute until samples finish, and return them in order of ending. Empty when nothing is running, or after
+        `timeout_s` seconds, which the engine checks between its steps (None: no limit). Raises NumericsError when a sampled
+        log-prob is not finite. Ranks that share a replica pass None, since their steps must be the same."""
+        ...
+
+    def abort(self, keys: Iterable[SampleKey]) -> None:
+        """Drop samples, running or kept; they are not returned by `poll`. Unknown keys are ignored."""
+        ...
+
+    def close(self) -> Stats:
+        """Drop all samples and return the statistics that RolloutEngine.stats names. May be called again."""
+        ...
 
 
 @runtime_checkable
@@ -69,26 +106,61 @@ class RolloutEngine(Protocol):
 
     weight_version: int
 
+    def open(self, params: SamplingParams, *, step: int, keep: bool = False) -> Generation:
+        """A generation without requests; one at a time. With `keep`, samples that finish can continue until they are aborted.
+        Raises ConfigError for sampling parameters without meaning."""
+        ...
+
     def generate(
         self, prompts: Sequence[PromptRequest], params: SamplingParams, *, step: int, on_finish: OnFinish | None = None
     ) -> list[Completion]:
-        """`params.n` samples of each prompt, ordered by (position in `prompts`, sample).
-
-        A sample is a function of (params.seed, step, ordinal, sample, the weights) only. `on_finish` is called with each
-        sample as soon as it ends, in order of ending. Raises ModelError when a prompt plus max_new_tokens exceeds what the
-        model can hold, before any token is made.
-        """
+        """See BaseRollout."""
         ...
 
     def publish(self, version: int) -> None:
-        """The weights have changed; samples made from now on carry `version`. Drops what depended on the old weights."""
+        """The weights have changed; samples made from now on carry `version`. Drops results of the old weights."""
         ...
 
     def release(self) -> None:
         """Free the KV cache (called before training when `free_cache_engine` is set)."""
         ...
 
-    def stats(self) -> dict[str, Any]:
-        """Figures of the last `generate`: num_prompt_tokens, num_prompt_tokens_computed, num_generated_tokens, seconds,
+    def stats(self) -> Stats:
+        """Statistics of the last generation: num_prompt_tokens, num_prompt_tokens_computed, num_generated_tokens, seconds,
         num_decode_steps, max_running, kv_cache_bytes."""
         ...
+
+
+class BaseRollout:
+    """`generate` and `stats` in terms of `open`."""
+
+    _stats: Stats
+
+    def open(self, params: SamplingParams, *, step: int, keep: bool = False) -> Generation:
+        """See RolloutEngine."""
+        raise NotImplementedError
+
+    def generate(
+        self, prompts: Sequence[PromptRequest], params: SamplingParams, *, step: int, on_finish: OnFinish | None = None
+    ) -> list[Completion]:
+        """`params.n` samples of each prompt, ordered by (position in `prompts`, sample). `on_finish` is called with each sample
+        as soon as it ends, in order of ending. Raises what Generation raises, for a bad request before any token is made."""
+        if not prompts:
+            return []
+        found: dict[SampleKey, Completion] = {}
+        generation = self.open(params, step=step)
+        try:
+            for prompt in prompts:
+                generation.add(prompt)
+            while ended := generation.poll():
+                for done in ended:
+                    found[done.key] = done
+                    if on_finish is not None:
+                        on_finish(done)
+        finally:
+            self._stats = generation.close()
+        return [found[p.ordinal, p.first_sample + i] for p in prompts for i in range(p.num_samples or params.n)]
+
+    def stats(self) -> Stats:
+        """See RolloutEngine."""
+        return dict(self._stats)

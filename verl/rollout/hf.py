@@ -1,30 +1,28 @@
 """The reference engine: Hugging Face `generate`, plain, over a view of the training module with eager attention.
 
-Slow on purpose: prompts are padded on the left and every sample computes its prompt anew. It draws with the same uniforms
-and the same rule as the native engine, so that in float32 both give the same samples; the contract tests rest on it.
+Slow on purpose: prompts are padded on the left, every sample computes its prompt again, and every turn its history. It samples
+with the same uniforms and the same rule as the native engine, so that in float32 both give the same samples; the contract
+tests rest on it.
 """
 
 from __future__ import annotations
 
 import copy
-import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
-from verl.data_proto.samples import Completion, PromptRequest, SamplingParams
-from verl.errors import NumericsError
-from verl.rollout.api import OnFinish
-from verl.rollout.requests import borrowed, check_requests, vocab_size
+from verl.data_proto.samples import Completion, PromptRequest, SampleKey, SamplingParams, TurnRequest
+from verl.rollout.api import BaseRollout, Stats
+from verl.rollout.requests import OpenSamples, StopRules, eval_mode, one_by_one, vocab_size
 from verl.rollout.sampling import sample
-from verl.rollout.stopping import StopRules
 from verl.rollout.uniforms import sample_keys, uniforms_at
 
 
-class HFRollout:
+class HFRollout(BaseRollout):
     """See RolloutEngine. Reads max_num_seqs (samples in one `generate`) and max_model_len of `config`."""
 
     def __init__(
@@ -42,54 +40,12 @@ class HFRollout:
         self.eos_token_ids = tuple(eos_token_ids)
         self.pad_token_id = 0 if pad_token_id is None else pad_token_id
         self.weight_version = 0
-        self._view = eager_view(module)
-        self._stats: dict[str, Any] = {}
+        self.view = eager_view(module)
+        self._stats = {}
 
-    def generate(
-        self, prompts: Sequence[PromptRequest], params: SamplingParams, *, step: int, on_finish: OnFinish | None = None
-    ) -> list[Completion]:
-        """See RolloutEngine. Raises NumericsError when a sampled log-prob is not finite."""
-        check_requests(prompts, params, self.module, self.config.max_model_len)
-        stop = StopRules(params, self.eos_token_ids, vocab_size(self.module), self.tokenizer)
-        samples = [(prompt, number) for prompt in prompts for number in range(params.n)]
-        started_at = time.perf_counter()
-        done: list[Completion] = []
-        num_steps = 0
-        with borrowed(self._view):
-            for first in range(0, len(samples), self.config.max_num_seqs):
-                chosen = samples[first : first + self.config.max_num_seqs]
-                batch = _Batch(chosen, params, step, stop, self.weight_version, on_finish)
-                self._generate(batch, params)
-                done.extend(c for c in batch.completions if c is not None)
-                num_steps += int(batch.lengths.max())
-        self._stats = {
-            "num_prompt_tokens": sum(len(p.token_ids) for p in prompts),
-            "num_prompt_tokens_computed": sum(len(p.token_ids) for p, _ in samples),
-            "num_generated_tokens": sum(len(c.token_ids) for c in done),
-            "num_decode_steps": num_steps,
-            "max_running": min(len(samples), self.config.max_num_seqs),
-            "kv_cache_bytes": 0,  # generate frees its cache itself
-            "seconds": time.perf_counter() - started_at,
-        }
-        return done
-
-    def _generate(self, batch: _Batch, params: SamplingParams) -> None:
-        device = next(self._view.parameters()).device
-        width = max(len(p.token_ids) for p, _ in batch.samples)
-        ids = torch.full((len(batch.samples), width), self.pad_token_id)
-        mask = torch.zeros_like(ids)
-        for row, (prompt, _) in enumerate(batch.samples):
-            ids[row, width - len(prompt.token_ids) :] = torch.tensor(prompt.token_ids)
-            mask[row, width - len(prompt.token_ids) :] = 1
-        self._view.generate(
-            ids.to(device),
-            attention_mask=mask.to(device),
-            generation_config=GenerationConfig(
-                max_new_tokens=params.max_new_tokens, do_sample=False, pad_token_id=self.pad_token_id
-            ),
-            logits_processor=LogitsProcessorList([batch.drawer]),
-            stopping_criteria=StoppingCriteriaList([batch.stopper]),
-        )
+    def open(self, params: SamplingParams, *, step: int, keep: bool = False) -> HFGeneration:
+        """See RolloutEngine."""
+        return HFGeneration(self, params, step, keep=keep)
 
     def publish(self, version: int) -> None:
         """See RolloutEngine."""
@@ -98,9 +54,62 @@ class HFRollout:
     def release(self) -> None:
         """See RolloutEngine; there is nothing to free between calls."""
 
-    def stats(self) -> dict[str, Any]:
-        """See RolloutEngine."""
-        return dict(self._stats)
+
+class HFGeneration:
+    """See Generation. A `poll` runs one batch from its beginning to the end of its last sample, whatever the timeout."""
+
+    def __init__(self, engine: HFRollout, params: SamplingParams, step: int, *, keep: bool):
+        self.engine, self.params, self.step = engine, params, step
+        self.samples = OpenSamples(params, engine.module, engine.config.max_model_len, keep=keep)
+        self.stop = StopRules(params, engine.eos_token_ids, vocab_size(engine.module), engine.tokenizer)
+        self._waiting: list[PromptRequest] = []  # one for each sample
+        self._num_computed = self._num_steps = self._max_running = 0
+
+    def add(self, request: PromptRequest | TurnRequest) -> None:
+        """See Generation."""
+        self._waiting.extend(one_by_one(self.samples.admit(request)))
+
+    def poll(self, timeout_s: float | None = None) -> list[Completion]:
+        """See Generation."""
+        size = self.engine.config.max_num_seqs
+        chosen, self._waiting = self._waiting[:size], self._waiting[size:]
+        if not chosen:
+            return []
+        batch = _Batch(self, chosen)
+        with eval_mode(self.engine.view), torch.no_grad():
+            self._generate(batch)
+        self._num_computed += sum(len(r.token_ids) for r in chosen)
+        self._num_steps += batch.num_drawn
+        self._max_running = max(self._max_running, len(chosen))
+        return batch.finished
+
+    def abort(self, keys: Iterable[SampleKey]) -> None:
+        """See Generation."""
+        dropped = self.samples.drop(keys)
+        self._waiting = [r for r in self._waiting if (r.ordinal, r.first_sample) not in dropped]
+
+    def close(self) -> Stats:
+        """See Generation."""
+        self._waiting = []
+        return self.samples.stats(self._num_computed, self._num_steps, self._max_running)
+
+    def _generate(self, batch: _Batch) -> None:
+        view, pad = self.engine.view, self.engine.pad_token_id
+        device = next(view.parameters()).device
+        width = max(len(r.token_ids) for r in batch.requests)
+        ids = torch.full((len(batch.requests), width), pad)
+        mask = torch.zeros_like(ids)
+        for row, request in enumerate(batch.requests):
+            ids[row, width - len(request.token_ids) :] = torch.tensor(request.token_ids)
+            mask[row, width - len(request.token_ids) :] = 1
+        config = GenerationConfig(max_new_tokens=self.params.max_new_tokens, do_sample=False, pad_token_id=pad)
+        view.generate(
+            ids.to(device),
+            attention_mask=mask.to(device),
+            generation_config=config,
+            logits_processor=LogitsProcessorList([_Sampler(batch)]),
+            stopping_criteria=StoppingCriteriaList([_Stopper(batch)]),
+        )
 
 
 def eager_view(module: Any) -> Any:
@@ -114,36 +123,25 @@ def eager_view(module: Any) -> Any:
 
 
 class _Batch:
-    """The samples of one `generate`: what was drawn for each, and when each ended."""
+    """The samples of one `generate`: the tokens of each, and which have ended."""
 
-    def __init__(
-        self,
-        samples: Sequence[tuple[PromptRequest, int]],
-        params: SamplingParams,
-        step: int,
-        stop: StopRules,
-        weight_version: int,
-        on_finish: OnFinish | None,
-    ):
-        self.samples, self.params, self.stop = samples, params, stop
-        self.weight_version, self.on_finish = weight_version, on_finish
+    def __init__(self, generation: HFGeneration, requests: list[PromptRequest]):
+        self.generation, self.requests, self.params = generation, requests, generation.params
         self.keys = sample_keys(
-            params.seed,
-            step,
-            torch.tensor([p.ordinal for p, _ in samples]),
-            torch.tensor([p.first_sample + number for p, number in samples]),
+            self.params.seed,
+            generation.step,
+            torch.tensor([r.ordinal for r in requests]),
+            torch.tensor([r.first_sample for r in requests]),
         )
-        self.first_positions = torch.tensor([p.num_drawn for p, _ in samples])
-        self.tokens = np.zeros((len(samples), params.max_new_tokens), dtype=np.int64)
-        self.log_probs = np.zeros((len(samples), params.max_new_tokens))
-        self.lengths = np.zeros(len(samples), dtype=np.int64)
-        self.completions: list[Completion | None] = [None] * len(samples)
+        self.first_positions = torch.tensor([r.num_drawn for r in requests])
+        self.tokens = np.zeros((len(requests), self.params.max_new_tokens), dtype=np.int64)
+        self.log_probs = np.zeros((len(requests), self.params.max_new_tokens))
+        self.ended = np.zeros(len(requests), dtype=bool)
+        self.finished: list[Completion] = []
         self.num_drawn = 0
-        self.drawer = _Drawer(self)
-        self.stopper = _Stopper(self)
 
-    def draw(self, logits: torch.Tensor) -> torch.Tensor:
-        """Draw the next token of every row; rows that have ended draw on, unread."""
+    def sample(self, logits: torch.Tensor) -> torch.Tensor:
+        """The next token of every row; those of rows that have ended are not read."""
         positions = self.first_positions + self.num_drawn
         u = uniforms_at(self.keys.to(logits.device), positions.to(logits.device))
         tokens, log_probs = sample(logits, self.params, u)
@@ -153,45 +151,28 @@ class _Batch:
         return tokens
 
     def end_rows(self) -> np.ndarray:
-        """Complete the rows that the last draw finished; bool [rows], true on every row that has ended."""
-        running = np.array([c is None for c in self.completions])
-        self.lengths[running] = self.num_drawn
-        stopped, finished = self.stop.finished(self.tokens[:, self.num_drawn - 1], self.lengths)
-        if self.stop.has_strings:
-            stopped |= np.array([self.stop.ends_string(row[: self.num_drawn]) for row in self.tokens])
-        for row in np.flatnonzero(running & (stopped | finished)).tolist():
-            self._complete(row, bool(stopped[row]))
-        return np.array([c is not None for c in self.completions])
-
-    def _complete(self, row: int, stopped: bool) -> None:
-        (prompt, number), length = self.samples[row], self.num_drawn
-        log_probs = self.log_probs[row, :length]
-        if not np.isfinite(log_probs).all():
-            raise NumericsError(
-                f"Sample {number} of prompt {prompt.ordinal} has a log-probability that is not finite: the logits of weight "
-                f"version {self.weight_version} overflow or are NaN. Go back to an earlier checkpoint."
-            )
-        completion = Completion(
-            ordinal=prompt.ordinal,
-            sample=prompt.first_sample + number,
-            token_ids=self.tokens[row, :length].tolist(),
-            log_probs=log_probs.tolist(),
-            finish_reason=StopRules.reason(stopped),
-            weight_version=self.weight_version,
-        )
-        self.completions[row] = completion
-        if self.on_finish is not None:
-            self.on_finish(completion)
+        """Finish the rows that end with the last token; bool [rows], true on every row that has ended."""
+        stop, length = self.generation.stop, self.num_drawn
+        stopped, finished = stop.finished(self.tokens[:, length - 1], np.full(len(self.tokens), length))
+        if stop.has_strings:
+            stopped |= np.array([stop.ends_string(row[:length]) for row in self.tokens])
+        for row in np.flatnonzero(~self.ended & (stopped | finished)).tolist():
+            request, reason = self.requests[row], StopRules.reason(bool(stopped[row]))
+            tokens, log_probs = self.tokens[row, :length].tolist(), self.log_probs[row, :length].tolist()
+            key, version = (request.ordinal, request.first_sample), self.generation.engine.weight_version
+            self.finished.append(self.generation.samples.finish(key, tokens, log_probs, reason, version))
+            self.ended[row] = True
+        return self.ended
 
 
-class _Drawer(LogitsProcessor):
-    """Leaves `generate`, whose rule is the argmax, no choice but the token that was drawn."""
+class _Sampler(LogitsProcessor):
+    """Leaves `generate`, whose rule is the argmax, no choice but the sampled token."""
 
     def __init__(self, batch: _Batch):
         self.batch = batch
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        tokens = self.batch.draw(scores)
+        tokens = self.batch.sample(scores)
         return torch.full_like(scores, -torch.inf).scatter_(1, tokens[:, None], 0.0)
 
 

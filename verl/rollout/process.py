@@ -1,10 +1,10 @@
 """An engine in a process of its own, as seen from the one that started it: calls with a deadline, and an end with it.
 
     process = EngineProcess("vLLM", "verl.rollout.vllm.core:start", setup, environment={}, start_timeout_s=300, ...)
-    process.call("generate", {...}, on_event=take)        # see process_main for the other side
+    process.call("poll", 1.0)        # see process_main for the other side
 
-Messages are JSON behind their length. The child says every second that its work goes on, so a deadline is one of silence. A
-process that dies is a WorkerLostError as soon as its socket closes, one that falls silent a DeadlineError after it was killed.
+A process that dies is a WorkerLostError as soon as its socket closes, one that exceeds the deadline of a call a DeadlineError
+after it was killed.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import verl.errors
 from verl.errors import DeadlineError, VerlError, WorkerLostError
-from verl.parallel.framing import ChannelClosed, ChannelCorrupt, encode, receive, send
+from verl.parallel.framing import ChannelClosed, ChannelCorrupt, receive_bytes, send
+from verl.parallel.serialize import from_bytes, to_bytes
 from verl.parallel.stack_dump import dump_of, innermost
 
-_STACK_S = 3.0  # for a process that is late to say where it is
-# what torchrun says about the process that starts the engine, which is not one of its ranks
+_STACK_S = 3.0  # for a process past its deadline to dump its stack
+# set by torchrun for the process that starts the engine, which is not one of its ranks
 _OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
-Message = dict[str, Any]
 
 
 class Child:
@@ -64,7 +64,7 @@ class Child:
         self.log.close()
 
     def ending(self) -> str:
-        """How the process has ended, and what it said last."""
+        """The end of the process, as a clause, with the last line of its log."""
         try:
             code = self._process.wait(timeout=5)
         except subprocess.TimeoutExpired:
@@ -77,7 +77,7 @@ class Child:
         size = self.log.seek(0, os.SEEK_END)
         self.log.seek(max(0, size - 4000))
         lines = self.log.read().decode(errors="replace").strip().splitlines()
-        return f" (its last words: {lines[-1][:300]})" if lines else ""
+        return f" (last line of its log: {lines[-1][:300]})" if lines else ""
 
 
 class EngineProcess:
@@ -92,7 +92,7 @@ class EngineProcess:
         self,
         name: str,
         factory: str,
-        setup: Message,
+        setup: dict[str, Any],
         *,
         environment: dict[str, str],
         start_timeout_s: float,
@@ -106,7 +106,7 @@ class EngineProcess:
         finally:
             child.close()
         try:
-            self._exchange({"factory": factory, "setup": setup}, "starting", start_timeout_s, None)
+            self._exchange([factory, setup], "starting", start_timeout_s)
         except BaseException:
             self.close()
             raise
@@ -120,47 +120,43 @@ class EngineProcess:
         """Whether calls have no answer any more: it was closed, here or because it was lost."""
         return self._child.log.closed
 
-    def call(self, method: str, arguments: Message, on_event: Callable[[Any], None] | None = None) -> Any:
-        """The result of a method of the engine; what it reports on the way goes to `on_event`. Raises the VerlError that the
-        method raised, WorkerLostError or DeadlineError."""
-        return self._exchange({"method": method, "arguments": arguments}, method, self.call_timeout_s, on_event)
+    def call(self, method: str, *arguments: Any) -> Any:
+        """The result of a method of the engine; arguments and result are values of verl.parallel.serialize. Raises the error of
+        the method, WorkerLostError or DeadlineError."""
+        return self._exchange([method, list(arguments)], method, self.call_timeout_s)
 
     def close(self) -> None:
         """End the process with everything that it started. May be called again."""
         self._child.close()
         self._channel.close()
 
-    def _exchange(self, message: Message, doing: str, timeout_s: float, on_event: Callable[[Any], None] | None) -> Any:
+    def _exchange(self, message: list[Any], doing: str, timeout_s: float) -> Any:
         if self.has_ended:
             raise WorkerLostError(f"The {self.name} process (pid {self.pid}) has ended; start the run again.")
         try:
             self._channel.settimeout(timeout_s)
-            send(self._channel, encode(message))
-            while True:
-                answer = receive(self._channel, timeout_s)
-                if "result" in answer:
-                    return answer["result"]
-                if "error" in answer:
-                    raise _as_error(*answer["error"])
-                if "event" in answer and on_event is not None:
-                    on_event(answer["event"])
+            send(self._channel, to_bytes(message))
+            result, error = from_bytes(receive_bytes(self._channel, timeout_s))
         except TimeoutError:
             last = self._stack() or self._child.last_words()
             self.close()
             raise DeadlineError(
-                f"The {self.name} process (pid {self.pid}) was silent for {timeout_s:g} s while it was at '{doing}', and was "
+                f"The {self.name} process (pid {self.pid}) was silent for {timeout_s:g} s during '{doing}', and was "
                 f"ended{last}. Raise actor_rollout_ref.nccl_timeout if it needs longer, or start the run again."
             ) from None
         except (ChannelClosed, ChannelCorrupt):
             ending = self._child.ending()
             self.close()
             raise WorkerLostError(
-                f"The {self.name} process (pid {self.pid}) {ending} while it was at '{doing}'. Its samples and weights are "
-                "not used; start the run again, which goes on from the last checkpoint."
+                f"The {self.name} process (pid {self.pid}) {ending} during '{doing}'. Its samples and weights are "
+                "not used; start the run again, which resumes from the last checkpoint."
             ) from None
+        if error is not None:
+            raise _as_error(*error)
+        return result
 
     def _stack(self) -> str:
-        """What the process is in the middle of, if it still answers the signal that process_main listens to."""
+        """The function that the process is in, if it still answers the signal of process_main."""
         dump = dump_of(self.pid, Path(f"/proc/self/fd/{self._child.log.fileno()}"), _STACK_S)
         where = innermost(dump)
         return f" (it was in {where})" if where else ""

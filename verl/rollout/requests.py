@@ -1,50 +1,150 @@
-"""What every engine checks before it makes a token, and how it borrows the training module."""
+"""The parts that all engines share: checks of requests, rules of stopping, the samples of an open generation."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
-from verl.data_proto.samples import PromptRequest, SamplingParams
-from verl.errors import ConfigError, ModelError
+from verl.data_proto.samples import Completion, FinishReason, PromptRequest, SampleKey, SamplingParams, TurnRequest
+from verl.errors import ConfigError, ModelError, NumericsError
+
+_MARGIN = 8  # tokens decoded beyond the longest stop string, for tokenizers that treat the start of a text differently
 
 
 def vocab_size(module: torch.nn.Module) -> int:
-    """Number of tokens that the module can read, with the ranks that hold other parts of it if it is divided."""
+    """Number of tokens that the module can read, over all ranks if its embedding is divided."""
     return int(module.get_input_embeddings().num_embeddings)  # type: ignore[operator]
 
 
-def check_requests(
-    prompts: Sequence[PromptRequest], params: SamplingParams, module: torch.nn.Module, max_model_len: int | None
-) -> None:
-    """Raise ConfigError for parameters without meaning, ModelError for a prompt that is empty, has a token outside the
-    vocabulary, or is too long with `max_new_tokens` added. Nothing has been computed then."""
-    _check_params(params)
-    config: Any = module.config
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    num_tokens = vocab_size(module)
-    for prompt in prompts:
-        length = len(prompt.token_ids)
-        if length == 0:
-            raise ModelError(f"Prompt {prompt.ordinal} is empty: there is nothing to continue.")
-        if min(prompt.token_ids) < 0 or max(prompt.token_ids) >= num_tokens:
-            bad = next(t for t in prompt.token_ids if not 0 <= t < num_tokens)
+@contextmanager
+def eval_mode(module: torch.nn.Module) -> Iterator[None]:
+    """The module in eval mode; each submodule's training flag is restored afterwards."""
+    flags = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, training in flags:
+            part.training = training
+
+
+class OpenSamples:
+    """The samples of one open generation: which are running and, with `keep`, the tokens of those that finished.
+
+    Raises ConfigError for sampling parameters without meaning. `module` gives vocabulary and positions, `max_model_len` is
+    that of the config.
+    """
+
+    def __init__(self, params: SamplingParams, module: torch.nn.Module, max_model_len: int | None, *, keep: bool):
+        _check_params(params)
+        config: Any = module.config
+        positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+        limits = ((max_model_len, "rollout.max_model_len"), (positions, "the model's max_position_embeddings"))
+        self.params, self.keep = params, keep
+        self._limits = [(limit, name) for limit, name in limits if limit is not None]
+        self.longest_sequence = min((limit for limit, _ in self._limits), default=1 << 20)  # tokens
+        self._vocab_size = vocab_size(module)
+        self._started_at = time.perf_counter()
+        self.running: dict[SampleKey, PromptRequest] = {}
+        self.num_prompt_tokens = self.num_generated = self.longest_response = 0
+        self._kept: dict[SampleKey, PromptRequest] = {}  # each with its whole response so far
+
+    def admit(self, request: PromptRequest | TurnRequest) -> PromptRequest:
+        """The request with its whole history. Raises ModelError, before anything is computed, for a prompt that is empty, has
+        a token outside the vocabulary, or is too long with `max_new_tokens`, and for a sample that runs or is not kept."""
+        found = self._next_turn(request) if isinstance(request, TurnRequest) else request
+        num_samples = found.num_samples or self.params.n
+        self._check(found)
+        keys = [(found.ordinal, found.first_sample + i) for i in range(num_samples)]
+        taken = self.running if isinstance(request, TurnRequest) else {**self.running, **self._kept}
+        if not taken.keys().isdisjoint(keys):
             raise ModelError(
-                f"Prompt {prompt.ordinal} has token id {bad}, but the model knows {num_tokens} tokens. "
+                f"A sample of prompt {found.ordinal} is running or kept already; abort it before it starts again."
+            )
+        self.running.update(dict.fromkeys(keys, found))
+        if isinstance(request, TurnRequest):
+            del self._kept[request.ordinal, request.sample]
+        self.num_prompt_tokens += len(request.token_ids)
+        return replace(found, num_samples=num_samples)
+
+    def finish(
+        self, key: SampleKey, token_ids: Sequence[int], log_probs: Sequence[float], reason: FinishReason, version: int
+    ) -> Completion:
+        """A sample has ended. Raises NumericsError when one of its log-probs is not finite."""
+        if not len(token_ids) or not np.isfinite(log_probs).all():
+            raise NumericsError(
+                f"Sample {key[1]} of prompt {key[0]} has a log-probability that is not finite: the logits of weight version "
+                f"{version} overflow or are NaN. Go back to an earlier checkpoint."
+            )
+        request = self.running.pop(key)
+        if self.keep:
+            whole = (*request.token_ids, *token_ids)
+            num_drawn = request.num_drawn + len(token_ids)
+            self._kept[key] = replace(request, token_ids=whole, num_drawn=num_drawn, first_sample=key[1], num_samples=1)
+        self.num_generated += len(token_ids)
+        self.longest_response = max(self.longest_response, len(token_ids))
+        return Completion(*key, list(token_ids), list(log_probs), reason, version)
+
+    def stats(self, num_computed: int, num_steps: int, max_running: int, **more: Any) -> dict[str, Any]:
+        """The statistics of RolloutEngine.stats: prompt tokens computed, decode steps, samples side by side."""
+        return {
+            "num_prompt_tokens": self.num_prompt_tokens,
+            "num_prompt_tokens_computed": num_computed,
+            "num_generated_tokens": self.num_generated,
+            "num_decode_steps": num_steps,
+            "max_running": max_running,
+            "kv_cache_bytes": 0,
+            **more,
+            "seconds": time.perf_counter() - self._started_at,
+        }
+
+    def drop(self, keys: Iterable[SampleKey]) -> list[SampleKey]:
+        """Forget samples, running or kept; returns the running ones. Unknown keys are ignored."""
+        dropped = []
+        for key in keys:
+            self._kept.pop(key, None)
+            if self.running.pop(key, None) is not None:
+                dropped.append(key)
+        return dropped
+
+    def _next_turn(self, turn: TurnRequest) -> PromptRequest:
+        kept = self._kept.get((turn.ordinal, turn.sample))
+        if kept is None:
+            raise ModelError(
+                f"Sample {turn.sample} of prompt {turn.ordinal} cannot continue: it has not finished in this "
+                "generation, or was dropped. Use open(keep=True), and add the turn after the sample has finished."
+            )
+        whole = (*kept.token_ids, *turn.token_ids)
+        return replace(kept, token_ids=whole, num_drawn=kept.num_drawn + len(turn.token_ids))
+
+    def _check(self, request: PromptRequest) -> None:
+        length, ordinal = len(request.token_ids), request.ordinal
+        if length == 0:
+            raise ModelError(f"Prompt {ordinal} is empty: there is nothing to continue.")
+        if min(request.token_ids) < 0 or max(request.token_ids) >= self._vocab_size:
+            bad = next(t for t in request.token_ids if not 0 <= t < self._vocab_size)
+            raise ModelError(
+                f"Prompt {ordinal} has token id {bad}, but the model knows {self._vocab_size} tokens. "
                 "Tokenizer and model do not belong together."
             )
-        for limit, name in (
-            (max_model_len, "rollout.max_model_len"),
-            (positions, "the model's max_position_embeddings"),
-        ):
-            if limit is not None and length + params.max_new_tokens > limit:
+        for limit, name in self._limits:
+            if length + self.params.max_new_tokens > limit:
                 raise ModelError(
-                    f"Prompt {prompt.ordinal} of {length} tokens plus {params.max_new_tokens} new tokens exceeds {name} "
+                    f"Prompt {ordinal} of {length} tokens plus {self.params.max_new_tokens} new tokens exceeds {name} "
                     f"({limit}). Shorten prompts (data.max_prompt_length) or responses (data.max_response_length)."
                 )
+
+
+def one_by_one(request: PromptRequest) -> list[PromptRequest]:
+    """A request for each sample of a request."""
+    numbers = range(request.num_samples or 1)
+    return [replace(request, first_sample=request.first_sample + i, num_samples=1) for i in numbers]
 
 
 def _check_params(params: SamplingParams) -> None:
@@ -59,17 +159,37 @@ def _check_params(params: SamplingParams) -> None:
             raise ConfigError(f"Sampling parameter {name} is {value}; it must be {rule}.")
 
 
-@contextmanager
-def borrowed(module: torch.nn.Module) -> Iterator[None]:
-    """The module in eval mode without gradients; each submodule's training flag is put back afterwards.
+class StopRules:
+    """The end of a sample: end-of-sequence and stop tokens, stop strings, the token limit. Raises ConfigError when there are
+    stop strings but no tokenizer to read them with."""
 
-    `no_grad`, not `inference_mode`: some rotary embeddings renew their buffers in forward, and training reads them later.
-    """
-    flags = [(part, part.training) for part in module.modules()]
-    module.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for part, training in flags:
-            part.training = training
+    def __init__(self, params: SamplingParams, eos_token_ids: Sequence[int], vocab_size: int, tokenizer: Any):
+        if params.stop and tokenizer is None:
+            raise ConfigError("Stop strings need a tokenizer; give one, or use stop_token_ids.")
+        self._max_new_tokens = params.max_new_tokens
+        self._strings = tuple(s for s in params.stop if s)
+        self._tail = max((len(s.encode()) for s in self._strings), default=0) + _MARGIN
+        self._tokenizer = tokenizer
+        ids = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
+        self.token_ids = sorted(i for i in ids if 0 <= i < vocab_size)
+        self._stops = np.zeros(vocab_size, dtype=bool)
+        self._stops[self.token_ids] = True
+
+    def finished(self, tokens: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(stopped, finished), both bool [rows]: after `tokens` [rows] (the newest of each row) made its response
+        `lengths` [rows] tokens long. Stop strings are `ends_string`'s, row by row."""
+        stopped = self._stops[tokens]
+        return stopped, stopped | (lengths >= self._max_new_tokens)
+
+    @property
+    def has_strings(self) -> bool:
+        return bool(self._strings)
+
+    def ends_string(self, response: np.ndarray) -> bool:
+        """Whether the response (int [tokens]) now holds a stop string; it did not before its last token."""
+        text = self._tokenizer.decode(response[-self._tail :].tolist(), clean_up_tokenization_spaces=False)
+        return any(s in text for s in self._strings)
+
+    @staticmethod
+    def reason(stopped: bool) -> FinishReason:
+        return "stop" if stopped else "length"

@@ -1,4 +1,4 @@
-"""A copy of the policy that serves generation alone: on one rank, or divided over the ranks of a group.
+"""A rollout replica: a copy of the policy that only generates, on one rank or divided over the ranks of a group.
 
     ranks of the rollout   0   1   2   3      rollout.tensor_model_parallel_size=2
     copies                 [ 0 ]   [ 1 ]      each has prompts of its own
@@ -62,7 +62,7 @@ class Replica:
         return {name: p.detach() for name, p in self.module.named_parameters(remove_duplicate=False)}
 
     def region(self, name: str) -> Region:
-        """Which part of the whole parameter this rank holds."""
+        """The slice of the whole parameter that this rank holds."""
         shape = tuple(self._shapes[name])
         first = [0] * len(shape)
         if self._group is not None and name in self._dims:
@@ -88,8 +88,8 @@ class Replica:
             for name, tensor in weights:
                 if self._shapes.get(name) != tensor.shape:
                     raise ModelError(
-                        f"The trained model has the weight {name} {tuple(tensor.shape)}, which the rollout's copy of it has "
-                        "not. Both must be built from the same actor_rollout_ref.model."
+                        f"Weight sync sent {name} {tuple(tensor.shape)}, which the rollout replica lacks. Both must be built "
+                        "from the same actor_rollout_ref.model."
                     )
                 parameters[name].copy_(self._own_part(name, tensor))
                 storages.discard(parameters[name].data_ptr())
@@ -116,7 +116,7 @@ class Replica:
 
 def _without(name: str) -> ModelError:
     return ModelError(
-        f"The trained model hands on its weights without {name}; the rollout would sample from old ones. Both must be built "
+        f"Weight sync is missing parameter {name}; the rollout replica would keep its old value. Both must be built "
         "from the same actor_rollout_ref.model."
     )
 

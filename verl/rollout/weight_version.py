@@ -1,73 +1,103 @@
-"""What engines with weights of their own have in common: which weights they must be sent, and which version they hold."""
+"""Checks and versions of the weights of engines that hold a copy of their own."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
+from verl.data_proto.samples import Completion, PromptRequest, SamplingParams
 from verl.errors import ModelError
-from verl.rollout.api import Weights
+from verl.rollout.api import BaseRollout, OnFinish, Weights
 
 
 def checked(weights: Weights, skeleton: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """`weights` in `dtype`, each compared with the parameter of that name of `skeleton`, whose numbers are not looked at.
+    """`weights` in `dtype`, each compared with the parameter of that name of `skeleton`, which may be a meta-device model.
 
     Raises ModelError for a name or shape that the model has not, a name that comes twice, and at the end when a parameter is
     missing; of tied ones either name will do.
     """
     parameters = dict(skeleton.named_parameters(remove_duplicate=False))
     left = {id(p): name for name, p in parameters.items()}
-    came: set[str] = set()
+    received: set[str] = set()
     for name, tensor in weights:
         parameter = parameters.get(name)
-        if parameter is None or parameter.shape != tensor.shape or name in came:
-            fault = "twice" if name in came else f"as {tuple(tensor.shape)}, which the rollout engine's model has not"
+        if parameter is None or parameter.shape != tensor.shape or name in received:
+            fault = "twice" if name in received else f"as {tuple(tensor.shape)}, which the rollout engine's model lacks"
             raise ModelError(
-                f"The trained model hands on the weight {name} {fault}. Both must be built from the same "
-                "actor_rollout_ref.model."
+                f"Weight sync sent {name} {fault}. Both must be built from the same actor_rollout_ref.model."
             )
-        came.add(name)
+        received.add(name)
         left.pop(id(parameter), None)
         yield name, tensor.detach().to(dtype)
     if left:
         raise ModelError(
-            f"The trained model hands on its weights without {next(iter(left.values()))}; the rollout engine would sample "
-            "from old ones. Both must be built from the same actor_rollout_ref.model."
+            f"Weight sync is missing parameter {next(iter(left.values()))}; the rollout engine would keep its old value. "
+            "Both must be built from the same actor_rollout_ref.model."
         )
 
 
 class CopyState:
-    """Which version of the weights an engine holds, and whether it holds any that may be used."""
+    """The version of the weights that an engine holds, and whether an update left them usable."""
 
     def __init__(self) -> None:
         self.version = 0
         self._whole = True  # those of the model's files, to begin with
         self._fresh = False
 
-    def begin(self) -> None:
-        """An update begins; until it has ended well nothing may be generated."""
+    def start_update(self) -> None:
+        """An update begins; nothing may be generated until it succeeds."""
         self._whole = self._fresh = False
 
-    def loaded(self) -> None:
-        """The engine holds new weights, proved."""
+    def end_update(self) -> None:
+        """The engine holds new weights, and has verified them."""
         self._whole = self._fresh = True
 
     def publish(self, version: int) -> None:
-        """The weights that were loaded last are `version`. Raises ModelError when none were since the last version."""
+        """The weights that were loaded last are `version`. Raises ModelError when there are none since the last version."""
         self.require_whole()
         if version != self.version and not self._fresh:
             raise ModelError(
                 f"Version {version} was published, but no new weights have come since version {self.version}; its samples "
-                "would be those of old weights."
+                "would be those of old weights. Call load before publish."
             )
         self.version, self._fresh = version, False
 
     def require_whole(self) -> None:
-        """Raise ModelError after an update that did not end well."""
+        """Raise ModelError after an update that failed."""
         if not self._whole:
             raise ModelError(
                 f"The rollout engine's weights are between version {self.version} and the next one, since an update did not "
-                "end well. Nothing may be generated with them: update again, or start the run again."
+                "end well. They cannot generate: update again, or start the run again."
             )
+
+
+class PassiveRollout(BaseRollout):
+    """The engine of a rank whose replica is run by another rank, which returns the samples. It takes part in gathering the
+    weights."""
+
+    holds_weights = True
+
+    def __init__(self, module: Any, *args: Any, **settings: Any):
+        self.skeleton = module
+        self.weight_version = 0
+        self._stats = {}
+
+    def generate(
+        self, prompts: Sequence[PromptRequest], params: SamplingParams, *, step: int, on_finish: OnFinish | None = None
+    ) -> list[Completion]:
+        """No samples."""
+        return []
+
+    def load(self, weights: Weights) -> None:
+        """Take part in gathering the weights, tensor by tensor."""
+        deque(weights, maxlen=0)
+
+    def publish(self, version: int) -> None:
+        """See RolloutEngine."""
+        self.weight_version = version
+
+    def release(self) -> None:
+        """There is nothing to free."""

@@ -29,8 +29,8 @@ from verl.roles.trained import Keeping
 from verl.roles.updates import MiniBatchSchedule
 from verl.rollout.api import ENGINES as ROLLOUT_ENGINES
 from verl.rollout.api import RolloutEngine
-from verl.rollout.passive import PassiveRollout
 from verl.rollout.rollout_model import copy_group
+from verl.rollout.weight_version import PassiveRollout
 from verl.runtime.rank import Seat, engine_roles, engine_section, shares_reference
 from verl.runtime.sampling import sampling_params
 from verl.runtime.weight_copies import load_replica, own_copy, skeleton

@@ -69,7 +69,7 @@ class CpuForward:
 
     @property
     def store_shape(self) -> Shape:
-        """What stores of its keys and values are made from."""
+        """Sizes of the stores of its keys and values."""
         return Shape(len(self._layers), self.decoder.num_kv_heads, self.decoder.head_dim, self.dtype)
 
     def stage_seconds(self) -> dict[str, float]:

@@ -64,7 +64,7 @@ class Kernels:
         self.panel: int = library.kernels_panel(handle)  # outputs are padded to a multiple of this
 
     def kind(self, dtype: torch.dtype) -> int:
-        """How matmuls of a model in `dtype` read their operands."""
+        """The operand layout of matmuls of a model in `dtype`."""
         if dtype == torch.float32:
             return FLOATS
         return PAIRS if self.name == "avx512_bf16" and native_bf16(torch.device("cpu")) else WIDENED

@@ -57,12 +57,16 @@ class BlockStore(SlotStore):
             for source, target in zip(sources, targets, strict=True):
                 tensor[target, :, :count] = tensor[source, :, :count]
 
-    def copy_from(self, other: SlotStore, source: int, target: int, length: int) -> None:
-        assert isinstance(other, BlockStore)
-        count = -(-length // BLOCK)
+    def take(self, slot: int, length: int, *, copy: bool = False) -> dict[int, list[torch.Tensor]]:
+        """See SlotStore: by layer, the blocks that hold the tokens."""
+        views = {i: [tensor[slot, :, : -(-length // BLOCK)]] for i, tensor in enumerate(self._blocks)}
+        return {i: [t.clone() for t in blocks] for i, blocks in views.items()} if copy else views
+
+    def put(self, slot: int, taken: dict[int, list[torch.Tensor]]) -> None:
+        """See SlotStore."""
         self.view()
-        for ours, theirs in zip(self._blocks, other._blocks, strict=True):
-            ours[target, :, :count] = theirs[source, :, :count]
+        for layer, (blocks,) in taken.items():
+            self._blocks[layer][slot, :, : blocks.shape[1]] = blocks
 
     @property
     def num_bytes(self) -> int:

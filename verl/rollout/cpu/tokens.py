@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from verl.rollout.cpu.store import BlockStore
-from verl.rollout.layout import Piece
+from verl.rollout.layout import Chunk
 
 
 class DecodeTiles:
@@ -29,7 +29,7 @@ class DecodeTiles:
 
 @dataclass(frozen=True)
 class StepTokens:
-    """[decode rows | tokens of prompt pieces]; every array but `tiles` has an int64 per token, see `struct step`."""
+    """[decode rows | tokens of prompt chunks]; every array but `tiles` has an int64 per token, see `struct step`."""
 
     own: BlockStore
     prefix: BlockStore
@@ -48,27 +48,27 @@ class StepTokens:
         rows: DecodeTiles,
         own_lengths: np.ndarray,
         positions: np.ndarray,
-        pieces: Sequence[Piece],
+        chunks: Sequence[Chunk],
         max_tile: int,
     ) -> StepTokens:
         """`stores` are the own and the prefix store; `own_lengths` and `positions` (int64 [rows]) those of the decode rows
         before this forward."""
         num_rows = len(positions)
-        new = [np.arange(p.start, p.end) for p in pieces]
+        new = [np.arange(p.start, p.end) for p in chunks]
         ends = num_rows + np.cumsum([0, *map(len, new)])
-        of_pieces = [np.arange(a, b, max_tile) for a, b in itertools.pairwise(ends)]
+        of_chunks = [np.arange(a, b, max_tile) for a, b in itertools.pairwise(ends)]
         num_new = ends[-1] - num_rows
         return cls(
             *stores,
             position=np.concatenate([positions, *new]),
             prefix_slot=np.concatenate(
-                [rows.slots, *(np.full(len(n), p.slot) for n, p in zip(new, pieces, strict=True))]
+                [rows.slots, *(np.full(len(n), p.slot) for n, p in zip(new, chunks, strict=True))]
             ),
             prefix_end=np.concatenate([rows.lengths, *(n + 1 for n in new)]),
             own_slot=np.concatenate([np.arange(num_rows), np.full(num_new, -1)]),
             own_end=np.concatenate([own_lengths + 1, np.zeros(num_new, dtype=np.int64)]),
             order=np.concatenate([rows.order, np.arange(num_rows, ends[-1])]),
-            tiles=np.concatenate([rows.starts, *of_pieces, ends[-1:]]),
+            tiles=np.concatenate([rows.starts, *of_chunks, ends[-1:]]),
         )
 
 

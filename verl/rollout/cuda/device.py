@@ -6,33 +6,34 @@ launched before the host has seen them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from verl.data_proto.samples import SamplingParams
-from verl.models.cuda.varlen import Spans, VarlenKernel, spans_of
+from verl.models.cuda.varlen import Spans, VarlenKernel
 from verl.parallel.device import to_device
 from verl.rollout.cuda.forward import StraightForward
 from verl.rollout.cuda.graphs import StepGraphs
-from verl.rollout.cuda.sample import draw_tokens, waits_for_device
 from verl.rollout.cuda.store import DecodeAttention, PromptAttention, SharedPrompts, TokenStore
+from verl.rollout.layout import Chunk
+from verl.rollout.native.batch import Group
+from verl.rollout.sampling import sample
 
 # columns of a row, int64
 TOKEN, POSITION, OWN_START, OWN_LENGTH, KEY, DRAWN = range(6)
-_NUM_COLUMNS = 6
+NUM_COLUMNS = 6
 
 
 class Sizes(NamedTuple):
-    """Of one generation. `num_prefixes` is 0 where each prompt lies in its only row's own slot."""
+    """Sizes of the stores. `width` is the most rows that read a prompt at once, 0 where each row has a copy of its prompt."""
 
     num_rows: int
     own_capacity: int
     num_prefixes: int
     prefix_capacity: int
-    width: int  # most rows of a prompt at once
+    width: int
     longest: int  # positions
 
     def num_tokens(self) -> int:
@@ -40,9 +41,10 @@ class Sizes(NamedTuple):
 
 
 class Readback:
-    """Tokens and log-probs on their way to the host."""
+    """See Sampled: `count` tokens and log-probs on their way to the host, `packed` int32 [2, count or more]."""
 
-    def __init__(self, packed: torch.Tensor):
+    def __init__(self, packed: torch.Tensor, count: int):
+        self._count = count
         if packed.device.type != "cuda":
             self._host, self._event = packed.clone(), None
             return
@@ -52,11 +54,10 @@ class Readback:
         self._event.record()
 
     def wait(self) -> tuple[np.ndarray, np.ndarray]:
-        """(tokens int32, log-probs float32), each [rows]."""
         if self._event is not None:
             self._event.synchronize()
         tokens, bits = self._host.numpy()
-        return tokens, bits.view(np.float32)
+        return tokens[: self._count], bits[: self._count].view(np.float32)
 
 
 class DeviceRows:
@@ -69,7 +70,7 @@ class DeviceRows:
         decoder = forward.decoder
         self.device = decoder.embed.device
         self.own = TokenStore(decoder, sizes.num_rows + 1, sizes.own_capacity)  # the last slot is for rows of no sample
-        self.prefix = TokenStore(decoder, sizes.num_prefixes, sizes.prefix_capacity) if sizes.num_prefixes else None
+        self.prefix = TokenStore(decoder, sizes.num_prefixes, sizes.prefix_capacity)
         self._groups = decoder.num_heads // decoder.num_kv_heads
         self._logits: dict[tuple[int, int], torch.Tensor] = {}  # of steps whose draw is not part of them
         self._make_columns()
@@ -80,14 +81,14 @@ class DeviceRows:
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=self.device)
 
-        self.columns = zeros(_NUM_COLUMNS, rows)
+        self.columns = zeros(NUM_COLUMNS, rows)
         self._out = zeros(2 * rows, dtype=torch.int32)
         self._place, self._gather = zeros(rows), zeros(places)
         self._prefix_start = zeros(self.sizes.num_prefixes + 1, dtype=torch.int32)
         self._prefix_used = zeros(self.sizes.num_prefixes, dtype=torch.int32)
         longest = max(rows, self.sizes.num_prefixes) + 1
         self._ramp = torch.arange(longest, dtype=torch.int32, device=self.device)
-        step, limit = zeros(_NUM_COLUMNS, 1), torch.full((_NUM_COLUMNS, 1), torch.iinfo(torch.int64).max)
+        step, limit = zeros(NUM_COLUMNS, 1), torch.full((NUM_COLUMNS, 1), torch.iinfo(torch.int64).max)
         step[[POSITION, OWN_LENGTH, DRAWN]] = 1
         # a row that has ended runs on until its place is taken; it must stay within its slot
         limit[POSITION], limit[OWN_LENGTH] = self.sizes.longest - 1, self.sizes.own_capacity - 1
@@ -95,31 +96,42 @@ class DeviceRows:
 
     @property
     def num_bytes(self) -> int:
-        return self.own.num_bytes + (self.prefix.num_bytes if self.prefix else 0)
+        return self.own.num_bytes + self.prefix.num_bytes
 
-    def prefill(self, prompts: Sequence[tuple[int, ...]], slots: Sequence[int]) -> torch.Tensor:
-        """Compute whole prompts and store them in `slots` of the prefix store (of the own one where there is none).
-        Returns the logits after each, float32 [prompts, vocab]."""
-        store = self.prefix or self.own
-        lengths = [len(prompt) for prompt in prompts]
-        ids = np.concatenate([np.array(prompt, dtype=np.int64) for prompt in prompts])
-        places = np.concatenate([np.arange(n) for n in lengths])
-        where = places + np.repeat(np.array(slots) * store.capacity, lengths)
-        tokens, positions, numbers = to_device(torch.from_numpy(np.stack([ids, places, where])), self.device)
-        last = to_device(torch.from_numpy(np.cumsum(lengths) - 1), self.device)
-        spans = spans_of(lengths, lengths, self.device)
-        attend = PromptAttention(store, numbers, spans, self.kernel, self.forward.decoder.scale)
+    def prefill(self, chunks: list[tuple[Group, Chunk]]) -> torch.Tensor:
+        """Compute chunks of prompts and store them in their prefix slots. Returns the logits after each that completes its
+        prompt, float32 [prompts, vocab]."""
+        capacity = self.sizes.prefix_capacity
+        ids = np.concatenate([np.array(g.request.token_ids[c.start : c.end], dtype=np.int64) for g, c in chunks])
+        places = np.concatenate([np.arange(c.start, c.end) for _, c in chunks])
+        lengths = np.array([c.end - c.start for _, c in chunks])
+        starts = np.array([c.slot * capacity for _, c in chunks])
+        known = np.stack([ids, places, places + np.repeat(starts, lengths)])
+        tokens, positions, where = to_device(torch.from_numpy(known), self.device)
+        spans = Spans(
+            self._int32(np.cumsum([0, *lengths])),
+            self._int32(np.append(starts, 0)),
+            int(lengths.max()),
+            capacity,
+            self._int32(np.array([c.end for _, c in chunks])),
+        )
+        attend = PromptAttention(self.prefix, where, spans, self.kernel, self.forward.decoder.scale)
+        completed = [i for i, (g, c) in enumerate(chunks) if c.end == g.num_tokens]
+        last = to_device(torch.from_numpy(np.cumsum(lengths)[completed] - 1), self.device)
         return self.forward.logits(self.forward.hidden(tokens, positions, attend)[last])
 
+    def _int32(self, values: np.ndarray) -> torch.Tensor:
+        return to_device(torch.from_numpy(values.astype(np.int32)), self.device)
+
     def begin(self, rows: np.ndarray, columns: np.ndarray, logits: torch.Tensor) -> Readback:
-        """Draw the first tokens of samples from `logits` [samples, vocab] and put the samples in `rows`. `columns`
+        """Sample the first tokens of samples from `logits` [samples, vocab] and put the samples in `rows`. `columns`
         int64 [6, samples] as they will be at the first decode step, but for the tokens."""
         there = to_device(torch.from_numpy(rows), self.device)
         known = to_device(torch.from_numpy(columns), self.device)
-        tokens, log_probs = draw_tokens(logits, known[KEY], known[DRAWN] - 1, self.params, self.forward.parts)
+        tokens, log_probs = sample(logits, self.params, self.forward.parts.uniforms_at(known[KEY], known[DRAWN] - 1))
         known[TOKEN] = tokens
         self.columns.index_copy_(1, there, known)
-        return Readback(_packed(tokens, log_probs))
+        return Readback(_packed(tokens, log_probs), len(rows))
 
     def move(self, sources: np.ndarray, targets: np.ndarray) -> None:
         """Rows change places; what they have stored stays where it is."""
@@ -149,15 +161,17 @@ class DeviceRows:
             buffer[: len(values)].copy_(to_device(torch.from_numpy(values), self.device))
         return num_prompts
 
-    def launch(self, num_rows: int, num_prompts: int) -> Readback:
-        """One decode step of the first `num_rows` rows; their next tokens are drawn and are their newest from now on."""
+    def launch(self, num_rows: int, num_prompts: int, count: int) -> Readback:
+        """One decode step of the first `num_rows` rows; the next tokens go to the columns. Returns `count` of them."""
         key = (num_rows, num_prompts)
-        if waits_for_device(self.params):
+        if (
+            self.params.temperature != 0 and self.params.top_p < 1
+        ):  # the values decide how far top-p sorts: the host waits
             self.graphs.run(key, lambda: self._logits.__setitem__(key, self._forward(*key)))
             self._advance(num_rows, self._logits[key])
         else:
             self.graphs.run(key, lambda: self._advance(num_rows, self._forward(*key)))
-        return Readback(self._out[: 2 * num_rows].view(2, num_rows))
+        return Readback(self._out[: 2 * num_rows].view(2, num_rows), count)
 
     def _forward(self, num_rows: int, num_prompts: int) -> torch.Tensor:
         columns = self.columns[:, :num_rows]
@@ -182,7 +196,7 @@ class DeviceRows:
         return self.forward.logits(self.forward.hidden(columns[TOKEN], columns[POSITION], attend))
 
     def _shared(self, num_rows: int, num_prompts: int) -> SharedPrompts | None:
-        if not self.sizes.num_prefixes:
+        if not self.sizes.width:
             return None
         queries = self.sizes.width * self._groups
         spans = Spans(
@@ -196,7 +210,7 @@ class DeviceRows:
 
     def _advance(self, num_rows: int, logits: torch.Tensor) -> None:
         columns = self.columns[:, :num_rows]
-        tokens, log_probs = draw_tokens(logits, columns[KEY], columns[DRAWN], self.params, self.forward.parts)
+        tokens, log_probs = sample(logits, self.params, self.forward.parts.uniforms_at(columns[KEY], columns[DRAWN]))
         self._out[: 2 * num_rows] = _packed(tokens, log_probs).flatten()
         columns[TOKEN] = tokens
         columns.add_(self._step)

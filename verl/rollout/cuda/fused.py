@@ -1,4 +1,4 @@
-"""The parts of a decoder layer between its matrix products. On a GPU each is compiled to a kernel or two; elsewhere, and
+"""Parts of a decoder layer between its matmuls. On a GPU each is compiled to a kernel or two; elsewhere, and
 where no compiler works, it runs as written."""
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class Rotation(NamedTuple):
-    """How many heads the joined projection holds, and how queries and keys are normalised: `q_norm` and `k_norm`
-    [head_dim], or None for both."""
+    """Heads of the joined projection, and the norms of queries and keys: `q_norm` and `k_norm` [head_dim], or None for both."""
 
     num_heads: int
     num_kv_heads: int
@@ -80,14 +79,6 @@ def merged(
     return (own + (theirs - own) * share).to(own.dtype)
 
 
-def chunk_sums(logits: torch.Tensor, temperature: float, chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """For z = logits / temperature [rows, vocab], with vocab a multiple of `chunk`: the greatest z of each row [rows, 1],
-    and the sums of exp(z - greatest) over chunks of tokens [rows, vocab / chunk]."""
-    z = logits / temperature
-    peak = z.amax(-1, keepdim=True)
-    return peak, (z - peak).exp().unflatten(-1, (-1, chunk)).sum(-1)
-
-
 class Parts(NamedTuple):
     """The functions of this file, as written or compiled."""
 
@@ -96,11 +87,10 @@ class Parts(NamedTuple):
     rotated: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     swiglu: Callable[..., torch.Tensor]
     merged: Callable[..., torch.Tensor]
-    chunk_sums: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     uniforms_at: Callable[..., torch.Tensor]
 
 
-_FUNCTIONS: tuple[Callable[..., Any], ...] = (rms_norm, add_norm, rotated, swiglu, merged, chunk_sums, uniforms_at)
+_FUNCTIONS: tuple[Callable[..., Any], ...] = (rms_norm, add_norm, rotated, swiglu, merged, uniforms_at)
 
 
 @functools.cache

@@ -30,6 +30,14 @@ class TokenStore:
         """`kv` [2, tokens, kv_heads, head_dim] to the token numbers `where` (int64 [tokens])."""
         self._data[layer].index_copy_(1, where, kv)
 
+    def take(self, slot: int, length: int) -> torch.Tensor:
+        """A view of the first `length` tokens of a slot, all layers, for `put`."""
+        return self._data[:, :, slot * self.capacity : slot * self.capacity + length]
+
+    def put(self, slot: int, taken: torch.Tensor) -> None:
+        """Write what `take` gave to the start of a slot."""
+        self.take(slot, taken.shape[2]).copy_(taken)
+
     def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """All keys and values of a layer, each [tokens, kv_heads, head_dim]."""
         keys, values = self._data[layer]
@@ -37,20 +45,20 @@ class TokenStore:
 
 
 class PromptAttention:
-    """Whole prompts, back to back: each token sees those before it, and all are stored at `where`."""
+    """Chunks of prompts, back to back: stored at `where`; each token sees those before it in its slot (`spans`)."""
 
     def __init__(self, store: TokenStore, where: torch.Tensor, spans: Spans, kernel: VarlenKernel, scale: float):
         self._store, self._where, self._spans, self._kernel, self._scale = store, where, spans, kernel, scale
 
     def __call__(self, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         self._store.write(layer, self._where, kv)
-        keys, values = kv
+        keys, values = self._store.layer(layer)
         out, _ = self._kernel.forward(q, keys, values, self._spans, True, self._scale)
         return out
 
 
 class SharedPrompts:
-    """Which places of which prompt the rows of a step take. The rows of a prompt go through its keys together, as
+    """The places of the rows of a step among those of their prompts. The rows of a prompt go through its keys together, as
     `width` places of one sequence of queries, so that keys are read once a prompt and not once a sample.
 
     `gather` int64 [prompts * width]: the row in each place (an empty one repeats a row, and is not read back); `place`
@@ -70,7 +78,7 @@ class DecodeAttention:
         own: TokenStore,
         where: torch.Tensor,
         spans: Spans,
-        prefix: TokenStore | None,
+        prefix: TokenStore,
         shared: SharedPrompts | None,
         kernel: VarlenKernel,
         scale: float,
@@ -84,7 +92,7 @@ class DecodeAttention:
         self._own.write(layer, self._where, kv)
         keys, values = self._own.layer(layer)
         out, lse = self._kernel.forward(q, keys, values, self._spans, False, self._scale)
-        if self._prefix is None or self._shared is None:
+        if self._shared is None:
             return out
         keys, values = self._prefix.layer(layer)
         places, kv_heads = self._shared.gather.shape[0], keys.shape[1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import ipaddress
 import json
 import os
@@ -10,16 +9,14 @@ import time
 from typing import Any
 from urllib.parse import urlsplit
 
+import httpx
+
 from verl.errors import ConfigError, DeadlineError, ModelError, UnreachableError
 
 _TRY_AGAIN = (429, 502, 503, 504)  # busy, or not there yet
 _FIRST_WAIT_S = 0.25
 _LONGEST_WAIT_S = 8.0
 _CONNECT_S = 10.0  # for a service to accept a connection, repetitions included
-
-
-class _NotConnected(Exception):
-    """Nothing was sent: the service takes no connection."""
 
 
 class Client:
@@ -41,97 +38,83 @@ class Client:
             raise ConfigError(f"{keys}.url={url} is not an address like http://127.0.0.1:8000.")
         self._keys = keys
         self.url, self.timeout_s, self.num_retries = url.rstrip("/"), timeout_s, num_retries
-        self._secure, self._host = parts.scheme == "https", parts.hostname
-        self._port, self._prefix = parts.port, parts.path.rstrip("/")
-        self._token = os.environ.get(token_env, "")
         self._token_env = token_env
-        if not self._token and not is_loopback(parts.hostname):
+        token = os.environ.get(token_env, "")
+        if not token and not is_loopback(parts.hostname):
             raise ConfigError(
                 f"The service at {self.url} is on another machine and must ask for a token: set the environment variable "
                 f"{token_env} to it."
             )
+        self._http = httpx.Client(
+            headers={"Authorization": f"Bearer {token}"} if token else {},
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+            trust_env=False,  # no proxy between a run and its service
+        )
 
     def get(self, path: str) -> Any:
         """See `post`."""
         return self._call("GET", path, None)
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
-        """The JSON that the service answers; {} for an empty answer.
+        """The JSON of the answer; {} for an empty answer.
 
-        Raises UnreachableError when it cannot be reached (after 10 s at the latest where it takes no connection) and
+        Raises UnreachableError when the service cannot be reached (after 10 s at the latest where it takes no connection) and
         DeadlineError when it does not answer in time, both after `num_retries` repetitions, ConfigError when it refuses the
         token, ModelError for any other refusal.
         """
-        return self._call("POST", path, json.dumps(body).encode())
+        return self._call("POST", path, body)
 
-    def _call(self, method: str, path: str, body: bytes | None) -> Any:
+    def _call(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
         connect_until: float | None = None  # of attempts since a connection was there
         for attempt in range(self.num_retries + 1):
             last = attempt == self.num_retries
             if attempt:
                 time.sleep(min(_LONGEST_WAIT_S, _FIRST_WAIT_S * 2 ** (attempt - 1)))
             connect_until = connect_until or time.monotonic() + _CONNECT_S
+            timeout = httpx.Timeout(self.timeout_s, connect=max(0.1, connect_until - time.monotonic()), pool=None)
             try:
-                status, answer = self._once(method, path, body, connect_until)
-            except _NotConnected as error:
+                answer = self._http.request(method, self.url + path, json=body, timeout=timeout)
+            except (httpx.ConnectError, httpx.ConnectTimeout) as error:
                 if last or time.monotonic() >= connect_until:
-                    raise self._unreachable(error.__cause__, method, path, attempt + 1) from error.__cause__
+                    raise self._unreachable(error, method, path, attempt + 1) from error
                 continue
-            except TimeoutError:
+            except httpx.TimeoutException:
                 if last:
                     raise DeadlineError(
                         f"{method} {self.url}{path} was not answered within {self.timeout_s:g} s, {attempt + 1} times. Raise "
                         f"{self._keys}.timeout_s, or look at the service."
                     ) from None
-            except (OSError, http.client.HTTPException) as error:
+            except httpx.TransportError as error:
                 if last:
                     raise self._unreachable(error, method, path, attempt + 1) from error
             else:
-                if status not in _TRY_AGAIN or last:
-                    return self._accepted(method, path, status, answer)
+                if answer.status_code not in _TRY_AGAIN or last:
+                    return self._accepted(method, path, answer)
             connect_until = None
         raise AssertionError("every last attempt returns or raises")
 
-    def _unreachable(self, error: BaseException | None, method: str, path: str, attempts: int) -> UnreachableError:
+    def _unreachable(self, error: BaseException, method: str, path: str, attempts: int) -> UnreachableError:
         times = "once" if attempts == 1 else f"{attempts} times"
         return UnreachableError(
             f"The service at {self.url} cannot be reached ({type(error).__name__}: {error}); {method} {path} was tried "
             f"{times}. Start it, or correct {self._keys}.url."
         )
 
-    def _once(self, method: str, path: str, body: bytes | None, connect_until: float) -> tuple[int, bytes]:
-        kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
-        connection = kind(self._host, self._port, timeout=max(0.1, connect_until - time.monotonic()))
-        try:
-            connection.connect()
-        except OSError as error:
-            raise _NotConnected from error
-        connection.sock.settimeout(self.timeout_s)
-        headers = {"Content-Type": "application/json"}
-        if self._token:
-            headers["Authorization"] = f"Bearer {self._token}"
-        try:
-            connection.request(method, self._prefix + path, body=body, headers=headers)
-            response = connection.getresponse()
-            return response.status, response.read()
-        finally:
-            connection.close()
-
-    def _accepted(self, method: str, path: str, status: int, answer: bytes) -> Any:
+    def _accepted(self, method: str, path: str, answer: httpx.Response) -> Any:
+        status, text = answer.status_code, answer.text.strip()
         if status in (401, 403):
             raise ConfigError(
                 f"The service at {self.url} refused {method} {path} ({status}): set the environment variable "
                 f"{self._token_env} to its token."
             )
-        said = answer.decode(errors="replace").strip()
-        if not 200 <= status < 300:
-            raise ModelError(f"The service at {self.url} refused {method} {path} with {status}: {said[:300]}")
-        if not said:
+        if not answer.is_success:
+            raise ModelError(f"The service at {self.url} refused {method} {path} with {status}: {text[:300]}")
+        if not text:
             return {}
         try:
-            return json.loads(said)
+            return json.loads(text)
         except ValueError:
-            raise ModelError(f"{method} {self.url}{path} did not answer with JSON, but with: {said[:100]}") from None
+            raise ModelError(f"{method} {self.url}{path} did not answer with JSON, but with: {text[:100]}") from None
 
 
 def is_loopback(host: str) -> bool:

@@ -1,4 +1,4 @@
-"""What services understand: one class per kind, chosen by `rollout.service.api`."""
+"""The protocols of services: one class per kind, chosen by `rollout.service.api`."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from verl.rollout.vllm.sample import draw_arguments
 from verl.rollout.vllm.weights import Manifest
 
 _SEED_BITS = 31
-_SEED_STEP = 0x9E3779B1  # odd: a sample that goes on draws anew, not what its beginning drew
+_SEED_STEP = 0x9E3779B1  # odd: a sample that resumes gets a seed of its own
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """One sample: a prompt, how to draw, and the key of its random numbers (verl.rollout.uniforms)."""
+    """One sample: a prompt, the sampling parameters, and the key of its random numbers (verl.rollout.uniforms)."""
 
     token_ids: tuple[int, ...]
     params: SamplingParams
@@ -31,7 +31,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Made:
-    """What a service made of it. `version` is the weights' as the service says with the sample; None where it does not."""
+    """The sample of a service. `version` is the version of the weights that the service reports with it, or None."""
 
     token_ids: list[int]
     log_probs: list[float]
@@ -43,26 +43,26 @@ class Dialect(Protocol):
     """`vocab_size` is the model's."""
 
     def check(self, client: Client, path: str, name: str | None, vocab_size: int) -> None:
-        """Raise ConfigError when the service has another model than `path` (served as `name`), or is not started as it must
-        be."""
+        """Raise ConfigError when the service has another model than `path` (served as `name`), or lacks an option."""
 
     def sample(self, client: Client, wanted: Wanted) -> Made:
         """One sample."""
 
     def update(self, client: Client, description: dict[str, Any], reader: str) -> None:
-        """Let the service read the described folder of weights and drop what depended on the old ones; `reader` names our
-        function that reads it. Raises ModelError when it did not."""
+        """Let the service read the described folder of weights and drop results of the old ones; `reader` names our function
+        that reads it. Raises ModelError when it did not."""
 
     def label(self, client: Client, version: int) -> None:
         """Tell the service the version of the weights that it holds."""
 
     def version(self, client: Client) -> str | None:
-        """What the service says of its weights; None where it does not."""
+        """The version of the weights that the service reports, or None."""
 
 
 class OpenAI:
-    """`/v1/completions` with token ids in and out, which vLLM's server and others of its kind have. The draw is the service's
-    own: log-probs must be at the sampling temperature (vLLM: --logprobs-mode processed_logprobs), and it takes no weights."""
+    """`/v1/completions` with token ids in and out, which vLLM's server and others of its kind have. The service samples
+    by itself: log-probs must be at the sampling temperature (vLLM: --logprobs-mode processed_logprobs). It takes no
+    weights."""
 
     def __init__(self) -> None:
         self._model = ""
@@ -98,7 +98,7 @@ class OpenAI:
 
     def update(self, client: Client, description: dict[str, Any], reader: str) -> None:
         raise ModelError(
-            f"The service at {client.url} has no route that this run knows to give it new weights. Set "
+            f"The service at {client.url} has no known route for new weights. Set "
             "actor_rollout_ref.rollout.service.api to vllm or sglang, if it is one of these."
         )
 
@@ -116,7 +116,7 @@ class OpenAI:
             "logprobs": 0,
             "return_token_ids": True,
             "stop": list(wanted.params.stop),
-            "skip_special_tokens": False,  # the stop strings are a hint (stops.py), looked for in the whole text
+            "skip_special_tokens": False,  # the stop strings are a hint (engine.sample_by_rules), looked for in the whole text
             "spaces_between_special_tokens": False,
             "stop_token_ids": wanted.stop_token_ids,
             "ignore_eos": True,  # they are among the stop tokens where they count
@@ -134,7 +134,7 @@ class OpenAI:
 
 
 class VLLM(OpenAI):
-    """vLLM's server with our draw and our receiver of weights, so that its samples are those of the native engine:
+    """vLLM's server with our sampling and our receiver of weights, so that its samples are those of the native engine:
 
     VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model PATH --logprobs-mode processed_logits
         --logits-processors verl.rollout.vllm.library:Draw --worker-extension-cls verl.rollout.vllm.weights.WeightReceiver
@@ -147,7 +147,7 @@ class VLLM(OpenAI):
         found = self.sample(client, Wanted((0,), flat, [], key=1, num_drawn=0)).log_probs[0]
         if abs(found + math.log(vocab_size)) > 0.1:
             raise ConfigError(
-                f"The service at {client.url} does not draw as this run asks. Start it with --logits-processors "
+                f"The service at {client.url} does not sample as this run asks. Start it with --logits-processors "
                 "verl.rollout.vllm.library:Draw --logprobs-mode processed_logits, or set service.api=openai."
             )
 

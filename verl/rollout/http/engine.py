@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import queue
 import shutil
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, as_completed, wait
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,15 +16,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl.data_proto.samples import Completion, PromptRequest, SamplingParams
-from verl.errors import ConfigError, ModelError, NumericsError, UnreachableError, WorkerLostError
-from verl.rollout.api import OnFinish, OwnCopy, Weights
+from verl.data_proto.samples import Completion, PromptRequest, SampleKey, SamplingParams, TurnRequest
+from verl.errors import ConfigError, ModelError, UnreachableError, WorkerLostError
+from verl.rollout.api import BaseRollout, OwnCopy, Stats, Weights
 from verl.rollout.http.client import Client
 from verl.rollout.http.dialects import DIALECTS, Dialect, Made, Wanted
 from verl.rollout.http.server import SGLangServer
-from verl.rollout.http.stops import sample_by_rules
-from verl.rollout.requests import check_requests, vocab_size
-from verl.rollout.stopping import StopRules
+from verl.rollout.requests import OpenSamples, StopRules, one_by_one, vocab_size
 from verl.rollout.uniforms import sample_keys
 from verl.rollout.weight_version import CopyState, checked
 
@@ -31,8 +30,8 @@ _URL = "http://127.0.0.1:8000"  # where vLLM's server listens by itself
 _MOST_REQUESTS = 256  # side by side; each has a thread
 
 
-class HTTPRollout:
-    """See RolloutEngine. `module` is the model without numbers (meta device).
+class HTTPRollout(BaseRollout):
+    """See RolloutEngine. `module` is a meta-device model.
 
     Reads `config.service`, max_num_seqs (requests side by side) and max_model_len. Raises ConfigError when the service has
     another model, UnreachableError when it cannot be reached.
@@ -73,46 +72,19 @@ class HTTPRollout:
         self.dialect.check(self.client, own.model.path, service.served_model_name, vocab_size(module))
         self._labelled: str | None = None  # what the service must say of its weights
         self._num_updates = 0
-        self._stats: dict[str, Any] = {}
+        self._stats = {}
 
     @property
     def weight_version(self) -> int:
         return self.state.version
 
-    def generate(
-        self, prompts: Sequence[PromptRequest], params: SamplingParams, *, step: int, on_finish: OnFinish | None = None
-    ) -> list[Completion]:
-        """See RolloutEngine; what a sample is a function of is the service's business where the draw is its own. Raises
-        ModelError when the service holds other weights than were published."""
-        check_requests(prompts, params, self.skeleton, self.config.max_model_len)
+    def open(self, params: SamplingParams, *, step: int, keep: bool = False) -> HTTPGeneration:
+        """See RolloutEngine; where the service samples by itself, samples depend on its random numbers. Raises ModelError when
+        the service holds other weights than were published."""
         self.state.require_whole()
-        if not prompts:
-            return []
-        self._require_version(self.dialect.version(self.client))
-        started_at, found = time.perf_counter(), {}
-        numbered = [(prompt, number) for prompt in prompts for number in range(params.n)]
-        with ThreadPoolExecutor(min(self.config.max_num_seqs, _MOST_REQUESTS, len(numbered))) as pool:
-            futures = self._submit(pool, numbered, params, step)
-            try:
-                for future in as_completed(futures):
-                    done = self._completion(*futures[future], future.result())
-                    found[done.ordinal, done.sample] = done
-                    if on_finish is not None:
-                        on_finish(done)
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                wait(futures, timeout=self.client.timeout_s, return_when=FIRST_EXCEPTION)
-                raise
-        self._stats = {
-            "num_prompt_tokens": sum(len(p.token_ids) for p in prompts),
-            "num_prompt_tokens_computed": sum(len(p.token_ids) for p in prompts),  # as far as is known here
-            "num_generated_tokens": sum(len(c.token_ids) for c in found.values()),
-            "num_decode_steps": max(len(c.token_ids) for c in found.values()),
-            "max_running": min(self.config.max_num_seqs, _MOST_REQUESTS, len(numbered)),
-            "kv_cache_bytes": 0,  # the service's
-            "seconds": time.perf_counter() - started_at,
-        }
-        return [found[prompt.ordinal, prompt.first_sample + number] for prompt, number in numbered]
+        with self.watched():
+            self.require_version(self.dialect.version(self.client))
+        return HTTPGeneration(self, params, step, keep=keep)
 
     def load(self, weights: Weights) -> None:
         """Write all weights to a new folder and let the service read it. Raises ConfigError when no folder is set, ModelError
@@ -123,70 +95,157 @@ class HTTPRollout:
                 f"The service at {self.client.url} needs new weights after each step, and there is no way for them: set "
                 "actor_rollout_ref.rollout.service.weights_dir to a folder that this run can write and the service can read."
             )
-        self.state.begin()
+        self.state.start_update()
         self._num_updates += 1
         tensors = checked(weights, self.skeleton, self.own.dtype)
         description = self.own.write(Path(root).expanduser(), self._num_updates, tensors)
         try:
-            self.dialect.update(self.client, description, self.own.folder_reader)
+            with self.watched():
+                self.dialect.update(self.client, description, self.own.folder_reader)
         finally:
             shutil.rmtree(description["folder"], ignore_errors=True)
-        self.state.loaded()
+        self.state.end_update()
 
     def publish(self, version: int) -> None:
         """See RolloutEngine. Raises ModelError when no new weights came for a new version."""
         self.state.publish(version)
-        self.dialect.label(self.client, version)
+        with self.watched():
+            self.dialect.label(self.client, version)
         self._labelled = str(version)
 
     def release(self) -> None:
         """See RolloutEngine; the service keeps its memory."""
 
-    def stats(self) -> dict[str, Any]:
-        """See RolloutEngine."""
-        return dict(self._stats)
-
     def close(self) -> None:
-        """The service goes on."""
+        """The service continues."""
 
-    def _submit(
-        self, pool: ThreadPoolExecutor, numbered: list[tuple[PromptRequest, int]], params: SamplingParams, step: int
-    ) -> dict[Future[Made], tuple[PromptRequest, int]]:
-        ordinals = torch.tensor([p.ordinal for p, _ in numbered], dtype=torch.int64)
-        samples = torch.tensor([p.first_sample + number for p, number in numbered], dtype=torch.int64)
-        keys = sample_keys(params.seed, step, ordinals, samples).tolist()
-        stops = sorted({*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)})
-        rules = StopRules(params, self.eos_token_ids, vocab_size(self.skeleton), self.tokenizer)
-        futures = {}
-        for (prompt, number), key in zip(numbered, keys, strict=True):
-            wanted = Wanted(prompt.token_ids, params, stops, key, prompt.num_drawn)
-            ask = partial(self._ask, f"sample {prompt.first_sample + number} of prompt {prompt.ordinal}")
-            futures[pool.submit(sample_by_rules, ask, wanted, rules)] = (prompt, number)
-        return futures
+    def watched(self) -> AbstractContextManager[None]:
+        """Around calls of the service."""
+        return nullcontext()
+
+    def require_version(self, found: str | None) -> None:
+        """Raise ModelError when the service says that its weights are not those that were published."""
+        if found is not None and self._labelled is not None and found != self._labelled:
+            raise ModelError(
+                f"The service at {self.client.url} generates with weights of version {found}, but version {self._labelled} was "
+                "published. Another client changes them, or it was restarted: start this run again."
+            )
+
+
+class HTTPGeneration:
+    """See Generation. A request is one sample, and has a thread; the service finds the history of a sample that continues
+    in its prefix cache."""
+
+    def __init__(self, engine: HTTPRollout, params: SamplingParams, step: int, *, keep: bool):
+        self.engine, self.params, self.step = engine, params, step
+        self.samples = OpenSamples(params, engine.skeleton, engine.config.max_model_len, keep=keep)
+        self.rules = StopRules(params, engine.eos_token_ids, vocab_size(engine.skeleton), engine.tokenizer)
+        self._most = min(engine.config.max_num_seqs, _MOST_REQUESTS)
+        self._pool = ThreadPoolExecutor(self._most)
+        self._waiting: list[PromptRequest] = []  # one for each sample
+        self._asked: dict[SampleKey, PromptRequest] = {}
+        self._answers: queue.SimpleQueue[tuple[PromptRequest, Future[Made]]] = queue.SimpleQueue()
+        self._num_requests = 0
+
+    def add(self, request: PromptRequest | TurnRequest) -> None:
+        """See Generation."""
+        self._waiting.extend(one_by_one(self.samples.admit(request)))
+
+    def poll(self, timeout_s: float | None = None) -> list[Completion]:
+        """See Generation."""
+        self._submit()
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        ended: list[Completion] = []
+        with self.engine.watched():
+            while self._asked and not (ended and self._answers.empty()):
+                left_s = None if until is None else max(0.0, until - time.monotonic())
+                try:
+                    request, answer = self._answers.get(timeout=left_s)
+                except queue.Empty:
+                    break
+                key = (request.ordinal, request.first_sample)
+                if self._asked.get(key) is request:  # else it was dropped
+                    del self._asked[key]
+                    made, version = answer.result(), self.engine.weight_version
+                    ended.append(self.samples.finish(key, made.token_ids, made.log_probs, made.finish_reason, version))
+        return ended
+
+    def abort(self, keys: Iterable[SampleKey]) -> None:
+        """See Generation. A request that was sent is answered, and its answer is dropped."""
+        for key in self.samples.drop(keys):
+            self._asked.pop(key, None)
+        self._waiting = [r for r in self._waiting if (r.ordinal, r.first_sample) in self.samples.running]
+
+    def close(self) -> Stats:
+        """See Generation."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        num_computed = self.samples.num_prompt_tokens  # as far as is known here
+        max_running = min(self._most, self._num_requests)
+        return self.samples.stats(num_computed, self.samples.longest_response, max_running)
+
+    def _submit(self) -> None:
+        requests, self._waiting = self._waiting, []
+        ordinals = torch.tensor([r.ordinal for r in requests], dtype=torch.int64)
+        samples = torch.tensor([r.first_sample for r in requests], dtype=torch.int64)
+        keys = sample_keys(self.params.seed, self.step, ordinals, samples).tolist()
+        for request, key in zip(requests, keys, strict=True):
+            wanted = Wanted(request.token_ids, self.params, self.rules.token_ids, key, request.num_drawn)
+            ask = partial(self._ask, f"sample {request.first_sample} of prompt {request.ordinal}")
+            self._asked[request.ordinal, request.first_sample] = request
+            self._num_requests += 1
+            future = self._pool.submit(sample_by_rules, ask, wanted, self.rules)
+            future.add_done_callback(partial(self._answered, request))
+
+    def _answered(self, request: PromptRequest, answer: Future[Made]) -> None:
+        self._answers.put((request, answer))
 
     def _ask(self, name: str, wanted: Wanted) -> Made:
-        """What the service makes of `wanted`, which is (a part of) the sample `name`."""
-        made = self.dialect.sample(self.client, wanted)
-        self._require_version(made.version)
+        """The answer of the service to `wanted`, which is (a part of) the sample `name`."""
+        made = self.engine.dialect.sample(self.engine.client, wanted)
+        self.engine.require_version(made.version)
         if not 1 <= len(made.token_ids) == len(made.log_probs) <= wanted.params.max_new_tokens:
             raise ModelError(
-                f"The service at {self.client.url} gave {len(made.token_ids)} tokens and {len(made.log_probs)} log-probs for "
-                f"{name}, of {wanted.params.max_new_tokens} at most."
+                f"The service at {self.engine.client.url} gave {len(made.token_ids)} tokens and {len(made.log_probs)} "
+                f"log-probs for {name}, of {wanted.params.max_new_tokens} at most."
             )
-        if not np.isfinite(made.log_probs).all():
-            raise NumericsError(f"A log-probability of {name} is not finite. Go back to an earlier checkpoint.")
         return made
 
-    def _completion(self, prompt: PromptRequest, number: int, made: Made) -> Completion:
-        sample, version = prompt.first_sample + number, self.state.version
-        return Completion(prompt.ordinal, sample, made.token_ids, made.log_probs, made.finish_reason, version)
 
-    def _require_version(self, said: str | None) -> None:
-        if said is not None and self._labelled is not None and said != self._labelled:
-            raise ModelError(
-                f"The service at {self.client.url} generates with weights of version {said}, but version {self._labelled} was "
-                "published. Somebody else changes them, or it was started anew: start this run again."
-            )
+def sample_by_rules(sample: Callable[[Wanted], Made], wanted: Wanted, rules: StopRules) -> Made:
+    """One sample as `rules` end it, of `sample`, which asks the service: a second time, without stop strings, where the service
+    has ended the first too early.
+
+    A service's own stop is a hint: one that decodes token by token cuts the text where characters are complete, and where a
+    prompt ends within a character, vLLM's server takes the prompt for generated text and finds stop strings in it.
+    """
+    made = sample(wanted)
+    if not rules.has_strings:
+        return made
+    end = _first_end(made.token_ids, 0, rules)
+    if end is None and _ended_early(made, wanted):
+        drawn = len(made.token_ids)
+        params = replace(wanted.params, stop=(), max_new_tokens=wanted.params.max_new_tokens - drawn)
+        token_ids = (*wanted.token_ids, *made.token_ids)
+        on = replace(wanted, token_ids=token_ids, params=params, num_drawn=wanted.num_drawn + drawn)
+        rest = sample(on)
+        made = replace(rest, token_ids=made.token_ids + rest.token_ids, log_probs=made.log_probs + rest.log_probs)
+        end = _first_end(made.token_ids, drawn, rules)
+    if end is None:
+        by_token = made.token_ids[-1] in wanted.stop_token_ids
+        return replace(made, finish_reason="stop" if by_token else "length")
+    return replace(made, token_ids=made.token_ids[:end], log_probs=made.log_probs[:end], finish_reason="stop")
+
+
+def _ended_early(made: Made, wanted: Wanted) -> bool:
+    by_string = made.finish_reason == "stop" and made.token_ids[-1] not in wanted.stop_token_ids
+    return by_string and len(made.token_ids) < wanted.params.max_new_tokens
+
+
+def _first_end(token_ids: list[int], searched: int, rules: StopRules) -> int | None:
+    """Number of tokens after which the response first holds a stop string; it does not after `searched`."""
+    response = np.asarray(token_ids)
+    ends = (end for end in range(searched + 1, len(response) + 1) if rules.ends_string(response[:end]))
+    return next(ends, None)
 
 
 class SGLangRollout(HTTPRollout):
@@ -207,30 +266,14 @@ class SGLangRollout(HTTPRollout):
             self.close()
             raise
 
-    def generate(
-        self, prompts: Sequence[PromptRequest], params: SamplingParams, *, step: int, on_finish: OnFinish | None = None
-    ) -> list[Completion]:
-        """See HTTPRollout."""
-        with self._watched():
-            return super().generate(prompts, params, step=step, on_finish=on_finish)
-
-    def load(self, weights: Weights) -> None:
-        """See HTTPRollout."""
-        with self._watched():
-            super().load(weights)
-
-    def publish(self, version: int) -> None:
-        """See HTTPRollout."""
-        with self._watched():
-            super().publish(version)
-
     def close(self) -> None:
         """End the server, if it was started here."""
         if self.server is not None:
             self.server.close()
 
     @contextmanager
-    def _watched(self) -> Iterator[None]:
+    def watched(self) -> Iterator[None]:
+        """Raises WorkerLostError instead of UnreachableError when the server has ended."""
         try:
             yield
         except UnreachableError as error:

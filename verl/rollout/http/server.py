@@ -19,7 +19,7 @@ from verl.rollout.http.client import Client
 from verl.rollout.process import Child
 from verl.rollout.vllm.settings import longest_sequence
 
-_BETWEEN_LOOKS_S = 0.5
+_POLL_S = 0.5
 
 
 class SGLangServer:
@@ -55,7 +55,7 @@ class SGLangServer:
         return self._child.pid
 
     def ending(self) -> str:
-        """How the server has ended; "" while it runs."""
+        """The end of the server, as a clause; "" while it runs."""
         return self._child.ending() if self._child.has_died() else ""
 
     def close(self) -> None:
@@ -74,12 +74,12 @@ class SGLangServer:
                     f"SGLang's server (pid {self.pid}) was not ready within {timeout_s:g} s{self._child.last_words()}. Raise "
                     "trainer.ray_wait_register_center_timeout if it needs longer."
                 )
-            time.sleep(_BETWEEN_LOOKS_S)
+            time.sleep(_POLL_S)
 
     def _answers(self, client: Client) -> bool:
         try:
             client.get("/health")
-        except (UnreachableError, ModelError):  # nobody listens yet, or it loads its model
+        except (UnreachableError, ModelError):  # not listening yet, or loading its model
             return False
         return True
 

@@ -1,8 +1,8 @@
 """Batch invariance of the native engine: whether a sample's bits depend on which others are computed beside it.
 
-It holds for plain decoders on a CPU when everything that mixes rows in one call is proven, by experiment at start or by the
-shapes alone: products run in tiles (products.py), attention in blocks that gave a row the bits that it gets alone
-(decode_rows.py), prompts are cut where their own length says, and the rest works row by row (checked here).
+It holds for plain decoders on a CPU when everything that mixes rows in one call is verified, by experiment at start or by
+the shapes alone: matmuls run in tiles (prepacked_linear.py), attention in blocks that gave a row the bits that it gets alone
+(decode_attention.py), prompts are cut where their own length says, and the rest works row by row (checked here).
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _cost(decoder: DenseDecoder, head: nn.Linear, prepack: bool) -> float:
 
 
 def _obstacle(decoder: DenseDecoder, head: nn.Linear, most_rows: int) -> str | None:
-    """What is not proven beside products and attention; None when all is."""
+    """The first condition beside matmuls and attention that is not verified; None when all are."""
     if any(layer.sliding_window is not None for layer in decoder.layers):
         return "the model has a sliding window, whose masks depend on the longest row"
     if decoder.num_heads * decoder.head_dim % 16 or decoder.num_kv_heads * decoder.head_dim % 16:

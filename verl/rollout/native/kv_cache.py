@@ -62,13 +62,18 @@ class SlotStore:
                 for source, target in zip(sources, targets, strict=True):
                     tensor[target, :, :length] = tensor[source, :, :length]
 
-    def copy_from(self, other: SlotStore, source: int, target: int, length: int) -> None:
-        """Copy the first `length` tokens of a slot of `other` to slot `target` of this store."""
-        for layer, pair in other._layers.items():
-            theirs = other._by_token(pair)
-            ours = self._by_token(self.tensors(layer, *(t[0].transpose(0, 1) for t in theirs)))
-            for new, old in zip(ours, theirs, strict=True):
-                new[target, :, :length] = old[source, :, :length]
+    def take(self, slot: int, length: int, *, copy: bool = False) -> dict[int, list[torch.Tensor]]:
+        """Keys and values of the first `length` tokens of a slot, for `put`: by layer, [kv_heads, length, head_dim] each. They
+        are views, or with `copy` of their own."""
+        views = {i: [t[slot, :, :length] for t in self._by_token(pair)] for i, pair in self._layers.items()}
+        return {i: [t.clone() for t in pair] for i, pair in views.items()} if copy else views
+
+    def put(self, slot: int, taken: dict[int, list[torch.Tensor]]) -> None:
+        """Write what `take` of a store with the same layers gave to the start of a slot."""
+        for layer, pair in taken.items():
+            ours = self._by_token(self.tensors(layer, *(t.transpose(0, 1) for t in pair)))
+            for new, old in zip(ours, pair, strict=True):
+                new[slot, :, : old.shape[1]] = old
 
     @property
     def num_bytes(self) -> int:

@@ -17,7 +17,7 @@ _FLASH = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", 
 
 
 class Scoring(NamedTuple):
-    """How a layer turns q and k into scores: q.k * scale, capped to softcap * tanh(score / softcap), the newest `window`
+    """The scores of a layer: q.k * scale, capped to softcap * tanh(score / softcap), the newest `window`
     tokens only."""
 
     scale: float
@@ -46,7 +46,7 @@ def attend_part(
 def attend_plain(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scoring: Scoring
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `attend_part` computes, by its definition."""
+    """`attend_part` by its definition."""
     scores = torch.matmul(q, k.transpose(-1, -2)).float() * scoring.scale
     if scoring.softcap is not None:
         scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
@@ -109,7 +109,7 @@ class OwnPart:
         self._mask[:, 0, 0] = additive_mask(visible, self._mask.dtype)
 
     def matrices(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What `attend` takes of a layer's keys [slots, kv_heads, head_dim, capacity] and values [slots, kv_heads, capacity,
+        """Operands of `attend`, of a layer's keys [slots, kv_heads, head_dim, capacity] and values [slots, kv_heads, capacity,
         head_dim]: [rows of the block * kv_heads, head_dim, longest] and [..., longest, head_dim]."""
         block = slice(self.start, self.end)
         return keys[block].flatten(0, 1)[:, :, : self.longest], values[block].flatten(0, 1)[:, : self.longest]

@@ -1,4 +1,4 @@
-"""How the dense forward multiplies by weights: where they lie, or by a copy arranged for the matrix library.
+"""Matmuls of the dense forward: by the weights in place, or by a copy arranged for the matrix library.
 
 A decode step multiplies few rows by every weight of the model, and the library spends a fifth of that on rearranging
 weights as it goes (at 8 rows nearly half). MKL takes weights that were arranged once; that costs a copy of them, and as

@@ -1,179 +1,256 @@
-"""Which prompt is computed when, and which sample sits in which slot. Host bookkeeping of one `generate`; no model here.
+"""The scheduler of the native engine: continuous batching over a backend that computes on a CPU or a GPU. No model here.
 
-    waiting --take_pieces--> prefilling --(last piece)--> ready --start--> rows of the batch --end--> completion
+    add ──► Prompts (waiting, prefilling, ready) ──► Rows ──► Completion
 
-A group is a prompt with its n samples. Groups hold a slot of the prefix store from their first piece until they need it no
-more; rows hold a slot of the own store. Both kinds of slots are kept dense, so that attention runs over plain slices.
+A backend may run one step ahead of the host (`lag`): then a sample that ended takes part in one more step, in vain.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from verl.data_proto.samples import PromptRequest
-from verl.rollout.layout import Piece
+from verl.data_proto.samples import Completion, PromptRequest, SampleKey
+from verl.rollout.layout import Chunk
+from verl.rollout.native.batch import Group, Prompts, Rows
+from verl.rollout.requests import OpenSamples, StopRules
+from verl.rollout.uniforms import sample_keys
 
 
-@dataclass(eq=False)
-class Group:
-    """A prompt and how far it has come."""
+class Sampled(Protocol):
+    """Tokens of one step, perhaps still on their way to the host."""
 
-    index: int  # position among the prompts of the call
-    request: PromptRequest
-    slot: int = -1  # of the prefix store
-    num_computed: int = 0  # prompt tokens whose keys and values are stored
-    num_started: int = 0  # samples
-    num_ended: int = 0
-    logits: torch.Tensor | None = None  # [vocab], after the last prompt token, while samples are yet to start
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.request.token_ids)
+    def wait(self) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens, log-probs), each [rows]."""
+        ...
 
 
-class Schedule:
-    """Order of the prompts: longest first, so that neighbours have similar lengths and the long ones do not come last."""
+class Backend(Protocol):
+    """Computes for a scheduler, whose `rows` and `prompts` it reads. `lag` is the number of steps that may be under way when
+    the next one is launched: 0, or 1 where the device keeps the newest tokens itself."""
 
-    def __init__(self, prompts: Sequence[PromptRequest], num_samples: int):
-        groups = [Group(i, prompt) for i, prompt in enumerate(prompts)]
-        self.num_samples = num_samples
-        self.waiting = deque(sorted(groups, key=lambda g: -g.num_tokens))
-        self.prefilling: deque[Group] = deque()
-        self.ready: deque[Group] = deque()
-        self.by_slot: list[Group] = []  # groups that hold a prefix slot
+    lag: int
+    num_computed: int  # prompt tokens
 
-    @property
-    def pending(self) -> bool:
-        """Whether samples have yet to start."""
-        return bool(self.waiting or self.prefilling or self.ready)
+    def reserve(self, num_rows: int, longest_prompt: int) -> int:
+        """Make room for this many rows and a prompt of this length; returns the number of rows that there is room for."""
 
-    def take_pieces(
-        self, num_free_rows: int, budget: int, piece_tokens: int | None = None
-    ) -> list[tuple[Group, Piece]]:
-        """Prompt tokens to compute next: for as many prompts as there are rows free for their samples, and at most
-        `budget` tokens. With `piece_tokens` every prompt is cut where its own length says, and a first piece is taken
-        whatever the budget."""
-        begun = sum(self.num_samples - g.num_started for g in (*self.ready, *self.prefilling))
-        while self.waiting and begun < num_free_rows:
-            group = self.waiting.popleft()
-            group.slot = len(self.by_slot)
-            self.by_slot.append(group)
-            self.prefilling.append(group)
-            begun += self.num_samples
-        pieces: list[tuple[Group, Piece]] = []
-        while self.prefilling and budget > 0:
-            group = self.prefilling[0]
-            end = min(group.num_tokens, group.num_computed + (piece_tokens or budget))
-            if pieces and end - group.num_computed > budget:
-                break
-            pieces.append((group, Piece(group.slot, group.num_computed, end)))
-            budget -= end - group.num_computed
-            group.num_computed = end
-            if end == group.num_tokens:
-                self.ready.append(self.prefilling.popleft())
-        return pieces
+    def admits(self, group: Group) -> bool:
+        """Whether a group fits what was reserved, and a prefix slot is free for it."""
 
-    def start(self, num_free_rows: int) -> list[tuple[Group, int]]:
-        """(group, sample) of the samples that start now, at most `num_free_rows`."""
-        started: list[tuple[Group, int]] = []
-        while self.ready and len(started) < num_free_rows:
-            group = self.ready[0]
-            started.append((group, group.num_started))
-            group.num_started += 1
-            if group.num_started == self.num_samples:
-                self.ready.popleft()
-        return started
+    def load(self, group: Group) -> None:
+        """Put `group.saved` into its prefix slot."""
 
-    def leave_slot(self, group: Group) -> Group | None:
-        """Give back the group's prefix slot. Returns the group that takes it over, if one must move to keep slots dense;
-        its tokens are still in the last slot."""
-        last = self.by_slot.pop()
-        if last is group:
-            return None
-        self.by_slot[group.slot] = last
-        last.slot = group.slot
-        return last
+    def save(self, row: int) -> Any:
+        """A copy of the keys and values of a row, for `load`."""
+
+    def start(self, rows: np.ndarray, logits: torch.Tensor) -> Sampled:
+        """Sample the first tokens of `rows`, which have just been placed, from `logits` [rows, vocab]."""
+
+    def step(self, chunks: list[tuple[Group, Chunk]]) -> tuple[Sampled | None, torch.Tensor]:
+        """Compute all rows and `chunks`. Returns the rows' next tokens (None without rows), and the logits after the groups
+        that `chunks` complete, [groups, vocab]."""
+
+    def move_rows(self, sources: list[int], targets: list[int]) -> None:
+        """Rows change places."""
+
+    def move_prompt(self, source: int, target: int, length: int) -> None:
+        """Move a prompt to another prefix slot."""
+
+    def rows_changed(self) -> None:
+        """Samples have started or ended, or a prompt has moved."""
 
 
-class Rows:
-    """The running samples as columns; row r owns slot r of the own store. Rows below `end` are running, but for `holes`."""
+class Scheduler:
+    """Requests in by `add`, finished samples out by `step`. With `shared` prompts the samples of a group read one copy of its
+    prompt; else a prompt moves into the slot of each of its samples.
 
-    def __init__(self, num_rows: int, max_new_tokens: int):
-        self.num_rows = num_rows
-        self.end = 0
-        self.holes: list[int] = []
-        self.groups: list[Group | None] = [None] * num_rows
-        self.sample = np.zeros(num_rows, dtype=np.int64)
-        self.key = np.zeros(num_rows, dtype=np.int64)  # of its random numbers
-        self.prompt_length = np.zeros(num_rows, dtype=np.int64)
-        self.own_start = np.zeros(num_rows, dtype=np.int64)  # prompt tokens in the own store
-        self.length = np.zeros(num_rows, dtype=np.int64)  # response tokens drawn
-        self.num_drawn = np.zeros(num_rows, dtype=np.int64)  # before this call, see PromptRequest
-        self.tokens = np.zeros((num_rows, max_new_tokens), dtype=np.int64)
-        self.log_probs = np.zeros((num_rows, max_new_tokens))
+    `max_num_seqs` bounds the rows, `max_num_batched_tokens` the tokens of a step; `chunk_tokens`: see Prompts.take_chunks.
+    """
+
+    def __init__(
+        self,
+        samples: OpenSamples,
+        stop: StopRules,
+        *,
+        step: int,
+        weight_version: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        shared: bool,
+    ):
+        self.samples, self.params, self.stop = samples, samples.params, stop
+        self.step_number, self.weight_version, self.shared = step, weight_version, shared
+        self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
+        self.chunk_tokens: int | None = None
+        self.backend: Backend
+        self.prompts, self.rows = Prompts(), Rows(self.params.max_new_tokens)
+        self.longest_prompt = self.num_decode_steps = self.max_running = 0
+        self._flight: deque[tuple[np.ndarray, Sampled]] = deque()  # (row of each token, -1 for a sample that ended)
+        self._saved: dict[SampleKey, Any] = {}
+        self._ended: list[Completion] = []
+        self._has_new = False
 
     @property
-    def num_running(self) -> int:
-        return self.end - len(self.holes)
+    def is_finished(self) -> bool:
+        """Whether no sample is running or waits."""
+        return self.prompts.is_empty and not self.rows.num_running and not self._flight
 
-    @property
-    def num_free(self) -> int:
-        return self.num_rows - self.num_running
+    def add(self, request: PromptRequest) -> None:
+        """Queue a request of OpenSamples.admit."""
+        count = request.num_samples or self.params.n
+        saved, num_computed = self._saved.pop((request.ordinal, request.first_sample), (None, 0))
+        group = Group(request, deque(range(count)), count, saved, num_computed=num_computed)
+        self.prompts.waiting.append(group)
+        self.longest_prompt = max(self.longest_prompt, group.num_tokens)
+        self._has_new = True
 
-    def place(self, group: Group, sample: int, key: int, own_start: int) -> int:
-        """Put a sample in a free row; returns the row."""
-        if self.holes:
-            row = self.holes.pop()
-        else:
-            row, self.end = self.end, self.end + 1
-        self.groups[row] = group
-        self.sample[row], self.key[row], self.num_drawn[row] = sample, key, group.request.num_drawn
-        self.prompt_length[row], self.own_start[row], self.length[row] = group.num_tokens, own_start, 0
-        return row
+    def abort(self, keys: Iterable[SampleKey]) -> None:
+        """Drop samples, running or saved."""
+        wanted = set(keys)
+        for key in wanted:
+            self._saved.pop(key, None)
+        for row, group in enumerate(self.rows.groups[: self.rows.end]):
+            if group is not None and self._key(group, int(self.rows.sample[row])) in wanted:
+                self._remove(row)
+        for group in [*self.prompts.waiting, *self.prompts.prefilling, *self.prompts.ready]:
+            kept = deque(number for number in group.pending if self._key(group, number) not in wanted)
+            group.num_live -= len(group.pending) - len(kept)
+            group.pending = kept
+            if not kept:
+                self.prompts.drop(group)
+                self._leave_prefix(group)
 
-    def record(self, rows: np.ndarray, tokens: np.ndarray, log_probs: np.ndarray) -> None:
-        """Append one token to each of `rows`."""
-        self.tokens[rows, self.length[rows]] = tokens
-        self.log_probs[rows, self.length[rows]] = log_probs
-        self.length[rows] += 1
+    def step(self) -> list[Completion]:
+        """One step of all rows with the next chunks of prompts; returns the samples that it ended."""
+        self._ended = []
+        if self._has_new or (self.prompts.waiting and not self.rows.num_running and not self.prompts.prefilling):
+            self._reserve()
+        self._start()
+        budget = max(self.max_num_batched_tokens - self.rows.num_running, 0)
+        if self.rows.num_running == 0:
+            budget = max(budget, 1)
+        chunks = self.prompts.take_chunks(self.rows.num_free, budget, self.chunk_tokens, self.backend.admits)
+        if chunks or self.rows.num_running:
+            self._launch(chunks)
+        self._read_all_but(self.backend.lag if self.rows.num_running else 0)
+        return self._ended
 
-    def remove(self, row: int) -> None:
-        self.groups[row] = None
-        self.holes.append(row)
+    def _reserve(self) -> None:
+        """Rows for the samples that there are now."""
+        if not self.rows.num_running:
+            self.rows.close_holes()
+        if self._has_new:
+            self.prompts.sort()
+            self._has_new = False
+        wanted = min(self.max_num_seqs, len(self.samples.running))
+        allowed = self.backend.reserve(max(wanted, self.rows.num_rows), self.longest_prompt)
+        if allowed > self.rows.num_rows or (allowed < self.rows.num_rows and not self.rows.end):
+            self.rows.grow(allowed)
 
-    def close_holes(self) -> list[tuple[int, int]]:
-        """Move the last rows into the holes; returns the moves (source, target), all sources behind all targets."""
-        moves = []
-        holes = sorted(self.holes)
-        self.holes = []
-        while holes:
-            self.end -= 1
-            if holes[-1] == self.end:
-                holes.pop()
-                continue
-            moves.append((self.end, holes.pop(0)))
-        for source, target in moves:
-            self.groups[target], self.groups[source] = self.groups[source], None
-            for column in (
-                self.sample, self.key, self.prompt_length, self.own_start, self.length, self.num_drawn, self.tokens,
-                self.log_probs,
-            ):  # fmt: skip
-                column[target] = column[source]
-        return moves
+    # -- samples start and end
 
-    def newest(self) -> np.ndarray:
-        """int64 [rows]: the last token of each running row, the next forward's input (no holes)."""
-        return self.tokens[np.arange(self.end), self.length[: self.end] - 1]
+    def _start(self) -> None:
+        """Start samples whose prompt is computed, as many as rows are free; sample their first tokens."""
+        while self.prompts.ready and self.rows.num_free:
+            started = self.prompts.start(self.rows.num_free)
+            logits = torch.stack([g.logits for g, _ in started if g.logits is not None])
+            rows = self._place(started)
+            self._flight.append((rows, self.backend.start(rows, logits)))
+            for group in dict.fromkeys(g for g, _ in started):
+                if not group.pending:
+                    group.logits = None
+                    self._leave_prefix(group)
+            if not self.backend.lag:
+                self._read_all_but(0)
+        if moves := self.rows.close_holes():
+            sources, targets = [s for s, _ in moves], [t for _, t in moves]
+            for rows, _ in self._flight:
+                for source, target in moves:
+                    rows[rows == source] = target
+            self.backend.move_rows(sources, targets)
+            self.backend.rows_changed()
 
-    def own_lengths(self) -> np.ndarray:
-        """int64 [rows]: tokens that each running row has in the own store; its newest is not yet there."""
-        return self.own_start[: self.end] + self.length[: self.end] - 1
+    def _place(self, started: list[tuple[Group, int]]) -> np.ndarray:
+        ordinals = torch.tensor([g.request.ordinal for g, _ in started])
+        numbers = torch.tensor([g.request.first_sample + s for g, s in started])
+        keys = sample_keys(self.params.seed, self.step_number, ordinals, numbers).tolist()
+        rows = [
+            self.rows.place(group, number, key, 0 if self.shared else group.num_tokens)
+            for (group, number), key in zip(started, keys, strict=True)
+        ]
+        self.max_running = max(self.max_running, self.rows.num_running)
+        self.backend.rows_changed()
+        return np.array(rows)
 
-    def positions(self) -> np.ndarray:
-        """int64 [rows]: position of each running row's newest token."""
-        return self.prompt_length[: self.end] + self.length[: self.end] - 1
+    def _leave_prefix(self, group: Group) -> None:
+        """Give the group's prefix slot back when nothing reads it any more."""
+        if group.slot < 0 or group.pending or (self.shared and group.num_live):
+            return
+        last_slot = len(self.prompts.by_slot) - 1
+        moved = self.prompts.leave_slot(group)
+        if moved is not None:
+            self.backend.move_prompt(last_slot, moved.slot, moved.num_computed)
+        self.backend.rows_changed()
+
+    def _end(self, row: int, stopped: bool) -> None:
+        """Return the sample of a row and free it."""
+        group, length, number = self.rows.groups[row], int(self.rows.length[row]), int(self.rows.sample[row])
+        assert group is not None
+        key = self._key(group, number)
+        tokens, log_probs = self.rows.tokens[row, :length].tolist(), self.rows.log_probs[row, :length].tolist()
+        done = self.samples.finish(key, tokens, log_probs, StopRules.reason(stopped), self.weight_version)
+        if self.samples.keep:
+            self._saved[key] = (self.backend.save(row), group.num_tokens + length - 1)
+        self._remove(row)
+        self._ended.append(done)
+
+    def _remove(self, row: int) -> None:
+        group = self.rows.groups[row]
+        assert group is not None
+        self.rows.remove(row)
+        for rows, _ in self._flight:
+            rows[rows == row] = -1
+        group.num_live -= 1
+        self._leave_prefix(group)
+        self.backend.rows_changed()
+
+    @staticmethod
+    def _key(group: Group, number: int) -> SampleKey:
+        return group.request.ordinal, group.request.first_sample + number
+
+    # -- tokens
+
+    def _launch(self, chunks: list[tuple[Group, Chunk]]) -> None:
+        for group in dict.fromkeys(g for g, _ in chunks):
+            if group.saved is not None:
+                self.backend.load(group)
+                group.saved = None
+        sampled, logits = self.backend.step(chunks)
+        completed = [group for group, chunk in chunks if chunk.end == group.num_tokens]
+        for group, row in zip(completed, logits, strict=True):
+            group.logits = row
+        if sampled is not None:
+            self._flight.append((np.arange(self.rows.end), sampled))
+            self.num_decode_steps += 1
+
+    def _read_all_but(self, num_left: int) -> None:
+        """Record the tokens of finished steps; end the samples that they finish."""
+        while len(self._flight) > num_left:
+            rows, sampled = self._flight.popleft()
+            tokens, log_probs = sampled.wait()
+            if self.backend.lag:
+                live = rows >= 0
+                rows, tokens, log_probs = rows[live], tokens[live], log_probs[live]
+            self.rows.record(rows, tokens, log_probs)
+            stopped, finished = self.stop.finished(tokens, self.rows.length[rows])
+            if self.stop.has_strings:
+                by_string = [self.stop.ends_string(self.rows.tokens[r, : self.rows.length[r]]) for r in rows]
+                stopped |= np.array(by_string, dtype=bool)
+                finished |= stopped
+            for i in np.flatnonzero(finished).tolist():
+                self._end(int(rows[i]), bool(stopped[i]))

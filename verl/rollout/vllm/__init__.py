@@ -1,12 +1,12 @@
 """vLLM as a rollout engine: in processes of its own (`rollout.mode=async`, the default) or in the run's ranks (`sync`).
 
     trainer                                            vLLM
-    engine.VLLMRollout ── prompts ──► core.Core ─────► LLMEngine.step ──► draw.Draws: our draw on its logits
+    engine.VLLMRollout ── prompts ──► core.Core ─────► LLMEngine.step ──► sample.Draws: our sampling on its logits
                        ◄─ samples as they end ──
-                       ── buckets ──► core.Core ─────► weights.WeightReceiver ──► layerwise reload ──► what it got
+                       ── buckets ──► core.Core ─────► weights.WeightReceiver ──► layerwise reload
 
-`core.Core` lives in this process, or behind verl.rollout.process in another one; both answer the same calls. A process that is
-lost comes back with its weights (rebuild.py). How replicas span devices is verl.parallel.engine_plan's decision: the first rank
+`core.Core` lives in this process, or behind verl.rollout.process in another one; both answer the same calls. A lost process
+comes back with its weights (process.py). verl.parallel.engine_plan decides the devices of a replica: the first rank
 of a replica has its process, in which vLLM has a worker for each device; or each rank is such a worker (library.Ranks).
 
 vLLM computes logits; tokens are drawn by verl.rollout.sampling with the uniforms of verl.rollout.uniforms, so that samples are

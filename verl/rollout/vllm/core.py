@@ -1,30 +1,34 @@
-"""vLLM itself, in the process that runs this: requests in, samples out as they end, weights in buckets."""
+"""vLLM itself, in the process that runs this: requests in, finished samples out, weights in buckets."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import itertools
 import json
+import logging
 import os
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
-from verl.data_proto.samples import Completion, FinishReason, PromptRequest, SamplingParams
-from verl.errors import ModelError, NumericsError
-from verl.rollout.api import OnFinish
-from verl.rollout.stopping import StopRules
+from verl.data_proto.samples import Completion, FinishReason, PromptRequest, SampleKey, SamplingParams
+from verl.errors import MissingExtraError, ModelError
+from verl.rollout.api import Stats
+from verl.rollout.requests import StopRules
 from verl.rollout.uniforms import sample_keys
 from verl.rollout.vllm.sample import draw_arguments
-from verl.rollout.vllm.versions import WORKING, check_version
 from verl.rollout.vllm.weights import ELSEWHERE, Description
 
-Figures = dict[str, Any]
+log = logging.getLogger(__name__)
+
+KNOWN = ("0.32",)
+WORKING = f"versions known to work: {', '.join(KNOWN)}"
 
 _WEIGHTS, _KV_CACHE = "weights", "kv_cache"
 _REQUESTS = itertools.count()  # names of requests, each used once
@@ -32,7 +36,7 @@ _REQUESTS = itertools.count()  # names of requests, each used once
 
 @dataclass(frozen=True)
 class Setup:
-    """How vLLM is started; plain values, which can travel to another process."""
+    """Arguments of vLLM; plain values, which can be sent to another process."""
 
     llm: dict[str, Any]  # arguments of vllm.LLM
     environment: dict[str, str]  # of the process while vLLM starts
@@ -40,9 +44,7 @@ class Setup:
     vocab_size: int
     reader: str  # "module:function" that gives the tensors of a described bucket
     sleeps: bool  # whether `sleep` frees memory on this device
-    in_ranks: bool = (
-        False  # several processes have a process group already and make vLLM side by side, see library.Ranks
-    )
+    in_ranks: bool = False  # several processes with a process group make vLLM side by side, see library.Ranks
 
 
 class Core:
@@ -63,29 +65,29 @@ class Core:
                 ) from error
         self._library = library
 
-    def generate(
-        self,
-        prompts: Sequence[PromptRequest],
-        params: SamplingParams,
-        *,
-        step: int,
-        on_finish: OnFinish,
-        on_step: Callable[[], None] = lambda: None,
-    ) -> Figures:
-        """Hand each sample to `on_finish` as it ends (weight_version is left to the caller); returns the figures that
-        RolloutEngine.stats names. `on_step` is called after each step of the engine."""
+    def open(self, params: SamplingParams, step: int) -> None:
+        """Begin a generation; one at a time."""
         self.wake()
-        run = _Run(self._llm.llm_engine, self._library, self.setup, prompts, params, step, on_finish)
-        try:
-            while run.step():
-                on_step()
-        except BaseException:
-            run.abandon()
-            raise
-        return run.figures()
+        self._generation = _Generation(self._llm.llm_engine, self._library, self.setup, params, step)
+
+    def add(self, requests: list[PromptRequest]) -> None:
+        """Queue requests of one sample each."""
+        self._generation.add(requests)
+
+    def poll(self, timeout_s: float | None) -> list[Completion]:
+        """See Generation.poll; weight_version is left to the caller."""
+        return self._generation.poll(timeout_s)
+
+    def abort(self, keys: list[SampleKey]) -> None:
+        """Drop running samples."""
+        self._generation.abort(keys)
+
+    def close_generation(self) -> Stats:
+        """Drop what runs; returns the statistics that are known here alone."""
+        return self._generation.close()
 
     def try_bucket(self, bucket: Description) -> None:
-        """Read a bucket and take nothing. Raises ModelError when it cannot be read here."""
+        """Read a bucket without loading it. Raises ModelError when it cannot be read here."""
         self._on_workers("verl_try", json.dumps({"reader": self.setup.reader, "bucket": bucket}))
 
     def begin_update(self) -> None:
@@ -94,28 +96,28 @@ class Core:
         self._on_workers("verl_begin")
 
     def update(self, bucket: Description) -> None:
-        """Take a bucket. Raises ModelError when it is not what was written, or does not fit the model."""
+        """Load a bucket. Raises ModelError when it differs from what was written, or does not fit the model."""
         self._on_workers("verl_load", json.dumps({"reader": self.setup.reader, "bucket": bucket}))
 
     def finish_update(self, manifest: str) -> None:
-        """The weights are whole, see WeightReceiver.verl_finish; what was computed with the old ones is dropped."""
+        """The weights are complete, see WeightReceiver.verl_finish; results of the old ones are dropped."""
         self._on_workers("verl_finish", manifest)
         if not self._llm.reset_prefix_cache():
             raise ModelError("vLLM did not drop the prefixes that it computed with the old weights; restart the run.")
 
     def abandon_update(self) -> None:
-        """Give an update up that went wrong; the weights are not usable until another one is whole."""
+        """Give up a failed update; the weights are not usable until another one is complete."""
         self._on_workers("verl_abandon")
 
     def sleep(self) -> None:
-        """Give memory of the device back, the KV cache foremost, where vLLM can."""
+        """Free memory of the device, the KV cache foremost, where vLLM can."""
         if self.setup.sleeps and _WEIGHTS not in self._asleep:
             self.wake()  # vLLM puts nothing to sleep twice
             self._llm.sleep(level=1)
             self._asleep = {_WEIGHTS, _KV_CACHE}
 
     def wake(self, *parts: str) -> None:
-        """Take memory again: of all that is without, or of those parts alone."""
+        """Allocate memory again: for all that has none, or for `parts` alone."""
         wanted = sorted(self._asleep.intersection(parts) if parts else self._asleep)
         if wanted:
             self._llm.wake_up(tags=wanted)
@@ -137,76 +139,65 @@ class Core:
 
 @dataclass
 class _Sample:
-    prompt: PromptRequest
-    number: int
+    request: PromptRequest
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
 
 
-class _Run:
-    """One `generate`: its requests in vLLM's queue, and what came of them."""
+class _Generation:
+    """The requests of an open generation in vLLM's queue, and the tokens that they have."""
 
-    def __init__(
-        self,
-        engine: Any,
-        library: Any,
-        setup: Setup,
-        prompts: Sequence[PromptRequest],
-        params: SamplingParams,
-        step: int,
-        on_finish: OnFinish,
-    ):
-        self.engine, self.on_finish = engine, on_finish
+    def __init__(self, engine: Any, library: Any, setup: Setup, params: SamplingParams, step: int):
+        self.engine, self.library, self.setup, self.params, self.step = engine, library, setup, params, step
         tokenizer = _tokenizer(setup) if params.stop else None
         self.stop = StopRules(params, setup.eos_token_ids, setup.vocab_size, tokenizer)
-        self.started_at = time.perf_counter()
-        self.num_steps = self.max_running = self.num_generated = self.num_cached = 0
-        self.num_prompt_tokens = sum(len(p.token_ids) for p in prompts)
-        chosen = [(prompt, number) for prompt in prompts for number in range(params.n)]
-        self.num_requested_tokens = sum(len(p.token_ids) for p, _ in chosen)
-        keys = sample_keys(
-            params.seed,
-            step,
-            torch.tensor([p.ordinal for p, _ in chosen], dtype=torch.int64),
-            torch.tensor([p.first_sample + number for p, number in chosen], dtype=torch.int64),
-        ).tolist()
         self.running: dict[str, _Sample] = {}
-        for (prompt, number), key in zip(chosen, keys, strict=True):
+        self._ended: list[Completion] = []
+        self._num_steps = self._max_running = self._num_requested = self._num_cached = 0
+
+    def add(self, requests: list[PromptRequest]) -> None:
+        ordinals = torch.tensor([r.ordinal for r in requests], dtype=torch.int64)
+        samples = torch.tensor([r.first_sample for r in requests], dtype=torch.int64)
+        keys = sample_keys(self.params.seed, self.step, ordinals, samples).tolist()
+        kinds = self.library.RequestOutputKind
+        kind = kinds.DELTA if self.stop.has_strings else kinds.FINAL_ONLY
+        for request, key in zip(requests, keys, strict=True):
             name = str(next(_REQUESTS))
-            self.running[name] = _Sample(prompt, number)
-            arguments = request_arguments(params, setup, draw_arguments(key, prompt.num_drawn, params))
-            kinds = library.RequestOutputKind
-            kind = kinds.DELTA if self.stop.has_strings else kinds.FINAL_ONLY
-            wanted = library.SamplingParams(**arguments, output_kind=kind)
-            engine.add_request(name, library.TokensPrompt(prompt_token_ids=list(prompt.token_ids)), wanted)
+            self.running[name] = _Sample(request)
+            self._num_requested += len(request.token_ids)
+            arguments = request_arguments(self.params, self.stop, draw_arguments(key, request.num_drawn, self.params))
+            wanted = self.library.SamplingParams(**arguments, output_kind=kind)
+            self.engine.add_request(name, self.library.TokensPrompt(prompt_token_ids=list(request.token_ids)), wanted)
 
-    def step(self) -> bool:
-        """One step of the engine; False when there is nothing left to do."""
-        if not self.running:
-            return False
-        self.max_running = max(self.max_running, len(self.running))
-        self.num_steps += 1
-        for output in self.engine.step():
-            self._take(output)
-        return bool(self.running)
+    def poll(self, timeout_s: float | None) -> list[Completion]:
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        self._ended = []
+        while self.running and not self._ended and (until is None or time.monotonic() < until):
+            self._max_running = max(self._max_running, len(self.running))
+            self._num_steps += 1
+            for output in self.engine.step():
+                self._record(output)
+        return self._ended
 
-    def abandon(self) -> None:
-        with contextlib.suppress(Exception):  # what went wrong before is raised
+    def abort(self, keys: list[SampleKey]) -> None:
+        names = [n for n, s in self.running.items() if (s.request.ordinal, s.request.first_sample) in keys]
+        for name in names:
+            del self.running[name]
+        self.engine.abort_request(names)
+
+    def close(self) -> Stats:
+        with contextlib.suppress(Exception):  # an error that came before is raised
             self.engine.abort_request(list(self.running))
-
-    def figures(self) -> Figures:
+        self.running.clear()
         cache = self.engine.vllm_config.cache_config
         return {
-            "num_prompt_tokens": self.num_prompt_tokens,
-            "num_prompt_tokens_computed": self.num_requested_tokens - self.num_cached,
-            "num_generated_tokens": self.num_generated,
-            "num_decode_steps": self.num_steps,
-            "max_running": self.max_running,
+            "num_prompt_tokens_computed": self._num_requested - self._num_cached,
+            "num_decode_steps": self._num_steps,
+            "max_running": self._max_running,
             "kv_cache_bytes": getattr(cache, "kv_cache_memory_bytes", None) or 0,
-            "seconds": time.perf_counter() - self.started_at,
         }
 
-    def _take(self, output: Any) -> None:
+    def _record(self, output: Any) -> None:
         name, (made,) = output.request_id, output.outputs
         sample = self.running.get(name)
         if sample is None:  # it ended by a stop string
@@ -217,52 +208,48 @@ class _Run:
             if self.stop.has_strings and self.stop.ends_string(np.asarray(sample.token_ids)):
                 if not output.finished:
                     self.engine.abort_request([name])
-                self._end(name, sample, output, "stop")
+                self._end(name, output, "stop")
                 return
         if output.finished:
             if made.finish_reason not in ("stop", "length"):
+                request = sample.request
                 raise ModelError(
-                    f"vLLM ended sample {sample.number} of prompt {sample.prompt.ordinal}: {made.finish_reason}."
+                    f"vLLM ended sample {request.first_sample} of prompt {request.ordinal}: {made.finish_reason}."
                 )
-            self._end(name, sample, output, made.finish_reason)
+            self._end(name, output, made.finish_reason)
 
-    def _end(self, name: str, sample: _Sample, output: Any, reason: FinishReason) -> None:
-        del self.running[name]
-        self.num_generated += len(sample.token_ids)
-        self.num_cached += getattr(output, "num_cached_tokens", None) or 0
-        number = sample.prompt.first_sample + sample.number
-        if not sample.token_ids or not np.isfinite(sample.log_probs).all():
-            raise NumericsError(
-                f"Sample {number} of prompt {sample.prompt.ordinal} has a log-probability that is not finite: vLLM's logits "
-                "overflow or are NaN. Go back to an earlier checkpoint."
-            )
-        self.on_finish(
-            Completion(
-                ordinal=sample.prompt.ordinal,
-                sample=number,
-                token_ids=sample.token_ids,
-                log_probs=sample.log_probs,
-                finish_reason=reason,
-                weight_version=-1,
-            )
-        )
+    def _end(self, name: str, output: Any, reason: FinishReason) -> None:
+        sample = self.running.pop(name)
+        self._num_cached += getattr(output, "num_cached_tokens", None) or 0
+        key = (sample.request.ordinal, sample.request.first_sample)
+        self._ended.append(Completion(*key, sample.token_ids, sample.log_probs, reason, -1))
 
 
-def request_arguments(params: SamplingParams, setup: Setup, extra: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of vllm.SamplingParams for a sample. vLLM's own draw is the greedy one (see draw.py), and its own rules of
-    stopping are off: end-of-sequence tokens are stop tokens like others."""
-    eos = () if params.ignore_eos else setup.eos_token_ids
-    stops = sorted({t for t in (*params.stop_token_ids, *eos) if 0 <= t < setup.vocab_size})
+def request_arguments(params: SamplingParams, stop: StopRules, extra: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of vllm.SamplingParams for a sample. vLLM's own sampling is the greedy one (see sample.py), and its own rules
+    of stopping are off: end-of-sequence tokens are stop tokens like others."""
     return {
         "n": 1,
         "temperature": 0.0,
         "max_tokens": params.max_new_tokens,
-        "stop_token_ids": stops,
+        "stop_token_ids": stop.token_ids,
         "ignore_eos": True,
-        "logprobs": 0,  # of the drawn token alone
+        "logprobs": 0,  # of the sampled token alone
         "detokenize": False,
         "extra_args": extra,
     }
+
+
+def require_vllm(key: str = "actor_rollout_ref.rollout.name") -> None:
+    """Raise MissingExtraError where vLLM is not installed, which `key` asks for. It is not imported."""
+    if importlib.util.find_spec("vllm") is None:
+        raise MissingExtraError(f"{key}=vllm", "vllm", "vllm")
+
+
+def check_version(version: str) -> None:
+    """Warn of a version that is not known to work, and name those that are."""
+    if not any(version == known or version.startswith(f"{known}.") for known in KNOWN):
+        log.warning("vLLM %s was not tried with this version of verl; %s.", version, WORKING)
 
 
 @contextlib.contextmanager

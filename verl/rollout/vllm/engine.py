@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
-from verl.data_proto.samples import Completion, PromptRequest, SamplingParams
+from verl.data_proto.samples import Completion, PromptRequest, SampleKey, SamplingParams, TurnRequest
 from verl.errors import VerlError
-from verl.rollout.api import OnFinish, OwnCopy, Weights
-from verl.rollout.requests import check_requests, vocab_size
-from verl.rollout.vllm.core import Core, Setup
-from verl.rollout.vllm.process import RemoteCore
-from verl.rollout.vllm.restart import RebuiltCore
+from verl.rollout.api import BaseRollout, OwnCopy, Stats, Weights
+from verl.rollout.requests import OpenSamples, one_by_one, vocab_size
+from verl.rollout.vllm.core import Core, Setup, require_vllm
+from verl.rollout.vllm.process import FACTORY, RemoteCore, RestartingCore
 from verl.rollout.vllm.settings import longest_sequence, make_setup
-from verl.rollout.vllm.versions import require_vllm
 from verl.rollout.vllm.weights import Manifest
 from verl.rollout.weight_version import CopyState, checked
 
+_POLL_S = 1.0  # of a call of the process, which must answer well before its deadline
 
-class VLLMRollout:
-    """See RolloutEngine. `module` is the model without numbers (meta device).
+
+class VLLMRollout(BaseRollout):
+    """See RolloutEngine. `module` is a meta-device model.
 
     Reads from `config`: max_engine_restarts, seed, max_num_seqs, max_num_batched_tokens, max_model_len, prompt_length,
     response_length, the sizes of parallel groups, enable_prefix_caching, enable_chunked_prefill, enforce_eager,
@@ -29,6 +30,7 @@ class VLLMRollout:
     """
 
     holds_weights = True
+    factory = FACTORY  # makes the Core in a process of its own
 
     def __init__(
         self,
@@ -43,41 +45,28 @@ class VLLMRollout:
         del tokenizer, pad_token_id  # nothing is padded, and stop strings are looked for where vLLM is
         self.skeleton, self.config, self.own = module, config, own
         self.state = CopyState()
-        self._longest = longest_sequence(config, module)
-        self._stats: dict[str, Any] = {}
+        self.longest = longest_sequence(config, module)
+        self._stats = {}
         setup = make_setup(config, own, module, eos_token_ids=tuple(eos_token_ids), vocab_size=vocab_size(module))
-        require_vllm()
+        if self.factory == FACTORY:
+            require_vllm()
         self.core = self._start(setup)
 
     @property
     def weight_version(self) -> int:
         return self.state.version
 
-    def generate(
-        self, prompts: Sequence[PromptRequest], params: SamplingParams, *, step: int, on_finish: OnFinish | None = None
-    ) -> list[Completion]:
+    def open(self, params: SamplingParams, *, step: int, keep: bool = False) -> VLLMGeneration:
         """See RolloutEngine. Raises ModelError when the last update of the weights did not end well."""
-        check_requests(prompts, params, self.skeleton, self._longest)
         self.state.require_whole()
-        if not prompts:
-            return []
-        found: dict[tuple[int, int], Completion] = {}
-
-        def take(done: Completion) -> None:
-            done.weight_version = self.state.version
-            found[done.ordinal, done.sample] = done
-            if on_finish is not None:
-                on_finish(done)
-
-        self._stats = self.core.generate(prompts, params, step=step, on_finish=take)
-        return [found[p.ordinal, p.first_sample + number] for p in prompts for number in range(params.n)]
+        return VLLMGeneration(self, params, step, keep=keep)
 
     def load(self, weights: Weights) -> None:
-        """Take all weights of the model, by name, in the engine's number format. Raises ModelError when one is missing, is
+        """Take all weights of the model, by name, in the engine's dtype. Raises ModelError when one is missing, is
         not the model's, or did not arrive as it was sent; nothing is generated then until an update succeeds."""
         if self.own.settle is not None:
             self.own.settle(self.core.try_bucket)
-        self.state.begin()
+        self.state.start_update()
         manifest = Manifest()
         try:
             self.core.begin_update()
@@ -88,7 +77,7 @@ class VLLMRollout:
         except VerlError:
             self._abandon()
             raise
-        self.state.loaded()
+        self.state.end_update()
 
     def publish(self, version: int) -> None:
         """See RolloutEngine. Raises ModelError when no new weights came for a new version."""
@@ -98,23 +87,77 @@ class VLLMRollout:
         """See RolloutEngine. On a CPU vLLM keeps its cache."""
         self.core.sleep()
 
-    def stats(self) -> dict[str, Any]:
-        """See RolloutEngine."""
-        return dict(self._stats)
-
     def close(self) -> None:
         """End vLLM."""
         self.core.close()
 
-    def _start(self, setup: Setup) -> Core | RemoteCore | RebuiltCore:
+    def _start(self, setup: Setup) -> Any:
+        """Core, or a proxy of it."""
         if not self.own.in_process:
             return Core(setup)
         own, max_restarts = self.own, self.config.max_engine_restarts
-        start = partial(RemoteCore, setup, start_timeout_s=own.start_timeout_s, call_timeout_s=own.call_timeout_s)
-        return RebuiltCore(start, max_restarts) if max_restarts else start()
+        start = partial(
+            RemoteCore,
+            setup,
+            start_timeout_s=own.start_timeout_s,
+            call_timeout_s=own.call_timeout_s,
+            factory=self.factory,
+        )
+        return RestartingCore(start, max_restarts) if max_restarts else start()
 
     def _abandon(self) -> None:
         try:
             self.core.abandon_update()
         except VerlError:  # what went wrong first is raised
             pass
+
+
+class VLLMGeneration:
+    """See Generation. vLLM finds the history of a sample that continues in its prefix cache (enable_prefix_caching)."""
+
+    def __init__(self, engine: VLLMRollout, params: SamplingParams, step: int, *, keep: bool):
+        self.core, self._version = engine.core, engine.weight_version
+        self.samples = OpenSamples(params, engine.skeleton, engine.longest, keep=keep)
+        self._poll_s = _POLL_S if engine.own.in_process else None
+        self._num_requests = 0
+        self._is_closed = False
+        self.core.open(params, step)
+
+    def add(self, request: PromptRequest | TurnRequest) -> None:
+        """See Generation."""
+        requests = one_by_one(self.samples.admit(request))
+        self._num_requests += len(requests)
+        self.core.add(requests)
+
+    def poll(self, timeout_s: float | None = None) -> list[Completion]:
+        """See Generation."""
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        while self.samples.running:
+            left_s = None if until is None else max(0.0, until - time.monotonic())
+            limits = [limit for limit in (left_s, self._poll_s) if limit is not None]
+            ended = self.core.poll(min(limits, default=None))
+            found = [
+                self.samples.finish(d.key, d.token_ids, d.log_probs, d.finish_reason, self._version) for d in ended
+            ]
+            if found or left_s == 0.0:
+                return found
+        return []
+
+    def abort(self, keys: Iterable[SampleKey]) -> None:
+        """See Generation."""
+        if running := self.samples.drop(keys):
+            self.core.abort(running)
+
+    def close(self) -> Stats:
+        """See Generation."""
+        if not self._is_closed:
+            self._is_closed = True
+            try:
+                found = self.core.close_generation()
+            except VerlError:  # the process is lost, which the call before has raised
+                found = {}
+            known = self.samples.stats(
+                self.samples.num_prompt_tokens, self.samples.longest_response, self._num_requests
+            )
+            self._stats = {**known, **found}
+        return dict(self._stats)

@@ -1,25 +1,41 @@
-"""`core.Core` in a process of its own: what the trainer's side calls, and what is behind it in the other process."""
+"""`core.Core` in a process of its own. A process that is lost comes back with its weights, and the call is repeated.
+
+    update ──► buckets stay in shared memory until the next update ──► a new process is sent them again, and verifies them
+    poll   ──► a lost generation is opened again with all its requests, sampled to the same bits; what came already is dropped
+
+So nothing is lost but time. A process that is lost more often than max_engine_restarts between two updates ends the run.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
-from verl.data_proto.samples import Completion, PromptRequest, SamplingParams
-from verl.rollout.api import OnFinish
+from verl.data_proto.samples import Completion, PromptRequest, SampleKey, SamplingParams
+from verl.errors import DeadlineError, WorkerLostError
+from verl.rollout.api import Stats
 from verl.rollout.process import EngineProcess
-from verl.rollout.vllm.core import Core, Figures, Setup
+from verl.rollout.vllm.core import Core, Setup
 from verl.rollout.vllm.weights import Description
 
-_FACTORY = "verl.rollout.vllm.process:start"
+log = logging.getLogger(__name__)
+
+FACTORY = "verl.rollout.vllm.process:start"
+
+
+def start(setup: dict[str, Any]) -> Core:
+    """The factory that process_main calls."""
+    return Core(Setup(**setup))
 
 
 class RemoteCore:
-    """The methods of `core.Core`. Raises what they raise, WorkerLostError when the process ends, DeadlineError when it is
-    silent for too long."""
+    """A proxy: the methods of `core.Core` are calls of the process. They raise what Core raises, WorkerLostError when the
+    process ends, DeadlineError when it is silent for too long."""
 
-    def __init__(self, setup: Setup, *, start_timeout_s: float, call_timeout_s: float, factory: str = _FACTORY):
+    def __init__(self, setup: Setup, *, start_timeout_s: float, call_timeout_s: float, factory: str = FACTORY):
         self.process = EngineProcess(
             "vLLM",
             factory,
@@ -29,40 +45,8 @@ class RemoteCore:
             call_timeout_s=call_timeout_s,
         )
 
-    def generate(
-        self, prompts: Sequence[PromptRequest], params: SamplingParams, *, step: int, on_finish: OnFinish
-    ) -> Figures:
-        """See Core.generate."""
-        figures: Figures = self.process.call(
-            "generate",
-            {"prompts": [asdict(p) for p in prompts], "params": asdict(params), "step": step},
-            lambda event: on_finish(Completion(**event)),
-        )
-        return figures
-
-    def try_bucket(self, bucket: Description) -> None:
-        """See Core.try_bucket."""
-        self.process.call("try_bucket", {"bucket": bucket})
-
-    def begin_update(self) -> None:
-        """See Core.begin_update."""
-        self.process.call("begin_update", {})
-
-    def update(self, bucket: Description) -> None:
-        """See Core.update."""
-        self.process.call("update", {"bucket": bucket})
-
-    def finish_update(self, manifest: str) -> None:
-        """See Core.finish_update."""
-        self.process.call("finish_update", {"manifest": manifest})
-
-    def abandon_update(self) -> None:
-        """See Core.abandon_update."""
-        self.process.call("abandon_update", {})
-
-    def sleep(self) -> None:
-        """See Core.sleep."""
-        self.process.call("sleep", {})
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        return partial(self.process.call, method)
 
     def close(self) -> None:
         """End the process."""
@@ -74,34 +58,128 @@ class RemoteCore:
         return self.process.has_ended
 
 
-class ServedCore:
-    """A Core whose `generate` takes and gives plain values."""
+class RestartingCore:
+    """The methods of `core.Core` on a process that `start` starts, and starts again when it is lost. The memory of buckets must
+    hold what was written until the next update begins. Raises WorkerLostError when the process was lost once more than
+    `max_restarts`."""
 
-    def __init__(self, core: Any):
-        self.core = core
-        self.begin_update: Callable[[], None] = core.begin_update
-        self.update: Callable[[Description], None] = core.update
-        self.finish_update: Callable[[str], None] = core.finish_update
-        self.abandon_update: Callable[[], None] = core.abandon_update
-        self.sleep: Callable[[], None] = core.sleep
+    def __init__(self, start: Callable[[], Any], max_restarts: int):
+        self._start, self._max_restarts = start, max_restarts
+        self._num_restarts = 0  # since the last complete update
+        self._buckets: list[Description] = []  # of the update under way, or of the last one
+        self._updating = False
+        self._digest: str | None = None  # of the last update, if it is complete
+        self._opened: tuple[SamplingParams, int] | None = None
+        self._requests: dict[SampleKey, PromptRequest] = {}  # of the open generation, the last of each sample
+        self._running: set[SampleKey] = set()
+        self.core = start()
 
-    def try_bucket(self, bucket: Description) -> None:
-        """See Core.try_bucket."""
-        self.core.try_bucket(bucket)
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        return partial(self._call, method)
 
-    def generate(self, prompts: list[dict[str, Any]], params: dict[str, Any], step: int, report: Any) -> Figures:
-        """`report` is told of each sample as it ends, and that the engine goes on."""
-        lists = {name: tuple(value) for name, value in params.items() if isinstance(value, list)}
-        figures: Figures = self.core.generate(
-            [PromptRequest(**{**p, "token_ids": tuple(p["token_ids"])}) for p in prompts],
-            SamplingParams(**{**params, **lists}),
-            step=step,
-            on_finish=lambda done: report(asdict(done)),
-            on_step=report.alive,
-        )
-        return figures
+    # -- generation
 
+    def open(self, params: SamplingParams, step: int) -> None:
+        """See Core.open."""
+        self._call("open", params, step)
+        self._opened, self._requests, self._running = (params, step), {}, set()
 
-def start(setup: dict[str, Any]) -> ServedCore:
-    """What process_main calls."""
-    return ServedCore(Core(Setup(**setup)))
+    def add(self, requests: list[PromptRequest]) -> None:
+        """See Core.add."""
+        self._call("add", requests)
+        for request in requests:
+            self._requests[request.ordinal, request.first_sample] = request
+            self._running.add((request.ordinal, request.first_sample))
+
+    def poll(self, timeout_s: float | None) -> list[Completion]:
+        """See Core.poll."""
+        ended = [done for done in self._call("poll", timeout_s) if done.key in self._running]
+        self._running -= {done.key for done in ended}
+        return ended
+
+    def abort(self, keys: list[SampleKey]) -> None:
+        """See Core.abort."""
+        self._running -= set(keys)
+        self._call("abort", keys)
+
+    def close_generation(self) -> Stats:
+        """See Core.close_generation; of the process that is there now, nothing if it was lost after its last sample."""
+        self._opened, self._requests, self._running = None, {}, set()
+        try:
+            stats: Stats = self.core.close_generation()
+        except (WorkerLostError, DeadlineError):  # the next call starts a new process
+            return {}
+        return stats
+
+    # -- weights
+
+    def begin_update(self) -> None:
+        """See Core.begin_update."""
+        self._forget_weights()
+        self._call("begin_update")
+        self._updating = True
+
+    def update(self, bucket: Description) -> None:
+        """See Core.update."""
+        self._call("update", bucket)
+        # as it lies in memory of the host: that of a GPU is written over soon
+        self._buckets.append({key: value for key, value in bucket.items() if key != "device"})
+
+    def finish_update(self, manifest: str) -> None:
+        """See Core.finish_update."""
+        self._call("finish_update", manifest)
+        self._digest, self._updating, self._num_restarts = manifest, False, 0
+
+    def abandon_update(self) -> None:
+        """See Core.abandon_update."""
+        self._forget_weights()
+        self._call("abandon_update")
+
+    def close(self) -> None:
+        """End the process."""
+        self.core.close()
+
+    def _forget_weights(self) -> None:
+        self._buckets, self._updating, self._digest = [], False, None
+
+    # -- restarts
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        """A call of the process, or of a new one that was brought to the state of the old one before this call."""
+        is_lost = False
+        while True:
+            try:
+                if is_lost:
+                    self._rebuild()
+                    is_lost = False
+                return getattr(self.core, method)(*arguments)
+            except (WorkerLostError, DeadlineError) as error:
+                if not self.core.has_ended:
+                    raise  # an answer of a process that continues
+                self._count(error)
+                is_lost = True
+
+    def _count(self, error: WorkerLostError | DeadlineError) -> None:
+        if self._num_restarts == self._max_restarts:
+            raise WorkerLostError(
+                f"vLLM's process was started again {self._num_restarts} times since its weights were complete "
+                f"(actor_rollout_ref.rollout.max_engine_restarts), and was lost again: {error}"
+            ) from error
+        self._num_restarts += 1
+        symptom = str(error).rpartition(". ")[0] or str(error)
+        log.warning("%s. A new one is started (%d of %d).", symptom, self._num_restarts, self._max_restarts)
+
+    def _rebuild(self) -> None:
+        self.core.close()
+        self.core = self._start()
+        if self._updating or self._digest is not None:  # else it has the weights of the model's files, or none to use
+            self.core.begin_update()
+            for bucket in self._buckets:
+                self.core.update(bucket)
+            if self._digest is not None:
+                self.core.finish_update(self._digest)
+        if self._opened is not None:
+            self.core.open(*self._opened)
+            if self._running:
+                # all of them: in a smaller batch matmuls round otherwise, and log-probs differ in their last bits
+                self.core.add(list(self._requests.values()))

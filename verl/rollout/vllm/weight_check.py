@@ -1,4 +1,4 @@
-"""What vLLM's model holds against what it was sent: sums of the words of every parameter, before it is packed for a processor.
+"""Checksums of the weights that vLLM's model holds against those that were sent, before they are packed for a processor.
 
     sent      q_proj  k_proj  v_proj       sums of integers do not depend on order, so that of a fused parameter is that of its
     held      ─────── qkv_proj ──────      pieces, and over the ranks of tensor parallelism that of the whole
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from verl.errors import ModelError
 
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of a number
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 _WRAP = (1 << 64) - 1
 _HOOK = "process_weights_after_loading"  # what a layer does with its weights when they are there
 
@@ -67,12 +67,12 @@ class HeldWeights:
         for name, own, total in zip(names, held, totals.tolist(), strict=True):
             if not _explained([self._sent[name][at] for at in sorted(self._sent[name])], own, total, size):
                 raise ModelError(
-                    f"The rollout engine holds other numbers in {name} than it was sent. They must not be used: update again, "
+                    f"The rollout engine holds other values in {name} than it was sent. They must not be used: update again, "
                     "or use another version of vLLM."
                 )
 
     def end(self) -> None:
-        """Look no more. May be called again."""
+        """Stop watching. May be called again."""
         for method in self._hooked:
             vars(method).pop(_HOOK, None)
         self._hooked = []
@@ -91,7 +91,7 @@ class HeldWeights:
 
 
 def word_sum(tensor: torch.Tensor) -> int:
-    """The numbers of a tensor as signed integers of their size, added up modulo 2^64."""
+    """The sum modulo 2^64 of a tensor's elements, read as signed integers of their size."""
     words = tensor.detach().contiguous().view(-1).view(_WORDS[tensor.element_size()])
     return int(words.sum(dtype=torch.int64))
 

@@ -1,9 +1,9 @@
-"""New weights inside a worker of vLLM: received in buckets, proved, loaded by layers.
+"""New weights inside a worker of vLLM: received in buckets, verified, loaded by layers.
 
     begin ──► load (bucket) ... load ──► finish        each answers {} or {"error": sentence}; an exception would end vLLM
 
-`finish` says yes only when what came is what was sent, tensor by tensor, every parameter of the engine got a new value and
-holds the numbers that were sent for it (held.py), and an output layer that shares its weight with the embedding computes with
+`finish` succeeds only when the tensors that came are those that were sent, every parameter of the engine got a new value and
+holds the sent one (weight_check.py), and an output layer that shares its weight with the embedding computes with
 the new one: on a CPU it multiplies by a packed copy, which vLLM's own reload leaves as it was.
 """
 
@@ -31,7 +31,7 @@ _SAME_HEAD = 0.05  # relative; a packed product in bfloat16 is within 0.01, anot
 
 
 class Manifest:
-    """A running digest of what was sent or received, in order: names, formats, shapes and the digests of the numbers."""
+    """A running digest of the tensors sent or received, in order: names, dtypes, shapes and digests of the values."""
 
     def __init__(self) -> None:
         self._found = hashlib.blake2b(digest_size=16)
@@ -55,23 +55,23 @@ class WeightReceiver:
     verl_readers: tuple[str, ...] = _READERS
 
     def verl_try(self, message: str) -> dict[str, str]:
-        """Read the bucket that `message` describes, as in `verl_load`, and take nothing."""
+        """Read the bucket that `message` describes, as in `verl_load`, without loading it."""
         return self._verl_answer(lambda: self._verl_try(**json.loads(message)))
 
     def verl_begin(self) -> dict[str, str]:
-        """New weights will come; nothing may be generated before they are whole."""
+        """New weights will come; nothing may be generated before they are complete."""
         return self._verl_answer(self._verl_begin)
 
     def verl_load(self, message: str) -> dict[str, str]:
-        """Take the bucket that the JSON `message` describes: {"reader": "module:function", "bucket": description}."""
+        """Load the bucket that the JSON `message` describes: {"reader": "module:function", "bucket": description}."""
         return self._verl_answer(lambda: self._verl_load(**json.loads(message)))
 
     def verl_finish(self, manifest: str) -> dict[str, str]:
-        """The weights are whole, if `manifest` is the digest of what came."""
+        """The weights are complete, if `manifest` is the digest of what came."""
         return self._verl_answer(lambda: self._verl_finish(manifest))
 
     def verl_abandon(self) -> dict[str, str]:
-        """The weights will not be whole. What is there is not to be used; another update may begin."""
+        """The weights will not be complete and must not be used; another update may begin."""
         return self._verl_answer(self._verl_end)
 
     def _verl_answer(self, what: Callable[[], None]) -> dict[str, str]:
@@ -122,7 +122,7 @@ class WeightReceiver:
         _renew_tied_heads(self.model_runner.model)
 
     def _verl_problem(self, manifest: str) -> Exception | None:
-        """What speaks against the weights of this worker, as far as it can tell by itself."""
+        """The first fault in the weights of this worker, as far as it can tell by itself."""
         try:
             self._verl_end()
         except Exception as error:  # noqa: BLE001 - raised as soon as the other workers know of it
@@ -147,7 +147,7 @@ class WeightReceiver:
 
 
 class OwnWeightReceiver(WeightReceiver):
-    """For a vLLM that we have started and that nobody else talks to: it opens memory of the GPU too, by handles that are passed
+    """For a vLLM that we have started and that has no other client: it opens memory of the GPU too, by handles that are passed
     on to CUDA's driver as they come."""
 
     verl_readers = _OWN_READERS
@@ -160,7 +160,7 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _renew_tied_heads(model: Any) -> None:
-    """Let output layers that share the embedding's weight take it anew. Raises ModelError when one still has another."""
+    """Renew output layers that share the embedding's weight. Raises ModelError when one still has another."""
     from verl.rollout.vllm.library import ParallelLMHead
 
     for head in _tied(model.modules(), ParallelLMHead):

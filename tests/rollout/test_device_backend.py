@@ -3,7 +3,6 @@ native engine gives; on a card, with graphs, what it gives without."""
 
 import dataclasses
 import functools
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,31 +12,23 @@ from hypothesis import strategies as st
 
 from tests.models.plain_attention import PLAIN
 from tests.rollout.conftest import EOS, FAMILIES, make_prompts
+from verl.config import RolloutConfig
 from verl.data_proto.samples import SamplingParams
 from verl.errors import NumericsError
 from verl.models.cpu.weights import DenseDecoder
-from verl.models.cuda.varlen import FLASH, flash_runs
+from verl.models.cuda.varlen import flash_runs
 from verl.rollout.cuda import fused
+from verl.rollout.cuda.backend import DeviceBackend
 from verl.rollout.cuda.device import next_power, seat
-from verl.rollout.cuda.engine import DeviceSampler
 from verl.rollout.cuda.forward import StraightForward
-from verl.rollout.cuda.rows import Results, RowTable
-from verl.rollout.cuda.sample import draw_tokens
-from verl.rollout.requests import borrowed
-from verl.rollout.sampling import sample
-from verl.rollout.uniforms import uniforms_at
+from verl.rollout.native.engine import NativeRollout
 
 DENSE = ("llama", "qwen2", "qwen3")
 LENGTHS = [3, 20, 7, 40, 1, 20]
 
 
-def generate(sampler, prompts, params, *, step=1, rows=64, budget=8192, on_finish=None, tokenizer=None):
-    with borrowed(sampler.module):
-        run = sampler.start(
-            prompts, params, step=step, weight_version=3, eos_token_ids=[EOS], tokenizer=tokenizer, on_finish=on_finish,
-            config=SimpleNamespace(max_num_seqs=rows, max_num_batched_tokens=budget),
-        )  # fmt: skip
-        return run.finish(), run.stats()
+def generate(engine, prompts, params, *, step=1, on_finish=None):
+    return engine.generate(prompts, params, step=step, on_finish=on_finish), engine.stats()
 
 
 def assert_same(ours, theirs, tolerance=1e-5):
@@ -58,8 +49,13 @@ def assert_same(ours, theirs, tolerance=1e-5):
 
 
 @pytest.fixture
-def sampler(load):
-    return functools.cache(lambda family: DeviceSampler(load(family), PLAIN, eager=True))
+def device(make_engine):
+    """An engine with the GPU backend, computed on the CPU by the plain kernel."""
+
+    def make(family="llama", rows=64, budget=8192, **more):
+        return make_engine("device", family, max_num_seqs=rows, max_num_batched_tokens=budget, **more)
+
+    return make
 
 
 CASES = {
@@ -75,36 +71,35 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("family", DENSE)
-def test_samples_are_those_of_the_native_engine(family, case, sampler, make_engine):
+def test_samples_are_those_of_the_host_backend(family, case, device, make_engine):
     prompts, params = make_prompts(LENGTHS), CASES[case]
     expected = make_engine("native", family).generate(prompts, params, step=1)
-    ours, stats = generate(sampler(family), prompts, params)
+    ours, stats = generate(device(family), prompts, params)
     assert_same(ours, expected)
-    assert all(c.weight_version == 3 for c in ours)
     assert stats["num_generated_tokens"] == sum(len(c.token_ids) for c in ours)
     assert stats["num_prompt_tokens_computed"] == stats["num_prompt_tokens"] == sum(LENGTHS)
 
 
-def test_samples_that_go_on_are_those_of_the_native_engine(sampler, make_engine):
+def test_samples_that_resume_are_those_of_the_host_backend(device, make_engine):
     prompts = make_prompts(LENGTHS[1:4])
     prompts = [dataclasses.replace(p, first_sample=5 * i, num_drawn=2 * i) for i, p in enumerate(prompts)]
     expected = make_engine("native").generate(prompts, CASES["sampled"], step=1)
     assert expected[-1].sample == 13
-    assert_same(generate(sampler("llama"), prompts, CASES["sampled"])[0], expected)
+    assert_same(generate(device(), prompts, CASES["sampled"])[0], expected)
 
 
 @pytest.fixture(scope="module")
-def in_one_wave(load):
+def in_one_wave(make_engine):
     """Samples of a case with room for all rows at once."""
-    sampler = DeviceSampler(load("llama"), PLAIN, eager=True)
-    return functools.cache(lambda case: generate(sampler, make_prompts(LENGTHS, seed=4), CASES[case])[0])
+    engine = make_engine("device", max_num_seqs=64)
+    return functools.cache(lambda case: generate(engine, make_prompts(LENGTHS, seed=4), CASES[case])[0])
 
 
 @pytest.mark.parametrize("case", ["sampled", "alone", "stopped early", "one token"])
 @pytest.mark.parametrize(("rows", "budget"), [(1, 8192), (3, 30), (7, 1), (64, 41)])
-def test_rows_and_waves_change_nothing(rows, budget, case, sampler, in_one_wave):
+def test_rows_and_waves_change_nothing(rows, budget, case, device, in_one_wave):
     prompts, params = make_prompts(LENGTHS, seed=4), CASES[case]
-    ours, stats = generate(sampler("llama"), prompts, params, rows=rows, budget=budget)
+    ours, stats = generate(device(rows=rows, budget=budget), prompts, params)
     assert_same(ours, in_one_wave(case))
     assert stats["max_running"] <= rows
 
@@ -114,67 +109,67 @@ def test_rows_and_waves_change_nothing(rows, budget, case, sampler, in_one_wave)
     st.lists(st.integers(1, 30), min_size=1, max_size=6),
     st.integers(1, 5), st.integers(1, 9), st.integers(1, 60), st.integers(0, 1000),
 )  # fmt: skip
-def test_any_mixture_of_lengths_and_ends(load, lengths, n, rows, budget, seed):
+def test_any_mixture_of_lengths_and_ends(make_engine, lengths, n, rows, budget, seed):
     prompts = make_prompts(lengths, seed=seed)
     params = SamplingParams(n=n, max_new_tokens=10, seed=seed, stop_token_ids=tuple(range(seed % 5, 250, 5)))
-    sampler = DeviceSampler(load("llama"), PLAIN, eager=True)
-    expected, _ = generate(sampler, prompts, params, rows=100)
-    assert_same(generate(sampler, prompts, params, rows=rows, budget=budget)[0], expected)
+    expected, _ = generate(make_engine("device", max_num_seqs=100), prompts, params)
+    engine = make_engine("device", max_num_seqs=rows, max_num_batched_tokens=budget)
+    assert_same(generate(engine, prompts, params)[0], expected)
 
 
-def test_stop_strings_end_a_sample_one_step_late_and_leave_nothing_behind(sampler, make_engine, tokenizer):
+def test_stop_strings_end_a_sample_one_step_late_and_leave_nothing_behind(device, make_engine, tokenizer):
     prompts = make_prompts([5, 9], seed=1)
     free = make_engine("native").generate(prompts, SamplingParams(n=3, max_new_tokens=30, ignore_eos=True), step=1)
     stops = tuple({tokenizer.decode(c.token_ids[8:9]) for c in free} - {""})
     params = SamplingParams(n=3, max_new_tokens=30, ignore_eos=True, stop=stops)
     expected = make_engine("native").generate(prompts, params, step=1)
     assert any(c.finish_reason == "stop" for c in expected)
-    assert_same(generate(sampler("llama"), prompts, params, tokenizer=tokenizer)[0], expected)
+    assert_same(generate(device(), prompts, params)[0], expected)
 
 
-def test_stores_are_kept_and_old_contents_do_not_matter(sampler):
-    one, prompts = sampler("llama"), make_prompts(LENGTHS)
+def test_stores_are_kept_and_old_contents_do_not_matter(device):
+    one, prompts = device(), make_prompts(LENGTHS)
     first, _ = generate(one, prompts, CASES["sampled"])
-    held = one._rows
+    held = one.device.stores
     again, _ = generate(one, prompts, CASES["sampled"])
-    assert one._rows is held
+    assert one.device.stores is held
     assert_same(again, first, tolerance=0)
     generate(one, prompts, dataclasses.replace(CASES["sampled"], temperature=0.5))
-    assert one._rows is not held
+    assert one.device.stores is not held
     one.release()
-    assert one._rows is None
+    assert one.device.stores is None
     assert_same(generate(one, prompts, CASES["sampled"])[0], first, tolerance=0)
 
 
-def test_new_weights_are_seen(tmp_path):
+def test_new_weights_are_seen(tmp_path, device):
     from transformers import AutoModelForCausalLM
 
     from verl.models.tiny import make_tiny_model
 
     folder = make_tiny_model(tmp_path / "llama")
     module = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="verl", dtype=torch.float32)
-    one, prompts = DeviceSampler(module, PLAIN, eager=True), make_prompts([5, 9])
+    one, prompts = device(module=module), make_prompts([5, 9])
     params = SamplingParams(n=2, max_new_tokens=8)
     before, _ = generate(one, prompts, params)
-    held = one._rows
+    held = one.device.stores
     with torch.no_grad():
         for p in module.parameters():
             p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(1)) * 0.1)
     after, _ = generate(one, prompts, params)
-    assert one._rows is held
+    assert one.device.stores is held
     assert [c.token_ids for c in after] != [c.token_ids for c in before]
-    assert_same(after, generate(DeviceSampler(module, PLAIN, eager=True), prompts, params)[0])
+    assert_same(after, generate(device(module=module), prompts, params)[0])
 
 
-def test_each_sample_is_handed_out_once_when_it_ends(sampler):
+def test_each_sample_is_returned_once_when_it_ends(device):
     seen = []
-    completions, _ = generate(sampler("llama"), make_prompts(LENGTHS), CASES["stopped early"], on_finish=seen.append)
+    completions, _ = generate(device(), make_prompts(LENGTHS), CASES["stopped early"], on_finish=seen.append)
     assert sorted(map(id, seen)) == sorted(map(id, completions))
     lengths = [len(c.token_ids) for c in seen]
     assert lengths == sorted(lengths)  # all began together
 
 
-def test_logits_that_are_not_finite_are_an_error(tmp_path):
+def test_logits_that_are_not_finite_are_an_error(tmp_path, device):
     from transformers import AutoModelForCausalLM
 
     from verl.models.tiny import make_tiny_model
@@ -183,22 +178,16 @@ def test_logits_that_are_not_finite_are_an_error(tmp_path):
     module = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="verl", dtype=torch.float32)
     with torch.no_grad():
         module.model.norm.weight.fill_(float("inf"))
+    engine = device(module=module)
+    engine.publish(3)
     with pytest.raises(NumericsError, match="version 3"):
-        generate(DeviceSampler(module, PLAIN, eager=True), make_prompts([4]), SamplingParams(max_new_tokens=3))
+        generate(engine, make_prompts([4]), SamplingParams(max_new_tokens=3))
 
 
-def test_the_native_engine_leaves_generation_to_the_device_where_it_can(make_engine, monkeypatch):
+def test_an_error_of_the_caller_frees_the_rows(device, make_engine):
     prompts, params = make_prompts(LENGTHS), CASES["sampled"]
     expected = make_engine("native").generate(prompts, params, step=2)
-    engine = make_engine("native", max_num_seqs=9)
-    monkeypatch.setattr(DeviceSampler, "fits", staticmethod(lambda *_: True))
-    engine._sampler = DeviceSampler(engine.module, PLAIN, eager=True)
-    engine.publish(0)
-    assert_same(engine.generate(prompts, params, step=2), expected)
-    assert engine.stats()["max_running"] == 9
-    assert engine._sampler._rows is not None
-    engine.release()
-    assert engine._sampler._rows is None
+    engine = device(rows=9)
 
     def fail(_):
         raise KeyError
@@ -206,6 +195,21 @@ def test_the_native_engine_leaves_generation_to_the_device_where_it_can(make_eng
     with pytest.raises(KeyError):
         engine.generate(prompts, params, step=2, on_finish=fail)
     assert_same(engine.generate(prompts, params, step=2), expected)
+    assert engine.stats()["max_running"] == 9
+
+
+def test_prompts_that_come_later_find_room(device, make_engine):
+    """Stores are made for the first requests; longer prompts wait until they can grow."""
+    prompts, params = make_prompts([5, 9, 60, 33]), CASES["sampled"]
+    generation, ended = device().open(params, step=1), []
+    for prompt in prompts:
+        generation.add(prompt)
+        ended += generation.poll(0.0)
+    while done := generation.poll():
+        ended += done
+    generation.close()
+    expected = make_engine("native").generate(prompts, params, step=1)
+    assert_same(sorted(ended, key=lambda c: c.key), expected)
 
 
 def test_which_models_are_computed_straight_through(load):
@@ -213,7 +217,7 @@ def test_which_models_are_computed_straight_through(load):
     assert StraightForward.reads(load("mistral"), FAMILIES["mistral"]["sliding_window"])
     assert not StraightForward.reads(load("mistral"), 64)  # the window would act
     assert not any(StraightForward.reads(load(family), 64) for family in ("gemma", "gemma2", "gemma3_text"))
-    assert not DeviceSampler.fits(load("llama"), make_prompts([3]), SamplingParams())  # not on a GPU
+    assert not DeviceBackend.fits(load("llama"), 64)  # not on a GPU
 
 
 def test_straight_forward_equals_the_module(load):
@@ -236,32 +240,6 @@ def test_straight_forward_equals_the_module(load):
             ours = forward.logits(forward.hidden(ids, torch.arange(17), attend))
             theirs = load(family, "eager").eval()(ids[None]).logits[0]
         assert torch.allclose(ours, theirs, atol=1e-4)
-
-
-@pytest.mark.parametrize("vocab", [512, 264, 1000, 151])
-@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
-def test_drawing_in_chunks_draws_the_same_tokens(vocab, temperature):
-    generator = torch.Generator().manual_seed(vocab)
-    logits = torch.randn(300, vocab, generator=generator) * 3
-    logits[:, 5] = float("-inf")
-    keys = torch.randint(-(2**62), 2**62, (300,), generator=generator)
-    drawn = torch.arange(300)
-    params = SamplingParams(temperature=temperature)
-    tokens, log_probs = draw_tokens(logits, keys, drawn, params, fused.parts(False))
-    expected, expected_log_probs = sample(logits, params, uniforms_at(keys, drawn))
-    assert torch.equal(tokens, expected)
-    assert torch.allclose(log_probs, expected_log_probs, atol=1e-5)
-
-
-def test_the_ends_of_the_distribution_are_drawn():
-    """Uniforms next to 0 and 1 give the first and the last token of any weight."""
-    logits = torch.full((2, 640), float("-inf"))
-    logits[:, 100:600] = 0.0
-    parts = fused.parts(False)._replace(uniforms_at=lambda *_: torch.tensor([2.0**-53, 1 - 2.0**-53]))
-    zeros = torch.zeros(2, dtype=torch.int64)
-    tokens, log_probs = draw_tokens(logits, zeros, zeros, SamplingParams(), parts)
-    assert tokens.tolist() == [100, 599]
-    assert torch.allclose(log_probs, -torch.tensor(500.0).log())
 
 
 def test_merged_parts_are_attention_to_all_keys():
@@ -300,24 +278,7 @@ def test_every_row_has_a_place_of_its_own(members, extra):
     assert len(set(seated.tolist())) == len(seated)
 
 
-def test_rows_close_up_and_tokens_of_ended_samples_are_dropped():
-    table, group = RowTable(4), SimpleNamespace(num_running=0)
-    for number in range(4):
-        assert table.place(group, number, table.take_slot(), 5) == number
-    table.free(0)
-    table.free(1)
-    assert table.free(1) is None
-    sources, targets = table.close_holes()
-    assert (sources.tolist(), targets.tolist()) == ([2, 3], [0, 1])
-    assert table.sample.tolist() == [2, 3, -1, -1]
-    assert (table.end, table.num_running, group.num_running) == (2, 2, 2)
-    table.free(2)
-    assert table.place(group, 9, table.take_slot(), 5) == 0
-    results = Results(4, 3)
-    results.ended[1] = True
-    kept, tokens = results.record(np.array([2, -1, 1]), np.array([7, 8, 9]), np.array([-1.0, -2.0, -3.0]))
-    assert (kept.tolist(), tokens.tolist()) == ([2], [7])
-    assert results.length.tolist() == [0, 0, 1, 0]
+def test_powers():
     assert [next_power(n) for n in (0, 1, 2, 3, 8, 9)] == [1, 1, 2, 4, 8, 16]
 
 
@@ -337,32 +298,39 @@ class TestOnACard:
         settings_ = {"attn_implementation": "verl", "dtype": torch.bfloat16}
         return AutoModelForCausalLM.from_pretrained(folder, **settings_).cuda()
 
+    @pytest.fixture(scope="class")
+    def engine(self, module):
+        def make(eager=False):
+            return NativeRollout(module, None, RolloutConfig(enforce_eager=eager), eos_token_ids=[EOS])
+
+        return make
+
     @pytest.mark.parametrize("case", CASES)
-    def test_graphs_and_compiled_parts_change_little(self, module, case):
+    def test_graphs_and_compiled_parts_change_little(self, module, engine, case):
         prompts, params = make_prompts(LENGTHS), CASES[case]
-        assert DeviceSampler.fits(module, prompts, params)
-        plain, _ = generate(DeviceSampler(module, FLASH, eager=True), prompts, params)
-        fast, stats = generate(DeviceSampler(module, FLASH), prompts, params)
+        assert DeviceBackend.fits(module, 128)
+        plain, _ = generate(engine(eager=True), prompts, params)
+        fast, stats = generate(engine(), prompts, params)
         assert stats["num_graphs"] > 0 or params.max_new_tokens == 1
         same = [a.token_ids[:4] == b.token_ids[:4] for a, b in zip(plain, fast, strict=True)]
         assert np.mean(same) > 0.7  # rounding in bfloat16 moves a draw now and then
 
-    def test_graphs_alone_change_nothing(self, module, monkeypatch):
+    def test_graphs_alone_change_nothing(self, engine, monkeypatch):
         monkeypatch.setattr(fused, "parts", lambda compiled: fused.Parts(*fused._FUNCTIONS))
-        monkeypatch.setattr("verl.rollout.cuda.engine.parts", lambda compiled: fused.Parts(*fused._FUNCTIONS))
+        monkeypatch.setattr("verl.rollout.cuda.backend.parts", lambda compiled: fused.Parts(*fused._FUNCTIONS))
         prompts, params = make_prompts(LENGTHS), CASES["sampled"]
-        plain, _ = generate(DeviceSampler(module, FLASH, eager=True), prompts, params)
-        fast, stats = generate(DeviceSampler(module, FLASH), prompts, params)
+        plain, _ = generate(engine(eager=True), prompts, params)
+        fast, stats = generate(engine(), prompts, params)
         assert stats["num_graphs"] > 0
         assert_same(fast, plain, tolerance=1e-3)
 
-    def test_a_step_does_not_wait_for_the_device(self, module):
-        sampler, prompts, params = DeviceSampler(module, FLASH), make_prompts(LENGTHS), CASES["equal lengths"]
-        generate(sampler, prompts, params)
-        generate(sampler, prompts, params)
-        rows = sampler._rows
+    def test_a_step_does_not_wait_for_the_device(self, engine):
+        one, prompts, params = engine(), make_prompts(LENGTHS), CASES["equal lengths"]
+        generate(one, prompts, params)
+        generate(one, prompts, params)
+        rows = one.device.stores
         torch.cuda.set_sync_debug_mode("error")
         try:
-            rows.launch(8, 4)
+            rows.launch(8, 4, 8)
         finally:
             torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,172 @@
+"""One sample from its prompt to its reward: the record of generation, of unfinished samples and of the ledger.
+
+    prompt | policy, version 3 | environment | policy, version 4 |       segments of one response
+           | 1   1   1   1   1 | 0   0   0   | 1   1   1         |       response_mask
+
+A response holds the tokens that the policy sampled and, between them, tokens that an environment (a tool, a user) answered.
+The latter are context: they have no log-probability and are never trained. Lengths and masks are computed here alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+
+from verl.data_proto.samples import Completion, FinishReason
+
+Source = Literal["policy", "environment"]
+Status = Literal["open", "stop", "length", "abort"]
+
+
+@dataclass
+class Segment:
+    """Consecutive tokens of a response with one source and one weight version."""
+
+    token_ids: np.ndarray  # int32 [n]
+    log_probs: np.ndarray | None  # float32 [n] (float64 of a float64 model); None: not sampled
+    weight_version: int
+    source: Source = "policy"
+
+    @classmethod
+    def of(cls, done: Completion, dtype: np.dtype[Any] | type = np.float32) -> Segment:
+        """The tokens that an engine sampled."""
+        tokens = np.asarray(done.token_ids, dtype=np.int32)
+        return cls(tokens, np.asarray(done.log_probs, dtype=dtype), done.weight_version)
+
+
+class Row(NamedTuple):
+    """A trajectory without padding, as arrays over its tokens."""
+
+    prompt_ids: np.ndarray  # int64 [prompt]
+    response_ids: np.ndarray  # int64 [response]
+    response_mask: np.ndarray  # bool [response]: sampled by the policy, and trained
+    log_probs: np.ndarray  # float [response]; 0 on environment tokens
+    weight_versions: np.ndarray  # int64 [response]: of the weights that sampled each token
+
+
+@dataclass
+class Trajectory:
+    """Sample `sample` of the prompt with index `ordinal`: Trajectory(7, 0, (1, 2), [Segment([5, 6], [-0.1, -2.0], 3)])."""
+
+    ordinal: int
+    sample: int
+    prompt_ids: Sequence[int]
+    segments: list[Segment] = field(default_factory=list)
+    status: Status = "open"
+    messages: list[dict[str, Any]] = field(default_factory=list)  # of a conversation, in the format of chat templates
+    rewards: dict[str, float] = field(default_factory=dict)
+    media: dict[str, Any] = field(default_factory=dict)  # images and other inputs beside the tokens
+
+    def append(self, done: Completion, dtype: np.dtype[Any] | type = np.float32) -> None:
+        """Add the tokens that an engine sampled."""
+        self.segments.append(Segment.of(done, dtype))
+        self.status = done.finish_reason
+
+    def append_environment(self, token_ids: Sequence[int], weight_version: int) -> None:
+        """Add tokens that no policy sampled; the trajectory is open again."""
+        self.segments.append(Segment(np.asarray(token_ids, dtype=np.int32), None, weight_version, "environment"))
+        self.status = "open"
+
+    @property
+    def num_response_tokens(self) -> int:
+        """Tokens of all segments."""
+        return sum(len(segment.token_ids) for segment in self.segments)
+
+    @property
+    def response_ids(self) -> list[int]:
+        """Token ids of all segments."""
+        return [token for segment in self.segments for token in segment.token_ids.tolist()]
+
+    @property
+    def oldest_version(self) -> int:
+        """The least version of weights that sampled one of its tokens."""
+        return min(segment.weight_version for segment in self.segments if segment.source == "policy")
+
+    def to_row(self) -> Row:
+        """Its tokens, mask, log-probs and versions."""
+        sizes = [len(segment.token_ids) for segment in self.segments]
+        sampled = [segment.source == "policy" for segment in self.segments]
+        log_probs = [
+            np.zeros(n) if s.log_probs is None else s.log_probs for s, n in zip(self.segments, sizes, strict=True)
+        ]
+        return Row(
+            np.asarray(self.prompt_ids, dtype=np.int64),
+            np.concatenate([np.empty(0, np.int64), *(segment.token_ids for segment in self.segments)]).astype(np.int64),
+            np.repeat(np.array(sampled, dtype=bool), sizes),
+            np.concatenate([np.empty(0), *log_probs]),
+            np.repeat(np.array([segment.weight_version for segment in self.segments], dtype=np.int64), sizes),
+        )
+
+
+def to_columns(
+    trajectories: Sequence[Trajectory],
+    *,
+    pad_token_id: int,
+    prompt_width: int,
+    response_width: int,
+    dtype: torch.dtype = torch.float32,
+) -> dict[str, torch.Tensor]:
+    """The columns of a batch: prompts [batch, prompt_width] padded on the left, responses [batch, response_width] on the
+    right, with their masks, log-probs in `dtype` and weight versions (see verl.data_proto.columns). Widths are limits of the
+    config and not those of the longest row, so that batches of one run can be joined."""
+    rows = [trajectory.to_row() for trajectory in trajectories]
+    prompts, prompt_mask = padded([r.prompt_ids for r in rows], pad_token_id, prompt_width, torch.int64, left=True)
+    responses, exists = padded([r.response_ids for r in rows], pad_token_id, response_width, torch.int64)
+    response_mask, _ = padded([r.response_mask for r in rows], False, response_width, torch.bool)
+    log_probs, _ = padded([r.log_probs for r in rows], 0.0, response_width, dtype)
+    versions, _ = padded([r.weight_versions for r in rows], 0, response_width, torch.int64)
+    return {
+        "prompts": prompts,
+        "prompt_mask": prompt_mask,
+        "responses": responses,
+        "response_mask": response_mask,
+        "attention_mask": torch.cat([prompt_mask, exists], dim=1),
+        "rollout_log_probs": log_probs,
+        "token_weight_version": versions,
+        "sample_index": torch.tensor([t.sample for t in trajectories], dtype=torch.int64),
+        "weight_version": torch.tensor([t.oldest_version for t in trajectories], dtype=torch.int64),
+    }
+
+
+def padded(
+    rows: Sequence[np.ndarray], fill: float, width: int, dtype: torch.dtype, *, left: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(values in `dtype`, mask), both [batch, width]; `left` pads on the left."""
+    values = torch.full((len(rows), width), fill, dtype=dtype)
+    mask = torch.zeros((len(rows), width), dtype=torch.bool)
+    for i, row in enumerate(rows):
+        where = slice(width - len(row), width) if left else slice(0, len(row))
+        values[i, where] = torch.from_numpy(row).to(dtype)
+        mask[i, where] = True
+    return values, mask
+
+
+def response_lengths(columns: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """int64 [batch]: tokens of each response, environment tokens included."""
+    return columns["attention_mask"][:, -columns["responses"].shape[1] :].sum(dim=1)
+
+
+def trajectory_of(
+    columns: Mapping[str, torch.Tensor], row: int, status: FinishReason, prompt_ids: Sequence[int]
+) -> Trajectory:
+    """The inverse of `to_columns` for one row of a batch that also has the column `ordinal`."""
+    length = int(response_lengths({k: columns[k][row : row + 1] for k in ("attention_mask", "responses")})[0])
+    names = ("responses", "response_mask", "rollout_log_probs", "token_weight_version")
+    tokens, sampled, log_probs, versions = (columns[name][row, :length].numpy() for name in names)
+    found = Trajectory(int(columns["ordinal"][row]), int(columns["sample_index"][row]), prompt_ids, status=status)
+    cuts = np.flatnonzero((np.diff(sampled.astype(int)) != 0) | (np.diff(versions) != 0)) + 1
+    for part in np.split(np.arange(length), cuts) if length else ():
+        is_policy = bool(sampled[part[0]])
+        found.segments.append(
+            Segment(
+                tokens[part].astype(np.int32),
+                log_probs[part] if is_policy else None,
+                int(versions[part[0]]),
+                "policy" if is_policy else "environment",
+            )
+        )
+    return found

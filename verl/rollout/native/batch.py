@@ -1,0 +1,204 @@
+"""The samples of a generation that wait, and those that run: bookkeeping on the host, for the scheduler and its backends.
+
+    waiting ──take_chunks──► prefilling ──(last chunk)──► ready ──start──► rows of the batch
+
+A group is a prompt with its samples, or one sample that continues. Groups hold a slot of the backend's prefix store from
+their first chunk until they need it no more; rows hold a slot of its own store. Slots and rows are kept dense, so that
+attention runs over plain slices.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl.data_proto.samples import PromptRequest
+from verl.rollout.layout import Chunk
+
+
+@dataclass(eq=False)
+class Group:
+    """A prompt and its progress."""
+
+    request: PromptRequest
+    pending: deque[int]  # samples that have yet to start, as numbers from 0
+    num_live: int  # samples that have not ended
+    saved: Any = None  # keys and values of a sample that continues, until they are back in the prefix store
+    slot: int = -1  # of the prefix store
+    num_computed: int = 0  # tokens whose keys and values are stored
+    logits: torch.Tensor | None = field(
+        default=None, repr=False
+    )  # [vocab], after the last token, while samples are pending
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.request.token_ids)
+
+
+class Prompts:
+    """Order of the prompts: longest first, so that neighbours have similar lengths and the long ones do not come last."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[Group] = deque()
+        self.prefilling: deque[Group] = deque()
+        self.ready: deque[Group] = deque()
+        self.by_slot: list[Group] = []  # groups that hold a prefix slot
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no sample has yet to start."""
+        return not (self.waiting or self.prefilling or self.ready)
+
+    def sort(self) -> None:
+        """Order what waits, after additions."""
+        self.waiting = deque(sorted(self.waiting, key=lambda g: -g.num_tokens))
+
+    def take_chunks(
+        self,
+        num_free_rows: int,
+        budget: int,
+        chunk_tokens: int | None = None,
+        admits: Callable[[Group], bool] = lambda group: True,
+    ) -> list[tuple[Group, Chunk]]:
+        """Prompt tokens to compute next: for as many prompts as there are rows free for their samples, and at most `budget`
+        tokens. With `chunk_tokens` every prompt is cut where its own length says, and a first chunk is taken whatever the
+        budget."""
+        begun = sum(len(g.pending) for g in (*self.ready, *self.prefilling))
+        while self.waiting and begun < num_free_rows and admits(self.waiting[0]):
+            group = self.waiting.popleft()
+            group.slot = len(self.by_slot)
+            self.by_slot.append(group)
+            self.prefilling.append(group)
+            begun += len(group.pending)
+        chunks: list[tuple[Group, Chunk]] = []
+        while self.prefilling and budget > 0:
+            group = self.prefilling[0]
+            end = min(group.num_tokens, group.num_computed + (chunk_tokens or budget))
+            if chunks and end - group.num_computed > budget:
+                break
+            chunks.append((group, Chunk(group.slot, group.num_computed, end)))
+            budget -= end - group.num_computed
+            group.num_computed = end
+            if end == group.num_tokens:
+                self.ready.append(self.prefilling.popleft())
+        return chunks
+
+    def start(self, num_free_rows: int) -> list[tuple[Group, int]]:
+        """(group, sample) of the samples that start now, at most `num_free_rows`."""
+        started: list[tuple[Group, int]] = []
+        while self.ready and len(started) < num_free_rows:
+            group = self.ready[0]
+            started.append((group, group.pending.popleft()))
+            if not group.pending:
+                self.ready.popleft()
+        return started
+
+    def drop(self, group: Group) -> None:
+        """Take a group out of the queues."""
+        for queue in (self.waiting, self.prefilling, self.ready):
+            if group in queue:
+                queue.remove(group)
+
+    def leave_slot(self, group: Group) -> Group | None:
+        """Give back the group's prefix slot. Returns the group that takes it over, if one must move to keep slots dense;
+        its tokens are still in the last slot."""
+        last = self.by_slot.pop()
+        slot, group.slot = group.slot, -1
+        if last is group:
+            return None
+        self.by_slot[slot] = last
+        last.slot = slot
+        return last
+
+
+class Rows:
+    """The running samples as columns; row r owns slot r of the own store. Rows below `end` are running, but for `holes`."""
+
+    def __init__(self, max_new_tokens: int):
+        self.num_rows = self.end = 0
+        self.holes: list[int] = []
+        self.groups: list[Group | None] = []
+        self.sample = np.zeros(0, dtype=np.int64)
+        self.key = np.zeros(0, dtype=np.int64)  # of its random numbers
+        self.prompt_length = np.zeros(0, dtype=np.int64)
+        self.own_start = np.zeros(0, dtype=np.int64)  # prompt tokens in the own store
+        self.length = np.zeros(0, dtype=np.int64)  # tokens sampled by this request
+        self.num_drawn = np.zeros(0, dtype=np.int64)  # response tokens before this request
+        self.tokens = np.zeros((0, max_new_tokens), dtype=np.int64)
+        self.log_probs = np.zeros((0, max_new_tokens))
+
+    _COLUMNS = ("sample", "key", "prompt_length", "own_start", "length", "num_drawn", "tokens", "log_probs")
+
+    @property
+    def num_running(self) -> int:
+        return self.end - len(self.holes)
+
+    @property
+    def num_free(self) -> int:
+        return self.num_rows - self.num_running
+
+    def grow(self, num_rows: int) -> None:
+        """Have `num_rows` rows."""
+        for name in self._COLUMNS:
+            old = getattr(self, name)
+            new = np.zeros((num_rows, *old.shape[1:]), dtype=old.dtype)
+            new[: self.end] = old[: self.end]
+            setattr(self, name, new)
+        self.groups = [*self.groups[: self.end], *[None] * (num_rows - self.end)]
+        self.num_rows = num_rows
+
+    def place(self, group: Group, sample: int, key: int, own_start: int) -> int:
+        """Put a sample in a free row; returns the row."""
+        if self.holes:
+            row = self.holes.pop()
+        else:
+            row, self.end = self.end, self.end + 1
+        self.groups[row] = group
+        self.sample[row], self.key[row], self.num_drawn[row] = sample, key, group.request.num_drawn
+        self.prompt_length[row], self.own_start[row], self.length[row] = group.num_tokens, own_start, 0
+        return row
+
+    def record(self, rows: np.ndarray, tokens: np.ndarray, log_probs: np.ndarray) -> None:
+        """Append one token to each of `rows`."""
+        self.tokens[rows, self.length[rows]] = tokens
+        self.log_probs[rows, self.length[rows]] = log_probs
+        self.length[rows] += 1
+
+    def remove(self, row: int) -> None:
+        self.groups[row] = None
+        self.holes.append(row)
+
+    def close_holes(self) -> list[tuple[int, int]]:
+        """Move the last rows into the holes; returns the moves (source, target), all sources behind all targets."""
+        moves = []
+        holes = sorted(self.holes)
+        self.holes = []
+        while holes:
+            self.end -= 1
+            if holes[-1] == self.end:
+                holes.pop()
+                continue
+            moves.append((self.end, holes.pop(0)))
+        for source, target in moves:
+            self.groups[target], self.groups[source] = self.groups[source], None
+            for name in self._COLUMNS:
+                column = getattr(self, name)
+                column[target] = column[source]
+        return moves
+
+    def newest(self) -> np.ndarray:
+        """int64 [rows]: the last token of each running row, the next forward's input (no holes)."""
+        return self.tokens[np.arange(self.end), self.length[: self.end] - 1]
+
+    def own_lengths(self) -> np.ndarray:
+        """int64 [rows]: tokens that each running row has in the own store; its newest is not yet there."""
+        return self.own_start[: self.end] + self.length[: self.end] - 1
+
+    def positions(self) -> np.ndarray:
+        """int64 [rows]: position of each running row's newest token."""
+        return self.prompt_length[: self.end] + self.length[: self.end] - 1

@@ -1,0 +1,186 @@
+"""Steps that the host drives: one forward over [all rows' newest tokens | chunks of new prompts].
+
+It goes through the weights of a plain dense decoder (forward.py, or the compiled kernels of verl.rollout.cpu), else through
+the unpatched module. The layout (verl.rollout.layout) stores keys and values and says which tokens see which keys.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from verl.rollout.cpu.forward import CpuForward
+from verl.rollout.cpu.store import BlockStore
+from verl.rollout.cpu.tokens import DecodeTiles, StepTokens
+from verl.rollout.layout import Chunk, StepLayout
+from verl.rollout.native.batch import Group
+from verl.rollout.native.decode_attention import DecodeRows, Members
+from verl.rollout.native.forward import DenseForward
+from verl.rollout.native.kv_cache import SlotStore
+from verl.rollout.native.scheduler import Scheduler
+from verl.rollout.sampling import sample
+from verl.rollout.uniforms import uniforms_at
+
+
+class HostSampled(NamedTuple):
+    """See Sampled; the host has waited already."""
+
+    tokens: np.ndarray
+    log_probs: np.ndarray
+
+    def wait(self) -> tuple[np.ndarray, np.ndarray]:
+        return self.tokens, self.log_probs
+
+
+class HostBackend:
+    """See Backend. `dense` is the hand-written forward of `module`, or None when the module's own is called; `stores` are the
+    own and the prefix store, which outlive a generation. With `invariant`, rows and prompts are computed so that their bits
+    do not depend on each other."""
+
+    lag = 0
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        module: Any,
+        dense: DenseForward | CpuForward | None,
+        stores: tuple[SlotStore, SlotStore],
+        *,
+        invariant: bool,
+    ):
+        self.scheduler, self.rows, self.prompts = scheduler, scheduler.rows, scheduler.prompts
+        self.module, self.dense, self.invariant = module, dense, invariant
+        self.own, self.prefix = stores
+        self.device = next(module.parameters()).device
+        self.num_computed = self.num_bytes = 0
+        self._decoding: DecodeRows | DecodeTiles | None = None  # of the rows as they are
+        if invariant and not isinstance(dense, CpuForward):  # the kernels' sums do not depend on where a prompt is cut
+            scheduler.chunk_tokens = scheduler.max_num_batched_tokens
+
+    def reserve(self, num_rows: int, longest_prompt: int) -> int:
+        """See Backend: stores grow as they are written."""
+        return num_rows
+
+    def admits(self, group: Group) -> bool:
+        """See Backend."""
+        return True
+
+    def load(self, group: Group) -> None:
+        """See Backend."""
+        self._reserve_prefix()
+        self.prefix.put(group.slot, group.saved)
+
+    def save(self, row: int) -> Any:
+        """See Backend."""
+        return self.own.take(row, int(self.rows.own_start[row] + self.rows.length[row]) - 1, copy=True)
+
+    def start(self, rows: np.ndarray, logits: torch.Tensor) -> HostSampled:
+        """See Backend."""
+        if not self.scheduler.shared:
+            groups = [g for g in (self.rows.groups[r] for r in rows) if g is not None]
+            self._reserve_own(max(g.num_tokens for g in groups) + 1)
+            for row, group in zip(rows.tolist(), groups, strict=True):
+                self.own.put(row, self.prefix.take(group.slot, group.num_tokens))
+        return self._sample(rows, logits)
+
+    def step(self, chunks: list[tuple[Group, Chunk]]) -> tuple[HostSampled | None, torch.Tensor]:
+        """See Backend."""
+        num_rows = self.rows.end
+        own_lengths, positions = self.rows.own_lengths(), self.rows.positions()
+        if num_rows:
+            self._reserve_own(int(own_lengths.max()) + 1)
+        self._reserve_prefix()
+        self.num_bytes = max(self.num_bytes, self.own.num_bytes + self.prefix.num_bytes)
+        layout = self._layout(own_lengths, positions, [c for _, c in chunks])
+        ids = [self.rows.newest(), *(np.array(g.request.token_ids[c.start : c.end]) for g, c in chunks)]
+        places = [positions, *(np.arange(c.start, c.end) for _, c in chunks)]
+        ends = np.cumsum([num_rows, *(c.end - c.start for _, c in chunks)])[1:] - 1
+        completed = [e for (g, c), e in zip(chunks, ends, strict=True) if c.end == g.num_tokens]
+        logits = self._logits(ids, places, completed, layout)
+        self.num_computed += sum(c.end - c.start for _, c in chunks)
+        sampled = self._sample(np.arange(num_rows), logits[:num_rows]) if num_rows else None
+        return sampled, logits[num_rows:].clone() if completed else logits[:0]  # the next forward overwrites them
+
+    def move_rows(self, sources: list[int], targets: list[int]) -> None:
+        """See Backend."""
+        self.own.move(sources, targets, int(self.rows.own_lengths()[targets].max()))
+
+    def move_prompt(self, source: int, target: int, length: int) -> None:
+        """See Backend."""
+        self.prefix.move([source], [target], length)
+
+    def rows_changed(self) -> None:
+        """See Backend."""
+        self._decoding = None
+
+    def stats(self) -> dict[str, int]:
+        """Bytes of the KV cache at its largest, and of the copy of the weights."""
+        copied = self.dense.num_copied_bytes if self.dense is not None else 0
+        return {"kv_cache_bytes": self.num_bytes, "weight_copy_bytes": copied}
+
+    def _reserve_own(self, length: int) -> None:
+        longest_prompt = 0 if self.scheduler.shared else self.scheduler.longest_prompt
+        self.own.reserve(self.rows.num_rows, length, self.scheduler.params.max_new_tokens + longest_prompt)
+
+    def _reserve_prefix(self) -> None:
+        longest = self.scheduler.longest_prompt
+        self.prefix.reserve(len(self.prompts.by_slot), longest, longest)
+
+    def _layout(self, own_lengths: np.ndarray, positions: np.ndarray, chunks: list[Chunk]) -> StepLayout | StepTokens:
+        num_rows, shared = self.rows.end, self.scheduler.shared
+        if isinstance(self.dense, CpuForward):
+            if not isinstance(self._decoding, DecodeTiles):
+                slots, lengths = self._row_prompts() if shared else (None, None)
+                of_rows = None if slots is None or lengths is None else lengths[slots]
+                self._decoding = self.dense.tiles(num_rows, slots, of_rows)
+            assert isinstance(self.own, BlockStore)
+            assert isinstance(self.prefix, BlockStore)
+            stores, most = (self.own, self.prefix), self.dense.max_tile
+            return StepTokens.of(stores, self._decoding, own_lengths, positions, chunks, most)
+        if not num_rows:
+            return StepLayout(None, self.prefix, chunks)
+        if not isinstance(self._decoding, DecodeRows):
+            places = self.rows.sample[:num_rows] if self.invariant else None
+            width = self.scheduler.params.n
+            members = Members(*self._row_prompts(), self.device, places, width) if shared else None
+            self._decoding = DecodeRows(self.own, self.prefix, num_rows, members, self.device, self.invariant)
+        self._decoding.advance(own_lengths, positions)
+        return StepLayout(self._decoding, self.prefix, chunks)
+
+    def _row_prompts(self) -> tuple[np.ndarray, np.ndarray]:
+        """(slot of each row's prompt in the prefix store, tokens of each slot)."""
+        slots = [g.slot for g in self.rows.groups[: self.rows.end] if g is not None]
+        return np.array(slots, dtype=np.int64), np.array([g.num_tokens for g in self.prompts.by_slot], dtype=np.int64)
+
+    def _logits(
+        self,
+        ids: list[np.ndarray],
+        places: list[np.ndarray],
+        completed: list[int],
+        layout: StepLayout | StepTokens,
+    ) -> torch.Tensor:
+        """[rows + completed, vocab]: logits after the decode rows and after the tokens at `completed`."""
+        tokens = torch.from_numpy(np.concatenate(ids)).to(self.device)
+        positions = torch.from_numpy(np.concatenate(places)).to(self.device)
+        keep = None
+        if len(ids) > 1:
+            keep = torch.tensor([*range(len(ids[0])), *completed], dtype=torch.int64, device=self.device)
+        if self.dense is not None:
+            return self.dense.logits(tokens, positions, keep, layout)  # type: ignore[arg-type]
+        logits: torch.Tensor = self.module(
+            input_ids=tokens[None],
+            position_ids=positions[None],
+            layout=layout,
+            use_cache=False,
+            logits_to_keep=0 if keep is None else keep,
+        ).logits
+        return logits[0]
+
+    def _sample(self, rows: np.ndarray, logits: torch.Tensor) -> HostSampled:
+        """The next tokens of `rows` from `logits` [rows, vocab]."""
+        keys = torch.from_numpy(self.rows.key[rows]).to(self.device)
+        u = uniforms_at(keys, torch.from_numpy(self.rows.length[rows] + self.rows.num_drawn[rows]).to(self.device))
+        tokens, log_probs = sample(logits, self.scheduler.params, u)
+        return HostSampled(tokens.cpu().numpy(), log_probs.cpu().numpy())
