@@ -131,7 +131,7 @@ def test_a_judge_on_vllm_has_the_weights_of_its_files(tmp_path, monkeypatch):
     made = []
 
     class Process(FakeCore):
-        def __init__(self, setup, *, start_timeout_s, call_timeout_s):
+        def __init__(self, setup, *, start_timeout_s, call_timeout_s, factory):
             super().__init__(setup)
             self.waits = (start_timeout_s, call_timeout_s)
             made.append(self)

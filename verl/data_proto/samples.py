@@ -59,8 +59,8 @@ class TurnRequest:
 
 @dataclass
 class Completion:
-    """One finished sample: PromptRequest(7, ...) with n=2 gives Completion(7, 0, ...) and Completion(7, 1, ...). Of a sample that
-    resumed, or of a further turn, it has the new tokens."""
+    """One finished sample: PromptRequest(7, ...) with n=2 gives Completion(7, 0, ...) and Completion(7, 1, ...). When a sample
+    has resumed or continued, only the new tokens."""
 
     ordinal: int
     sample: int
