@@ -19,7 +19,7 @@ from verl.models.cpu.weights import DenseDecoder
 from verl.models.cuda.varlen import flash_runs
 from verl.rollout.cuda import fused
 from verl.rollout.cuda.backend import DeviceBackend
-from verl.rollout.cuda.device import next_power, seat
+from verl.rollout.cuda.device import assign_places, next_power
 from verl.rollout.cuda.forward import StraightForward
 from verl.rollout.native.engine import NativeRollout
 
@@ -269,7 +269,7 @@ def test_merged_parts_are_attention_to_all_keys():
 def test_every_row_has_a_place_of_its_own(members, extra):
     members = np.array(members)
     width = max(np.bincount(members[members >= 0], minlength=1).max(), 1) + extra
-    gather, place = seat(members, int(width), 4)
+    gather, place = assign_places(members, int(width), 4)
     for row, member in enumerate(members):
         if member >= 0:
             assert place[row] // width == member

@@ -106,5 +106,5 @@ def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
 
 
 def metric_values(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """Plain numbers, ready to be logged."""
+    """Plain values, ready to be logged."""
     return {name: metric.value for name, metric in metrics.items()}

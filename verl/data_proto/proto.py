@@ -1,4 +1,4 @@
-"""DataProto: the batch that travels between workers. Tensor columns, object columns and what is said about all rows.
+"""DataProto: the batch that travels between workers. Tensor columns, object columns and metadata of all rows.
 
     batch = DataProto.from_dict(tensors={"prompts": ids}, non_tensors={"uid": uids}, meta_info={"step": 3})
     for part in batch.chunk(4): ...
@@ -309,7 +309,7 @@ class DataProto:
         return self.select_idxs(np.repeat(np.arange(len(self)), times))
 
     def unfold_column_chunks(self, n_split: int, split_keys: Sequence[str] | None = None) -> DataProto:
-        """Cuts axis 1 of the columns `split_keys` into `n_split` equal pieces that become rows, the pieces of a row
+        """Cuts axis 1 of the columns `split_keys` into `n_split` equal parts that become rows, the parts of a row
         adjacent; other columns are repeated. [batch, n * T] -> [batch * n, T]."""
         repeated = self.repeat(n_split, interleave=True)
         for key in split_keys or ():

@@ -1,5 +1,5 @@
-"""Counter-based random numbers: a draw is a function of what it is for, so the order in which draws are made, the batch they
-are made in and restarts do not change them.
+"""Counter-based random numbers: each is a function of its purpose, so neither the order and the batch of the
+calls nor restarts change it.
 
 The generator chains the finaliser of SplitMix64 (Steele, Lea, Flood 2014; constants of its variant 13 by Stafford) over
 the counters, in the manner of Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3". One number per token.

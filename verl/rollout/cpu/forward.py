@@ -1,7 +1,7 @@
 """The forward of a plain dense decoder on the processor: one call of the compiled kernels for all layers.
 
 It rounds where the modules do. Every sum has one order, whatever else is computed with it: a token's keys, values and logits
-are the same bits with any neighbours, in any piece of its prompt, and as a prompt token or a sampled one.
+are the same bits with any neighbours, in any chunk of its prompt, and as a prompt token or a sampled one.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class CpuForward:
     def logits(
         self, ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor | None, tokens: StepTokens
     ) -> torch.Tensor:
-        """float32 [kept, vocab], which the next call overwrites: the logits after the tokens whose numbers `keep` holds
+        """float32 [kept, vocab], which the next call overwrites: the logits after the tokens whose indices `keep` holds
         (ascending), or after all. `ids` and `positions` are int64 [tokens]."""
         x = F.embedding(ids, self.decoder.embed.detach())
         cos, sin = (t[0].float().contiguous() for t in self.decoder.rotary(x.unsqueeze(0), positions.unsqueeze(0)))

@@ -139,7 +139,7 @@ class DeviceRows:
         self.columns.index_copy_(1, here, self.columns[:, there])
 
     def retire(self, rows: np.ndarray) -> None:
-        """These rows hold no sample: what they go on computing is stored where nobody reads it, for their slots may be
+        """These rows hold no sample: what they still compute is stored where nothing reads it, for their slots may be
         taken by others."""
         if len(rows):
             there = to_device(torch.from_numpy(rows), self.device)
@@ -150,7 +150,7 @@ class DeviceRows:
         """From now on, row r belongs to prompt `members[r]` (-1: no matter) of those in prefix `slots` with `lengths`.
         Returns the number of prompts that a step computes."""
         num_prompts = min(next_power(len(slots)), self.sizes.num_prefixes)
-        gather, place = seat(members, self.sizes.width, num_prompts)
+        gather, place = assign_places(members, self.sizes.width, num_prompts)
         start, used = np.zeros((2, num_prompts), dtype=np.int32)
         start[: len(slots)] = slots * self.sizes.prefix_capacity
         used[: len(slots)] = lengths
@@ -227,16 +227,16 @@ def next_power(number: int) -> int:
     return 1 << max(number - 1, 0).bit_length()
 
 
-def seat(members: np.ndarray, width: int, num_prompts: int) -> tuple[np.ndarray, np.ndarray]:
+def assign_places(members: np.ndarray, width: int, num_prompts: int) -> tuple[np.ndarray, np.ndarray]:
     """Places for rows: row r goes to one of the `width` places of prompt `members[r]`. Returns (gather int64
     [num_prompts * width], the row in each place, 0 where none is; place int64 [rows], 0 for rows of no prompt)."""
-    seated = np.flatnonzero(members >= 0)
-    prompts = members[seated]
+    used = np.flatnonzero(members >= 0)
+    prompts = members[used]
     order = np.argsort(prompts, kind="stable")
     counts = np.bincount(prompts, minlength=num_prompts)
-    rank = np.arange(len(seated)) - np.repeat(np.cumsum(counts) - counts, counts)
+    rank = np.arange(len(used)) - np.repeat(np.cumsum(counts) - counts, counts)
     place = np.zeros(len(members), dtype=np.int64)
-    place[seated[order]] = prompts[order] * width + rank
+    place[used[order]] = prompts[order] * width + rank
     gather = np.zeros(num_prompts * width, dtype=np.int64)
-    gather[place[seated]] = seated
+    gather[place[used]] = used
     return gather, place

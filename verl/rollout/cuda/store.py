@@ -27,7 +27,7 @@ class TokenStore:
         return self._data.numel() * self._data.element_size()
 
     def write(self, layer: int, where: torch.Tensor, kv: torch.Tensor) -> None:
-        """`kv` [2, tokens, kv_heads, head_dim] to the token numbers `where` (int64 [tokens])."""
+        """`kv` [2, tokens, kv_heads, head_dim] to the token indices `where` (int64 [tokens])."""
         self._data[layer].index_copy_(1, where, kv)
 
     def take(self, slot: int, length: int) -> torch.Tensor:

@@ -180,8 +180,8 @@ class VLLM(OpenAI):
         results = client.post("/collective_rpc", {"method": method, "args": list(args)}).get("results", [])
         for result in results:
             if not isinstance(result, dict) or "error" in result:
-                said = result["error"] if isinstance(result, dict) else str(result)
-                raise ModelError(f"The service at {client.url}: {said}")
+                error = result["error"] if isinstance(result, dict) else str(result)
+                raise ModelError(f"The service at {client.url}: {error}")
 
 
 class SGLang:
@@ -241,9 +241,9 @@ class SGLang:
 DIALECTS: dict[str, type[Dialect]] = {"openai": OpenAI, "vllm": VLLM, "sglang": SGLang}
 
 
-def _reason(client: Client, said: Any) -> FinishReason:
-    if said == "stop":
+def _reason(client: Client, reason: Any) -> FinishReason:
+    if reason == "stop":
         return "stop"
-    if said == "length":
+    if reason == "length":
         return "length"
-    raise ModelError(f"The service at {client.url} ended a sample by itself ({said}); look at its log.")
+    raise ModelError(f"The service at {client.url} ended a sample by itself ({reason}); look at its log.")

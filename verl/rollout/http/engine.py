@@ -38,7 +38,7 @@ class HTTPRollout(BaseRollout):
     """
 
     holds_weights = True
-    api = ""  # "" for what service.api says
+    api = ""  # "" for the value of service.api
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class HTTPRollout(BaseRollout):
         return nullcontext()
 
     def require_version(self, found: str | None) -> None:
-        """Raise ModelError when the service says that its weights are not those that were published."""
+        """Raise ModelError when the service reports other weights than those that were published."""
         if found is not None and self._labelled is not None and found != self._labelled:
             raise ModelError(
                 f"The service at {self.client.url} generates with weights of version {found}, but version {self._labelled} was "

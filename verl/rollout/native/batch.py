@@ -26,7 +26,7 @@ class Group:
     """A prompt and its progress."""
 
     request: PromptRequest
-    pending: deque[int]  # samples that have yet to start, as numbers from 0
+    pending: deque[int]  # samples that have yet to start, counted from 0
     num_live: int  # samples that have not ended
     saved: Any = None  # keys and values of a sample that continues, until they are back in the prefix store
     slot: int = -1  # of the prefix store
@@ -66,7 +66,7 @@ class Prompts:
         admits: Callable[[Group], bool] = lambda group: True,
     ) -> list[tuple[Group, Chunk]]:
         """Prompt tokens to compute next: for as many prompts as there are rows free for their samples, and at most `budget`
-        tokens. With `chunk_tokens` every prompt is cut where its own length says, and a first chunk is taken whatever the
+        tokens. With `chunk_tokens` the cuts of a prompt depend on its own length alone, and a first chunk is taken whatever the
         budget."""
         begun = sum(len(g.pending) for g in (*self.ready, *self.prefilling))
         while self.waiting and begun < num_free_rows and admits(self.waiting[0]):

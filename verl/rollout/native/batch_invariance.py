@@ -2,7 +2,7 @@
 
 It holds for plain decoders on a CPU when everything that mixes rows in one call is verified, by experiment at start or by
 the shapes alone: matmuls run in tiles (prepacked_linear.py), attention in blocks that gave a row the bits that it gets alone
-(decode_attention.py), prompts are cut where their own length says, and the rest works row by row (checked here).
+(decode_attention.py), the cuts of a prompt depend on its own length alone, and the rest works row by row (checked here).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from verl.rollout.native.forward import DenseForward, compiled
 from verl.rollout.native.prepacked_linear import padding_cost, tiles_of
 
 KEY = "actor_rollout_ref.rollout.batch_invariant"
-_MOST_COST = 1.10  # of the time of products, with auto
+_MOST_COST = 1.10  # of the time of matmuls, with auto
 _GRAIN = 32768  # elements below which torch does not divide an elementwise operation among threads
 _VECTORS = 64  # elements: torch computes what is left of a share below this by other, scalar code
 _CHECKED_ROWS = (1, 3, 8, 65)
@@ -39,9 +39,7 @@ def examine(module: Any, config: Any) -> Invariance:
     batch_invariant=require."""
     found = _examined(module, config)
     if config.batch_invariant == "require" and not found.holds:
-        raise ConfigError(
-            f"{KEY}=require cannot be kept: {found.why}. Set it to auto, and samples are drawn all the same."
-        )
+        raise ConfigError(f"{KEY}=require cannot be kept: {found.why}. Set it to auto to run without the guarantee.")
     return found
 
 
@@ -50,10 +48,10 @@ def _examined(module: Any, config: Any) -> Invariance:
         return Invariance(False, f"{KEY}=off")
     device = next(module.parameters()).device
     if device.type != "cpu":
-        return Invariance(False, f"it is not proven on {device.type}")
+        return Invariance(False, f"it is not verified on {device.type}")
     forward = DenseForward.of(module, prepack=False)
     if forward is None:
-        return Invariance(False, "the model's own modules compute it, by kernels that nothing was proven about")
+        return Invariance(False, "the model's own modules compute it, by kernels that were not verified")
     decoder, head = forward.decoder, module.get_output_embeddings()
     projection = Projection(head.weight.detach(), head.bias, (head,))
     required = config.batch_invariant == "require"
@@ -65,13 +63,13 @@ def _examined(module: Any, config: Any) -> Invariance:
     cost = _cost(decoder, head, config.prepack_weights)
     if config.batch_invariant == "auto" and cost > _MOST_COST:
         return Invariance(
-            False, f"this CPU's products of few rows would take about {cost - 1:.0%} longer; {KEY}=require accepts that"
+            False, f"this CPU's matmuls of few rows would take about {cost - 1:.0%} longer; {KEY}=require accepts that"
         )
-    return Invariance(True, "products in tiles and attention in blocks that gave equal bits on this CPU")
+    return Invariance(True, "matmuls in tiles and attention in blocks that gave equal bits on this CPU")
 
 
 def _cost(decoder: DenseDecoder, head: nn.Linear, prepack: bool) -> float:
-    """Time of all products in tiles over their time without, estimated."""
+    """Time of all matmuls in tiles over their time without, estimated."""
     projections = [*decoder.projections(), Projection(head.weight.detach(), head.bias, (head,))]
     costs = [padding_cost(tiles_of(p.weight, p.bias is not None, prepack)) for p in projections]
     weights = [p.weight.numel() for p in projections]

@@ -62,7 +62,7 @@ class Members:
     """The prefix slot of each decode row; changes only when a sample starts or ends.
 
     `slots` [rows] names the prefix slot of each row, `lengths` [slots] the tokens of each. With `places` (each row's number
-    among the `width` samples of its prompt) a row is where its number says, whichever others still run.
+    among the `width` samples of its prompt) the place of a row is its number, whichever others still run.
     """
 
     def __init__(

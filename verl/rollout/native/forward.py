@@ -34,7 +34,7 @@ class _Layer(NamedTuple):
 
 
 class DenseForward:
-    """Made by `of`. The products may hold a copy of the weights, so it serves while the weights stay as they are."""
+    """Made by `of`. The matmuls may hold a copy of the weights, so it serves while the weights stay as they are."""
 
     def __init__(self, decoder: DenseDecoder, head: Projection, *, prepack: bool, invariant: bool = False):
         self.decoder = decoder
@@ -71,7 +71,7 @@ class DenseForward:
 
     @property
     def products(self) -> list[Product]:
-        """All of them, layer by layer, then the head's."""
+        """All matmuls, layer by layer, then the head's."""
         held = [p for layer in self._layers for p in (layer.qkv, layer.o, layer.gate_up, layer.down)]
         return [*held, self._head]
 
@@ -83,7 +83,7 @@ class DenseForward:
     def logits(
         self, ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor | None, layout: StepLayout
     ) -> torch.Tensor:
-        """[kept, vocab]: the logits after the tokens whose numbers `keep` holds, or after all. `ids` and `positions` are
+        """[kept, vocab]: the logits after the tokens whose indices `keep` holds, or after all. `ids` and `positions` are
         int64 [tokens]; `layout` has the same tokens."""
         decoder = self.decoder
         x = F.embedding(ids, decoder.embed)

@@ -1,7 +1,7 @@
 """Steps that the host drives: one forward over [all rows' newest tokens | chunks of new prompts].
 
 It goes through the weights of a plain dense decoder (forward.py, or the compiled kernels of verl.rollout.cpu), else through
-the unpatched module. The layout (verl.rollout.layout) stores keys and values and says which tokens see which keys.
+the unpatched module. The layout (verl.rollout.layout) stores keys and values and gives each token the keys that it sees.
 """
 
 from __future__ import annotations

@@ -14,10 +14,10 @@ class SlotStore:
     """Values as [slots, kv_heads, capacity, head_dim] per layer, and keys likewise or, with `keys_as_columns`, as
     [slots, kv_heads, head_dim, capacity].
 
-    Keys as columns make the scores of a few queries a product of two row-major matrices, which the library computes a
+    Keys as columns make the scores of a few queries a matmul of two row-major matrices, which the library computes a
     fifth faster and which reads each line of memory once.
 
-    `reserve` says what is needed; a layer's tensors follow at its next `tensors`. They are zeroed when allocated, because
+    `reserve` sets the size; a layer's tensors follow at its next `tensors`. They are zeroed when allocated, because
     attention multiplies masked values by 0, and 0 times the NaN of stale memory is not 0.
     """
 
@@ -25,7 +25,7 @@ class SlotStore:
         self.keys_as_columns = keys_as_columns
         self.num_slots = 0
         self.capacity = 0
-        self.version = 0  # counts up when tensors that were handed out may no longer be the layers' own
+        self.version = 0  # counts up when tensors that were returned may no longer be the layers' own
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def reserve(self, num_slots: int, length: int, limit: int) -> None:

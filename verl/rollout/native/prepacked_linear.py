@@ -5,7 +5,7 @@ weights as it goes (at 8 rows nearly half). MKL takes weights that were arranged
 long as two decode steps.
 
 Libraries choose a kernel by the number of rows, and some kernels add up a row's terms in another order, or by the row's
-place among the others. So a batch-invariant product is computed in tiles: numbers of rows for which random weights of the
+place among the others. So a batch-invariant matmul is computed in tiles: numbers of rows for which random weights of the
 same shape gave equal bits, at every place in every tile. Rows that fill no tile are padded.
 """
 
@@ -88,7 +88,7 @@ def padded_rows(tiles: tuple[int, ...], rows: int) -> int:
 
 
 def padding_cost(tiles: tuple[int, ...]) -> float:
-    """Time of products in tiles of 1 to 64 rows over that of the same rows without padding, on average, estimated."""
+    """Time of matmuls in tiles of 1 to 64 rows over that of the same rows without padding, on average, estimated."""
     rows = [r for r in range(1, 65) if r <= tiles[-1]]
     return sum((_READING + padded_rows(tiles, r)) / (_READING + r) for r in rows) / len(rows)
 
@@ -177,6 +177,6 @@ def _can_prepack(outputs: int, inputs: int) -> bool:
     for rows in _CHECKED_ROWS:
         x = torch.randn(rows, inputs, generator=generator)
         if not torch.allclose(packed(x), x @ weight.t(), atol=1e-4 * inputs**0.5, rtol=1e-4):
-            log.warning("Weights [%d, %d] are not prepacked: the matrix library gives wrong products.", outputs, inputs)
+            log.warning("Weights [%d, %d] are not prepacked: the matrix library multiplies wrongly.", outputs, inputs)
             return False
     return True

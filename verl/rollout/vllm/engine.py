@@ -1,4 +1,4 @@
-"""The rollout engine on vLLM: checks, versions and weights on the trainer's side; see the package for the whole."""
+"""The rollout engine on vLLM: checks, versions and weights on the trainer's side; see the package."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class Ranks(ExecutorWithExternalLauncher):
     tensor_parallel_size, and all of them do the same. All ranks make it at the same time."""
 
     def _distributed_args(self) -> tuple[str, int, int]:
-        """(rendezvous, rank, device). Nobody meets anew; workers of vLLM on a CPU find each other by this name."""
+        """(rendezvous, rank, device). No new rendezvous; workers of vLLM on a CPU find each other by this name."""
         name = torch.tensor(random.SystemRandom().getrandbits(62))
         on_gpu = torch.cuda.is_available()
         name = name.cuda() if on_gpu and dist.get_backend() == "nccl" else name

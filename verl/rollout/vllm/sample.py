@@ -41,7 +41,7 @@ class _Row:
 
 
 class Draws:
-    """The rows of vLLM's batch by index, kept up to date as vLLM says (`update_state`), and the draw on its logits
+    """The rows of vLLM's batch by index, updated by vLLM (`update_state`), and the sampling on its logits
     (`apply`). library.Draw makes it a logits processor of vLLM's; other requests' rows are left alone."""
 
     def __init__(self) -> None:

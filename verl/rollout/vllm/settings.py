@@ -25,7 +25,7 @@ _MOST_OF_MEMORY = 8  # at most one part in so many of the free memory of a CPU m
 def make_setup(
     config: RolloutConfig, own: OwnCopy, skeleton: Any, *, eos_token_ids: tuple[int, ...], vocab_size: int
 ) -> Setup:
-    """`skeleton` is the model without numbers. Entries of rollout.engine_kwargs.vllm go before all others."""
+    """`skeleton` is a meta-device model. Entries of rollout.engine_kwargs.vllm go before all others."""
     on_cpu = own.device.type == "cpu"
     longest = longest_sequence(config, skeleton)
     arguments: dict[str, Any] = {
@@ -89,7 +89,7 @@ def _environment(own: OwnCopy, num_devices: int) -> dict[str, str]:
         num_ranks = num_devices if dist.is_initialized() else 1  # each rank has its share of the cores already
         num_threads = max(1, torch.get_num_threads() * num_ranks // num_devices)
         wishes |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(num_threads)}
-    elif own.in_process:  # here CUDA has counted its devices, and goes by their numbers
+    elif own.in_process:  # CUDA has counted the devices of this process already
         visible = own.visible_devices or _own_devices(own.device, num_devices)
         wishes |= {"CUDA_VISIBLE_DEVICES": ",".join(visible)} if visible else {}
     needs = {

@@ -1,7 +1,7 @@
 """Checksums of the weights that vLLM's model holds against those that were sent, before they are packed for a processor.
 
     sent      q_proj  k_proj  v_proj       sums of integers do not depend on order, so that of a fused parameter is that of its
-    held      ─────── qkv_proj ──────      pieces, and over the ranks of tensor parallelism that of the whole
+    held      ─────── qkv_proj ──────      parts, and over the ranks of tensor parallelism that of the whole
 
 vLLM fuses, divides and packs; a packed weight cannot be read any more, so each layer is looked at in the moment before.
 """
@@ -31,7 +31,7 @@ class HeldWeights:
             for at, part in enumerate(parts)
         }
         self._formats = {name: p.dtype for name, p in model.named_parameters()}
-        self._sent: dict[str, dict[int, int]] = {}  # sum of each piece of a parameter
+        self._sent: dict[str, dict[int, int]] = {}  # sum of each part of a parameter
         self._seen: dict[str, int] = {}
         self._hooked: list[Any] = []
         for prefix, layer in model.named_modules():
@@ -96,8 +96,8 @@ def word_sum(tensor: torch.Tensor) -> int:
     return int(words.sum(dtype=torch.int64))
 
 
-def _explained(pieces: list[int], own: int, total: int, size: int) -> bool:
+def _explained(parts: list[int], own: int, total: int, size: int) -> bool:
     """Whether a rank has all of it, or all ranks together, of which several may hold the same heads of keys and values."""
-    whole, first = sum(pieces), pieces[0]
+    whole, first = sum(parts), parts[0]
     possible = [own - whole, *(total - first - times * (whole - first) for times in range(1, size + 1))]
     return any(gap & _WRAP == 0 for gap in possible)

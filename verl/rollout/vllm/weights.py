@@ -81,8 +81,8 @@ class WeightReceiver:
             with set_current_vllm_config(self.vllm_config), torch.no_grad():
                 what()
         except Exception as error:  # noqa: BLE001 - whatever it is, raised here it would end the engine
-            said = str(error) if isinstance(error, ModelError) else f"{type(error).__name__}: {error}"
-            return {"error": said}
+            text = str(error) if isinstance(error, ModelError) else f"{type(error).__name__}: {error}"
+            return {"error": text}
         return {}
 
     def _verl_begin(self) -> None:
@@ -125,7 +125,7 @@ class WeightReceiver:
         """The first fault in the weights of this worker, as far as it can tell by itself."""
         try:
             self._verl_end()
-        except Exception as error:  # noqa: BLE001 - raised as soon as the other workers know of it
+        except Exception as error:  # noqa: BLE001 - raised when the other workers have it too
             return error
         if self._verl_manifest.digest != manifest:
             return ModelError(
