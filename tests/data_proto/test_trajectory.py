@@ -45,6 +45,20 @@ def test_columns_have_the_widths_of_the_config():
         assert str(values.dtype) == f"torch.{COLUMNS[name].dtype}", name
 
 
+def test_the_segments_after_those_that_are_known():
+    found = conversation()
+    assert [s.token_ids.tolist() for s in found.segments_after(0)] == [[10, 11], [20, 21, 22], [12]]
+    after = found.segments_after(3)
+    assert [(s.token_ids.tolist(), s.source, s.weight_version) for s in after] == [
+        ([21, 22], "environment", 4),
+        ([12], "policy", 5),
+    ]
+    [last] = found.segments_after(5)
+    assert last.log_probs is not None
+    assert last.log_probs.tolist() == [-2.0]
+    assert found.segments_after(6) == []
+
+
 def test_a_response_longer_than_its_columns_is_an_error():
     with pytest.raises((ValueError, RuntimeError)):
         to_columns([conversation()], pad_token_id=0, prompt_width=4, response_width=5)
@@ -62,7 +76,7 @@ def test_columns_give_the_trajectory_back(parts, wide):
     columns = to_columns(
         [found], pad_token_id=0, prompt_width=3, response_width=30, dtype=torch.float64 if wide else torch.float32
     )
-    back = trajectory_of({**columns, "ordinal": torch.tensor([3])}, 0, "stop", (1, 2))
+    back = trajectory_of(columns, 0, ordinal=3, status="stop", prompt_ids=(1, 2))
     assert (back.ordinal, back.sample, back.status) == (3, 2, "stop")
     assert all((segment.log_probs is None) == (segment.source == "environment") for segment in back.segments)
     assert len(back.segments) <= len(found.segments), "neighbours of one source and version are one segment"

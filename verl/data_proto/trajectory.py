@@ -10,13 +10,13 @@ The latter are context: they have no log-probability and are never trained. Leng
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 
-from verl.data_proto.samples import Completion, FinishReason
+from verl.data_proto.samples import Completion
 
 Source = Literal["policy", "environment"]
 Status = Literal["open", "stop", "length", "abort"]
@@ -80,6 +80,21 @@ class Trajectory:
     def response_ids(self) -> list[int]:
         """Token ids of all segments."""
         return [token for segment in self.segments for token in segment.token_ids.tolist()]
+
+    def segments_after(self, num_tokens: int) -> list[Segment]:
+        """The segments without the first `num_tokens` tokens of the response."""
+        found = []
+        for segment in self.segments:
+            skipped = min(num_tokens, len(segment.token_ids))
+            num_tokens -= skipped
+            if skipped < len(segment.token_ids):
+                log_probs = None if segment.log_probs is None else segment.log_probs[skipped:]
+                found.append(replace(segment, token_ids=segment.token_ids[skipped:], log_probs=log_probs))
+        return found
+
+    def can_resume(self, limit: int) -> bool:
+        """Whether its generation ended at the limit of a call, and it is shorter than `limit` tokens."""
+        return self.status == "length" and self.num_response_tokens < limit
 
     @property
     def oldest_version(self) -> int:
@@ -151,13 +166,13 @@ def response_lengths(columns: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 
 def trajectory_of(
-    columns: Mapping[str, torch.Tensor], row: int, status: FinishReason, prompt_ids: Sequence[int]
+    columns: Mapping[str, torch.Tensor], row: int, *, ordinal: int, status: Status, prompt_ids: Sequence[int] = ()
 ) -> Trajectory:
-    """The inverse of `to_columns` for one row of a batch that also has the column `ordinal`."""
-    length = int(response_lengths({k: columns[k][row : row + 1] for k in ("attention_mask", "responses")})[0])
+    """The inverse of `to_columns` for one row; neighbours of one source and version become one segment."""
+    length = int(columns["attention_mask"][row, -columns["responses"].shape[1] :].sum())
     names = ("responses", "response_mask", "rollout_log_probs", "token_weight_version")
     tokens, sampled, log_probs, versions = (columns[name][row, :length].numpy() for name in names)
-    found = Trajectory(int(columns["ordinal"][row]), int(columns["sample_index"][row]), prompt_ids, status=status)
+    found = Trajectory(ordinal, int(columns["sample_index"][row]), prompt_ids, status=status)
     cuts = np.flatnonzero((np.diff(sampled.astype(int)) != 0) | (np.diff(versions) != 0)) + 1
     for part in np.split(np.arange(length), cuts) if length else ():
         is_policy = bool(sampled[part[0]])
