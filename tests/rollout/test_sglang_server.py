@@ -35,7 +35,7 @@ def note(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([place, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep))
     monkeypatch.setenv("VERL_TEST_SGLANG", str(tmp_path / "note"))
     monkeypatch.setattr(client, "_FIRST_WAIT_S", 0.001)
-    monkeypatch.setattr("verl.rollout.http.server._BETWEEN_LOOKS_S", 0.02)
+    monkeypatch.setattr("verl.rollout.http.server._POLL_S", 0.02)
     monkeypatch.delitem(sys.modules, "sglang", raising=False)
     return tmp_path / "note"
 

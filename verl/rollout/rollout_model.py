@@ -20,12 +20,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from verl.errors import ModelError
 from verl.models.parallel.collectives import even_sizes, gather_into, own_range
 from verl.models.parallel.tensor import divide
 from verl.models.rounding import Region
 from verl.parallel.mesh import Mesh
 from verl.rollout.tensor_parallel_experts import divide_own_experts
+from verl.rollout.weight_version import complete, missing
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 
@@ -75,26 +75,18 @@ class Replica:
         do."""
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
         covered = {id(parameters[name]) for name in names if name in parameters}
-        missing = next((name for name, p in parameters.items() if id(p) not in covered), None)
-        if missing is not None:
-            raise _without(missing)
+        left = next((name for name, p in parameters.items() if id(p) not in covered), None)
+        if left is not None:
+            raise missing(left)
 
     def load(self, weights: Weights) -> None:
         """Copy `weights`, whole tensors by name, into the module. Raises ModelError when a name or shape is not the whole
         model's, or one of its parameters is missing; of tied ones either name will do."""
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
-        storages = {p.data_ptr() for p in parameters.values()}
+        storages = {name: p.data_ptr() for name, p in parameters.items()}
         with torch.no_grad():
-            for name, tensor in weights:
-                if self._shapes.get(name) != tensor.shape:
-                    raise ModelError(
-                        f"Weight sync sent {name} {tuple(tensor.shape)}, which the rollout replica lacks. Both must be built "
-                        "from the same actor_rollout_ref.model."
-                    )
+            for name, tensor in complete(weights, self._shapes, storages):
                 parameters[name].copy_(self._own_part(name, tensor))
-                storages.discard(parameters[name].data_ptr())
-        if storages:
-            raise _without(next(name for name, p in parameters.items() if p.data_ptr() in storages))
 
     def _own_part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         if self._group is None or name not in self._dims:
@@ -112,13 +104,6 @@ class Replica:
         named = module.named_parameters(remove_duplicate=False)
         self._dims = {name: dims[id(p)] for name, p in named if id(p) in dims}
         head.register_forward_hook(_WholeVocabulary(even_sizes(num_tokens, group.size()), group))
-
-
-def _without(name: str) -> ModelError:
-    return ModelError(
-        f"Weight sync is missing parameter {name}; the rollout replica would keep its old value. Both must be built "
-        "from the same actor_rollout_ref.model."
-    )
 
 
 class _WholeVocabulary:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,28 +15,39 @@ from verl.rollout.api import BaseRollout, OnFinish, Weights
 
 def checked(weights: Weights, skeleton: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
     """`weights` in `dtype`, each compared with the parameter of that name of `skeleton`, which may be a meta-device model.
-
-    Raises ModelError for a name or shape that the model has not, a name that comes twice, and at the end when a parameter is
-    missing; of tied ones either name will do.
-    """
+    Raises as `complete` does."""
     parameters = dict(skeleton.named_parameters(remove_duplicate=False))
-    left = {id(p): name for name, p in parameters.items()}
+    shapes = {name: p.shape for name, p in parameters.items()}
+    for name, tensor in complete(weights, shapes, {name: id(p) for name, p in parameters.items()}):
+        yield name, tensor.detach().to(dtype)
+
+
+def complete(
+    weights: Weights, shapes: Mapping[str, torch.Size], storages: Mapping[str, int]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """`weights` as they are. Raises ModelError for a name or shape that is not in `shapes`, a name that comes twice, and at the
+    end when a parameter is missing; of tied ones, which have one number in `storages`, either name will do."""
+    left = {storage: name for name, storage in storages.items()}
     received: set[str] = set()
     for name, tensor in weights:
-        parameter = parameters.get(name)
-        if parameter is None or parameter.shape != tensor.shape or name in received:
-            fault = "twice" if name in received else f"as {tuple(tensor.shape)}, which the rollout engine's model lacks"
+        if shapes.get(name) != tensor.shape or name in received:
+            fault = "twice" if name in received else f"{tuple(tensor.shape)}, which the rollout model lacks"
             raise ModelError(
-                f"Weight sync sent {name} {fault}. Both must be built from the same actor_rollout_ref.model."
+                f"Weight sync sent {name} {fault}. Both models must be built from the same actor_rollout_ref.model."
             )
         received.add(name)
-        left.pop(id(parameter), None)
-        yield name, tensor.detach().to(dtype)
+        left.pop(storages[name], None)
+        yield name, tensor
     if left:
-        raise ModelError(
-            f"Weight sync is missing parameter {next(iter(left.values()))}; the rollout engine would keep its old value. "
-            "Both must be built from the same actor_rollout_ref.model."
-        )
+        raise missing(next(iter(left.values())))
+
+
+def missing(name: str) -> ModelError:
+    """The error for a parameter that no weight came for."""
+    return ModelError(
+        f"Weight sync is missing parameter {name}; the rollout model would keep its old value. Both models must be built from "
+        "the same actor_rollout_ref.model."
+    )
 
 
 class CopyState:
