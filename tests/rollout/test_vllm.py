@@ -125,7 +125,7 @@ def test_weights_arrive_and_the_version_is_that_of_the_samples(make, load):
     [
         (lambda found: found[:-1], "missing"),
         (lambda found: [*found, ("model.other", torch.zeros(2))], "model.other"),
-        (lambda found: [(found[0][0], found[0][1][:-1]), *found[1:]], "which the rollout engine.s model lacks"),
+        (lambda found: [(found[0][0], found[0][1][:-1]), *found[1:]], "which the rollout model lacks"),
         (lambda found: [found[0], *found], "twice"),
     ],
 )
