@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-import types
 from collections.abc import Callable
 
-from verl.cli.main import run_verb
-
-VERB = "measured"
+from verl.cli.main import run_guarded
 
 
 def as_verb(function: Callable[[], object]) -> int:
@@ -21,10 +17,4 @@ def as_verb(function: Callable[[], object]) -> int:
         function()
         return 0
 
-    module = types.ModuleType(f"verl.cli.{VERB}")
-    vars(module)["run"] = run
-    sys.modules[module.__name__] = module
-    try:
-        return run_verb(VERB, [])
-    finally:
-        del sys.modules[module.__name__]
+    return run_guarded("measured", run, [])

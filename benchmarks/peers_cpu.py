@@ -83,7 +83,7 @@ def add_workload_options(parser: argparse.ArgumentParser, *, response_tokens: in
 def make_workload(options: argparse.Namespace, num_steps: int) -> Workload:
     """The work of `num_steps` steps as the options say; converts the default model if it is absent."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    from verl.cli.convert import run as convert
+    from verl.cli.model_folders import run_convert as convert
     from verl.models.load import load_tokenizer
 
     model = prepare_model(options.model, convert)

@@ -1,17 +1,24 @@
 """verl: reinforcement-learning post-training for large language models.
 
-Importing this package is cheap on purpose (no torch, no Ray): the names below are resolved on first use. Imported before
-torch, it also sets how torch's threads wait (verl.parallel.openmp).
+`import verl` imports neither torch nor Ray: the names below are resolved on first use, and import paths of other releases
+are made on import (verl/compat/finder.py). It also sets how torch's threads wait, if torch is imported afterwards
+(verl/parallel/openmp.py).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl._version import __version__
+from verl.compat.finder import install
 from verl.parallel.openmp import spin_briefly
 
-spin_briefly()  # torch, once imported, has read its setting
+if TYPE_CHECKING:
+    from verl.data_proto.proto import DataProto, DataProtoItem
+    from verl.parallel.placement import DataParallelConfig
+
+install()
+spin_briefly()  # torch reads the setting when it is imported
 
 _LAZY = {
     "DataParallelConfig": "verl.parallel.placement",

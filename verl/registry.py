@@ -45,6 +45,8 @@ def load_module(path: str) -> ModuleType:
             return importlib.import_module(path)
         file = user_file(path)
         if not file.is_file():
+            if path.startswith("verl/") and (found := _packaged_module(path)) is not None:
+                return found
             raise ConfigError(f"The file {path} does not exist (looked at {file}).")
         name = "verl_user_" + hashlib.sha1(str(file).encode()).hexdigest()[:12]
         if name in sys.modules:
@@ -66,6 +68,16 @@ def load_module(path: str) -> ModuleType:
         raise ConfigError(f"Importing {path} failed: {type(error).__name__}: {error}") from error
 
 
+def _packaged_module(path: str) -> ModuleType | None:
+    """The module of this package that `path` (`verl/utils/reward_score/rlla.py`) names in a checkout of another release;
+    None without one."""
+    name = path.removesuffix(".py").replace("/", ".")
+    try:
+        return importlib.import_module(name) if importlib.util.find_spec(name) else None
+    except ModuleNotFoundError:  # a parent is missing
+        return None
+
+
 def load_object(reference: str) -> Any:
     """The object at "module:object" or "path/to/file.py:object"; raises ConfigError naming what the module does have."""
     path, _, name = reference.rpartition(":")
@@ -73,7 +85,7 @@ def load_object(reference: str) -> Any:
         raise ConfigError(f"{reference!r} is not of the form 'module:object' or 'path/to/file.py:object'.")
     module = load_module(path)
     if not hasattr(module, name):
-        public = [n for n in vars(module) if not n.startswith("_")]
+        public = [n for n in dir(module) if not n.startswith("_")]
         raise ConfigError(f"{path} has no {name!r}{nearest(name, public) or '; it has ' + ', '.join(public[:8])}")
     return getattr(module, name)
 

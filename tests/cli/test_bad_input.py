@@ -283,7 +283,7 @@ def test_a_damaged_checkpoint_is_named_and_the_older_one_used(verl, overrides, e
     code, said = verl("check", *overrides(LONGER))
     assert code == 0
     assert "global_step_2 is damaged and not used: actor/huggingface/model.safetensors" in said
-    assert "goes on from step 1" in said
+    assert "resumes from step 1" in said
     code, said = verl("train", *overrides(SETTINGS))
     assert code == 0, said
     assert "global_step_2 is damaged and not used: actor/huggingface/model.safetensors" in said

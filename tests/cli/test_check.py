@@ -7,10 +7,8 @@ from collections import namedtuple
 import pytest
 
 from tests.cli.conftest import make_row, write_rows
-from verl.cli.checklist import estimate
-from verl.cli.checklist.api import Subject
+from verl.cli.checklist import Subject, resources
 from verl.cli.checklist.model import check_model_files
-from verl.cli.checklist.resources import num_checkpoints
 from verl.config import load_config
 
 
@@ -69,7 +67,7 @@ ROLLOUT = "actor_rollout_ref.rollout"
 def test_a_layout_of_other_machines_is_shown_without_them(changes, shown, verl, overrides):
     code, said = verl("train", "--dry-run", *overrides({**NODES, **changes}))
     assert code == 0, said
-    assert "32 devices on 4 machines: actor, rollout, reference, critic, reward on 0-31" in said
+    assert "32 devices on 4 nodes: actor, rollout, reference, critic, reward on 0-31" in said
     assert shown in said
     assert "Ready to train" in said
 
@@ -181,13 +179,13 @@ def test_too_little_disk(verl, overrides, monkeypatch):
 def test_where_it_would_go_on(verl, overrides, task):
     code, said = verl("train", *overrides({"trainer.save_freq": 1, "trainer.val_before_train": False}))
     assert code == 0, said
-    assert "goes on from step 2" in verl("check", *overrides())[1]
-    assert "starts over beside them" in verl("check", *overrides({"trainer.resume_mode": "disable"}))[1]
+    assert "resumes from step 2" in verl("check", *overrides())[1]
+    assert "starts a new run beside them" in verl("check", *overrides({"trainer.resume_mode": "disable"}))[1]
     (task / "run" / "global_step_2" / "trainer_state.json").write_text("{}")
     code, said = verl("check", *overrides())
     assert code == 0
     assert "global_step_2 is damaged and not used: trainer_state.json" in said
-    assert "goes on from step 1" in said
+    assert "resumes from step 1" in said
 
 
 # -- estimates ------------------------------------------------------------------------------------------------------------
@@ -208,11 +206,11 @@ def test_shape_of_a_real_folder(tiny_llama):
 
 
 def test_trained_and_saved_bytes():
-    assert estimate.trained_bytes(1000, 4) == 16_000  # weights, gradients, two states
-    assert estimate.trained_bytes(1000, 2) == 18_000  # and float32 masters beside 16-bit weights
-    assert estimate.checkpoint_bytes(1000, ["model", "optimizer", "extra"]) == 12_000
-    assert estimate.checkpoint_bytes(1000, ["hf_model"]) == 4_000
-    assert estimate.checkpoint_bytes(1000, ["extra"]) == 0
+    assert resources.trained_bytes(1000, 4) == 16_000  # weights, gradients, two states
+    assert resources.trained_bytes(1000, 2) == 18_000  # and float32 masters beside 16-bit weights
+    assert resources.checkpoint_bytes(1000, ["model", "optimizer", "extra"]) == 12_000
+    assert resources.checkpoint_bytes(1000, ["hf_model"]) == 4_000
+    assert resources.checkpoint_bytes(1000, ["extra"]) == 0
 
 
 def test_saved_bytes_of_a_real_checkpoint(tiny_llama, tmp_path, task, overrides, verl):
@@ -222,25 +220,25 @@ def test_saved_bytes_of_a_real_checkpoint(tiny_llama, tmp_path, task, overrides,
     subject = subject_of(*overrides(settings))
     list(check_model_files(subject))
     saved = sum(f.stat().st_size for f in (task / "run" / "global_step_2").rglob("*.safetensors"))
-    expected = estimate.checkpoint_bytes(subject.policy.num_parameters, ["model", "optimizer"])
+    expected = resources.checkpoint_bytes(subject.policy.num_parameters, ["model", "optimizer"])
     assert expected == pytest.approx(saved, rel=0.05)  # headers are large on a tiny model
 
 
 def test_cache_shares_prompts():
-    shape = estimate.ModelShape(
+    shape = resources.ModelShape(
         1, num_layers=2, hidden=64, intermediate=128, kv_heads=2, head_dim=16, max_positions=None
     )
     per_token = 2 * 2 * 2 * 16 * 4
-    assert estimate.cache_bytes(shape, 8, 4, prompt=100, response=10, width=4) == per_token * (8 * 10 + 2 * 100)
+    assert resources.cache_bytes(shape, 8, 4, prompt=100, response=10, width=4) == per_token * (8 * 10 + 2 * 100)
 
 
 def test_reference_and_critic_count_only_where_they_are(tiny_llama):
-    shape = estimate.ModelShape(
+    shape = resources.ModelShape(
         1000, num_layers=2, hidden=64, intermediate=128, kv_heads=2, head_dim=16, max_positions=None
     )
 
     def roles(*overrides):
-        return set(estimate.memory_needed(load_config(overrides, check=False).config, shape, shape, 4)) & {
+        return set(resources.memory_needed(load_config(overrides, check=False).config, shape, shape, 4)) & {
             "critic",
             "reference",
         }
@@ -260,7 +258,7 @@ def test_reference_and_critic_count_only_where_they_are(tiny_llama):
     ],
 )
 def test_checkpoints_at_once(settings, expected):
-    assert num_checkpoints(subject_of(*(f"{k}={v}" for k, v in settings.items()))) == expected
+    assert resources.num_checkpoints(subject_of(*(f"{k}={v}" for k, v in settings.items()))) == expected
 
 
 # -- the verbs that use a model ----------------------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ def test_a_script_that_runs(verl, tmp_path):
     (tmp_path / "run.sh").write_text(SCRIPT)
     code, said = verl("import-check", str(tmp_path / "run.sh"))
     assert code == 0, said
-    assert "python -m verl.trainer.main_ppo is here" in said
+    assert "python -m verl.trainer.main_ppo is available" in said
     assert "custom_reward_function.path -> reward.custom_reward_function.path" in said
     assert "No effect: actor_rollout_ref.actor.clip_ratio_c=10.0" in said
     assert "$WORLD_NODES has no value" in said
@@ -148,8 +148,8 @@ def test_a_python_file(verl, tmp_path):
         "line 7: a_package_that_is_not_there is not installed",
         "compute_score(data_source, solution_str, ground_truth, extra_info, weight) can score",
         "compute_score_of_two(solution_str, ground_truth) takes no data_source, extra_info",
-        "Rows is a data set for data.custom_cls; it replaces __init__, _build_messages",
-        "own of Rows: called by no code of verl",
+        "Rows is a dataset for data.custom_cls; it replaces __init__, _build_messages",
+        "own of Rows: verl does not call it",
         "Rows.__init__ takes no processor, max_samples",
     ):
         assert words in said, said

@@ -10,7 +10,7 @@ import pytest
 from verl import errors
 from verl.cli.main import VERBS, main
 
-DOORS = {
+COMMANDS = {
     "verl.trainer.main_ppo": ("train",),
     "verl.trainer.main_eval": ("eval",),
     "verl.trainer.main_generation": ("generate", "--output", "x"),
@@ -28,9 +28,9 @@ def fresh_python(code, *arguments):
 def test_help_lists_every_verb(verl):
     code, said = verl("--help")
     assert code == 0
-    for name, what in VERBS.items():
+    for name, verb in VERBS.items():
         assert f"{name} " in said
-        assert what in said
+        assert verb.meaning in said
 
 
 def test_no_verb_is_a_usage_error(verl):
@@ -46,7 +46,7 @@ def test_unknown_verb_names_the_nearest(verl):
 
 
 @pytest.mark.parametrize(
-    ("verb", "words"), [("sft", "go on from its model folder"), ("grpo", "verl train"), ("plan", "check")]
+    ("verb", "words"), [("dpo", "continue from its model folder"), ("grpo", "verl train"), ("plan", "check")]
 )
 def test_verbs_known_elsewhere_say_what_to_do(verb, words, verl):
     code, said = verl(verb, "--help")
@@ -89,7 +89,7 @@ def test_help_of_every_verb_starts_without_torch_and_quickly(verb):
 @pytest.mark.parametrize("kind", [errors.ConfigError, errors.DataError, errors.CheckpointError, errors.DeadlineError])
 def test_an_error_of_ours_is_a_sentence_and_the_code_of_its_type(kind, verl, monkeypatch):
     monkeypatch.delenv("LOG_LEVEL", raising=False)
-    monkeypatch.setattr("verl.cli.data.run", raising(kind("The cause, the place, the fix.")))
+    monkeypatch.setattr("verl.data.prepare.main", raising(kind("The cause, the place, the fix.")))
     code, said = verl("data")
     assert code == kind.exit_code
     assert said == "verl data: The cause, the place, the fix.\n"
@@ -97,7 +97,7 @@ def test_an_error_of_ours_is_a_sentence_and_the_code_of_its_type(kind, verl, mon
 
 def test_debug_shows_the_traceback_too(verl, monkeypatch):
     monkeypatch.setenv("LOG_LEVEL", "debug")
-    monkeypatch.setattr("verl.cli.data.run", raising(errors.DataError("A sentence.")))
+    monkeypatch.setattr("verl.data.prepare.main", raising(errors.DataError("A sentence.")))
     code, said = verl("data")
     assert code == errors.DataError.exit_code
     assert "Traceback" in said
@@ -105,12 +105,12 @@ def test_debug_shows_the_traceback_too(verl, monkeypatch):
 
 
 def test_an_interrupt_is_130(verl, monkeypatch):
-    monkeypatch.setattr("verl.cli.data.run", raising(KeyboardInterrupt()))
+    monkeypatch.setattr("verl.data.prepare.main", raising(KeyboardInterrupt()))
     assert verl("data") == (130, "verl data: interrupted.\n")
 
 
 def test_another_exception_is_called_a_bug(verl, monkeypatch):
-    monkeypatch.setattr("verl.cli.data.run", raising(ZeroDivisionError("in the deep")))
+    monkeypatch.setattr("verl.data.prepare.main", raising(ZeroDivisionError("in the deep")))
     code, said = verl("data")
     assert code == 70
     assert "ZeroDivisionError: in the deep" in said
@@ -126,7 +126,7 @@ REFUSALS = {
 
 @pytest.mark.parametrize("number", REFUSALS)
 def test_what_the_system_refuses_is_a_sentence(number, verl, monkeypatch):
-    monkeypatch.setattr("verl.cli.data.run", raising(OSError(number, os.strerror(number), "rows.jsonl")))
+    monkeypatch.setattr("verl.data.prepare.main", raising(OSError(number, os.strerror(number), "rows.jsonl")))
     code, said = verl("data")
     assert code == 1
     assert said.startswith(f"verl data: Reading or writing rows.jsonl failed: {os.strerror(number)}. ")
@@ -135,15 +135,15 @@ def test_what_the_system_refuses_is_a_sentence(number, verl, monkeypatch):
 
 
 def test_other_errors_of_the_system_are_bugs(verl, monkeypatch):
-    monkeypatch.setattr("verl.cli.data.run", raising(FileNotFoundError(errno.ENOENT, "No such file", "gone")))
+    monkeypatch.setattr("verl.data.prepare.main", raising(FileNotFoundError(errno.ENOENT, "No such file", "gone")))
     code, said = verl("data")
     assert code == 70
     assert "FileNotFoundError" in said
 
 
-@pytest.mark.parametrize("module", DOORS)
-def test_doors_are_the_verbs(module):
-    verb, *options = DOORS[module]
+@pytest.mark.parametrize("module", COMMANDS)
+def test_commands_of_other_releases_are_verbs(module):
+    verb, *options = COMMANDS[module]
     command = [sys.executable, "-m", module, *options, "data.train_file=x"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2

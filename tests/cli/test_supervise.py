@@ -78,9 +78,7 @@ def test_a_crash_is_gone_on_from(supervised):
     run = supervised("killed_once")
     code, said = run.end()
     assert code == 0
-    assert (
-        "The run ended in step 3 (gen) with SIGKILL. It goes on from where it began in 0.02 s (restart 1 of 3)." in said
-    )
+    assert "The run ended in step 3 (gen) with SIGKILL. It resumes from its start in 0.02 s (restart 1 of 3)." in said
     assert len(run.attempts()) == 2
     (event,) = run.events()
     assert (event["event"], event["step"], event["phase"], event["cause"], event["code"]) == (
@@ -102,7 +100,7 @@ def test_the_same_end_twice_is_enough(supervised):
     run = supervised("always_killed")
     code, said = run.end()
     assert code == 128 + signal.SIGKILL
-    assert "twice in a row in the same way, last in step 2 (gen) with SIGKILL. It is not started again" in said
+    assert "twice in a row in the same way, last in step 2 (gen) with SIGKILL. It is not restarted" in said
     assert "memory" in said
     assert [event["event"] for event in run.events()] == ["restarted", "gave up"]
 
@@ -222,5 +220,5 @@ def test_crashes_are_shown(tmp_path, verl):
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     code, said = verl("show", tmp_path)
     assert code == 0
-    assert "restarted 1 time after a crash; then it was given up" in said
+    assert "restarted 1 time after a crash; then it gave up" in said
     assert "in step 3 (gen): SIGKILL" in said

@@ -54,7 +54,7 @@ class TestFiles:
         (tmp_path / "taken").write_text("a file, so that no folder can be made in it")
         monkeypatch.setattr(files, "SHARED_MEMORY", tmp_path / "taken")
         assert files.copy_to_local(str(tmp_path / "model"), use_shm=True) == f"{tmp_path}/model"
-        assert "read from where it is" in caplog.text
+        assert "the original is used" in caplog.text
 
     def test_folders(self, tmp_path, monkeypatch):
         from verl.utils.fs import is_non_local, local_mkdir_safe
@@ -330,7 +330,7 @@ class TestCheckpoints:
 
 
 def test_samples_of_a_validation_go_to_the_open_trackers(tmp_path, monkeypatch):
-    from verl.utils.tracking import Tracking, ValidationGenerationsLogger, _open
+    from verl.compat.tracking import Tracking, ValidationGenerationsLogger, _open
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TENSORBOARD_DIR", str(tmp_path / "events"))
@@ -364,7 +364,8 @@ def test_without_ray_the_sentence_names_the_extra():
         "from verl.trainer.ppo.ray_trainer import RayPPOTrainer, compute_advantage\n"
         "from verl.trainer.ppo.reward import compute_reward_async\n"
         "from verl.single_controller.base import Worker\n"
-        "for use in (lambda: compute_reward_async.remote(None), lambda: __import__('verl.single_controller.ray')):\n"
+        "from verl.single_controller import ray as groups\n"
+        "for use in (lambda: compute_reward_async.remote(None), lambda: groups.RayWorkerGroup):\n"
         "    try:\n"
         "        use()\n"
         "    except MissingExtraError as error:\n"

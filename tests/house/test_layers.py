@@ -5,6 +5,7 @@ import ast
 import pytest
 
 from tests.house.source import files, imports, relative, room, tree
+from verl.compat.finder import IS_PACKAGE
 
 # From the ground up. A room may import from rooms of earlier rows and from itself.
 LAYERS = (
@@ -24,63 +25,20 @@ LAYERS = (
     ("programs",),
     ("run",),
     ("cli",),
+    ("compat",),  # serves scripts of other releases
 )
 HEIGHT = {room: height for height, row in enumerate(LAYERS) for room in row}
 
-# Names that recipes import or commands start. They only hand on, so they may look anywhere, and nothing looks at them.
-FACES = (
-    "verl",
-    "verl.__main__",
-    "verl.base_config",
-    "verl.model_merger",
-    "verl.protocol",
-    "verl.single_controller",
-    "verl.single_controller.base",
-    "verl.single_controller.base.decorator",
-    "verl.single_controller.ray",
-    "verl.single_controller.ray.base",
-    "verl.utils",
-    "verl.trainer",
-    "verl.trainer.constants_ppo",
-    "verl.trainer.logger",
-    "verl.trainer.main_eval",
-    "verl.trainer.main_generation",
-    "verl.trainer.main_generation_server",
-    "verl.trainer.main_ppo",
-    "verl.trainer.main_ppo_sync",
-    "verl.trainer.config",
-    "verl.trainer.ppo",
-    "verl.trainer.ppo.core_algos",
-    "verl.trainer.ppo.metric_utils",
-    "verl.trainer.ppo.ray_trainer",
-    "verl.trainer.ppo.reward",
-    "verl.trainer.ppo.rollout_corr_helper",
-    "verl.trainer.ppo.utils",
-    "verl.worker",
-    "verl.workers",
-    "verl.workers.config",
-)
-# folders of such names, and of the code behind them that is not anywhere else
-FACE_FOLDERS = ("verl.compat", "verl.experimental", "verl.utils", "verl.workers.reward_manager")
-# import paths that hold code of their own still
-WITH_CODE = (
-    "verl.model_merger",
-    "verl.trainer.logger",
-    "verl.trainer.ppo.core_algos",
-    "verl.trainer.ppo.metric_utils",
-    "verl.utils.hdfs_io",
-    "verl.utils.seqlen_balancing",
-    "verl.utils.torch_functional",
-    "verl.utils.tracking",
-)
+# Import paths of other releases that have a file; the others are rows of verl/compat/import_paths.py.
+COMPATIBILITY_FILES = ("verl", "verl.__main__", "verl.protocol", "verl.trainer.config", "verl.trainer.main_ppo")
 
 
-def is_face(name):
-    return name in FACES or any(name == folder or name.startswith(f"{folder}.") for folder in FACE_FOLDERS)
+def is_import_path(name):
+    return name in COMPATIBILITY_FILES or name in IS_PACKAGE
 
 
 def own_files():
-    return [name for name in files() if not is_face(name)]
+    return [name for name in files() if not is_import_path(name)]
 
 
 def ours(name):
@@ -92,17 +50,12 @@ def test_every_room_has_its_place():
     assert rooms <= set(HEIGHT), f"give {rooms - set(HEIGHT)} a row in LAYERS"
 
 
-def test_faces_exist():
-    assert set(FACES) <= set(files())
-
-
 def test_import_paths_only_hand_on():
-    """What an import path needs is in verl/compat or in a room of ours; `__getattr__` puts off an import."""
+    """The code behind an import path is in verl/compat or below; `__getattr__` defers an import."""
     wrong = [
-        f"{relative(path)}:{node.lineno} {node.name}"
-        for name, path in files().items()
-        if is_face(name) and name.split(".")[1:2] != ["compat"] and name not in WITH_CODE
-        for node in ast.walk(tree(path))
+        f"{relative(files()[name])}:{node.lineno} {node.name}"
+        for name in COMPATIBILITY_FILES
+        for node in ast.walk(tree(files()[name]))
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name != "__getattr__"
     ]
     assert not wrong, "\n".join(wrong)
@@ -120,13 +73,13 @@ def test_imports_run_downwards():
     assert not wrong, "\n".join(wrong)
 
 
-def test_nothing_of_ours_imports_a_face():
+def test_no_code_of_ours_uses_an_import_path():
     """Otherwise code would begin to live behind the old names."""
     wrong = [
         f"{relative(files()[name])}:{found.line} imports {found.module}"
         for name in own_files()
         for found in ours(name)
-        if is_face(found.module)
+        if is_import_path(found.module)
     ]
     assert not wrong, "\n".join(wrong)
 

@@ -7,7 +7,6 @@ import subprocess
 import pytest
 
 from tests.house.source import PACKAGE, ROOT, files, imports, relative, tree
-from tests.house.test_layers import is_face
 
 MAX_FILE_LINES = 399
 MAX_FUNCTION_LINES = 59
@@ -78,7 +77,7 @@ def test_no_drawer_for_everything():
     drawers = [
         relative(p)
         for name, p in files().items()
-        if (p.stem in ("common", "misc", "helpers") or p.stem.startswith("utils")) and not is_face(name)
+        if (p.stem in ("common", "misc", "helpers") or p.stem.startswith("utils"))
     ]
     assert not drawers
 

@@ -1,4 +1,4 @@
-"""What train, eval, generate and check share: Hydra-style overrides and the options that name a YAML file."""
+"""Command lines of the verbs that read a config: Hydra-style overrides, and options that name a YAML file."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from verl.config import PPO, LoadedConfig, load_config
+from verl.config import PPO, LoadedConfig, Schema, load_config
 from verl.errors import ConfigError, nearest
 
-# the keys that most scripts set, shown by --help
-COMMON_KEYS = (
+# schema -> the keys that most scripts set, shown by --help
+_COMMON_PPO = (
     "actor_rollout_ref.model.path",
     "data.train_files",
     "data.val_files",
@@ -33,93 +33,113 @@ COMMON_KEYS = (
     "trainer.default_local_dir",
     "trainer.logger",
 )
+_COMMON_SFT = (
+    "model.path",
+    "data.train_files",
+    "data.val_files",
+    "data.train_batch_size",
+    "data.max_length",
+    "data.truncation",
+    "optim.lr",
+    "optim.lr_scheduler_type",
+    "engine.ulysses_sequence_parallel_size",
+    "sft.loss",
+    "trainer.total_epochs",
+    "trainer.save_freq",
+    "trainer.test_freq",
+    "trainer.default_local_dir",
+    "trainer.logger",
+)
+COMMON_KEYS = {"ppo": _COMMON_PPO, "sft": _COMMON_SFT}
+_SUBSECTIONS = tuple(f"actor_rollout_ref.{name}" for name in ("model", "actor", "rollout", "ref"))  # shown by --help
 
-
-# Hydra's flags -> what to do
-_ELSEWHERE = {
+# Hydra's options -> advice
+_HYDRA_OPTIONS = {
     **dict.fromkeys(("-m", "--multirun"), "start one command for each setting"),
     **dict.fromkeys(
-        ("-c", "--cfg", "--info"), "`verl check key=value ...` looks at a config, docs/config.md has every key"
+        ("-c", "--cfg", "--info"), "`verl check key=value ...` examines a config, and docs/config.md has every key"
     ),
 }
 
 
-def _as_key(flag: str) -> str:
-    """What to set instead of another trainer's flag, such as --num_generations; "" for an unknown one."""
-    key = PPO.compat.other_trainers.get(flag.lstrip("-").replace("-", "_"), "") if flag.startswith("--") else ""
-    return f"settings are given as key=value, and this one by {key}" if key else ""
-
-
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are ConfigErrors that name the nearest option."""
+    """An argument parser whose errors are ConfigErrors that name the nearest option, or a key of `schema` instead."""
 
-    def __init__(self, **settings: Any):
+    def __init__(self, schema: Schema[Any] | None = None, **settings: Any):
         super().__init__(allow_abbrev=False, **settings)
+        self.schema = schema
 
     def error(self, message: str) -> NoReturn:
         unknown = message.removeprefix("unrecognized arguments: ").split("=")[0].split()
         flag = unknown[0] if unknown and unknown[0].startswith("-") else ""
-        takes_keys = any(action.dest == "overrides" for action in self._actions)
-        if takes_keys and (instead := _ELSEWHERE.get(flag) or _as_key(flag)):
-            raise ConfigError(f"There is no option {flag} here: {instead}.")
+        if self.schema is not None and (advice := _HYDRA_OPTIONS.get(flag) or _key_instead(flag, self.schema)):
+            raise ConfigError(f"There is no option {flag} here: {advice}.")
         hint = nearest(flag, self._option_string_actions) if flag else ""
-        raise ConfigError(f"{message}{hint.removesuffix('?') or ''}. `{self.prog} --help` lists what there is.")
+        raise ConfigError(f"{message}{hint.removesuffix('?') or ''}. `{self.prog} --help` lists the options.")
+
+
+def _key_instead(flag: str, schema: Schema[Any]) -> str:
+    """The key for another trainer's flag, such as --num_generations; "" for an unknown one."""
+    name = flag.removeprefix("--").replace("-", "_")
+    key = schema.compat.other_trainers.get(name, "") if flag.startswith("--") else ""
+    return f"settings are given as key=value, and this one by {key}" if key else ""
 
 
 @dataclass
 class ConfigArguments:
-    """A command line of `key=value` overrides, where the YAML file is, and the verb's own options."""
+    """A parsed command line: `key=value` overrides, the YAML file, and the verb's own options."""
 
+    schema: Schema[Any]
     overrides: list[str]
     config_path: str | None
     config_name: str | None
     options: argparse.Namespace
 
-    def load(self, *, check: bool = True) -> LoadedConfig:
+    def load(self, *, check: bool = True) -> LoadedConfig[Any]:
         """The resolved config; raises ConfigError."""
-        return load_config(self.overrides, self.config_path, self.config_name, check=check)
+        return load_config(self.overrides, self.config_path, self.config_name, schema=self.schema, check=check)
 
 
 def parse(
-    verb: str, about: str, argv: list[str], options: Mapping[str, Mapping[str, Any]] | None = None
+    verb: str,
+    about: str,
+    argv: list[str],
+    options: Mapping[str, Mapping[str, Any]] | None = None,
+    *,
+    schema: Schema[Any] = PPO,
 ) -> ConfigArguments:
     """Split `argv` into overrides and options (`options`: flag -> arguments of add_argument). `--help` prints the
     sections and the common keys with their defaults, and exits. Raises ConfigError."""
     parser = Parser(
+        schema,
         prog=f"verl {verb}",
         usage=f"verl {verb} [options] key=value ...",
         description=about,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=_keys() if {"-h", "--help"} & set(argv) else None,
+        epilog=_key_help(schema) if {"-h", "--help"} & set(argv) else None,
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="a.b.c=value; +a.b=value and ++a.b=value too")
     parser.add_argument(
         "--config-path", "--config-dir", "-cp", "-cd", metavar="PATH", help="folder of --config-name, or a YAML file"
     )
     parser.add_argument(
-        "--config-name", "-cn", metavar="NAME", help="YAML file without its ending, there or among the built-in ones"
+        "--config-name", "-cn", metavar="NAME", help="YAML file without its suffix, in that folder or built in"
     )
     for flag, settings in (options or {}).items():
         parser.add_argument(flag, **settings)
     found = parser.parse_intermixed_args(argv)
-    return ConfigArguments(found.overrides, found.config_path, found.config_name, found)
+    return ConfigArguments(schema, found.overrides, found.config_path, found.config_name, found)
 
 
-def _keys() -> str:
+def _key_help(schema: Schema[Any]) -> str:
     from verl.config.sources import built_in_names
 
-    known = PPO.leaves
-    top = {path: meaning for path, meaning in PPO.sections.items() if path.count(".") < 1 or path in _GROUPS}
-    width = max(map(len, top))
-    lines = ["sections:", *(f"  {path:<{width}}  {meaning}" for path, meaning in top.items())]
+    shown = {path: meaning for path, meaning in schema.sections.items() if "." not in path or path in _SUBSECTIONS}
+    width = max(map(len, shown))
+    lines = ["sections:", *(f"  {path:<{width}}  {meaning}" for path, meaning in shown.items())]
     lines += ["", "common keys with their defaults (docs/config.md has all):"]
-    for path in COMMON_KEYS:
-        lines += [f"  {path}={_shown(known[path].default)}", f"      {known[path].key.meaning}"]
-    return "\n".join([*lines, "", f"built-in configs for --config-name: {', '.join(built_in_names(PPO))}"])
-
-
-_GROUPS = tuple(f"actor_rollout_ref.{name}" for name in ("model", "actor", "rollout", "ref"))
-
-
-def _shown(default: Any) -> str:
-    return "null" if default is None else str(default).replace(" ", "")
+    for path in COMMON_KEYS[schema.name]:
+        default = schema.leaves[path].default
+        text = "null" if default is None else str(default).replace(" ", "")
+        lines += [f"  {path}={text}", f"      {schema.leaves[path].key.meaning}"]
+    return "\n".join([*lines, "", f"built-in configs for --config-name: {', '.join(built_in_names(schema))}"])

@@ -1,21 +1,22 @@
-"""`verl check`: everything that can be known before training; exit code 1 when something would fail."""
+"""`verl check`: checks of a config, its model and its data before training; exit code 1 when one fails."""
 
 from __future__ import annotations
 
 from verl.cli.arguments import ConfigArguments, parse
 from verl.errors import ConfigError, VerlError
 
-ABOUT = """Check what can be known before training: the config, the model folder and tokenizer, every row of the data with its
-template and length, the reward on each reference answer, trackers, memory and disk."""
+_ABOUT = """Check before training: the config, the model folder and tokenizer, every row of the data with its template and
+length, the reward on each reference answer, trackers, memory and disk."""
 
 
-def run(argv: list[str]) -> int:
-    return check(parse("check", ABOUT, argv))
+def run_check(argv: list[str]) -> int:
+    """Print the checklist of a command line: the exit code."""
+    return check(parse("check", _ABOUT, argv))
 
 
 def check(arguments: ConfigArguments) -> int:
     """Print the checklist; 0 when the run can start, 1 when something would stop it."""
-    from verl.cli.checklist.api import Subject
+    from verl.cli.checklist import Subject
     from verl.cli.report import Line, Report
 
     report = Report()
@@ -35,7 +36,7 @@ def check(arguments: ConfigArguments) -> int:
 
 
 def _every_problem(arguments: ConfigArguments, error: ConfigError) -> list[str]:
-    """The sentences of all that is wrong with a config that could not be loaded, not only of what stopped its loading."""
+    """All problems of a config that cannot be loaded, not only the one that stopped loading it."""
     try:
         arguments.load()
     except ConfigError as every:

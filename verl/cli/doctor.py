@@ -1,4 +1,4 @@
-"""`verl doctor`: what this machine has, what would not work, and why."""
+"""`verl doctor`: devices, packages, memory and disk of this machine, and problems with their fixes."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import Any
 
 from verl.cli.arguments import Parser
 
-ABOUT = "Say what this machine has (devices, torch build, engines, memory, disk) and what would not work, with the fix."
+_ABOUT = "Report devices, torch build, engines, memory and disk of this machine, and problems with their fixes."
 
 
-def run(argv: list[str]) -> int:
-    parser = Parser(prog="verl doctor", description=ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter)
+def run_doctor(argv: list[str]) -> int:
+    """Print the report: the exit code, 1 if something fails."""
+    parser = Parser(prog="verl doctor", description=_ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
     arguments = parser.parse_args(argv)
     from verl.cli.machine.findings import findings
@@ -35,7 +36,7 @@ def run(argv: list[str]) -> int:
 
 
 def facts(host: dict[str, Any], packages: dict[str, Any]) -> list[tuple[str, str]]:
-    """(topic, sentence) for everything that was found, without judgement."""
+    """(topic, sentence) of every fact."""
     torch, transformers = packages["torch_probe"], packages["transformers_probe"]
     limits = ", ".join(f"{name} {'unlimited' if v is None else v}" for name, v in host["limits"].items())
     engines = [f"{name} {version or 'not installed'}" for name, version in packages["optional"].items()]
@@ -94,7 +95,7 @@ def _bfloat16(torch: dict[str, Any]) -> str:
 
 
 def _batch_invariance(torch: dict[str, Any]) -> str:
-    """Of the products alone: a run looks at its model's shapes, and at attention."""
+    """Batch invariance of matmuls; a run checks its model's shapes, and attention."""
     if "equal_rows" not in torch:
         return "batch invariance of torch's matmuls: unknown"
     found = [
@@ -111,7 +112,7 @@ def _devices(torch: dict[str, Any], driver: dict[str, Any] | None) -> str:
         for d in torch.get("devices", [])
     ]
     if torch.get("mps_available"):
-        seen.append("an Apple GPU, which verl does not use")
+        seen.append("an Apple GPU, unused by verl")
     known = (
         f"; driver: {'; '.join(driver['gpus'])}, CUDA up to {driver['newest_cuda']}" if driver else "; no NVIDIA driver"
     )

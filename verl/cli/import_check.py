@@ -1,4 +1,4 @@
-"""`verl import-check`: what of a script, YAML or Python file of the existing verl runs here; 1 when something is missing."""
+"""`verl import-check`: which commands, keys and names of scripts and files run here; exit code 1 when one is missing."""
 
 from __future__ import annotations
 
@@ -9,12 +9,17 @@ from verl.cli.arguments import Parser
 from verl.cli.report import Line, Report
 from verl.errors import ConfigError
 
-_ABOUT = """Read files that were written for the existing verl, without running them: launch scripts (.sh), YAML files of its
-config, and Python files (reward functions, data sets, recipes). Says what runs, what was renamed and what is missing."""
+_ABOUT = """Read files that were written for other verl releases, without running them: launch scripts (.sh), YAML config files,
+and Python files (reward functions, datasets, recipes). Reports what runs, what was renamed and what is missing."""
 _NUM_NAMED = 12
+_LEVELS = {"error": "fail", "warning": "warn", "notice": "info"}
+
+# commands that read the config tree
+_PROGRAMS = ("verl.trainer.main_ppo", "verl.trainer.main_ppo_sync", "verl.trainer.main_generation")
 
 
-def run(argv: list[str]) -> int:
+def run_import_check(argv: list[str]) -> int:
+    """Report on each file: the exit code."""
     parser = Parser(prog="verl import-check", description=_ABOUT)
     parser.add_argument("files", nargs="+", metavar="FILE", help="a .sh, .yaml or .py file")
     files = [Path(name) for name in parser.parse_args(argv).files]
@@ -31,7 +36,7 @@ def _examine(file: Path) -> Iterator[Line]:
     elif file.suffix == ".py":
         from verl.cli.compat import python_files
 
-        yield from python_files.examine(file)
+        yield from python_files.examine_file(file)
     elif file.suffix in (".yaml", ".yml"):
         yield from _config([], str(file), None)
     else:
@@ -45,30 +50,25 @@ def _script(file: Path) -> Iterator[Line]:
     if not commands:
         yield Line("fail", "no command `python -m verl...` was found")
     for command in commands:
-        yield from _module(command.module)
+        yield _module(command.module)
         for argument, variable in command.unknown.items():
-            yield Line("info", f"{argument} is not looked at: {variable} has no value in the script")
+            yield Line("info", f"{argument} is not checked: {variable} has no value in the script")
         if command.module in _PROGRAMS:
             yield from _config(command.overrides, command.config_path, command.config_name)
 
 
-# the programs that read the config tree
-_PROGRAMS = ("verl.trainer.main_ppo", "verl.trainer.main_ppo_sync", "verl.trainer.main_generation")
-
-
-def _module(module: str) -> Iterator[Line]:
-    import importlib.util
+def _module(module: str) -> Line:
+    from importlib.util import find_spec
 
     try:
-        there = importlib.util.find_spec(module) is not None
+        exists = find_spec(module) is not None
     except ModuleNotFoundError:
-        there = False
-    if there:
-        yield Line("pass", f"python -m {module} is here")
-    elif module.startswith("recipe"):
-        yield Line("warn", f"python -m {module} is a program of the recipe: check its Python files too")
-    else:
-        yield Line("fail", f"python -m {module} is not available in this version; `verl --help` lists what there is")
+        exists = False
+    if exists:
+        return Line("pass", f"python -m {module} is available")
+    if module.startswith("recipe"):
+        return Line("warn", f"python -m {module} is a program of the recipe: check its Python files too")
+    return Line("fail", f"python -m {module} is not available in this version; `verl --help` lists the verbs")
 
 
 def _config(overrides: list[str], config_path: str | None, config_name: str | None) -> Iterator[Line]:
@@ -80,14 +80,10 @@ def _config(overrides: list[str], config_path: str | None, config_name: str | No
         yield Line("fail", str(error))
         return
     for problem in problems:
-        level = {"error": "fail", "warning": "warn", "notice": "info"}[problem.level]
-        yield Line(level, problem.sentence)  # type: ignore[arg-type]
+        yield Line(_LEVELS[problem.level], problem.sentence)  # type: ignore[arg-type]
     renamed = [f"{s.spelled} -> {path}" for path, s in loaded.given.items() if s.origin != s.source]
     if renamed:
-        yield Line("info", f"renamed, and understood: {', '.join(renamed)}")
-    yield Line("pass", f"{len(loaded.given)} keys are known: {_named(list(loaded.given))}")
-
-
-def _named(keys: list[str]) -> str:
+        yield Line("info", f"renamed and accepted: {', '.join(renamed)}")
+    keys = list(loaded.given)
     more = f" and {len(keys) - _NUM_NAMED} more" if len(keys) > _NUM_NAMED else ""
-    return ", ".join(keys[:_NUM_NAMED]) + more
+    yield Line("pass", f"{len(keys)} known keys: {', '.join(keys[:_NUM_NAMED])}{more}")

@@ -1,6 +1,6 @@
-"""`verl VERB ...`: finds the verb's file, runs it, and turns errors into one sentence and an exit code.
+"""`verl VERB ...`: runs the verb's function, and turns errors into one sentence and an exit code.
 
-Nothing heavy is imported here: `verl --help` and `verl VERB --help` start without torch.
+It imports nothing heavy: `verl --help` and `verl VERB --help` start without torch.
 """
 
 from __future__ import annotations
@@ -10,50 +10,61 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from verl.errors import ConfigError, VerlError, nearest
 from verl.parallel.memory import keep_freed_memory
 from verl.parallel.openmp import spin_briefly
 
-# verb -> what it does; the code of each is verl/cli/<verb>.py, with _ for -
+
+class Verb(NamedTuple):
+    """A verb: `function(arguments) -> exit code` as "module:name", and its line of `verl --help`."""
+
+    function: str
+    meaning: str
+    supervised: bool = False  # in a process of its own it may fork, and is called with supervised=True
+
+
 VERBS = {
-    "train": "train a policy with PPO, GRPO and their kin",
-    "eval": "validate a model on held-out prompts",
-    "generate": "write samples of a model as JSON lines",
-    "show": "show a run: what bounds it, what to change, how it learns",
-    "check": "check everything that can be known before training",
-    "import-check": "say what of a script or file of the existing verl runs here",
-    "data": "prepare data files (GSM8K, reasoning-gym)",
-    "convert": "turn a GGUF model into a Hugging Face folder",
-    "export": "turn a checkpoint into a Hugging Face folder",
-    "doctor": "say what this machine has, what would not work, and why",
+    "train": Verb("verl.cli.train:run_train", "train a policy with PPO, GRPO or another estimator", supervised=True),
+    "eval": Verb("verl.cli.train:run_eval", "validate a model on held-out prompts"),
+    "generate": Verb("verl.cli.train:run_generate", "write samples of a model as JSON lines"),
+    "show": Verb("verl.cli.show:run_show", "show a run: progress, bottleneck, advice, learning curves"),
+    "check": Verb("verl.cli.check:run_check", "check a config, its model and its data before training"),
+    "import-check": Verb(
+        "verl.cli.import_check:run_import_check", "report which scripts and files of other verl releases run here"
+    ),
+    "data": Verb("verl.data.prepare:main", "prepare data files (GSM8K, reasoning-gym)"),
+    "convert": Verb("verl.cli.model_folders:run_convert", "turn a GGUF model into a Hugging Face folder"),
+    "export": Verb("verl.cli.model_folders:run_export", "turn a checkpoint into a Hugging Face folder"),
+    "doctor": Verb("verl.cli.doctor:run_doctor", "report this machine's hardware, packages and problems"),
 }
 
-# what other releases and trainers have as a verb -> what to do here
+# verbs of other releases and trainers -> what to do here
 _ELSEWHERE = {
     **dict.fromkeys(
         ("sft", "dpo", "kto", "rm"),
-        "is not available in this version. Train with another library, and go on from its model folder with verl train",
+        "is not available in this version. Train with another library, and continue from its model folder with verl train",
     ),
     **dict.fromkeys(
         ("plan", "bench"),
-        "is not available in this version. verl check estimates the memory of a run, verl show "
-        "says where its time goes",
+        "is not available in this version. verl check estimates the memory of a run, and verl show reports where its "
+        "time goes",
     ),
-    "dashboard": "is not available in this version. verl show RUN says how a run stands; trainer.logger=[console,tensorboard] "
-    "draws it",
+    "dashboard": "is not available in this version. verl show RUN reports the state of a run, and "
+    "trainer.logger=[console,tensorboard] plots it",
     **dict.fromkeys(("ppo", "grpo"), "is verl train with algorithm.adv_estimator=gae (PPO) or grpo"),
     "merge": "is not needed: actor/huggingface in a checkpoint loads as it is, and verl export writes it elsewhere",
 }
 
-# what the user's disk or rights can refuse at any moment; other operating system errors are bugs of ours
+# errors of the disk or of permissions -> advice; other operating system errors are bugs of verl
 _REFUSALS = {
     errno.ENOSPC: "Free some space",
     errno.EDQUOT: "Free some of your quota",
     errno.EFBIG: "Raise the limit of file sizes (ulimit -f)",
     errno.EROFS: "Choose a folder that can be written",
-    errno.EACCES: "Choose a file that this user may read and write, or change its rights",
-    errno.EPERM: "Choose a file that this user may read and write, or change its rights",
+    errno.EACCES: "Choose a file that this user may read and write, or change its permissions",
+    errno.EPERM: "Choose a file that this user may read and write, or change its permissions",
     errno.EISDIR: "Name a file, not a folder",
     errno.ENOTDIR: "Name a folder, not a file",
     errno.EIO: "Check the disk",
@@ -61,36 +72,39 @@ _REFUSALS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb; returns the exit code: 0, that of the error's type, 130 for an interruption, 70 for a bug of ours."""
+    """Run one verb; returns the exit code: 0, that of the error's type, 130 for an interrupt, 70 for a bug of verl."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments:
         print(usage(), file=sys.stderr)
         return 2
-    if arguments[0] in ("-h", "--help", "help"):
+    verb, rest = arguments[0], arguments[1:]
+    if verb in ("-h", "--help", "help"):
         print(usage())
         return 0
-    if arguments[0] == "--version":
+    if verb == "--version":
         from verl._version import __version__
 
         print(__version__)
         return 0
-    verb, rest = arguments[0], arguments[1:]
+    if verb in VERBS:
+        return run_verb(verb, rest, whole_process=argv is None)
     if verb in _ELSEWHERE:
         print(f"verl: {verb} {_ELSEWHERE[verb]}.", file=sys.stderr)
-        return 2
-    if verb not in VERBS:
+    else:
         print(f"verl: there is no verb {verb!r}{nearest(verb, VERBS) or '; see verl --help.'}", file=sys.stderr)
-        return 2
-    return run_verb(verb, rest, whole_process=argv is None)
+    return 2
 
 
 def run_verb(verb: str, arguments: Sequence[str], *, whole_process: bool = False) -> int:
-    """Run `verb`, with errors shown as `main` says. `whole_process`: this process is there for nothing else, so that the verb
-    may fork it (its `run_process`, where it has one)."""
+    """Run `verb`, with errors shown as `main` says. `whole_process`: this process has no other work, so the verb may fork
+    it."""
 
     def run(given: list[str]) -> int:
-        module = importlib.import_module(f"verl.cli.{verb.replace('-', '_')}")
-        return (getattr(module, "run_process", module.run) if whole_process else module.run)(given)
+        module, _, name = VERBS[verb].function.partition(":")
+        function: Any = getattr(importlib.import_module(module), name)
+        if whole_process and VERBS[verb].supervised:
+            return function(given, supervised=True)
+        return function(given) or 0
 
     return run_guarded(verb, run, arguments)
 
@@ -110,14 +124,14 @@ def run_guarded(verb: str, run: Callable[[list[str]], int], arguments: Sequence[
     except KeyboardInterrupt:
         print(f"verl {verb}: interrupted.", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader of our output, for example `head`, has what it wanted
+    except BrokenPipeError:  # the reader of our output, for example `head`, has closed it
         return 0
     except OSError as error:
         if error.errno not in _REFUSALS:
             return _report_bug(verb)
         print(f"verl {verb}: {_refusal(error)}", file=sys.stderr)
         return 1
-    except Exception:  # noqa: BLE001 - anything else is a bug of ours, and is shown whole
+    except Exception:  # noqa: BLE001 - anything else is a bug of verl, shown with its traceback
         return _report_bug(verb)
 
 
@@ -140,7 +154,7 @@ def _without_secrets(text: str) -> str:
 
 
 def _refusal(error: OSError) -> str:
-    """What the operating system would not do, as a sentence; what was saved before is untouched."""
+    """An error of the operating system as a sentence."""
     place = f" {error.filename}" if error.filename else ""
     advice = _REFUSALS[error.errno or 0]
     return f"Reading or writing{place} failed: {error.strerror}. {advice}, and run the same command again."
@@ -161,8 +175,8 @@ def _show_traceback() -> None:
 def usage() -> str:
     """The text of `verl --help`."""
     width = max(map(len, VERBS))
-    verbs = "\n".join(f"  {name:<{width}}  {what}" for name, what in VERBS.items())
-    return f"usage: verl VERB ...\n\n{verbs}\n\n`verl VERB --help` says more."
+    verbs = "\n".join(f"  {name:<{width}}  {verb.meaning}" for name, verb in VERBS.items())
+    return f"usage: verl VERB ...\n\n{verbs}\n\n`verl VERB --help` lists its arguments."
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Checklists on the terminal: one line a finding, and the worst of them decides the exit code."""
+"""Checklists on the terminal: one line per finding; a failure sets the exit code."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _STYLES = {"pass": "green", "info": "cyan", "warn": "yellow", "fail": "bold red"
 
 @dataclass(frozen=True)
 class Line:
-    """One finding. `skip` is something that could not be looked at because of another finding."""
+    """One finding. `skip`: a check that another finding prevents."""
 
     level: Level
     text: str
 
 
 class Report:
-    """Prints lines as they come, under their topic; remembers how many there were of each level."""
+    """Prints lines under their topic, and counts them by level."""
 
     def __init__(self, console: Console | None = None):
         self.console = console or Console(highlight=False)
@@ -31,11 +31,11 @@ class Report:
         self._topic = ""
 
     def add(self, topic: str, line: Line) -> None:
-        """Print one line; the topic stands before the first of its lines only."""
+        """Print one line; the topic is shown before its first line only."""
         self.counts[line.level] += 1
         shown = "" if topic == self._topic else topic
         self._topic = topic
-        if not self.console.is_terminal:  # a log: one line each, whatever its width
+        if not self.console.is_terminal:  # a log file: one line each, not folded
             self.console.print(f"{line.level:<4}  {topic:<10}  {line.text}", soft_wrap=True, markup=False)
             return
         row = Table.grid(padding=(0, 2, 0, 0))

@@ -1,4 +1,4 @@
-"""`verl show RUN`: how far a run has come, what bounds it and what to change, how it learns, what went wrong last."""
+"""`verl show RUN`: progress, bottleneck, advice, learning curves and last errors of a run."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ if TYPE_CHECKING:
     from verl.tracking.ledger.reader import Counts
     from verl.tracking.progress import Curve, Progress
 
-ABOUT = (
-    "Show a run, going on or ended: progress, where the time goes and which keys would change that, learning, warnings."
+_ABOUT = (
+    "Show a run, running or ended: progress, where the time goes and the keys that change that, learning, warnings."
 )
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _CURVE_WIDTH = 32
 
 
-def run(argv: list[str]) -> int:
-    parser = Parser(prog="verl show", description=ABOUT)
+def run_show(argv: list[str]) -> int:
+    """Print the report: the exit code."""
+    parser = Parser(prog="verl show", description=_ABOUT)
     parser.add_argument("run", help="the run folder (trainer.default_local_dir)")
     parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
     arguments = parser.parse_args(argv)
@@ -43,7 +44,7 @@ def run(argv: list[str]) -> int:
 
 
 def show(progress: Progress, console: Console) -> None:
-    """Print `progress` for people."""
+    """Print `progress` as text."""
     console.print(f"[bold]{progress.folder}[/bold]  {_state(progress)}", soft_wrap=True)
     if progress.crashes:
         console.print(_crashes(progress.crashes), markup=False, soft_wrap=True)
@@ -69,29 +70,29 @@ def _state(progress: Progress) -> str:
     if progress.seconds_left is not None:
         parts.append(f"about {duration(progress.seconds_left)} to go")
     if progress.status == "stopped":
-        parts.append("run the same command again to go on")
+        parts.append("run the same command again to resume")
     if progress.last_written_s is not None and progress.status == "running":
         parts.append(f"last step written {duration(progress.last_written_s)} ago")
     return ", ".join(parts)
 
 
 def _samples(found: Counts) -> str:
-    """What became of the samples; what is always told first, then what there is of the rest."""
-    rest = {
-        "left out by a filter": found.dropped,
-        "sampled anew": found.evicted,
+    """Counts of samples by outcome; the later ones only if they are not 0."""
+    counts = [f"{found.trained} trained", f"{found.pending} pending", f"{found.defaulted} with the default score"]
+    counts.append(f"{found.twice} trained twice")
+    rare = {
+        "removed by a filter": found.dropped,
+        "sampled again": found.evicted,
         "trained before this ledger begins": found.before,
     }
-    told = [f"{found.trained} trained", f"{found.pending} pending", f"{found.defaulted} with the default score"]
-    told += [f"{found.twice} trained twice", *(f"{count} {name}" for name, count in rest.items() if count)]
-    return f"samples: {', '.join(told)}"
+    return f"samples: {', '.join([*counts, *(f'{count} {name}' for name, count in rare.items() if count)])}"
 
 
 def _crashes(rows: Sequence[Mapping[str, Any]]) -> str:
-    """How often the run was started again after a crash, and the last one."""
+    """Number of restarts after a crash, and the last crash."""
     last, times = rows[-1], sum(row.get("event") == "restarted" for row in rows)
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(last.get("time", 0)))
-    end = "; then it was given up" if last.get("event") == "gave up" else ""
+    end = "; then it gave up" if last.get("event") == "gave up" else ""
     return (
         f"restarted {times} time{'' if times == 1 else 's'} after a crash{end}; the last was at {when}, in step "
         f"{last.get('step')} ({last.get('phase')}): {last.get('cause')}"
@@ -143,7 +144,7 @@ def sparkline(points: Sequence[float], width: int = _CURVE_WIDTH) -> str:
         return ""
     count = min(width, len(finite))
     edges = [round(i * len(finite) / count) for i in range(count + 1)]
-    # of halves: neither a sum nor the distance of two means goes beyond what a float holds
+    # of halves: neither a sum nor the difference of two means overflows
     means = [sum(p / 2 / (b - a) for p in finite[a:b]) for a, b in itertools.pairwise(edges)]
     low, high = min(means), max(means)
     if high == low:

@@ -1,4 +1,4 @@
-"""`verl train`: train a policy; with --dry-run, check everything and stop."""
+"""Verbs that run a config: `verl train`, `verl eval`, `verl generate`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,23 @@ from verl.cli.arguments import parse
 from verl.config import LoadedConfig
 from verl.parallel.child_processes import die_with
 
-ABOUT = "Train a policy with PPO, GRPO or their kin. Run the same command again to go on after an interruption."
+_TRAIN = (
+    "Train a policy with PPO, GRPO or another estimator. Run the same command again to resume after an interruption."
+)
+_EVAL = "Validate actor_rollout_ref.model.path on data.val_files; metrics go to trainer.default_local_dir/eval."
+_GENERATE = "Sample from actor_rollout_ref.model.path for every prompt of data.val_files, by rollout.*, with scores."
+
+_DRY_RUN = {"action": "store_true", "help": "check the config, its model and its data, then stop"}
+_OUTPUT = {
+    "required": True,
+    "metavar": "FILE",
+    "help": "JSON-lines file to write, one line per sample; or .parquet: the rows, each with its responses",
+}
 
 
-def run(argv: list[str], *, supervised: bool = False) -> int:
-    """Train here, or as a child of this process, which starts it again after a crash."""
-    dry_run = {"action": "store_true", "help": "check everything that can be known, then stop"}
-    arguments = parse("train", ABOUT, argv, {"--dry-run": dry_run})
+def run_train(argv: list[str], *, supervised: bool = False) -> int:
+    """Train in this process; with `supervised` in a child of it, which is restarted after a crash."""
+    arguments = parse("train", _TRAIN, argv, {"--dry-run": _DRY_RUN})
     if arguments.options.dry_run:
         from verl.cli.check import check
 
@@ -24,18 +34,30 @@ def run(argv: list[str], *, supervised: bool = False) -> int:
     loaded = arguments.load()
     trainer = loaded.config.trainer
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        die_with(os.getppid())  # torchrun watches its ranks and starts them again; it must not leave them behind
+        die_with(os.getppid())  # torchrun supervises and restarts its ranks; none may outlive it
     elif supervised and "RANK" not in os.environ and trainer.max_restarts and not trainer.val_only:
         from verl.cli.supervise import supervise
 
         folder = Path(trainer.default_local_dir).expanduser()
-        return supervise(lambda saved: _train(_going_on(loaded, saved)), folder, trainer)
+        return supervise(lambda saved: _train(_resumed(loaded, saved)), folder, trainer)
     return _train(loaded)
 
 
-def run_process(argv: list[str]) -> int:
-    """What the command `verl train` does, as opposed to a call from Python."""
-    return run(argv, supervised=True)
+def run_eval(argv: list[str]) -> int:
+    """Validate a model: the exit code."""
+    loaded = parse("eval", _EVAL, argv).load()
+    from verl.run.host import evaluate
+
+    return evaluate(loaded)
+
+
+def run_generate(argv: list[str]) -> int:
+    """Write samples: the exit code."""
+    arguments = parse("generate", _GENERATE, argv, {"--output": _OUTPUT})
+    loaded = arguments.load()
+    from verl.run.host import generate
+
+    return generate(loaded, Path(arguments.options.output).expanduser())
 
 
 def _train(loaded: LoadedConfig) -> int:
@@ -44,8 +66,8 @@ def _train(loaded: LoadedConfig) -> int:
     return train(loaded)
 
 
-def _going_on(loaded: LoadedConfig, saved: Path | None) -> LoadedConfig:
-    """The config of a restart: a run that was told to start afresh, or from a given checkpoint, goes on from its own newest."""
+def _resumed(loaded: LoadedConfig, saved: Path | None) -> LoadedConfig:
+    """The config of a restart: a run with resume_mode disable or resume_path resumes from its own newest checkpoint."""
     config = loaded.config
     if saved is None or config.trainer.resume_mode == "auto":
         return loaded

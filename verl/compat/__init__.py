@@ -1,4 +1,4 @@
-"""The code behind the names that recipes of existing releases import, where no module of ours does the same already.
+"""Code for scripts of other verl releases: their import paths, commands and functions.
 
-The import paths themselves (`verl.utils.fs`, `verl.trainer.ppo.reward`, ...) only import from here or from our modules.
+The import paths (`verl.utils.fs`, `verl.trainer.ppo.reward`, ...) are rows of verl/compat/import_paths.py.
 """

@@ -1,7 +1,7 @@
-"""The fully-asynchronous and the one-step-off entry points: their keys in terms of our asynchronous program.
+"""Commands of the fully asynchronous and the one-step-off trainer, by the asynchronous program here.
 
-That program makes `rollout.prefetch_num` batches ahead, each under the weights that are newest when it begins, on devices
-of its own where `rollout.nnodes` gives it some (verl/programs/ppo_async.py).
+That program generates `rollout.prefetch_num` batches ahead, each with the newest weights at its start, on the rollout's own
+devices if `rollout.nnodes` is above 0 (verl/programs/ppo_async.py).
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ from collections.abc import Sequence
 from typing import Any
 
 from verl.cli.main import run_guarded
-from verl.compat.arguments import Arguments
+from verl.compat.commands import Arguments
 from verl.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _CONFIG_NAMES = ("fully_async_ppo_trainer", "one_step_off_ppo_trainer", "ppo_trainer")
-# keys of asynchronous training -> why they have nothing to set here
+# keys of asynchronous training without effect -> reason
 _NO_MEANING = {
     "async_training.use_trainer_do_validate": "validation samples on the rollout's devices",
-    "async_training.concurrent_samples_per_replica": "max_num_seqs bounds how many samples are made at once",
-    "async_training.use_rollout_log_probs": "algorithm.rollout_correction says how sampler and trainer are reconciled",
-    "async_training.compute_prox_log_prob": "algorithm.rollout_correction says how sampler and trainer are reconciled",
-    "data.gen_batch_size": "prompts are handed out one by one",
+    "async_training.concurrent_samples_per_replica": "max_num_seqs bounds the number of concurrent samples",
+    "async_training.use_rollout_log_probs": "algorithm.rollout_correction sets the correction between sampler and trainer",
+    "async_training.compute_prox_log_prob": "algorithm.rollout_correction sets the correction between sampler and trainer",
+    "data.gen_batch_size": "prompts are generated one by one",
 }
 _OFF = ("async_training.use_dynamic_resource_scheduling",)
 
 
 def main_fully_async(argv: Sequence[str]) -> int:
-    """`python -m verl.experimental.fully_async_policy.fully_async_main`: the exit code of `verl train` with `fully_async`."""
+    """`python -m verl.experimental.fully_async_policy.fully_async_main`: the exit code of `verl train`."""
     return run_guarded("train", lambda given: _train(fully_async(given)), argv)
 
 
@@ -43,15 +43,15 @@ def main_one_step_off(argv: Sequence[str]) -> int:
 def fully_async(argv: Sequence[str]) -> list[str]:
     """The overrides of `verl train` for those of the fully-asynchronous trainer. Raises ConfigError.
 
-    Its weights are sent after `trigger_parameter_sync_step` mini-batch groups of `require_batches` x `ppo_mini_batch_size`
-    prompts: that product is our train_batch_size, since we send weights after each step. `rollout.total_rollout_steps`
-    counts prompts. A `staleness_threshold` above 0 lets samples be made ahead: 1 batch up to 1, 2 up to 2.
+    It syncs weights after `trigger_parameter_sync_step` groups of `require_batches` x `ppo_mini_batch_size` prompts. That
+    product is train_batch_size here, where each step ends with a weight sync. `rollout.total_rollout_steps` counts
+    prompts. A `staleness_threshold` above 0 allows batches ahead: 1 batch up to 1, 2 up to 2.
     """
     arguments = _common(argv)
     for key in _OFF:
         if arguments.take(key, False):
             raise ConfigError(
-                f"{key}=True is not available in this version: devices keep their roles. Set it to False."
+                f"{key}=True is not available in this version: the role of a device is fixed. Set it to False."
             )
     for key in [k for k in arguments.texts if k.startswith("async_training.dynamic_schedule_")]:
         arguments.take(key)
@@ -78,7 +78,7 @@ def fully_async(argv: Sequence[str]) -> list[str]:
 
 
 def one_step_off(argv: Sequence[str]) -> list[str]:
-    """The overrides of `verl train` for those of the one-step-off trainer: one batch is made ahead."""
+    """The overrides of `verl train` for those of the one-step-off trainer: one batch ahead."""
     arguments = _common(argv)
     arguments.default(f"{_ROLLOUT}.prefetch_num", 1)
     return _placed(arguments)
@@ -86,14 +86,13 @@ def one_step_off(argv: Sequence[str]) -> list[str]:
 
 def _common(argv: Sequence[str]) -> Arguments:
     arguments = Arguments(argv)
-    if arguments.flag("--config-name", "-cn").removesuffix(".yaml") in _CONFIG_NAMES:
-        arguments.drop_flags(("--config-path", "--config-name", "--config-dir", "-cp", "-cn", "-cd"))
-    arguments.take("actor_rollout_ref.hybrid_engine")  # these programs are what False stands for
+    arguments.drop_config_flags(_CONFIG_NAMES)
+    arguments.take("actor_rollout_ref.hybrid_engine")  # these commands imply False
     return arguments
 
 
 def _placed(arguments: Arguments) -> list[str]:
-    """`rollout.*` of these programs is about the rollout's own devices; they default to one node of 8."""
+    """`rollout.*` of these commands describes the rollout's own devices: by default one node of 8."""
     arguments.rename("rollout.total_epochs", "trainer.total_epochs")
     arguments.rename("rollout.test_freq", "trainer.test_freq")
     arguments.rename("rollout.", f"{_ROLLOUT}.")
@@ -106,11 +105,11 @@ def _placed(arguments: Arguments) -> list[str]:
 def _number(arguments: Arguments, key: str, default: float) -> float:
     value: Any = arguments.take(key, default)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
-        raise ConfigError(f"{key}={value} must be a number that is not negative.")
+        raise ConfigError(f"{key}={value} must be a non-negative number.")
     return value
 
 
 def _train(argv: list[str]) -> int:
-    from verl.cli.train import run_process
+    from verl.cli.train import run_train
 
-    return run_process(argv)
+    return run_train(argv, supervised=True)

@@ -1,4 +1,4 @@
-"""Data sets and their order as recipes make them. torch is imported when they are made."""
+"""Datasets and samplers of scripts, from the section `data`. torch is imported on the first call."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def create_rl_dataset(
 
 
 def create_rl_sampler(data_config: Any, dataset: Sized) -> Any:
-    """The order of a recipe's own loop over `dataset`: `data.sampler`, else with `data.shuffle` a random one seeded by
-    `data.seed`, else that of the rows. Raises ConfigError for a sampler that is none, or when a curriculum is asked for
-    with workers that read ahead of it."""
+    """The sampler of a script's own loop over `dataset`: `data.sampler`, else with `data.shuffle` a random one seeded by
+    `data.seed`, else a sequential one. Raises ConfigError for a class that is no sampler, and for a curriculum with
+    loader workers, which read ahead of it."""
     import torch
     from torch.utils.data import RandomSampler, SequentialSampler
 

@@ -1,9 +1,12 @@
-"""`verl.utils.device`: the accelerator of this machine, under the names that recipes ask for it."""
+"""This machine's accelerator, and the environment of Ray workers: `verl.utils.device`, `verl.utils.memory_utils`,
+`verl.trainer.constants_ppo`."""
 
 from __future__ import annotations
 
 import gc
+import json
 import logging
+import os
 from typing import Any
 
 import torch
@@ -25,7 +28,7 @@ def get_torch_device() -> Any:
 
 
 def get_device_id() -> Any:
-    """The device that is current: an index on GPUs, and "cpu" on a CPU, as torch says it."""
+    """The current device as torch names it: an index on GPUs, "cpu" on a CPU."""
     return get_torch_device().current_device()
 
 
@@ -35,12 +38,12 @@ def get_nccl_backend() -> str:
 
 
 def get_visible_devices_keyword() -> str:
-    """The environment variable that limits a process to some of the devices."""
+    """The environment variable that restricts a process to some devices."""
     return "CUDA_VISIBLE_DEVICES"
 
 
 def auto_set_device(config: Any) -> None:
-    """Set `config.trainer.device` to the device of this machine where it names another accelerator; "cpu" and "auto" stay."""
+    """Set `config.trainer.device` to this machine's device if it names another accelerator; "cpu" and "auto" stay."""
     trainer = getattr(config, "trainer", None)
     chosen = getattr(trainer, "device", None)
     if chosen in (None, "cpu", "auto", get_device_name()):
@@ -50,14 +53,14 @@ def auto_set_device(config: Any) -> None:
 
 
 def set_expandable_segments(enable: bool) -> None:
-    """Let CUDA's allocator grow its segments in place, or not. Nothing on a CPU."""
+    """Turn expandable segments of CUDA's allocator on or off. No effect on a CPU."""
     if is_cuda_available:
         torch.cuda.memory._set_allocator_settings(f"expandable_segments:{enable}")
 
 
 def aggressive_empty_cache(force_sync: bool = True, max_retries: int = 3) -> None:
-    """Give cached memory back to the device until a round frees less than 1 GiB, at most `max_retries` rounds; on a CPU
-    only Python's garbage is collected."""
+    """Free cached device memory until a round frees less than 1 GiB, at most `max_retries` rounds; on a CPU, only collect
+    Python's garbage."""
     for _ in range(max_retries):
         gc.collect()
         if not is_cuda_available:
@@ -68,3 +71,24 @@ def aggressive_empty_cache(force_sync: bool = True, max_retries: int = 3) -> Non
             torch.cuda.synchronize()
         if before - torch.cuda.memory_reserved() < 2**30:
             return
+
+
+# settings of libraries that all processes of a run should share; the Ray runtime here sets its own
+_VARIABLES = {
+    "TOKENIZERS_PARALLELISM": "true",
+    "NCCL_DEBUG": "WARN",
+    "VLLM_LOGGING_LEVEL": "WARN",
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "true",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    "NCCL_CUMEM_ENABLE": "0",
+}
+
+
+def get_ppo_ray_runtime_env() -> dict[str, Any]:
+    """A `runtime_env` for `ray.init`: variables that this process has not set, and no working directory unless the Ray
+    job names one."""
+    job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}"))
+    environment: dict[str, Any] = {"env_vars": {k: v for k, v in _VARIABLES.items() if k not in os.environ}}
+    if job.get("runtime_env", {}).get("working_dir") is None:
+        environment["working_dir"] = None
+    return environment

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from verl.cli.main import run_guarded, run_verb
-from verl.compat.arguments import Arguments
+from verl.compat.commands import Arguments
 from verl.errors import ConfigError, DataError, nearest
 
 log = logging.getLogger(__name__)
 
-# the keys of the data file and the columns that they name
+# keys of the data file and the columns that they name
 _DATA = {
     "path": None,
     "prompt_key": "prompt",
@@ -37,7 +37,7 @@ def main_eval(argv: Sequence[str]) -> int:
 
 def _score_and_show(argv: list[str]) -> int:
     arguments = Arguments(argv)
-    arguments.drop_flags(("--config-path", "--config-name", "--config-dir", "-cp", "-cn", "-cd"))
+    arguments.drop_config_flags()
     known = [f"data.{name}" for name in _DATA]
     for key in arguments.texts:
         if key not in known and not key.startswith(_SCORING):
@@ -51,9 +51,9 @@ def _score_and_show(argv: list[str]) -> int:
 def score_file(data: dict[str, Any], overrides: Sequence[str] = ()) -> dict[str, float]:
     """test_score/{data source}: the mean over its rows of the mean score of a row's responses.
 
-    `data` names the file (`path`) and its columns, `overrides` how responses are scored (`reward.*`,
-    `custom_reward_function.*`). Each call has a time limit, and a call that fails gives `reward.default_score`; how many
-    did is logged. Raises ConfigError, DataError or RewardError.
+    `data` names the file (`path`) and its columns, `overrides` are `reward.*` and `custom_reward_function.*` keys. Each
+    call has a time limit; a call that fails gives `reward.default_score`, and their number is logged. Raises ConfigError,
+    DataError or RewardError.
     """
     from verl.config import load_config
     from verl.data.files import read_rows
@@ -85,7 +85,7 @@ def score_file(data: dict[str, Any], overrides: Sequence[str] = ()) -> dict[str,
 
 
 def _requests(row: dict[str, Any], place: str, number: int, data: dict[str, Any]) -> list[Any]:
-    """One request for each response of a row; a single text is one response."""
+    """One request per response of a row; a plain string is one response."""
     from verl.data_proto.samples import ScoreRequest
 
     for key in ("response_key", "data_source_key", "reward_model_key"):

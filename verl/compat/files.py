@@ -1,4 +1,5 @@
-"""`verl.utils.fs`: model and data folders as recipes fetch them. Everything is on a mounted file system here."""
+"""Files, folders and checkpoints of scripts, all on mounted file systems: `verl.utils.fs`, `verl.utils.hdfs_io`,
+`verl.utils.checkpoint.checkpoint_manager`."""
 
 from __future__ import annotations
 
@@ -6,7 +7,9 @@ import hashlib
 import logging
 import os
 import shutil
+import time
 from pathlib import Path
+from typing import Any
 
 from verl.errors import ConfigError
 
@@ -14,10 +17,26 @@ log = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
 
+# environment variables with the end of a reserved machine's time, in seconds since 1970
+_EXPIRATIONS = (
+    "MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP",
+    "SAGEMAKER_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP",
+)
+
 
 def is_non_local(path: str) -> bool:
     """Whether `path` names a remote file system (`hdfs://...`, `s3://...`)."""
     return "://" in path and not path.startswith("file://")
+
+
+def _local(path: str) -> str:
+    """`path` without `file://`. Raises ConfigError for a remote path."""
+    if is_non_local(path):
+        raise ConfigError(f"{path} is not in the file system, and verl has no client for it. Give a mounted folder.")
+    return path.removeprefix("file://")
+
+
+# -- verl.utils.fs -----------------------------------------------------------------------------------------------------------
 
 
 def copy_to_local(
@@ -28,18 +47,17 @@ def copy_to_local(
     always_recopy: bool = False,
     use_shm: bool = False,
 ) -> str:
-    """The path under which `src` can be read on this machine: `src` itself, with `~` expanded, or a hub name as it is.
+    """The local path of `src`: `src` itself with `~` expanded, or a hub name unchanged.
 
-    With `use_shm` a folder or file is copied to shared memory once, and the path of that copy is returned; where it does not
-    fit, `src` is returned with a warning. `always_recopy` makes that copy again. The other arguments belong to downloads, which
-    there are none of. Raises ConfigError for a remote place.
+    With `use_shm` a file or folder is copied to shared memory once, and the path of the copy is returned; where it does
+    not fit, `src` is returned with a warning. `always_recopy` repeats the copy. The other arguments concern downloads and
+    have no effect. Raises ConfigError for a remote path.
     """
-    if is_non_local(src):
-        raise ConfigError(f"{src} is not in the file system, and verl has no client for it. Give a mounted folder.")
-    path = os.path.expanduser(src.removeprefix("file://"))
+    src = _local(src)
+    path = os.path.expanduser(src)
     if use_shm and os.path.exists(path):
         return _copy_to_shared_memory(Path(path), always_recopy)
-    return path if os.path.exists(path) else src.removeprefix("file://")
+    return path if os.path.exists(path) else src
 
 
 copy_local_path_from_hdfs = copy_to_local
@@ -54,7 +72,7 @@ def local_mkdir_safe(path: str) -> str:
 
 
 def _copy_to_shared_memory(source: Path, again: bool) -> str:
-    """Written under another name and renamed, so that no process reads half a copy."""
+    """Copy under another name and rename, so that no process reads half a copy."""
     source = source.absolute()
     target = SHARED_MEMORY / f"verl-{os.getuid()}" / hashlib.sha256(str(source).encode()).hexdigest()[:16] / source.name
     if target.exists() and not again:
@@ -66,19 +84,15 @@ def _copy_to_shared_memory(source: Path, again: bool) -> str:
             shutil.copytree(source, unfinished)
         else:
             shutil.copy(source, unfinished)
-        _replace(unfinished, target)
+        if target.is_dir():  # a folder cannot be renamed onto another
+            _remove(target)
+        os.replace(unfinished, target)
     except OSError as error:
-        log.warning("%s could not be copied to shared memory (%s); it is read from where it is.", source, error)
+        log.warning("Copying %s to shared memory failed (%s); the original is used.", source, error)
         return str(source)
     finally:
         _remove(unfinished)
     return str(target)
-
-
-def _replace(new: Path, target: Path) -> None:
-    if target.is_dir():  # a folder cannot be renamed onto another
-        _remove(target)
-    os.replace(new, target)
 
 
 def _remove(path: Path) -> None:
@@ -86,3 +100,67 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     elif path.exists():
         path.unlink()
+
+
+# -- verl.utils.hdfs_io ------------------------------------------------------------------------------------------------------
+
+
+def makedirs(name: str, mode: int = 0o777, exist_ok: bool = True, **_other: Any) -> None:
+    """Make folder `name` with its parents. Raises ConfigError for a remote path."""
+    os.makedirs(os.path.expanduser(_local(name)), mode=mode, exist_ok=exist_ok)
+
+
+def exists(path: str, **_other: Any) -> bool:
+    """Whether there is a file or folder at `path`. Raises ConfigError for a remote path."""
+    return os.path.exists(os.path.expanduser(_local(path)))
+
+
+def copy(src: str, dst: str, **_other: Any) -> str:
+    """Copy a file or folder `src` into the folder `dst`, or to the name `dst`; returns the new path. Raises ConfigError
+    for a remote path.
+
+    copy(src="data/gsm8k", dst="/mnt/shared")   # "/mnt/shared/gsm8k"
+    """
+    src, dst = os.path.expanduser(_local(src)), os.path.expanduser(_local(dst))
+    if not os.path.isdir(src):
+        return str(shutil.copy(src, dst))
+    target = os.path.join(dst, os.path.basename(src.rstrip("/"))) if os.path.isdir(dst) else dst
+    return str(shutil.copytree(src, target, dirs_exist_ok=True))
+
+
+# -- verl.utils.checkpoint.checkpoint_manager ----------------------------------------------------------------------------
+
+
+def get_checkpoint_tracker_filename(root_path: str) -> str:
+    """Path of the file that names the newest checkpoint of a run folder."""
+    from verl.checkpoint.retention import LATEST
+
+    return os.path.join(root_path, LATEST)
+
+
+def find_latest_ckpt_path(path: str | None, directory_format: str = "global_step_{}") -> str | None:
+    """The folder of the newest checkpoint of the run folder `path`; None without one."""
+    if path is None:
+        return None
+    tracker = get_checkpoint_tracker_filename(path)
+    if not os.path.exists(tracker):
+        log.info("There is no checkpoint in %s.", path)
+        return None
+    found = os.path.join(path, directory_format.format(int(Path(tracker).read_text(encoding="utf-8"))))
+    if not os.path.isdir(found):
+        log.warning("%s names the checkpoint %s, which does not exist.", tracker, found)
+        return None
+    return found
+
+
+def should_save_ckpt_esi(max_steps_duration: float, save_ckpt_duration: float = 60, redundant_time: float = 0) -> bool:
+    """Whether the reserved time of this machine ends before another step and another save fit, all in seconds. False
+    where the environment names no end, and before the first step (`max_steps_duration` 0)."""
+    for name in _EXPIRATIONS:
+        try:
+            remaining = float(os.environ.get(name, "")) - time.time()
+        except ValueError:
+            continue
+        needed = max_steps_duration + save_ckpt_duration + redundant_time
+        return max_steps_duration > 0 and 0 < remaining <= needed
+    return False

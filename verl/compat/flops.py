@@ -16,8 +16,8 @@ _UNITS = {"B": 1e9, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 
 
 def get_device_flops(unit: str = "T", device_name: str | None = None) -> float:
-    """The peak of a device (default: this machine's) in `unit` operations per second; infinite for one that is not in
-    the table, so that a utilisation by it is 0."""
+    """The peak of a device (default: this machine's) in `unit` operations per second; infinite for an unknown device, so
+    that its utilisation is 0."""
     if device_name is None:
         device_name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     found = next((peak for name, peak in PEAK_FLOPS.items() if name in device_name), float("inf"))
@@ -25,10 +25,10 @@ def get_device_flops(unit: str = "T", device_name: str | None = None) -> float:
 
 
 class FlopsCounter:
-    """Counts by the shapes in a transformers `config`: a dense or mixture-of-experts decoder.
+    """Operations from the shapes in a transformers `config` of a dense or mixture-of-experts decoder.
 
-    Forward and backward: 6 operations per token for each weight that a token meets (of the experts, those that it is routed
-    to), and 6 s^2 per layer and attention dimension for a causal sequence of s tokens.
+    Forward and backward: 6 operations per token and active weight (of the experts, the routed ones), and 6 s^2 per layer
+    and attention dimension for a causal sequence of s tokens.
     """
 
     def __init__(self, config: Any):
@@ -47,7 +47,7 @@ class FlopsCounter:
         return total / delta_time / 1e12, get_device_flops("T")
 
     def _layer_weights(self, heads: int, head_dim: int) -> int:
-        """Weights of all layers that one token meets."""
+        """Active weights per token, over all layers."""
         config = self.config
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
         attention = config.hidden_size * head_dim * (2 * heads + 2 * kv_heads)

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from verl.cli.main import run_guarded, run_verb
-from verl.compat.arguments import Arguments
+from verl.compat.commands import Arguments
 from verl.data.dataset import RLHFDataset
 from verl.errors import ConfigError
 
 _HERE = "verl.compat.generation"
 _ROLLOUT = "actor_rollout_ref.rollout"
-# defaults of the older form, which has data.path; the newer one is the tree of training
+# defaults of the older form, which has data.path; the newer form is the training config
 _OLDER = {
     f"{_ROLLOUT}.n": 5,
     f"{_ROLLOUT}.temperature": 1.0,
@@ -29,28 +29,27 @@ _OLDER = {
 
 def main_generation(argv: Sequence[str]) -> int:
     """With `data.output_path`, write the rows of `data.path` (or `data.train_files`) with a column `responses`: a list of
-    `data.n_samples` (or rollout.n) texts. Without it, what `verl generate` does. Returns the exit code."""
+    `data.n_samples` (or rollout.n) strings. Without it, run `verl generate`. Returns the exit code."""
     if not any(argument.lstrip("+").startswith("data.output_path=") for argument in argv):
         return run_verb("generate", argv)
     return run_guarded("generate", _generate, argv)
 
 
 def _generate(argv: list[str]) -> int:
-    from verl.cli.generate import run
+    from verl.cli.train import run_generate
 
-    return run(translate(argv))
+    return run_generate(translate(argv))
 
 
 def translate(argv: Sequence[str]) -> list[str]:
-    """The command line of `verl generate` for that of an existing generation program. Raises ConfigError."""
+    """The command line of `verl generate` for that of `main_generation`. Raises ConfigError."""
     arguments = Arguments(argv)
-    if arguments.flag("--config-name", "-cn").removesuffix(".yaml") in ("generation", "ppo_trainer"):
-        arguments.drop_flags(("--config-path", "--config-name", "--config-dir", "-cp", "-cn", "-cd"))
+    arguments.drop_config_flags(("generation", "ppo_trainer"))
     output = str(arguments.take("data.output_path"))
     if not output.endswith(".parquet"):
         raise ConfigError(f"data.output_path={output} must end in .parquet: the rows are written with their responses.")
     older = "data.path" in arguments.texts
-    arguments.take("data.val_files")  # these programs have one file, under one of the two names
+    arguments.take("data.val_files")  # main_generation has one file, under either name
     arguments.rename("data.path" if older else "data.train_files", "data.val_files")
     arguments.rename("data.n_samples", f"{_ROLLOUT}.n")
     arguments.rename("data.batch_size", "data.val_batch_size")
@@ -69,8 +68,8 @@ def translate(argv: Sequence[str]) -> list[str]:
         arguments.default("reward.num_workers", 1)
     if arguments.value(f"{_ROLLOUT}.temperature") == 0:
         if arguments.value(f"{_ROLLOUT}.n", 1) != 1:
-            raise ConfigError("With temperature 0 all samples of a prompt are alike; set data.n_samples=1.")
-        for name in ("temperature", "top_k", "top_p"):  # they choose nothing then
+            raise ConfigError("With temperature 0 all samples of a prompt are equal; set data.n_samples=1.")
+        for name in ("temperature", "top_k", "top_p"):  # no effect on greedy decoding
             arguments.take(f"{_ROLLOUT}.{name}")
         arguments.default(f"{_ROLLOUT}.do_sample", False)
     return ["--output", output, *arguments.argv()]

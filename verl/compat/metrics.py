@@ -1,15 +1,16 @@
-"""Metrics of batches as recipes compute them: `reduce_metrics`, `calculate_debug_metrics`, lengths of responses."""
+"""Metrics of batches: `verl.trainer.ppo.metric_utils`, `verl.utils.metric`, `verl.utils.debug.metrics`."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from verl.data_proto.metrics import Metric, metric_values
-
-if TYPE_CHECKING:
-    from verl.data_proto.proto import DataProto
+from verl.data_proto.proto import DataProto
+from verl.tracking.batch_metrics import data_metrics, throughput_metrics, timing_metrics
+from verl.tracking.validation import SEED, Metrics, metrics_per_source
 
 
 def reduce_metrics(metrics: dict[str, Any]) -> dict[str, Any]:
@@ -25,9 +26,11 @@ def reduce_metrics(metrics: dict[str, Any]) -> dict[str, Any]:
 
 
 def calculate_debug_metrics(data: DataProto) -> dict[str, float]:
-    """training/rollout_probs_diff_{valid,max,mean,std} and training/rollout_actor_probs_pearson_corr: how far the trainer's
-    probabilities (`old_log_probs`) are from the sampler's (`rollout_log_probs`) on the tokens of `response_mask`, or else of
-    the response part of `attention_mask`."""
+    """Distance of the trainer's probabilities (`old_log_probs`) from the sampler's (`rollout_log_probs`).
+
+    training/rollout_probs_diff_{valid,max,mean,std} and training/rollout_actor_probs_pearson_corr, on the tokens of
+    `response_mask`, or else of the response part of `attention_mask`.
+    """
     from verl.algorithms.correction import rollout_gap_metrics
 
     columns = data.batch
@@ -46,3 +49,33 @@ def compute_response_info(batch: DataProto) -> dict[str, Any]:
         "prompt_length": attention[:, :-width].sum(-1).float(),
         "response_length": attention[:, -width:].sum(-1).float(),
     }
+
+
+def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str, float]:
+    """See `data_metrics`; the length limits are the widths of the padded columns."""
+    width = batch.batch["responses"].shape[-1]
+    return data_metrics(
+        batch,
+        max_prompt_length=batch.batch["attention_mask"].shape[-1] - width,
+        max_response_length=width,
+        use_critic=use_critic,
+    )
+
+
+def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) -> dict[str, float]:
+    """See `timing_metrics`."""
+    return timing_metrics(batch, timing_raw)
+
+
+def compute_throughout_metrics(batch: DataProto, timing_raw: Mapping[str, float], n_gpus: int) -> dict[str, float]:
+    """See `throughput_metrics`; the step's seconds are `timing_raw["step"]`. (Scripts spell the name so.)"""
+    return throughput_metrics(batch, timing_raw["step"], n_gpus)
+
+
+def process_validation_metrics(
+    data_sources: Sequence[str], sample_uids: Sequence[str], infos_dict: Mapping[str, Sequence[Any]], seed: int = SEED
+) -> dict[str, dict[str, Metrics]]:
+    """data source -> variable -> metric -> mean over prompts. `infos_dict` has one list per variable; lists of strings are
+    not averaged, and the one named `pred` gives maj@k."""
+    values = {name: list(column) for name, column in infos_dict.items() if not any(isinstance(v, str) for v in column)}
+    return metrics_per_source(data_sources, sample_uids, values, infos_dict.get("pred"), seed)

@@ -1,4 +1,4 @@
-"""`verl.utils.model`: small functions over Hugging Face models and their inputs."""
+"""Functions over Hugging Face models, their inputs and tokenizers: `verl.utils.model`, `verl.utils.tokenizer`."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ def compute_position_id_with_mask(mask: Tensor) -> Tensor:
 
 
 def get_model_size(model: torch.nn.Module, scale: str = "auto") -> tuple[float, str]:
-    """(number, unit) of the parameters: `scale` B, M, K, or "" for the plain count; "auto" chooses. Raises ValueError."""
+    """(number, unit) of the parameters; the unit `scale` is B, M, K, "" (plain count) or "auto". Raises ValueError."""
     count, units = num_parameters(model), {"B": 1e9, "M": 1e6, "K": 1e3, "": 1.0}
     if scale == "auto":
         scale = next(unit for unit, size in units.items() if count >= size or not unit)
     if scale not in units:
-        raise ValueError(f"scale={scale!r} is not one of auto, B, M, K and the empty text.")
+        raise ValueError(f"scale={scale!r} is not auto, B, M, K or the empty string.")
     return count / units[scale], scale
 
 
 def print_model_size(model: torch.nn.Module, name: str | None = None) -> None:
-    """Log how many parameters a model has; tied ones count once."""
+    """Log the number of parameters of a model; tied ones count once."""
     count, unit = get_model_size(model)
     log.info("%s has %.2f%s parameters.", name or type(model).__name__, count, unit)
 
@@ -52,7 +52,7 @@ def get_generation_config(model: str, trust_remote_code: bool = False) -> Any:
 
 
 def update_model_config(module_config: Any, override_config_kwargs: Mapping[str, Any]) -> None:
-    """Set fields of a transformers config, in place; a mapping changes the fields of the sub-config of that name."""
+    """Set fields of a transformers config, in place; a mapping sets the fields of the sub-config of that name."""
     for key, value in override_config_kwargs.items():
         if isinstance(value, Mapping) and not isinstance(getattr(module_config, key, None), (dict, type(None))):
             update_model_config(getattr(module_config, key), value)
@@ -61,16 +61,16 @@ def update_model_config(module_config: Any, override_config_kwargs: Mapping[str,
 
 
 def convert_weight_keys(state_dict: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
-    """`state_dict` under the names that the model's checkpoint files use, by `model._checkpoint_conversion_mapping` read
-    backwards; unchanged for a model without one."""
+    """`state_dict` with the names of the model's checkpoint files, by the inverse of
+    `model._checkpoint_conversion_mapping`; unchanged for a model without one."""
     renames = getattr(model, "_checkpoint_conversion_mapping", None)
     if not renames:
         return state_dict
-    # the mapping holds patterns with anchors and look-aheads, which are no part of a name
-    backwards = [(new, re.sub(r"\(.*\)", "", old.lstrip("^"))) for old, new in renames.items()]
+    # anchors and look-aheads of the patterns are no part of a name
+    inverse = [(new, re.sub(r"\(.*\)", "", old.lstrip("^"))) for old, new in renames.items()]
     found = {}
     for key, value in state_dict.items():
-        for pattern, replacement in backwards:
+        for pattern, replacement in inverse:
             key, count = re.subn(pattern, replacement, key)
             if count:
                 break
@@ -82,9 +82,9 @@ def extract_multi_modal_inputs(
     batch_data: Sequence[Mapping[str, Any]], indices: Sequence[int] | None = None
 ) -> dict[str, Any]:
     """The model inputs (pixel values, grids) of several rows joined along their first axis; rows with `image_bound` keep
-    lists, one entry a row. `indices` choose rows; those beyond the end are left out."""
+    lists, one entry a row. `indices` choose rows; those beyond the end are ignored."""
     rows = list(batch_data) if indices is None else [batch_data[i] for i in indices if i < len(batch_data)]
-    rows = [getattr(row, "data", row) for row in rows]  # rows of a TensorDict come wrapped
+    rows = [getattr(row, "data", row) for row in rows]  # rows of a TensorDict are wrapped
     found: dict[str, list[Any]] = {}
     for row in rows:
         for key, value in row.items():
@@ -93,3 +93,64 @@ def extract_multi_modal_inputs(
     if any("image_bound" in row for row in rows):
         return dict(found)
     return {key: torch.cat(values, dim=0) for key, values in found.items()}
+
+
+# -- verl.utils.tokenizer ----------------------------------------------------------------------------------------------------
+
+
+def hf_tokenizer(
+    name_or_path: str,
+    correct_pad_token: bool = True,
+    correct_gemma2: bool = True,
+    trust_remote_code: bool = False,
+    **_other: Any,
+) -> Any:
+    """The tokenizer of a folder or hub name, with a pad token. Raises ModelError."""
+    from verl.config import ModelConfig
+    from verl.models.load import load_tokenizer
+
+    return load_tokenizer(ModelConfig(path=name_or_path, trust_remote_code=trust_remote_code))
+
+
+def hf_processor(name_or_path: str, trust_remote_code: bool = False, **settings: Any) -> Any:
+    """The processor (images, audio) of a folder or hub name; None for a text-only model. Raises ModelError for a missing
+    folder."""
+    import transformers
+
+    from verl.models.load import locate
+
+    source = locate(name_or_path)
+    try:
+        found = transformers.AutoProcessor.from_pretrained(source, trust_remote_code=trust_remote_code, **settings)
+    except (OSError, ValueError, KeyError, ImportError, TypeError) as error:
+        log.info("%s has no processor: %s", name_or_path, str(error).splitlines()[0])
+        return None
+    # for a text-only model AutoProcessor falls back to the tokenizer
+    return found if isinstance(found, transformers.ProcessorMixin) else None
+
+
+def set_pad_token_id(tokenizer: Any) -> None:
+    """Set the pad token of `tokenizer` to its end-of-sequence token if it has none."""
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token_id = tokenizer.eos_token_id
+        log.warning(
+            "The tokenizer has no pad token; it pads with its end-of-sequence token %s.", tokenizer.eos_token_id
+        )
+
+
+def normalize_token_ids(tokenized_output: Any) -> list[int]:
+    """Token ids as a flat list, from any result of `apply_chat_template(tokenize=True)`: a list, an array, a batch of one,
+    or a mapping with `input_ids`. Raises TypeError for any other value."""
+    ids = tokenized_output
+    if isinstance(ids, Mapping):
+        ids = ids["input_ids"]
+    elif hasattr(ids, "input_ids"):
+        ids = ids.input_ids
+    if hasattr(ids, "tolist"):
+        ids = ids.tolist()
+    ids = list(ids) if isinstance(ids, (list, tuple)) else ids
+    if isinstance(ids, list) and len(ids) == 1 and isinstance(ids[0], (list, tuple)):
+        ids = list(ids[0])
+    if not isinstance(ids, list) or not all(hasattr(i, "__index__") for i in ids):
+        raise TypeError(f"Token ids are a flat list of integers, not {type(tokenized_output).__name__}: {ids!r:.80}")
+    return [int(i) for i in ids]

@@ -1,10 +1,10 @@
-"""Reward managers of the older contract: `manager(batch, return_dict)` places a score on the last token of each response.
+"""Reward managers of the older contract: `manager(batch, return_dict)` puts a score on the last token of each response.
 
     manager = NaiveRewardManager(tokenizer, num_examine=0, compute_score=my_function)
     manager(batch)                      # float [batch, response]
     manager(batch, return_dict=True)    # {"reward_tensor": ..., "reward_extra_info": {"acc": [...], ...}}
 
-These call the function in this process. A run calls it in processes that can be killed (verl/rewards/).
+They call the function in this process; a run calls it in worker processes with limits (verl/rewards/).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from verl.compat.containers import get_event_loop
+from verl.compat.python import get_event_loop
 from verl.data_proto.proto import DataProto
 from verl.errors import ConfigError
 from verl.registry import Registry
@@ -32,7 +32,7 @@ RawRewardFn = Callable[..., Any]
 
 
 class AbstractRewardManager(ABC):
-    """Base of recipes' own managers."""
+    """Base of a script's own manager."""
 
     @abstractmethod
     def __init__(
@@ -50,7 +50,7 @@ class AbstractRewardManager(ABC):
     def _extract_reward_from_rm_scores(
         self, data: DataProto, return_dict: bool = False
     ) -> torch.Tensor | dict[str, Any] | None:
-        """The column `rm_scores` where scoring is done already; None without it."""
+        """The column `rm_scores` of a batch that is already scored; None without it."""
         if data.batch is None or "rm_scores" not in data.batch.keys():
             return None
         names = data.meta_info.get("reward_extra_keys", [])
@@ -60,7 +60,7 @@ class AbstractRewardManager(ABC):
 
 
 class NaiveRewardManager(AbstractRewardManager):
-    """One call of `compute_score(data_source=, solution_str=, ground_truth=, extra_info=)` a row; without a function, the
+    """One call of `compute_score(data_source=, solution_str=, ground_truth=, extra_info=)` per row; by default the
     built-in scorer of the row's data source. The first `num_examine` rows of each source are logged."""
 
     def __init__(
@@ -117,7 +117,7 @@ class NaiveRewardManager(AbstractRewardManager):
         return [_wait(self.compute_score(**{name: row[name] for name in arguments})) for row in rows]
 
     def _shape(self, score: float, response_length: int, found: dict[str, Any]) -> float:
-        """The score that is placed; what is added to `found` is reported beside it."""
+        """The final score; entries added to `found` are returned as extra info."""
         return score
 
 
@@ -144,7 +144,7 @@ class BatchRewardManager(NaiveRewardManager):
 
 
 class DAPORewardManager(NaiveRewardManager):
-    """Naive, less the penalty of overlong replies (`overlong_buffer_cfg`, `max_resp_len`)."""
+    """Naive, minus the penalty of overlong replies (`overlong_buffer_cfg`, `max_resp_len`)."""
 
     def __init__(
         self,
@@ -158,7 +158,7 @@ class DAPORewardManager(NaiveRewardManager):
         super().__init__(tokenizer, num_examine, compute_score, reward_fn_key)
         self.buffer = OverlongBuffer(**dict(overlong_buffer_cfg or {}))
         if self.buffer.enable and (max_resp_len is None or not 0 < self.buffer.len <= max_resp_len):
-            raise ConfigError(f"overlong_buffer_cfg.len={self.buffer.len} needs a max_resp_len that is not smaller.")
+            raise ConfigError(f"overlong_buffer_cfg.len={self.buffer.len} needs a max_resp_len of at least that.")
         self.max_resp_len = max_resp_len or 0
 
     def _shape(self, score: float, response_length: int, found: dict[str, Any]) -> float:
@@ -183,7 +183,7 @@ register = REWARD_MANAGERS.register
 
 
 def get_reward_manager_cls(name: str) -> Any:
-    """The manager class `name`: a built-in one of this contract, or one that a recipe has registered. Raises ConfigError."""
+    """The manager class `name`: a built-in one of this contract, or one that a script has registered. Raises ConfigError."""
     return (REWARD_MANAGERS if name in REWARD_MANAGERS and name not in _OLDER else _OLDER).get(name)
 
 

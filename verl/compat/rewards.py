@@ -1,4 +1,4 @@
-"""`verl.trainer.ppo.reward`: the reward of a config as an object that a recipe calls on its own batches."""
+"""Reward managers and functions of a config, for a script's own batches: `verl.trainer.ppo.reward`."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def load_reward_manager(config: Any, tokenizer: Any, num_examine: int = 0, **rew
 
 
 def compute_reward(data: DataProto, reward_fn: AbstractRewardManager) -> tuple[torch.Tensor, dict[str, Any]]:
-    """(rewards [batch, response], what else the function returned: name -> one value a row)."""
+    """(rewards [batch, response], other results of the function: name -> one value per row)."""
     found: Any = reward_fn(data, return_dict=True)
     return found["reward_tensor"], dict(found.get("reward_extra_info", {}))
 
 
 def extract_reward(batch: DataProto) -> tuple[torch.Tensor, dict[str, Any]]:
-    """The same of a batch that is scored already, from its column `rm_scores`."""
+    """The same results of a batch that is already scored, from its column `rm_scores`."""
     names = batch.meta_info.get("reward_extra_keys", [])
     return batch.batch["rm_scores"], {name: batch.non_tensor_batch[name] for name in names}
 

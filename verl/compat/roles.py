@@ -1,4 +1,4 @@
-"""`verl.trainer.ppo.utils`: the roles of a run, and which of them a config needs."""
+"""Roles of a run, and the roles that a config needs: `verl.trainer.ppo.utils`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WorkerType = type[Worker]
 
 
 class Role(Enum):
-    """The roles by which recipes map worker classes to resource pools; `str(role)` is the role's name in metrics."""
+    """Roles that scripts map to worker classes and resource pools; `str(role)` is the role's name in metrics."""
 
     Actor = 0
     Rollout = 1
@@ -55,7 +55,7 @@ def need_reference_policy(config: Any) -> bool:
 
 
 def need_reward_model(config: Any) -> bool:
-    """Whether the config turns a reward model on, under either spelling; a mapping of roles as above."""
+    """Whether the config enables a reward model, under either spelling; or a mapping of roles as above."""
     if _maps_roles(config):
         return Role.RewardModel in config
     reward = config.get("reward") or {}
@@ -64,8 +64,8 @@ def need_reward_model(config: Any) -> bool:
 
 
 def need_critic(config: Any) -> bool:
-    """`critic.enable`, or where that is null whether the estimator of advantages reads values. Raises ConfigError for an
-    unknown estimator."""
+    """`critic.enable`, or if that is null, whether the advantage estimator reads values. Raises ConfigError for an unknown
+    estimator."""
     from verl.algorithms.advantages import requires
 
     enabled = config.critic.get("enable")

@@ -1,4 +1,4 @@
-"""Bases of a recipe's own order of rows."""
+"""Base classes of a script's own order of rows: `verl.experimental.dataset.sampler`."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from verl.data_proto.proto import DataProto
 
 
 class AbstractSampler(Sampler[int], ABC):
-    """Base of a recipe's own order of rows (`data.sampler.class_path`, `class_name`)."""
+    """Base of a sampler that `data.sampler.class_path` and `class_name` choose."""
 
     @abstractmethod
     def __init__(self, data_source: Sized, data_config: Any): ...
 
 
 class AbstractCurriculumSampler(AbstractSampler):
-    """An order that depends on what was learnt: `update` is told each batch that has trained."""
+    """A sampler that learns from training: `update` gets each batch that has trained."""
 
     @abstractmethod
     def update(self, batch: DataProto) -> None: ...

@@ -1,4 +1,5 @@
-"""Configs as Python objects: sections of existing releases as dataclasses, and a whole tree as a config that we can run."""
+"""Configs from Python: sections as dataclasses, and whole trees as a config to run (`verl.utils.config`,
+`verl.workers.config`, `verl.base_config`, `verl.experimental.reward_loop`)."""
 
 from __future__ import annotations
 
@@ -43,13 +44,13 @@ __all__ = [
 
 @dataclass
 class BaseConfig(Mapping[str, Any]):
-    """Base of recipes' own config dataclasses: also read like a mapping, and frozen but for `_mutable_fields`."""
+    """Base of scripts' config dataclasses: also a mapping, and frozen except for `_mutable_fields`."""
 
     _mutable_fields = set[str]()
     _target_: str = ""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Raises FrozenInstanceError for a field that is set already and not in `_mutable_fields`."""
+        """Raises FrozenInstanceError for a field that has a value and is not in `_mutable_fields`."""
         if name in self.__dict__ and name not in self._mutable_fields:
             raise FrozenInstanceError(f"The field {name!r} of {type(self).__name__} is frozen; make a new config.")
         super().__setattr__(name, value)
@@ -68,18 +69,18 @@ class BaseConfig(Mapping[str, Any]):
 
 @dataclass(frozen=True)
 class HFModelConfig(ModelConfig):
-    """The section `model`, with what its folder holds: read when it is first asked for."""
+    """The section `model`, with config, tokenizer and processor of its folder, loaded on first use."""
 
     @property
     def local_path(self) -> str:
-        """The folder, or the hub name. Raises ModelError for a folder that is not there."""
+        """The folder, or the hub name. Raises ModelError for a missing folder."""
         from verl.models.load import locate
 
         return locate(self.path)
 
     @functools.cached_property
     def hf_config(self) -> Any:
-        """The transformers config with `override_config` put in."""
+        """The transformers config with `override_config` applied."""
         from verl.models.load import load_model_config
 
         return load_model_config(self.path, self.trust_remote_code, self.override_config)
@@ -92,8 +93,8 @@ class HFModelConfig(ModelConfig):
 
     @functools.cached_property
     def processor(self) -> Any:
-        """None for a model of text alone."""
-        from verl.compat.tokenizers import hf_processor
+        """The processor; None for a text-only model."""
+        from verl.compat.models import hf_processor
 
         return hf_processor(self.path, trust_remote_code=self.trust_remote_code)
 
@@ -108,14 +109,16 @@ class HFModelConfig(ModelConfig):
         return list(self.hf_config.architectures or [])
 
     def get_processor(self) -> Any:
-        """The processor, or the tokenizer of a model of text alone."""
+        """The processor, or the tokenizer of a text-only model."""
         return self.processor if self.processor is not None else self.tokenizer
 
 
 def omega_conf_to_dataclass(config: Any, dataclass_type: Any = None) -> Any:
-    """A section (OmegaConf or dict) as `dataclass_type`, or as the class that its `_target_` names; nested sections become
-    what the class declares. A dataclass comes back as it is, an empty section as the class's defaults. Raises ConfigError
-    for a key that the class does not have, and ValueError without any class."""
+    """A section (OmegaConf or dict) as `dataclass_type`, or as the class that its `_target_` names.
+
+    A dataclass is returned unchanged, an empty section as the class's defaults. Raises ConfigError for a key that the class
+    lacks, and ValueError without a class.
+    """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -141,9 +144,9 @@ def omega_conf_to_dataclass(config: Any, dataclass_type: Any = None) -> Any:
 
 
 def loaded_config(config: Any) -> LoadedConfig:
-    """A whole tree from Python (OmegaConf, dict, our dataclasses) resolved and checked as one from a command line is.
+    """A whole tree from Python (OmegaConf, dict, dataclasses), resolved and checked like one from a command line.
 
-    Keys at their defaults count as not given: a tree that Hydra composed has all of them. Raises ConfigError.
+    Keys with their default values count as not given: a tree composed by Hydra has all keys. Raises ConfigError.
     """
     from omegaconf import OmegaConf
 
@@ -159,7 +162,7 @@ def loaded_config(config: Any) -> LoadedConfig:
 
 
 def validate_config(config: Any, use_reference_policy: bool = False, use_critic: bool = False) -> None:
-    """Check a whole tree. Raises ConfigError with one sentence per problem. Which roles a run needs is read from the tree."""
+    """Check a whole tree; it determines the roles. Raises ConfigError with one sentence per problem."""
     loaded_config(config)
 
 
@@ -170,7 +173,7 @@ def _without_targets(tree: Any) -> Any:
 
 
 def _asked_for(tree: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """`tree` without what is at its default, but for keys that would follow others."""
+    """`tree` without keys at their default, except keys whose default depends on others."""
     found = {}
     for name, value in tree.items():
         spelled = f"{prefix}{name}"
@@ -185,3 +188,30 @@ def _asked_for(tree: dict[str, Any], prefix: str) -> dict[str, Any]:
 
 
 _FOLLOWING = {path for path, _ in PPO.follows}
+
+
+_LEGACY_REWARD = ("custom_reward_function", "reward_model", "sandbox_fusion")
+
+
+def migrate_legacy_reward_impl(config: Any) -> Any:
+    """Move the keys of the three older sections of an OmegaConf tree below `reward`, in place, except null values. Returns
+    the tree."""
+    from omegaconf import OmegaConf, open_dict
+
+    with open_dict(config):
+        for section in _LEGACY_REWARD:
+            older = config.pop(section, None)
+            tree: Any = OmegaConf.to_container(older, resolve=True) if OmegaConf.is_config(older) else older
+            for spelled, value in _leaves(tree or {}, section):
+                path, _ = PPO.resolve(spelled)
+                if value is not None:
+                    OmegaConf.update(config, path, value, force_add=True)
+    return config
+
+
+def _leaves(tree: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{prefix}.{name}")
+        elif value != {}:
+            yield f"{prefix}.{name}", value

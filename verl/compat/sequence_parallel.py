@@ -1,6 +1,6 @@
-"""`verl.utils.ulysses`: packed tokens cut over the ranks of a sequence-parallel group, and results gathered from them.
+"""Sequence parallelism for models that a script wraps itself: `verl.utils.ulysses`.
 
-Our own engines cut packed batches in verl/models/parallel/sequence.py; these are for models that a recipe wraps itself.
+The engines here split packed batches in verl/models/parallel/sequence.py.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ _group: dist.ProcessGroup | None = None
 
 
 def set_ulysses_sequence_parallel_group(group: dist.ProcessGroup | None) -> None:
-    """The group that the functions below use unless they are given one; None: no sequence parallelism."""
+    """Set the default group of the functions below; None: no sequence parallelism."""
     global _group
     _group = group
 
 
 def get_ulysses_sequence_parallel_group() -> dist.ProcessGroup | None:
-    """The group that was set."""
+    """The default group."""
     return _group
 
 
 def get_ulysses_sequence_parallel_world_size(group: dist.ProcessGroup | None = None) -> int:
-    """Ranks of `group`, or of the group that was set; 1 without one."""
+    """Number of ranks of `group` or of the default group; 1 without one."""
     group = group or _group
     return dist.get_world_size(group) if group is not None else 1
 
 
 def get_ulysses_sequence_parallel_rank(group: dist.ProcessGroup | None = None) -> int:
-    """This process's rank in that group; 0 without one."""
+    """Rank of this process in `group` or in the default group; 0 without one."""
     group = group or _group
     return dist.get_rank(group) if group is not None else 0
 
@@ -60,7 +60,7 @@ def ulysses_pad_and_slice_inputs(
     skip_position_ids_rmpad: bool = False,
     pad_value: int = 0,
 ) -> tuple[Tensor, Tensor | None, int]:
-    """`ulysses_pad`, then this rank's equal share of the tokens. With `skip_position_ids_rmpad` the positions stay whole."""
+    """`ulysses_pad`, then this rank's equal share of the tokens. `skip_position_ids_rmpad` keeps all positions."""
     ids, positions, missing = ulysses_pad(input_ids_rmpad, position_ids_rmpad, sp_size, pad_value)
     ids = slice_input_tensor(ids, dim=1)
     if positions is not None and not skip_position_ids_rmpad:
@@ -69,7 +69,7 @@ def ulysses_pad_and_slice_inputs(
 
 
 def slice_input_tensor(x: Tensor, dim: int, padding: bool = False, group: dist.ProcessGroup | None = None) -> Tensor:
-    """This rank's equal share of `x` along `dim`; `padding` fills the last share with zeros."""
+    """This rank's equal share of `x` along `dim`; `padding` pads the last share with zeros."""
     size, rank = get_ulysses_sequence_parallel_world_size(group), get_ulysses_sequence_parallel_rank(group)
     if padding and x.shape[dim] % size:
         shape = list(x.shape)
@@ -79,8 +79,8 @@ def slice_input_tensor(x: Tensor, dim: int, padding: bool = False, group: dist.P
 
 
 class _Gather(torch.autograd.Function):
-    """Shares of equal shape joined along an axis. Each rank's gradient is its own share of the gradient that it computed,
-    times the number of ranks where the mean over them is taken later."""
+    """All-gather of shares of equal shape along an axis. The gradient of a rank is its share of its own output gradient,
+    times the number of ranks with `scale`."""
 
     @staticmethod
     def forward(ctx: Any, share: Tensor, dim: int, scale: bool, group: dist.ProcessGroup) -> Tensor:
@@ -106,8 +106,8 @@ def gather_outputs_and_unpad(
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """The shares of all ranks joined along `gather_dim`, without the last `padding_size` entries of `unpad_dim`; `x` itself
-    without a group. With `grad_scaler` gradients are multiplied by the number of ranks, which undoes the mean over them that
-    data parallelism takes."""
+    without a group. `grad_scaler` multiplies gradients by the number of ranks, which cancels the mean that data
+    parallelism takes over them."""
     group = group or _group
     if group is None:
         return x

@@ -1,5 +1,5 @@
-"""`verl.utils.tensordict_utils`: batches as one TensorDict of tensors, jagged tensors (one row of its own length each) and
-objects."""
+"""Batches as a TensorDict of tensors, jagged tensors (rows of different lengths) and objects:
+`verl.utils.tensordict_utils`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,8 @@ from verl.data_proto.merge import same_value
 def get_tensordict(
     tensor_dict: Mapping[str, torch.Tensor | list[Any]], non_tensor_dict: Mapping[str, Any] | None = None
 ) -> TensorDict:
-    """Columns by name: tensors, and lists with one object a row; `non_tensor_dict` says something about the whole batch.
-
-    Raises ValueError when the columns disagree about the number of rows.
-    """
+    """A batch from columns by name: tensors, and lists with one object per row. `non_tensor_dict` has values of the whole
+    batch. Raises ValueError when the columns have different numbers of rows."""
     sizes = {name: len(column) for name, column in tensor_dict.items()}
     if len(set(sizes.values())) > 1:
         raise ValueError(f"The columns do not have the same batch size: {sizes}.")
@@ -36,25 +34,25 @@ def assign_non_tensor_data(tensor_dict: TensorDict, key: str, val: Any) -> None:
 
 
 def assign_non_tensor_stack(tensor_dict: TensorDict, key: str, val: list[Any]) -> None:
-    """Store one object for each row, in place. Raises ValueError when their number differs from that of the rows."""
+    """Store one object per row, in place. Raises ValueError when their number is not that of the rows."""
     if len(val) != len(tensor_dict):
         raise ValueError(f"{key!r} has {len(val)} objects for {len(tensor_dict)} rows.")
     tensor_dict.set(key, _stack(val))
 
 
 def assign_non_tensor(tensor_dict: TensorDict, **values: Any) -> None:
-    """Store values in place: a list as one object for each row, anything else for the whole batch."""
+    """Store values in place: a list as one object per row, any other value for the whole batch."""
     for key, value in values.items():
         (assign_non_tensor_stack if isinstance(value, list) else assign_non_tensor_data)(tensor_dict, key, value)
 
 
 def unwrap_non_tensor_data(data: Any) -> Any:
-    """The value inside a NonTensorData; anything else as it is."""
+    """The value inside a NonTensorData; any other value unchanged."""
     return data.data if isinstance(data, NonTensorData) else data
 
 
 def get(tensor_dict: TensorDict, key: str, default: Any = None) -> Any:
-    """A column: the tensor, the list of its objects, or the value that holds for the whole batch; `default` without it."""
+    """A column: the tensor, the list of its objects, or the value of the whole batch; `default` if absent."""
     if key not in tensor_dict.keys():
         return default
     found = tensor_dict.get(key)
@@ -65,7 +63,7 @@ get_non_tensor_data = get
 
 
 def pop(tensor_dict: TensorDict, key: str, default: Any = None) -> Any:
-    """`get`, and the column is taken out."""
+    """`get`, and remove the column."""
     found = get(tensor_dict, key, default)
     if key in tensor_dict.keys():
         tensor_dict.pop(key)
@@ -73,7 +71,7 @@ def pop(tensor_dict: TensorDict, key: str, default: Any = None) -> Any:
 
 
 def get_keys(tensor_dict: TensorDict, keys: Iterable[str]) -> TensorDict:
-    """The named columns. Raises KeyError for one that is not there."""
+    """The named columns. Raises KeyError for an absent one."""
     found = TensorDict({}, batch_size=tensor_dict.batch_size)
     for key in keys:
         if key not in tensor_dict.keys():
@@ -83,7 +81,7 @@ def get_keys(tensor_dict: TensorDict, keys: Iterable[str]) -> TensorDict:
 
 
 def pop_keys(tensor_dict: TensorDict, keys: Iterable[str]) -> TensorDict:
-    """The named columns, taken out. Raises KeyError, before anything is taken, for one that is not there."""
+    """Remove and return the named columns. Raises KeyError for an absent one, before any is removed."""
     names = list(keys)
     found = get_keys(tensor_dict, names)
     for name in names:
@@ -92,7 +90,7 @@ def pop_keys(tensor_dict: TensorDict, keys: Iterable[str]) -> TensorDict:
 
 
 def index_select_tensor_dict(batch: TensorDict, indices: torch.Tensor | Sequence[int]) -> TensorDict:
-    """The rows of `indices`, in that order; jagged tensors and objects too."""
+    """The rows of `indices`, in that order, of all kinds of columns."""
     rows = torch.as_tensor(indices).flatten().tolist()
     columns: dict[str, Any] = {}
     for key in map(str, batch.keys()):
@@ -116,8 +114,8 @@ def chunk_tensordict(td: TensorDict, chunks: int) -> list[TensorDict]:
 
 
 def concat_tensordict(data: Sequence[TensorDict]) -> TensorDict:
-    """The rows of all parts, one after the other. Raises ValueError when the parts do not have the same columns, or when a
-    value of the whole batch differs between them."""
+    """The rows of all parts in order. Raises ValueError when the parts have different columns, or different values of a
+    whole batch."""
     if not data:
         raise ValueError("There is nothing to concatenate.")
     names = [str(key) for key in data[0].keys()]
@@ -135,13 +133,13 @@ def _concat(name: str, parts: list[Any], size: int) -> Any:
     if isinstance(parts[0], NonTensorStack):
         return _stack([value for part in parts for value in part.tolist()])
     if not all(same_value(part.data, parts[0].data) for part in parts):
-        raise ValueError(f"The parts have different values of {name!r}, which holds for a whole batch.")
+        raise ValueError(f"The parts have different values of {name!r}, which is one value per batch.")
     return NonTensorData(parts[0].data, batch_size=[size])
 
 
 def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> TensorDict:
-    """Add the columns of the second to the first, in place, and return it. Raises ValueError when the row counts differ, or
-    when a column of both differs in value."""
+    """Add the columns of `tensor_dict2` to `tensor_dict1`, in place, and return it. Raises ValueError for different numbers
+    of rows, and for a column with two values."""
     if tensor_dict1.batch_size != tensor_dict2.batch_size:
         raise ValueError(f"Batches of {len(tensor_dict1)} and {len(tensor_dict2)} rows cannot be united.")
     for key in map(str, tensor_dict2.keys()):
@@ -158,8 +156,8 @@ def make_iterator(
     seed: int | None = None,
     dataloader_kwargs: Mapping[str, Any] | None = None,
 ) -> Iterator[TensorDict]:
-    """Mini-batches of `epochs` passes over the rows. `dataloader_kwargs["shuffle"]` (default False) draws an order for each
-    pass from `seed`. Raises ValueError when the rows do not divide."""
+    """Mini-batches of `epochs` passes over the rows. `dataloader_kwargs["shuffle"]` (default False) shuffles each pass by
+    `seed`. Raises ValueError when the rows do not divide."""
     if len(tensordict) % mini_batch_size:
         raise ValueError(f"{len(tensordict)} rows do not divide into mini-batches of {mini_batch_size}.")
     shuffle = bool((dataloader_kwargs or {}).get("shuffle", False))

@@ -1,7 +1,7 @@
-"""`RayPPOTrainer`, `TaskRunner` and `run_ppo`: a config from Python, run by our program.
+"""`RayPPOTrainer`, `TaskRunner` and `run_ppo`: training with a config from Python.
 
-The program makes its own workers, loaders and rewards, all from the config. What a recipe passes beside the config, or
-overrides in a subclass, and would not be called, is refused by name.
+The program builds workers, loaders and rewards from the config. Arguments and overridden methods that it would not use are
+refused by name.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 from verl.errors import ConfigError
 
-# what the existing trainer calls on itself in a step, and recipes override
+# methods of the other releases' trainer that scripts override
 _TRAINER_HOOKS = (
     "_balance_batch", "_compute_advantage", "_compute_old_log_prob", "_compute_or_extract_reward", "_compute_ref_log_prob",
     "_compute_reward_colocate", "_compute_values", "_create_dataloader", "_create_worker_classes", "_dump_generations",
@@ -23,16 +23,16 @@ _RUNNER_HOOKS = (
     "add_reward_model_worker", "add_teacher_model_resource_pool", "init_resource_pool_mgr",
 )  # fmt: skip
 _INSTEAD = (
-    "The program makes workers, loaders and rewards from the config. Register a function (register_adv_est, "
+    "The program builds workers, loaders and rewards from the config. Register a function (register_adv_est, "
     "register_policy_loss, custom_reward_function.path, data.custom_cls.path), or write a program: verl/programs/ppo.py."
 )
 
 
 class RayPPOTrainer:
-    """`init_workers()` checks the config and `fit()` trains as it says, on whatever runtime it names.
+    """`fit()` trains by the config, on the runtime that it names.
 
-    `tokenizer`, `processor`, `collate_fn` and the resource pools are accepted and made anew from the config. Raises ConfigError
-    for worker classes, rewards or samplers of a recipe's own and for overridden steps, none of which would be called.
+    `tokenizer`, `processor`, `collate_fn` and the resource pools are ignored: the program builds its own. Raises ConfigError
+    for worker classes, rewards or samplers of the script and for overridden methods: they would not be used.
     """
 
     def __init__(
@@ -66,10 +66,10 @@ class RayPPOTrainer:
         self._refuse_own_rows(train_dataset, val_dataset)
 
     def init_workers(self) -> None:
-        """Nothing is left to do: workers are made when `fit` begins, and end with it."""
+        """No effect: `fit` starts and ends the workers."""
 
     def fit(self) -> None:
-        """Train. Raises the errors of `verl train`; a run that was interrupted is resumed by calling it again."""
+        """Train. Raises the errors of `verl train`; call it again to resume an interrupted run."""
         from verl.run.host import train
 
         train(self._loaded)
@@ -93,7 +93,7 @@ class RayPPOTrainer:
             if reward is not None and type(reward).__module__ != NaiveRewardManager.__module__:
                 raise ConfigError(f"The reward_fn {reward!r} would not be called. {_INSTEAD}")
         if sampler is not None and not isinstance(sampler, (RandomSampler, SequentialSampler)):
-            raise ConfigError(f"The sampler {type(sampler).__name__} would not choose the rows. {_INSTEAD}")
+            raise ConfigError(f"The sampler {type(sampler).__name__} would not be used. {_INSTEAD}")
 
     def _refuse_own_rows(self, *datasets: Any) -> None:
         from verl.data.dataset import dataset_class
@@ -102,15 +102,15 @@ class RayPPOTrainer:
         for dataset in datasets:
             if dataset is not None and type(dataset) is not made:
                 raise ConfigError(
-                    f"The rows of {type(dataset).__name__} would not be read. Set data.custom_cls.path and .name to it."
+                    f"The rows of {type(dataset).__name__} would not be used. Set data.custom_cls.path and .name to it."
                 )
 
 
 class TaskRunner:
-    """`run(config)` trains. The methods that choose workers in the existing trainer are refused where they are overridden."""
+    """`run(config)` trains. Overridden methods that choose workers are refused: they would not be called."""
 
     def run(self, config: Any) -> None:
-        """Train as `config` says. Raises the errors of `verl train`."""
+        """Train by `config`. Raises the errors of `verl train`."""
         from verl.compat.sections import loaded_config
         from verl.run.host import train
 
@@ -124,14 +124,14 @@ class TaskRunner:
 
 
 def run_ppo(config: Any, task_runner_class: Any = None) -> None:
-    """Train as `config` (OmegaConf, a dict or our dataclasses) says, in this process or on the runtime that it names.
+    """Train by `config` (OmegaConf, a dict or dataclasses of verl.config), on the runtime that it names.
     `task_runner_class` is TaskRunner or a subclass, also one made by `ray.remote`. Raises the errors of `verl train`."""
     runner = _undecorated(task_runner_class) if task_runner_class is not None else TaskRunner
     runner().run(config)
 
 
 def _undecorated(cls: Any) -> Any:
-    """The class behind what `ray.remote` makes of it."""
+    """The class that `ray.remote` has wrapped."""
     return getattr(getattr(cls, "__ray_metadata__", None), "modified_class", cls)
 
 

@@ -1,27 +1,27 @@
-"""Every row of the data: schema, template, length, repetition; and the reward on every reference answer."""
+"""Checks of every row of the data (schema, template, length, repetition), and of the reward on reference answers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from verl.cli.checklist.api import Subject
+from verl.cli.checklist import Subject
 from verl.cli.report import Level, Line
 
 if TYPE_CHECKING:
     from verl.config import DataConfig
     from verl.data.check import RowsReport
 
-_NUM_SHOWN = 5  # problems of one set of files
+_NUM_SHOWN = 5  # problems per set of files
 _NUM_CHARACTERS = 300  # of the first prompt
 
 
 def check_rows_of_data(subject: Subject) -> Iterator[Line]:
-    """Counts, lengths, bad rows, prompts that occur twice."""
+    """Counts, lengths, invalid rows, repeated prompts."""
     from verl.data.check import check_data
 
     if subject.tokenizer is None:
-        yield Line("skip", "not looked at without a tokenizer")
+        yield Line("skip", "not checked without a tokenizer")
         return
     config = subject.config.data
     subject.data = check_data(config, subject.tokenizer)
@@ -33,7 +33,7 @@ def check_rows_of_data(subject: Subject) -> Iterator[Line]:
             needed = name == "training" and not subject.config.trainer.val_only
             yield Line("fail" if needed else "info", f"no {name} rows: {key} is empty")
         else:
-            yield from _of_rows(name, rows, config)
+            yield from _rows_lines(name, rows, config)
     if subject.data.num_shared:
         yield Line("warn", f"{subject.data.num_shared} validation prompts occur in the training rows too")
     if subject.data.train is not None:
@@ -41,13 +41,13 @@ def check_rows_of_data(subject: Subject) -> Iterator[Line]:
 
 
 def check_template(subject: Subject) -> Iterator[Line]:
-    """The first training prompt as the model will read it."""
+    """The first training prompt as the model reads it."""
     from verl.data.dataset import load_dataset
     from verl.data.prompts import PromptEncoder
 
     files = subject.config.data.train_files or subject.config.data.val_files
     if subject.tokenizer is None or subject.data is None or not subject.data.ok or not files:
-        yield Line("skip", "not looked at without usable rows")
+        yield Line("skip", "not checked without usable rows")
         return
     rows = load_dataset(files, subject.tokenizer, subject.config.data, max_samples=1)
     ids = PromptEncoder(subject.tokenizer, subject.config.data).encode(rows.prompt(rows[0]), rows.place(0))
@@ -57,14 +57,14 @@ def check_template(subject: Subject) -> Iterator[Line]:
 
 
 def check_reward(subject: Subject) -> Iterator[Line]:
-    """The reward function is found and its manager built; it is run on the reference answer of every row."""
+    """The reward function loads, its manager can be built, and it scores the reference answer of every row."""
     from verl.rewards.check import check_references
     from verl.rewards.managers import build_reward_manager
 
     config = subject.config
     build_reward_manager(config.reward, max_response_length=config.actor_rollout_ref.rollout.response_length).close()
     if config.reward.reward_model.enable:
-        yield Line("skip", "reference answers are not scored: that would need the reward model")
+        yield Line("skip", "reference answers are not scored: that needs the reward model")
         return
     if subject.data is None or not subject.data.ok:
         yield Line("skip", "not run without usable rows")
@@ -88,7 +88,7 @@ def _rows(subject: Subject) -> Iterator[dict[str, Any]]:
                 yield {**row, "data_source": row[config.reward_fn_key]}
 
 
-def _of_rows(name: str, rows: RowsReport, config: DataConfig) -> Iterator[Line]:
+def _rows_lines(name: str, rows: RowsReport, config: DataConfig) -> Iterator[Line]:
     sources = ", ".join(f"{source} {count:,}" for source, count in rows.data_sources.most_common(6))
     lengths = f"prompts of {rows.mean_length:.0f} tokens on average, {rows.max_length} at most"
     yield Line("fail" if rows.num_problems else "pass", f"{rows.num_rows:,} {name} rows ({sources}); {lengths}")
@@ -97,10 +97,10 @@ def _of_rows(name: str, rows: RowsReport, config: DataConfig) -> Iterator[Line]:
     if rows.num_problems > _NUM_SHOWN:
         yield Line("fail", f"{rows.num_problems - _NUM_SHOWN} more {name} rows cannot be used")
     if rows.num_overlong and not rows.num_problems:
-        fate = "left out" if config.filter_overlong_prompts else f"cut ({config.truncation})"
+        effect = "left out" if config.filter_overlong_prompts else f"cut ({config.truncation})"
         yield Line(
             "warn",
-            f"{rows.num_overlong} {name} prompts exceed data.max_prompt_length={config.max_prompt_length}: {fate}",
+            f"{rows.num_overlong} {name} prompts exceed data.max_prompt_length={config.max_prompt_length}: {effect}",
         )
     if rows.num_repeated:
         yield Line("warn", f"{rows.num_repeated} {name} rows repeat an earlier prompt")

@@ -1,13 +1,12 @@
-"""The model folder, its tokenizer, and what the two allow."""
+"""Checks of the model folder, its tokenizer, and the lengths that the model supports."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from verl.cli.checklist.api import Subject
-from verl.cli.checklist.estimate import ModelShape
+from verl.cli.checklist import Subject
+from verl.cli.checklist.resources import ModelShape
 from verl.cli.report import Line
 from verl.config import ModelConfig
 from verl.config.active_keys import uses_critic
@@ -15,7 +14,7 @@ from verl.errors import ModelError
 
 
 def check_model_files(subject: Subject) -> Iterator[Line]:
-    """Config and weights of the policy, and of the critic where one trains."""
+    """Config and weights of the policy, and of the critic if one trains."""
     from verl.models.load import load_external
 
     group, critic = subject.config.actor_rollout_ref, subject.config.critic
@@ -31,19 +30,19 @@ def check_model_files(subject: Subject) -> Iterator[Line]:
 
 
 def check_tokenizer(subject: Subject) -> Iterator[Line]:
-    """The tokenizer loads, has a chat template, and ends responses with a token of its own."""
+    """The tokenizer loads, has a chat template, and has an end-of-sequence token."""
     from verl.models.load import load_tokenizer
 
     subject.tokenizer = load_tokenizer(subject.config.actor_rollout_ref.model)
     yield Line("pass", f"{type(subject.tokenizer).__name__} of {len(subject.tokenizer):,} tokens")
     if not getattr(subject.tokenizer, "chat_template", None):
-        yield Line("warn", "no chat template: only prompts that are plain texts can be used")
+        yield Line("warn", "no chat template: prompts must be plain strings")
     if subject.tokenizer.eos_token_id is None:
-        yield Line("warn", "no end-of-sequence token: a response ends by length or by a stop of rollout.stop alone")
+        yield Line("warn", "no end-of-sequence token: only the length and rollout.stop end a response")
 
 
 def check_lengths(subject: Subject) -> Iterator[Line]:
-    """Longest prompt plus response against what the model can hold."""
+    """Longest prompt plus response against the positions of the model."""
     rollout = subject.config.actor_rollout_ref.rollout
     total = rollout.prompt_length + rollout.response_length
     shown = f"{rollout.prompt_length} prompt + {rollout.response_length} response = {total} tokens"
@@ -78,7 +77,7 @@ def _described(shape: ModelShape) -> str:
 def _weights(path: str) -> Line:
     folder = Path(path).expanduser()
     if not folder.is_dir():
-        return Line("info", f"{path} is a name on the hub; its weights are fetched when the run starts")
+        return Line("info", f"{path} is a hub name; its weights are downloaded when the run starts")
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         return Line("fail", f"{folder} has no weights (*.safetensors); download or convert the model again")
@@ -94,10 +93,6 @@ def _header_problem(file: Path) -> str:
 
     try:
         with safe_open(file, framework="numpy") as tensors:
-            return "" if any(True for _ in _names(tensors)) else "it holds no tensors"
+            return "" if list(tensors.keys()) else "it holds no tensors"
     except (SafetensorError, OSError) as error:
         return f"damaged ({error})"
-
-
-def _names(tensors: Any) -> Iterator[str]:
-    yield from tensors.keys()

@@ -1,22 +1,127 @@
-"""Memory and disk that the run will need, against what there is."""
+"""Memory and disk of a run: estimates from shapes, and checks against what is free.
+
+Estimates are within about a quarter: they catch a wrong order of magnitude.
+"""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from verl.cli.checklist.api import Subject
-from verl.cli.checklist.estimate import checkpoint_bytes, memory_needed
+from verl.cli.checklist import Subject
 from verl.cli.machine.host import available_memory
 from verl.cli.report import Level, Line
-from verl.config.active_keys import runs_on_several_devices
+from verl.config import VerlConfig
+from verl.config.active_keys import runs_on_several_devices, uses_critic, uses_reference
 
-_TIGHT = 0.8  # share of what is free from which an estimate may be wrong
+FLOAT32 = 4
+ADAM_STATES = 2 * FLOAT32
+# a Python process with PyTorch and transformers; a reward worker with its scorers
+PROCESS_BYTES = 700_000_000
+REWARD_WORKER_BYTES = 60_000_000
+_TIGHT = 0.8  # share of the free memory above which the estimate may be too low
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a model that determine its memory."""
+
+    num_parameters: int
+    num_layers: int
+    hidden: int
+    intermediate: int
+    kv_heads: int
+    head_dim: int
+    max_positions: int | None
+
+    @classmethod
+    def of(cls, num_parameters: int, config: Any) -> ModelShape:
+        """From a transformers config of a decoder."""
+        text = config.get_text_config()
+        heads = text.num_attention_heads
+        return cls(
+            num_parameters=num_parameters,
+            num_layers=text.num_hidden_layers,
+            hidden=text.hidden_size,
+            intermediate=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+            kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+            head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+            max_positions=getattr(text, "max_position_embeddings", None),
+        )
+
+
+def trained_bytes(num_parameters: int, width: int) -> int:
+    """Bytes of weights, float32 gradients and AdamW's two states, and of float32 masters where `width` (bytes of a
+    weight in computation) is below 4."""
+    masters = FLOAT32 if width < FLOAT32 else 0
+    return num_parameters * (width + masters + FLOAT32 + ADAM_STATES)
+
+
+def checkpoint_bytes(num_parameters: int, contents: list[str]) -> int:
+    """Bytes of float32 weights and AdamW's states, where `contents` includes them."""
+    weights = FLOAT32 if {"model", "hf_model"} & set(contents) else 0
+    return num_parameters * (weights + (ADAM_STATES if "optimizer" in contents else 0))
+
+
+def cache_bytes(
+    model: ModelShape, num_samples: int, samples_per_prompt: int, prompt: int, response: int, width: int
+) -> int:
+    """Bytes of keys and values of `num_samples` concurrent samples; the samples of a prompt share its keys and values."""
+    num_prompts = -(-num_samples // max(1, samples_per_prompt))
+    tokens = num_samples * response + num_prompts * prompt
+    return 2 * model.num_layers * model.kv_heads * model.head_dim * width * tokens
+
+
+def activation_bytes(model: ModelShape, num_tokens: int, width: int, *, checkpointing: bool) -> int:
+    """Bytes that a micro-batch of `num_tokens` tokens keeps for its backward pass: per layer and token about ten vectors
+    of the hidden size and four of the intermediate size; with checkpointing the layers' inputs, and one layer in full."""
+    layer = (10 * model.hidden + 4 * model.intermediate) * width
+    if checkpointing:
+        return num_tokens * (model.num_layers * model.hidden * width + layer)
+    return num_tokens * model.num_layers * layer
+
+
+def memory_needed(config: VerlConfig, policy: ModelShape, critic: ModelShape | None, width: int) -> dict[str, int]:
+    """Bytes by purpose at the peak of a step, with all roles on one device."""
+    group, data = config.actor_rollout_ref, config.data
+    rollout, actor = group.rollout, group.actor
+    length = rollout.prompt_length + rollout.response_length
+    parts = {"actor": trained_bytes(policy.num_parameters, width)}
+    if uses_critic(config) and critic is not None:
+        parts["critic"] = trained_bytes(critic.num_parameters, width)
+    if uses_reference(config):
+        parts["reference"] = policy.num_parameters * width
+    samples = min(rollout.max_num_seqs, data.train_batch_size * rollout.n)
+    cache = cache_bytes(policy, samples, rollout.n, rollout.prompt_length, rollout.response_length, width)
+    tokens = min(_micro_batch_tokens(actor, length), actor.ppo_mini_batch_size * rollout.n * length)
+    active = activation_bytes(policy, tokens, width, checkpointing=group.model.enable_gradient_checkpointing)
+    if rollout.free_cache_engine:  # the cache and the activations are never held together
+        parts["KV cache or activations"] = max(cache, active)
+    else:
+        parts["KV cache"], parts["activations"] = cache, active
+    saved = [(actor, policy), *([(config.critic, critic)] if "critic" in parts and critic is not None else [])]
+    if size := sum(_background_save_bytes(role, shape) for role, shape in saved):
+        parts["copy for async_save"] = size
+    parts["processes"] = PROCESS_BYTES + config.reward.num_workers * REWARD_WORKER_BYTES
+    return parts
+
+
+def _background_save_bytes(role: Any, model: ModelShape) -> int:
+    """Bytes that a role copies while it saves in the background."""
+    saved = checkpoint_bytes(model.num_parameters, role.checkpoint.save_contents)
+    return saved if role.checkpoint.async_save else 0
+
+
+def _micro_batch_tokens(actor: Any, length: int) -> int:
+    rows = actor.ppo_micro_batch_size_per_gpu or actor.ppo_micro_batch_size
+    return actor.ppo_max_token_len_per_gpu if actor.use_dynamic_bsz or rows is None else rows * length
 
 
 def check_memory(subject: Subject) -> Iterator[Line]:
-    """The estimate of a step's peak."""
+    """The estimated peak of a step against the free memory."""
     from verl.parallel.device import compute_dtype, resolve_device
 
     if subject.policy is None:
@@ -32,14 +137,12 @@ def check_memory(subject: Subject) -> Iterator[Line]:
     total = sum(parts.values())
     level: Level = "fail" if total > free else "warn" if total > _TIGHT * free else "pass"
     shown = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items())
-    fix = (
-        "; lower ppo_max_token_len_per_gpu or rollout.max_num_seqs, or take a smaller model" if level != "pass" else ""
-    )
+    fix = "; lower ppo_max_token_len_per_gpu or rollout.max_num_seqs, or use a smaller model" if level != "pass" else ""
     yield Line(level, f"about {total / 1e9:.1f} GB of {free / 1e9:.1f} GB free ({shown}){fix}")
 
 
 def check_disk(subject: Subject) -> Iterator[Line]:
-    """One checkpoint must fit, all that will be kept should."""
+    """One checkpoint must fit on the disk; all that are kept should."""
     if subject.policy is None:
         yield Line("skip", "not estimated without a model")
         return
@@ -64,7 +167,7 @@ def check_disk(subject: Subject) -> Iterator[Line]:
 
 
 def num_checkpoints(subject: Subject) -> int:
-    """Most checkpoints on disk at once, the one being written included; where the steps are not known, two."""
+    """Largest number of checkpoints on disk at once, including the one being written; 2 if the steps are unknown."""
     trainer = subject.config.trainer
     if trainer.save_freq <= 0:
         return 1

@@ -1,4 +1,4 @@
-"""Names that the config chooses: engines, algorithm, device, trackers, run folder."""
+"""Checks of the config, devices, engines, algorithm, trackers and run folder."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from verl.cli.checklist.api import Subject
+from verl.cli.checklist import Subject
 from verl.cli.report import Line
 from verl.errors import VerlError
 
 
 def check_config_problems(subject: Subject) -> Iterator[Line]:
-    """What contradicts itself, what this version has not, what has no effect."""
+    """Contradictions, unavailable features, and keys without effect."""
     from verl.config.checks import check_config
 
     problems = check_config(subject.loaded)
@@ -27,7 +27,7 @@ def check_config_problems(subject: Subject) -> Iterator[Line]:
 
 
 def check_layout(subject: Subject) -> Iterator[Line]:
-    """Which devices each role has, and how the rollout engine spans them; none of them has to be here."""
+    """Devices of each role, and of each rollout replica; the devices need not be on this machine."""
     from importlib.util import find_spec
 
     from verl.parallel.placement import Placement
@@ -38,17 +38,18 @@ def check_layout(subject: Subject) -> Iterator[Line]:
     devices, nodes = placement.num_devices, placement.num_nodes
     yield Line(
         "pass",
-        f"{devices} device{'s' if devices > 1 else ''} on {nodes} machine{'s' if nodes > 1 else ''}: {placement.sentence()}",
+        f"{devices} device{'s' if devices > 1 else ''} on {nodes} node{'s' if nodes > 1 else ''}: {placement.sentence()}",
     )
     yield Line("pass", plan.sentence())
     if plan.engine in ("vllm", "sglang") and plan.where != "service" and find_spec(plan.engine) is None:
         yield Line(
-            "warn", f"{plan.engine} is not installed here; where the run starts: pip install 'verl[{plan.engine}]'"
+            "warn",
+            f"{plan.engine} is not installed here; install it where the run starts: pip install 'verl[{plan.engine}]'",
         )
 
 
 def check_engines(subject: Subject) -> Iterator[Line]:
-    """Device and number format; every name of a family is found and its file can be imported; phases of training are such."""
+    """Device and dtype; the files of the rollout engine, estimator and loss can be imported; phases are valid."""
     from verl.algorithms.advantages import ADVANTAGES
     from verl.algorithms.policy_losses import POLICY_LOSSES
     from verl.config.active_keys import runs_on_several_devices
@@ -59,7 +60,7 @@ def check_engines(subject: Subject) -> Iterator[Line]:
     config = subject.config
     group = config.actor_rollout_ref
     if runs_on_several_devices(config) and config.trainer.device.startswith("cuda") and not visible_devices():
-        yield Line("skip", f"trainer.device={config.trainer.device} is looked for where the run starts")
+        yield Line("skip", f"trainer.device={config.trainer.device} is checked where the run starts")
         device = resolve_device("cpu")
     else:
         device = resolve_device(config.trainer.device)
@@ -82,7 +83,7 @@ def check_engines(subject: Subject) -> Iterator[Line]:
 
 
 def check_trackers(subject: Subject) -> Iterator[Line]:
-    """Every tracker of trainer.logger can be made."""
+    """Every tracker of trainer.logger can be created."""
     from verl.tracking.sinks.api import RunInfo, make_sink
 
     trainer = subject.config.trainer
@@ -97,7 +98,7 @@ def check_trackers(subject: Subject) -> Iterator[Line]:
 
 
 def check_run_folder(subject: Subject) -> Iterator[Line]:
-    """It can be written, and what is in it already."""
+    """The run folder can be written; its checkpoints, if any."""
     from verl.checkpoint.files import find_damage
     from verl.checkpoint.filesystem import examine
     from verl.checkpoint.retention import candidates
@@ -115,27 +116,27 @@ def check_run_folder(subject: Subject) -> Iterator[Line]:
     steps = candidates(folder)
     if trainer.resume_mode == "resume_path":
         damage = find_damage(Path(trainer.resume_from_path or "").expanduser())
-        fault = f", which is damaged: {damage}. Give another one" if damage else ""
-        yield Line("fail" if damage else "pass", f"{folder}; goes on from {trainer.resume_from_path}{fault}")
+        fault = f", which is damaged: {damage}. Set another one" if damage else ""
+        yield Line("fail" if damage else "pass", f"{folder}; resumes from {trainer.resume_from_path}{fault}")
     elif steps and trainer.resume_mode == "auto":
         yield from _resumption(folder, steps)
     elif steps:
-        yield Line("warn", f"{folder} has checkpoints, and trainer.resume_mode=disable starts over beside them")
+        yield Line("warn", f"{folder} has checkpoints, and trainer.resume_mode=disable starts a new run beside them")
     else:
         yield Line("pass", f"{folder}; a new run")
 
 
 def _resumption(folder: Path, steps: list[int]) -> Iterator[Line]:
-    """The newest of `steps` that verifies, after a line for each newer one that does not."""
+    """The newest intact checkpoint of `steps`, after a line for each damaged newer one."""
     from verl.checkpoint.files import find_damage
 
     for step in steps:
         damage = find_damage(folder / f"global_step_{step}")
         if damage is None:
-            yield Line("pass", f"{folder}; goes on from step {step}")
+            yield Line("pass", f"{folder}; resumes from step {step}")
             return
         yield Line("warn", f"global_step_{step} is damaged and not used: {damage}")
-    yield Line("fail", f"no checkpoint in {folder} is complete; to start afresh, set trainer.resume_mode=disable")
+    yield Line("fail", f"no checkpoint in {folder} is complete; set trainer.resume_mode=disable to start a new run")
 
 
 def _run_folder(subject: Subject) -> Path:

@@ -1,4 +1,4 @@
-"""The commands of a shell script that start a module of verl, with its variables put in, without running it."""
+"""Commands of a shell script that start a module of verl, with its variables expanded, without running it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 _ASSIGNMENT = re.compile(r"^(?:export\s+|local\s+|readonly\s+)?([A-Za-z_]\w*)(\+?)=(.*)$", re.DOTALL)
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:\[[@*]\])?(?::?-((?:[^{}]|\$\{[^{}]*\})*))?\})")
 _COMPUTED = re.compile(r"\$\(\(((?:[^()]|\([^()]*\))*)\)\)")
-_PRINTED = re.compile(r"\$\([^()]*(?:\([^()]*\)[^()]*)*\)|`[^`]*`")  # what a program would print
+_PRINTED = re.compile(r"\$\([^()]*(?:\([^()]*\)[^()]*)*\)|`[^`]*`")  # output of a program
 _ARGUMENTS = ("$@", "${@}", "$*", "${@:1}")
 _OPTIONS = {"--config-path": "config_path", "-cp": "config_path", "--config-dir": "config_path", "-cd": "config_path",
             "--config-name": "config_name", "-cn": "config_name"}  # fmt: skip
@@ -26,11 +26,11 @@ class Command:
     overrides: list[str] = field(default_factory=list)
     config_path: str | None = None
     config_name: str | None = None
-    unknown: dict[str, str] = field(default_factory=dict)  # an argument left out -> the variable that has no value here
+    unknown: dict[str, str] = field(default_factory=dict)  # omitted argument -> the variable without a value
 
 
 def read_commands(text: str) -> list[Command]:
-    """The commands of a script in their order that start a module of verl, or of a recipe."""
+    """The commands of a script, in order, that start a module of verl or of a recipe."""
     values: dict[str, str] = {"HOME": os.path.expanduser("~")}
     lists: dict[str, list[str]] = {}
     found = []
@@ -44,7 +44,7 @@ def read_commands(text: str) -> list[Command]:
 
 
 def _logical_lines(text: str) -> Iterator[str]:
-    """Lines with their continuations; an array with all its lines; comments and options of the shell left out."""
+    """Lines with their continuations, and arrays with all their lines; without comments."""
     pending = ""
     in_list = False
     for raw in text.splitlines():
@@ -71,7 +71,7 @@ def _open_quote(text: str) -> bool:
 
 
 def _assign(line: str, values: dict[str, str], lists: dict[str, list[str]]) -> bool:
-    """Remember an assignment; False where the line is none, or goes on with a command after it."""
+    """Record an assignment; False if the line is none, or has a command after it."""
     match = _ASSIGNMENT.match(line)
     if match is None:
         return False
@@ -94,7 +94,7 @@ def _assign(line: str, values: dict[str, str], lists: dict[str, list[str]]) -> b
 
 
 def _words(line: str, values: dict[str, str], lists: dict[str, list[str]]) -> list[str]:
-    """The words of a line as the shell makes them; a variable without a value stays as it is written."""
+    """The words of a line as the shell splits them; a variable without a value stays as written."""
     try:
         words = shlex.split(_compute(line, values), comments=True)
     except ValueError:
@@ -118,7 +118,7 @@ def _expand(text: str, values: dict[str, str]) -> str:
             return values[name]
         return _expand(match[3], values) if match[3] is not None else match[0]
 
-    for _ in range(5):  # a value may hold variables itself
+    for _ in range(5):  # a value may contain variables
         expanded = _VARIABLE.sub(value_of, text)
         if expanded == text:
             break
@@ -127,7 +127,7 @@ def _expand(text: str, values: dict[str, str]) -> str:
 
 
 def _compute(text: str, values: dict[str, str]) -> str:
-    """`text` with the values of $((...)) where they are of whole numbers."""
+    """`text` with $((...)) evaluated where it is integer arithmetic."""
 
     def computed(match: re.Match[str]) -> str:
         term = re.sub(r"\b[A-Za-z_]\w*", lambda m: values.get(m[0], m[0]), _expand(match[1], values))
@@ -136,7 +136,7 @@ def _compute(text: str, values: dict[str, str]) -> str:
         except (SyntaxError, ValueError, ZeroDivisionError):
             return match[0]
 
-    for _ in range(3):  # one inside another
+    for _ in range(3):  # nested ones
         text = _COMPUTED.sub(computed, text)
     return text
 
@@ -159,7 +159,7 @@ def _number(node: ast.expr) -> int:
 
 
 def _command(words: list[str]) -> Command | None:
-    """The command of a line's words: what follows `-m`, wherever in the line that stands (ray job submit, torchrun)."""
+    """The command after `-m`, anywhere in a line's words (ray job submit, torchrun)."""
     modules = [i + 1 for i, w in enumerate(words[:-1]) if w == "-m" and words[i + 1].startswith(("verl", "recipe"))]
     if not modules:
         return None
@@ -185,6 +185,6 @@ def _command(words: list[str]) -> Command | None:
 
 
 def _unknown_variable(word: str) -> str:
-    """The variable of the shell that has no value here, or what a program would print; "" for OmegaConf's own ${a.b}."""
+    """The shell variable without a value, or the program's output, in `word`; "" for OmegaConf's ${a.b}."""
     found = re.search(r"\$\(.*\)|`.*`|\$(\w+)|\$\{(\w+)(?:\[[^\]]*\])?[^.:{}]*\}", word)
     return found[0] if found else ""

@@ -1,4 +1,4 @@
-"""A reward, dataset or recipe file of the existing verl, read without running it: what it imports, what it defines."""
+"""Imports, reward functions and dataset classes of a Python file for other verl releases, read without running it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _DATASET_ARGUMENTS = ("data_files", "tokenizer", "config", "processor", "max_sam
 _GIVEN = {*SAMPLE_ARGUMENTS, *BATCH_ARGUMENTS, *MODEL_SCORE, *MODEL_REPLY}
 
 
-def examine(file: Path) -> Iterator[Line]:
-    """What is found in `file`: names of verl that are here or missing, packages, reward functions, dataset classes."""
+def examine_file(file: Path) -> Iterator[Line]:
+    """Findings of `file`: available and missing names of verl, packages, reward functions, dataset classes."""
     try:
         tree = ast.parse(file.read_text(encoding="utf-8"), str(file))
     except (SyntaxError, ValueError) as error:
@@ -33,7 +33,7 @@ def examine(file: Path) -> Iterator[Line]:
 
 
 def _imports(tree: ast.Module, folder: Path) -> Iterator[Line]:
-    here: list[str] = []
+    available: list[str] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names = [(node.module, alias.name) for alias in node.names]
@@ -47,15 +47,15 @@ def _imports(tree: ast.Module, folder: Path) -> Iterator[Line]:
                 if problem:
                     yield Line("fail", f"line {node.lineno}: {problem}")
                 else:
-                    here.append(f"{module}.{name}".rstrip("."))
+                    available.append(f"{module}.{name}".rstrip("."))
             elif problem := _missing_package(module, folder):
                 yield Line("warn", f"line {node.lineno}: {problem}")
-    if here:
-        yield Line("pass", f"imports {', '.join(dict.fromkeys(here))}")
+    if available:
+        yield Line("pass", f"imports {', '.join(dict.fromkeys(available))}")
 
 
 def missing_name(module: str, name: str) -> str:
-    """Why `from module import name` would fail; "" where it works. Only modules of verl are imported for that."""
+    """The reason why `from module import name` fails; "" if it works. `module` is one of verl, and is imported."""
     try:
         found = importlib.import_module(module)
     except (ImportError, VerlError) as error:
@@ -74,14 +74,12 @@ def _missing_package(module: str, folder: Path) -> str:
     package = module.split(".")[0]
     if (folder / package).is_dir() or (folder / f"{package}.py").is_file() or importlib.util.find_spec(package):
         return ""
-    extra = EXTRA.get(package)
-    return f"{package} is not installed; install " + (
-        f"it with: pip install 'verl[{extra}]'" if extra else "it beside verl"
-    )
+    fix = f"install it with: pip install 'verl[{EXTRA[package]}]'" if package in EXTRA else "install it"
+    return f"{package} is not installed; {fix}"
 
 
 def _reward_function(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Line:
-    """Whether it can be called as it will be: by keyword, with the four arguments of a sample or those of a batch."""
+    """Whether it accepts the call by keyword, with the four arguments of a sample or those of a batch."""
     arguments = node.args
     names = [a.arg for a in (*arguments.args, *arguments.kwonlyargs)]
     optional = {a.arg for a in arguments.args[len(arguments.args) - len(arguments.defaults) :]}
@@ -111,10 +109,10 @@ def _dataset_class(node: ast.ClassDef) -> Iterator[Line]:
     own = [name for name in methods if name not in replaced]
     yield Line(
         "pass",
-        f"line {node.lineno}: {node.name} is a data set for data.custom_cls; it replaces {', '.join(replaced) or 'nothing'}",
+        f"line {node.lineno}: {node.name} is a dataset for data.custom_cls; it replaces {', '.join(replaced) or 'nothing'}",
     )
     if own:
-        yield Line("info", f"{', '.join(own)} of {node.name}: called by no code of verl, only by its own")
+        yield Line("info", f"{', '.join(own)} of {node.name}: verl does not call it")
     init = methods.get("__init__")
     if init is not None and not init.args.kwarg:
         names = [a.arg for a in (*init.args.args, *init.args.kwonlyargs)]

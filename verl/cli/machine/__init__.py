@@ -1,1 +1,1 @@
-"""What `verl doctor` knows about a machine: host, Pythons and packages, accelerators; and what follows from it."""
+"""Facts about a machine and its packages, and findings from them, for `verl doctor` and `verl check`."""

@@ -1,4 +1,4 @@
-"""From facts to findings: what would not work or be slow, why, and what to do. Pure: a table of rules over two dicts."""
+"""Findings from facts: problems and slow settings, each with its cause and fix, by a table of rules."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ _MIN_OPEN_FILES = 1024
 
 
 def findings(host: Facts, packages: Facts) -> Iterator[Line]:
-    """Every warning and failure, or a line that there is none."""
+    """Every warning and failure, or one line if there is none."""
     found = [line for rule in RULES for line in rule(host, packages)]
-    yield from found or [Line("pass", "nothing stands in the way of training in one process")]
+    yield from found or [Line("pass", "no problem for training in one process")]
 
 
 def _requirements(host: Facts, packages: Facts) -> Iterator[Line]:
     if "verl" in packages["requirements"]:
         yield Line(
             "warn",
-            "verl runs from its folder without being installed, so what it needs was not compared with what is there. "
-            "Install it there: pip install -e .",
+            "verl runs from a checkout without being installed, so its requirements were not checked. "
+            "Install it: pip install -e .",
         )
     elif packages["requirements"]:
         wanted = " ".join(f"'{requirement}'" for requirement in packages["requirements"])
-        there = ", ".join(f"{name} (here: {version})" for name, version in packages["requirements"].items())
-        yield Line("fail", f"needed and not met: {there}. Install with: pip install {wanted}")
+        unmet = ", ".join(f"{name} (here: {version})" for name, version in packages["requirements"].items())
+        yield Line("fail", f"unmet requirements: {unmet}. Install them: pip install {wanted}")
 
 
 def _torch(host: Facts, packages: Facts) -> Iterator[Line]:
@@ -48,12 +48,12 @@ def _torch(host: Facts, packages: Facts) -> Iterator[Line]:
             yield Line(
                 "warn",
                 f"the machine has {driver['gpus'][0]}, but torch {torch['version']} is a build without CUDA, so the GPU "
-                "is not used. Install a CUDA build of torch",
+                "is unused. Install a CUDA build of torch",
             )
         else:
             yield Line(
                 "fail",
-                f"torch {torch['version']} is built for CUDA {torch['cuda_build']}, and the driver goes up to CUDA "
+                f"torch {torch['version']} is built for CUDA {torch['cuda_build']}, and the driver supports up to CUDA "
                 f"{driver['newest_cuda']}. Update the driver, or install a torch built for an older CUDA "
                 "(CUDA_VISIBLE_DEVICES hides devices too)",
             )
@@ -68,10 +68,10 @@ def _transformers(host: Facts, packages: Facts) -> Iterator[Line]:
         return
     broken = {name: facts["error"] for name, facts in packages["companions"].items() if "error" in facts}
     for name, cause in broken.items():
-        harm = "and breaks transformers" if problem else "and may break transformers"
+        effect = "and breaks transformers" if problem else "and may break transformers"
         yield Line(
             "fail" if problem else "warn",
-            f"{name} does not fit this torch {harm}: {cause}. verl does not need it: pip uninstall -y {name}",
+            f"{name} does not fit this torch {effect}: {cause}. verl does not need it: pip uninstall -y {name}",
         )
     if problem and not broken:
         yield Line(
@@ -98,12 +98,12 @@ def _cpu(host: Facts, packages: Facts) -> Iterator[Line]:
         )
     decoder = packages["decoder_probe"]
     if "error" in decoder:
-        yield Line("warn", f"the kernels for decoding cannot be used: {decoder['error']}")
+        yield Line("warn", f"the decoding kernels cannot be used: {decoder['error']}")
     elif not decoder["compiled"] and "avx2" in host["cpu_flags"]:
         yield Line(
             "warn",
-            "the kernels for decoding on this CPU were not compiled, so rollouts are slower and may depend on what else is "
-            "sampled. Install a C compiler (Debian and Ubuntu: apt install gcc) and verl again",
+            "the decoding kernels of this CPU were not compiled, so rollouts are slower and may depend on their batch. "
+            "Install a C compiler (Debian and Ubuntu: apt install gcc) and reinstall verl",
         )
     if torch["num_threads"] < int(host["num_usable_cores"]):
         yield Line(
@@ -120,7 +120,7 @@ def _memory(host: Facts, packages: Facts) -> Iterator[Line]:
         yield Line(
             "warn",
             f"{host['available_memory_bytes'] / _GIB:.1f} GiB of memory are free; training a model of 135 million "
-            "parameters takes about 4",
+            "parameters needs about 4",
         )
     if host["shared_memory_bytes"] is not None and host["shared_memory_bytes"] < _MIN_SHARED_MEMORY:
         yield Line(

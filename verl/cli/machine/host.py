@@ -1,4 +1,4 @@
-"""Operating system, CPU, memory, disk and limits. Torch-free; containers' limits count, not the machine's."""
+"""Operating system, CPU, memory, disk and limits, without torch; in a container its own limits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import psutil
 
 from verl.checkpoint.filesystem import examine
 
-# instruction sets that decide how fast training is; "bf16" and "i8mm" are ARM's names
+# instruction sets that matter for training speed; "bf16" and "i8mm" are ARM's names
 _FLAGS = ("avx2", "f16c", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16", "asimd", "sve", "bf16", "i8mm")
 _VARIABLES = (
     "CUDA_VISIBLE_DEVICES", "HF_HOME", "HF_HUB_OFFLINE", "LOG_LEVEL", "MKL_NUM_THREADS", "OMP_NUM_THREADS",
@@ -25,7 +25,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def host() -> dict[str, Any]:
-    """Facts by name; sizes in bytes, None where this system does not say."""
+    """Facts by name; sizes in bytes, None if unknown."""
     return {
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "libc": " ".join(platform.libc_ver()).strip() or None,
@@ -46,7 +46,7 @@ def host() -> dict[str, Any]:
 
 
 def cpu_model() -> str:
-    """The processor's name as its maker writes it."""
+    """The vendor's name of the processor."""
     for line in _read(Path("/proc/cpuinfo")).splitlines():
         if line.lower().startswith(("model name", "hardware")):
             return line.partition(":")[2].strip()
@@ -56,7 +56,7 @@ def cpu_model() -> str:
 
 
 def cpu_flags() -> set[str]:
-    """Instruction sets of the first core; empty where there is no /proc."""
+    """Instruction sets of the first core; empty without /proc."""
     for line in _read(Path("/proc/cpuinfo")).splitlines():
         key, _, flags = line.partition(":")
         if key.strip() in ("flags", "Features"):
@@ -65,7 +65,7 @@ def cpu_flags() -> set[str]:
 
 
 def usable_cores() -> float:
-    """Cores that this process may use: its affinity, and the container's quota."""
+    """Cores that this process may use, by its affinity and the container's quota."""
     cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     quota, _, period = _read(_CGROUP / "cpu.max").strip().partition(" ")
     if quota.isdigit() and period.isdigit():
@@ -74,31 +74,24 @@ def usable_cores() -> float:
 
 
 def memory_limit() -> int:
-    """Bytes of memory, or of the container's share of it."""
+    """Bytes of memory of the machine or the container."""
     total = int(psutil.virtual_memory().total)
-    share = _read(_CGROUP / "memory.max").strip()
-    return min(total, int(share)) if share.isdigit() else total
+    limit = _read(_CGROUP / "memory.max").strip()
+    return min(total, int(limit)) if limit.isdigit() else total
 
 
 def available_memory() -> int:
-    """Bytes that a new process can take without swapping."""
+    """Bytes that a new process can allocate without swapping."""
     free = int(psutil.virtual_memory().available)
-    share, used = _read(_CGROUP / "memory.max").strip(), _read(_CGROUP / "memory.current").strip()
-    if not (share.isdigit() and used.isdigit()):
+    limit, used = _read(_CGROUP / "memory.max").strip(), _read(_CGROUP / "memory.current").strip()
+    if not (limit.isdigit() and used.isdigit()):
         return free
-    cached = next(
-        (
-            int(line.split()[1])
-            for line in _read(_CGROUP / "memory.stat").splitlines()
-            if line.startswith("inactive_file ")
-        ),
-        0,
-    )
-    return min(free, int(share) - int(used) + cached)
+    statistics = dict(line.split() for line in _read(_CGROUP / "memory.stat").splitlines())
+    return min(free, int(limit) - int(used) + int(statistics.get("inactive_file", 0)))
 
 
 def limits() -> dict[str, int | None]:
-    """Soft limits of this process by name; None is unlimited."""
+    """Soft limits of this process by name; None: unlimited."""
     try:
         import resource
     except ImportError:  # Windows
@@ -112,7 +105,7 @@ def limits() -> dict[str, int | None]:
 
 
 def output_of(*command: str, timeout_s: float = 10.0) -> str:
-    """What a program prints; "" when it is not there, fails or does not end in time."""
+    """The output of a program; "" if it is missing, fails or runs into the timeout."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
@@ -127,7 +120,7 @@ def _read(path: Path) -> str:
 
 
 def _file_system(path: str) -> dict[str, Any]:
-    """Its kind, why it cannot hold checkpoints, and what does not hold there."""
+    """Kind of the file system, reasons why it cannot hold checkpoints, and its limitations."""
     found = examine(Path(path))
     return {"kind": found.kind, "refusals": found.refusals, "notices": found.notices}
 

@@ -1,5 +1,4 @@
-"""Pythons and packages. Heavy ones are imported in a process of their own, so that one that hangs or crashes is a fact
-to report and not the end of the report."""
+"""Python interpreters and packages. Heavy packages are imported in a subprocess: one that hangs or crashes is reported."""
 
 from __future__ import annotations
 
@@ -43,9 +42,9 @@ if facts["cuda_available"]:
         p = torch.cuda.get_device_properties(i)
         facts["devices"].append({"name": p.name, "memory_bytes": p.total_memory, "capability": [p.major, p.minor]})
 try:
-    from verl.cli.machine.products import equal_rows
+    from verl.cli.machine.packages import equal_rows
     facts["equal_rows"] = equal_rows()
-except ImportError:  # of something else, which has a probe of its own
+except ImportError:  # of another package, which has its own probe
     pass
 facts["mps_available"] = bool(getattr(torch.backends, "mps", None) and torch.backends.mps.is_available())
 facts["gflops"] = {}
@@ -70,12 +69,12 @@ print(json.dumps(state()))
 """
 COMPANION_PROBE = "import json, {name} as it; print(json.dumps({{'version': it.__version__}}))"
 
-# verl needs neither, but transformers imports them where they are, and one made for another torch breaks it
+# not needed by verl, but transformers imports them if installed, and one built for another torch breaks it
 COMPANIONS = ("torchvision", "torchaudio")
 
 
 def packages() -> dict[str, Any]:
-    """Facts by name. `torch` and `transformers` are what their probes say: a version, or `error`."""
+    """Facts by name. The value of a probe is a version and more, or `error`."""
     companions = [name for name in COMPANIONS if importlib.util.find_spec(name) is not None]
     probes = {"torch": TORCH_PROBE, "transformers": TRANSFORMERS_PROBE, "decoder": DECODER_PROBE}
     probes |= {name: COMPANION_PROBE.format(name=name) for name in companions}
@@ -102,7 +101,7 @@ def probe(code: str, timeout_s: float = _IMPORT_TIMEOUT_S) -> dict[str, Any]:
     try:
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        return {"error": f"importing it did not end within {timeout_s:.0f} s"}
+        return {"error": f"importing it took longer than {timeout_s:.0f} s"}
     if done.returncode < 0:
         return {"error": f"importing it killed the process with signal {-done.returncode}"}
     lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
@@ -111,12 +110,12 @@ def probe(code: str, timeout_s: float = _IMPORT_TIMEOUT_S) -> dict[str, Any]:
     try:
         found: dict[str, Any] = json.loads(lines[-1])
     except (IndexError, ValueError):
-        return {"error": "importing it printed something else than was asked for"}
+        return {"error": "importing it printed something unexpected"}
     return found
 
 
 def installed_version(module: str, distributions: tuple[str, ...]) -> str | None:
-    """The version of the first of `distributions` that is there; "unknown" for a module without one; None."""
+    """The version of the first installed one of `distributions`; "unknown" for a module without one; else None."""
     for name in distributions:
         try:
             return importlib.metadata.version(name)
@@ -129,12 +128,12 @@ def installed_version(module: str, distributions: tuple[str, ...]) -> str | None
 
 
 def unmet_requirements() -> dict[str, str]:
-    """Requirements of verl that this environment does not meet: requirement -> what is there instead."""
+    """Requirements of verl that this environment does not meet: requirement -> installed version."""
     from packaging.requirements import Requirement
 
     try:
         texts = importlib.metadata.requires("verl") or []
-    except importlib.metadata.PackageNotFoundError:  # run from its folder, not installed
+    except importlib.metadata.PackageNotFoundError:  # run from a checkout, not installed
         return {"verl": "not installed"}
     found = {}
     for text in texts:
@@ -151,17 +150,36 @@ def unmet_requirements() -> dict[str, str]:
 
 
 def other_pythons() -> list[str]:
-    """Interpreters on the PATH that are not this one."""
+    """Other Python interpreters on the PATH."""
     found = {os.path.realpath(path): path for path in filter(None, map(shutil.which, _PYTHONS))}
     found.pop(os.path.realpath(sys.executable), None)
     return sorted(found.values())
 
 
 def driver() -> dict[str, Any] | None:
-    """What the NVIDIA driver says about itself, without torch; None without a driver."""
+    """GPUs and newest CUDA version of the NVIDIA driver, without torch; None without a driver."""
     rows = output_of("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader").splitlines()
     if not rows:
         return None
     head = output_of("nvidia-smi")
     cuda = head.partition("CUDA Version:")[2].split()
     return {"gpus": [row.strip() for row in rows], "newest_cuda": cuda[0] if cuda else None}
+
+
+def equal_rows() -> dict[str, object]:
+    """Whether this CPU's matmuls give a row equal bits in batches of any size. Imports torch.
+
+    `bf16`: "native" or "widened". `tiles`: dtype -> batch sizes with equal bits, and the cost factor of padding to them.
+    Other weight shapes may use other kernels; a run checks its own.
+    """
+    import torch
+
+    from verl.models.matmul import Products
+    from verl.rollout.native.prepacked_linear import padding_cost, tiles_of
+
+    tiles = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        found = tiles_of(torch.empty((960, 576), dtype=dtype), False, True)  # the weights of a small model
+        tiles[str(dtype).removeprefix("torch.")] = {"rows": list(found), "cost": padding_cost(found)}
+    widens = Products(torch.bfloat16, torch.device("cpu")).widens
+    return {"bf16": "widened" if widens else "native", "tiles": tiles}

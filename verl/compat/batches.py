@@ -1,0 +1,143 @@
+"""Functions over a whole batch: response mask, KL in the reward, advantages, rollout correction
+(`verl.trainer.ppo.ray_trainer`, `verl.trainer.ppo.rollout_corr_helper`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from verl.algorithms import kl
+from verl.algorithms.advantages import compute_advantage as estimate
+from verl.algorithms.correction import rollout_correction
+from verl.algorithms.correction.diagnostics import gap_metrics
+from verl.algorithms.filters import pf_ppo_indices
+from verl.algorithms.older_contract import settings_of
+from verl.algorithms.user_functions import ConfigView
+from verl.data_proto.metrics import metric_values
+from verl.data_proto.proto import DataProto
+from verl.errors import ConfigError
+
+_SETTINGS = (
+    "rollout_is",
+    "rollout_is_threshold",
+    "rollout_rs",
+    "rollout_rs_threshold",
+    "rollout_is_batch_normalize",
+)
+
+
+def compute_response_mask(data: DataProto) -> Tensor:
+    """The response part of `attention_mask`, [batch, response]."""
+    return data.batch["attention_mask"][:, -data.batch["responses"].shape[1] :]
+
+
+def apply_kl_penalty(
+    data: DataProto, kl_ctrl: kl.KLController, kl_penalty: str = "kl"
+) -> tuple[DataProto, dict[str, float]]:
+    """Add the column `token_level_rewards` = token_level_scores - beta KL(old_log_probs, ref_log_prob), and update `kl_ctrl`
+    by the mean KL. Returns the batch and the metrics actor/reward_kl_penalty and actor/reward_kl_penalty_coeff."""
+    columns, beta = data.batch, kl_ctrl.value
+    mask = columns["response_mask"] if "response_mask" in columns.keys() else compute_response_mask(data)
+    columns["token_level_rewards"], mean = kl.apply_kl_penalty(
+        columns["token_level_scores"],
+        columns["old_log_probs"],
+        columns["ref_log_prob"],
+        mask,
+        beta=beta,
+        kind=kl_penalty,
+    )
+    kl_ctrl.update(current_kl=mean.item(), n_steps=len(data))
+    return data, {"actor/reward_kl_penalty": mean.item(), "actor/reward_kl_penalty_coeff": beta}
+
+
+def compute_advantage(
+    data: DataProto,
+    adv_estimator: str,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    num_repeat: int = 1,
+    norm_adv_by_std_in_grpo: bool = True,
+    config: Any = None,
+) -> DataProto:
+    """Add the columns `advantages` and `returns` of the estimator, from token_level_rewards, response_mask (made if absent)
+    and its other inputs; groups are equal values of `uid`. `config` is the section `algorithm`; its `use_pf_ppo` resamples
+    the rows by score (gae only). Raises ConfigError as the estimator does."""
+    columns = data.batch
+    if "response_mask" not in columns.keys():
+        columns["response_mask"] = compute_response_mask(data)
+    section = ConfigView(config, {})
+    settings = {**settings_of(config), "gamma": gamma, "lam": lam, "norm_adv_by_std_in_grpo": norm_adv_by_std_in_grpo}
+    given = {**data.non_tensor_batch, **{str(name): columns[name] for name in columns.keys()}}
+    if section.get("gdpo_reward_keys"):
+        given["reward_parts"] = _reward_parts(data, settings["gdpo_reward_keys"])
+    columns["advantages"], columns["returns"] = estimate(str(adv_estimator), given, config=config, **settings)
+    if str(adv_estimator) == "gae" and section.get("use_pf_ppo"):
+        rule = ConfigView(section.get("pf_ppo"), {})
+        scores = columns["token_level_rewards"].sum(-1)
+        return data.select_idxs(pf_ppo_indices(scores, rule.get("reweight_method", "pow"), rule.get("weight_pow", 2.0)))
+    return data
+
+
+def _reward_parts(data: DataProto, keys: Any) -> list[dict[str, Any]]:
+    """The reward components of each row: the column reward_parts, or one column per name."""
+    if "reward_parts" in data.non_tensor_batch:
+        return list(data.non_tensor_batch["reward_parts"])
+    names = [key for key in keys if key in data.non_tensor_batch]
+    return [{name: data.non_tensor_batch[name][row] for name in names} for row in range(len(data))]
+
+
+def compute_rollout_correction_and_rejection_mask(
+    old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor, **settings: Any
+) -> tuple[DataProto | None, Tensor, dict[str, float]]:
+    """(a batch with the column rollout_is_weights, or None without `rollout_is`; the mask without rejected tokens; metrics
+    rollout_corr/*). `settings` are the keys of algorithm.rollout_correction. Raises ConfigError."""
+    found = rollout_correction(old_log_prob, rollout_log_prob, response_mask, **settings)
+    weights = None if found.weights is None else DataProto.from_dict({"rollout_is_weights": found.weights})
+    return weights, found.response_mask, metric_values(found.metrics)
+
+
+def compute_rollout_correction_and_add_to_batch(
+    batch: DataProto, rollout_corr_config: Any
+) -> tuple[DataProto, dict[str, float]]:
+    """Put `rollout_is_weights` (with `rollout_is`) and the `response_mask` without rejected tokens into the batch, which has
+    old_log_probs, rollout_log_probs and response_mask. Returns the batch and metrics rollout_corr/*."""
+    section, columns = ConfigView(rollout_corr_config, {}), batch.batch
+    settings = {name: section.get(name) for name in _SETTINGS if section.get(name) is not None}
+    weights, columns["response_mask"], metrics = compute_rollout_correction_and_rejection_mask(
+        columns["old_log_probs"], columns["rollout_log_probs"], columns["response_mask"], **settings
+    )
+    return (batch if weights is None else batch.union(weights)), metrics
+
+
+def compute_offpolicy_metrics(
+    old_log_prob: Tensor, rollout_log_prob: Tensor | None, response_mask: Tensor
+) -> dict[str, float]:
+    """kl, k3_kl, perplexities and chi2 between trainer and sampler; {} without the sampler's log-probs."""
+    if rollout_log_prob is None:
+        return {}
+    return metric_values(gap_metrics(old_log_prob, rollout_log_prob, response_mask.bool()))
+
+
+def apply_bypass_mode(batch: DataProto, rollout_corr_config: Any = None, policy_loss_config: Any = None) -> None:
+    """Use the sampler's log-probs as the old policy's: `old_log_probs` become `rollout_log_probs`, and
+    `policy_loss_config` selects the loss `bypass_mode` with these settings. Raises ConfigError without rollout_log_probs."""
+    if "rollout_log_probs" not in batch.batch.keys():
+        raise ConfigError(
+            "bypass_mode needs the column rollout_log_probs, which the batch lacks. Set "
+            "actor_rollout_ref.rollout.calculate_log_probs=True."
+        )
+    batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
+    if policy_loss_config is None:
+        return
+    from omegaconf import OmegaConf, open_dict
+
+    if OmegaConf.is_config(policy_loss_config):
+        with open_dict(policy_loss_config):
+            policy_loss_config["rollout_correction"] = rollout_corr_config
+    else:
+        policy_loss_config["rollout_correction"] = rollout_corr_config
+    policy_loss_config["loss_mode"] = "bypass_mode"
+
+
+apply_rollout_correction = apply_bypass_mode

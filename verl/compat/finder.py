@@ -1,0 +1,87 @@
+"""Import of the modules that verl/compat/import_paths.py lists; `import verl` installs it."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from verl.compat.import_paths import COMMANDS, IMPORT_PATHS, UNAVAILABLE
+
+
+def _with_parents(modules: Sequence[str]) -> dict[str, bool]:
+    """Each module and each package above it -> whether it is a package."""
+    found = dict.fromkeys(modules, False)
+    for module in modules:
+        parent = module.rpartition(".")[0]
+        while parent != "verl":
+            found[parent] = True
+            parent = parent.rpartition(".")[0]
+    return found
+
+
+IS_PACKAGE = _with_parents([*IMPORT_PATHS, *COMMANDS])
+_BODY = str(Path(__file__).with_name("module.py"))
+
+
+class CompatibilityFinder:
+    """Meta path finder: a listed module without a file of its own gets the code of verl/compat/module.py.
+
+    It stands first on `sys.meta_path`: an empty folder left by an older checkout would otherwise be found as a
+    namespace package.
+    """
+
+    @staticmethod
+    def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """The spec of a listed module, that of its own file first; None for any other module."""
+        if name not in IS_PACKAGE:
+            return None
+        file = PathFinder.find_spec(name, path)
+        if file is not None and file.origin is not None:
+            return file
+        from importlib.util import spec_from_file_location
+
+        folders = [str(Path(parent, name.rpartition(".")[2])) for parent in path or ()]
+        return spec_from_file_location(name, _BODY, submodule_search_locations=folders if IS_PACKAGE[name] else None)
+
+
+def install() -> None:
+    """Put the finder on `sys.meta_path`, once."""
+    if CompatibilityFinder not in sys.meta_path:
+        sys.meta_path.insert(0, CompatibilityFinder)  # type: ignore[arg-type]  # the class itself has find_spec
+
+
+def names_of(module: str) -> dict[str, tuple[str, str]]:
+    """Name in a listed module -> (module here, name there)."""
+    found = {}
+    for source, names in IMPORT_PATHS.get(module, {}).items():
+        for entry in names.split():
+            name, _, here = entry.partition("=")
+            found[name] = (source, here or name)
+    return found
+
+
+def resolve(module: str, name: str, names: dict[str, tuple[str, str]]) -> Any:
+    """The object or submodule `name` of a listed module. Raises AttributeError, and ImportError with advice for a name
+    that this version lacks: `from ... import` would hide the sentence of an AttributeError."""
+    if name in names:
+        source, here = names[name]
+        return getattr(importlib.import_module(source), here)
+    if f"{module}.{name}" in IS_PACKAGE:
+        return importlib.import_module(f"{module}.{name}")
+    advice = UNAVAILABLE.get(module, {}).get(name)
+    if advice is not None:
+        raise ImportError(f"{name} is not available in this version. {advice}")
+    raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+
+def run(module: str, arguments: Sequence[str]) -> int:
+    """The exit code of `python -m module arguments`; a module that is no command does nothing."""
+    if module not in COMMANDS:
+        return 0
+    source, _, function = COMMANDS[module].partition(":")
+    return getattr(importlib.import_module(source), function)(arguments)

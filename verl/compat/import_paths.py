@@ -1,0 +1,191 @@
+"""Import paths and commands of other verl releases, and the modules here that serve them.
+
+A module of this table has no file: verl/compat/finder.py makes it on import. A name is resolved on first use.
+"""
+
+from __future__ import annotations
+
+_WORKER_GROUPS = "verl.runtime.ray_worker_group"
+_REGISTER = "Dispatch Execute register register_dispatch_mode update_dispatch_mode"
+_ROLES = "Role WorkerType need_critic need_reference_policy need_reward_model"
+_EQUIVALENCE = {"verl.rewards.scorers.equivalence": "is_equiv=math_equal"}
+_BOXED = "last_boxed_only_string remove_boxed"
+_MATH_SCORER = {
+    "verl.rewards.scorers.math_reward": "compute_score",
+    "verl.rewards.scorers.boxed": _BOXED,
+    **_EQUIVALENCE,
+}
+
+# module -> {module here: its names, as "name" or "name=name_here"}
+IMPORT_PATHS: dict[str, dict[str, str]] = {
+    "verl.base_config": {"verl.compat.sections": "BaseConfig"},
+    "verl.experimental.dataset.sampler": {"verl.compat.samplers": "AbstractCurriculumSampler AbstractSampler"},
+    "verl.experimental.reward_loop": {"verl.compat.sections": "migrate_legacy_reward_impl"},
+    "verl.model_merger": {"verl.compat.commands": "main=model_merger"},
+    "verl.single_controller.base": {
+        "verl.parallel.register": _REGISTER,
+        "verl.runtime.user_worker": "Worker",
+        "verl.runtime.worker_group": "WorkerGroup",
+    },
+    "verl.single_controller.base.decorator": {
+        "verl.parallel.named_mesh": "make_nd_compute_dataproto_dispatch_fn",
+        "verl.parallel.register": _REGISTER,
+    },
+    "verl.single_controller.ray": {
+        _WORKER_GROUPS: "RayClassWithInitArgs RayResourcePool RayWorkerGroup ResourcePool ResourcePoolManager "
+        "create_colocated_worker_cls",
+    },
+    "verl.single_controller.ray.base": {
+        _WORKER_GROUPS: "RayClassWithInitArgs RayResourcePool RayWorkerGroup create_colocated_worker_cls",
+    },
+    "verl.trainer": {"verl.run.schedule": "DynamicConfigScheduler"},
+    "verl.trainer.constants_ppo": {"verl.compat.devices": "get_ppo_ray_runtime_env"},
+    "verl.trainer.logger": {"verl.compat.tracking": "RLLogger"},
+    "verl.trainer.ppo.core_algos": {
+        "verl.compat.core_algos": "ADV_ESTIMATOR_REGISTRY AdaptiveKLController AdvantageEstimator FixedKLController "
+        "POLICY_LOSS_REGISTRY agg_loss compute_entropy_loss compute_gae_advantage_return "
+        "compute_gdpo_outcome_advantage compute_gpg_outcome_advantage compute_grpo_outcome_advantage "
+        "compute_grpo_passk_outcome_advantage compute_grpo_vectorized_outcome_advantage "
+        "compute_multi_turn_optimal_token_baseline_advantage compute_opo_outcome_advantage "
+        "compute_optimal_token_baseline_advantage compute_policy_loss_bypass_mode compute_policy_loss_cispo "
+        "compute_policy_loss_clip_cov compute_policy_loss_dppo_kl compute_policy_loss_dppo_tv compute_policy_loss_dro "
+        "compute_policy_loss_geo_mean compute_policy_loss_gpg compute_policy_loss_gspo compute_policy_loss_kl_cov "
+        "compute_policy_loss_sapo compute_policy_loss_vanilla compute_reinforce_plus_plus_baseline_outcome_advantage "
+        "compute_reinforce_plus_plus_outcome_advantage compute_remax_outcome_advantage compute_rloo_outcome_advantage "
+        "compute_rloo_vectorized_outcome_advantage compute_value_loss get_adv_estimator_fn get_kl_controller "
+        "get_policy_loss_fn kl_penalty register_adv_est register_policy_loss",
+    },
+    "verl.trainer.ppo.metric_utils": {
+        "verl.compat.metrics": "_compute_response_info=compute_response_info compute_data_metrics "
+        "compute_throughout_metrics compute_timing_metrics process_validation_metrics reduce_metrics",
+    },
+    "verl.trainer.ppo.ray_trainer": {
+        "verl.compat.trainer": "RayPPOTrainer",
+        "verl.compat.roles": _ROLES,
+        "verl.compat.batches": "apply_kl_penalty compute_advantage compute_response_mask",
+        "verl.compat.core_algos": "AdvantageEstimator agg_loss",
+        _WORKER_GROUPS: "ResourcePoolManager",
+    },
+    "verl.trainer.ppo.reward": {
+        "verl.compat.rewards": "compute_reward compute_reward_async extract_reward get_custom_reward_fn load_reward_manager",
+    },
+    "verl.trainer.ppo.rollout_corr_helper": {
+        "verl.compat.batches": "apply_bypass_mode apply_rollout_correction compute_offpolicy_metrics "
+        "compute_rollout_correction_and_add_to_batch compute_rollout_correction_and_rejection_mask",
+    },
+    "verl.trainer.ppo.utils": {"verl.compat.roles": _ROLES},
+    "verl.utils": {
+        "verl.compat.models": "hf_processor hf_tokenizer",
+        "verl.parallel.placement": "set_device_map",
+    },
+    "verl.utils.attention_utils": {
+        "verl.compat.tensors": "index_first_axis pad_input unpad_input",
+        "functorch.einops": "rearrange",
+    },
+    "verl.utils.checkpoint.checkpoint_manager": {
+        "verl.compat.files": "find_latest_ckpt_path get_checkpoint_tracker_filename should_save_ckpt_esi",
+    },
+    "verl.utils.config": {"verl.compat.sections": "omega_conf_to_dataclass validate_config"},
+    "verl.utils.dataset": {"verl.data.dataset": "RLHFDataset collate_fn"},
+    "verl.utils.dataset.rl_dataset": {"verl.data.dataset": "RLHFDataset collate_fn"},
+    "verl.utils.debug": {"verl.compat.tracking": "marked_timer simple_timer"},
+    "verl.utils.debug.metrics": {"verl.compat.metrics": "calculate_debug_metrics"},
+    "verl.utils.device": {
+        "verl.compat.devices": "auto_set_device get_device_id get_device_name get_nccl_backend get_torch_device "
+        "get_visible_devices_keyword is_cuda_available is_npu_available set_expandable_segments",
+    },
+    "verl.utils.flops_counter": {"verl.compat.flops": "FlopsCounter get_device_flops"},
+    "verl.utils.fs": {"verl.compat.files": "copy_local_path_from_hdfs copy_to_local is_non_local local_mkdir_safe"},
+    "verl.utils.hdfs_io": {"verl.compat.files": "copy exists makedirs"},
+    "verl.utils.import_utils": {
+        "verl.compat.python": "deprecated import_external_libs is_megatron_core_available is_nvtx_available "
+        "is_sglang_available is_trl_available is_vllm_available load_class_from_fqn load_extern_object load_extern_type",
+    },
+    "verl.utils.memory_utils": {"verl.compat.devices": "aggressive_empty_cache"},
+    "verl.utils.metric": {"verl.compat.metrics": "reduce_metrics"},
+    "verl.utils.model": {
+        "verl.compat.models": "compute_position_id_with_mask convert_weight_keys extract_multi_modal_inputs "
+        "get_generation_config get_model_size print_model_size update_model_config",
+    },
+    "verl.utils.net_utils": {"verl.compat.python": "is_ipv4 is_valid_ipv6_address"},
+    "verl.utils.py_functional": {
+        "verl.compat.python": "append_to_dict convert_to_regular_types list_of_dict_to_dict_of_list union_two_dict",
+    },
+    "verl.utils.ray_utils": {"verl.compat.python": "auto_await get_event_loop"},
+    "verl.utils.reward_score": {"verl.rewards.scorers.route": "default_compute_score"},
+    "verl.utils.reward_score.gsm8k": {"verl.rewards.scorers.gsm8k": "compute_score extract_solution"},
+    "verl.utils.reward_score.math": _MATH_SCORER,
+    "verl.utils.reward_score.math_dapo": {
+        "verl.rewards.scorers.math_dapo": "compute_score",
+        "verl.rewards.scorers.boxed": f"{_BOXED} normalize_final_answer",
+    },
+    "verl.utils.reward_score.math_reward": _MATH_SCORER,
+    "verl.utils.reward_score.openr1mm": {"verl.rewards.scorers.tagged_math": "compute_score"},
+    "verl.utils.reward_score.rlla": {"verl.rewards.scorers.tool_calls": "compute_score"},
+    "verl.utils.rollout_trace": {"verl.compat.tracking": "RolloutTraceConfig rollout_trace_attr rollout_trace_op"},
+    "verl.utils.seqlen_balancing": {
+        "verl.compat.seqlen_balancing": "get_reverse_idx get_seqlen_balanced_partitions log_seqlen_unbalance "
+        "prepare_dynamic_batch rearrange_micro_batches restore_dynamic_batch",
+    },
+    "verl.utils.tensordict_utils": {
+        "verl.compat.tensordicts": "assign_non_tensor assign_non_tensor_data assign_non_tensor_stack chunk_tensordict "
+        "concat_tensordict get get_keys get_non_tensor_data get_tensordict index_select_tensor_dict make_iterator pop "
+        "pop_keys union_tensor_dict unwrap_non_tensor_data",
+    },
+    "verl.utils.tokenizer": {
+        "verl.compat.models": "hf_processor hf_tokenizer normalize_token_ids set_pad_token_id",
+    },
+    "verl.utils.torch_dtypes": {"verl.compat.tensors": "PrecisionType"},
+    "verl.utils.torch_functional": {
+        "verl.compat.tensors": "clip_by_value get_constant_schedule_with_warmup get_cosine_schedule_with_warmup "
+        "get_response_mask logprobs_from_logits masked_mean masked_sum masked_var masked_whiten pad_2d_list_to_length "
+        "pad_sequence_to_length",
+        "verl.algorithms.entropy": "entropy_from_logits",
+        "verl.algorithms.kl": "AdaptiveKLController FixedKLController",
+    },
+    "verl.utils.tracking": {"verl.compat.tracking": "Tracking ValidationGenerationsLogger"},
+    "verl.utils.ulysses": {
+        "verl.compat.sequence_parallel": "gather_outputs_and_unpad get_ulysses_sequence_parallel_group "
+        "get_ulysses_sequence_parallel_rank get_ulysses_sequence_parallel_world_size "
+        "set_ulysses_sequence_parallel_group slice_input_tensor ulysses_pad ulysses_pad_and_slice_inputs",
+    },
+    "verl.worker": {"verl.runtime.hybrid_worker": "ActorRolloutRefWorker"},
+    "verl.workers.config": {
+        "verl.compat.sections": "ActorConfig CriticConfig FSDPActorConfig=ActorConfig FSDPCriticConfig=CriticConfig "
+        "FSDPEngineConfig=FSDPConfig FSDPOptimizerConfig=OptimConfig HFModelConfig OptimizerConfig=OptimConfig "
+        "PolicyLossConfig RolloutConfig",
+    },
+    "verl.workers.reward_manager": {
+        "verl.compat.reward_managers": "AbstractRewardManager BatchRewardManager DAPORewardManager NaiveRewardManager "
+        "get_reward_manager_cls register",
+    },
+    "verl.workers.reward_manager.abstract": {"verl.compat.reward_managers": "AbstractRewardManager RawRewardFn"},
+    "verl.workers.reward_manager.batch": {"verl.compat.reward_managers": "BatchRewardManager"},
+    "verl.workers.reward_manager.dapo": {"verl.compat.reward_managers": "DAPORewardManager"},
+    "verl.workers.reward_manager.naive": {"verl.compat.reward_managers": "NaiveRewardManager"},
+    "verl.workers.reward_manager.registry": {"verl.compat.reward_managers": "get_reward_manager_cls register"},
+}
+
+# `python -m MODULE arguments` -> the function that runs it: fn(arguments) -> exit code
+COMMANDS = {
+    "verl.experimental.fully_async_policy.fully_async_main": "verl.compat.asynchronous:main_fully_async",
+    "verl.experimental.one_step_off_policy.main_ppo": "verl.compat.asynchronous:main_one_step_off",
+    "verl.model_merger": "verl.compat.commands:model_merger",
+    "verl.trainer.main_eval": "verl.compat.evaluation:main_eval",
+    "verl.trainer.main_generation": "verl.compat.generation:main_generation",
+    "verl.trainer.main_generation_server": "verl.compat.generation:main_generation",
+    "verl.trainer.main_ppo_sync": "verl.compat.commands:main_ppo",
+}
+
+# names that do not exist here -> advice
+UNAVAILABLE = {
+    "verl.trainer": dict.fromkeys(
+        ("PPOTrainer", "RLTrainer", "RLRunner"),
+        "Train with `verl train key=value ...`, or from Python with verl.cli.main.main(['train', 'key=value', ...]); "
+        "examples/01_first_grpo_run.py does.",
+    ),
+    "verl.utils": dict.fromkeys(
+        ("benchmark_nccl", "benchmark_throughput"),
+        "`verl doctor` measures this machine, and `verl show RUN` says where the time of a run goes.",
+    ),
+}

@@ -1,0 +1,25 @@
+"""Code of every module that verl/compat/finder.py makes: names of the table, resolved on first use, and a command."""
+
+from __future__ import annotations
+
+from verl.compat.finder import names_of, resolve, run
+
+_MODULE: str = __spec__.name  # under `python -m`, __name__ is "__main__"
+_NAMES = names_of(_MODULE)
+__all__ = list(_NAMES)
+
+
+def __getattr__(name: str) -> object:
+    found = resolve(_MODULE, name, _NAMES)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted(_NAMES)
+
+
+if __name__ == "__main__":
+    import sys
+
+    raise SystemExit(run(_MODULE, sys.argv[1:]))

@@ -1,0 +1,166 @@
+"""Functions over dicts, coroutines, addresses and imports: `verl.utils.py_functional`, `ray_utils`, `net_utils`,
+`import_utils`."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import importlib.util
+import inspect
+import ipaddress
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from verl.registry import load_module, load_object
+
+T = TypeVar("T")
+
+
+def append_to_dict(data: dict[str, Any], new_data: Mapping[str, Any], prefix: str = "") -> None:
+    """Append each value of `new_data` to the list of that name in `data`, in place; names get `prefix` unless they have it.
+
+    data = {"loss": [1.0]}; append_to_dict(data, {"loss": 2.0})   # {"loss": [1.0, 2.0]}
+    """
+    for key, value in new_data.items():
+        data.setdefault(key if key.startswith(prefix) else f"{prefix}{key}", []).append(value)
+
+
+def convert_to_regular_types(obj: Any) -> Any:
+    """OmegaConf containers, at any depth, as dicts and lists, with interpolations resolved; tuples become lists."""
+    from omegaconf import OmegaConf
+
+    if OmegaConf.is_config(obj):
+        return OmegaConf.to_container(obj, resolve=True)
+    if isinstance(obj, Mapping):
+        return {key: convert_to_regular_types(value) for key, value in obj.items()}
+    if isinstance(obj, (list, tuple)):
+        return [convert_to_regular_types(value) for value in obj]
+    return obj
+
+
+def union_two_dict(dict1: dict[Any, Any], dict2: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Add the entries of `dict2` to `dict1`, in place, and return it. Raises ValueError for a key with two values."""
+    from verl.data_proto.merge import union_meta_info
+
+    dict1.update(union_meta_info(dict1, dict2))
+    return dict1
+
+
+def list_of_dict_to_dict_of_list(list_of_dict: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Rows as columns. Raises ValueError when the rows do not have the same keys."""
+    rows = list(list_of_dict)
+    if any(row.keys() != rows[0].keys() for row in rows):
+        raise ValueError("The dicts do not have the same keys.")
+    return {key: [row[key] for row in rows] for key in rows[0]} if rows else {}
+
+
+def get_event_loop() -> asyncio.AbstractEventLoop:
+    """The event loop of this thread; a new one, set as current, where there is none or it is closed."""
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        pass
+    try:
+        loop = asyncio.get_event_loop_policy().get_event_loop()
+    except RuntimeError:
+        loop = None
+    if loop is None or loop.is_closed():
+        loop = asyncio.new_event_loop()
+        asyncio.set_event_loop(loop)
+    return loop
+
+
+def auto_await(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator: plain code may call the coroutine function `func` and waits for its result. Inside a running event loop
+    the call returns the coroutine, to be awaited."""
+
+    @functools.wraps(func)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        found = func(*args, **kwargs)
+        if not inspect.iscoroutine(found):
+            return found
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return asyncio.run(found)
+        return found
+
+    return call
+
+
+def is_ipv4(address: str) -> bool:
+    """Whether `address` is an IPv4 address."""
+    return _ip_version(address) == 4
+
+
+def is_valid_ipv6_address(address: str) -> bool:
+    """Whether `address` is an IPv6 address, without brackets."""
+    return _ip_version(address) == 6
+
+
+def _ip_version(address: str) -> int | None:
+    try:
+        return ipaddress.ip_address(address).version
+    except ValueError:
+        return None
+
+
+def _is_installed(package: str) -> bool:
+    """Whether `package` can be imported."""
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # a parent of a dotted name is missing
+        return False
+
+
+is_nvtx_available = functools.cache(functools.partial(_is_installed, "nvtx"))
+is_megatron_core_available = functools.cache(functools.partial(_is_installed, "megatron.core"))
+is_vllm_available = functools.cache(functools.partial(_is_installed, "vllm"))
+is_sglang_available = functools.cache(functools.partial(_is_installed, "sglang"))
+is_trl_available = functools.cache(functools.partial(_is_installed, "trl"))
+
+
+def import_external_libs(external_libs: str | Sequence[str] | None = None) -> None:
+    """Import modules for what they register: one dotted name, or several. Raises ConfigError."""
+    names = [external_libs] if isinstance(external_libs, str) else external_libs or []
+    for name in names:
+        load_module(name)
+
+
+def load_extern_object(module_path: str, object_name: str) -> Any:
+    """`object_name` of a `.py` file, a dotted module or `pkg://module`. Raises ConfigError when either is missing."""
+    return load_object(f"{module_path}:{object_name}")
+
+
+def load_extern_type(file_path: str | None, type_name: str | None) -> Any:
+    """The class `type_name` of a file, as `load_extern_object`; None without a path."""
+    return load_extern_object(file_path, type_name or "") if file_path else None
+
+
+def load_class_from_fqn(fqn: str, description: str = "class") -> Any:
+    """The class with the full dotted name "package.module.Class". Raises ConfigError."""
+    module, _, name = fqn.rpartition(".")
+    return load_object(f"{module}:{name}")
+
+
+def deprecated(replacement: str = "") -> Callable[[T], T]:
+    """Decorator of a function or class: each call or construction warns (FutureWarning) and names the `replacement`."""
+
+    def mark(obj: T) -> T:
+        name = getattr(obj, "__qualname__", str(obj))
+        advice = f" Use {replacement} instead." if replacement else ""
+        text = f"{name} is deprecated and will be removed.{advice}"
+        called: Any = obj.__init__ if isinstance(obj, type) else obj  # type: ignore[misc]
+
+        @functools.wraps(called)
+        def warning(*args: Any, **kwargs: Any) -> Any:
+            warnings.warn(text, FutureWarning, stacklevel=2)
+            return called(*args, **kwargs)
+
+        if isinstance(obj, type):
+            obj.__init__ = warning  # type: ignore[misc]
+            return obj
+        return warning  # type: ignore[return-value]
+
+    return mark

@@ -1,0 +1,190 @@
+"""Functions over tensors: `verl.utils.torch_functional`, `verl.utils.attention_utils`, `verl.utils.torch_dtypes`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from verl.algorithms import masked
+
+
+def masked_sum(values: Tensor, mask: Tensor, axis: int | None = None) -> Tensor:
+    """Sum where `mask` is true, over `axis` or everything."""
+    return masked.masked_sum(values, mask, axis)
+
+
+def masked_mean(values: Tensor, mask: Tensor, axis: int | None = None) -> Tensor:
+    """Mean where `mask` is true, over `axis` or everything; an empty mask gives 0."""
+    return masked.masked_mean(values, mask, axis)
+
+
+def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
+    """Variance where `mask` is true; fewer than two tokens give 0."""
+    if unbiased:
+        return masked.masked_var(values, mask)
+    return masked.masked_mean((values - masked.masked_mean(values, mask)).square(), mask)
+
+
+def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
+    """Values scaled to variance 1 over the mask and, with `shift_mean`, to mean 0; 0 outside of the mask."""
+    whitened = masked.masked_whiten(values, mask)
+    if shift_mean:
+        return whitened
+    return torch.where(mask.bool(), whitened + masked.masked_mean(values, mask), 0.0)
+
+
+def logprobs_from_logits(logits: Tensor, labels: Tensor) -> Tensor:
+    """log softmax(logits)[labels]: [..., vocabulary] and [...] -> [...]. Training avoids the full logits, see
+    verl.models.log_probs."""
+    return logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1) - torch.logsumexp(logits, -1)
+
+
+def clip_by_value(x: Tensor, tensor_min: Tensor, tensor_max: Tensor) -> Tensor:
+    """`x` clamped between two tensors of its shape."""
+    return torch.clamp(x, tensor_min, tensor_max)
+
+
+def get_response_mask(
+    response_id: Tensor, eos_token: int | Sequence[int] = 2, dtype: torch.dtype = torch.int64
+) -> Tensor:
+    """1 up to and including the first end-of-sequence token of each row, 0 after it: [batch, response]."""
+    ends = torch.tensor([eos_token] if isinstance(eos_token, int) else list(eos_token), device=response_id.device)
+    ended = torch.isin(response_id, ends).long()
+    return (ended.cumsum(dim=1) - ended == 0).to(dtype)
+
+
+def pad_sequence_to_length(tensors: Tensor, max_seq_len: int, pad_token_id: int, left_pad: bool = False) -> Tensor:
+    """[batch, sequence] -> [batch, at least max_seq_len]; a longer batch is returned unchanged."""
+    missing = max(0, max_seq_len - tensors.shape[-1])
+    return F.pad(tensors, (missing, 0) if left_pad else (0, missing), value=pad_token_id)
+
+
+def pad_2d_list_to_length(response: list[list[int]], pad_token_id: int, max_length: int | None = None) -> Tensor:
+    """Rows of token ids as one tensor, padded on the right to the longest row, or to `max_length` if that is more."""
+    width = max([max_length or 0, *(len(row) for row in response)])
+    return torch.tensor([row + [pad_token_id] * (width - len(row)) for row in response])
+
+
+# -- learning-rate schedules of a script's own optimizer; runs use verl.models.optim -----------------------------------
+
+
+def get_cosine_schedule_with_warmup(
+    optimizer: Optimizer,
+    num_warmup_steps: int,
+    num_training_steps: int,
+    min_lr_ratio: float = 0.0,
+    num_cycles: float = 0.5,
+    last_epoch: int = -1,
+    init_lr_ratio: float | None = None,
+) -> LambdaLR:
+    """Linear warm-up from `init_lr_ratio` (default: `min_lr_ratio`) to 1, then cosine decay.
+
+    max(min, cos(2 pi num_cycles p) (1 - min) / 2 + (1 + min) / 2), with p the completed share of the steps after warm-up.
+    """
+    least = 0.0 if min_lr_ratio is None else min_lr_ratio
+    first = least if init_lr_ratio is None else init_lr_ratio
+
+    def factor(step: int) -> float:
+        if step < num_warmup_steps:
+            return first + (1 - first) * step / max(1, num_warmup_steps)
+        progress = (step - num_warmup_steps) / max(1, num_training_steps - num_warmup_steps)
+        return max(least, math.cos(2 * math.pi * num_cycles * progress) * (1 - least) / 2 + (1 + least) / 2)
+
+    return LambdaLR(optimizer, factor, last_epoch)
+
+
+def get_constant_schedule_with_warmup(optimizer: Optimizer, num_warmup_steps: int, last_epoch: int = -1) -> LambdaLR:
+    """Linear warm-up from 0 to 1, then 1."""
+    return LambdaLR(optimizer, lambda step: min(1.0, step / max(1, num_warmup_steps)), last_epoch)
+
+
+# -- padding, with the return values of FlashAttention's `bert_padding` --------------------------------------------------
+
+
+def index_first_axis(x: Tensor, indices: Tensor) -> Tensor:
+    """`x[indices]`, with its gradient: [rows, ...] and [count] -> [count, ...]."""
+    return x[indices]
+
+
+def unpad_input(hidden_states: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
+    """The unmasked tokens in one row: [batch, sequence, ...] and [batch, sequence] -> (tokens [count, ...], indices
+    [count] into batch x sequence, int32 cumulative lengths [batch + 1], longest row, int32 lengths [batch])."""
+    lengths = attention_mask.sum(dim=-1, dtype=torch.int32)
+    indices = attention_mask.flatten().nonzero().flatten()
+    ends = lengths.new_zeros(len(lengths) + 1)
+    ends[1:] = lengths.cumsum(0)
+    tokens = index_first_axis(hidden_states.flatten(0, 1), indices)
+    return tokens, indices, ends, int(lengths.max()), lengths
+
+
+def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
+    """Inverse of `unpad_input`: [count, ...] -> [batch, seqlen, ...], zeros elsewhere."""
+    flat = hidden_states.new_zeros(batch * seqlen, *hidden_states.shape[1:])
+    return flat.index_put((indices,), hidden_states).unflatten(0, (batch, seqlen))
+
+
+# -- dtypes ----------------------------------------------------------------------------------------------------------------
+
+_SPELLINGS: dict[torch.dtype, tuple[Any, ...]] = {
+    torch.float16: (16, "16", "fp16", "float16", torch.float16),
+    torch.float32: (32, "32", "fp32", "float32", torch.float32),
+    torch.bfloat16: ("bf16", "bfloat16", torch.bfloat16),
+}
+_SHORT = {torch.float16: "fp16", torch.float32: "fp32", torch.bfloat16: "bf16"}
+
+
+class PrecisionType:
+    """Names of dtypes as constants, and the torch dtype of each spelling."""
+
+    HALF = "16"
+    FLOAT = "32"
+    FULL = "64"
+    BFLOAT = "bf16"
+    MIXED = "mixed"
+
+    @staticmethod
+    def supported_types() -> list[str]:
+        """The constants."""
+        return [PrecisionType.HALF, PrecisionType.FLOAT, PrecisionType.FULL, PrecisionType.BFLOAT, PrecisionType.MIXED]
+
+    @staticmethod
+    def supported_type(precision: Any) -> bool:
+        """Whether `precision` is one of the constants."""
+        return precision in PrecisionType.supported_types()
+
+    @staticmethod
+    def is_fp16(precision: Any) -> bool:
+        """Whether it spells float16."""
+        return precision in _SPELLINGS[torch.float16]
+
+    @staticmethod
+    def is_fp32(precision: Any) -> bool:
+        """Whether it spells float32."""
+        return precision in _SPELLINGS[torch.float32]
+
+    @staticmethod
+    def is_bf16(precision: Any) -> bool:
+        """Whether it spells bfloat16."""
+        return precision in _SPELLINGS[torch.bfloat16]
+
+    @staticmethod
+    def to_dtype(precision: Any) -> torch.dtype:
+        """The torch dtype of a spelling: 16, "fp16", "bf16", "float32", a dtype, ... Raises RuntimeError for another."""
+        for dtype, spellings in _SPELLINGS.items():
+            if precision in spellings:
+                return dtype
+        raise RuntimeError(f"{precision!r} is not a precision; write fp32, bf16 or fp16.")
+
+    @staticmethod
+    def to_str(precision: torch.dtype) -> str:
+        """ "fp16", "fp32" or "bf16". Raises RuntimeError for another dtype."""
+        if precision not in _SHORT:
+            raise RuntimeError(f"{precision!r} has no short name; only float32, bfloat16 and float16 have one.")
+        return _SHORT[precision]

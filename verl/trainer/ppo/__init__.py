@@ -1,1 +1,0 @@
-"""The program of PPO and its critic-free kin."""
