@@ -302,3 +302,74 @@ def test_data_of_nothing(verl, task):
     code, said = verl("data", "gsm8k", "--source", task / "none", "--output", task / "out")
     assert code == 3
     assert "none" in said
+
+
+# -- fine-tuning -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def check_sft(verl, tiny_llama, task):
+    """`check_sft(rows, key=value in a dict)`: `verl check --program sft` on these rows."""
+
+    def run(rows, changes=None):
+        settings = {
+            "model.path": tiny_llama,
+            "data.train_files": write_rows(task / "conversations.jsonl", rows),
+            "data.train_batch_size": 2,
+            "data.max_length": 64,
+            "trainer.logger": "[file]",
+            "trainer.default_local_dir": task / "run",
+            **(changes or {}),
+        }
+        return verl("check", "--program", "sft", *(f"{key}={value}" for key, value in settings.items()))
+
+    return run
+
+
+def turns(question, answer):
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+def test_fine_tuning_rows_that_train(check_sft):
+    code, said = check_sft([turns("question", f"answer {i}") for i in range(5)])
+    assert code == 0, said
+    for found in (
+        "conversations.jsonl: format messages (rows: 5)",
+        "[[answer 0<|im_end|>",
+        "8 steps of 2 rows",
+        "sequences of at most 64 tokens, the model holds 1024",
+        "Ready to train, 0 warnings.",
+    ):
+        assert found in said, said
+
+
+def test_fine_tuning_rows_that_are_cut_or_refused(check_sft):
+    rows = [
+        turns("q", "a"),
+        turns("q", "long " * 100),
+        turns("q", "b"),
+        {"messages": [{"role": "assistant"}]},
+        {"x": 1},
+    ]
+    code, said = check_sft(rows)
+    assert code == 1
+    assert len([line for line in failures(said) if "training: " not in line and "row " in line]) == 3, said
+    code, said = check_sft(rows[:3], {"data.truncation": "right"})
+    assert code == 0, said
+    assert "cut on the right: 1;" in said
+
+
+def test_other_fine_tuning_problems(check_sft):
+    code, said = check_sft([turns("q", "a")], {"data.max_length": 2000, "data.messages_keys": "m"})
+    assert code == 1
+    assert "did you mean 'data.messages_key'" in said
+    code, said = check_sft([turns("q", "a")], {"data.max_length": 2000})
+    assert code == 1
+    assert any("but the model holds 1024; lower data.max_length" in line for line in failures(said)), said
+    assert any("data.train_batch_size=2 is more than the 1 usable rows" in line for line in failures(said)), said
+
+
+def test_the_program_follows_from_the_config_name(verl):
+    code, said = verl("check", "--config-name=sft_trainer_engine", "model.pathh=x")
+    assert code == 1
+    assert "did you mean 'model.path'" in said

@@ -2,36 +2,56 @@
 
 from __future__ import annotations
 
+import argparse
+from typing import Any
+
 from verl.cli.arguments import ConfigArguments, parse
+from verl.config import PPO, SCHEMAS, Schema
+from verl.config.sources import built_in_names
 from verl.errors import ConfigError, VerlError
 
 _ABOUT = """Check before training: the config, the model folder and tokenizer, every row of the data with its template and
-length, the reward on each reference answer, trackers, memory and disk."""
+length, the reward on each reference answer, trackers, memory and disk. `verl VERB --dry-run` does the same."""
+_PROGRAM = {
+    "choices": tuple(SCHEMAS),
+    "help": "program of the config: ppo (verl train) or sft (verl sft); default: that of --config-name, else ppo",
+}
 
 
 def run_check(argv: list[str]) -> int:
     """Print the checklist of a command line: the exit code."""
-    return check(parse("check", _ABOUT, argv))
+    return check(parse("check", _ABOUT, argv, {"--program": _PROGRAM}, schema=_schema_of(argv)))
+
+
+def _schema_of(argv: list[str]) -> Schema[Any]:
+    """The schema of --program, or that with the built-in config --config-name."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--program")
+    parser.add_argument("--config-name", "-cn", default="")
+    found, _ = parser.parse_known_args(argv)
+    name = found.config_name.removesuffix(".yaml")
+    default = next((schema for schema in SCHEMAS.values() if name in built_in_names(schema)), PPO)
+    return SCHEMAS.get(found.program, default)
 
 
 def check(arguments: ConfigArguments) -> int:
     """Print the checklist; 0 when the run can start, 1 when something would stop it."""
     from verl.cli.checklist import Subject
-    from verl.cli.report import Line, Report
+    from verl.cli.report import Report, fail
 
     report = Report()
     try:
         subject = Subject(arguments.load(check=False))
     except ConfigError as error:
         for sentence in _every_problem(arguments, error):
-            report.add("config", Line("fail", sentence))
+            report.add("config", fail(sentence))
         return report.close("Ready to train", "This would not train")
-    for topic, examine in _checks():
+    for topic, examine in _checks(arguments.schema.name):
         try:
             for line in examine(subject):
                 report.add(topic, line)
         except VerlError as error:
-            report.add(topic, Line("fail", str(error)))
+            report.add(topic, fail(str(error)))
     return report.close("Ready to train", "This would not train")
 
 
@@ -44,19 +64,24 @@ def _every_problem(arguments: ConfigArguments, error: ConfigError) -> list[str]:
     return str(error).splitlines()
 
 
-def _checks() -> tuple:
-    from verl.cli.checklist import data, model, resources, setup
+def _checks(program: str) -> tuple:
+    """(topic, check) of a program, in order."""
+    from verl.cli.checklist import conversations, data, model, resources, setup
 
+    devices, rows = {
+        "ppo": (
+            (("layout", setup.check_layout), ("engines", setup.check_engines)),
+            (("data", data.check_rows_of_data), ("template", data.check_template), ("reward", data.check_reward)),
+        ),
+        "sft": ((("device", setup.check_device),), (("data", conversations.check_conversations),)),
+    }[program]
     return (
         ("config", setup.check_config_problems),
-        ("layout", setup.check_layout),
-        ("engines", setup.check_engines),
+        *devices,
         ("model", model.check_model_files),
         ("tokenizer", model.check_tokenizer),
-        ("lengths", model.check_lengths),
-        ("data", data.check_rows_of_data),
-        ("template", data.check_template),
-        ("reward", data.check_reward),
+        ("lengths", model.check_sequence_lengths),
+        *rows,
         ("trackers", setup.check_trackers),
         ("run folder", setup.check_run_folder),
         ("memory", resources.check_memory),

@@ -19,7 +19,7 @@ def run_doctor(argv: list[str]) -> int:
     from verl.cli.machine.findings import findings
     from verl.cli.machine.host import host
     from verl.cli.machine.packages import packages
-    from verl.cli.report import Line, Report
+    from verl.cli.report import Report, info
 
     of_host, of_packages = host(), packages()
     found = list(findings(of_host, of_packages))
@@ -29,7 +29,7 @@ def run_doctor(argv: list[str]) -> int:
         return 1 if any(line.level == "fail" for line in found) else 0
     report = Report()
     for topic, text in facts(of_host, of_packages):
-        report.add(topic, Line("info", text))
+        report.add(topic, info(text))
     for line in found:
         report.add("findings", line)
     return report.close("This machine can train", "This machine cannot train yet")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from verl.cli.arguments import Parser
-from verl.cli.report import Line, Report
+from verl.cli.report import Line, Report, fail, info, passed, warn
+from verl.config import PPO, SFT, Schema
 from verl.errors import ConfigError
 
 _ABOUT = """Read files that were written for other verl releases, without running them: launch scripts (.sh), YAML config files,
@@ -14,8 +16,12 @@ and Python files (reward functions, datasets, recipes). Reports what runs, what 
 _NUM_NAMED = 12
 _LEVELS = {"error": "fail", "warning": "warn", "notice": "info"}
 
-# commands that read the config tree
-_PROGRAMS = ("verl.trainer.main_ppo", "verl.trainer.main_ppo_sync", "verl.trainer.main_generation")
+# commands that read a config -> its schema; and the config of those that have their own defaults
+_NAMES = {"verl.trainer.fsdp_sft_trainer": "sft_trainer"}
+_PROGRAMS: dict[str, Schema[Any]] = {
+    **dict.fromkeys(("verl.trainer.main_ppo", "verl.trainer.main_ppo_sync", "verl.trainer.main_generation"), PPO),
+    **dict.fromkeys((f"verl.trainer.{name}" for name in ("sft_trainer", "sft_trainer_ray", "fsdp_sft_trainer")), SFT),
+}
 
 
 def run_import_check(argv: list[str]) -> int:
@@ -32,7 +38,7 @@ def run_import_check(argv: list[str]) -> int:
 
 def _examine(file: Path) -> Iterator[Line]:
     if not file.is_file():
-        yield Line("fail", f"there is no file {file}")
+        yield fail(f"there is no file {file}")
     elif file.suffix == ".py":
         from verl.cli.compat import python_files
 
@@ -48,13 +54,16 @@ def _script(file: Path) -> Iterator[Line]:
 
     commands = read_commands(file.read_text(encoding="utf-8", errors="replace"))
     if not commands:
-        yield Line("fail", "no command `python -m verl...` was found")
+        yield fail("no command `python -m verl...` was found")
     for command in commands:
         yield _module(command.module)
         for argument, variable in command.unknown.items():
-            yield Line("info", f"{argument} is not checked: {variable} has no value in the script")
+            yield info(f"{argument} is not checked: {variable} has no value in the script")
         if command.module in _PROGRAMS:
-            yield from _config(command.overrides, command.config_path, command.config_name)
+            schema = _PROGRAMS[command.module]
+            yield from _config(
+                command.overrides, command.config_path, command.config_name or _NAMES.get(command.module), schema
+            )
 
 
 def _module(module: str) -> Line:
@@ -65,25 +74,27 @@ def _module(module: str) -> Line:
     except ModuleNotFoundError:
         exists = False
     if exists:
-        return Line("pass", f"python -m {module} is available")
+        return passed(f"python -m {module} is available")
     if module.startswith("recipe"):
-        return Line("warn", f"python -m {module} is a program of the recipe: check its Python files too")
-    return Line("fail", f"python -m {module} is not available in this version; `verl --help` lists the verbs")
+        return warn(f"python -m {module} is a program of the recipe: check its Python files too")
+    return fail(f"python -m {module} is not available in this version; `verl --help` lists the verbs")
 
 
-def _config(overrides: list[str], config_path: str | None, config_name: str | None) -> Iterator[Line]:
+def _config(
+    overrides: list[str], config_path: str | None, config_name: str | None, schema: Schema[Any] = PPO
+) -> Iterator[Line]:
     from verl.config.load import inspect_config
 
     try:
-        loaded, problems = inspect_config(overrides, config_path, config_name)
+        loaded, problems = inspect_config(overrides, config_path, config_name, schema=schema)
     except ConfigError as error:
-        yield Line("fail", str(error))
+        yield fail(str(error))
         return
     for problem in problems:
         yield Line(_LEVELS[problem.level], problem.sentence)  # type: ignore[arg-type]
     renamed = [f"{s.spelled} -> {path}" for path, s in loaded.given.items() if s.origin != s.source]
     if renamed:
-        yield Line("info", f"renamed and accepted: {', '.join(renamed)}")
+        yield info(f"renamed and accepted: {', '.join(renamed)}")
     keys = list(loaded.given)
     more = f" and {len(keys) - _NUM_NAMED} more" if len(keys) > _NUM_NAMED else ""
-    yield Line("pass", f"{len(keys)} known keys: {', '.join(keys[:_NUM_NAMED])}{more}")
+    yield passed(f"{len(keys)} known keys: {', '.join(keys[:_NUM_NAMED])}{more}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from rich.console import Console
@@ -20,6 +21,13 @@ class Line:
 
     level: Level
     text: str
+
+
+passed = partial(Line, "pass")
+info = partial(Line, "info")
+warn = partial(Line, "warn")
+fail = partial(Line, "fail")
+skip = partial(Line, "skip")
 
 
 class Report:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from verl.cli.arguments import parse
+from verl.cli.arguments import ConfigArguments, parse
 from verl.config import LoadedConfig
 from verl.parallel.child_processes import die_with
 
@@ -16,7 +17,7 @@ _TRAIN = (
 _EVAL = "Validate actor_rollout_ref.model.path on data.val_files; metrics go to trainer.default_local_dir/eval."
 _GENERATE = "Sample from actor_rollout_ref.model.path for every prompt of data.val_files, by rollout.*, with scores."
 
-_DRY_RUN = {"action": "store_true", "help": "check the config, its model and its data, then stop"}
+_DRY_RUN = {"--dry-run": {"action": "store_true", "help": "check the config, its model and its data, then stop"}}
 _OUTPUT = {
     "required": True,
     "metavar": "FILE",
@@ -25,8 +26,11 @@ _OUTPUT = {
 
 
 def run_train(argv: list[str], *, supervised: bool = False) -> int:
-    """Train in this process; with `supervised` in a child of it, which is restarted after a crash."""
-    arguments = parse("train", _TRAIN, argv, {"--dry-run": _DRY_RUN})
+    """Train a policy: the exit code. `supervised`: in a child process, which is restarted after a crash."""
+    return _run(parse("train", _TRAIN, argv, _DRY_RUN), supervised)
+
+
+def _run(arguments: ConfigArguments, supervised: bool) -> int:
     if arguments.options.dry_run:
         from verl.cli.check import check
 
@@ -60,13 +64,13 @@ def run_generate(argv: list[str]) -> int:
     return generate(loaded, Path(arguments.options.output).expanduser())
 
 
-def _train(loaded: LoadedConfig) -> int:
+def _train(loaded: LoadedConfig[Any]) -> int:
     from verl.run.host import train
 
     return train(loaded)
 
 
-def _resumed(loaded: LoadedConfig, saved: Path | None) -> LoadedConfig:
+def _resumed(loaded: LoadedConfig[Any], saved: Path | None) -> LoadedConfig[Any]:
     """The config of a restart: a run with resume_mode disable or resume_path resumes from its own newest checkpoint."""
     config = loaded.config
     if saved is None or config.trainer.resume_mode == "auto":

@@ -1,4 +1,4 @@
-"""Commands of other releases as commands of this one: `main_ppo`, `model_merger`, and the keys of their command lines."""
+"""Commands of other releases by the verbs here: `main_ppo`, `model_merger`; and their command lines."""
 
 from __future__ import annotations
 

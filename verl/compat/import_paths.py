@@ -80,7 +80,7 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
     },
     "verl.utils.attention_utils": {
         "verl.compat.tensors": "index_first_axis pad_input unpad_input",
-        "functorch.einops": "rearrange",
+        "functorch.einops.rearrange": "rearrange",
     },
     "verl.utils.checkpoint.checkpoint_manager": {
         "verl.compat.files": "find_latest_ckpt_path get_checkpoint_tracker_filename should_save_ckpt_esi",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from verl.config import LoadedConfig, VerlConfig
+from verl.config import FSDPConfig, LoadedConfig, ModelConfig
 
 if TYPE_CHECKING:
     from verl.cli.checklist.resources import ModelShape
@@ -16,25 +16,33 @@ if TYPE_CHECKING:
 class Subject:
     """The config, and results of earlier checks (None before them, or where they failed)."""
 
-    loaded: LoadedConfig
+    loaded: LoadedConfig[Any]
     tokenizer: Any = None
     policy: ModelShape | None = None
     critic: ModelShape | None = None
     data: DataReport | None = None
+    num_rows: int | None = None  # rows that train
 
     @property
-    def config(self) -> VerlConfig:
+    def config(self) -> Any:
+        """The root section of the program's config."""
         return self.loaded.config
+
+    @property
+    def model(self) -> ModelConfig:
+        """The section of the trained model."""
+        return self.config.model if self.loaded.schema.name == "sft" else self.config.actor_rollout_ref.model
+
+    @property
+    def engine(self) -> FSDPConfig:
+        """The section of the training engine."""
+        config = self.config
+        return config.engine if self.loaded.schema.name == "sft" else config.actor_rollout_ref.actor.fsdp_config
 
     @property
     def num_steps(self) -> int | None:
         """Steps of the run; None while the number of rows is unknown."""
         trainer = self.config.trainer
-        if trainer.total_training_steps:
+        if trainer.total_training_steps or self.num_rows is None:
             return trainer.total_training_steps
-        if self.data is None or self.data.train is None:
-            return None
-        usable = self.data.train.num_rows
-        if self.config.data.filter_overlong_prompts:
-            usable -= self.data.train.num_overlong
-        return trainer.total_epochs * (usable // self.config.data.train_batch_size)
+        return trainer.total_epochs * (self.num_rows // self.config.data.train_batch_size)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from verl.cli.checklist import Subject
-from verl.cli.report import Level, Line
+from verl.cli.report import Level, Line, fail, info, passed, skip, warn
 
 if TYPE_CHECKING:
     from verl.config import DataConfig
@@ -21,7 +21,7 @@ def check_rows_of_data(subject: Subject) -> Iterator[Line]:
     from verl.data.check import check_data
 
     if subject.tokenizer is None:
-        yield Line("skip", "not checked without a tokenizer")
+        yield skip("not checked without a tokenizer")
         return
     config = subject.config.data
     subject.data = check_data(config, subject.tokenizer)
@@ -35,7 +35,7 @@ def check_rows_of_data(subject: Subject) -> Iterator[Line]:
         else:
             yield from _rows_lines(name, rows, config)
     if subject.data.num_shared:
-        yield Line("warn", f"{subject.data.num_shared} validation prompts occur in the training rows too")
+        yield warn(f"{subject.data.num_shared} validation prompts occur in the training rows too")
     if subject.data.train is not None:
         yield _batches(subject, subject.data.train)
 
@@ -47,13 +47,13 @@ def check_template(subject: Subject) -> Iterator[Line]:
 
     files = subject.config.data.train_files or subject.config.data.val_files
     if subject.tokenizer is None or subject.data is None or not subject.data.ok or not files:
-        yield Line("skip", "not checked without usable rows")
+        yield skip("not checked without usable rows")
         return
     rows = load_dataset(files, subject.tokenizer, subject.config.data, max_samples=1)
     ids = PromptEncoder(subject.tokenizer, subject.config.data).encode(rows.prompt(rows[0]), rows.place(0))
     text = subject.tokenizer.decode(ids)
     shown = text if len(text) <= _NUM_CHARACTERS else text[:_NUM_CHARACTERS] + "..."
-    yield Line("info", f"the model reads {len(ids)} tokens: {shown!r}")
+    yield info(f"the model reads {len(ids)} tokens: {shown!r}")
 
 
 def check_reward(subject: Subject) -> Iterator[Line]:
@@ -64,16 +64,16 @@ def check_reward(subject: Subject) -> Iterator[Line]:
     config = subject.config
     build_reward_manager(config.reward, max_response_length=config.actor_rollout_ref.rollout.response_length).close()
     if config.reward.reward_model.enable:
-        yield Line("skip", "reference answers are not scored: that needs the reward model")
+        yield skip("reference answers are not scored: that needs the reward model")
         return
     if subject.data is None or not subject.data.ok:
-        yield Line("skip", "not run without usable rows")
+        yield skip("not run without usable rows")
         return
     levels: dict[str, Level] = {"pass": "pass", "warn": "warn", "fail": "fail"}
     for source in check_references(_rows(subject), config.reward).sources:
         yield Line(levels[source.level], source.sentence)
         for failure in source.failures[:_NUM_SHOWN]:
-            yield Line("info", failure)
+            yield info(failure)
 
 
 def _rows(subject: Subject) -> Iterator[dict[str, Any]]:
@@ -93,23 +93,22 @@ def _rows_lines(name: str, rows: RowsReport, config: DataConfig) -> Iterator[Lin
     lengths = f"prompts of {rows.mean_length:.0f} tokens on average, {rows.max_length} at most"
     yield Line("fail" if rows.num_problems else "pass", f"{rows.num_rows:,} {name} rows ({sources}); {lengths}")
     for problem in rows.problems[:_NUM_SHOWN]:
-        yield Line("fail", problem)
+        yield fail(problem)
     if rows.num_problems > _NUM_SHOWN:
-        yield Line("fail", f"{rows.num_problems - _NUM_SHOWN} more {name} rows cannot be used")
+        yield fail(f"{rows.num_problems - _NUM_SHOWN} more {name} rows cannot be used")
     if rows.num_overlong and not rows.num_problems:
         effect = "left out" if config.filter_overlong_prompts else f"cut ({config.truncation})"
-        yield Line(
-            "warn",
-            f"{rows.num_overlong} {name} prompts exceed data.max_prompt_length={config.max_prompt_length}: {effect}",
+        yield warn(
+            f"{rows.num_overlong} {name} prompts exceed data.max_prompt_length={config.max_prompt_length}: {effect}"
         )
     if rows.num_repeated:
-        yield Line("warn", f"{rows.num_repeated} {name} rows repeat an earlier prompt")
+        yield warn(f"{rows.num_repeated} {name} rows repeat an earlier prompt")
 
 
 def _batches(subject: Subject, train: RowsReport) -> Line:
     config = subject.config.data
-    usable = train.num_rows - (train.num_overlong if config.filter_overlong_prompts else 0)
+    usable = subject.num_rows = train.num_rows - (train.num_overlong if config.filter_overlong_prompts else 0)
     if usable < config.train_batch_size:
-        return Line("fail", f"data.train_batch_size={config.train_batch_size} is more than the {usable} usable rows")
+        return fail(f"data.train_batch_size={config.train_batch_size} is more than the {usable} usable rows")
     n = subject.config.actor_rollout_ref.rollout.n
-    return Line("pass", f"{subject.num_steps:,} steps of {config.train_batch_size} prompts x {n} samples")
+    return passed(f"{subject.num_steps:,} steps of {config.train_batch_size} prompts x {n} samples")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from verl.cli.checklist import Subject
 from verl.cli.checklist.resources import ModelShape
-from verl.cli.report import Line
+from verl.cli.report import Line, fail, info, passed, warn
 from verl.config import ModelConfig
 from verl.config.active_keys import uses_critic
 from verl.errors import ModelError
@@ -17,42 +17,48 @@ def check_model_files(subject: Subject) -> Iterator[Line]:
     """Config and weights of the policy, and of the critic if one trains."""
     from verl.models.load import load_external
 
-    group, critic = subject.config.actor_rollout_ref, subject.config.critic
-    load_external(group.model.external_lib)
-    subject.policy = _shape(group.model)
-    yield Line("pass", f"{group.model.path}: {_described(subject.policy)}")
-    yield _weights(group.model.path)
-    if uses_critic(subject.config):
-        subject.critic = subject.policy if critic.model.path == group.model.path else _shape(critic.model)
-        if critic.model.path != group.model.path:
-            yield Line("pass", f"critic {critic.model.path}: {_described(subject.critic)}")
-            yield _weights(critic.model.path)
+    model = subject.model
+    load_external(model.external_lib)
+    subject.policy = _shape(model)
+    yield passed(f"{model.path}: {_described(subject.policy)}")
+    yield _weights(model.path)
+    if subject.loaded.schema.name == "ppo" and uses_critic(subject.config):
+        critic = subject.config.critic.model
+        subject.critic = subject.policy if critic.path == model.path else _shape(critic)
+        if critic.path != model.path:
+            yield passed(f"critic {critic.path}: {_described(subject.critic)}")
+            yield _weights(critic.path)
 
 
 def check_tokenizer(subject: Subject) -> Iterator[Line]:
     """The tokenizer loads, has a chat template, and has an end-of-sequence token."""
     from verl.models.load import load_tokenizer
 
-    subject.tokenizer = load_tokenizer(subject.config.actor_rollout_ref.model)
-    yield Line("pass", f"{type(subject.tokenizer).__name__} of {len(subject.tokenizer):,} tokens")
+    subject.tokenizer = load_tokenizer(subject.model)
+    yield passed(f"{type(subject.tokenizer).__name__} of {len(subject.tokenizer):,} tokens")
     if not getattr(subject.tokenizer, "chat_template", None):
-        yield Line("warn", "no chat template: prompts must be plain strings")
+        yield warn("no chat template: rows must be plain strings, not messages")
     if subject.tokenizer.eos_token_id is None:
-        yield Line("warn", "no end-of-sequence token: only the length and rollout.stop end a response")
+        yield warn("no end-of-sequence token: only the length and rollout.stop end a response")
 
 
-def check_lengths(subject: Subject) -> Iterator[Line]:
-    """Longest prompt plus response against the positions of the model."""
-    rollout = subject.config.actor_rollout_ref.rollout
-    total = rollout.prompt_length + rollout.response_length
-    shown = f"{rollout.prompt_length} prompt + {rollout.response_length} response = {total} tokens"
-    limit = subject.policy.max_positions if subject.policy else None
-    if limit is not None and total > limit:
-        yield Line(
-            "fail", f"{shown}, but the model holds {limit}; lower data.max_prompt_length or data.max_response_length"
-        )
+def check_sequence_lengths(subject: Subject) -> Iterator[Line]:
+    """The longest sequence against the positions of the model."""
+    if subject.loaded.schema.name == "sft":
+        total, keys = subject.config.data.max_length, "data.max_length"
+        shown = "no limit of data.max_length" if total is None else f"sequences of at most {total} tokens"
     else:
-        yield Line("pass", shown + (f", the model holds {limit}" if limit else ""))
+        rollout = subject.config.actor_rollout_ref.rollout
+        total, keys = (
+            rollout.prompt_length + rollout.response_length,
+            "data.max_prompt_length or data.max_response_length",
+        )
+        shown = f"{rollout.prompt_length} prompt + {rollout.response_length} response = {total} tokens"
+    limit = subject.policy.max_positions if subject.policy else None
+    if limit is not None and total is not None and total > limit:
+        yield fail(f"{shown}, but the model holds {limit}; lower {keys}")
+    else:
+        yield passed(shown + (f", the model holds {limit}" if limit else ""))
 
 
 def _shape(model: ModelConfig) -> ModelShape:
@@ -77,15 +83,15 @@ def _described(shape: ModelShape) -> str:
 def _weights(path: str) -> Line:
     folder = Path(path).expanduser()
     if not folder.is_dir():
-        return Line("info", f"{path} is a hub name; its weights are downloaded when the run starts")
+        return info(f"{path} is a hub name; its weights are downloaded when the run starts")
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        return Line("fail", f"{folder} has no weights (*.safetensors); download or convert the model again")
+        return fail(f"{folder} has no weights (*.safetensors); download or convert the model again")
     damaged = [f"{file.name}: {problem}" for file in files if (problem := _header_problem(file))]
     if damaged:
-        return Line("fail", f"{folder}: {damaged[0]}. Download or convert the model again")
+        return fail(f"{folder}: {damaged[0]}. Download or convert the model again")
     size = sum(file.stat().st_size for file in files)
-    return Line("pass", f"weights: {len(files)} file{'s' if len(files) > 1 else ''}, {size / 1e9:.2f} GB")
+    return passed(f"weights: {len(files)} file{'s' if len(files) > 1 else ''}, {size / 1e9:.2f} GB")
 
 
 def _header_problem(file: Path) -> str:

@@ -13,15 +13,17 @@ from typing import Any
 
 from verl.cli.checklist import Subject
 from verl.cli.machine.host import available_memory
-from verl.cli.report import Level, Line
-from verl.config import VerlConfig
+from verl.cli.report import Level, Line, fail, passed, skip, warn
+from verl.config import PPOConfig, SFTConfig
 from verl.config.active_keys import runs_on_several_devices, uses_critic, uses_reference
+from verl.config.sections.trainer import AFTER_EACH_EPOCH
 
 FLOAT32 = 4
 ADAM_STATES = 2 * FLOAT32
 # a Python process with PyTorch and transformers; a reward worker with its scorers
 PROCESS_BYTES = 700_000_000
 REWARD_WORKER_BYTES = 60_000_000
+_KEEP = {"ppo": "trainer.max_actor_ckpt_to_keep", "sft": "trainer.max_ckpt_to_keep"}
 _TIGHT = 0.8  # share of the free memory above which the estimate may be too low
 
 
@@ -84,7 +86,7 @@ def activation_bytes(model: ModelShape, num_tokens: int, width: int, *, checkpoi
     return num_tokens * model.num_layers * layer
 
 
-def memory_needed(config: VerlConfig, policy: ModelShape, critic: ModelShape | None, width: int) -> dict[str, int]:
+def memory_needed(config: PPOConfig, policy: ModelShape, critic: ModelShape | None, width: int) -> dict[str, int]:
     """Bytes by purpose at the peak of a step, with all roles on one device."""
     group, data = config.actor_rollout_ref, config.data
     rollout, actor = group.rollout, group.actor
@@ -109,6 +111,22 @@ def memory_needed(config: VerlConfig, policy: ModelShape, critic: ModelShape | N
     return parts
 
 
+def memory_of_fine_tuning(config: SFTConfig, model: ModelShape, width: int) -> dict[str, int]:
+    """Bytes by purpose at the peak of a fine-tuning step on one device."""
+    data = config.data
+    tokens = data.max_token_len_per_gpu
+    if not data.use_dynamic_bsz and data.micro_batch_size_per_gpu and data.max_length:
+        tokens = data.micro_batch_size_per_gpu * data.max_length
+    parts = {
+        "model": trained_bytes(model.num_parameters, width),
+        "activations": activation_bytes(model, tokens, width, checkpointing=config.model.enable_gradient_checkpointing),
+        "processes": PROCESS_BYTES,
+    }
+    if size := _background_save_bytes(config, model):
+        parts["copy for async_save"] = size
+    return parts
+
+
 def _background_save_bytes(role: Any, model: ModelShape) -> int:
     """Bytes that a role copies while it saves in the background."""
     saved = checkpoint_bytes(model.num_parameters, role.checkpoint.save_contents)
@@ -125,29 +143,34 @@ def check_memory(subject: Subject) -> Iterator[Line]:
     from verl.parallel.device import compute_dtype, resolve_device
 
     if subject.policy is None:
-        yield Line("skip", "not estimated without a model")
+        yield skip("not estimated without a model")
         return
     if runs_on_several_devices(subject.config):
-        yield Line("skip", "not estimated for a run over several devices")
+        yield skip("not estimated for a run over several devices")
         return
     device = resolve_device(subject.config.trainer.device)
-    width = compute_dtype(subject.config.actor_rollout_ref.actor.fsdp_config.dtype, device).itemsize
-    parts = memory_needed(subject.config, subject.policy, subject.critic, width)
+    width = compute_dtype(subject.engine.dtype, device).itemsize
+    if sft := subject.loaded.schema.name == "sft":
+        parts = memory_of_fine_tuning(subject.config, subject.policy, width)
+    else:
+        parts = memory_needed(subject.config, subject.policy, subject.critic, width)
     free = _free_device_bytes(str(device))
     total = sum(parts.values())
     level: Level = "fail" if total > free else "warn" if total > _TIGHT * free else "pass"
     shown = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items())
-    fix = "; lower ppo_max_token_len_per_gpu or rollout.max_num_seqs, or use a smaller model" if level != "pass" else ""
+    keys = "data.max_token_len_per_gpu" if sft else "ppo_max_token_len_per_gpu or rollout.max_num_seqs"
+    fix = f"; lower {keys}, or use a smaller model" if level != "pass" else ""
     yield Line(level, f"about {total / 1e9:.1f} GB of {free / 1e9:.1f} GB free ({shown}){fix}")
 
 
 def check_disk(subject: Subject) -> Iterator[Line]:
     """One checkpoint must fit on the disk; all that are kept should."""
     if subject.policy is None:
-        yield Line("skip", "not estimated without a model")
+        yield skip("not estimated without a model")
         return
     config = subject.config
-    size = checkpoint_bytes(subject.policy.num_parameters, config.actor_rollout_ref.actor.checkpoint.save_contents)
+    trained = config if subject.loaded.schema.name == "sft" else config.actor_rollout_ref.actor
+    size = checkpoint_bytes(subject.policy.num_parameters, trained.checkpoint.save_contents)
     if subject.critic is not None:
         size += checkpoint_bytes(subject.critic.num_parameters, config.critic.checkpoint.save_contents)
     folder = Path(config.trainer.default_local_dir).expanduser().absolute()
@@ -159,20 +182,22 @@ def check_disk(subject: Subject) -> Iterator[Line]:
         f"{max(0, free) / 1e9:.1f} GB free beyond trainer.min_free_disk_gb"
     )
     if size > free:
-        yield Line("fail", f"{shown}; set trainer.default_local_dir to a larger disk")
+        yield fail(f"{shown}; set trainer.default_local_dir to a larger disk")
     elif at_once * size > free:
-        yield Line("warn", f"{shown}; set trainer.max_actor_ckpt_to_keep, or a larger trainer.save_freq")
+        yield warn(f"{shown}; keep fewer ({_KEEP[subject.loaded.schema.name]}), or set a larger trainer.save_freq")
     else:
-        yield Line("pass", shown)
+        yield passed(shown)
 
 
 def num_checkpoints(subject: Subject) -> int:
     """Largest number of checkpoints on disk at once, including the one being written; 2 if the steps are unknown."""
-    trainer = subject.config.trainer
-    if trainer.save_freq <= 0:
+    trainer, keep = subject.config.trainer, subject.config.trainer.num_checkpoints_kept
+    if trainer.save_freq == AFTER_EACH_EPOCH:
+        saves = trainer.total_epochs
+    elif trainer.save_freq <= 0:
         return 1
-    saves = -(-subject.num_steps // trainer.save_freq) if subject.num_steps else 2
-    keep = max(trainer.max_actor_ckpt_to_keep or 0, trainer.max_critic_ckpt_to_keep or 0)
+    else:
+        saves = -(-subject.num_steps // trainer.save_freq) if subject.num_steps else 2
     return max(1, min(saves, keep + 1) if keep else saves)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from verl.cli.checklist import Subject
-from verl.cli.report import Line
+from verl.cli.report import Line, fail, info, passed, skip, warn
 from verl.errors import VerlError
 
 
@@ -18,12 +18,12 @@ def check_config_problems(subject: Subject) -> Iterator[Line]:
     problems = check_config(subject.loaded)
     given = len(subject.loaded.given)
     if not any(p.level == "error" for p in problems):
-        yield Line("pass", f"{given} key{'' if given == 1 else 's'} given, all known and read")
+        yield passed(f"{given} key{'' if given == 1 else 's'} given, all known and read")
     for problem in problems:
         level = "fail" if problem.level == "error" else "warn" if problem.level == "warning" else "info"
         yield Line(level, problem.sentence)  # type: ignore[arg-type]
     for notice in subject.loaded.notices:
-        yield Line("info", notice)
+        yield info(notice)
 
 
 def check_layout(subject: Subject) -> Iterator[Line]:
@@ -36,15 +36,13 @@ def check_layout(subject: Subject) -> Iterator[Line]:
     placement = Placement.of(subject.config)
     plan = check_meshes(subject.config, placement)
     devices, nodes = placement.num_devices, placement.num_nodes
-    yield Line(
-        "pass",
-        f"{devices} device{'s' if devices > 1 else ''} on {nodes} node{'s' if nodes > 1 else ''}: {placement.sentence()}",
+    yield passed(
+        f"{devices} device{'s' if devices > 1 else ''} on {nodes} node{'s' if nodes > 1 else ''}: {placement.sentence()}"
     )
-    yield Line("pass", plan.sentence())
+    yield passed(plan.sentence())
     if plan.engine in ("vllm", "sglang") and plan.where != "service" and find_spec(plan.engine) is None:
-        yield Line(
-            "warn",
-            f"{plan.engine} is not installed here; install it where the run starts: pip install 'verl[{plan.engine}]'",
+        yield warn(
+            f"{plan.engine} is not installed here; install it where the run starts: pip install 'verl[{plan.engine}]'"
         )
 
 
@@ -52,34 +50,38 @@ def check_engines(subject: Subject) -> Iterator[Line]:
     """Device and dtype; the files of the rollout engine, estimator and loss can be imported; phases are valid."""
     from verl.algorithms.advantages import ADVANTAGES
     from verl.algorithms.policy_losses import POLICY_LOSSES
-    from verl.config.active_keys import runs_on_several_devices
-    from verl.parallel.device import compute_dtype, native_bf16, resolve_device, visible_devices
     from verl.rollout.api import ENGINES
     from verl.run.schedule import scheduler_of
 
     config = subject.config
     group = config.actor_rollout_ref
-    if runs_on_several_devices(config) and config.trainer.device.startswith("cuda") and not visible_devices():
-        yield Line("skip", f"trainer.device={config.trainer.device} is checked where the run starts")
-        device = resolve_device("cpu")
-    else:
-        device = resolve_device(config.trainer.device)
-    dtype = compute_dtype(group.actor.fsdp_config.dtype, device)
-    yield Line("pass", f"computes on {device} in {str(dtype).removeprefix('torch.')}")
-    if str(dtype) == "torch.bfloat16" and not native_bf16(device):
-        yield Line(
-            "warn",
-            f"{device} has no fast bfloat16 arithmetic: leave actor.fsdp_config.dtype=auto for float32",
-        )
+    yield from check_device(subject)
     ENGINES.get(group.rollout.name)
     ADVANTAGES.get(config.algorithm.adv_estimator)
     POLICY_LOSSES.get(group.actor.policy_loss.loss_mode)
     scheduler_of(config)
-    yield Line(
-        "pass",
+    yield passed(
         f"rollout {group.rollout.name}, advantages {config.algorithm.adv_estimator}, "
-        f"loss {group.actor.policy_loss.loss_mode}",
+        f"loss {group.actor.policy_loss.loss_mode}"
     )
+
+
+def check_device(subject: Subject) -> Iterator[Line]:
+    """Device and dtype of training."""
+    from verl.config.active_keys import runs_on_several_devices
+    from verl.parallel.device import compute_dtype, native_bf16, resolve_device, visible_devices
+
+    config = subject.config
+    if runs_on_several_devices(config) and config.trainer.device.startswith("cuda") and not visible_devices():
+        yield skip(f"trainer.device={config.trainer.device} is checked where the run starts")
+        device = resolve_device("cpu")
+    else:
+        device = resolve_device(config.trainer.device)
+    dtype = compute_dtype(subject.engine.dtype, device)
+    yield passed(f"computes on {device} in {str(dtype).removeprefix('torch.')}")
+    if str(dtype) == "torch.bfloat16" and not native_bf16(device):
+        key = "engine.dtype" if subject.loaded.schema.name == "sft" else "actor.fsdp_config.dtype"
+        yield warn(f"{device} has no fast bfloat16 arithmetic: leave {key}=auto for float32")
 
 
 def check_trackers(subject: Subject) -> Iterator[Line]:
@@ -87,14 +89,14 @@ def check_trackers(subject: Subject) -> Iterator[Line]:
     from verl.tracking.sinks.api import RunInfo, make_sink
 
     trainer = subject.config.trainer
-    info = RunInfo(_run_folder(subject), trainer.project_name, trainer.experiment_name)
+    run = RunInfo(_run_folder(subject), trainer.project_name, trainer.experiment_name)
     for name in trainer.logger:
         try:
-            make_sink(name, info)
+            make_sink(name, run)
         except VerlError as error:
-            yield Line("fail", str(error))
+            yield fail(str(error))
         else:
-            yield Line("pass", name)
+            yield passed(name)
 
 
 def check_run_folder(subject: Subject) -> Iterator[Line]:
@@ -106,13 +108,13 @@ def check_run_folder(subject: Subject) -> Iterator[Line]:
     trainer, folder = subject.config.trainer, _run_folder(subject)
     nearest = next(p for p in (folder, *folder.absolute().parents) if p.exists())
     if not (nearest.is_dir() and os.access(nearest, os.W_OK)):
-        yield Line("fail", f"{folder} cannot be written: {nearest} is not a folder this user can write to")
+        yield fail(f"{folder} cannot be written: {nearest} is not a folder this user can write to")
         return
     found = examine(folder)
     for refusal in found.refusals:
-        yield Line("fail", f"{folder} ({found.kind or 'unknown file system'}) cannot hold checkpoints: {refusal}")
+        yield fail(f"{folder} ({found.kind or 'unknown file system'}) cannot hold checkpoints: {refusal}")
     for notice in found.notices:
-        yield Line("warn", f"{folder}: {notice}")
+        yield warn(f"{folder}: {notice}")
     steps = candidates(folder)
     if trainer.resume_mode == "resume_path":
         damage = find_damage(Path(trainer.resume_from_path or "").expanduser())
@@ -121,9 +123,9 @@ def check_run_folder(subject: Subject) -> Iterator[Line]:
     elif steps and trainer.resume_mode == "auto":
         yield from _resumption(folder, steps)
     elif steps:
-        yield Line("warn", f"{folder} has checkpoints, and trainer.resume_mode=disable starts a new run beside them")
+        yield warn(f"{folder} has checkpoints, and trainer.resume_mode=disable starts a new run beside them")
     else:
-        yield Line("pass", f"{folder}; a new run")
+        yield passed(f"{folder}; a new run")
 
 
 def _resumption(folder: Path, steps: list[int]) -> Iterator[Line]:
@@ -133,10 +135,10 @@ def _resumption(folder: Path, steps: list[int]) -> Iterator[Line]:
     for step in steps:
         damage = find_damage(folder / f"global_step_{step}")
         if damage is None:
-            yield Line("pass", f"{folder}; resumes from step {step}")
+            yield passed(f"{folder}; resumes from step {step}")
             return
-        yield Line("warn", f"global_step_{step} is damaged and not used: {damage}")
-    yield Line("fail", f"no checkpoint in {folder} is complete; set trainer.resume_mode=disable to start a new run")
+        yield warn(f"global_step_{step} is damaged and not used: {damage}")
+    yield fail(f"no checkpoint in {folder} is complete; set trainer.resume_mode=disable to start a new run")
 
 
 def _run_folder(subject: Subject) -> Path:

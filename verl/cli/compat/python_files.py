@@ -8,7 +8,7 @@ import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
-from verl.cli.report import Line
+from verl.cli.report import Line, fail, info, passed, warn
 from verl.errors import VerlError, nearest
 from verl.rewards.functions import BATCH_ARGUMENTS, MODEL_REPLY, MODEL_SCORE, SAMPLE_ARGUMENTS, SIGNATURE
 
@@ -22,7 +22,7 @@ def examine_file(file: Path) -> Iterator[Line]:
     try:
         tree = ast.parse(file.read_text(encoding="utf-8"), str(file))
     except (SyntaxError, ValueError) as error:
-        yield Line("fail", f"it is not Python: {error}")
+        yield fail(f"it is not Python: {error}")
         return
     yield from _imports(tree, file.parent)
     for node in tree.body:
@@ -45,13 +45,13 @@ def _imports(tree: ast.Module, folder: Path) -> Iterator[Line]:
             if module.split(".")[0] == "verl":
                 problem = missing_name(module, name)
                 if problem:
-                    yield Line("fail", f"line {node.lineno}: {problem}")
+                    yield fail(f"line {node.lineno}: {problem}")
                 else:
                     available.append(f"{module}.{name}".rstrip("."))
             elif problem := _missing_package(module, folder):
-                yield Line("warn", f"line {node.lineno}: {problem}")
+                yield warn(f"line {node.lineno}: {problem}")
     if available:
-        yield Line("pass", f"imports {', '.join(dict.fromkeys(available))}")
+        yield passed(f"imports {', '.join(dict.fromkeys(available))}")
 
 
 def missing_name(module: str, name: str) -> str:
@@ -91,14 +91,13 @@ def _reward_function(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Line:
     place = f"line {node.lineno}: {node.name}({', '.join(names)})"
     if lacking or arguments.posonlyargs:
         taken = ", ".join(lacking) or "keywords"
-        return Line("fail", f"{place} takes no {taken}; it is called by keyword as {node.name}{SIGNATURE}")
+        return fail(f"{place} takes no {taken}; it is called by keyword as {node.name}{SIGNATURE}")
     if required:
-        return Line(
-            "info",
-            f"{place} needs {', '.join(required)} too: set reward.custom_reward_function.reward_kwargs.{required[0]}",
+        return info(
+            f"{place} needs {', '.join(required)} too: set reward.custom_reward_function.reward_kwargs.{required[0]}"
         )
     manager = " and reward.reward_manager.name=batch" if batched else ""
-    return Line("pass", f"{place} can score: set reward.custom_reward_function.path to this file{manager}")
+    return passed(f"{place} can score: set reward.custom_reward_function.path to this file{manager}")
 
 
 def _dataset_class(node: ast.ClassDef) -> Iterator[Line]:
@@ -107,21 +106,19 @@ def _dataset_class(node: ast.ClassDef) -> Iterator[Line]:
     methods = {item.name: item for item in node.body if isinstance(item, ast.FunctionDef)}
     replaced = [name for name in methods if hasattr(RLHFDataset, name)]
     own = [name for name in methods if name not in replaced]
-    yield Line(
-        "pass",
-        f"line {node.lineno}: {node.name} is a dataset for data.custom_cls; it replaces {', '.join(replaced) or 'nothing'}",
+    yield passed(
+        f"line {node.lineno}: {node.name} is a dataset for data.custom_cls; it replaces {', '.join(replaced) or 'nothing'}"
     )
     if own:
-        yield Line("info", f"{', '.join(own)} of {node.name}: verl does not call it")
+        yield info(f"{', '.join(own)} of {node.name}: verl does not call it")
     init = methods.get("__init__")
     if init is not None and not init.args.kwarg:
         names = [a.arg for a in (*init.args.args, *init.args.kwonlyargs)]
         lacking = [name for name in _DATASET_ARGUMENTS if name not in names]
         if lacking:
-            yield Line(
-                "fail",
+            yield fail(
                 f"line {init.lineno}: {node.name}.__init__ takes no {', '.join(lacking)}; it is called by keyword with "
-                f"{', '.join(_DATASET_ARGUMENTS)}. Add **kwargs",
+                f"{', '.join(_DATASET_ARGUMENTS)}. Add **kwargs"
             )
 
 

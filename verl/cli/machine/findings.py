@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from verl.cli.report import Line
+from verl.cli.report import Line, fail, info, passed, warn
 
 Facts = dict[str, Any]
 
@@ -19,47 +19,42 @@ _MIN_OPEN_FILES = 1024
 def findings(host: Facts, packages: Facts) -> Iterator[Line]:
     """Every warning and failure, or one line if there is none."""
     found = [line for rule in RULES for line in rule(host, packages)]
-    yield from found or [Line("pass", "no problem for training in one process")]
+    yield from found or [passed("no problem for training in one process")]
 
 
 def _requirements(host: Facts, packages: Facts) -> Iterator[Line]:
     if "verl" in packages["requirements"]:
-        yield Line(
-            "warn",
+        yield warn(
             "verl runs from a checkout without being installed, so its requirements were not checked. "
-            "Install it: pip install -e .",
+            "Install it: pip install -e ."
         )
     elif packages["requirements"]:
         wanted = " ".join(f"'{requirement}'" for requirement in packages["requirements"])
         unmet = ", ".join(f"{name} (here: {version})" for name, version in packages["requirements"].items())
-        yield Line("fail", f"unmet requirements: {unmet}. Install them: pip install {wanted}")
+        yield fail(f"unmet requirements: {unmet}. Install them: pip install {wanted}")
 
 
 def _torch(host: Facts, packages: Facts) -> Iterator[Line]:
     torch = packages["torch_probe"]
     if "error" in torch:
-        yield Line(
-            "fail", f"torch cannot be imported: {torch['error']}. Reinstall it: pip install --force-reinstall torch"
-        )
+        yield fail(f"torch cannot be imported: {torch['error']}. Reinstall it: pip install --force-reinstall torch")
         return
     driver = packages["driver"]
     if driver and not torch["cuda_available"]:
         if torch["cuda_build"] is None:
-            yield Line(
-                "warn",
+            yield warn(
                 f"the machine has {driver['gpus'][0]}, but torch {torch['version']} is a build without CUDA, so the GPU "
-                "is unused. Install a CUDA build of torch",
+                "is unused. Install a CUDA build of torch"
             )
         else:
-            yield Line(
-                "fail",
+            yield fail(
                 f"torch {torch['version']} is built for CUDA {torch['cuda_build']}, and the driver supports up to CUDA "
                 f"{driver['newest_cuda']}. Update the driver, or install a torch built for an older CUDA "
-                "(CUDA_VISIBLE_DEVICES hides devices too)",
+                "(CUDA_VISIBLE_DEVICES hides devices too)"
             )
     for device in torch["devices"]:
         if device["capability"] < [8, 0]:
-            yield Line("warn", f"{device['name']} has no bfloat16 arithmetic; dtype=auto computes in float32 there")
+            yield warn(f"{device['name']} has no bfloat16 arithmetic; dtype=auto computes in float32 there")
 
 
 def _transformers(host: Facts, packages: Facts) -> Iterator[Line]:
@@ -74,9 +69,8 @@ def _transformers(host: Facts, packages: Facts) -> Iterator[Line]:
             f"{name} does not fit this torch {effect}: {cause}. verl does not need it: pip uninstall -y {name}",
         )
     if problem and not broken:
-        yield Line(
-            "fail",
-            f"transformers cannot be imported: {problem}. Reinstall it: pip install --force-reinstall transformers",
+        yield fail(
+            f"transformers cannot be imported: {problem}. Reinstall it: pip install --force-reinstall transformers"
         )
 
 
@@ -87,78 +81,68 @@ def _cpu(host: Facts, packages: Facts) -> Iterator[Line]:
     speed = torch["gflops"]
     if speed["bfloat16"] < speed["float32"]:
         native = torch.get("equal_rows", {}).get("bf16") == "native"
-        yield Line(
-            "info",
+        yield info(
             f"this CPU multiplies bfloat16 at {speed['bfloat16']:.0f} GFLOP/s and float32 at {speed['float32']:.0f}: "
             + (
                 "fsdp_config.dtype=float32 may train faster than auto, which computes in bfloat16 here"
                 if native
                 else "leave fsdp_config.dtype=auto, which computes in float32 here"
-            ),
+            )
         )
     decoder = packages["decoder_probe"]
     if "error" in decoder:
-        yield Line("warn", f"the decoding kernels cannot be used: {decoder['error']}")
+        yield warn(f"the decoding kernels cannot be used: {decoder['error']}")
     elif not decoder["compiled"] and "avx2" in host["cpu_flags"]:
-        yield Line(
-            "warn",
+        yield warn(
             "the decoding kernels of this CPU were not compiled, so rollouts are slower and may depend on their batch. "
-            "Install a C compiler (Debian and Ubuntu: apt install gcc) and reinstall verl",
+            "Install a C compiler (Debian and Ubuntu: apt install gcc) and reinstall verl"
         )
     if torch["num_threads"] < int(host["num_usable_cores"]):
-        yield Line(
-            "warn",
+        yield warn(
             f"torch uses {torch['num_threads']} of {host['num_usable_cores']:g} cores. Unset OMP_NUM_THREADS, or set it "
-            f"to {int(host['num_usable_cores'])}",
+            f"to {int(host['num_usable_cores'])}"
         )
     if host["cpu_flags"] and not {"avx2", "asimd"} & set(host["cpu_flags"]):
-        yield Line("warn", "the CPU has no AVX2, so training will be very slow")
+        yield warn("the CPU has no AVX2, so training will be very slow")
 
 
 def _memory(host: Facts, packages: Facts) -> Iterator[Line]:
     if host["available_memory_bytes"] < _MIN_MEMORY:
-        yield Line(
-            "warn",
+        yield warn(
             f"{host['available_memory_bytes'] / _GIB:.1f} GiB of memory are free; training a model of 135 million "
-            "parameters needs about 4",
+            "parameters needs about 4"
         )
     if host["shared_memory_bytes"] is not None and host["shared_memory_bytes"] < _MIN_SHARED_MEMORY:
-        yield Line(
-            "warn",
+        yield warn(
             f"/dev/shm has {host['shared_memory_bytes'] / (1 << 20):.0f} MiB: enough for one process, too little for "
-            "several. In a container start it with --shm-size=8g",
+            "several. In a container start it with --shm-size=8g"
         )
     if host["free_disk_bytes"] is not None and host["free_disk_bytes"] < _MIN_FREE_DISK:
-        yield Line(
-            "warn",
-            f"{host['free_disk_bytes'] / _GIB:.1f} GiB of disk are free here; set trainer.default_local_dir to a larger one",
+        yield warn(
+            f"{host['free_disk_bytes'] / _GIB:.1f} GiB of disk are free here; set trainer.default_local_dir to a larger one"
         )
     open_files = host["limits"].get("nofile")
     if open_files is not None and open_files < _MIN_OPEN_FILES:
-        yield Line("warn", f"only {open_files} open files are allowed. Raise it: ulimit -n 65536")
+        yield warn(f"only {open_files} open files are allowed. Raise it: ulimit -n 65536")
     if host["limits"].get("as") is not None:
-        yield Line(
-            "warn", "the address space is limited (ulimit -v), which torch may exceed. Raise it: ulimit -v unlimited"
-        )
+        yield warn("the address space is limited (ulimit -v), which torch may exceed. Raise it: ulimit -v unlimited")
 
 
 def _file_system(host: Facts, packages: Facts) -> Iterator[Line]:
     found = host["file_system"]
     for refusal in found["refusals"]:
-        yield Line(
-            "warn",
-            f"the current folder cannot hold checkpoints: {refusal}. Set trainer.default_local_dir to another disk",
+        yield warn(
+            f"the current folder cannot hold checkpoints: {refusal}. Set trainer.default_local_dir to another disk"
         )
     for notice in found["notices"]:
-        yield Line("info", f"the current folder: {notice}")
+        yield info(f"the current folder: {notice}")
 
 
 def _pythons(host: Facts, packages: Facts) -> Iterator[Line]:
     if not packages["virtual_environment"] and packages["other_pythons"]:
-        yield Line(
-            "warn",
+        yield warn(
             f"this is {packages['executable']}, outside a virtual environment, and there are also "
-            f"{', '.join(packages['other_pythons'])}: pip may belong to another one. Make one: python -m venv .venv",
+            f"{', '.join(packages['other_pythons'])}: pip may belong to another one. Make one: python -m venv .venv"
         )
 
 
@@ -168,10 +152,9 @@ def _engines(host: Facts, packages: Facts) -> Iterator[Line]:
 
     for name in ("vllm", "sglang", "megatron", "deepspeed"):
         if packages["optional"][name] and name not in ROLLOUT and name not in TRAINING:
-            yield Line(
-                "info",
+            yield info(
                 f"{name} {packages['optional'][name]} is installed, but this version has no engine for it: use "
-                "rollout.name=native and strategy=fsdp",
+                "rollout.name=native and strategy=fsdp"
             )
 
 
