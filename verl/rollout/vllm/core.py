@@ -172,11 +172,13 @@ class _Generation:
     def poll(self, timeout_s: float | None) -> list[Completion]:
         until = None if timeout_s is None else time.monotonic() + timeout_s
         self._ended = []
-        while self.running and not self._ended and (until is None or time.monotonic() < until):
+        while self.running:
             self._max_running = max(self._max_running, len(self.running))
             self._num_steps += 1
             for output in self.engine.step():
                 self._record(output)
+            if self._ended or (until is not None and time.monotonic() >= until):
+                break
         return self._ended
 
     def abort(self, keys: list[SampleKey]) -> None:
