@@ -47,7 +47,7 @@ from verl.engines.micro_batches import plan_micro_batches
 from verl.models.attention import ATTENTION_NAME
 from verl.models.forward import packed_outputs
 from verl.models.optim import MasterOptimizer
-from verl.models.packing import pack_rows, read_rows
+from verl.models.packing import pack_rows, unpadded_rows
 from verl.rollout.native.engine import NativeRollout
 
 SIZES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -414,7 +414,7 @@ def train(bench: Bench, columns: dict[str, torch.Tensor], advantages: torch.Tens
     micro = (
         MicroBatching(max_rows=bench.shape.hf_rows) if padded else MicroBatching(max_tokens=bench.shape.micro_tokens)
     )
-    for rows in plan_micro_batches(read_rows(columns), micro, share_prompts=True):
+    for rows in plan_micro_batches(unpadded_rows(columns), micro, share_prompts=True):
         part = {name: column[rows] for name, column in columns.items()}
         mask, weight = (x.to(bench.device, non_blocking=True) for x in (part["response_mask"], advantages[rows]))
         if padded:

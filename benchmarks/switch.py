@@ -148,7 +148,7 @@ def _change(engine: Any) -> None:
         for master in engine.optimizer.masters.values():
             master.mul_(1.0001)
     engine.optimizer.num_steps += 1
-    engine.optimizer.publish()
+    engine.optimizer.round_masters()
 
 
 def _generate(rollout: Any) -> None:

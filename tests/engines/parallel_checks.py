@@ -4,6 +4,7 @@ device with all the rows."""
 from __future__ import annotations
 
 import functools
+import math
 from pathlib import Path
 
 import pytest
@@ -161,6 +162,27 @@ def check_sequence_scores(folder):
     gaps["outputs"] = (a - b).abs().max().item()
     gaps["weights"] = largest_gap(dict(many.gather_weights()), dict(one.gather_weights()))
     return gaps
+
+
+@on(2)
+def check_declared_weights(folder):
+    """Each rank's part is where the layout of a weight sync says, and a snapshot brings it back."""
+    many = make(FSDPEngine, model_folder(folder, "qwen3"), dtype="bfloat16")
+    step(many, make_batch(0, (3, 2)).select_idxs(rows_of(many, 5)), MicroBatching(max_tokens=24), "lm")
+    layout, held = many.weight_layout(), many.local_weights()
+    assert held.keys() == layout.shapes.keys()
+    assert {tensor.dtype for tensor in held.values()} == {layout.dtype} == {torch.bfloat16}
+    counts = torch.tensor([[tensor.numel() for tensor in held.values()]])
+    many.groups.over_data_(counts)
+    assert counts.flatten().tolist() == [math.prod(shape) for shape in layout.shapes.values()]
+    before, saved = {name: t.clone() for name, t in many.gather_weights()}, many.snapshot()
+    with torch.no_grad():
+        for tensor in (*held.values(), *many.trained_weights().values()):
+            tensor.add_(1.0)
+    changed = largest_gap(dict(many.gather_weights()), before)
+    assert changed > 0
+    many.restore(saved)
+    return {"loss": 0.0, "grad_norm": 0.0, "outputs": 0.0, "weights": largest_gap(dict(many.gather_weights()), before)}
 
 
 @on(2)
@@ -363,7 +385,7 @@ def check_change_while_training(folder):
         for engine in engines:
             share = batch.select_idxs(rows_of(engine, len(batch)))
             TRAFFIC.take()
-            metrics, peak = peak_bytes(lambda: step(engine, share, MicroBatching(max_rows=1), "policy"))  # noqa: B023
+            metrics, peak = peak_bytes(lambda: step(engine, share, MicroBatching(max_rows=1), "lm"))  # noqa: B023
             found.append([metrics["loss"], metrics["grad_norm"], TRAFFIC.take().num_bytes, peak])
     num_parameters = sum(s.shape.numel() for s in engines[0].shards.values())
     return {"steps": found, "num_parameters": num_parameters}
@@ -414,7 +436,7 @@ def trained(path, micro, **engine):
     made = make(FSDPEngine, path, dtype="float32", **engine)
     for seed in range(2):
         batch = make_batch(seed)
-        step(made, batch.select_idxs(rows_of(made, len(batch))), micro, "policy")
+        step(made, batch.select_idxs(rows_of(made, len(batch))), micro, "lm")
         made.end_step()
     return made
 
@@ -424,7 +446,7 @@ def next_steps(engines):
     micro, batch, norms, weights = MicroBatching(max_tokens=24), make_batch(7), [], []
     for engine in engines:
         rows = rows_of(engine, len(batch)) if isinstance(engine, FSDPEngine) else list(range(len(batch)))
-        norms.append(step(engine, batch.select_idxs(rows), micro, "policy")["grad_norm"])
+        norms.append(step(engine, batch.select_idxs(rows), micro, "lm")["grad_norm"])
         weights.append(dict(engine.gather_weights()))
     return {
         "grad_norm": max(abs(n / norms[0] - 1) for n in norms),

@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 from tests.models.reference import make_columns, random_rows
 from verl.engines.api import MicroBatching
 from verl.engines.micro_batches import plan_micro_batches
-from verl.models.packing import Row, num_computed, pack_rows, read_rows
+from verl.models.packing import PackedRow as Row
+from verl.models.packing import num_computed, pack_rows, unpadded_rows
 
 
 def rows_of(*specification):
@@ -39,8 +40,8 @@ def test_there_is_always_a_micro_batch():
 
 def test_only_chosen_rows_are_planned():
     columns = make_columns(*random_rows(3, [2, 3]))
-    rows = read_rows(columns, [1, 4])
-    assert rows == [row for row in read_rows(columns) if row.index in (1, 4)]
+    rows = unpadded_rows(columns, [1, 4])
+    assert rows == [row for row in unpadded_rows(columns) if row.index in (1, 4)]
     assert plan_micro_batches(rows, MicroBatching(max_rows=1), True) == [[1], [4]]
     assert plan_micro_batches(rows, MicroBatching(max_tokens=10**6), True) == [[1, 4]]
 
@@ -70,13 +71,18 @@ def test_pairs_of_a_prompt_compute_it_once_as_far_as_they_fit():
 
 
 def test_a_row_that_does_not_train_stays_with_its_unit():
-    rows = [Row(0, (1,), 4, True), Row(1, (2,), 4, True), Row(2, (2,), 0, False), Row(3, (5,), 0, False)]
+    rows = [
+        Row(0, (1,), 4, True),
+        Row(1, (2,), 4, True),
+        Row(2, (2,), 0, False),
+        Row(3, (5,), 0, False),
+    ]
     assert plan_micro_batches(rows, MicroBatching(max_tokens=5), True, [0, 1, 1, 3]) == [[0, 3], [1, 2]]
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=6), st.integers(1, 60), st.integers(0, 999), st.data())
 def test_no_unit_is_cut(sizes, limit, seed, data):
-    rows = read_rows(make_columns(*random_rows(seed, sizes)))
+    rows = unpadded_rows(make_columns(*random_rows(seed, sizes)))
     units = data.draw(st.lists(st.integers(0, 3), min_size=len(rows), max_size=len(rows)))
     for micro in (MicroBatching(max_tokens=limit), MicroBatching(max_rows=limit)):
         plan = plan_micro_batches(rows, micro, True, units)
@@ -90,7 +96,7 @@ def test_no_unit_is_cut(sizes, limit, seed, data):
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=6), st.integers(1, 60), st.booleans(), st.integers(0, 999))
 def test_every_row_once_and_no_limit_passed(sizes, limit, share, seed):
     columns = make_columns(*random_rows(seed, sizes))
-    rows = read_rows(columns)
+    rows = unpadded_rows(columns)
     plan = plan_micro_batches(rows, MicroBatching(max_tokens=limit), share)
     assert sorted(row for part in plan for row in part) == list(range(len(rows)))
     for part in plan:

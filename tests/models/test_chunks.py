@@ -10,7 +10,7 @@ from verl.models.chunked_mlp import chunked_feed_forward
 from verl.models.cpu import decoder
 from verl.models.forward import packed_outputs
 from verl.models.load import load_causal_lm
-from verl.models.packed import PackedLayout, Segment, masked_attention
+from verl.models.packed import PackedLayout, PackedSegment, masked_attention
 from verl.models.packing import pack_rows
 from verl.models.tiny import make_tiny_model
 
@@ -71,7 +71,7 @@ def test_modules_in_chunks(folders, family, checkpointing):
     assert not any("forward" in vars(layer.mlp) for layer in module.get_decoder().layers), "modules are as they were"
 
 
-def test_written_out_passes_in_chunks(folders, monkeypatch):
+def test_fused_decoder_passes_in_chunks(folders, monkeypatch):
     """Without the modules' own forward: the activations of the feed-forward are not kept."""
     module = load_causal_lm(folders["qwen3"], dtype=torch.float32)
     kept = []
@@ -101,7 +101,7 @@ def test_written_out_passes_in_chunks(folders, monkeypatch):
 
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (None, 3.0), (4, None), (4, 3.0), (9, None)])
 def test_attention_in_chunks_of_queries(window, softcap):
-    segments = [Segment(0, 6), Segment(6, 7, 0, 6), Segment(13, 1, 0, 6), Segment(14, 9)]
+    segments = [PackedSegment(0, 6), PackedSegment(6, 7, 0, 6), PackedSegment(13, 1, 0, 6), PackedSegment(14, 9)]
     generator = torch.Generator().manual_seed(0)
     shapes = [(1, 4, 23, 8), (1, 2, 23, 8), (1, 2, 23, 8)]
     qkv = [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
@@ -122,7 +122,7 @@ def test_capped_scores_of_a_chunk_are_all_that_is_held():
     held = {}
     for size in (None, 16):
         with saved_bytes() as kept:
-            masked_attention(*qkv, [Segment(0, length)], None, None, 5.0, size)
+            masked_attention(*qkv, [PackedSegment(0, length)], None, None, 5.0, size)
         held[size] = sum(kept.values())
     assert held[None] > 4 * 2 * length * length
     assert held[16] < 0.2 * held[None]
@@ -130,7 +130,7 @@ def test_capped_scores_of_a_chunk_are_all_that_is_held():
 
 def test_the_layout_knows_its_chunks():
     assert pack_rows(make_columns([[1, 2]], [[3, 4]]), chunk_tokens=7).layout.chunk_tokens == 7
-    assert PackedLayout([Segment(0, 1)]).chunk_tokens is None
+    assert PackedLayout([PackedSegment(0, 1)]).chunk_tokens is None
 
 
 def test_a_forward_that_somebody_has_put_there_is_there_again(folders):

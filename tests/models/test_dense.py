@@ -21,9 +21,9 @@ from verl.models.tiny import make_tiny_model
 
 
 @pytest.fixture(autouse=True, scope="module")
-def written_out_in_float64():
+def fused_decoder_in_float64():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(forward, "_FORMATS", {torch.float32, torch.bfloat16, torch.float64})
+        patch.setattr(forward, "_FUSED_DTYPES", {torch.float32, torch.bfloat16, torch.float64})
         yield
 
 

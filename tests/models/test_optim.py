@@ -133,7 +133,7 @@ def test_state_continues_bit_for_bit(name, dtype):
     with torch.no_grad():
         for key, master in first.masters.items():
             second.masters[key].copy_(master)
-    second.publish()
+    second.round_masters()
     second.load_state({k: v.clone() for k, v in first.state().items()}, first.num_steps)
     for step in range(3, 6):
         for net, optimizer in ((one, first), (two, second)):

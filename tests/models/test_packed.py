@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.models.reference import make_columns, random_rows, reference_outputs, widen_norms
 from verl.models.forward import packed_outputs
 from verl.models.load import load_causal_lm, load_model
-from verl.models.packed import PackedLayout, Segment, choose_kernel, masked_attention
+from verl.models.packed import PackedLayout, PackedSegment, choose_kernel, masked_attention
 from verl.models.packing import pack_rows
 from verl.models.tiny import _FAMILIES
 
@@ -144,8 +144,8 @@ def test_gradient_checkpointing_changes_nothing(tiny_folder):
 
 def attention_case(dtype, *, value_dim=8, seed=0):
     """A prompt of 6 with responses of 3, 3 and 5 tokens, then lone rows of 4, 4 and 1."""
-    segments = [Segment(0, 6), Segment(6, 3, 0, 6), Segment(9, 3, 0, 6), Segment(12, 5, 0, 6)]
-    segments += [Segment(17, 4), Segment(21, 4), Segment(25, 1)]
+    segments = [PackedSegment(0, 6), PackedSegment(6, 3, 0, 6), PackedSegment(9, 3, 0, 6), PackedSegment(12, 5, 0, 6)]
+    segments += [PackedSegment(17, 4), PackedSegment(21, 4), PackedSegment(25, 1)]
     generator = torch.Generator().manual_seed(seed)
 
     def tensor(heads, dim):

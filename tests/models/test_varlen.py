@@ -12,7 +12,7 @@ from verl.models import packed as packed_module
 from verl.models.cuda.varlen import FLASH, Spans, VarlenPlan, flash_runs, spans_of, varlen_attention
 from verl.models.forward import packed_outputs
 from verl.models.load import load_causal_lm
-from verl.models.packed import PackedLayout, Segment, choose_kernel, masked_attention
+from verl.models.packed import PackedLayout, PackedSegment, choose_kernel, masked_attention
 from verl.models.packing import pack_rows
 from verl.parallel.device import to_device
 
@@ -93,10 +93,10 @@ def layouts(draw):
     segments, start = [], 0
     for _ in range(draw(st.integers(1, 4))):
         prompt = draw(st.integers(1, 9))
-        segments.append(Segment(start, prompt))
+        segments.append(PackedSegment(start, prompt))
         first = start + prompt
         for length in draw(st.lists(st.integers(1, 7), max_size=4)):
-            segments.append(Segment(first, length, start, prompt))
+            segments.append(PackedSegment(first, length, start, prompt))
             first += length
         start = first
     return segments, start
@@ -207,7 +207,12 @@ class TestOnACard:
         assert (lse - expected_lse).abs().max() < 1e-2
 
     def test_packed_parts_do_not_wait_for_the_device(self):
-        segments = [Segment(0, 60), Segment(60, 30, 0, 60), Segment(90, 50, 0, 60), Segment(140, 20)]
+        segments = [
+            PackedSegment(0, 60),
+            PackedSegment(60, 30, 0, 60),
+            PackedSegment(90, 50, 0, 60),
+            PackedSegment(140, 20),
+        ]
         layout = PackedLayout(segments)
         flat = random_qkv(160, 160, heads=14, dim=64, value_dim=64, dtype=torch.bfloat16, device="cuda")
         qkv = [heads_first(x).unsqueeze(0).requires_grad_() for x in flat]

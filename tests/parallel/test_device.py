@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from verl.errors import ConfigError
-from verl.models.matmul import Products
+from verl.models.matmul import Matmul
 from verl.parallel import device as room
 from verl.parallel.device import compute_dtype, make_current, native_bf16, parse_dtype, resolve_device
 
@@ -71,8 +71,8 @@ def test_bf16_follows_the_instructions_of_the_cpu(tmp_path, monkeypatch, maker, 
 def test_the_bf16_path_of_a_cpu_can_be_forced(monkeypatch, forced, native):
     monkeypatch.setenv(room.CPU_BF16, forced)
     assert native_bf16(CPU) is native
-    assert Products(torch.bfloat16, CPU).widens is not native
-    assert not Products(torch.float32, CPU).widens
+    assert Matmul(torch.bfloat16, CPU).widens is not native
+    assert not Matmul(torch.float32, CPU).widens
     monkeypatch.setenv(room.CPU_BF16, "natve")
     with pytest.raises(ConfigError, match="VERL_CPU_BF16=natve"):
         native_bf16(CPU)

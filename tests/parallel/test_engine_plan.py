@@ -123,7 +123,7 @@ def test_launches(overrides, where, engines, devices):
     [
         (("trainer.n_gpus_per_node=3", "name=vllm", "tensor_model_parallel_size=2"), "trainer.n_gpus_per_node=3"),
         (("name=vllm", "data_parallel_size=2"), "The 1 devices of the rollout do not divide"),
-        ((*NODES, "name=vllm", "tensor_model_parallel_size=16"), "on several machines"),
+        ((*NODES, "name=vllm", "tensor_model_parallel_size=16"), "on several nodes"),
         ((*NODES, "name=vllm", "tensor_model_parallel_size=0"), "at least 1"),
         ((*NODES, "name=vllm", "pipeline_model_parallel_size=2"), "no rollout engine divides layers into stages"),
         ((*NODES, "name=hf", "tensor_model_parallel_size=2"), "whole model on each device"),

@@ -51,7 +51,7 @@ def check_both_ways(path, size, *, dtype="float32", **config):
     with torch.no_grad():
         for shard in engine.shards.values():
             shard.parameter.mul_(1.1)
-        engine.optimizer.publish()
+        engine.optimizer.round_masters()
         for part in replica.parts().values():
             part.fill_(torch.nan)
     update()

@@ -11,6 +11,7 @@ from verl.config import RewardModelConfig
 from verl.config.sections.reward import RewardModelRolloutConfig
 from verl.data_proto.proto import DataProto
 from verl.errors import ConfigError, ModelError, NumericsError
+from verl.models import classifier
 from verl.models.classifier import load_reward_model, sequence_scores
 from verl.models.load import load_tokenizer
 from verl.models.tiny import make_tiny_model, make_tokenizer
@@ -96,12 +97,14 @@ def test_classifier_scores_as_transformers_does(tmp_path, family):
 
 def test_a_shared_beginning_is_computed_once(tmp_path, monkeypatch):
     module = load_reward_model(make_classifier(tmp_path))
-    computed = []
-    decoder = module.get_decoder()
-    original = decoder.forward
-    monkeypatch.setattr(
-        decoder, "forward", lambda input_ids, **k: (computed.append(input_ids.numel()), original(input_ids, **k))[1]
-    )
+    computed, original = [], classifier.pack_rows
+
+    def counted(*args, **kwargs):
+        packed = original(*args, **kwargs)
+        computed.append(packed.num_tokens)
+        return packed
+
+    monkeypatch.setattr(classifier, "pack_rows", counted)
     common = tuple(range(1, 40))
     sequences = [(*common, 50 + i) for i in range(8)] + [(7,), (7,)]
     sequence_scores(module, sequences, max_tokens=1000)

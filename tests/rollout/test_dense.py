@@ -8,7 +8,7 @@ import torch
 from tests.rollout.conftest import make_prompts
 from verl.data_proto.samples import SamplingParams
 from verl.models.cpu.weights import DenseDecoder, Projection
-from verl.models.matmul import Products
+from verl.models.matmul import Matmul
 from verl.models.tiny import make_tiny_model
 from verl.rollout.native import prepacked_linear as products
 from verl.rollout.native.forward import DenseForward
@@ -159,7 +159,7 @@ def test_widened_where_the_library_does_not_prepack(monkeypatch):
     multiply = product(narrow, prepack=True)
     x = torch.randn(5, 30).bfloat16()
     assert num_copied_bytes([multiply, product(projection(50, 30, True), prepack=True)]) == 4 * 50 * 30
-    expected = Products(torch.bfloat16, x.device).linear(x, narrow.weight, narrow.bias)
+    expected = Matmul(torch.bfloat16, x.device).linear(x, narrow.weight, narrow.bias)
     assert torch.equal(multiply(x), expected)
 
 

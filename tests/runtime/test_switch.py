@@ -107,7 +107,7 @@ def test_a_weight_that_changed_meanwhile_stops_the_run(engine, check):
     before = engine.module.get_parameter(name).detach().clone()
     with pytest.raises(ModelError, match=f"weight {name} changed.*keep_weights_copy"):
         switched(engine, write_into(engine, name, 1.0), drift_check=check)
-    engine.optimizer.publish()
+    engine.optimizer.round_masters()
     torch.testing.assert_close(engine.module.get_parameter(name), before)
     switched(engine, drift_check=check)
 
@@ -130,7 +130,7 @@ def test_a_copy_puts_the_weights_right(engine, caplog):
 
 def test_the_check_can_be_off(engine):
     switched(engine, write_into(engine, "model.norm.weight", 1.0), drift_check="off")
-    engine.optimizer.publish()
+    engine.optimizer.round_masters()
 
 
 def test_it_is_the_turn_of_every_tensor(engine):
@@ -159,4 +159,4 @@ def test_training_beside_generation_is_no_drift(engine):
         engine.optimizer.num_steps += 1
 
     switched(engine, meddles)
-    engine.optimizer.publish()
+    engine.optimizer.round_masters()

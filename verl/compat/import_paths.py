@@ -28,7 +28,7 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
         "verl.runtime.worker_group": "WorkerGroup",
     },
     "verl.single_controller.base.decorator": {
-        "verl.parallel.named_mesh": "make_nd_compute_dataproto_dispatch_fn",
+        "verl.compat.mesh_dispatch": "make_nd_compute_dataproto_dispatch_fn",
         "verl.parallel.register": _REGISTER,
     },
     "verl.single_controller.ray": {

@@ -68,8 +68,8 @@ class StepCheck(Protocol):
         """Metrics of the loss that it reads, each with its reduction over the mini-batch: sum, mean or max."""
         ...
 
-    def __call__(self, figures: Mapping[str, float]) -> bool:
-        """Whether the step may be taken. `figures` are of the whole mini-batch, equal on all ranks: `grad_norm`, and those of
+    def __call__(self, metrics: Mapping[str, float], /) -> bool:
+        """Whether the step may be taken. `metrics` are of the whole mini-batch, equal on all ranks: `grad_norm`, and those of
         `names` that a loss has given."""
         ...
 
@@ -231,7 +231,7 @@ class AdapterState:
 class EngineState:
     """Model and optimizer tensors by Hugging Face parameter name, plus what JSON can hold.
 
-    With adapters, `model` has them merged in, for whoever reads the checkpoint; resuming takes them from `adapter`.
+    With adapters, `model` has them merged in, for readers of the checkpoint; resuming takes them from `adapter`.
     """
 
     model: Tensors  # float32 master weights

@@ -22,20 +22,19 @@ from verl.engines.api import (
     MicroBatching,
     Output,
     StepCheck,
-    Tensors,
     WeightLayout,
 )
 from verl.engines.hybrid_3d import Dimensions, check_change, require_3d_hybrid
 from verl.engines.micro_batches import batch_totals, plan_micro_batches, sizes_of
 from verl.engines.shards import local
 from verl.engines.state import TrainedState
-from verl.engines.step_check import figures_of_all, random_state, restore_random_state
+from verl.engines.step_check import random_state, restore_random_state, whole_batch_metrics
 from verl.errors import ConfigError
 from verl.models.lora import LoRASpec, adapters_off, is_adapter
 from verl.models.neftune import with_noise
 from verl.models.optim import MasterOptimizer, lr_at
 from verl.models.outputs import positions_read
-from verl.models.packing import PackedBatch, Reads, pack_rows, read_rows
+from verl.models.packing import PackedBatch, Reads, pack_rows, unpadded_rows
 from verl.models.rounding import Rounding
 from verl.models.visible import ratio
 from verl.parallel.balance import unit_ids
@@ -166,7 +165,7 @@ class TrainedEngine(ABC):
         return {name: local(p).detach() for name, p in parameters.items()}
 
     @torch.no_grad()
-    def snapshot(self) -> Tensors:
+    def snapshot(self) -> dict[str, torch.Tensor]:
         """See TrainEngine."""
         masters = {} if self.optimizer is None else self.optimizer.masters
         return {name: local(p).detach().to("cpu", copy=True) for name, p in masters.items()}
@@ -177,7 +176,7 @@ class TrainedEngine(ABC):
         assert self.optimizer is not None, "a frozen model has no snapshot"
         for name, saved in snapshot.items():
             local(self.optimizer.masters[name]).detach().copy_(saved)
-        self.optimizer.publish()
+        self.optimizer.round_masters()
 
     def reconfigure(self, changes: Mapping[str, Any]) -> None:
         """See TrainEngine."""
@@ -246,7 +245,9 @@ class TrainedEngine(ABC):
         unit: str = "row",
     ) -> list[list[int]]:
         """Row indices of each micro-batch; as many on each rank, the last ones may be empty."""
-        plan = plan_micro_batches(read_rows(batch.batch, rows, reads), micro, self.share_prompts, unit_ids(batch, unit))
+        plan = plan_micro_batches(
+            unpadded_rows(batch.batch, rows, reads), micro, self.share_prompts, unit_ids(batch, unit)
+        )
         count = int(self._largest_of_ranks(torch.tensor([len(plan)])))
         return plan + [[] for _ in range(count - len(plan))]
 
@@ -288,8 +289,8 @@ class TrainedEngine(ABC):
         return metrics
 
     def _accepts(self, check: StepCheck, metrics: Mapping[str, Metric], grad_norm: float) -> bool:
-        figures = figures_of_all(metrics, check.names, self._sum_over_ranks, self._largest_of_ranks)
-        return check({**figures, "grad_norm": grad_norm})
+        found = whole_batch_metrics(metrics, check.names, self._sum_over_ranks, self._largest_of_ranks)
+        return check({**found, "grad_norm": grad_norm})
 
 
 def _select(batch: DataProto, rows: list[int]) -> DataProto:

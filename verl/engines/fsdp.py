@@ -21,7 +21,7 @@ from verl.engines.base import TrainedEngine
 from verl.engines.fsdp_units import Gathering, sharded_units
 from verl.engines.groups import Groups, mesh_of
 from verl.engines.hybrid_3d import Dimensions
-from verl.engines.loading import load_module, load_skeleton
+from verl.engines.loading import build_module, build_skeleton
 from verl.engines.sharding import from_first, shard_model
 from verl.engines.shards import (
     GradientNorm,
@@ -84,9 +84,9 @@ class FSDPEngine(TrainedEngine):
         narrow, trains = compute_dtype(engine.dtype, device), self.optim is not None
         self.rounding = rounding = Rounding(engine.master_rounding)
         source = from_first(
-            self.groups, device, lambda: load_module(model, head, torch.device("cpu"), narrow, rounding, trains=trains)
+            self.groups, device, lambda: build_module(model, head, torch.device("cpu"), narrow, rounding, trains=trains)
         )
-        self.module = load_skeleton(model, head, narrow, trains=trains)
+        self.module = build_skeleton(model, head, narrow, trains=trains)
         if not trains:
             self.module.requires_grad_(False)
         self.model, self.shards = shard_model(self.module, source, self.groups, engine, narrow, device, rounding)
@@ -200,7 +200,7 @@ class FSDPEngine(TrainedEngine):
 
 
 def _check_layout(model: ModelConfig, engine: FSDPConfig, mesh: Mesh, optim: OptimConfig | None) -> None:
-    """What a model's shape forbids, before a weight is read."""
+    """Raise ConfigError for a layout that the model's shape forbids, before a weight is read."""
     load_external(model.external_lib)
     config = load_model_config(model.path, model.trust_remote_code, model.override_config)
     sizes = dict(mesh.axes)

@@ -1,4 +1,4 @@
-"""When the parameters of a sharded model are gathered and freed, and their gradients added up over ranks.
+"""Timing of parameter gathers, of their release, and of gradient reductions in a sharded model.
 
 Plain FSDP gathers each unit twice a micro-batch and adds its gradients up once. For a group of micro-batches both happen
 once: what was gathered for the first one stays until the last one's backward has passed it, and whole gradients are summed on
@@ -20,7 +20,7 @@ from verl.parallel.traffic import TRAFFIC
 
 
 class Gathering:
-    """Told before each micro-batch where in its group it is. `model` is the root of the sharded modules."""
+    """Called before each micro-batch with its place in its group. `model` is the root of the sharded modules."""
 
     def __init__(self, model: Any, config: FSDPConfig):
         self._root = model

@@ -56,7 +56,7 @@ class Groups:
         if expert_parallel > 1:
             experts = arrange(replicate=replicate, expert_fsdp=rest, expert=expert_parallel, tensor=tensor)
         if dist.get_rank() not in mesh.ranks:
-            return  # it has helped to make the groups, and is in none of them
+            return  # all ranks take part in making groups; this one is in none of them
         self.params_mesh = params["replicate", "fsdp"] if replicate > 1 else params["fsdp"]
         self.experts_mesh = self.params_mesh
         self._axes = [data.get_group(name) for name in ("replicate", "shard", "sequence", "tensor")]
@@ -79,7 +79,7 @@ class Groups:
         return all_reduce_(numbers, [*groups, self.tensor] if and_tensor else groups)
 
     def broadcast_(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What the first rank has in `tensor` goes to all, along one axis of the mesh after the other."""
+        """Broadcast `tensor` of the first rank to all, along one axis of the mesh after the other."""
         here = [group.rank() for group in self._axes]
         for axis, group in enumerate(self._axes):
             if group.size() > 1 and not any(here[axis + 1 :]):

@@ -29,7 +29,7 @@ class Dimensions:
 
     @classmethod
     def of(cls, config: FSDPConfig) -> Dimensions:
-        """What a `fsdp_config` section asks for. Raises ConfigError for a size below 1."""
+        """The dimensions of a `fsdp_config` section. Raises ConfigError for a size below 1."""
         if not config.use_3d_hybrid:
             return cls()
         sizes = {

@@ -12,7 +12,7 @@ from verl.models.lora import LoRASpec, add_adapters, load_adapter, read_adapter
 from verl.models.rounding import Rounding
 
 
-def load_module(
+def build_module(
     model: ModelConfig,
     head: str,
     device: torch.device,
@@ -46,7 +46,7 @@ def load_module(
     return module
 
 
-def load_skeleton(model: ModelConfig, head: str, compute_dtype: torch.dtype, *, trains: bool) -> Any:
+def build_skeleton(model: ModelConfig, head: str, compute_dtype: torch.dtype, *, trains: bool) -> Any:
     """The same module on the meta device."""
     load_external(model.external_lib)
     spec = LoRASpec.of(model) if trains else None

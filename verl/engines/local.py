@@ -10,10 +10,10 @@ import torch
 from verl.config import FSDPConfig, ModelConfig, OptimConfig
 from verl.engines.base import TrainedEngine
 from verl.engines.hybrid_3d import Dimensions
-from verl.engines.loading import load_module
+from verl.engines.loading import build_module
 from verl.engines.state import Parameters, TrainedState
 from verl.models.chunked_mlp import chunked_feed_forward
-from verl.models.forward import packed_outputs, written_out
+from verl.models.forward import fused_decoder, packed_outputs
 from verl.models.lora import LoRASpec
 from verl.models.optim import MasterOptimizer
 from verl.models.packing import PackedBatch
@@ -49,7 +49,7 @@ class LocalEngine(TrainedEngine):
         self.optim = optim if trainable else None
         self.compute_dtype = narrow = compute_dtype(engine.dtype, device)
         self.rounding = rounding = Rounding(engine.master_rounding)
-        self.module = load_module(model, head, device, narrow, rounding, trains=self.optim is not None)
+        self.module = build_module(model, head, device, narrow, rounding, trains=self.optim is not None)
         self.spec = LoRASpec.of(model) if self.optim is not None else None
         self.optimizer: MasterOptimizer | None = None
         if self.optim is None:
@@ -66,9 +66,9 @@ class LocalEngine(TrainedEngine):
         return {name: masters.get(name, p).detach() for name, p in self.module.named_parameters()}
 
     def _ready(self, *, trains: bool = False) -> AbstractContextManager[None]:
-        """The passes that are written out read the chunks from the layout; modules are made to compute in chunks."""
+        """The fused decoder reads the chunks from the layout; modules are made to compute in chunks."""
         chunk_tokens = self.dimensions.chunk_tokens
-        if chunk_tokens is not None and written_out(self.module, self.device) is not None:
+        if chunk_tokens is not None and fused_decoder(self.module, self.device) is not None:
             chunk_tokens = None
         return chunked_feed_forward(self.module, chunk_tokens)
 

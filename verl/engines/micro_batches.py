@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 
 from verl.data_proto.proto import DataProto
 from verl.engines.api import BatchTotals, MicroBatching
-from verl.models.packing import Row, num_computed
+from verl.models.packing import PackedRow, num_computed
 from verl.parallel.balance import pack_by_tokens, unit_ids
 
-Unit = list[Row]  # rows that stay together
+Unit = list[PackedRow]  # rows that stay together
 
 
 def sizes_of(batch: DataProto, rows: Sequence[int] | None, unit: str = "row") -> list[int]:
@@ -31,7 +31,7 @@ def batch_totals(sizes: Sequence[int]) -> BatchTotals:
 
 
 def plan_micro_batches(
-    rows: Sequence[Row], micro: MicroBatching, share_prompts: bool, units: Sequence[int] | None = None
+    rows: Sequence[PackedRow], micro: MicroBatching, share_prompts: bool, units: Sequence[int] | None = None
 ) -> list[list[int]]:
     """Row indices of each micro-batch, ascending; every row is in exactly one, and there is at least one micro-batch. Rows
     with equal `units[row.index]` (None: no two rows) are in the same one; a unit above the limit is alone.

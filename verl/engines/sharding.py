@@ -1,4 +1,4 @@
-"""From a model without numbers to one whose parameters are spread over ranks, filled from the first rank."""
+"""Sharding of a meta-device model over ranks, filled from rank 0."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def shard_model(
     device: torch.device,
     rounding: Rounding,
 ) -> tuple[ParallelModel, dict[str, Shard]]:
-    """Divide `module` (on the meta device) over the ranks of `groups` and fill it with the numbers of `source`, which the
-    first rank alone has (None elsewhere). One layer at a time is whole on a rank. Returns the model to call, and what
-    became of each parameter by its Hugging Face name."""
+    """Divide `module` (on the meta device) over the ranks of `groups` and fill it with the weights of `source`, which the
+    first rank alone has (None elsewhere). One layer at a time is whole on a rank. Returns the model to call, and the
+    shard of each parameter by its Hugging Face name."""
     shapes = {name: p.shape for name, p in module.named_parameters()}
     experts = set(divide_experts(module, groups.expert)) if groups.expert is not None else set()
     division = divide(module, groups.tensor)
@@ -178,7 +178,7 @@ def _groups_of_layers(layers: list[nn.Module], config: FSDPConfig) -> list[list[
 
 
 def _layers(module: Any, config: FSDPConfig) -> list[nn.Module]:
-    """What is sharded by itself: by class name, else by size, else the decoder's layers."""
+    """Modules that are sharded by themselves: chosen by class name, else by size, else the decoder's layers."""
     policy = config.wrap_policy
     parts = list(_children_first(module))
     if policy.transformer_layer_cls_to_wrap:

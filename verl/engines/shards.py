@@ -48,7 +48,7 @@ class Shard:
         return local(self.parameter.detach()) if self.rounded is None else self.rounded.weights
 
     def region(self, groups: Groups) -> Region:
-        """Which part of the whole tensor this rank holds."""
+        """This rank's part of the whole tensor."""
         first = [0] * len(self.shape)
         rows = self.parameter.shape[0]  # before FSDP
         if self.tensor_dim is not None:
@@ -112,7 +112,7 @@ class ShardedParameters(Parameters):
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a parameter or gradient."""
+    """This rank's part of a parameter or gradient."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -157,7 +157,7 @@ def add_up_partial_gradients(shards: Mapping[str, Shard], groups: Groups, device
 
 
 def _chunks(rows: int, num_ranks: int) -> list[int]:
-    """How FSDP cuts dimension 0: equal chunks, the last ones shorter or empty."""
+    """Rows of each rank as FSDP cuts dimension 0: equal chunks, the last ones shorter or empty."""
     size = -(-rows // num_ranks)
     return [max(0, min(size, rows - rank * size)) for rank in range(num_ranks)]
 

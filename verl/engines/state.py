@@ -88,7 +88,7 @@ class TrainedState:
     @torch.no_grad()
     def load(self, state: EngineState) -> None:
         """Weights (with adapters: those that train) and optimizer; parts that are empty stay as they are. Raises
-        CheckpointError when names, shapes or number formats are not this model's."""
+        CheckpointError when names, shapes or dtypes are not this model's."""
         tensors: Mapping[str, Any] = state.model
         held = self.parameters.named()
         if self.spec is not None:
@@ -107,7 +107,7 @@ class TrainedState:
             for name, target in held.items():
                 target.copy_(self.parameters.part(name, whole(tensors[name])))
             if self.optimizer is not None:
-                self.optimizer.publish()
+                self.optimizer.round_masters()
         # an optimizer that had taken no step has nothing to save, and shall be as it was then
         took_no_step = state.extra.get("num_optimizer_steps") == 0
         if self.optimizer is not None and (state.optimizer or took_no_step):
@@ -151,7 +151,7 @@ class TrainedState:
         if other:
             raise CheckpointError(
                 f"The checkpoint holds {other[0]} and {len(other) - 1} other tensors as {tensors[other[0]].dtype}, "
-                f"and this run as {held[other[0]].dtype}. Resume with the number format that the run was started with."
+                f"and this run as {held[other[0]].dtype}. Resume with the dtype that the run was started with."
             )
 
     def _optimizer_part(self, key: str, value: torch.Tensor) -> torch.Tensor:

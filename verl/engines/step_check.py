@@ -1,4 +1,4 @@
-"""What is known of an optimizer step before it is taken, and how a step that is not taken leaves nothing behind."""
+"""Metrics of a mini-batch before its optimizer step is taken, and the random state to restore when it is not."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from verl.data_proto.metrics import Metric
 Reduce = Callable[[torch.Tensor], torch.Tensor]  # the numbers of all ranks that have rows of their own, combined
 
 
-def figures_of_all(
+def whole_batch_metrics(
     metrics: Mapping[str, Metric], names: Mapping[str, str], add_up: Reduce, largest: Reduce
 ) -> dict[str, float]:
-    """The figures `names` of a whole mini-batch from the `metrics` of this rank's part of it; equal on all ranks. Those that
-    no rank has are left out. `names` says of each whether it is a sum, mean or max."""
+    """The metrics `names` of a whole mini-batch from those of this rank's share; equal on all ranks. Those that no rank has
+    are left out. `names` gives the reduction of each: sum, mean or max."""
     sums = torch.zeros(len(names), 3, dtype=torch.float64)  # total, weight, ranks that have it
     peaks = torch.full((len(names),), -math.inf, dtype=torch.float64)
     for i, (name, kind) in enumerate(names.items()):
@@ -44,7 +44,7 @@ def _weight(metric: Metric) -> float:
 
 
 def random_state(device: torch.device) -> list[torch.Tensor]:
-    """What torch will draw next on the CPU and on `device`."""
+    """State of torch's generators on the CPU and on `device`."""
     states = [torch.get_rng_state()]
     return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
 

@@ -1,5 +1,4 @@
-"""Proof, on a handful of tokens, that a loaded model computes the same through our attention and head as through its
-own."""
+"""Check on a few tokens that a loaded model computes the same through our attention and head as through its own."""
 
 from __future__ import annotations
 
@@ -49,7 +48,7 @@ def check_model(module: Any) -> None:
             passed_by = sorted(expected_layers - layout.layers)
             raise ModelError(
                 f"{name} is not supported: its layers {passed_by[:4]} do not go through the attention interface that "
-                "packed training needs. Use a dense-attention decoder (Llama, Qwen, Mistral, Gemma and their kin)."
+                "packed training needs. Use a dense-attention decoder (Llama, Qwen, Mistral, Gemma and their families)."
             )
         theirs = _reference(module, device)
     error = ((ours - theirs).norm() / theirs.norm()).item()
@@ -61,7 +60,7 @@ def check_model(module: Any) -> None:
 
 
 def _describe(module: Any, packed: PackedBatch) -> torch.Tensor:
-    """What is compared: log-probs of a policy, hidden states of a value model; float32 [predictions, ...]."""
+    """The compared values: log-probs of a policy, hidden states of a value model; float32 [predictions, ...]."""
     if hasattr(module, "get_output_embeddings"):
         return packed_outputs(module, packed, ("log_probs",))["log_probs"][packed.row, packed.column].float()
     return hidden_states(module, packed).float()

@@ -1,7 +1,7 @@
 """Feed-forward over a few tokens at a time, so that its activations never exist for a whole batch.
 
 A feed-forward keeps several times the width of a layer for each token until its backward. In chunks only its input is kept;
-each chunk is computed again when the backward reaches it. The result differs by the rounding of matrix products of another
+each chunk is computed again when the backward reaches it. The result differs by the rounding of matmuls of another
 height at most.
 """
 

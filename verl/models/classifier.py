@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers.utils import cached_file
 
 from verl.errors import ModelError
+from verl.models.forward import packed_outputs
 from verl.models.heads import ScalarHeadModel
 from verl.models.load import load_model, load_model_config, locate
-from verl.models.packed import PackedLayout, Segment
+from verl.models.packing import Reads, pack_rows
 from verl.parallel.balance import pack_by_tokens
 
 Tokens = tuple[int, ...]
@@ -52,7 +54,7 @@ def load_reward_model(
 
 
 def is_causal_lm(config: Any) -> bool:
-    """Whether a transformers config says that its weights are those of a language model."""
+    """Whether the weights of a transformers config are those of a language model."""
     architectures = getattr(config, "architectures", None) or [""]
     return str(architectures[0]).endswith(("ForCausalLM", "LMHeadModel"))
 
@@ -70,13 +72,10 @@ def sequence_scores(module: ScalarHeadModel, sequences: Sequence[Tokens], *, max
     scores = torch.zeros(len(sequences), dtype=module.score.weight.dtype)
     families = list(_families(sequences, max_tokens))
     for numbers in pack_by_tokens([family.num_computed for family in families], max_tokens):
-        chosen = [families[number] for number in numbers]
-        ids, positions, layout, last = _pack(chosen, sequences)
-        hidden = module.get_decoder()(
-            input_ids=ids.to(device), position_ids=positions.to(device), use_cache=False, layout=layout
-        ).last_hidden_state[0]
-        rows = [i for family in chosen for i in family.members]
-        scores[rows] = module.value(hidden.index_select(0, last.to(device))).to("cpu", scores.dtype)
+        members = [(i, families[number].shared) for number in numbers for i in families[number].members]
+        packed = pack_rows(_columns(members, sequences), device=device, reads=Reads(predictions=False, last_token=True))
+        found = packed_outputs(module, packed, ("sequence_scores",))["sequence_scores"]
+        scores[[i for i, _ in members]] = found.to("cpu", scores.dtype)
     return scores
 
 
@@ -122,27 +121,17 @@ def _common(a: Tokens, b: Tokens, limit: int) -> int:
     return next(n for n in range(limit) if a[n] != b[n])
 
 
-def _pack(
-    families: Sequence[_Family], sequences: Sequence[Tokens]
-) -> tuple[torch.Tensor, torch.Tensor, PackedLayout, torch.Tensor]:
-    """(input_ids [1, tokens], position_ids [1, tokens], layout, index of each sequence's last token [sequences])."""
-    ids: list[int] = []
-    positions: list[int] = []
-    segments: list[Segment] = []
-    last: list[int] = []
-    for family in families:
-        shared, start = family.shared, len(ids)
-        if shared:
-            ids.extend(sequences[family.members[0]][:shared])
-            positions.extend(range(shared))
-            segments.append(Segment(start, shared))
-        for i in family.members:
-            own = sequences[i][shared:]
-            segments.append(Segment(len(ids), len(own), start if shared else 0, shared))
-            ids.extend(own)
-            positions.extend(range(shared, shared + len(own)))
-            last.append(len(ids) - 1)
-    return torch.tensor([ids]), torch.tensor([positions]), PackedLayout(segments), torch.tensor(last)
+def _columns(members: Sequence[tuple[int, int]], sequences: Sequence[Tokens]) -> dict[str, torch.Tensor]:
+    """The columns that pack_rows reads, for (sequence, number of its tokens that are a shared prompt)."""
+
+    def padded(parts: Sequence[Tokens]) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = [torch.tensor(part, dtype=torch.int64) for part in parts]
+        masks = [torch.ones(len(part), dtype=torch.bool) for part in parts]
+        return pad_sequence(rows, batch_first=True), pad_sequence(masks, batch_first=True)
+
+    prompts, prompt_mask = padded([sequences[i][:shared] for i, shared in members])
+    responses, response_mask = padded([sequences[i][shared:] for i, shared in members])
+    return {"prompts": prompts, "prompt_mask": prompt_mask, "responses": responses, "response_mask": response_mask}
 
 
 def _require_fit(module: ScalarHeadModel, sequences: Sequence[Tokens]) -> None:

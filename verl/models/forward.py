@@ -1,4 +1,4 @@
-"""One forward pass over a packed batch: hidden states, then only what was asked for, only where it is needed."""
+"""One forward pass over a packed batch: hidden states, then the named outputs at the positions that need them."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from verl.models.outputs import OUTPUTS, HeadInputs, statistics_wanted
 from verl.models.packed import PackedLayout
 from verl.models.packing import PackedBatch
 
-_WRITTEN_OUT = ("cpu",)  # devices on which the passes of `dense` have been measured and checked
-# In float64 the modules' norms still round to float32, those of `dense` do not: whoever computes in it compares modules.
-_FORMATS = {torch.float32, torch.bfloat16}
+_FUSED_DEVICES = ("cpu",)  # on which the fused decoder has been measured and checked
+# In float64 the modules' norms still round to float32, those of the fused decoder do not, so that modules are compared.
+_FUSED_DTYPES = {torch.float32, torch.bfloat16}
 
 
 def hidden_states(module: Any, packed: PackedBatch, gradients: GradientBuffers | None = None) -> torch.Tensor:
     """[positions, hidden_size]: the last hidden states of the tokens at `packed.hidden_index`.
 
-    A plain dense decoder is computed by the passes written out in `dense`, which put the gradients of its weights into
-    `gradients` if given; every other module by its own forward, with autograd.
+    A plain dense decoder is computed by verl.models.cpu, which adds the gradients of its weights to `gradients` if given;
+    every other module by its own forward, with autograd.
     """
-    dense = written_out(module, packed.input_ids.device) if type(packed.layout) is PackedLayout else None
+    dense = fused_decoder(module, packed.input_ids.device) if type(packed.layout) is PackedLayout else None
     if dense is not None:
         decoder = module.get_decoder()
         return dense_hidden_states(
@@ -45,10 +45,10 @@ def decoder_states(decoder: Any, inputs: Any) -> torch.Tensor:
     return output.last_hidden_state[0]
 
 
-def written_out(module: Any, device: torch.device) -> DenseDecoder | None:
-    """The weights by which the passes of `dense` compute `module` on `device`; None where its own forward does."""
-    dense = DenseDecoder.of(module) if device.type in _WRITTEN_OUT else None
-    return dense if dense is not None and dense.embed.dtype in _FORMATS else None
+def fused_decoder(module: Any, device: torch.device) -> DenseDecoder | None:
+    """The weights with which verl.models.cpu computes `module` on `device`; None where its own forward does."""
+    dense = DenseDecoder.of(module) if device.type in _FUSED_DEVICES else None
+    return dense if dense is not None and dense.embed.dtype in _FUSED_DTYPES else None
 
 
 def packed_outputs(
@@ -87,7 +87,7 @@ def packed_outputs(
 
 
 def head_transform(config: Any) -> dict[str, Any]:
-    """What a family does to its logits after the projection: Gemma caps them, Cohere multiplies and Granite divides."""
+    """A family's transform of its logits after the projection: Gemma caps them, Cohere multiplies and Granite divides."""
     config = config.get_text_config()
     divisor = getattr(config, "logits_scaling", None)
     scale = getattr(config, "logit_scale", None)

@@ -1,9 +1,9 @@
-"""Where hand-written backwards put the gradients of weights: summed in place, in at least float32, where they stay.
+"""Buffers in which hand-written backwards sum the gradients of weights in place, in at least float32.
 
 Autograd hands a gradient over as a new tensor that is then added to what is there: for a large matrix that is one
 more tensor and three more passes over memory than the product itself. Here the product is added straight into the
 buffer, the first one overwrites it, and `grad` of the parameter is a view of the buffer. So `grad` keeps its meaning:
-None before the first micro-batch, and whoever sets it to None starts anew.
+None before the first micro-batch, and setting it to None starts a new sum.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from verl.models.matmul import Products
+from verl.models.matmul import Matmul
 
 
 class GradientBuffers:
@@ -43,7 +43,7 @@ class GradientBuffers:
         """Whether any of them is to get a gradient."""
         return any(p in self._holders for p in parameters)
 
-    def add_product(self, parameters: Sequence[nn.Parameter], a: torch.Tensor, b: torch.Tensor, by: Products) -> None:
+    def add_matmul(self, parameters: Sequence[nn.Parameter], a: torch.Tensor, b: torch.Tensor, by: Matmul) -> None:
         """Add `a^T b`, for a [tokens, outputs] and b [tokens, inputs]."""
         if self.wants(parameters):
             buffer, is_new = self._open(parameters)

@@ -305,8 +305,8 @@ def load_external(external_lib: str | list[str] | None) -> None:
 
 
 def _offline(source: str) -> str:
-    told = " (HF_HUB_OFFLINE is set, so only folders and the local cache are looked at)"
-    return told if _is_offline() and not Path(source).expanduser().is_dir() else ""
+    hint = " (HF_HUB_OFFLINE is set, so only folders and the local cache are looked at)"
+    return hint if _is_offline() and not Path(source).expanduser().is_dir() else ""
 
 
 def _is_offline() -> bool:

@@ -1,4 +1,4 @@
-"""Log-probability, entropy and sum of squared probabilities of tokens, straight from hidden states.
+"""Log-probability, entropy and sum of squared probabilities of tokens, computed from hidden states.
 
 The head's projection, the softmax statistics and both their gradients run over chunks of tokens, so that memory grows
 with a chunk and not with tokens x vocabulary. Within a chunk, what is not a matrix product walks over blocks of rows
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from verl.models.grad_buffers import GradientBuffers
-from verl.models.matmul import Products
+from verl.models.matmul import Matmul
 
 _CHUNK_ELEMENTS = 1 << 26  # logits held at a time; 256 MiB in float32
 _CHUNK_ELEMENTS_CUDA = 1 << 28  # a product of fewer tokens is bound by reading the weights
@@ -28,7 +28,7 @@ _BLOCK_ELEMENTS = 1 << 19  # of a chunk, worked on at a time on a CPU
 
 @dataclass(frozen=True)
 class Head:
-    """How hidden states become logits: `softcap * tanh(logit_scale * (h W^T + bias) / softcap) / temperature`."""
+    """Logits of hidden states: `softcap * tanh(logit_scale * (h W^T + bias) / softcap) / temperature`."""
 
     temperature: float = 1.0
     logit_scale: float = 1.0
@@ -39,13 +39,13 @@ class Head:
         hidden: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        products: Products,
+        matmul: Matmul,
         out: torch.Tensor,
         lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """log softmax of the logits of `hidden`, in the first rows of `out` [at least rows, vocabulary], which are
         returned; the log-sum-exp of the rows in `lse` [rows] if given. hidden and weight are operands of
-        `products`."""
+        `matmul`."""
         z = out[: len(hidden)]
         if hidden.dtype == z.dtype:
             torch.mm(hidden, weight.t(), out=z)
@@ -55,20 +55,23 @@ class Head:
             z.copy_(hidden @ weight.t())
         for part in _blocks(z):
             block = z[part]
-            if products.widens:  # rounded as the result of a product in the narrow format
-                block.copy_(block.to(products.dtype))
-            if bias is not None:
-                block.add_(bias)
-            if self.logit_scale != 1.0:
-                block.mul_(self.logit_scale)
-            if self.softcap is not None:
-                block.div_(self.softcap).tanh_().mul_(self.softcap)
-            if self.temperature != 1.0:
-                block.div_(self.temperature)
+            if matmul.widens:  # rounded as the result of a matmul in the narrow dtype
+                block.copy_(block.to(matmul.dtype))
+            self.transform_(block, bias)
             if lse is not None:
                 torch.logsumexp(block, dim=1, out=lse[part])
             torch.log_softmax(block, dim=1, out=block)
         return z
+
+    def transform_(self, z: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Final logits of `z` = h W^T, in place."""
+        if bias is not None:
+            z.add_(bias)
+        if self.logit_scale != 1.0:
+            z.mul_(self.logit_scale)
+        if self.softcap is not None:
+            z.div_(self.softcap).tanh_().mul_(self.softcap)
+        return z if self.temperature == 1.0 else z.div_(self.temperature)
 
     def pull_back_(self, grad: torch.Tensor, z: torch.Tensor | None) -> torch.Tensor:
         """Gradient with respect to `h W^T + bias`, in place; `z` is the final logits (needed with a soft cap)."""
@@ -152,14 +155,14 @@ class _FusedLogProbs(torch.autograd.Function):
         gradients: GradientBuffers | None,
     ) -> tuple[torch.Tensor | None, ...]:
         num_tokens, wide = hidden.shape[0], torch.promote_types(hidden.dtype, torch.float32)
-        products = Products(hidden.dtype, hidden.device)
+        matmul = Matmul(hidden.dtype, hidden.device)
         buffer = torch.empty(chunk, weight.shape[0], dtype=wide, device=hidden.device)
         log_probs, lse, entropy, squared = (torch.empty(num_tokens, dtype=wide, device=hidden.device) for _ in range(4))
         correct = torch.empty_like(log_probs) if wants[2] else None
-        operand = products.operand(weight)
+        operand = matmul.operand(weight)
         for part in _chunks(num_tokens, chunk):
             chunk_lse = None if head.softcap is None else lse[part]
-            log_p = head.log_softmax(products.operand(hidden[part]), operand, bias, products, buffer, chunk_lse)
+            log_p = head.log_softmax(matmul.operand(hidden[part]), operand, bias, matmul, buffer, chunk_lse)
             log_probs[part] = log_p.gather(1, targets[part].unsqueeze(1)).squeeze(1)
             if correct is not None:
                 correct[part] = log_probs[part] >= log_p.amax(dim=1)
@@ -170,7 +173,7 @@ class _FusedLogProbs(torch.autograd.Function):
                     entropy[part][block] = p.mul_(log_p[block]).sum(dim=1).neg_()
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, targets, lse, entropy, squared)
-        ctx.head, ctx.chunk, ctx.products = head, chunk, products
+        ctx.head, ctx.chunk, ctx.matmul = head, chunk, matmul
         ctx.weight, ctx.bias, ctx.gradients = weight, bias, gradients
         ctx.kept = buffer if any(ctx.needs_input_grad) else None  # log-probs of the last chunk
         if correct is not None:
@@ -183,48 +186,50 @@ class _FusedLogProbs(torch.autograd.Function):
         if all(g is None for g in grads):
             return (None,) * 8
         hidden, targets, lse, entropy, squared = ctx.saved_tensors
-        products: Products = ctx.products
+        matmul: Matmul = ctx.matmul
         d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         apart = GradientBuffers.apart(
             p
             for p, needed in zip((ctx.weight, ctx.bias), ctx.needs_input_grad[1:3], strict=True)
             if needed and not (ctx.gradients is not None and ctx.gradients.wants((p,)))
         )
-        operand, buffer, ctx.kept = products.operand(ctx.weight), ctx.kept, None
+        operand, buffer, ctx.kept = matmul.operand(ctx.weight), ctx.kept, None
         known = buffer is not None
         if buffer is None:
             buffer = torch.empty(ctx.chunk, len(ctx.weight), dtype=lse.dtype, device=hidden.device)
         for part in reversed(list(_chunks(len(hidden), ctx.chunk))):
-            inputs = products.operand(hidden[part])
+            inputs = matmul.operand(hidden[part])
             z = buffer[: len(inputs)]
             if not known:
-                ctx.head.log_softmax(inputs, operand, ctx.bias, products, buffer)
+                ctx.head.log_softmax(inputs, operand, ctx.bias, matmul, buffer)
             known = False
             for block in _blocks(z):
                 here = [g if g is None else g[part][block].unsqueeze(1) for g in grads]
                 stats = (lse[part][block], entropy[part][block], squared[part][block])
-                _logit_grad_(z[block], targets[part][block], here, stats, ctx.head, products)
+                logit_grad_(z[block], targets[part][block], here, stats, ctx.head, matmul)
             dz = z.to(inputs.dtype)
             if d_hidden is not None:
                 d_hidden[part] = torch.mm(dz, operand)
             for buffers in (apart, ctx.gradients):
                 if buffers is not None:
-                    buffers.add_product((ctx.weight,), dz, inputs, products)
+                    buffers.add_matmul((ctx.weight,), dz, inputs, matmul)
                     if ctx.bias is not None:
                         buffers.add((ctx.bias,), z.sum(dim=0))
         return (d_hidden, apart.take(ctx.weight), apart.take(ctx.bias), None, None, None, None, None)
 
 
-def _logit_grad_(
+def logit_grad_(
     log_p: torch.Tensor,
     targets: torch.Tensor,
     grads: list[torch.Tensor | None],
     stats: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     head: Head,
-    products: Products,
+    matmul: Matmul,
+    owned: torch.Tensor | None = None,
 ) -> None:
     """Turns log-probs [tokens, vocabulary] into the gradient with respect to the raw logits, given those of the three
-    outputs ([tokens, 1] each) and log-sum-exp, entropy and sum of squares [tokens]."""
+    outputs ([tokens, 1] each) and log-sum-exp, entropy and sum of squares [tokens]. Where a rank has a part of the vocabulary,
+    `owned` [tokens, 1] says which targets are columns here."""
     g_log_prob, g_entropy, g_squared = grads
     lse, entropy, squared = stats
     final = log_p + lse.unsqueeze(1) if head.softcap is not None else None
@@ -240,7 +245,8 @@ def _logit_grad_(
             dz.sub_(g_log_prob)
         dz.mul_(p)
     if g_log_prob is not None:
-        dz.scatter_add_(1, targets.unsqueeze(1), g_log_prob.to(dz.dtype))
+        at_target = g_log_prob if owned is None else g_log_prob.where(owned, 0.0)
+        dz.scatter_add_(1, targets.unsqueeze(1), at_target.to(dz.dtype))
     head.pull_back_(dz, final)
-    if products.widens:  # rounded as an operand of a product in the narrow format
-        dz.copy_(dz.to(products.dtype))
+    if matmul.widens:  # rounded as an operand of a matmul in the narrow dtype
+        dz.copy_(dz.to(matmul.dtype))

@@ -49,7 +49,7 @@ class LoRALinear(nn.Linear):
 
 @dataclass(frozen=True)
 class LoRASpec:
-    """What an adapter is, apart from its numbers."""
+    """The shape and targets of adapters, without their weights."""
 
     rank: int
     alpha: float

@@ -1,8 +1,7 @@
-"""Matrix products of the hand-written passes, and the one place that decides in which format they run.
+"""Matmuls of the hand-written passes, and the one place that decides in which dtype they run.
 
-A product of bfloat16 matrices is exact products summed in float32 and rounded once. A CPU without fast
-instructions for it takes longer than for float32 matrices, up to four times, so there the operands are widened first: the
-same sums, rounded the same way.
+A bfloat16 matmul sums exact products in float32 and rounds once. A CPU without fast instructions for it takes longer than for
+float32, up to four times, so there the operands are widened first: the same sums, rounded the same way.
 """
 
 from __future__ import annotations
@@ -12,16 +11,16 @@ import torch
 from verl.parallel.device import native_bf16
 
 
-class Products:
-    """Products of matrices of format `dtype` on `device`. Arguments are in that format or come from `operand`, which
-    is worth calling once for what enters several products; results are rounded to `dtype`."""
+class Matmul:
+    """Matmuls in `dtype` on `device`. Arguments have that dtype or come from `operand`, to be called once for a matrix that
+    several matmuls read; results are rounded to `dtype`."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device):
         self.dtype = dtype
         self.widens = dtype == torch.bfloat16 and device.type == "cpu" and not native_bf16(device)
 
     def operand(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` as products take it."""
+        """`x` in the dtype of the operands."""
         return x.float() if self.widens else x
 
     def linear(
@@ -32,7 +31,7 @@ class Products:
         residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """x [tokens, inputs] weight^T [inputs, outputs] + bias, and the sum of that with `residual`. In bfloat16 the
-        product is rounded before the residual is added, as when a module computes them."""
+        matmul is rounded before the residual is added, as when a module computes them."""
         x, weight = self.operand(x), self.operand(weight).t()
         if residual is not None and self.dtype != torch.bfloat16:
             y = torch.addmm(residual, x, weight)
@@ -46,7 +45,7 @@ class Products:
         return torch.mm(self.operand(d_y), self.operand(weight)).to(self.dtype)
 
     def add_outer(self, total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, overwrite: bool) -> None:
-        """total += a^T b, or = with `overwrite`; total [outputs, inputs] is float32 or wider, and the product is not
+        """total += a^T b, or = with `overwrite`; total [outputs, inputs] is float32 or wider, and the matmul is not
         rounded before it is added where the hardware allows."""
         a, b = self.operand(a).t(), self.operand(b)
         if total.dtype == a.dtype:

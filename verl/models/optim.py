@@ -51,7 +51,7 @@ def lr_at(step: int, config: OptimConfig, total_steps: int) -> float:
 
 
 @dataclass(frozen=True)
-class StepResult:
+class OptimizerStep:
     """`grad_norm` is that before clipping; a step whose norm is not finite changes nothing."""
 
     grad_norm: float
@@ -86,10 +86,10 @@ class Rounded(NamedTuple):
 class MasterOptimizer:
     """An optimizer over the parameters of `module` that require gradients.
 
-    Where the module computes in a narrower format than `master_dtype`, masters of that dtype are kept: gradients of the
+    Where the module computes in a narrower dtype than `master_dtype`, masters of that dtype are kept: gradients of the
     micro-batches are summed into them, the step acts on them, and the module receives the result as `rounding` rounds it.
     Elsewhere the module's parameters are their own masters and nothing is copied. `gradients` are the buffers in which the
-    passes that are written out sum gradients; those that autograd hands over find their way by themselves.
+    fused decoder sums gradients; those of autograd are added to the masters by hooks.
 
     `norm` measures the gradients by name of parameter; parameters that are spread over ranks need one of their own. So do
     sharded parameters that compute in a narrower dtype: `shards` are their compute weights by name.
@@ -117,8 +117,8 @@ class MasterOptimizer:
         self.optimizer = _build(config, self.masters.values())
         self._visible = VisibleUpdate(self.rounded())
 
-    def step(self, lr: float, accept: Callable[[float], bool] | None = None) -> StepResult:
-        """Clip the gathered gradients to `clip_grad`, step at rate `lr`, and forget them. `accept` is told the norm and may
+    def step(self, lr: float, accept: Callable[[float], bool] | None = None) -> OptimizerStep:
+        """Clip the gathered gradients to `clip_grad`, step at rate `lr`, and forget them. `accept` gets the norm and may
         refuse the step, which then changes nothing."""
         grads = [_here(p.grad) for p in self.masters.values() if p.grad is not None]
         norm = self.norm(self.masters) if grads else torch.zeros(())
@@ -134,21 +134,21 @@ class MasterOptimizer:
                 group["lr"] = lr
             self.optimizer.step()
             self.num_steps += 1
-            self.publish()
+            self.round_masters()
         elif grads and not math.isfinite(grad_norm):
             log.warning("The gradient norm is %s; this optimizer step is skipped and no weight changes.", grad_norm)
         self.optimizer.zero_grad(set_to_none=True)
         self.gradients.release()
-        return StepResult(grad_norm, taken)
+        return OptimizerStep(grad_norm, taken)
 
     @torch.no_grad()
-    def publish(self) -> None:
-        """Write the masters into the module, rounded to its format."""
+    def round_masters(self) -> None:
+        """Write the masters into the module, rounded to its dtype."""
         for name, weights, master, region in self.rounded():
             self.rounding.write(weights, name, master, region)
 
     def rounded(self) -> Iterator[Rounded]:
-        """What `publish` writes, and from what."""
+        """The weights that `round_masters` writes, and their masters."""
         for name in self.copied:
             yield Rounded(name, self.parameters[name].detach(), self.masters[name].detach(), None)
         for name, shard in self.shards.items():

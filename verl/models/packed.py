@@ -26,7 +26,7 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 
 @dataclass(frozen=True)
-class Segment:
+class PackedSegment:
     """`length` tokens from `start` on, and the prefix that all of them see (none when `prefix_length` is 0)."""
 
     start: int
@@ -55,13 +55,13 @@ class PrefixRun:
 
 
 class PackedLayout:
-    """Which token sees which; passed to the model as `layout=`. Segments lie back to back and cover all tokens.
+    """The tokens that each token sees; passed to the model as `layout=`. Segments lie back to back and cover all tokens.
 
     With `chunk_tokens`, attention that needs memory for each pair of tokens takes so many queries at a time, and computes
     them again in the backward; flash kernels need no such memory.
     """
 
-    def __init__(self, segments: Sequence[Segment], chunk_tokens: int | None = None):
+    def __init__(self, segments: Sequence[PackedSegment], chunk_tokens: int | None = None):
         self.segments = tuple(segments)
         self.chunk_tokens = chunk_tokens
         self.causal_runs = tuple(_causal_runs(self.segments))
@@ -111,13 +111,13 @@ def choose_kernel(q: torch.Tensor, sliding_window: int | None, softcap: float | 
     return "flash_cpu" if q.device.type == "cpu" else "masked"
 
 
-def _causal_runs(segments: Sequence[Segment]) -> Iterator[CausalRun]:
+def _causal_runs(segments: Sequence[PackedSegment]) -> Iterator[CausalRun]:
     for length, run in itertools.groupby(segments, key=lambda s: s.length):
         members = list(run)
         yield CausalRun(members[0].start, len(members), length)
 
 
-def _prefix_runs(segments: Sequence[Segment]) -> Iterator[PrefixRun]:
+def _prefix_runs(segments: Sequence[PackedSegment]) -> Iterator[PrefixRun]:
     for (start, length), run in itertools.groupby(segments, key=lambda s: (s.prefix_start, s.prefix_length)):
         if length:
             members = list(run)
@@ -222,13 +222,13 @@ def masked_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    segments: Sequence[Segment],
+    segments: Sequence[PackedSegment],
     scale: float | None,
     sliding_window: int | None,
     softcap: float | None,
     chunk_tokens: int | None = None,
 ) -> torch.Tensor:
-    """Segment by segment in plain differentiable operations, for layers with a window or a cap, and for other devices.
+    """PackedSegment by segment in plain differentiable operations, for layers with a window or a cap, and for other devices.
 
     Memory: [heads, length, prefix + length] scores of each segment (softcap), or none (SDPA); in chunks, of `chunk_tokens`
     queries at a time. Shapes as in `attend`.
@@ -254,7 +254,7 @@ def _attend_part(
     scale: float | None,
     softcap: float | None,
     *,
-    segment: Segment,
+    segment: PackedSegment,
     queries: tuple[int, int],
     window: int | None,
 ) -> torch.Tensor:

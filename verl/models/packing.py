@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from verl.errors import DataError
-from verl.models.packed import PackedLayout, Segment
+from verl.models.packed import PackedLayout, PackedSegment
 from verl.parallel.device import to_device
 
 
@@ -27,7 +27,7 @@ class Reads:
 
 
 @dataclass(frozen=True)
-class Row:
+class PackedRow:
     """One row without its padding; `num_inputs` of its response tokens are fed to the model."""
 
     index: int
@@ -71,9 +71,9 @@ class PackedBatch:
         return values.new_zeros(self.shape[0]).index_put((self.row[first:],), values[first:])
 
 
-def read_rows(
+def unpadded_rows(
     columns: Mapping[str, torch.Tensor], chosen: Sequence[int] | None = None, reads: Reads | None = None
-) -> list[Row]:
+) -> list[PackedRow]:
     """The rows `chosen` (default: all) of the columns prompts, prompt_mask and response_mask.
 
     Raises DataError for a row that trains on its very first token, which nothing predicts.
@@ -92,20 +92,20 @@ def read_rows(
                 "Set response_mask to false there."
             )
         num_inputs = needed if reads.last_token else max(needed - 1, 0)
-        rows.append(Row(index, ids, num_inputs, needed > 0))
+        rows.append(PackedRow(index, ids, num_inputs, needed > 0))
     return rows
 
 
-def group_rows(rows: Sequence[Row], share_prompts: bool = True) -> list[list[Row]]:
+def group_rows(rows: Sequence[PackedRow], share_prompts: bool = True) -> list[list[PackedRow]]:
     """The rows that train, gathered by equal prompt in order of first appearance; each alone when nothing is shared."""
-    groups: dict[tuple[int, ...] | int, list[Row]] = {}
+    groups: dict[tuple[int, ...] | int, list[PackedRow]] = {}
     for row in rows:
         if row.trains:
             groups.setdefault(row.prompt if share_prompts and row.prompt else row.index, []).append(row)
     return list(groups.values())
 
 
-def num_computed(rows: Sequence[Row], share_prompts: bool = True) -> int:
+def num_computed(rows: Sequence[PackedRow], share_prompts: bool = True) -> int:
     """Tokens that one forward of `rows` computes: each prompt once, and the inputs of the responses."""
     groups = group_rows(rows, share_prompts)
     return sum(len(group[0].prompt) + sum(row.num_inputs for row in group) for group in groups)
@@ -126,11 +126,11 @@ def pack_rows(
     are ordinary inputs that nothing predicts. A prompt may be empty if response_mask is false at the first token.
     """
     reads = reads or Reads()
-    groups = group_rows(read_rows(columns, reads=reads), share_prompts)
+    groups = group_rows(unpadded_rows(columns, reads=reads), share_prompts)
     trained, responses = columns["response_mask"].cpu().bool(), columns["responses"].cpu()
     ids: list[torch.Tensor] = []
     positions: list[torch.Tensor] = []
-    segments: list[Segment] = []
+    segments: list[PackedSegment] = []
     index: list[torch.Tensor] = []
     where: list[torch.Tensor] = []
     last: list[tuple[int, int, int]] = []  # (position, row, column)
@@ -176,14 +176,14 @@ def _joined(parts: list[torch.Tensor], device: torch.device | str) -> torch.Tens
     return to_device(torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64), device)
 
 
-def _segments(start: int, prompt_length: int, inputs: list[int]) -> Iterator[Segment]:
+def _segments(start: int, prompt_length: int, inputs: list[int]) -> Iterator[PackedSegment]:
     """A lone row is one causal segment; several see the prompt as their prefix."""
     if len(inputs) == 1:
-        yield Segment(start, prompt_length + inputs[0])
+        yield PackedSegment(start, prompt_length + inputs[0])
         return
-    yield Segment(start, prompt_length)
+    yield PackedSegment(start, prompt_length)
     first = start + prompt_length
     for length in inputs:
         if length:
-            yield Segment(first, length, start, prompt_length)
+            yield PackedSegment(first, length, start, prompt_length)
         first += length

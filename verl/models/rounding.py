@@ -6,9 +6,9 @@ lower half:
 
     bits(weight) = (bits(master) + u) & 0xFFFF0000
 
-The offset belongs to the element, and is drawn once. So a master on the bfloat16 grid never moves, a weight changes only where
-its master does, and over the elements the expected visible change equals that of the masters. Stochastic rounding of updates
-(Gupta et al. 2015, arXiv:1502.02551) has the same expectation, and draws anew at every step.
+The offset belongs to the element, and is sampled once. So a master on the bfloat16 grid never moves, a weight changes only
+where its master does, and over the elements the expected visible change equals that of the masters. Stochastic rounding of
+updates (Gupta et al. 2015, arXiv:1502.02551) has the same expectation, and samples again at every step.
 
 The offset depends on the parameter's name and the element's position in the whole tensor alone: every sharding and every copy
 computes the same weights. It is the exclusive or of two tiles of random offsets that are repeated over the flattened tensor.
@@ -48,7 +48,7 @@ class Region:
 
 @dataclass(frozen=True)
 class Rounding:
-    """How masters become compute weights: `dithered` or to `nearest`."""
+    """The rounding of masters to compute weights: `dithered` or to `nearest`."""
 
     kind: str = "dithered"
 
@@ -195,12 +195,12 @@ def _chunks(shape: tuple[int, ...], region: Region, most: int) -> Iterator[tuple
 @functools.lru_cache(maxsize=16)
 def _tiles(device: torch.device, spare: int) -> tuple[torch.Tensor, ...]:
     """The tiles, each with what of its repetitions follows within `spare` elements."""
-    draw = torch.Generator().manual_seed(_SEED)
-    tiles = (torch.randint(1 << 16, (length,), generator=draw, dtype=torch.int32) for length in TILE_LENGTHS)
+    generator = torch.Generator().manual_seed(_SEED)
+    tiles = (torch.randint(1 << 16, (length,), generator=generator, dtype=torch.int32) for length in TILE_LENGTHS)
     return tuple(tile.repeat(-(-spare // len(tile)) + 1)[: len(tile) + spare].to(device) for tile in tiles)
 
 
 @functools.cache
 def _phase(name: str) -> int:
-    """Where in the tiles a parameter begins."""
+    """The offset of a parameter in the tiles."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") % math.prod(TILE_LENGTHS)

@@ -1,5 +1,4 @@
-"""How much of what training has moved the compute weights show: the movement of the masters since the start of the run, and
-its projection on that of the weights.
+"""Fraction of the masters' movement since the start of the run that the rounded compute weights show.
 
     visible = <weights now - weights at start, masters now - masters at start> / |masters now - masters at start|^2
 

@@ -104,7 +104,7 @@ def pack_by_tokens(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     within a bin and bins by their first row. Raises ValueError when `max_tokens` is not positive.
     """
     if max_tokens < 1:
-        raise ValueError(f"max_tokens is {max_tokens}; a micro-batch needs room for at least one token.")
+        raise ValueError(f"max_tokens is {max_tokens}; a micro-batch holds at least one token.")
     in_order = _next_fit(lengths, max_tokens)
     decreasing = _first_fit_decreasing(lengths, max_tokens)
     return in_order if len(in_order) <= len(decreasing) else decreasing
@@ -123,7 +123,7 @@ def _next_fit(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 
 
 def _first_fit_decreasing(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Leaf i of a segment tree is the free room of bin i, so that each first fit is found in O(log rows)."""
+    """Leaf i of a segment tree is the free space of bin i, so that each first fit is found in O(log rows)."""
     order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
     size = 1
     while size < max(1, len(order)):
@@ -167,7 +167,7 @@ def split_to(parts: list[list[int]], num_parts: int) -> list[list[int]]:
 
 
 def imbalance(costs: Sequence[float], parts: Sequence[Sequence[int]]) -> dict[str, float]:
-    """How uneven the rows are if cut in their own order (min, max, minmax_diff), and how uneven `parts` are
+    """Imbalance of the rows if cut in their own order (min, max, minmax_diff), and of `parts`
     (balanced_min, balanced_max); `mean` is the cost per part. All but `mean` are sums over one part."""
     size = -(-len(costs) // len(parts))
     in_order = [sum(costs[start : start + size]) for start in range(0, len(costs), size)]

@@ -1,13 +1,12 @@
-"""Processes of one run that find each other and exchange small results, with a deadline on every wait.
+"""Rendezvous of a run's processes and exchange of small results, with a deadline on every wait.
 
 comm = Collectives.start(peer_of_environment(), timeout_s=600, start_timeout_s=300)
 with comm.doing("actor.update"):
     parts = comm.all_gather(to_bytes(mine))     # in rank order
 comm.close()
 
-Beside the process group there is a board in the rendezvous store, where each rank writes what it is doing, and where in the
-code it is when that takes long. When a wait fails, the others are looked up there, so that the error names the rank that is
-missing or behind, its call, since when, and its stack.
+Each rank writes its call to the rendezvous store (RankStatus), and its stack when the call takes long. When a wait fails, the
+error names the rank that is missing or behind, its call, since when, and its stack.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ import torch
 import torch.distributed as dist
 
 from verl.errors import ConfigError, DeadlineError, WorkerLostError
-from verl.parallel.rank_status import Board
+from verl.parallel.rank_status import RankStatus
 from verl.parallel.stack_dump import Reporter, calls
 from verl.parallel.traffic import TRAFFIC
 
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.5
-_DOING, _STACK = "board", "stack"  # topics of the board
+_CALL, _STACK = "call", "stack"  # topics of RankStatus
 _LOOPBACK = ("127.0.0.1", "localhost")
-_SLOW = 0.6  # share of a deadline after which a rank begins to write its stack on the board
+_SLOW = 0.6  # fraction of a deadline after which a rank reports its stack
 
 
 @dataclass(frozen=True)
@@ -48,12 +47,12 @@ class Peer:
     world_size: int
     address: str  # of the rendezvous, which rank 0 (or the launcher) serves
     port: int
-    local_rank: int = 0  # among the processes of this machine
+    local_rank: int = 0  # among the processes of this node
 
 
 def peer_of_environment(environment: Mapping[str, str] | None = None) -> Peer | None:
-    """What a launcher such as torchrun put into RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and LOCAL_RANK; None when this
-    process was not started by one. Raises ConfigError when only a part is there or a value makes no sense."""
+    """The Peer in RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and LOCAL_RANK, which a launcher such as torchrun sets; None when
+    this process was not started by one. Raises ConfigError when only a part is there or a value makes no sense."""
     env = os.environ if environment is None else environment
     if "RANK" not in env and "WORLD_SIZE" not in env:
         return None
@@ -73,16 +72,13 @@ def peer_of_environment(environment: Mapping[str, str] | None = None) -> Peer | 
     return Peer(rank, size, env["MASTER_ADDR"], port, local)
 
 
-# above the ports that Ray gives its workers, below those that Linux gives to outgoing connections: whoever asks for a port
-# binds it a moment later, and in between neither may take it
+# above the ports that Ray gives its workers, below those that Linux gives to outgoing connections: the caller
+# binds the port a moment later, and in between neither may take it
 _PORTS = range(20000, 32768)
 
 
 def free_port() -> int:
-    """A port that nobody listens on at this moment.
-
-    Raises ConfigError when a hundred ports were tried in vain.
-    """
+    """A port that no process listens on now. Raises ConfigError when a hundred ports are taken."""
     for port in random.SystemRandom().sample(_PORTS, 100):
         with socket.socket() as probe:
             try:
@@ -91,7 +87,7 @@ def free_port() -> int:
                 continue
             return port
     raise ConfigError(
-        f"No free port was found between {_PORTS.start} and {_PORTS.stop}. See which processes hold them: ss -ltnp."
+        f"No free port was found between {_PORTS.start} and {_PORTS.stop}. List the processes that hold them: ss -ltnp."
     )
 
 
@@ -103,7 +99,7 @@ class Collectives:
         self.world_size = peer.world_size
         self.local_rank = peer.local_rank
         self.timeout_s = timeout_s
-        self._board = Board(store, peer.rank, peer.world_size)
+        self._status = RankStatus(store, peer.rank, peer.world_size)
         self._group = group
         self._number = 0
         self._call = "starting"
@@ -133,7 +129,7 @@ class Collectives:
         except RuntimeError as error:
             raise WorkerLostError(
                 f"Rank {peer.rank} could not connect to the other ranks ({_first_line(error)}). Look at the first rank "
-                "that failed, and check that the machines reach each other (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)."
+                "that failed, and check that the nodes reach each other (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)."
             ) from error
         assert group is not None
         return cls(peer, store, group, call_timeout_s, _SLOW * min(timeout_s, call_timeout_s))
@@ -154,7 +150,7 @@ class Collectives:
         return [rows[r, : int(sizes[r])].numpy().tobytes() for r in range(self.world_size)]
 
     def broadcast(self, payload: bytes | None, source: int) -> bytes:
-        """What rank `source` gives goes to all."""
+        """Send the payload of rank `source` to all."""
         with self._naming(f"a message of rank {source}"), TRAFFIC.exchanging(len(payload or b"")):
             size = torch.tensor([len(payload) if payload is not None else 0])
             dist.broadcast(size, source, group=self._group)
@@ -179,7 +175,7 @@ class Collectives:
 
     @contextlib.contextmanager
     def doing(self, call: str) -> Iterator[None]:
-        """Write `call` on the board; a failure of communication inside becomes an error that names the rank at fault."""
+        """Report `call` as this rank's status; a communication failure inside becomes an error that names the rank at fault."""
         self._number += 1
         self._call = call
         self._post(call, "")
@@ -191,23 +187,23 @@ class Collectives:
             raise
 
     def close(self) -> None:
-        """Leave the process group; does not wait for anybody."""
+        """Leave the process group; does not wait for other ranks."""
         self._reporter.close()
-        self._board.close()
+        self._status.close()
         if dist.is_initialized():
             with contextlib.suppress(RuntimeError):  # a group whose peers are gone may not say goodbye
                 dist.destroy_process_group()
 
     def _post(self, call: str, failure: str) -> None:
         row = {"number": self._number, "call": call, "time": time.time(), "failure": failure}
-        self._board.post(_DOING, row, wait=bool(failure))
+        self._status.post(_CALL, row, wait=bool(failure))
 
     def _post_stack(self, stack: str) -> None:
-        self._board.post(_STACK, {"number": self._number, "stack": stack})
+        self._status.post(_STACK, {"number": self._number, "stack": stack})
 
     def _rows(self) -> dict[int, dict[str, object]]:
-        """What the other ranks wrote last; empty when the store is gone."""
-        rows, stacks = self._board.rows(_DOING), self._board.rows(_STACK)
+        """The last rows of the other ranks; empty when the store is gone."""
+        rows, stacks = self._status.rows(_CALL), self._status.rows(_STACK)
         for rank, row in rows.items():
             if rank in stacks and stacks[rank]["number"] == row["number"]:  # else of a call that has ended since
                 row["stack"] = stacks[rank]["stack"]
@@ -289,7 +285,7 @@ def _meet(peer: Peer, timeout_s: float) -> dist.Store:
         server = _store(peer, serves, timeout_s)
     except (RuntimeError, OSError) as error:
         raise _no_store(peer, error, serves, time.monotonic() - started) from error
-    store = dist.PrefixStore(f"verl-board-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", server)
+    store = dist.PrefixStore(f"verl-status-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", server)
     missing = list(range(peer.world_size))
     try:
         store.set(f"here/{peer.rank}", socket.gethostname())
@@ -309,7 +305,7 @@ def _meet(peer: Peer, timeout_s: float) -> dist.Store:
 
 
 def _store(peer: Peer, serves: bool, timeout_s: float) -> dist.TCPStore:
-    """Where the ranks meet on one machine, neither the store nor gloo listens to others; torch's store would by itself."""
+    """The rendezvous store. Where all ranks are on one node, neither it nor gloo listens to others; torch's would by itself."""
     listener: socket.socket | None = None
     if (interface := _interface_towards(peer.address, peer.port)) is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)

@@ -1,4 +1,4 @@
-"""Which device and which number format a run computes in."""
+"""The device and the dtype that a run computes with."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def parse_dtype(name: str) -> torch.dtype:
     if name in ("fp16", "float16", "half"):
         raise ConfigError(f"dtype={name} would need loss scaling, which verl does not do; use bfloat16 or float32.")
     if name not in _DTYPES:
-        raise ConfigError(f"dtype={name!r} is not a number format verl computes in; use auto, bfloat16 or float32.")
+        raise ConfigError(f"dtype={name!r} is not a dtype that verl computes in; use auto, bfloat16 or float32.")
     return _DTYPES[name]
 
 

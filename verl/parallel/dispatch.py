@@ -1,4 +1,4 @@
-"""How a call on a group becomes one call per rank, and the ranks' results one result. Pure functions of values and shapes.
+"""Splitting of a call on a group into one call per rank, and joining of the results. Pure functions of values and shapes.
 
 plan = plan_call(declared, group, args, kwargs)
 results = [run(rank, *plan.calls[rank]) for rank in plan.ranks()]     # torchrun, Ray, or a loop in a test
@@ -24,7 +24,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class GroupShape(Protocol):
-    """What dispatch needs to know about a group."""
+    """The facts about a group that dispatch reads."""
 
     mesh: Mesh
     cost: TokenCost

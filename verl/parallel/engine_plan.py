@@ -1,4 +1,4 @@
-"""How a rollout engine spans devices: its replicas, the ranks of each, and what the process that runs it sees. Pure.
+"""Layout of a rollout engine over devices: its replicas, their ranks, and the devices of each engine process. Pure.
 
     EnginePlan.of(config, Placement.of(config))
 
@@ -45,7 +45,7 @@ class Sizes:
 @dataclass(frozen=True)
 class EngineReplica:
     """`ranks` of the run, one device each, that share a copy of the model. `devices` are what its engine process sees, as
-    numbers on machine `node`; one rank alone may span more devices than it has ranks."""
+    numbers on node `node`; one rank alone may span more devices than it has ranks."""
 
     ranks: tuple[int, ...]
     node: int
@@ -192,7 +192,7 @@ def _replica(group: tuple[int, ...], where: Where, sizes: Sizes, devices_per_nod
     if where == "process" and len(nodes) > 1:
         raise ConfigError(
             f"{_asked(sizes)}: ranks {group[0]} to {group[-1]} would share an engine process, but trainer.n_gpus_per_node="
-            f"{devices_per_node} puts them on several machines. Choose sizes whose product divides {devices_per_node}."
+            f"{devices_per_node} puts them on several nodes. Choose sizes whose product divides {devices_per_node}."
         )
     return EngineReplica(group, nodes[0], tuple(rank % devices_per_node for rank in group))
 

@@ -1,4 +1,4 @@
-"""How this process gets memory from the operating system. To be called before torch is imported.
+"""Settings of the memory allocator of this process. To be called before torch is imported.
 
 A training step makes and drops tensors of many megabytes. glibc gives each of these back to the system at once, so
 that the next one costs a page fault for every 4 KiB, which is zeroed first. Here freed memory stays with the process,
@@ -42,7 +42,7 @@ _kept = {"keeps": False, "step": 0}  # of this process
 
 def give_back_holes(step: int) -> bool:
     """At the end of every 128th step of a process that keeps freed memory: pages in which nothing lies go back to the system.
-    Returns whether that was done; once for each step, whoever asks."""
+    Returns whether that was done; once for each step, however many callers ask."""
     if not _kept["keeps"] or step % _TRIM_EVERY or step == _kept["step"]:
         return False
     _kept["step"] = step

@@ -1,4 +1,4 @@
-"""Where a rank stands in a group: an n-d mesh of ranks whose data axes carry different rows. Pure, without torch.
+"""An n-d mesh of ranks whose data axes carry different rows. Pure, without torch.
 
 Mesh.of(8, tensor_parallel=2)   replicate 1 x shard 4 x sp 1 x tp 2: ranks 0 and 1 see the same rows, 2 and 3 the next
 Mesh.of(8, fsdp_size=2)         replicate 4 x shard 2: every rank has rows of its own, two share a copy of the model
@@ -84,7 +84,7 @@ class Mesh:
         return found
 
     def dp_rank(self, index: int) -> int:
-        """Which share of the rows the rank at `index` sees."""
+        """The number of the share of rows that the rank at `index` gets."""
         where, number = self.coordinate(index), 0
         for name, size in self.axes:
             if name in DATA_AXES:

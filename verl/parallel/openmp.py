@@ -1,4 +1,4 @@
-"""How torch's OpenMP threads wait for their next operator. Torch-free: the runtime reads this once, when torch is imported."""
+"""Spin time of torch's idle OpenMP threads. Torch-free: the runtime reads it once, when torch is imported."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Which role runs on which device: one process per device, and the roles of a device share its process. Pure, without torch.
+"""Placement of roles on devices: one process per device, shared by the roles of that device. Pure, without torch.
 
     Placement.of(config)                       trainer.nnodes x n_gpus_per_node, trainer.placement, pools of single roles
     set_device_map(DataParallelConfig(actor_devices=[0, 1], critic_devices=[2]))      from a script, before the run
     Placement.from_roles({"actor": [0, 1], "critic": [2]})
 
-Devices are numbered through the run, the machines one after the other; the process of device d has rank d.
+Devices are numbered through the run, the nodes one after the other; the process of device d has rank d.
 """
 
 from __future__ import annotations
@@ -108,10 +108,10 @@ class Placement:
 
     @classmethod
     def of(cls, config: VerlConfig, num_devices: int | None = None) -> Placement:
-        """What the config asks for; a device map that a script has set goes before `trainer.placement`.
+        """The placement of a config; a device map that a script has set goes before `trainer.placement`.
 
         `num_devices` is what a launcher has started, which must then be the number that the config gives, unless the config
-        leaves it at 1. A pool of one machine for rollout beside one for training is taken to be on the same machine. Raises
+        leaves it at 1. A pool of one node for rollout beside one for training is taken to be on the same node. Raises
         ConfigError.
         """
         trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
@@ -143,7 +143,7 @@ def set_device_map(config: DataParallelConfig | None) -> None:
     """Place the roles of the runs that this process starts from now on; None: as their configs say."""
     global _device_map
     if config is not None:
-        Placement.from_roles(config.roles())  # said here, where the mistake is
+        Placement.from_roles(config.roles())  # raises here, where the mistake is
     _device_map = config
 
 

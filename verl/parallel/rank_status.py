@@ -1,10 +1,10 @@
-"""A board in the store of the rendezvous, where each rank writes what it is doing, for the errors of the others.
+"""Per-rank status in the rendezvous store, used in other ranks' timeout errors.
 
-board = Board(store, rank=0, world_size=4)
-board.post("board", {"call": "actor.update"})     # does not wait
-rows = board.rows("board")                        # of the other ranks, as far as they can be had within a few seconds
+status = RankStatus(store, rank=0, world_size=4)
+status.post("call", {"call": "actor.update"})     # does not wait
+rows = status.rows("call")                        # of the other ranks, as far as the store answers within a few seconds
 
-The store itself waits without a limit when the machine that serves it has gone silent, so a thread of its own talks to it.
+The store itself waits without a limit when the node that serves it has gone silent, so a thread of its own talks to it.
 """
 
 from __future__ import annotations
@@ -20,28 +20,27 @@ from typing import Any
 import torch.distributed as dist
 
 LIMIT_S = 5.0
-Row = dict[str, Any]
 
 
-class Board:
-    """The rows of all ranks, by topic. Without its store a run is about to end anyway: nothing here raises."""
+class RankStatus:
+    """The rows of all ranks, by topic. Nothing here raises: a run without its store is about to end."""
 
     def __init__(self, store: dist.Store, rank: int, world_size: int):
         self._store, self._rank, self._others = store, rank, [r for r in range(world_size) if r != rank]
         self._jobs: queue.SimpleQueue[tuple[Callable[[], None], threading.Event] | None] = queue.SimpleQueue()
         # a daemon: a process must be able to end while the store is silent
-        threading.Thread(target=self._work, name="board", daemon=True).start()
+        threading.Thread(target=self._work, name="rank-status", daemon=True).start()
 
-    def post(self, topic: str, row: Row, *, wait: bool = False) -> None:
-        """Write this rank's row; with `wait` it is there on return, if the store answers within LIMIT_S."""
+    def post(self, topic: str, row: dict[str, Any], *, wait: bool = False) -> None:
+        """Write this rank's row; with `wait` it is in the store on return, if that answers within LIMIT_S."""
         text = json.dumps(row)
         done = self._ask(lambda: self._store.set(f"{topic}/{self._rank}", text))
         if wait:
             done.wait(LIMIT_S)
 
-    def rows(self, topic: str) -> dict[int, Row]:
-        """What the other ranks wrote last; ranks that wrote nothing are left out, and all when the store is gone or silent."""
-        found: dict[int, Row] = {}
+    def rows(self, topic: str) -> dict[int, dict[str, Any]]:
+        """The last rows of the other ranks; ranks that wrote nothing are left out, and all when the store is gone or silent."""
+        found: dict[int, dict[str, Any]] = {}
         done = self._ask(lambda: self._read(topic, found))
         return dict(found) if done.wait(LIMIT_S) else {}
 
@@ -49,7 +48,7 @@ class Board:
         """Write and read no more; does not wait."""
         self._jobs.put(None)
 
-    def _read(self, topic: str, found: dict[int, Row]) -> None:
+    def _read(self, topic: str, found: dict[int, dict[str, Any]]) -> None:
         self._store.set_timeout(timedelta(seconds=LIMIT_S))
         for rank in self._others:
             if self._store.check([f"{topic}/{rank}"]):

@@ -1,4 +1,4 @@
-"""What a worker's method says about being called on a group: `@register(dispatch_mode=..., execute_mode=...)`.
+"""Declaration of a worker's method for calls on a group: `@register(dispatch_mode=..., execute_mode=...)`.
 
     class Scorer(Worker):
         @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
@@ -58,7 +58,7 @@ class _Modes(type):
 
 
 class Dispatch(metaclass=_Modes):
-    """How arguments are split over the ranks of a group and results joined.
+    """Ways to split arguments over the ranks of a group and to join results.
 
     RANK_ZERO                   the first rank alone gets the arguments; its result
     ONE_TO_ALL                  every rank gets the same arguments; list of results
@@ -88,7 +88,7 @@ for _name in (
 
 
 class Execute:
-    """Which ranks run a call: all of the group, or the first alone."""
+    """The ranks that run a call: all of the group, or the first alone."""
 
     ALL = "ALL"
     RANK_ZERO = "RANK_ZERO"

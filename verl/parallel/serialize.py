@@ -53,7 +53,7 @@ def decode(document: bytes, buffers: Sequence[np.ndarray]) -> Any:
 
 
 def to_bytes(value: Any) -> bytes:
-    """`encode` in one piece: sizes, document, buffers."""
+    """`encode` as one buffer: sizes, document, buffers."""
     document, buffers = encode(value)
     sizes = [len(document), *(len(b) for b in buffers)]
     head = struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes)

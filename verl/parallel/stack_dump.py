@@ -1,6 +1,6 @@
-"""What the threads of this process are in the middle of, for whoever waits for it in vain.
+"""Stacks and running calls of a process, for the timeout errors of those that wait for it.
 
-with calls("critic.update"):          # this thread carries out a call that somebody waits for
+with calls("critic.update"):          # this thread runs a call that another process waits for
     ...
 stuck = longest_call(at_least_s=450)  # from any other thread: "critic.update for 512 s, in all_reduce (ranks.py:40) < ..."
 """
@@ -104,8 +104,8 @@ def dumps_on_signal(file: Path) -> Iterator[None]:
 
 
 def dump_of(pid: int, file: Path, timeout_s: float) -> str:
-    """What process `pid`, which has entered `dumps_on_signal(file)`, writes when asked; "" when nothing has come within
-    `timeout_s` or the process is gone."""
+    """The stacks that process `pid`, which has entered `dumps_on_signal(file)`, writes on DUMP_SIGNAL; "" when nothing has
+    come within `timeout_s` or the process is gone."""
     try:
         before = file.stat().st_size
         os.kill(pid, DUMP_SIGNAL)

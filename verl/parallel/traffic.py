@@ -1,4 +1,4 @@
-"""How long this process has been exchanging data with others, and how many bytes went through."""
+"""Seconds and bytes of this process's data exchange with others."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Traffic:
             self.add(time.perf_counter() - began, num_bytes)
 
     def take(self) -> Exchanged:
-        """What came together since the last call."""
+        """The sums since the last call."""
         with self._lock:
             found = Exchanged(self._seconds, self._num_bytes)
             self._seconds, self._num_bytes = 0.0, 0

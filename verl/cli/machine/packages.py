@@ -174,12 +174,12 @@ def equal_rows() -> dict[str, object]:
     """
     import torch
 
-    from verl.models.matmul import Products
+    from verl.models.matmul import Matmul
     from verl.rollout.native.prepacked_linear import padding_cost, tiles_of
 
     tiles = {}
     for dtype in (torch.float32, torch.bfloat16):
         found = tiles_of(torch.empty((960, 576), dtype=dtype), False, True)  # the weights of a small model
         tiles[str(dtype).removeprefix("torch.")] = {"rows": list(found), "cost": padding_cost(found)}
-    widens = Products(torch.bfloat16, torch.device("cpu")).widens
+    widens = Matmul(torch.bfloat16, torch.device("cpu")).widens
     return {"bf16": "widened" if widens else "native", "tiles": tiles}

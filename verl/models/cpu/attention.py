@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from verl.models.matmul import Products
+from verl.models.matmul import Matmul
 from verl.models.packed import choose_kernel, flash_backward, flash_forward
 
 
@@ -34,7 +34,7 @@ class Attended:
 
 
 def attend(
-    layout: Any, index: int, heads: HeadViews, scale: float, window: int | None, by: Products, keep: bool
+    layout: Any, index: int, heads: HeadViews, scale: float, window: int | None, by: Matmul, keep: bool
 ) -> Attended:
     """Attention of layer `index`; with `keep`, fit for `attend_backward`."""
     q, k, v = heads.q, heads.k, heads.v
@@ -58,7 +58,7 @@ def attend_backward(
     attended: Attended,
     d_out: torch.Tensor,
     scale: float,
-    by: Products,
+    by: Matmul,
     into: HeadViews,
 ) -> None:
     """Writes the gradients of queries, keys and values into `into`, given that of the output."""

@@ -16,7 +16,7 @@ from verl.models.cpu import layer as one_layer
 from verl.models.cpu.pointwise import Rotary, inverse_rms, rms_norm, rms_norm_backward_
 from verl.models.cpu.weights import DenseDecoder
 from verl.models.grad_buffers import GradientBuffers
-from verl.models.matmul import Products
+from verl.models.matmul import Matmul
 from verl.models.packing import PackedBatch
 
 
@@ -67,7 +67,7 @@ class _DecoderPass(torch.autograd.Function):
 
 
 class _Tape:
-    """What the forward leaves for the backward, from layer `lowest` on."""
+    """Activations that the forward keeps for the backward, from layer `lowest` on."""
 
     def __init__(self, lowest: int):
         self.lowest = lowest
@@ -81,7 +81,7 @@ def _forward(decoder: DenseDecoder, packed: PackedBatch, tape: _Tape | None, che
     if packed.noise is not None:
         x = x + packed.noise.to(x)
     cos, sin = decoder.rotary(x.unsqueeze(0), packed.position_ids)
-    run = one_layer.Pass(decoder, packed.layout, Rotary(cos[0], sin[0]), Products(x.dtype, x.device))
+    run = one_layer.Pass(decoder, packed.layout, Rotary(cos[0], sin[0]), Matmul(x.dtype, x.device))
     for index in range(len(decoder.layers)):
         keep = tape is not None and index >= tape.lowest
         before = x

@@ -1,8 +1,8 @@
-"""One decoder layer, forward and backward, written out.
+"""Hand-written forward and backward of one decoder layer.
 
     x -> norm -> q, k, v -> rotary -> attention -> o -> (+ x) = middle -> norm -> gate, up -> swiglu -> down -> (+ middle)
 
-Kept from forward to backward are layer inputs, matrix products and the attention's output; norms and swiglu are
+Kept from forward to backward are layer inputs, results of matmuls and the attention's output; norms and swiglu are
 computed again, which costs less than keeping them. The backward overwrites what was kept.
 """
 
@@ -25,17 +25,17 @@ from verl.models.cpu.pointwise import (
 )
 from verl.models.cpu.weights import DenseDecoder, DenseLayer, Norm, Projection
 from verl.models.grad_buffers import GradientBuffers
-from verl.models.matmul import Products
+from verl.models.matmul import Matmul
 
 
 @dataclass(frozen=True)
 class Pass:
-    """What all layers of one pass share."""
+    """State that all layers of one pass share."""
 
     decoder: DenseDecoder
     layout: Any
     rotary: Rotary
-    products: Products
+    matmul: Matmul
 
 
 @dataclass
@@ -63,12 +63,12 @@ class Normed:
 
 def forward(run: Pass, index: int, x: torch.Tensor, keep: bool) -> tuple[torch.Tensor, Kept | None]:
     """The layer's output [tokens, hidden] for its input, and with `keep` what its backward needs."""
-    layer, products = run.decoder.layers[index], run.products
+    layer, matmul = run.decoder.layers[index], run.matmul
     x_scale = inverse_rms(x, layer.input_norm)
-    qkv = products.linear(rms_norm(x, layer.input_norm, x_scale), layer.qkv.weight, layer.qkv.bias)
+    qkv = matmul.linear(rms_norm(x, layer.input_norm, x_scale), layer.qkv.weight, layer.qkv.bias)
     heads = _heads(run, layer, qkv)
-    attended = attend(run.layout, index, heads, run.decoder.scale, layer.sliding_window, products, keep)
-    middle = products.linear(attended.out, layer.o.weight, layer.o.bias, residual=x)
+    attended = attend(run.layout, index, heads, run.decoder.scale, layer.sliding_window, matmul, keep)
+    middle = matmul.linear(attended.out, layer.o.weight, layer.o.bias, residual=x)
     middle_scale = inverse_rms(middle, layer.post_norm)
     size = run.layout.chunk_tokens
     if size is not None and size < len(middle):
@@ -82,14 +82,14 @@ def forward(run: Pass, index: int, x: torch.Tensor, keep: bool) -> tuple[torch.T
 
 def backward(run: Pass, index: int, kept: Kept, d_out: torch.Tensor, gradients: GradientBuffers) -> torch.Tensor:
     """The gradient of the layer's input, given that of its output, which is overwritten."""
-    layer, products = run.decoder.layers[index], run.products
+    layer, matmul = run.decoder.layers[index], run.matmul
     d_middle = _feed_forward_backward_(run, layer, kept, d_out, gradients)
-    d_o = products.operand(d_middle)
-    d_attended = products.input_gradient(d_o, layer.o.weight)
+    d_o = matmul.operand(d_middle)
+    d_attended = matmul.input_gradient(d_o, layer.o.weight)
     _add_weight_gradient(layer.o, d_o, kept.attended.out, run, gradients)
     d_qkv = torch.empty_like(kept.qkv)
     into = _views(run.decoder, d_qkv)
-    attend_backward(run.layout, kept.heads, kept.attended, d_attended, run.decoder.scale, products, into)
+    attend_backward(run.layout, kept.heads, kept.attended, d_attended, run.decoder.scale, matmul, into)
     _heads_backward_(run, layer, kept, d_qkv, gradients)
     normed = Normed(layer.input_norm, kept.x, kept.x_scale)
     return _norm_and_projection_backward(run, normed, layer.qkv, d_qkv, d_middle, gradients)
@@ -98,10 +98,10 @@ def backward(run: Pass, index: int, kept: Kept, d_out: torch.Tensor, gradients: 
 def _feed_forward(
     run: Pass, layer: DenseLayer, middle: torch.Tensor, scale: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the second half of a layer makes of some tokens of `middle`, and its gate_up."""
+    """The second half of a layer for some tokens of `middle`: its output, and gate_up."""
     normed = rms_norm(middle, layer.post_norm, scale)
-    gate_up = run.products.linear(normed, layer.gate_up.weight, layer.gate_up.bias)
-    out = run.products.linear(swiglu(gate_up), layer.down.weight, layer.down.bias, residual=middle)
+    gate_up = run.matmul.linear(normed, layer.gate_up.weight, layer.gate_up.bias)
+    out = run.matmul.linear(swiglu(gate_up), layer.down.weight, layer.down.bias, residual=middle)
     return out, gate_up
 
 
@@ -109,16 +109,16 @@ def _feed_forward_backward_(
     run: Pass, layer: DenseLayer, kept: Kept, d_out: torch.Tensor, gradients: GradientBuffers
 ) -> torch.Tensor:
     """Turns `d_out` into the gradient of `middle`, in chunks where the forward went in chunks."""
-    products, size = run.products, run.layout.chunk_tokens if kept.gate_up is None else len(d_out)
+    matmul, size = run.matmul, run.layout.chunk_tokens if kept.gate_up is None else len(d_out)
     for start in range(0, len(d_out), size):
         part = slice(start, start + size)
         middle, scale, d_part = kept.middle[part], kept.middle_scale[part], d_out[part]
         gate_up = kept.gate_up
         if gate_up is None:
             normed = rms_norm(middle, layer.post_norm, scale)
-            gate_up = products.linear(normed, layer.gate_up.weight, layer.gate_up.bias)
-        d_down = products.operand(d_part)
-        d_activated = products.input_gradient(d_down, layer.down.weight)
+            gate_up = matmul.linear(normed, layer.gate_up.weight, layer.gate_up.bias)
+        d_down = matmul.operand(d_part)
+        d_activated = matmul.input_gradient(d_down, layer.down.weight)
         activated = swiglu_backward_(d_activated, gate_up)  # which is now its own gradient
         _add_weight_gradient(layer.down, d_down, activated, run, gradients)
         normed_by = Normed(layer.post_norm, middle, scale)
@@ -127,7 +127,7 @@ def _feed_forward_backward_(
 
 
 def _heads(run: Pass, layer: DenseLayer, qkv: torch.Tensor) -> HeadViews:
-    """What attention reads, rotated: views of `qkv`, or where the heads are normed first, new queries and keys."""
+    """Inputs of attention, rotated: views of `qkv`, or where the heads are normed first, new queries and keys."""
     decoder = run.decoder
     if layer.q_norm is None or layer.k_norm is None:
         run.rotary.rotate_(_split_heads(decoder, qkv)[:, : decoder.num_heads + decoder.num_kv_heads])
@@ -175,8 +175,8 @@ def _norm_and_projection_backward(
 ) -> torch.Tensor:
     """Backward of projection(norm(x)), given its gradient `d_y`; adds that of x to `d_x` and returns it."""
     norm, x, scale = normed.norm, normed.x, normed.scale
-    d_y = run.products.operand(d_y)
-    d_normed = run.products.input_gradient(d_y, projection.weight)
+    d_y = run.matmul.operand(d_y)
+    d_normed = run.matmul.input_gradient(d_y, projection.weight)
     if gradients.wants(weights_of(projection)):
         _add_weight_gradient(projection, d_y, rms_norm(x, norm, scale), run, gradients)
     gradients.add((norm.weight,), rms_norm_backward_(d_x, d_normed, x, norm, scale))
@@ -186,7 +186,7 @@ def _norm_and_projection_backward(
 def _add_weight_gradient(
     projection: Projection, d_y: torch.Tensor, x: torch.Tensor, run: Pass, gradients: GradientBuffers
 ) -> None:
-    gradients.add_product(weights_of(projection), d_y, x, run.products)
+    gradients.add_matmul(weights_of(projection), d_y, x, run.matmul)
     if projection.bias is not None and gradients.wants(biases_of(projection)):
         gradients.add(biases_of(projection), d_y.sum(0, dtype=torch.promote_types(d_y.dtype, torch.float32)))
 

@@ -1,4 +1,4 @@
-"""What a decoder layer does between its matrix products: RMS norm, rotary embedding, SwiGLU, with their gradients.
+"""Pointwise operations of a decoder layer with their gradients: RMS norm, rotary embedding, SwiGLU.
 
 All work on [tokens, features] and walk over blocks of tokens that stay in the processor's cache, since what they cost
 is memory traffic. Formats and roundings are those of the families' modules: the norm is computed in float32 (or

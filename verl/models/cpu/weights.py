@@ -1,4 +1,4 @@
-"""The weights of a dense decoder of the Llama plan, as the straight-line forwards read them.
+"""The weights of a dense decoder of the Llama plan, as the fused forwards read them.
 
 The module stays what it is: its parameters, names and forward are untouched. Only their storage is arranged: the
 projections that read the same input (q, k, v; gate, up) lie back to back in one tensor, of which the parameters are

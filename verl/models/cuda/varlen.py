@@ -21,14 +21,14 @@ from verl.parallel.device import to_device
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from verl.models.packed import PrefixRun, Segment
+    from verl.models.packed import PackedSegment, PrefixRun
 
 _MULTIPLE = 8  # flash kernels read heads in vectors of 8 numbers
 _WIDEST_HEAD = 256
 
 
 class Spans(NamedTuple):
-    """Where the sequences lie. Sequence i has the queries [start_q[i], start_q[i + 1]) and the keys
+    """Positions of the sequences. Sequence i has the queries [start_q[i], start_q[i + 1]) and the keys
     [start_k[i], start_k[i + 1]), or, where `used_k` is given, the `used_k[i]` keys from start_k[i] on: keys may then be
     shared by sequences and lie anywhere. int32 on the device, start_q and start_k [sequences + 1], used_k [sequences];
     `max_q` and `max_k` bound the lengths."""
@@ -132,7 +132,7 @@ class VarlenPlan:
     `runs` are the responses that lie side by side and see one prompt: one sequence of the second call each.
     """
 
-    def __init__(self, segments: Sequence[Segment], runs: Sequence[PrefixRun], device: torch.device):
+    def __init__(self, segments: Sequence[PackedSegment], runs: Sequence[PrefixRun], device: torch.device):
         lengths = [s.length for s in segments]
         self.causal = spans_of(lengths, lengths, device)
         self.has_prefixes = bool(runs)

@@ -1,6 +1,6 @@
 """Collectives with a gradient, on tensors that a group of ranks computes together.
 
-In all of them every rank of the group goes on to the same loss, so that a gradient is either already whole or a part of a
+In all of them every rank of the group computes the same loss, so that a gradient is either already whole or a part of a
 sum; the names say which.
 """
 

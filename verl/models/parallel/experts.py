@@ -32,8 +32,8 @@ class DispatchedExperts(nn.Module):
         self.act_fn = whole.act_fn
         for name in ("gate_up_proj", "down_proj"):
             parameter = getattr(whole, name)
-            piece = parameter.detach().narrow(0, rank * self.num_local, self.num_local).contiguous()
-            self.register_parameter(name, nn.Parameter(piece, requires_grad=parameter.requires_grad))
+            part = parameter.detach().narrow(0, rank * self.num_local, self.num_local).contiguous()
+            self.register_parameter(name, nn.Parameter(part, requires_grad=parameter.requires_grad))
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor

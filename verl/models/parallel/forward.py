@@ -13,10 +13,10 @@ from torch import nn
 from verl.models.forward import decoder_states, head_transform
 from verl.models.log_probs import TokenStats, token_log_probs
 from verl.models.outputs import OUTPUTS, HeadInputs, statistics_wanted
-from verl.models.packed import PackedLayout, Segment
+from verl.models.packed import PackedLayout, PackedSegment
 from verl.models.packing import PackedBatch
 from verl.models.parallel.collectives import own_range
-from verl.models.parallel.sequence import take_piece
+from verl.models.parallel.sequence import take_slice
 from verl.models.parallel.vocabulary import parallel_log_probs
 
 
@@ -31,7 +31,7 @@ class ParallelModel(nn.Module):
 
     def forward(self, packed: PackedBatch, outputs: Sequence[str], temperature: float) -> dict[str, torch.Tensor]:
         """As verl.models.forward.packed_outputs; differentiable outputs have a graph even where nothing is predicted."""
-        part = take_piece(packed, self.sequence)
+        part = take_slice(packed, self.sequence)
         hidden = decoder_states(self.model.get_decoder(), part).index_select(0, part.hidden_index)
         statistics = partial(self._statistics, hidden, part.targets, outputs, temperature)
         inputs = HeadInputs(self.model, hidden, part.targets, temperature, statistics)
@@ -56,4 +56,4 @@ class ParallelModel(nn.Module):
 def empty_batch(shape: tuple[int, int], device: torch.device) -> PackedBatch:
     """One token and no prediction: what a rank computes when it only has to take part."""
     one, none = torch.zeros(1, 1, dtype=torch.int64, device=device), torch.empty(0, dtype=torch.int64, device=device)
-    return PackedBatch(one, one, PackedLayout([Segment(0, 1)]), none, none, none, none, shape)
+    return PackedBatch(one, one, PackedLayout([PackedSegment(0, 1)]), none, none, none, none, shape)

@@ -1,6 +1,6 @@
 """Ulysses sequence parallelism (Jacobs et al. 2023, arXiv:2309.14509) over packed batches with shared prompts.
 
-The tokens of a packed batch lie in equal pieces on the ranks of a group. Around attention, and only there, an all-to-all
+The tokens of a packed batch lie in equal slices on the ranks of a group. Around attention, and only there, an all-to-all
 turns "all heads of my tokens" into "all tokens of my heads" and back, so the layout inside attends as it does alone.
 """
 
@@ -32,10 +32,10 @@ def check_heads(config: Any, size: int, tensor_size: int = 1) -> None:
 
 
 class SequenceLayout:
-    """An AttentionLayout for a rank's piece of the tokens. `whole` knows all of them."""
+    """An AttentionLayout for a rank's slice of the tokens. `whole` knows all of them."""
 
-    def __init__(self, whole: PackedLayout, num_tokens: int, piece: int, group: dist.ProcessGroup):
-        self.whole, self.num_tokens, self.piece, self.group = whole, num_tokens, piece, group
+    def __init__(self, whole: PackedLayout, num_tokens: int, num_local: int, group: dist.ProcessGroup):
+        self.whole, self.num_tokens, self.num_local, self.group = whole, num_tokens, num_local, group
 
     def attend(
         self,
@@ -48,7 +48,7 @@ class SequenceLayout:
         sliding_window: int | None = None,
         softcap: float | None = None,
     ) -> torch.Tensor:
-        """As AttentionLayout.attend, with `piece` tokens in and out."""
+        """As AttentionLayout.attend, with `num_local` tokens in and out."""
         ranks = self.group.size()
         if k.shape[1] % ranks:  # fewer key-value heads than ranks: each rank gets a copy of the one it needs
             k, v = (x.repeat_interleave(ranks // x.shape[1], dim=1) for x in (k, v))
@@ -57,18 +57,18 @@ class SequenceLayout:
         return self._all_heads(out)
 
     def _all_tokens(self, x: torch.Tensor) -> torch.Tensor:
-        """[1, heads, piece, dim] -> [1, heads / ranks, num_tokens, dim]."""
+        """[1, heads, local, dim] -> [1, heads / ranks, num_tokens, dim]."""
         ranks = self.group.size()
-        heads_first = x[0].reshape(ranks, -1, *x.shape[2:])  # [ranks, heads / ranks, piece, dim]
+        heads_first = x[0].reshape(ranks, -1, *x.shape[2:])  # [ranks, heads / ranks, local, dim]
         mine = self._exchange(heads_first)
         return mine.transpose(0, 1).flatten(1, 2)[:, : self.num_tokens].unsqueeze(0)
 
     def _all_heads(self, out: torch.Tensor) -> torch.Tensor:
-        """[1, num_tokens, heads / ranks, dim] -> [1, piece, heads, dim]."""
+        """[1, num_tokens, heads / ranks, dim] -> [1, local, heads, dim]."""
         ranks = self.group.size()
-        padded = F.pad(out[0], (0, 0, 0, 0, 0, ranks * self.piece - self.num_tokens))
-        pieces = self._exchange(padded.unflatten(0, (ranks, self.piece)))  # [ranks, piece, heads / ranks, dim]
-        return pieces.transpose(0, 1).flatten(1, 2).unsqueeze(0)
+        padded = F.pad(out[0], (0, 0, 0, 0, 0, ranks * self.num_local - self.num_tokens))
+        slices = self._exchange(padded.unflatten(0, (ranks, self.num_local)))  # [ranks, local, heads / ranks, dim]
+        return slices.transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
     def _exchange(self, x: torch.Tensor) -> torch.Tensor:
         """x[r] goes to rank r; in its place comes what rank r had for this one."""
@@ -77,19 +77,19 @@ class SequenceLayout:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """What one rank computes of a packed batch. `hidden_index` and `targets` are of the predictions made here,
+class TokenSlice:
+    """One rank's tokens of a packed batch. `hidden_index` and `targets` are of the predictions made here,
     `counts[r]` is how many rank r makes; predictions are in the order of their tokens, `order` leads back."""
 
-    input_ids: torch.Tensor  # [1, piece]
-    position_ids: torch.Tensor  # [1, piece]
+    input_ids: torch.Tensor  # [1, local]
+    position_ids: torch.Tensor  # [1, local]
     layout: Any
     hidden_index: torch.Tensor
     targets: torch.Tensor
     counts: tuple[int, ...]
     order: torch.Tensor | None
     group: dist.ProcessGroup
-    noise: torch.Tensor | None  # [piece, hidden_size]
+    noise: torch.Tensor | None  # [local, hidden_size]
 
     def whole(self, values: torch.Tensor) -> torch.Tensor:
         """[predictions here] -> [all predictions], in the packed batch's order."""
@@ -98,11 +98,11 @@ class Piece:
         return gather_rows_with_grad(values, self.counts, self.group)[self.order]
 
 
-def take_piece(packed: PackedBatch, group: dist.ProcessGroup) -> Piece:
+def take_slice(packed: PackedBatch, group: dist.ProcessGroup) -> TokenSlice:
     """This rank's part of `packed`; all of it in a group of one."""
     ranks, rank = group.size(), group.rank()
     if ranks == 1:
-        return Piece(
+        return TokenSlice(
             packed.input_ids, packed.position_ids, packed.layout, packed.hidden_index, packed.targets,
             (len(packed.targets),), None, group, packed.noise,
         )  # fmt: skip
@@ -115,7 +115,7 @@ def take_piece(packed: PackedBatch, group: dist.ProcessGroup) -> Piece:
     by_owner = owner.sort(stable=True).indices
     here = by_owner[owner[by_owner] == rank]
     order = torch.empty_like(by_owner).scatter_(0, by_owner, torch.arange(len(by_owner), device=by_owner.device))
-    return Piece(
+    return TokenSlice(
         input_ids=mine(packed.input_ids),
         position_ids=mine(packed.position_ids),
         layout=SequenceLayout(packed.layout, packed.num_tokens, size, group),

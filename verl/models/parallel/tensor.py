@@ -28,7 +28,7 @@ _HEAD_NORMS = ("q_norm", "k_norm")
 
 
 class Division:
-    """How the parameters of a divided module came to be: `dims[name]` is the dimension that is split over the group;
+    """The division of a module's parameters: `dims[name]` is the dimension that is split over the group;
     parameters in `partial` are whole on each rank, but their gradients are parts of a sum."""
 
     def __init__(self) -> None:
@@ -114,8 +114,8 @@ def _cut(part: nn.Module, leaf: str, name: str, dim: int, group: dist.ProcessGro
     parameter = getattr(part, leaf)
     found.dims[f"{name}.{leaf}"] = dim
     first, count = own_range(parameter.shape[dim], group)
-    piece = parameter.detach().narrow(dim, first, count).contiguous()
-    setattr(part, leaf, nn.Parameter(piece, requires_grad=parameter.requires_grad))
+    shard = parameter.detach().narrow(dim, first, count).contiguous()
+    setattr(part, leaf, nn.Parameter(shard, requires_grad=parameter.requires_grad))
 
 
 class _Entrance:

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from verl.models.log_probs import Head, TokenStats
+from verl.models.log_probs import Head, TokenStats, logit_grad_
+from verl.models.matmul import Matmul
 
 _CHUNK_ELEMENTS = 1 << 25  # logits held at a time
 
@@ -73,6 +74,9 @@ class _ParallelLogProbs(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, bias, targets, lse, entropy, squared = ctx.saved_tensors
         grads, wide, chunk = grads[:3], lse.dtype, ctx.chunk
+        if all(g is None for g in grads):
+            return (None,) * 8
+        matmul = Matmul(hidden.dtype, hidden.device)
         d_hidden = torch.zeros(hidden.shape, dtype=wide, device=hidden.device)
         d_weight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if ctx.needs_input_grad[1] else None
         d_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and ctx.needs_input_grad[2] else None
@@ -81,10 +85,13 @@ class _ParallelLogProbs(torch.autograd.Function):
             part = slice(start, start + chunk)
             z = _logits(hidden[part], weight, bias, ctx.head, buffer)
             given = [None if g is None else g[part].unsqueeze(1) for g in grads]
-            dz = _logit_grad(z, targets[part], given, lse[part], entropy[part], squared[part], ctx.head)
+            column, owned = _owned(targets[part], z.shape[1])
+            stats = (lse[part], entropy[part], squared[part])
+            z.sub_(lse[part].unsqueeze(1))
+            logit_grad_(z, column.squeeze(1), given, stats, ctx.head, matmul, owned.unsqueeze(1))
             if d_bias is not None:
-                d_bias += dz.sum(dim=0)
-            dz = dz.to(hidden.dtype)
+                d_bias += z.sum(dim=0)
+            dz = z.to(hidden.dtype)
             d_hidden[part] = dz @ weight
             if d_weight is not None:
                 d_weight += dz.t() @ hidden[part]
@@ -101,14 +108,7 @@ def _logits(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, head: Head, out: torch.Tensor
 ) -> torch.Tensor:
     """Rows of this part's logits, in `out` [at least rows, part of the vocabulary]; returns the view that was filled."""
-    z = out[: len(hidden)]
-    z.copy_(hidden @ weight.t())
-    if bias is not None:
-        z.add_(bias)
-    z.mul_(head.logit_scale)
-    if head.softcap is not None:
-        z.div_(head.softcap).tanh_().mul_(head.softcap)
-    return z.div_(head.temperature)
+    return head.transform_(out[: len(hidden)].copy_(hidden @ weight.t()), bias)
 
 
 def _statistics(
@@ -130,36 +130,6 @@ def _statistics(
     total, chosen, weighted, squared = sums.unbind()
     lse = total.log() + peak
     return torch.stack([chosen - lse, lse, lse - weighted / total, squared / total.square(), (chosen >= peak).to(z)])
-
-
-def _logit_grad(
-    z: torch.Tensor,
-    targets: torch.Tensor,
-    grads: list[torch.Tensor | None],
-    lse: torch.Tensor,
-    entropy: torch.Tensor,
-    squared: torch.Tensor,
-    head: Head,
-) -> torch.Tensor:
-    """Gradient with respect to the raw logits of this part; formulas in verl.models.log_probs. Overwrites `z`."""
-    g_log_prob, g_entropy, g_squared = grads
-    final = z.clone() if head.softcap is not None else None
-    log_p = z.sub_(lse.unsqueeze(1))
-    p = log_p.exp()
-    factor = torch.zeros_like(p)
-    if g_entropy is not None:
-        factor.addcmul_(log_p + entropy.unsqueeze(1), g_entropy, value=-1)
-    if g_squared is not None:
-        factor.addcmul_(p - squared.unsqueeze(1), g_squared, value=2)
-    if g_log_prob is not None:
-        factor.sub_(g_log_prob)
-    dz = factor.mul_(p)
-    if g_log_prob is not None:
-        column, owned = _owned(targets, z.shape[1])
-        dz.scatter_add_(1, column, g_log_prob.where(owned.unsqueeze(1), 0.0).to(dz.dtype))
-    if final is not None and head.softcap is not None:
-        dz.mul_(1 - (final * (head.temperature / head.softcap)).square_())
-    return dz.mul_(head.logit_scale / head.temperature)
 
 
 def _owned(targets: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:

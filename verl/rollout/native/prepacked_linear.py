@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from verl.models.cpu.weights import Projection
-from verl.models.matmul import Products
+from verl.models.matmul import Matmul
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ def product(projection: Projection, *, prepack: bool, invariant: bool = False) -
 
 
 def _product(weight: torch.Tensor, bias: torch.Tensor | None, prepack: bool) -> Product:
-    in_place = Products(weight.dtype, weight.device)
+    in_place = Matmul(weight.dtype, weight.device)
     if prepack and weight.device.type == "cpu" and (weight.dtype == torch.float32 or in_place.widens):
         bias = None if bias is None else bias.float()
         if _can_prepack(*weight.shape):
@@ -96,7 +96,7 @@ def padding_cost(tiles: tuple[int, ...]) -> float:
 def tiles_of(weight: torch.Tensor, biased: bool, prepack: bool) -> tuple[int, ...]:
     """The cheapest set of tiles that give equal bits for weights like these; found once per process, shape and dtype."""
     outputs, inputs = weight.shape
-    widens = Products(weight.dtype, weight.device).widens
+    widens = Matmul(weight.dtype, weight.device).widens
     return _tiles(outputs, inputs, weight.dtype, biased, prepack, widens, torch.get_num_threads())
 
 
