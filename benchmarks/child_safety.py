@@ -84,8 +84,8 @@ def functions() -> Iterator[tuple[str, Any, str]]:
             (SampleTracker, "issue generate score train"),
         ],
         "guards": [
-            (Guards, "check_samples check_credit check_updates note"),
-            (StepGuard, "begin observe __call__ take"),
+            (Guards, "check_samples check_credit check_updates record"),
+            (StepGuard, "start_mini_batch observe __call__ pop_findings"),
             (trained, "figures_of_all"),
             (local, "random_state"),
         ],
@@ -155,9 +155,8 @@ def _proof(metrics: Path) -> dict[str, Any]:
 
 def _no_ledger(stack: ExitStack) -> None:
     """A tracker that only counts, and no file."""
-    from verl.programs import collect
+    from verl.programs import collect, ppo_program
     from verl.programs import ppo as program
-    from verl.run import resuming
     from verl.tracking.ledger.records import Offset
     from verl.tracking.ledger.tracker import SampleTracker
 
@@ -175,8 +174,8 @@ def _no_ledger(stack: ExitStack) -> None:
     for name in ("issued_prompts", "segments_of", "scores_of"):
         stack.enter_context(patch.object(collect, name, lambda rows, *_: rows))
     stack.enter_context(patch.object(program, "keys_of", lambda rows: rows))
-    stack.enter_context(patch.object(program, "SampleTracker", Counting))
-    stack.enter_context(patch.object(resuming, "begin_samples", lambda *_: []))
+    stack.enter_context(patch.object(ppo_program, "SampleTracker", Counting))
+    stack.enter_context(patch.object(ppo_program, "start_samples", lambda *_: []))
 
 
 def _no_guards(stack: ExitStack) -> None:

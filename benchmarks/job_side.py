@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,22 +14,17 @@ from workload import digest
 from verl.config import VerlConfig, load_config
 from verl.data_proto.metrics import metric_values
 from verl.errors import ConfigError
+from verl.programs.api import RunContext
 from verl.programs.ppo import PPO
-from verl.programs.state import TrainerState
+from verl.programs.ppo_data import PPOData, load_data
+from verl.programs.ppo_roles import PPORoles
 from verl.programs.validation import Validator
-from verl.run.host import RunData, load_data
-from verl.runtime.local import build_roles
-from verl.runtime.roles import Roles
+from verl.roles.api import Roles
+from verl.runtime.local import LocalRuntime
 from verl.tracking.spans import Spans
 
 
-class _NoTracker:
-    """Takes the samples of a validation, which nobody reads here."""
-
-    def samples(self, split: str, step: int, rows: Any) -> None: ...
-
-
-def open_job(config_file: str, overrides: Sequence[str]) -> tuple[VerlConfig, RunData]:
+def open_job(config_file: str, overrides: Sequence[str]) -> tuple[VerlConfig, PPOData]:
     """Config and data of the job in `config_file`. Raises ConfigError without training or held-out prompts."""
     config = load_config([*overrides, "trainer.device=cpu"], config_file).config
     data = load_data(config)
@@ -39,12 +35,12 @@ def open_job(config_file: str, overrides: Sequence[str]) -> tuple[VerlConfig, Ru
     return config, data
 
 
-def held_out_reward(config: VerlConfig, roles: Roles, data: RunData, step: int) -> dict[str, Any]:
+def held_out_reward(config: VerlConfig, roles: Roles, data: PPOData, step: int) -> dict[str, Any]:
     """Mean reward of the held-out prompts, sampled as val_kwargs say (the same random numbers in every call) and
     greedily."""
     assert data.validation is not None
     started = time.perf_counter()
-    found = Validator(config, roles, data.validation, data.tokenizer, _NoTracker()).run(step)  # type: ignore[arg-type]
+    found = Validator(config, PPORoles.of(roles), data.validation, data.tokenizer, lambda *_: None).run(step)
     return {
         "sampled": found["val/reward"],
         "greedy": found.get("val/greedy"),
@@ -58,8 +54,8 @@ def evaluate_folder(config_file: str, overrides: Sequence[str], folder: str, dty
     config, data = open_job(
         config_file, [*overrides, f"{group}.model.path={folder}", f"{group}.actor.fsdp_config.dtype={dtype}"]
     )
-    with closing(build_roles(config, total_steps=1, data_sources=data.data_sources, train=False)) as roles:
-        roles.rollout.publish(0)
+    runtime = LocalRuntime(config, PPO)
+    with closing(runtime.build_roles(total_steps=1, data_sources=data.data_sources, train=False)) as roles:
         return held_out_reward(config, roles, data, 0)
 
 
@@ -69,21 +65,21 @@ class JobSide:
     def __init__(self, config_file: str, overrides: Sequence[str]):
         self.config, self.data = open_job(config_file, overrides)
         self.spans = Spans()
-        self.roles = build_roles(
-            self.config,
-            total_steps=self.config.trainer.total_training_steps or 1,
-            data_sources=self.data.data_sources,
+        self.runtime = LocalRuntime(self.config, PPO)
+        self.roles = self.runtime.build_roles(
+            total_steps=self.config.trainer.total_training_steps or 1, data_sources=self.data.data_sources
         )
-        self.state = TrainerState.fresh(self.config)
-        self.roles.rollout.publish(0)
-        assert self.data.train is not None
-        self.program = PPO(self.config, self.roles, self.data.train, self.spans, lambda: None)
+        folder = Path(self.config.trainer.default_local_dir)
+        context = RunContext(folder, False, lambda value: value, lambda: None, self.spans, lambda *_: None)
+        self.program = PPO(self.config, self.data, self.roles, context)
+        self.num_steps = 0
+        self.program.weights.sync(0)
 
     def step(self) -> dict[str, Any]:
         """One training step, with its seconds."""
-        self.state.step += 1
+        self.num_steps += 1
         started = time.perf_counter()
-        result = self.program.step(self.state)
+        result = self.program.train(self.num_steps)
         seconds = time.perf_counter() - started
         spans, metrics = self.spans.take(), metric_values(result.metrics)
         columns = result.batch.batch
@@ -100,16 +96,18 @@ class JobSide:
 
     def evaluate(self) -> dict[str, Any]:
         """The held-out reward of the weights of now."""
-        found = held_out_reward(self.config, self.roles, self.data, self.state.step)
+        found = held_out_reward(self.config, self.roles, self.data, self.num_steps)
         self.spans.take()
         return found
 
     def facts(self) -> dict[str, Any]:
         """The layout of the run and the dtype of the weights that compute."""
+        assert self.runtime.workers is not None
+        module = self.runtime.workers.models["actor"].engine.module
         return {
             **self.roles.facts,
             "num_threads": torch.get_num_threads(),
-            "parameter_dtype": str(next(self.roles.actor.engine.module.parameters()).dtype).removeprefix("torch."),
+            "parameter_dtype": str(next(module.parameters()).dtype).removeprefix("torch."),
         }
 
     def close(self) -> None:

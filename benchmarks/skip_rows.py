@@ -21,6 +21,9 @@ from as_verb import as_verb
 from peer_env import ROOT
 from report import Report, number, series_of
 
+from verl.data_proto.future import Finished
+from verl.roles.objectives.policy import all_rows, rows_with_advantage
+
 MODES = {"all samples": False, "without zero advantages": True}
 
 
@@ -56,13 +59,13 @@ class Gradients:
 
 def gradients_of(actor: Any, batch: Any, rows: Any) -> dict[str, Any]:
     """Gradients of the first mini-batch, without a step."""
-    mini = next(actor.mini_batches(batch, actor.schedule.rows(len(batch), 0)[:1]))
+    mini = batch.select_idxs(actor.schedule.rows(len(batch), 0)[0])
     check = Gradients(actor.engine)
-    actor.objective.begin(0)
+    actor.objective.start_mini_batch(0, 0)
     actor.engine.train_batch(
-        mini, actor.objective, actor.objective.outputs, actor.micro, actor.temperature, check, rows=rows(mini)
+        mini, actor.objective, actor.objective.outputs, actor.spec.micro, actor.spec.temperature, check, rows=rows(mini)
     )
-    actor.objective.take_observed()
+    actor.objective.pop_observed()
     return check.found
 
 
@@ -83,30 +86,31 @@ def copied(engine: Any) -> Any:
 
 
 class BothWays:
-    """In place of the actor's `update`: the same batch trains both ways, and the run goes on from the second."""
+    """In place of the program's actor: the same batch trains both ways, and the run continues from the second."""
 
-    def __init__(self, actor: Any):
-        self.actor, self.update, self.schedule = actor, actor.update, actor.schedule
-        if not self.schedule.skips_zero_advantages:
+    def __init__(self, handle: Any, actor: Any):
+        self.forward, self.actor, self.schedule = handle.forward, actor, actor.schedule
+        if self.schedule.needed is not rows_with_advantage:
             raise SystemExit("This job computes all samples: its loss has a term on those without an advantage.")
         self.found: list[dict[str, Any]] = []
 
-    def __call__(self, batch: Any, step: int) -> Any:
+    def update(self, batch: Any, step: int) -> Any:
+        """See ModelHandle."""
         everything = gradients_of(self.actor, batch, lambda mini: None)
         found = {"gap": largest_gap(gradients_of(self.actor, batch, self.schedule.computed), everything)}
         del everything
         before = copied(self.actor.engine)
         for mode in list(MODES)[:: 1 if step % 2 else -1]:
             self.actor.engine.load_state(before)
-            self.actor.schedule = replace(self.schedule, skips_zero_advantages=MODES[mode])
+            self.actor.schedule = replace(self.schedule, needed=rows_with_advantage if MODES[mode] else all_rows)
             started = time.perf_counter()
-            updates = self.update(batch, step)
+            updates = self.actor.update(batch, step)
             found[mode] = time.perf_counter() - started
             if MODES[mode]:
                 found["skipped"] = updates.metrics()["actor/skipped_row_ratio"].value
         print(f"step {step}: {found}", file=sys.stderr, flush=True)
         self.found.append(found)
-        return updates
+        return Finished(updates)
 
 
 def run(options: argparse.Namespace) -> Report:
@@ -114,8 +118,8 @@ def run(options: argparse.Namespace) -> Report:
 
     job = JobSide(str(options.config.resolve()), options.ours)
     try:
-        actor = job.roles.actor
-        actor.update = both = BothWays(actor)
+        assert job.runtime.workers is not None
+        job.program.actor = both = BothWays(job.program.actor, job.runtime.workers.models["actor"])
         for _ in range(options.steps + 1):
             job.step()
         facts = {"job": options.config.name, **job.facts()}

@@ -5,7 +5,7 @@
 
 One process trains and generates, as `verl train` builds it. In turns, on the same weights:
 
-- in place: `publish` (random state and weights noted, version published, training caches freed), a short generation that is
+- in place: `sync` (random state and weights noted, version published, training caches freed), a short generation that is
   not timed, then `end_generation` (KV cache freed, weights compared, random state back). Bytes are those that reach tensors
   of the rollout engine which are not the training ones.
 - gather and copy: `gather_weights()` into a copy of the model that only generates, one tensor after the other.
@@ -57,20 +57,26 @@ def measure(arguments: argparse.Namespace, folder: Path) -> tuple[Report, bool]:
     import torch
 
     from verl.parallel.memory import keep_freed_memory
-    from verl.runtime.local import build_roles
+    from verl.programs.ppo import PPO
+    from verl.runtime.local import LocalRuntime
 
     keep_freed_memory()  # as every process of a run does
     config = _config(arguments, folder)
-    roles = build_roles(config, total_steps=1, data_sources=["none"])
+    runtime = LocalRuntime(config, PPO)
+    roles = runtime.build_roles(total_steps=1, data_sources=["none"])
     try:
-        engine, rollout = roles.actor.engine, roles.rollout
+        assert runtime.workers is not None
+        engine, rollout = runtime.workers.models["actor"].engine, runtime.workers.rollout
+        assert rollout is not None
+        assert roles.weights is not None
+        sync = roles.weights.sync
         replica = _replica(config)
         there: list[float] = []
         back: list[float] = []
         copied: list[float] = []
         for number_of_round in range(arguments.rounds):
             _change(engine)
-            there.append(_seconds(lambda version=number_of_round: rollout.publish(version)))
+            there.append(_seconds(lambda version=number_of_round: sync(version)))
             _generate(rollout)
             back.append(_seconds(rollout.end_generation))
             copied.append(_seconds(lambda: replica.load(engine.gather_weights())))
@@ -81,18 +87,18 @@ def measure(arguments: argparse.Namespace, folder: Path) -> tuple[Report, bool]:
         num_bytes = sum(p.nbytes for p in trained.values())
     finally:
         roles.close()
-    sides = {"publish": there, "end_generation": back, "gather and copy": copied}
+    sides = {"sync": there, "end_generation": back, "gather and copy": copied}
     return _report(arguments, {k: Series(tuple(v[1:])) for k, v in sides.items()}, moved, num_bytes), same and not moved
 
 
 def _report(arguments: argparse.Namespace, found: dict[str, Series], moved: int, num_bytes: int) -> Report:
-    both = Series(tuple(a + b for a, b in zip(found["publish"].values, found["end_generation"].values, strict=True)))
+    both = Series(tuple(a + b for a, b in zip(found["sync"].values, found["end_generation"].values, strict=True)))
     facts = {"model": arguments.model.name, "dtype": arguments.dtype, "rounds that count": arguments.rounds - 1}
     report = Report("The switch in one process", facts=facts)
     rows = [
         [name, number(1000 * s.median), number(1000 * max(s.values)), f"{size:,}"]
         for name, s, size in (
-            ("to generation: publish", found["publish"], moved),
+            ("to generation: sync", found["sync"], moved),
             ("to training: end_generation", found["end_generation"], 0),
             ("both ways, in place", both, moved),
             ("gather and copy", found["gather and copy"], num_bytes),

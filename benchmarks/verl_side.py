@@ -15,10 +15,11 @@ from workload import Workload, digest
 from verl.config import VerlConfig, load_config
 from verl.data_proto.proto import DataProto
 from verl.data_proto.samples import Completion, PromptRequest, SamplingParams
+from verl.programs.api import RunContext
 from verl.programs.ppo import PPO
-from verl.programs.state import TrainerState
-from verl.run.host import load_data
-from verl.runtime.local import build_roles, sampling_params
+from verl.programs.ppo_data import load_data
+from verl.roles.rollout import sampling_params
+from verl.runtime.local import LocalRuntime
 from verl.tracking.spans import Spans
 
 # The prompt's text is the prompt: a template around it would make the two sides' tokens differ.
@@ -84,19 +85,22 @@ class VerlSide:
         assert data.train is not None
         self.loader = data.train
         self.spans = Spans()
-        self.roles = build_roles(self.config, total_steps=work.num_steps, data_sources=data.data_sources)
-        self.state = TrainerState.fresh(self.config)
-        self.roles.rollout.publish(0)
-        self.program = PPO(self.config, self.roles, self.loader, self.spans, lambda: None)
-        assert self.roles.actor is not None
-        self.actor = self.roles.actor
+        runtime = LocalRuntime(self.config, PPO)
+        self.roles = runtime.build_roles(total_steps=work.num_steps, data_sources=data.data_sources)
+        context = RunContext(folder, False, lambda value: value, lambda: None, self.spans, lambda *_: None)
+        self.program = PPO(self.config, data, self.roles, context)
+        self.num_steps = 0
+        self.program.weights.sync(0)
+        assert runtime.workers is not None
+        assert runtime.workers.rollout is not None
+        self.actor, self.rollout = runtime.workers.models["actor"], runtime.workers.rollout
         self.probe = WeightProbe(self.actor.engine.module)
 
     def step(self) -> dict[str, Any]:
         """One step as the trainer takes it, with the seconds of its phases."""
-        self.state.step += 1
+        self.num_steps += 1
         started = time.perf_counter()
-        result = self.program.step(self.state)
+        result = self.program.train(self.num_steps)
         seconds = time.perf_counter() - started
         spans = self.spans.take()
         train_s = spans["update_actor"] + spans["update_weights"]
@@ -112,8 +116,8 @@ class VerlSide:
     def log_prob_gap(self) -> float:
         """The largest difference between a sampled log-prob and the training forward's on the same token, over one
         generated batch."""
-        batch = self.program.collect(self.state)[0].batch
-        trained = self.actor.log_probs(batch).batch["old_log_probs"]
+        batch = self.program.collect(self.num_steps)[0].batch
+        trained = self.actor.forward(batch, {"log_probs": "trained"}).batch["trained"]
         mask = batch.batch["response_mask"]
         return float((trained - batch.batch["rollout_log_probs"])[mask].abs().max())
 
@@ -131,8 +135,8 @@ class VerlSide:
 
     def generate(self, requests: list[PromptRequest], params: SamplingParams, step: int) -> list[Completion]:
         """What the rollout role calls, without the scoring."""
-        completions = self.roles.rollout.engine.generate(requests, params, step=step)
-        self.roles.rollout.end_generation()
+        completions = self.rollout.engine.generate(requests, params, step=step)
+        self.rollout.end_generation()
         return completions
 
     def facts(self) -> dict[str, Any]:

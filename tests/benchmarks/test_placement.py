@@ -53,7 +53,7 @@ def test_rows_and_tokens_fill_the_same_memory(common):
 
 
 def test_prompts_have_the_asked_lengths_and_are_all_different(common):
-    from verl.run.host import load_data
+    from verl.programs.ppo_data import load_data
 
     loader = load_data(load_config(common).config).train
     for step in range(2):

@@ -26,7 +26,7 @@ def test_prompts_survive_our_encoder(tokenizer, tiny_llama, tmp_path):
     from verl_side import overrides_of, write_prompts
 
     from verl.config import load_config
-    from verl.run.host import load_data
+    from verl.programs.ppo_data import load_data
 
     texts = make_prompts(tokenizer, count=4, num_tokens=9, seed=3)
     work = Workload(str(tiny_llama), "float32", 2, 4, 9, 6, num_steps=2, prompts=texts)

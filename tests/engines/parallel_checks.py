@@ -26,7 +26,7 @@ from verl.models.load import load_causal_lm
 from verl.models.tiny import make_tiny_model
 from verl.parallel.device import CPU_BF16
 from verl.parallel.traffic import TRAFFIC
-from verl.roles.objectives import PolicyObjective
+from verl.roles.objectives.policy import PolicyObjective
 
 OUTPUTS = {"lm": ("log_probs", "entropy"), "token_value": ("values",)}
 

@@ -11,9 +11,7 @@ from verl.algorithms.policy_losses.terms import is_zero_without_advantage
 from verl.algorithms.reduce import LOSS_AGG_MODES
 from verl.config import (
     ActorConfig,
-    CheckpointConfig,
     FSDPConfig,
-    GuardsConfig,
     ModelConfig,
     OptimConfig,
     RolloutCorrectionConfig,
@@ -22,10 +20,9 @@ from verl.data_proto.proto import DataProto
 from verl.engines.api import MicroBatching, whole
 from verl.engines.local import LocalEngine
 from verl.models.tiny import make_tiny_model
-from verl.roles.objectives import PolicyObjective, skips_zero_advantages
-from verl.roles.policy import ActorWorker
-from verl.roles.step_guard import StepGuard
-from verl.roles.trained import Keeping
+from verl.roles.api import RoleSpec
+from verl.roles.model import ModelRole
+from verl.roles.objectives.policy import PolicyObjective, all_rows, rows_with_advantage, skips_zero_advantages
 from verl.roles.updates import MiniBatchSchedule
 
 BUILT_IN = [name for name in POLICY_LOSSES if not name.startswith("test_")]
@@ -76,18 +73,19 @@ def make_config(mode="vanilla", **changes):
 
 def make_actor(engine, config, micro=MicroBatching(max_tokens=40)):
     correction = RolloutCorrectionConfig()
-    schedule = MiniBatchSchedule(len(make_batch()), 1, False, 0, skips_zero_advantages(config, correction))
-    return ActorWorker(
-        engine,
-        config,
-        PolicyObjective(config, correction, max_response_length=8),
+    needed = rows_with_advantage if skips_zero_advantages(config, correction) else all_rows
+    spec = RoleSpec(
+        "actor",
+        "lm",
+        ModelConfig(),
+        FSDPConfig(),
+        OptimConfig(),
+        lambda guard: PolicyObjective(config, correction, max_response_length=8),
         micro=micro,
-        log_prob_micro=micro,
-        temperature=1.0,
-        schedule=schedule,
-        keeping=Keeping("actor", CheckpointConfig(), lambda folder: None),
-        guard=StepGuard(GuardsConfig()),
+        forward_micro=micro,
+        schedule=MiniBatchSchedule(needed=needed),
     )
+    return ModelRole(spec, engine, lambda folder: None)
 
 
 class Gradients:
@@ -106,7 +104,7 @@ class Gradients:
 
 def gradients(engine, config, batch, micro, rows):
     objective = PolicyObjective(config, RolloutCorrectionConfig(), max_response_length=8)
-    objective.begin(0)
+    objective.start_mini_batch(0, 0)
     check = Gradients(engine)
     metrics = engine.train_batch(batch, objective, objective.outputs, micro, 1.2, check, rows=rows)
     return check.found, metrics
@@ -182,7 +180,9 @@ def test_updates_report_the_share_and_metrics_of_computed_rows(folder):
     batch = make_batch()
     engine = make_engine(folder)
     mask = batch.batch["response_mask"]
-    entropy = make_actor(engine, config).log_probs(batch).batch["entropys"][kept][mask[kept]].mean()
+    entropy = (
+        make_actor(engine, config).forward(batch, {"entropy": "entropys"}).batch["entropys"][kept][mask[kept]].mean()
+    )
     updates = make_actor(engine, config).update(batch, 1)
     found = {name: metric.value for name, metric in updates.metrics().items()}
     assert found["actor/skipped_row_ratio"] == pytest.approx(len(silent) / sum(SIZES))

@@ -1,5 +1,5 @@
 """vLLM and memory of a GPU: new weights by buckets there, which the engine opens or refuses; who is asleep; whose GPU is meant.
-The GPU, vLLM and its processes are driver."""
+The GPU, vLLM and its processes are simulated."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -14,13 +14,14 @@ from verl.config import RolloutConfig, load_config
 from verl.errors import ConfigError, ModelError
 from verl.parallel.placement import Placement
 from verl.parallel.serialize import to_bytes
+from verl.programs.ppo_roles import ppo_roles
 from verl.reshard.device_memory import DeviceSender, read
 from verl.rollout.api import ENGINES
 from verl.rollout.vllm import engine
 from verl.rollout.vllm.core import Core, undisturbed
 from verl.rollout.vllm.settings import make_setup
 from verl.rollout.vllm.weights import _OWN_READERS, OwnWeightReceiver, WeightReceiver
-from verl.runtime.rank import Seat
+from verl.runtime.rank import RankContext
 from verl.runtime.rank_workers import _with_device_names
 from verl.runtime.weight_copies import KeptBuckets, own_copy
 
@@ -200,9 +201,10 @@ def test_ranks_tell_each_other_their_gpus(size, device, expected, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
     given = ["rollout.name=vllm", f"rollout.tensor_model_parallel_size={size}"]
     config = load_config([f"actor_rollout_ref.{key}" for key in given], check=False).config
-    seat = Seat(config, Placement.from_roles({}, 2), 0, torch.device(device), 1, [])
+    placement = Placement.from_roles({}, 2)
+    context = RankContext(config, ppo_roles(config), placement, 0, torch.device(device), 1, [])
     comm = SimpleNamespace(all_gather=lambda mine: [mine, to_bytes("7")])
-    assert _with_device_names(seat, comm).device_names == expected
+    assert _with_device_names(context, comm).device_names == expected
 
 
 def test_what_gpus_draw_is_not_changed_by_a_start(monkeypatch):

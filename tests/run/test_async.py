@@ -1,5 +1,6 @@
 """Samples made ahead of training: which weights made what, what trains when, that nothing is too old, and resuming."""
 
+import functools
 import json
 import math
 
@@ -8,11 +9,13 @@ import torch
 
 from tests.run.conftest import Run
 from tests.run.test_resume import weights
+from verl.data_proto.future import Finished
 from verl.errors import ConfigError
 from verl.programs.ppo import PPO
 from verl.programs.ppo_async import age_metrics
 from verl.roles.rollout import RolloutWorker
-from verl.run.loop import Loop
+from verl.runtime import local
+from verl.runtime.local import LocalRuntime
 
 PREFETCH = "actor_rollout_ref.rollout.prefetch_num"
 PARTIAL = "actor_rollout_ref.rollout.partial_rollout=True"
@@ -24,9 +27,9 @@ STEPS = "trainer.total_training_steps=5"
 def batches(monkeypatch):
     """The batch of every step."""
     found = []
-    original = Loop._metrics
+    original = PPO._step_result
     monkeypatch.setattr(
-        Loop, "_metrics", lambda self, result, s: (found.append(result.batch), original(self, result, s))[1]
+        PPO, "_step_result", lambda self, result: (found.append(result.batch), original(self, result))[1]
     )
     return found
 
@@ -98,6 +101,7 @@ def test_generation_has_ended_whenever_something_trains(tiny_run, monkeypatch):
     def noted(owner, name, word):
         original = getattr(owner, name)
 
+        @functools.wraps(original)  # with what @register has noted
         def call(self, *args, **kwargs):
             order.append(word)
             return original(self, *args, **kwargs)
@@ -105,7 +109,7 @@ def test_generation_has_ended_whenever_something_trains(tiny_run, monkeypatch):
         monkeypatch.setattr(owner, name, call)
 
     noted(RolloutWorker, "generate", "generation")
-    noted(RolloutWorker, "go_on", "generation")
+    noted(RolloutWorker, "resume_generation", "generation")
     noted(RolloutWorker, "end_generation", "end")
     noted(PPO, "update", "update")
     tiny_run(f"{PREFETCH}=2", PARTIAL)
@@ -115,28 +119,34 @@ def test_generation_has_ended_whenever_something_trains(tiny_run, monkeypatch):
 
 def test_sampled_log_probs_of_parts_are_those_of_their_weights(tiny_run, batches, monkeypatch):
     """Each part's log-probs equal a forward pass under the version that made it."""
-    kept, step_of = {}, []
+    kept, runtimes = {}, []
     original = PPO.update
 
-    def update(self, result, state):
+    def update(self, result, step):
         if not kept:
-            kept[0] = module_copy(self)
-        original(self, result, state)
-        kept[state.weight_version] = module_copy(self)
+            kept[0] = module_copy()
+        original(self, result, step)
+        kept[self.weight_version] = module_copy()
 
-    def module_copy(program):
-        step_of.append(program)
-        return {n: p.detach().clone() for n, p in program.roles.actor.engine.module.named_parameters()}
+    def build_roles(self, **arguments):
+        runtimes.append(self)
+        return built(self, **arguments)
 
+    def module_copy():
+        module = runtimes[-1].workers.models["actor"].engine.module
+        return {n: p.detach().clone() for n, p in module.named_parameters()}
+
+    built = LocalRuntime.build_roles
+    monkeypatch.setattr(LocalRuntime, "build_roles", build_roles)
     monkeypatch.setattr(PPO, "update", update)
     tiny_run(f"{PREFETCH}=1", PARTIAL, "trainer.total_training_steps=3", "actor_rollout_ref.rollout.ignore_eos=True")
-    batch, actor = batches[-1], step_of[-1].roles.actor
+    batch, actor = batches[-1], runtimes[-1].workers.models["actor"]
     found = batch.batch["rollout_log_probs"]
     for version in (1, 2):
         with torch.no_grad():
             for name, parameter in actor.engine.module.named_parameters():
                 parameter.copy_(kept[version][name])
-        ours = actor.log_probs(batch).batch["old_log_probs"]
+        ours = actor.forward(batch, {"log_probs": "ours"}).batch["ours"]
         made = batch.batch["token_weight_version"] == version
         assert made.sum() == len(batch) * 3
         torch.testing.assert_close(found[made], ours[made], atol=1e-4, rtol=1e-4)
@@ -168,7 +178,7 @@ def test_a_step_that_was_abandoned_is_taken_again_alike(tiny_run, monkeypatch):
     def stop_in_step_3(self, result):
         if result.batch.batch["ordinal"].min() == 8 and not stopped:
             stopped.append(True)
-            from verl.run.interrupt import StopRequested
+            from verl.run.loop import StopRequested
 
             raise StopRequested
         original(self, result)
@@ -204,7 +214,7 @@ def test_a_queue_of_another_run_is_made_anew(tiny_run, batches, caplog):
     tiny_run(f"{PREFETCH}=2", *first, folder="changed")
     batches.clear()
     tiny_run(f"{PREFETCH}=2", "trainer.total_training_steps=3", "data.max_response_length=5", folder="changed")
-    assert "made anew" in caplog.text
+    assert "sampled again" in caplog.text
     assert batches[0].batch["responses"].shape[1] == 5
 
 
@@ -255,20 +265,17 @@ def test_a_slow_rollout_changes_no_sample(tiny_run, monkeypatch):
     """Answers that come late, as from devices of their own: the same samples train in the same steps."""
     at_once = tiny_run(f"{PREFETCH}=2", PARTIAL, STEPS, folder="at once")
 
-    class Later:
-        def __init__(self, made):
-            self.made, self.asked = made, 0
+    class Later(Finished):
+        waited = False
 
         def ready(self):
-            return self.asked > 1
+            return self.waited
 
         def get(self):
-            self.asked += 1
-            return self.made
+            self.__dict__["waited"] = True
+            return self.value
 
-    for name in ("generate", "go_on"):
-        original = getattr(RolloutWorker, name)
-        monkeypatch.setattr(RolloutWorker, name, lambda self, *a, _f=original, **k: Later(_f(self, *a, **k)))
+    monkeypatch.setattr(local, "Finished", Later)
     assert tiny_run(f"{PREFETCH}=2", PARTIAL, STEPS, folder="late").repeatable == at_once.repeatable
     assert isinstance(at_once, Run)
     assert json.loads((at_once.folder / "timeline.jsonl").read_text().splitlines()[0])["of"] == 5

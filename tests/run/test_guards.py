@@ -1,5 +1,6 @@
 """Numbers that go wrong, injected into a tiny run: every guard with every action, and what the run does then."""
 
+import functools
 import json
 import logging
 import math
@@ -17,14 +18,15 @@ from verl.config.sections.guards import GuardConfig, GuardsConfig, NonfiniteGuar
 from verl.engines.api import whole
 from verl.errors import ConfigError, NumericsError
 from verl.programs import ppo as program_file
-from verl.programs.guards import Guards, RollBack
+from verl.programs.api import RunContext
+from verl.programs.guards import Guards, RollBackPrompts
 from verl.programs.ppo import PPO
-from verl.programs.state import TrainerState
-from verl.roles.objectives import PolicyObjective
+from verl.programs.ppo_data import load_data
+from verl.roles.model import ModelRole
+from verl.roles.objectives.policy import PolicyObjective
 from verl.roles.reward import RewardWorker
 from verl.roles.step_guard import Finding, StepGuard, merge_findings
-from verl.run.host import load_data
-from verl.runtime.local import build_roles
+from verl.runtime.local import LocalRuntime
 from verl.tracking.spans import Spans
 
 # Two optimizer steps a batch: old log-probs are then the sampler's. A reference policy, a schedule, and a controller that an
@@ -43,29 +45,34 @@ SETTINGS = (
 class Bench:
     """One set of roles; each step may have guards of its own."""
 
-    def __init__(self, overrides):
+    def __init__(self, overrides, folder):
         self.config = load_config(overrides).config
         data = load_data(self.config)
-        self.roles = build_roles(self.config, total_steps=1000, data_sources=data.data_sources)
-        self.program = PPO(self.config, self.roles, data.train, Spans(), lambda: None)
-        self.state = TrainerState.fresh(self.config)
-        self.roles.rollout.publish(0)
+        runtime = LocalRuntime(self.config, PPO)
+        self.roles = runtime.build_roles(total_steps=1000, data_sources=data.data_sources)
+        self.actor, self.reference = runtime.workers.models["actor"], runtime.workers.models["reference"]
+        context = RunContext(folder, False, lambda value: value, lambda: None, Spans(), lambda *_: None)
+        self.program = PPO(self.config, data, self.roles, context)
+        self.num_steps = 0
+        self.roles.weights.sync(0)
 
     def step(self, guards):
+        """The rows and metrics of a step."""
         self.program.guards = Guards(guards)
-        self.roles.actor.guard = self.roles.actor.objective.guard = StepGuard(guards)
-        self.state.step += 1
-        return self.program.step(self.state)
+        guard = self.actor.guard = StepGuard(guards)
+        self.actor.objective = self.actor.spec.objective(guard)
+        self.num_steps += 1
+        return self.program.step(self.num_steps)
 
     def holds(self):
         """Everything that a step which is left out must leave alone, as bytes and numbers."""
-        state = self.roles.actor.engine.state()
+        state = self.actor.engine.state()
         tensors = {**state.model, **{f"optimizer/{k}": v for k, v in state.optimizer.items()}}
         return {
             **{name: whole(t).numpy().tobytes() for name, t in tensors.items()},
             "extra": dict(state.extra),
             "random": torch.get_rng_state().numpy().tobytes(),
-            "controller": self.state.kl_controller.state_dict(),
+            "controller": self.program.kl_controller.state_dict(),
         }
 
 
@@ -79,9 +86,9 @@ def bench(tiny_llama, tiny_task, tmp_path_factory):
             *("data.max_prompt_length=64", "data.max_response_length=6", f"{group}.actor.optim.lr=0.002"),
             *(f"{group}.actor.fsdp_config.dtype=float32", "reward.num_workers=1"),
             f"reward.custom_reward_function.path={tiny_task}/reward.py",
-            f"trainer.default_local_dir={tmp_path_factory.mktemp('guards')}",
             *SETTINGS,
-        ]
+        ],
+        tmp_path_factory.mktemp("guards"),
     )
     yield made
     made.roles.close()
@@ -91,11 +98,19 @@ def after(monkeypatch, owner, name, change):
     """`change(result)` on what the method returns."""
     original = getattr(owner, name)
 
+    @functools.wraps(original)  # with what @register has noted
     def call(*args, **kwargs):
         result = original(*args, **kwargs)
         return change(result) or result
 
     monkeypatch.setattr(owner, name, call)
+
+
+def after_reference(monkeypatch, change):
+    """`change(columns)` on what the reference policy computes."""
+    after(
+        monkeypatch, ModelRole, "forward", lambda found: change(found) if "ref_log_prob" in found.batch.keys() else None
+    )
 
 
 def put(column, value, row=5):
@@ -146,7 +161,7 @@ CASES = {
     "sampled log-prob": ("nonfinite", None,
                          lambda b, m: after(m, b.program, "collect", lambda r: put("rollout_log_probs", -math.inf)(r[0].batch)),
                          r"rollout_log_probs is not finite \(-inf\) .*sample 1: -inf"),
-    "reference": ("nonfinite", None, lambda b, m: after(m, b.roles.reference, "log_probs", put("ref_log_prob", math.nan)),
+    "reference": ("nonfinite", None, lambda b, m: after_reference(m, put("ref_log_prob", math.nan)),
                   "ref_log_prob is not finite"),
     "advantage": ("nonfinite", None,
                   lambda b, m: after(m, program_file, "compute_advantage", lambda f: (f[0] / 0.0, f[1])),
@@ -159,7 +174,7 @@ CASES = {
                   r"KL to the old policy .*mini-batch 1 .*sample 3: "),
     "ratio": ("ratio", 2.0, lambda b, m: after(m, b.program, "collect", shift_samplers), "ratio .* is 2.7"),
     "mismatch": ("mismatch", 0.001, lambda b, m: after(m, b.program, "collect", shift_samplers), "sampler's probability"),
-    "reference_kl": ("reference_kl", 0.4, lambda b, m: after(m, b.roles.reference, "log_probs", move_reference),
+    "reference_kl": ("reference_kl", 0.4, lambda b, m: after_reference(m, move_reference),
                      r"KL to the reference policy .*in the batch, 1 sample \(prompt \d+ sample 3: "),
     "entropy": ("entropy", 100.0, None, "entropy is .*beyond trainer.guards.entropy.limit=100"),
 }  # fmt: skip
@@ -180,7 +195,8 @@ def guards_with(guard, limit, action):
 def case(request, bench, monkeypatch):
     guard, limit, inject, words = CASES[request.param]
     if request.param in ALL_MINI_BATCHES:  # then the one mini-batch is the whole batch
-        monkeypatch.setattr(bench.roles.actor, "schedule", replace(bench.roles.actor.schedule, size=16))
+        group = bench.roles.models["actor"]
+        monkeypatch.setattr(group, "schedule", replace(group.schedule, size=16))
     if inject is not None:
         inject(bench, monkeypatch)
     return guard, limit, words
@@ -195,13 +211,13 @@ def test_skip_leaves_everything_as_it_was(bench, case, caplog):
     assert bench.program.samples.cursor == ordinal + 4  # the prompts are not asked again
     assert "The batch is left out" in caplog.text
     assert re.search(words, result.skipped), result.skipped
-    assert result.metrics["training/skipped_batches"].value == 1
+    assert result.metrics["training/skipped_batches"] == 1
 
 
 def test_roll_back_says_where_to_go_on(bench, case):
     guard, limit, words = case
     before, ordinal = bench.holds(), bench.program.samples.cursor
-    with pytest.raises(RollBack, match=words) as caught:
+    with pytest.raises(RollBackPrompts, match=words) as caught:
         bench.step(guards_with(guard, limit, "rollback"))
     assert caught.value.next_ordinal == ordinal + 4
     held = bench.holds()
@@ -246,7 +262,7 @@ def test_one_bad_mini_batch_of_two_costs_that_one_alone(bench, monkeypatch):
 
     def call(self, outputs, batch, totals):
         loss, metrics = original(self, outputs, batch, totals)
-        return (loss * math.nan if bench.roles.actor.guard._mini_batch == 1 else loss), metrics
+        return (loss * math.nan if bench.actor.guard._mini_batch == 1 else loss), metrics
 
     monkeypatch.setattr(PolicyObjective, "__call__", call)
     before = bench.holds()
@@ -255,7 +271,7 @@ def test_one_bad_mini_batch_of_two_costs_that_one_alone(bench, monkeypatch):
     assert held["extra"]["num_optimizer_steps"] == before["extra"]["num_optimizer_steps"] + 1
     assert held["extra"]["num_lr_steps"] == before["extra"]["num_lr_steps"] + 1
     assert not result.skipped
-    assert result.metrics["actor/num_skipped_updates"].value == 1
+    assert result.metrics["actor/num_skipped_updates"] == 1
 
 
 def test_findings_of_ranks_become_one():
@@ -361,7 +377,6 @@ def test_rollback_needs_samples_of_now(tiny_overrides):
         load_config([*tiny_overrides, *given])
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_two_ranks_refuse_the_same_steps(tiny_overrides, tiny_llama, tmp_path):
     """`python -m pytest tests/run/test_guards.py -m slow`: every step is refused by a limit that nothing keeps; the weights

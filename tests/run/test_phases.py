@@ -6,9 +6,10 @@ import pytest
 
 from verl.config import load_config
 from verl.errors import ConfigError, ModelError
+from verl.programs.ppo_roles import ppo_roles
+from verl.roles.api import Roles
 from verl.roles.rollout import RolloutWorker
 from verl.run.schedule import Phases, by_role, scheduler_of
-from verl.runtime.rank import engine_section
 from verl.trainer import DynamicConfigScheduler
 
 ACTOR = "actor_rollout_ref.actor.fsdp_config"
@@ -30,7 +31,9 @@ def test_a_value_holds_until_another_phase_changes_it():
 
 def test_keys_are_those_of_a_role():
     values = {"batch_group_size": 2, "fsdp_config.chunk_size": 7, "critic.fsdp.batch_group_size": 3}
-    assert by_role(values) == {"actor": {"batch_group_size": 2, "chunk_size": 7}, "critic": {"batch_group_size": 3}}
+    config = load_config(["actor_rollout_ref.model.path=x", "algorithm.adv_estimator=gae"], check=False).config
+    found = by_role(values, ppo_roles(config).models)
+    assert found == {"actor": {"batch_group_size": 2, "chunk_size": 7}, "critic": {"batch_group_size": 3}}
 
 
 @pytest.mark.parametrize(
@@ -39,7 +42,7 @@ def test_keys_are_those_of_a_role():
         ([{"from_step": 0, "changes": {}}], "from_step=0 must be"),
         ([{"step": 3, "changes": {}}], r"dynamic_config\[0\] must be"),
         ([{"from_step": 1, "changes": {"batch_grop_size": 2}}], "did you mean 'batch_group_size'"),
-        ([{"from_step": 1, "changes": {"actor.optim.lr": 2}}], "no key that can change"),
+        ([{"from_step": 1, "changes": {"actor.optim.lr": 2}}], "'lr' is no key that can change"),
         ([{"from_step": 1, "changes": {"layer_per_group": 2}}], "fixed when the model is sharded"),
         ([{"from_step": 1, "changes": {"batch_group_size": 0}}], "at least 1"),
         ([{"from_step": 1, "changes": {"enable_chunked_attention": 1}}], "True or False"),
@@ -64,58 +67,58 @@ def hybrid(tiny_overrides):
     return load_config([*tiny_overrides, f"{ACTOR}.use_3d_hybrid=True", f"{ACTOR}.batch_group_size=3"]).config
 
 
-def phases_of(scheduler, roles, config):
-    return Phases(scheduler, roles, config, from_leader=lambda value: value)
+def phases_of(scheduler, config):
+    """The phases, and the actor that is told of them."""
+    specs = ppo_roles(config).models
+    roles = Roles({spec.name: Worker() for spec in specs}, specs=specs)
+    return Phases(scheduler, roles, broadcast=lambda value: value), roles.models["actor"]
 
 
 def test_only_changes_reach_the_engines(hybrid):
-    roles = SimpleNamespace(actor=Worker(), critic=None, reference=None)
-    phases = phases_of(DynamicConfigScheduler(SEED_PHASES), roles, hybrid)
+    phases, actor = phases_of(DynamicConfigScheduler(SEED_PHASES), hybrid)
     for step in (99, 100, 101, 102, 5001):
-        phases.begin(step)
-    assert roles.actor.calls == [
+        phases.start_step(step)
+    assert actor.calls == [
         {"batch_group_size": 1},
         {"batch_group_size": 4},
         {"enable_chunked_attention": False},
     ]
-    assert phases.figures() == {
+    assert phases.metrics() == {
         "training/dynamic_config/actor/batch_group_size": 4.0,
         "training/dynamic_config/actor/enable_chunked_attention": 0.0,
     }
     phases.scheduler.set({"critic.fsdp.batch_group_size": 2})
-    with pytest.raises(ConfigError, match="this run has no such role"):
-        phases.begin(5002)
+    with pytest.raises(ConfigError, match="critic.fsdp.batch_group_size is no key of this run"):
+        phases.start_step(5002)
 
 
 def test_what_is_not_said_any_more_is_as_configured(hybrid):
     """By a scheduler that speaks of one step only, and after a step back to before a phase."""
-    roles = SimpleNamespace(actor=Worker(), critic=None, reference=None)
     once = SimpleNamespace(values=lambda step: {"batch_group_size": 8} if step == 2 else {})
-    phases = phases_of(once, roles, hybrid)
+    phases, actor = phases_of(once, hybrid)
     for step in (1, 2, 3, 4):
-        phases.begin(step)
-    assert roles.actor.calls == [{"batch_group_size": 8}, {"batch_group_size": 3}]
-    roles.actor.calls.clear()
-    phases = phases_of(DynamicConfigScheduler([{"from_step": 4, "changes": {"chunk_size": 9}}]), roles, hybrid)
+        phases.start_step(step)
+    assert actor.calls == [{"batch_group_size": 8}, {"batch_group_size": 3}]
+    phases, actor = phases_of(DynamicConfigScheduler([{"from_step": 4, "changes": {"chunk_size": 9}}]), hybrid)
     for step in (4, 3, 4):
-        phases.begin(step)
-    default = engine_section(hybrid, "actor").chunk_size
-    assert roles.actor.calls == [{"chunk_size": 9}, {"chunk_size": default}, {"chunk_size": 9}]
+        phases.start_step(step)
+    default = ppo_roles(hybrid).models[0].engine.chunk_size
+    assert actor.calls == [{"chunk_size": 9}, {"chunk_size": default}, {"chunk_size": 9}]
 
 
 @pytest.mark.parametrize(
     ("key", "words"),
     [
-        ("critic.fsdp.chunk_size", "has no such role"),
-        ("actor_rollout_ref.ref.fsdp_config.chunk_size", "with LoRA is the actor"),
+        ("critic.fsdp.chunk_size", "no key of this run"),
+        ("actor_rollout_ref.ref.fsdp_config.chunk_size", "with LoRA is the actor without adapters"),
         ("chunk_size", "began with .*use_3d_hybrid=True"),
     ],
 )
 def test_a_phase_to_come_is_refused_at_the_start(tiny_overrides, key, words):
-    roles = SimpleNamespace(actor=Worker(), critic=None, reference=Worker())
     late = DynamicConfigScheduler([{"from_step": 5001, "changes": {key: 4}}])
+    lora = ("actor_rollout_ref.model.lora_rank=2", "actor_rollout_ref.actor.use_kl_loss=True")
     with pytest.raises(ConfigError, match=words):
-        phases_of(late, roles, load_config([*tiny_overrides, "actor_rollout_ref.model.lora_rank=2"]).config)
+        phases_of(late, load_config([*tiny_overrides, *lora]).config)
 
 
 def test_an_object_of_the_users(tmp_path, tiny_overrides):
@@ -151,12 +154,12 @@ def test_a_change_without_the_switch_is_refused(tiny_run):
 
 def test_stale_samples_stop_the_run(tiny_run, monkeypatch):
     """An engine that goes on under its old version: nothing trains on what it makes."""
-    publish = RolloutWorker.publish
+    set_weights = RolloutWorker.set_weights
 
     def forgets(self, version, weights=None):
-        publish(self, min(version, 0), weights)
+        set_weights(self, min(version, 0), weights)
 
-    monkeypatch.setattr(RolloutWorker, "publish", forgets)
+    monkeypatch.setattr(RolloutWorker, "set_weights", forgets)
     with pytest.raises(ModelError, match="made by weights of version 0, but only version 1 may train"):
         tiny_run()
 

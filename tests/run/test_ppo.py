@@ -7,8 +7,8 @@ import torch
 
 from tests.algorithms import advantage_references, loss_references
 from tests.run.conftest import Run
-from verl.roles.objectives import PolicyObjective
-from verl.run.loop import Loop
+from verl.programs.ppo import PPO
+from verl.roles.objectives.policy import PolicyObjective
 
 ESTIMATORS = [
     "gae", "grpo", "grpo_vectorized", "gdpo", "grpo_passk", "reinforce_plus_plus", "reinforce_plus_plus_baseline",
@@ -38,9 +38,9 @@ def finite(rows, name):
 def trained_batches(monkeypatch):
     """The batch of every step, with the columns that were made for it."""
     found = []
-    original = Loop._metrics
+    original = PPO._step_result
     monkeypatch.setattr(
-        Loop, "_metrics", lambda self, result, s: (found.append(result.batch), original(self, result, s))[1]
+        PPO, "_step_result", lambda self, result: (found.append(result.batch), original(self, result))[1]
     )
     return found
 

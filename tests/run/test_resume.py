@@ -15,8 +15,7 @@ from tests.run.conftest import Run, merge
 from verl.checkpoint.background import BackgroundStore
 from verl.checkpoint.store import CheckpointStore
 from verl.errors import InterruptedRun
-from verl.run.interrupt import StopRequested, StopSignal
-from verl.run.loop import Loop
+from verl.run.loop import Loop, StopRequested, StopSignal
 
 STEPS = 4
 SETTINGS = (
@@ -65,7 +64,7 @@ def test_a_finished_run_is_left_as_it_is_and_says_what_to_do(tiny_run, caplog):
         tiny_run(*settings, "actor_rollout_ref.actor.optim.lr=0.001")
     assert json.loads((run.folder / "summary.json").read_text()) == before
     assert "taken all of its 1 steps: nothing is left to do" in caplog.text
-    assert "other settings than before: actor_rollout_ref.actor.optim.lr: 0.002 -> 0.001." in caplog.text
+    assert "resumes with changed settings: actor_rollout_ref.actor.optim.lr: 0.002 -> 0.001." in caplog.text
 
 
 def test_without_a_validation_after_training_there_is_no_reward_after(tiny_run):

@@ -24,7 +24,7 @@ from verl.roles.rollout import RolloutWorker
 from verl.rollout.native.engine import NativeRollout
 from verl.rollout.rollout_model import Replica
 from verl.run.host import train
-from verl.runtime import rank_workers as host
+from verl.runtime.weight_sync import RankWeightSync
 
 RANK = int(os.environ.get("RANK", "0"))
 K_PROJ = "model.layers.1.self_attn.k_proj.weight"
@@ -126,15 +126,15 @@ def keeps_its_version(patch):
 
 def generates_with_others(patch):
     """What arrived has been proved, and then the engine multiplies a norm."""
-    publish = RolloutWorker.publish
+    set_weights = RolloutWorker.set_weights
 
     def faulty(self, version, weights=None):
-        publish(self, version, weights)
+        set_weights(self, version, weights)
         if RANK == 1 and version == 1:
             with torch.no_grad():
                 self.replica.parts()[NORM].mul_(1.5)
 
-    patch.setattr(RolloutWorker, "publish", faulty)
+    patch.setattr(RolloutWorker, "set_weights", faulty)
 
 
 def loses_a_tensor(patch):
@@ -170,18 +170,18 @@ FAULTS = {
 
 def watch(patch, fault):
     Watched.seen.clear()
-    hosts = []
-    planned = host.Host._plan
+    made = []
+    connected = RankWeightSync.connect
 
-    def plan(self):
-        hosts.append(self)
-        return planned(self)
+    def connect(self, rollout):
+        made.append(self)
+        connected(self, rollout)
 
-    patch.setattr(host.Host, "_plan", plan)
+    patch.setattr(RankWeightSync, "connect", connect)
     patch.setattr(update, "PlannedUpdate", Watched)
     if fault is not None:
         FAULTS[fault](patch)
-    return hosts
+    return made
 
 
 def main(file):
@@ -190,14 +190,14 @@ def main(file):
         take_port(f"{file}.port{number}")
         error = ""
         with pytest.MonkeyPatch.context() as patch:
-            hosts = watch(patch, job.get("fault"))
+            made = watch(patch, job.get("fault"))
             try:
                 train(load_config(job["overrides"]))
             except VerlError as found:
                 error = f"{type(found).__name__}: {found}"
                 if not job.get("fault"):
                     raise
-        plan = hosts[0].update.plan if hosts and hosts[0].update is not None else None
+        plan = made[0].update.plan if made and made[0].update is not None else None
         sent = None if plan is None else plan.sent_bytes.get(RANK, 0)
         folder = next(o for o in job["overrides"] if o.startswith("trainer.default_local_dir=")).split("=", 1)[1]
         found = {"plan": sent, "updates": Watched.seen, "error": error}

@@ -22,7 +22,7 @@ def main(file):
     for number, job in enumerate(json.loads(Path(file).read_text())):
         take_port(f"{file}.port{number}")
         try:
-            train(load_config(job["overrides"]))
+            train(load_config(job["overrides"], check="program" not in job), job.get("program", "ppo"))
         except VerlError as error:
             print(f"ERROR {type(error).__name__}: {error}", file=sys.stderr)
             if not job.get("may_fail"):

@@ -6,7 +6,7 @@ import time
 import torch.distributed as dist
 
 from verl.checkpoint import store
-from verl.roles.policy import ActorWorker
+from verl.roles.model import ModelRole
 
 
 def sleeps_forever(*_, **__):
@@ -17,12 +17,12 @@ def is_last():
     return not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1
 
 
-def update(self, *arguments, _update=ActorWorker.update, **more):
+def update(self, *arguments, _update=ModelRole.update, **more):
     return sleeps_forever() if is_last() else _update(self, *arguments, **more)
 
 
 if os.environ.get("STUCK") == "update":
-    update.__dict__.update(ActorWorker.update.__dict__)  # what @register has noted
-    ActorWorker.update = update
+    update.__dict__.update(ModelRole.update.__dict__)  # what @register has noted
+    ModelRole.update = update
 if os.environ.get("STUCK") == "save":
     store.write_manifest = sleeps_forever

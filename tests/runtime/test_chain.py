@@ -7,8 +7,8 @@ from tests.parallel.batches import make_batch, rows_of
 from tests.runtime.test_group import Doubler, loop_runner
 from verl.errors import ConfigError
 from verl.parallel.mesh import Mesh
+from verl.roles.api import Roles
 from verl.runtime.dataflow import Controller
-from verl.runtime.roles import Roles
 from verl.runtime.worker_group import WorkerGroup
 
 
@@ -64,7 +64,7 @@ def test_groups_of_a_run():
         def generate(self, batch):
             return batch
 
-    roles = Roles(rollout=Handle(), reward=None, actor=None)
+    roles = Roles(rollout=Handle())
     batch = make_batch(2)
     assert Controller(roles).broadcast(batch).scatter("generate", worker_group="rollout_group").sync() is batch
     with pytest.raises(ConfigError, match="no worker group 'update_group'; did you mean 'rollout_group'"):

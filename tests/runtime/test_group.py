@@ -6,7 +6,7 @@ from tests.parallel.batches import make_batch, rows_of
 from verl.data_proto.proto import DataProto
 from verl.parallel.mesh import Mesh
 from verl.parallel.register import Dispatch, register
-from verl.runtime.worker_group import WorkerGroup, wait
+from verl.runtime.worker_group import WorkerGroup
 
 
 class Doubler:
@@ -52,18 +52,14 @@ def group():
 
 def test_calls(group):
     result = group.double(make_batch(5))
-    assert rows_of(wait(result)) == [0, 1, 2, 3, 4]
-    assert wait(result).batch["twice"].tolist() == [0, 2, 4, 6, 8]
+    assert rows_of(result.get()) == [0, 1, 2, 3, 4]
+    assert result.get().batch["twice"].tolist() == [0, 2, 4, 6, 8]
     assert group.add(3) == [3, 3, 3, 3]
     assert group.world_size == 4
 
 
 def test_arguments_that_are_futures_are_waited_for(group):
     assert group.add(1, batch=group.double(make_batch(5))) == [6, 6, 6, 6]
-
-
-def test_a_plain_value_is_its_own_future():
-    assert wait({"a": 1}) == {"a": 1}
 
 
 def test_a_method_that_is_not_declared(group):

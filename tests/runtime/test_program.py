@@ -8,6 +8,7 @@ import pytest
 from tests.house.source import PACKAGE
 from verl.config import load_config
 from verl.errors import ConfigError, MissingExtraError
+from verl.programs.ppo import PPO
 from verl.runtime.api import choose, open_runtime
 
 PROGRAM = PACKAGE / "programs" / "ppo.py"
@@ -25,7 +26,7 @@ def test_without_ray(monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "ray", None)
     config = load_config(["actor_rollout_ref.model.path=x", "trainer.n_gpus_per_node=2"], check=False).config
-    with pytest.raises(MissingExtraError, match=r"pip install 'verl\[ray\]'"), open_runtime(config):
+    with pytest.raises(MissingExtraError, match=r"pip install 'verl\[ray\]'"), open_runtime(config, PPO):
         pass
 
 
@@ -45,13 +46,13 @@ def test_refused_before_anything_starts(monkeypatch, overrides, words):
     pytest.importorskip("ray")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     config = load_config(["actor_rollout_ref.model.path=x", *overrides], check=False).config
-    with pytest.raises(ConfigError, match=words), open_runtime(config):
+    with pytest.raises(ConfigError, match=words), open_runtime(config, PPO):
         pass
 
 
 def test_which_runtime(monkeypatch):
     def config(*overrides):
-        return load_config(["actor_rollout_ref.model.path=x", *overrides], check=False).config
+        return PPO.roles(load_config(["actor_rollout_ref.model.path=x", *overrides], check=False).config)
 
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)

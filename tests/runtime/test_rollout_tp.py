@@ -9,7 +9,8 @@ from verl.config import load_config
 from verl.errors import ConfigError
 from verl.models.tiny import make_tiny_model
 from verl.parallel.placement import Placement
-from verl.runtime.rank import Seat, check_meshes
+from verl.programs.ppo_roles import ppo_roles
+from verl.runtime.rank import RankContext, check_meshes
 
 SIZE = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 ENGINE = "actor_rollout_ref.actor.fsdp_config"
@@ -91,8 +92,9 @@ def test_two_copies_on_four_ranks(jobs, alone, counted):
 def check(base, *changes, num_devices=4):
     config = load_config([*base, *changes]).config
     placement = Placement.from_roles(config.trainer.placement, num_devices)
-    check_meshes(config, placement)
-    return Seat(config, placement, 0, torch.device("cpu"), 1, [])
+    specs = ppo_roles(config)
+    check_meshes(config, specs, placement)
+    return RankContext(config, specs, placement, 0, torch.device("cpu"), 1, [])
 
 
 def test_arrangement(base):

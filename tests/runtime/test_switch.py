@@ -10,24 +10,9 @@ import torch
 from verl.config import FSDPConfig, ModelConfig, OptimConfig, RolloutConfig
 from verl.engines.local import LocalEngine
 from verl.errors import ModelError
-from verl.runtime.mode_switch import Switch, around
+from verl.runtime.mode_switch import ModeSwitch
 
 CPU = torch.device("cpu")
-
-
-class Rollout:
-    """A rollout worker, as far as the switch looks. `meddles` is what its generation does."""
-
-    def __init__(self, order, meddles):
-        self.order, self.meddles = order, meddles
-
-    def publish(self, version, weights=None):
-        self.order.append(f"publish {version}")
-
-    def end_generation(self):
-        self.meddles()
-        self.order.append("cache freed")
-        return {"seconds": 1.0}
 
 
 @pytest.fixture(scope="module")
@@ -43,23 +28,19 @@ def engine(tiny_llama):
 
 
 def switched(engine, meddles=lambda: None, **settings):
-    """One turn of the switch; the order of what was called."""
-    order = []
-    rollout = Rollout(order, meddles)
-    around(Switch(engine, replace(RolloutConfig(), **settings), CPU), rollout)
-    rollout.publish(7)
-    assert rollout.end_generation() == {"seconds": 1.0}
-    return order
+    """One turn of the switch, with `meddles` as its generation."""
+    switch = ModeSwitch(engine, replace(RolloutConfig(), **settings), CPU)
+    switch.to_generation()
+    switch.free_training_memory()
+    meddles()
+    switch.to_training()
 
 
-def test_order(engine, monkeypatch):
+def test_what_training_keeps_is_freed(engine, monkeypatch):
     order = []
-    rollout = Rollout(order, lambda: order.append("generation"))
     monkeypatch.setattr(engine, "free_cached_memory", lambda: order.append("training caches freed"))
-    around(Switch(engine, RolloutConfig(), CPU), rollout)
-    rollout.publish(3)
-    rollout.end_generation()
-    assert order == ["publish 3", "training caches freed", "generation", "cache freed"]
+    switched(engine, lambda: order.append("generation"))
+    assert order == ["training caches freed", "generation"]
 
 
 def test_the_random_state_of_training_goes_on_where_it_was(engine):
@@ -85,11 +66,11 @@ def test_generation_may_end_more_than_once(engine):
     torch.manual_seed(5)
     expected = torch.rand(1)
     torch.manual_seed(5)
-    rollout = Rollout([], lambda: torch.manual_seed(1))
-    around(Switch(engine, RolloutConfig(), CPU), rollout)
-    rollout.publish(7)
+    switch = ModeSwitch(engine, RolloutConfig(), CPU)
+    switch.to_generation()
     for _ in range(2):
-        rollout.end_generation()
+        torch.manual_seed(1)
+        switch.to_training()
     assert torch.equal(torch.rand(1), expected)
 
 
@@ -116,7 +97,7 @@ def test_a_weight_in_float64_is_seen_to_change_too(tiny_llama):
     """What is compared must be a copy, also where no number format changes on the way."""
     settings = {"model": ModelConfig(path=str(tiny_llama)), "optim": OptimConfig(), "head": "lm", "device": CPU}
     wide = LocalEngine(engine=FSDPConfig(dtype="float64"), total_steps=1, **settings)
-    with pytest.raises(ModelError, match="changed while samples were made"):
+    with pytest.raises(ModelError, match="changed during generation"):
         switched(wide, lambda: [p.data.add_(1.0) for p in wide.module.parameters()])
 
 
@@ -134,11 +115,11 @@ def test_the_check_can_be_off(engine):
 
 
 def test_it_is_the_turn_of_every_tensor(engine):
-    switch = Switch(engine, RolloutConfig(), CPU)
+    switch = ModeSwitch(engine, RolloutConfig(), CPU)
     names = set()
     for _ in range(4):
-        switch.to_generation(lambda: None)
-        names |= set(switch._seen.numbers)
+        switch.to_generation()
+        names |= set(switch._seen.values)
         switch.to_training()
     assert names == set(engine.optimizer.parameters)
 

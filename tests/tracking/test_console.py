@@ -12,7 +12,7 @@ from verl.tracking.files import append_rows
 from verl.tracking.plot import draw_learning_curve, smooth
 from verl.tracking.run_folder import RunFolder
 from verl.tracking.spans import Spans
-from verl.tracking.summary import Summary, git_revision, versions
+from verl.tracking.summary import Result, Summary, git_revision, versions
 from verl.tracking.tracker import Tracker
 
 STEP = {
@@ -21,6 +21,11 @@ STEP = {
     "actor/entropy": 1.2,
     "perf/throughput": 1234.4,
     "perf/time_per_step": 4.07,
+}
+SHOWN = {
+    "critic/score/mean": ("reward", "{:.3f}"),
+    "response_length/mean": ("length", "{:.1f}"),
+    "actor/entropy": ("entropy", "{:.3f}"),
 }
 LONG_KEY = "actor_rollout_ref.rollout.gpu_memory_utilization"
 
@@ -32,7 +37,7 @@ def run(terminal: bool, steps: bool = True, tmp_path=None) -> str:
         console.header(
             {"model": "m", "parameters": 134515008, "notices": [f"{LONG_KEY} has no effect here: " + "x " * 80]}
         )
-        console.begin(0, 2)
+        console.begin(0, 2, SHOWN)
         spans = Spans(on_enter=console.phase)
         console.validation(0, {"val/reward": 0.1, "val-core/gcd/reward/mean@4": 0.1, "val-aux/gcd/reward/std@4": 0.2})
         for step in (1, 2):
@@ -45,12 +50,11 @@ def run(terminal: bool, steps: bool = True, tmp_path=None) -> str:
     return out.getvalue()
 
 
-def summary(**changes):
-    figures = {
-        "reward_before": 0.152, "reward_after": 0.5, "greedy_before": None, "greedy_after": None, "steps": 2, "seconds": 200.0,
-        "num_tokens": 5000, "tokens_per_s": 25.0, "device": "cpu", "phase_seconds": {"gen": 120.0},
-    }  # fmt: skip
-    return Summary(**{**figures, **changes})
+def summary(label="held-out reward, sampled", greedy=(None, None)):
+    return Summary(
+        results=(Result("reward", label, 0.152, 0.5), Result("greedy", "held-out reward, greedy", *greedy)),
+        steps=2, seconds=200.0, num_tokens=5000, tokens_per_s=25.0, device="cpu", phase_seconds={"gen": 120.0},
+    )  # fmt: skip
 
 
 def test_plain_lines():
@@ -85,7 +89,7 @@ def test_greedy_validation_is_one_row_and_called_so():
     out = io.StringIO()
     with Console(rich_console=RichConsole(file=out)) as console:
         console.validation(None, {"val/reward": 0.5})
-        console.final(summary(greedy_before=0.152, greedy_after=0.5), sampled=False)
+        console.final(summary(label="", greedy=(0.152, 0.5)))
     assert out.getvalue().splitlines()[:2] == ["validation reward=0.500", "held-out reward, greedy: 0.152 -> 0.500"]
 
 
@@ -105,7 +109,7 @@ def test_summary_of_a_run(tmp_path):
         for step, seconds in ((1, 4.0), (2, 2.0), (3, 3.0)):
             append_rows(folder.metrics, [{"step": step, "timing_s/step": seconds, "timing_s/gen": seconds / 2}])
         found = Summary.of_run(
-            reward_before=0.1, reward_after=float("nan"), greedy_before=None, greedy_after=None, steps=3, seconds=9.0,
+            results=[Result("reward", "reward", 0.1, float("nan"))], steps=3, seconds=9.0,
             num_tokens=900, device="cpu", metrics_file=folder.metrics,
         )  # fmt: skip
         tracker.finish(found)
@@ -120,7 +124,7 @@ def test_summary_of_a_run(tmp_path):
 
 def test_summary_of_a_run_without_steps(tmp_path):
     found = Summary.of_run(
-        reward_before=None, reward_after=None, greedy_before=None, greedy_after=None, steps=0, seconds=0.0,
+        results=(), steps=0, seconds=0.0,
         num_tokens=0, device="cpu", metrics_file=tmp_path / "none.jsonl",
     )  # fmt: skip
     assert found.tokens_per_s is None

@@ -59,7 +59,7 @@ def run_generate(argv: list[str]) -> int:
     """Write samples: the exit code."""
     arguments = parse("generate", _GENERATE, argv, {"--output": _OUTPUT})
     loaded = arguments.load()
-    from verl.run.host import generate
+    from verl.programs.generate import generate
 
     return generate(loaded, Path(arguments.options.output).expanduser())
 

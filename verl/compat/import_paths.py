@@ -149,7 +149,7 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
         "get_ulysses_sequence_parallel_rank get_ulysses_sequence_parallel_world_size "
         "set_ulysses_sequence_parallel_group slice_input_tensor ulysses_pad ulysses_pad_and_slice_inputs",
     },
-    "verl.worker": {"verl.runtime.hybrid_worker": "ActorRolloutRefWorker"},
+    "verl.worker": {"verl.programs.hybrid_worker": "ActorRolloutRefWorker"},
     "verl.workers.config": {
         "verl.compat.sections": "ActorConfig CriticConfig FSDPActorConfig=ActorConfig FSDPCriticConfig=CriticConfig "
         "FSDPEngineConfig=FSDPConfig FSDPOptimizerConfig=OptimConfig HFModelConfig OptimizerConfig=OptimConfig "

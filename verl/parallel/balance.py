@@ -230,6 +230,8 @@ def balanced_shares(
     The samples of a prompt stay together unless parting them makes the costliest share cheaper, the prompts that are then
     computed twice counted.
     """
+    if num_parts == 1:
+        return [list(range(len(batch))) if rows is None else [int(row) for row in rows]]  # in the given order
     ids = unit_ids(batch, unit)
     whole: dict[int, Rows] = {}
     for row in range(len(batch)) if rows is None else map(int, rows):

@@ -51,7 +51,7 @@ class DataParallelConfig:
 
 @dataclass(frozen=True)
 class Placement:
-    """`devices[role]` are ascending device numbers; every role of ROLES has some, and every device has a role."""
+    """`devices[role]` are ascending device numbers; every role of the run has some, and every device has a role."""
 
     devices: dict[str, tuple[int, ...]]
     devices_per_node: int
@@ -66,19 +66,30 @@ class Placement:
         return -(-self.num_devices // self.devices_per_node)
 
     def roles_of(self, device: int) -> list[str]:
-        """The roles that share the process of `device`, in the order of ROLES."""
-        return [role for role in ROLES if device in self.devices[role]]
+        """The roles that share the process of `device`."""
+        return [role for role in self.devices if device in self.devices[role]]
 
     def pools(self) -> dict[tuple[int, ...], list[str]]:
         """Device groups with the roles that live on exactly them; roles of one pool are colocated."""
         pools: dict[tuple[int, ...], list[str]] = {}
-        for role in ROLES:
+        for role in self.devices:
             pools.setdefault(self.devices[role], []).append(role)
         return pools
 
     def sentence(self) -> str:
         """For the header of a run: "actor, rollout on 0-1; critic on 2"."""
         return "; ".join(f"{', '.join(roles)} on {_span(devices)}" for devices, roles in self.pools().items())
+
+    @classmethod
+    def colocated(
+        cls, roles: Iterable[str], nnodes: int, devices_per_node: int, started: int | None = None
+    ) -> Placement:
+        """Every role on all devices. `started` is the number of processes of a launcher, which must be that of the config
+        unless the config leaves it at 1. Raises ConfigError."""
+        if nnodes < 1 or devices_per_node < 1:
+            raise ConfigError("trainer.nnodes and trainer.n_gpus_per_node must be at least 1.")
+        asked = _started(nnodes * devices_per_node, started)
+        return cls(dict.fromkeys(roles, tuple(range(asked))), max(devices_per_node, -(-asked // nnodes)))
 
     @classmethod
     def from_roles(
@@ -125,15 +136,19 @@ class Placement:
             asked += own
         if asked == 1:
             asked = max((d for devices in roles.values() for d in devices), default=0) + 1
-        if num_devices is not None:
-            if asked not in (1, num_devices):
-                raise ConfigError(
-                    f"{num_devices} processes were started (WORLD_SIZE), but the config asks for {asked} devices. Start as "
-                    "many (torchrun --nproc_per_node), or change trainer.nnodes and trainer.n_gpus_per_node."
-                )
-            asked = num_devices
+        asked = _started(asked, num_devices)
         num_nodes = 1 if trainer.nnodes == rollout.nnodes == 1 else trainer.nnodes + rollout.nnodes
         return cls.from_roles(roles, asked, max(trainer.n_gpus_per_node, -(-asked // num_nodes)))
+
+
+def _started(asked: int, started: int | None) -> int:
+    """The number of devices: `asked` by the config, unless a launcher has `started` processes."""
+    if started is not None and asked not in (1, started):
+        raise ConfigError(
+            f"{started} processes were started (WORLD_SIZE), but the config asks for {asked} devices. Start as "
+            "many (torchrun --nproc_per_node), or change trainer.nnodes and trainer.n_gpus_per_node."
+        )
+    return asked if started is None else started
 
 
 _device_map: DataParallelConfig | None = None

@@ -10,7 +10,8 @@ process, under torchrun (every rank runs it) and on Ray (the driver runs it). A 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -21,9 +22,10 @@ if TYPE_CHECKING:
     from verl.checkpoint.store import Writer
     from verl.roles.api import Roles, RoleSpecs
     from verl.tracking.spans import Spans
+    from verl.tracking.summary import Result
 
 # name that an entry point gives to verl.run.host.train -> class of the program; also `path/to/file.py:Class`
-PROGRAMS = Registry("program", {"ppo": "verl.programs.ppo:PPO"})
+PROGRAMS = Registry("program", {"ppo": "verl.programs.ppo_async:AsyncPPO"})
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,11 @@ class ProgramData(Protocol):
         ...
 
     @property
+    def num_steps_per_epoch(self) -> int:
+        """Training steps of one pass over the data, for `after_each_epoch`."""
+        ...
+
+    @property
     def has_validation(self) -> bool:
         """Whether `validate` has rows to work on."""
         ...
@@ -85,8 +92,8 @@ class ProgramData(Protocol):
         ...
 
 
-class Program(Protocol):
-    """One kind of training. Inherit from it: methods with a body here are optional.
+class Program(ABC):
+    """One kind of training. Subclasses define the abstract methods; the others are optional.
 
     The constructor takes `(config, data, roles, run)`: the config tree, the result of `load_data`, the roles that the runtime
     has built, and a RunContext. For evaluation (`train=False` in `roles` and `load_data`) only `validate` is called.
@@ -101,27 +108,28 @@ class Program(Protocol):
         return cls
 
     @classmethod
+    @abstractmethod
     def load_data(cls, config: Any, *, train: bool = True) -> ProgramData:
         """Read and check the data files. Raises DataError or ConfigError, before any model is loaded."""
-        ...
 
     @classmethod
+    @abstractmethod
     def roles(cls, config: Any, *, train: bool = True) -> RoleSpecs:
         """The roles to build, a function of the config alone: every process of a run calls it. Without `train` only those that
         `validate` uses, frozen."""
-        ...
 
+    @abstractmethod
     def __init__(self, config: Any, data: Any, roles: Roles, run: RunContext): ...
 
+    @abstractmethod
     def step(self, step: int) -> StepResult:
         """Training step `step`, counted from 1. When it raises, `state_dict` is as it was before the call."""
-        ...
 
+    @abstractmethod
     def validate(self, step: int) -> dict[str, float]:
         """Metrics on the held-out rows after `step` (0: before training). Called only when the data has validation rows."""
-        ...
 
-    def drain(self) -> None:
+    def drain(self) -> None:  # noqa: B027 - optional
         """Return when nothing is in flight. Called before a checkpoint."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -129,7 +137,7 @@ class Program(Protocol):
         seconds, num_tokens, first_validation), which it must not use."""
         return {}
 
-    def load_state_dict(
+    def load_state_dict(  # noqa: B027 - optional
         self, state: Mapping[str, Any] | None, checkpoint: Path | None, rolled_back: RollBack | None = None
     ) -> None:
         """Start, or start again: called once before the first step, and after each RollBack. The weights of the roles are in
@@ -139,17 +147,16 @@ class Program(Protocol):
         """Further folders of a checkpoint: name -> its writer. Called after `drain`."""
         return {}
 
-    def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
+    def step_done(self, step: int, metrics: Mapping[str, float]) -> None:  # noqa: B027 - optional
         """All metrics of a finished step, the host's included; for warnings."""
 
     def header(self) -> dict[str, Any]:
         """Facts for the header of the run, by name."""
         return {}
 
-    def results(self, before: Mapping[str, float], after: Mapping[str, float]) -> Mapping[str, tuple[Any, Any]]:
-        """Rows of the closing table: label -> (value before training, value after), from the metrics of the first and of the
-        last validation; None for what was not measured."""
-        return {}
+    def results(self, before: Mapping[str, float], after: Mapping[str, float]) -> Sequence[Result]:
+        """Rows of the closing table and of summary.json, from the metrics of the first and of the last validation."""
+        return ()
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - optional
         """Release files and threads. May be called after an error."""

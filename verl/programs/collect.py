@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -12,14 +12,14 @@ from verl.config import VerlConfig
 from verl.data.loader import PromptLoader
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
+from verl.data_proto.samples import SamplingParams
 from verl.errors import ConfigError, DataError
-from verl.runtime.requirements import Needs
-from verl.runtime.roles import Roles
-from verl.runtime.sampling import draw, greedy, sampling_params
-from verl.runtime.worker_group import wait
+from verl.programs.api import RunContext
+from verl.programs.ppo_roles import Needs, PPORoles
+from verl.roles.api import RolloutHandle
+from verl.roles.rollout import greedy, sampling_params
 from verl.tracking.ledger.records import issued_prompts, scores_of, segments_of
 from verl.tracking.ledger.tracker import SampleTracker
-from verl.tracking.spans import Spans
 
 
 def prompts_per_generation(config: VerlConfig) -> int:
@@ -31,23 +31,17 @@ def prompts_per_generation(config: VerlConfig) -> int:
 
 
 class Collector:
-    """Turns prompts into scored samples, and tells `samples` of each. `check_stop` is called after every round."""
+    """Turns prompts into scored samples, and records each in `samples`. Checks for a stop after every round."""
 
     def __init__(
-        self,
-        config: VerlConfig,
-        roles: Roles,
-        loader: PromptLoader,
-        spans: Spans,
-        check_stop: Callable[[], None],
-        samples: SampleTracker,
+        self, config: VerlConfig, roles: PPORoles, loader: PromptLoader, run: RunContext, samples: SampleTracker
     ):
         self.config = config
         self.samples = samples
         self.roles = roles
         self.loader = loader
-        self.spans = spans
-        self.check_stop = check_stop
+        self.spans = run.spans
+        self.check_stop = run.check_stop
         self.params = sampling_params(config.actor_rollout_ref.rollout)
         self.needs = Needs.of(config)
 
@@ -80,13 +74,13 @@ class Collector:
             prompts = self.loader.take(ordinal, count)
             issued = issued_prompts(prompts, self.loader.order)
             self.samples.issue(step, issued, num_samples=self.params.n, split="train", limit=self.params.max_new_tokens)
-            batch = draw(self.roles.rollout, prompts, self.params, step=step)
+            batch = sample(self.roles.rollout, prompts, self.params, step=step)
             self.samples.generate(step, segments_of(batch.batch["ordinal"].tolist(), batch, self.samples.num_tokens))
             return prompts, batch
 
     def end_generation(self) -> dict[str, Metric]:
-        """The rollout's figures of this step, after its last call."""
-        return rollout_metrics(wait(self.roles.rollout.end_generation()))
+        """The rollout's metrics of this step, after its last call."""
+        return rollout_metrics(self.roles.rollout.end_generation().get())
 
     def _round(self, step: int, ordinal: int, count: int) -> DataProto:
         prompts, batch = self.sample(step, ordinal, count)
@@ -100,7 +94,7 @@ class Collector:
     def greedy_baseline(self, prompts: DataProto, step: int, batch: DataProto) -> DataProto:
         """Column reward_baselines [batch]: the score of the greedy sample of the row's prompt (ReMax)."""
         with self.spans("gen_max"):
-            best = draw(self.roles.rollout, prompts, greedy(self.params), step=step, split="greedy")
+            best = sample(self.roles.rollout, prompts, greedy(self.params), step=step, split="greedy")
         with self.spans("reward"):
             scores = self.roles.reward.collect(best).batch["token_level_scores"].sum(dim=1)
         by_uid = dict(zip(best.non_tensor_batch["uid"], scores.tolist(), strict=True))
@@ -108,7 +102,7 @@ class Collector:
         return DataProto.from_dict({"reward_baselines": baselines})
 
     def _filter_metric(self, batch: DataProto) -> list[float]:
-        """[batch] figures that the group filter compares: the score, or a part that the reward function returned."""
+        """[batch] values that the group filter compares: the score, or a part that the reward function returned."""
         name = self.config.algorithm.filter_groups.metric
         if name in ("reward", "score", "seq_reward", "seq_final_reward"):
             return batch.batch["token_level_scores"].sum(dim=1).tolist()
@@ -131,9 +125,17 @@ class Collector:
             )
 
 
-def rollout_metrics(figures: Mapping[str, Metric]) -> dict[str, Metric]:
-    """The rollout's figures under the names that are logged."""
-    return {f"rollout/{name}": figure for name, figure in figures.items()}
+def sample(
+    rollout: RolloutHandle, prompts: DataProto, params: SamplingParams, *, step: int, split: str = "train"
+) -> DataProto:
+    """`params.n` rows per prompt, samples of a prompt adjacent: the rollout's columns beside the prompts' own."""
+    found = rollout.generate(prompts, step=step, split=split, params=params).get()
+    return prompts.repeat(params.n, interleave=True).union(found)
+
+
+def rollout_metrics(found: Mapping[str, Metric]) -> dict[str, Metric]:
+    """The rollout's metrics under the names that are logged."""
+    return {f"rollout/{name}": metric for name, metric in found.items()}
 
 
 def first_groups(batch: DataProto, count: int) -> DataProto:

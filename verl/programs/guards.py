@@ -1,15 +1,15 @@
-"""What a step does when numbers go wrong: warn, leave the batch out, go back to the newest checkpoint, or stop the run.
+"""Guards of a step whose values go wrong: warn, skip the batch, go back to the newest checkpoint, or stop the run.
 
-Columns are looked at before any weight changes (`check_samples`, `check_credit`); optimizer steps are looked at inside the
-engines, on all ranks alike, and what they refused is judged here (`check_updates`). Decisions follow from columns and figures
-that every process running the program has, so all of them decide the same.
+Columns are checked before any weight changes (`check_samples`, `check_credit`). Optimizer steps are checked inside the engines,
+on all ranks alike, and their findings are judged here (`check_updates`). Decisions follow from columns and metrics that every
+process running the program has, so all of them decide the same.
 
-What set a guard off is written to guards.jsonl in the run folder, with the samples:
+Each alarm is written to guards.jsonl in the run folder, with the samples:
 
     {"step": 12, "guard": "nonfinite", "what": "token_level_scores", "value": "nan", "action": "skip", "done": "skip",
      "samples": [{"uid": "93", "ordinal": 93, "sample": 2, "score": "nan", "value": "nan"}], "num_samples": 1, ...}
 
-`action` is what the config says of this guard, `done` what was done in the end.
+`action` is the configured action of this guard, `done` the action that was taken.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -43,12 +43,9 @@ from verl.config.sections.guards import ACTIONS
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.errors import NumericsError
-from verl.programs.state import TrainerState
+from verl.programs.api import RollBack
 from verl.roles.updates import Updates
 from verl.tracking.files import append_rows
-
-if TYPE_CHECKING:
-    from verl.programs.ppo import StepResult
 
 log = logging.getLogger(__name__)
 
@@ -63,10 +60,20 @@ class SkipBatch(Exception):
     """Nothing of the batch trains."""
 
 
-class RollBack(Exception):
-    """The run goes back to its newest checkpoint and on with the prompts from `next_ordinal` on."""
+class RollBackPrompts(RollBack):
+    """The run goes back to its newest checkpoint and continues with the prompts from `next_ordinal` on."""
 
     next_ordinal = 0
+
+
+@dataclass
+class StepBatch:
+    """The rows of a step under way, with every column that was made for them, and its metrics. `skipped` is the reason why
+    nothing of them has trained."""
+
+    batch: DataProto
+    metrics: dict[str, Metric] = field(default_factory=dict)
+    skipped: str = ""
 
 
 @dataclass(frozen=True)
@@ -101,10 +108,10 @@ class Alarm:
 class Guards:
     """The guards of a run; `file` is its guards.jsonl, or None on a process that writes nothing."""
 
-    def __init__(self, config: GuardsConfig):
+    def __init__(self, config: GuardsConfig, file: Path | None = None):
         self.config = config
         self.limits = limits_of(config)
-        self.file: Path | None = None
+        self.file = file
         self.num_skips_in_row = 0
         self.num_rollbacks = 0
         self._step = 0
@@ -112,24 +119,21 @@ class Guards:
         self._updates: list[Updates] = []
 
     @contextmanager
-    def step(self, state: TrainerState, result: StepResult, next_ordinal: int) -> Iterator[None]:
-        """Around what a step does with its samples. A batch that is skipped leaves the state as it was, and
-        `result.skipped` says why."""
-        controller = state.kl_controller.state_dict()
-        self._step, self._skips, self._updates = state.step, False, []
+    def step(self, step: int, result: StepBatch, next_ordinal: int) -> Iterator[None]:
+        """Around a step's work on its samples. A batch that is skipped gets its reason in `result.skipped`."""
+        self._step, self._skips, self._updates = step, False, []
         try:
             yield
         except SkipBatch as skipped:
-            state.kl_controller.load_state_dict(controller)
             result.skipped = str(skipped)
             result.metrics["training/skipped_batches"] = Metric.last(1.0)
-        except RollBack as back:
+        except RollBackPrompts as back:
             back.next_ordinal = next_ordinal
             raise
         self.num_skips_in_row = self.num_skips_in_row + 1 if self._skips else 0
 
-    def check_samples(self, result: StepResult) -> None:
-        """Scores, log-probs and values. Raises SkipBatch, RollBack or NumericsError as the config says."""
+    def check_samples(self, result: StepBatch) -> None:
+        """Scores, log-probs and values. Raises SkipBatch, RollBackPrompts or NumericsError as the config says."""
         batch, columns = result.batch, result.batch.batch
         mask = columns["response_mask"]
         alarms = self._nonfinite(batch, _OF_SAMPLES)
@@ -143,18 +147,18 @@ class Guards:
                 alarms.append(Alarm(name, name, value, limit, samples, count, "the batch"))
         self._act(alarms)
 
-    def check_credit(self, result: StepResult) -> None:
+    def check_credit(self, result: StepBatch) -> None:
         """Rewards, advantages, returns and importance weights. Raises as `check_samples`."""
         self._act(self._nonfinite(result.batch, _OF_CREDIT))
 
-    def note(self, updates: Updates) -> Updates:
+    def record(self, updates: Updates) -> Updates:
         """A training call of this step has ended."""
         self._updates.append(updates)
         return updates
 
-    def check_updates(self, result: StepResult) -> None:
-        """What the engines said of their optimizer steps; those that a guard refuses were not taken. Raises RollBack or
-        NumericsError as the config says."""
+    def check_updates(self, result: StepBatch) -> None:
+        """Findings of the engines in their optimizer steps; those that a guard refuses were not taken. Raises
+        RollBackPrompts or NumericsError as the config says."""
         alarms = []
         if any(update.findings for update in self._updates):
             columns = result.batch.batch
@@ -193,7 +197,7 @@ class Guards:
         return []
 
     def _act(self, alarms: Sequence[Alarm], some_trained: bool = False) -> None:
-        """Record all, and do what the strongest action of them is. `some_trained`: optimizer steps of the batch were taken
+        """Record all, and take the strongest action of them. `some_trained`: optimizer steps of the batch were taken
         beside those that were refused."""
         if not alarms:
             return
@@ -211,7 +215,7 @@ class Guards:
             raise NumericsError(f"{sentence}. {self._ending(key)}")
         if action == "rollback":
             self.num_rollbacks += 1
-            raise RollBack(sentence)
+            raise RollBackPrompts(sentence)
         if action == "warn":
             log.warning("%s.", sentence)
             return

@@ -1,15 +1,14 @@
 """Batches of samples that are made ahead of training, oldest first.
 
-    queue.advance(ordinal, step)                 unfinished responses go on, new batches begin
-    queue.take(ordinal, step, version, max_age)  the finished batch whose first prompt has that number
-    queue.forget_before(ordinal)                 what has trained
+    queue.advance(ordinal, step)                 resume unfinished responses, start new batches
+    queue.take(ordinal, step, version, max_age)  the finished batch whose first prompt has that index
+    queue.forget_before(ordinal)                 drop what has trained
 
-What a batch contains depends on the order of these calls alone: a rollout carries out what it is asked to in the order in
-which it is asked, so how fast it is changes no sample. Where rollout has devices of its own, its answers are futures and it
-works while others train.
+The content of a batch depends on the order of these calls alone: a rollout carries out calls in order, so its speed changes no
+sample. Where rollout has devices of its own, it works while others train.
 
-What is in the queue is in the sample ledger too, part by part with the step in which it was asked for. A run that goes on
-from a checkpoint fills its queue from there, since what older weights made cannot be made again.
+The sample ledger holds everything in the queue too, part by part with the step that asked for it. A resumed run fills its queue
+from there, since samples of older weights cannot be generated again.
 """
 
 from __future__ import annotations
@@ -24,11 +23,12 @@ import numpy as np
 import torch
 
 from verl.data.loader import PromptLoader
+from verl.data_proto.future import Finished, Future
+from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.data_proto.samples import SamplingParams
-from verl.roles.requests import sample_key
-from verl.roles.rollout import pad_rows
-from verl.runtime.worker_group import wait
+from verl.roles.api import RewardHandle, RolloutHandle
+from verl.roles.rollout import pad_rows, sample_key
 from verl.tracking.ledger.records import OpenSample, issued_prompts, prompt_digest, segments_of
 from verl.tracking.ledger.tracker import SampleTracker
 
@@ -37,8 +37,8 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Batch:
-    """Prompts `ordinal` to `ordinal + count - 1` and what has been sampled from them. It began in `step`, whose number keys
-    the draws, and was last worked on at the beginning of step `advanced`. What comes is written to `samples`."""
+    """Prompts `ordinal` to `ordinal + count - 1` and their samples. It started in `step`, whose number keys the random
+    numbers, and was last resumed at the beginning of step `advanced`. Results are recorded in `samples`."""
 
     ordinal: int
     count: int
@@ -48,25 +48,25 @@ class Batch:
     prompts: DataProto
     samples: SampleTracker
     rows: DataProto | None = None  # the rollout's columns, and token_weight_version
-    asked: Any = None  # a result to come: all rows, or `going_on` of them anew
-    asked_step: int = 0
-    going_on: np.ndarray | None = None
-    scoring: Any = None  # of a batch whose scores are being made ahead: a result to come
+    pending: Future[DataProto] | None = None  # all rows, or longer versions of the rows `resumed`
+    pending_step: int = 0
+    resumed: np.ndarray | None = None
+    scoring: Future[Any] | None = None  # of a batch that is scored before its turn
 
-    def settle(self) -> DataProto:
-        """The rows, once everything that was asked has come."""
-        if self.asked is not None:
-            found, self.asked = wait(self.asked), None
+    def wait(self) -> DataProto:
+        """Wait for the pending result; the rows."""
+        if self.pending is not None:
+            found, self.pending = self.pending.get(), None
             ordinals = np.repeat(np.arange(self.ordinal, self.ordinal + self.count), self._group_size(found))
             if self.rows is not None:
-                ordinals = ordinals[self.going_on]
-            self.samples.generate(self.asked_step, segments_of(ordinals.tolist(), found, self.samples.num_tokens))
+                ordinals = ordinals[self.resumed]
+            self.samples.generate(self.pending_step, segments_of(ordinals.tolist(), found, self.samples.num_tokens))
             if self.rows is None:
                 self.rows = _with_token_versions(found)
             else:
-                assert self.going_on is not None
-                _put(self.rows, self.going_on, found)
-                self.going_on = None
+                assert self.resumed is not None
+                _put(self.rows, self.resumed, found)
+                self.resumed = None
         assert self.rows is not None
         return self.rows
 
@@ -74,14 +74,14 @@ class Batch:
         return len(self.rows if self.rows is not None else found) // self.count
 
     def is_complete(self, limit: int) -> bool:
-        """Whether every response is there and finished, found out without waiting."""
-        if self.asked is not None and hasattr(self.asked, "ready") and not self.asked.ready():
+        """Whether every response is there and finished; does not wait."""
+        if self.pending is not None and not self.pending.ready():
             return False
         return len(self.unfinished(limit)) == 0
 
     def unfinished(self, limit: int) -> np.ndarray:
-        """Numbers of the rows that may go on: their part is full, and they are shorter than `limit` tokens."""
-        rows = self.settle()
+        """Indices of the rows that can be resumed: their part is full, and they are shorter than `limit` tokens."""
+        rows = self.wait()
         lengths = rows.batch["response_mask"].sum(dim=1).numpy()
         return np.flatnonzero((rows.non_tensor_batch["finish_reason"] == "length") & (lengths < limit))
 
@@ -92,7 +92,7 @@ class RolloutQueue:
 
     def __init__(
         self,
-        rollout: Any,
+        rollout: RolloutHandle,
         loader: PromptLoader,
         params: SamplingParams,
         samples: SampleTracker,
@@ -109,11 +109,11 @@ class RolloutQueue:
         self.depth = depth
         self.limit = params.max_new_tokens
         self.part = -(-self.limit // depth) if partial else self.limit
-        self.figures: Any = {}  # of what was generated last: metrics by name, or a result to come
+        self.metrics: Future[dict[str, Metric]] = Finished({})  # of the last generation
         self._batches: list[Batch] = []
 
     def qsize(self) -> int:
-        """Batches that are there or being made."""
+        """Number of batches that are finished or being generated."""
         return len(self._batches)
 
     def forget_before(self, ordinal: int) -> None:
@@ -121,83 +121,84 @@ class RolloutQueue:
         self._batches = [b for b in self._batches if b.ordinal >= ordinal]
 
     def advance(self, ordinal: int, step: int) -> None:
-        """At the beginning of `step`, whose first prompt is `ordinal`: unfinished responses go on, new batches begin."""
+        """At the beginning of `step`, whose first prompt is `ordinal`: resume unfinished responses, start new batches."""
         for batch in self._batches:
-            if batch.advanced < step:  # else that was done before the step was abandoned, and is not done twice
+            if batch.advanced < step:  # else it was resumed before the step was abandoned
                 batch.advanced = step
-                self._go_on(batch, self.part, step)
+                self._resume(batch, self.part, step)
         following = self._batches[-1].ordinal + self._batches[-1].count if self._batches else ordinal
         while self.qsize() < self.depth:
-            self._batches.append(self._begin(following, step))
+            self._batches.append(self._start(following, step))
             following += self.count
-        self.figures = self.rollout.end_generation()
+        self.metrics = self.rollout.end_generation()
 
-    def begin_scoring(self, reward: Any) -> None:
-        """Batches that are complete before their turn are scored while others train. Where rollout and reward share their
-        devices, samples went from one to the other as they ended."""
+    def start_scoring(self, reward: RewardHandle) -> None:
+        """Score complete batches before their turn, while others train. Where rollout and reward share their devices, samples
+        went from one to the other as they ended."""
         for batch in self._batches[1:]:
             if batch.scoring is None and batch.is_complete(self.limit):
-                batch.scoring = reward.begin(self._joined(batch))
+                batch.scoring = reward.start_scoring(self._joined(batch))
 
     def take(self, ordinal: int, step: int, version: int, max_age: int) -> tuple[DataProto, DataProto, int]:
-        """(prompts, rows, number of samples that were too old): the batch that begins at `ordinal`, every response finished.
+        """(prompts, rows, number of evicted samples): the batch that starts at `ordinal`, every response finished.
 
-        When a sample's oldest token was made by weights more than `max_age` versions before `version`, none of the batch is
-        used, and its prompts are sampled anew under the weights of now. The batch stays in the queue until it has trained.
+        When a sample's oldest token was made by weights more than `max_age` versions before `version`, the whole batch is
+        evicted, and its prompts are sampled again under the current weights. The batch stays in the queue until it has trained.
         """
         batch, num_evicted = next((b for b in self._batches if b.ordinal == ordinal), None), 0
         generates = batch is None
         if batch is None:
-            batch = self._begin(ordinal, step)
+            batch = self._start(ordinal, step)
             self._batches.append(batch)
-        generates |= self._go_on(batch, self.limit, step)
-        rows = batch.settle()
+        generates |= self._resume(batch, self.limit, step)
+        rows = batch.wait()
         if version - int(rows.batch["weight_version"].min()) > max_age:
             num_evicted = len(rows)
-            fresh = self._begin(ordinal, step, split=f"anew-{version}")
+            fresh = self._start(ordinal, step, split=f"anew-{version}")
             self._batches[self._batches.index(batch)] = fresh
-            self._go_on(fresh, self.limit, step)
+            self._resume(fresh, self.limit, step)
             batch, generates = fresh, True
         if generates:
-            self.figures = self.rollout.end_generation()
-        wait(batch.scoring)
+            self.metrics = self.rollout.end_generation()
+        if batch.scoring is not None:
+            batch.scoring.get()
         return batch.prompts, self._joined(batch), num_evicted
 
-    def _begin(self, ordinal: int, step: int, split: str = "train") -> Batch:
+    def _start(self, ordinal: int, step: int, split: str = "train") -> Batch:
         prompts = self.loader.take(ordinal, self.count)
         params = replace(self.params, max_new_tokens=self.part)
         issued = issued_prompts(prompts, self.loader.order)
         self.samples.issue(step, issued, num_samples=params.n, split=split, limit=self.limit)
-        asked = self.rollout.generate(prompts, step=step, split=split, params=params, limit=self.limit)
-        return Batch(ordinal, self.count, step, step, split, prompts, self.samples, asked=asked, asked_step=step)
+        pending = self.rollout.generate(prompts, step=step, split=split, params=params, limit=self.limit)
+        return Batch(ordinal, self.count, step, step, split, prompts, self.samples, pending=pending, pending_step=step)
 
-    def _go_on(self, batch: Batch, max_new_tokens: int, step: int) -> bool:
-        """Ask for more of the unfinished responses; they are all equally long, since each part was as long for all. Returns
-        whether there are any."""
+    def _resume(self, batch: Batch, max_new_tokens: int, step: int) -> bool:
+        """Resume the unfinished responses; they are equally long, since each part was as long for all. Returns whether there
+        are any."""
         chosen = batch.unfinished(self.limit)
         if len(chosen) == 0:
             return False
         rows = self._joined(batch).select_idxs(chosen)
         done = int(rows.batch["response_mask"][0].sum())
-        batch.going_on, batch.asked_step = chosen, step
-        batch.asked = self.rollout.go_on(
+        batch.resumed, batch.pending_step = chosen, step
+        batch.pending = self.rollout.resume_generation(
             rows, step=batch.step, split=batch.split, max_new_tokens=min(max_new_tokens, self.limit - done),
             limit=self.limit,
         )  # fmt: skip
         return True
 
     def _joined(self, batch: Batch) -> DataProto:
-        return batch.prompts.repeat(self.params.n, interleave=True).union(batch.settle())
+        return batch.prompts.repeat(self.params.n, interleave=True).union(batch.wait())
 
     # -- before a checkpoint, and after one
 
-    def settle(self) -> None:
-        """All that has been asked for has come and is in the ledger."""
+    def drain(self) -> None:
+        """Wait until all results are in the ledger."""
         for batch in self._batches:
-            batch.settle()
+            batch.wait()
 
     def restore(self, waiting: Sequence[OpenSample]) -> None:
-        """The queue holds what was open in the ledger, as far as it fits to this run."""
+        """Fill the queue with the open samples of the ledger, as far as they fit this run."""
         self._batches = []
         groups: dict[int, list[OpenSample]] = defaultdict(list)
         for sample in waiting:
@@ -208,8 +209,8 @@ class RolloutQueue:
             found = [groups.get(number, []) for number in range(ordinal, ordinal + self.count)]
             if not self._fits(found, prompts):
                 log.warning(
-                    "The samples that the checkpoint holds ahead of training are of other prompts or lengths than this "
-                    "run's; from prompt %d on they are made anew.", ordinal,
+                    "The checkpoint's samples ahead of training have other prompts or lengths than this run; from prompt %d "
+                    "on they are sampled again.", ordinal,
                 )  # fmt: skip
                 return
             first = found[0][0]
@@ -222,7 +223,7 @@ class RolloutQueue:
             ordinal += self.count
 
     def _fits(self, found: Sequence[Sequence[OpenSample]], prompts: DataProto) -> bool:
-        """Whether every prompt has its samples, begun together, of this run's length."""
+        """Whether every prompt has its samples, started together, of this run's length."""
         for samples, ids in zip(found, prompts.non_tensor_batch["prompt_token_ids"], strict=True):
             if [sample.sample for sample in samples] != list(range(self.params.n)):
                 return False
@@ -231,7 +232,7 @@ class RolloutQueue:
         return len({(sample.step, sample.split) for samples in found for sample in samples}) == 1
 
     def _rows(self, samples: Sequence[OpenSample], prompts: DataProto) -> DataProto:
-        """The rollout's columns as they were: see RolloutWorker."""
+        """The rollout's columns as they were, see RolloutWorker."""
         ids = [list(row) for row in prompts.repeat(self.params.n, interleave=True).non_tensor_batch["prompt_token_ids"]]
         pad, width = self.loader.pad_token_id, self.loader.max_prompt_length
         tokens = [np.concatenate([segment.tokens for segment in sample.segments]).tolist() for sample in samples]
@@ -262,7 +263,7 @@ def _with_token_versions(rows: DataProto) -> DataProto:
 
 
 def _put(rows: DataProto, chosen: np.ndarray, found: DataProto) -> None:
-    """Replace the rows `chosen` by `found`, which holds them longer; what they had keeps its versions."""
+    """Replace the rows `chosen` by `found`, which has them longer; earlier tokens keep their versions."""
     at = torch.from_numpy(chosen)
     added = found.batch["response_mask"] & ~rows.batch["response_mask"][at]
     versions = torch.where(added, found.batch["weight_version"].unsqueeze(1), rows.batch["token_weight_version"][at])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,15 +11,14 @@ from verl.config import VerlConfig
 from verl.data.loader import ValidationLoader
 from verl.data_proto.proto import DataProto
 from verl.data_proto.samples import SamplingParams
-from verl.runtime.roles import Roles
-from verl.runtime.sampling import draw, greedy, sampling_params
-from verl.runtime.worker_group import wait
+from verl.programs.collect import sample
+from verl.programs.ppo_roles import PPORoles
+from verl.roles.rollout import greedy, sampling_params
 from verl.tracking.records import sample_rows
-from verl.tracking.tracker import Tracker
 from verl.tracking.validation import validation_metrics
 
-# Validation draws use this step number, which no training step has: every validation of a run uses the same random numbers,
-# so a change between two of them is a change of the policy, not of the draw.
+# The step number of validation samples, which no training step has: every validation of a run uses the same random numbers,
+# so a change between two of them is a change of the policy.
 VALIDATION_STEP = 0
 
 
@@ -26,34 +26,42 @@ class Validator:
     """`run(step)` returns the metrics of compat's `val-core/*` and `val-aux/*`, and the means `val/reward` and `val/greedy`
     over all held-out prompts."""
 
-    def __init__(self, config: VerlConfig, roles: Roles, loader: ValidationLoader, tokenizer: Any, tracker: Tracker):
+    def __init__(
+        self,
+        config: VerlConfig,
+        roles: PPORoles,
+        loader: ValidationLoader,
+        tokenizer: Any,
+        log_samples: Callable[[str, int, list[dict[str, Any]]], None],
+    ):
         self.params = sampling_params(config.actor_rollout_ref.rollout, validation=True)
         self.greedy = greedy(sampling_params(config.actor_rollout_ref.rollout))
         self.also_greedy = config.actor_rollout_ref.rollout.val_kwargs.also_greedy
         self.roles = roles
         self.loader = loader
         self.tokenizer = tokenizer
-        self.tracker = tracker
+        self.log_samples = log_samples
 
     def run(self, step: int) -> dict[str, float]:
+        """Metrics of the held-out prompts under the current weights; the samples are logged."""
         sampled = self._collect(self.params, "val")
         metrics = _summarise(sampled)
         metrics["val/reward"] = float(np.mean(_scores(sampled)))
-        self.tracker.samples("val", step, sample_rows(sampled, self.tokenizer))
+        self.log_samples("val", step, sample_rows(sampled, self.tokenizer))
         if self.params.temperature == 0:
             metrics["val/greedy"] = metrics["val/reward"]
         elif self.also_greedy:
             best = self._collect(self.greedy, "val-greedy")
             metrics["val/greedy"] = float(np.mean(_scores(best)))
             metrics.update(_summarise(best, suffix="/greedy"))
-            self.tracker.samples("val-greedy", step, sample_rows(best, self.tokenizer))
-        wait(self.roles.rollout.end_generation())
+            self.log_samples("val-greedy", step, sample_rows(best, self.tokenizer))
+        self.roles.rollout.end_generation().get()
         return metrics
 
     def _collect(self, params: SamplingParams, split: str) -> DataProto:
         parts = []
         for prompts in self.loader:
-            batch = draw(self.roles.rollout, prompts, params, step=VALIDATION_STEP, split=split)
+            batch = sample(self.roles.rollout, prompts, params, step=VALIDATION_STEP, split=split)
             parts.append(batch.union(self.roles.reward.collect(batch)))
         return DataProto.concat(parts) if len(parts) > 1 else parts[0]
 

@@ -32,10 +32,6 @@ if TYPE_CHECKING:
 _WHOLE = MicroBatching()  # all rows at once
 
 
-def _never(step: int) -> bool:
-    return False
-
-
 def _nothing() -> None:
     pass
 
@@ -89,8 +85,9 @@ class RoleSpec:
     temperature: float = 1.0  # logits are divided by it
     schedule: MiniBatchSchedule | None = None  # the rows of each optimizer step of an `update`
     checkpoint: CheckpointConfig | None = None
+    checkpoints_to_keep: int | None = None  # None or 0: all; a run keeps as many as the role that wants most
     guards: GuardsConfig | None = None
-    is_measured: Callable[[int], bool] = _never  # steps at whose end visible_update_ratio is measured
+    measure_every: int = 0  # steps from one visible_update_ratio to the next; the last step is always measured
 
     @property
     def trains(self) -> bool:
@@ -118,6 +115,16 @@ class RoleSpecs:
     def main(self) -> RoleSpec | None:
         """The model that the run is for."""
         return next((spec for spec in self.models if spec.trains), None)
+
+
+class ProgramClass(Protocol):
+    """The part of a program class that a runtime uses, see verl/programs/api.py. Every process of a run calls it, so the class
+    must be importable by its module and name."""
+
+    @classmethod
+    def roles(cls, config: Any, *, train: bool = True) -> RoleSpecs:
+        """The roles to build."""
+        ...
 
 
 class ModelHandle(Protocol):

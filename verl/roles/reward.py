@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -12,16 +13,15 @@ from verl.data_proto.proto import DataProto
 from verl.data_proto.samples import ScoreRequest
 from verl.parallel.register import Dispatch, register
 from verl.rewards.managers import RewardManager
-from verl.roles.requests import score_request
 
 
 class RewardModel(Protocol):
     def score(self, batch: DataProto) -> DataProto:
-        """One column [batch] with what the model says, see verl/roles/reward_model.py."""
+        """One column [batch] with the model's score or reply, see verl/roles/reward_model.py."""
         ...
 
     def close(self) -> None:
-        """End what was started for the model."""
+        """End the processes of the model."""
 
 
 class RewardWorker:
@@ -39,7 +39,7 @@ class RewardWorker:
         self._waiting: dict[str, ScoreRequest] = {}
 
     def submit(self, request: ScoreRequest) -> None:
-        """Begin to score one sample; returns at once."""
+        """Start to score one sample; returns at once."""
         self._submitted.add(request.key)
         if self.model is None:
             self.manager.submit(request)
@@ -47,8 +47,8 @@ class RewardWorker:
             self._waiting[request.key] = request
 
     @register(dispatch_mode=Dispatch.ND_OWNER_PROTO, blocking=False)
-    def begin(self, batch: DataProto) -> None:
-        """Begin to score the rows of `batch` that are not being scored yet; returns at once. `collect` waits for them."""
+    def start_scoring(self, batch: DataProto) -> None:
+        """Start to score the rows of `batch` that are not being scored yet; returns at once. `collect` waits for them."""
         self._submit_unseen(batch, list(batch.non_tensor_batch["sample_key"]))
 
     @register(dispatch_mode=Dispatch.ND_OWNER_PROTO)
@@ -105,3 +105,19 @@ class RewardWorker:
         self.manager.close()
         if self.model is not None:
             self.model.close()
+
+
+def score_request(rows: DataProto, row: int, key: str, token_ids: Sequence[int], tokenizer: Any) -> ScoreRequest:
+    """The request for a response of `token_ids` to the prompt of `row`; data_source, reward_model and extra_info are object
+    columns of `rows`."""
+    objects = rows.non_tensor_batch
+    extra = dict(objects["extra_info"][row] or {}) if "extra_info" in objects else {}
+    ground_truth = (objects["reward_model"][row] or {}).get("ground_truth") if "reward_model" in objects else None
+    return ScoreRequest(
+        key=key,
+        data_source=str(objects["data_source"][row]),
+        solution_str=tokenizer.decode(token_ids, skip_special_tokens=True),
+        ground_truth=ground_truth,
+        extra_info=extra,
+        response_length=len(token_ids),
+    )

@@ -1,4 +1,4 @@
-"""The rollout role: prompts in, padded columns out; each sample is handed to the scorer the moment it ends."""
+"""The rollout role: prompts in, padded columns out; each sample goes to the scorer as soon as it ends."""
 
 from __future__ import annotations
 
@@ -9,17 +9,22 @@ from typing import Any
 import numpy as np
 import torch
 
+from verl.config import RolloutConfig
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.data_proto.samples import Completion, PromptRequest, SamplingParams, ScoreRequest
 from verl.parallel.register import Dispatch, Execute, register
-from verl.roles.requests import sample_key, score_request
+from verl.roles.reward import score_request
 from verl.rollout.api import RolloutEngine
 from verl.rollout.rollout_model import Replica, Weights
 
 ScoreStream = Callable[[ScoreRequest], None]
 
-_LARGEST_OF_RANKS = ("seconds", "num_decode_steps")  # ranks generate side by side; their other figures add up
+_LARGEST_OF_RANKS = ("seconds", "num_decode_steps")  # ranks generate side by side; their other metrics add up
+
+
+def _nothing() -> None:
+    pass
 
 
 class RolloutWorker:
@@ -27,7 +32,7 @@ class RolloutWorker:
 
     `replica` is None when the engine generates with the training module itself, else the copy that takes the weights of each
     update. Ranks that share one do the same work, and one of them answers and has a `score_stream`. `rank` is this worker's
-    among all that generate.
+    among all that generate. `on_generation_end` is called after `end_generation`, before anything trains.
     """
 
     def __init__(
@@ -41,6 +46,7 @@ class RolloutWorker:
         score_stream: ScoreStream | None = None,
         replica: Replica | None = None,
         rank: int = 0,
+        on_generation_end: Callable[[], None] = _nothing,
     ):
         self.engine = engine
         self.tokenizer = tokenizer
@@ -50,6 +56,7 @@ class RolloutWorker:
         self.score_stream = score_stream
         self.replica = replica
         self.rank = rank
+        self.on_generation_end = on_generation_end
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
     def exact_log_probs(self) -> bool:
@@ -68,8 +75,8 @@ class RolloutWorker:
     ) -> DataProto:
         """`params.n` rows per prompt (samples of a prompt adjacent) with the columns that the table names under rollout.
 
-        With a `limit` above params.max_new_tokens the samples that reach the latter are unfinished, not scored yet, and may
-        `go_on` up to `limit` tokens, which is then the width of the columns.
+        With a `limit` above params.max_new_tokens the samples that reach the latter are unfinished and not scored yet.
+        `resume_generation` continues them up to `limit` tokens, which is then the width of the columns.
         """
         params = params or self.params
         limit = limit or params.max_new_tokens
@@ -88,17 +95,19 @@ class RolloutWorker:
         return self._columns([requests[position[c.ordinal]].token_ids for c in completions], completions, split, limit)
 
     @register(dispatch_mode=Dispatch.ND_SCATTER_PROTO, blocking=False)
-    def go_on(self, rows: DataProto, *, step: int, split: str = "train", max_new_tokens: int, limit: int) -> DataProto:
-        """Unfinished samples (prompts' and rollout's columns of `generate`, called with this `step`) get up to
-        `max_new_tokens` more under the weights of now. Returns their rollout columns anew; weight_version is that of the
-        tokens added."""
+    def resume_generation(
+        self, rows: DataProto, *, step: int, split: str = "train", max_new_tokens: int, limit: int
+    ) -> DataProto:
+        """Continue unfinished samples (prompts' and rollout's columns of `generate`, called with this `step`) by up to
+        `max_new_tokens` under the current weights. Returns all their rollout columns; weight_version is that of the tokens
+        added."""
         width = rows.batch["responses"].shape[1]
         exists = rows.batch["attention_mask"][:, -width:].bool()
         own = [tuple(ids[here].tolist()) for ids, here in zip(rows.batch["responses"], exists, strict=True)]
         prompts = [tuple(ids) for ids in rows.non_tensor_batch["prompt_token_ids"]]
         requests = [
-            PromptRequest(ordinal, prompt + drawn, first_sample=sample, num_drawn=len(drawn))
-            for ordinal, sample, prompt, drawn in zip(
+            PromptRequest(ordinal, prompt + sampled, first_sample=sample, num_drawn=len(sampled))
+            for ordinal, sample, prompt, sampled in zip(
                 rows.batch["ordinal"].tolist(), rows.batch["sample_index"].tolist(), prompts, own, strict=True
             )
         ]
@@ -119,10 +128,9 @@ class RolloutWorker:
         ]
         return self._columns(prompts[: len(whole)], whole, split, limit)  # a rank that only takes part makes none
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def publish(self, version: int, weights: Weights | None = None) -> None:
-        """The weights changed; samples made from now on carry `version`. A replica, or an engine with weights of its own, takes
-        `weights`, which are all of its parameters by name."""
+    def set_weights(self, version: int, weights: Weights | None = None) -> None:
+        """The weights changed: samples made from now on carry `version`. A replica, or an engine with weights of its own, loads
+        `weights`, all of its parameters by name. Called by the weight sync of this rank."""
         copy = self.replica if self.replica is not None else self.engine
         if weights is not None and hasattr(copy, "load"):
             copy.load(weights)
@@ -135,14 +143,15 @@ class RolloutWorker:
 
     @register(dispatch_mode=Dispatch.ALL_REDUCE, blocking=False)
     def end_generation(self) -> dict[str, Metric]:
-        """Free the cache if configured; returns the engine's figures of the last `generate`."""
+        """Free the KV cache if configured; returns the engine's metrics of the last `generate`."""
         stats = self.engine.stats()
         if self.free_cache:
             self.engine.release()
+        self.on_generation_end()
         return {k: (Metric.max if k in _LARGEST_OF_RANKS else Metric.sum)(float(v)) for k, v in stats.items()}
 
     def _dtype(self) -> torch.dtype | None:
-        """Of the weights that generate; None where they are out of reach."""
+        """The dtype of the weights that generate; None where they are out of reach."""
         module = getattr(self.engine, "module", None)
         return None if module is None else next(module.parameters()).dtype
 
@@ -178,6 +187,37 @@ class RolloutWorker:
                 "sample_key": np.array([sample_key(split, c.ordinal, c.sample) for c in completions], dtype=object),
             },
         )
+
+
+def sample_key(split: str, ordinal: int, sample: int) -> str:
+    """Name of a sample, unique while it is being scored."""
+    return f"{split}/{ordinal}/{sample}"
+
+
+def sampling_params(config: RolloutConfig, *, validation: bool = False) -> SamplingParams:
+    """The sampling of training or of validation; validation without do_sample is greedy."""
+    stops: dict[str, Any] = {
+        "stop": tuple(config.stop),
+        "stop_token_ids": tuple(config.stop_token_ids),
+        "ignore_eos": config.ignore_eos,
+        "seed": config.seed,
+    }
+    if not validation:
+        temperature = config.temperature if config.do_sample else 0.0
+        return SamplingParams(
+            n=config.n, temperature=temperature, top_p=config.top_p, top_k=config.top_k, min_p=config.min_p,
+            max_new_tokens=config.response_length, **stops,
+        )  # fmt: skip
+    val = config.val_kwargs
+    return SamplingParams(
+        n=val.n, temperature=val.temperature if val.do_sample else 0.0, top_p=val.top_p, top_k=val.top_k, min_p=val.min_p,
+        max_new_tokens=val.max_new_tokens or config.response_length, **stops,
+    )  # fmt: skip
+
+
+def greedy(params: SamplingParams, n: int = 1) -> SamplingParams:
+    """The most likely token at each position, under the same limits."""
+    return replace(params, n=n, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0)
 
 
 def pad_rows(rows: list[Any], fill: float, width: int, *, left: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""What a worker that trains does when an optimizer step looks wrong: refuse it, and name the samples."""
+"""Check of an optimizer step before it is taken: refuses a step that looks wrong, and names the samples."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _PREFIX = "guard/"
 @record
 @dataclass
 class Finding:
-    """A guard that one optimizer step has set off. `samples` are (ordinal of the prompt, number of the sample, its figure), the
-    worst first, of `num_samples`; none where no single sample shows it."""
+    """A guard that one optimizer step has set off. `samples` are (prompt index, sample index, value), the worst first, of
+    `num_samples`; none where no single sample shows it."""
 
     guard: str
     what: str
@@ -69,7 +69,7 @@ def merge_findings(of_ranks: Sequence[Sequence[Finding]]) -> list[Finding]:
 
 @dataclass(frozen=True)
 class _Seen:
-    """A micro-batch: who its rows are, what the model said of them, and token values of the signs."""
+    """A micro-batch: names of its rows, model outputs, and token values of the signs."""
 
     names: torch.Tensor | None  # [batch, 2] ordinal and number of the sample
     mask: torch.Tensor
@@ -78,15 +78,15 @@ class _Seen:
 
 
 class StepGuard:
-    """The StepCheck of one worker. A loss calls `observe` with every micro-batch, the worker `begin` before a mini-batch and
-    `take` at the end of its call."""
+    """The StepCheck of one role. An objective calls `observe` with every micro-batch; the role calls `start_mini_batch` before
+    a mini-batch and `pop_findings` at the end of its update."""
 
     def __init__(self, config: GuardsConfig):
         self.limits = limits_of(config)
         self.refusing = {NONFINITE, *(name for name in self.limits if config[name].action != "warn")}
-        # what `observe` is to be given
+        # inputs that `observe` needs
         self.inputs = {i for name in self.limits if name in SIGNS for i in SIGNS[name].inputs}
-        self._num_refused = 0  # mini-batches since the last `take`
+        self._num_refused = 0  # mini-batches since the last `pop_findings`
         self._mini_batch, self._num_rows = 0, 0
         self._seen: list[_Seen] = []
         self._findings: list[Finding] = []
@@ -96,8 +96,8 @@ class StepGuard:
         """See StepCheck."""
         return {"loss": "sum", **{_PREFIX + name: SIGNS[name].over for name in self.limits if name in SIGNS}}
 
-    def begin(self, mini_batch: int, num_rows: int) -> None:
-        """The optimizer step number `mini_batch` of a call comes next, on `num_rows` rows of this rank."""
+    def start_mini_batch(self, mini_batch: int, num_rows: int) -> None:
+        """Optimizer step `mini_batch` of a call comes next, on `num_rows` rows of this rank."""
         self._mini_batch, self._num_rows = mini_batch, num_rows
         self._seen = []
 
@@ -108,8 +108,8 @@ class StepGuard:
         outputs: dict[str, torch.Tensor],
         inputs: Mapping[str, torch.Tensor | None],
     ) -> dict[str, Metric]:
-        """Note a micro-batch: `outputs` [batch, response] of the model, and the `inputs` of the signs (see
-        verl/algorithms/guards.py). Returns the figures of the signs that have a limit. Nothing here waits for a device."""
+        """Record a micro-batch: `outputs` [batch, response] of the model, and the `inputs` of the signs (see
+        verl/algorithms/guards.py). Returns the metrics of the signs that have a limit. Nothing here waits for a device."""
         given = {name: tensor.detach() for name, tensor in inputs.items() if tensor is not None}
         if self._mini_batch:
             given.pop("sampler", None)  # the policy has moved since it sampled
@@ -137,8 +137,8 @@ class StepGuard:
         """Whether none of the mini-batches of this call has trained."""
         return 0 < num_mini_batches == self._num_refused
 
-    def take(self) -> list[Finding]:
-        """What was found since the last call."""
+    def pop_findings(self) -> list[Finding]:
+        """Findings since the last call."""
         found, self._findings, self._num_refused = self._findings, [], 0
         return found
 
@@ -178,7 +178,7 @@ class StepGuard:
         return found[:NUM_NAMED], len(found)
 
     def _beyond(self, name: str, limit: float) -> tuple[list[tuple[int, int, float]], int]:
-        """Samples whose own figure is beyond the limit, worst first."""
+        """Samples whose own value is beyond the limit, worst first."""
         parts = [(seen, sign_of_rows(name, seen.signs[name], seen.mask)) for seen in self._seen if name in seen.signs]
         if not parts:
             return [], 0

@@ -1,91 +1,126 @@
-"""Around a program: resume, the schedule of steps, validation, checkpoints, what is shown and written, and stopping."""
+"""The loop of a run around its program: steps, validation, checkpoints, metrics on disk and on the console, and stopping.
+
+The first Ctrl-C or SIGTERM asks for an orderly end between two phases, after saving; a second Ctrl-C ends at once.
+"""
 
 from __future__ import annotations
 
 import logging
+import signal
+import threading
 import time
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from types import FrameType, TracebackType
+from typing import Any
 
-from verl.config import VerlConfig
-from verl.data_proto.metrics import metric_values
 from verl.errors import CheckpointError, InterruptedRun
 from verl.parallel.memory import give_back_holes
-from verl.programs.guards import RollBack
-from verl.programs.ppo import StepResult
-from verl.programs.state import TrainerState
-from verl.programs.validation import Validator
-from verl.run.interrupt import StopRequested, StopSignal
-from verl.run.learning_signal import SignalWatch
+from verl.programs.api import Program, ProgramData, RollBack, StepResult
+from verl.roles.api import Roles
 from verl.run.resuming import Resume
-from verl.run.samples import open_samples
-from verl.run.saving import BackgroundRoleWriter, FromLeader, RoleWriter, Store, saves_in_background
+from verl.run.saving import BackgroundRoleWriter, Broadcast, RoleWriter, Store, saves_in_background
 from verl.run.schedule import Phases
-from verl.runtime.roles import Roles
-from verl.tracking.batch_metrics import data_metrics, throughput_metrics, timing_metrics
+from verl.run.state import RunState
+from verl.tracking.batch_metrics import span_metrics, throughput
 from verl.tracking.console import Console
-from verl.tracking.ledger.tracker import SampleTracker
-from verl.tracking.records import sample_rows
 from verl.tracking.spans import Spans
 from verl.tracking.tracker import Tracker
 
 log = logging.getLogger(__name__)
 
+_LEAST_VISIBLE = 0.5  # share of the masters' movement that the compute weights show
 
-class Program(Protocol):
-    samples: SampleTracker
+_SAME_S = 0.1  # two signals within that time are one Ctrl-C that came by two ways (the terminal's group, and a parent)
 
-    def step(self, state: TrainerState) -> StepResult: ...
 
-    def settle(self) -> None: ...
+class StopRequested(Exception):
+    """Raised by `StopSignal.check`; no weight of the step under way has changed yet."""
+
+
+class StopSignal:
+    """While entered, SIGINT and SIGTERM ask for an orderly end between two phases; a second Ctrl-C ends at once."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._requested_at = 0.0
+        self._previous: dict[int, Any] = {}
+        self._any_process: Callable[[bool], bool] = bool
+
+    def __enter__(self) -> StopSignal:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._previous[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.requested and number == signal.SIGINT and time.monotonic() - self._requested_at > _SAME_S:
+            raise KeyboardInterrupt
+        if not self.requested:
+            self.requested, self._requested_at = True, time.monotonic()
+        log.warning("Stopping after this phase and saving; Ctrl-C again stops at once, without saving.")
+
+    def share(self, any_process: Callable[[bool], bool]) -> None:
+        """From now on all processes of the run stop at the same `check`, whichever got the signal; `any_process(flag)` returns
+        whether one of them did."""
+        self._any_process = any_process
+
+    def check(self) -> None:
+        """Raise StopRequested if a stop was asked for."""
+        if self._any_process(self.requested):
+            raise StopRequested
 
 
 class Loop:
-    """Runs `program` from `state` to `total_steps`."""
+    """Runs `program` from `state` to the last step of `data`. `trainer` is the config section."""
 
     def __init__(
         self,
-        config: VerlConfig,
+        trainer: Any,
         *,
         program: Program,
+        data: ProgramData,
         roles: Roles,
-        state: TrainerState,
-        total_steps: int,
+        state: RunState,
         store: Store,
-        validator: Validator | None,
         tracker: Tracker,
         console: Console,
         spans: Spans,
-        tokenizer: Any,
         stop: StopSignal,
-        from_leader: FromLeader,
+        broadcast: Broadcast,
+        is_rank_zero: bool,
         resume: Resume,
         phases: Phases | None = None,
     ):
-        self.config = config
+        self.trainer = trainer
         self.program = program
+        self.data = data
         self.roles = roles
         self.state = state
-        self.total_steps = total_steps
         self.store = store
-        self.validator = validator
         self.tracker = tracker
         self.console = console
         self.spans = spans
-        self.tokenizer = tokenizer
         self.stop = stop
-        self.from_leader = from_leader
+        self.broadcast = broadcast
+        self.is_rank_zero = is_rank_zero
         self.resume = resume
         self.phases = phases
-        self.signal = SignalWatch(config.data.max_response_length, config.actor_rollout_ref.rollout.n)
-        self.last_validation: dict[str, float] = {}  # of a step: the one before training is in the state
+        self.last_validation: dict[str, float] = {}  # after a step: the one before training is in the state
         self.saved_step = state.step
+        self._hidden: set[str] = set()  # roles that were warned of
 
     def run(self) -> dict[str, float]:
         """Train to the end; returns the metrics of the last validation. Raises InterruptedRun after saving when stopped."""
         try:
-            if self.state.step == 0 and self.config.trainer.val_before_train:
+            if self.state.step == 0 and self.trainer.val_before_train:
                 self.state.first_validation = self._validate()
-            while self.state.step < self.total_steps:
+            while self.state.step < self.data.num_steps:
                 self.store.check()
                 try:
                     self._step(self.state.step + 1)
@@ -94,41 +129,39 @@ class Loop:
                 self.stop.check()
             self.store.finish()
         except StopRequested:
-            self._hear_of_last_save()
+            self._finish_last_save()
             self._save()
             self.store.finish()
             kept = f"saved to {self.store.root}" if self.state.step else "nothing had been trained yet"
             raise InterruptedRun(
-                f"Stopped on request after step {self.state.step} of {self.total_steps}; {kept}. "
-                "Run the same command again to go on from there."
+                f"Stopped on request after step {self.state.step} of {self.data.num_steps}; {kept}. "
+                "Run the same command again to resume."
             ) from None
         return self.last_validation
 
     def _step(self, step: int) -> None:
         started = time.perf_counter()
         if self.phases is not None:
-            self.phases.begin(step)
-        before = self.state.to_json()
-        self.state.step = step
+            self.phases.start_step(step)
         self.spans.begin_step(step)
-        try:
-            result = self.program.step(self.state)
-        except BaseException:
-            self.state.load_json(before)  # the step did not happen: what is saved now describes the one before
-            raise
+        result = self.program.step(step)
         seconds = time.perf_counter() - started
+        self.state.step = step
         self.state.seconds += seconds
+        self.state.num_tokens += result.num_tokens
         metrics = self._metrics(result, seconds)
-        if self._due(self.config.trainer.test_freq, step):
+        if self._due(self.trainer.test_freq):
             metrics.update(self._validate())
         metrics.update({f"timing_s/{k}": v for k, v in self.spans.take().items() if f"timing_s/{k}" not in metrics})
-        self.tracker.samples("train", step, sample_rows(result.batch, self.tokenizer))
+        if self.is_rank_zero:
+            self.tracker.samples("train", step, result.rows())
         self.tracker.log(metrics, step)
-        if self._due(self.config.trainer.save_freq, step):
+        if self._due(self.trainer.save_freq):
             self._save()  # after the rows: a run killed here resumes behind this step and would not write them again
         self.spans.write(step)
         self.console.step(step, metrics)
-        self.signal.note(step, metrics)
+        self._warn_of_hidden_updates(metrics)
+        self.program.step_done(step, metrics)
         give_back_holes(step)
 
     def _go_back(self, back: RollBack) -> None:
@@ -138,31 +171,32 @@ class Loop:
         self.saved_step = self.state.step
 
     def _metrics(self, result: StepResult, seconds: float) -> dict[str, float]:
-        metrics = metric_values(result.metrics)
-        limits = self.config.data
-        metrics.update(
-            data_metrics(
-                result.batch,
-                max_prompt_length=limits.max_prompt_length,
-                max_response_length=limits.max_response_length,
-            )
-        )
-        spans = {**self.spans.take(), "step": seconds}
-        metrics.update(timing_metrics(result.batch, spans))
-        metrics.update(throughput_metrics(result.batch, seconds, num_devices=self.roles.num_devices))
-        self.state.num_tokens += int(metrics["perf/total_num_tokens"])
-        metrics["training/global_step"] = self.state.step
-        metrics["training/weight_version"] = self.state.weight_version
-        metrics["training/next_ordinal"] = self.program.samples.cursor
-        metrics.update(self.phases.figures() if self.phases is not None else {})
-        metrics["reward/num_defaulted"] = self.roles.reward.num_defaulted()
-        return metrics
+        return {
+            **result.metrics,
+            **span_metrics({**self.spans.take(), "step": seconds}, result.span_tokens),
+            **throughput(result.num_tokens, seconds, self.roles.num_devices),
+            "training/global_step": self.state.step,
+            **(self.phases.metrics() if self.phases is not None else {}),
+        }
+
+    def _warn_of_hidden_updates(self, metrics: Mapping[str, float]) -> None:
+        """Once for each role whose updates are mostly lost in rounding."""
+        for spec in self.roles.specs:
+            shown = metrics.get(f"{spec.name}/visible_update_ratio", 1.0)
+            if shown < _LEAST_VISIBLE and spec.name not in self._hidden:
+                self._hidden.add(spec.name)
+                section = spec.engine_keys[0] if spec.engine_keys else "its engine"
+                log.warning(
+                    "The weights that compute show %.0f%% of the updates of the %s (%s/visible_update_ratio): the rest is "
+                    "lost in rounding to bfloat16. Set %s.master_rounding=dithered or %s.dtype=float32.",
+                    100 * shown, spec.name, spec.name, section, section,
+                )  # fmt: skip
 
     def _validate(self) -> dict[str, float]:
-        if self.validator is None:
+        if not self.data.has_validation:
             return {}
         with self.spans("testing"):
-            found = self.validator.run(self.state.step)
+            found = self.program.validate(self.state.step)
         if self.state.step == 0:
             self.tracker.log(found, 0)
         else:
@@ -174,27 +208,28 @@ class Loop:
         if self.saved_step == self.state.step:
             return
         with self.spans("save_checkpoint"):
-            writer = BackgroundRoleWriter if saves_in_background(self.config) else RoleWriter
+            writer = BackgroundRoleWriter if saves_in_background(self.roles.specs) else RoleWriter
             writers: dict[str, Any] = {
-                name: writer(role, self.from_leader) for name, role in self.roles.trained().items()
+                name: writer(role, self.broadcast) for name, role in self.roles.trained().items()
             }
-            self.program.settle()
-            # the ledger is on the disk before the checkpoint is: one that exists never knows more than the ledger
-            state = {**self.state.to_json(), "samples": self.program.samples.commit()}
-            writers.update(open_samples(self.program.samples))
+            self.program.drain()
+            state = {**self.state.state_dict(), **self.program.state_dict()}
+            writers.update(self.program.checkpoint_writers())
             self.store.save(self.state.step, writers, state)
         self.saved_step = self.state.step
 
-    def _hear_of_last_save(self) -> None:
-        """A save that went on in the background and failed is said, and does not keep the run from saving where it stops."""
+    def _finish_last_save(self) -> None:
+        """A background save that failed is logged, and does not keep the run from saving where it stops."""
         failure = ""
         try:
             self.store.finish()
         except CheckpointError as error:
             failure = str(error)
-        if failure := self.from_leader(failure):  # all processes have to save again, or none
+        if failure := self.broadcast(failure):  # all processes have to save again, or none
             log.error("%s", failure)
             self.saved_step = -1
 
-    def _due(self, every: int, step: int) -> bool:
-        return every > 0 and (step % every == 0 or step == self.total_steps)
+    def _due(self, every: int | str) -> bool:
+        """Whether the step that has ended is the last one, or a multiple of `every` steps or of an epoch."""
+        steps = self.data.num_steps_per_epoch if every == "after_each_epoch" else int(every)
+        return steps > 0 and (self.state.step % steps == 0 or self.state.step == self.data.num_steps)

@@ -1,9 +1,9 @@
-"""Checkpoints of a run whose roles may live in other processes: the store decides, the roles write their own files."""
+"""Checkpoints of a run whose roles may live in other processes: the store decides when, the roles write their own files."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,47 +11,45 @@ from verl.checkpoint.background import BackgroundStore
 from verl.checkpoint.files import FileRecord
 from verl.checkpoint.filesystem import examine
 from verl.checkpoint.store import CheckpointStore
-from verl.config import VerlConfig
-from verl.config.active_keys import uses_critic
+from verl.roles.api import ModelHandle, RoleSpec
 
 log = logging.getLogger(__name__)
 
-# what the leading rank gives goes to every process that runs the program; each gets the leader's value
-FromLeader = Callable[[Any], Any]
+# returns rank 0's value, in every process that runs the program
+Broadcast = Callable[[Any], Any]
 
 
 class RoleWriter:
     """A role as the store sees it. In a run of several equal ranks all of them make the same calls in the same order."""
 
-    def __init__(self, role: Any, from_leader: FromLeader):
+    def __init__(self, role: ModelHandle, broadcast: Broadcast):
         self.role = role
-        self.from_leader = from_leader
+        self.broadcast = broadcast
 
     def num_bytes(self) -> int:
-        """Of the tensors that will be written."""
+        """Bytes of the tensors that will be written."""
         return int(self.role.num_bytes_saved())
 
     def write(self, folder: Path | None) -> dict[str, FileRecord]:
-        """All files of the role, in the leader's new folder; returns their records by path."""
-        found = self.role.save(self.from_leader(str(folder)))
-        parts = found if isinstance(found, list) else [found]
-        return next(part for part in parts if part is not None)
+        """All files of the role, in rank 0's new folder; returns their records by path."""
+        found = self.role.save(self.broadcast(str(folder)))
+        return next(part for part in found if part is not None)
 
 
 class BackgroundRoleWriter(RoleWriter):
     """A role that copies what it saves, and writes the copy while it trains."""
 
     def begin(self, folder: Path | None) -> None:
-        """Copy, and begin to write into the leader's new folder."""
-        self.role.begin_save(self.from_leader(str(folder)))
+        """Copy, and start to write into rank 0's new folder."""
+        self.role.start_save(self.broadcast(str(folder)))
 
     def end(self, timeout_s: float) -> None:
         """Return when no rank of the role is writing any more. Raises DeadlineError."""
-        self.role.end_save(timeout_s)
+        self.role.finish_save(timeout_s)
 
 
-class FollowingStore:
-    """The store on a rank that does not write: takes its part in the calls that the leader's store makes."""
+class OtherRankStore:
+    """The store on a rank that does not write: takes part in the calls that rank 0's store makes."""
 
     def __init__(self, root: Path, timeout_s: float):
         self.root = root
@@ -73,7 +71,7 @@ class FollowingStore:
                 role.write(None)
 
     def check(self) -> None:
-        """What went wrong is the leader's to say."""
+        """Rank 0 reports failures."""
 
     def finish(self) -> None:
         """Wait for what this rank writes."""
@@ -82,29 +80,25 @@ class FollowingStore:
             writer.end(self.timeout_s)
 
     def close(self) -> None:
-        """Nothing is left to end."""
+        """Nothing to end."""
 
 
-Store = CheckpointStore | BackgroundStore | FollowingStore
+Store = CheckpointStore | BackgroundStore | OtherRankStore
 
 
-def saves_in_background(config: VerlConfig) -> bool:
-    """Whether a role of the run is to be written while training goes on."""
-    critic = uses_critic(config) and config.critic.checkpoint.async_save
-    return config.actor_rollout_ref.actor.checkpoint.async_save or critic
+def saves_in_background(specs: Sequence[RoleSpec]) -> bool:
+    """Whether a role of the run is to be written while training continues."""
+    return any(spec.trains and spec.checkpoint is not None and spec.checkpoint.async_save for spec in specs)
 
 
-def open_store(config: VerlConfig, root: Path, *, leads: bool) -> Store:
-    """The checkpoints of the run folder `root`, as `config` wants them saved. Raises CheckpointError when the folder's file
-    system cannot hold any."""
-    trainer = config.trainer
-    if not leads:
-        return FollowingStore(root, trainer.call_timeout_s)
+def open_store(root: Path, specs: Sequence[RoleSpec], *, timeout_s: float, is_rank_zero: bool) -> Store:
+    """The checkpoints of the run folder `root`. Raises CheckpointError when the folder's file system cannot hold any."""
+    if not is_rank_zero:
+        return OtherRankStore(root, timeout_s)
     report = examine(root)
     report.require()
     for notice in report.notices:
         log.warning("The run folder %s: %s.", root, notice)
     # checkpoints are kept whole: the role that wants more of them decides
-    keep = max(trainer.max_actor_ckpt_to_keep or 0, trainer.max_critic_ckpt_to_keep or 0)
-    store = CheckpointStore(root, keep=keep)
-    return BackgroundStore(store, trainer.call_timeout_s) if saves_in_background(config) else store
+    store = CheckpointStore(root, keep=max((spec.checkpoints_to_keep or 0 for spec in specs), default=0))
+    return BackgroundStore(store, timeout_s) if saves_in_background(specs) else store

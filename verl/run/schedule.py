@@ -1,4 +1,4 @@
-"""Keys of the config that change while a run goes on, by phase of training."""
+"""Keys of the config that change during a run, by phase of training."""
 
 from __future__ import annotations
 
@@ -6,26 +6,14 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from verl.config import VerlConfig
 from verl.engines.hybrid_3d import CHANGEABLE, check_change, require_3d_hybrid
 from verl.errors import ConfigError, nearest
 from verl.registry import load_object
-from verl.run.saving import FromLeader
-from verl.runtime.rank import engine_section, shares_reference
-from verl.runtime.roles import Roles
+from verl.roles.api import Roles, RoleSpec
+from verl.run.saving import Broadcast
 
 log = logging.getLogger(__name__)
 
-# how a key may begin -> the role whose engine it is for
-_PLACES = {
-    "": "actor",
-    "fsdp_config.": "actor",
-    "actor_model.fsdp_config.": "actor",
-    "actor_rollout_ref.actor.fsdp_config.": "actor",
-    "actor_rollout_ref.ref.fsdp_config.": "reference",
-    "critic.fsdp.": "critic",
-    "critic.fsdp_config.": "critic",
-}
 _AT_THE_END = 1 << 62  # a step behind all phases
 
 
@@ -59,7 +47,7 @@ class DynamicConfigScheduler:
     def set(self, changes: Mapping[str, Any] | None = None, **named: Any) -> None:
         """Other values from the next step on, whatever the phases say; not remembered by a run that resumes."""
         given = {**(changes or {}), **named}
-        by_role(given)
+        _check_changes(given)
         self._set.update(given)
 
     def values(self, step: int) -> dict[str, Any]:
@@ -71,8 +59,8 @@ class DynamicConfigScheduler:
         return {**found, **self._set}
 
 
-def scheduler_of(config: VerlConfig) -> Scheduler | None:
-    """What trainer.dynamic_config or trainer.dynamic_config_scheduler asks for; None without either."""
+def scheduler_of(config: Any) -> Scheduler | None:
+    """The scheduler of trainer.dynamic_config or trainer.dynamic_config_scheduler; None without either."""
     trainer = config.trainer
     if trainer.dynamic_config_scheduler is None:
         return DynamicConfigScheduler(trainer.dynamic_config) if trainer.dynamic_config else None
@@ -89,35 +77,36 @@ def scheduler_of(config: VerlConfig) -> Scheduler | None:
 
 
 class Phases:
-    """Brings what `scheduler` says to the engines of `roles`; every process of a run does as the leading one's says. A key of
-    which nothing is said any more, or not yet after a step back, has its value of `config` again.
+    """Applies the values of `scheduler` to the engines of `roles`; every process of a run does as rank 0's scheduler says. A
+    key that the scheduler does not name (any more, or not yet after a step back) has its value of the config again.
 
-    Raises ConfigError at once when a phase to come changes what cannot change in this run.
+    Raises ConfigError at once when a phase to come changes a key that cannot change in this run.
     """
 
-    def __init__(self, scheduler: Scheduler, roles: Roles, config: VerlConfig, from_leader: FromLeader):
-        self.scheduler, self.roles, self.config, self.from_leader = scheduler, roles, config, from_leader
+    def __init__(self, scheduler: Scheduler, roles: Roles, broadcast: Broadcast):
+        self.scheduler, self.roles, self.broadcast = scheduler, roles, broadcast
+        self._specs = {spec.name: spec for spec in roles.specs}
         self._now: dict[str, dict[str, Any]] = {}
         if isinstance(scheduler, DynamicConfigScheduler):
-            for role, wanted in by_role(scheduler.values(_AT_THE_END)).items():
+            for role, wanted in by_role(scheduler.values(_AT_THE_END), roles.specs).items():
                 self._require_changeable(role, wanted)
 
-    def begin(self, step: int) -> None:
-        """Before `step`. Raises ConfigError for a key or value that cannot be."""
-        said = by_role(self.from_leader(dict(self.scheduler.values(step))))
-        for role in {**self._now, **said}:
-            now, section = self._now.get(role, {}), engine_section(self.config, role)
-            wanted = {**{name: getattr(section, name) for name in now}, **said.get(role, {})}
+    def start_step(self, step: int) -> None:
+        """Before `step`. Raises ConfigError for a key or value that is not possible."""
+        given = by_role(self.broadcast(dict(self.scheduler.values(step))), self.roles.specs)
+        for role in {**self._now, **given}:
+            now, section = self._now.get(role, {}), self._specs[role].engine
+            wanted = {**{name: getattr(section, name) for name in now}, **given.get(role, {})}
             changes = {name: value for name, value in wanted.items() if name not in now or now[name] != value}
             if not changes:
                 continue
             self._require_changeable(role, changes)
-            getattr(self.roles, role).reconfigure(changes)
+            self.roles.models[role].reconfigure(changes)
             self._now[role] = wanted
             log.info("From step %d on, %s: %s", step, role, ", ".join(f"{n}={v}" for n, v in changes.items()))
 
-    def figures(self) -> dict[str, float]:
-        """The values in force, as metrics."""
+    def metrics(self) -> dict[str, float]:
+        """The values in force."""
         return {
             f"training/dynamic_config/{role}/{name}": float(value)
             for role, values in self._now.items()
@@ -125,28 +114,34 @@ class Phases:
         }
 
     def _require_changeable(self, role: str, names: Mapping[str, Any]) -> None:
-        if getattr(self.roles, role) is None:
-            raise ConfigError(f"{', '.join(names)} cannot change for {role}: this run has no such role.")
-        if role == "reference" and shares_reference(self.config):
+        spec = self._specs[role]
+        if spec.shares is not None:
             raise ConfigError(
-                f"{', '.join(names)} cannot change for the reference policy, which with LoRA is the actor without adapters; "
-                "change the actor's."
+                f"{', '.join(names)} cannot change for the {role}, which with LoRA is the {spec.shares} without adapters; "
+                f"change the {spec.shares}'s."
             )
-        require_3d_hybrid(engine_section(self.config, role), names)
+        require_3d_hybrid(spec.engine, names)
 
 
-def by_role(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Role -> its changes, under the short names. Raises ConfigError for a key that cannot change, or a wrong value."""
+def by_role(values: Mapping[str, Any], specs: Sequence[RoleSpec]) -> dict[str, dict[str, Any]]:
+    """Role -> its changes, under the short names. Raises ConfigError for a key of no role of the run, a key that cannot change,
+    or a wrong value."""
+    places = {f"{key}." if key else "": spec.name for spec in specs for key in spec.engine_keys}
     found: dict[str, dict[str, Any]] = {}
     for key, value in values.items():
         place, dot, name = key.rpartition(".")
-        role = _PLACES.get(place + dot)
+        role = places.get(place + dot)
         if role is None:
-            hint = nearest(key, [p + n for p in _PLACES for n in CHANGEABLE]) or "."
-            raise ConfigError(f"{key} is no key that can change while training runs{hint}")
+            hint = nearest(key, [p + n for p in places for n in CHANGEABLE]) or "."
+            raise ConfigError(f"{key} is no key of this run that can change while training runs{hint}")
         check_change({name: value})
         found.setdefault(role, {})[name] = value
     return found
+
+
+def _check_changes(changes: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a key that cannot change in any role, or a wrong value."""
+    check_change({key.rpartition(".")[2]: value for key, value in changes.items()})
 
 
 def _check_phase(number: int, phase: Any) -> None:
@@ -157,4 +152,4 @@ def _check_phase(number: int, phase: Any) -> None:
         raise ConfigError(f"{place}: from_step={phase['from_step']!r} must be a whole number of at least 1.")
     if not isinstance(phase["changes"], Mapping):
         raise ConfigError(f"{place}: changes must be a mapping of keys to values, not {phase['changes']!r}.")
-    by_role(phase["changes"])
+    _check_changes(phase["changes"])

@@ -1,4 +1,4 @@
-"""Which runtime a run gets, and what all of them can do.
+"""The choice of a runtime, and the interface of all of them.
 
 RANK and WORLD_SIZE in the environment, more than one rank   spmd: started by torchrun
 more than one device in the config                           ray: a driver over actors
@@ -11,29 +11,28 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from verl.config import VerlConfig
 from verl.errors import MissingExtraError
-from verl.parallel.placement import Placement
-from verl.runtime.roles import Roles
+from verl.parallel.collectives import peer_of_environment
+from verl.roles.api import ProgramClass, Roles, RoleSpecs
 
 
 class Runtime(Protocol):
-    """A running set of processes. In spmd every rank has one; `leads` is true on the one that writes files."""
+    """A running set of processes. In spmd every rank has one; `is_rank_zero` is true on the one that writes files."""
 
     name: str
     rank: int
-    leads: bool
+    is_rank_zero: bool
 
     def build_roles(self, *, total_steps: int, data_sources: list[str], train: bool = True) -> Roles:
-        """Load models and start reward processes, wherever the config places them."""
+        """Load models and start reward processes, where the config places them."""
         ...
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set in at least one of the processes that run the program; all get the same answer."""
         ...
 
-    def from_leader(self, value: Any) -> Any:
-        """The leading process's `value`, in all processes that run the program."""
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's `value`, in all processes that run the program."""
         ...
 
     def close(self) -> None:
@@ -41,35 +40,32 @@ class Runtime(Protocol):
         ...
 
 
-def choose(config: VerlConfig) -> str:
+def choose(specs: RoleSpecs) -> str:
     """local, spmd or ray."""
-    from verl.parallel.collectives import peer_of_environment
-
     peer = peer_of_environment()
     if peer is not None and peer.world_size > 1:
         return "spmd"
-    return "ray" if peer is None and Placement.of(config).num_devices > 1 else "local"
+    return "ray" if peer is None and specs.place(None).num_devices > 1 else "local"
 
 
 @contextmanager
-def open_runtime(config: VerlConfig) -> Iterator[Runtime]:
+def open_runtime(config: Any, program: type[ProgramClass]) -> Iterator[Runtime]:
     """The runtime of `config`, closed on leaving. Raises ConfigError for a placement that the machine cannot have,
     MissingExtraError without Ray, DeadlineError when other ranks do not come."""
-    runtime = _make(config, choose(config))
+    runtime = _make(config, program, choose(program.roles(config)))
     try:
         yield runtime
     finally:
         runtime.close()
 
 
-def _make(config: VerlConfig, name: str) -> Runtime:
+def _make(config: Any, program: type[ProgramClass], name: str) -> Runtime:
     if name == "spmd":
-        from verl.parallel.collectives import peer_of_environment
         from verl.runtime.spmd import SpmdRuntime
 
         peer = peer_of_environment()
         assert peer is not None
-        return SpmdRuntime(config, peer)
+        return SpmdRuntime(config, program, peer)
     if name == "ray":
         try:
             from verl.runtime.ray import RayRuntime
@@ -79,7 +75,7 @@ def _make(config: VerlConfig, name: str) -> Runtime:
             raise MissingExtraError(
                 "A run over several devices that is not started by torchrun", "ray", "ray"
             ) from None
-        return RayRuntime(config)
+        return RayRuntime(config, program)
     from verl.runtime.local import LocalRuntime
 
-    return LocalRuntime(config)
+    return LocalRuntime(config, program)

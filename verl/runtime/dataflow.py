@@ -1,11 +1,11 @@
-"""A dataflow written as a chain over the groups of a run.
+"""A dataflow written as a chain of stages over the groups of a run.
 
     controller = Controller(roles)
     step = (
         controller
         .broadcast(prompts)                                     # a batch, or a function without arguments that makes it
         .scatter(responses, worker_group="rollout_group")       # responses(group, batch): a call on that group
-        .gather(experience)                                     # experience(batch): rewards, filters, what you like
+        .gather(experience)                                     # experience(batch): rewards, filters, ...
         .all_reduce(advantages)                                 # advantages(batch): over all rows
         .scatter(updates, worker_group="update_group")          # updates(group, batch)
         .sync()
@@ -22,21 +22,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.errors import ConfigError, nearest
-from verl.runtime.roles import Roles
-from verl.runtime.worker_group import wait
+from verl.roles.api import Roles
+from verl.runtime.worker_group import resolve
 
 Stage = Callable[..., Any] | str
 Step = Callable[[Any], Any]
-
-# name in a chain -> role
-GROUPS = {
-    "rollout_group": "rollout",
-    "update_group": "actor",
-    "actor_group": "actor",
-    "critic_group": "critic",
-    "reference_group": "reference",
-    "reward_group": "reward",
-}
 
 
 @dataclass(frozen=True)
@@ -51,20 +41,20 @@ class Flow:
         return self._then(lambda _: value() if callable(value) else value)
 
     def scatter(self, stage: Stage, worker_group: str) -> Flow:
-        """A call on a group, whose rows are cut over its ranks; its result, or a future of it, goes on. Raises ConfigError
-        for a group that the run has not."""
+        """A call on a group, whose rows are divided over its ranks; its result, or a future of it, is passed on. Raises
+        ConfigError for a group that the run does not have."""
         group = self._group(worker_group)
         if isinstance(stage, str):
             method = getattr(group, stage)
-            return self._then(lambda value: method(wait(value)))
-        return self._then(lambda value: stage(group, wait(value)))
+            return self._then(lambda value: method(resolve(value)))
+        return self._then(lambda value: stage(group, resolve(value)))
 
     def gather(self, stage: Callable[[Any], Any]) -> Flow:
-        """Wait for the rows of all ranks and make something of them here."""
-        return self._then(lambda value: stage(wait(value)))
+        """Wait for the rows of all ranks and apply `stage` to them here."""
+        return self._then(lambda value: stage(resolve(value)))
 
     def all_reduce(self, stage: Callable[[Any], Any]) -> Flow:
-        """The same for figures over all rows (advantages): every rank that runs the program gets equal ones."""
+        """The same for values over all rows (advantages): every rank that runs the program gets equal ones."""
         return self.gather(stage)
 
     def sync(self) -> Any:
@@ -72,7 +62,7 @@ class Flow:
         value: Any = None
         for step in self.steps:
             value = step(value)
-        return wait(value)
+        return resolve(value)
 
     def _then(self, step: Step) -> Flow:
         return Flow(self.groups, (*self.steps, step))
@@ -87,8 +77,14 @@ class Flow:
 
 
 class Controller(Flow):
-    """The beginning of a chain over the roles of a run, and over groups of one's own."""
+    """The beginning of a chain over the roles of a run, and over other groups."""
 
     def __init__(self, roles: Roles | None = None, **groups: Any):
-        known = {name: getattr(roles, role) for name, role in GROUPS.items()} if roles is not None else {}
-        super().__init__({**known, **groups})
+        super().__init__({**(_groups_of(roles) if roles is not None else {}), **groups})
+
+
+def _groups_of(roles: Roles) -> dict[str, Any]:
+    """Groups under their names in a chain: {role}_group, and update_group for the actor."""
+    models = {f"{name}_group": handle for name, handle in roles.models.items()}
+    found = {"rollout_group": roles.rollout, "update_group": models.get("actor_group"), **models}
+    return {**found, "reward_group": roles.reward}

@@ -4,64 +4,50 @@ from __future__ import annotations
 
 from typing import Any
 
-from verl.config import VerlConfig
+from verl.data_proto.future import Finished
 from verl.parallel.device import resolve_device
-from verl.parallel.placement import Placement
-from verl.runtime.build import build_workers
-from verl.runtime.mode_switch import Switch, around
-from verl.runtime.rank import Seat, check_meshes
-from verl.runtime.rank_workers import generation_facts, module_facts
-from verl.runtime.roles import Roles
-from verl.runtime.sampling import sampling_params
-
-__all__ = ["LocalRuntime", "build_roles", "sampling_params"]
+from verl.parallel.dispatch import Plan
+from verl.roles.api import ProgramClass, Roles
+from verl.runtime.rank import RankContext, check_meshes
+from verl.runtime.rank_workers import RankWorkers
+from verl.runtime.role_groups import make_groups
+from verl.runtime.worker_group import WorkerGroup
 
 
 class LocalRuntime:
-    """See verl.runtime.api.Runtime."""
+    """See verl.runtime.api.Runtime. After `build_roles`, `workers` holds the workers of the roles."""
 
     name = "local"
     rank = 0
-    leads = True
+    is_rank_zero = True
 
-    def __init__(self, config: VerlConfig):
-        self.config = config
-        check_meshes(config, Placement.of(config, 1))
+    def __init__(self, config: Any, program: type[ProgramClass]):
+        self.config, self.program = config, program
+        self.workers: RankWorkers | None = None
+        specs = program.roles(config)
+        check_meshes(config, specs, specs.place(1))
 
     def build_roles(self, *, total_steps: int, data_sources: list[str], train: bool = True) -> Roles:
-        return build_roles(self.config, total_steps=total_steps, data_sources=data_sources, train=train)
+        """See Runtime. The rollout engine generates with the trained module itself: there is one copy of the weights."""
+        specs = self.program.roles(self.config, train=train)
+        device = resolve_device(self.config.trainer.device)
+        context = RankContext(self.config, specs, specs.place(1), 0, device, total_steps, data_sources)
+        workers = self.workers = RankWorkers(context, None)
+        return make_groups(context, self._run, workers.facts(), workers.weights, self.close)
 
     def any(self, flag: bool) -> bool:
         return flag
 
-    def from_leader(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         return value
 
     def close(self) -> None:
-        pass
+        if self.workers is not None:
+            self.workers.close()
 
-
-def build_roles(config: VerlConfig, *, total_steps: int, data_sources: list[str], train: bool = True) -> Roles:
-    """Load models, start reward processes, and wire the roles of `config` in this process.
-
-    The rollout engine generates with the actor's own module: on one device there is one copy of the weights.
-    """
-    device = resolve_device(config.trainer.device)
-    placement = Placement.from_roles({}, 1)
-    seat = Seat(config, placement, 0, device, total_steps, data_sources, train)
-    workers = build_workers(seat)
-
-    def end() -> None:
-        try:
-            workers["reward"].close()
-        finally:
-            workers["rollout"].close()
-
-    roles = Roles(**workers, end=end)
-    if train:
-        around(Switch(roles.actor.engine, config.actor_rollout_ref.rollout, device), roles.rollout)
-        if seat.has_own_weights:
-            publish, trained = roles.rollout.publish, roles.actor.engine
-            roles.rollout.publish = lambda version: publish(version, trained.gather_weights())
-    roles.facts = module_facts(roles.rollout.engine, device) | generation_facts(roles.rollout.engine)
-    return roles
+    def _run(self, group: WorkerGroup, method: str, plan: Plan, blocking: bool) -> Any:
+        call = plan.calls[0]
+        assert self.workers is not None
+        assert call is not None
+        value = plan.collect([self.workers.call(group.name, method, *call)])
+        return value if blocking else Finished(value)

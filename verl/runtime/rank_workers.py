@@ -1,146 +1,94 @@
-"""One process of a run over several: its workers, the calls on them, and how new weights reach those that generate."""
+"""The workers of one process, and the calls on them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 
 from verl.parallel.collectives import Collectives
 from verl.parallel.device import visible_devices
-from verl.parallel.mesh import Mesh
 from verl.parallel.serialize import from_bytes, to_bytes
-from verl.reshard.grouping import consecutive_engines
-from verl.reshard.layout import RolloutLayout, TrainingLayout
-from verl.reshard.update import PlannedUpdate, plan_update
-from verl.runtime.build import build_workers
-from verl.runtime.mode_switch import Switch
-from verl.runtime.rank import Seat, engine_section
-
-_BUCKET_BYTES = 64 << 20  # weights that travel to another process at a time
+from verl.roles.reward import RewardWorker
+from verl.roles.rollout import RolloutWorker
+from verl.runtime.build import build_models, build_reward, build_rollout, rollout_group, set_determinism
+from verl.runtime.rank import POLICY, RankContext
+from verl.runtime.weight_sync import RankWeightSync
 
 
-class Host:
-    """The workers of `seat`. All hosts of a run are made at the same time: engines of several ranks meet while they are."""
+class RankWorkers:
+    """The workers of `context`, by role. All ranks of a run make theirs at the same time: engines of several ranks meet while
+    they are made. `comm` is None in a run of one process."""
 
-    def __init__(self, seat: Seat, comm: Collectives):
-        self.seat = seat = _with_device_names(seat, comm)
+    def __init__(self, context: RankContext, comm: Collectives | None):
+        self.context = context = _with_device_names(context, comm)
         self.comm = comm
-        self.workers = build_workers(seat)
-        trained = self.workers["actor"].engine if "actor" in self.workers else None
-        self.switch = Switch(trained, seat.config.actor_rollout_ref.rollout, seat.device)
-        self.update: PlannedUpdate | None = None  # None: there is one set of weights, or they are gathered whole
+        self.reward: RewardWorker | None = None
+        self.rollout: RolloutWorker | None = None
+        self.weights: RankWeightSync | None = None
         try:
-            if not seat.shares_weights and not seat.has_own_weights:
-                self.update = self._plan()
+            self._build(context)
         except BaseException:
             self.close()
             raise
 
+    def _build(self, context: RankContext) -> None:
+        set_determinism(context.config.trainer.deterministic)
+        specs = context.specs
+        if specs.scores and context.holds("reward"):
+            self.reward = build_reward(context)  # before the models: a wrong reward function costs no model load
+        self.models = build_models(context)
+        if specs.generates:
+            policy, group = self.models.get(POLICY), rollout_group(context)
+            weights = self.weights = RankWeightSync(context, self.comm, None if policy is None else policy.engine)
+            if context.holds("rollout"):
+                self.rollout = build_rollout(context, group, policy, self.reward, weights)
+            weights.connect(self.rollout)
+
     def call(self, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a method of one of the workers; communication that fails inside names the rank at fault."""
-        with self.comm.doing(f"{role}.{method}"):
-            result = getattr(self.workers[role], method)(*args, **kwargs)
-            if (role, method) == ("rollout", "end_generation"):
-                if self.update is not None:
-                    self.update.check_held()  # before a sample trains that other weights have made
-                self.switch.to_training()
-            return result
+        """Run a registered method of one of the workers; communication that fails inside names the rank at fault."""
+        with self.doing(f"{role}.{method}"):
+            return getattr(self.worker(role), method)(*args, **kwargs)
 
-    def publish(self, version: int) -> None:
-        """The actor's weights become those of the samples made from now on, under `version`. Every host calls this."""
-        with self.comm.doing("rollout.publish"):
-            self.switch.to_generation(partial(self._hand_over, version))
+    def worker(self, role: str) -> Any:
+        """The worker of `role` on this rank."""
+        return {"reward": self.reward, "rollout": self.rollout}.get(role) or self.models[role]
 
-    def _hand_over(self, version: int) -> None:
-        weights = None
-        if self.update is not None:
-            self.update()
-        elif not self.seat.shares_weights:
-            weights = self._weights()
-        if "rollout" in self.workers:
-            self.workers["rollout"].publish(version, weights)
-        for _ in weights or ():  # a rank that trains and does not generate has its part in the gathering
-            pass
+    def doing(self, call: str) -> AbstractContextManager[Any]:
+        """Names `call` in errors of other ranks that wait for this one."""
+        return nullcontext() if self.comm is None else self.comm.doing(call)
 
     def facts(self) -> dict[str, Any]:
-        """What a run shows about itself at its start."""
-        there = [self.workers[role] for role in ("actor", "rollout", "reference", "critic") if role in self.workers]
-        facts = module_facts(there[0].engine, self.seat.device) if there else {}
-        return facts | generation_facts(self.workers["rollout"].engine) if "rollout" in self.workers else facts
+        """Facts of this rank for the header of a run."""
+        engines: list[Any] = [model.engine for model in self.models.values()]
+        engines += [] if self.rollout is None else [self.rollout.engine]
+        facts = _module_facts(engines[0], self.context.device) if engines else {}
+        return facts | _generation_facts(self.rollout.engine) if self.rollout is not None else facts
 
     def close(self) -> None:
-        """End the children of this process."""
-        for role in ("reward", "rollout"):
-            if role in self.workers:
-                self.workers[role].close()
-
-    def _plan(self) -> PlannedUpdate | None:
-        training, rollout = layouts(self.seat)
-        actor, generating = self.workers.get("actor"), self.workers.get("rollout")
-        return plan_update(
-            self.comm,
-            training,
-            rollout,
-            engine=None if actor is None else actor.engine,
-            replica=None if generating is None else generating.replica,
-            device=self.seat.device,
-        )
-
-    def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The whole weights, tensor by tensor, on the ranks of the actor and of the rollout alike."""
-        placement = self.seat.placement.devices
-        if set(placement["rollout"]) <= set(placement["actor"]):
-            return self.workers["actor"].engine.gather_weights() if "actor" in self.workers else iter(())
-        return self._carried_weights()
-
-    def _carried_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """From the first rank of the actor to all processes of the run, in buckets."""
-        source = self.seat.placement.devices["actor"][0]
-        if "actor" not in self.workers:
-            while bucket := from_bytes(self.comm.broadcast(None, source)):
-                yield from bucket
-            return
-        bucket, size = [], 0
-        for name, tensor in self.workers["actor"].engine.gather_weights():
-            yield name, tensor
-            bucket.append((name, tensor if self.comm.rank == source else None))
-            size += tensor.numel() * tensor.element_size()
-            if size >= _BUCKET_BYTES:
-                self._send(bucket, source)
-                bucket, size = [], 0
-        if bucket:
-            self._send(bucket, source)
-        self._send([], source)
-
-    def _send(self, bucket: list[tuple[str, torch.Tensor | None]], source: int) -> None:
-        self.comm.broadcast(to_bytes(bucket) if self.comm.rank == source else None, source)
+        """End the children of this process. May be called again."""
+        try:
+            if self.reward is not None:
+                self.reward.close()
+        finally:
+            if self.rollout is not None:
+                self.rollout.close()
 
 
-def _with_device_names(seat: Seat, comm: Collectives) -> Seat:
+def _with_device_names(context: RankContext, comm: Collectives | None) -> RankContext:
     """An engine process may span the GPUs of several ranks, each of which may see its own alone."""
-    plan = seat.engine_plan
-    if seat.device.type != "cuda" or plan.where != "process" or len(plan.replicas[0].ranks) == 1:
-        return seat
-    own = visible_devices()[seat.device.index or 0]
-    return replace(seat, device_names=tuple(from_bytes(name) for name in comm.all_gather(to_bytes(own))))
+    if comm is None or context.device.type != "cuda" or not context.specs.generates:
+        return context
+    plan = context.engine_plan
+    if plan.where != "process" or len(plan.replicas[0].ranks) == 1:
+        return context
+    own = visible_devices()[context.device.index or 0]
+    return replace(context, device_names=tuple(from_bytes(name) for name in comm.all_gather(to_bytes(own))))
 
 
-def layouts(seat: Seat) -> tuple[TrainingLayout, RolloutLayout]:
-    """Where the policy lies while it trains, and in the copies that generate, whose ranks divide the experts."""
-    mesh, copies = seat.mesh("actor"), seat.rollout_mesh()
-    experts = 1 if mesh is None else engine_section(seat.config, "actor").expert_parallel_size
-    engines = consecutive_engines(copies.ranks, dict(copies.axes)["tp"])
-    return (
-        TrainingLayout(mesh or Mesh.flat(seat.placement.devices["actor"]), experts),
-        RolloutLayout(engines, expert_groups=tuple(group for copy in engines for group in copy)),
-    )
-
-
-def generation_facts(engine: Any) -> dict[str, str]:
+def _generation_facts(engine: Any) -> dict[str, str]:
     """Whether samples are batch-invariant, and why."""
     if not hasattr(engine, "invariance"):
         return {"batch_invariant": f"no: nothing was proven about {type(engine).__name__}"}
@@ -148,8 +96,8 @@ def generation_facts(engine: Any) -> dict[str, str]:
     return {"batch_invariant": f"{engine.invariance()} ({dtype})"}
 
 
-def module_facts(engine: Any, device: torch.device) -> dict[str, Any]:
-    """Device, number format, size and threads of a run, by one of its engines."""
+def _module_facts(engine: Any, device: torch.device) -> dict[str, Any]:
+    """Device, dtype, size and threads of a run, by one of its engines."""
     module = engine.module if hasattr(engine, "module") else engine.skeleton
     return {
         "device": str(device),

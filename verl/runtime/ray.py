@@ -1,7 +1,7 @@
 """The ray runtime: this process runs the program, and every device has a process with the roles that are placed on it.
 
-The processes are the hosts of the spmd runtime: they meet in one process group, through which engines and weights communicate.
-The driver cuts the rows of a call over them, and gets the small results back.
+The processes are ranks as in the spmd runtime: they meet in one process group, through which engines and weights communicate.
+The driver divides the rows of a call over them, and gets the small results back.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl.config import SCHEMAS, VerlConfig, schema_of
+from verl.config import SCHEMAS, schema_of
 from verl.config.secrets import remember_secrets
 from verl.errors import VerlError
 from verl.parallel.collectives import Collectives, Peer, free_port
@@ -28,11 +28,12 @@ from verl.parallel.memory import keep_freed_memory
 from verl.parallel.placement import Placement
 from verl.parallel.serialize import decode, encode
 from verl.parallel.stack_dump import all_stacks, calls, longest_call
-from verl.runtime.rank import Seat, check_meshes
-from verl.runtime.rank_workers import Host
+from verl.registry import load_object
+from verl.roles.api import ProgramClass, Roles
+from verl.runtime.rank import POLICY, RankContext, check_meshes
+from verl.runtime.rank_workers import RankWorkers
 from verl.runtime.ray_cluster import CALL_LIMIT, START_LIMIT, Cluster, Pending, Process, Request, own_address, send
 from verl.runtime.role_groups import make_groups
-from verl.runtime.roles import Roles
 from verl.runtime.worker_group import WorkerGroup
 from verl.tracking.logs import setup_logging
 
@@ -44,23 +45,35 @@ _WATCHING = "watching"  # the thread that can still say in what the others hang
 Packed = list[Any]  # the document and the buffers of verl/parallel/serialize.py, which Ray carries without copying
 
 
+class RayWeightSync:
+    """See WeightSync: every process takes part."""
+
+    def __init__(self, runtime: RayRuntime):
+        self._runtime = runtime
+
+    def sync(self, version: int) -> None:
+        """See WeightSync."""
+        self._runtime.everywhere("weights.sync", "sync_weights", version)
+
+
 class RayRuntime:
     """See verl.runtime.api.Runtime."""
 
     name = "ray"
     rank = 0
-    leads = True
+    is_rank_zero = True
 
-    def __init__(self, config: VerlConfig):
-        self.config = config
-        self.placement = Placement.of(config)
-        check_meshes(config, self.placement)
+    def __init__(self, config: Any, program: type[ProgramClass]):
+        self.config, self.program = config, program
+        specs = program.roles(config)
+        self.placement = specs.place(None)
+        check_meshes(config, specs, self.placement)
         self.device = resolve_device(config.trainer.device)
-        self.timeout_s = config.trainer.call_timeout_s
+        self.timeout_s, self.collective_timeout_s = config.trainer.call_timeout_s, specs.collective_timeout_s
         per_node, total = self.placement.devices_per_node, self.placement.num_devices
         nodes = [min(per_node, total - first) for first in range(0, total, per_node)]
         start_s = config.trainer.ray_wait_register_center_timeout
-        apart = _pools(config) if len(nodes) == 1 else []
+        apart = _pools(config) if specs.generates and len(nodes) == 1 else []
         request = Request(nodes, self.device.type == "cuda", start_s, otherwise=apart)
         self.cluster = Cluster(config.ray_kwargs.ray_init, request)
         if len(self.cluster.request.nodes) > len(nodes):
@@ -68,25 +81,27 @@ class RayRuntime:
         self.processes: list[Process] = []
 
     def build_roles(self, *, total_steps: int, data_sources: list[str], train: bool = True) -> Roles:
-        seat = Seat(self.config, self.placement, -1, self.device, total_steps, data_sources, train)
+        """See Runtime."""
+        specs = self.program.roles(self.config, train=train)
+        context = RankContext(self.config, specs, self.placement, -1, self.device, total_steps, data_sources)
         self._start_processes()
         task = {
+            "program": f"{self.program.__module__}:{self.program.__qualname__}",
             "devices": self.placement.devices,
             "devices_per_node": self.placement.devices_per_node,
             "total_steps": total_steps,
             "data_sources": data_sources,
             "train": train,
         }
-        facts = self._everywhere("building the roles", "build", pack(task))
-        roles = make_groups(seat, self._run, facts[self.placement.devices["actor"][0]])
-        roles.rollout.publish = self._publish
-        roles.end = self._end
-        return roles
+        facts = self.everywhere("building the roles", "build", pack(task))
+        first = specs.models[0].name if specs.models else POLICY
+        weights = RayWeightSync(self) if specs.generates else None
+        return make_groups(context, self._run, facts[context.ranks(first)[0]], weights, self._end)
 
     def any(self, flag: bool) -> bool:
         return flag
 
-    def from_leader(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         return value
 
     def close(self) -> None:
@@ -108,23 +123,22 @@ class RayRuntime:
             process.log_file = folder / f"rank_{process.rank}.log"
             process.watched_by = _WATCHING
         self.processes = found
-        places = self._everywhere("starting", "place", starts=True)
+        places = self.everywhere("starting", "place", starts=True)
         for process, (node, address, _, pid) in zip(found, places, strict=True):
             process.node, process.pid = f"{node} {address}", pid
         _, address, port, _ = places[0]
         # in a cluster of our own all are on this machine, and need no other to reach them
         address = "127.0.0.1" if self.cluster.is_ours else address
-        self._everywhere("meeting the other ranks", "join", pack((address, port)), starts=True)
+        self.everywhere(
+            "meeting the other ranks", "join", pack((address, port, self.collective_timeout_s)), starts=True
+        )
 
-    def _everywhere(self, call: str, method: str, *arguments: Any, starts: bool = False) -> list[Any]:
+    def everywhere(self, call: str, method: str, *arguments: Any, starts: bool = False) -> list[Any]:
         """A method of every process, and all results in rank order. What `starts` a run has the deadline of a start."""
         refs = [(p, getattr(p.handle, method).remote(*arguments)) for p in self.processes]
         start_s = self.cluster.request.timeout_s
         limit: tuple[float, str] = (start_s, START_LIMIT) if starts else (self.timeout_s, CALL_LIMIT)
         return Pending(call, refs, limit[0], lambda answers: [unpack(a) for a in answers], limit_key=limit[1]).get()
-
-    def _publish(self, version: int) -> None:
-        self._everywhere("rollout.publish", "publish", version)
 
     def _run(self, group: WorkerGroup, method: str, plan: Plan, blocking: bool) -> Any:
         """A call on the ranks of a group. What several ranks get is stored once."""
@@ -168,7 +182,7 @@ class RankProcess:
         self.config: Any = SCHEMAS[schema].build(leaves)
         remember_secrets(self.config)
         self.comm: Collectives | None = None
-        self.host: Host | None = None
+        self.workers: RankWorkers | None = None
 
     def place(self) -> Any:
         """(host name, address, a free port, process id)."""
@@ -178,9 +192,8 @@ class RankProcess:
         """Meet the other ranks at the address of the first."""
         return answer(lambda: self._join(*unpack(meeting)))
 
-    def _join(self, address: str, port: int) -> None:
+    def _join(self, address: str, port: int, timeout_s: float) -> None:
         config = self.config
-        timeout_s = config.actor_rollout_ref.nccl_timeout
         self.comm = Collectives.start(
             Peer(self.rank, self.size, address, port),
             device_type=resolve_device(config.trainer.device).type,
@@ -193,35 +206,33 @@ class RankProcess:
         """Make the workers; the facts of the model."""
         return answer(lambda: self._build(**unpack(task)))
 
-    def _build(self, devices: dict[str, Any], devices_per_node: int, **task: Any) -> dict[str, Any]:
+    def _build(
+        self, program: str, devices: dict[str, Any], devices_per_node: int, train: bool, **task: Any
+    ) -> dict[str, Any]:
         assert self.comm is not None
-        seat = Seat(
-            self.config,
-            Placement(devices, devices_per_node),
-            self.rank,
-            resolve_device(self.config.trainer.device),
-            timeout_s=self.config.actor_rollout_ref.nccl_timeout,
-            **task,
-        )
+        specs = load_object(program).roles(self.config, train=train)
+        placement = Placement(devices, devices_per_node)
+        device = resolve_device(self.config.trainer.device)
         with self.comm.doing("building the roles"):
-            self.host = Host(seat, self.comm)
-        return self.host.facts()
+            context = RankContext(self.config, specs, placement, self.rank, device, **task)
+            self.workers = RankWorkers(context, self.comm)
+        return self.workers.facts()
 
     def call(self, role: str, method: str, arguments: Packed, wanted: bool) -> Any:
         """Run a method of a worker; the result of a rank that does not answer for others stays here."""
-        assert self.host is not None
-        host = self.host
+        assert self.workers is not None
+        workers = self.workers
 
         def run() -> Any:
-            result = host.call(role, method, *unpack(arguments))
+            result = workers.call(role, method, *unpack(arguments))
             return result if wanted else None
 
         return answer(run)
 
     def score(self, role: str, method: str, arguments: Packed, wanted: bool) -> Any:
         """`call` of a role that exchanges nothing with other ranks, beside a call of the others."""
-        assert self.host is not None
-        worker = self.host.workers[role]
+        assert self.workers is not None
+        worker = self.workers.worker(role)
 
         def run() -> Any:
             args, kwargs = unpack(arguments)
@@ -231,10 +242,12 @@ class RankProcess:
 
         return answer(run)
 
-    def publish(self, version: int) -> Any:
-        assert self.host is not None
-        host = self.host
-        return answer(lambda: host.publish(version))
+    def sync_weights(self, version: int) -> Any:
+        """See WeightSync."""
+        assert self.workers is not None
+        assert self.workers.weights is not None
+        weights = self.workers.weights
+        return answer(lambda: weights.sync(version))
 
     def stuck(self) -> str:
         """The call that has been running longest, with its innermost frames."""
@@ -243,14 +256,14 @@ class RankProcess:
 
     def end(self) -> Any:
         """End the children of this process."""
-        if self.host is not None:
-            self.host.close()
+        if self.workers is not None:
+            self.workers.close()
         if self.comm is not None:
             self.comm.close()
         return pack(None)
 
 
-def _pools(config: VerlConfig) -> list[int]:
+def _pools(config: Any) -> list[int]:
     """Devices of the training and of the rollout pool, where each asks for one machine and neither says which."""
     trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
     return [trainer.n_gpus_per_node, rollout.n_gpus_per_node] if trainer.nnodes == rollout.nnodes == 1 else []

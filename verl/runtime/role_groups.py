@@ -1,60 +1,54 @@
-"""The roles of a run over several processes, as groups."""
+"""The roles of a run as groups of ranks."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
+from verl.config import ModelConfig
 from verl.models.load import load_model_config
 from verl.parallel.balance import TokenCost
 from verl.parallel.mesh import Mesh
-from verl.roles.critic import CriticWorker
-from verl.roles.policy import ActorWorker, ReferenceWorker
+from verl.roles.api import ModelHandle, RewardHandle, Roles, RolloutHandle, WeightSync
+from verl.roles.model import ModelRole, schedule_of
 from verl.roles.reward import RewardWorker
 from verl.roles.rollout import RolloutWorker
-from verl.runtime.build import schedule_of
-from verl.runtime.rank import Seat, engine_roles, shares_reference
-from verl.runtime.roles import Roles
+from verl.runtime.rank import RankContext
 from verl.runtime.worker_group import Runner, WorkerGroup
 
-_CLASSES: dict[str, type] = {
-    "actor": ActorWorker,
-    "reference": ReferenceWorker,
-    "critic": CriticWorker,
-    "rollout": RolloutWorker,
-    "reward": RewardWorker,
-}
 
-
-def make_groups(seat: Seat, runner: Runner, facts: dict[str, Any]) -> Roles:
+def make_groups(
+    context: RankContext, runner: Runner, facts: dict[str, Any], weights: WeightSync | None, end: Callable[[], None]
+) -> Roles:
     """A group for every role of the run, whose calls `runner` carries out."""
-    config, devices = seat.config, seat.placement.devices
-    cost = TokenCost(_hidden_size(seat))
-    made: dict[str, Any] = {}
-    for role in ("rollout", "reward", *engine_roles(seat)):
-        made[role] = WorkerGroup(
-            role,
-            _CLASSES[role],
-            _mesh(seat, role),
+    specs, devices = context.specs, context.placement.devices
+    roles = Roles(specs=specs.models, facts=facts, num_devices=context.placement.num_devices, weights=weights, end=end)
+    if roles.num_devices > 1:
+        roles.facts = {**facts, "devices": context.placement.sentence()}
+    for spec in specs.models:
+        mesh = context.mesh(spec.name) or Mesh.flat(context.ranks(spec.name))
+        group = WorkerGroup(
+            spec.name,
+            ModelRole,
+            mesh,
             runner,
-            schedule=schedule_of(config, role),
-            cost=cost,
-            beside_rollout=devices[role] == devices["rollout"],
+            schedule=schedule_of(spec),
+            cost=TokenCost(_hidden_size(spec.model)),
+            beside_rollout=devices[spec.name] == devices.get("rollout"),
         )
-    roles = Roles(**made, facts={**facts, "devices": seat.placement.sentence()})
-    roles.num_devices = seat.placement.num_devices
+        roles.models[spec.name] = cast(ModelHandle, group)
+    if specs.generates:
+        group = WorkerGroup("rollout", RolloutWorker, context.rollout_mesh(), runner, beside_rollout=True)
+        roles.rollout = cast(RolloutHandle, group)
+    if specs.scores:
+        mesh = Mesh.flat(devices["reward"])
+        group = WorkerGroup(
+            "reward", RewardWorker, mesh, runner, beside_rollout=devices["reward"] == devices["rollout"]
+        )
+        roles.reward = cast(RewardHandle, group)
     return roles
 
 
-def _mesh(seat: Seat, role: str) -> Mesh:
-    source = "actor" if role == "reference" and shares_reference(seat.config) else role
-    if source == "rollout":
-        return seat.rollout_mesh()
-    if source == "reward":
-        return Mesh.flat(seat.placement.devices[source])
-    return seat.mesh(source) or Mesh.flat(seat.placement.devices[source])
-
-
-def _hidden_size(seat: Seat) -> int:
-    model = seat.config.actor_rollout_ref.model
+def _hidden_size(model: ModelConfig) -> int:
     config = load_model_config(model.path, model.trust_remote_code, model.override_config)
     return int(getattr(config.get_text_config(), "hidden_size", 1024))

@@ -1,4 +1,4 @@
-"""A role on several ranks: the same methods as its worker, each cut over the ranks, run there and joined again."""
+"""A role on one or several ranks: the methods of its worker, each divided over the ranks, run there and joined again."""
 
 from __future__ import annotations
 
@@ -10,12 +10,6 @@ from verl.parallel.balance import TokenCost
 from verl.parallel.dispatch import Plan, Schedule, plan_call
 from verl.parallel.mesh import Mesh
 from verl.parallel.register import Registered, registered
-
-
-def wait(value: Any) -> Any:
-    """The value of a call, whether it ran here at once or is a future."""
-    return value.get() if hasattr(value, "get") and hasattr(value, "ready") else value
-
 
 # (group, method name, plan, whether the caller waits) -> the collected result, or a future of it
 Runner = Callable[["WorkerGroup", str, Plan, bool], Any]
@@ -45,13 +39,19 @@ class WorkerGroup:
         self.cost = cost or TokenCost()
         self.beside_rollout = beside_rollout
         self._runner = runner
-        for method, declared in registered(worker_class).items():
-            setattr(self, method, partial(self._call, method, declared))
+        self._methods = registered(worker_class)
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"The role {self.name} has no method {name!r} that can be called on a group; declare it with @register."
-        )
+        declared = self.__dict__.get("_methods", {}).get(name)
+        if declared is None:
+            raise AttributeError(
+                f"The role {self.__dict__.get('name')} has no method {name!r} that can be called on a group; declare it with "
+                "@register."
+            )
+        return partial(self._call, name, declared)
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *self._methods]
 
     @property
     def world_size(self) -> int:
@@ -60,5 +60,11 @@ class WorkerGroup:
 
     def _call(self, method: str, declared: Registered, *args: Any, **kwargs: Any) -> Any:
         if declared.materialize_futures:
-            args, kwargs = tuple(map(wait, args)), {k: wait(v) for k, v in kwargs.items()}
+            args, kwargs = tuple(map(resolve, args)), {k: resolve(v) for k, v in kwargs.items()}
         return self._runner(self, method, plan_call(declared, self, args, kwargs), declared.blocking)
+
+
+def resolve(argument: Any) -> Any:
+    """The argument of a call, or the result of the future that it is. Users' own workers may be given any future with `get` and
+    `ready`."""
+    return argument.get() if hasattr(argument, "get") and hasattr(argument, "ready") else argument

@@ -53,12 +53,16 @@ def data_metrics(
     return {name: float(value) for name, value in found.items()}
 
 
-def timing_metrics(batch: DataProto, spans: Mapping[str, float]) -> dict[str, float]:
-    """timing_s/{span}, and timing_per_token_ms/{span} for the spans whose work grows with tokens."""
+def span_tokens(batch: DataProto) -> dict[str, int]:
+    """Tokens that a span works on, for the spans whose work grows with tokens: those of all responses, or of all rows."""
     prompts, responses = _lengths(batch)
     num_responses = int(responses.sum())
     num_all = num_responses + int(prompts.sum())
-    tokens = {**dict.fromkeys(_PER_RESPONSE_TOKEN, num_responses), **dict.fromkeys(_PER_TOKEN, num_all)}
+    return {**dict.fromkeys(_PER_RESPONSE_TOKEN, num_responses), **dict.fromkeys(_PER_TOKEN, num_all)}
+
+
+def span_metrics(spans: Mapping[str, float], tokens: Mapping[str, int]) -> dict[str, float]:
+    """timing_s/{span}, and timing_per_token_ms/{span} for the spans in `tokens`."""
     found = {f"timing_s/{name}": seconds for name, seconds in spans.items()}
     for name, count in tokens.items():
         if name in spans and count:
@@ -66,14 +70,23 @@ def timing_metrics(batch: DataProto, spans: Mapping[str, float]) -> dict[str, fl
     return found
 
 
+def timing_metrics(batch: DataProto, spans: Mapping[str, float]) -> dict[str, float]:
+    """`span_metrics` of a batch."""
+    return span_metrics(spans, span_tokens(batch))
+
+
 def throughput_metrics(batch: DataProto, step_s: float, num_devices: int) -> dict[str, float]:
+    """`throughput` of a batch."""
+    return throughput(int(batch.batch["attention_mask"].sum()), step_s, num_devices)
+
+
+def throughput(num_tokens: int, step_s: float, num_devices: int) -> dict[str, float]:
     """perf/total_num_tokens (prompt and response tokens of all rows), perf/time_per_step in seconds, and
     perf/throughput in tokens per second and device."""
-    total = int(batch.batch["attention_mask"].sum())
     return {
-        "perf/total_num_tokens": total,
+        "perf/total_num_tokens": num_tokens,
         "perf/time_per_step": step_s,
-        "perf/throughput": total / (step_s * num_devices),
+        "perf/throughput": num_tokens / (step_s * num_devices),
     }
 
 

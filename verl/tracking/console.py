@@ -22,14 +22,8 @@ from verl.tracking.summary import Summary
 
 _NUM_RECENT = 20  # steps whose median tells how long the rest will take
 
-# shown per step where measured: metric -> (name, format)
+# shown per step of any program: metric -> (name, format)
 _SHOWN = {
-    "critic/score/mean": ("reward", "{:.3f}"),
-    "response_length/mean": ("length", "{:.1f}"),
-    "actor/entropy": ("entropy", "{:.3f}"),
-    "actor/kl_loss": ("kl", "{:.2g}"),
-    "actor/grad_norm": ("grad", "{:.2f}"),
-    "critic/vf_explained_var": ("explained", "{:.2f}"),
     "perf/throughput": ("tokens_per_s", "{:.0f}"),
     "perf/time_per_step": ("seconds", "{:.1f}"),
 }
@@ -46,6 +40,7 @@ class Console:
         self._task: Any = None
         self._handler: Any = None
         self._total = 0
+        self._shown = dict(_SHOWN)
         self._recent: deque[float] = deque(maxlen=_NUM_RECENT)
         self._last_end = time.monotonic()
 
@@ -84,9 +79,10 @@ class Console:
             Panel(Group(*parts), title="[bold]verl", title_align="left", border_style="cyan", box=box.ROUNDED)
         )
 
-    def begin(self, done: int, total: int) -> None:
-        """Training begins after step `done` of `total`."""
-        self._total = total
+    def begin(self, done: int, total: int, shown: Mapping[str, tuple[str, str]] | None = None) -> None:
+        """Training begins after step `done` of `total`. `shown` are the program's metrics in the line of a step, where they are
+        measured: metric -> (name, format)."""
+        self._total, self._shown = total, {**(shown or {}), **_SHOWN}
         self._last_end = time.monotonic()
         if not (self.steps and self.rich.is_terminal and done < total):
             return
@@ -114,7 +110,7 @@ class Console:
         left = _duration(statistics.mean(self._recent) * (self._total - step))
         shown = [
             (short, form.format(metrics[name]))
-            for name, (short, form) in _SHOWN.items()
+            for name, (short, form) in self._shown.items()
             if metrics.get(name) is not None
         ]
         if not self.rich.is_terminal:
@@ -148,15 +144,11 @@ class Console:
         for name, value in core:
             self.rich.print(Text(f"  {name} ", style="dim").append(value, style="not dim"))
 
-    def final(self, summary: Summary, *, sampled: bool = True) -> None:
-        """The closing table: before and after, and how long it took. `sampled=False`: validation was greedy, so that there
-        is one reward and not two."""
+    def final(self, summary: Summary) -> None:
+        """The closing table: results before and after, and the duration."""
         self._stop_bar()
-        rows = [
-            ("held-out reward, sampled", summary.reward_before, summary.reward_after),
-            ("held-out reward, greedy", summary.greedy_before, summary.greedy_after),
-        ]
-        rows = [row for row in rows[not sampled :] if row[1] is not None or row[2] is not None]
+        rows = [(row.label, row.before, row.after) for row in summary.results if row.label]
+        rows = [row for row in rows if row[1] is not None or row[2] is not None]
         took = f"{summary.steps} steps in {_duration(summary.seconds)}"
         if summary.tokens_per_s:
             took += f", {summary.tokens_per_s:,.0f} tokens/s"

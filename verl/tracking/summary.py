@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import statistics
 import subprocess
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -17,19 +18,26 @@ _GIT_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True)
-class Summary:
-    """Rewards are means over all held-out prompts, sampled and greedy; None where no validation ran. `seconds` and
-    `tokens_per_s` are of training steps alone, over all restarts."""
+class Result:
+    """A value on held-out rows before and after training; None where no validation ran. summary.json has it as {name}_before
+    and {name}_after; without a `label` the closing table leaves it out."""
 
-    reward_before: float | None
-    reward_after: float | None
-    greedy_before: float | None
-    greedy_after: float | None
+    name: str
+    label: str
+    before: float | None
+    after: float | None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """`seconds` and `tokens_per_s` are of training steps alone, over all restarts."""
+
     steps: int
     seconds: float
     num_tokens: int
     tokens_per_s: float | None
     device: str
+    results: tuple[Result, ...] = ()
     batch_invariant: str | None = None  # "yes" or "no", why, and the dtype of generation; None where nobody generates
     median_step_s: float | None = None
     phase_seconds: dict[str, float] = field(default_factory=dict)  # sum over all steps
@@ -41,10 +49,7 @@ class Summary:
     def of_run(
         cls,
         *,
-        reward_before: float | None,
-        reward_after: float | None,
-        greedy_before: float | None,
-        greedy_after: float | None,
+        results: Sequence[Result],
         steps: int,
         seconds: float,
         num_tokens: int,
@@ -56,10 +61,7 @@ class Summary:
         phases = _phases(metrics_file)
         step_seconds = phases.pop("step", [])
         return cls(
-            reward_before=reward_before,
-            reward_after=reward_after,
-            greedy_before=greedy_before,
-            greedy_after=greedy_after,
+            results=tuple(results),
             steps=steps,
             seconds=seconds,
             num_tokens=num_tokens,
@@ -74,7 +76,11 @@ class Summary:
         )
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """The object of summary.json."""
+        found = asdict(self)
+        found.pop("results")
+        pairs = ((row.name, row.before, row.after) for row in self.results)
+        return {key: value for n, b, a in pairs for key, value in ((f"{n}_before", b), (f"{n}_after", a))} | found
 
 
 def versions() -> dict[str, str | None]:

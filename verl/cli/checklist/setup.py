@@ -30,15 +30,18 @@ def check_layout(subject: Subject) -> Iterator[Line]:
     """Devices of each role, and of each rollout replica; the devices need not be on this machine."""
     from importlib.util import find_spec
 
-    from verl.parallel.placement import Placement
+    from verl.programs.ppo_roles import ppo_roles
     from verl.runtime.rank import check_meshes
 
-    placement = Placement.of(subject.config)
-    plan = check_meshes(subject.config, placement)
+    specs = ppo_roles(subject.config)
+    placement = specs.place(None)
+    plan = check_meshes(subject.config, specs, placement)
     devices, nodes = placement.num_devices, placement.num_nodes
     yield passed(
         f"{devices} device{'s' if devices > 1 else ''} on {nodes} node{'s' if nodes > 1 else ''}: {placement.sentence()}"
     )
+    if plan is None:
+        return
     yield passed(plan.sentence())
     if plan.engine in ("vllm", "sglang") and plan.where != "service" and find_spec(plan.engine) is None:
         yield warn(

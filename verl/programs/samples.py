@@ -1,4 +1,4 @@
-"""The samples of a run: its tracker in every process, its ledger where the run leads, and the part of them in a checkpoint."""
+"""The samples of a run: the tracker in every process, the ledger file on rank 0, and their part of a checkpoint."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from verl.checkpoint.files import FileRecord, record_of, sync_file
 from verl.parallel.serialize import record
-from verl.runtime.api import Runtime
+from verl.programs.api import RunContext
 from verl.tracking.ledger.file import NAME, LedgerWriter, write_open
 from verl.tracking.ledger.records import Offset, OpenSample, Segment, Snapshot
 from verl.tracking.ledger.tracker import IN_CHECKPOINT, SampleTracker, start_ledger
@@ -16,28 +16,24 @@ from verl.tracking.ledger.tracker import IN_CHECKPOINT, SampleTracker, start_led
 _TOKEN_BYTES = 16  # of an open sample in a checkpoint, with its log-prob
 
 for _cls in (Offset, Segment, OpenSample, Snapshot):
-    record(_cls)  # the leader's snapshot goes to all processes that take the steps
+    record(_cls)  # rank 0 broadcasts its snapshot
 
 
-def begin_samples(
-    samples: SampleTracker,
-    runtime: Runtime,
-    folder: Path,
-    checkpoint: Path | None = None,
-    saved: Mapping[str, Any] | None = None,
+def start_samples(
+    samples: SampleTracker, run: RunContext, checkpoint: Path | None, saved: Mapping[str, Any] | None
 ) -> list[OpenSample]:
-    """Samples and ledger of the run folder go on from what `checkpoint` recorded (`saved`), or begin anew; may be called again
-    to go back. Returns the samples that were open there. Raises CheckpointError as `start_ledger` does."""
+    """Samples and ledger of the run folder continue from what `checkpoint` recorded (`saved`), or start empty; may be called
+    again to go back. Returns the samples that were open there. Raises CheckpointError as `start_ledger` does."""
     samples.close()
-    path = folder / NAME
-    snapshot = runtime.from_leader(start_ledger(path, checkpoint, saved) if runtime.leads else None)
-    samples.start(snapshot, LedgerWriter(path) if runtime.leads else None)
+    path = run.folder / NAME
+    snapshot = run.broadcast(start_ledger(path, checkpoint, saved) if run.is_rank_zero else None)
+    samples.start(snapshot, LedgerWriter(path) if run.is_rank_zero else None)
     return snapshot.waiting
 
 
 def open_samples(samples: SampleTracker) -> dict[str, OpenSamples]:
-    """What a checkpoint takes along of the samples that are open: folder name -> its writer. Nothing on a process that does
-    not lead, or when none are open."""
+    """The part of a checkpoint that holds the open samples: folder name -> its writer. Nothing on ranks other than 0, or when
+    none are open."""
     return {IN_CHECKPOINT.parent.name: OpenSamples(samples)} if samples.path is not None and samples.num_open() else {}
 
 
@@ -49,7 +45,7 @@ class OpenSamples:
         self.samples = samples
 
     def num_bytes(self) -> int:
-        """About that of what will be written."""
+        """About the size of the file."""
         return _TOKEN_BYTES * self.samples.num_open_tokens()
 
     def write(self, folder: Path) -> dict[str, FileRecord]:

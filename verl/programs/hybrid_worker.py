@@ -1,4 +1,4 @@
-"""Actor, rollout and reference policy of one process behind one object, for scripts that drive them themselves."""
+"""Actor, rollout and reference policy of one process behind one object, for scripts with a loop of their own."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from verl.data_proto.proto import DataProto
 from verl.errors import DataError
 from verl.parallel.device import resolve_device
 from verl.parallel.placement import Placement
+from verl.programs.ppo_roles import ppo_roles
+from verl.roles.rollout import sampling_params
 from verl.roles.updates import Updates
-from verl.runtime.build import build_workers
-from verl.runtime.rank import Seat
-from verl.runtime.sampling import sampling_params
-from verl.runtime.worker_group import wait
+from verl.runtime.rank import RankContext
+from verl.runtime.rank_workers import RankWorkers
 
 Prompts = DataProto | str | Sequence[str] | Sequence[Sequence[int]]
 
@@ -56,15 +56,16 @@ class ActorRolloutRefWorker:
         ]
         self.config = load_config(given, check=False).config
         everything = Placement.from_roles({}, 1)
-        placement = replace(
-            everything, devices={**everything.devices, "reward": ()}
-        )  # scores are the script's business
+        # scores are the script's business
+        specs = replace(ppo_roles(self.config), scores=False)
+        placement = replace(everything, devices={**everything.devices, "reward": ()})
         device = resolve_device(self.config.trainer.device)
-        seat = Seat(self.config, placement, 0, device, total_steps=1, data_sources=[])
-        workers = build_workers(seat)
-        self.actor, self.reference, self.rollout = workers["actor"], workers["reference"], workers["rollout"]
+        workers = RankWorkers(RankContext(self.config, specs, placement, 0, device, 1, []), None)
+        assert workers.rollout is not None
+        assert workers.weights is not None
+        self.actor, self.reference = workers.models["actor"], workers.models["reference"]
+        self.rollout, self.weights = workers.rollout, workers.weights
         self.tokenizer = self.rollout.tokenizer
-        self._sends_weights = seat.has_own_weights
         self._encoder = PromptEncoder(self.tokenizer, self.config.data)
         self._num_prompts = 0
         self._version = -1
@@ -82,17 +83,17 @@ class ActorRolloutRefWorker:
         params = params if n is None else replace(params, n=n)
         given = [prompts] if isinstance(prompts, str) else prompts
         batch = given if isinstance(given, DataProto) else self._batch(given)
-        made = wait(self.rollout.generate(batch, step=step, params=params))
+        made = self.rollout.generate(batch, step=step, params=params)
         self.rollout.end_generation()
         return batch.repeat(params.n, interleave=True).union(made)
 
     def compute_log_prob(self, batch: DataProto) -> DataProto:
-        """old_log_probs and entropys [batch, response] of generated rows, under the weights of now."""
-        return self.actor.log_probs(batch)
+        """old_log_probs and entropys [batch, response] of generated rows, under the current weights."""
+        return self.actor.forward(batch, {"log_probs": "old_log_probs", "entropy": "entropys"})
 
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         """ref_log_prob [batch, response], under the weights of the model's files."""
-        return self.reference.log_probs(batch)
+        return self.reference.forward(batch, {"log_probs": "ref_log_prob"})
 
     def update_actor(self, batch: DataProto, step: int = 0) -> Updates:
         """Train on rows with advantages and the columns that the configured loss reads; generation follows."""
@@ -103,8 +104,7 @@ class ActorRolloutRefWorker:
     def update_weights(self) -> None:
         """Bring the actor's weights to the rollout engine, under the next version."""
         self._version += 1
-        weights = self.actor.engine.gather_weights() if self._sends_weights else None
-        self.rollout.publish(self._version, weights)
+        self.weights.sync(self._version)
 
     def close(self) -> None:
         """End the engine's processes, if it has any."""

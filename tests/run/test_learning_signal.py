@@ -4,7 +4,8 @@ import logging
 
 import pytest
 
-from verl.run.learning_signal import SignalWatch
+from verl.programs.ppo_program import SignalWatch
+from verl.run.loop import Loop
 
 SILENT = {"critic/advantages/max": 0.0, "critic/advantages/min": 0.0, "critic/score/mean": 0.0}
 LEARNS = {**SILENT, "critic/advantages/max": 0.5}
@@ -13,7 +14,7 @@ LEARNS = {**SILENT, "critic/advantages/max": 0.5}
 def said(steps, samples_per_prompt=4):
     watch = SignalWatch(max_response_length=16, samples_per_prompt=samples_per_prompt)
     for step, metrics in enumerate(steps, 1):
-        watch.note(step, metrics)
+        watch.record(step, metrics)
 
 
 @pytest.mark.parametrize(
@@ -38,11 +39,15 @@ def test_a_signal_in_between_begins_the_count_anew(caplog):
     assert not caplog.records
 
 
-def test_updates_that_rounding_hides_are_told_once_for_each_role(caplog):
-    hidden = {**LEARNS, "actor/visible_update_ratio": 0.1}
-    with caplog.at_level(logging.WARNING, logger="verl"):
-        said([{**LEARNS, "actor/visible_update_ratio": 0.9}, hidden, hidden, {"critic/visible_update_ratio": 0.4}])
-    actor, critic = [record.getMessage() for record in caplog.records]
-    assert "show 10% of what the actor has learned" in actor
-    assert "Set actor_rollout_ref.actor.fsdp_config.master_rounding=dithered" in actor
-    assert "critic.fsdp.dtype=float32" in critic
+def test_updates_that_rounding_hides_are_warned_of_once_for_each_role(tiny_run, monkeypatch, caplog):
+    shown = iter([0.9, 0.1, 0.1])
+    metrics = Loop._metrics
+
+    def hidden(self, result, seconds):
+        return {**metrics(self, result, seconds), "actor/visible_update_ratio": next(shown)}
+
+    monkeypatch.setattr(Loop, "_metrics", hidden)
+    tiny_run("trainer.total_training_steps=3")
+    (said,) = [r.getMessage() for r in caplog.records if r.name == "verl.run.loop"]
+    assert "show 10% of the updates of the actor" in said
+    assert "Set actor_rollout_ref.actor.fsdp_config.master_rounding=dithered" in said

@@ -1,8 +1,4 @@
-"""What the actor and the critic minimise: losses of verl.algorithms bound to their config sections.
-
-An objective is a LossFn of verl/engines/api.py. It sees one micro-batch at a time; every term is divided by the totals of the
-whole mini-batch, so micro-batch losses add up to the loss of the mini-batch.
-"""
+"""The policy loss: an objective of verl.algorithms.policy_losses with its entropy and KL terms, bound to the config."""
 
 from __future__ import annotations
 
@@ -14,36 +10,37 @@ import torch
 from verl.algorithms.kl import kl_penalty
 from verl.algorithms.policy_losses import POLICY_LOSSES, policy_loss
 from verl.algorithms.policy_losses.terms import is_zero_without_advantage
-from verl.algorithms.reduce import Aggregate, agg_loss
-from verl.algorithms.value_loss import compute_value_loss
-from verl.config import ActorConfig, CriticConfig, RolloutCorrectionConfig
+from verl.algorithms.reduce import Aggregate
+from verl.config import ActorConfig, RolloutCorrectionConfig
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
-from verl.engines.api import BatchTotals, Output
+from verl.engines.api import BatchTotals
+from verl.roles.api import Objective
+from verl.roles.objectives.terms import aggregate, zero_or_nan
 from verl.roles.step_guard import StepGuard
-
-
-def _aggregate(mode: str, scale: float, totals: BatchTotals) -> Aggregate:
-    def agg(matrix: torch.Tensor, mask: torch.Tensor, mode_override: str | None = None, /) -> torch.Tensor:
-        return agg_loss(
-            matrix,
-            mask,
-            mode_override or mode,
-            batch_num_tokens=totals.num_tokens,
-            global_batch_size=totals.num_sequences,
-            loss_scale_factor=scale,
-        )
-
-    return agg
-
-
-def _zero_of(outputs: torch.Tensor) -> torch.Tensor:
-    """0, or NaN where the model's outputs are not all finite: a clipped loss may hide that, and the step must not be taken."""
-    return (outputs.detach() * 0.0).sum()
 
 
 def _loss_mode(config: ActorConfig, correction: RolloutCorrectionConfig) -> str:
     return "bypass_mode" if correction.bypass_mode else config.policy_loss.loss_mode
+
+
+def rows_with_advantage(batch: DataProto) -> list[int]:
+    """Rows of `batch` with an advantage other than 0 where response_mask holds. At least one: the optimizer then steps on its
+    zero gradient, with momentum and weight decay, as it would after computing all rows."""
+    if not len(batch):
+        return []
+    mask = batch.batch["response_mask"].bool()
+    needed = ((batch.batch["advantages"] != 0) & mask).any(dim=1)
+    if not needed.any():
+        lengths = batch.batch["attention_mask"].sum(dim=1)
+        shortest = torch.where(mask.any(dim=1), lengths, lengths.max() + 1).argmin()
+        return [int(shortest)]
+    return needed.nonzero().flatten().tolist()
+
+
+def all_rows(batch: DataProto) -> list[int]:
+    """Every row of `batch`."""
+    return list(range(len(batch)))
 
 
 def skips_zero_advantages(config: ActorConfig, correction: RolloutCorrectionConfig) -> bool:
@@ -54,7 +51,7 @@ def skips_zero_advantages(config: ActorConfig, correction: RolloutCorrectionConf
     return is_zero_without_advantage(POLICY_LOSSES.get(_loss_mode(config, correction)))
 
 
-class PolicyObjective:
+class PolicyObjective(Objective):
     """pg_loss - entropy_coeff * H + kl_loss_coef * KL(policy || reference).
 
     Without an `old_log_probs` column the old policy is the one being updated (one optimizer step per batch), so its log-probs
@@ -81,17 +78,14 @@ class PolicyObjective:
         self._is_first = True
         self._observed: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    @property
-    def outputs(self) -> tuple[Output, ...]:
-        guarded = self.guard is not None and "entropy" in self.guard.inputs
-        wants_entropy = self.config.entropy_coeff != 0 or self.config.calculate_entropy or guarded
-        return ("log_probs", "entropy") if wants_entropy else ("log_probs",)
+        guarded = guard is not None and "entropy" in guard.inputs
+        if config.entropy_coeff != 0 or config.calculate_entropy or guarded:
+            self.outputs = ("log_probs", "entropy")
 
-    def begin(self, seed: int, is_first: bool = True) -> None:
-        """Called before each mini-batch: random choices inside a loss depend on `seed` alone. The first one of a batch is
-        still scored by the weights that sampled it."""
+    def start_mini_batch(self, seed: int, index: int) -> None:
+        """See Objective. The first mini-batch is still scored by the weights that sampled it."""
         self.generator.manual_seed(seed)
-        self._is_first = is_first
+        self._is_first = index == 0
 
     def __call__(
         self, outputs: dict[str, torch.Tensor], batch: DataProto, totals: BatchTotals
@@ -106,7 +100,7 @@ class PolicyObjective:
             self._observed.append((log_prob.detach()[mask].cpu(), columns["rollout_log_probs"][mask.cpu()]))
         old = old.to(log_prob)
         weights = columns.get("rollout_is_weights", None)
-        agg = _aggregate(self.config.loss_agg_mode, self.scale, totals)
+        agg = aggregate(self.config.loss_agg_mode, self.scale, totals)
         loss, metrics = policy_loss(
             self.loss_mode,
             old_log_prob=old,
@@ -120,14 +114,14 @@ class PolicyObjective:
             generator=self.generator,
         )
         metrics = {**metrics, "pg_loss": Metric.sum(loss.detach())}
-        over_computed = _aggregate(self.config.loss_agg_mode, self.scale, totals.computed or totals)
+        over_computed = aggregate(self.config.loss_agg_mode, self.scale, totals.computed or totals)
         loss = loss + self._entropy_term(outputs, mask, over_computed, metrics)
         loss = loss + self._kl_term(log_prob, columns, mask, agg, metrics)
         if self.guard is not None:
-            metrics.update(self._show(self.guard, outputs, columns, mask, old))
-        return loss + _zero_of(log_prob), metrics
+            metrics.update(self._observe(self.guard, outputs, columns, mask, old))
+        return loss + zero_or_nan(log_prob), metrics
 
-    def _show(
+    def _observe(
         self, guard: StepGuard, outputs: dict[str, torch.Tensor], columns: Any, mask: torch.Tensor, old: torch.Tensor
     ) -> dict[str, Metric]:
         log_prob = outputs["log_probs"]
@@ -159,38 +153,7 @@ class PolicyObjective:
         metrics["kl_coef"] = Metric.last(self.config.kl_loss_coef)
         return self.config.kl_loss_coef * kl
 
-    def take_observed(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """(trainer log-probs, sampler log-probs) of the tokens seen since the last call, flat, or None."""
-        if not self._observed:
-            return None
+    def pop_observed(self) -> list[torch.Tensor]:
+        """(trainer log-probs, sampler log-probs) of the tokens of the first mini-batch, flat; [] without sampler log-probs."""
         pairs, self._observed = self._observed, []
-        return torch.cat([a for a, _ in pairs]), torch.cat([b for _, b in pairs])
-
-
-class ValueObjective:
-    """Clipped value loss (PPO, eq. 9 as implemented with a trust region of `cliprange_value`)."""
-
-    outputs: tuple[Output, ...] = ("values",)
-
-    def __init__(self, config: CriticConfig, *, max_response_length: int, guard: StepGuard | None = None):
-        self.config = config
-        self.guard = guard
-        self.scale = config.loss_scale_factor or max_response_length
-
-    def __call__(
-        self, outputs: dict[str, torch.Tensor], batch: DataProto, totals: BatchTotals
-    ) -> tuple[torch.Tensor, dict[str, Metric]]:
-        vpreds = outputs["values"]
-        columns = batch.batch
-        mask = columns["response_mask"].to(vpreds.device)
-        loss, metrics = compute_value_loss(
-            vpreds,
-            returns=columns["returns"].to(vpreds),
-            values=columns["values"].to(vpreds),
-            response_mask=mask,
-            cliprange_value=self.config.cliprange_value,
-            agg=_aggregate(self.config.loss_agg_mode, self.scale, totals),
-        )
-        if self.guard is not None:
-            self.guard.observe(columns, mask, {"values": vpreds}, {})
-        return loss + _zero_of(vpreds), {**metrics, "vf_loss": Metric.sum(loss.detach())}
+        return [torch.cat(tensors) for tensors in zip(*pairs, strict=True)]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from verl.errors import DataError
-from verl.runtime.hybrid_worker import ActorRolloutRefWorker as Implementation
+from verl.programs.hybrid_worker import ActorRolloutRefWorker as Implementation
 from verl.worker import ActorRolloutRefWorker
 
 

@@ -1,0 +1,67 @@
+"""`verl generate`: samples for the held-out prompts, with their scores, into a file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from verl.config import LoadedConfig, VerlConfig
+from verl.data.files import write_parquet
+from verl.errors import ConfigError
+from verl.programs.collect import sample
+from verl.programs.ppo import PPO
+from verl.programs.ppo_data import PPOData, load_data
+from verl.programs.ppo_roles import PPORoles
+from verl.programs.validation import VALIDATION_STEP
+from verl.roles.rollout import sampling_params
+from verl.runtime.api import open_runtime
+from verl.tracking.files import json_text
+from verl.tracking.records import sample_rows
+
+
+def generate(loaded: LoadedConfig, output: Path) -> int:
+    """Sample from the prompts of data.val_files as rollout.* says, and write the samples with their scores to `output`."""
+    config = loaded.config
+    if output.is_dir():
+        raise ConfigError(f"The output {output} is a folder; name a file to write the samples to.")
+    data = load_data(config, train=False)
+    if data.validation is None:
+        raise ConfigError("Generation needs prompts: set data.val_files.")
+    with open_runtime(config, PPO) as runtime:
+        roles = runtime.build_roles(total_steps=1, data_sources=data.data_sources, train=False)
+        try:
+            target = output if runtime.is_rank_zero else Path(os.devnull)
+            _write_samples(config, PPORoles.of(roles), data, target)
+        finally:
+            roles.close()
+    return 0
+
+
+def _write_samples(config: VerlConfig, roles: PPORoles, data: PPOData, output: Path) -> None:
+    """One JSON line per sample; into a .parquet file the rows of the data, each with its `responses`."""
+    assert data.validation is not None
+    output.parent.mkdir(parents=True, exist_ok=True)
+    if output.suffix == ".parquet":
+        responses: dict[int, list[str]] = {}
+        for row in _samples(config, roles, data):
+            responses.setdefault(row["ordinal"], []).append(row["response"])
+        write_parquet(output, [{**data.validation.row(n), "responses": texts} for n, texts in responses.items()])
+        return
+    writes = output != Path(os.devnull)
+    unfinished = output.with_name(f"{output.name}.part") if writes else output
+    with unfinished.open("w", encoding="utf-8") as file:
+        for row in _samples(config, roles, data):
+            file.write(json_text(row) + "\n")
+    if writes:
+        unfinished.replace(output)
+
+
+def _samples(config: VerlConfig, roles: PPORoles, data: PPOData) -> Iterator[dict[str, Any]]:
+    """A row for each sample of the validation prompts, with its score, prompt by prompt."""
+    assert data.validation is not None
+    params = sampling_params(config.actor_rollout_ref.rollout)
+    for prompts in data.validation:
+        batch = sample(roles.rollout, prompts, params, step=VALIDATION_STEP, split="generate")
+        yield from sample_rows(batch.union(roles.reward.collect(batch)), data.tokenizer)

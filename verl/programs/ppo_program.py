@@ -1,0 +1,208 @@
+"""The part of PPO that is not its algorithm: state, samples, checkpoints, header and results, for the host."""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, ClassVar
+
+from verl.algorithms.kl import make_kl_controller
+from verl.checkpoint.store import Writer
+from verl.config import VerlConfig
+from verl.data_proto.metrics import metric_values
+from verl.programs.api import Program, RollBack, RunContext, StepResult
+from verl.programs.guards import Guards, RollBackPrompts, StepBatch
+from verl.programs.ppo_data import PPOData, load_data
+from verl.programs.ppo_roles import PPORoles, ppo_roles
+from verl.programs.samples import open_samples, start_samples
+from verl.programs.validation import Validator
+from verl.roles.api import Roles, RoleSpecs
+from verl.roles.rollout import sampling_params
+from verl.tracking.batch_metrics import data_metrics, span_tokens
+from verl.tracking.ledger.records import OpenSample
+from verl.tracking.ledger.tracker import SampleTracker
+from verl.tracking.records import sample_rows
+from verl.tracking.summary import Result
+
+log = logging.getLogger(__name__)
+
+_PATIENCE = 3  # steps; one or two without a signal happen to small batches
+_MOSTLY = 0.9
+
+
+class PPOProgram(Program):
+    """Subclasses define `train`. `samples` records which samples have trained, and so the prompt with which the next step
+    starts."""
+
+    console_metrics: ClassVar[Mapping[str, tuple[str, str]]] = {
+        "critic/score/mean": ("reward", "{:.3f}"),
+        "response_length/mean": ("length", "{:.1f}"),
+        "actor/entropy": ("entropy", "{:.3f}"),
+        "actor/kl_loss": ("kl", "{:.2g}"),
+        "actor/grad_norm": ("grad", "{:.2f}"),
+        "critic/vf_explained_var": ("explained", "{:.2f}"),
+    }
+
+    @classmethod
+    def load_data(cls, config: VerlConfig, *, train: bool = True) -> PPOData:
+        """See Program."""
+        return load_data(config, train=train)
+
+    @classmethod
+    def roles(cls, config: VerlConfig, *, train: bool = True) -> RoleSpecs:
+        """See Program."""
+        return ppo_roles(config, train=train)
+
+    def __init__(self, config: VerlConfig, data: PPOData, roles: Roles, run: RunContext):
+        self.config = config
+        self.data = data
+        self.run = run
+        self.roles_of_run = PPORoles.of(roles)
+        self.samples = SampleTracker()
+        self.weight_version = 0
+        self.kl_controller = make_kl_controller(**asdict(config.algorithm.kl_ctrl))
+        self.guards = Guards(config.trainer.guards, run.folder / "guards.jsonl" if run.is_rank_zero else None)
+        self.signal = SignalWatch(config.data.max_response_length, config.actor_rollout_ref.rollout.n)
+        if data.validation is not None:
+            self.validator = Validator(config, self.roles_of_run, data.validation, data.tokenizer, run.log_samples)
+
+    @abstractmethod
+    def train(self, step: int) -> StepBatch:
+        """One step; weight version and samples advance only as the step succeeds."""
+
+    def restore(self, waiting: Sequence[OpenSample]) -> None:
+        """Resume from a checkpoint, at which these samples were open."""
+
+    def step(self, step: int) -> StepResult:
+        """See Program."""
+        controller, version = self.kl_controller.state_dict(), self.weight_version
+        try:
+            result = self.train(step)
+        except BaseException:
+            self.kl_controller.load_state_dict(controller)
+            self.weight_version = version
+            raise
+        if result.skipped:
+            self.kl_controller.load_state_dict(controller)
+        return self._step_result(result)
+
+    def _step_result(self, result: StepBatch) -> StepResult:
+        batch, limits = result.batch, self.config.data
+        metrics = metric_values(result.metrics)
+        metrics |= data_metrics(
+            batch, max_prompt_length=limits.max_prompt_length, max_response_length=limits.max_response_length
+        )
+        metrics["training/weight_version"] = self.weight_version
+        metrics["training/next_ordinal"] = self.samples.cursor
+        metrics["reward/num_defaulted"] = self.roles_of_run.reward.num_defaulted()
+        return StepResult(
+            metrics,
+            num_tokens=int(batch.batch["attention_mask"].sum()),
+            rows=lambda: sample_rows(batch, self.data.tokenizer),
+            span_tokens=span_tokens(batch),
+            skipped=result.skipped,
+        )
+
+    def validate(self, step: int) -> dict[str, float]:
+        """See Program."""
+        return self.validator.run(step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See Program. The ledger is on the disk before the checkpoint is: one that exists never knows more than the ledger."""
+        return {
+            "weight_version": self.weight_version,
+            "kl_controller": self.kl_controller.state_dict(),
+            "samples": self.samples.commit(),
+        }
+
+    def load_state_dict(
+        self, state: Mapping[str, Any] | None, checkpoint: Path | None, rolled_back: RollBack | None = None
+    ) -> None:
+        """See Program. After a RollBackPrompts, prompts before its `next_ordinal` do not train again."""
+        if state is not None:
+            self.weight_version = state["weight_version"]
+            self.kl_controller.load_state_dict(state["kl_controller"])
+        self.roles_of_run.weights.sync(self.weight_version)
+        waiting = start_samples(self.samples, self.run, checkpoint, (state or {}).get("samples"))
+        if isinstance(rolled_back, RollBackPrompts):
+            self.samples.skip_prompts((state or {})["step"] + 1, rolled_back.next_ordinal)
+            log.warning("Prompt %d is next.", self.samples.cursor)
+        self.restore(waiting)
+
+    def checkpoint_writers(self) -> Mapping[str, Writer]:
+        """See Program: the samples that are open."""
+        return open_samples(self.samples)
+
+    def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
+        """See Program."""
+        self.signal.record(step, metrics)
+
+    def header(self) -> dict[str, Any]:
+        """See Program."""
+        group, algorithm, data = self.config.actor_rollout_ref, self.config.algorithm, self.data
+        roles = self.roles_of_run
+        models = {"actor": roles.actor, "critic": roles.critic, "reference": roles.reference}
+        return {
+            "algorithm": f"{algorithm.adv_estimator}, {group.actor.policy_loss.loss_mode} loss",
+            "roles": ", ".join(["rollout", "reward", *(name for name, role in models.items() if role is not None)]),
+            "training prompts": data.train.num_rows if data.train else 0,
+            "validation prompts": data.validation.num_rows if data.validation else 0,
+            "batch": f"{self.config.data.train_batch_size} prompts x {group.rollout.n} samples",
+        }
+
+    def results(self, before: Mapping[str, float], after: Mapping[str, float]) -> Sequence[Result]:
+        """See Program: the held-out reward; with greedy validation there is one reward and not two."""
+        is_sampled = sampling_params(self.config.actor_rollout_ref.rollout, validation=True).temperature > 0
+        label = "held-out reward, sampled" if is_sampled else ""
+        return (
+            Result("reward", label, before.get("val/reward"), after.get("val/reward")),
+            Result("greedy", "held-out reward, greedy", before.get("val/greedy"), after.get("val/greedy")),
+        )
+
+    def close(self) -> None:
+        """See Program."""
+        self.samples.close()
+
+
+class SignalWatch:
+    """A warning when a run learns nothing because all samples of a prompt got the same reward. `record` each step's metrics;
+    the warning comes once, until there has been a signal again."""
+
+    def __init__(self, max_response_length: int, samples_per_prompt: int):
+        self.max_response_length = max_response_length
+        self.samples_per_prompt = samples_per_prompt
+        self._silent = 0
+
+    def record(self, step: int, metrics: Mapping[str, float]) -> None:
+        """`metrics` of a finished step under the names of compat, advantages among them."""
+        highest, lowest = metrics.get("critic/advantages/max"), metrics.get("critic/advantages/min")
+        self._silent = self._silent + 1 if highest == lowest == 0.0 else 0
+        if self._silent == _PATIENCE:
+            log.warning(
+                "Steps %d to %d learnt nothing from rewards: every advantage is 0 (mean reward %.3g). %s",
+                step - _PATIENCE + 1,
+                step,
+                metrics.get("critic/score/mean", float("nan")),
+                self._why(metrics),
+            )
+
+    def _why(self, metrics: Mapping[str, float]) -> str:
+        if failed := metrics.get("reward/num_defaulted", 0.0):
+            return (
+                f"The reward function has failed for {failed:.0f} samples, which got reward.default_score: see the log."
+            )
+        if self.samples_per_prompt == 1:
+            return "A sample that is compared with itself has none: set actor_rollout_ref.rollout.n to 4 or more."
+        cut = metrics.get("response_length/clip_ratio", 0.0)
+        if cut > _MOSTLY:
+            return (
+                f"{cut:.0%} of the responses are cut at data.max_response_length={self.max_response_length}, before an answer "
+                "perhaps: raise it, and read some in samples/ of the run folder."
+            )
+        return (
+            "All samples of a prompt score the same: read some in samples/ of the run folder, and see whether the prompt asks "
+            "for the form that the reward function looks for, and whether the model can solve the task at times."
+        )

@@ -1,0 +1,195 @@
+"""Roles and requirements of PPO and its family, from the config."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+from verl.algorithms.advantages import requires
+from verl.config import VerlConfig
+from verl.config.active_keys import uses_critic, uses_reference
+from verl.engines.api import MicroBatching
+from verl.parallel.placement import Placement
+from verl.roles.api import ModelHandle, RewardHandle, Roles, RoleSpec, RoleSpecs, RolloutHandle, WeightSync
+from verl.roles.objectives.policy import PolicyObjective, all_rows, rows_with_advantage, skips_zero_advantages
+from verl.roles.objectives.value import ValueObjective
+from verl.roles.step_guard import StepGuard
+from verl.roles.updates import MiniBatchSchedule
+
+OldLogProbs = Literal["update", "rollout", "recompute"]
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Requirements of a configuration; decided once per run."""
+
+    critic: bool
+    reference: bool
+    greedy_baseline: bool  # one greedy sample per prompt (ReMax)
+    sum_pi_squared: bool  # optimal token baseline
+    correction: bool  # importance weights or rejection between sampler and trainer
+    bypass: bool  # the sampler's log-probs are the old ones
+
+    @classmethod
+    def of(cls, config: VerlConfig) -> Needs:
+        columns = requires(config.algorithm.adv_estimator)
+        correction = config.algorithm.rollout_correction
+        return cls(
+            # the config cannot look into a user's estimator: its arguments decide
+            critic=uses_critic(config) and (bool(config.critic.enable) or "values" in columns),
+            reference=uses_reference(config),
+            greedy_baseline="reward_baselines" in columns,
+            sum_pi_squared="sum_pi_squared" in columns,
+            correction=bool(correction.rollout_is or correction.rollout_rs),
+            bypass=bool(correction.bypass_mode),
+        )
+
+
+def old_log_prob_source(config: VerlConfig, needs: Needs, *, sampler_is_exact: bool) -> OldLogProbs:
+    """The source of old log-probs, cheapest first.
+
+    update: one optimizer step per batch, so the old policy is the current one and its log-probs fall out of the update;
+    rollout: the sampler's own, when they equal the trainer's to rounding (or bypass mode says so);
+    recompute: a forward pass.
+    """
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    if needs.bypass:
+        return "rollout"
+    if needs.sum_pi_squared or needs.correction:
+        return "recompute"
+    rows_per_step = config.data.train_batch_size * rollout.n
+    num_updates = actor.ppo_epochs * -(-rows_per_step // (actor.ppo_mini_batch_size * rollout.n))
+    if num_updates == 1 and not config.algorithm.use_kl_in_reward:
+        return "update"
+    return "rollout" if sampler_is_exact and rollout.calculate_log_probs else "recompute"
+
+
+@dataclass(frozen=True)
+class PPORoles:
+    """The handles of a run by their part in PPO. `critic` and `reference` are None where the algorithm has no use for them,
+    `actor` in an evaluation."""
+
+    rollout: RolloutHandle
+    reward: RewardHandle
+    weights: WeightSync
+    actor: ModelHandle | None = None
+    critic: ModelHandle | None = None
+    reference: ModelHandle | None = None
+
+    @classmethod
+    def of(cls, roles: Roles) -> PPORoles:
+        assert roles.rollout is not None
+        assert roles.reward is not None
+        assert roles.weights is not None
+        models = {name: roles.models.get(name) for name in ("actor", "critic", "reference")}
+        return cls(roles.rollout, roles.reward, roles.weights, **models)
+
+
+def ppo_roles(config: VerlConfig, *, train: bool = True) -> RoleSpecs:
+    """The roles of a run; an evaluation has no models of its own, since the rollout loads the policy."""
+    models: list[RoleSpec] = []
+    if train:
+        needs = Needs.of(config)
+        models += [_actor(config)]
+        models += [_reference(config)] if needs.reference else []
+        models += [_critic(config)] if needs.critic else []
+    return RoleSpecs(
+        tuple(models),
+        partial(Placement.of, config),
+        generates=True,
+        scores=True,
+        collective_timeout_s=config.actor_rollout_ref.nccl_timeout,
+    )
+
+
+def _actor(config: VerlConfig) -> RoleSpec:
+    group, correction = config.actor_rollout_ref, config.algorithm.rollout_correction
+    actor = group.actor
+
+    def objective(guard: StepGuard) -> PolicyObjective:
+        return PolicyObjective(actor, correction, max_response_length=group.rollout.response_length, guard=guard)
+
+    return RoleSpec(
+        "actor",
+        "lm",
+        group.model,
+        actor.fsdp_config,
+        actor.optim,
+        objective,
+        strategy=actor.strategy,
+        engine_keys=("actor_rollout_ref.actor.fsdp_config", "actor_model.fsdp_config", "fsdp_config", ""),
+        micro=micro_batching(actor, "ppo_"),
+        forward_micro=micro_batching(group.rollout, "log_prob_"),
+        temperature=group.rollout.temperature or 1.0,
+        schedule=_schedule(
+            config, actor, rows_with_advantage if skips_zero_advantages(actor, correction) else all_rows
+        ),
+        checkpoint=actor.checkpoint,
+        checkpoints_to_keep=config.trainer.max_actor_ckpt_to_keep,
+        guards=config.trainer.guards,
+        measure_every=config.trainer.test_freq,
+    )
+
+
+def _reference(config: VerlConfig) -> RoleSpec:
+    group = config.actor_rollout_ref
+    return RoleSpec(
+        "reference",
+        "lm",
+        group.model,
+        group.ref.fsdp_config,
+        shares="actor" if group.model.lora_rank > 0 else None,
+        strategy=group.ref.strategy,
+        engine_keys=("actor_rollout_ref.ref.fsdp_config",),
+        forward_micro=micro_batching(group.ref, "log_prob_"),
+        temperature=group.rollout.temperature or 1.0,
+    )
+
+
+def _critic(config: VerlConfig) -> RoleSpec:
+    critic, length = config.critic, config.actor_rollout_ref.rollout.response_length
+
+    def objective(guard: StepGuard) -> ValueObjective:
+        return ValueObjective(critic, max_response_length=length, guard=guard)
+
+    rows = critic.forward_micro_batch_size_per_gpu or critic.forward_micro_batch_size
+    by_tokens = critic.use_dynamic_bsz or rows is None
+    return RoleSpec(
+        "critic",
+        "token_value",
+        critic.model,
+        critic.fsdp,
+        critic.optim,
+        objective,
+        strategy=critic.strategy,
+        engine_keys=("critic.fsdp", "critic.fsdp_config"),
+        micro=micro_batching(critic, "ppo_"),
+        forward_micro=MicroBatching(max_tokens=critic.forward_max_token_len_per_gpu)
+        if by_tokens
+        else MicroBatching(max_rows=rows),
+        schedule=_schedule(config, critic),
+        checkpoint=critic.checkpoint,
+        checkpoints_to_keep=config.trainer.max_critic_ckpt_to_keep,
+        guards=config.trainer.guards,
+        measure_every=config.trainer.test_freq,
+    )
+
+
+def _schedule(config: VerlConfig, section: Any, needed: Any = None) -> MiniBatchSchedule:
+    return MiniBatchSchedule(
+        size=section.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n,
+        epochs=section.ppo_epochs,
+        shuffle=section.shuffle,
+        seed=section.data_loader_seed,
+        needed=needed,
+    )
+
+
+def micro_batching(section: Any, prefix: str = "") -> MicroBatching:
+    """By tokens when the section sets use_dynamic_bsz or gives no row count, else by rows."""
+    rows = getattr(section, f"{prefix}micro_batch_size_per_gpu") or getattr(section, f"{prefix}micro_batch_size")
+    dynamic = getattr(section, f"{prefix}use_dynamic_bsz", getattr(section, "use_dynamic_bsz", False))
+    if dynamic or rows is None:
+        return MicroBatching(max_tokens=getattr(section, f"{prefix}max_token_len_per_gpu"))
+    return MicroBatching(max_rows=rows)

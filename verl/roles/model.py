@@ -1,0 +1,176 @@
+"""A model of a run on one rank: a training engine with the objective that it minimises, or a frozen one that only computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from verl.checkpoint.background import RoleSave, write_and_report
+from verl.checkpoint.files import FileRecord
+from verl.checkpoint.role import RoleCheckpoint, read_role
+from verl.config import CheckpointConfig, GuardsConfig
+from verl.data_proto.metrics import Metric
+from verl.data_proto.proto import DataProto
+from verl.engines.api import TrainEngine
+from verl.errors import CheckpointError
+from verl.parallel.memory import give_back_holes
+from verl.parallel.register import Dispatch, Execute, register
+from verl.parallel.serialize import record
+from verl.roles.api import RoleSpec
+from verl.roles.step_guard import StepGuard
+from verl.roles.updates import MiniBatchSchedule, Updates
+
+record(FileRecord)
+
+
+class ModelRole:
+    """The worker of a RoleSpec; see ModelHandle for its calls. `hf_files` writes into a folder what `from_pretrained` needs
+    beside the weights. `writes` is true on one rank of the role: the one that writes its part of a checkpoint."""
+
+    def __init__(
+        self,
+        spec: RoleSpec,
+        engine: TrainEngine,
+        hf_files: Callable[[Path], None],
+        *,
+        writes: bool = True,
+        total_steps: int = 0,
+    ):
+        self.spec = spec
+        self.engine = engine
+        self.guard = _guard_of(spec)
+        self.objective = spec.objective(self.guard) if spec.objective is not None and spec.trains else None
+        self.schedule = schedule_of(spec)
+        self._hf_files = hf_files
+        self._writes = writes
+        self._total_steps = total_steps
+        self._saving: RoleSave | None = None
+
+    @register(dispatch_mode=Dispatch.ND_COMPUTE_PROTO, blocking=False, objects=())
+    def forward(self, batch: DataProto, outputs: Mapping[str, str]) -> DataProto:
+        """Columns of model outputs without gradient, float32: `outputs` maps an output of verl/engines/api.py to the name of
+        its column. A role that shares an engine computes without its adapters."""
+        with self.engine.reference() if self.spec.shares else nullcontext():
+            found = self.engine.forward(batch, tuple(outputs), self.spec.forward_micro, self.spec.temperature)
+        return DataProto.from_dict({column: found[output] for output, column in outputs.items()})
+
+    @register(dispatch_mode=Dispatch.ND_MINI_BATCHES, blocking=False, objects=())
+    def update(self, batch: DataProto, step: int, mini_batches: Sequence[Sequence[int]] | None = None) -> Updates:
+        """All optimizer steps on `batch`; advances the learning-rate schedule by one, unless guards have refused all steps.
+
+        `mini_batches` are the rows of each optimizer step; without them the role's own schedule decides.
+        """
+        assert self.objective is not None, "a frozen role is not updated"
+        rows = self.schedule.rows(len(batch), step) if mini_batches is None else mini_batches
+        found = [self._train(mini, step, index) for index, mini in enumerate(_mini_batches(batch, rows))]
+        observed = self.objective.pop_observed()
+        self._measure(step, found)
+        rate = self.engine.end_step(advance=not self.guard.refused_all(len(found)))
+        give_back_holes(step)
+        return Updates(self.spec.name, found, rate, observed, self.guard.pop_findings())
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save(self, folder: str) -> dict[str, FileRecord] | None:
+        """Write the role into the new folder `folder`; returns the records of its files on the rank that writes, None on the
+        others, which help to gather its tensors."""
+        checkpoint = self._checkpoint()
+        if self._writes:
+            return checkpoint.write(Path(folder))
+        checkpoint.take_part()
+        return None
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def start_save(self, folder: str) -> None:
+        """As `save`, but the rank that writes does so on a thread, from a copy; `folder` records the outcome. Without
+        checkpoint.async_save of this role everything is written when this returns."""
+        checkpoint = self._checkpoint()
+        if not self._writes:
+            checkpoint.take_part()
+        elif self._checkpoint_config.async_save:
+            self._saving = RoleSave(checkpoint.copied(), Path(folder))
+        else:
+            write_and_report(checkpoint, Path(folder))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def finish_save(self, timeout_s: float) -> None:
+        """Return when the files of `start_save` are written. Raises DeadlineError."""
+        if self._saving is not None:
+            self._saving.end(timeout_s)
+            self._saving = None
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
+    def num_bytes_saved(self) -> int:
+        """Bytes of the tensors that `save` writes."""
+        return self._checkpoint().num_bytes()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load(self, checkpoint: str) -> None:
+        """Resume from the role's part of the folder `checkpoint`, bit for bit. Raises CheckpointError when it has none, or
+        when it does not fit the model."""
+        folder = Path(checkpoint) / self.spec.name
+        if not folder.is_dir():
+            raise CheckpointError(
+                f"{checkpoint} has no {self.spec.name}; it was saved by a run without one. Set "
+                "trainer.resume_mode=disable."
+            )
+        self.engine.load_state(read_role(folder, self._checkpoint_config.load_contents))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def reconfigure(self, changes: dict[str, Any]) -> None:
+        """See TrainEngine."""
+        self.engine.reconfigure(changes)
+
+    @property
+    def _checkpoint_config(self) -> CheckpointConfig:
+        return self.spec.checkpoint or CheckpointConfig()
+
+    def _train(self, mini: DataProto, step: int, index: int) -> dict[str, Metric]:
+        """Optimizer step `index` of an update."""
+        assert self.objective is not None
+        self.objective.start_mini_batch((self.schedule.seed * 1_000_003 + step) * 1_009 + index, index)
+        self.guard.start_mini_batch(index, len(mini))
+        computed, outputs = self.schedule.computed(mini), tuple(self.objective.outputs)
+        metrics = self.engine.train_batch(
+            mini, self.objective, outputs, self.spec.micro, self.spec.temperature, self.guard,
+            rows=computed,
+            unit=self.schedule.unit,
+        )  # fmt: skip
+        if len(mini) and self.schedule.needed is not None:
+            metrics["skipped_row_ratio"] = Metric.mean(1 - len(computed) / len(mini), len(mini))
+        return metrics
+
+    def _measure(self, step: int, found: list[dict[str, Metric]]) -> None:
+        """Add `visible_update_ratio` to the last of the metrics `found`, in the steps that are measured."""
+        every = self.spec.measure_every
+        is_measured = step == self._total_steps or (every > 0 and step % every == 0)
+        share = self.engine.visible_update_ratio() if found and is_measured else None
+        if share is not None:
+            found[-1]["visible_update_ratio"] = Metric.last(share)
+
+    def _checkpoint(self) -> RoleCheckpoint:
+        config = self._checkpoint_config
+        return RoleCheckpoint(
+            self.engine.state(), self._hf_files, config.save_contents, lora_only=config.save_lora_only
+        )
+
+
+def schedule_of(spec: RoleSpec) -> MiniBatchSchedule:
+    """The mini-batches of a role, with the unit of its objective."""
+    schedule = spec.schedule or MiniBatchSchedule()
+    return schedule if spec.objective is None else replace(schedule, unit=spec.objective(_guard_of(spec)).unit)
+
+
+def _guard_of(spec: RoleSpec) -> StepGuard:
+    return StepGuard(spec.guards or GuardsConfig())
+
+
+def _mini_batches(batch: DataProto, rows: Sequence[Sequence[int] | np.ndarray]) -> Iterator[DataProto]:
+    """The rows of each optimizer step, one batch after the other."""
+    for chosen in rows:
+        whole = len(chosen) == len(batch) and bool(np.array_equal(chosen, np.arange(len(batch))))
+        yield batch if whole else batch.select_idxs(np.asarray(chosen, dtype=np.int64))

@@ -1,0 +1,26 @@
+"""The host's part of trainer_state.json; a program adds its own keys beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+
+@dataclass
+class RunState:
+    """`step` is the last step that has ended; `seconds` and `num_tokens` are of all training steps, over all restarts."""
+
+    step: int = 0
+    seconds: float = 0.0
+    num_tokens: int = 0
+    first_validation: dict[str, float] = field(default_factory=dict)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As JSON."""
+        return asdict(self)
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Continue where `state_dict` was taken."""
+        for part in fields(self):
+            setattr(self, part.name, saved[part.name])

@@ -1,0 +1,119 @@
+"""New weights for the rollout of one rank: the transfer from the ranks that train, and the switch to generation and back.
+
+sync(version)       weights reach the rollout: they are its own already, or a transfer plan runs, or they are gathered whole
+end_generation()    the rollout still holds what it was sent; the rank is back as training left it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from verl.engines.api import TrainEngine
+from verl.parallel.collectives import Collectives
+from verl.parallel.mesh import Mesh
+from verl.parallel.serialize import from_bytes, to_bytes
+from verl.reshard.grouping import consecutive_engines
+from verl.reshard.layout import RolloutLayout, TrainingLayout
+from verl.reshard.update import PlannedUpdate, plan_update
+from verl.roles.rollout import RolloutWorker
+from verl.runtime.mode_switch import ModeSwitch
+from verl.runtime.rank import POLICY, RankContext
+
+_BUCKET_BYTES = 64 << 20  # weights that travel to another process at a time
+
+
+class RankWeightSync:
+    """The WeightSync of one rank; all ranks of a run call `sync` together. `engine` trains the policy on this rank, None where
+    another rank does. `comm` is None in a run of one process."""
+
+    def __init__(self, context: RankContext, comm: Collectives | None, engine: TrainEngine | None):
+        self.context = context
+        self.comm = comm
+        self.engine = engine
+        self.switch = ModeSwitch(engine, context.config.actor_rollout_ref.rollout, context.device)
+        self.rollout: RolloutWorker | None = None
+        self.update: PlannedUpdate | None = None  # None: there is one set of weights, or they are gathered whole
+
+    def connect(self, rollout: RolloutWorker | None) -> None:
+        """The rollout of this rank, None where it has none. Plans the transfer, with all ranks."""
+        self.rollout = rollout
+        context = self.context
+        if self.comm is not None and not context.shares_weights and not context.has_own_weights:
+            training, layout = layouts(context)
+            replica = None if rollout is None else rollout.replica
+            self.update = plan_update(
+                self.comm, training, layout, engine=self.engine, replica=replica, device=context.device
+            )
+
+    def sync(self, version: int) -> None:
+        """See WeightSync."""
+        with self._doing("weights.sync"):
+            self.switch.to_generation()
+            self._transfer(version)
+            self.switch.free_training_memory()
+
+    def end_generation(self) -> None:
+        """Generation has ended and the KV cache is freed. Raises ModelError when weights have changed since `sync`."""
+        if self.update is not None:
+            self.update.check_held()  # before a sample trains that other weights have made
+        self.switch.to_training()
+
+    def _transfer(self, version: int) -> None:
+        weights = None
+        if self.update is not None:
+            self.update()
+        elif not self.context.shares_weights:
+            weights = self._whole_weights()
+        if self.rollout is not None:
+            self.rollout.set_weights(version, weights)
+        for _ in weights or ():  # a rank that trains and does not generate takes part in the gathering
+            pass
+
+    def _whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The whole weights, tensor by tensor, on the ranks of the policy and of the rollout alike."""
+        placement = self.context.placement.devices
+        if set(placement["rollout"]) <= set(placement[POLICY]):
+            return self.engine.gather_weights() if self.engine is not None else iter(())
+        return self._broadcast_weights()
+
+    def _broadcast_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """From the first rank of the policy to all processes of the run, in buckets."""
+        source = self.context.placement.devices[POLICY][0]
+        assert self.comm is not None
+        if self.engine is None:
+            while bucket := from_bytes(self.comm.broadcast(None, source)):
+                yield from bucket
+            return
+        bucket, size = [], 0
+        for name, tensor in self.engine.gather_weights():
+            yield name, tensor
+            bucket.append((name, tensor if self.comm.rank == source else None))
+            size += tensor.numel() * tensor.element_size()
+            if size >= _BUCKET_BYTES:
+                self._send(bucket, source)
+                bucket, size = [], 0
+        if bucket:
+            self._send(bucket, source)
+        self._send([], source)
+
+    def _send(self, bucket: list[tuple[str, torch.Tensor | None]], source: int) -> None:
+        assert self.comm is not None
+        self.comm.broadcast(to_bytes(bucket) if self.comm.rank == source else None, source)
+
+    def _doing(self, call: str) -> AbstractContextManager[Any]:
+        return nullcontext() if self.comm is None else self.comm.doing(call)
+
+
+def layouts(context: RankContext) -> tuple[TrainingLayout, RolloutLayout]:
+    """Layouts of the policy in training, and in the copies that generate, whose ranks divide the experts."""
+    mesh, copies = context.mesh(POLICY), context.rollout_mesh()
+    experts = 1 if mesh is None else context.spec(POLICY).engine.expert_parallel_size
+    engines = consecutive_engines(copies.ranks, dict(copies.axes)["tp"])
+    return (
+        TrainingLayout(mesh or Mesh.flat(context.placement.devices[POLICY]), experts),
+        RolloutLayout(engines, expert_groups=tuple(group for copy in engines for group in copy)),
+    )
