@@ -134,6 +134,17 @@ class TrainerConfig(Section):
     )
     balance_batch: bool = inert(True, "give ranks equal tokens", "ranks are always given shares of equal cost")
     guards: StepGuardsConfig = section(StepGuardsConfig, "action on NaN, infinity and values beyond a limit")
+    log_val_generations: int = used(0, "validation samples shown to the trackers", ge=0)
+    rollout_data_dir: str | None = used(None, "folder for a JSONL of training samples per step")
+    validation_data_dir: str | None = used(None, "folder for a JSONL of validation samples per step")
+    dynamic_config: list[dict[str, Any]] = used(
+        [],
+        "phases of training, each {from_step: N, changes: {key: value}}: keys of fsdp_config.use_3d_hybrid that get other "
+        "values from that step on",
+    )
+    dynamic_config_scheduler: str | None = used(
+        None, "the same as an object of one's own, path/to/file.py:name, with values(step) -> {key: value}"
+    )
     checkpoint_callback_class: str | None = used(None, "class whose on_save is called after a save")
     default_hdfs_dir: str | None = used(None, "HDFS folder for checkpoints")
     del_local_ckpt_after_load: bool = inert(
@@ -148,9 +159,6 @@ class TrainerConfig(Section):
 
 @dataclass(frozen=True)
 class PPOTrainerConfig(TrainerConfig):
-    log_val_generations: int = used(0, "validation samples shown to the trackers", ge=0)
-    rollout_data_dir: str | None = used(None, "folder for a JSONL of training samples per step")
-    validation_data_dir: str | None = used(None, "folder for a JSONL of validation samples per step")
     critic_warmup: int = used(
         0,
         "steps in which only the critic trains",
@@ -161,14 +169,6 @@ class PPOTrainerConfig(TrainerConfig):
     max_actor_ckpt_to_keep: int | None = used(None, "newest checkpoints to keep; null: all", ge=1)
     max_critic_ckpt_to_keep: int | None = used(
         None, "the same for the critic; one folder holds both, the larger number counts", ge=1
-    )
-    dynamic_config: list[dict[str, Any]] = used(
-        [],
-        "phases of training, each {from_step: N, changes: {key: value}}: keys of fsdp_config.use_3d_hybrid that get other "
-        "values from that step on",
-    )
-    dynamic_config_scheduler: str | None = used(
-        None, "the same as an object of one's own, path/to/file.py:name, with values(step) -> {key: value}"
     )
     use_v1: bool = inert(True, "which trainer", ONE_TRAINER)
     v1: TrainerV1Config = section(TrainerV1Config, "how generation and training alternate")
