@@ -72,7 +72,7 @@ MEANINGS = {NONFINITE: "a value that is not finite", GRAD_NORM: "gradient norm"}
 
 def limits_of(config: Any) -> dict[str, float]:
     """Guard -> limit, for those of the section `trainer.guards` that have one."""
-    found = {name: config[name].limit for name in (GRAD_NORM, *SIGNS)}
+    found = {name: config[name].limit for name in (GRAD_NORM, *SIGNS) if name in config}
     return {name: float(limit) for name, limit in found.items() if limit is not None}
 
 

@@ -38,7 +38,7 @@ from verl.algorithms.guards import (
     token_signs,
     worst_rows,
 )
-from verl.config import GuardsConfig
+from verl.config import StepGuardsConfig
 from verl.config.sections.guards import ACTIONS
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
@@ -108,7 +108,7 @@ class Alarm:
 class Guards:
     """The guards of a run; `file` is its guards.jsonl, or None on a process that writes nothing."""
 
-    def __init__(self, config: GuardsConfig, file: Path | None = None):
+    def __init__(self, config: StepGuardsConfig, file: Path | None = None):
         self.config = config
         self.limits = limits_of(config)
         self.file = file

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from verl.checkpoint.files import FileRecord
-    from verl.config import CheckpointConfig, FSDPConfig, GuardsConfig, ModelConfig, OptimConfig
+    from verl.config import CheckpointConfig, FSDPConfig, ModelConfig, OptimConfig, StepGuardsConfig
     from verl.data_proto.future import Future
     from verl.data_proto.metrics import Metric
     from verl.data_proto.proto import DataProto
@@ -86,7 +86,7 @@ class RoleSpec:
     schedule: MiniBatchSchedule | None = None  # the rows of each optimizer step of an `update`
     checkpoint: CheckpointConfig | None = None
     checkpoints_to_keep: int | None = None  # None or 0: all; a run keeps as many as the role that wants most
-    guards: GuardsConfig | None = None
+    guards: StepGuardsConfig | None = None
     measure_every: int = 0  # steps from one visible_update_ratio to the next; the last step is always measured
 
     @property

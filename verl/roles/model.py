@@ -13,7 +13,7 @@ import numpy as np
 from verl.checkpoint.background import RoleSave, write_and_report
 from verl.checkpoint.files import FileRecord
 from verl.checkpoint.role import RoleCheckpoint, read_role
-from verl.config import CheckpointConfig, GuardsConfig
+from verl.config import CheckpointConfig, StepGuardsConfig
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.engines.api import TrainEngine
@@ -166,7 +166,7 @@ def schedule_of(spec: RoleSpec) -> MiniBatchSchedule:
 
 
 def _guard_of(spec: RoleSpec) -> StepGuard:
-    return StepGuard(spec.guards or GuardsConfig())
+    return StepGuard(spec.guards or StepGuardsConfig())
 
 
 def _mini_batches(batch: DataProto, rows: Sequence[Sequence[int] | np.ndarray]) -> Iterator[DataProto]:

@@ -22,7 +22,7 @@ from verl.algorithms.guards import (
     token_signs,
     worst_rows,
 )
-from verl.config import GuardsConfig
+from verl.config import StepGuardsConfig
 from verl.data_proto.metrics import Metric
 from verl.parallel.serialize import record
 
@@ -81,7 +81,7 @@ class StepGuard:
     """The StepCheck of one role. An objective calls `observe` with every micro-batch; the role calls `start_mini_batch` before
     a mini-batch and `pop_findings` at the end of its update."""
 
-    def __init__(self, config: GuardsConfig):
+    def __init__(self, config: StepGuardsConfig):
         self.limits = limits_of(config)
         self.refusing = {NONFINITE, *(name for name in self.limits if config[name].action != "warn")}
         # inputs that `observe` needs

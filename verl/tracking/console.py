@@ -127,7 +127,12 @@ class Console:
         """Held-out reward after `step` (0: before training, None: without any), and the core metrics of each data source."""
         if not metrics:
             return
-        heads = {"val/reward": "reward", "val/greedy": "greedy"}
+        heads = {
+            "val/reward": "reward",
+            "val/greedy": "greedy",
+            "val/loss": "loss",
+            "val/token_accuracy": "accuracy",
+        }
         found = [(label, f"{metrics[name]:.3f}") for name, label in heads.items() if metrics.get(name) is not None]
         core = [
             (name.removeprefix("val-core/"), f"{v:.3f}") for name, v in metrics.items() if name.startswith("val-core/")
