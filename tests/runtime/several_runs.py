@@ -1,7 +1,7 @@
 """`python -m tests.runtime.several_runs jobs.json`: training runs one after the other in one process or rank.
 
-A job is {"overrides": [...]}; started as several ranks, all do the same jobs, each at a port of its own. One
-start of Python serves many runs.
+A job is {"overrides": [...], "program": "ppo"}; started as several ranks, all do the same jobs, each at a port of its own.
+One start of Python serves many runs.
 """
 
 import json
@@ -12,7 +12,7 @@ import pytest
 
 from tests import pictures
 from tests.runtime.ranks import take_port
-from verl.config import load_config
+from verl.config import PPO, SCHEMAS, load_config
 from verl.errors import VerlError
 from verl.run.host import train
 
@@ -22,7 +22,9 @@ def main(file):
     for number, job in enumerate(json.loads(Path(file).read_text())):
         take_port(f"{file}.port{number}")
         try:
-            train(load_config(job["overrides"], check="program" not in job), job.get("program", "ppo"))
+            program = job.get("program", "ppo")
+            schema = SCHEMAS.get(program, PPO)
+            train(load_config(job["overrides"], schema=schema, check=program in SCHEMAS), program)
         except VerlError as error:
             print(f"ERROR {type(error).__name__}: {error}", file=sys.stderr)
             if not job.get("may_fail"):

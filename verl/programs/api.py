@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from verl.tracking.summary import Result
 
 # name that an entry point gives to verl.run.host.train -> class of the program; also `path/to/file.py:Class`
-PROGRAMS = Registry("program", {"ppo": "verl.programs.ppo_async:AsyncPPO"})
+PROGRAMS = Registry("program", {"ppo": "verl.programs.ppo_async:AsyncPPO", "sft": "verl.programs.sft:SFT"})
 
 
 @dataclass(frozen=True)
