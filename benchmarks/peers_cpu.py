@@ -28,7 +28,7 @@ PHASES = ("generate_s", "train_s", "step_s")
 OURS = "verl"
 
 # glibc gives large temporaries back to the kernel and faults them in again; TRL trains a quarter faster without that
-_TUNED_MALLOC = ":".join(
+TUNED_MALLOC = ":".join(
     ("glibc.malloc.mmap_threshold=4294967295", "glibc.malloc.trim_threshold=8589934592", "glibc.malloc.hugetlb=1")
 )
 
@@ -44,7 +44,7 @@ class TRLForm:
 
 TRL_FORMS = {
     "shipped": TRLForm(micro_batch=8),  # GRPOConfig's own defaults: micro-batches of 8, activations recomputed
-    "best": TRLForm(16, {"gradient_checkpointing": False}, {"GLIBC_TUNABLES": _TUNED_MALLOC}),
+    "best": TRLForm(16, {"gradient_checkpointing": False}, {"GLIBC_TUNABLES": TUNED_MALLOC}),
 }
 
 

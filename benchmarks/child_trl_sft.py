@@ -1,0 +1,124 @@
+"""The measured process of TRL in sft_cpu.py: an SFTTrainer that is built once and waits between its steps.
+
+Runs in TRL's own environment, where verl is not installed. The trainer's loop is TRL's; a callback holds it before each
+optimizer step until the parent asks for one, and replies when the step has ended.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import trl
+from child import Channel
+from datasets import Dataset
+from torch.utils.data import SequentialSampler
+from transformers import AutoTokenizer, TrainerCallback
+from trl import SFTConfig, SFTTrainer
+from weight_probe import WeightProbe
+
+
+class InFileOrder(SFTTrainer):
+    """Takes the rows in the order of the file; keeps the loss of each optimizer step."""
+
+    loss_of_step = 0.0
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> SequentialSampler:
+        return SequentialSampler(self.train_dataset if train_dataset is None else train_dataset)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = super().training_step(*args, **kwargs)
+        self.loss_of_step += float(loss)  # of a micro-batch, divided by the tokens of the whole step
+        return loss
+
+
+class Gate(TrainerCallback):
+    """Holds the trainer's loop until the parent wants a step, and replies with its seconds, tokens and loss."""
+
+    def __init__(self, channel: Channel, trainer: InFileOrder):
+        self.channel, self.trainer = channel, trainer
+        self.probe = WeightProbe(trainer.model)
+        self.started, self.num_tokens = 0.0, 0.0
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.channel.next() is None:
+            raise SystemExit(0)
+        self.trainer.loss_of_step = 0.0
+        self.num_tokens = float(self.trainer._total_train_tokens)
+        self.started = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.channel.reply(
+            {
+                "step_s": time.perf_counter() - self.started,
+                "num_tokens": float(self.trainer._total_train_tokens) - self.num_tokens,
+                "loss": self.trainer.loss_of_step,
+                "weight_change": self.probe.change(),
+            }
+        )
+
+
+def build(work: dict[str, Any], micro_batch: int, settings: dict[str, Any], folder: str) -> InFileOrder:
+    """A trainer on the rows of `work`; what `settings` does not name and the job does not fix is TRL's default."""
+    rows = [json.loads(line) for line in Path(work["file"]).read_text().splitlines()]
+    steps_micro_batches = max(1, work["rows_per_step"] // micro_batch)
+    chosen = {
+        "output_dir": folder,
+        "use_cpu": True,
+        "per_device_train_batch_size": micro_batch,
+        "gradient_accumulation_steps": steps_micro_batches,
+        "learning_rate": work["learning_rate"],
+        "lr_scheduler_type": "constant",
+        "weight_decay": 0.01,
+        "max_steps": work["num_steps"],
+        "bf16": work["dtype"] == "bfloat16",
+        "model_init_kwargs": {"dtype": work["dtype"]},
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        **settings,
+    }
+    return InFileOrder(
+        model=work["model"],
+        args=SFTConfig(**chosen),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=AutoTokenizer.from_pretrained(work["model"]),
+    )
+
+
+def facts(trainer: InFileOrder) -> dict[str, Any]:
+    args = trainer.args
+    return {
+        "versions": {m.__name__: m.__version__ for m in (trl, transformers, torch)},
+        "num_threads": torch.get_num_threads(),
+        "micro_batch": args.per_device_train_batch_size,
+        "gradient_accumulation_steps": args.gradient_accumulation_steps,
+        "gradient_checkpointing": args.gradient_checkpointing,
+        "packing": args.packing,
+        "max_length": args.max_length,
+        "optimizer": str(args.optim),
+        "loss_type": args.loss_type,
+    }
+
+
+def main() -> None:
+    channel = Channel()
+    try:
+        asked = channel.next()
+        if asked is None:
+            return
+        trainer = build(**asked[1])
+        trainer.add_callback(Gate(channel, trainer))
+        channel.reply(facts(trainer))
+        trainer.train()
+    except Exception as error:
+        channel.fail(error)
+        raise SystemExit(1) from error
+
+
+if __name__ == "__main__":
+    main()
