@@ -2,6 +2,7 @@
 # A second call does nothing twice: every stage leaves a stamp in the virtual environment, or the file that it makes.
 #
 #   make train CONFIG=ppo_smollm2          the same with a critic
+#   make train CONFIG=sft_smollm2          supervised fine-tuning on counting letters; CONFIG=grpo_char_count continues with GRPO
 #   make train ARGS="data.seed=2"          any key of docs/config.md
 #   make test TORCH=torch==2.12.0          with another PyTorch; TORCH_FLAGS="--index-url ..." chooses where it comes from: on
 #                                          Linux the default build carries CUDA, PyTorch's own index has a smaller one for CPUs
@@ -28,6 +29,7 @@ PIP := $(BIN)/python -m pip
 STAMPS := $(VENV)/stamps
 MODEL := $(WORK)/models/SmolLM2-135M-Instruct
 DATA := $(WORK)/data/arithmetic
+LETTERS := $(WORK)/data/char_count
 
 # slow mirrors are common: wait, try again, and ask nothing
 export PIP_DEFAULT_TIMEOUT ?= 180
@@ -47,7 +49,7 @@ for attempt in 1 2 3; do \
 done
 endef
 
-.PHONY: help venv train test lint types unit model data clean
+.PHONY: help venv train test lint types unit model data letters clean
 
 help:
 	@echo "make train   install, fetch the model, make the data, train (CONFIG=$(CONFIG), about eight minutes on two cores)"
@@ -94,8 +96,12 @@ data: $(DATA)/test.parquet
 $(DATA)/test.parquet: | $(STAMPS)/package
 	@$(BIN)/verl data reasoning_gym --output $(DATA)
 
-train: $(STAMPS)/package $(MODEL)/config.json $(DATA)/test.parquet
-	@$(BIN)/verl train --config-name $(CONFIG) $(ARGS)
+letters: $(LETTERS)/train.parquet
+$(LETTERS)/train.parquet: | $(STAMPS)/package
+	@$(BIN)/verl data char_count --output $(LETTERS) --min-length 4 --max-length 10
+
+train: $(STAMPS)/package $(MODEL)/config.json $(DATA)/test.parquet $(LETTERS)/train.parquet
+	@$(BIN)/verl $(if $(filter sft%,$(CONFIG)),sft,train) --config-name $(CONFIG) $(ARGS)
 
 test: lint types unit
 
