@@ -25,8 +25,11 @@ OUTPUT = {
     "export": ("torch.bfloat16",),
     "coming-from-trl": ("rollout.n",),
 }
-EXPECTED = {"first-run", "data", "rewards", "algorithms", "several-gpus", "resume", "export", *OUTPUT}
-TINY = {"train": "trainer.total_training_steps=2 actor_rollout_ref.actor.fsdp_config.dtype=float32"}
+EXPECTED = {"first-run", "data", "sft", "rewards", "algorithms", "several-gpus", "resume", "export", *OUTPUT}
+TINY = {
+    "train": "trainer.total_training_steps=2 actor_rollout_ref.actor.fsdp_config.dtype=float32",
+    "sft": "engine.dtype=float32",
+}
 REWARD = """def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return float(ground_truth in solution_str)
 """

@@ -27,6 +27,7 @@ class Verb(NamedTuple):
 
 VERBS = {
     "train": Verb("verl.cli.train:run_train", "train a policy with PPO, GRPO or another estimator", supervised=True),
+    "sft": Verb("verl.cli.train:run_sft", "fine-tune a model on conversations or texts", supervised=True),
     "eval": Verb("verl.cli.train:run_eval", "validate a model on held-out prompts"),
     "generate": Verb("verl.cli.train:run_generate", "write samples of a model as JSON lines"),
     "show": Verb("verl.cli.show:run_show", "show a run: progress, bottleneck, advice, learning curves"),
@@ -34,7 +35,7 @@ VERBS = {
     "import-check": Verb(
         "verl.cli.import_check:run_import_check", "report which scripts and files of other verl releases run here"
     ),
-    "data": Verb("verl.data.prepare:main", "prepare data files (GSM8K, reasoning-gym)"),
+    "data": Verb("verl.data.prepare:main", "prepare data files (GSM8K, reasoning-gym, counting letters)"),
     "convert": Verb("verl.cli.model_folders:run_convert", "turn a GGUF model into a Hugging Face folder"),
     "export": Verb("verl.cli.model_folders:run_export", "turn a checkpoint into a Hugging Face folder"),
     "doctor": Verb("verl.cli.doctor:run_doctor", "report this machine's hardware, packages and problems"),
@@ -43,7 +44,7 @@ VERBS = {
 # verbs of other releases and trainers -> what to do here
 _ELSEWHERE = {
     **dict.fromkeys(
-        ("sft", "dpo", "kto", "rm"),
+        ("dpo", "kto", "rm"),
         "is not available in this version. Train with another library, and continue from its model folder with verl train",
     ),
     **dict.fromkeys(

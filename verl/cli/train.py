@@ -1,4 +1,4 @@
-"""Verbs that run a config: `verl train`, `verl eval`, `verl generate`."""
+"""Verbs that run a config: `verl train`, `verl sft`, `verl eval`, `verl generate`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from verl.cli.arguments import ConfigArguments, parse
-from verl.config import LoadedConfig
+from verl.config import SFT, LoadedConfig
 from verl.parallel.child_processes import die_with
 
 _TRAIN = (
     "Train a policy with PPO, GRPO or another estimator. Run the same command again to resume after an interruption."
 )
+_SFT = "Train on conversations or texts. Run the same command again to resume after an interruption."
 _EVAL = "Validate actor_rollout_ref.model.path on data.val_files; metrics go to trainer.default_local_dir/eval."
 _GENERATE = "Sample from actor_rollout_ref.model.path for every prompt of data.val_files, by rollout.*, with scores."
 
@@ -28,6 +29,11 @@ _OUTPUT = {
 def run_train(argv: list[str], *, supervised: bool = False) -> int:
     """Train a policy: the exit code. `supervised`: in a child process, which is restarted after a crash."""
     return _run(parse("train", _TRAIN, argv, _DRY_RUN), supervised)
+
+
+def run_sft(argv: list[str], *, supervised: bool = False) -> int:
+    """Fine-tune a model: the exit code. `supervised` as in `run_train`."""
+    return _run(parse("sft", _SFT, argv, _DRY_RUN, schema=SFT), supervised)
 
 
 def _run(arguments: ConfigArguments, supervised: bool) -> int:
@@ -67,7 +73,7 @@ def run_generate(argv: list[str]) -> int:
 def _train(loaded: LoadedConfig[Any]) -> int:
     from verl.run.host import train
 
-    return train(loaded)
+    return train(loaded, loaded.schema.name)
 
 
 def _resumed(loaded: LoadedConfig[Any], saved: Path | None) -> LoadedConfig[Any]:

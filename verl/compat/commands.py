@@ -1,4 +1,4 @@
-"""Commands of other releases by the verbs here: `main_ppo`, `model_merger`; and their command lines."""
+"""Commands of other releases by the verbs here: `main_ppo`, `sft_trainer`, `model_merger`; and their command lines."""
 
 from __future__ import annotations
 
@@ -15,6 +15,17 @@ from verl.errors import ConfigError
 def main_ppo(argv: Sequence[str]) -> int:
     """`verl train` in a process of its own: the exit code."""
     return run_verb("train", argv, whole_process=True)
+
+
+def sft_trainer(argv: Sequence[str]) -> int:
+    """`verl sft` in a process of its own: the exit code. The launcher or trainer.n_gpus_per_node decides about Ray."""
+    return run_verb("sft", argv, whole_process=True)
+
+
+def fsdp_sft_trainer(argv: Sequence[str]) -> int:
+    """`verl sft` with the keys and defaults of the older `sft_trainer.yaml`: the exit code."""
+    named = any(argument.split("=", 1)[0] in ("--config-name", "-cn") for argument in argv)
+    return sft_trainer(argv if named else ["--config-name", "sft_trainer", *argv])
 
 
 # -- verl.model_merger ---------------------------------------------------------------------------------------------------

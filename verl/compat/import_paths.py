@@ -171,10 +171,13 @@ COMMANDS = {
     "verl.experimental.fully_async_policy.fully_async_main": "verl.compat.asynchronous:main_fully_async",
     "verl.experimental.one_step_off_policy.main_ppo": "verl.compat.asynchronous:main_one_step_off",
     "verl.model_merger": "verl.compat.commands:model_merger",
+    "verl.trainer.fsdp_sft_trainer": "verl.compat.commands:fsdp_sft_trainer",
     "verl.trainer.main_eval": "verl.compat.evaluation:main_eval",
     "verl.trainer.main_generation": "verl.compat.generation:main_generation",
     "verl.trainer.main_generation_server": "verl.compat.generation:main_generation",
     "verl.trainer.main_ppo_sync": "verl.compat.commands:main_ppo",
+    "verl.trainer.sft_trainer": "verl.compat.commands:sft_trainer",
+    "verl.trainer.sft_trainer_ray": "verl.compat.commands:sft_trainer",
 }
 
 # names that do not exist here -> advice
