@@ -104,7 +104,7 @@ def test_nothing_listens_everywhere_by_a_literal():
 
 
 def test_model_output_is_not_run_in_the_core():
-    """Programs from replies are started by verl/rewards/programs.py alone, which runs inside a scorer's box."""
+    """Programs from replies are started by verl/rewards/programs.py alone, which runs inside a scorer's sandbox."""
     users = {
         relative(path)
         for name, path in files().items()
@@ -122,4 +122,4 @@ def test_the_page_on_security_names_every_limit():
     text = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
     named = ("timeout_s", "cpu_s", "memory_mb", "max_file_mb", "max_open_files", "max_processes", "network")
     assert [key for key in (*named, "process_per_sample") if f"`reward.{key}`" not in text] == []
-    assert (PACKAGE / "rewards" / "sandbox" / "box.py").exists()
+    assert (PACKAGE / "rewards" / "sandbox" / "launch.py").exists()

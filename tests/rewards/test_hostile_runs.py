@@ -90,7 +90,7 @@ def environment_of(folder, namespaces):
     found = {**os.environ, **SECRETS, "RUN_OF": str(folder)}
     if not namespaces:
         (folder / "sitecustomize.py").write_text(
-            "import verl.rewards.sandbox.box as box\nbox.find_walls = lambda network: box.Walls()\n"
+            "import verl.rewards.sandbox.launch as launch\nlaunch.namespace_command = lambda network: ()\n"
         )
         found["PYTHONPATH"] = str(folder)
     return found
@@ -154,7 +154,7 @@ def test_nothing_is_left_of_a_run_whose_first_process_is_killed(tiny_llama, tmp_
     try:
         assert wait_until((tmp_path / "begun").exists, 60), (tmp_path / "said").read_text()
         time.sleep(0.2)  # until a child of it has left its session
-        assert len(marked(tmp_path)) >= 5  # supervisor, training, keeper, scorer, child
+        assert len(marked(tmp_path)) >= 5  # supervisor, training, reaper or unshare, scorer, child
     finally:
         run.kill()
         run.wait()

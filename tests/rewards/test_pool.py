@@ -238,7 +238,7 @@ def test_a_worker_that_is_killed_while_it_starts_is_started_again(make_pool, mon
 
     def killed(self, *arguments):
         if left and left.pop():
-            self._process.kill()
+            os.killpg(self.pid, signal.SIGKILL)
         return exchange(self, *arguments)
 
     monkeypatch.setattr(WorkerProcess, "_exchange", killed)
@@ -251,14 +251,14 @@ def test_a_worker_that_is_killed_while_it_starts_is_started_again(make_pool, mon
         make_pool().start()
 
 
-def test_a_guard_that_is_killed_is_no_fault_of_the_sample(make_pool):
-    """Between keeper and scorer stands process 1 of the box; who kills it from outside costs nobody's score."""
+def test_a_process_1_that_is_killed_is_no_fault_of_the_sample(make_pool):
+    """Process 1 of the sandbox's namespace stands between run and scorer; killing it from outside costs no score."""
     pool = make_pool(timeout_s=1.0)
     pool.start()
-    (guard,) = psutil.Process(pool._processes[0].pid).children()
+    (process_1,) = psutil.Process(pool._processes[0].pid).children()
     call = pool.submit([request("sleep")])
     time.sleep(0.2)
-    guard.kill()
+    process_1.kill()
     (score,) = call.result(timeout=10)
     assert "took longer than 1 s" in score.error, "a second worker has been given the call"
 

@@ -1,4 +1,4 @@
-"""Messages behind a 4-byte length on a socket. Nothing is pickled: a message is JSON, or bytes that the receiver checks."""
+"""JSON messages behind a 4-byte length, over a pair of sockets between the run and a scorer."""
 
 from __future__ import annotations
 
@@ -12,22 +12,20 @@ from verl.errors import RewardError
 
 _HEADER = struct.Struct(">I")
 MAX_MESSAGE_BYTES = 256 << 20
-NUMBER_BYTES = 16  # before a message between the supervisor of a scorer and the scorer
 
 
 class ChannelClosed(Exception):
-    """The other side is gone."""
+    """The other process closed the channel or ended."""
 
 
 class ChannelCorrupt(Exception):
-    """The received bytes are not a message: another process wrote to the channel."""
+    """The bytes received are not a message: another writer used the channel."""
 
 
 def to_jsonable(value: Any) -> Any:
-    """Plain form of values that JSON lacks: numpy arrays and scalars (anything with `tolist`), and sets.
+    """Convert a value unknown to JSON to a plain one: numpy arrays and scalars (anything with `tolist`), and sets.
 
-    Raises RewardError for bytes and for objects without a plain form; such values belong in a file whose path is
-    passed.
+    Raises RewardError for bytes and other objects; pass the path of a file instead.
     """
     if hasattr(value, "tolist"):
         return value.tolist()
@@ -40,18 +38,22 @@ def to_jsonable(value: Any) -> Any:
 
 
 def encode(message: dict[str, Any]) -> bytes:
-    """JSON bytes of a message; numpy values become plain. Keys of dicts become text. Raises RewardError
-    (to_jsonable)."""
+    """Encode a message as JSON; numpy values become plain, keys of dicts text. Raises RewardError (to_jsonable)."""
     try:
         return json.dumps(message, default=to_jsonable, separators=(",", ":")).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise RewardError(f"ground_truth or extra_info cannot be written as JSON: {error}.") from error
 
 
+def frame(payload: bytes) -> bytes:
+    """The payload behind its length."""
+    return _HEADER.pack(len(payload)) + payload
+
+
 def send(channel: socket.socket, payload: bytes) -> None:
-    """Write one message. Raises ChannelClosed when the other side is gone, TimeoutError past the channel's timeout."""
+    """Send one message. Raises ChannelClosed, or TimeoutError past the channel's timeout."""
     try:
-        channel.sendall(_HEADER.pack(len(payload)) + payload)
+        channel.sendall(frame(payload))
     except TimeoutError:
         raise
     except OSError as error:
@@ -59,7 +61,7 @@ def send(channel: socket.socket, payload: bytes) -> None:
 
 
 def receive(channel: socket.socket, timeout_s: float | None = None) -> dict[str, Any]:
-    """Read one JSON message within `timeout_s` seconds in all (None: no limit, for a child that waits for its parent).
+    """Receive one message within `timeout_s` (None: no limit, for a worker that waits for its parent).
 
     Raises TimeoutError, ChannelClosed, or ChannelCorrupt.
     """
@@ -73,7 +75,7 @@ def receive(channel: socket.socket, timeout_s: float | None = None) -> dict[str,
 
 
 def receive_bytes(channel: socket.socket, timeout_s: float | None = None) -> bytes:
-    """`receive` without decoding."""
+    """Receive the bytes of one message, as `receive` does, without decoding them."""
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     (length,) = _HEADER.unpack(_read(channel, _HEADER.size, deadline))
     if length > MAX_MESSAGE_BYTES:
@@ -82,7 +84,7 @@ def receive_bytes(channel: socket.socket, timeout_s: float | None = None) -> byt
 
 
 def read_header(received: bytes | bytearray) -> tuple[int, int] | None:
-    """(begin, end) of the first message in the bytes received so far; None while its length is unknown."""
+    """(begin, end) of the first message in the bytes received so far; None while its length is not known."""
     if len(received) < _HEADER.size:
         return None
     (length,) = _HEADER.unpack_from(received)

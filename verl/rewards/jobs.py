@@ -1,5 +1,4 @@
-"""The queue between those who want scores and the worker threads; a cold worker waits until the warm ones fall
-behind."""
+"""Queue of calls for the worker threads; a worker without a process waits until the others fall behind."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ GROW_AFTER_S = 0.2  # a job that has waited this long is worth starting another 
 class Job:
     """One call of the reward function: one request, or a whole batch for a batched function."""
 
-    number: int  # the reply repeats it
+    id: str  # cannot be guessed; the answer repeats it
     requests: list[ScoreRequest]
     message: bytes  # the encoded call
     future: Future[list[Score]] = field(default_factory=Future)
@@ -27,8 +26,8 @@ class Job:
 
 
 class JobQueue:
-    """First in, first out. `take(warm=True)` returns a job at once; a cold taker, which would have to start a process
-    first, gets one only after it has waited GROW_AFTER_S."""
+    """First-in, first-out queue. A warm taker gets a job at once; a cold one, which would have to start a process, only
+    a job that has waited GROW_AFTER_S."""
 
     def __init__(self) -> None:
         lock = threading.Lock()
@@ -48,17 +47,18 @@ class JobQueue:
             if len(self._jobs) == 1:
                 self._cold.notify_all()
 
-    def take(self, *, warm: bool) -> Job | None:
-        """The next job; None once the queue is closed."""
+    def take(self, *, warm: bool, timeout_s: float) -> Job | None:
+        """The next job; None after `timeout_s` without one and once the queue is closed."""
+        deadline = time.monotonic() + timeout_s
         with self._lock:
             while not self._closed:
-                if not self._jobs:
-                    (self._warm if warm else self._cold).wait()
-                    continue
-                wait_s = 0.0 if warm else self._jobs[0].submitted_s + GROW_AFTER_S - time.monotonic()
-                if wait_s <= 0:
+                now = time.monotonic()
+                ready_at = now if warm else self._jobs[0].submitted_s + GROW_AFTER_S if self._jobs else deadline
+                if self._jobs and ready_at <= now:
                     return self._jobs.popleft()
-                self._cold.wait(wait_s)
+                if now >= deadline:
+                    return None
+                (self._warm if warm else self._cold).wait(min(ready_at, deadline) - now if not warm else deadline - now)
             return None
 
     @property
@@ -66,7 +66,7 @@ class JobQueue:
         return self._closed
 
     def close(self) -> list[Job]:
-        """Wakes every taker with None; returns the jobs that nobody took."""
+        """Wake every taker with None; returns the jobs left in the queue."""
         with self._lock:
             self._closed = True
             left = list(self._jobs)

@@ -1,12 +1,11 @@
-"""Reward workers that can be killed: a call that hangs, crashes, eats memory or returns nonsense costs its own
-sample."""
+"""Pool of reward workers that can be killed: a call that hangs, crashes or exceeds a limit costs its own sample."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import logging
 import math
+import secrets
 import sys
 import threading
 from collections.abc import Sequence
@@ -21,21 +20,21 @@ from verl.parallel.framing import encode
 from verl.rewards.functions import RewardFunctionSpec
 from verl.rewards.jobs import Job, JobQueue
 from verl.rewards.process import START_TIMEOUT_S, WorkerGone, WorkerLost, WorkerProcess
-from verl.rewards.sandbox.box import Limits
+from verl.rewards.sandbox.limits import Limits
 
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 10.0
+LOOK_EVERY_S = 1.0  # at an idle worker
 
 
 class RewardPool:
     """Up to `num_workers` processes that call one reward function, one call in flight each.
 
     `timeout_s`: seconds one call may take (a sample, or a batch for a batched function). `memory_mb`: MiB one process may
-    allocate; None for no limit. `limits`: the other limits of the box in which the function runs. `process_per_sample`:
-    each call in a process of its own, forked for it. `default_score`: what a sample gets whose call failed, with
-    `Score.error` saying why. The first worker is started by `start`, others when a request has waited. `log_dir`: where
-    the workers' prints go.
+    allocate; None for no limit. `limits`: the other limits of the sandbox. `process_per_sample`: fork a process for each
+    call. `default_score`: score of a sample whose call failed; `Score.error` says why. The first worker is started by
+    `start`, others when a request has waited. `log_dir`: folder for the workers' prints.
 
         with RewardPool(RewardFunctionSpec("rewards.py"), num_workers=2, timeout_s=30, memory_mb=4096) as pool:
             scores = pool.score_all(requests)
@@ -63,11 +62,10 @@ class RewardPool:
         self._data_sources: list[str] = []
         self._file_digest: str | None = None
         self._queue = JobQueue()
-        self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._processes: dict[int, WorkerProcess] = {}
-        self._said: set[str] = set()
+        self._shown_notices: set[str] = set()
 
     def start(self, data_sources: Sequence[str] = ()) -> None:
         """Start the first worker, which loads the function, checks its signature and imports what the built-in
@@ -88,14 +86,16 @@ class RewardPool:
             raise
 
     def submit(self, requests: Sequence[ScoreRequest]) -> Future[list[Score]]:
-        """Ask for one call of the function: with one request, or with a batch for a batched function. The future
-        never holds an error of the function: that is a Score with `error`. Raises RewardError for a request that JSON
-        cannot carry."""
+        """Queue one call of the function: with one request, or with a batch for a batched function.
+
+        An error of the function is a Score with `error`, never an exception of the future. Raises RewardError for a
+        request that JSON cannot carry.
+        """
         if len(requests) != 1 and not self.function.batched:
             raise ValueError("A reward function that is not batched is called with one sample at a time.")
         self.start()
-        number = next(self._numbers)
-        job = Job(number, list(requests), _encode_call(number, requests))
+        job_id = secrets.token_hex(16)
+        job = Job(job_id, list(requests), _encode_call(job_id, requests))
         self._queue.put(job)
         return job.future
 
@@ -107,8 +107,7 @@ class RewardPool:
         return self.wait([self.submit(call) for call in calls])
 
     def wait(self, futures: Sequence[Future[list[Score]]]) -> list[Score]:
-        """The scores of these calls, in order. Raises DeadlineError when they take longer than their time limits add
-        up to."""
+        """Scores of these calls, in order. Raises DeadlineError when they exceed the sum of their time limits."""
         calls_per_worker = math.ceil(len(futures) / self.num_workers) + 1
         limit_s = calls_per_worker * (self.timeout_s + START_TIMEOUT_S)
         _, pending = wait(futures, timeout=limit_s)
@@ -158,15 +157,19 @@ class RewardPool:
             except BaseException as error:  # noqa: BLE001 - handed to the thread that waits in start()
                 ready.set_exception(error)
                 return
-            self._add_thread()  # the next worker, cold until somebody has had to wait
+            self._add_thread()  # the next worker, cold until a request has waited
         has_successor = ready is not None
-        while (job := self._queue.take(warm=index in self._processes)) is not None:
+        while not self._queue.closed:
+            job = self._queue.take(warm=index in self._processes, timeout_s=LOOK_EVERY_S)
+            if job is None:
+                self._look(index)
+                continue
             if not has_successor:
                 self._add_thread()
                 has_successor = True
             try:
                 scores = self._call(index, job)
-            except BaseException as error:  # noqa: BLE001 - a bug of ours must reach who waits, not vanish here
+            except BaseException as error:  # noqa: BLE001 - a bug of ours must reach the caller, not vanish here
                 job.future.set_exception(error)
             else:
                 job.future.set_result(scores)
@@ -194,9 +197,18 @@ class RewardPool:
             process = self._start_process(index)
         try:
             return process.score(job, self.timeout_s)
-        except WorkerGone as error:  # not this call's doing, so it is not the one to pay for it
+        except WorkerGone as error:  # for a reason that is not this call's own, so that it is scored again
             logger.warning("A reward worker is started again. %s", error)
             return self._start_process(index).score(job, self.timeout_s)
+
+    def _look(self, index: int) -> None:
+        process = self._processes.get(index)
+        if process is None or not process.alive:
+            return
+        try:
+            process.look()
+        except WorkerGone as error:
+            logger.warning("A reward worker was ended; the next sample starts another. %s", error)
 
     def _defaulted(self, requests: list[ScoreRequest], what: str) -> list[Score]:
         return [
@@ -214,25 +226,22 @@ class RewardPool:
         setup = {
             "function": dataclasses.asdict(self.function),
             "data_sources": self._data_sources,
-            "limits": dataclasses.asdict(self.limits),
             "process_per_sample": self.process_per_sample,
             "sys_path": sys.path,
         }
         self._warn_if_changed()
         log = self._log_dir / f"reward_worker_{index}.log" if self._log_dir else None
         try:
-            process = WorkerProcess(setup, log)
+            process = WorkerProcess(setup, self.limits, log)
         except RewardError as error:
             if not isinstance(error.__cause__, WorkerGone):
                 raise
-            logger.warning(
-                "A reward worker is started again. %s", error
-            )  # somebody killed it: no fault of the function
-            process = WorkerProcess(setup, log)
+            logger.warning("A reward worker is started again. %s", error)  # it was killed from outside
+            process = WorkerProcess(setup, self.limits, log)
         with self._lock:
             self._processes[index] = process
-            notices = [n for n in process.notices if n not in self._said]
-            self._said.update(notices)
+            notices = [n for n in process.notices if n not in self._shown_notices]
+            self._shown_notices.update(notices)
         for notice in notices:
             logger.warning("%s See docs/security.md.", notice)
         if self._queue.closed:
@@ -246,13 +255,12 @@ class RewardPool:
         elif digest is not None and digest != self._file_digest:
             self._file_digest = digest
             logger.warning(
-                "The file %s changed while the run goes on: reward workers that start from now on use its new text.",
+                "The file %s changed during the run: reward workers that start from now on use the new version.",
                 self.function.path,
             )
 
     def _replace_if_dead(self, index: int) -> None:
-        """Start a lost worker's successor now, outside of any sample's time limit; a failure shows at the next
-        sample."""
+        """Replace a lost worker now, outside of any sample's time limit; a failure shows at the next sample."""
         process = self._processes.get(index)
         if self._queue.closed or (process is not None and process.alive):
             return
@@ -268,12 +276,12 @@ class RewardPool:
             process.close()
 
 
-def _encode_call(number: int, requests: Sequence[ScoreRequest]) -> bytes:
+def _encode_call(job_id: str, requests: Sequence[ScoreRequest]) -> bytes:
     samples = [[r.data_source, r.solution_str, r.ground_truth, r.extra_info, r.from_model] for r in requests]
     try:
-        return encode({"id": number, "samples": samples})
+        return encode({"id": job_id, "samples": samples})
     except RewardError as error:
-        if len(requests) > 1:  # say which one it is
+        if len(requests) > 1:  # name the one at fault
             for request in requests:
-                _encode_call(number, [request])
+                _encode_call(job_id, [request])
         raise RewardError(f"Sample {requests[0].key} of data_source {requests[0].data_source!r}: {error}") from error

@@ -1,29 +1,41 @@
-"""The run's handle on one reward worker: start, call with a deadline, kill with everything it started."""
+"""Handle on one reward worker, a scorer in its sandbox: start, call with a deadline, kill.
+
+Each message carries an id that cannot be guessed, and the scorer answers under it. A write to the channel that is not
+that answer ends the worker, so that no sample writes the score of another. While a call runs, the handle also watches
+the processes and the processor time of the sandbox.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
-import signal
+import secrets
+import select
 import socket
-import subprocess
 import sys
 import tempfile
+import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from verl.config.secrets import is_secret_name
 from verl.errors import RewardError
-from verl.parallel.framing import ChannelClosed, ChannelCorrupt, encode, receive, send
+from verl.parallel.framing import encode, frame, read_header
 from verl.rewards.jobs import Job
-from verl.rewards.sandbox.box import remove_folder
+from verl.rewards.sandbox.launch import Sandbox, remove_folder
+from verl.rewards.sandbox.limits import MIB, Limits
 
 START_TIMEOUT_S = 120.0  # a reward function may import torch and more on a cold disk
-MAX_LOG_BYTES = 16 << 20
-_KILL_TIMEOUT_S = 5.0
-_KILLED = "ended its process by SIGKILL"
-_FORGED = "wrote to the channel on which its result is sent"
+MAX_LOG_BYTES = 16 * MIB
+MAX_RESULT_BYTES = 1 * MIB  # of what the function returns for one sample, as JSON
+MAX_PARTS = 256  # entries of a returned dict beside the score
+MAX_SCORE = 1e18  # its square, which standard deviations need, is still a float32
+FORGED = "wrote to the channel on which its result is sent"
+_LOOK_EVERY_S = 0.025  # at what a working scorer uses
+_ENDING_TIMEOUT_S = 1.0
 
 
 class WorkerLost(Exception):
@@ -31,129 +43,161 @@ class WorkerLost(Exception):
 
 
 class WorkerGone(WorkerLost):
-    """The worker was lost between two calls, or killed by somebody else (the system for its memory, a person): the call can be
-    given once to another one."""
+    """The worker was lost between two calls, or killed or stopped from outside (by the system for its memory, by a
+    person): the call can be given to another one, once."""
 
 
 class WorkerProcess:
-    """One process of the keeper with the scorer in its sandbox. `setup`: see worker.run; `setup["limits"]` are the
-    fields of box.Limits. `notices` says what of the box this machine does not grant.
+    """One scorer in its sandbox. `setup`: see worker.run. `notices`: protections that this machine does not grant.
 
-    Start it on a thread that lives as long as the process shall: on Linux it is tied to the thread, so that it dies
-    even when the parent is killed by SIGKILL. Raises RewardError when the worker reports that the function cannot be
-    used.
+    Create it on a thread that lives as long as the process (see Sandbox). Raises RewardError when the worker reports
+    that the function cannot be used.
     """
 
-    def __init__(self, setup: dict[str, Any], log: Path | None = None):
+    def __init__(self, setup: dict[str, Any], limits: Limits, log: Path | None = None):
         self._log: BinaryIO = open(log, "ab+") if log else tempfile.TemporaryFile("ab+")
-        self._ended = False
-        self._group = 0  # of the scorer, where only that holds its processes
+        self._max_log_bytes = MAX_LOG_BYTES
+        if limits.max_file_mb is not None:  # one sample's prints must leave room for those of the next
+            self._max_log_bytes = min(MAX_LOG_BYTES, limits.max_file_mb * MIB // 2)
         self._folder = tempfile.mkdtemp(prefix="verl_reward_")
-        self._channel, child = socket.socketpair()
+        self._channel, channel = socket.socketpair()
+        self._channel.setblocking(False)
+        command = (sys.executable, "-m", "verl.rewards.worker", str(channel.fileno()), str(os.getpid()))
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "verl.rewards.sandbox.keeper", str(child.fileno()), str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                stdout=self._log,
-                stderr=self._log,
-                pass_fds=(child.fileno(),),
-                env=_environment(self._folder, bool(setup["limits"]["network"])),
-                start_new_session=True,
-            )
+            env = _environment(self._folder, limits.network)
+            self._sandbox = Sandbox(command, limits, channel.fileno(), env, self._log)
         except OSError:
-            self._channel.close()
-            self._log.close()
-            remove_folder(self._folder)
+            self._release()
             raise
         finally:
-            child.close()
+            channel.close()
+        about = {"limits": asdict(limits), "max_tasks": self._sandbox.max_tasks, "alone": self._sandbox.has_namespaces}
         try:
-            answer = self._exchange(encode({**setup, "folder": self._folder}), START_TIMEOUT_S)
+            message_id = secrets.token_hex(16)
+            message = encode({**setup, **about, "id": message_id})
+            answer = self._exchange(message, message_id, START_TIMEOUT_S, MAX_RESULT_BYTES, watched=False)
         except WorkerLost as error:
             self.close()
             raise RewardError(f"The reward worker did not start: it {error}.") from error
         if "error" in answer:
             self.close()
-            raise RewardError(answer["error"])
-        self.notices: list[str] = answer["notices"]
-        self._group = int(answer["group"])
+            raise RewardError(str(answer["error"]))
+        self._sandbox.started()
+
+    @property
+    def notices(self) -> list[str]:
+        return self._sandbox.notices
 
     @property
     def pid(self) -> int:
-        return self._process.pid
-
-    def score(self, job: Job, timeout_s: float) -> tuple[list[dict[str, Any]], float]:
-        """(outcome per sample, seconds) of one call. Raises WorkerLost, the process being dead then, and WorkerGone when
-        the call was not begun."""
-        answer = self._exchange(job.message, timeout_s)
-        if "not_begun" in answer:
-            self.kill()
-            raise WorkerGone(str(answer["not_begun"]))
-        outcomes, seconds = answer.get("outcomes"), answer.get("seconds")
-        if (
-            answer.get("id") != job.number
-            or not _are_outcomes(outcomes, len(job.requests))
-            or not isinstance(seconds, float)
-        ):
-            self.kill()
-            raise WorkerLost(_FORGED)
-        if answer.get("out_of_memory"):
-            self.kill()  # what a failed allocation left behind is anyone's guess
-        self._cut_log()
-        assert outcomes is not None
-        return outcomes, seconds
+        return self._sandbox.pid
 
     @property
     def alive(self) -> bool:
-        return self._process.poll() is None
+        return self._sandbox.alive
+
+    def score(self, job: Job, timeout_s: float) -> tuple[list[dict[str, Any]], float]:
+        """(outcome per sample, seconds) of one call. Raises WorkerLost, the process being dead then."""
+        if not self.alive or self._is_readable():
+            self.look()
+        answer = self._exchange(job.message, job.id, timeout_s, MAX_RESULT_BYTES * (1 + len(job.requests)))
+        outcomes, seconds = answer.get("outcomes"), answer.get("seconds")
+        if not _are_outcomes(outcomes, len(job.requests)) or not isinstance(seconds, float):
+            self.kill()
+            raise WorkerLost(FORGED)
+        if answer.get("out_of_memory"):
+            self.kill()  # its state after a failed allocation is unknown
+        if os.fstat(self._log.fileno()).st_size > self._max_log_bytes:
+            self._log.truncate(0)
+        assert outcomes is not None
+        return [_within_limits(outcome) for outcome in outcomes], seconds
+
+    def look(self) -> None:
+        """Verify that an idle scorer is alive, has written nothing and keeps its limits. Raises WorkerGone."""
+        behaviour = None if self.alive else self._sandbox.how_it_ended(0)
+        if behaviour is None and self._is_readable():
+            behaviour = self._sandbox.how_it_ended(_ENDING_TIMEOUT_S) or FORGED  # its end closes the channel too
+        if behaviour := behaviour or self._sandbox.excess(math.inf):
+            self.kill()
+            raise WorkerGone(f"Between two samples the scorer {behaviour}.")
+
+    def _is_readable(self) -> bool:
+        poll = select.poll()
+        poll.register(self._channel, select.POLLIN)
+        return bool(poll.poll(0))
 
     def kill(self) -> None:
-        """End the worker with everything that it started now. May be called again, and from any thread."""
-        if self._process.poll() is None:
-            self._process.terminate()  # the keeper ends its box, and then itself
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_KILL_TIMEOUT_S)
-        if not self._ended:
-            # what a keeper that was killed itself has left
-            for group in filter(None, (self._process.pid, self._group)):
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(group, signal.SIGKILL)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_KILL_TIMEOUT_S)
-        self._ended = True
-        with contextlib.suppress(OSError):
-            self._channel.shutdown(socket.SHUT_RDWR)
+        """End the worker with everything that it started. May be called again, and from any thread."""
+        self._sandbox.end()
 
     def close(self) -> None:
         self.kill()
+        self._release()
+
+    def _release(self) -> None:
         self._channel.close()
         self._log.close()
         remove_folder(self._folder)
 
-    def _exchange(self, payload: bytes, timeout_s: float) -> dict[str, Any]:
+    def _exchange(
+        self, message: bytes, message_id: str, timeout_s: float, max_bytes: int, *, watched: bool = True
+    ) -> dict[str, Any]:
+        """Send a message and return the answer to it. Raises WorkerLost, the process being dead then."""
         try:
-            self._channel.settimeout(timeout_s)
-            send(self._channel, payload)
-            answer = receive(self._channel, timeout_s)
-        except TimeoutError:
+            answer = json.loads(self._transfer(frame(message), timeout_s, max_bytes, watched))
+            if not isinstance(answer, dict) or answer.get("id") != message_id:
+                raise WorkerLost(FORGED)
+        except WorkerLost:
             self.kill()
-            raise WorkerLost(f"took longer than {timeout_s:g} s") from None
-        except ChannelCorrupt:
+            raise
+        except (ValueError, RecursionError):
             self.kill()
-            raise WorkerLost(_FORGED) from None
-        except ChannelClosed:
-            self.kill()
-            raise WorkerGone(f"ended the process that keeps it{self._last_words()}") from None
-        if "lost" in answer:
-            self.kill()
-            words = self._last_words() if "ended" in answer["lost"] else ""
-            kind = WorkerGone if _KILLED in answer["lost"] else WorkerLost
-            raise kind(f"{answer['lost']}{words}")
+            raise WorkerLost(FORGED) from None
         return answer
 
-    def _last_words(self) -> str:
+    def _transfer(self, unsent: bytes, timeout_s: float, max_bytes: int, watched: bool) -> bytes:
+        """Send `unsent` and receive one message of at most `max_bytes`; enforces the time limit and, if `watched`, the
+        limits of the sandbox."""
+        received = bytearray()
+        deadline = time.monotonic() + timeout_s
+        look_at, used_s = time.monotonic() + _LOOK_EVERY_S, -1.0
+        poll = select.poll()
+        while (span := _span(received, max_bytes)) is None or len(received) < span[1]:
+            poll.register(self._channel, select.POLLIN | (select.POLLOUT if unsent else 0))
+            events = dict(poll.poll(_LOOK_EVERY_S * 1000)).get(self._channel.fileno(), 0)
+            try:
+                if events & ~select.POLLOUT:
+                    received += self._channel.recv(MIB) or self._ending()
+                elif events:
+                    unsent = unsent[self._channel.send(unsent) :]
+            except OSError:
+                self._ending()
+            now = time.monotonic()
+            if now >= deadline:
+                raise self._late(timeout_s)
+            if now >= look_at:
+                look_at = now + _LOOK_EVERY_S
+                if not self.alive:
+                    self._ending()
+                used_s = self._sandbox.cpu_seconds() if used_s < 0 else used_s
+                if watched and (excess := self._sandbox.excess(used_s)):
+                    raise WorkerLost(excess)
+        begin, end = span
+        if len(received) > end:
+            raise WorkerLost(FORGED)
+        return bytes(received[begin:])
+
+    def _ending(self) -> bytes:
+        """Raise for a scorer that can no longer be read; its process ends a moment after its channel."""
+        behaviour = self._sandbox.how_it_ended(_ENDING_TIMEOUT_S) or "closed the channel on which its result is sent"
         last = self._last_log_line()
-        return f" (its last words: {last})" if last else ""
+        kind = WorkerGone if behaviour.endswith("SIGKILL") else WorkerLost
+        raise kind(behaviour + (f" (its last words: {last})" if last else ""))
+
+    def _late(self, timeout_s: float) -> WorkerLost:
+        if self._sandbox.is_stopped():
+            return WorkerGone(f"was stopped by a signal and did not answer within {timeout_s:g} s")
+        return WorkerLost(f"took longer than {timeout_s:g} s")
 
     def _last_log_line(self) -> str:
         with contextlib.suppress(OSError, ValueError):
@@ -163,21 +207,25 @@ class WorkerProcess:
             return lines[-1][:200] if lines else ""
         return ""
 
-    def _cut_log(self) -> None:
-        if os.fstat(self._log.fileno()).st_size > MAX_LOG_BYTES:  # a print per sample must not fill the disk
-            self._log.truncate(0)
+
+def _span(received: bytearray, max_bytes: int) -> tuple[int, int] | None:
+    """(begin, end) of the message; None while its length is not known. Raises WorkerLost for one that is too long."""
+    header = read_header(received)
+    if header is not None and header[1] - header[0] > max_bytes:
+        raise WorkerLost(f"answered with more than the {MAX_RESULT_BYTES // MIB} MiB allowed for a sample")
+    return header
 
 
 def _environment(folder: str, network: bool) -> dict[str, str]:
-    """What a worker sees of our environment; without a network it has no use for keys and passwords."""
+    """Environment of a worker; without a network it needs no keys and passwords."""
     package_root = str(Path(__file__).resolve().parents[2])
     inherited = os.environ.get("PYTHONPATH")
     return {
         **{name: value for name, value in os.environ.items() if network or not is_secret_name(name)},
         "TMPDIR": folder,
         "PYTHONPATH": package_root + (os.pathsep + inherited if inherited else ""),
-        "PYTHONUNBUFFERED": "1",  # what was printed before a crash is in the log
-        "PYTHONHASHSEED": "0",  # scorers that walk over sets give the same answer in every worker
+        "PYTHONUNBUFFERED": "1",  # the log has what was printed before a crash
+        "PYTHONHASHSEED": "0",  # scorers that iterate over sets give the same answer in every worker
         "OMP_NUM_THREADS": "1",
     }
 
@@ -193,3 +241,16 @@ def _is_outcome(value: Any) -> bool:
         return isinstance(value["error"], str)
     score = value.get("score")
     return isinstance(score, float) and math.isfinite(score) and isinstance(value.get("parts"), dict)
+
+
+def _within_limits(outcome: dict[str, Any]) -> dict[str, Any]:
+    """The outcome, or an error for values that later steps cannot use: too large, or too many."""
+    if "error" in outcome:
+        return {"error": outcome["error"][:2000]}
+    parts = outcome["parts"]
+    if len(parts) > MAX_PARTS:
+        return {"error": f"returned a dict with {len(parts)} parts; at most {MAX_PARTS} are allowed"}
+    for name, value in {"score": outcome["score"], **parts}.items():
+        if isinstance(value, (int, float)) and abs(value) > MAX_SCORE:
+            return {"error": f"returned a number beyond {MAX_SCORE:g} as {name[:40]!r}, whose square is no float32"}
+    return outcome

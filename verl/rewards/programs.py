@@ -1,7 +1,7 @@
-"""Running programs that a model wrote: each in a process of its own, inside the box of the scorer that runs it, with limits
-of its own, no network, a folder that is removed, and an end to everything it starts.
+"""Run a program that a model wrote in a process of its own, inside the sandbox of the scorer that runs it.
 
-The one who runs a program judges it by what it printed. What is expected never enters the program's process.
+The program has limits of its own, no network, and a folder that is removed; everything it starts is ended. The caller
+judges the program by what it printed. The expected output never enters the program's process.
 """
 
 from __future__ import annotations
@@ -22,19 +22,23 @@ from pathlib import Path
 from typing import BinaryIO
 
 from verl.parallel.child_processes import adopt_orphans
-from verl.rewards.sandbox import kernel
-from verl.rewards.sandbox.box import MIB, how_it_ended, remove_folder, set_limit
-from verl.rewards.sandbox.processes import descendants, end_all_below, reap_all_below
+from verl.rewards.sandbox.launch import describe_exit, remove_folder
+from verl.rewards.sandbox.limits import MIB, set_limit
+from verl.rewards.sandbox.prctl import end_with_parent, filter_system_calls
+from verl.rewards.sandbox.processes import descendants, end_descendants, reap_descendants
 
-_LOOK_EVERY_S = 0.025
+_POLL_EVERY_S = 0.025
 _END_TIMEOUT_S = 2.0
 _NUM_LAST_BYTES = 4000  # of what a program wrote to stderr
 
 
 @dataclass(frozen=True)
 class ProgramLimits:
-    """time_s: seconds on the clock. memory_mb: MiB of address space of each process. max_output_mb: MiB of each file that it
-    writes, what it prints among them. max_processes: that it may have started at once."""
+    """Limits of one program.
+
+    time_s: seconds on the clock. memory_mb: MiB of address space of each process. max_output_mb: MiB of each file that it
+    writes, its prints among them. max_processes: number at once.
+    """
 
     time_s: float = 5.0
     memory_mb: int = 1024
@@ -44,7 +48,7 @@ class ProgramLimits:
 
 @dataclass(frozen=True)
 class Output:
-    """What a program printed, and how it ended: `failure` is "" when it ended by itself with exit code 0."""
+    """Output and end of a program: `failure` is "" when it ended by itself with exit code 0."""
 
     stdout: str
     stderr: str  # the end of it
@@ -56,8 +60,9 @@ class Output:
 
 
 def run_program(source: str, stdin: str = "", limits: ProgramLimits | None = None) -> Output:
-    """Run a Python program, feed it `stdin` and wait for its end, at most `limits.time_s`. For reward functions: call it in
-    a scorer, whose box holds what a program might get past its own limits.
+    """Run a Python program with `stdin` and wait for its end, at most `limits.time_s`.
+
+    Call it in a reward function, whose sandbox contains what a program may get past its own limits.
 
     >>> run_program("print(int(input()) + 1)", "41").stdout
     '42\\n'
@@ -87,7 +92,7 @@ def run_program(source: str, stdin: str = "", limits: ProgramLimits | None = Non
             try:
                 failure = _wait(process, limits, spared)
             finally:
-                _end(process, spared)
+                _end_all(process, spared)
             return Output(
                 _read(out, limits.max_output_mb * MIB), _read_end(err), failure or _failure(process.returncode)
             )
@@ -109,21 +114,21 @@ def _environment(folder: Path) -> dict[str, str]:
 
 
 def _confine(limits: ProgramLimits) -> None:
-    """In the new process, before it becomes the program."""
+    """Limit the new process before it becomes the program."""
     set_limit(resource.RLIMIT_CORE, 0)
     set_limit(resource.RLIMIT_CPU, math.ceil(limits.time_s) + 1)
     set_limit(resource.RLIMIT_FSIZE, limits.max_output_mb * MIB)
     set_limit(resource.RLIMIT_AS, limits.memory_mb * MIB)
     with contextlib.suppress(OSError):
-        kernel.end_with_parent()
+        end_with_parent()
     with contextlib.suppress(OSError):
-        kernel.refuse_sockets()
+        filter_system_calls(sockets=False)
 
 
 def _wait(process: subprocess.Popen[bytes], limits: ProgramLimits, spared: frozenset[int]) -> str:
-    """Until the process ends; why it has to be ended, or ""."""
+    """Wait for the end of the process; the limit it exceeds as a sentence, or ""."""
     deadline = time.monotonic() + limits.time_s
-    while not _ends_within(process, min(_LOOK_EVERY_S, max(deadline - time.monotonic(), 0.001))):
+    while not _ends_within(process, min(_POLL_EVERY_S, max(deadline - time.monotonic(), 0.001))):
         if time.monotonic() >= deadline:
             return f"took longer than {limits.time_s:g} s"
         if len(set(descendants(os.getpid())) - spared) - 1 > limits.max_processes:
@@ -145,17 +150,17 @@ def _ends_within(process: subprocess.Popen[bytes], wait_s: float) -> bool:
     return process.poll() is not None
 
 
-def _end(process: subprocess.Popen[bytes], spared: frozenset[int]) -> None:
-    """End the program and all that it has started, also what has left its session."""
+def _end_all(process: subprocess.Popen[bytes], spared: frozenset[int]) -> None:
+    """End the program and all that it has started, also processes that left its session."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    end_all_below(os.getpid(), _END_TIMEOUT_S, spared)
-    reap_all_below(os.getpid(), _END_TIMEOUT_S, spared)
+    end_descendants(os.getpid(), _END_TIMEOUT_S, spared)
+    reap_descendants(os.getpid(), _END_TIMEOUT_S, spared)
 
 
 def _failure(code: int) -> str:
-    return how_it_ended(code) if code else ""
+    return describe_exit(code) if code else ""
 
 
 def _read(file: BinaryIO, most: int) -> str:

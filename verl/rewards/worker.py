@@ -1,7 +1,10 @@
-"""The process that runs reward functions: reads requests from one socket and answers each under its number.
+"""Worker process that runs a reward function: `python -m verl.rewards.worker FD RUN_PID`, started in a sandbox.
 
-Its keeper (keeper.py) forks it into a box (box.py) and alone talks with the run. What the reward function prints goes to
-the log file that is this process's stdout and stderr; the socket is inherited by no program that it starts.
+consumes: one set-up message, then requests     produces: one answer to each, under its id
+waits for: the run, which closes the channel to end it
+
+The reward function's prints go to the log file that is this process's stdout and stderr; no program that it starts
+inherits the channel.
 """
 
 from __future__ import annotations
@@ -12,7 +15,6 @@ import errno
 import faulthandler
 import inspect
 import json
-import math
 import os
 import signal
 import socket
@@ -24,7 +26,7 @@ from typing import Any
 
 from verl.errors import RewardError
 from verl.parallel.child_processes import adopt_orphans
-from verl.parallel.framing import NUMBER_BYTES, ChannelClosed, ChannelCorrupt, encode, receive_bytes, send
+from verl.parallel.framing import ChannelClosed, ChannelCorrupt, encode, receive, receive_bytes, send
 from verl.rewards.functions import (
     BATCH_ARGUMENTS,
     MODEL_REPLY,
@@ -34,20 +36,22 @@ from verl.rewards.functions import (
     RewardFunctionSpec,
     load_reward_function,
 )
-from verl.rewards.sandbox import kernel
-from verl.rewards.sandbox.box import Limits, how_it_ended
-from verl.rewards.sandbox.processes import end_all_below, reap_all_below
+from verl.rewards.sandbox.launch import describe_exit
+from verl.rewards.sandbox.limits import Limits
+from verl.rewards.sandbox.prctl import filter_system_calls, hide_memory
+from verl.rewards.sandbox.processes import end_descendants, reap_descendants
 
 Outcome = dict[str, Any]  # {"score": float, "parts": dict} or {"error": "what the function did"}
 
-
-# what the kernel answers when a limit is reached, and the key of the limit
 _END_TIMEOUT_S = 4.0
+# errors of the kernel when a limit is reached, and the key of the limit
 _REFUSALS = {errno.EFBIG: ("wrote a larger file", "max_file_mb"), errno.EMFILE: ("opened more files", "max_open_files")}
+_NO_NETWORK = "Reward functions have no network in this run; set reward.network=True if this one needs it."
+_NETWORK_EVENTS = {"socket.connect", "socket.sendto", "socket.sendmsg", "socket.getaddrinfo", "socket.gethostbyname"}
 
 
 class Caller:
-    """Calls a reward function and turns whatever it does into outcomes."""
+    """Calls a reward function and converts its results and exceptions to outcomes."""
 
     def __init__(self, function: RewardFunction, spec: RewardFunctionSpec):
         self.function = function
@@ -56,8 +60,8 @@ class Caller:
         self.out_of_memory = False
 
     def score(self, samples: list[list[Any]]) -> list[Outcome]:
-        """One outcome per sample, each sample being [data_source, solution_str, ground_truth, extra_info,
-        {argument: what the reward model said}]."""
+        """One outcome per sample. A sample is [data_source, solution_str, ground_truth, extra_info, {argument: output
+        of the reward model}]."""
         if self.spec.batched:
             return self._score_batch(samples)
         return [self._score_one(sample) for sample in samples]
@@ -71,16 +75,16 @@ class Caller:
 
     def _score_batch(self, samples: list[list[Any]]) -> list[Outcome]:
         *columns, from_model = [list(column) for column in zip(*samples, strict=True)]
-        said = {
+        arguments = {
             many: [row[one] for row in from_model] for one, many in (MODEL_SCORE, MODEL_REPLY) if one in from_model[0]
         }
         try:
-            results = self._call({**dict(zip(BATCH_ARGUMENTS, columns, strict=True)), **said})
+            results = self._call({**dict(zip(BATCH_ARGUMENTS, columns, strict=True)), **arguments})
             results = list(results.tolist() if hasattr(results, "tolist") else results)
             if len(results) != len(samples):
                 return [{"error": f"returned {len(results)} scores for {len(samples)} samples"}] * len(samples)
             return [outcome(result) for result in results]
-        except BaseException as error:  # noqa: BLE001 - as above; a batch shares its fate
+        except BaseException as error:  # noqa: BLE001 - as above; one call scores the batch, one error fails it
             return [self._failure(error)] * len(samples)
 
     def _call(self, arguments: dict[str, Any]) -> Any:
@@ -108,8 +112,10 @@ async def _finish(awaitable: Any) -> Any:
 
 
 def outcome(result: Any) -> Outcome:
-    """What a reward function returned, as {"score", "parts"} or {"error"}: a finite number or bool, or a dict with
-    one under "score" whose other entries become the parts. A plain number is its own "acc"."""
+    """Convert the result of a reward function to {"score", "parts"} or {"error"}.
+
+    A number or bool is its own part "acc"; of a dict the entry "score" is the score and the others are the parts.
+    """
     if not isinstance(result, dict):
         score = _number(result)
         return {"score": score, "parts": {"acc": score}} if isinstance(score, float) else {"error": score}
@@ -122,7 +128,7 @@ def outcome(result: Any) -> Outcome:
 
 
 def _number(value: Any) -> float | str:
-    """The value as a float, or what is wrong with it."""
+    """The value as a finite float, or its defect as a sentence."""
     plain = _plain(value)
     if not isinstance(plain, (bool, int, float)):
         return f"returned {'None' if value is None else 'a ' + type(value).__name__} where a number is needed"
@@ -130,11 +136,28 @@ def _number(value: Any) -> float | str:
         number = float(plain)
     except OverflowError:
         return "returned an integer too large for a score"
-    return number if math.isfinite(number) else f"returned {number}, which is not a finite number"
+    return number if number - number == 0 else f"returned {number}, which is not a finite number"
 
 
 def _plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
+
+
+def enter_limits(message: dict[str, Any]) -> Limits:
+    """Set the limits of this process and all that it starts, but for memory."""
+    limits = Limits(**message["limits"])
+    limits.apply(message["max_tasks"])
+    with contextlib.suppress(OSError):  # the namespaces hold without it; where there are none, a notice says so
+        filter_system_calls(sockets=limits.network)
+    if not limits.network:
+        sys.addaudithook(_explain_refusal)
+    return limits
+
+
+def _explain_refusal(event: str, arguments: tuple[Any, ...]) -> None:
+    """Name the config key to Python code that tries to reach the network; the kernel is what refuses it."""
+    if event in _NETWORK_EVENTS:
+        raise PermissionError(errno.EACCES, _NO_NETWORK)
 
 
 def set_up(message: dict[str, Any], limits: Limits) -> Caller:
@@ -150,51 +173,55 @@ def set_up(message: dict[str, Any], limits: Limits) -> Caller:
     return Caller(function, spec)
 
 
-def run(channel: socket.socket, number: bytes, message: dict[str, Any], limits: Limits, *, alone: bool) -> None:
-    """Set up as `message` says, answer under `number`, then serve until the keeper closes the channel. `alone`: this
-    process sees none but its guard, which is process 1, and those that it starts."""
-    faulthandler.enable()
+def run(channel: socket.socket) -> None:
+    """Set up as the first message says, then answer requests until the run closes the channel."""
+    message = receive(channel)
+    reply = {"id": message["id"]}
     try:
-        caller = set_up(message, limits)
+        caller = set_up(message, enter_limits(message))
     except RewardError as error:
-        send(channel, number + encode({"error": str(error)}))
+        send(channel, encode({**reply, "error": str(error)}))
         return
     except BaseException as error:  # noqa: BLE001 - a user's file may even exit while it is imported
         text = f"Loading the reward function raised {type(error).__name__}: {error}"
-        send(channel, number + encode({"error": text}))
+        send(channel, encode({**reply, "error": text}))
         return
-    send(channel, number + encode({"ready": True}))
+    send(channel, encode({**reply, "ready": True}))
     forks = message["process_per_sample"]
     if forks:
         adopt_orphans()  # of a sample, to be ended with it
         with contextlib.suppress(OSError):
-            kernel.hide_memory()  # from the processes that score
-    with contextlib.suppress(ChannelClosed):
-        while True:
-            request = receive_bytes(channel)
-            number, request = request[:NUMBER_BYTES], request[NUMBER_BYTES:]
-            answer = answer_from_fork(channel, caller, request, alone) if forks else answer_here(caller, request)
-            send(channel, number + answer)
+            hide_memory()  # from the processes that score
+    while True:
+        request = receive_bytes(channel)
+        send(
+            channel, answer_from_fork(channel, caller, request, message["alone"]) if forks else answer(caller, request)
+        )
 
 
-def answer_here(caller: Caller, request: bytes) -> bytes:
+def answer(caller: Caller, request: bytes) -> bytes:
     """Score in this process."""
     message = json.loads(request)
     start = time.perf_counter()
     outcomes = caller.score(message["samples"])
-    _flush()
-    reply = {
-        "id": message["id"],
-        "outcomes": outcomes,
-        "seconds": time.perf_counter() - start,
-        "out_of_memory": caller.out_of_memory,
-    }
-    return _encode_reply(reply)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    return _encode_reply(
+        {
+            "id": message["id"],
+            "outcomes": outcomes,
+            "seconds": time.perf_counter() - start,
+            "out_of_memory": caller.out_of_memory,
+        }
+    )
 
 
 def answer_from_fork(channel: socket.socket, caller: Caller, request: bytes, alone: bool) -> bytes:
-    """Score in a process forked for this call, which cannot reach `channel`, and end all that it has started: whatever
-    the call did to its process is gone with it."""
+    """Score in a process forked for this call, then end it and all that it started.
+
+    The process cannot reach `channel`. `alone`: every process that this one sees belongs to the sandbox.
+    """
     ours, theirs = socket.socketpair()
     pid = os.fork()
     if pid == 0:
@@ -203,19 +230,19 @@ def answer_from_fork(channel: socket.socket, caller: Caller, request: bytes, alo
         _score_and_exit(theirs, caller, request)
     theirs.close()
     failure = ""
-    answer = b""
+    reply = b""
     with ours:
         try:
-            answer = receive_bytes(ours)
+            reply = receive_bytes(ours)
         except ChannelClosed:
             _, status = os.waitpid(pid, 0)
-            failure = how_it_ended(os.waitstatus_to_exitcode(status))
+            failure = describe_exit(os.waitstatus_to_exitcode(status))
             pid = 0
         except ChannelCorrupt:
             failure = "wrote to the channel on which its result is sent"
     _end_others(pid, alone)
     if not failure:
-        return answer
+        return reply
     message = json.loads(request)
     outcomes = [{"error": failure}] * len(message["samples"])
     return encode({"id": message["id"], "outcomes": outcomes, "seconds": 0.0, "out_of_memory": False})
@@ -225,10 +252,10 @@ def _score_and_exit(channel: socket.socket, caller: Caller, request: bytes) -> N
     code = 1
     try:
         with contextlib.suppress(OSError):
-            kernel.hide_memory(False)
-        send(channel, answer_here(caller, request))
+            hide_memory(False)
+        send(channel, answer(caller, request))
         code = 0
-    except BaseException:  # noqa: BLE001 - a forked process must not go on in its parent's code; the log keeps the reason
+    except BaseException:  # noqa: BLE001 - a fork must not return into its parent's code; the log keeps the reason
         traceback.print_exc()
     finally:
         os._exit(code)
@@ -237,19 +264,13 @@ def _score_and_exit(channel: socket.socket, caller: Caller, request: bytes) -> N
 def _end_others(pid: int, alone: bool) -> None:
     """End the process `pid` that we forked (0: it has ended) and whatever it started."""
     if alone:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(-1, signal.SIGKILL)  # every process that we see but our guard and us
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(-1, signal.SIGKILL)  # every process of the namespace but process 1 and this one
     else:
-        end_all_below(os.getpid(), _END_TIMEOUT_S)
+        end_descendants(os.getpid(), _END_TIMEOUT_S)
     if pid:
         os.waitpid(pid, 0)
-    reap_all_below(os.getpid(), _END_TIMEOUT_S)
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
+    reap_descendants(os.getpid(), _END_TIMEOUT_S)
 
 
 def _encode_reply(reply: dict[str, Any]) -> bytes:
@@ -277,3 +298,16 @@ def _odd_key(item: Outcome) -> str:
         except RewardError:
             return f" (key {key!r})"
     return ""
+
+
+def main() -> None:
+    """Serve the run on the inherited socket until it closes it."""
+    faulthandler.enable()
+    fd = int(sys.argv[1])
+    os.set_inheritable(fd, False)
+    with contextlib.suppress(ChannelClosed):
+        run(socket.socket(fileno=fd))
+
+
+if __name__ == "__main__":
+    main()

@@ -13,7 +13,7 @@ from verl.registry import load_object
 from verl.rewards.functions import MODEL_REPLY, MODEL_SCORE, RewardFunctionSpec
 from verl.rewards.managers.api import REWARD_MANAGERS, RewardManager
 from verl.rewards.pool import RewardPool
-from verl.rewards.sandbox.box import Limits
+from verl.rewards.sandbox.limits import Limits
 
 if TYPE_CHECKING:
     from verl.config import RewardConfig

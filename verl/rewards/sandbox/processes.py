@@ -1,6 +1,6 @@
-"""Processes below another one, read from /proc: how many there are, what they have used, and ending them all.
+"""Descendants of a process, read from /proc: their number, the processor time they used, and ending them all.
 
-Where there is no /proc, nothing is found.
+Without /proc nothing is found.
 """
 
 from __future__ import annotations
@@ -10,22 +10,16 @@ import math
 import os
 import signal
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
-def visible() -> list[int]:
-    """Every process that /proc shows: with a /proc of its own, the members of a PID namespace."""
-    try:
-        return [int(name) for name in os.listdir("/proc") if name.isdigit()]
-    except OSError:
-        return []
-
-
 def descendants(pid: int, most: float = math.inf) -> list[int]:
-    """The processes below `pid`, parents first; one that starts or ends meanwhile may be missing. The look ends when it has
-    seen more than `most`: those who multiply faster than they can be counted would keep it going."""
+    """Ids of the processes below `pid`, parents first; one that starts or ends meanwhile may be missing.
+
+    Counting stops past `most`, because a fork bomb may grow faster than it is counted.
+    """
     found: list[int] = []
     waiting = [pid]
     while waiting and len(found) <= most:
@@ -45,9 +39,11 @@ def _children(pid: int) -> list[int]:
 
 
 def num_tasks_of_user() -> int:
-    """Processes and threads of this user on the machine."""
+    """Number of processes and threads of this user on the machine."""
     found = 0
-    for pid in visible():
+    if not os.path.isdir("/proc"):
+        return found
+    for pid in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
             if os.stat(f"/proc/{pid}").st_uid == os.geteuid():
                 found += len(os.listdir(f"/proc/{pid}/task"))
@@ -63,58 +59,46 @@ def cpu_seconds(pids: Iterable[int]) -> float:
     return ticks / _TICKS_PER_S
 
 
-def end_all_below(pid: int, timeout_s: float, spared: Collection[int] = (), group: int = 0) -> bool:
-    """SIGKILL for every process below `pid` but not for itself and not for `spared`, until there is none but zombies; False
-    when some were left after `timeout_s`. `group`: a process group below `pid`, which is ended first: a signal to a group
-    reaches all its members in one moment, those that are being forked among them, however many there are."""
+def end_descendants(pid: int, timeout_s: float, spared: Collection[int] = (), group: int = 0) -> bool:
+    """Send SIGKILL to every process below `pid` but `spared` until only zombies are left; False after `timeout_s`.
+
+    `group`: a process group below `pid`, signalled first: the signal reaches all its members at once, those that are
+    being forked among them.
+    """
     deadline = time.monotonic() + timeout_s
     empty_looks = 0
-    with _ahead_of_others():
-        while empty_looks < 2:  # orphans change their parent, so that one look may miss some
-            _signal_group(group, signal.SIGKILL)
-            found = _stop_below(pid, spared)
-            _signal_all(found, signal.SIGKILL)
-            alive = [p for p in found if not _is_zombie(p)]
-            empty_looks = 0 if alive else empty_looks + 1
-            if time.monotonic() > deadline:
-                return False
-            if alive:
-                time.sleep(0.002)
+    while empty_looks < 2:  # orphans change their parent, so that one look may miss some
+        if group:
+            _signal(os.killpg, [group], signal.SIGKILL)
+        found = _stop_below(pid, spared)
+        _signal(os.kill, found, signal.SIGKILL)
+        alive = [p for p in found if state_of(p) not in "ZX"]
+        empty_looks = 0 if alive else empty_looks + 1
+        if time.monotonic() > deadline:
+            return False
+        if alive:
+            time.sleep(0.002)
     return True
 
 
 def _stop_below(pid: int, spared: Collection[int]) -> list[int]:
-    """Stop every process below `pid` but `spared`, each before its children are read: once the signal is sent it starts no
-    more, so that none is missed but the children of one that ends meanwhile."""
+    """Stop every process below `pid` but `spared`, each before its children are read.
+
+    A stopped process starts no more, so that none is missed but the children of one that ends meanwhile.
+    """
     found: list[int] = []
     waiting = [pid]
     while waiting:
         parent = waiting.pop()
         if parent != pid and parent not in spared:
-            _signal_all([parent], signal.SIGSTOP)
+            _signal(os.kill, [parent], signal.SIGSTOP)
             found.append(parent)
         waiting += _children(parent)
     return found
 
 
-@contextlib.contextmanager
-def _ahead_of_others() -> Iterator[None]:
-    """Hundreds of processes that want the processor leave whoever shall end them a hundredth of it. Where this user may, he
-    comes before them; where not, nothing changes."""
-    try:
-        before = os.sched_getscheduler(0), os.sched_getparam(0)
-        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
-    except (AttributeError, OSError):
-        yield
-        return
-    try:
-        yield
-    finally:
-        os.sched_setscheduler(0, *before)
-
-
-def reap_all_below(pid: int, timeout_s: float, spared: Collection[int] = ()) -> None:
-    """Bury the zombies that were left to this process, `pid`, but not those that others will wait for."""
+def reap_descendants(pid: int, timeout_s: float, spared: Collection[int] = ()) -> None:
+    """Wait for the zombies that are children of this process, `pid`, but not for `spared`."""
     deadline = time.monotonic() + timeout_s
     while (ended := set(descendants(pid)) - set(spared)) and time.monotonic() < deadline:
         for process in ended:
@@ -122,21 +106,16 @@ def reap_all_below(pid: int, timeout_s: float, spared: Collection[int] = ()) -> 
                 os.waitpid(process, os.WNOHANG)
 
 
-def _signal_all(pids: Iterable[int], number: int) -> None:
+def _signal(send: Callable[[int, int], None], pids: Iterable[int], number: int) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, number)
+            send(pid, number)
 
 
-def _signal_group(group: int, number: int) -> None:
-    if group:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(group, number)
-
-
-def _is_zombie(pid: int) -> bool:
+def state_of(pid: int) -> str:
+    """Letter of a process's state in /proc (R, S, T, Z, ...); X when there is no such process."""
     try:
         with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] in ("Z", "X")
+            return file.read().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
-        return True
+        return "X"

@@ -78,7 +78,7 @@ def default_compute_score(
     score).
 
     Raises RewardError for a data_source without a scorer. `sandbox_fusion_url` is accepted, but there is no client for it
-    in this version: programs run in the box of the scorer.
+    in this version: programs run in the sandbox of the scorer.
     """
     return route(data_source).compute_score(  # type: ignore[no-any-return]
         data_source=data_source,

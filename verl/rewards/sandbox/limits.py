@@ -1,0 +1,53 @@
+"""Resource limits of a scorer and of all that it starts, set with setrlimit."""
+
+from __future__ import annotations
+
+import resource
+from dataclasses import dataclass
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Resources that one scorer may use; None: no limit.
+
+    memory_mb: MiB of address space of each process, beyond what the loaded function uses. cpu_s: processor seconds of one
+    call, over all threads and processes. max_file_mb: MiB of each file that it writes. max_open_files: per process.
+    max_processes: beside the scorer itself. network: whether sockets work.
+    """
+
+    memory_mb: int | None = None
+    cpu_s: float | None = None
+    max_file_mb: int | None = 1024
+    max_open_files: int | None = 1024
+    max_processes: int | None = 64
+    network: bool = False
+
+    def apply(self, max_tasks: int | None) -> None:
+        """Set every limit that the kernel enforces, but for memory. `max_tasks`: threads and processes of this user."""
+        set_limit(resource.RLIMIT_CORE, 0)
+        set_limit(resource.RLIMIT_FSIZE, None if self.max_file_mb is None else self.max_file_mb * MIB)
+        set_limit(resource.RLIMIT_NOFILE, self.max_open_files)
+        set_limit(resource.RLIMIT_NPROC, max_tasks)
+
+    def apply_memory(self) -> None:
+        """Limit memory; called when the function is loaded, so that large imports are not charged to a sample."""
+        if self.memory_mb:
+            set_limit(resource.RLIMIT_AS, _address_space_bytes() + self.memory_mb * MIB)
+
+
+def set_limit(kind: int, value: int | None) -> None:
+    """Set RLIMIT_... `kind` of this process and all that it starts to at most `value`; None changes nothing."""
+    if value is not None:
+        _, most = resource.getrlimit(kind)
+        value = value if most == resource.RLIM_INFINITY else min(value, most)
+        resource.setrlimit(kind, (value, value))
+
+
+def _address_space_bytes() -> int:
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[0]) * resource.getpagesize()
+    except OSError:  # no /proc on this system
+        return 0

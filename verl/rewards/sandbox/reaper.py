@@ -1,0 +1,62 @@
+"""Parent of a scorer where the kernel grants no PID namespace: ends with the run, and ends all that the scorer started.
+
+python -m verl.rewards.sandbox.reaper RUN_PID COMMAND...
+
+consumes: nothing     produces: the scorer's exit code, 128 + N for signal N     waits for: the scorer, or SIGTERM
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from types import FrameType
+
+from verl.parallel.child_processes import adopt_orphans
+from verl.rewards.sandbox.prctl import end_with_parent, hide_memory
+from verl.rewards.sandbox.processes import end_descendants
+
+_END_TIMEOUT_S = 4.0
+
+
+class _Ended(BaseException):
+    """The run has ended or wants the scorer to end."""
+
+
+def _end(signal_number: int, frame: FrameType | None) -> None:
+    raise _Ended
+
+
+def main() -> None:
+    """Start the scorer in a session of its own and wait for its end; leaves no process behind."""
+    run_pid, command = int(sys.argv[1]), sys.argv[2:]
+    signal.signal(signal.SIGTERM, _end)
+    group, code = 0, 1
+    try:
+        adopt_orphans()
+        with contextlib.suppress(OSError):
+            end_with_parent(signal.SIGTERM)
+            hide_memory()
+        if os.getppid() == run_pid:  # else the run ended before its end could be signalled
+            group = subprocess.Popen(command, start_new_session=True, close_fds=False).pid
+            code = _wait_for(group)
+    except _Ended:
+        pass
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        end_descendants(os.getpid(), _END_TIMEOUT_S, group=group)
+        os._exit(code)
+
+
+def _wait_for(pid: int) -> int:
+    while True:
+        ended, status = os.wait()  # reaps orphans too
+        if ended == pid:
+            code = os.waitstatus_to_exitcode(status)
+            return code if code >= 0 else 128 - code
+
+
+if __name__ == "__main__":
+    main()
