@@ -202,7 +202,7 @@ def test_a_manager_of_ones_own(build, tmp_path):
     path = tmp_path / "managers.py"
     path.write_text(textwrap.dedent(MANAGERS))
     assert build("Shorter", module=path, cost=0.05).score([request("1")])[0].score == pytest.approx(0.5)
-    with pytest.raises(ConfigError, match=r"'Old' has no method 'start'.*__call__\(data\) is not taken"):
+    with pytest.raises(ConfigError, match=r"'Old' has no method 'start'.*__call__\(data\) is not supported"):
         build("Old", module=path)
     with pytest.raises(ConfigError, match="did you mean 'Shorter'"):
         build("Shorterr", module=path)

@@ -236,10 +236,10 @@ def test_a_worker_that_is_killed_while_it_starts_is_started_again(make_pool, mon
     """Twice is too often: then something of the machine or the function ends it."""
     exchange, left = WorkerProcess._exchange, [1]
 
-    def killed(self, *arguments):
+    def killed(self, *arguments, **named):
         if left and left.pop():
             os.killpg(self.pid, signal.SIGKILL)
-        return exchange(self, *arguments)
+        return exchange(self, *arguments, **named)
 
     monkeypatch.setattr(WorkerProcess, "_exchange", killed)
     with caplog.at_level(logging.WARNING):
@@ -308,4 +308,4 @@ def test_a_function_file_that_changes_is_said(make_pool, hostile, caplog):
     with caplog.at_level(logging.WARNING):
         scores = pool.score_all([request("os._exit"), request("1")])
     assert scores[1].score == 7.0
-    assert "changed while the run goes on" in caplog.text
+    assert "changed during the run" in caplog.text

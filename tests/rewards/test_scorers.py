@@ -8,7 +8,7 @@ from verl.errors import RewardError
 from verl.rewards.functions import RewardFunctionSpec
 from verl.rewards.pool import RewardPool
 from verl.rewards.scorers import gsm8k
-from verl.rewards.scorers.equivalence import last_boxed, math_equal
+from verl.rewards.scorers.math_answers import last_boxed, math_equal
 from verl.rewards.scorers.reasoning_gym import extract_answer
 from verl.rewards.scorers.route import SCORERS, default_compute_score, find_scorer
 from verl.utils.reward_score import default_compute_score as known_name

@@ -191,7 +191,9 @@ class WorkerProcess:
         """Raise for a scorer that can no longer be read; its process ends a moment after its channel."""
         behaviour = self._sandbox.how_it_ended(_ENDING_TIMEOUT_S) or "closed the channel on which its result is sent"
         last = self._last_log_line()
-        kind = WorkerGone if behaviour.endswith("SIGKILL") else WorkerLost
+        # unshare 2.38 reports a process 1 that was killed as an error of its own
+        from_outside = behaviour.endswith("SIGKILL") or last.startswith("unshare: ")
+        kind = WorkerGone if from_outside else WorkerLost
         raise kind(behaviour + (f" (its last words: {last})" if last else ""))
 
     def _late(self, timeout_s: float) -> WorkerLost:

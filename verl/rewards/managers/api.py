@@ -1,4 +1,4 @@
-"""What a reward manager is. One file per manager beside this one; `REWARD_MANAGERS` names them."""
+"""Protocol and registry of reward managers."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ REWARD_MANAGERS = Registry(
     "reward manager",
     {
         "naive": "verl.rewards.managers.naive:NaiveRewardManager",
-        "prime": "verl.rewards.managers.naive:NaiveRewardManager",  # elsewhere: naive, in parallel; here naive is
-        "batch": "verl.rewards.managers.batch:BatchRewardManager",
+        "prime": "verl.rewards.managers.naive:NaiveRewardManager",  # in other releases a parallel naive; ours is
+        "batch": "verl.rewards.managers.naive:BatchRewardManager",
         "dapo": "verl.rewards.managers.dapo:DapoRewardManager",
-        "gdpo": "verl.rewards.managers.gdpo:GdpoRewardManager",
+        "gdpo": "verl.rewards.managers.naive:GdpoRewardManager",
     },
 )
 
 
 @runtime_checkable
 class RewardManager(Protocol):
-    """Turns requests into scores. Constructed as `Manager(pool, max_response_length=..., **reward.reward_kwargs)`
-    with a RewardPool that is not started; an attribute `batched = True` of the class makes the pool call the function
-    with lists.
+    """Converts requests to scores.
+
+    Constructed as `Manager(pool, max_response_length=..., **reward.reward_kwargs)` with a RewardPool that is not started.
+    The class attribute `batched = True` makes the pool call the function with lists.
     """
 
     def start(self, data_sources: Sequence[str] = ()) -> None:
-        """Start the workers. Raises RewardError when the function cannot be loaded or called, or has no scorer for
-        one of these data sources."""
+        """Start the workers. Raises RewardError for a function that cannot be called, and a data source without scorer."""
         ...
 
     def submit(self, request: ScoreRequest) -> None:
-        """Begin to score one sample; returns at once. Its key must not be waiting already."""
+        """Start to score one sample, without waiting. Raises ValueError for a key that was submitted already."""
         ...
 
     def collect(self, keys: Sequence[str]) -> dict[str, Score]:
-        """Wait for submitted samples and forget them. Raises KeyError for a key that was not submitted."""
+        """Wait for submitted samples and remove them. Raises KeyError for a key that was not submitted."""
         ...
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
@@ -46,7 +46,7 @@ class RewardManager(Protocol):
 
     @property
     def num_defaulted(self) -> int:
-        """Samples so far that got the default score because their scorer failed."""
+        """Number of samples so far that got the default score because their scorer failed."""
         ...
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""From the section `reward` of the config to a manager."""
+"""Build the reward manager and its pool from the config section `reward`."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 def build_reward_manager(
     config: RewardConfig, *, max_response_length: int, log_dir: str | Path | None = None
 ) -> RewardManager:
-    """The manager that `reward.reward_manager` names, over a pool that is not started. `max_response_length`: tokens.
+    """The manager named by `reward.reward_manager`, with a pool that is not started. `max_response_length`: tokens.
 
-    Raises ConfigError for an unknown manager, a class that is none, or `reward.reward_kwargs` that it does not take.
+    Raises ConfigError for an unknown manager, a class without its methods, and `reward.reward_kwargs` it does not take.
     """
     manager_class = _manager_class(config)
     kwargs = _plain(config.reward_kwargs)
@@ -39,7 +39,7 @@ def build_reward_manager(
 
 
 def build_pool(config: RewardConfig, *, log_dir: str | Path | None = None) -> RewardPool:
-    """The pool alone, not started: the function that the config names, called as its manager calls it."""
+    """The pool of the config's function and manager, not started."""
     return RewardPool(
         function_spec(config, batched=getattr(_manager_class(config), "batched", False)),
         num_workers=config.num_workers,
@@ -59,8 +59,8 @@ def build_pool(config: RewardConfig, *, log_dir: str | Path | None = None) -> Re
 
 
 def function_spec(config: RewardConfig, *, batched: bool = False) -> RewardFunctionSpec:
-    """The function of `reward.custom_reward_function`; without a path the one that hands on what the reward model said,
-    and without a reward model the built-in scorers, told of the sandbox if any."""
+    """The function of `reward.custom_reward_function`; without a path one that returns the output of the reward model,
+    and without a reward model the built-in scorers."""
     custom, model = config.custom_reward_function, config.reward_model
     argument = (MODEL_REPLY if model.judge_template else MODEL_SCORE)[batched] if model.enable else None
     if custom.path:
@@ -86,9 +86,8 @@ def _manager_class(config: RewardConfig) -> Any:
     missing = [m for m in ("start", "submit", "collect", "score", "close") if not callable(getattr(found, m, None))]
     if missing:
         raise ConfigError(
-            f"The reward manager {chosen.name!r} has no method {missing[0]!r}: a manager of your own is a class like "
-            "those in verl.rewards.managers (subclass NaiveRewardManager and override `shape`); a class with "
-            "__call__(data) is not taken."
+            f"The reward manager {chosen.name!r} has no method {missing[0]!r}: subclass NaiveRewardManager and "
+            "override `shape`; a class with __call__(data) is not supported."
         )
     return found
 

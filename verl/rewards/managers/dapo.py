@@ -1,4 +1,4 @@
-"""Soft punishment of overlong replies (DAPO, Yu et al. 2025, arXiv:2503.14476, equation 13)."""
+"""Reward manager dapo: soft overlong punishment (DAPO, Yu et al. 2025, arXiv:2503.14476, equation 13)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from verl.rewards.pool import RewardPool
 
 @dataclass(frozen=True)
 class OverlongBuffer:
-    """The last `len` tokens before the limit cost up to `penalty_factor`; `log` adds the penalty to the sample's
-    parts."""
+    """Penalty of up to `penalty_factor` on the last `len` tokens before the limit; `log` adds it to the sample's parts."""
 
     enable: bool = False
     len: int = 0
@@ -24,15 +23,16 @@ class OverlongBuffer:
 
 
 def overlong_penalty(response_length: int, max_response_length: int, buffer: OverlongBuffer) -> float:
-    """min(-(length - (max - len)) / len * penalty_factor, 0): 0 up to max - len tokens, -penalty_factor at the
-    limit."""
+    """min(-(length - (max - len)) / len * penalty_factor, 0): 0 up to max - len tokens, -penalty_factor at max."""
     exceeded = response_length - (max_response_length - buffer.len)
     return min(-exceeded / buffer.len * buffer.penalty_factor, 0.0)
 
 
 class DapoRewardManager(NaiveRewardManager):
-    """`max_resp_len` defaults to the rollout's response length. Raises ConfigError when the buffer does not fit into
-    it."""
+    """Adds the overlong penalty. `max_resp_len` defaults to the rollout's response length.
+
+    Raises ConfigError when the buffer is longer than it.
+    """
 
     def __init__(
         self,
@@ -54,8 +54,8 @@ class DapoRewardManager(NaiveRewardManager):
         if not self.buffer.enable:
             return score
         penalty = overlong_penalty(request.response_length, self.max_response_length, self.buffer)
-        noted = {"overlong_reward": penalty, "overlong": penalty < 0} if self.buffer.log else {}
-        return replace(score, score=score.score + penalty, parts={**score.parts, **noted})
+        logged = {"overlong_reward": penalty, "overlong": penalty < 0} if self.buffer.log else {}
+        return replace(score, score=score.score + penalty, parts={**score.parts, **logged})
 
 
 def _read_buffer(given: Mapping[str, Any]) -> OverlongBuffer:

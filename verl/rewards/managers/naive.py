@@ -1,4 +1,7 @@
-"""Every sample is a call of its own, sent the moment it is submitted, so that scoring overlaps with generation."""
+"""Reward managers naive (a call per sample), batch (a call per batch) and gdpo (several rewards per sample).
+
+naive sends each call the moment its sample is submitted, so that scoring overlaps with generation.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from concurrent.futures import Future
 from typing import ClassVar
 
 from verl.data_proto.samples import Score, ScoreRequest
+from verl.errors import RewardError
 from verl.rewards.pool import RewardPool
 
 logger = logging.getLogger(__name__)
@@ -16,8 +20,8 @@ MAX_WARNINGS_PER_COLLECT = 5
 
 
 class NaiveRewardManager:
-    """Subclasses override `shape` (a correction that is computed here from request and score), or how calls are
-    sent."""
+    """One call per sample. Subclasses override `shape` (a correction computed from request and score), or `_send` and
+    `_receive`."""
 
     batched: ClassVar[bool] = False
 
@@ -27,7 +31,7 @@ class NaiveRewardManager:
         self._num_defaulted = 0
         self._requests: dict[str, ScoreRequest] = {}
         self._calls: dict[str, Future[list[Score]]] = {}
-        self._number_names: set[str] = {"acc"}
+        self._names_of_numbers: set[str] = {"acc"}
 
     def start(self, data_sources: Sequence[str] = ()) -> None:
         self.pool.start(data_sources)
@@ -44,7 +48,7 @@ class NaiveRewardManager:
             raise KeyError(f"The sample {missing[0]} was not submitted for scoring.")
         requests = [self._requests.pop(k) for k in dict.fromkeys(keys)]
         scores = self._receive(requests)
-        self._note_failures(scores)
+        self._log_failures(scores)
         return {r.key: self._finish(r, s) for r, s in zip(requests, scores, strict=True)}
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
@@ -61,7 +65,7 @@ class NaiveRewardManager:
         self.pool.close()
 
     def shape(self, request: ScoreRequest, score: Score) -> Score:
-        """The score that trains, from the one that the function gave. Not called for defaulted samples."""
+        """Convert the function's score to the one that trains. Not called for defaulted samples."""
         return score
 
     def _send(self, request: ScoreRequest) -> None:
@@ -73,12 +77,11 @@ class NaiveRewardManager:
     def _finish(self, request: ScoreRequest, score: Score) -> Score:
         if score.error is None:
             return self.shape(request, score)
-        # Whoever reads a part of every row (a group filter, GDPO, validation) finds the default score there, not a
-        # hole.
-        score.parts = dict.fromkeys(sorted(self._number_names), score.score)
+        # group filters, GDPO and validation read a part of every row
+        score.parts = dict.fromkeys(sorted(self._names_of_numbers), score.score)
         return score
 
-    def _note_failures(self, scores: list[Score]) -> None:
+    def _log_failures(self, scores: list[Score]) -> None:
         failed = [s.error for s in scores if s.error is not None]
         self._num_defaulted += len(failed)
         for error in failed[:MAX_WARNINGS_PER_COLLECT]:
@@ -87,4 +90,34 @@ class NaiveRewardManager:
             logger.warning("So did %d more samples of this batch.", len(failed) - MAX_WARNINGS_PER_COLLECT)
         for score in scores:
             if score.error is None:
-                self._number_names |= {k for k, v in score.parts.items() if isinstance(v, (int, float))}
+                self._names_of_numbers |= {k for k, v in score.parts.items() if isinstance(v, (int, float))}
+
+
+class BatchRewardManager(NaiveRewardManager):
+    """One call with lists over all samples that are collected together, for scorers that compare samples.
+
+    The call has the time limit of one sample, and an error in it costs all its samples.
+    """
+
+    batched: ClassVar[bool] = True
+
+    def _send(self, request: ScoreRequest) -> None:
+        """Do nothing: the batch is complete when it is collected."""
+
+    def _receive(self, requests: list[ScoreRequest]) -> list[Score]:
+        return self.pool.score_all(requests)
+
+
+class GdpoRewardManager(NaiveRewardManager):
+    """Several rewards per sample, normalized one by one by the estimator `gdpo` (arXiv:2601.05242).
+
+    Raises RewardError when the function returns no numbers beside its score.
+    """
+
+    def shape(self, request: ScoreRequest, score: Score) -> Score:
+        if not any(isinstance(v, (int, float)) for k, v in score.parts.items() if k != "acc"):
+            raise RewardError(
+                f"The reward manager gdpo needs one number per reward, but {self.pool.function.label} returned only a "
+                f"score for sample {request.key}; return a dict such as {{'score': total, 'accuracy': a, 'format': f}}."
+            )
+        return score

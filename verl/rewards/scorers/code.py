@@ -1,4 +1,4 @@
-"""Programs as answers (APPS, CodeContests, Codeforces, TACO): the program in the reply is run on the row's tests.
+"""Scorer of programs (APPS, CodeContests, Codeforces, TACO): runs the program in the reply on the row's tests.
 
 Ground truths, as JSON text or values:
 {"inputs": ["2 3\\n"], "outputs": ["5\\n"]}: what the program reads and what it must print
@@ -18,7 +18,7 @@ from typing import Any
 
 from verl.errors import RewardError
 from verl.rewards.programs import Output, ProgramLimits, run_program
-from verl.rewards.scorers.api import Scorer
+from verl.rewards.scorers.route import Scorer
 
 NUM_ALWAYS_RUN = 10  # tests that run although an earlier one has failed
 
@@ -47,11 +47,11 @@ answers.write(word)
 )
 _FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.S)
 
-Test = Callable[[str, ProgramLimits], str]  # the program, its limits -> "" where it passes, else what went wrong
+Test = Callable[[str, ProgramLimits], str]  # (program, limits) -> "" if it passes, else the failure
 
 
 def program_in(reply: str) -> str:
-    """The last fenced block of a reply, a Python one if there is any; all of it where nothing is fenced."""
+    """The last fenced block of a reply, a Python one if there is any; the whole reply without one."""
     python = reply.rpartition("```python")
     blocks = _FENCED.findall(python[1] + python[2]) if python[1] else _FENCED.findall(reply)
     return blocks[0] if python[1] and blocks else blocks[-1] if blocks else reply
@@ -156,12 +156,9 @@ def _wrong(output: Output) -> str:
 
 def same_text(printed: str, expected: str) -> bool:
     """Whether two outputs agree but for space at the ends of lines, or token by token with numbers to a relative 1e-5."""
+    lines, expected_lines = ([line.strip() for line in text.strip().splitlines()] for text in (printed, expected))
     found, wanted = printed.split(), expected.split()
-    if [line.strip() for line in printed.strip().splitlines()] == [
-        line.strip() for line in expected.strip().splitlines()
-    ]:
-        return True
-    return len(found) == len(wanted) and all(map(_same_number, found, wanted))
+    return lines == expected_lines or (len(found) == len(wanted) and all(map(_same_number, found, wanted)))
 
 
 def _same_number(a: str, b: str) -> bool:
@@ -171,8 +168,4 @@ def _same_number(a: str, b: str) -> bool:
         return False
 
 
-def _reference(ground_truth: Any, extra_info: dict[str, Any]) -> None:
-    return None  # rows have tests, not programs that pass them
-
-
-SCORER = Scorer(compute_score, _reference)
+SCORER = Scorer(compute_score, lambda ground_truth, extra_info: None)  # rows have tests, not programs that pass them

@@ -1,4 +1,4 @@
-"""Question answering with search (Search-R1, arXiv:2503.09516): exact match of the text inside <answer>...</answer>."""
+"""Scorer of question answering with search (Search-R1, arXiv:2503.09516): exact match inside <answer>...</answer>."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 import string
 from typing import Any
 
-from verl.rewards.scorers.api import Scorer
+from verl.rewards.scorers.route import Scorer
 
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _ARTICLE = re.compile(r"\b(a|an|the)\b")
@@ -14,7 +14,7 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def last_answer(text: str) -> str | None:
-    """What stands in the last <answer>...</answer>, stripped; None without one."""
+    """Text of the last <answer>...</answer>, stripped; None without one."""
     found = _ANSWER.findall(text)
     return found[-1].strip() if found else None
 
@@ -22,9 +22,10 @@ def last_answer(text: str) -> str | None:
 def compute_score(
     solution_str: str, ground_truth: Any, format_score: float = 0.0, score: float = 1.0, **_other: Any
 ) -> float:
-    """`score` when the tagged answer equals an accepted one up to case, punctuation, articles and spacing;
-    `format_score` when it does not; 0 without the tags. `ground_truth`: text, a list of texts, or {"target":
-    either}."""
+    """`score` for an accepted answer, up to case, punctuation, articles and spacing; `format_score` for another one.
+
+    0 without the tags. `ground_truth`: text, a list of texts, or {"target": either}.
+    """
     answer = last_answer(solution_str)
     if answer is None:
         return 0.0

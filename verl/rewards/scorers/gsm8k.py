@@ -1,20 +1,22 @@
-"""GSM8K (Cobbe et al. 2021, arXiv:2110.14168): the number after "####" must be the reference number."""
+"""Scorer of GSM8K (Cobbe et al. 2021, arXiv:2110.14168): the number after "####" must be the reference number."""
 
 from __future__ import annotations
 
 import re
 from typing import Any, Literal
 
-from verl.rewards.scorers.api import Scorer
+from verl.rewards.scorers.route import Scorer
 
-NUM_LAST_CHARACTERS = 300  # where the answer is looked for; also bounds the time of the regular expressions
+NUM_LAST_CHARACTERS = 300  # that are searched for the answer; also bounds the time of the regular expressions
 _MARKED = re.compile(r"#### (\-?[0-9\.\,]+)")
 _ANY = re.compile(r"\-?[0-9\.\,]+")
 
 
 def extract_solution(solution_str: str, method: Literal["strict", "flexible"] = "strict") -> str | None:
-    """The final number as text without thousands separators, from the last 300 characters. "strict": the last one after
-    "#### "; "flexible": the last number of the text. None when there is none."""
+    """The final number as text without thousands separators, from the last 300 characters; None without one.
+
+    "strict": the last one after "#### "; "flexible": the last number of the text.
+    """
     pattern = _MARKED if method == "strict" else _ANY
     numbers = [_without_separators(n) for n in pattern.findall(solution_str[-NUM_LAST_CHARACTERS:])]
     if method == "flexible":
@@ -41,8 +43,4 @@ def _without_separators(number: str) -> str:
     return number.replace(",", "").replace("$", "")
 
 
-def _reference(ground_truth: Any, extra_info: dict[str, Any]) -> str:
-    return f"#### {ground_truth}"
-
-
-SCORER = Scorer(compute_score, _reference)
+SCORER = Scorer(compute_score, lambda ground_truth, extra_info: f"#### {ground_truth}")

@@ -1,8 +1,7 @@
-"""Tasks of reasoning-gym (Stojanovski et al. 2025, arXiv:2505.24760), scored by the task's own scorer, without
-partial credit.
+"""Scorer of reasoning-gym tasks (Stojanovski et al. 2025, arXiv:2505.24760), without partial credit.
 
-The task's scorers give credit when the reference merely occurs in the reply, so they see an extracted answer only,
-and only their full score counts. They may hang on a reply such as `9**9**9**9**9`: the worker's time limit ends that.
+A task's own scorer gives credit when the reference merely occurs in the reply. It therefore gets an extracted answer, and
+only its full score counts. It may hang on a reply such as `9**9**9**9**9`: the worker's time limit ends that.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 from verl.errors import RewardError
-from verl.rewards.scorers.api import Scorer
 from verl.rewards.scorers.exact_match import last_answer
+from verl.rewards.scorers.route import Scorer
 
 PREFIX = "reasoning_gym/"
 _NUMBER = re.compile(r"(?:(?<![\w)])-)?\d+(?:,\d{3})*(?:\.\d+)?")
@@ -23,8 +22,10 @@ _TUPLE_TASKS = ("arc_agi", "rearc")  # their scorers compare grids as tuples, wh
 
 
 def extract_answer(reply: str, reference: str | None) -> str:
-    """The last <answer>...</answer> of the reply, else all of it; of that the last number when the reference is a
-    number (without thousands separators), "" when there is none."""
+    """Text of the last <answer>...</answer>, else the reply; of that the last number when the reference is a number.
+
+    Numbers have no thousands separators; "" when there is none.
+    """
     answer = last_answer(reply)
     text = reply.strip() if answer is None else answer
     if reference is None or not _NUMBER.fullmatch(reference.strip()):
@@ -52,7 +53,7 @@ def compute_score(
         return float(score_answer(answer, item) == 1)
     except MemoryError:
         raise
-    except Exception:  # noqa: BLE001 - several scorers raise on replies that do not parse: wrong, not a fault
+    except Exception:  # noqa: BLE001 - several scorers raise on replies that do not parse: a wrong answer, not an error
         return 0.0
 
 

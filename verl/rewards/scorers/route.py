@@ -1,17 +1,17 @@
-"""data_source -> scorer. A row ending in "*" matches every data_source that begins so."""
+"""Built-in scorers by data_source. A row ending in "*" matches every data_source with that prefix."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from verl.errors import RewardError, nearest
 from verl.registry import Registry
-from verl.rewards.scorers.api import Scorer
 
 _GSM8K = "verl.rewards.scorers.gsm8k:SCORER"
-_MATH = "verl.rewards.scorers.math_reward:SCORER"
-_DAPO = "verl.rewards.scorers.math_dapo:SCORER"
+_MATH = "verl.rewards.scorers.math_answers:BOXED"
+_DAPO = "verl.rewards.scorers.math_answers:ANSWER_LINE"
 _CODE = "verl.rewards.scorers.code:SCORER"
 
 SCORERS = Registry(
@@ -38,6 +38,20 @@ SCORERS = Registry(
 )
 
 
+@dataclass(frozen=True)
+class Scorer:
+    """Functions of a built-in scorer.
+
+    `compute_score(*, data_source, solution_str, ground_truth, extra_info)` returns a number or a dict with "score".
+    `reference(ground_truth, extra_info)` writes the reference answer as a reply that must get the score 1, None when
+    the row has no reference answer. `warm()` imports what the scorer needs, so that the first sample does not wait.
+    """
+
+    compute_score: Callable[..., Any]
+    reference: Callable[[Any, dict[str, Any]], str | None]
+    warm: Callable[[], object] = lambda: None
+
+
 def find_scorer(data_source: str) -> Scorer | None:
     """The built-in scorer of a data_source, or None."""
     if data_source in SCORERS:
@@ -49,7 +63,7 @@ def find_scorer(data_source: str) -> Scorer | None:
 
 
 def route(data_source: str) -> Scorer:
-    """The built-in scorer of a data_source. Raises RewardError listing those there are."""
+    """The built-in scorer of a data_source. Raises RewardError with the list of them."""
     scorer = find_scorer(data_source)
     if scorer is None:
         hint = nearest(data_source, SCORERS) or f"; there are {', '.join(SCORERS)}."
@@ -77,8 +91,8 @@ def default_compute_score(
     """Score a reply with the scorer of its data_source; `kwargs` go to that scorer (gsm8k: method, format_score,
     score).
 
-    Raises RewardError for a data_source without a scorer. `sandbox_fusion_url` is accepted, but there is no client for it
-    in this version: programs run in the sandbox of the scorer.
+    Raises RewardError for a data_source without a scorer. `sandbox_fusion_url` has no effect: this version has no client
+    for that service, and programs run in the sandbox of the scorer.
     """
     return route(data_source).compute_score(  # type: ignore[no-any-return]
         data_source=data_source,

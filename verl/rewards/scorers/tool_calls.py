@@ -1,6 +1,6 @@
-"""Tool calls against reference calls (ToolRL, Qian et al. 2025, arXiv:2504.13958, section 3.3).
+"""Scorer of tool calls against reference calls (ToolRL, Qian et al. 2025, arXiv:2504.13958, section 3.3).
 
-Reply and reference are texts with <think>, and <tool_call> (one JSON object {"name", "parameters"} a line) or <response>.
+Reply and reference have <think>, and <tool_call> (one JSON object {"name", "parameters"} a line) or <response>.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def compute_score(solution_str: str, ground_truth: Any, **_other: Any) -> dict[s
 
 
 def format_score(reply: str, reference: str) -> float:
-    """1 when the reply is <think> and then just the parts that the reference has, each once and in that order, else 0."""
+    """1 when the reply is <think> followed by the parts of the reference, each once and in that order, else 0."""
     parts = ["think", *(name for name in ("tool_call", "response") if f"<{name}>" in reference)]
     pattern = r"\s*".join(rf"<{name}>.*?</{name}>" for name in parts)
     once = all(
@@ -36,8 +36,8 @@ def format_score(reply: str, reference: str) -> float:
 
 
 def correctness(reply: str, reference: str) -> float:
-    """6 R / S - 3, with R the names, parameter names and parameter values that agree under the best matching of the calls,
-    and S the most that R can be. A reference without calls is matched by a reply without calls."""
+    """6 R / S - 3. R counts names, parameter names and values that agree under the best matching of calls, S is its
+    maximum. A reference without calls is matched by a reply without calls."""
     wanted = calls_of(reference)
     made = calls_of(reply)
     if wanted is None or made is None:
@@ -50,7 +50,7 @@ def correctness(reply: str, reference: str) -> float:
 
 
 def calls_of(text: str) -> list[Call] | None:
-    """The calls of a text; [] without <tool_call>, None when one is not JSON with a name and parameters."""
+    """Calls of a text; [] without <tool_call>, None when one is not JSON with a name and parameters."""
     found = _CALLS.search(text)
     calls = []
     for line in found[1].splitlines() if found else ():
@@ -80,7 +80,7 @@ def _best_matching(wanted: Sequence[Call], made: Sequence[Call]) -> float:
 
 
 def _gain(want: Call, call: Call) -> float:
-    """Parameter names and values that agree; 0 for a call of another tool."""
+    """Number of parameter names and values that agree; 0 for a call of another tool."""
     if want["name"] != call["name"]:
         return 0.0
     expected, given = want["parameters"], call["parameters"]
