@@ -20,7 +20,7 @@ from tests.algorithms.batches import (
     widen,
 )
 from verl.algorithms.advantages import ADVANTAGES, compute_advantage, register_adv_est, requires
-from verl.algorithms.advantages.returns import settle_rewards
+from verl.algorithms.advantages.returns import move_rewards_to_trained_tokens
 from verl.errors import ConfigError
 
 T = 0.5773502691896258  # 1/sqrt(3)
@@ -207,7 +207,7 @@ def test_a_single_sample():
 def test_a_reward_on_tool_output_goes_to_the_last_trained_token():
     rewards = torch.tensor([[0.0, 0.0, 0.0, 1.0], [2.0, 0.0, 5.0, 0.0]])
     mask = torch.tensor([[True, True, False, False], [False, True, True, False]])
-    close(settle_rewards(rewards, mask), [[0, 1, 0, 0], [0, 0, 5, 0]])
+    close(move_rewards_to_trained_tokens(rewards, mask), [[0, 1, 0, 0], [0, 0, 5, 0]])
     columns = {"token_level_rewards": rewards[:1], "response_mask": mask[:1], "reward_baselines": torch.zeros(1)}
     close(run("remax", columns)[0], [[1, 1, 0, 0]])
 

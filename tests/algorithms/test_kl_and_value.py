@@ -14,8 +14,8 @@ from verl.algorithms.kl import (
     kl_penalty,
     make_kl_controller,
 )
+from verl.algorithms.losses import compute_value_loss
 from verl.algorithms.reduce import agg_loss
-from verl.algorithms.value_loss import compute_value_loss
 from verl.data_proto.metrics import merge_metrics, metric_values
 from verl.errors import ConfigError
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.algorithms.batches import close, policy_inputs
-from verl.algorithms.entropy import compute_entropy_loss, entropy_from_logits
+from verl.algorithms.losses import compute_entropy_loss, entropy_from_logits
 from verl.algorithms.masked import masked_mean, masked_var, masked_whiten
 from verl.algorithms.reduce import LOSS_AGG_MODES, agg_loss
 from verl.errors import ConfigError

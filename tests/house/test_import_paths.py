@@ -48,7 +48,7 @@ SAME = {
     "verl.single_controller.base.decorator:Dispatch": "verl.parallel.register:Dispatch",
     "verl.single_controller.base.decorator:Execute": "verl.parallel.register:Execute",
     "verl.trainer:DynamicConfigScheduler": "verl.run.schedule:DynamicConfigScheduler",
-    "verl.utils.torch_functional:entropy_from_logits": "verl.algorithms.entropy:entropy_from_logits",
+    "verl.utils.torch_functional:entropy_from_logits": "verl.algorithms.losses:entropy_from_logits",
 }
 # names that adapt; how they behave is tested below or in the room's own tests
 PRESENT = {

@@ -1,4 +1,4 @@
-"""Which rows train: DAPO's group filter, PF-PPO's resampling."""
+"""Selection of the rows that train: DAPO's group filter, PF-PPO's resampling."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.algorithms.groups import Groups
+from verl.algorithms.groups import RowGroups
 from verl.errors import ConfigError
 
 
 def filter_groups(metric_values: Tensor | Sequence[float], uids: Any) -> Tensor:
-    """[batch] bool: rows to keep. A group of two or more rows whose metric is the same in all of them teaches nothing
-    and is dropped whole (dynamic sampling of DAPO, 2503.14476)."""
+    """Rows to keep, [batch] bool: a group of two or more rows with one and the same metric is dropped.
+
+    Such a group has no gradient (dynamic sampling of DAPO, 2503.14476).
+    """
     values = torch.as_tensor(metric_values, dtype=torch.float64).flatten()
-    groups = Groups.of(uids, values)
+    groups = RowGroups.of(uids, values)
     constant = groups.max(values) == groups.min(values)  # exact, where a standard deviation may be rounding noise
     return ~(constant & (groups.sizes > 1))[groups.ids]
 
@@ -24,8 +26,7 @@ def filter_groups(metric_values: Tensor | Sequence[float], uids: Any) -> Tensor:
 def pf_ppo_indices(
     scores: Tensor, method: str = "pow", weight_pow: float = 2.0, generator: torch.Generator | None = None
 ) -> Tensor:
-    """[batch] row numbers, drawn with replacement in proportion to a weight of each row's score [batch] (PF-PPO,
-    2409.06957).
+    """Row indices [batch], sampled with replacement with a weight from each row's score [batch] (PF-PPO, 2409.06957).
 
     pow: |s|^weight_pow.  max_min: 1 for the largest and smallest score of the batch, else 0.  max_random: 0.4 for the
     largest, else 0.1. Where all weights are 0 every row is equally likely. Raises ConfigError on another method.

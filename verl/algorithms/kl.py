@@ -1,4 +1,4 @@
-"""KL estimators on sampled tokens, the KL term of the reward, and the controllers of its weight."""
+"""KL estimators on sampled tokens, the KL term of the reward, and controllers of its weight."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
 
     kl, k1: d.  abs: |d|.  mse, k2: d^2 / 2.  low_var_kl, k3: exp(-d) + d - 1, with d within 20 and the result within
     10. A '+' after the name keeps that value and takes the gradient of k2, whose expectation is the gradient of the
-    KL. Source: Schulman, "Approximating KL divergence" (2020). Raises ConfigError on another name (`full` needs whole
-    distributions, which are never held).
+    KL. Source: Schulman, "Approximating KL divergence" (2020). Raises ConfigError on another name; `full` needs whole
+    distributions, which are never kept.
     """
     name = kl_penalty.removesuffix("+")
     if name not in KL_ESTIMATORS:
@@ -66,13 +66,13 @@ class FixedKLController:
         self.value = float(kl_coef)
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """Nothing changes."""
+        """Do nothing."""
 
     def state_dict(self) -> dict[str, float]:
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """The configured weight stays, so that a resumed run can change it."""
+        """Keep the configured weight, so that a resumed run can change it."""
 
 
 class AdaptiveKLController:

@@ -1,4 +1,4 @@
-"""Sums, means and whitening over the tokens that count. What lies outside the mask never matters, not even NaN."""
+"""Sums, means and whitening over a mask. Values outside the mask have no effect, not even NaN."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a matrix of token losses to one number."""
+"""Reduction of a matrix of token losses to a scalar."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-tok
 
 
 class Aggregate(Protocol):
-    """`agg_loss` with the mode and the totals of the mini-batch bound; a loss may ask for another mode."""
+    """`agg_loss` with mode and mini-batch totals bound; a loss may override the mode."""
 
     def __call__(self, loss_mat: Tensor, loss_mask: Tensor, mode_override: str | None = None, /) -> Tensor: ...
 

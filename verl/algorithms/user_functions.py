@@ -2,8 +2,8 @@
 
 A loss of that contract is `fn(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config,
 rollout_is_weights) -> (loss, metrics)` and calls `agg_loss` itself, often without the totals of the mini-batch. While
-`call_policy_loss` runs it, such calls get the totals in force, so that the micro-batch split does not change a user's
-loss either.
+`call_policy_loss` runs it, such calls get the totals of the mini-batch, so that the micro-batch split does not change a
+user's loss.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _agg_in_force: ContextVar[Aggregate | None] = ContextVar("agg_in_force", default
 
 
 class ConfigView:
-    """A config section (dataclass, mapping or None) with the access of the older contract: attributes, `[]`, `.get`."""
+    """Config section (dataclass, mapping or None) with attributes, `[]` and `.get`, as the older contract reads it."""
 
     def __init__(self, section: Any, extra: Mapping[str, Any]):
         self._section = section
@@ -56,7 +56,7 @@ class ConfigView:
         return self.get(key, _ABSENT) is not _ABSENT
 
     def unwrap(self) -> tuple[Any, dict[str, Any]]:
-        """The section and what goes before it."""
+        """The section, and the values that override it."""
         return self._section, dict(self._extra)
 
 
@@ -69,8 +69,7 @@ def agg_loss(
     global_batch_size: float | None = None,
     loss_scale_factor: float | None = None,
 ) -> Tensor:
-    """verl.algorithms.reduce.agg_loss; inside a user's policy loss, and without totals, those of the mini-batch
-    apply."""
+    """verl.algorithms.reduce.agg_loss, which uses the totals of the mini-batch inside a user's policy loss."""
     agg = _agg_in_force.get()
     if agg is not None and batch_num_tokens is None and global_batch_size is None:
         return agg(loss_mat, loss_mask, loss_agg_mode)
@@ -88,8 +87,10 @@ def call_policy_loss(
     settings: Mapping[str, Any],
     config: Any,
 ) -> tuple[Tensor, dict[str, Metric]]:
-    """Run a user's loss of the older contract. Raises ConfigError when it cannot take importance weights that there
-    are, or when it returns something else than (loss, dict)."""
+    """Call a user's loss of the older contract.
+
+    Raises ConfigError when it does not take the given importance weights, or does not return (loss, dict).
+    """
     log_prob, mask = inputs["log_prob"], inputs["response_mask"].to(inputs["log_prob"].dtype)
     offered = {
         **inputs,

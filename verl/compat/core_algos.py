@@ -13,8 +13,8 @@ from typing import Any
 from torch import Tensor
 
 from verl.algorithms.advantages import ADVANTAGES, register_adv_est
-from verl.algorithms.entropy import compute_entropy_loss
 from verl.algorithms.kl import AdaptiveKLController, FixedKLController, KLController, kl_penalty, make_kl_controller
+from verl.algorithms.losses import compute_entropy_loss
 from verl.algorithms.older_contract import older_advantage, older_policy_loss
 from verl.algorithms.older_contract import older_value_loss as compute_value_loss
 from verl.algorithms.policy_losses import POLICY_LOSSES, register_policy_loss

@@ -140,7 +140,7 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
         "verl.compat.tensors": "clip_by_value get_constant_schedule_with_warmup get_cosine_schedule_with_warmup "
         "get_response_mask logprobs_from_logits masked_mean masked_sum masked_var masked_whiten pad_2d_list_to_length "
         "pad_sequence_to_length",
-        "verl.algorithms.entropy": "entropy_from_logits",
+        "verl.algorithms.losses": "entropy_from_logits",
         "verl.algorithms.kl": "AdaptiveKLController FixedKLController",
     },
     "verl.utils.tracking": {"verl.compat.tracking": "Tracking ValidationGenerationsLogger"},

@@ -25,17 +25,17 @@ from typing import Any
 
 import torch
 
-from verl.algorithms.guards import (
+from verl.algorithms.monitors import (
     MEANINGS,
     NONFINITE,
     NUM_NAMED,
     breaks,
     first_nonfinite,
     limits_of,
+    monitor_metric,
+    monitor_rows,
+    monitor_tokens,
     nonfinite_rows,
-    sign_metric,
-    sign_of_rows,
-    token_signs,
     worst_rows,
 )
 from verl.config import StepGuardsConfig
@@ -138,10 +138,10 @@ class Guards:
         mask = columns["response_mask"]
         alarms = self._nonfinite(batch, _OF_SAMPLES)
         inputs = {name: columns[column] for name, column in _INPUTS.items() if column in columns.keys()}
-        for name, values in {} if alarms else token_signs(self.limits, inputs).items():
-            value, limit = sign_metric(name, values, mask).value, self.limits[name]
+        for name, values in {} if alarms else monitor_tokens(self.limits, inputs).items():
+            value, limit = monitor_metric(name, values, mask).value, self.limits[name]
             if mask.any() and breaks(name, value, limit):
-                rows = sign_of_rows(name, values, mask)
+                rows = monitor_rows(name, values, mask)
                 chosen, count = worst_rows(name, rows, limit)
                 samples = [_sample(batch, row, float(rows[row])) for row in chosen]
                 alarms.append(Alarm(name, name, value, limit, samples, count, "the batch"))

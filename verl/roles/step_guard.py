@@ -8,18 +8,18 @@ from typing import Any
 
 import torch
 
-from verl.algorithms.guards import (
+from verl.algorithms.monitors import (
     GRAD_NORM,
+    MONITORS,
     NONFINITE,
     NUM_NAMED,
-    SIGNS,
     breaks,
     first_nonfinite,
     limits_of,
+    monitor_metric,
+    monitor_rows,
+    monitor_tokens,
     nonfinite_rows,
-    sign_metric,
-    sign_of_rows,
-    token_signs,
     worst_rows,
 )
 from verl.config import StepGuardsConfig
@@ -48,7 +48,7 @@ class Finding:
     def merge(self, others: Sequence[Finding]) -> Finding:
         """The same finding on all ranks, each with samples of its own."""
         parts = [self, *others]
-        lowest = self.guard in SIGNS and SIGNS[self.guard].lowest
+        lowest = self.guard in MONITORS and MONITORS[self.guard].lowest
         named = sorted((s for part in parts for s in part.samples), key=lambda s: s[2] if lowest else -s[2])
         return replace(
             self,
@@ -85,7 +85,7 @@ class StepGuard:
         self.limits = limits_of(config)
         self.refusing = {NONFINITE, *(name for name in self.limits if config[name].action != "warn")}
         # inputs that `observe` needs
-        self.inputs = {i for name in self.limits if name in SIGNS for i in SIGNS[name].inputs}
+        self.inputs = {i for name in self.limits if name in MONITORS for i in MONITORS[name].inputs}
         self._num_refused = 0  # mini-batches since the last `pop_findings`
         self._mini_batch, self._num_rows = 0, 0
         self._seen: list[_Seen] = []
@@ -94,7 +94,7 @@ class StepGuard:
     @property
     def names(self) -> Mapping[str, str]:
         """See StepCheck."""
-        return {"loss": "sum", **{_PREFIX + name: SIGNS[name].over for name in self.limits if name in SIGNS}}
+        return {"loss": "sum", **{_PREFIX + name: MONITORS[name].over for name in self.limits if name in MONITORS}}
 
     def start_mini_batch(self, mini_batch: int, num_rows: int) -> None:
         """Optimizer step `mini_batch` of a call comes next, on `num_rows` rows of this rank."""
@@ -109,15 +109,15 @@ class StepGuard:
         inputs: Mapping[str, torch.Tensor | None],
     ) -> dict[str, Metric]:
         """Record a micro-batch: `outputs` [batch, response] of the model, and the `inputs` of the signs (see
-        verl/algorithms/guards.py). Returns the metrics of the signs that have a limit. Nothing here waits for a device."""
+        verl/algorithms/monitors.py). Returns the metrics of the signs that have a limit. Nothing here waits for a device."""
         given = {name: tensor.detach() for name, tensor in inputs.items() if tensor is not None}
         if self._mini_batch:
             given.pop("sampler", None)  # the policy has moved since it sampled
-        signs = token_signs(self.limits, given)
+        signs = monitor_tokens(self.limits, given)
         names = [columns.get(name, None) for name in ("ordinal", "sample_index")]
         named = None if any(n is None for n in names) else torch.stack(names, dim=1)
         self._seen.append(_Seen(named, mask, {name: t.detach() for name, t in outputs.items()}, signs))
-        return {_PREFIX + name: sign_metric(name, values, mask) for name, values in signs.items()}
+        return {_PREFIX + name: monitor_metric(name, values, mask) for name, values in signs.items()}
 
     def __call__(self, figures: Mapping[str, float]) -> bool:
         """See StepCheck."""
@@ -179,7 +179,7 @@ class StepGuard:
 
     def _beyond(self, name: str, limit: float) -> tuple[list[tuple[int, int, float]], int]:
         """Samples whose own value is beyond the limit, worst first."""
-        parts = [(seen, sign_of_rows(name, seen.signs[name], seen.mask)) for seen in self._seen if name in seen.signs]
+        parts = [(seen, monitor_rows(name, seen.signs[name], seen.mask)) for seen in self._seen if name in seen.signs]
         if not parts:
             return [], 0
         owners = [(seen, row) for seen, rows in parts for row in range(len(rows))]

@@ -1,9 +1,7 @@
-"""Advantage estimators: `fn(token_level_rewards, response_mask, *, ...) -> (advantages, returns)`, all [batch,
-response].
+"""Advantage estimators: `fn(token_level_rewards, response_mask, *, ...) -> (advantages, returns)`, [batch, response].
 
-An estimator declares exactly the columns and settings that it reads as keyword arguments; `requires` and
-`compute_advantage` go by that signature. A column argument has the column's name, but for `index`, which is the
-column `uid`.
+The keyword arguments of an estimator are exactly the columns and settings that it reads; `requires` and
+`compute_advantage` use that signature. An argument has the name of its column, but for `index`, the column `uid`.
 """
 
 from __future__ import annotations
@@ -37,8 +35,8 @@ ADVANTAGES = Registry(
         "rloo_vectorized": f"{_GROUP}:rloo",
         "opo": f"{_GROUP}:opo",
         "gpg": f"{_GROUP}:gpg",
-        "optimal_token_baseline": "verl.algorithms.advantages.token_baseline:optimal_token_baseline",
-        "tir_optimal_token_baseline": "verl.algorithms.advantages.token_baseline:tir_optimal_token_baseline",
+        "optimal_token_baseline": "verl.algorithms.advantages.returns:optimal_token_baseline",
+        "tir_optimal_token_baseline": "verl.algorithms.advantages.returns:tir_optimal_token_baseline",
     },
 )
 
@@ -57,17 +55,19 @@ COLUMN_ARGUMENTS = (
 
 
 def register_adv_est(name: Any) -> Callable[[F], F]:
-    """Decorator: add an estimator under `name` (a string or an enum member).
+    """Decorator: register an estimator under `name` (a string or an enum member).
 
-    It is called by keyword with what its signature names; `config` (the `algorithm` section) is passed when it asks
-    for it, and everything there is when it takes **kwargs.
+    It is called by keyword with the arguments of its signature, `config` (the `algorithm` section) among them; with
+    **kwargs it gets every column and setting.
     """
     return ADVANTAGES.register(str(getattr(name, "value", name)))
 
 
 def requires(name: str) -> set[str]:
-    """Columns that the estimator cannot do without, by column name: 'values' needs a critic, 'reward_baselines' greedy
-    samples, 'sum_pi_squared' that output of the actor. Raises ConfigError when there is no such estimator."""
+    """Columns that the estimator requires, by column name. Raises ConfigError for an unknown estimator.
+
+    'values' needs a critic, 'reward_baselines' greedy samples, 'sum_pi_squared' that output of the actor.
+    """
     parameters = inspect.signature(ADVANTAGES.get(name)).parameters
     needed = {p.name for p in parameters.values() if p.default is p.empty}
     return {_COLUMN_OF.get(argument, argument) for argument in needed.intersection(COLUMN_ARGUMENTS)}
@@ -79,8 +79,8 @@ def compute_advantage(
     """(advantages, returns) of the estimator `name`, each [batch, response].
 
     `columns` are by column name (the groups as `uid`, else `index`; None counts as absent); `settings` are gamma, lam,
-    norm_adv_by_std_in_grpo, handle_zero_tail, gdpo_reward_keys, gdpo_reward_weights: each estimator is given those
-    that it reads. Raises ConfigError when the estimator is unknown, when a column that it needs is missing, or when a
+    norm_adv_by_std_in_grpo, handle_zero_tail, gdpo_reward_keys, gdpo_reward_weights: each estimator gets those that
+    it reads. Raises ConfigError when the estimator is unknown, when a column that it needs is missing, or when a
     user's estimator returns something else.
     """
     estimator = ADVANTAGES.get(name)

@@ -1,6 +1,8 @@
-"""Estimators that compare the samples of one prompt. R_i is the sum of row i's rewards, mu and sigma (unbiased) are
-taken over its group, G is the group's size; the scalar of a row is given to each of its trained tokens. `index`
-[batch] names the group of each row. The returns are the advantages."""
+"""Estimators that compare the samples of one prompt.
+
+R_i is the sum of row i's rewards; mu, sigma (unbiased) and G are mean, standard deviation and size of its group. Each
+trained token of a row gets the row's scalar. `index` [batch] has the group of each row. Returns equal advantages.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.algorithms.groups import Groups
+from verl.algorithms.groups import RowGroups
 from verl.algorithms.masked import masked_whiten
 from verl.errors import ConfigError
 
 
-def _spread(row_advantages: Tensor, response_mask: Tensor) -> Tensor:
+def _to_tokens(row_advantages: Tensor, response_mask: Tensor) -> Tensor:
     return torch.where(response_mask.bool(), row_advantages[:, None], 0.0)
 
 
-def _normalized(scores: Tensor, groups: Groups, by_std: bool, epsilon: float) -> Tensor:
-    centered = groups.less_mean(scores)
+def _normalized(scores: Tensor, groups: RowGroups, by_std: bool, epsilon: float) -> Tensor:
+    centered = groups.minus_mean(scores)
     return centered / (groups.std(scores) + epsilon) if by_std else centered
 
 
@@ -32,10 +34,14 @@ def grpo(
     norm_adv_by_std_in_grpo: bool = True,
     epsilon: float = 1e-6,
 ) -> tuple[Tensor, Tensor]:
-    """GRPO (2402.03300): (R_i - mu) / (sigma + epsilon); without the division it is Dr. GRPO (2503.20783). A row alone
-    in its group has mu = 0 and sigma = 1."""
+    """GRPO (2402.03300): (R_i - mu) / (sigma + epsilon); without the division it is Dr. GRPO (2503.20783).
+
+    A group of one has mu = 0 and sigma = 1.
+    """
     scores = token_level_rewards.sum(-1)
-    advantages = _spread(_normalized(scores, Groups.of(index, scores), norm_adv_by_std_in_grpo, epsilon), response_mask)
+    advantages = _to_tokens(
+        _normalized(scores, RowGroups.of(index, scores), norm_adv_by_std_in_grpo, epsilon), response_mask
+    )
     return advantages, advantages
 
 
@@ -52,8 +58,8 @@ def gdpo(
 ) -> tuple[Tensor, Tensor]:
     """GDPO (2601.05242): GRPO on each part of the reward by itself, their weighted sum whitened over the batch.
 
-    `reward_parts` is part name -> [batch], or for each row what its reward function returned; the part "score" is the
-    whole reward where the function names none. Weights default to 1. Raises ConfigError when a part is missing or not
+    `reward_parts` is part name -> [batch], or the result of the reward function for each row; the part "score" is the
+    whole reward where the function returns none. Weights default to 1. Raises ConfigError when a part is missing or not
     a number.
     """
     scores = token_level_rewards.sum(-1)
@@ -64,11 +70,11 @@ def gdpo(
             f"algorithm.gdpo_reward_weights has {len(weights)} numbers, algorithm.gdpo_reward_keys {len(parts)} names; "
             "give one weight for each name."
         )
-    groups = Groups.of(index, scores)
+    groups = RowGroups.of(index, scores)
     total = torch.zeros_like(scores)
     for weight, part in zip(weights, parts, strict=True):
         total = total + weight * _normalized(part, groups, norm_adv_by_std_in_grpo, epsilon)
-    advantages = masked_whiten(_spread(total, response_mask), response_mask)
+    advantages = masked_whiten(_to_tokens(total, response_mask), response_mask)
     return advantages, advantages
 
 
@@ -114,8 +120,8 @@ def grpo_passk(
     """Pass@k training (2503.19595): the best sample of a group gets (R_max - R_second) [/ (sigma + epsilon)], the
     others 0. Raises ConfigError when a group has one sample."""
     scores = token_level_rewards.sum(-1)
-    groups = Groups.of(index, scores)
-    if bool(groups.alone.any()):
+    groups = RowGroups.of(index, scores)
+    if bool(groups.is_single.any()):
         raise ConfigError(
             "grpo_passk compares the two best samples of a prompt; set actor_rollout_ref.rollout.n to 2 or more."
         )
@@ -126,50 +132,54 @@ def grpo_passk(
     gap = scores - second
     if norm_adv_by_std_in_grpo:
         gap = gap / (groups.std(scores) + epsilon)
-    advantages = _spread(torch.where(first_max, gap, 0.0), response_mask)
+    advantages = _to_tokens(torch.where(first_max, gap, 0.0), response_mask)
     return advantages, advantages
 
 
 def reinforce_plus_plus_baseline(
     token_level_rewards: Tensor, response_mask: Tensor, *, index: Any
 ) -> tuple[Tensor, Tensor]:
-    """REINFORCE++ with a group baseline (2501.03262): R_i - mu (alone: R_i), whitened over all tokens of the batch."""
+    """REINFORCE++ with a group baseline (2501.03262): R_i - mu (R_i in a group of one), whitened over the tokens."""
     scores = token_level_rewards.sum(-1)
-    centered = Groups.of(index, scores).less_mean(scores)
-    advantages = masked_whiten(_spread(centered, response_mask), response_mask)
+    centered = RowGroups.of(index, scores).minus_mean(scores)
+    advantages = masked_whiten(_to_tokens(centered, response_mask), response_mask)
     return advantages, advantages
 
 
 def rloo(token_level_rewards: Tensor, response_mask: Tensor, *, index: Any) -> tuple[Tensor, Tensor]:
-    """Leave-one-out (2402.14740): (R_i - mu) G / (G - 1), which is R_i less the mean of the other rewards.
+    """Leave-one-out (2402.14740): (R_i - mu) G / (G - 1), which is R_i minus the mean of the other rewards.
 
-    A row alone in its group keeps R_i (a baseline of 0), under both names `rloo` and `rloo_vectorized`.
+    A group of one keeps R_i (baseline 0), as `rloo` and as `rloo_vectorized`.
     """
     scores = token_level_rewards.sum(-1)
-    groups = Groups.of(index, scores)
+    groups = RowGroups.of(index, scores)
     sizes = groups.sizes[groups.ids]
-    others = groups.less_mean(scores) * sizes / (sizes - 1).clamp(min=1)
-    advantages = _spread(others, response_mask)
+    others = groups.minus_mean(scores) * sizes / (sizes - 1).clamp(min=1)
+    advantages = _to_tokens(others, response_mask)
     return advantages, advantages
 
 
 def opo(token_level_rewards: Tensor, response_mask: Tensor, *, index: Any) -> tuple[Tensor, Tensor]:
-    """On-policy RL with the optimal reward baseline (2505.23585): R_i - sum_j len_j R_j / sum_j len_j over the group,
-    with len the number of trained tokens; alone: R_i."""
+    """On-policy RL with the optimal reward baseline (2505.23585): R_i - sum_j len_j R_j / sum_j len_j over the group.
+
+    len is the number of trained tokens; a group of one keeps R_i.
+    """
     scores = token_level_rewards.sum(-1)
-    groups = Groups.of(index, scores)
+    groups = RowGroups.of(index, scores)
     lengths = response_mask.to(scores.dtype).sum(-1)
     baseline = groups.sum(lengths * scores) / groups.sum(lengths).clamp(min=1)
-    advantages = _spread(torch.where(groups.alone, scores, scores - baseline[groups.ids]), response_mask)
+    advantages = _to_tokens(torch.where(groups.is_single, scores, scores - baseline[groups.ids]), response_mask)
     return advantages, advantages
 
 
 def gpg(
     token_level_rewards: Tensor, response_mask: Tensor, *, index: Any, f_norm: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Group policy gradient (2504.02546): alpha (R_i - mu) / f_norm with alpha = batch / number of rewards that are
-    not 0 (at least 1); alone: mu = 0."""
+    """Group policy gradient (2504.02546): alpha (R_i - mu) / f_norm with alpha = batch / max(1, number of nonzero rewards).
+
+    A group of one has mu = 0.
+    """
     scores = token_level_rewards.sum(-1)
     alpha = len(scores) / torch.count_nonzero(scores).clamp(min=1).to(scores.dtype)
-    advantages = _spread(alpha * Groups.of(index, scores).less_mean(scores) / f_norm, response_mask)
+    advantages = _to_tokens(alpha * RowGroups.of(index, scores).minus_mean(scores) / f_norm, response_mask)
     return advantages, advantages

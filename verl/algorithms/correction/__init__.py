@@ -1,4 +1,4 @@
-"""Correction for the gap between the policy that sampled and the one that trains: importance weights and rejection.
+"""Correction for the mismatch of sampling and training policy: importance weights and rejection.
 
 log rho = log-prob under the training policy - log-prob under the sampler, at each token. Weights multiply the loss;
 rejected tokens or sequences leave the response mask, and with it the denominators of everything computed from the
@@ -7,17 +7,18 @@ mask afterwards.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from verl.algorithms.correction.diagnostics import gap_metrics, rollout_gap_metrics, weight_metrics
-from verl.algorithms.correction.freshness import require_fresh
 from verl.algorithms.correction.presets import PRESETS, preset
 from verl.algorithms.correction.rejection import RS_OPTIONS, parse_rejection, rejection_mask
 from verl.algorithms.correction.weights import IS_LEVELS, importance_weights, parse_is_threshold
 from verl.data_proto.metrics import Metric
+from verl.errors import ModelError
 
 __all__ = [
     "IS_LEVELS",
@@ -37,8 +38,11 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Correction:
-    """`weights` [batch, response], detached, 0 outside the given mask, or None without `rollout_is`; `response_mask`
-    (dtype of the given one) without the rejected tokens; metrics named rollout_corr/*."""
+    """Result of `rollout_correction`.
+
+    weights: [batch, response], detached, 0 outside the given mask; None without `rollout_is`. response_mask: the given one
+    without the rejected tokens, same dtype. metrics: named rollout_corr/*.
+    """
 
     weights: Tensor | None
     response_mask: Tensor
@@ -78,3 +82,21 @@ def rollout_correction(
         metrics.update(rejection_metrics)
     named = {f"rollout_corr/{name}": metric for name, metric in metrics.items()}
     return Correction(weights, kept.to(response_mask.dtype), named)
+
+
+def require_fresh(weight_version: Tensor, version: int, max_age: int, keys: Sequence[str]) -> None:
+    """Raise ModelError for a sample whose weights are newer than `version` or more than `max_age` versions older.
+
+    `version`: of the weights that train now. weight_version [batch]: of each sample's oldest token. `keys` name samples.
+    """
+    age = version - weight_version
+    wrong = ((age < 0) | (age > max_age)).nonzero().flatten().tolist()
+    if not wrong:
+        return
+    row = wrong[0]
+    allowed = f"version {version}" if max_age == 0 else f"versions {version - max_age} to {version}"
+    raise ModelError(
+        f"Sample {keys[row]} and {len(wrong) - 1} others of {len(keys)} were made by weights of version "
+        f"{int(weight_version[row])}, but only {allowed} may train now; nothing was trained on them. The rollout engine has "
+        "outdated weights: restart the run, which syncs them again."
+    )

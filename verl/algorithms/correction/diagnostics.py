@@ -1,4 +1,4 @@
-"""How far trainer and sampler are apart, as metrics."""
+"""Metrics of the mismatch between trainer and sampler."""
 
 from __future__ import annotations
 

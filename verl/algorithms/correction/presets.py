@@ -44,7 +44,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def preset(name: str, **overrides: Any) -> dict[str, Any]:
-    """The settings of `name` with `overrides` laid over them. Raises ConfigError when there is no such preset."""
+    """Settings of the preset `name`, updated by `overrides`. Raises ConfigError for an unknown preset."""
     if name not in PRESETS:
         hint = nearest(name, PRESETS) or "; there are " + ", ".join(PRESETS)
         raise ConfigError(f"There is no rollout correction preset {name!r}{hint}")

@@ -1,4 +1,4 @@
-"""Rejection of tokens or sequences on which trainer and sampler disagree too much."""
+"""Rejection of tokens or sequences whose probabilities under trainer and sampler differ too much."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RS_OPTIONS = (
 
 @dataclass(frozen=True)
 class Rejection:
-    """Keep what has low <= divergence <= high. `low` is -inf for k2 and k3."""
+    """Rule that keeps low <= divergence <= high. `low` is -inf for k2 and k3."""
 
     option: str
     low: float
@@ -39,7 +39,7 @@ class Rejection:
 
 
 def parse_rejection(options: str, thresholds: float | str | None) -> list[Rejection]:
-    """("token_k1,seq_mean_k3", "0.5_2.0,0.01") as a list; one threshold serves all options.
+    """Parse options and thresholds, such as ("token_k1,seq_mean_k3", "0.5_2.0,0.01"); one threshold applies to all.
 
     k1 takes "low_high" bounds of the ratio, or one number u for (1/u, u); k2 and k3 take an upper bound of the
     divergence. Raises ConfigError on an unknown option, a missing or malformed threshold, or a count that does not
@@ -85,7 +85,7 @@ def _rejection(option: str, text: str) -> Rejection:
 
 
 def divergence(log_ratio: Tensor, estimator: str) -> Tensor:
-    """k1 = -log rho, k2 = (log rho)^2 / 2, k3 = rho - 1 - log rho, with log rho within 20."""
+    """Divergence k1 = -log rho, k2 = (log rho)^2 / 2 or k3 = rho - 1 - log rho, with log rho within 20."""
     log_ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     if estimator == "k1":
         return -log_ratio
@@ -95,7 +95,7 @@ def divergence(log_ratio: Tensor, estimator: str) -> Tensor:
 def rejection_mask(
     log_ratio: Tensor, mask: Tensor, options: str, thresholds: float | str | None
 ) -> tuple[Tensor, dict[str, Metric]]:
-    """(bool [batch, response] of what is kept, metrics). All options must keep a token.
+    """(mask of the kept tokens, bool [batch, response]; metrics). A token must pass all options.
 
     token_*: each token by its divergence. seq_sum_*, seq_mean_*, seq_max_*: the whole row by the sum, mean or maximum
     over its tokens. Metrics: rollout_rs_<option>_{mean,max,min,masked_fraction,seq_masked_fraction} of the divergence
@@ -133,8 +133,8 @@ def _extremes(name: str, values: Tensor, over: Tensor) -> dict[str, Metric]:
 
 
 def _fractions(name: str, mask: Tensor, kept: Tensor) -> dict[str, Metric]:
-    lost = mask & ~kept
+    rejected = mask & ~kept
     return {
-        f"{name}_masked_fraction": token_mean(lost, mask),
-        f"{name}_seq_masked_fraction": token_mean(lost.any(-1), mask.any(-1)),
+        f"{name}_masked_fraction": token_mean(rejected, mask),
+        f"{name}_seq_masked_fraction": token_mean(rejected.any(-1), mask.any(-1)),
     }

@@ -13,7 +13,7 @@ LOG_RATIO_LIMIT = 20.0
 
 
 def parse_is_threshold(threshold: float | str) -> tuple[float | None, float]:
-    """2.0 or "2.0" gives (None, 2.0): truncate from above. "0.5_2.0" gives (0.5, 2.0): weights outside count as 0."""
+    """Parse a threshold: 2.0 or "2.0" is (None, 2.0), truncation; "0.5_2.0" is (0.5, 2.0), weights outside become 0."""
     try:
         bounds = [float(part) for part in str(threshold).split("_")]
     except ValueError:
@@ -29,8 +29,7 @@ def parse_is_threshold(threshold: float | str) -> tuple[float | None, float]:
 
 
 def ratios(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
-    """rho at each token (token), or the product of the row's token ratios (sequence, [batch, 1]); exponents within
-    20."""
+    """Ratio rho of each token (token), or the product over a row's tokens (sequence, [batch, 1]); exponents within 20."""
     if level not in IS_LEVELS:
         raise ConfigError(
             f"algorithm.rollout_correction.rollout_is={level!r} must be 'token', 'sequence' or null (no weights)."

@@ -1,12 +1,10 @@
-"""Policy losses: `fn(old_log_prob, log_prob, advantages, response_mask, *, agg, rollout_is_weights=None, ...) ->
-(loss, metrics)`.
+"""Policy losses: functions (old_log_prob, log_prob, advantages, response_mask, *, agg, ...) -> (loss, metrics).
 
-All tensors are [batch, response]; `agg` reduces a loss matrix (verl.algorithms.reduce.Aggregate); further keywords
-are the keys of the actor's config that the loss reads. With totals bound in `agg`, the losses of micro-batches add up
-to the loss of the mini-batch; `clip_cov` and `kl_cov`, which select tokens by statistics of what they are given, are
-the exceptions. `@zero_without_advantage` (terms.py) declares that rows whose advantages are all 0 need not be computed.
-Functions of the older contract (loss_agg_mode and config instead of agg) are called through
-verl.algorithms.user_functions.
+All tensors are [batch, response]; `agg` reduces a loss matrix (verl.algorithms.reduce.Aggregate). Further keywords are
+the keys of the actor's config that the loss reads, and `rollout_is_weights`. With totals bound in `agg`, the losses of
+micro-batches add up to the loss of the mini-batch; `clip_cov` and `kl_cov`, which use statistics of the micro-batch, are
+exceptions. `@zero_without_advantage` (terms.py) declares that rows whose advantages are all 0 need not be computed.
+Losses of the older contract (loss_agg_mode and config instead of agg) are called through verl.algorithms.user_functions.
 """
 
 from __future__ import annotations
@@ -31,23 +29,23 @@ POLICY_LOSSES = Registry(
     "policy loss",
     {
         "vanilla": f"{_HERE}.clipped:vanilla",
-        "dppo_tv": f"{_HERE}.divergence:dppo_tv",
-        "dppo_kl": f"{_HERE}.divergence:dppo_kl",
-        "gspo": f"{_HERE}.sequence:gspo",
-        "geo_mean": f"{_HERE}.sequence:geo_mean",
+        "dppo_tv": f"{_HERE}.selection:dppo_tv",
+        "dppo_kl": f"{_HERE}.selection:dppo_kl",
+        "gspo": f"{_HERE}.clipped:gspo",
+        "geo_mean": f"{_HERE}.clipped:geo_mean",
         "sapo": f"{_HERE}.soft:sapo",
         "gpg": f"{_HERE}.soft:gpg",
         "dro": f"{_HERE}.soft:dro",
         "cispo": f"{_HERE}.clipped:cispo",
-        "clip_cov": f"{_HERE}.covariance:clip_cov",
-        "kl_cov": f"{_HERE}.covariance:kl_cov",
+        "clip_cov": f"{_HERE}.selection:clip_cov",
+        "kl_cov": f"{_HERE}.selection:kl_cov",
         "bypass_mode": f"{_HERE}.bypass:bypass_mode",
     },
 )
 
 
 def register_policy_loss(name: str) -> Callable[[F], F]:
-    """Decorator: add a loss of either contract under `name`, to be chosen by actor.policy_loss.loss_mode."""
+    """Decorator: register a loss of either contract under `name`, a value of actor.policy_loss.loss_mode."""
     return POLICY_LOSSES.register(name)
 
 
@@ -67,8 +65,8 @@ def policy_loss(
     """The loss `name` and its metrics (names without prefix).
 
     `params` are the actor's keys (clip_ratio, clip_ratio_low, ..., and those of rollout_correction for bypass_mode);
-    a loss is given those that it reads. clip_ratio_low and clip_ratio_high default to clip_ratio. `config` is handed
-    to losses of the older contract; `generator` (on the CPU) draws the random choices of clip_cov. Raises ConfigError
+    a loss gets those that it reads. clip_ratio_low and clip_ratio_high default to clip_ratio. `config` is passed
+    to losses of the older contract; `generator` (on the CPU) makes the random choices of clip_cov. Raises ConfigError
     when the loss is unknown, a setting is out of range, or importance weights are given to a loss that does not take
     them.
     """

@@ -1,5 +1,4 @@
-"""Bypass mode: the sampler's log-probs serve as the old ones, and the correction is computed from the current
-policy."""
+"""Bypass mode: the sampler's log-probs are the old log-probs, and the correction uses the current policy."""
 
 from __future__ import annotations
 
@@ -32,10 +31,10 @@ def bypass_mode(
     clip_ratio_high: float = 0.2,
     clip_ratio_c: float = 3.0,
 ) -> tuple[Tensor, dict[str, Metric]]:
-    """`old_log_prob` are the sampler's log-probs; rho = current policy / sampler.
+    """PPO or REINFORCE loss with rho = current policy / sampler; `old_log_prob` are the sampler's log-probs.
 
-    ppo_clip: the PPO loss, whose ratio is rho already, on the tokens that rejection leaves (no importance weights).
-    reinforce: -A log_prob w with w the importance weights (1 without `rollout_is`) on the tokens that rejection leaves.
+    ppo_clip: the PPO loss, whose ratio is rho, on the tokens that rejection keeps (no importance weights).
+    reinforce: -A log_prob w with w the importance weights (1 without `rollout_is`) on the tokens that rejection keeps.
     With totals bound in `agg` a rejected token counts as a loss of 0; batch normalisation divides by the mean weight
     of the micro-batch. Metrics: those of the PPO loss or ppo_kl, and rollout_corr/*. Raises ConfigError on an unknown
     loss_type.

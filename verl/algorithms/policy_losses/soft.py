@@ -23,8 +23,10 @@ def sapo(
     tau_pos: float = 1.0,
     tau_neg: float = 1.05,
 ) -> tuple[Tensor, dict[str, Metric]]:
-    """SAPO (2511.20347): -A sigmoid(tau (r - 1)) 4 / tau with tau_pos where A > 0, else tau_neg; always averaged as
-    seq-mean-token-mean. Metrics: ppo_kl. Raises ConfigError unless both temperatures are positive."""
+    """SAPO (2511.20347): -A sigmoid(tau (r - 1)) 4 / tau with tau = tau_pos where A > 0, else tau_neg.
+
+    Always averaged as seq-mean-token-mean. Metrics: ppo_kl. Raises ConfigError unless both temperatures are positive.
+    """
     if tau_pos <= 0 or tau_neg <= 0:
         raise ConfigError(f"actor.tau_pos={tau_pos} and actor.tau_neg={tau_neg} must both be greater than 0.")
     ratio = probability_ratio(log_prob, old_log_prob)
@@ -58,8 +60,10 @@ def dro(
     rollout_is_weights: Tensor | None = None,
     dro_beta: float | None = None,
 ) -> tuple[Tensor, dict[str, Metric]]:
-    """Direct reward optimisation (2405.19107): -(log_prob A - beta / 2 (log_prob - old_log_prob)^2). Metrics: ppo_kl.
-    Raises ConfigError unless dro_beta > 0."""
+    """Direct reward optimization (2405.19107): -(log_prob A - beta / 2 (log_prob - old_log_prob)^2).
+
+    Metrics: ppo_kl. Raises ConfigError unless dro_beta > 0.
+    """
     if dro_beta is None or dro_beta <= 0:
         raise ConfigError(f"The policy loss 'dro' needs actor.policy_loss.dro_beta > 0; it is {dro_beta}.")
     losses = -(log_prob * advantages - 0.5 * dro_beta * (log_prob - old_log_prob).square())

@@ -1,4 +1,4 @@
-"""Parts of the policy losses: the ratio, weights on a loss matrix, and a declaration about zero advantages."""
+"""Terms shared by policy losses: probability ratio, importance weights, and the declaration for zero advantages."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ _zero_without_advantage: set[Callable[..., Any]] = set()
 
 
 def zero_without_advantage(loss: F) -> F:
-    """Decorator: a row whose advantages are all exactly 0 adds exactly 0 to the loss and to the gradient, and changes
-    nothing for other rows. The trainer does not compute such rows."""
+    """Decorator: rows whose advantages are all exactly 0 add exactly 0 to loss and gradient, so that they are skipped."""
     _zero_without_advantage.add(loss)
     return loss
 
 
 def is_zero_without_advantage(loss: Callable[..., Any]) -> bool:
-    """Whether `loss` itself was declared so; a function that wraps a declared one may have other terms."""
+    """Whether `loss` itself has the declaration; a function that wraps a declared one may add terms."""
     return loss in _zero_without_advantage
 
 
@@ -36,7 +35,7 @@ def probability_ratio(log_prob: Tensor, old_log_prob: Tensor) -> Tensor:
 
 
 def weighted(loss_mat: Tensor, rollout_is_weights: Tensor | None) -> Tensor:
-    """The loss matrix times the importance weights of trainer over sampler, if there are any."""
+    """The loss matrix times the importance weights of trainer over sampler, if given."""
     return loss_mat if rollout_is_weights is None else loss_mat * rollout_is_weights
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from verl.algorithms.value_loss import compute_value_loss
+from verl.algorithms.losses import compute_value_loss
 from verl.config import CriticConfig
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto

@@ -5,15 +5,15 @@ import math
 import pytest
 import torch
 
-from verl.algorithms.guards import (
-    SIGNS,
+from verl.algorithms.monitors import (
+    MONITORS,
     breaks,
     first_nonfinite,
     limits_of,
+    monitor_metric,
+    monitor_rows,
+    monitor_tokens,
     nonfinite_rows,
-    sign_metric,
-    sign_of_rows,
-    token_signs,
     worst_rows,
 )
 from verl.config.sections.guards import GuardConfig, GuardsConfig
@@ -40,19 +40,19 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize("name", list(SIGNS))
+@pytest.mark.parametrize("name", list(MONITORS))
 def test_signs_by_hand(name):
-    values = token_signs([name], INPUTS)[name]
+    values = monitor_tokens([name], INPUTS)[name]
     batch, rows = EXPECTED[name]
-    assert sign_metric(name, values, MASK).value == pytest.approx(batch, rel=1e-6)
-    assert sign_of_rows(name, values, MASK)[:2].tolist() == pytest.approx(rows, rel=1e-6)
+    assert monitor_metric(name, values, MASK).value == pytest.approx(batch, rel=1e-6)
+    assert monitor_rows(name, values, MASK)[:2].tolist() == pytest.approx(rows, rel=1e-6)
     # one row after the other comes to the same
-    parts = [{name: sign_metric(name, values[i : i + 1], MASK[i : i + 1])} for i in range(3)]
+    parts = [{name: monitor_metric(name, values[i : i + 1], MASK[i : i + 1])} for i in range(3)]
     assert merge_metrics(parts)[name].value == pytest.approx(batch, rel=1e-6)
 
 
 def test_signs_without_their_inputs_are_left_out():
-    assert set(token_signs([*SIGNS, "grad_norm"], {"log_prob": LOG_PROB, "entropy": None, "old": OLD})) == {
+    assert set(monitor_tokens([*MONITORS, "grad_norm"], {"log_prob": LOG_PROB, "entropy": None, "old": OLD})) == {
         "policy_kl",
         "ratio",
     }

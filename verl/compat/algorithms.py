@@ -1,4 +1,4 @@
-"""Our estimators and losses handed out as functions of the older contract (see verl.algorithms.user_functions)."""
+"""Our estimators and losses as functions of the older contract (see verl.algorithms.user_functions)."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from typing import Any
 from torch import Tensor
 
 from verl.algorithms.advantages import ADVANTAGES, COLUMN_ARGUMENTS, compute_advantage
+from verl.algorithms.losses import compute_value_loss
 from verl.algorithms.policy_losses import POLICY_LOSSES, policy_loss
 from verl.algorithms.user_functions import ConfigView, agg_loss
-from verl.algorithms.value_loss import compute_value_loss
 from verl.data_proto.metrics import metric_values
 
 
 def settings_of(config: Any) -> dict[str, Any]:
-    """The flat keys that losses read, out of an actor section (dataclass or mapping) and its policy_loss and
-    rollout_correction nodes."""
+    """Flat keys that losses read, from an actor section (dataclass or mapping) and its policy_loss and rollout_correction."""
     if config is None:
         return {}
     flat = _as_dict(config)

@@ -1,6 +1,4 @@
-"""Signs that training goes wrong, found in columns and figures: pure functions of tensors and numbers.
-
-A sign is one figure of a batch or a mini-batch that has a limit:
+"""Monitors of training stability: metrics of a batch or mini-batch that may have a limit.
 
     grad_norm      L2 norm of the gradient before clipping
     policy_kl      KL(old policy || policy), nats per token, k3
@@ -9,7 +7,7 @@ A sign is one figure of a batch or a mini-batch that has a limit:
     entropy        mean entropy of the next-token distribution, nats; the limit is the lowest
     mismatch       largest |p - p_sampler| of a sampled token
 
-`nonfinite`, NaN or infinity in any of what goes into a step, has no limit.
+`nonfinite`, NaN or infinity in any input of a step, has no limit.
 """
 
 from __future__ import annotations
@@ -28,15 +26,15 @@ from verl.algorithms.policy_losses.terms import LOG_RATIO_LIMIT
 from verl.data_proto.metrics import Metric
 
 NONFINITE = "nonfinite"
-NUM_NAMED = 16  # samples that a finding names, the worst first
+NUM_NAMED = 16  # samples named by a finding, the worst first
 
 Over = Literal["mean", "max"]
 
 
 @dataclass(frozen=True)
-class Sign:
-    """`of` makes token values [batch, response] from the tensors named in `inputs`; they count as a mean or a maximum over
-    trained tokens. `lowest`: the limit is a bound from below."""
+class Monitor:
+    """A monitored metric. `of` computes token values [batch, response] from the tensors named in `inputs`; the metric is
+    their mean or maximum over trained tokens. `lowest`: the limit is a lower bound."""
 
     meaning: str
     inputs: tuple[str, ...]
@@ -50,14 +48,14 @@ def _ratio(log_prob: Tensor, old: Tensor) -> Tensor:
 
 
 # inputs: log_prob (of the policy), old, reference, sampler: log-probs of the sampled tokens; entropy
-SIGNS: dict[str, Sign] = {
-    "policy_kl": Sign("KL to the old policy", ("old", "log_prob"), lambda old, now: kl_penalty(old, now, "k3")),
-    "reference_kl": Sign(
+MONITORS: dict[str, Monitor] = {
+    "policy_kl": Monitor("KL to the old policy", ("old", "log_prob"), lambda old, now: kl_penalty(old, now, "k3")),
+    "reference_kl": Monitor(
         "KL to the reference policy", ("log_prob", "reference"), lambda now, ref: kl_penalty(now, ref, "k3")
     ),
-    "ratio": Sign("largest probability ratio to the old policy", ("log_prob", "old"), _ratio, over="max"),
-    "entropy": Sign("entropy", ("entropy",), lambda entropy: entropy, lowest=True),
-    "mismatch": Sign(
+    "ratio": Monitor("largest probability ratio to the old policy", ("log_prob", "old"), _ratio, over="max"),
+    "entropy": Monitor("entropy", ("entropy",), lambda entropy: entropy, lowest=True),
+    "mismatch": Monitor(
         "largest difference between trainer's and sampler's probability",
         ("log_prob", "sampler"),
         lambda now, sampler: (now.exp() - sampler.exp()).abs(),
@@ -66,64 +64,66 @@ SIGNS: dict[str, Sign] = {
 }
 GRAD_NORM = "grad_norm"
 MEANINGS = {NONFINITE: "a value that is not finite", GRAD_NORM: "gradient norm"} | {
-    n: s.meaning for n, s in SIGNS.items()
+    n: s.meaning for n, s in MONITORS.items()
 }
 
 
 def limits_of(config: Any) -> dict[str, float]:
-    """Guard -> limit, for those of the section `trainer.guards` that have one."""
-    found = {name: config[name].limit for name in (GRAD_NORM, *SIGNS) if name in config}
+    """Limits by name, from the section `trainer.guards`; a program's section has those that it supports."""
+    found = {name: config[name].limit for name in (GRAD_NORM, *MONITORS) if name in config}
     return {name: float(limit) for name, limit in found.items() if limit is not None}
 
 
 def breaks(name: str, value: float, limit: float) -> bool:
-    """Whether `value` of the sign `name` is beyond `limit`; a value that is not a number is."""
+    """Whether `value` of the monitor `name` exceeds `limit`; NaN does."""
     if math.isnan(value):
         return True
-    return value < limit if name in SIGNS and SIGNS[name].lowest else value > limit
+    return value < limit if name in MONITORS and MONITORS[name].lowest else value > limit
 
 
 @torch.no_grad()
-def token_signs(names: Iterable[str], inputs: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-    """Token values [batch, response] of those signs among `names` whose inputs are there."""
+def monitor_tokens(names: Iterable[str], inputs: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    """Token values [batch, response] of the monitors among `names` whose inputs are given."""
     found = {}
     for name in names:
-        sign = SIGNS.get(name)
-        given = [inputs.get(i) for i in sign.inputs] if sign is not None else [None]
-        if sign is not None and all(tensor is not None for tensor in given):
-            found[name] = sign.of(*given)
+        monitor = MONITORS.get(name)
+        given = [inputs.get(i) for i in monitor.inputs] if monitor is not None else [None]
+        if monitor is not None and all(tensor is not None for tensor in given):
+            found[name] = monitor.of(*given)
     return found
 
 
-def sign_metric(name: str, values: Tensor, mask: Tensor) -> Metric:
-    """The figure of a micro-batch; merging gives that of the batch. An empty mask counts for nothing."""
-    if SIGNS[name].over == "mean":
+def monitor_metric(name: str, values: Tensor, mask: Tensor) -> Metric:
+    """Metric of a micro-batch; merging gives that of the batch. An empty mask has no weight."""
+    if MONITORS[name].over == "mean":
         return token_mean(values, mask)
     return Metric.max(torch.where(mask, values, -math.inf).amax())
 
 
-def sign_of_rows(name: str, values: Tensor, mask: Tensor) -> Tensor:
-    """[batch] the figure of each row; rows without a trained token have the value that is furthest from any limit."""
-    sign = SIGNS[name]
-    best = math.inf if sign.lowest else -math.inf
-    rows = masked_mean(values, mask, -1) if sign.over == "mean" else torch.where(mask, values, -math.inf).amax(-1)
+def monitor_rows(name: str, values: Tensor, mask: Tensor) -> Tensor:
+    """Metric of each row, [batch]; rows without a trained token get the value furthest from any limit."""
+    monitor = MONITORS[name]
+    best = math.inf if monitor.lowest else -math.inf
+    rows = masked_mean(values, mask, -1) if monitor.over == "mean" else torch.where(mask, values, -math.inf).amax(-1)
     return torch.where(mask.any(-1), rows, best)
 
 
 def worst_rows(name: str, rows: Tensor, limit: float) -> tuple[list[int], int]:
-    """(numbers of the rows [batch] that are beyond `limit`, worst first and at most NUM_NAMED; how many there are). Where
-    only the mean of all is beyond it, the worst row alone."""
+    """(indices of the rows [batch] beyond `limit`, worst first and at most NUM_NAMED; their number).
+
+    If only the mean over all rows exceeds the limit, the worst row alone.
+    """
     if rows.numel() == 0:
         return [], 0
-    badness = -rows if SIGNS[name].lowest else rows
+    badness = -rows if MONITORS[name].lowest else rows
     badness = torch.where(rows.isnan(), math.inf, badness)
-    bound = -limit if SIGNS[name].lowest else limit
+    bound = -limit if MONITORS[name].lowest else limit
     count = max(1, int((badness > bound).sum()))
     return badness.argsort(descending=True, stable=True)[: min(count, NUM_NAMED)].tolist(), count
 
 
 def nonfinite_rows(values: Tensor, mask: Tensor | None = None) -> Tensor:
-    """[batch] rows of `values` [batch, ...] with NaN or infinity where `mask` is true."""
+    """Rows of `values` [batch, ...] with NaN or infinity where `mask` is true: [batch] bool."""
     bad = ~torch.isfinite(values)
     if mask is not None:
         bad = bad & mask
@@ -131,7 +131,7 @@ def nonfinite_rows(values: Tensor, mask: Tensor | None = None) -> Tensor:
 
 
 def first_nonfinite(values: Tensor, mask: Tensor | None = None) -> float:
-    """The first value of a row that is not finite."""
+    """The first value that is not finite."""
     bad = ~torch.isfinite(values)
     if mask is not None:
         bad = bad & mask
