@@ -92,7 +92,7 @@ def environment_of(folder, namespaces):
         (folder / "sitecustomize.py").write_text(
             "import verl.rewards.sandbox.launch as launch\nlaunch.namespace_command = lambda network: ()\n"
         )
-        found["PYTHONPATH"] = str(folder)
+        found["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
     return found
 
 
