@@ -1,4 +1,4 @@
-"""The signs of verl/algorithms/guards.py on numbers worked out by hand."""
+"""Monitors of verl/algorithms/monitors.py on numbers worked by hand."""
 
 import math
 

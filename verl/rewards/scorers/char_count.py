@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from verl.rewards.scorers.api import Scorer
-from verl.rewards.scorers.equivalence import last_boxed
+from verl.rewards.scorers.math_answers import last_boxed
+from verl.rewards.scorers.route import Scorer
 
 
 def compute_score(solution_str: str, ground_truth: Any, **_other: Any) -> float:
