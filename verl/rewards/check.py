@@ -1,4 +1,4 @@
-"""Before training: run the reward on each row's reference answer, which ought to get the full score."""
+"""Score the reference answer of each row before training; it should get the full score."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BATCH_ROWS = 64  # rows of one call of a batched function
 
 @dataclass
 class SourceReport:
-    """What the rows of one data_source gave. `custom`: a function of the user's, whose full score nobody knows."""
+    """Results of one data_source. `custom`: a function of the user's, whose full score is unknown."""
 
     data_source: str
     custom: bool
@@ -37,8 +37,10 @@ class SourceReport:
 
     @property
     def level(self) -> Literal["pass", "warn", "fail"]:
-        """A built-in scorer fails when one reference does not get 1; a custom function warns when it breaks on one, and
-        fails when it breaks on all."""
+        """Level of the report: a built-in scorer fails when one reference does not get 1.
+
+        A custom function warns when it fails on one reference, and fails when it fails on all.
+        """
         if self.num_errors and self.num_errors == self.num_scored:
             return "fail"
         if self.custom:
@@ -68,9 +70,10 @@ class ReferenceReport:
 
 
 def check_references(rows: Iterable[Mapping[str, Any]], config: RewardConfig) -> ReferenceReport:
-    """Score the reference answer of every row (`data_source`, `reward_model.ground_truth`, `extra_info`), one report
-    per data_source. The answer is written as the data_source's built-in scorer wants it ("#### 18", "\\boxed{18}");
-    where there is none, the ground truth itself is the reply.
+    """Score the reference answer of every row (`data_source`, `reward_model.ground_truth`, `extra_info`).
+
+    One report per data_source. The answer has the form that the built-in scorer reads ("#### 18", "\\boxed{18}"); without
+    such a scorer the ground truth itself is the reply.
 
     Raises RewardError when the function cannot be loaded or there is no scorer for a data_source.
     """
@@ -90,7 +93,7 @@ def check_references(rows: Iterable[Mapping[str, Any]], config: RewardConfig) ->
     try:
         pool.start(list(reports))
         for request, score in zip(requests, _score(pool, requests), strict=True):
-            _note(reports[request.data_source], request, score)
+            _record(reports[request.data_source], request, score)
     finally:
         pool.close()
     return ReferenceReport(list(reports.values()))
@@ -116,7 +119,7 @@ def _score(pool: RewardPool, requests: list[ScoreRequest]) -> list[Score]:
     return [score for chunk in chunks for score in pool.score_all(chunk)]
 
 
-def _note(report: SourceReport, request: ScoreRequest, score: Score) -> None:
+def _record(report: SourceReport, request: ScoreRequest, score: Score) -> None:
     report.score_sum += score.score
     report.num_full += score.error is None and score.score == 1
     report.num_errors += score.error is not None

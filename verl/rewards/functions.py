@@ -1,4 +1,4 @@
-"""Finding a reward function and checking, before the run, that it can be called as it will be called."""
+"""Load a reward function and verify, before the run, that it takes the arguments it will be called with."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from verl.registry import load_module, user_file
 
 SAMPLE_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
-# what a reward model said about the samples, by the name that a function for one sample and one for lists takes it
+# argument with the reward model's output: of a function for one sample, of one for lists
 MODEL_SCORE = ("reward_model_score", "reward_model_scores")
 MODEL_REPLY = ("reward_model_reply", "reward_model_replies")
 SIGNATURE = "(data_source, solution_str, ground_truth, extra_info=None, **kwargs)"
@@ -24,9 +24,11 @@ RewardFunction = Callable[..., Any]
 
 @dataclass(frozen=True)
 class RewardFunctionSpec:
-    """Which function scores. `path`: a .py file, a dotted module or `pkg://module`; None is the built-in scorer of
-    the row's data_source. `batched`: it is called once with lists (the manager `batch`). `kwargs` are added to every
-    call. `from_model`: the argument that carries what a reward model said, if there is one.
+    """Reference to a reward function.
+
+    path: a .py file, a dotted module or `pkg://module`; None is the built-in scorer of the row's data_source. batched:
+    called once with lists (the manager `batch`). kwargs: added to every call. from_model: the argument for the output of
+    a reward model, if there is one.
 
     RewardFunctionSpec("rewards.py", "compute_score", {"penalty": 0.1})
     """
@@ -42,12 +44,12 @@ class RewardFunctionSpec:
         return self.path is None
 
     def file_digest(self) -> str | None:
-        """SHA-256 of the function's file as it is now; None for modules and files that cannot be read."""
+        """SHA-256 of the function's current file; None for modules and unreadable files."""
         return _digest(self.path.removeprefix("file://")) if self.path and self.path.endswith(".py") else None
 
     @property
     def label(self) -> str:
-        """How messages call it: "compute_score of rewards.py"."""
+        """Name in messages: "compute_score of rewards.py"."""
         return "default_compute_score" if self.path is None else f"{self.name} of {self.path}"
 
 
@@ -59,8 +61,7 @@ def _digest(path: str) -> str | None:
 
 
 def load_reward_function(spec: RewardFunctionSpec) -> RewardFunction:
-    """The callable, its signature checked. Raises RewardError naming file, function, its signature and the one
-    needed."""
+    """Load the callable and check its signature. Raises RewardError with file, function and both signatures."""
     if spec.path is None:
         from verl.rewards.scorers.route import default_compute_score, default_compute_scores
 
@@ -84,7 +85,7 @@ def check_signature(function: RewardFunction, spec: RewardFunctionSpec) -> None:
         if spec.from_model and spec.from_model in str(error):
             raise RewardError(
                 f"The reward function {spec.label} with the signature {signature} has no parameter {spec.from_model!r}, so "
-                "it would never see what the reward model says. Add the parameter, or set "
+                "it would not get the reward model's output. Add the parameter, or set "
                 "reward.reward_model.enable=False."
             ) from error
         needed = BATCH_SIGNATURE if spec.batched else SIGNATURE

@@ -1,11 +1,11 @@
-"""Reward functions for runs with a reward model and no function of the user's: they hand on what the model said.
+"""Reward functions for runs with a reward model and no function of the user's: they return the model's output.
 
 A user's function gets the same argument by name, and combines rule and model as it likes:
 
     def compute_score(data_source, solution_str, ground_truth, extra_info=None, reward_model_score=0.0):
         return {"score": reward_model_score + float(ground_truth in solution_str), "model": reward_model_score}
 
-A judge's function gets `reward_model_reply`, the text that the judge wrote, and is its parser.
+A judge's function gets `reward_model_reply`, the text that the judge wrote, and parses it.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ def model_score(*, reward_model_score: float, **_: Any) -> dict[str, Any]:
 
 
 def model_scores(*, reward_model_scores: list[float], **_: Any) -> list[dict[str, Any]]:
-    """The same for the manager `batch`."""
+    """`model_score` for the manager `batch`."""
     return [{"score": score} for score in reward_model_scores]
 
 
 def last_number(*, reward_model_reply: str, **_: Any) -> dict[str, Any]:
-    """The last number of the judge's reply ("I give it 7 of 10. Score: 7" is 7). Raises ValueError when there is none,
-    which gives this sample the default score."""
+    """The last number of the judge's reply ("I give it 7 of 10. Score: 7" is 7).
+
+    Raises ValueError without one; the sample then gets the default score.
+    """
     found = _NUMBER.findall(reward_model_reply)
     if not found:
         raise ValueError(f"the judge's reply has no number: {reward_model_reply[:80]!r}")
@@ -37,7 +39,7 @@ def last_number(*, reward_model_reply: str, **_: Any) -> dict[str, Any]:
 
 
 def last_numbers(*, reward_model_replies: list[str], **_: Any) -> list[dict[str, Any]]:
-    """The same for the manager `batch`; a reply without a number gets NaN, which costs its own sample alone."""
+    """`last_number` for the manager `batch`; a reply without a number gets NaN, which costs its own sample alone."""
     return [
         {"score": float(found[-1]) if (found := _NUMBER.findall(reply)) else math.nan, "reply": reply}
         for reply in reward_model_replies
