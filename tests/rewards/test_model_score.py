@@ -83,7 +83,7 @@ def test_a_function_parses_the_judge(scored):
 
 
 def test_a_function_that_would_not_see_the_model_is_refused(scored):
-    with pytest.raises(RewardError, match="no parameter 'reward_model_score'.*never see"):
+    with pytest.raises(RewardError, match="no parameter 'reward_model_score'.*would not get"):
         scored([0.1], function="rule_only")
 
 
