@@ -15,63 +15,7 @@ from verl.compat.import_paths import COMMANDS, IMPORT_PATHS, UNAVAILABLE
 from verl.data_proto.proto import DataProto
 from verl.errors import ConfigError
 
-# name that recipes write -> where it lives; the same object
-SAME = {
-    "verl:DataProto": "verl.data_proto.proto:DataProto",
-    "verl.protocol:DataProto": "verl.data_proto.proto:DataProto",
-    "verl.protocol:DataProtoFuture": "verl.data_proto.future:DataProtoFuture",
-    "verl.protocol:DataProtoItem": "verl.data_proto.proto:DataProtoItem",
-    "verl.protocol:DataProtoConfig": "verl.data_proto.settings:DataProtoConfig",
-    "verl.protocol:pad_dataproto_to_divisor": "verl.data_proto.padding:pad_dataproto_to_divisor",
-    "verl.protocol:unpad_dataproto": "verl.data_proto.padding:unpad_dataproto",
-    "verl.protocol:collate_fn": "verl.data_proto.padding:collate_fn",
-    "verl.protocol:fold_batch_dim": "verl.data_proto.padding:fold_batch_dim",
-    "verl.protocol:unfold_batch_dim": "verl.data_proto.padding:unfold_batch_dim",
-    "verl.protocol:union_tensor_dict": "verl.data_proto.merge:union_tensor_dict",
-    "verl.protocol:union_numpy_dict": "verl.data_proto.merge:union_numpy_dict",
-    "verl.trainer.ppo.core_algos:register_adv_est": "verl.algorithms.advantages:register_adv_est",
-    "verl.trainer.ppo.core_algos:register_policy_loss": "verl.algorithms.policy_losses:register_policy_loss",
-    "verl.trainer.ppo.core_algos:agg_loss": "verl.algorithms.user_functions:agg_loss",
-    "verl.trainer.ppo.core_algos:kl_penalty": "verl.algorithms.kl:kl_penalty",
-    "verl.utils.reward_score:default_compute_score": "verl.rewards.scorers.route:default_compute_score",
-    "verl.utils.reward_score.gsm8k:compute_score": "verl.rewards.scorers.gsm8k:compute_score",
-    "verl.utils.reward_score.math:compute_score": "verl.rewards.scorers.math_answers:score_boxed",
-    "verl.utils.reward_score.math_reward:compute_score": "verl.rewards.scorers.math_answers:score_boxed",
-    "verl.utils.reward_score.math_dapo:compute_score": "verl.rewards.scorers.math_answers:score_answer_line",
-    "verl.utils.dataset:RLHFDataset": "verl.data.dataset:RLHFDataset",
-    "verl.utils.dataset.rl_dataset:RLHFDataset": "verl.data.dataset:RLHFDataset",
-    "verl.utils.dataset.rl_dataset:collate_fn": "verl.data.dataset:collate_fn",
-    "verl:DataParallelConfig": "verl.parallel.placement:DataParallelConfig",
-    "verl.utils:set_device_map": "verl.parallel.placement:set_device_map",
-    "verl.single_controller.base:Worker": "verl.runtime.user_worker:Worker",
-    "verl.single_controller.base:register": "verl.parallel.register:register",
-    "verl.single_controller.base.decorator:Dispatch": "verl.parallel.register:Dispatch",
-    "verl.single_controller.base.decorator:Execute": "verl.parallel.register:Execute",
-    "verl.trainer:DynamicConfigScheduler": "verl.run.schedule:DynamicConfigScheduler",
-    "verl.utils.torch_functional:entropy_from_logits": "verl.algorithms.losses:entropy_from_logits",
-}
-# names that adapt; how they behave is tested below or in the room's own tests
-PRESENT = {
-    "verl.trainer.ppo.core_algos": [
-        "AdvantageEstimator", "get_adv_estimator_fn", "get_policy_loss_fn", "get_kl_controller", "compute_value_loss",
-        "compute_gae_advantage_return", "compute_grpo_outcome_advantage", "compute_rloo_outcome_advantage",
-        "compute_policy_loss_vanilla", "compute_entropy_loss", "AdaptiveKLController", "FixedKLController",
-    ],
-    "verl.trainer.ppo.metric_utils": [
-        "compute_data_metrics", "compute_timing_metrics", "compute_throughout_metrics", "process_validation_metrics",
-    ],
-    "verl.workers.reward_manager": ["register"],
-    "verl.utils.tracking": ["Tracking"],
-    "verl.utils.seqlen_balancing": [
-        "get_seqlen_balanced_partitions", "log_seqlen_unbalance", "rearrange_micro_batches", "get_reverse_idx",
-        "prepare_dynamic_batch", "restore_dynamic_batch",
-    ],
-    "verl.utils.torch_functional": [
-        "masked_sum", "masked_mean", "masked_var", "masked_whiten", "logprobs_from_logits", "get_response_mask",
-        "pad_sequence_to_length", "pad_2d_list_to_length", "clip_by_value",
-    ],
-    "verl.trainer.logger": ["RLLogger"],
-}  # fmt: skip
+NEED_RAY = ("verl.single_controller.ray", "verl.trainer.ppo.ray_trainer")
 
 
 class TestFinder:

@@ -12,8 +12,8 @@ from verl.algorithms.advantages import compute_advantage as estimate
 from verl.algorithms.correction import rollout_correction
 from verl.algorithms.correction.diagnostics import gap_metrics
 from verl.algorithms.filters import pf_ppo_indices
-from verl.algorithms.older_contract import settings_of
 from verl.algorithms.user_functions import ConfigView
+from verl.compat.algorithms import settings_of
 from verl.data_proto.metrics import metric_values
 from verl.data_proto.proto import DataProto
 from verl.errors import ConfigError

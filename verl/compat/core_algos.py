@@ -1,6 +1,6 @@
 """Estimators, losses and KL controllers in the older contract, by name and as registries: `verl.trainer.ppo.core_algos`.
 
-A built-in registry row is returned as a function of the older contract (verl/algorithms/older_contract.py); a function
+A built-in registry row is returned as a function of the older contract (verl/compat/algorithms.py); a function
 that a script has registered is returned unchanged.
 """
 
@@ -15,10 +15,10 @@ from torch import Tensor
 from verl.algorithms.advantages import ADVANTAGES, register_adv_est
 from verl.algorithms.kl import AdaptiveKLController, FixedKLController, KLController, kl_penalty, make_kl_controller
 from verl.algorithms.losses import compute_entropy_loss
-from verl.algorithms.older_contract import older_advantage, older_policy_loss
-from verl.algorithms.older_contract import older_value_loss as compute_value_loss
 from verl.algorithms.policy_losses import POLICY_LOSSES, register_policy_loss
 from verl.algorithms.user_functions import ConfigView, agg_loss
+from verl.compat.algorithms import older_advantage, older_policy_loss
+from verl.compat.algorithms import older_value_loss as compute_value_loss
 from verl.registry import Registry
 
 __all__ = [

@@ -8,13 +8,8 @@ from __future__ import annotations
 _WORKER_GROUPS = "verl.runtime.ray_worker_group"
 _REGISTER = "Dispatch Execute register register_dispatch_mode update_dispatch_mode"
 _ROLES = "Role WorkerType need_critic need_reference_policy need_reward_model"
-_EQUIVALENCE = {"verl.rewards.scorers.equivalence": "is_equiv=math_equal"}
 _BOXED = "last_boxed_only_string remove_boxed"
-_MATH_SCORER = {
-    "verl.rewards.scorers.math_reward": "compute_score",
-    "verl.rewards.scorers.boxed": _BOXED,
-    **_EQUIVALENCE,
-}
+_MATH_SCORER = {"verl.rewards.scorers.math_answers": f"compute_score=score_boxed is_equiv=math_equal {_BOXED}"}
 
 # module -> {module here: its names, as "name" or "name=name_here"}
 IMPORT_PATHS: dict[str, dict[str, str]] = {
@@ -116,11 +111,10 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
     "verl.utils.reward_score.gsm8k": {"verl.rewards.scorers.gsm8k": "compute_score extract_solution"},
     "verl.utils.reward_score.math": _MATH_SCORER,
     "verl.utils.reward_score.math_dapo": {
-        "verl.rewards.scorers.math_dapo": "compute_score",
-        "verl.rewards.scorers.boxed": f"{_BOXED} normalize_final_answer",
+        "verl.rewards.scorers.math_answers": f"compute_score=score_answer_line {_BOXED} normalize_final_answer",
     },
     "verl.utils.reward_score.math_reward": _MATH_SCORER,
-    "verl.utils.reward_score.openr1mm": {"verl.rewards.scorers.tagged_math": "compute_score"},
+    "verl.utils.reward_score.openr1mm": {"verl.rewards.scorers.math_answers": "compute_score=score_tagged"},
     "verl.utils.reward_score.rlla": {"verl.rewards.scorers.tool_calls": "compute_score"},
     "verl.utils.rollout_trace": {"verl.compat.tracking": "RolloutTraceConfig rollout_trace_attr rollout_trace_op"},
     "verl.utils.seqlen_balancing": {

@@ -1,4 +1,4 @@
-"""JSON messages behind a 4-byte length, over a pair of sockets between the run and a scorer."""
+"""Messages behind a 4-byte length on a socket. Nothing is pickled: a message is JSON, or bytes that the receiver checks."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ MAX_MESSAGE_BYTES = 256 << 20
 
 
 class ChannelClosed(Exception):
-    """The other process closed the channel or ended."""
+    """The other side is gone."""
 
 
 class ChannelCorrupt(Exception):
-    """The bytes received are not a message: another writer used the channel."""
+    """The received bytes are not a message: another process wrote to the channel."""
 
 
 def to_jsonable(value: Any) -> Any:
-    """Convert a value unknown to JSON to a plain one: numpy arrays and scalars (anything with `tolist`), and sets.
+    """Plain form of values that JSON lacks: numpy arrays and scalars (anything with `tolist`), and sets.
 
-    Raises RewardError for bytes and other objects; pass the path of a file instead.
+    Raises RewardError for bytes and for objects without a plain form; such values belong in a file whose path is
+    passed.
     """
     if hasattr(value, "tolist"):
         return value.tolist()
@@ -38,7 +39,8 @@ def to_jsonable(value: Any) -> Any:
 
 
 def encode(message: dict[str, Any]) -> bytes:
-    """Encode a message as JSON; numpy values become plain, keys of dicts text. Raises RewardError (to_jsonable)."""
+    """JSON bytes of a message; numpy values become plain. Keys of dicts become text. Raises RewardError
+    (to_jsonable)."""
     try:
         return json.dumps(message, default=to_jsonable, separators=(",", ":")).encode()
     except (TypeError, ValueError, RecursionError) as error:
@@ -51,7 +53,7 @@ def frame(payload: bytes) -> bytes:
 
 
 def send(channel: socket.socket, payload: bytes) -> None:
-    """Send one message. Raises ChannelClosed, or TimeoutError past the channel's timeout."""
+    """Write one message. Raises ChannelClosed when the other side is gone, TimeoutError past the channel's timeout."""
     try:
         channel.sendall(frame(payload))
     except TimeoutError:
@@ -61,7 +63,7 @@ def send(channel: socket.socket, payload: bytes) -> None:
 
 
 def receive(channel: socket.socket, timeout_s: float | None = None) -> dict[str, Any]:
-    """Receive one message within `timeout_s` (None: no limit, for a worker that waits for its parent).
+    """Read one JSON message within `timeout_s` seconds in all (None: no limit, for a child that waits for its parent).
 
     Raises TimeoutError, ChannelClosed, or ChannelCorrupt.
     """
@@ -75,7 +77,7 @@ def receive(channel: socket.socket, timeout_s: float | None = None) -> dict[str,
 
 
 def receive_bytes(channel: socket.socket, timeout_s: float | None = None) -> bytes:
-    """Receive the bytes of one message, as `receive` does, without decoding them."""
+    """`receive` without decoding."""
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     (length,) = _HEADER.unpack(_read(channel, _HEADER.size, deadline))
     if length > MAX_MESSAGE_BYTES:
@@ -84,7 +86,7 @@ def receive_bytes(channel: socket.socket, timeout_s: float | None = None) -> byt
 
 
 def read_header(received: bytes | bytearray) -> tuple[int, int] | None:
-    """(begin, end) of the first message in the bytes received so far; None while its length is not known."""
+    """(begin, end) of the first message in the bytes received so far; None while its length is unknown."""
     if len(received) < _HEADER.size:
         return None
     (length,) = _HEADER.unpack_from(received)
