@@ -93,16 +93,16 @@ class Alarm:
         """ "KL to the old policy is 0.31, beyond trainer.guards.policy_kl.limit=0.1, in mini-batch 2 of the actor (prompt 7
         sample 1: 2.4)"."""
         if self.guard == NONFINITE:
-            told = f"{self.what} is not finite ({self.value})"
+            sentence = f"{self.what} is not finite ({self.value})"
         else:
-            told = (
+            sentence = (
                 f"{MEANINGS[self.guard]} is {self.value:.4g}, beyond trainer.guards.{self.guard}.limit={self.limit:g}"
             )
-        told += f" in {self.place}"
+        sentence += f" in {self.place}"
         named = "; ".join(f"prompt {s['uid']} sample {s['sample']}: {s['value']:.4g}" for s in self.samples[:3])
         if not named:
-            return told
-        return f"{told}, {self.num_samples} sample{'s' if self.num_samples != 1 else ''} ({named})"
+            return sentence
+        return f"{sentence}, {self.num_samples} sample{'s' if self.num_samples != 1 else ''} ({named})"
 
 
 class Guards:
@@ -230,7 +230,7 @@ class Guards:
         place = f"; {self.file} names the samples" if self.file is not None else ""
         return (
             f"The run stops because {why}{place}. Lower the learning rate, look at those samples, or use float32 "
-            "(actor.fsdp_config.dtype=float32), and run the same command again to go on from the newest checkpoint."
+            "(actor.fsdp_config.dtype=float32), and run the same command again to resume from the newest checkpoint."
         )
 
     def _record(self, alarms: Sequence[Alarm], actions: Sequence[str], action: str) -> None:

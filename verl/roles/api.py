@@ -68,7 +68,8 @@ class RoleSpec:
 
     `head`: "lm" (log-probs of tokens), "token_value" (a value per token) or "sequence_score" (a score per row). Without `optim`
     or `objective` the role is frozen. `shares` names a role whose engine this one uses without its LoRA adapters: a frozen
-    reference that costs no memory. `objective` is called with the role's StepGuard, on the rank where the model is built.
+    reference that costs no memory. `objective` is called with the role's StepGuard on each of its ranks, and on the controller,
+    which reads its `unit`.
     """
 
     name: str

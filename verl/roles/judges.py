@@ -1,4 +1,4 @@
-"""Who answers a judge's questions: an engine of this run (native, vLLM), or a chat service that somebody runs.
+"""Judges: generative reward models, run by an engine of this run (native, vLLM) or by a chat service.
 
     build_judge(config, device).replies(questions) -> replies, texts in the same order
 
@@ -26,19 +26,19 @@ from verl.rollout.http.client import Client
 from verl.rollout.vllm.core import require_vllm
 
 _KEYS = "reward.reward_model.rollout"
-_MOST_REQUESTS = 256  # side by side; each has a thread
+_MOST_REQUESTS = 256  # concurrent; each has a thread
 
 
 class Judge(Protocol):
     def replies(self, questions: Sequence[str]) -> list[str]:
         """A greedy reply to each question. Raises ModelError when one does not fit, WorkerLostError, UnreachableError
-        or DeadlineError when whoever answers is gone or silent."""
+        or DeadlineError when the engine or service is gone or silent."""
 
     def release(self) -> None:
-        """Free what is kept from one batch to the next."""
+        """Free memory that is kept from one batch to the next."""
 
     def close(self) -> None:
-        """End what was started for it."""
+        """End the processes of the judge."""
 
 
 def build_judge(
@@ -139,7 +139,7 @@ class ServiceJudge:
         """The service keeps its memory."""
 
     def close(self) -> None:
-        """The service goes on."""
+        """Leave the service running."""
 
     def _reply(self, question: str) -> str:
         body = {

@@ -1,4 +1,4 @@
-"""The reward role: scores arrive from the reward manager's processes while generation goes on."""
+"""The reward role: the reward manager's processes score samples while others are generated."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ class RewardWorker:
         keys = list(batch.non_tensor_batch["sample_key"])
         self._submit_unseen(batch, keys)
         self._submitted.difference_update(keys)
-        said = None if self.model is None else self.model.score(batch)
-        if said is not None:
-            self._submit_waiting(keys, said)
+        from_model = None if self.model is None else self.model.score(batch)
+        if from_model is not None:
+            self._submit_waiting(keys, from_model)
         found = self.manager.collect(keys)
         scores = [found[k] for k in keys]
         mask = batch.batch["response_mask"]
@@ -79,7 +79,7 @@ class RewardWorker:
         scored = DataProto.from_dict(
             {"token_level_scores": token_scores}, {"reward_parts": parts, "reward_error": errors}
         )
-        return scored if said is None else scored.union(said)
+        return scored if from_model is None else scored.union(from_model)
 
     def _submit_unseen(self, batch: DataProto, keys: list[str]) -> None:
         """Samples of a rollout in another process; those of one in this process came while they were generated."""
@@ -90,8 +90,11 @@ class RewardWorker:
                 token_ids = batch.batch["responses"][row][exists[row]].tolist()
                 self.submit(score_request(batch, row, key, token_ids, self.tokenizer))
 
-    def _submit_waiting(self, keys: list[str], said: DataProto) -> None:
-        columns = {**dict(said.batch.items() if said.batch is not None else {}), **said.non_tensor_batch}
+    def _submit_waiting(self, keys: list[str], from_model: DataProto) -> None:
+        columns = {
+            **dict(from_model.batch.items() if from_model.batch is not None else {}),
+            **from_model.non_tensor_batch,
+        }
         for name, values in columns.items():
             for key, value in zip(keys, values.tolist(), strict=True):
                 self.manager.submit(replace(self._waiting.pop(key), from_model={name: value}))

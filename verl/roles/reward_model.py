@@ -1,4 +1,4 @@
-"""The reward model as a role: a classifier that scores, or a judge that writes its opinion.
+"""Reward models: a classifier that scores, or a judge that replies in text.
 
 `score(batch)` adds one column, by rows, so that a group of ranks can share the work. What it says goes to the reward
 function (verl/rewards/model_score.py), which makes the reward of it.
@@ -116,7 +116,7 @@ class RewardModelWorker:
         return DataProto.from_dict({"reward_model_score": scores.to(torch.float32)})
 
     def close(self) -> None:
-        """Nothing was started for it."""
+        """Nothing to end."""
 
     def _conversations(self, batch: DataProto) -> list[tuple[int, ...]]:
         texts = [
@@ -154,7 +154,7 @@ class JudgeWorker:
         return DataProto.from_dict({}, {"reward_model_reply": object_array([replies[prompt] for prompt in prompts])})
 
     def close(self) -> None:
-        """End what was started for the judge."""
+        """End the processes of the judge."""
         self.judge.close()
 
     def prompt(self, conversation: str, response: str, ground_truth: str) -> str:
@@ -174,7 +174,7 @@ class JudgeWorker:
 
 
 def batches(rows: Sequence[Row], size: int | None) -> Iterator[Sequence[Row]]:
-    """`rows` in pieces of `size` at most; None: in one."""
+    """`rows` in chunks of at most `size`; None: in one."""
     size = size or max(1, len(rows))
     return (rows[at : at + size] for at in range(0, max(1, len(rows)), size))
 

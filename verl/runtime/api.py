@@ -50,7 +50,7 @@ def choose(specs: RoleSpecs) -> str:
 
 @contextmanager
 def open_runtime(config: Any, program: type[ProgramClass]) -> Iterator[Runtime]:
-    """The runtime of `config`, closed on leaving. Raises ConfigError for a placement that the machine cannot have,
+    """The runtime of `config`, closed on leaving. Raises ConfigError for a placement that this node or cluster cannot have,
     MissingExtraError without Ray, DeadlineError when other ranks do not come."""
     runtime = _make(config, program, choose(program.roles(config)))
     try:

@@ -40,7 +40,7 @@ from verl.tracking.logs import setup_logging
 log = logging.getLogger(__name__)
 
 _SCORING = "scoring"  # the thread that waits for scores while the process generates or trains
-_WATCHING = "watching"  # the thread that can still say in what the others hang
+_WATCHING = "watching"  # the thread that reports the stack of a call that hangs
 
 Packed = list[Any]  # the document and the buffers of verl/parallel/serialize.py, which Ray carries without copying
 
@@ -127,7 +127,7 @@ class RayRuntime:
         for process, (node, address, _, pid) in zip(found, places, strict=True):
             process.node, process.pid = f"{node} {address}", pid
         _, address, port, _ = places[0]
-        # in a cluster of our own all are on this machine, and need no other to reach them
+        # in a local cluster all processes are on this node
         address = "127.0.0.1" if self.cluster.is_ours else address
         self.everywhere(
             "meeting the other ranks", "join", pack((address, port, self.collective_timeout_s)), starts=True
@@ -185,7 +185,7 @@ class RankProcess:
         self.workers: RankWorkers | None = None
 
     def place(self) -> Any:
-        """(host name, address, a free port, process id)."""
+        """(node name, address, a free port, process id)."""
         return answer(lambda: (socket.gethostname(), own_address(), free_port(), os.getpid()))
 
     def join(self, meeting: Packed) -> Any:
@@ -264,7 +264,7 @@ class RankProcess:
 
 
 def _pools(config: Any) -> list[int]:
-    """Devices of the training and of the rollout pool, where each asks for one machine and neither says which."""
+    """Devices of the training and of the rollout pool, where each asks for one node."""
     trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
     return [trainer.n_gpus_per_node, rollout.n_gpus_per_node] if trainer.nnodes == rollout.nnodes == 1 else []
 
@@ -281,13 +281,13 @@ def unpack(packed: Packed) -> Any:
 
 
 def answer(run: Callable[[], Any]) -> Any:
-    """The packed result of `run`, or its error: errors of ours as they are, others with their traceback."""
+    """The packed result of `run`, or its error: VerlError as it is, others with their traceback."""
     try:
         return pack(run())
     except VerlError as error:
         log.error("%s", error)
         return {"error": type(error).__name__, "text": str(error)}
-    except Exception as error:  # whatever it is, the caller must hear of it
+    except Exception as error:  # any error is sent to the caller
         log.exception("A call failed.")
         return {"error": type(error).__name__, "text": traceback.format_exc()}
 

@@ -1,4 +1,4 @@
-"""Ray, as far as verl uses it: a cluster, processes with a place in it, results with deadlines. Nothing else imports ray."""
+"""The Ray calls of verl: a cluster, processes placed in it, results with deadlines. No other file imports ray."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from verl.errors import ConfigError, DeadlineError, VerlError, WorkerLostError
 
 log = logging.getLogger(__name__)
 
-_ROOT_CAUSE_S = 3.0  # how long to look for the rank that died once another one has noticed
+_ROOT_CAUSE_S = 3.0  # grace for naming the rank that died, once another rank has lost it
 _END_S = 5.0
 _STACK_S = 5.0  # for the stack of a process that is late
-# keys that say how long a result may take, of a call and of what starts the processes
+# the keys with the deadline of a call, and of starting the processes
 CALL_LIMIT, START_LIMIT = "trainer.call_timeout_s", "trainer.ray_wait_register_center_timeout"
-# what a process on another machine gets from the environment of the driver
+# variables of the driver that processes on other nodes get
 _PASSED_ON = (
     "HF_",
     "VERL_",
@@ -43,8 +43,8 @@ _PASSED_ON = (
 
 @dataclass(frozen=True)
 class Request:
-    """What a run needs of a cluster: `nodes[i]` processes on machine i, each with a CPU and, with `gpus`, a GPU; those of
-    `otherwise` in a cluster without machines of that size."""
+    """The processes that a run asks of a cluster: `nodes[i]` on node i, each with a CPU and, with `gpus`, a GPU; `otherwise`
+    is asked of a cluster without nodes of that size."""
 
     nodes: Sequence[int]
     gpus: bool
@@ -68,10 +68,10 @@ class Process:
     handle: Any
     roles: str = ""
     node: str = "?"
-    node_id: str = ""  # Ray's name of the machine
+    node_id: str = ""  # Ray's name of the node
     pid: int = 0
     log_file: Path | None = None
-    watched_by: str = ""  # the concurrency group of its method `stuck`, which says what it is in the middle of
+    watched_by: str = ""  # the concurrency group of its method `stuck`, which reports the running call
 
     def __str__(self) -> str:
         node = f"node {self.node}, Ray's {self.node_id[:8]}" if self.node_id else f"node {self.node}"
@@ -80,7 +80,7 @@ class Process:
 
 
 class Cluster:
-    """An existing cluster (`address` in `ray_init`, or RAY_ADDRESS), or one of our own on this machine, which ends with us."""
+    """An existing cluster (`address` in `ray_init`, or RAY_ADDRESS), or a cluster on this node that ends with this process."""
 
     def __init__(self, ray_init: Mapping[str, Any], request: Request):
         self.request = request
@@ -91,7 +91,7 @@ class Cluster:
         address = settings.pop("address", None) or os.environ.get("RAY_ADDRESS")
         self.is_ours = address is None and not ray.is_initialized()
         if self.is_ours:
-            _check_machine(request, settings)
+            _check_node(request, settings)
         if not ray.is_initialized():
             self._start(settings, address)
         try:
@@ -114,16 +114,16 @@ class Cluster:
                 **own, runtime_env=environment or None, logging_level=logging.WARNING, log_to_driver=True, **settings
             )
         except (RayError, ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
-            said = f"Ray did not start after {time.monotonic() - started:.0f} s ({_first_line(error)})."
+            problem = f"Ray did not start after {time.monotonic() - started:.0f} s ({_first_line(error)})."
             if address or isinstance(error, ValueError):
                 key = "ray_kwargs.ray_init.address" if address else "ray_kwargs.ray_init"
-                raise ConfigError(f"{said} Check {key}.") from error
-            # of a cluster of our own somebody may have killed a process: worth another attempt
-            raise WorkerLostError(f"{said} Look at /tmp/ray, and run the same command again.") from error
+                raise ConfigError(f"{problem} Check {key}.") from error
+            # a process of our own cluster may have been killed: worth another attempt
+            raise WorkerLostError(f"{problem} Look at /tmp/ray, and run the same command again.") from error
         self._started = True
 
     def _check_resources(self) -> None:
-        """Refuse a run for which the cluster as a whole is too small."""
+        """Refuse a run for which the whole cluster is too small."""
         request = self.request
         have = sorted((int(n["Resources"].get(request.resource, 0)) for n in ray.nodes() if n["Alive"]), reverse=True)
         need = sorted(request.nodes, reverse=True)
@@ -132,13 +132,13 @@ class Cluster:
             self.request = replace(request, nodes=request.otherwise)
         if _short(have, need):
             raise ConfigError(
-                f"The run needs {len(need)} machine(s) with {' and '.join(map(str, need))} {request.resource}s, but the Ray "
+                f"The run needs {len(need)} node(s) with {' and '.join(map(str, need))} {request.resource}s, but the Ray "
                 f"cluster has {len(have)} with {', '.join(map(str, have)) or 'none'}. Lower trainer.nnodes or "
-                "trainer.n_gpus_per_node, or add machines to the cluster."
+                "trainer.n_gpus_per_node, or add nodes to the cluster."
             )
 
     def reserve(self) -> None:
-        """Take the places, machine by machine. Raises DeadlineError when other jobs hold them."""
+        """Reserve the places, node by node. Raises DeadlineError when other jobs hold them."""
         bundle = {"CPU": 1.0, **({"GPU": 1.0} if self.request.gpus else {})}
         for count in self.request.nodes:
             self._groups.append(placement_group([dict(bundle) for _ in range(count)], strategy="STRICT_PACK"))
@@ -155,7 +155,7 @@ class Cluster:
                     "for fewer with trainer.nnodes and trainer.n_gpus_per_node."
                 ) from error
         if len(self._groups) > 1:
-            self._groups.sort(key=_node_of)  # ranks of a machine do not depend on which group was ready first
+            self._groups.sort(key=_node_of)  # ranks of a node do not depend on the order in which groups became ready
 
     def spawn(
         self,
@@ -166,8 +166,8 @@ class Cluster:
         beside: Sequence[str] = (),
     ) -> list[Process]:
         """An actor of `cls` for every place, in rank order; `arguments(rank)` are for its constructor. It takes `share` of the
-        place, so that several can be there. Calls run in the order in which they are made; those of a group named in `beside`
-        do so on a thread of their own, beside the others."""
+        place, so that several fit. Calls run in the order in which they are made; those of a group named in `beside` run on a
+        thread of their own, beside the others."""
         remote: Any = ray.remote
         actor = remote(concurrency_groups=dict.fromkeys(beside, 1))(cls) if beside else remote(cls)
         processes: list[Process] = []
@@ -190,7 +190,7 @@ class Cluster:
         return processes
 
     def end(self, processes: Sequence[Process]) -> None:
-        """Let processes end their children, with a deadline; then end them."""
+        """Ask processes to end their children, with a deadline; then kill them."""
         refs = [process.handle.end.remote() for process in processes]
         ray.wait(refs, num_returns=len(refs), timeout=_END_S)
         for process in processes:
@@ -203,7 +203,7 @@ class Cluster:
         ray.timeline(filename=str(path))
 
     def close(self) -> None:
-        """End every process, give the places back, and end the cluster if it is ours. May be called again."""
+        """End every process, release the places, and end the cluster if this process started it. May be called again."""
         handles, self._handles = self._handles, []
         groups, self._groups = self._groups, []
         if ray.is_initialized():
@@ -218,13 +218,13 @@ class Cluster:
 
 @dataclass
 class Pending:
-    """Results under way on several processes: refs by process, in the order in which they are wanted."""
+    """The future of a call on several processes: refs by process, in the order of the results."""
 
     call: str
     refs: list[tuple[Process, Any]]
     timeout_s: float
     collect: Callable[[list[Any]], Any]
-    limit_key: str = CALL_LIMIT  # the key that says timeout_s
+    limit_key: str = CALL_LIMIT  # the key with the value of timeout_s
     _started: float = field(default_factory=time.monotonic)
     _value: Any = None
     _done: bool = False
@@ -263,14 +263,14 @@ class Pending:
         except (RayActorError, ActorUnavailableError) as error:
             raise WorkerLostError(
                 f"{str(process).capitalize()} died in {self.call} after {elapsed_s:.1f} s ({_first_line(error)}). "
-                f"{_last_lines(process)}Run the same command again to go on from the last checkpoint; if it was killed for "
+                f"{_last_lines(process)}Run the same command again to resume from the last checkpoint; if it was killed for "
                 "its memory, lower ppo_max_token_len_per_gpu or use more devices."
             ) from error
         except RayTaskError as error:
             raise RuntimeError(f"{process} failed in {self.call}:\n{error}") from error
 
     def _root_cause(self, waiting: dict[Any, Process], noticed: VerlError) -> VerlError:
-        """A rank that lost its peer answers before Ray has noticed that the peer is dead: that one is to be named."""
+        """The error to raise: a rank that lost its peer answers before Ray notices the dead peer, which is the one to name."""
         until = time.monotonic() + _ROOT_CAUSE_S
         while waiting and time.monotonic() < until:
             done, _ = ray.wait(list(waiting), num_returns=1, timeout=max(0.0, until - time.monotonic()))
@@ -294,23 +294,23 @@ class Pending:
 
 
 def _stuck(process: Process) -> str:
-    """What a process that is late does, asked of it on a thread of its own."""
+    """The stack of a late process, requested on a thread of its own."""
     if not process.watched_by:
         return ""
     try:
         found = ray.get(process.handle.stuck.options(concurrency_group=process.watched_by).remote(), timeout=_STACK_S)
-    except RayError:  # a process that holds its interpreter, or is stopped, cannot say
+    except RayError:  # a process that holds the interpreter lock, or is stopped, cannot answer
         return " [its stack could not be had]"
     return f" [its stack: {found}]" if found else ""
 
 
 def own_address() -> str:
-    """The address by which the other machines of the cluster reach this one."""
+    """The address of this node for the other nodes of the cluster."""
     return str(ray.util.get_node_ip_address())
 
 
 def send(value: Any) -> Any:
-    """A reference to `value` that several processes can be given; it is stored once."""
+    """A reference to `value` for several processes; it is stored once."""
     return ray.put(value)
 
 
@@ -320,7 +320,7 @@ def remote_function(function: Callable[..., Any], **options: Any) -> Any:
 
 
 def open_answer(answer: Any, place: str) -> Any:
-    """What `Answer` packed: the result, or the error raised again here with its place."""
+    """The packed result of a process, or its error raised here with its place."""
     if not isinstance(answer, dict) or "error" not in answer:
         return answer
     kind, text = answer["error"], answer["text"]
@@ -335,23 +335,23 @@ def open_answer(answer: Any, place: str) -> Any:
 
 
 def _ask_for_token() -> None:
-    """A cluster of our own listens on all interfaces and runs what it is told to. Ray lets in only who knows its token, which
-    this run draws instead of leaving one in a file, unless the user has one or has set RAY_AUTH_MODE=disabled."""
+    """A local cluster listens on all interfaces and executes what clients send. Ray admits only clients with its token, which
+    this run generates instead of leaving one in a file, unless the user has one or has set RAY_AUTH_MODE=disabled."""
     if "RAY_AUTH_TOKEN_PATH" not in os.environ and not Path("~/.ray/auth_token").expanduser().exists():
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    # which says as a warning that there is a token
+    # it warns that there is a token
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
 
 
-def _short(have: Sequence[int], need: Sequence[int]) -> bool:  # both largest first
+def _short(have: Sequence[int], need: Sequence[int]) -> bool:  # both in descending order
     return len(have) < len(need) or any(h < n for h, n in zip(have, need, strict=False))
 
 
-def _check_machine(request: Request, settings: Mapping[str, Any]) -> None:
-    """Before a cluster of our own is started: it is this machine alone."""
+def _check_node(request: Request, settings: Mapping[str, Any]) -> None:
+    """Refuse what this node alone does not have, before a local cluster is started."""
     if len(request.nodes) > 1:
         raise ConfigError(
-            f"trainer.nnodes={len(request.nodes)} needs a Ray cluster of several machines. Start it (ray start --head, and ray "
+            f"trainer.nnodes={len(request.nodes)} needs a Ray cluster of several nodes. Start it (ray start --head, and ray "
             "start --address=... on the others) and give its address: ray_kwargs.ray_init.address=auto."
         )
     if request.gpus:
@@ -373,7 +373,7 @@ def _check_machine(request: Request, settings: Mapping[str, Any]) -> None:
 
 
 def _environment() -> dict[str, str]:
-    """Threads and settings of a process. Ray would set one thread for each."""
+    """Environment of a process; Ray would set one thread for each."""
     passed = {k: v for k, v in os.environ.items() if k.startswith(_PASSED_ON)}
     here = str(Path(__file__).resolve().parents[2])
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)

@@ -1,6 +1,6 @@
-"""Groups of users' own workers on Ray, under the names that existing scripts use.
+"""Groups of users' own workers on Ray, under the names of existing scripts.
 
-    pool = RayResourcePool([2], use_gpu=False)                      # two processes on one machine
+    pool = RayResourcePool([2], use_gpu=False)                      # two processes on one node
     group = RayWorkerGroup(pool, RayClassWithInitArgs(MyWorker, 3)) # MyWorker(3) in each
     group.compute(batch)                                            # as the method's @register says
 
@@ -43,12 +43,11 @@ __all__ = [
 
 _CALL_TIMEOUT_S = 3600.0
 _START_TIMEOUT_S = 300.0
-_WATCHING = "watching"  # the thread that can still say in what a call hangs
+_WATCHING = "watching"  # the thread that reports the stack of a call that hangs
 
 
 class ResourcePool:
-    """`process_on_nodes[i]` processes on machine i, each with a device of its own; `max_colocate_count` groups may share
-    them."""
+    """`process_on_nodes[i]` processes on node i, each with its own device; `max_colocate_count` groups may share them."""
 
     def __init__(self, process_on_nodes: Sequence[int] | None = None, max_colocate_count: int = 10, **_: Any):
         self.process_on_nodes = list(process_on_nodes or [1])
@@ -86,7 +85,7 @@ class RayResourcePool(ResourcePool):
         return self._cluster
 
     def close(self) -> None:
-        """End the processes of all groups on this pool and give its places back."""
+        """End the processes of all groups on this pool and release its places."""
         if self._cluster is not None:
             self._cluster.close()
             self._cluster = None
@@ -101,7 +100,7 @@ class RayClassWithInitArgs:
     kwargs: dict[str, Any] = field(default_factory=dict)
 
     def __init__(self, cls: Any, *args: Any, **kwargs: Any):
-        metadata = getattr(cls, "__ray_metadata__", None)  # what ray.remote(cls) gives knows the class
+        metadata = getattr(cls, "__ray_metadata__", None)  # of the actor class that ray.remote(cls) made
         self.cls = getattr(metadata, "modified_class", cls)
         self.args, self.kwargs = args, kwargs
 
@@ -119,7 +118,7 @@ def create_colocated_worker_cls(class_dict: Mapping[str, RayClassWithInitArgs]) 
 
 
 class ResourcePoolManager:
-    """Pools by name, and the pool of each role. Raises ConfigError when the cluster has fewer devices than all pools want."""
+    """Pools by name, and the pool of each role. Raises ConfigError for a role without a pool."""
 
     def __init__(
         self, resource_pool_spec: Mapping[str, Sequence[int]], mapping: Mapping[Any, str], use_gpu: bool = True
@@ -271,7 +270,7 @@ class UserProcess:
         return longest_call()
 
     def end(self) -> None:
-        """Nothing of ours is left behind."""
+        """Nothing to end."""
 
 
 def _answer(run: Callable[[], Any]) -> Any:

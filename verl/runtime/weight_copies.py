@@ -1,5 +1,5 @@
-"""Copies of the policy that generate: one of ours, or for an engine that has weights of its own the model without numbers and
-a way for new ones."""
+"""Copies of the policy for generation: a replica in this process, or a meta-device model and a transfer for an engine that has
+its own weights."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def load_replica(config: VerlConfig, device: torch.device, group: dist.ProcessGr
 
 
 def skeleton(config: VerlConfig, dtype: torch.dtype) -> Any:
-    """The policy with its configurations and shapes and no numbers."""
+    """The policy on the meta device: configurations and shapes, no values."""
     model = config.actor_rollout_ref.model
     load_external(model.external_lib)
     return model_without_numbers(model, dtype)
