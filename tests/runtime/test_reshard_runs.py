@@ -30,7 +30,7 @@ FAULTS = {
     "loses_half_a_bucket": ["rank 1 does not hold what rank 0 sent for model.", "must not be used"],
     "swaps_two": ["rank 1 does not hold", "for model.layers.1.self_attn.k_proj.weight", "must not be used"],
     "loses_a_tensor": ["Rank 1 should fill [32, 64] of model.layers.1.self_attn.k_proj.weight", "not there"],
-    "hands_on_too_little": ["without model.norm.weight", "would sample from old"],
+    "hands_on_too_little": ["missing parameter model.norm.weight", "would keep its old value"],
     "keeps_its_version": ["were made by weights of version 0, but only version 1 may train"],
 }
 IN_OWN_MEMORY = ("flips_a_bit", "loses_half_a_bucket", "swaps_two")  # rank 1 needs some for that
