@@ -138,7 +138,8 @@ class ConversationDataset:
         """See `training_batch`; the sequences of a row are adjacent, and have its number as `ordinal`."""
         names = [(row, index) for row in rows for index in range(len(self._rows[row]))]
         batch = training_batch([self._rows[row][index] for row, index in names])
-        batch.batch["ordinal"], batch.batch["sample_index"] = torch.tensor(names).T
+        batch.batch["ordinal"] = torch.tensor([row for row, _ in names])
+        batch.batch["sample_index"] = torch.tensor([index for _, index in names])
         return batch
 
     def add(
