@@ -69,7 +69,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def make_work(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """The rows of all steps in a file, twice as many as ours takes, because packs may hold more rows than a step has."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    from verl.cli.convert import run as convert
+    from verl.cli.model_folders import run_convert as convert
     from verl.data.tasks.char_count import row_of, sample_word
 
     rng, num_steps = random.Random(17), options.rounds + 1
