@@ -13,11 +13,10 @@ from verl.data_proto.trajectory import Segment, Trajectory, response_lengths, to
 
 def conversation():
     """Two turns of the policy, with a tool's answer between them."""
-    found = Trajectory(7, 1, (1, 2, 3))
-    found.append(Completion(7, 1, [10, 11], [-0.5, -1.0], "stop", 4))
-    found.append_environment((20, 21, 22), 4)
-    found.append(Completion(7, 1, [12], [-2.0], "length", 5))
-    return found
+    found = Trajectory(7, 1, (1, 2, 3)).extended(Completion(7, 1, [10, 11], [-0.5, -1.0], "stop", 4))
+    found = found.answered((20, 21, 22), 4)
+    assert found.status == "open"
+    return found.extended(Completion(7, 1, [12], [-2.0], "length", 5))
 
 
 def test_environment_tokens_are_context_and_never_trained():
@@ -29,6 +28,8 @@ def test_environment_tokens_are_context_and_never_trained():
     assert row.weight_versions.tolist() == [4, 4, 4, 4, 4, 5]
     assert conversation().num_response_tokens == 6
     assert (conversation().oldest_version, conversation().status) == (4, "length")
+    assert conversation().can_resume(7)
+    assert not conversation().can_resume(6)
 
 
 def test_columns_have_the_widths_of_the_config():

@@ -3,7 +3,7 @@
 import numpy as np
 
 from verl.tracking.ledger.file import LedgerWriter
-from verl.tracking.ledger.records import Prompt, Scored, Segment
+from verl.tracking.ledger.records import Prompt, Scored, SegmentRecord
 from verl.tracking.ledger.tracker import SampleTracker, start_ledger
 
 LIMIT = 8
@@ -16,7 +16,7 @@ def prompts(ordinals):
 def segment(ordinal, sample, version=0, first=0, count=3, reason="stop"):
     """Tokens that follow from their place and from the version that made them."""
     tokens = np.array([100 * ordinal + 10 * sample + first + i for i in range(count)], dtype="<i4")
-    return Segment(ordinal, sample, tokens, (-tokens / 1000 - version).astype("<f4"), version, reason, 0)
+    return SegmentRecord(ordinal, sample, tokens, (-tokens / 1000 - version).astype("<f4"), version, reason, 0)
 
 
 def scored(ordinal, sample, error=None):

@@ -6,14 +6,18 @@ import threading
 
 import numpy as np
 import pytest
+import torch
 
 from tests.tracking.sample_lives import issue, open_tracker, scored, segment, take_step
 from verl.cli.show import _samples
+from verl.data_proto.proto import DataProto
+from verl.data_proto.samples import Completion
+from verl.data_proto.trajectory import Trajectory, to_columns
 from verl.errors import CheckpointError, DeadlineError
 from verl.tracking.ledger import file as ledger_file
 from verl.tracking.ledger.file import NAME, LedgerWriter, write_open
 from verl.tracking.ledger.reader import Ledger, read_counts
-from verl.tracking.ledger.records import ENVIRONMENT, SampleDigest, Segment
+from verl.tracking.ledger.records import ENVIRONMENT, SampleDigest, SegmentRecord, segments_of
 from verl.tracking.ledger.tracker import IN_CHECKPOINT, SampleTracker
 
 
@@ -382,7 +386,7 @@ def test_tokens_of_the_environment_have_no_log_probs(path):
     take_step(tracker, 1, [0])
     record = tracker.commit()
     issue(tracker, 1, [1], n=1)
-    reply = Segment(1, 0, np.array([7, 8], dtype="<i4"), None, 0, "", 0, ENVIRONMENT)
+    reply = SegmentRecord(1, 0, np.array([7, 8], dtype="<i4"), None, 0, "", 0, ENVIRONMENT)
     tracker.generate(1, [segment(1, 0, count=1), reply])
     tracker.close()
     again, waiting = open_tracker(path, path.parent / "global_step_1", record)
@@ -394,3 +398,16 @@ def test_tokens_of_the_environment_have_no_log_probs(path):
         (sample,) = ledger.trained(2)
     assert sample.tokens.tolist() == [100, 7, 8]
     assert np.isnan(sample.log_probs).tolist() == [False, True, True]
+
+
+def test_segments_keep_their_source_and_skip_known_tokens():
+    """A response with a tool's answer in it, of which the ledger has the first turn already."""
+    first = Completion(4, 1, [10, 11], [-0.5, -1.0], "stop", 2)
+    found = Trajectory(4, 1, (1, 2)).extended(first).answered((20, 21), 2)
+    found = found.extended(Completion(4, 1, [12], [-2.0], "stop", 3))
+    columns = to_columns([found], pad_token_id=0, prompt_width=3, response_width=8)
+    columns["rollout_rank"] = torch.tensor([6])
+    rows = DataProto.from_dict(columns, {"finish_reason": np.array(["stop"], dtype=object)})
+    answer, last = segments_of([4], rows, lambda key: {(4, 1): 2}[key])
+    assert (answer.tokens.tolist(), answer.log_probs, answer.source) == ([20, 21], None, ENVIRONMENT)
+    assert (last.tokens.tolist(), last.log_probs.tolist(), last.version, last.rank) == ([12], [-2.0], 3, 6)

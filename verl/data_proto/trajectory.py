@@ -31,12 +31,6 @@ class Segment:
     weight_version: int
     source: Source = "policy"
 
-    @classmethod
-    def of(cls, done: Completion, dtype: np.dtype[Any] | type = np.float32) -> Segment:
-        """The tokens that an engine sampled."""
-        tokens = np.asarray(done.token_ids, dtype=np.int32)
-        return cls(tokens, np.asarray(done.log_probs, dtype=dtype), done.weight_version)
-
 
 class Row(NamedTuple):
     """A trajectory without padding, as arrays over its tokens."""
@@ -61,15 +55,16 @@ class Trajectory:
     rewards: dict[str, float] = field(default_factory=dict)
     media: dict[str, Any] = field(default_factory=dict)  # images and other inputs beside the tokens
 
-    def append(self, done: Completion, dtype: np.dtype[Any] | type = np.float32) -> None:
-        """Add the tokens that an engine sampled."""
-        self.segments.append(Segment.of(done, dtype))
-        self.status = done.finish_reason
+    def extended(self, done: Completion, dtype: type[np.floating[Any]] = np.float32) -> Trajectory:
+        """A trajectory that continues with the tokens that an engine sampled, their log-probs in `dtype`."""
+        tokens, log_probs = np.asarray(done.token_ids, dtype=np.int32), np.asarray(done.log_probs, dtype=dtype)
+        segments = [*self.segments, Segment(tokens, log_probs, done.weight_version)]
+        return replace(self, segments=segments, status=done.finish_reason)
 
-    def append_environment(self, token_ids: Sequence[int], weight_version: int) -> None:
-        """Add tokens that no policy sampled; the trajectory is open again."""
-        self.segments.append(Segment(np.asarray(token_ids, dtype=np.int32), None, weight_version, "environment"))
-        self.status = "open"
+    def answered(self, token_ids: Sequence[int], weight_version: int) -> Trajectory:
+        """An open trajectory that continues with tokens that no policy sampled."""
+        answer = Segment(np.asarray(token_ids, dtype=np.int32), None, weight_version, "environment")
+        return replace(self, segments=[*self.segments, answer], status="open")
 
     @property
     def num_response_tokens(self) -> int:

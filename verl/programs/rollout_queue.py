@@ -17,7 +17,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -27,8 +27,9 @@ from verl.data_proto.future import Finished, Future
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.data_proto.samples import SamplingParams
+from verl.data_proto.trajectory import Segment, Source, Status, Trajectory, response_lengths, to_columns
 from verl.roles.api import RewardHandle, RolloutHandle
-from verl.roles.rollout import pad_rows, sample_key
+from verl.roles.rollout import sample_names
 from verl.tracking.ledger.records import OpenSample, issued_prompts, prompt_digest, segments_of
 from verl.tracking.ledger.tracker import SampleTracker
 
@@ -47,7 +48,7 @@ class Batch:
     split: str
     prompts: DataProto
     samples: SampleTracker
-    rows: DataProto | None = None  # the rollout's columns, and token_weight_version
+    rows: DataProto | None = None  # the rollout's columns
     pending: Future[DataProto] | None = None  # all rows, or longer versions of the rows `resumed`
     pending_step: int = 0
     resumed: np.ndarray | None = None
@@ -62,10 +63,10 @@ class Batch:
                 ordinals = ordinals[self.resumed]
             self.samples.generate(self.pending_step, segments_of(ordinals.tolist(), found, self.samples.num_tokens))
             if self.rows is None:
-                self.rows = _with_token_versions(found)
+                self.rows = found
             else:
                 assert self.resumed is not None
-                _put(self.rows, self.resumed, found)
+                _replace_rows(self.rows, self.resumed, found)
                 self.resumed = None
         assert self.rows is not None
         return self.rows
@@ -82,7 +83,7 @@ class Batch:
     def unfinished(self, limit: int) -> np.ndarray:
         """Indices of the rows that can be resumed: their part is full, and they are shorter than `limit` tokens."""
         rows = self.wait()
-        lengths = rows.batch["response_mask"].sum(dim=1).numpy()
+        lengths = response_lengths(rows.batch).numpy()
         return np.flatnonzero((rows.non_tensor_batch["finish_reason"] == "length") & (lengths < limit))
 
 
@@ -179,7 +180,7 @@ class RolloutQueue:
         if len(chosen) == 0:
             return False
         rows = self._joined(batch).select_idxs(chosen)
-        done = int(rows.batch["response_mask"][0].sum())
+        done = int(response_lengths(rows.batch)[0])
         batch.resumed, batch.pending_step = chosen, step
         batch.pending = self.rollout.resume_generation(
             rows, step=batch.step, split=batch.split, max_new_tokens=min(max_new_tokens, self.limit - done),
@@ -233,44 +234,31 @@ class RolloutQueue:
 
     def _rows(self, samples: Sequence[OpenSample], prompts: DataProto) -> DataProto:
         """The rollout's columns as they were, see RolloutWorker."""
-        ids = [list(row) for row in prompts.repeat(self.params.n, interleave=True).non_tensor_batch["prompt_token_ids"]]
-        pad, width = self.loader.pad_token_id, self.loader.max_prompt_length
-        tokens = [np.concatenate([segment.tokens for segment in sample.segments]).tolist() for sample in samples]
-        log_probs = [np.concatenate([segment.log_probs for segment in sample.segments]) for sample in samples]
-        versions = [[s.version for s in sample.segments for _ in range(len(s.tokens))] for sample in samples]
-        columns: dict[str, torch.Tensor] = {}
-        columns["prompts"], columns["prompt_mask"] = pad_rows(ids, pad, width, left=True)
-        columns["responses"], columns["response_mask"] = pad_rows(tokens, pad, self.limit, left=False)
-        columns["attention_mask"] = torch.cat([columns["prompt_mask"], columns["response_mask"]], dim=1)
-        values, _ = pad_rows([row.tolist() for row in log_probs], 0.0, self.limit, left=False)
-        columns["rollout_log_probs"] = values.to(torch.from_numpy(log_probs[0]).dtype)
-        columns["token_weight_version"], _ = pad_rows(versions, 0, self.limit, left=False)
-        columns["sample_index"] = torch.tensor([sample.sample for sample in samples])
-        columns["weight_version"] = torch.tensor([sample.segments[0].version for sample in samples])
+        ids = prompts.repeat(self.params.n, interleave=True).non_tensor_batch["prompt_token_ids"]
+        found = [_trajectory(sample, prompt_ids) for sample, prompt_ids in zip(samples, ids, strict=True)]
+        log_probs = next(s.log_probs for s in samples[0].segments if s.log_probs is not None)
+        columns = to_columns(
+            found,
+            pad_token_id=self.loader.pad_token_id,
+            prompt_width=self.loader.max_prompt_length,
+            response_width=self.limit,
+            dtype=torch.float64 if log_probs.dtype == np.float64 else torch.float32,
+        )
         columns["rollout_rank"] = torch.tensor([sample.segments[-1].rank for sample in samples])
-        objects = {
-            "finish_reason": [sample.segments[-1].finish_reason for sample in samples],
-            "sample_key": [sample_key(sample.split, sample.ordinal, sample.sample) for sample in samples],
-        }
-        return DataProto.from_dict(columns, {k: np.array(v, dtype=object) for k, v in objects.items()})
+        return DataProto.from_dict(columns, sample_names(found, samples[0].split))
 
 
-def _with_token_versions(rows: DataProto) -> DataProto:
-    """Column token_weight_version [batch, response]: the version that made each token, 0 outside the response."""
-    columns = rows.batch
-    columns["token_weight_version"] = columns["weight_version"].unsqueeze(1) * columns["response_mask"]
-    return rows
+def _trajectory(sample: OpenSample, prompt_ids: Sequence[int]) -> Trajectory:
+    """An open sample of the ledger."""
+    segments = [Segment(s.tokens, s.log_probs, s.version, cast(Source, s.source)) for s in sample.segments]
+    status = cast(Status, sample.segments[-1].finish_reason)
+    return Trajectory(sample.ordinal, sample.sample, prompt_ids, segments, status)
 
 
-def _put(rows: DataProto, chosen: np.ndarray, found: DataProto) -> None:
-    """Replace the rows `chosen` by `found`, which has them longer; earlier tokens keep their versions."""
+def _replace_rows(rows: DataProto, chosen: np.ndarray, found: DataProto) -> None:
+    """Replace the rows `chosen` by `found`, which has them longer."""
     at = torch.from_numpy(chosen)
-    added = found.batch["response_mask"] & ~rows.batch["response_mask"][at]
-    versions = torch.where(added, found.batch["weight_version"].unsqueeze(1), rows.batch["token_weight_version"][at])
-    oldest = rows.batch["weight_version"][at]
     for name, values in found.batch.items():
         rows.batch[name][at] = values
-    for name, values in found.non_tensor_batch.items():
-        rows.non_tensor_batch[name][chosen] = values
-    rows.batch["token_weight_version"][at] = versions
-    rows.batch["weight_version"][at] = oldest
+    for name, objects in found.non_tensor_batch.items():
+        rows.non_tensor_batch[name][chosen] = objects

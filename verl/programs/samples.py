@@ -10,12 +10,12 @@ from verl.checkpoint.files import FileRecord, record_of, sync_file
 from verl.parallel.serialize import record
 from verl.programs.api import RunContext
 from verl.tracking.ledger.file import NAME, LedgerWriter, write_open
-from verl.tracking.ledger.records import Offset, OpenSample, Segment, Snapshot
+from verl.tracking.ledger.records import Offset, OpenSample, SegmentRecord, Snapshot
 from verl.tracking.ledger.tracker import IN_CHECKPOINT, SampleTracker, start_ledger
 
 _TOKEN_BYTES = 16  # of an open sample in a checkpoint, with its log-prob
 
-for _cls in (Offset, Segment, OpenSample, Snapshot):
+for _cls in (Offset, SegmentRecord, OpenSample, Snapshot):
     record(_cls)  # rank 0 broadcasts its snapshot
 
 

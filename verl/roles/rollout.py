@@ -13,6 +13,7 @@ from verl.config import RolloutConfig
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.data_proto.samples import Completion, PromptRequest, SamplingParams, ScoreRequest
+from verl.data_proto.trajectory import Trajectory, to_columns, trajectory_of
 from verl.parallel.register import Dispatch, Execute, register
 from verl.roles.reward import score_request
 from verl.rollout.api import RolloutEngine
@@ -87,46 +88,44 @@ class RolloutWorker:
         ]
         position = {ordinal: i for i, ordinal in enumerate(ordinals)}
 
-        def on_finish(done: Completion) -> None:
-            if done.finish_reason != "length" or len(done.token_ids) >= limit:
-                self._send_to_scorer(prompts, position[done.ordinal], split, done, done.token_ids)
+        def trajectory(done: Completion) -> Trajectory:
+            return Trajectory(*done.key, requests[position[done.ordinal]].token_ids).extended(done, self._np_dtype())
 
-        completions = self.engine.generate(requests, params, step=step, on_finish=on_finish) if requests else []
-        return self._columns([requests[position[c.ordinal]].token_ids for c in completions], completions, split, limit)
+        def on_finish(done: Completion) -> None:
+            self._send_to_scorer(prompts, position[done.ordinal], split, trajectory(done), limit)
+
+        made = self.engine.generate(requests, params, step=step, on_finish=on_finish) if requests else []
+        return self._columns([trajectory(done) for done in made], split, limit)
 
     @register(dispatch_mode=Dispatch.ND_SCATTER_PROTO, blocking=False)
     def resume_generation(
         self, rows: DataProto, *, step: int, split: str = "train", max_new_tokens: int, limit: int
     ) -> DataProto:
         """Continue unfinished samples (prompts' and rollout's columns of `generate`, called with this `step`) by up to
-        `max_new_tokens` under the current weights. Returns all their rollout columns; weight_version is that of the tokens
-        added."""
-        width = rows.batch["responses"].shape[1]
-        exists = rows.batch["attention_mask"][:, -width:].bool()
-        own = [tuple(ids[here].tolist()) for ids, here in zip(rows.batch["responses"], exists, strict=True)]
-        prompts = [tuple(ids) for ids in rows.non_tensor_batch["prompt_token_ids"]]
-        requests = [
-            PromptRequest(ordinal, prompt + sampled, first_sample=sample, num_drawn=len(sampled))
-            for ordinal, sample, prompt, sampled in zip(
-                rows.batch["ordinal"].tolist(), rows.batch["sample_index"].tolist(), prompts, own, strict=True
+        `max_new_tokens` under the current weights. Returns all their rollout columns."""
+        before = [
+            trajectory_of(rows.batch, i, ordinal=ordinal, status="open", prompt_ids=tuple(prompt_ids))
+            for i, (ordinal, prompt_ids) in enumerate(
+                zip(rows.batch["ordinal"].tolist(), rows.non_tensor_batch["prompt_token_ids"], strict=True)
             )
         ]
-        position = {(request.ordinal, request.first_sample): i for i, request in enumerate(requests)}
+        requests = [
+            PromptRequest(
+                t.ordinal, (*t.prompt_ids, *t.response_ids), first_sample=t.sample, num_drawn=t.num_response_tokens
+            )
+            for t in before
+        ]
+        row_of = {(t.ordinal, t.sample): i for i, t in enumerate(before)}
+
+        def trajectory(done: Completion) -> Trajectory:
+            return before[row_of[done.key]].extended(done, self._np_dtype())
 
         def on_finish(done: Completion) -> None:
-            row = position[done.ordinal, done.sample]
-            token_ids = [*own[row], *done.token_ids]
-            if done.finish_reason != "length" or len(token_ids) >= limit:
-                self._send_to_scorer(rows, row, split, done, token_ids)
+            self._send_to_scorer(rows, row_of[done.key], split, trajectory(done), limit)
 
         params = replace(self.params, n=1, max_new_tokens=max_new_tokens)
-        added = self.engine.generate(requests, params, step=step, on_finish=on_finish) if requests else []
-        before = [rows.batch["rollout_log_probs"][i][here].tolist() for i, here in enumerate(exists)]
-        whole = [
-            replace(done, token_ids=[*own[i], *done.token_ids], log_probs=[*before[i], *done.log_probs])
-            for i, done in enumerate(added)
-        ]
-        return self._columns(prompts[: len(whole)], whole, split, limit)  # a rank that only takes part makes none
+        made = self.engine.generate(requests, params, step=step, on_finish=on_finish) if requests else []
+        return self._columns([trajectory(done) for done in made], split, limit)  # none on a rank that only takes part
 
     def set_weights(self, version: int, weights: Weights | None = None) -> None:
         """The weights changed: samples made from now on carry `version`. A replica, or an engine with weights of its own, loads
@@ -155,38 +154,33 @@ class RolloutWorker:
         module = getattr(self.engine, "module", None)
         return None if module is None else next(module.parameters()).dtype
 
-    def _send_to_scorer(
-        self, rows: DataProto, row: int, split: str, done: Completion, token_ids: Sequence[int]
-    ) -> None:
-        if self.score_stream is not None:
-            key = sample_key(split, done.ordinal, done.sample)
-            self.score_stream(score_request(rows, row, key, token_ids, self.tokenizer))
+    def _np_dtype(self) -> type[np.floating[Any]]:
+        return np.float64 if self._dtype() == torch.float64 else np.float32
 
-    def _columns(
-        self, prompt_ids: Sequence[tuple[int, ...]], completions: list[Completion], split: str, max_new_tokens: int
-    ) -> DataProto:
-        pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else 0
-        prompts, prompt_mask = pad_rows(list(prompt_ids), pad, self.max_prompt_length, left=True)
-        responses, response_mask = pad_rows([c.token_ids for c in completions], pad, max_new_tokens, left=False)
-        log_probs, _ = pad_rows([c.log_probs for c in completions], 0.0, max_new_tokens, left=False)
-        log_probs = log_probs.to(torch.float64 if self._dtype() == torch.float64 else torch.float32)
-        return DataProto.from_dict(
-            tensors={
-                "prompts": prompts,
-                "prompt_mask": prompt_mask,
-                "responses": responses,
-                "response_mask": response_mask,
-                "attention_mask": torch.cat([prompt_mask, response_mask], dim=1),
-                "rollout_log_probs": log_probs,
-                "sample_index": torch.tensor([c.sample for c in completions], dtype=torch.int64),
-                "weight_version": torch.tensor([c.weight_version for c in completions], dtype=torch.int64),
-                "rollout_rank": torch.full((len(completions),), self.rank),
-            },
-            non_tensors={
-                "finish_reason": np.array([c.finish_reason for c in completions], dtype=object),
-                "sample_key": np.array([sample_key(split, c.ordinal, c.sample) for c in completions], dtype=object),
-            },
+    def _send_to_scorer(self, rows: DataProto, row: int, split: str, found: Trajectory, limit: int) -> None:
+        """Unless the sample may be continued up to `limit` tokens."""
+        if self.score_stream is not None and not found.can_resume(limit):
+            key = sample_key(split, found.ordinal, found.sample)
+            self.score_stream(score_request(rows, row, key, found.response_ids, self.tokenizer))
+
+    def _columns(self, found: Sequence[Trajectory], split: str, width: int) -> DataProto:
+        columns = to_columns(
+            found,
+            pad_token_id=self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else 0,
+            prompt_width=self.max_prompt_length,
+            response_width=width,
+            dtype=torch.float64 if self._dtype() == torch.float64 else torch.float32,
         )
+        columns["rollout_rank"] = torch.full((len(found),), self.rank)
+        return DataProto.from_dict(columns, sample_names(found, split))
+
+
+def sample_names(found: Sequence[Trajectory], split: str) -> dict[str, np.ndarray]:
+    """The columns finish_reason and sample_key."""
+    return {
+        "finish_reason": np.array([t.status for t in found], dtype=object),
+        "sample_key": np.array([sample_key(split, t.ordinal, t.sample) for t in found], dtype=object),
+    }
 
 
 def sample_key(split: str, ordinal: int, sample: int) -> str:
@@ -218,18 +212,3 @@ def sampling_params(config: RolloutConfig, *, validation: bool = False) -> Sampl
 def greedy(params: SamplingParams, n: int = 1) -> SamplingParams:
     """The most likely token at each position, under the same limits."""
     return replace(params, n=n, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0)
-
-
-def pad_rows(rows: list[Any], fill: float, width: int, *, left: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """(values, mask), both [batch, width]; `left` pads on the left. Integers give int64, floats float64.
-
-    The width is a limit of the config, not the longest row, so that batches of one run can be joined.
-    """
-    dtype = torch.float64 if isinstance(fill, float) else torch.int64
-    values = torch.full((len(rows), width), fill, dtype=dtype)
-    mask = torch.zeros((len(rows), width), dtype=torch.bool)
-    for i, row in enumerate(rows):
-        where = slice(width - len(row), width) if left else slice(0, len(row))
-        values[i, where] = torch.tensor(row, dtype=dtype)
-        mask[i, where] = True
-    return values, mask

@@ -27,7 +27,7 @@ from verl.tracking.ledger.records import (
     TRAINED,
     Offset,
     OpenSample,
-    Segment,
+    SegmentRecord,
     Snapshot,
     content_digest,
 )
@@ -200,7 +200,7 @@ def snapshot(path: Path) -> Snapshot:
 
 
 def _open_samples(db: sqlite3.Connection) -> list[OpenSample]:
-    segments: dict[tuple[int, int, int], list[Segment]] = defaultdict(list)
+    segments: dict[tuple[int, int, int], list[SegmentRecord]] = defaultdict(list)
     found = db.execute(
         "SELECT p.* FROM segments p JOIN samples s USING (ordinal, sample, attempt) WHERE s.ended_step IS NULL "
         "ORDER BY ordinal, sample, attempt, first_token"
@@ -214,7 +214,7 @@ def _open_samples(db: sqlite3.Connection) -> list[OpenSample]:
     return [replace(OpenSample(*row), segments=segments[row[:3]]) for row in rows]
 
 
-def _segment_of(row: tuple[Any, ...]) -> Segment:
+def _segment_of(row: tuple[Any, ...]) -> SegmentRecord:
     """A row of the table segments; the bytes per log-prob tell float32 from float64. Raises ValueError when the content does
     not match its checksum."""
     import numpy as np
@@ -225,4 +225,4 @@ def _segment_of(row: tuple[Any, ...]) -> Segment:
     ids = np.frombuffer(tokens, dtype="<i4")
     width = len(raw or b"") // max(len(ids), 1)
     log_probs = None if raw is None else np.frombuffer(raw, dtype="<f8" if width == 8 else "<f4")
-    return Segment(ordinal, sample, ids, log_probs, version, reason, rank, source)
+    return SegmentRecord(ordinal, sample, ids, log_probs, version, reason, rank, source)

@@ -33,7 +33,7 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Segment:
+class SegmentRecord:
     """Consecutive tokens of a response, all sampled by one version of the weights or all written by the environment. A
     response that one call generates is one segment; partial rollouts and turns add more.
 
@@ -83,7 +83,7 @@ class OpenSample:
     split: str
     limit: int  # tokens
     prompt: str  # digest
-    segments: list[Segment] = field(default_factory=list)
+    segments: list[SegmentRecord] = field(default_factory=list)
 
 
 @dataclass
@@ -102,7 +102,7 @@ class SampleDigest:
         self.num_tokens = 0
         self._tokens, self._log_probs = hashlib.blake2b(digest_size=16), hashlib.blake2b(digest_size=16)
 
-    def add(self, segment: Segment) -> None:
+    def add(self, segment: SegmentRecord) -> None:
         self.num_tokens += len(segment.tokens)
         self._tokens.update(segment.tokens.tobytes())
         if segment.log_probs is not None:
@@ -146,20 +146,19 @@ def issued_prompts(prompts: DataProto, order: Order) -> list[Prompt]:
     ]
 
 
-def segments_of(ordinals: Sequence[int], rows: DataProto, num_known: Callable[[Key], int]) -> list[Segment]:
-    """One segment per row of the rollout's output: the tokens after the first `num_known((ordinal, sample))`."""
+def segments_of(ordinals: Sequence[int], rows: DataProto, num_known: Callable[[Key], int]) -> list[SegmentRecord]:
+    """The segments of the rollout's output after the first `num_known((ordinal, sample))` tokens of each row."""
+    from verl.data_proto.trajectory import trajectory_of
+
     columns, segments = rows.batch, []
-    width = columns["responses"].shape[1]
-    lengths = columns["attention_mask"][:, -width:].sum(dim=1).tolist()
-    tokens = columns["responses"].numpy().astype("<i4")
-    log_probs = columns["rollout_log_probs"].numpy()
-    samples, versions, ranks = (columns[n].tolist() for n in ("sample_index", "weight_version", "rollout_rank"))
+    samples, ranks = columns["sample_index"].tolist(), columns["rollout_rank"].tolist()
     reasons = rows.non_tensor_batch["finish_reason"]
-    for i, (ordinal, sample) in enumerate(zip(ordinals, samples, strict=True)):
-        new = slice(num_known((ordinal, sample)), lengths[i])
-        segments.append(
-            Segment(ordinal, sample, tokens[i, new], log_probs[i, new], versions[i], str(reasons[i]), ranks[i])
-        )
+    for i, (ordinal, sample, rank) in enumerate(zip(ordinals, samples, ranks, strict=True)):
+        found = trajectory_of(columns, i, ordinal=ordinal, status=reasons[i])
+        for segment in found.segments_after(num_known((ordinal, sample))):
+            tokens, version = segment.token_ids.astype("<i4"), segment.weight_version
+            made = (tokens, segment.log_probs, version, str(reasons[i]), rank, segment.source)
+            segments.append(SegmentRecord(ordinal, sample, *made))
     return segments
 
 

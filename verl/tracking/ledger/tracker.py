@@ -34,7 +34,7 @@ from verl.tracking.ledger.records import (
     Prompt,
     SampleDigest,
     Scored,
-    Segment,
+    SegmentRecord,
     Snapshot,
     content_digest,
 )
@@ -135,7 +135,7 @@ class SampleTracker:
         self._write("end", evicted)
         self._write("issue", issued)
 
-    def generate(self, step: int, segments: Sequence[Segment]) -> None:
+    def generate(self, step: int, segments: Sequence[SegmentRecord]) -> None:
         """Record tokens that were added to open samples."""
         rows = []
         for segment in segments:
