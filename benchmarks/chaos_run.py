@@ -69,7 +69,7 @@ class _Back:
 
 class Family:
     """The processes of a run by kind: supervisor or launcher, driver (rank 0 under torchrun), rank, engine, reward worker (the
-    keeper or the scorer below it), node (of Ray: raylet, gcs_server), other."""
+    scorer and the processes between it and the run), node (of Ray: raylet, gcs_server), other."""
 
     def __init__(self, root: psutil.Process, runtime: str):
         self._root, self._runtime = root, runtime

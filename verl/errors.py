@@ -92,7 +92,7 @@ class UnreachableError(VerlError):
 
 
 class InterruptedRun(VerlError):
-    """The run was interrupted and saved; the message says how to go on."""
+    """The run was interrupted and saved; the message says how to resume."""
 
     exit_code = 130
 

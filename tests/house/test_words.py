@@ -48,8 +48,8 @@ QUESTION = re.compile(r"(What|Who|Whose|Which|How|When|Where|Why)\b")
 MAX_WORDS = 25  # of the first line of a docstring
 
 # folders and files below verl/, and documents, without findings
-PASSING = ("algorithms", "rewards")
-PASSING_DOCUMENTS: tuple[str, ...] = ()
+PASSING = ("algorithms", "errors.py", "registry.py", "rewards")
+PASSING_DOCUMENTS = ("README.md", "docs/rewards.md", "docs/security.md", "docs/sft.md")
 HISTORY = ("docs/lab-notebook.md", "CHANGELOG.md")
 
 
