@@ -2,14 +2,13 @@
 
 import contextlib
 import math
-from dataclasses import dataclass
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.models.reference import make_columns, random_rows, reference_outputs, row_logits, widen_norms
-from verl.config import FSDPConfig, ModelConfig, OptimConfig
+from verl.config import FSDPConfig, OptimConfig, SFTModelConfig
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.engines.api import ENGINES, BatchTotals, MicroBatching, TrainEngine, whole
@@ -28,13 +27,6 @@ CUTS = [
     pytest.param(MicroBatching(max_rows=2), id="rows"),
     pytest.param(MicroBatching(max_tokens=1), id="single"),
 ]
-
-
-@dataclass(frozen=True)
-class NoisyModelConfig(ModelConfig):
-    """A model section with the key of SFT's."""
-
-    neftune_alpha: float | None = None
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +53,7 @@ def make(request, folder):
         *, head="lm", dtype="float64", trainable=True, checkpointing=False, share_prompts=True, noise=None, **optim
     ):
         engine = ENGINES.get(request.param)(
-            model=NoisyModelConfig(path=str(folder), enable_gradient_checkpointing=checkpointing, neftune_alpha=noise),
+            model=SFTModelConfig(path=str(folder), enable_gradient_checkpointing=checkpointing, neftune_alpha=noise),
             engine=FSDPConfig(dtype=dtype),
             optim=OptimConfig(**{"lr": 1e-2, **optim}) if trainable else None,
             head=head,

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from verl.config import FSDPConfig, OptimConfig
+from verl.config import FSDPConfig, ModelConfig, OptimConfig, SFTModelConfig
 from verl.data_proto.metrics import Metric, merge_metrics
 from verl.data_proto.proto import DataProto
 from verl.engines.api import (
@@ -38,26 +38,41 @@ from verl.models.packing import PackedBatch, Reads, pack_rows, unpadded_rows
 from verl.models.rounding import Rounding
 from verl.models.visible import ratio
 from verl.parallel.balance import unit_ids
+from verl.parallel.device import compute_dtype
 
 
 class TrainedEngine(ABC):
-    """A TrainEngine without its device layout. Subclasses set the attributes that are declared here."""
+    """A TrainEngine without its device layout. Subclasses set the attributes that are declared here.
+
+    `head` is a row of verl.models.heads.HEADS. A frozen model (`trainable=False` or no `optim`) is held in the compute dtype
+    alone. With model.neftune_alpha no prompt is shared, since the noise of a row is its own.
+    """
 
     module: Any
-    head: str
-    config: FSDPConfig
-    dimensions: Dimensions
-    optim: OptimConfig | None  # None: frozen
-    optimizer: MasterOptimizer | None
-    device: torch.device
-    spec: LoRASpec | None
-    compute_dtype: torch.dtype
-    rounding: Rounding
-    total_steps: int
-    share_prompts: bool
-    neftune_alpha: float  # 0: no noise
-    num_lr_steps: int = 0
+    optimizer: MasterOptimizer | None  # None: frozen
     _trained: TrainedState
+
+    def __init__(
+        self,
+        *,
+        model: ModelConfig,
+        engine: FSDPConfig,
+        optim: OptimConfig | None,
+        head: str,
+        device: torch.device,
+        total_steps: int,
+        trainable: bool = True,
+        share_prompts: bool = True,
+    ):
+        self.head, self.device, self.total_steps = head, device, total_steps
+        self.config, self.dimensions = engine, Dimensions.of(engine)
+        self.optim = optim if trainable else None
+        self.compute_dtype = compute_dtype(engine.dtype, device)
+        self.rounding = Rounding(engine.master_rounding)
+        self.spec = LoRASpec.of(model) if self.optim is not None else None
+        self.neftune_alpha = model.neftune_alpha or 0.0 if isinstance(model, SFTModelConfig) else 0.0
+        self.share_prompts = share_prompts and not self.neftune_alpha
+        self.num_lr_steps = 0
 
     @torch.no_grad()
     def forward(

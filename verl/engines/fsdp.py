@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,6 @@ from verl.engines.api import BatchTotals, EngineState, LossFn
 from verl.engines.base import TrainedEngine
 from verl.engines.fsdp_units import Gathering, sharded_units
 from verl.engines.groups import Groups, mesh_of
-from verl.engines.hybrid_3d import Dimensions
 from verl.engines.loading import build_module, build_skeleton
 from verl.engines.sharding import from_first, shard_model
 from verl.engines.shards import (
@@ -34,27 +34,24 @@ from verl.engines.state import TrainedState
 from verl.errors import ConfigError
 from verl.models.chunked_mlp import chunked_feed_forward
 from verl.models.load import load_external, load_model_config
-from verl.models.lora import LoRASpec
 from verl.models.optim import MasterOptimizer
 from verl.models.packing import PackedBatch
 from verl.models.parallel.experts import check_experts
 from verl.models.parallel.forward import empty_batch
 from verl.models.parallel.sequence import check_heads
 from verl.models.parallel.tensor import check_divisible
-from verl.models.rounding import Rounding
-from verl.parallel.device import compute_dtype
 from verl.parallel.mesh import Mesh
 
-# optimizers that treat each number by itself, so that a part of a matrix is enough for them
+# optimizers that treat each element by itself, so that a part of a matrix is enough for them
 _ELEMENTWISE = ("AdamW", "Adam", "SGD", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD")
 
 
 class FSDPEngine(TrainedEngine):
-    """The TrainEngine of several ranks. `mesh` says how they are arranged (default: all ranks of the default process
+    """The TrainEngine of several ranks. `mesh` is their arrangement (default: all ranks of the default process
     group, as `engine` asks); the process group exists before.
 
-    The first rank reads the model and hands it out layer by layer, so no other rank ever has more than its part and one
-    layer. `module` has the shards; call it through the engine only.
+    The first rank reads the model and sends it to the others layer by layer, so no other rank ever has more than its part
+    and one layer. `module` has the shards; call it through the engine only.
     """
 
     def __init__(
@@ -62,27 +59,17 @@ class FSDPEngine(TrainedEngine):
         *,
         model: ModelConfig,
         engine: FSDPConfig,
-        optim: OptimConfig | None,
-        head: str,
         device: torch.device,
-        total_steps: int,
-        trainable: bool = True,
-        share_prompts: bool = True,
         mesh: Mesh | None = None,
         timeout_s: float | None = None,
+        **settings: Any,
     ):
-        self.head = head
-        self.device = device
-        self.total_steps = total_steps
-        self.neftune_alpha = getattr(model, "neftune_alpha", None) or 0.0  # sections of SFT have it
-        self.share_prompts = share_prompts and not self.neftune_alpha  # the noise of a row is its own
-        self.config, self.dimensions = engine, Dimensions.of(engine)
-        self.optim = optim if trainable else None
+        """Other settings: see TrainedEngine."""
+        super().__init__(model=model, engine=engine, device=device, **settings)
         mesh = mesh_of(engine, dist.get_world_size()) if mesh is None else mesh
         _check_layout(model, engine, mesh, self.optim)
         self.groups = Groups(mesh, device.type, engine.expert_parallel_size, timeout_s)
-        narrow, trains = compute_dtype(engine.dtype, device), self.optim is not None
-        self.rounding = rounding = Rounding(engine.master_rounding)
+        head, narrow, rounding, trains = self.head, self.compute_dtype, self.rounding, self.optim is not None
         source = from_first(
             self.groups, device, lambda: build_module(model, head, torch.device("cpu"), narrow, rounding, trains=trains)
         )
@@ -99,8 +86,6 @@ class FSDPEngine(TrainedEngine):
             norm = GradientNorm(self.shards, self.groups, device)
             rounded = {name: shard.rounded for name, shard in self.shards.items() if shard.rounded is not None}
             self.optimizer = MasterOptimizer(self.module, self.optim, wide, norm, rounding, rounded)
-        self.spec = LoRASpec.of(model) if trains else None
-        self.compute_dtype = narrow
         parameters = ShardedParameters(self.shards, self.groups, device)
         self._trained = TrainedState(self.module, parameters, self.optimizer, self.spec, model.path, rounding)
         self._leave_device()

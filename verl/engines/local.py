@@ -4,53 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
-from verl.config import FSDPConfig, ModelConfig, OptimConfig
+from verl.config import ModelConfig
 from verl.engines.base import TrainedEngine
-from verl.engines.hybrid_3d import Dimensions
 from verl.engines.loading import build_module
 from verl.engines.state import Parameters, TrainedState
 from verl.models.chunked_mlp import chunked_feed_forward
 from verl.models.forward import fused_decoder, packed_outputs
-from verl.models.lora import LoRASpec
 from verl.models.optim import MasterOptimizer
 from verl.models.packing import PackedBatch
-from verl.models.rounding import Rounding
-from verl.parallel.device import compute_dtype
 
 
 class LocalEngine(TrainedEngine):
-    """The TrainEngine of one device. `head` is a row of verl.models.heads.HEADS.
+    """The TrainEngine of one device. Equal configs and inputs give equal results to the last bit on a CPU: micro-batches run
+    in a fixed order."""
 
-    A frozen model (`trainable=False` or no `optim`) is held in the compute dtype alone. Equal configs and inputs give
-    equal results to the last bit on a CPU: micro-batches run in a fixed order.
-    """
-
-    def __init__(
-        self,
-        *,
-        model: ModelConfig,
-        engine: FSDPConfig,
-        optim: OptimConfig | None,
-        head: str,
-        device: torch.device,
-        total_steps: int,
-        trainable: bool = True,
-        share_prompts: bool = True,
-    ):
-        self.head = head
-        self.device = device
-        self.total_steps = total_steps
-        self.neftune_alpha = getattr(model, "neftune_alpha", None) or 0.0  # sections of SFT have it
-        self.share_prompts = share_prompts and not self.neftune_alpha  # the noise of a row is its own
-        self.config, self.dimensions = engine, Dimensions.of(engine)
-        self.optim = optim if trainable else None
-        self.compute_dtype = narrow = compute_dtype(engine.dtype, device)
-        self.rounding = rounding = Rounding(engine.master_rounding)
-        self.module = build_module(model, head, device, narrow, rounding, trains=self.optim is not None)
-        self.spec = LoRASpec.of(model) if self.optim is not None else None
+    def __init__(self, *, model: ModelConfig, **settings: Any):
+        """Settings: see TrainedEngine."""
+        super().__init__(model=model, **settings)
+        narrow, rounding, trains = self.compute_dtype, self.rounding, self.optim is not None
+        self.module = build_module(model, self.head, self.device, narrow, rounding, trains=trains)
         self.optimizer: MasterOptimizer | None = None
         if self.optim is None:
             self.module.requires_grad_(False).eval()
