@@ -170,7 +170,7 @@ def serve(
     rank: int, num_ranks: int, port: int, models: dict[bool, str], arguments: argparse.Namespace, folder: str
 ) -> None:
     """One rank: all pairs on so many ranks, one after the other."""
-    from verl.parallel.memory import keep_freed_memory
+    from verl.parallel.process_settings import keep_freed_memory
 
     keep_freed_memory()  # as every process of a run does
     import torch

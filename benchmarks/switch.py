@@ -56,7 +56,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> tuple[Report, bool]:
     """The figures, and whether both ways left the trained weights."""
     import torch
 
-    from verl.parallel.memory import keep_freed_memory
+    from verl.parallel.process_settings import keep_freed_memory
     from verl.programs.ppo import PPO
     from verl.runtime.local import LocalRuntime
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl._version import __version__
 from verl.compat.finder import install
-from verl.parallel.openmp import spin_briefly
+from verl.parallel.process_settings import spin_briefly
 
 if TYPE_CHECKING:
     from verl.data_proto.proto import DataProto, DataProtoItem

@@ -10,7 +10,7 @@ import pytest
 # page faults of allocating, touching and freeing 64 MiB ten times
 _COUNT = """
 import ctypes, resource
-from verl.parallel.memory import keep_freed_memory
+from verl.parallel.process_settings import keep_freed_memory
 kept = keep_freed_memory()
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
@@ -54,7 +54,7 @@ def test_settings_of_the_user_stand():
 
 _HOLES = """
 import ctypes, resource
-from verl.parallel.memory import give_back_holes, keep_freed_memory
+from verl.parallel.process_settings import give_back_holes, keep_freed_memory
 kept = keep_freed_memory()
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]

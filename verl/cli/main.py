@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from verl.errors import ConfigError, VerlError, nearest
-from verl.parallel.memory import keep_freed_memory
-from verl.parallel.openmp import spin_briefly
+from verl.parallel.process_settings import keep_freed_memory, spin_briefly
 
 
 class Verb(NamedTuple):

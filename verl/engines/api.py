@@ -25,8 +25,6 @@ ENGINES = Registry(
     },
 )
 
-Output = str  # a row of verl.models.outputs.OUTPUTS
-
 
 @dataclass(frozen=True)
 class MicroBatching:
@@ -88,17 +86,17 @@ class TrainEngine(Protocol):
     compute_dtype: torch.dtype
 
     def forward(
-        self, batch: DataProto, outputs: Sequence[Output], micro: MicroBatching, temperature: float = 1.0
+        self, batch: DataProto, outputs: Sequence[str], micro: MicroBatching, temperature: float = 1.0
     ) -> dict[str, torch.Tensor]:
-        """The named outputs without gradient, float32 or wider, on the CPU. Raises ModelError for one that the model's head
-        does not have."""
+        """The named outputs, rows of verl.models.outputs.OUTPUTS, without gradient, float32 or wider, on the CPU. Raises
+        ModelError for one that the model's head does not have."""
         ...
 
     def train_batch(
         self,
         batch: DataProto,
         loss: LossFn,
-        outputs: Sequence[Output],
+        outputs: Sequence[str],
         micro: MicroBatching,
         temperature: float = 1.0,
         check: StepCheck | None = None,

@@ -20,7 +20,6 @@ from verl.engines.api import (
     EngineState,
     LossFn,
     MicroBatching,
-    Output,
     StepCheck,
     WeightLayout,
 )
@@ -76,7 +75,7 @@ class TrainedEngine(ABC):
 
     @torch.no_grad()
     def forward(
-        self, batch: DataProto, outputs: Sequence[Output], micro: MicroBatching, temperature: float = 1.0
+        self, batch: DataProto, outputs: Sequence[str], micro: MicroBatching, temperature: float = 1.0
     ) -> dict[str, torch.Tensor]:
         """See TrainEngine."""
         reads = positions_read(outputs, self.head)
@@ -97,7 +96,7 @@ class TrainedEngine(ABC):
         self,
         batch: DataProto,
         loss: LossFn,
-        outputs: Sequence[Output],
+        outputs: Sequence[str],
         micro: MicroBatching,
         temperature: float = 1.0,
         check: StepCheck | None = None,

@@ -20,7 +20,7 @@ from verl.data_proto.proto import DataProto
 from verl.engines.api import BatchTotals, EngineState, LossFn
 from verl.engines.base import TrainedEngine
 from verl.engines.fsdp_units import Gathering, sharded_units
-from verl.engines.groups import Groups, mesh_of
+from verl.engines.groups import ProcessGroups, mesh_of
 from verl.engines.loading import build_module, build_skeleton
 from verl.engines.sharding import from_first, shard_model
 from verl.engines.shards import (
@@ -68,7 +68,7 @@ class FSDPEngine(TrainedEngine):
         super().__init__(model=model, engine=engine, device=device, **settings)
         mesh = mesh_of(engine, dist.get_world_size()) if mesh is None else mesh
         _check_layout(model, engine, mesh, self.optim)
-        self.groups = Groups(mesh, device.type, engine.expert_parallel_size, timeout_s)
+        self.groups = ProcessGroups(mesh, device.type, engine.expert_parallel_size, timeout_s)
         head, narrow, rounding, trains = self.head, self.compute_dtype, self.rounding, self.optim is not None
         source = from_first(
             self.groups, device, lambda: build_module(model, head, torch.device("cpu"), narrow, rounding, trains=trains)

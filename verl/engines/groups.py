@@ -24,7 +24,7 @@ def mesh_of(config: FSDPConfig, num_ranks: int) -> Mesh:
     )
 
 
-class Groups:
+class ProcessGroups:
     """Made collectively: every rank of the default group calls this at the same point, those outside `mesh` too.
 
     Parameters are sharded over shard x sp ranks; experts are divided over `expert_parallel` of those and sharded over the

@@ -18,7 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedSt
 from verl.models.rounding import Region, Rounding
 
 if TYPE_CHECKING:
-    from verl.engines.groups import Groups
+    from verl.engines.groups import ProcessGroups
     from verl.engines.shards import Shard
 
 
@@ -56,7 +56,7 @@ class _RoundedParam(FSDPParam):
 
 
 def gather_rounded(
-    shards: Mapping[str, Shard], units: Iterable[FSDPModule], groups: Groups, rounding: Rounding
+    shards: Mapping[str, Shard], units: Iterable[FSDPModule], groups: ProcessGroups, rounding: Rounding
 ) -> dict[str, Shard]:
     """`shards` with compute weights beside each one that FSDP would cast, which `units` gather from now on."""
     placed = dict(shards)

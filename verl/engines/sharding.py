@@ -12,7 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from verl.config import FSDPConfig
 from verl.engines.fsdp_units import count_traffic, sharded_units
-from verl.engines.groups import Groups
+from verl.engines.groups import ProcessGroups
 from verl.engines.hybrid_3d import Dimensions
 from verl.engines.rounded import gather_rounded
 from verl.engines.shards import Shard
@@ -28,7 +28,7 @@ from verl.parallel.device import parse_dtype
 def shard_model(
     module: Any,
     source: Any,
-    groups: Groups,
+    groups: ProcessGroups,
     config: FSDPConfig,
     compute_dtype: torch.dtype,
     device: torch.device,
@@ -68,7 +68,7 @@ def shard_model(
     return model, gather_rounded(placed, sharded_units(model), groups, rounding)
 
 
-def from_first(groups: Groups, device: torch.device, build: Callable[[], Any]) -> Any:
+def from_first(groups: ProcessGroups, device: torch.device, build: Callable[[], Any]) -> Any:
     """`build()` on the first rank, None on the others. When it fails, all ranks raise its error."""
     built, error, text = None, None, b""
     if groups.is_first:
@@ -86,7 +86,7 @@ def from_first(groups: Groups, device: torch.device, build: Callable[[], Any]) -
 class _Filler:
     """Replaces parameters on the meta device by this rank's part of those of the first rank."""
 
-    def __init__(self, module: Any, source: Any, shards: dict[str, Shard], groups: Groups, device: torch.device):
+    def __init__(self, module: Any, source: Any, shards: dict[str, Shard], groups: ProcessGroups, device: torch.device):
         self.module, self.groups, self.device = module, groups, device
         self.source = dict(source.named_parameters()) if source is not None else {}
         self.source_buffers = dict(source.named_buffers()) if source is not None else {}

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from verl.engines.api import Deferred
-from verl.engines.groups import Groups, all_reduce_
+from verl.engines.groups import ProcessGroups, all_reduce_
 from verl.engines.rounded import RoundedShard
 from verl.engines.state import Parameters
 from verl.models.parallel.collectives import even_sizes, gather_rows, own_range
@@ -47,7 +47,7 @@ class Shard:
         """This rank's part of the weights that compute."""
         return local(self.parameter.detach()) if self.rounded is None else self.rounded.weights
 
-    def region(self, groups: Groups) -> Region:
+    def region(self, groups: ProcessGroups) -> Region:
         """This rank's part of the whole tensor."""
         first = [0] * len(self.shape)
         rows = self.parameter.shape[0]  # before FSDP
@@ -58,7 +58,9 @@ class Shard:
         first[0] += sum(_chunks(rows, self.fsdp_group.size())[: self.fsdp_group.rank()])
         return Region(tuple(self.shape), tuple(first))
 
-    def whole(self, groups: Groups, value: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    def whole(
+        self, groups: ProcessGroups, value: torch.Tensor, device: torch.device, dtype: torch.dtype
+    ) -> torch.Tensor:
         """The tensor of which `value` (this parameter, or what lies as it does) is a part, in `dtype`. Collective; every
         rank gets it."""
         rows = self.parameter.shape[0]
@@ -69,7 +71,7 @@ class Shard:
             out = _gather(out, self.tensor_dim, self.shape[self.tensor_dim], groups.tensor)
         return out
 
-    def own_part(self, groups: Groups, whole: torch.Tensor) -> torch.Tensor:
+    def own_part(self, groups: ProcessGroups, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of a whole tensor, before FSDP (a view)."""
         if self.tensor_dim is not None:
             whole = whole.narrow(self.tensor_dim, *own_range(whole.shape[self.tensor_dim], groups.tensor))
@@ -77,7 +79,7 @@ class Shard:
             whole = whole.narrow(0, *own_range(whole.shape[0], groups.expert))
         return whole
 
-    def put(self, groups: Groups, target: torch.Tensor, whole: torch.Tensor) -> None:
+    def put(self, groups: ProcessGroups, target: torch.Tensor, whole: torch.Tensor) -> None:
         """Write this rank's part of `whole` into `target`."""
         part = self.own_part(groups, whole)
         sizes, rank = _chunks(part.shape[0], self.fsdp_group.size()), self.fsdp_group.rank()
@@ -87,7 +89,7 @@ class Shard:
 class ShardedParameters(Parameters):
     """The parameters of a sharded module."""
 
-    def __init__(self, shards: Mapping[str, Shard], groups: Groups, device: torch.device):
+    def __init__(self, shards: Mapping[str, Shard], groups: ProcessGroups, device: torch.device):
         self.shards, self.groups, self.device = shards, groups, device
 
     def named(self) -> dict[str, torch.Tensor]:
@@ -119,7 +121,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 class GradientNorm:
     """The L2 norm over all ranks of gradients that are spread over them in different ways."""
 
-    def __init__(self, shards: Mapping[str, Shard], groups: Groups, device: torch.device):
+    def __init__(self, shards: Mapping[str, Shard], groups: ProcessGroups, device: torch.device):
         self.shards, self.groups, self.device = shards, groups, device
 
     def __call__(self, parameters: Mapping[str, nn.Parameter]) -> torch.Tensor:
@@ -133,7 +135,9 @@ class GradientNorm:
         return sum_over_shards(squares, self.shards, self.groups).sqrt()
 
 
-def sum_over_shards(values: Mapping[str, torch.Tensor], shards: Mapping[str, Shard], groups: Groups) -> torch.Tensor:
+def sum_over_shards(
+    values: Mapping[str, torch.Tensor], shards: Mapping[str, Shard], groups: ProcessGroups
+) -> torch.Tensor:
     """The sum over all parameters, of each of which `values` has that of this rank's part. Each part counts once."""
     sums: dict[tuple[bool, bool], torch.Tensor] = {}
     for name, value in values.items():
@@ -145,7 +149,7 @@ def sum_over_shards(values: Mapping[str, torch.Tensor], shards: Mapping[str, Sha
     return total
 
 
-def add_up_partial_gradients(shards: Mapping[str, Shard], groups: Groups, device: torch.device) -> None:
+def add_up_partial_gradients(shards: Mapping[str, Shard], groups: ProcessGroups, device: torch.device) -> None:
     """Sum the gradients of which tensor parallel ranks hold parts."""
     if groups.tensor.size() == 1:
         return

@@ -54,7 +54,7 @@ class Mergeable(Protocol):
 
 
 @dataclass(frozen=True)
-class Plan:
+class CallPlan:
     """`calls[i]` is what the rank at index i runs (None: nothing). Ranks of one model-parallel group share the object, so
     that a driver sends it once. `collect` takes the results of the ranks `answering`, in that order."""
 
@@ -68,7 +68,7 @@ class Plan:
         return [i for i, call in enumerate(self.calls) if call is not None]
 
 
-def plan_call(declared: Registered, group: GroupShape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+def plan_call(declared: Registered, group: GroupShape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
     """The calls of one method call on a group. Raises ValueError when arguments do not fit the mode."""
     mode = declared.dispatch_mode
     if mode.dispatch_fn is not None and mode.collect_fn is not None:
@@ -81,23 +81,23 @@ def plan_call(declared: Registered, group: GroupShape, args: tuple[Any, ...], kw
         raise ValueError(f"A method declared Dispatch.{mode.name} cannot be called on a group; call it on its ranks.")
     if declared.execute_mode == Execute.RANK_ZERO:
         alone = [plan.calls[0], *[None] * (group.world_size - 1)]
-        return Plan(alone, [0], lambda results: results[0])
+        return CallPlan(alone, [0], lambda results: results[0])
     return plan
 
 
 # -- modes that do not know about rows ---------------------------------------------------------------------------------
 
 
-def _rank_zero(group: GroupShape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
-    return Plan([(args, kwargs), *[None] * (group.world_size - 1)], [0], lambda results: results[0])
+def _rank_zero(group: GroupShape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
+    return CallPlan([(args, kwargs), *[None] * (group.world_size - 1)], [0], lambda results: results[0])
 
 
-def _one_to_all(group: GroupShape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
-    return Plan([(args, kwargs)] * group.world_size, list(range(group.world_size)), list)
+def _one_to_all(group: GroupShape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
+    return CallPlan([(args, kwargs)] * group.world_size, list(range(group.world_size)), list)
 
 
-def _all_reduce(group: GroupShape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
-    return Plan([(args, kwargs)] * group.world_size, group.mesh.collectors(), _reduced)
+def _all_reduce(group: GroupShape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
+    return CallPlan([(args, kwargs)] * group.world_size, group.mesh.collectors(), _reduced)
 
 
 def _reduced(results: list[Any]) -> Any:
@@ -105,7 +105,7 @@ def _reduced(results: list[Any]) -> Any:
     return merge_metrics(results) if isinstance(results[0], dict) else sum(results)
 
 
-def _all_to_all(group: GroupShape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+def _all_to_all(group: GroupShape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
     size = group.world_size
     for value in (*args, *kwargs.values()):
         if not isinstance(value, (list, tuple)) or len(value) != size:
@@ -113,10 +113,10 @@ def _all_to_all(group: GroupShape, args: tuple[Any, ...], kwargs: dict[str, Any]
     calls: list[Arguments | None] = [
         (tuple(a[i] for a in args), {k: v[i] for k, v in kwargs.items()}) for i in range(size)
     ]
-    return Plan(calls, list(range(size)), list)
+    return CallPlan(calls, list(range(size)), list)
 
 
-def _dp_compute_proto(group: GroupShape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+def _dp_compute_proto(group: GroupShape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
     """Equal chunks, the last ones padded when the batch asks for it, and exactly the padding removed from the results."""
     size = group.world_size
     padding = 0
@@ -133,35 +133,35 @@ def _dp_compute_proto(group: GroupShape, args: tuple[Any, ...], kwargs: dict[str
     calls: list[Arguments | None] = [
         (tuple(a[i] for a in positional), {k: v[i] for k, v in named.items()}) for i in range(size)
     ]
-    return Plan(calls, list(range(size)), lambda results: _without_padding(DataProto.concat(results), padding))
+    return CallPlan(calls, list(range(size)), lambda results: _without_padding(DataProto.concat(results), padding))
 
 
 def _without_padding(batch: DataProto, padding: int) -> DataProto:
     return batch.slice(0, len(batch) - padding) if padding else batch
 
 
-def _dp_compute_with_func(group: GroupShape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+def _dp_compute_with_func(group: GroupShape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
     if not args or not callable(args[0]):
         raise ValueError("The first argument of this call is the function that every rank runs.")
     plan = _dp_compute_proto(group, args[1:], kwargs)
     calls: list[Arguments | None] = [((args[0], *call[0]), call[1]) for call in plan.calls if call is not None]
-    return Plan(calls, plan.answering, plan.collect)
+    return CallPlan(calls, plan.answering, plan.collect)
 
 
-def _dp_compute_metric(group: GroupShape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+def _dp_compute_metric(group: GroupShape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
     plan = _dp_compute_proto(group, args, kwargs)
-    return Plan(plan.calls, plan.answering, list)
+    return CallPlan(plan.calls, plan.answering, list)
 
 
 def _plan_custom(
     dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any], group: GroupShape, args: Any, kwargs: Any
-) -> Plan:
+) -> CallPlan:
     args, kwargs = dispatch_fn(group, *args, **kwargs)
     plan = _all_to_all(group, args, kwargs)
-    return Plan(plan.calls, plan.answering, lambda results: collect_fn(group, results))
+    return CallPlan(plan.calls, plan.answering, lambda results: collect_fn(group, results))
 
 
-_FLAT: dict[str, Callable[[GroupShape, tuple[Any, ...], dict[str, Any]], Plan]] = {
+_FLAT: dict[str, Callable[[GroupShape, tuple[Any, ...], dict[str, Any]], CallPlan]] = {
     "RANK_ZERO": _rank_zero,
     "ONE_TO_ALL": _one_to_all,
     "ALL_REDUCE": _all_reduce,
@@ -176,7 +176,7 @@ _FLAT: dict[str, Callable[[GroupShape, tuple[Any, ...], dict[str, Any]], Plan]] 
 # -- modes that share rows out over the data axes of a mesh --------------------------------------------------------------
 
 
-def _nd_compute(declared: Registered, group: GroupShape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+def _nd_compute(declared: Registered, group: GroupShape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
     batch = _first_batch(args)
     shares = balanced_shares(batch, group.mesh.dp_size, group.cost)
     # a rank without rows runs one row all the same: the ranks of a sharded model compute together. Its result is dropped
@@ -184,12 +184,12 @@ def _nd_compute(declared: Registered, group: GroupShape, args: tuple[Any, ...], 
     return _scattered(declared, group, batch, filled, args, kwargs, kept=[len(rows) for rows in shares])
 
 
-def _nd_scatter(declared: Registered, group: GroupShape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+def _nd_scatter(declared: Registered, group: GroupShape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
     batch = _first_batch(args)
     return _scattered(declared, group, batch, contiguous_shares(len(batch), group.mesh.dp_size), args, kwargs)
 
 
-def _nd_owner(declared: Registered, group: GroupShape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+def _nd_owner(declared: Registered, group: GroupShape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
     if not group.beside_rollout:
         return _nd_scatter(declared, group, args, kwargs)
     batch = _first_batch(args)
@@ -200,7 +200,9 @@ def _nd_owner(declared: Registered, group: GroupShape, args: tuple[Any, ...], kw
     return _scattered(declared, group, batch, shares, args, kwargs)
 
 
-def _nd_mini_batches(declared: Registered, group: GroupShape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+def _nd_mini_batches(
+    declared: Registered, group: GroupShape, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> CallPlan:
     """`method(batch, step)` becomes `method(share, step, mini_batches=[rows of the share, ...])`."""
     assert group.schedule is not None, "a group with training calls has a schedule"
     batch, step = _first_batch(args), args[1]
@@ -234,7 +236,7 @@ def _scattered(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     kept: list[int] | None = None,
-) -> Plan:
+) -> CallPlan:
     sent = _lean(batch, declared.objects)
     calls: list[Arguments] = [((_select(sent, rows), *args[1:]), kwargs) for rows in shares]
     counts = kept if kept is not None else [len(rows) for rows in shares]
@@ -247,10 +249,10 @@ def _scattered(
 
 def _replicated(
     group: GroupShape, calls: list[Arguments], shares: list[Rows], collect: Callable[[list[Any]], Any]
-) -> Plan:
+) -> CallPlan:
     """The call of a share for every rank of its model-parallel group."""
     mesh = group.mesh
-    return Plan([calls[mesh.dp_rank(i)] for i in range(mesh.size)], mesh.collectors(), collect, shares)
+    return CallPlan([calls[mesh.dp_rank(i)] for i in range(mesh.size)], mesh.collectors(), collect, shares)
 
 
 def _lean(batch: DataProto, objects: tuple[str, ...] | None) -> DataProto:
@@ -288,7 +290,7 @@ def _join_batches(results: list[DataProto], shares: Sequence[Rows]) -> DataProto
     return joined.select_idxs((back[:, None] * factor + np.arange(factor)).reshape(-1))
 
 
-_ND: dict[str, Callable[[Registered, GroupShape, tuple[Any, ...], dict[str, Any]], Plan]] = {
+_ND: dict[str, Callable[[Registered, GroupShape, tuple[Any, ...], dict[str, Any]], CallPlan]] = {
     "ND_COMPUTE_PROTO": _nd_compute,
     "ND_SCATTER_PROTO": _nd_scatter,
     "ND_OWNER_PROTO": _nd_owner,

@@ -18,7 +18,7 @@ from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.engines.api import TrainEngine
 from verl.errors import CheckpointError
-from verl.parallel.memory import give_back_holes
+from verl.parallel.process_settings import give_back_holes
 from verl.parallel.register import Dispatch, Execute, register
 from verl.parallel.serialize import record
 from verl.roles.api import RoleSpec

@@ -14,7 +14,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from verl.errors import CheckpointError, InterruptedRun
-from verl.parallel.memory import give_back_holes
+from verl.parallel.process_settings import give_back_holes
 from verl.programs.api import Program, ProgramData, RollBack, StepResult
 from verl.roles.api import Roles
 from verl.run.resuming import Resume

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from verl.config import ModelConfig
 from verl.engines.api import ENGINES as TRAIN_ENGINES
 from verl.engines.api import TrainEngine
-from verl.engines.groups import Groups
+from verl.engines.groups import ProcessGroups
 from verl.models.load import eos_token_ids, load_tokenizer
 from verl.rewards.managers import build_reward_manager
 from verl.roles.api import RoleSpec
@@ -60,7 +60,7 @@ def _join_groups(context: RankContext, spec: RoleSpec) -> None:
     """Process groups are made by all processes of a run, those that will not be in them too."""
     mesh = context.mesh(spec.name)
     if mesh is not None and spec.shares is None:
-        Groups(mesh, context.device.type, spec.engine.expert_parallel_size, context.specs.collective_timeout_s)
+        ProcessGroups(mesh, context.device.type, spec.engine.expert_parallel_size, context.specs.collective_timeout_s)
 
 
 def _engine(context: RankContext, spec: RoleSpec) -> TrainEngine:

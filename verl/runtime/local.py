@@ -6,7 +6,7 @@ from typing import Any
 
 from verl.data_proto.future import Finished
 from verl.parallel.device import resolve_device
-from verl.parallel.dispatch import Plan
+from verl.parallel.dispatch import CallPlan
 from verl.roles.api import ProgramClass, Roles
 from verl.runtime.rank import RankContext, check_meshes
 from verl.runtime.rank_workers import RankWorkers
@@ -45,7 +45,7 @@ class LocalRuntime:
         if self.workers is not None:
             self.workers.close()
 
-    def _run(self, group: WorkerGroup, method: str, plan: Plan, blocking: bool) -> Any:
+    def _run(self, group: WorkerGroup, method: str, plan: CallPlan, blocking: bool) -> Any:
         call = plan.calls[0]
         assert self.workers is not None
         assert call is not None

@@ -23,9 +23,9 @@ from verl.config.secrets import remember_secrets
 from verl.errors import VerlError
 from verl.parallel.collectives import Collectives, Peer, free_port
 from verl.parallel.device import resolve_device
-from verl.parallel.dispatch import Plan
-from verl.parallel.memory import keep_freed_memory
+from verl.parallel.dispatch import CallPlan
 from verl.parallel.placement import Placement
+from verl.parallel.process_settings import keep_freed_memory
 from verl.parallel.serialize import decode, encode
 from verl.parallel.stack_dump import all_stacks, calls, longest_call
 from verl.registry import load_object
@@ -140,7 +140,7 @@ class RayRuntime:
         limit: tuple[float, str] = (start_s, START_LIMIT) if starts else (self.timeout_s, CALL_LIMIT)
         return Pending(call, refs, limit[0], lambda answers: [unpack(a) for a in answers], limit_key=limit[1]).get()
 
-    def _run(self, group: WorkerGroup, method: str, plan: Plan, blocking: bool) -> Any:
+    def _run(self, group: WorkerGroup, method: str, plan: CallPlan, blocking: bool) -> Any:
         """A call on the ranks of a group. What several ranks get is stored once."""
         packed: dict[int, Any] = {}
         refs = []

@@ -18,7 +18,7 @@ from typing import Any
 
 from verl.errors import ConfigError, MissingExtraError
 from verl.parallel.collectives import free_port
-from verl.parallel.dispatch import Plan
+from verl.parallel.dispatch import CallPlan
 from verl.parallel.mesh import Mesh
 from verl.parallel.stack_dump import calls, longest_call
 from verl.runtime.worker_group import WorkerGroup
@@ -182,7 +182,7 @@ class RayWorkerGroup(WorkerGroup):
         return self.execute_all_async(method_name, *args, **kwargs).get()
 
     def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> Pending:
-        plan = Plan([(args, kwargs)] * self.world_size, list(range(self.world_size)), list)
+        plan = CallPlan([(args, kwargs)] * self.world_size, list(range(self.world_size)), list)
         return self._send("", method_name, plan, False)
 
     def execute_rank_zero_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
@@ -191,7 +191,7 @@ class RayWorkerGroup(WorkerGroup):
 
     def execute_rank_zero_async(self, method_name: str, *args: Any, **kwargs: Any) -> Pending:
         calls: list[Any] = [(args, kwargs), *[None] * (self.world_size - 1)]
-        return self._send("", method_name, Plan(calls, [0], lambda results: results[0]), False)
+        return self._send("", method_name, CallPlan(calls, [0], lambda results: results[0]), False)
 
     def close(self) -> None:
         """End these processes; the pool keeps its places."""
@@ -219,10 +219,10 @@ class RayWorkerGroup(WorkerGroup):
         Pending("the constructor", refs, self.timeout_s, list).get()
         return processes
 
-    def _runner_of(self, role: str) -> Callable[[WorkerGroup, str, Plan, bool], Any]:
+    def _runner_of(self, role: str) -> Callable[[WorkerGroup, str, CallPlan, bool], Any]:
         return lambda group, method, plan, blocking: self._send(role, method, plan, blocking)
 
-    def _send(self, role: str, method: str, plan: Plan, blocking: bool) -> Any:
+    def _send(self, role: str, method: str, plan: CallPlan, blocking: bool) -> Any:
         ranks, refs = plan.ranks(), []
         for index in ranks:
             call = plan.calls[index]

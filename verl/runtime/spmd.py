@@ -11,7 +11,7 @@ from typing import Any
 from verl.data_proto.future import Finished
 from verl.parallel.collectives import Collectives, Peer
 from verl.parallel.device import make_current, resolve_device
-from verl.parallel.dispatch import Plan
+from verl.parallel.dispatch import CallPlan
 from verl.parallel.serialize import from_bytes, to_bytes
 from verl.roles.api import ProgramClass, Roles
 from verl.runtime.rank import RankContext, check_meshes
@@ -69,7 +69,7 @@ class SpmdRuntime:
         if self._workers is not None:
             self._workers.close()
 
-    def _run(self, group: WorkerGroup, method: str, plan: Plan, blocking: bool) -> Any:
+    def _run(self, group: WorkerGroup, method: str, plan: CallPlan, blocking: bool) -> Any:
         """This rank's part of a call, and the results of all ranks."""
         workers, ranks, payload = self._workers, group.mesh.ranks, b""
         assert workers is not None

@@ -7,12 +7,12 @@ from functools import partial
 from typing import Any
 
 from verl.parallel.balance import TokenCost
-from verl.parallel.dispatch import Plan, Schedule, plan_call
+from verl.parallel.dispatch import CallPlan, Schedule, plan_call
 from verl.parallel.mesh import Mesh
 from verl.parallel.register import Registered, registered
 
 # (group, method name, plan, whether the caller waits) -> the collected result, or a future of it
-Runner = Callable[["WorkerGroup", str, Plan, bool], Any]
+Runner = Callable[["WorkerGroup", str, CallPlan, bool], Any]
 
 
 class WorkerGroup:

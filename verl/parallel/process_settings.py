@@ -1,4 +1,4 @@
-"""Settings of the memory allocator of this process. To be called before torch is imported.
+"""Memory allocator and idle threads of this process. Torch-free: to be called before torch is imported.
 
 A training step makes and drops tensors of many megabytes. glibc gives each of these back to the system at once, so
 that the next one costs a page fault for every 4 KiB, which is zeroed first. Here freed memory stays with the process,
@@ -13,10 +13,14 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import sys
 
 # parameters of mallopt, from glibc's malloc.h
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -2, -3, -8
 _TRIM_EVERY = 128  # steps: rare enough that getting pages again costs nothing
+# Threads that sleep between two operators cost small steps half their speed. Threads that spin for milliseconds take the
+# cores of another process: two generations side by side on two cores fell to a tenth. So they spin for some microseconds.
+_SPIN_COUNT = "1000"
 _SETTINGS = {_M_MMAP_THRESHOLD: 1 << 30, _M_TRIM_THRESHOLD: (1 << 31) - 1, _M_TOP_PAD: 64 << 20}
 
 
@@ -47,3 +51,14 @@ def give_back_holes(step: int) -> bool:
         return False
     _kept["step"] = step
     return bool(ctypes.CDLL(None).malloc_trim(0))
+
+
+def spin_briefly() -> bool:
+    """Set the environment so that torch's threads spin briefly and then sleep, unless the user has set how they wait. Returns
+    whether a setting is in force: False where torch is imported already, without one."""
+    if any(name in os.environ for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")):
+        return True
+    if "torch" in sys.modules:
+        return False
+    os.environ["GOMP_SPINCOUNT"] = _SPIN_COUNT
+    return True
