@@ -14,7 +14,7 @@ def elements(tensor):
     return np.arange(math.prod(tensor.shape)).reshape(tensor.shape)
 
 
-def divided(tensor, array, num_ranks, index, multiple=1):
+def divided(tensor, array, num_ranks, index):
     """What a tensor parallel rank holds of `array`, which is whole along the divided dimension."""
     dim = tensor.tensor_dim
     pieces, start = [], 0
@@ -27,9 +27,6 @@ def divided(tensor, array, num_ranks, index, multiple=1):
             own = np.array_split(np.arange(len(repeated)), num_ranks)[index]
             # ranks that share a head have it once
             piece = np.concatenate([repeated[own[0]]] if len(repeated) > len(heads) else [heads[i] for i in own], dim)
-        elif multiple > 1 and tensor.is_vocabulary:
-            width = math.ceil(block.size / multiple) * multiple // num_ranks
-            piece = piece.take(range(min(index * width, block.size), min((index + 1) * width, block.size)), dim)
         else:
             piece = np.array_split(piece, num_ranks, dim)[index]
         pieces.append(piece)
@@ -75,7 +72,7 @@ def generating(tensor, layout, rank):
     if tensor.tensor_dim is None:
         return array
     group = next(engine[0] for engine in layout.engines if rank in engine[0])
-    return divided(tensor, array, len(group), group.index(rank), layout.vocabulary_multiple)
+    return divided(tensor, array, len(group), group.index(rank))
 
 
 def local(tensor, part):

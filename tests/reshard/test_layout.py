@@ -11,7 +11,7 @@ from tests.reshard import reference
 from verl.errors import ConfigError
 from verl.parallel.mesh import Mesh
 from verl.reshard.grouping import consecutive_engines, interval_engines, interval_experts
-from verl.reshard.hf_sharding import decoder_tensors, fused_projections
+from verl.reshard.hf_sharding import decoder_tensors
 from verl.reshard.layout import Block, RolloutLayout, Tensor, TrainingLayout
 from verl.reshard.slices import cells, intersect, numel, subtract
 
@@ -51,7 +51,7 @@ def tensors(draw):
         shape = (4 * a, b) if dim == 0 else (b, 4 * a)
         return Tensor("heads", shape, tensor_dim=dim, blocks=(Block(4 * a, draw(st.sampled_from([1, 2, 4]))),))
     if kind == "vocabulary":
-        return Tensor("vocabulary", (8 * a - b, b), tensor_dim=0, is_vocabulary=True)
+        return Tensor("vocabulary", (8 * a - b, b), tensor_dim=0)
     return Tensor("experts", (4, 2 * a, b), tensor_dim=1, blocks=(Block(a), Block(a)), is_expert=True)
 
 
@@ -93,13 +93,12 @@ def test_training_parts(layout, tensor):
 
 
 @settings(max_examples=60, deadline=None)
-@given(tensors(), st.sampled_from([1, 2, 4]), st.booleans(), st.sampled_from([1, 8]))
-def test_rollout_parts(tensor, tensor_parallel, by_experts, multiple):
+@given(tensors(), st.sampled_from([1, 2, 4]), st.booleans())
+def test_rollout_parts(tensor, tensor_parallel, by_experts):
     ranks = range(8)
     layout = RolloutLayout(
         consecutive_engines(ranks, tensor_parallel),
         expert_groups=((0, 2, 4, 6), (1, 3, 5, 7)) if by_experts else (),
-        vocabulary_multiple=multiple,
     )
     for rank in ranks:
         wanted, part = reference.generating(tensor, layout, rank), layout.part(tensor, rank)
@@ -155,25 +154,6 @@ def test_pipeline_becomes_engines():
     training = reference.ptd(2, 2, 1, 4)
     assert [engine[0] for engine in interval_engines(training, 2)] == [(0, 1), (2, 3)]
     assert [engine[0] for engine in interval_engines(training, 1)] == [(0,), (1,), (2,), (3,)]
-
-
-def test_fused_tensors():
-    """Three key-value rows on each rank: vLLM's qkv_proj holds the rank's q, then its k, then its v."""
-    tensors = reference.llama(12, 10, 1, 4, 2, vocabulary=30)
-    fusions = fused_projections(t.name for t in tensors)
-    assert [f.name.removeprefix("model.layers.0.") for f in fusions] == [
-        "self_attn.qkv_proj.weight",
-        "mlp.gate_up_proj.weight",
-    ]
-    rollout = RolloutLayout(consecutive_engines(range(2), 2), fusions=fusions, vocabulary_multiple=64)
-    slots = rollout.slots(tensors, 1)
-    at = {name.removeprefix("model.layers.0."): slot for name, slot in slots.items()}
-    assert at["self_attn.q_proj.weight"] == ("model.layers.0.self_attn.qkv_proj.weight", 0, 6)
-    assert at["self_attn.k_proj.weight"][1:] == (6, 9)
-    assert at["self_attn.v_proj.weight"][1:] == (9, 12)
-    assert at["mlp.up_proj.weight"] == ("model.layers.0.mlp.gate_up_proj.weight", 5, 10)
-    assert at["mlp.down_proj.weight"] == ("model.layers.0.mlp.down_proj.weight", 0, 12)
-    assert "lm_head.weight" not in slots  # 30 rows padded to 64: the second rank has padding alone
 
 
 def test_names_say_how_tensors_are_divided():

@@ -1,4 +1,4 @@
-"""Sharding of a decoder's parameters by name and shape, and their fusion in vLLM and SGLang.
+"""Sharding of a decoder's parameters by name and shape.
 
 Attention heads and MLP columns are sharded by output rows, the projections after them by input columns, embedding and
 output projection by vocabulary (Shoeybi et al. 2019, arXiv:1909.08053); experts lie along dimension 0. Pure, without torch.
@@ -7,14 +7,13 @@ output projection by vocabulary (Shoeybi et al. 2019, arXiv:1909.08053); experts
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from verl.reshard.layout import Block, Fusion, Tensor
+from verl.reshard.layout import Block, Tensor
 
 _COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 _ROW = ("o_proj", "down_proj")
 _VOCABULARY = ("embed_tokens", "lm_head")
-_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
@@ -39,19 +38,6 @@ def decoder_tensors(
     )
 
 
-def fused_projections(names: Iterable[str]) -> tuple[Fusion, ...]:
-    """`qkv_proj` = q|k|v and `gate_up_proj` = gate|up (weights and biases), for those of `names` that have all parts."""
-    names = list(names)
-    known = set(names)
-    found = []
-    for name in names:
-        for fused, parts in _FUSED.items():
-            sources = tuple(name.replace(f".{parts[0]}.", f".{part}.") for part in parts)
-            if f".{parts[0]}." in name and known.issuperset(sources):
-                found.append(Fusion(name.replace(f".{parts[0]}.", f".{fused}."), sources))
-    return tuple(found)
-
-
 def _layers(name: str, num_layers: int, is_tied: bool) -> tuple[int, ...]:
     inside = _LAYER.search(name)
     if inside:
@@ -71,7 +57,7 @@ def _tensor(
             return Tensor(name, shape, itemsize, layers, 1, (half, half), is_expert=True)
         return Tensor(name, shape, itemsize, layers, 2, is_expert=True)
     if module in _VOCABULARY:
-        return Tensor(name, shape, itemsize, layers, 0, is_vocabulary=True)
+        return Tensor(name, shape, itemsize, layers, 0)
     dim = _divided_dim(module, leaf)
     if dim is None:
         return Tensor(name, shape, itemsize, layers)

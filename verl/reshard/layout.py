@@ -63,24 +63,17 @@ class Tensor:
     tensor_dim: int | None = None
     blocks: tuple[Block, ...] = ()
     is_expert: bool = False
-    is_vocabulary: bool = False
 
     def __post_init__(self) -> None:
         assert not self.blocks or self.tensor_dim is not None, self
         assert not self.blocks or sum(b.size for b in self.blocks) == self.shape[self.tensor_dim or 0], self
         assert not (self.is_expert and self.tensor_dim == 0), self
 
-    def tensor_spans(self, num_ranks: int, index: int, vocabulary_multiple: int = 1) -> tuple[Span, ...]:
-        """The spans of dimension `tensor_dim` on tensor parallel rank `index`. A vocabulary is divided as if it were padded
-        to a multiple of `vocabulary_multiple`; the padding is left out."""
+    def tensor_spans(self, num_ranks: int, index: int) -> tuple[Span, ...]:
+        """The spans of dimension `tensor_dim` on tensor parallel rank `index`."""
         assert self.tensor_dim is not None
-        size = self.shape[self.tensor_dim]
-        if self.is_vocabulary and vocabulary_multiple > 1:
-            padded = -(-size // vocabulary_multiple) * vocabulary_multiple
-            first, stop = even_span(padded, num_ranks, index)
-            return take([(0, size)], first, stop)
         spans, start = [], 0
-        for block in self.blocks or (Block(size),):
+        for block in self.blocks or (Block(self.shape[self.tensor_dim]),):
             first, stop = block.span(num_ranks, index)
             spans.append((start + first, start + stop))
             start += block.size
@@ -205,22 +198,6 @@ class TrainingLayout:
         return dict(self.mesh.axes).get(axis, 1)
 
 
-class Fusion(NamedTuple):
-    """A tensor of the engine that concatenates several of the model's: on each rank, their parts along dimension 0. With one
-    source it is that source under the engine's name."""
-
-    name: str
-    sources: tuple[str, ...]
-
-
-class Slot(NamedTuple):
-    """Place of a rank's part of a model tensor in the engine: rows `first` to `stop` of the engine's tensor `name`."""
-
-    name: str
-    first: int
-    stop: int
-
-
 @dataclass(frozen=True)
 class RolloutLayout:
     """`engines[engine][stage][index]` is the world rank that generates there: DP' engines of PP' stages of TP' ranks. Every
@@ -233,8 +210,6 @@ class RolloutLayout:
     engines: tuple[tuple[tuple[int, ...], ...], ...]
     expert_groups: tuple[tuple[int, ...], ...] = ()
     layers_per_stage: tuple[int, ...] = ()  # needed with a pipeline only
-    vocabulary_multiple: int = 1  # vLLM: 64
-    fusions: tuple[Fusion, ...] = ()
 
     def __post_init__(self) -> None:
         if len({tuple(map(len, engine)) for engine in self.engines}) != 1 or len(set(map(len, self.engines[0]))) != 1:
@@ -266,23 +241,8 @@ class RolloutLayout:
         if tensor.is_expert and rank in self._expert_places:
             spans[0] = (even_span(tensor.shape[0], *self._expert_places[rank]),)
         elif tensor.tensor_dim is not None:
-            divided = tensor.tensor_spans(self.tensor_parallel, place[1], self.vocabulary_multiple)
-            spans[tensor.tensor_dim] = divided
+            spans[tensor.tensor_dim] = tensor.tensor_spans(self.tensor_parallel, place[1])
         return _part(spans)
-
-    def slots(self, tensors: Sequence[Tensor], rank: int) -> dict[str, Slot]:
-        """Name of a model tensor -> place of its part in the engine of `rank`. Tensors that the rank does not hold are left
-        out."""
-        parts = {t.name: part for t in tensors if (part := self.part(t, rank)) is not None}
-        rows = {name: part.shape[0] if part.shape else 1 for name, part in parts.items()}
-        slots = {name: Slot(name, 0, count) for name, count in rows.items()}
-        for fusion in self.fusions:
-            first = 0
-            for source in fusion.sources:
-                if source in rows:
-                    slots[source] = Slot(fusion.name, first, first + rows[source])
-                    first += rows[source]
-        return slots
 
     @cached_property
     def _places(self) -> dict[int, tuple[int, int]]:

@@ -84,10 +84,6 @@ class Plan:
         """Slices that `rank` needs and has already, in order."""
         return [m for m in self.moves if m.destination == rank and m.is_kept]
 
-    def bytes_between_hosts(self, hosts: Hosts) -> int:
-        """The share of `total_bytes` that crosses hosts."""
-        return sum(m.num_bytes for m in self.moves if hosts[m.source] != hosts[m.destination])
-
     def _sums(self, end: str) -> dict[int, int]:
         sums: dict[int, int] = {}
         for move in self.moves:

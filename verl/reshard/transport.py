@@ -25,18 +25,13 @@ from verl.errors import ModelError
 from verl.parallel.traffic import TRAFFIC
 from verl.reshard.digest import CHUNK_BYTES, DIGEST_BYTES, copy_with_digest, digest, spread_with_digest
 from verl.reshard.host_memory import HostMemory
-from verl.reshard.layout import Layout, Slot, Tensor
+from verl.reshard.layout import Layout, Tensor
 from verl.reshard.plan import Move, Plan, buckets
 from verl.reshard.slices import Part, numel
 
 _NOT_WRITTEN = bytes(DIGEST_BYTES)  # of slices that are trained and used in the same memory
 _DIGEST_TAG = 1 << 20  # of messages with digests; the tag of a bucket is its number
 Tensors = Mapping[str, torch.Tensor]
-
-
-def source_views(engine: Tensors, slots: Mapping[str, Slot]) -> dict[str, torch.Tensor]:
-    """Name of a model tensor -> its view in the engine's tensors, which may be fused (RolloutLayout.slots)."""
-    return {name: engine[slot.name][slot.first : slot.stop] for name, slot in slots.items()}
 
 
 class _Flight(NamedTuple):
