@@ -1,10 +1,10 @@
-"""New weights for the copies of the policy that generate: planned once, carried out and proved at every update.
+"""Weight sync to rollout replicas by a transfer plan: made once, run and verified at every update.
 
     update = plan_update(comm, training, rollout, engine=engine, replica=replica, device=device)    # on every rank
     update()                                                                                        # on every rank
 
-`engine` is what trains on this rank and `replica` what generates; None where the rank has none. A rank keeps what it holds
-already, and nothing is gathered whole. With LoRA only the adapters travel.
+`engine` is the training engine of this rank and `replica` its rollout model; None where the rank has none. A rank keeps the
+slices that it holds, and nothing is gathered whole. With LoRA only the adapters travel.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import hashlib
 import logging
 import math
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,10 +22,10 @@ import torch.distributed as dist
 from verl.engines.api import TrainEngine
 from verl.errors import ModelError
 from verl.models.cpu.weights import DenseDecoder
+from verl.models.lora import merged
 from verl.models.rounding import Rounding
 from verl.parallel.collectives import Collectives
 from verl.parallel.serialize import from_bytes, to_bytes
-from verl.reshard.adapters import Adapters
 from verl.reshard.hf_sharding import decoder_tensors
 from verl.reshard.host_memory import HostMemory
 from verl.reshard.layout import Layout, OnRanks, RolloutLayout, Tensor, TrainingLayout
@@ -35,20 +35,20 @@ from verl.rollout.rollout_model import Replica
 
 log = logging.getLogger(__name__)
 
-_LEAST_STAGING_BYTES = 1 << 16
-_STAGING_BYTES = 64 << 20  # at most, and no more than a sixth of the model
-_MOVED = "moved"  # said by a rank whose weights are no more where others can write
+_MIN_STAGING_BYTES = 1 << 16
+_MAX_STAGING_BYTES = 64 << 20  # and no more than a sixth of the model
+_MOVED = "moved"  # sent by a rank whose weights have left the shared memory
 Held = Mapping[str, torch.Tensor]
 
 
 class PlannedUpdate:
-    """Brings the weights of the training ranks to the ranks that generate. Every rank calls it at the same time.
+    """Transfers the weights of the training ranks to the ranks that generate. Every rank calls it at the same time.
 
-    `plan` and `transport` are for `target`: the ranks of `rollout` that have memory of their own. On the CPU, ranks of one host
-    that generate with the same weights have them in one memory (verl.reshard.host_memory).
+    `plan` and `transport` are for `target`: the ranks of `rollout` that own their memory. On the CPU, ranks of one host with
+    the same rollout weights share one memory (verl.reshard.host_memory).
 
-    Raises ModelError, on all ranks with the same words, when tensors do not fit the plan or what a replica holds
-    afterwards is not what was sent.
+    Raises ModelError, on all ranks with the same message, when tensors do not fit the plan or a replica does not hold the sent
+    values afterwards.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class PlannedUpdate:
 
     def __call__(self) -> None:
         held, wanted = _local_weights(self._engine), self._wanted()
-        # agreed before the first byte leaves: the others would wait for a rank that has given up
+        # agreed before the first transfer: the others would wait for a rank that has raised
         error = _error_of(self.transport.check, held, wanted)
         has_moved = self._memory is not None and self._memory.has_moved(wanted)
         if raise_together(self._comm, error or (_MOVED if has_moved else ""), but=_MOVED):
@@ -101,28 +101,28 @@ class PlannedUpdate:
 
     @torch.no_grad()
     def check_held(self) -> None:
-        """Raise ModelError, on this rank, unless it still holds what the last update has brought: whatever generates may have
-        written into it. Ranks that have their weights in one memory look at a part of it each."""
+        """Raise ModelError, on this rank, unless it still holds the weights of the last update. Ranks that share one memory
+        verify a part of it each."""
         wanted = self._wanted()
         self.transport.check_held(wanted)
         if self._memory is not None and (name := self._memory.differing(wanted)):
             raise ModelError(
-                f"Rank {self._comm.rank} generates with another {name} than the ranks that have the same weights. They must "
-                "not be used: update again, or rebuild the rollout engine."
+                f"Rank {self._comm.rank} generates with another {name} than the ranks that share its weights. These weights "
+                "must not be used: update again, or rebuild the rollout engine."
             )
 
     def _share_memory(self) -> HostMemory:
         module = self._replica.module if self._replica is not None and self._adapters is None else None
         if module is None:
             return HostMemory(self._comm, self._wanted(), self._fingerprint())
-        # generation lays weights back to back that are multiplied as one: done now, it leaves them where they are
+        # the decoder packs weights that it multiplies as one matrix; done first, it does not move them later
         DenseDecoder.of(module)
         memory = HostMemory(self._comm, dict(module.named_parameters(remove_duplicate=False)), self._fingerprint())
-        DenseDecoder.of(module)  # forgets where they were
+        DenseDecoder.of(module)  # drops its old addresses
         return memory
 
     def _fingerprint(self) -> str:
-        """The same on ranks that generate with the same parts of all tensors, in the same formats."""
+        """Equal on ranks that generate with the same parts of all tensors, in the same dtypes."""
         parts = [(tensor.name, self.rollout.part(tensor, self._comm.rank)) for tensor in self.tensors]
         weights = sorted((name, str(w.dtype), tuple(w.shape)) for name, w in self._wanted().items())
         return hashlib.sha256(repr((parts, weights)).encode()).hexdigest()
@@ -142,14 +142,14 @@ def plan_update(
     replica: Replica | None,
     device: torch.device,
 ) -> PlannedUpdate | None:
-    """Called by all ranks of `comm` together. None, on all of them, where parts of tensors do not serve: for engines and
-    models that the layouts do not describe, and where others than adapters train beside adapters.
+    """Plan the weight sync, on all ranks of `comm` together. None, on all of them, where slices are not enough: for engines
+    and models that the layouts do not describe, and where other parameters train beside adapters.
 
     Raises ModelError, on all ranks, when a replica has a parameter that no training rank has, or lacks one that trains.
     """
-    leads = comm.rank == training.ranks[0]
-    said = comm.all_gather(to_bytes((socket.gethostname(), _layout_to_send(engine) if leads else None)))
-    hosts, models = zip(*map(from_bytes, said), strict=True)
+    is_first = comm.rank == training.ranks[0]
+    rows = comm.all_gather(to_bytes((socket.gethostname(), _layout_to_send(engine) if is_first else None)))
+    hosts, models = zip(*map(from_bytes, rows), strict=True)
     model = models[training.ranks[0]]
     if model is None:
         return None
@@ -166,17 +166,21 @@ def plan_update(
         misfit = misfit or _misfit(replica.parts(), tensors, rollout, comm.rank)
     misfits = list(filter(None, comm.all_gather(misfit.encode())))
     if misfits:
-        if leads:
+        if is_first:
             name = misfits[0].decode()
-            log.warning("New weights are gathered whole on each rank: no plan describes how %s is divided.", name)
+            log.warning(
+                "Weight sync gathers whole weights on each rank: the layouts do not match the shards of %s.",
+                name,
+            )
         return None
-    if device.type == "cuda":  # NCCL connects all ranks at the first call, which point-to-point calls are not made by
+    if device.type == "cuda":  # NCCL connects all ranks at the first collective; point-to-point calls do not
         dist.all_reduce(torch.zeros(1, device=device))
     model_bytes = sum(math.prod(tensor.shape) for tensor in tensors) * dtype.itemsize
-    most = max(_LEAST_STAGING_BYTES, min(_STAGING_BYTES, model_bytes // 6))
+    staging_bytes = max(_MIN_STAGING_BYTES, min(_MAX_STAGING_BYTES, model_bytes // 6))
     if num_layers_at_a_time is not None and model["num_layers"]:
         in_layers = sum(math.prod(tensor.shape) for tensor in tensors if ".layers." in tensor.name) * dtype.itemsize
-        most = max(_LEAST_STAGING_BYTES, min(most, num_layers_at_a_time * in_layers // model["num_layers"]))
+        staging_bytes = min(staging_bytes, num_layers_at_a_time * in_layers // model["num_layers"])
+        staging_bytes = max(_MIN_STAGING_BYTES, staging_bytes)
     return PlannedUpdate(
         comm,
         training,
@@ -185,7 +189,7 @@ def plan_update(
         hosts=dict(enumerate(hosts)),
         dtype=dtype,
         device=device,
-        staging_bytes=most,
+        staging_bytes=staging_bytes,
         engine=engine,
         replica=replica,
         adapters=adapters,
@@ -193,13 +197,13 @@ def plan_update(
 
 
 def raise_together(comm: Collectives, error: str, but: str = "") -> bool:
-    """Every rank raises the ModelError of the first one that has an `error`; none where all are empty or `but`. Returns
-    whether one is `but`."""
-    said = [row.decode() for row in comm.all_gather(error.encode())]
-    found = next((row for row in said if row not in ("", but)), "")
+    """Raise the first rank's `error` as ModelError on every rank; do nothing where all are empty or equal `but`. Returns
+    whether one equals `but`."""
+    errors = [row.decode() for row in comm.all_gather(error.encode())]
+    found = next((row for row in errors if row not in ("", but)), "")
     if found:
         raise ModelError(found)
-    return any(said)
+    return any(errors)
 
 
 def _error_of(what: Callable[[Held, Held], None], held: Held, wanted: Held) -> str:
@@ -224,7 +228,7 @@ def _layout_to_send(engine: TrainEngine | None) -> dict[str, Any] | None:
 
 
 def _uncovered(replica: Replica | None, tensors: tuple[Tensor, ...], scales: Mapping[str, float]) -> str:
-    """What is wrong where the names of what trains are not those of what generates; "" for nothing."""
+    """Error message where the names of trained and rollout parameters differ; "" for none."""
     if replica is None:
         return ""
     travels = [f"{layer}.weight" for layer in scales] or [tensor.name for tensor in tensors]
@@ -232,8 +236,8 @@ def _uncovered(replica: Replica | None, tensors: tuple[Tensor, ...], scales: Map
     unreached = next((name for name in travels if name not in names), None)
     if unreached is not None:
         return (
-            f"{unreached} trains, and no tensor of the rollout's copy takes it: samples would be made by old weights. Both "
-            "must be built from the same actor_rollout_ref.model."
+            f"{unreached} trains and is no parameter of the rollout model, which would keep an old value. Both must be built "
+            "from the same actor_rollout_ref.model."
         )
     try:
         if not scales:
@@ -244,7 +248,7 @@ def _uncovered(replica: Replica | None, tensors: tuple[Tensor, ...], scales: Map
 
 
 def _misfit(held: Held, tensors: tuple[Tensor, ...], layout: Layout, rank: int) -> str:
-    """The first tensor that lies on this rank in another shape than `layout` says; "" for none."""
+    """Name of the first tensor whose shape on this rank differs from `layout`; "" for none."""
     for tensor in tensors:
         part = layout.part(tensor, rank)
         there = held.get(tensor.name)
@@ -254,3 +258,45 @@ def _misfit(held: Held, tensors: tuple[Tensor, ...], layout: Layout, rank: int) 
         elif there is None or tuple(there.shape) != part.shape:
             return tensor.name
     return ""
+
+
+class Adapters:
+    """This rank's parts of `tensors`, low-rank adapters of the layers in `scales` (alpha / rank), in `dtype`. They are merged
+    into the weights that `replica` was loaded with:
+
+        W = W_0 + (alpha / rank) B A
+
+    W_0 does not train and is kept beside the weights that generate. The sums are rounded by `rounding`. The caller has checked
+    that the replica has these layers.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        tensors: Iterable[Tensor],
+        layout: Layout,
+        rank: int,
+        scales: Mapping[str, float],
+        dtype: torch.dtype,
+        rounding: Rounding,
+    ):
+        self.scales, self.rounding = scales, rounding
+        self.replica = replica
+        weights = replica.parts()
+        self.base = {f"{layer}.weight": weights[f"{layer}.weight"].clone() for layer in scales}
+        device = next(iter(self.base.values())).device
+        parts = {tensor.name: layout.part(tensor, rank) for tensor in tensors}
+        self.parts = {
+            name: torch.zeros(part.shape, dtype=dtype, device=device)
+            for name, part in parts.items()
+            if part is not None
+        }
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        """Write the merged weights into the replica."""
+        known = {**self.base, **self.parts}
+        weights = self.replica.parts()  # read again: an engine may have moved its weights since the last update
+        for name in self.base:
+            value = merged(name, known.__getitem__, self.scales)
+            self.rounding.write(weights[name], name, value, self.replica.region(name))
