@@ -1,4 +1,4 @@
-"""What is shown: plain stable lines where nobody watches, and a picture that fits a terminal of 100 columns."""
+"""Terminal output: plain stable lines for a file, live output for a terminal of 100 columns, summary and picture."""
 
 import io
 import json
@@ -22,10 +22,16 @@ STEP = {
     "perf/throughput": 1234.4,
     "perf/time_per_step": 4.07,
 }
+REWARD = Result("reward", "held-out reward, sampled", 0.152, 0.5)
 SHOWN = {
     "critic/score/mean": ("reward", "{:.3f}"),
     "response_length/mean": ("length", "{:.1f}"),
     "actor/entropy": ("entropy", "{:.3f}"),
+}
+CURVES = {
+    "mean reward": {"critic/score/mean": "training", "val/reward": "held-out", "val/greedy": "held-out, greedy"},
+    "entropy (nats)": {"actor/entropy": ""},
+    "KL": {"actor/ppo_kl": "to the old policy", "actor/kl_loss": "to the reference"},
 }
 LONG_KEY = "actor_rollout_ref.rollout.gpu_memory_utilization"
 
@@ -50,11 +56,12 @@ def run(terminal: bool, steps: bool = True, tmp_path=None) -> str:
     return out.getvalue()
 
 
-def summary(label="held-out reward, sampled", greedy=(None, None)):
-    return Summary(
-        results=(Result("reward", label, 0.152, 0.5), Result("greedy", "held-out reward, greedy", *greedy)),
-        steps=2, seconds=200.0, num_tokens=5000, tokens_per_s=25.0, device="cpu", phase_seconds={"gen": 120.0},
-    )  # fmt: skip
+def summary(**changes):
+    figures = {
+        "results": (REWARD, Result("greedy", "greedy", None, None), Result("x", "", 1.0, 2.0)), "steps": 2, "seconds": 200.0,
+        "num_tokens": 5000, "tokens_per_s": 25.0, "device": "cpu", "phase_seconds": {"gen": 120.0},
+    }  # fmt: skip
+    return Summary(**{**figures, **changes})
 
 
 def test_plain_lines():
@@ -85,12 +92,24 @@ def test_terminal():
         assert part in text
 
 
-def test_greedy_validation_is_one_row_and_called_so():
-    out = io.StringIO()
+def test_a_program_of_another_kind():
+    """The line of a step, validation and the closing table show the metrics of the program."""
+    out, metrics = (
+        io.StringIO(),
+        {"train/loss": ("loss", "{:.4f}"), "train/grad_norm": ("grad", "{:.2f}"), "train/lr": ("lr", "{:.2g}")},
+    )
     with Console(rich_console=RichConsole(file=out)) as console:
-        console.validation(None, {"val/reward": 0.5})
-        console.final(summary(label="", greedy=(0.152, 0.5)))
-    assert out.getvalue().splitlines()[:2] == ["validation reward=0.500", "held-out reward, greedy: 0.152 -> 0.500"]
+        console.begin(0, 1, metrics)
+        console.step(1, {"train/loss": 2.5, "train/lr": 2e-5, "perf/throughput": 900.0, "critic/score/mean": 1.0})
+        console.validation(1, {"val/loss": 2.25, "val/token_accuracy": 0.5})
+        console.validation(1, {"train/loss": 2.0})
+        console.final(summary(results=(Result("loss", "held-out loss", 2.5, 2.25),)))
+    assert out.getvalue().splitlines() == [
+        "step=1/1 loss=2.5000 lr=2e-05 tokens_per_s=900 left=0.0 s",
+        "validation step=1 loss=2.250 token_accuracy=0.500",
+        "held-out loss: 2.500 -> 2.250",
+        "2 steps in 3 min 20 s, 25 tokens/s on cpu",
+    ]
 
 
 def test_steps_can_be_left_out():
@@ -116,7 +135,7 @@ def test_summary_of_a_run(tmp_path):
     saved = json.loads((tmp_path / "summary.json").read_text())
     assert (saved["steps"], saved["tokens_per_s"], saved["median_step_s"]) == (3, 100.0, 3.0)
     assert (saved["phase_seconds"], saved["median_phase_s"]) == ({"gen": 4.5}, {"gen": 1.5})
-    assert saved["reward_after"] is None
+    assert (saved["reward_before"], saved["reward_after"]) == (0.1, None)
     assert set(saved["versions"]) == {"python", "torch", "transformers", "verl"}
     assert saved["git_revision"] == git_revision()
     assert versions()["torch"]
@@ -134,6 +153,7 @@ def test_summary_of_a_run_without_steps(tmp_path):
 @pytest.mark.parametrize("num_steps", [1, 30])
 def test_learning_curve(tmp_path, num_steps):
     with RunFolder(tmp_path) as folder:
+        folder.write_curves(CURVES)
         assert draw_learning_curve(folder) is None
         append_rows(folder.metrics, [{"step": 0, "val/reward": 0.1, "val/greedy": 0.2}])
         rows = [{"step": i + 1, "critic/score/mean": i / 30, "actor/entropy": None} for i in range(num_steps)]
@@ -151,9 +171,22 @@ def test_failure_to_draw_is_only_logged(tmp_path, monkeypatch, caplog):
 
     monkeypatch.setattr(plot, "_draw", fail)
     with RunFolder(tmp_path) as folder:
+        folder.write_curves(CURVES)
         append_rows(folder.metrics, [{"step": 1, "critic/score/mean": 0.5}])
         assert draw_learning_curve(folder) is None
-    assert "no fonts" in caplog.text
+        assert "no fonts" in caplog.text
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+        with caplog.at_level(logging.INFO, "verl"):
+            assert draw_learning_curve(folder) is None
+        assert "install verl[plot]" in caplog.text
+
+
+@pytest.mark.parametrize("curves", [{}, {"loss": {"train/loss": "training", "val/loss": "held-out"}}])
+def test_learning_curve_of_few_or_no_panels(tmp_path, curves):
+    with RunFolder(tmp_path) as folder:
+        folder.write_curves(curves)
+        append_rows(folder.metrics, [{"step": i, "train/loss": 3.0 / (i + 1), "val/loss": 3.0} for i in range(4)])
+        assert draw_learning_curve(folder) == (folder.learning_curve if curves else None)
 
 
 def test_smooth_keeps_constants_and_length():

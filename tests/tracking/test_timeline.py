@@ -20,6 +20,14 @@ from verl.tracking.progress import read_progress
 from verl.tracking.spans import Spans
 from verl.tracking.timeline import Timeline, summarise
 
+SPAN_PHASES = {
+    "gen": ("rollout", "rollout"),
+    "rollout_wait": ("rollout", None),
+    "reward": ("reward", None),
+    "ref": ("training", "reference"),
+    "update_actor": ("training", "actor"),
+}
+
 
 def span(name, seconds, parent=None):
     return {"name": name, "parent": parent, "seconds": seconds, "start": 0.0}
@@ -36,6 +44,7 @@ def test_phases_and_roles_of_a_step():
         ],
         10.0,
         {"reward": 4.0},
+        SPAN_PHASES,
     )
     assert found["phases"] == {"rollout": 5.0, "reward": 1.0, "training": 3.0, "other": 1.0}
     assert found["roles"]["rollout"] == {"busy_s": 5.0, "waiting_s": 5.0, "utilisation": 0.5}
@@ -46,13 +55,13 @@ def test_phases_and_roles_of_a_step():
 @given(st.lists(st.tuples(st.sampled_from(["gen", "reward", "ref", "testing", "x"]), st.floats(0, 9)), max_size=8))
 def test_phases_add_up_to_the_step(parts):
     total = sum(s for _, s in parts) + 1.0
-    found = summarise([span(name, s) for name, s in parts], total)
+    found = summarise([span(name, s) for name, s in parts], total, {}, SPAN_PHASES)
     assert sum(found["phases"].values()) == pytest.approx(total)
     assert all(0 <= r["utilisation"] <= 1 for r in found["roles"].values())
 
 
 def test_a_role_that_works_beside_the_program_is_not_counted_twice():
-    found = summarise([span("rollout_wait", 1.0), span("update_actor", 4.0)], 5.0, {"rollout": 4.5})
+    found = summarise([span("rollout_wait", 1.0), span("update_actor", 4.0)], 5.0, {"rollout": 4.5}, SPAN_PHASES)
     assert found["phases"]["rollout"] == 1.0
     assert found["roles"]["rollout"]["utilisation"] == 0.9
 
@@ -172,13 +181,22 @@ def run_folder(tmp_path):
     (folder / "timeline.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows) + '{"step": 6, "torn')
     log = "2026-01-02 03:04:05,678 INFO 1 verl: fine\n2026-01-02 03:04:06,678 WARNING 1 verl.rewards: a scorer hung\n"
     (folder / "logs" / "rank_0.log").write_text(log)
+    (folder / "curves.json").write_text(json.dumps({"mean reward": {"critic/score/mean": "training"}}))
     return folder
 
 
 def test_show_a_stopped_run(run_folder, capsys):
     assert main(["show", str(run_folder)]) == 0
     shown = capsys.readouterr().out
-    for text in ("stopped at step 5 of 100", "same command", "rollout-bound", "75.0%", "0.1 → 0.5", "a scorer hung"):
+    for text in (
+        "stopped at step 5 of 100",
+        "same command",
+        "rollout-bound",
+        "75.0%",
+        "mean reward, training",
+        "0.1 → 0.5",
+        "a scorer hung",
+    ):
         assert text in shown
     assert "fine" not in shown
     assert "2.0 MB" in shown
@@ -206,7 +224,7 @@ def test_show_as_json_and_before_the_first_step(run_folder, capsys):
 
 
 def test_show_refuses_what_is_no_run(tmp_path, capsys):
-    with pytest.raises(ConfigError, match="not the folder of a run"):
+    with pytest.raises(ConfigError, match="is not a run folder"):
         read_progress(tmp_path)
     assert main(["show", str(tmp_path)]) == 2
     assert "trainer.default_local_dir" in capsys.readouterr().err

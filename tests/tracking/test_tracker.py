@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from verl.data_proto.proto import DataProto
+from verl.data_proto.sample_rows import sample_rows
 from verl.errors import ConfigError
 from verl.models.tiny import make_tokenizer
 from verl.tracking.files import read_rows
-from verl.tracking.records import sample_rows
 from verl.tracking.run_folder import RunFolder
 from verl.tracking.spans import Spans
 from verl.tracking.tracker import Tracker

@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from verl.algorithms.validation_metrics import SEED, Metrics, metrics_per_source
+from verl.data_proto.batch_metrics import data_metrics, span_tokens
 from verl.data_proto.metrics import Metric, metric_values
 from verl.data_proto.proto import DataProto
-from verl.tracking.batch_metrics import data_metrics, throughput_metrics, timing_metrics
-from verl.tracking.validation import SEED, Metrics, metrics_per_source
+from verl.tracking.spans import span_metrics, throughput
 
 
 def reduce_metrics(metrics: dict[str, Any]) -> dict[str, Any]:
@@ -63,13 +64,13 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
 
 
 def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) -> dict[str, float]:
-    """See `timing_metrics`."""
-    return timing_metrics(batch, timing_raw)
+    """See `span_metrics`."""
+    return span_metrics(timing_raw, span_tokens(batch))
 
 
 def compute_throughout_metrics(batch: DataProto, timing_raw: Mapping[str, float], n_gpus: int) -> dict[str, float]:
-    """See `throughput_metrics`; the step's seconds are `timing_raw["step"]`. (Scripts spell the name so.)"""
-    return throughput_metrics(batch, timing_raw["step"], n_gpus)
+    """See `throughput`; the step's seconds are `timing_raw["step"]`. (Scripts spell the name so.)"""
+    return throughput(int(batch.batch["attention_mask"].sum()), timing_raw["step"], n_gpus)
 
 
 def process_validation_metrics(

@@ -21,8 +21,11 @@ from verl.registry import Registry
 if TYPE_CHECKING:
     from verl.checkpoint.store import Writer
     from verl.roles.api import Roles, RoleSpecs
+    from verl.tracking.console import StepMetrics
+    from verl.tracking.run_folder import Curves
     from verl.tracking.spans import Spans
     from verl.tracking.summary import Result
+    from verl.tracking.timeline import SpanPhases
 
 # name that an entry point gives to verl.run.host.train -> class of the program; also `path/to/file.py:Class`
 PROGRAMS = Registry("program", {"ppo": "verl.programs.ppo_async:AsyncPPO", "sft": "verl.programs.sft:SFT"})
@@ -100,7 +103,11 @@ class Program(ABC):
     """
 
     # metric -> (short name, format) for the line of a step on the console; metrics that are absent are left out
-    console_metrics: ClassVar[Mapping[str, tuple[str, str]]] = {}
+    console_metrics: ClassVar[StepMetrics] = {}
+    # title of a panel -> metric -> label, for the learning curve and `verl show`; the most important panel first
+    curves: ClassVar[Curves] = {}
+    # timed span -> (phase, role that is busy in it), for the timeline; other spans count as "other"
+    span_phases: ClassVar[SpanPhases] = {}
 
     @classmethod
     def select(cls, config: Any) -> type[Program]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from verl.config import LoadedConfig, VerlConfig
 from verl.data.files import write_parquet
+from verl.data_proto.sample_rows import sample_rows
 from verl.errors import ConfigError
 from verl.programs.collect import sample
 from verl.programs.ppo import PPO
@@ -18,7 +19,6 @@ from verl.programs.validation import VALIDATION_STEP
 from verl.roles.rollout import sampling_params
 from verl.runtime.api import open_runtime
 from verl.tracking.files import json_text
-from verl.tracking.records import sample_rows
 
 
 def generate(loaded: LoadedConfig, output: Path) -> int:

@@ -7,24 +7,25 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from verl.algorithms.kl import make_kl_controller
 from verl.checkpoint.store import Writer
 from verl.config import VerlConfig
+from verl.data_proto.batch_metrics import data_metrics, span_tokens
 from verl.data_proto.metrics import metric_values
+from verl.data_proto.sample_rows import sample_rows
 from verl.programs.api import Program, RollBack, RunContext, StepResult
 from verl.programs.guards import Guards, RollBackPrompts, StepBatch
 from verl.programs.ppo_data import PPOData, load_data
+from verl.programs.ppo_display import CONSOLE_METRICS, CURVES, SPAN_PHASES
 from verl.programs.ppo_roles import PPORoles, ppo_roles
 from verl.programs.samples import open_samples, start_samples
 from verl.programs.validation import Validator
 from verl.roles.api import Roles, RoleSpecs
 from verl.roles.rollout import sampling_params
-from verl.tracking.batch_metrics import data_metrics, span_tokens
 from verl.tracking.ledger.records import OpenSample
 from verl.tracking.ledger.tracker import SampleTracker
-from verl.tracking.records import sample_rows
 from verl.tracking.summary import Result
 
 log = logging.getLogger(__name__)
@@ -37,14 +38,9 @@ class PPOProgram(Program):
     """Subclasses define `train`. `samples` records which samples have trained, and so the prompt with which the next step
     starts."""
 
-    console_metrics: ClassVar[Mapping[str, tuple[str, str]]] = {
-        "critic/score/mean": ("reward", "{:.3f}"),
-        "response_length/mean": ("length", "{:.1f}"),
-        "actor/entropy": ("entropy", "{:.3f}"),
-        "actor/kl_loss": ("kl", "{:.2g}"),
-        "actor/grad_norm": ("grad", "{:.2f}"),
-        "critic/vf_explained_var": ("explained", "{:.2f}"),
-    }
+    console_metrics = CONSOLE_METRICS
+    curves = CURVES
+    span_phases = SPAN_PHASES
 
     @classmethod
     def load_data(cls, config: VerlConfig, *, train: bool = True) -> PPOData:

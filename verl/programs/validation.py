@@ -7,15 +7,15 @@ from typing import Any
 
 import numpy as np
 
+from verl.algorithms.validation_metrics import validation_metrics
 from verl.config import VerlConfig
 from verl.data.loader import ValidationLoader
 from verl.data_proto.proto import DataProto
+from verl.data_proto.sample_rows import sample_rows
 from verl.data_proto.samples import SamplingParams
 from verl.programs.collect import sample
 from verl.programs.ppo_roles import PPORoles
 from verl.roles.rollout import greedy, sampling_params
-from verl.tracking.records import sample_rows
-from verl.tracking.validation import validation_metrics
 
 # The step number of validation samples, which no training step has: every validation of a run uses the same random numbers,
 # so a change between two of them is a change of the policy.

@@ -25,13 +25,12 @@ from verl.run.state import RunState
 from verl.runtime.api import Runtime, open_runtime
 from verl.tracking.console import Console
 from verl.tracking.files import read_rows
-from verl.tracking.follower import Follower, FollowerFolder
 from verl.tracking.plot import draw_learning_curve
 from verl.tracking.run_folder import RunFolder
 from verl.tracking.spans import Spans
 from verl.tracking.summary import Summary
 from verl.tracking.timeline import Timeline
-from verl.tracking.tracker import Tracker
+from verl.tracking.tracker import NullOutput, Tracker
 
 log = logging.getLogger(__name__)
 
@@ -45,13 +44,13 @@ def train(loaded: LoadedConfig, program: str = "ppo") -> int:
     kind: type[Program] = PROGRAMS.get(program).select(config)
     with ExitStack() as stack:
         runtime = stack.enter_context(open_runtime(config, kind))
-        folder = stack.enter_context(_folder(runtime, config.trainer.default_local_dir))
+        folder = stack.enter_context(RunFolder(config.trainer.default_local_dir, runtime.rank))
         folder.require_free_gb(config.trainer.min_free_disk_gb)
         console = stack.enter_context(_console(runtime, steps="console" in config.trainer.logger))
         data = kind.load_data(config)
         scheduler = scheduler_of(config)
         stop = stack.enter_context(StopSignal())
-        timeline = Timeline(folder.timeline, data.num_steps) if runtime.is_rank_zero else None
+        timeline = Timeline(folder.timeline, data.num_steps, spans=kind.span_phases) if runtime.is_rank_zero else None
         spans = Spans(folder.spans, on_enter=console.phase, timeline=timeline, heartbeat=folder.heartbeat)
         tracker = _tracker(stack, loaded, folder, runtime)
         roles = runtime.build_roles(total_steps=data.num_steps, data_sources=data.data_sources)
@@ -72,6 +71,7 @@ def train(loaded: LoadedConfig, program: str = "ppo") -> int:
         resume.start()
         if runtime.is_rank_zero:
             _warn_of_resumption(loaded, folder, state, data.num_steps)
+            folder.write_curves(kind.curves)
             loaded.write(folder.root)  # not before: a start that fails must leave what describes the run before it
         console.header(_facts(loaded, roles, running, data, folder, state))
         stop.share(runtime.any)
@@ -104,7 +104,7 @@ def evaluate(loaded: LoadedConfig, program: str = "ppo") -> int:
     kind: type[Program] = PROGRAMS.get(program).select(config)
     with ExitStack() as stack:
         runtime = stack.enter_context(open_runtime(config, kind))
-        folder = stack.enter_context(_folder(runtime, Path(config.trainer.default_local_dir) / "eval"))
+        folder = stack.enter_context(RunFolder(Path(config.trainer.default_local_dir) / "eval", runtime.rank))
         console = stack.enter_context(_console(runtime))
         data = kind.load_data(config, train=False)
         if not data.has_validation:
@@ -125,18 +125,13 @@ def evaluate(loaded: LoadedConfig, program: str = "ppo") -> int:
     return 0
 
 
-def _folder(runtime: Runtime, root: str | Path) -> Any:
-    root = Path(root).expanduser()
-    return RunFolder(root) if runtime.is_rank_zero else FollowerFolder(root, runtime.rank)
-
-
 def _console(runtime: Runtime, steps: bool = True) -> Any:
-    return Console(steps=steps) if runtime.is_rank_zero else Follower()
+    return Console(steps=steps) if runtime.is_rank_zero else NullOutput()
 
 
 def _tracker(stack: ExitStack, loaded: LoadedConfig, folder: Any, runtime: Runtime) -> Any:
     if not runtime.is_rank_zero:
-        return Follower()
+        return NullOutput()
     trainer = loaded.config.trainer
     return stack.enter_context(
         Tracker(

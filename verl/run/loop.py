@@ -21,9 +21,8 @@ from verl.run.resuming import Resume
 from verl.run.saving import BackgroundRoleWriter, Broadcast, RoleWriter, Store, saves_in_background
 from verl.run.schedule import Phases
 from verl.run.state import RunState
-from verl.tracking.batch_metrics import span_metrics, throughput
 from verl.tracking.console import Console
-from verl.tracking.spans import Spans
+from verl.tracking.spans import Spans, span_metrics, throughput
 from verl.tracking.tracker import Tracker
 
 log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""What a run shows on the terminal: header, a live bar, a line per step, the closing table. Plain lines for a file."""
+"""Terminal output of a run: header, live bar, one line per step, closing table; plain lines when not a terminal."""
 
 from __future__ import annotations
 
@@ -20,27 +20,30 @@ from rich.text import Text
 from verl.tracking.logs import add_handler, log_level, remove_handler, terminal_handler
 from verl.tracking.summary import Summary
 
-_NUM_RECENT = 20  # steps whose median tells how long the rest will take
+_NUM_RECENT = 20  # steps whose mean time estimates the rest
 
-# shown per step of any program: metric -> (name, format)
-_SHOWN = {
+StepMetrics = Mapping[str, tuple[str, str]]  # metric -> (short name, format), in the order of the line of a step
+
+# of every program, after its own
+_HOST_METRICS = {
     "perf/throughput": ("tokens_per_s", "{:.0f}"),
     "perf/time_per_step": ("seconds", "{:.1f}"),
 }
+_UNITS = {"tokens_per_s": " tok/s", "seconds": " s"}
 
 
 class Console:
-    """While entered, log records go through it, so that they do not tear the live bar. `steps=False` leaves out the lines
-    and the bar of the steps; `rich_console` is where to write (default: standard output)."""
+    """While entered, log records go through it, so that they do not break the live bar. `steps=False` leaves out the lines
+    and the bar of the steps; `rich_console` is the output (default: standard output)."""
 
     def __init__(self, *, steps: bool = True, rich_console: RichConsole | None = None):
         self.rich = rich_console or RichConsole()
         self.steps = steps
+        self._metrics: StepMetrics = _HOST_METRICS
         self._progress: Progress | None = None
         self._task: Any = None
         self._handler: Any = None
         self._total = 0
-        self._shown = dict(_SHOWN)
         self._recent: deque[float] = deque(maxlen=_NUM_RECENT)
         self._last_end = time.monotonic()
 
@@ -59,7 +62,7 @@ class Console:
             self._handler = None
 
     def header(self, facts: Mapping[str, Any]) -> None:
-        """The facts of the run; the list under `notices`, one sentence each, comes below them."""
+        """Facts of the run; the list under `notices`, one sentence each, comes below them."""
         facts = dict(facts)
         notices = [str(notice) for notice in facts.pop("notices", None) or []]
         if not self.rich.is_terminal:
@@ -79,29 +82,29 @@ class Console:
             Panel(Group(*parts), title="[bold]verl", title_align="left", border_style="cyan", box=box.ROUNDED)
         )
 
-    def begin(self, done: int, total: int, shown: Mapping[str, tuple[str, str]] | None = None) -> None:
-        """Training begins after step `done` of `total`. `shown` are the program's metrics in the line of a step, where they are
-        measured: metric -> (name, format)."""
-        self._total, self._shown = total, {**(shown or {}), **_SHOWN}
+    def begin(self, done: int, total: int, metrics: StepMetrics) -> None:
+        """Start after step `done` of `total`. `metrics` are the program's for the line of a step; the first also stands beside
+        the bar."""
+        self._total, self._metrics = total, {**metrics, **_HOST_METRICS}
         self._last_end = time.monotonic()
         if not (self.steps and self.rich.is_terminal and done < total):
             return
         self._progress = Progress(
             SpinnerColumn(), TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=24),
-            TextColumn("{task.fields[phase]}", style="cyan"), TextColumn("{task.fields[figures]}"),
+            TextColumn("{task.fields[phase]}", style="cyan"), TextColumn("{task.fields[status]}"),
             console=self.rich, transient=True,
         )  # fmt: skip
-        self._task = self._progress.add_task("", total=total, completed=done, phase="starting", figures="")
+        self._task = self._progress.add_task("", total=total, completed=done, phase="starting", status="")
         self._progress.start()
 
     def phase(self, name: str) -> None:
-        """The phase that has begun, beside the bar."""
+        """Show the current phase beside the bar."""
         if self._progress is not None:
             self._progress.update(self._task, phase=name)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One line for a finished step, and the bar moves on."""
-        # wall time between steps, so that validations and checkpoints count in what is left
+        """Print the line of a finished step and advance the bar. Metrics that were not measured are left out."""
+        # wall time between steps, so that the estimate includes validations and checkpoints
         now = time.monotonic()
         self._recent.append(now - self._last_end)
         self._last_end = now
@@ -110,7 +113,7 @@ class Console:
         left = _duration(statistics.mean(self._recent) * (self._total - step))
         shown = [
             (short, form.format(metrics[name]))
-            for name, (short, form) in self._shown.items()
+            for name, (short, form) in self._metrics.items()
             if metrics.get(name) is not None
         ]
         if not self.rich.is_terminal:
@@ -118,25 +121,18 @@ class Console:
             return
         self.rich.print(_step_line(step, self._total, shown))
         if self._progress is not None:
-            figures = dict(shown)
-            bits = [f"reward {figures['reward']}"] if "reward" in figures else []
-            bits += [f"{figures['tokens_per_s']} tok/s"] if "tokens_per_s" in figures else []
-            self._progress.update(self._task, completed=step, figures=" · ".join([*bits, f"{left} left"]))
+            parts = [f"{name} {value}" for name, value in shown[:1] if name not in _UNITS]
+            parts += [f"{value}{_UNITS[name]}" for name, value in shown if name == "tokens_per_s"]
+            self._progress.update(self._task, completed=step, status=" · ".join([*parts, f"{left} left"]))
 
     def validation(self, step: int | None, metrics: Mapping[str, float]) -> None:
-        """Held-out reward after `step` (0: before training, None: without any), and the core metrics of each data source."""
-        if not metrics:
+        """Print the metrics `val/*` after `step` (0: before training, None: without any), then `val-core/*` line by line."""
+        found, core = (
+            [(name.removeprefix(prefix), f"{v:.3f}") for name, v in metrics.items() if name.startswith(prefix)]
+            for prefix in ("val/", "val-core/")
+        )
+        if not found and not core:
             return
-        heads = {
-            "val/reward": "reward",
-            "val/greedy": "greedy",
-            "val/loss": "loss",
-            "val/token_accuracy": "accuracy",
-        }
-        found = [(label, f"{metrics[name]:.3f}") for name, label in heads.items() if metrics.get(name) is not None]
-        core = [
-            (name.removeprefix("val-core/"), f"{v:.3f}") for name, v in metrics.items() if name.startswith("val-core/")
-        ]
         if not self.rich.is_terminal:
             head = "validation" if step is None else f"validation step={step}"
             self._lines([" ".join([head, *(f"{n}={v}" for n, v in [*found, *core])])])
@@ -150,29 +146,29 @@ class Console:
             self.rich.print(Text(f"  {name} ", style="dim").append(value, style="not dim"))
 
     def final(self, summary: Summary) -> None:
-        """The closing table: results before and after, and the duration."""
+        """Print the closing table: results before and after, and the time taken."""
         self._stop_bar()
-        rows = [(row.label, row.before, row.after) for row in summary.results if row.label]
-        rows = [row for row in rows if row[1] is not None or row[2] is not None]
+        rows = [r for r in summary.results if r.label and (r.before, r.after) != (None, None)]
         took = f"{summary.steps} steps in {_duration(summary.seconds)}"
         if summary.tokens_per_s:
             took += f", {summary.tokens_per_s:,.0f} tokens/s"
         if not self.rich.is_terminal:
-            lines = [f"{label}: {_value(before)} -> {_value(after)}" for label, before, after in rows]
+            lines = [f"{r.label}: {_value(r.before)} -> {_value(r.after)}" for r in rows]
             self._lines([*lines, f"{took} on {summary.device}"])
             return
         table = Table(box=box.ROUNDED, border_style="cyan", title="[bold]Result", title_justify="left")
         for name in ("", "before", "after", "change"):
             table.add_column(name, justify="right" if name else "left")
-        for label, before, after in rows:
-            table.add_row(label, _value(before), Text(_value(after), style="bold"), _change(before, after))
+        for r in rows:
+            change = "-" if r.before is None or r.after is None else f"{r.after - r.before:+.3f}"
+            table.add_row(r.label, _value(r.before), Text(_value(r.after), style="bold"), change)
         for name, seconds in sorted(summary.phase_seconds.items(), key=lambda item: -item[1])[:5]:
             table.add_row(Text(f"time in {name}", style="dim"), "", Text(_duration(seconds), style="dim"), "")
         table.caption = f"{took} on {summary.device}"
         self.rich.print(table)
 
     def error(self, message: str) -> None:
-        """A failure in its own frame, below everything else."""
+        """Print a failure in its own frame."""
         self._stop_bar()
         if self.rich.is_terminal:
             self.rich.print(Panel(Text(message), title="[bold]error", title_align="left", border_style="red"))
@@ -190,15 +186,12 @@ class Console:
 
 
 def _step_line(step: int, total: int, shown: list[tuple[str, str]]) -> Text:
-    units = {"tokens_per_s": " tok/s", "seconds": " s"}
     line = Text(f"{step:>{len(str(total))}}/{total}", style="bold")
-    for name, value in shown:
-        if name in units:
-            line.append(f"  {value}{units[name]}", style="not bold")
+    for index, (name, value) in enumerate(shown):
+        if name in _UNITS:
+            line.append(f"  {value}{_UNITS[name]}", style="not bold")
         else:
-            line.append(f"  {name} ", style="not bold dim").append(
-                value, style="bold green" if name == "reward" else "not bold"
-            )
+            line.append(f"  {name} ", style="not bold dim").append(value, style="not bold" if index else "bold green")
     return line
 
 
@@ -208,12 +201,6 @@ def _fact(value: Any) -> str:
 
 def _value(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
-
-
-def _change(before: float | None, after: float | None) -> Text:
-    if before is None or after is None:
-        return Text("-")
-    return Text(f"{after - before:+.3f}", style="green" if after >= before else "red")
 
 
 def _duration(seconds: float) -> str:

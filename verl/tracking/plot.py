@@ -1,14 +1,14 @@
-"""The learning curve of a run as a picture."""
+"""The learning curve of a run as a picture; needs matplotlib, the extra `plot`."""
 
 from __future__ import annotations
 
+import importlib.util
+import itertools
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from verl.tracking.files import read_rows
 from verl.tracking.run_folder import RunFolder
@@ -16,44 +16,46 @@ from verl.tracking.run_folder import RunFolder
 log = logging.getLogger(__name__)
 
 _INK, _GRID = "#333333", "#e4e4e4"
-_BLUE, _ORANGE, _GREEN, _RED = "#2f6db5", "#d9822b", "#2f9e6b", "#c0504d"
+_COLORS = ("#2f6db5", "#d9822b", "#2f9e6b", "#c0504d")
+_MAX_SMALL = 3  # panels below the large one
 
+Rows = Sequence[Mapping[str, Any]]
 Points = tuple[list[float], list[float]]
 
 
 def draw_learning_curve(folder: RunFolder) -> Path | None:
-    """Draw the metrics of `folder` into learning_curve.png; None (and no file) when no step has trained.
+    """Draw the curves of `folder` (curves.json) into learning_curve.png; None, and no file, when no step has trained.
 
-    A failure is logged and not raised: a picture is never worth a run.
+    The first panel is large; its validation metrics are dots with values. Without matplotlib, and after a failure, a line is
+    logged and nothing is raised: a picture must not fail a run.
     """
-    rows = [row for row in read_rows(folder.metrics) if "step" in row]
-    if len(_points(rows, "critic/score/mean")[0]) == 0:
+    rows, curves = list(read_rows(folder.metrics)), list(folder.read_curves().items())
+    if not curves or not any(_points(rows, name)[0] for name in curves[0][1] if not _is_validation(name)):
+        return None
+    if importlib.util.find_spec("matplotlib") is None:
+        log.info("The learning curve is not drawn: matplotlib is missing. To draw it, install verl[plot].")
         return None
     try:
-        _draw(rows, folder.learning_curve, folder.root.name)
+        _draw(rows, curves, folder.learning_curve, folder.root.name)
     except Exception as error:  # noqa: BLE001 - see the docstring; a plotting library may raise anything
         log.warning("The learning curve was not drawn: %s: %s", type(error).__name__, error)
         return None
     return folder.learning_curve
 
 
-def _draw(rows: list[dict[str, Any]], path: Path, title: str) -> None:
+def _draw(rows: Rows, curves: Sequence[tuple[str, Mapping[str, str]]], path: Path, title: str) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     # no pyplot: its state and its choice of backend belong to the caller's process
     figure = Figure(figsize=(10, 6.6), dpi=130, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
-    grid = figure.add_gridspec(2, 3, height_ratios=(2.0, 1.0))
-    _draw_reward(figure.add_subplot(grid[0, :]), rows, title)
-    _draw_small(
-        figure.add_subplot(grid[1, 0]), rows, "response length (tokens)", {"response_length/mean": (_BLUE, "mean")}
-    )
-    _draw_small(figure.add_subplot(grid[1, 1]), rows, "entropy (nats)", {"actor/entropy": (_GREEN, "entropy")})
-    _draw_small(
-        figure.add_subplot(grid[1, 2]), rows, "KL",
-        {"actor/ppo_kl": (_RED, "to the old policy"), "actor/kl_loss": (_ORANGE, "to the reference")},
-    )  # fmt: skip
+    (name, lines), *others = curves
+    small = others[:_MAX_SMALL]
+    grid = figure.add_gridspec(2 if small else 1, max(len(small), 1), height_ratios=(2.0, 1.0)[: 2 if small else 1])
+    _draw_large(figure.add_subplot(grid[0, :]), rows, f"{title}: {name}", lines)
+    for column, (heading, metrics) in enumerate(small):
+        _draw_small(figure.add_subplot(grid[1, column]), rows, heading, metrics, first_color=column)
     temporary = path.with_name(f".{path.name}.tmp")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from")  # a run folder may have any name
@@ -61,18 +63,21 @@ def _draw(rows: list[dict[str, Any]], path: Path, title: str) -> None:
     temporary.replace(path)
 
 
-def _draw_reward(axes: Any, rows: list[dict[str, Any]], title: str) -> None:
-    steps, rewards = _points(rows, "critic/score/mean")
-    _style(axes, f"{title}: mean reward")
-    axes.plot(steps, rewards, color=_BLUE, alpha=0.25, linewidth=1)
-    axes.plot(steps, smooth(rewards), color=_BLUE, linewidth=2, label="training, smoothed")
-    # the labels of the two curves stand on different sides, so that close points stay readable
-    curves = (("val/reward", _ORANGE, "held-out, sampled", -16), ("val/greedy", _GREEN, "held-out, greedy", 8))
-    for name, color, label, offset in curves:
+def _draw_large(axes: Any, rows: Rows, title: str, lines: Mapping[str, str]) -> None:
+    _style(axes, title)
+    offsets = itertools.cycle(
+        (-16, 8)
+    )  # labels of two curves are on different sides, so that close points are readable
+    for color, (name, label) in zip(itertools.cycle(_COLORS), lines.items(), strict=False):
         steps, values = _points(rows, name)
         if not steps:
             continue
+        if not _is_validation(name):
+            axes.plot(steps, values, color=color, alpha=0.25, linewidth=1)
+            axes.plot(steps, smooth(values), color=color, linewidth=2, label=f"{label}, smoothed")
+            continue
         axes.plot(steps, values, color=color, marker="o", markersize=5, linewidth=1.5, label=label)
+        offset = next(offsets)
         for i in {0, len(steps) - 1}:
             axes.annotate(
                 f"{values[i]:.3f}", (steps[i], values[i]), textcoords="offset points", xytext=(0, offset), ha="center",
@@ -83,16 +88,14 @@ def _draw_reward(axes: Any, rows: list[dict[str, Any]], title: str) -> None:
     axes.legend(frameon=False, loc="best")
 
 
-def _draw_small(axes: Any, rows: list[dict[str, Any]], title: str, lines: dict[str, tuple[str, str]]) -> None:
+def _draw_small(axes: Any, rows: Rows, title: str, lines: Mapping[str, str], first_color: int) -> None:
     _style(axes, title)
-    drawn = 0
-    for name, (color, label) in lines.items():
-        steps, values = _points(rows, name)
-        if steps:
-            axes.plot(steps, values, color=color, alpha=0.25, linewidth=1)
-            axes.plot(steps, smooth(values), color=color, linewidth=1.6, label=label)
-            drawn += 1
-    if not drawn:
+    measured = {name: points for name in lines if (points := _points(rows, name))[0]}
+    for index, (name, (steps, values)) in enumerate(measured.items()):
+        color = _COLORS[(first_color + index) % len(_COLORS)]
+        axes.plot(steps, values, color=color, alpha=0.25, linewidth=1)
+        axes.plot(steps, smooth(values), color=color, linewidth=1.6, label=lines[name])
+    if not measured:
         axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", va="center", color="#999999")
         axes.set(xticks=[], yticks=[])
     elif len(lines) > 1:
@@ -109,17 +112,19 @@ def _style(axes: Any, title: str) -> None:
         side.set_visible(False)
 
 
-def _points(rows: list[dict[str, Any]], name: str) -> Points:
+def _is_validation(name: str) -> bool:
+    return name.startswith("val")
+
+
+def _points(rows: Rows, name: str) -> Points:
     """(steps, values) of the rows that have a value of `name`."""
-    found = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
+    found = [(row["step"], row[name]) for row in rows if "step" in row and row.get(name) is not None]
     return [step for step, _ in found], [value for _, value in found]
 
 
-def smooth(values: Sequence[float]) -> np.ndarray:
-    """Centred mean over about a tenth of the points; at the ends over those of them that there are."""
-    data = np.asarray(values, dtype=np.float64)
-    half = max(len(data) // 20, 1)
-    total = np.concatenate([[0.0], np.cumsum(data)])
-    index = np.arange(len(data))
-    first, last = np.maximum(index - half, 0), np.minimum(index + half, len(data) - 1)
-    return (total[last + 1] - total[first]) / (last + 1 - first)
+def smooth(values: Sequence[float]) -> list[float]:
+    """Centred mean over about a tenth of the points, fewer at the ends."""
+    half = max(len(values) // 20, 1)
+    totals = [0.0, *itertools.accumulate(map(float, values))]
+    windows = ((max(i - half, 0), min(i + half, len(values) - 1) + 1) for i in range(len(values)))
+    return [(totals[stop] - totals[start]) / (stop - start) for start, stop in windows]

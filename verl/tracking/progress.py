@@ -1,4 +1,4 @@
-"""How far a run has come, read from its folder while it goes on or afterwards: status, learning curve, last warnings."""
+"""Progress of a run, read from its folder during the run or afterwards: status, learning curves, last warnings."""
 
 from __future__ import annotations
 
@@ -20,23 +20,16 @@ from verl.tracking.files import read_rows
 from verl.tracking.heartbeat import EVENTS, read_beat
 from verl.tracking.ledger.reader import Counts, read_counts
 from verl.tracking.lock import holder_of
+from verl.tracking.run_folder import Curves, RunFolder
 
 _LOG_BYTES = 1 << 16  # looked at from the end of a log
 _RECORD = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ (WARNING|ERROR|CRITICAL) ")
-_CURVE = {
-    "critic/score/mean": "reward while training",
-    "val/reward": "reward on held-out prompts",
-    "val/greedy": "the same, decoded greedily",
-    "response_length/mean": "response length (tokens)",
-    "actor/entropy": "entropy (nats)",
-    "actor/ppo_kl": "KL to the old policy",
-    "training/off_policy/trajectory_staleness/mean": "age of the samples (weight versions)",
-}
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One quantity over the steps. First and last are means over a tenth of the points each (at least one)."""
+    """One metric over the steps. First and last are means over a tenth of the points each (at least one). The best value is
+    the lowest of a loss, and the highest of other metrics."""
 
     meaning: str
     first: float
@@ -49,8 +42,8 @@ class Curve:
 @dataclass(frozen=True)
 class Progress:
     folder: Path
-    status: str  # running, stopped (may go on), finished
-    process: str  # who holds the folder, "" for nobody
+    status: str  # running, stopped (can be resumed), finished
+    process: str  # the process that holds the folder; "" for none
     step: int
     total_steps: int | None
     step_s: float | None  # median
@@ -59,17 +52,17 @@ class Progress:
     bottleneck: Bottleneck | None
     curves: dict[str, Curve]
     complaints: list[str] = field(default_factory=list)  # the last warnings and errors of the logs
-    doing: str = ""  # at this moment, by its heartbeat
-    doing_s: float | None = None  # since when
-    crashes: list[dict[str, Any]] = field(default_factory=list)  # what the supervisor noted, oldest first
-    samples: Counts | None = None  # None without a ledger that can be read
+    doing: str = ""  # current phase, from the heartbeat
+    doing_s: float | None = None  # seconds in that phase
+    crashes: list[dict[str, Any]] = field(default_factory=list)  # recorded by the supervisor, oldest first
+    samples: Counts | None = None  # None without a readable ledger
 
 
 def read_progress(folder: Path, num_complaints: int = 5) -> Progress:
-    """Raises ConfigError when `folder` is not that of a run."""
+    """Read the progress of the run in `folder`. Raises ConfigError when it is not a run folder."""
     if not (folder / "config.yaml").is_file() and not (folder / "metrics.jsonl").is_file():
         raise ConfigError(
-            f"{folder} is not the folder of a run: it has neither config.yaml nor metrics.jsonl. Give the folder that "
+            f"{folder} is not a run folder: it has neither config.yaml nor metrics.jsonl. Give the folder that "
             "trainer.default_local_dir named."
         )
     timeline, metrics = list(read_rows(folder / "timeline.jsonl")), list(read_rows(folder / "metrics.jsonl"))
@@ -90,7 +83,7 @@ def read_progress(folder: Path, num_complaints: int = 5) -> Progress:
         seconds_left=seconds * (total - step) if seconds is not None and total and process is not None else None,
         last_written_s=time.time() - metrics[-1]["time"] if metrics and "time" in metrics[-1] else None,
         bottleneck=bottleneck,
-        curves=_curves(metrics),
+        curves=_curves(metrics, RunFolder(folder).read_curves()),
         complaints=_complaints(folder / "logs", num_complaints),
         doing=beat.phase if beat else "",
         doing_s=time.time() - beat.since if beat else None,
@@ -100,7 +93,7 @@ def read_progress(folder: Path, num_complaints: int = 5) -> Progress:
 
 
 def _config(folder: Path) -> Mapping[str, Any]:
-    """The run's own config as plain mappings; empty when it cannot be read, for then there is less to say."""
+    """The run's config as plain mappings; empty when it cannot be read."""
     try:
         found = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError):
@@ -108,14 +101,15 @@ def _config(folder: Path) -> Mapping[str, Any]:
     return found if isinstance(found, Mapping) else {}
 
 
-def _curves(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Curve]:
+def _curves(metrics: Sequence[Mapping[str, Any]], panels: Curves) -> dict[str, Curve]:
     found = {}
-    for name, meaning in _CURVE.items():
+    named = {name: f"{title}, {label}" if label else title for title, p in panels.items() for name, label in p.items()}
+    for name, meaning in named.items():
         points = [(int(row["step"]), float(row[name])) for row in metrics if isinstance(row.get(name), int | float)]
         if points:
             values = [value for _, value in points]
             some = max(len(values) // 10, 1)
-            best_step, best = max(points, key=lambda point: point[1])
+            best_step, best = (min if "loss" in name else max)(points, key=lambda point: point[1])
             found[name] = Curve(
                 meaning, statistics.mean(values[:some]), statistics.mean(values[-some:]), best, best_step, values
             )
@@ -138,7 +132,7 @@ def _tail(file: Path) -> str:
 
 
 def to_json(progress: Progress) -> str:
-    """Everything but the points of the curves, for scripts."""
+    """All fields but the points of the curves, as JSON for scripts."""
     plain = dict(vars(progress))
     plain["folder"] = str(progress.folder)
     plain["samples"] = vars(progress.samples) if progress.samples else None

@@ -1,18 +1,20 @@
-"""The folder of one run: where everything lies, and that nothing in it is lost, torn or twice.
+"""The folder of one run: its files, its lock, and the truncation of records on resume.
 
 config.yaml  metrics.jsonl  samples/{train,val}/step_000012.jsonl  spans.jsonl  timeline.jsonl  logs/  summary.json
-learning_curve.png  global_step_N/ (see verl.checkpoint)  superseded_*/ (of earlier runs that were started over)
-ledger.sqlite (every sample, see verl/tracking/ledger/reader.py)  guards.jsonl (numbers that went wrong)
-heartbeat.json  events.jsonl (crashes, written by the supervisor)
+curves.json (metrics worth a curve)  learning_curve.png  global_step_N/ (see verl.checkpoint)
+ledger.sqlite (every sample, see verl/tracking/ledger/reader.py)  guards.jsonl (rejected values)  heartbeat.json
+events.jsonl (crashes, written by the supervisor)  superseded_*/ (records of earlier runs that were started over)
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import shutil
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -28,36 +30,43 @@ log = logging.getLogger(__name__)
 _SAMPLE_FILE = re.compile(r"step_(\d+)\.jsonl")
 
 
-class RunFolder:
-    """While entered the folder belongs to this process, and its log goes to logs/rank_0.log."""
+Curves = Mapping[str, Mapping[str, str]]  # title of a panel -> metric -> label; the most important panel first
 
-    def __init__(self, root: str | Path):
+
+class RunFolder:
+    """While entered, rank 0 of the run holds the folder, and the log of this process goes to logs/rank_{rank}.log. Ranks
+    above 0 take every step too, and write only their log and stacks."""
+
+    def __init__(self, root: str | Path, rank: int = 0):
+        self.rank = rank
         self.root = Path(root).expanduser()
         self.metrics = self.root / "metrics.jsonl"
         self.samples = self.root / "samples"
-        self.spans = self.root / "spans.jsonl"
+        self.spans = self.root / "spans.jsonl" if rank == 0 else None
         self.timeline = self.root / "timeline.jsonl"
         self.guards = self.root / "guards.jsonl"
         self.logs = self.root / "logs"
         self.summary = self.root / "summary.json"
+        self.curves = self.root / "curves.json"
         self.learning_curve = self.root / "learning_curve.png"
-        self.heartbeat = Heartbeat(self.root)
+        self.heartbeat = Heartbeat(self.root, rank, writes=rank == 0)
         self._lock = FolderLock(self.root)
         self._log_handler: logging.Handler | None = None
 
     def __enter__(self) -> RunFolder:
-        """Raises ConfigError when the folder cannot be written or another run is in it."""
+        """Raises ConfigError when the folder cannot be written or another run holds it."""
         try:
             self.samples.mkdir(parents=True, exist_ok=True)
             self.logs.mkdir(exist_ok=True)
-            self._lock.acquire()
+            if self.rank == 0:
+                self._lock.acquire()
             self.heartbeat.start()
         except OSError as error:
             raise ConfigError(
                 f"The run folder {self.root} cannot be written ({error.strerror or error}). "
                 "Set trainer.default_local_dir to a folder that can."
             ) from error
-        self._log_handler = add_log_file(self.logs, rank=0)
+        self._log_handler = add_log_file(self.logs, self.rank)
         return self
 
     def __exit__(
@@ -74,17 +83,19 @@ class RunFolder:
         return self.samples / split / f"step_{step:06d}.jsonl"
 
     def require_free_gb(self, wanted_gb: float) -> None:
-        """Raises CheckpointError when the disk of the folder has less than `wanted_gb` (10^9 bytes) free."""
+        """Raises CheckpointError, on rank 0, when the disk of the folder has less than `wanted_gb` (10^9 bytes) free."""
         free_gb = shutil.disk_usage(self.root).free / 1e9
-        if free_gb < wanted_gb:
+        if self.rank == 0 and free_gb < wanted_gb:
             raise CheckpointError(
                 f"The disk of {self.root} has {free_gb:.1f} GB free, less than trainer.min_free_disk_gb={wanted_gb:g}. "
                 "Free some space, or set trainer.default_local_dir to another disk."
             )
 
     def truncate_after(self, step: int) -> int:
-        """Forget what was written after `step`, because those steps are taken again; returns the number of metrics rows
-        removed. For a run that starts from nothing (0) all that is there is of an earlier one, and is set aside."""
+        """Remove the records after `step`, because those steps run again; returns the number of removed metrics rows. For a
+        new run (0) all records are of an earlier one, and are set aside. Ranks above 0 do nothing."""
+        if self.spans is None:
+            return 0
         if step <= 0:
             return self._set_aside()
         removed = self._truncate_rows(self.metrics, step)
@@ -97,15 +108,28 @@ class RunFolder:
             log.info("Removed %d metrics rows and %d sample files written after step %d.", removed, len(files), step)
         return removed
 
+    def write_curves(self, curves: Curves) -> None:
+        """Store the metrics that `verl show` and the learning curve display."""
+        write_atomically(self.curves, json_text(curves))
+
+    def read_curves(self) -> dict[str, dict[str, str]]:
+        """The stored curves; empty without a readable file."""
+        try:
+            found = json.loads(self.curves.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
     def _set_aside(self) -> int:
         """Move the records of an earlier run into a folder of their own; returns its number of metrics rows."""
         num_rows = sum(1 for _ in read_rows(self.metrics))
         records = (
             self.metrics,
-            self.spans,
+            self.root / "spans.jsonl",
             self.timeline,
             self.guards,
             self.summary,
+            self.curves,
             self.learning_curve,
             self.root / "config.yaml",
             *(self.root / f"{LEDGER}{part}" for part in ("-wal", "-shm", "")),
@@ -117,13 +141,13 @@ class RunFolder:
             for path in old:
                 path.rename(aside / path.name)
             self.samples.mkdir(exist_ok=True)
-            log.info("This run starts anew: the records of an earlier one in this folder are now in %s.", aside)
+            log.info("This run starts over: the records of an earlier one in this folder are now in %s.", aside)
         return num_rows
 
     def _truncate_rows(self, path: Path, keep: int) -> int:
         if not path.exists():
             return 0
-        # a line that a kill cut short is dropped by read_rows, so the file is always rewritten
+        # read_rows drops a line that a kill cut short, so the file is always rewritten
         rows = list(read_rows(path))
         kept = [row for row in rows if row.get("step", -1) <= keep]
         write_atomically(path, "".join(json_text(row) + "\n" for row in kept))

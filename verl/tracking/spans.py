@@ -1,4 +1,4 @@
-"""Where the time of a step goes.
+"""Timed spans of a step.
 
 spans = Spans(folder.spans, on_enter=console.phase)
 with spans("gen"): ...
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,10 @@ from verl.tracking.timeline import Timeline
 
 
 class Spans:
-    """Names stretches of time, nested as the `with` blocks are. `on_enter` hears the name of each as it begins.
+    """Times `with` blocks, which may nest. `on_enter` is called with the name of each at its start.
 
-    With a `path`, each span becomes a line there: name, parent, start (seconds since 1970), seconds, and the step it is
-    of. Lines are written by `write`, not while the clock runs, and a `timeline` gets its line of the step then. A
-    `heartbeat` says at once which step and which span has begun. Made for one thread.
+    With a `path`, `write` appends a line per span: name, parent, start (seconds since 1970), seconds and step; a `timeline`
+    gets its line of the step at the same time. A `heartbeat` shows at once which step and span have started. For one thread.
     """
 
     def __init__(
@@ -56,26 +55,45 @@ class Spans:
         finally:
             seconds = time.perf_counter() - began
             self._open.pop()
-            if not repeated:  # a span inside one of the same name is part of it already
+            if not repeated:  # a span inside one of the same name is counted there
                 self._seconds[name] = self._seconds.get(name, 0.0) + seconds
             if self._path is not None or self.timeline is not None:
                 self._rows.append({"name": name, "parent": parent, "start": round(start, 6), "seconds": seconds})
 
     def begin_step(self, step: int) -> None:
-        """Step `step` begins."""
+        """Start of step `step`."""
         if self._heartbeat is not None:
             self._heartbeat.begin_step(step)
 
     def take(self) -> dict[str, float]:
-        """Seconds per name since the last call, in the order in which the names first ended. A span's seconds include
-        those of the spans inside it. Spans that are still open count when they end."""
+        """Seconds per name since the last call, in the order in which the names first ended. A span includes the spans inside
+        it. An open span counts when it ends."""
         seconds, self._seconds = self._seconds, {}
         return seconds
 
     def write(self, step: int) -> None:
-        """Append the spans that have ended since the last call to the file, as those of `step`."""
+        """Append the spans that ended since the last call to the file, as those of `step`."""
         rows, self._rows = self._rows, []
         if self._path is not None and rows:
             append_rows(self._path, ({"step": step, **row} for row in rows))
         if self.timeline is not None:
             self.timeline.write(step, rows)
+
+
+def span_metrics(spans: Mapping[str, float], tokens: Mapping[str, int]) -> dict[str, float]:
+    """timing_s/{span}, and timing_per_token_ms/{span} for the spans in `tokens`."""
+    found = {f"timing_s/{name}": seconds for name, seconds in spans.items()}
+    for name, count in tokens.items():
+        if name in spans and count:
+            found[f"timing_per_token_ms/{name}"] = spans[name] * 1000 / count
+    return found
+
+
+def throughput(num_tokens: int, step_s: float, num_devices: int) -> dict[str, float]:
+    """perf/total_num_tokens (prompt and response tokens of all rows), perf/time_per_step in seconds, and
+    perf/throughput in tokens per second and device."""
+    return {
+        "perf/total_num_tokens": num_tokens,
+        "perf/time_per_step": step_s,
+        "perf/throughput": num_tokens / (step_s * num_devices),
+    }

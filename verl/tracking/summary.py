@@ -1,4 +1,4 @@
-"""What a run came to, for people and for scripts: summary.json."""
+"""summary.json: results, time and versions of a finished run."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _GIT_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class Result:
-    """A value on held-out rows before and after training; None where no validation ran. summary.json has it as {name}_before
-    and {name}_after; without a `label` the closing table leaves it out."""
+    """A value on held-out rows before and after training; None where it was not measured. summary.json has it as
+    {name}_before and {name}_after; the closing table leaves it out without a `label`."""
 
     name: str
     label: str
@@ -30,15 +30,15 @@ class Result:
 
 @dataclass(frozen=True)
 class Summary:
-    """`seconds` and `tokens_per_s` are of training steps alone, over all restarts."""
+    """Results, times and versions of a run. `seconds` and `tokens_per_s` are of training steps alone, over all restarts."""
 
+    results: Sequence[Result]
     steps: int
     seconds: float
     num_tokens: int
     tokens_per_s: float | None
     device: str
-    results: tuple[Result, ...] = ()
-    batch_invariant: str | None = None  # "yes" or "no", why, and the dtype of generation; None where nobody generates
+    batch_invariant: str | None = None  # "yes" or "no", why, and the dtype of generation; None without generation
     median_step_s: float | None = None
     phase_seconds: dict[str, float] = field(default_factory=dict)  # sum over all steps
     median_phase_s: dict[str, float] = field(default_factory=dict)
@@ -46,45 +46,30 @@ class Summary:
     git_revision: str | None = None
 
     @classmethod
-    def of_run(
-        cls,
-        *,
-        results: Sequence[Result],
-        steps: int,
-        seconds: float,
-        num_tokens: int,
-        device: str,
-        batch_invariant: str | None = None,
-        metrics_file: Path,
-    ) -> Summary:
-        """The given figures, and those that the metrics file and the installation tell."""
+    def of_run(cls, *, metrics_file: Path, seconds: float, num_tokens: int, **given: Any) -> Summary:
+        """A summary of the `given` fields, the times in the metrics file, and the versions of the installation."""
         phases = _phases(metrics_file)
         step_seconds = phases.pop("step", [])
         return cls(
-            results=tuple(results),
-            steps=steps,
             seconds=seconds,
             num_tokens=num_tokens,
             tokens_per_s=num_tokens / seconds if seconds > 0 else None,
-            device=device,
-            batch_invariant=batch_invariant,
             median_step_s=statistics.median(step_seconds) if step_seconds else None,
             phase_seconds={name: sum(values) for name, values in phases.items()},
             median_phase_s={name: statistics.median(values) for name, values in phases.items()},
             versions=versions(),
             git_revision=git_revision(),
+            **given,
         )
 
     def to_json(self) -> dict[str, Any]:
         """The object of summary.json."""
-        found = asdict(self)
-        found.pop("results")
-        pairs = ((row.name, row.before, row.after) for row in self.results)
-        return {key: value for n, b, a in pairs for key, value in ((f"{n}_before", b), (f"{n}_after", a))} | found
+        found = {f"{r.name}_{when}": getattr(r, when) for r in self.results for when in ("before", "after")}
+        return found | {name: value for name, value in asdict(self).items() if name != "results"}
 
 
 def versions() -> dict[str, str | None]:
-    """Of Python, torch, transformers and verl; None for a package that is not installed."""
+    """Versions of Python, torch, transformers and verl; None for a package that is not installed."""
     found: dict[str, str | None] = {"python": platform.python_version(), "verl": __version__}
     for package in ("torch", "transformers"):
         try:
@@ -95,9 +80,9 @@ def versions() -> dict[str, str | None]:
 
 
 def git_revision() -> str | None:
-    """The commit that this package is checked out at; None when it is installed rather than checked out."""
+    """The commit of this checkout; None for an installed package."""
     folder = str(Path(__file__).resolve().parent)
-    # an installed package may lie inside somebody else's repository, which says nothing about it
+    # an installed package may be inside an unrelated repository
     if _git("-C", folder, "ls-files", "--error-unmatch", Path(__file__).name) is None:
         return None
     return _git("-C", folder, "rev-parse", "HEAD")

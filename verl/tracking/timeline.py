@@ -1,13 +1,12 @@
-"""What every role did in a step: busy, waiting, exchanging data. One line per step in timeline.jsonl.
+"""Busy time, waiting time and data transfer of every role, one line per step in timeline.jsonl.
 
     {"step": 3, "of": 100, "start": 1763.2, "seconds": 12.4,
      "phases": {"rollout": 7.1, "reward": 0.3, "training": 4.2, "other": 0.8},
      "roles": {"rollout": {"busy_s": 7.1, "waiting_s": 5.3, "utilisation": 0.57}, ...},
      "communication": {"seconds": 0.4, "bytes": 541065216}}
 
-`phases` is what the program was occupied with, and adds up to the step; roles that work side by side may be busy for longer
-than that together. A step's time runs from the end of the one before, so that validation and saving belong to the step after
-which they came.
+`phases` is the time of the program, and adds up to the step; roles that work in parallel may be busy for longer in total. A
+step's time starts at the end of the step before, so validation and saving count for the step that they follow.
 """
 
 from __future__ import annotations
@@ -21,42 +20,33 @@ from typing import Any
 from verl.parallel.traffic import TRAFFIC, Traffic
 from verl.tracking.files import append_rows
 
-# span -> (phase of the step, role that is busy meanwhile)
-_SPANS: dict[str, tuple[str, str | None]] = {
-    "gen": ("rollout", "rollout"),
-    "gen_max": ("rollout", "rollout"),
-    "rollout_wait": ("rollout", None),  # for samples that are generated elsewhere meanwhile
-    "reward": ("reward", None),  # for scores; the scorers' own seconds are given
-    "old_log_prob": ("training", "actor"),
-    "update_actor": ("training", "actor"),
-    "ref": ("training", "reference"),
-    "values": ("training", "critic"),
-    "update_critic": ("training", "critic"),
-    "adv": ("training", None),
-    "update_weights": ("communication", None),
-    "testing": ("validation", None),
-    "save_checkpoint": ("saving", None),
-}
+SpanPhases = Mapping[str, tuple[str, str | None]]  # span -> (phase of the step, role that is busy in it, or None)
+
+# spans of the host; a program adds its own
+_HOST_SPANS: SpanPhases = {"testing": ("validation", None), "save_checkpoint": ("saving", None)}
 
 
 class Timeline:
-    """`busy` may be called by any thread, the others by the one that runs the program."""
+    """Writes the timeline. `spans` are the phases of the program's spans. `busy` is thread-safe; `write` is for one thread."""
 
-    def __init__(self, path: Path, total_steps: int | None = None, *, traffic: Traffic = TRAFFIC):
+    def __init__(
+        self, path: Path, total_steps: int | None = None, *, spans: SpanPhases | None = None, traffic: Traffic = TRAFFIC
+    ):
         self._path = path
         self._total_steps = total_steps
         self._traffic = traffic
+        self._spans = {**(spans or {}), **_HOST_SPANS}
         self._lock = threading.Lock()
         self._busy: dict[str, float] = {}
         self._began = time.time()
 
     def busy(self, role: str, seconds: float) -> None:
-        """`role` worked for so long beside the program: in another thread, process or device (their mean, if several)."""
+        """Add seconds that `role` worked in parallel: in another thread, process or device (their mean, if several)."""
         with self._lock:
             self._busy[role] = self._busy.get(role, 0.0) + seconds
 
     def write(self, step: int, spans: Iterable[Mapping[str, Any]]) -> None:
-        """Add the line of `step`, from the spans that ended in it."""
+        """Append the line of `step`, from the spans that ended in it."""
         now = time.time()
         start, self._began = self._began, now
         with self._lock:
@@ -66,23 +56,26 @@ class Timeline:
             "step": step,
             "of": self._total_steps,
             "start": round(start, 3),
-            **summarise(spans, now - start, elsewhere),
+            **summarise(spans, now - start, elsewhere, self._spans),
             "communication": {"seconds": exchanged.seconds, "bytes": exchanged.num_bytes},
         }
         append_rows(self._path, [row])
 
 
 def summarise(
-    spans: Iterable[Mapping[str, Any]], seconds: float, elsewhere: Mapping[str, float] | None = None
+    spans: Iterable[Mapping[str, Any]],
+    seconds: float,
+    elsewhere: Mapping[str, float] | None = None,
+    span_phases: SpanPhases = _HOST_SPANS,
 ) -> dict[str, Any]:
-    """`seconds`, `phases` and `roles` of a stretch of time with these outermost spans (a span with a parent is part of
-    it) and the busy seconds of roles that worked `elsewhere`."""
+    """`seconds`, `phases` and `roles` of a time with these spans (a span with a parent counts in its parent) and the busy
+    seconds of roles that worked `elsewhere`. Spans without a phase count as "other"."""
     phases: dict[str, float] = {}
     busy: dict[str, float] = dict(elsewhere or {})
     for span in spans:
         if span.get("parent") is not None:
             continue
-        phase, role = _SPANS.get(span["name"], ("other", None))
+        phase, role = span_phases.get(span["name"], ("other", None))
         phases[phase] = phases.get(phase, 0.0) + span["seconds"]
         if role is not None and role not in (elsewhere or {}):
             busy[role] = busy.get(role, 0.0) + span["seconds"]

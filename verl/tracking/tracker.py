@@ -1,4 +1,4 @@
-"""Everything that a run writes down, to its folder and to the trackers that the user named."""
+"""Metrics, samples and summary of a run, written to its folder and to the trackers that the user chose."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _TABLE_COLUMNS = ("prompt", "response", "ground_truth", "score")
 
 
 class Tracker:
-    """Writes metrics.jsonl, samples/ and summary.json of `folder`, and hands metrics to the trackers in `logger`.
+    """Writes metrics.jsonl, samples/ and summary.json of `folder`, and sends metrics to the trackers in `logger`.
 
     `console` is the run's Console, and `file` is metrics.jsonl unless VERL_FILE_LOGGER_PATH or VERL_FILE_LOGGER_ROOT names
     another file. With `rollout_data_dir` and `validation_data_dir`, samples are also written there as {step}.jsonl in the
-    form of existing releases. `log_val_generations` samples of each validation go to the trackers as a table.
+    format of existing releases. `log_val_generations` samples of each validation go to the trackers as a table.
 
     Raises ConfigError or MissingExtraError at once when a tracker is unknown or not installed.
     """
@@ -62,14 +62,14 @@ class Tracker:
         self.close()
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
-        """One row of metrics; it is on disk when this returns, and on its way to the trackers."""
+        """Write one row of metrics to the disk, and queue it for the trackers."""
         row = {name: _number(value) for name, value in metrics.items()}
         append_rows(self.folder.metrics, [{"step": step, "time": round(time.time(), 3), **row}])
         for guard in self._guards:
             guard.log(row, step)
 
     def samples(self, split: str, step: int, rows: list[dict[str, Any]]) -> None:
-        """The samples of a step, see `sample_rows`; a second call for the same split and step replaces the first."""
+        """Write the samples of a step, one dict each; a second call for the same split and step replaces the first."""
         file = self.folder.sample_file(split, step)
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, "".join(json_text({"step": step, **row}) + "\n" for row in rows))
@@ -80,7 +80,7 @@ class Tracker:
             self.validation_table(step, rows)
 
     def validation_table(self, step: int, rows: list[dict[str, Any]]) -> None:
-        """Some validation samples for the trackers: the same prompts at every step, drawn with a fixed seed."""
+        """Send some validation samples to the trackers: the same prompts at every step, chosen with a fixed seed."""
         ordered = sorted(rows, key=lambda row: str(row.get("prompt")))
         random.Random(42).shuffle(ordered)
         columns = [c for c in _TABLE_COLUMNS if rows and c in rows[0]]
@@ -93,10 +93,39 @@ class Tracker:
         write_atomically(self.folder.summary, json_text(summary.to_json(), indent=2) + "\n")
 
     def close(self) -> None:
-        """Let the trackers send what is left; each has a deadline."""
+        """Wait for the trackers to send their queues; each has a deadline."""
         guards, self._guards = self._guards, []
         for guard in guards:
             guard.close()
+
+
+class NullOutput:
+    """Tracker and Console of ranks above 0: ignores every call."""
+
+    def __enter__(self) -> NullOutput:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def log(self, metrics: Mapping[str, Any], step: int) -> None: ...
+
+    def samples(self, split: str, step: int, rows: list[dict[str, Any]]) -> None: ...
+
+    def finish(self, summary: Summary) -> None: ...
+
+    def header(self, facts: Mapping[str, Any]) -> None: ...
+
+    def begin(self, done: int, total: int, metrics: Mapping[str, tuple[str, str]]) -> None: ...
+
+    def phase(self, name: str) -> None: ...
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def validation(self, step: int | None, metrics: Mapping[str, float]) -> None: ...
+
+    def final(self, summary: Summary) -> None: ...
+
+    def close(self) -> None: ...
 
 
 def _number(value: Any) -> float:
@@ -105,13 +134,13 @@ def _number(value: Any) -> float:
 
 
 def _dump(folder: Path, step: int, rows: list[dict[str, Any]]) -> None:
-    """`folder`/{step}.jsonl as existing releases write it: input, output, gts, score, step, reward parts."""
+    """Write `folder`/{step}.jsonl as existing releases do: input, output, gts, score, step, reward parts."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = []
     for row in rows:
         known = {
-            "input": row["prompt"],
-            "output": row["response"],
+            "input": row.get("prompt"),
+            "output": row.get("response"),
             "gts": row.get("ground_truth"),
             "score": row.get("score"),
         }

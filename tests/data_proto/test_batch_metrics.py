@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from verl.data_proto.batch_metrics import data_metrics, span_tokens
 from verl.data_proto.proto import DataProto
-from verl.tracking.batch_metrics import data_metrics, throughput_metrics, timing_metrics
+from verl.tracking.spans import span_metrics, throughput
 from verl.trainer.ppo.metric_utils import compute_data_metrics, compute_throughout_metrics, compute_timing_metrics
 
 
@@ -66,12 +67,12 @@ def test_limits_are_the_configured_ones(batch):
 
 def test_timing_and_throughput(batch):
     spans = {"gen": 3.0, "update_actor": 6.0, "reward": 1.0}
-    found = timing_metrics(batch, spans)
+    found = span_metrics(spans, span_tokens(batch))
     assert found["timing_s/reward"] == 1.0
     assert found["timing_per_token_ms/gen"] == pytest.approx(3000 / 6)  # response tokens
     assert found["timing_per_token_ms/update_actor"] == pytest.approx(6000 / 12)  # all tokens
     assert "timing_per_token_ms/reward" not in found
-    assert throughput_metrics(batch, 2.0, num_devices=3) == {
+    assert throughput(12, 2.0, num_devices=3) == {
         "perf/total_num_tokens": 12, "perf/time_per_step": 2.0, "perf/throughput": 2.0,
     }  # fmt: skip
 

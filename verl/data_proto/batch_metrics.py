@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -59,35 +58,6 @@ def span_tokens(batch: DataProto) -> dict[str, int]:
     num_responses = int(responses.sum())
     num_all = num_responses + int(prompts.sum())
     return {**dict.fromkeys(_PER_RESPONSE_TOKEN, num_responses), **dict.fromkeys(_PER_TOKEN, num_all)}
-
-
-def span_metrics(spans: Mapping[str, float], tokens: Mapping[str, int]) -> dict[str, float]:
-    """timing_s/{span}, and timing_per_token_ms/{span} for the spans in `tokens`."""
-    found = {f"timing_s/{name}": seconds for name, seconds in spans.items()}
-    for name, count in tokens.items():
-        if name in spans and count:
-            found[f"timing_per_token_ms/{name}"] = spans[name] * 1000 / count
-    return found
-
-
-def timing_metrics(batch: DataProto, spans: Mapping[str, float]) -> dict[str, float]:
-    """`span_metrics` of a batch."""
-    return span_metrics(spans, span_tokens(batch))
-
-
-def throughput_metrics(batch: DataProto, step_s: float, num_devices: int) -> dict[str, float]:
-    """`throughput` of a batch."""
-    return throughput(int(batch.batch["attention_mask"].sum()), step_s, num_devices)
-
-
-def throughput(num_tokens: int, step_s: float, num_devices: int) -> dict[str, float]:
-    """perf/total_num_tokens (prompt and response tokens of all rows), perf/time_per_step in seconds, and
-    perf/throughput in tokens per second and device."""
-    return {
-        "perf/total_num_tokens": num_tokens,
-        "perf/time_per_step": step_s,
-        "perf/throughput": num_tokens / (step_s * num_devices),
-    }
 
 
 def _lengths(batch: DataProto) -> tuple[torch.Tensor, torch.Tensor]:

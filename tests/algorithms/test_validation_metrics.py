@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.tracking.validation import validation_metrics
+from verl.algorithms.validation_metrics import validation_metrics
 from verl.trainer.ppo.metric_utils import process_validation_metrics
 
 

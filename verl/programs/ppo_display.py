@@ -1,0 +1,42 @@
+"""Display of PPO runs: metrics of the console line, learning curves, and phases of the timed spans."""
+
+from __future__ import annotations
+
+from verl.tracking.console import StepMetrics
+from verl.tracking.run_folder import Curves
+from verl.tracking.timeline import SpanPhases
+
+CONSOLE_METRICS: StepMetrics = {
+    "critic/score/mean": ("reward", "{:.3f}"),
+    "response_length/mean": ("length", "{:.1f}"),
+    "actor/entropy": ("entropy", "{:.3f}"),
+    "actor/kl_loss": ("kl", "{:.2g}"),
+    "actor/grad_norm": ("grad", "{:.2f}"),
+    "critic/vf_explained_var": ("explained", "{:.2f}"),
+}
+
+CURVES: Curves = {
+    "mean reward": {
+        "critic/score/mean": "training",
+        "val/reward": "held-out, sampled",
+        "val/greedy": "held-out, greedy",
+    },
+    "response length (tokens)": {"response_length/mean": ""},
+    "entropy (nats)": {"actor/entropy": ""},
+    "KL": {"actor/ppo_kl": "to the old policy", "actor/kl_loss": "to the reference"},
+    "age of the samples (weight versions)": {"training/off_policy/trajectory_staleness/mean": ""},
+}
+
+SPAN_PHASES: SpanPhases = {
+    "gen": ("rollout", "rollout"),
+    "gen_max": ("rollout", "rollout"),
+    "rollout_wait": ("rollout", None),  # for samples that are generated in parallel
+    "reward": ("reward", None),  # for scores; the scorers report their own busy time
+    "old_log_prob": ("training", "actor"),
+    "update_actor": ("training", "actor"),
+    "ref": ("training", "reference"),
+    "values": ("training", "critic"),
+    "update_critic": ("training", "critic"),
+    "adv": ("training", None),
+    "update_weights": ("communication", None),
+}
