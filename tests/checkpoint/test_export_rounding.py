@@ -27,7 +27,7 @@ def trained(path, rounding, lora_rank=0):
         model=ModelConfig(path=str(path), lora_rank=lora_rank),
         engine=FSDPConfig(dtype="bfloat16", master_rounding=rounding),
         optim=OptimConfig(lr=1e-2),
-        kind="policy",
+        head="lm",
         device=torch.device("cpu"),
         total_steps=10,
     )

@@ -54,8 +54,8 @@ def check_layout(folder, path, replica_size, **engine):
     micro = MicroBatching(max_tokens=24)
     for seed in range(3):
         batch = make_batch(seed, (3, 1, 4, 2))
-        step(one, batch, micro, "policy")
-        step(many, batch.select_idxs(rows_of(many, len(batch))), micro, "policy")
+        step(one, batch, micro, "lm")
+        step(many, batch.select_idxs(rows_of(many, len(batch))), micro, "lm")
     own = masters_of(many)
     same(
         dict(many.gather_weights()),

@@ -56,8 +56,8 @@ def test_adapters_travel_alone(found):
     ("check", "words"),
     [
         ("check_parameter_that_nobody_trains", "without extra; the rollout would sample from old ones"),
-        ("check_parameter_that_nobody_takes", "model.norm.weight trains, and no tensor of the rollout's copy takes it"),
-        ("check_adapters_that_nobody_takes", "model.layers.1.mlp.down_proj.weight trains, and no tensor"),
+        ("check_parameter_that_nobody_takes", "model.norm.weight trains and is no parameter of the rollout model"),
+        ("check_adapters_that_nobody_takes", "model.layers.1.mlp.down_proj.weight trains and is no parameter"),
     ],
 )
 def test_names_that_are_not_those_of_both(found, check, words):
