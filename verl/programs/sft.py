@@ -59,7 +59,15 @@ class SFT(Program):
         "train/loss": ("loss", "{:.4f}"),
         "train/token_accuracy": ("accuracy", "{:.3f}"),
         "train/grad_norm": ("grad", "{:.2f}"),
+        "train/lr": ("lr", "{:.2g}"),
     }
+    curves = {
+        "loss": {"train/loss": "training", "val/loss": "held-out"},
+        "token accuracy": {"train/token_accuracy": "training", "val/token_accuracy": "held-out"},
+        "entropy (nats)": {"train/entropy": "training", "val/entropy": "held-out"},
+        "learning rate": {"train/lr": ""},
+    }
+    span_phases = {"batch": ("data", None), "update": ("training", ROLE)}
 
     @classmethod
     def load_data(cls, config: SFTConfig, *, train: bool = True) -> SFTData:
