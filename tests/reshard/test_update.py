@@ -55,7 +55,10 @@ def test_adapters_travel_alone(found):
 @pytest.mark.parametrize(
     ("check", "words"),
     [
-        ("check_parameter_that_nobody_trains", "without extra; the rollout would sample from old ones"),
+        (
+            "check_parameter_that_nobody_trains",
+            "Weight sync is missing parameter extra; the rollout model would keep its old value",
+        ),
         ("check_parameter_that_nobody_takes", "model.norm.weight trains and is no parameter of the rollout model"),
         ("check_adapters_that_nobody_takes", "model.layers.1.mlp.down_proj.weight trains and is no parameter"),
     ],

@@ -1,7 +1,7 @@
 """Validation metrics: from n samples of each prompt to mean@n, best@k, worst@k and maj@k per data source.
 
-best@k is the expected best of k samples, estimated by a bootstrap of 1,000 draws of k of a prompt's n samples (likewise
-worst@k, and maj@k, the value of the most frequent answer among the k). The draws equal those of existing releases:
+best@k is the expected best of k samples, estimated by a bootstrap: 1,000 times k of a prompt's n samples (likewise
+worst@k, and maj@k, the value of the most frequent answer among the k). The random choices equal those of existing releases:
 RandomState(42), restarted for each prompt.
 """
 
@@ -109,7 +109,7 @@ def _subset_sizes(num_samples: int) -> list[int]:
 
 
 def _reduce_draws(block: np.ndarray, draws: np.ndarray, reduce: np.ufunc) -> np.ndarray:
-    """[draws, prompts]: max or min over the drawn samples, one drawn sample at a time over contiguous rows."""
+    """[NUM_DRAWS, prompts]: max or min over the chosen samples, one of k at a time over contiguous rows."""
     by_sample = np.ascontiguousarray(block.T)
     best = by_sample[draws[:, 0]]
     for column in draws.T[1:]:
@@ -118,7 +118,7 @@ def _reduce_draws(block: np.ndarray, draws: np.ndarray, reduce: np.ufunc) -> np.
 
 
 def _majority(block: np.ndarray, labels: np.ndarray, draws: np.ndarray) -> np.ndarray:
-    """[draws, prompts]: the value of the answer drawn most often; ties go to the one drawn first."""
+    """[NUM_DRAWS, prompts]: the value of the most frequent answer among the chosen; ties go to the one chosen first."""
     (num_draws, k), num_samples = draws.shape, block.shape[1]
     times = np.zeros((num_draws, num_samples), dtype=np.float32)
     np.add.at(times, (np.arange(num_draws)[:, None], draws), k + 1)

@@ -175,12 +175,6 @@ def plan_update(
         return None
     if device.type == "cuda":  # NCCL connects all ranks at the first collective; point-to-point calls do not
         dist.all_reduce(torch.zeros(1, device=device))
-    model_bytes = sum(math.prod(tensor.shape) for tensor in tensors) * dtype.itemsize
-    staging_bytes = max(_MIN_STAGING_BYTES, min(_MAX_STAGING_BYTES, model_bytes // 6))
-    if num_layers_at_a_time is not None and model["num_layers"]:
-        in_layers = sum(math.prod(tensor.shape) for tensor in tensors if ".layers." in tensor.name) * dtype.itemsize
-        staging_bytes = min(staging_bytes, num_layers_at_a_time * in_layers // model["num_layers"])
-        staging_bytes = max(_MIN_STAGING_BYTES, staging_bytes)
     return PlannedUpdate(
         comm,
         training,
@@ -189,11 +183,21 @@ def plan_update(
         hosts=dict(enumerate(hosts)),
         dtype=dtype,
         device=device,
-        staging_bytes=staging_bytes,
+        staging_bytes=_staging_bytes(tensors, dtype, model["num_layers"], num_layers_at_a_time),
         engine=engine,
         replica=replica,
         adapters=adapters,
     )
+
+
+def _staging_bytes(tensors: Sequence[Tensor], dtype: torch.dtype, num_layers: int, layers_at_a_time: int | None) -> int:
+    """Bytes of staging buffers on a rank: a sixth of the model, or `layers_at_a_time` of its layers, within bounds."""
+    sizes = {tensor.name: math.prod(tensor.shape) * dtype.itemsize for tensor in tensors}
+    found = min(_MAX_STAGING_BYTES, sum(sizes.values()) // 6)
+    if layers_at_a_time is not None and num_layers:
+        in_layers = sum(size for name, size in sizes.items() if ".layers." in name)
+        found = min(max(_MIN_STAGING_BYTES, found), layers_at_a_time * in_layers // num_layers)
+    return max(_MIN_STAGING_BYTES, found)
 
 
 def raise_together(comm: Collectives, error: str, but: str = "") -> bool:

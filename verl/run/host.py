@@ -36,8 +36,7 @@ log = logging.getLogger(__name__)
 
 
 def train(loaded: LoadedConfig, program: str = "ppo") -> int:
-    """Train a program of PROGRAMS with the config `loaded`; returns the exit code. Errors are VerlError with the sentence to
-    show."""
+    """Train a program of PROGRAMS with the config `loaded`; returns the exit code. Raises VerlError with its message."""
     config = loaded.config
     if config.trainer.val_only:
         return evaluate(loaded, program)
