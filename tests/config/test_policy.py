@@ -48,7 +48,7 @@ REASONS = (
     "is not available in this version", "is not read: ", "has no effect: ", "must be", "must lie", "is not one of", "needs",
     "is not an existing folder", "is no folder", "is smaller than",
 )  # fmt: skip
-CONDITION_REASONS = {condition.because for condition in PPO.conditions.values()}
+CONDITION_REASONS = {PPO.condition(name).because for leaf in PPO.leaves.values() for name, _ in leaf.conditions}
 
 
 def path_of(key):
@@ -144,7 +144,7 @@ def test_every_key_with_each_estimator_and_loss(name, choice):
             found = verdict(dataclasses.replace(base, config=config, given={path: setting}), path, setting)
             kinds.add(found.kind)
             if found.kind == "refused":
-                assert leaf.key.strict, (key, found.reason)
+                assert leaf.strict, (key, found.reason)
                 assert "Remove it" in found.reason
             elif found.kind == "noticed":
                 assert found.reason in CONDITION_REASONS, (key, found.reason)
@@ -174,7 +174,7 @@ def test_the_table_of_refusals_is_short_and_each_has_its_reason():
         .partition("## Refused where not read")[2]
     )
     rows = text.partition("\n## ")[0].strip().splitlines()[4:]
-    declared = [leaf for leaf in PPO.leaves.values() if (leaf.key.strict and not leaf.inert) or leaf.key.refused]
+    declared = [leaf for leaf in PPO.leaves.values() if (leaf.strict and not leaf.inert) or leaf.key.refused]
     assert 10 < len(rows) < 30
     assert all(len(row.split(" | ")) == 3 for row in rows)
     for leaf in declared:

@@ -9,7 +9,7 @@ import pytest
 from verl.config import PPO, load_config
 from verl.config.checks import check_config
 from verl.config.keys import Bounds
-from verl.config.rules import families, ppo, sections
+from verl.config.rules import ppo, sections
 
 from .helpers import ACTOR, GRPO, ROLLOUT, load, problems, refused
 
@@ -157,7 +157,7 @@ def test_a_broken_rule_is_reported(level, key, overrides):
 
 def test_every_rule_has_a_row():
     """Each `yield` of a problem in the rules is reached by a row above."""
-    modules = (ppo, sections, families)
+    modules = (ppo, sections)
     problems = {
         (module.__file__, node.lineno)
         for module in modules

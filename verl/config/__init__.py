@@ -18,10 +18,8 @@ from verl.config.sections.algorithm import (
 )
 from verl.config.sections.critic import CriticConfig
 from verl.config.sections.data import CustomClassConfig, DataConfig, SFTDataConfig
-from verl.config.sections.distillation import DistillationConfig
 from verl.config.sections.fsdp import FSDPConfig, MixedPrecisionConfig, SFTEngineConfig
 from verl.config.sections.guards import GuardsConfig, StepGuardsConfig
-from verl.config.sections.megatron import MegatronConfig
 from verl.config.sections.model import ModelConfig, SFTModelConfig
 from verl.config.sections.optim import OptimConfig
 from verl.config.sections.reward import (
@@ -32,7 +30,7 @@ from verl.config.sections.reward import (
     SandboxFusionConfig,
 )
 from verl.config.sections.rollout import AgentConfig, MultiTurnConfig, RolloutConfig, ValKwargsConfig
-from verl.config.sections.services import GlobalProfilerConfig, RayKwargsConfig, SkipConfig, TransferQueueConfig
+from verl.config.sections.services import DistillationConfig, RayKwargsConfig, SkipConfig
 from verl.config.sections.trainer import PPOTrainerConfig, SFTTrainerConfig, TrainerConfig
 
 VerlConfig = PPOConfig
@@ -53,11 +51,9 @@ __all__ = [
     "DistillationConfig",
     "FSDPConfig",
     "FilterGroupsConfig",
-    "GlobalProfilerConfig",
     "GuardsConfig",
     "KLCtrlConfig",
     "LoadedConfig",
-    "MegatronConfig",
     "MixedPrecisionConfig",
     "ModelConfig",
     "MultiTurnConfig",
@@ -84,7 +80,6 @@ __all__ = [
     "SkipConfig",
     "StepGuardsConfig",
     "TrainerConfig",
-    "TransferQueueConfig",
     "ValKwargsConfig",
     "VerlConfig",
     "load_config",

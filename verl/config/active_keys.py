@@ -76,21 +76,6 @@ def _loss_mode(mode: str) -> Condition:
     )
 
 
-def _switch(path: str, value: str = "True") -> Condition:
-    """Read when the key at `path` equals `value`."""
-    return Condition(
-        lambda root, node: str(value_at(root, path)) == value, f"{path} is not {value}", f"set {path}={value}"
-    )
-
-
-def _rollout(*engines: str) -> Condition:
-    return Condition(
-        lambda root, node: root.actor_rollout_ref.rollout.name in engines,
-        f"actor_rollout_ref.rollout.name is not {' or '.join(engines)}",
-        f"set actor_rollout_ref.rollout.name={engines[0]}",
-    )
-
-
 def _judge(*engines: str) -> Condition:
     def holds(root: Any, node: Any) -> bool:
         model = root.reward.reward_model
@@ -126,11 +111,6 @@ _SHARED: dict[str, Condition] = {
         "the run is on one device, which holds the whole model",
         "set trainer.n_gpus_per_node above 1",
     ),
-    "cosine": Condition(
-        lambda root, node: node.lr_scheduler_type == "cosine",
-        "lr_scheduler_type is not cosine",
-        "set lr_scheduler_type=cosine",
-    ),
     "no_warmup_steps": Condition(
         lambda root, node: node.lr_warmup_steps <= 0,
         "lr_warmup_steps gives the length of the warm-up",
@@ -139,12 +119,8 @@ _SHARED: dict[str, Condition] = {
     "lora": Condition(
         lambda root, node: node.lora_rank > 0, "lora_rank is 0, so there are no adapters", "set lora_rank above 0"
     ),
-    "use_3d_hybrid": Condition(
-        lambda root, node: node.use_3d_hybrid, "use_3d_hybrid is not True", "set use_3d_hybrid=True"
-    ),
     "has_limit": Condition(lambda root, node: node.limit is not None, "no limit is set beside it", "set limit as well"),
     "has_path": Condition(lambda root, node: node.path is not None, "no path is set beside it", "set path as well"),
-    "resume_path": _switch("trainer.resume_mode", "resume_path"),
 }
 
 PPO_CONDITIONS: dict[str, Condition] = {
@@ -166,15 +142,11 @@ PPO_CONDITIONS: dict[str, Condition] = {
         "no KL term uses a reference policy",
         "set actor_rollout_ref.actor.use_kl_loss=True or algorithm.use_kl_in_reward=True",
     ),
-    "kl_loss": _switch("actor_rollout_ref.actor.use_kl_loss"),
-    "kl_in_reward": _switch("algorithm.use_kl_in_reward"),
     "adaptive_kl": Condition(
         lambda root, node: root.algorithm.use_kl_in_reward and node.type == "adaptive",
         "the KL controller is not an adaptive one that acts on rewards",
         "set algorithm.use_kl_in_reward=True and algorithm.kl_ctrl.type=adaptive",
     ),
-    "filter_groups": _switch("algorithm.filter_groups.enable"),
-    "pf_ppo": _switch("algorithm.use_pf_ppo"),
     "pf_ppo_pow": Condition(
         lambda root, node: root.algorithm.use_pf_ppo and node.reweight_method == "pow",
         "rows are not resampled by a power of their score",
@@ -195,7 +167,6 @@ PPO_CONDITIONS: dict[str, Condition] = {
         "algorithm.rollout_correction.rollout_rs is null, so nothing is rejected",
         "set algorithm.rollout_correction.rollout_rs, for example to token_k1",
     ),
-    "bypass": _switch("algorithm.rollout_correction.bypass_mode"),
     "no_bypass": Condition(
         lambda root, node: not root.algorithm.rollout_correction.bypass_mode,
         "algorithm.rollout_correction.bypass_mode=True brings its own loss",
@@ -219,11 +190,6 @@ PPO_CONDITIONS: dict[str, Condition] = {
         "set actor_rollout_ref.actor.policy_loss.loss_mode=vanilla",
     ),
     **{mode: _loss_mode(mode) for mode in ("sapo", "clip_cov", "kl_cov", "dro")},
-    "sum_norm": Condition(
-        lambda root, node: node.loss_agg_mode == "seq-mean-token-sum-norm",
-        "loss_agg_mode is not seq-mean-token-sum-norm",
-        "set loss_agg_mode=seq-mean-token-sum-norm",
-    ),
     "ref_fixed_bsz": _fixed_bsz("log_prob_use_dynamic_bsz"),
     "rollout_fixed_bsz": _fixed_bsz("log_prob_use_dynamic_bsz"),
     "gae": Condition(
@@ -273,14 +239,6 @@ PPO_CONDITIONS: dict[str, Condition] = {
         "the run starts no server of SGLang",
         "set actor_rollout_ref.rollout.name=sglang and no rollout.service.url",
     ),
-    "colocate_async": _switch("trainer.v1.trainer_mode", "colocate_async"),
-    "separate_async": _switch("trainer.v1.trainer_mode", "separate_async"),
-    "multi_turn": _switch("actor_rollout_ref.rollout.multi_turn.enable"),
-    "vllm": _rollout("vllm"),
-    "vllm_or_sglang": _rollout("vllm", "sglang"),
-    "service": _rollout("http", "sglang"),
-    "imported_manager": _switch("reward.reward_manager.source", "importlib"),
-    "reward_model": _switch("reward.reward_model.enable"),
     "judge": Condition(
         lambda root, node: bool(root.reward.reward_model.judge_template),
         "the reward model is a classifier, since reward.reward_model.judge_template is not set",
@@ -291,8 +249,6 @@ PPO_CONDITIONS: dict[str, Condition] = {
     "sandbox": Condition(
         lambda root, node: node.url is not None, "reward.sandbox_fusion.url is not set", "set reward.sandbox_fusion.url"
     ),
-    "distillation": _switch("distillation.enabled"),
-    "skips": Condition(lambda root, node: node.enable, "enable is not True beside it", "set enable=True as well"),
 }
 
 SFT_CONDITIONS: dict[str, Condition] = {**_SHARED, "megatron": _megatron("engine.strategy")}

@@ -77,11 +77,11 @@ def verdict(loaded: LoadedConfig[Any], path: str, setting: Setting) -> Verdict:
     if failed is None:
         return ACTS
     because, fix = failed
-    if as_default or leaf.sizing or value in leaf.key.neutral or not leaf.key.strict:
+    if as_default or leaf.sizing or value in leaf.key.neutral or not leaf.strict:
         return Verdict("noticed", because)
     return Verdict(
         "refused",
-        f"{setting.shown(leaf, value)} ({_place(setting)}) is not read: {because}; {leaf.key.strict}. Remove it, or {fix}.",
+        f"{setting.shown(leaf, value)} ({_place(setting)}) is not read: {because}; {leaf.strict}. Remove it, or {fix}.",
     )
 
 
@@ -103,7 +103,7 @@ def _hidden(loaded: LoadedConfig[Any], missing: dict[str, str], fault: Problem) 
 
 def _failed_condition(loaded: LoadedConfig[Any], leaf: Leaf) -> tuple[str, str] | None:
     for name, place in leaf.conditions:
-        condition = loaded.schema.conditions[name]
+        condition = loaded.schema.condition(name)
         if not condition.holds(loaded.config, value_at(loaded.config, place)):
             return condition.because, condition.fix
     return None

@@ -9,6 +9,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from verl.config.keys import read_yaml
+
 FILE = Path(__file__).parent / "compat.yaml"
 
 
@@ -65,6 +67,7 @@ class Compat:
     aliases: tuple[Alias, ...]
     removed: tuple[Removed, ...]
     other_trainers: Mapping[str, str]
+    other_values: Mapping[str, Mapping[str, str]]
     unavailable: tuple[Unavailable, ...]
     only_elsewhere: Mapping[str, str]
     announced: Mapping[str, str]
@@ -107,7 +110,8 @@ class Compat:
 def load_compat(name: str, classes: Mapping[str, list[str]]) -> Compat:
     """The rows of the schema `name`. `classes`: class of a section -> paths of its sections in the tree, at each of which
     the rows of that class hold."""
-    parts = [("", _file()[name])]
+    own = _file()[name]
+    parts = [("", own)]
     parts += [(f"{path}.", rows) for cls, rows in _file()["sections"].items() for path in classes.get(cls, ())]
     return Compat(
         aliases=tuple(alias for prefix, rows in parts for alias in _aliases(prefix, rows.get("aliases", {}))),
@@ -117,7 +121,8 @@ def load_compat(name: str, classes: Mapping[str, list[str]]) -> Compat:
             for row in rows.get("removed", ())
             for key in row["keys"]
         ),
-        other_trainers=parts[0][1].get("other_trainers", {}),
+        other_trainers=own.get("other_trainers", {}),
+        other_values=own.get("other_values", {}),
         unavailable=tuple(row for prefix, rows in parts for row in _unavailable(prefix, rows.get("unavailable", ()))),
         only_elsewhere={
             prefix + pattern: row["why"]
@@ -125,20 +130,15 @@ def load_compat(name: str, classes: Mapping[str, list[str]]) -> Compat:
             for row in rows.get("only_elsewhere", ())
             for pattern in row["keys"]
         },
-        announced=parts[0][1].get("announced", {}),
-        differences=tuple(
-            (row["key"], row["theirs"], row["ours"], row["why"]) for row in parts[0][1].get("differences", ())
-        ),
-        unavailable_configs=parts[0][1].get("unavailable_configs", {}),
+        announced=own.get("announced", {}),
+        differences=tuple((row["key"], row["theirs"], row["ours"], row["why"]) for row in own.get("differences", ())),
+        unavailable_configs=own.get("unavailable_configs", {}),
     )
 
 
 @functools.cache
 def _file() -> dict[str, Any]:
-    import yaml
-
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C, ten times as fast
-    tables: dict[str, Any] = loader(FILE.read_text(encoding="utf-8")).get_single_data()
+    tables: dict[str, Any] = read_yaml(FILE)
     return tables
 
 

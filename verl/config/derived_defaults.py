@@ -14,7 +14,6 @@ _ACTOR = "actor_rollout_ref.actor"
 _ROLLOUT = "actor_rollout_ref.rollout"
 _REF = "actor_rollout_ref.ref"
 _MODEL = "actor_rollout_ref.model"
-_TEACHER = "distillation.teacher_models.teacher_model.inference"
 
 # (key, the key it follows); a followed key stands above its followers
 PPO_FOLLOWS: tuple[tuple[str, str], ...] = (
@@ -73,10 +72,6 @@ PPO_FOLLOWS: tuple[tuple[str, str], ...] = (
     ("data.gen_batch_size", "data.train_batch_size"),
     ("data.tool_config_path", f"{_ROLLOUT}.multi_turn.tool_config_path"),
     ("data.function_tool_path", f"{_ROLLOUT}.multi_turn.function_tool_path"),
-    *(
-        (f"{_TEACHER}.{name}", f"{_ROLLOUT}.{name}")
-        for name in ("name", "dtype", "prompt_length", "response_length", "temperature")
-    ),
 )
 
 

@@ -82,7 +82,7 @@ def _meaning(schema: Schema[Any], leaf: Leaf) -> str:
     if key.bounds:
         text += f"; {key.bounds.words()}"
     for name, _ in leaf.conditions:
-        text += f"; not read when {schema.conditions[name].because}"
+        text += f"; not read when {schema.condition(name).because}"
     return text.replace("|", "\\|")
 
 
@@ -108,9 +108,9 @@ def _refused(schema: Schema[Any]) -> list[tuple[str, str, str]]:
     for path, leaf in schema.leaves.items():
         if leaf.inert and leaf.key.refused:
             by_reason.setdefault((leaf.inert, f"{leaf.key.refused}."), []).append(path)
-        elif leaf.key.strict and not leaf.inert and leaf.conditions:
-            fix = schema.conditions[leaf.conditions[-1][0]].fix
-            by_reason.setdefault((leaf.key.strict, f"Remove it, or {fix}."), []).append(path)
+        elif leaf.strict and not leaf.inert and leaf.conditions:
+            fix = schema.condition(leaf.conditions[-1][0]).fix
+            by_reason.setdefault((leaf.strict, f"Remove it, or {fix}."), []).append(path)
     return [(_grouped(paths), why, fix) for (why, fix), paths in by_reason.items()]
 
 

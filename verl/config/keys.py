@@ -1,7 +1,7 @@
 """Declarations of config keys, and the base class of all sections.
 
 A key is *used* (it has an effect, at least when its conditions hold), or *inert*: known to existing scripts, accepted,
-and without meaning here for a stated reason.
+and without meaning here for a stated reason. Classes declare the used keys, inert_keys.yaml the inert ones.
 """
 
 from __future__ import annotations
@@ -12,16 +12,10 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-ONE_PROCESS = "the run is one process on one device, which holds the whole model"
-MEGATRON = "only the Megatron engine reads it"
-GPU_ENGINES = (
-    "only rollout engines with a server of their own (vLLM, SGLang) read it; the native one has nothing to set here"
-)
-DISTRIBUTED = "only a run over several processes reads it"
 OURS = "only this version has the key, so it asks for something that would not happen"
-NOT_READ_THERE = "it has no effect in existing releases either"
 
 
 @dataclass(frozen=True)
@@ -56,18 +50,28 @@ class Bounds:
 
 
 @dataclass(frozen=True)
+class Family:
+    """Names that a key, or each element of a list, may have, beside path/to/file.py:name."""
+
+    what: str
+    names: tuple[str, ...]
+    plugins: bool = False  # whether a module of model.external_lib may register others
+
+
+@dataclass(frozen=True)
 class Key:
     """The declaration of one key or one section; kept in the dataclass field's metadata."""
 
     meaning: str
     inert: str = ""  # why it has no effect here; "" for a used key
-    when: str = ""  # name of the condition in active_keys.py under which it is read
+    when: str = ""  # condition under which it is read (Schema.condition)
     neutral: tuple[Any, ...] = ()  # values that ask for nothing, so that an unread one is no error
     sizing: bool = False  # only sizes memory or hardware and cannot change a result, so that an unread one is no error
     strict: str = ""  # why one that is given and not read is refused; "" where leaving it out changes nothing
     refused: str = ""  # of an inert key: what to do instead, where another value than the default would have an effect
     choices: tuple[Any, ...] = ()
     words: tuple[str, ...] = ()  # the texts that a key which holds a number may have instead
+    family: Family | None = None
     bounds: Bounds | None = None
 
 
@@ -81,18 +85,13 @@ def used(
     choices: tuple[Any, ...] = (),
     strict: str = "",
     words: tuple[str, ...] = (),
+    family: Family | None = None,
     **bounds: Any,
 ) -> Any:
     """A key that has an effect whenever the condition `when` holds. `strict`: why it is refused where it is not read.
     `bounds` are those of Bounds: `ge=0, lt=1`."""
     limits = Bounds(**bounds) if bounds else None
-    return _leaf(default, Key(meaning, "", when, neutral, sizing, strict, "", choices, words, limits))
-
-
-def inert(default: Any, meaning: str, reason: str, *, refused: str = "") -> Any:
-    """A key that is accepted and has no effect, because of `reason`. `refused`: other values than the default would have an
-    effect in existing releases and are refused; it says what to set instead."""
-    return _leaf(default, Key(meaning, inert=reason, refused=refused))
+    return _leaf(default, Key(meaning, "", when, neutral, sizing, strict, "", choices, words, family, limits))
 
 
 def section(
@@ -100,15 +99,13 @@ def section(
     meaning: str,
     *,
     when: str = "",
-    inert: str = "",
+    strict: str = "",
     sizing: bool = False,
     defaults: dict[str, Any] | None = None,
 ) -> Any:
-    """A nested section. `when`, `inert` and `sizing` hold for every key below it; `defaults` replace those of `cls`."""
-    return field(
-        default_factory=partial(cls, **(defaults or {})),
-        metadata={"key": Key(meaning, when=when, inert=inert, sizing=sizing)},
-    )
+    """A nested section. `when`, `strict` and `sizing` hold for every key below; `defaults` replace those of `cls`."""
+    key = Key(meaning, when=when, strict=strict, sizing=sizing)
+    return field(default_factory=partial(cls, **(defaults or {})), metadata={"key": key})
 
 
 def _leaf(default: Any, key: Key) -> Any:
@@ -118,13 +115,57 @@ def _leaf(default: Any, key: Key) -> Any:
 
 
 @functools.cache
+def _inert_keys() -> dict[str, list[dict[str, Any]]]:
+    return read_yaml(Path(__file__).parent / "inert_keys.yaml")
+
+
+def read_yaml(file: Path) -> Any:
+    """The content of a YAML file of this package."""
+    import yaml
+
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C, ten times as fast
+    return loader(file.read_text(encoding="utf-8")).get_single_data()
+
+
+_inert_classes: dict[int, type] = {}
+
+
+def _declare(cls: type, rows: dict[str, Any], why: str, refused: str) -> None:
+    """Add the fields of one group of inert_keys.yaml to a class that becomes a dataclass."""
+    for name, row in rows.items():
+        kind: Any = Section
+        if isinstance(row, dict):
+            if id(row) not in _inert_classes:  # an anchor of the file is one object
+                below: type = type(name, (Section,), {})
+                _declare(below, row, why, refused)
+                _inert_classes[id(row)] = dataclass(frozen=True)(below)
+            value = section(_inert_classes[id(row)], row["meaning"])
+        elif isinstance(row, list):
+            default, meaning, options = (*row, {})[:3]
+            mapping = isinstance(default, dict) or options.get("type") == "mapping"
+            kind = dict[str, Any] | None if mapping else Any if default is None else type(default)
+            value = _leaf(default, Key(meaning, inert=why, refused=options.get("refused", refused)))
+        else:
+            continue  # why, refused, meaning
+        cls.__annotations__[name] = kind
+        setattr(cls, name, value)
+
+
+@functools.cache
 def _names(cls: type) -> dict[str, None]:
     """Names of a section's keys, in order."""
     return {f.name: None for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
 
 
 class Section:
-    """Base of all sections: a frozen dataclass that can also be read like a mapping, as users' functions do."""
+    """Base of all sections: a frozen dataclass that can also be read like a mapping, as users' functions do.
+
+    A subclass has the fields of its body, and those that inert_keys.yaml declares for a class of its name.
+    """
+
+    def __init_subclass__(cls) -> None:
+        for group in _inert_keys().get(cls.__name__, ()):
+            _declare(cls, group, group["why"], group.get("refused", ""))
 
     def __getitem__(self, name: str) -> Any:
         try:

@@ -59,7 +59,6 @@ LOGGERS = (
 
 REWARD_MANAGERS = ("naive", "batch", "prime", "dapo", "gdpo", "remote", "rate_limited")
 
-TRAINING_ENGINES = ("fsdp", "fsdp2")
 ROLLOUT_ENGINES = ("native", "hf", "vllm", "http", "sglang")
 ROLLOUT_IS = ("token", "sequence")
 ROLLOUT_RS = (

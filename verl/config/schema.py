@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
 from verl.config.compat import Alias, Compat, load_compat
-from verl.config.keys import Key, Section
+from verl.config.keys import Family, Key, Section
+from verl.errors import nearest
 
 Level = Literal["error", "warning", "notice"]
 LEVELS: tuple[Level, ...] = ("error", "warning", "notice")
@@ -56,12 +57,18 @@ class Leaf:
 
     path: str
     default: Any
-    annotation: Any
     key: Key
     inert: str
     conditions: tuple[tuple[str, str], ...]  # (condition, path of the section whose keys it looks at)
     sizing: bool
+    strict: str
     free: bool  # a mapping whose own keys are free
+    owner: type  # class of the section
+
+    @property
+    def annotation(self) -> Any:
+        """The declared type."""
+        return _hints(self.owner)[self.path.rpartition(".")[2]]  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +98,7 @@ class Schema(Generic[R]):
     @functools.cached_property
     def leaves(self) -> dict[str, Leaf]:
         """Every key by its full path, in the order of the tree."""
-        return {leaf.path: leaf for leaf in _walk(self.root(), "", "", (), False)}
+        return {leaf.path: leaf for leaf in _walk(self.root(), "")}
 
     @functools.cached_property
     def sections(self) -> dict[str, str]:
@@ -129,6 +136,19 @@ class Schema(Generic[R]):
             parent = parent.rpartition(".")[0]
         return None
 
+    def condition(self, name: str) -> Condition:
+        """The condition that a key names as `when`: one of `conditions`, or a key with the values that it must have:
+        "algorithm.use_pf_ppo", "actor_rollout_ref.rollout.name=vllm|sglang"; ".limit" is beside the key that names it."""
+        if name in self.conditions:
+            return self.conditions[name]
+        key, _, text = name.partition("=")
+        path, values = key.lstrip("."), (text or "True").split("|")
+
+        def holds(root: Any, node: Any) -> bool:
+            return str(value_at(node if key.startswith(".") else root, path)) in values
+
+        return Condition(holds, f"{path} is not {' or '.join(values)}", f"set {path}={values[0]}")
+
     def build(self, values: Mapping[str, Any]) -> R:
         """The typed tree of a value for every key."""
         return _fill(self.root(), "", values)
@@ -143,11 +163,29 @@ class Schema(Generic[R]):
             value = value_at(config, path)
             if leaf.key.bounds is not None and not leaf.key.bounds.hold(value):
                 yield error(path, f"{path}={value} must be {leaf.key.bounds.words()}.")
+            if leaf.key.family is not None:
+                yield from self._unknown_names(config, path, leaf.key.family, value)
         for rule in self.rules:
             yield from rule(config, given)
         for cls, section_rule in self.section_rules.items():
             for path in self.sections_by_class.get(cls, ()):
                 yield from section_rule(path, value_at(config, path), config)
+
+    def _unknown_names(self, config: R, path: str, family: Family, value: Any) -> Iterator[Problem]:
+        external_lib = next(
+            p for p in ("model.external_lib", "actor_rollout_ref.model.external_lib") if p in self.leaves
+        )
+        values = value if isinstance(value, list) else [value]
+        name = next((v for v in values if v is not None and v not in family.names and ":" not in v), None)
+        if name is None or (family.plugins and value_at(config, external_lib) is not None):
+            return
+        own = f" One of your own is named as path/to/file.py:name, or registered by {external_lib}."
+        hint = (nearest(name, family.names) or f"; there are {', '.join(family.names)}.") + own * family.plugins
+        if "," in name:
+            hint = f"; several are given as [{name}]."
+        if meant := self.compat.other_values.get(path, {}).get(name):
+            hint = f"; {meant}."
+        yield error(path, f"{path}: there is no {family.what} {name!r}{hint}")
 
 
 @functools.cache
@@ -156,18 +194,18 @@ def _hints(cls: Any) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
 
-def _walk(node: Any, prefix: str, reason: str, conditions: tuple[tuple[str, str], ...], sizing: bool) -> Iterator[Leaf]:
-    types = _hints(type(node))  # type: ignore[arg-type]
+def _walk(
+    node: Any, prefix: str, conditions: tuple[tuple[str, str], ...] = (), sizing: bool = False, strict: str = ""
+) -> Iterator[Leaf]:
     for f in dataclasses.fields(node):
         key: Key = f.metadata["key"]
-        value = getattr(node, f.name)
-        path = prefix + f.name
+        value, path = getattr(node, f.name), prefix + f.name
         own = (*conditions, (key.when, prefix.rstrip("."))) if key.when else conditions
         if isinstance(value, Section):
-            yield from _walk(value, path + ".", key.inert or reason, own, key.sizing or sizing)
+            yield from _walk(value, path + ".", own, key.sizing or sizing, key.strict or strict)
         else:
-            free = "dict[" in str(types[f.name])
-            yield Leaf(path, value, types[f.name], key, key.inert or reason, own, key.sizing or sizing, free)
+            free = str(f.type).startswith("dict[")
+            yield Leaf(path, value, key, key.inert, own, key.sizing or sizing, key.strict or strict, free, type(node))
 
 
 def _sections(node: Any, prefix: str) -> Iterator[tuple[str, str, Section]]:

@@ -14,11 +14,10 @@ from verl.config.sections.actor import ActorConfig, RefConfig
 from verl.config.sections.algorithm import AlgorithmConfig
 from verl.config.sections.critic import CriticConfig
 from verl.config.sections.data import DataConfig
-from verl.config.sections.distillation import DistillationConfig
 from verl.config.sections.model import ModelConfig
 from verl.config.sections.reward import RewardConfig
 from verl.config.sections.rollout import RolloutConfig
-from verl.config.sections.services import GlobalProfilerConfig, RayKwargsConfig, SkipConfig, TransferQueueConfig
+from verl.config.sections.services import DistillationConfig, RayKwargsConfig, SkipConfig
 from verl.config.sections.trainer import PPOTrainerConfig
 
 
@@ -43,8 +42,6 @@ class PPOConfig(Section):
     algorithm: AlgorithmConfig = section(AlgorithmConfig, "advantages, KL, corrections, filters")
     trainer: PPOTrainerConfig = section(PPOTrainerConfig, "length, logging, saving, devices")
     distillation: DistillationConfig = section(DistillationConfig, "learning from a teacher")
-    transfer_queue: TransferQueueConfig = section(TransferQueueConfig, "service that holds samples")
-    global_profiler: GlobalProfilerConfig = section(GlobalProfilerConfig, "profilers")
     skip: SkipConfig = section(SkipConfig, "stages taken from a former run")
     ray_kwargs: RayKwargsConfig = section(RayKwargsConfig, "Ray")
     model_engine: str = used("dp", "family of training engines: dp (PyTorch-native)")

@@ -7,34 +7,12 @@ from typing import Any
 
 from verl.config import names
 from verl.config.active_keys import uses_critic
-from verl.config.rules.families import NAMED_ELSEWHERE, OWN, named
 from verl.config.schema import Problem, error, value_at, warning
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
 DRAW = f"{ROLLOUT}.val_kwargs"
 CORRECTION = "algorithm.rollout_correction"
-
-
-def check_names(c: Any, given: set[str]) -> Iterator[Problem]:
-    """Values that name a member of a family."""
-    has_plugins, group = c.actor_rollout_ref.model.external_lib is not None, c.actor_rollout_ref
-    for key, what, value, known in (
-        ("algorithm.adv_estimator", "advantage estimator", c.algorithm.adv_estimator, names.ADV_ESTIMATORS),
-        (f"{ACTOR}.policy_loss.loss_mode", "policy loss", group.actor.policy_loss.loss_mode, names.POLICY_LOSSES),
-        (f"{ROLLOUT}.name", "rollout engine", group.rollout.name, names.ROLLOUT_ENGINES),
-        (f"{ACTOR}.strategy", "training engine", group.actor.strategy, names.TRAINING_ENGINES),
-    ):
-        if not has_plugins:
-            yield from named(key, what, [value], known, OWN, NAMED_ELSEWHERE.get(key, {}))
-    manager = c.reward.reward_manager
-    own = manager.source != "register" or ":" in manager.name or has_plugins
-    if not own and manager.name not in names.REWARD_MANAGERS:
-        yield error(
-            "reward.reward_manager.name",
-            f"There is no reward manager '{manager.name}'; there are {', '.join(names.REWARD_MANAGERS)}. For a class of "
-            "your own set reward.reward_manager.source=importlib and reward.reward_manager.module.path.",
-        )
 
 
 def check_micro_batches(c: Any, given: set[str]) -> Iterator[Problem]:
@@ -255,6 +233,13 @@ def check_sampling(c: Any, given: set[str]) -> Iterator[Problem]:
 def check_rewards(c: Any, given: set[str]) -> Iterator[Problem]:
     """Reward manager and reward model."""
     reward, manager, model = c.reward, c.reward.reward_manager, c.reward.reward_model
+    own = manager.source != "register" or ":" in manager.name or c.actor_rollout_ref.model.external_lib is not None
+    if not own and manager.name not in names.REWARD_MANAGERS:
+        yield error(
+            "reward.reward_manager.name",
+            f"There is no reward manager '{manager.name}'; there are {', '.join(names.REWARD_MANAGERS)}. For a class of "
+            "your own set reward.reward_manager.source=importlib and reward.reward_manager.module.path.",
+        )
     buffer = reward.reward_kwargs.get("overlong_buffer_cfg")
     if isinstance(buffer, dict) and buffer.get("enable"):
         if manager.name in ("naive", "batch", "prime", "gdpo"):
@@ -291,7 +276,6 @@ def check_rewards(c: Any, given: set[str]) -> Iterator[Problem]:
 
 
 RULES = (
-    check_names,
     check_micro_batches,
     check_batches,
     check_lengths,

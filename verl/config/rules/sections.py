@@ -6,12 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from verl.config import names
 from verl.config.active_keys import uses_critic
-from verl.config.rules.families import OWN, named
 from verl.config.schema import Problem, SectionRule, error, value_at
-from verl.config.sections.actor import CheckpointConfig
-from verl.config.sections.fsdp import SFTEngineConfig
 from verl.config.sections.guards import StepGuardsConfig
 from verl.config.sections.model import ModelConfig
 from verl.config.sections.optim import OptimConfig
@@ -43,24 +39,13 @@ def _check_model(path: str, model: ModelConfig, root: Any) -> Iterator[Problem]:
         )
 
 
-def _check_engine(path: str, engine: SFTEngineConfig, root: Any) -> Iterator[Problem]:
-    yield from named(f"{path}.strategy", "training engine", [engine.strategy], names.TRAINING_ENGINES, OWN)
-
-
 def _check_optim(path: str, optim: OptimConfig, root: Any) -> Iterator[Problem]:
     key = f"{path}.override_optimizer_config"
-    for name in sorted(set(optim.override_optimizer_config or {}) - _OFFLOAD_SETTINGS)[:1]:
+    for name in sorted(set(optim["override_optimizer_config"] or {}) - _OFFLOAD_SETTINGS)[:1]:
         yield error(key, f"{key}.{name} is not read: this optimizer is set by the keys of {path} alone. Remove it.")
 
 
-def _check_checkpoint(path: str, checkpoint: CheckpointConfig, root: Any) -> Iterator[Problem]:
-    parts = ("model", "optimizer", "extra", "hf_model")
-    yield from named(f"{path}.save_contents", "part of a checkpoint", checkpoint.save_contents, parts)
-    yield from named(f"{path}.load_contents", "part of a checkpoint", checkpoint.load_contents, parts)
-
-
 def _check_trainer(path: str, trainer: TrainerConfig, root: Any) -> Iterator[Problem]:
-    yield from named("trainer.logger", "tracker", trainer.logger, names.LOGGERS)
     key, source = "trainer.resume_from_path", trainer.resume_from_path
     if trainer.resume_mode != "resume_path":
         return
@@ -100,9 +85,7 @@ def _check_guards(path: str, guards: StepGuardsConfig, root: Any) -> Iterator[Pr
 
 SECTION_RULES: dict[type, SectionRule] = {
     ModelConfig: _check_model,
-    SFTEngineConfig: _check_engine,
     OptimConfig: _check_optim,
-    CheckpointConfig: _check_checkpoint,
     TrainerConfig: _check_trainer,
     StepGuardsConfig: _check_guards,
 }

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verl.config.keys import Section, inert, section, used
-from verl.config.names import KL_KINDS
+from verl.config.keys import Family, Section, section, used
+from verl.config.names import ADV_ESTIMATORS, KL_KINDS
+
+KL_IN_REWARD = "algorithm.use_kl_in_reward"
+FILTERS = "algorithm.filter_groups.enable"
 
 
 @dataclass(frozen=True)
@@ -20,25 +23,27 @@ class RolloutCorrectionConfig(Section):
     rollout_rs: str | None = used(None, "rejection rules, separated by commas")
     rollout_rs_threshold: float | str | None = used(None, "bounds of those rules", when="rollout_rs")
     bypass_mode: bool = used(False, "take the sampler's log-probabilities as the old ones")
-    loss_type: str = used("ppo_clip", "loss of bypass_mode", when="bypass", choices=("ppo_clip", "reinforce"))
+    loss_type: str = used(
+        "ppo_clip",
+        "loss of bypass_mode",
+        when="algorithm.rollout_correction.bypass_mode",
+        choices=("ppo_clip", "reinforce"),
+    )
 
 
 @dataclass(frozen=True)
 class FilterGroupsConfig(Section):
     enable: bool = used(False, "leave out prompts whose samples all score the same")
     metric: str | None = used(
-        "reward", "what is compared: reward, score, seq_reward, seq_final_reward, acc or a part", when="filter_groups"
+        "reward", "what is compared: reward, score, seq_reward, seq_final_reward, acc or a part", when=FILTERS
     )
-    max_num_gen_batches: int = used(0, "most generation batches per step; 0: 100", when="filter_groups", ge=0)
-    max_inflight_gen_batches: int = inert(
-        1, "generations in flight", "a refill begins when the former one has been scored"
-    )
+    max_num_gen_batches: int = used(0, "most generation batches per step; 0: 100", when=FILTERS, ge=0)
 
 
 @dataclass(frozen=True)
 class KLCtrlConfig(Section):
-    type: str = used("fixed", "controller of the coefficient", when="kl_in_reward", choices=("fixed", "adaptive"))
-    kl_coef: float = used(0.001, "coefficient, or its first value", when="kl_in_reward", neutral=(0.0,), ge=0)
+    type: str = used("fixed", "controller of the coefficient", when=KL_IN_REWARD, choices=("fixed", "adaptive"))
+    kl_coef: float = used(0.001, "coefficient, or its first value", when=KL_IN_REWARD, neutral=(0.0,), ge=0)
     horizon: int = used(10000, "horizon of the adaptive controller", when="adaptive_kl", gt=0)
     target_kl: float = used(0.1, "target of the adaptive controller", when="adaptive_kl", gt=0)
 
@@ -46,21 +51,25 @@ class KLCtrlConfig(Section):
 @dataclass(frozen=True)
 class PFPPOConfig(Section):
     reweight_method: str = used(
-        "pow", "weights of the resampling", when="pf_ppo", choices=("pow", "max_min", "max_random")
+        "pow", "weights of the resampling", when="algorithm.use_pf_ppo", choices=("pow", "max_min", "max_random")
     )
     weight_pow: float = used(2.0, "exponent of pow", when="pf_ppo_pow")
 
 
 @dataclass(frozen=True)
 class AlgorithmConfig(Section):
-    adv_estimator: str = used("gae", "advantage estimator, a name or path/to/file.py:function")
+    adv_estimator: str = used(
+        "gae",
+        "advantage estimator, a name or path/to/file.py:function",
+        family=Family("advantage estimator", ADV_ESTIMATORS, plugins=True),
+    )
     gamma: float = used(1.0, "discount", when="discounts", ge=0, le=1)
     lam: float = used(1.0, "lambda of GAE", when="gae", ge=0, le=1)
     norm_adv_by_std_in_grpo: bool = used(True, "divide by the group's standard deviation", when="std_norm")
     gdpo_reward_keys: list[str] | None = used(None, "reward parts of gdpo", when="gdpo")
     gdpo_reward_weights: list[float] | None = used(None, "their weights; null: all 1", when="gdpo")
     use_kl_in_reward: bool = used(False, "subtract a KL penalty from the reward of each token")
-    kl_penalty: str = used("kl", "KL estimator of that penalty", when="kl_in_reward", choices=KL_KINDS)
+    kl_penalty: str = used("kl", "KL estimator of that penalty", when=KL_IN_REWARD, choices=KL_KINDS)
     kl_ctrl: KLCtrlConfig = section(KLCtrlConfig, "coefficient of that penalty")
     use_pf_ppo: bool = used(False, "resample rows by their score (PF-PPO)")
     pf_ppo: PFPPOConfig = section(PFPPOConfig, "settings of PF-PPO")

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from verl.config.keys import Section, inert, section, used
+from verl.config.keys import Section, section, used
 from verl.config.names import LOSS_AGG_MODES
-from verl.config.sections.actor import PROFILER, CheckpointConfig
+from verl.config.sections.actor import CheckpointConfig
 from verl.config.sections.fsdp import FSDPConfig
-from verl.config.sections.megatron import MegatronConfig
 from verl.config.sections.model import ModelConfig
 from verl.config.sections.optim import OptimConfig
 
@@ -17,11 +15,9 @@ from verl.config.sections.optim import OptimConfig
 @dataclass(frozen=True)
 class CriticConfig(Section):
     enable: bool | None = used(None, "train a value model; null: where the advantage estimator needs one")
-    strategy: str = inert("fsdp", "training engine", "it always equals the actor's")
     model: ModelConfig = section(ModelConfig, "the model that the value head is put on", when="critic")
     optim: OptimConfig = section(OptimConfig, "optimizer of the critic", when="critic", defaults={"lr": 1e-5})
     fsdp: FSDPConfig = section(FSDPConfig, "PyTorch-native engine", when="critic")
-    megatron: MegatronConfig = section(MegatronConfig, "Megatron engine")
     checkpoint: CheckpointConfig = section(CheckpointConfig, "what is saved", when="critic")
     ppo_mini_batch_size: int = used(256, "prompts per optimizer step", when="critic", ge=1)
     ppo_micro_batch_size: int | None = used(
@@ -55,6 +51,3 @@ class CriticConfig(Section):
     loss_scale_factor: float | None = used(
         None, "divisor of seq-mean-token-sum-norm; null: the response length", when="critic_sum_norm"
     )
-    rollout_n: int = inert(1, "samples per prompt", "it always equals rollout.n")
-    load_weight: bool = inert(True, "load weights at start", "weights are always loaded")
-    profiler: dict[str, Any] = inert({}, "profiling of this role", PROFILER)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl.config.keys import NOT_READ_THERE, Section, inert, section, used
-from verl.config.sections.rollout import TOOLS
+from verl.config.keys import Section, section, used
+from verl.config.sections.rollout import MULTI_TURN, TOOLS
 
-TEXT_ONLY = "rows are text in this version"
 ROW_FORMATS = (None, "messages", "conversations", "prompt_completion", "text", "alpaca", "prompt_response")
 
 
@@ -32,37 +31,20 @@ class DataConfig(Section):
     max_response_length: int = used(512, "longest response in tokens", ge=1)
     train_batch_size: int = used(1024, "prompts per step", ge=1)
     gen_batch_size: int | None = used(
-        None, "prompts per generation; null: train_batch_size", when="filter_groups", ge=1
+        None, "prompts per generation; null: train_batch_size", when="algorithm.filter_groups.enable", ge=1
     )
     val_batch_size: int | None = used(None, "prompts per validation batch; null: all at once", sizing=True, ge=1)
     shuffle: bool = used(True, "a new order of rows in each epoch")
-    validation_shuffle: bool = inert(False, "shuffle the validation rows", "all of them are used")
     seed: int | None = used(None, "seed of the order of rows; null: 42")
     filter_overlong_prompts: bool = used(False, "leave out rows whose prompt is longer than max_prompt_length")
-    filter_overlong_prompts_workers: int = inert(
-        1, "processes that measure prompts", "prompts are made in the run's own process"
-    )
     truncation: str = used("error", "what happens to a longer prompt", choices=("error", "left", "right", "middle"))
     apply_chat_template_kwargs: dict[str, Any] = used({}, "further arguments of the chat template")
+    image_key: str = used("images", "field that holds images; rows that have any are refused")
+    video_key: str = used("videos", "field that holds videos; rows that have any are refused")
+    audio_key: str = used("audios", "field that holds audio; rows that have any are refused")
     custom_cls: CustomClassConfig = section(CustomClassConfig, "dataset class of one's own")
-    tool_config_path: str | None = used(None, "file that declares tools", when="multi_turn", strict=TOOLS)
-    function_tool_path: str | None = used(None, "file of functions that are tools", when="multi_turn", strict=TOOLS)
-    trust_remote_code: bool = inert(
-        False,
-        "run Python code that comes with the tokenizer",
-        "model.trust_remote_code decides for model and tokenizer",
-    )
-    use_shm: bool = inert(False, "copy the data to shared memory first", "files are read where they are")
-    dataloader_num_workers: int = inert(8, "processes that read rows", "prompts are made in the run's own process")
-    return_raw_input_ids: bool = inert(False, "keep token ids before templating", NOT_READ_THERE)
-    return_raw_chat: bool = inert(True, "keep the messages", "the messages are always kept")
-    return_full_prompt: bool = inert(False, "keep the templated text", NOT_READ_THERE)
-    return_multi_modal_inputs: bool = inert(True, "keep processed images", TEXT_ONLY)
-    image_key: str = inert("images", "field that holds images", TEXT_ONLY)
-    video_key: str = inert("videos", "field that holds videos", TEXT_ONLY)
-    audio_key: str = inert("audios", "field that holds audio", TEXT_ONLY)
-    image_patch_size: int = inert(14, "pixels of a patch", TEXT_ONLY)
-    mm_processor_kwargs: dict[str, Any] = inert({}, "further arguments of the processor", TEXT_ONLY)
+    tool_config_path: str | None = used(None, "file that declares tools", when=MULTI_TURN, strict=TOOLS)
+    function_tool_path: str | None = used(None, "file of functions that are tools", when=MULTI_TURN, strict=TOOLS)
 
 
 @dataclass(frozen=True)
@@ -110,8 +92,3 @@ class SFTDataConfig(Section):
     custom_cls: CustomClassConfig = section(CustomClassConfig, "dataset class of one's own")
     image_key: str = used("images", "field that holds images; rows that have any are refused")
     video_key: str = used("videos", "field that holds videos; rows that have any are refused")
-    pad_mode: str = inert("no_padding", "padding of rows to max_length", "rows are always packed without padding")
-    balance_dp_token: bool = inert(False, "give ranks equal tokens", "ranks are always given shares of equal cost")
-    image_patch_size: int = inert(14, "pixels of a patch", TEXT_ONLY)
-    num_workers: int = inert(8, "processes that read rows", "all rows are read and checked before the first step")
-    use_shm: bool = inert(False, "copy the data to shared memory first", "files are read where they are")

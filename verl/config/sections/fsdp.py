@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from verl.config.keys import OURS, Section, inert, section, used
+from verl.config.keys import OURS, Family, Section, section, used
 
-FUSED_LOG_PROBS = "log-probabilities and entropy are always computed in chunks, full logits never exist"
+TRAINING_ENGINES = Family("training engine", ("fsdp", "fsdp2"), plugins=True)
 MASTER_ROUNDINGS = ("dithered", "nearest")
 DTYPES = ("auto", "bfloat16", "bf16", "float32", "fp32", "float16", "fp16", "float64")
 
@@ -25,7 +24,6 @@ class WrapPolicyConfig(Section):
 @dataclass(frozen=True)
 class MixedPrecisionConfig(Section):
     reduce_dtype: str = used("fp32", "dtype in which gradients are summed over devices")
-    buffer_dtype: str = inert("fp32", "dtype of buffers", "buffers always keep their own dtype")
 
 
 @dataclass(frozen=True)
@@ -43,12 +41,8 @@ class FSDPConfig(Section):
         choices=MASTER_ROUNDINGS,
         neutral=("nearest",),
     )
-    model_dtype: str | None = inert("fp32", "dtype of the stored weights", "master weights are always float32")
     mixed_precision: MixedPrecisionConfig = section(MixedPrecisionConfig, "dtypes beside the compute dtype")
     wrap_policy: WrapPolicyConfig = section(WrapPolicyConfig, "what is sharded by itself")
-    wrap_policy_fn: str | None = inert(
-        None, "function that chooses what is sharded by itself", "wrap_policy says it by class or by size"
-    )
     param_offload: bool = used(False, "keep parameters on the CPU between uses", sizing=True)
     optimizer_offload: bool = used(False, "keep optimizer state on the CPU between uses", sizing=True)
     offload_policy: bool = used(
@@ -59,54 +53,37 @@ class FSDPConfig(Section):
     forward_prefetch: bool = used(False, "gather the next layer during this one", sizing=True)
     tensor_parallel_size: int = used(1, "devices that divide each layer of a training model", sizing=True)
     expert_parallel_size: int = used(1, "devices of a shard group that divide the experts of each layer", sizing=True)
-    use_orig_params: bool = inert(False, "FSDP1's flat parameters", "parameters always keep their names")
     use_no_sync_for_gradient_accumulation: bool = used(
         False, "sum gradients over devices once per optimizer step; keeps whole gradients until then", sizing=True
     )
     ulysses_sequence_parallel_size: int = used(1, "devices that share one packed row of tokens", sizing=True)
-    seed: int = inert(
-        42, "seed of the engine", "data.seed, actor.data_loader_seed and rollout.seed cover all randomness"
-    )
-    full_determinism: bool = inert(
-        False, "only deterministic kernels", "trainer.deterministic decides for the whole run"
-    )
-    forward_only: bool = inert(False, "the engine never trains", "the role decides: the reference policy never trains")
-    strategy: str = inert("fsdp", "name of the engine", "the strategy of the role decides")
-    use_torch_compile: bool = inert(True, "compile the modules", "modules are not compiled in this version")
-    entropy_from_logits_with_chunking: bool = inert(False, "entropy chunk by chunk", FUSED_LOG_PROBS)
-    entropy_from_logits_chunk_size: int = inert(2048, "rows of such a chunk", FUSED_LOG_PROBS)
-    entropy_checkpointing: bool = inert(False, "recompute the entropy in the backward pass", FUSED_LOG_PROBS)
-    pad_to_length: bool = inert(False, "pad packed rows", "padding is never computed")
-    pad_to_length_bucket: int = inert(1024, "multiple that packed rows are padded to", "padding is never computed")
     use_3d_hybrid: bool = used(False, "divide training work in three dimensions: layers, sequence, batch")
     layer_per_group: int = used(
         1,
         "decoder layers whose parameters several devices gather together, and send at a time to those that generate; fixed "
         "during a run",
-        when="use_3d_hybrid",
+        when=".use_3d_hybrid",
         strict=OURS,
     )
     enable_chunked_attention: bool = used(
         False,
         "compute feed-forward, and attention without a flash kernel, over chunk_size tokens at a time, once more in the "
         "backward: less memory",
-        when="use_3d_hybrid",
+        when=".use_3d_hybrid",
         strict=OURS,
     )
-    chunk_size: int = used(512, "tokens of such a chunk", when="use_3d_hybrid", strict=OURS)
+    chunk_size: int = used(512, "tokens of such a chunk", when=".use_3d_hybrid", strict=OURS)
     batch_group_size: int = used(
         1,
         "micro-batches for which several devices gather parameters and add up gradients once: less communication, more "
         "memory",
-        when="use_3d_hybrid",
+        when=".use_3d_hybrid",
         strict=OURS,
     )
-    qat: dict[str, Any] = inert({}, "quantisation-aware training", "weights are not quantised in this version")
-    turbo_config: dict[str, Any] = inert({}, "settings of the fsdp_turbo engine", "only the fsdp_turbo engine reads it")
 
 
 @dataclass(frozen=True)
 class SFTEngineConfig(FSDPConfig):
     """`engine` of supervised fine-tuning: the training engine by name, and the settings of the PyTorch-native one."""
 
-    strategy: str = used("fsdp", "training engine; fsdp and fsdp2 are the PyTorch-native one")
+    strategy: str = used("fsdp", "training engine; fsdp and fsdp2 are the PyTorch-native one", family=TRAINING_ENGINES)

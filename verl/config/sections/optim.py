@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from verl.config.keys import Section, inert, used
+from verl.config.keys import Section, used
 
 
 @dataclass(frozen=True)
@@ -22,14 +21,16 @@ class OptimConfig(Section):
     betas: list[float] = used([0.9, 0.999], "decay rates of the two moments of Adam", ge=0, lt=1, length=2)
     clip_grad: float = used(1.0, "gradients are scaled down to this global L2 norm", gt=0)
     min_lr_ratio: float = used(
-        0.0, "lowest learning rate of the cosine as a share of lr", when="cosine", neutral=(0.0, None), ge=0, le=1
+        0.0,
+        "lowest learning rate of the cosine as a share of lr",
+        when=".lr_scheduler_type=cosine",
+        neutral=(0.0, None),
+        ge=0,
+        le=1,
     )
-    num_cycles: float = used(0.5, "waves of the cosine; 0.5 falls once", when="cosine")
+    num_cycles: float = used(0.5, "waves of the cosine; 0.5 falls once", when=".lr_scheduler_type=cosine")
     lr_scheduler_type: str = used("constant", "schedule after the warm-up", choices=("constant", "cosine"))
     zero_indexed_step: bool = used(True, "whether the first step is step 0 of the schedule")
-    override_optimizer_config: dict[str, Any] | None = inert(
-        None, "further settings of the optimizer", "only the Megatron engine's offload settings go there"
-    )
     lr_warmup_init: float = used(0.0, "first learning rate of Megatron's warm-up", when="megatron")
     lr_decay_steps: int | None = used(None, "length of Megatron's decay", when="megatron")
     lr_decay_style: str = used("constant", "schedule of Megatron's optimizer; here lr_scheduler_type", when="megatron")
@@ -37,6 +38,3 @@ class OptimConfig(Section):
     weight_decay_incr_style: str = used("constant", "weight-decay schedule of Megatron's optimizer", when="megatron")
     lr_wsd_decay_style: str = used("exponential", "decay of Megatron's WSD schedule", when="megatron")
     lr_wsd_decay_steps: int | None = used(None, "decay length of Megatron's WSD schedule", when="megatron")
-    use_checkpoint_opt_param_scheduler: bool = inert(
-        False, "take the schedule from the checkpoint", "a resumed run always continues its schedule"
-    )

@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl.config.keys import GPU_ENGINES, ONE_PROCESS, OURS, Section, inert, section, used
+from verl.config.keys import OURS, Family, Section, section, used
+from verl.config.names import ROLLOUT_ENGINES
 
 TOOLS = "existing releases put the tools into every prompt"
 _SAMPLED = "existing releases sample whatever do_sample says"
-SHARED_WEIGHTS = "rollout uses the training weights themselves; nothing is loaded or sent"
+MULTI_TURN = "actor_rollout_ref.rollout.multi_turn.enable"
+VLLM = "actor_rollout_ref.rollout.name=vllm"
+SERVICE = "actor_rollout_ref.rollout.name=http|sglang"
 
 
 @dataclass(frozen=True)
@@ -43,70 +46,35 @@ class ValKwargsConfig(Section):
 @dataclass(frozen=True)
 class MultiTurnConfig(Section):
     enable: bool = used(False, "several turns with tools")
-    max_assistant_turns: int | None = used(None, "most turns of the model", when="multi_turn")
-    max_user_turns: int | None = used(None, "most turns of the other side", when="multi_turn")
-    max_parallel_calls: int = used(1, "tool calls at once", when="multi_turn")
-    max_tool_response_length: int = used(256, "longest tool response", when="multi_turn")
-    tool_response_truncate_side: str = used("middle", "where a longer one is cut", when="multi_turn")
-    tool_config_path: str | None = used(None, "file that declares tools", when="multi_turn", strict=TOOLS)
-    function_tool_path: str | None = used(None, "file of functions that are tools", when="multi_turn", strict=TOOLS)
-    interaction_config_path: str | None = used(None, "file that declares interactions", when="multi_turn")
-    use_inference_chat_template: bool = used(False, "template of inference instead of training", when="multi_turn")
-    tokenization_sanity_check_mode: str = used("strict", "check of turn-wise tokenisation", when="multi_turn")
-    format: str = used("hermes", "format of tool calls", when="multi_turn")
-    num_repeat_rollouts: int | None = used(None, "repeats of one trajectory", when="multi_turn")
-
-
-@dataclass(frozen=True)
-class CustomAsyncServerConfig(Section):
-    path: str | None = inert(
-        None,
-        "file of a server class",
-        GPU_ENGINES,
-        refused="Remove it; an engine of one's own is named by actor_rollout_ref.rollout.name=path/to/file.py:name",
-    )
-    name: str | None = inert(None, "name of that class", GPU_ENGINES)
+    max_assistant_turns: int | None = used(None, "most turns of the model", when=MULTI_TURN)
+    max_user_turns: int | None = used(None, "most turns of the other side", when=MULTI_TURN)
+    max_parallel_calls: int = used(1, "tool calls at once", when=MULTI_TURN)
+    max_tool_response_length: int = used(256, "longest tool response", when=MULTI_TURN)
+    tool_response_truncate_side: str = used("middle", "where a longer one is cut", when=MULTI_TURN)
+    tool_config_path: str | None = used(None, "file that declares tools", when=MULTI_TURN, strict=TOOLS)
+    function_tool_path: str | None = used(None, "file of functions that are tools", when=MULTI_TURN, strict=TOOLS)
+    interaction_config_path: str | None = used(None, "file that declares interactions", when=MULTI_TURN)
+    use_inference_chat_template: bool = used(False, "template of inference instead of training", when=MULTI_TURN)
+    tokenization_sanity_check_mode: str = used("strict", "check of turn-wise tokenisation", when=MULTI_TURN)
+    format: str = used("hermes", "format of tool calls", when=MULTI_TURN)
+    num_repeat_rollouts: int | None = used(None, "repeats of one trajectory", when=MULTI_TURN)
 
 
 @dataclass(frozen=True)
 class AgentConfig(Section):
-    num_workers: int = inert(8, "processes that drive agent loops", ONE_PROCESS)
     default_agent_loop: str = used("single_turn_agent", "agent loop of rows that name none")
     agent_loop_config_path: str | None = used(None, "file that declares agent loops")
-    custom_async_server: CustomAsyncServerConfig = section(CustomAsyncServerConfig, "server class of one's own")
 
 
 @dataclass(frozen=True)
 class CheckpointEngineConfig(Section):
-    backend: str = inert("naive", "how weights reach the engine", SHARED_WEIGHTS)
-    update_weights_bucket_megabytes: int = used(2048, "most weights sent at a time (vLLM)", when="vllm", sizing=True)
-    engine_kwargs: dict[str, Any] = inert({}, "further settings", SHARED_WEIGHTS)
-    custom_backend_module: str | None = inert(None, "module of another backend", SHARED_WEIGHTS)
-
-
-@dataclass(frozen=True)
-class TraceConfig(Section):
-    project_name: str | None = inert(None, "project of the trace", "every sample is kept in the run folder")
-    experiment_name: str | None = inert(None, "experiment of the trace", "every sample is kept in the run folder")
-    backend: str | None = inert(None, "service that keeps traces", "every sample is kept in the run folder")
-    token2text: bool = inert(False, "decode tokens in traces", "every sample is kept in the run folder")
-    max_samples_per_step_per_worker: int | None = inert(
-        None, "traced samples", "every sample is kept in the run folder"
-    )
-
-
-@dataclass(frozen=True)
-class PrometheusConfig(Section):
-    enable: bool = inert(False, "serve the engine's metrics", GPU_ENGINES)
-    port: int = inert(9090, "port", GPU_ENGINES)
-    file: str = inert("/tmp/ray/session_latest/metrics/prometheus/prometheus.yml", "settings file", GPU_ENGINES)
-    served_model_name: str | None = inert(None, "label", GPU_ENGINES)
+    update_weights_bucket_megabytes: int = used(2048, "most weights sent at a time (vLLM)", when=VLLM, sizing=True)
 
 
 @dataclass(frozen=True)
 class EngineKwargsConfig(Section):
     vllm: dict[str, Any] = used(
-        {}, "further arguments of vllm.LLM, which go before those made of other keys", when="vllm", sizing=True
+        {}, "further arguments of vllm.LLM, which go before those made of other keys", when=VLLM, sizing=True
     )
     sglang: dict[str, Any] = used(
         {},
@@ -114,7 +82,6 @@ class EngineKwargsConfig(Section):
         when="own_sglang",
         sizing=True,
     )
-    trtllm: dict[str, Any] = inert({}, "further settings of TensorRT-LLM", "only TensorRT-LLM reads it")
 
 
 @dataclass(frozen=True)
@@ -122,38 +89,24 @@ class ServiceConfig(Section):
     """A service that generates: it is started apart, with the model of the run, or by the run (SGLang)."""
 
     url: str | None = used(
-        None,
-        "address of the service; null: http://127.0.0.1:8000, but with name=sglang a server that the run starts",
-        when="service",
-        strict=OURS,
+        None, "address of the service; null: http://127.0.0.1:8000, but with name=sglang a server that the run starts"
     )
     api: str = used(
         "openai",
         "what it understands: openai (/v1/completions with token ids; takes no weights), vllm (vLLM's server with verl's draw "
         "and weight receiver), sglang; the last is implied by name=sglang",
-        when="service",
-        strict=OURS,
         choices=("openai", "vllm", "sglang"),
     )
-    served_model_name: str | None = used(
-        None, "name under which it serves the model; null: its only one", when="service", strict=OURS
-    )
-    token_env: str = used(
-        "VERL_ROLLOUT_TOKEN",
-        "environment variable with its bearer token; needed on another machine",
-        when="service",
-        strict=OURS,
-    )
-    timeout_s: float = used(600.0, "longest wait for one sample or one update", when="service", strict=OURS)
-    num_retries: int = used(3, "repetitions of a request that was not answered", when="service", strict=OURS)
-    weights_dir: str | None = used(
-        None, "folder that this run writes new weights to and the service reads them from", when="service", strict=OURS
-    )
+    served_model_name: str | None = used(None, "name under which it serves the model; null: its only one")
+    token_env: str = used("VERL_ROLLOUT_TOKEN", "environment variable with its bearer token; needed on another machine")
+    timeout_s: float = used(600.0, "longest wait for one sample or one update")
+    num_retries: int = used(3, "repetitions of a request that was not answered")
+    weights_dir: str | None = used(None, "folder that this run writes new weights to and the service reads them from")
 
 
 @dataclass(frozen=True)
 class RolloutConfig(Section):
-    name: str = used("native", "rollout engine")
+    name: str = used("native", "rollout engine", family=Family("rollout engine", ROLLOUT_ENGINES, plugins=True))
     n: int = used(1, "samples per prompt; above 1 for estimators that compare a group", ge=1)
     temperature: float = used(
         1.0, "sampling temperature; log-probabilities are taken at it", when="samples", strict=_SAMPLED, ge=0
@@ -238,7 +191,7 @@ class RolloutConfig(Section):
         "async",
         "where vLLM runs: in processes of its own (async), or in those that train (sync), as far as all of them generate and "
         "are as many as its workers",
-        when="vllm",
+        when=VLLM,
         choices=("sync", "async"),
         sizing=True,
     )
@@ -246,11 +199,13 @@ class RolloutConfig(Section):
         2,
         "how often, between two updates of its weights, a vLLM process that is lost is started anew and goes on; a copy of the "
         "engine's weights stays in memory for that. 0: the run stops",
-        when="vllm",
+        when=VLLM,
         sizing=True,
         ge=0,
     )
-    service: ServiceConfig = section(ServiceConfig, "a service that generates (name=http or sglang)")
+    service: ServiceConfig = section(
+        ServiceConfig, "a service that generates (name=http or sglang)", when=SERVICE, strict=OURS
+    )
     nnodes: int = used(0, "nodes for rollout alone; 0: it shares the training devices")
     n_gpus_per_node: int = used(1, "devices of such a node", sizing=True)
     tensor_model_parallel_size: int = used(
@@ -271,39 +226,20 @@ class RolloutConfig(Section):
     pipeline_model_parallel_size: int = used(
         1, "stages of layers in a copy; there is no engine with more than one", when="spans_devices", sizing=True
     )
-    dtype: str = inert("bfloat16", "dtype of the engine", SHARED_WEIGHTS)
-    load_format: str = inert("dummy", "how the engine loads weights", SHARED_WEIGHTS)
-    layered_summon: bool = inert(False, "send weights layer by layer", SHARED_WEIGHTS)
     gpu_memory_utilization: float = used(
-        0.5, "share of a GPU's memory for vLLM or SGLang", when="vllm_or_sglang", sizing=True
+        0.5,
+        "share of a GPU's memory for vLLM or SGLang",
+        when="actor_rollout_ref.rollout.name=vllm|sglang",
+        sizing=True,
     )
     enforce_eager: bool = used(False, "no CUDA graphs and no compiled kernels in decoding", sizing=True)
-    cudagraph_capture_sizes: list[int] | None = inert(None, "batch sizes of CUDA graphs", GPU_ENGINES)
     enable_chunked_prefill: bool = used(
-        True, "long prompts in pieces (vLLM; the native engine always bounds them)", when="vllm", sizing=True
+        True, "long prompts in pieces (vLLM; the native engine always bounds them)", when=VLLM, sizing=True
     )
     enable_prefix_caching: bool = used(
-        True, "compute equal prompts once (vLLM; the native engine always does)", when="vllm", sizing=True
+        True, "compute equal prompts once (vLLM; the native engine always does)", when=VLLM, sizing=True
     )
-    logprobs_mode: str = inert(
-        "processed_logprobs", "which log-probabilities", "they are always at the sampling temperature"
-    )
-    scheduling_policy: str = inert("fcfs", "order of requests", "samples do not depend on the order")
-    full_determinism: bool = inert(False, "deterministic sampling", "sampling is always deterministic")
-    disable_log_stats: bool = inert(True, "no statistics of the engine", GPU_ENGINES)
-    skip_tokenizer_init: bool = inert(True, "tokens in and out", GPU_ENGINES)
-    over_sample_rate: float = inert(0.0, "surplus of requests", "it has no effect in existing releases either")
-    multi_stage_wake_up: bool = inert(False, "wake weights before the cache", SHARED_WEIGHTS)
     engine_kwargs: EngineKwargsConfig = section(EngineKwargsConfig, "further settings by engine")
-    router_config_path: str | None = inert(None, "settings of a request router", GPU_ENGINES)
     checkpoint_engine: CheckpointEngineConfig = section(CheckpointEngineConfig, "how weights reach the engine")
-    trace: TraceConfig = section(TraceConfig, "traces of samples")
-    prometheus: PrometheusConfig = section(PrometheusConfig, "metrics of the engine")
     enable_rollout_routing_replay: bool = used(False, "train with the experts that rollout chose")
-    moe_load_balance_metrics_interval: int = inert(0, "steps between reports of expert load", GPU_ENGINES)
     quantization: str | None = used(None, "quantised weights in the engine")
-    quantization_config_file: str | None = inert(None, "settings of that", "see rollout.quantization")
-    profiler: dict[str, Any] = inert({}, "profiling of this role", "each step reports where its time went")
-    mtp: dict[str, Any] | None = inert(None, "multi-token prediction", "it is not used for drafting in this version")
-    qat: dict[str, Any] | None = inert(None, "quantisation-aware training", "weights are not quantised in this version")
-    disaggregation: dict[str, Any] = inert({}, "prefill and decode on different devices", ONE_PROCESS)

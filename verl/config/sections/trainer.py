@@ -5,49 +5,27 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl.config.keys import NOT_READ_THERE, Section, inert, section, used
+from verl.config.keys import Family, Section, section, used
+from verl.config.names import LOGGERS
 from verl.config.sections.guards import GuardsConfig, StepGuardsConfig
-
-_ASYNC = "the asynchronous program needs no such setting"
-ONE_TRAINER = "there is one trainer for all algorithms"
 
 
 @dataclass(frozen=True)
 class ColocateAsyncConfig(Section):
     num_warmup_batches: int = used(
-        1, "batches made ahead: the value of actor_rollout_ref.rollout.prefetch_num", when="colocate_async"
+        1,
+        "batches made ahead: the value of actor_rollout_ref.rollout.prefetch_num",
+        when="trainer.v1.trainer_mode=colocate_async",
     )
-
-
-@dataclass(frozen=True)
-class HybridRolloutConfig(Section):
-    enable_switch: bool = inert(False, "devices change sides", _ASYNC)
-    switch_threshold_ratio: float = inert(0.4, "when they do", _ASYNC)
-    adaptive_switch_threshold: bool = inert(True, "adapt that", _ASYNC)
-    switch_threshold_step_up: float = inert(0.05, "step up", _ASYNC)
-    switch_threshold_step_down: float = inert(0.03, "step down", _ASYNC)
-    switch_threshold_release_steps: int = inert(2, "steps until release", _ASYNC)
-    switch_cost_window_size: int = inert(3, "steps of the average", _ASYNC)
 
 
 @dataclass(frozen=True)
 class SeparateAsyncConfig(Section):
     num_warmup_batches: int = used(
-        1, "batches made ahead: the value of actor_rollout_ref.rollout.prefetch_num", when="separate_async"
+        1,
+        "batches made ahead: the value of actor_rollout_ref.rollout.prefetch_num",
+        when="trainer.v1.trainer_mode=separate_async",
     )
-    parameter_sync_step: int = inert(4, "steps between weight updates", "the rollout gets new weights after every step")
-    hybrid_rollout: HybridRolloutConfig = section(HybridRolloutConfig, "devices that change sides")
-
-
-@dataclass(frozen=True)
-class CustomSamplerConfig(Section):
-    path: str | None = inert(
-        None,
-        "file of a sampler class",
-        _ASYNC,
-        refused="Remove it; a class at data.custom_cls.path chooses rows and their order",
-    )
-    name: str | None = inert(None, "name of that class", _ASYNC)
 
 
 @dataclass(frozen=True)
@@ -57,12 +35,6 @@ class SamplerConfig(Section):
         "oldest sample that trains, in weight versions; the prompts of an older one are sampled anew",
         when="prefetches",
     )
-    max_off_policy_strategy: str = inert("drop", "what happens to an older one", "it never trains; its prompt does")
-    sync_refill_failed_groups: bool = inert(
-        False, "replace groups that failed", "a failed scorer costs one sample, not its group"
-    )
-    custom_sampler: CustomSamplerConfig = section(CustomSamplerConfig, "sampler of one's own")
-    sampler_kwargs: dict[str, Any] = inert({}, "its arguments", _ASYNC)
 
 
 @dataclass(frozen=True)
@@ -72,7 +44,6 @@ class TrainerV1Config(Section):
         "sync, or samples made ahead: colocate_async, separate_async (rollout.nnodes or trainer.placement say where)",
         choices=("sync", "colocate_async", "separate_async"),
     )
-    sync: dict[str, Any] = inert({}, "settings of sync", ONE_TRAINER)
     colocate_async: ColocateAsyncConfig = section(ColocateAsyncConfig, "settings of colocate_async")
     separate_async: SeparateAsyncConfig = section(SeparateAsyncConfig, "settings of separate_async")
     sampler: SamplerConfig = section(SamplerConfig, "which samples train")
@@ -89,7 +60,7 @@ class TrainerConfig(Section):
     experiment_name: str = used("gsm8k", "name of the run, for trackers and the run folder")
     total_epochs: int = used(30, "passes over the training rows", ge=1)
     total_training_steps: int | None = used(None, "stop after this many steps; null: total_epochs decides", ge=1)
-    logger: list[str] = used(["console", "file"], "where metrics go")
+    logger: list[str] = used(["console", "file"], "where metrics go", family=Family("tracker", LOGGERS))
     default_local_dir: str = used("checkpoints/verl_examples/gsm8k", "the run folder")
     save_freq: int = used(-1, "steps between checkpoints, and one at the end; -1: only when the run is interrupted")
     test_freq: int = used(-1, "steps between validations, and one at the end; -1: none while training")
@@ -98,7 +69,9 @@ class TrainerConfig(Section):
     resume_mode: str = used(
         "auto", "continue the newest checkpoint, never, or a given one", choices=("auto", "disable", "resume_path")
     )
-    resume_from_path: str | None = used(None, "folder global_step_N to continue", when="resume_path")
+    resume_from_path: str | None = used(
+        None, "folder global_step_N to continue", when="trainer.resume_mode=resume_path"
+    )
     device: str = used("auto", "device of the run", choices=("auto", "cpu", "cuda"))
     deterministic: bool = used(
         True,
@@ -132,7 +105,6 @@ class TrainerConfig(Section):
     ray_wait_register_center_timeout: int = used(
         300, "seconds that the processes of a run may take to find each other", sizing=True
     )
-    balance_batch: bool = inert(True, "give ranks equal tokens", "ranks are always given shares of equal cost")
     guards: StepGuardsConfig = section(StepGuardsConfig, "action on NaN, infinity and values beyond a limit")
     log_val_generations: int = used(0, "validation samples shown to the trackers", ge=0)
     rollout_data_dir: str | None = used(None, "folder for a JSONL of training samples per step")
@@ -147,9 +119,6 @@ class TrainerConfig(Section):
     )
     checkpoint_callback_class: str | None = used(None, "class whose on_save is called after a save")
     default_hdfs_dir: str | None = used(None, "HDFS folder for checkpoints")
-    del_local_ckpt_after_load: bool = inert(
-        False, "delete a checkpoint once loaded", "checkpoints are only removed by retention"
-    )
 
     @property
     def num_checkpoints_kept(self) -> int:
@@ -170,10 +139,8 @@ class PPOTrainerConfig(TrainerConfig):
     max_critic_ckpt_to_keep: int | None = used(
         None, "the same for the critic; one folder holds both, the larger number counts", ge=1
     )
-    use_v1: bool = inert(True, "which trainer", ONE_TRAINER)
     v1: TrainerV1Config = section(TrainerV1Config, "how generation and training alternate")
     guards: GuardsConfig = section(GuardsConfig, "action on NaN, infinity and values beyond a limit")
-    esi_redundant_time: float = inert(0, "margin before a machine is taken away", NOT_READ_THERE)
 
     @property
     def num_checkpoints_kept(self) -> int:
@@ -200,9 +167,6 @@ class SFTTrainerConfig(TrainerConfig):
     )
     max_ckpt_to_keep: int | None = used(None, "newest checkpoints to keep; null: all", ge=1)
     seed: int = used(1, "seed of the run: order of rows (unless data.seed is given), new adapters, noise")
-    profile_interval: list[int] = inert(
-        [-1, -1], "first and last profiled step", "each step reports where its time went; no profiler is attached"
-    )
 
     @property
     def num_checkpoints_kept(self) -> int:
