@@ -10,9 +10,6 @@ from verl.config import SCHEMAS
 # Conditions that hold only with a feature that is listed as not available: nothing can read these keys yet.
 NEEDS_A_MISSING_FEATURE = {
     "actor_rollout_ref.rollout.multi_turn.enable": "actor_rollout_ref.rollout.multi_turn.enable",
-    "megatron": "actor_rollout_ref.actor.strategy",
-    "sandbox": "reward.sandbox_fusion.url",
-    ".enable": "skip.rollout.enable",
 }
 
 # Keys that verl.config reads itself: those that another key takes its value from (derived_defaults.py), which is read, and

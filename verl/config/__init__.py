@@ -8,7 +8,7 @@ from verl.config.loaded import LoadedConfig
 from verl.config.roots import PPO, SCHEMAS, SFT, PPOConfig, SFTConfig, schema_of
 from verl.config.roots.ppo import ActorRolloutRefConfig
 from verl.config.schema import Problem, Schema
-from verl.config.sections.actor import ActorConfig, CheckpointConfig, PolicyLossConfig, RefConfig
+from verl.config.sections.actor import ActorConfig, CheckpointConfig, CriticConfig, PolicyLossConfig, RefConfig
 from verl.config.sections.algorithm import (
     AlgorithmConfig,
     FilterGroupsConfig,
@@ -16,22 +16,14 @@ from verl.config.sections.algorithm import (
     PFPPOConfig,
     RolloutCorrectionConfig,
 )
-from verl.config.sections.critic import CriticConfig
 from verl.config.sections.data import CustomClassConfig, DataConfig, SFTDataConfig
 from verl.config.sections.fsdp import FSDPConfig, MixedPrecisionConfig, SFTEngineConfig
 from verl.config.sections.guards import GuardsConfig, StepGuardsConfig
 from verl.config.sections.model import ModelConfig, SFTModelConfig
 from verl.config.sections.optim import OptimConfig
-from verl.config.sections.reward import (
-    CustomRewardFunctionConfig,
-    RewardConfig,
-    RewardManagerConfig,
-    RewardModelConfig,
-    SandboxFusionConfig,
-)
+from verl.config.sections.reward import CustomRewardFunctionConfig, RewardConfig, RewardManagerConfig, RewardModelConfig
 from verl.config.sections.rollout import AgentConfig, MultiTurnConfig, RolloutConfig, ValKwargsConfig
-from verl.config.sections.services import DistillationConfig, RayKwargsConfig, SkipConfig
-from verl.config.sections.trainer import PPOTrainerConfig, SFTTrainerConfig, TrainerConfig
+from verl.config.sections.trainer import PPOTrainerConfig, RayKwargsConfig, SFTTrainerConfig, TrainerConfig
 
 VerlConfig = PPOConfig
 
@@ -48,7 +40,6 @@ __all__ = [
     "CustomClassConfig",
     "CustomRewardFunctionConfig",
     "DataConfig",
-    "DistillationConfig",
     "FSDPConfig",
     "FilterGroupsConfig",
     "GuardsConfig",
@@ -75,9 +66,7 @@ __all__ = [
     "SFTEngineConfig",
     "SFTModelConfig",
     "SFTTrainerConfig",
-    "SandboxFusionConfig",
     "Schema",
-    "SkipConfig",
     "StepGuardsConfig",
     "TrainerConfig",
     "ValKwargsConfig",

@@ -1,7 +1,7 @@
 """When a key is read: the conditions that keys name in their declaration.
 
-Each looks at the whole tree and at the section that holds the key, and says in words why the key is not read and
-what to set.
+Each looks at the whole tree and at the section that holds the key; its sentences name the reason why the key is not read,
+and what to set.
 """
 
 from __future__ import annotations
@@ -95,16 +95,8 @@ CRITIC = Condition(
 )
 
 
-def _megatron(strategy: str) -> Condition:
-    return Condition(
-        lambda root, node: value_at(root, strategy) == "megatron",
-        "only the Megatron engine reads it",
-        "set lr_scheduler_type, min_lr_ratio, lr_warmup_steps instead",
-    )
-
-
-# of sections that several programs have
-_SHARED: dict[str, Condition] = {
+# those of sections that all programs have
+SHARED_CONDITIONS: dict[str, Condition] = {
     "fixed_bsz": _fixed_bsz("use_dynamic_bsz"),
     "several_devices": Condition(
         lambda root, node: runs_on_several_devices(root),
@@ -124,8 +116,7 @@ _SHARED: dict[str, Condition] = {
 }
 
 PPO_CONDITIONS: dict[str, Condition] = {
-    **_SHARED,
-    "megatron": _megatron("actor_rollout_ref.actor.strategy"),
+    **SHARED_CONDITIONS,
     "critic": CRITIC,
     "critic_fixed_bsz": Condition(
         lambda root, node: uses_critic(root) and not node.use_dynamic_bsz,
@@ -246,9 +237,4 @@ PPO_CONDITIONS: dict[str, Condition] = {
     ),
     "judge_vllm": _judge("vllm"),
     "judge_service": _judge("http", "sglang"),
-    "sandbox": Condition(
-        lambda root, node: node.url is not None, "reward.sandbox_fusion.url is not set", "set reward.sandbox_fusion.url"
-    ),
 }
-
-SFT_CONDITIONS: dict[str, Condition] = {**_SHARED, "megatron": _megatron("engine.strategy")}

@@ -69,6 +69,8 @@ def verdict(loaded: LoadedConfig[Any], path: str, setting: Setting) -> Verdict:
     if as_default and setting.source != "command line" and path not in loaded.misfits:
         return ACTS  # a file may list every key, as the one in the run folder does
     if leaf.inert:
+        if as_default and any(path == row.path for row in loaded.schema.compat.unavailable):
+            return ACTS  # a feature that is left off
         if not leaf.key.refused or as_default:
             return Verdict("noticed", leaf.inert)
         sentence = f"{setting.shown(leaf, value)} ({_place(setting)}) has no effect: {leaf.inert}. {leaf.key.refused}."

@@ -15,66 +15,48 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 _REF = "actor_rollout_ref.ref"
 _MODEL = "actor_rollout_ref.model"
 
+
+def _same(section: str, source: str, names: str) -> tuple[tuple[str, str], ...]:
+    """The keys `names` of `section` follow those of the same names in `source`."""
+    return tuple((f"{section}.{name}", f"{source}.{name}") for name in names.split())
+
+
 # (key, the key it follows); a followed key stands above its followers
 PPO_FOLLOWS: tuple[tuple[str, str], ...] = (
     (f"{_ROLLOUT}.prompt_length", "data.max_prompt_length"),
     (f"{_ROLLOUT}.response_length", "data.max_response_length"),
-    (f"{_ROLLOUT}.n_gpus_per_node", "trainer.n_gpus_per_node"),
     (f"{_ROLLOUT}.log_prob_use_dynamic_bsz", f"{_ACTOR}.use_dynamic_bsz"),
     (f"{_ROLLOUT}.log_prob_max_token_len_per_gpu", f"{_ACTOR}.ppo_max_token_len_per_gpu"),
-    (f"{_ROLLOUT}.trace.project_name", "trainer.project_name"),
-    (f"{_ROLLOUT}.trace.experiment_name", "trainer.experiment_name"),
     (f"{_ROLLOUT}.prometheus.served_model_name", f"{_MODEL}.path"),
+    *_same(_ROLLOUT, "trainer", "n_gpus_per_node"),
+    *_same(f"{_ROLLOUT}.trace", "trainer", "project_name experiment_name"),
     (f"{_ACTOR}.rollout_n", f"{_ROLLOUT}.n"),
-    (f"{_ACTOR}.use_remove_padding", f"{_MODEL}.use_remove_padding"),
-    (f"{_ACTOR}.use_fused_kernels", f"{_MODEL}.use_fused_kernels"),
     (f"{_ACTOR}.checkpoint.load_contents", f"{_ACTOR}.checkpoint.save_contents"),
-    *(
-        (f"{_ACTOR}.fsdp_config.{name}", f"{_ACTOR}.{name}")
-        for name in (
-            "entropy_from_logits_with_chunking",
-            "entropy_from_logits_chunk_size",
-            "entropy_checkpointing",
-            "pad_to_length",
-        )
-    ),
+    *_same(_ACTOR, _MODEL, "use_remove_padding use_fused_kernels"),
+    *_same(f"{_ACTOR}.fsdp_config", _ACTOR, "entropy_from_logits_with_chunking entropy_from_logits_chunk_size"),
+    *_same(f"{_ACTOR}.fsdp_config", _ACTOR, "entropy_checkpointing pad_to_length"),
     (f"{_REF}.rollout_n", f"{_ROLLOUT}.n"),
-    (f"{_REF}.strategy", f"{_ACTOR}.strategy"),
-    (f"{_REF}.fsdp_config.dtype", f"{_ACTOR}.fsdp_config.dtype"),
-    (f"{_REF}.fsdp_config.master_rounding", f"{_ACTOR}.fsdp_config.master_rounding"),
-    (f"{_REF}.use_torch_compile", f"{_ACTOR}.use_torch_compile"),
     (f"{_REF}.log_prob_use_dynamic_bsz", f"{_ACTOR}.use_dynamic_bsz"),
     (f"{_REF}.log_prob_max_token_len_per_gpu", f"{_ACTOR}.ppo_max_token_len_per_gpu"),
-    *(
-        (f"{_REF}.fsdp_config.{name}", f"{_ACTOR}.fsdp_config.{name}")
-        for name in ("ulysses_sequence_parallel_size", "tensor_parallel_size", "expert_parallel_size")
-    ),
-    (f"{_REF}.pad_to_length", f"{_ACTOR}.pad_to_length"),
-    (f"{_REF}.fsdp_config.pad_to_length_bucket", f"{_ACTOR}.fsdp_config.pad_to_length_bucket"),
+    *_same(_REF, _ACTOR, "strategy use_torch_compile pad_to_length"),
+    *_same(f"{_REF}.fsdp_config", f"{_ACTOR}.fsdp_config", "dtype master_rounding pad_to_length_bucket"),
+    *_same(f"{_REF}.fsdp_config", f"{_ACTOR}.fsdp_config", "tensor_parallel_size expert_parallel_size"),
+    *_same(f"{_REF}.fsdp_config", f"{_ACTOR}.fsdp_config", "ulysses_sequence_parallel_size"),
     ("critic.rollout_n", f"{_ROLLOUT}.n"),
-    ("critic.strategy", f"{_ACTOR}.strategy"),
-    ("critic.model.path", f"{_MODEL}.path"),
-    ("critic.model.trust_remote_code", f"{_MODEL}.trust_remote_code"),
-    ("critic.fsdp.dtype", f"{_ACTOR}.fsdp_config.dtype"),
-    ("critic.fsdp.master_rounding", f"{_ACTOR}.fsdp_config.master_rounding"),
-    ("critic.ppo_mini_batch_size", f"{_ACTOR}.ppo_mini_batch_size"),
-    ("critic.use_dynamic_bsz", f"{_ACTOR}.use_dynamic_bsz"),
-    ("critic.ppo_epochs", f"{_ACTOR}.ppo_epochs"),
-    ("critic.shuffle", f"{_ACTOR}.shuffle"),
-    ("critic.loss_agg_mode", f"{_ACTOR}.loss_agg_mode"),
-    ("critic.loss_scale_factor", f"{_ACTOR}.loss_scale_factor"),
+    *_same(
+        "critic", _ACTOR, "strategy ppo_mini_batch_size use_dynamic_bsz ppo_epochs shuffle checkpoint.save_contents"
+    ),
+    *_same("critic", _ACTOR, "loss_agg_mode loss_scale_factor"),
+    *_same("critic.model", _MODEL, "path trust_remote_code"),
+    *_same("critic.fsdp", f"{_ACTOR}.fsdp_config", "dtype master_rounding"),
     ("critic.forward_max_token_len_per_gpu", "critic.ppo_max_token_len_per_gpu"),
     ("critic.forward_micro_batch_size", "critic.ppo_micro_batch_size"),
     ("critic.forward_micro_batch_size_per_gpu", "critic.ppo_micro_batch_size_per_gpu"),
-    ("critic.checkpoint.save_contents", f"{_ACTOR}.checkpoint.save_contents"),
     ("critic.checkpoint.load_contents", "critic.checkpoint.save_contents"),
-    ("trainer.nccl_timeout", "actor_rollout_ref.nccl_timeout"),
     ("data.gen_batch_size", "data.train_batch_size"),
-    ("data.tool_config_path", f"{_ROLLOUT}.multi_turn.tool_config_path"),
-    ("data.function_tool_path", f"{_ROLLOUT}.multi_turn.function_tool_path"),
+    *_same("data", f"{_ROLLOUT}.multi_turn", "tool_config_path function_tool_path"),
+    *_same("trainer", "actor_rollout_ref", "nccl_timeout"),
 )
-
-
 SFT_FOLLOWS: tuple[tuple[str, str], ...] = (
     ("data.seed", "trainer.seed"),
     ("checkpoint.load_contents", "checkpoint.save_contents"),
@@ -114,10 +96,10 @@ def derive_ppo(values: Mapping[str, Any], given: set[str]) -> Derived:
     batch, mini_batch = values["data.train_batch_size"], f"{_ACTOR}.ppo_mini_batch_size"
     if mini_batch not in given and isinstance(batch, int) and batch < values[mini_batch]:
         found[mini_batch] = (batch, "follows data.train_batch_size")
-    draw = f"{_ROLLOUT}.val_kwargs"
-    temperature = values[f"{draw}.temperature"]
-    if f"{draw}.do_sample" not in given and isinstance(temperature, int | float) and temperature > 0:
-        found[f"{draw}.do_sample"] = (True, f"follows {draw}.temperature")
+    val = f"{_ROLLOUT}.val_kwargs"
+    temperature = values[f"{val}.temperature"]
+    if f"{val}.do_sample" not in given and isinstance(temperature, int | float) and temperature > 0:
+        found[f"{val}.do_sample"] = (True, f"follows {val}.temperature")
     found |= _ahead(values, given)
     for model in (_MODEL, "critic.model"):
         found |= _adapter(values, given, model)
@@ -146,7 +128,7 @@ def _adapter(values: Mapping[str, Any], given: set[str], model: str) -> Derived:
 
 
 def _ahead(values: Mapping[str, Any], given: set[str]) -> Derived:
-    """How far samples are made ahead, and the correction that their age asks for."""
+    """Depth of prefetching, and the correction that the age of samples asks for."""
     found: Derived = {}
     key, mode = f"{_ROLLOUT}.prefetch_num", values["trainer.v1.trainer_mode"]
     number = values[key]

@@ -11,7 +11,7 @@ from verl.config.schema import value_at
 from verl.config.secrets import hide_values
 from verl.errors import ConfigError
 
-# they say how a run is started, not what it does
+# of the start of a run, not of its work
 _OF_THE_START = ("trainer.resume_mode", "trainer.resume_from_path", "trainer.default_local_dir", "trainer.logger")
 
 # key -> behaviour of versions that did not have it: a saved config without the key means this value, not the default
@@ -33,7 +33,7 @@ def changed_keys(loaded: LoadedConfig[Any], folder: Path) -> list[str]:
         old, new = value_at(before.config, path), value_at(loaded.config, path)
         if before.origins[path] == "default":
             old = _WITHOUT_KEY.get(path, old)
-        follows = loaded.origins[path].startswith("follows ")  # the key that it follows is told
+        follows = loaded.origins[path].startswith("follows ")  # the key that it follows is listed
         if old == new or follows or leaf.sizing or leaf.inert or path in _OF_THE_START:
             continue
         name = path.rpartition(".")[2]

@@ -22,7 +22,7 @@ folder's `config.yaml` holds every value with its origin.
 
 Each program has its own keys: {programs}.
 
-## What becomes of a key
+## Acceptance of keys
 
 | a key that | is |
 |---|---|

@@ -17,7 +17,7 @@ from verl.config.user_settings import Given, Setting
 from verl.config.values import Misfit, convert, expected, merge
 from verl.errors import ConfigError, nearest
 
-Misfits = dict[str, tuple[Any, str]]  # key -> (the value that does not fit it, the sentence that says so)
+Misfits = dict[str, tuple[Any, str]]  # key -> (the value that does not fit it, the sentence of the error)
 
 
 def load_config(

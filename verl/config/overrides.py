@@ -26,7 +26,7 @@ class Override:
 def parse_override(argument: str) -> Override:
     """One command-line argument as an Override. Raises ConfigError when it is not of that form."""
     match = _OVERRIDE.match(argument.strip())
-    # one dash before a key is a slip, which its unknown name will show; two make an option
+    # one dash before a key is a typo, which its unknown name will show; two make an option
     if match is None or argument.startswith("--") or (argument.startswith("-") and "=" not in argument):
         raise ConfigError(
             f"The argument {argument!r} is not of the form key=value. Write for example trainer.total_epochs=1."
@@ -68,11 +68,11 @@ def _word(text: str) -> Any:
 
 
 def _entry(part: str, place: str) -> tuple[Any, Any]:
-    pieces = _split(part, ":", place, limit=1)
-    if len(pieces) != 2:
+    parts = _split(part, ":", place, limit=1)
+    if len(parts) != 2:
         raise ConfigError(f"In {place!r}, the entry {part.strip()!r} is not of the form name:value.")
-    name = parse_value(pieces[0], place)
-    return str(name), parse_value(pieces[1], place)
+    name = parse_value(parts[0], place)
+    return str(name), parse_value(parts[1], place)
 
 
 def _inside(text: str, place: str) -> str:

@@ -116,7 +116,7 @@ class Schema(Generic[R]):
 
     @functools.cached_property
     def compat(self) -> Compat:
-        """What scripts of other releases and trainers write, read from compat.yaml when it is first asked for."""
+        """Spellings and values of other releases and trainers, read from compat.yaml on first use."""
         return load_compat(self.name, {cls.__name__: paths for cls, paths in self.sections_by_class.items()})
 
     def resolve(self, spelled: str) -> tuple[str, Alias | None]:

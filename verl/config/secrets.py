@@ -1,4 +1,4 @@
-"""Keys, tokens and passwords: which values they are, and how they are kept out of what a run writes.
+"""Keys, tokens and passwords: found by name, and masked in everything that a run writes.
 
 A value is secret when the name that it goes by says so: a config key (`reward_kwargs.api_key`) or an environment variable
 (`WANDB_API_KEY`), or when it is the password of a URL. Wherever it appears in what is written, `MASK` stands for it.
@@ -56,7 +56,7 @@ def is_secret_name(name: str) -> bool:
 
 
 def remember_secrets(values: Any = None) -> None:
-    """From now on `hide` knows the secrets of the environment, and of `values`: a config section, mapping or list."""
+    """Make `hide` mask the secrets of the environment, and of `values`: a config section, mapping or list."""
     found = {secret for name, value in os.environ.items() for secret in _secrets_in(value, is_secret_name(name))}
     found |= set(_secrets_in(values, False))
     # as they stand in JSON, with their quotes escaped

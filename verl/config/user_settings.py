@@ -1,4 +1,4 @@
-"""What the user gave, key by key, brought to the names of the tree."""
+"""The user's settings, key by key, under the names of the tree."""
 
 from __future__ import annotations
 

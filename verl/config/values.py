@@ -10,7 +10,7 @@ _NAMES = {int: "a whole number", float: "a number", bool: "True or False", str: 
 
 
 class Misfit(Exception):
-    """The value cannot become the declared type; the message says what is expected."""
+    """The value cannot become the declared type; the message names the expected type."""
 
 
 def convert(value: Any, annotation: Any, text: str | None = None) -> Any:
@@ -37,7 +37,7 @@ def convert(value: Any, annotation: Any, text: str | None = None) -> Any:
 
 
 def expected(annotation: Any) -> str:
-    """What values an annotation allows, in words."""
+    """Values that an annotation allows, in words."""
     words = []
     for option in _options(annotation):
         origin = typing.get_origin(option) or option

@@ -10,15 +10,13 @@ from verl.config.keys import Section, section, used
 from verl.config.rules.ppo import RULES
 from verl.config.rules.sections import SECTION_RULES
 from verl.config.schema import Schema
-from verl.config.sections.actor import ActorConfig, RefConfig
+from verl.config.sections.actor import ActorConfig, CriticConfig, RefConfig
 from verl.config.sections.algorithm import AlgorithmConfig
-from verl.config.sections.critic import CriticConfig
 from verl.config.sections.data import DataConfig
 from verl.config.sections.model import ModelConfig
 from verl.config.sections.reward import RewardConfig
 from verl.config.sections.rollout import RolloutConfig
-from verl.config.sections.services import DistillationConfig, RayKwargsConfig, SkipConfig
-from verl.config.sections.trainer import PPOTrainerConfig
+from verl.config.sections.trainer import PPOTrainerConfig, RayKwargsConfig
 
 
 @dataclass(frozen=True)
@@ -41,8 +39,6 @@ class PPOConfig(Section):
     reward: RewardConfig = section(RewardConfig, "scores of responses")
     algorithm: AlgorithmConfig = section(AlgorithmConfig, "advantages, KL, corrections, filters")
     trainer: PPOTrainerConfig = section(PPOTrainerConfig, "length, logging, saving, devices")
-    distillation: DistillationConfig = section(DistillationConfig, "learning from a teacher")
-    skip: SkipConfig = section(SkipConfig, "stages taken from a former run")
     ray_kwargs: RayKwargsConfig = section(RayKwargsConfig, "Ray")
     model_engine: str = used("dp", "family of training engines: dp (PyTorch-native)")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from verl.config.active_keys import SFT_CONDITIONS
+from verl.config.active_keys import SHARED_CONDITIONS
 from verl.config.derived_defaults import SFT_FOLLOWS, derive_sft
 from verl.config.keys import Section, section, used
 from verl.config.rules.sections import SECTION_RULES
@@ -15,8 +15,7 @@ from verl.config.sections.data import SFTDataConfig
 from verl.config.sections.fsdp import SFTEngineConfig
 from verl.config.sections.model import SFTModelConfig
 from verl.config.sections.optim import OptimConfig
-from verl.config.sections.services import RayKwargsConfig
-from verl.config.sections.trainer import SFTTrainerConfig
+from verl.config.sections.trainer import RayKwargsConfig, SFTTrainerConfig
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ SFT = Schema(
     title="Supervised fine-tuning (`verl sft`)",
     config_names={"sft_trainer_engine": "", "sft_trainer": "fsdp_sft_trainer"},
     config_prefixes=("sft",),
-    conditions=SFT_CONDITIONS,
+    conditions=SHARED_CONDITIONS,
     rules=(_check_rows,),
     section_rules=SECTION_RULES,
     follows=SFT_FOLLOWS,

@@ -11,7 +11,7 @@ from verl.config.schema import Problem, error, value_at, warning
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
-DRAW = f"{ROLLOUT}.val_kwargs"
+VAL = f"{ROLLOUT}.val_kwargs"
 CORRECTION = "algorithm.rollout_correction"
 
 
@@ -197,16 +197,16 @@ def check_sampling(c: Any, given: set[str]) -> Iterator[Problem]:
             f"{ROLLOUT}.batch_invariant=require cannot be kept by {ROLLOUT}.name={rollout.name}: nothing is known about "
             "its kernels. Set batch_invariant=auto, or name=native.",
         )
-    draw = rollout.val_kwargs
-    if draw.do_sample and draw.temperature == 0:
+    val = rollout.val_kwargs
+    if val.do_sample and val.temperature == 0:
         yield error(
-            f"{DRAW}.temperature",
-            f"{DRAW}.do_sample=True needs a temperature above 0. Set {DRAW}.temperature, or do_sample=False.",
+            f"{VAL}.temperature",
+            f"{VAL}.do_sample=True needs a temperature above 0. Set {VAL}.temperature, or do_sample=False.",
         )
-    if not draw.do_sample and draw.n > 1:
+    if not val.do_sample and val.n > 1:
         yield warning(
-            f"{DRAW}.n",
-            f"{DRAW}.n={draw.n} gives equal samples, because validation decodes greedily. Set {DRAW}.do_sample=True and "
+            f"{VAL}.n",
+            f"{VAL}.n={val.n} gives equal samples, because validation decodes greedily. Set {VAL}.do_sample=True and "
             "its temperature.",
         )
     if rollout.n > 1 and not (rollout.do_sample and rollout.temperature > 0):

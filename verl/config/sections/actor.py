@@ -1,4 +1,4 @@
-"""`actor_rollout_ref.actor` and `actor_rollout_ref.ref`: the policy being trained and the frozen one beside it."""
+"""`actor_rollout_ref.actor`, `actor_rollout_ref.ref` and `critic`: the policy, its frozen copy and the value model."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from verl.config.keys import Family, Section, section, used
 from verl.config.names import KL_KINDS, LOSS_AGG_MODES, POLICY_LOSSES
 from verl.config.sections.fsdp import TRAINING_ENGINES, FSDPConfig
+from verl.config.sections.model import ModelConfig
 from verl.config.sections.optim import OptimConfig
 
 KL_LOSS = "actor_rollout_ref.actor.use_kl_loss"
@@ -37,9 +38,7 @@ class CheckpointConfig(Section):
         ["model", "optimizer", "extra"], "parts of a checkpoint: model, optimizer, extra, hf_model", family=_PARTS
     )
     load_contents: list[str] = used(["model", "optimizer", "extra"], "parts that a resumed run reads", family=_PARTS)
-    async_save: bool = used(
-        False, "write checkpoints while training goes on, from a copy in the host's memory", sizing=True
-    )
+    async_save: bool = used(False, "write checkpoints in the background, from a copy in the node's memory", sizing=True)
     save_lora_only: bool = used(False, "with LoRA, save the adapters alone, without the merged model", sizing=True)
 
 
@@ -84,7 +83,7 @@ class ActorConfig(Section):
     use_kl_loss: bool = used(False, "add a KL term towards the reference policy to the loss")
     kl_loss_coef: float = used(0.001, "weight of that term", when=KL_LOSS, neutral=(0.0,), ge=0)
     kl_loss_type: str = used("low_var_kl", "KL estimator of that term", when=KL_LOSS, choices=KL_KINDS)
-    checkpoint: CheckpointConfig = section(CheckpointConfig, "what is saved")
+    checkpoint: CheckpointConfig = section(CheckpointConfig, "parts of a checkpoint")
 
 
 @dataclass(frozen=True)
@@ -97,4 +96,45 @@ class RefConfig(Section):
     log_prob_use_dynamic_bsz: bool = used(False, "cut by token count even if the former is set", sizing=True)
     log_prob_max_token_len_per_gpu: int = used(
         16384, "tokens per forward pass when cut by token count", sizing=True, ge=1
+    )
+
+
+@dataclass(frozen=True)
+class CriticConfig(Section):
+    enable: bool | None = used(None, "train a value model; null: where the advantage estimator needs one")
+    model: ModelConfig = section(ModelConfig, "the model that the value head is put on", when="critic")
+    optim: OptimConfig = section(OptimConfig, "optimizer of the critic", when="critic", defaults={"lr": 1e-5})
+    fsdp: FSDPConfig = section(FSDPConfig, "PyTorch-native engine", when="critic")
+    checkpoint: CheckpointConfig = section(CheckpointConfig, "parts of a checkpoint", when="critic")
+    ppo_mini_batch_size: int = used(256, "prompts per optimizer step", when="critic", ge=1)
+    ppo_micro_batch_size: int | None = used(
+        None, "older form of ppo_micro_batch_size_per_gpu", when="critic", sizing=True
+    )
+    ppo_micro_batch_size_per_gpu: int | None = used(
+        None,
+        "samples per forward and backward pass; null: cut by token count",
+        when="critic_fixed_bsz",
+        sizing=True,
+        ge=1,
+    )
+    use_dynamic_bsz: bool = used(
+        False, "cut micro-batches by token count even if the former is set", when="critic", sizing=True
+    )
+    ppo_max_token_len_per_gpu: int = used(
+        32768, "tokens per micro-batch when cut by token count", when="critic", sizing=True, ge=1
+    )
+    forward_micro_batch_size: int | None = used(
+        None, "older form of forward_micro_batch_size_per_gpu", when="critic", sizing=True
+    )
+    forward_micro_batch_size_per_gpu: int | None = used(
+        None, "samples per pass that only reads values", when="critic_fixed_bsz", sizing=True
+    )
+    forward_max_token_len_per_gpu: int = used(32768, "tokens of such a pass", when="critic", sizing=True)
+    ppo_epochs: int = used(1, "passes over each batch", when="critic", ge=1)
+    shuffle: bool = used(False, "shuffle the batch before each pass", when="critic")
+    data_loader_seed: int = used(42, "seed of that shuffle", when="critic")
+    cliprange_value: float = used(0.5, "clip range of the value around the old one", when="critic", ge=0)
+    loss_agg_mode: str = used("token-mean", "how token losses become one number", when="critic", choices=LOSS_AGG_MODES)
+    loss_scale_factor: float | None = used(
+        None, "divisor of seq-mean-token-sum-norm; null: the response length", when="critic_sum_norm"
     )

@@ -1,4 +1,4 @@
-"""`data`: training and validation files, and how rows become prompts."""
+"""`data`: training and validation files, and their rows as prompts or training sequences."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ class DataConfig(Section):
     image_key: str = used("images", "field that holds images; rows that have any are refused")
     video_key: str = used("videos", "field that holds videos; rows that have any are refused")
     audio_key: str = used("audios", "field that holds audio; rows that have any are refused")
-    custom_cls: CustomClassConfig = section(CustomClassConfig, "dataset class of one's own")
+    custom_cls: CustomClassConfig = section(CustomClassConfig, "the user's dataset class")
     tool_config_path: str | None = used(None, "file that declares tools", when=MULTI_TURN, strict=TOOLS)
     function_tool_path: str | None = used(None, "file of functions that are tools", when=MULTI_TURN, strict=TOOLS)
 
 
 @dataclass(frozen=True)
 class SFTDataConfig(Section):
-    """`data` of supervised fine-tuning: files of conversations, and how rows become training sequences."""
+    """`data` of supervised fine-tuning: files of conversations, and their rows as training sequences."""
 
     train_files: str | list[str] = used(
         "~/data/gsm8k/train.parquet", "training files: parquet, JSON, JSONL, or a data set"
@@ -89,6 +89,6 @@ class SFTDataConfig(Section):
     apply_chat_template_kwargs: dict[str, Any] = used({}, "further arguments of the chat template")
     shuffle: bool = used(True, "a new order of rows in each epoch")
     seed: int | None = used(None, "seed of the order of rows; null: trainer.seed")
-    custom_cls: CustomClassConfig = section(CustomClassConfig, "dataset class of one's own")
+    custom_cls: CustomClassConfig = section(CustomClassConfig, "the user's dataset class")
     image_key: str = used("images", "field that holds images; rows that have any are refused")
     video_key: str = used("videos", "field that holds videos; rows that have any are refused")

@@ -42,7 +42,7 @@ class FSDPConfig(Section):
         neutral=("nearest",),
     )
     mixed_precision: MixedPrecisionConfig = section(MixedPrecisionConfig, "dtypes beside the compute dtype")
-    wrap_policy: WrapPolicyConfig = section(WrapPolicyConfig, "what is sharded by itself")
+    wrap_policy: WrapPolicyConfig = section(WrapPolicyConfig, "modules that are sharded by themselves")
     param_offload: bool = used(False, "keep parameters on the CPU between uses", sizing=True)
     optimizer_offload: bool = used(False, "keep optimizer state on the CPU between uses", sizing=True)
     offload_policy: bool = used(

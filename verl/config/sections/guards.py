@@ -1,4 +1,4 @@
-"""`trainer.guards`: what is done when numbers go wrong."""
+"""`trainer.guards`: actions on NaN, infinity and values beyond a limit."""
 
 from __future__ import annotations
 

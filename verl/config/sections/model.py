@@ -5,12 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl.config.keys import Section, section, used
-
-
-@dataclass(frozen=True)
-class MTPConfig(Section):
-    enable: bool = used(False, "multi-token prediction")
+from verl.config.keys import Section, used
 
 
 @dataclass(frozen=True)
@@ -31,7 +26,6 @@ class ModelConfig(Section):
     lora_adapter_path: str | None = used(
         None, "folder of adapters to start from; without lora_rank they bring their rank and scale"
     )
-    mtp: MTPConfig = section(MTPConfig, "multi-token prediction")
 
 
 @dataclass(frozen=True)

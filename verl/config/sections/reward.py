@@ -1,4 +1,4 @@
-"""`reward`: how a response becomes a number."""
+"""`reward`: scores of responses."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RewardManagerConfig(Section):
         "register", "built-in (register) or from a module (importlib)", choices=("register", "importlib")
     )
     name: str = used("naive", "name of the manager")
-    module: RewardManagerModuleConfig = section(RewardManagerModuleConfig, "where a class of one's own is")
+    module: RewardManagerModuleConfig = section(RewardManagerModuleConfig, "place of the user's class")
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class JudgeServiceConfig(Section):
         None, "name under which it serves the judge; null: its only one, or model_path"
     )
     token_env: str = used(
-        "VERL_REWARD_MODEL_TOKEN", "environment variable with its bearer token; needed on another machine"
+        "VERL_REWARD_MODEL_TOKEN", "environment variable with its bearer token; needed on another node"
     )
     timeout_s: float = used(600.0, "longest wait for one reply")
     num_retries: int = used(3, "repetitions of a request that was not answered")
@@ -48,7 +48,7 @@ class JudgeServiceConfig(Section):
 
 @dataclass(frozen=True)
 class RewardModelRolloutConfig(Section):
-    """How the reward model is run. A classifier reads dtype and max_num_batched_tokens alone."""
+    """Inference of the reward model. A classifier reads dtype and max_num_batched_tokens alone."""
 
     name: str | None = used(
         None,
@@ -61,7 +61,7 @@ class RewardModelRolloutConfig(Section):
         JudgeServiceConfig, "a service that judges (name=http or sglang)", when="judge_service"
     )
 
-    dtype: str = used("bfloat16", "number format that it computes in")
+    dtype: str = used("bfloat16", "compute dtype")
     max_num_batched_tokens: int = used(8192, "tokens computed at once")
     max_num_seqs: int = used(1024, "replies in generation at once")
     max_model_len: int | None = used(None, "longest prompt and reply of a judge; null: what the model can hold")
@@ -105,8 +105,6 @@ class RewardModelConfig(Section):
 @dataclass(frozen=True)
 class SandboxFusionConfig(Section):
     url: str | None = used(None, "code sandbox service")
-    max_concurrent: int = used(64, "requests at once", when="sandbox", sizing=True)
-    memory_limit_mb: int = used(1024, "memory of one program", when="sandbox", sizing=True)
 
 
 @dataclass(frozen=True)
@@ -129,7 +127,7 @@ class RewardConfig(Section):
     default_score: float = used(0.0, "score of a sample whose scorer hung, crashed or gave no number")
     reward_kwargs: dict[str, Any] = used({}, "arguments of the reward manager (overlong_buffer_cfg, max_resp_len, ...)")
     custom_reward_function: CustomRewardFunctionConfig = section(
-        CustomRewardFunctionConfig, "reward function of one's own"
+        CustomRewardFunctionConfig, "the user's reward function"
     )
     reward_manager: RewardManagerConfig = section(RewardManagerConfig, "what turns scores into rewards")
     reward_model: RewardModelConfig = section(RewardModelConfig, "reward model")

@@ -1,4 +1,4 @@
-"""`actor_rollout_ref.rollout`: how samples are drawn."""
+"""`actor_rollout_ref.rollout`: generation of samples."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SERVICE = "actor_rollout_ref.rollout.name=http|sglang"
 
 @dataclass(frozen=True)
 class ValKwargsConfig(Section):
-    """The draw at validation."""
+    """Sampling at validation."""
 
     n: int = used(1, "samples per validation prompt", ge=1)
     do_sample: bool = used(
@@ -93,12 +93,12 @@ class ServiceConfig(Section):
     )
     api: str = used(
         "openai",
-        "what it understands: openai (/v1/completions with token ids; takes no weights), vllm (vLLM's server with verl's draw "
-        "and weight receiver), sglang; the last is implied by name=sglang",
+        "what it understands: openai (/v1/completions with token ids; takes no weights), vllm (vLLM's server with verl's"
+        " sampler and weight receiver), sglang; the last is implied by name=sglang",
         choices=("openai", "vllm", "sglang"),
     )
     served_model_name: str | None = used(None, "name under which it serves the model; null: its only one")
-    token_env: str = used("VERL_ROLLOUT_TOKEN", "environment variable with its bearer token; needed on another machine")
+    token_env: str = used("VERL_ROLLOUT_TOKEN", "environment variable with its bearer token; needed on another node")
     timeout_s: float = used(600.0, "longest wait for one sample or one update")
     num_retries: int = used(3, "repetitions of a request that was not answered")
     weights_dir: str | None = used(None, "folder that this run writes new weights to and the service reads them from")
@@ -140,14 +140,14 @@ class RolloutConfig(Section):
     free_cache_engine: bool = used(True, "free the KV cache while training", sizing=True)
     prepack_weights: bool = used(
         True,
-        "on a CPU, generate with a copy of the weights that multiplies faster; freed with the KV cache",
+        "on a CPU, generate with a prepacked copy of the weights, whose matmuls are faster; freed with the KV cache",
         sizing=True,
     )
     batch_invariant: str = used(
         "auto",
         "whether a sample keeps its bits whichever others are generated beside it, and however many at once. auto: where that "
-        "is proven at start and costs products at most 10%, else the fastest way, and the run says so; require: refused at "
-        "start where it is not proven, and slower where it must be; off: always the fastest way",
+        "is verified at start and costs matmuls at most 10%, else the fastest way, with a notice; require: refused at "
+        "start where it is not verified, and slower where it must be; off: always the fastest way",
         choices=("auto", "require", "off"),
     )
     drift_check: str = used(
@@ -184,7 +184,7 @@ class RolloutConfig(Section):
         when="prefetches",
         strict=OURS,
     )
-    val_kwargs: ValKwargsConfig = section(ValKwargsConfig, "the draw at validation")
+    val_kwargs: ValKwargsConfig = section(ValKwargsConfig, "sampling at validation")
     multi_turn: MultiTurnConfig = section(MultiTurnConfig, "several turns with tools")
     agent: AgentConfig = section(AgentConfig, "agent loops")
     mode: str = used(
@@ -197,7 +197,7 @@ class RolloutConfig(Section):
     )
     max_engine_restarts: int = used(
         2,
-        "how often, between two updates of its weights, a vLLM process that is lost is started anew and goes on; a copy of the "
+        "restarts of a lost vLLM process between two weight syncs, after which it continues; a copy of the "
         "engine's weights stays in memory for that. 0: the run stops",
         when=VLLM,
         sizing=True,
@@ -210,21 +210,24 @@ class RolloutConfig(Section):
     n_gpus_per_node: int = used(1, "devices of such a node", sizing=True)
     tensor_model_parallel_size: int = used(
         1,
-        "devices that share one copy of the model in generation; there are as many copies as the devices make",
+        "devices of one rollout replica; there are as many replicas as the devices make",
         when="spans_devices",
         sizing=True,
     )
     data_parallel_size: int = used(
-        1, "the copies must be a multiple of this; each is an engine of its own", when="spans_devices", sizing=True
+        1,
+        "the number of replicas must be a multiple of this; each is an engine of its own",
+        when="spans_devices",
+        sizing=True,
     )
     expert_parallel_size: int = used(
         1,
-        "devices of a copy that share its experts: tensor_model_parallel_size, or 1 (the native engine always divides them)",
+        "devices of a replica that share its experts: tensor_model_parallel_size, or 1 (the native engine always divides them)",
         when="spans_devices",
         sizing=True,
     )
     pipeline_model_parallel_size: int = used(
-        1, "stages of layers in a copy; there is no engine with more than one", when="spans_devices", sizing=True
+        1, "stages of layers in a replica; there is no engine with more than one", when="spans_devices", sizing=True
     )
     gpu_memory_utilization: float = used(
         0.5,
@@ -234,7 +237,7 @@ class RolloutConfig(Section):
     )
     enforce_eager: bool = used(False, "no CUDA graphs and no compiled kernels in decoding", sizing=True)
     enable_chunked_prefill: bool = used(
-        True, "long prompts in pieces (vLLM; the native engine always bounds them)", when=VLLM, sizing=True
+        True, "long prompts in chunks (vLLM; the native engine always bounds them)", when=VLLM, sizing=True
     )
     enable_prefix_caching: bool = used(
         True, "compute equal prompts once (vLLM; the native engine always does)", when=VLLM, sizing=True

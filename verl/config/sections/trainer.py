@@ -1,4 +1,4 @@
-"""`trainer`: length of the run, what is logged and saved, and where it runs; a shared base and one class per program."""
+"""`trainer`: length of the run, logging, saving and devices; a shared base and one class per program. `ray_kwargs`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class SeparateAsyncConfig(Section):
 class SamplerConfig(Section):
     max_off_policy_threshold: int = used(
         8,
-        "oldest sample that trains, in weight versions; the prompts of an older one are sampled anew",
+        "oldest sample that trains, in weight versions; the prompts of an older one are sampled again",
         when="prefetches",
     )
 
@@ -75,14 +75,14 @@ class TrainerConfig(Section):
     device: str = used("auto", "device of the run", choices=("auto", "cpu", "cuda"))
     deterministic: bool = used(
         True,
-        "the same run gives the same bits, on the same kind of machine with as many threads: sums in a fixed order only. It "
+        "the same run gives the same bits, on the same kind of node with as many threads: sums in a fixed order only. It "
         "was seen to cost nothing on a CPU; False is worth a try where operations without such an order are a large part of a "
         "step, as scatters on a GPU can be",
     )
     strict_config: bool = used(False, "make errors of the notices about keys that have no effect")
     min_free_disk_gb: float = used(1.0, "stop before the disk has less than this left", ge=0)
-    nnodes: int = used(1, "machines of the run", ge=1)
-    n_gpus_per_node: int = used(1, "devices per machine; on CPUs, processes per machine", ge=0)
+    nnodes: int = used(1, "nodes of the run", ge=1)
+    n_gpus_per_node: int = used(1, "devices per node; on CPUs, processes per node", ge=0)
     placement: dict[str, Any] = used(
         {}, "role -> list of devices, for actor, rollout, reference, critic, reward; others are where their actor is"
     )
@@ -115,7 +115,7 @@ class TrainerConfig(Section):
         "values from that step on",
     )
     dynamic_config_scheduler: str | None = used(
-        None, "the same as an object of one's own, path/to/file.py:name, with values(step) -> {key: value}"
+        None, "the same as the user's object, path/to/file.py:name, with values(step) -> {key: value}"
     )
     checkpoint_callback_class: str | None = used(None, "class whose on_save is called after a save")
     default_hdfs_dir: str | None = used(None, "HDFS folder for checkpoints")
@@ -171,3 +171,16 @@ class SFTTrainerConfig(TrainerConfig):
     @property
     def num_checkpoints_kept(self) -> int:
         return self.max_ckpt_to_keep or 0
+
+
+@dataclass(frozen=True)
+class RayKwargsConfig(Section):
+    ray_init: dict[str, Any] = used(
+        {"num_cpus": None, "runtime_env": {"py_executable": None}},
+        "arguments of ray.init",
+        when="several_devices",
+        sizing=True,
+    )
+    timeline_json_file: str | None = used(
+        None, "file for Ray's timeline of the run", when="several_devices", sizing=True
+    )
