@@ -24,7 +24,7 @@ VALUES = {
     f"{ACTOR}.policy_loss.loss_mode": ("gspo", "mine.py:loss"),
     f"{ROLLOUT}.name": ("hf", "trtllm"),
     f"{ROLLOUT}.agent.default_agent_loop": ("tool_agent", "mine"),
-    f"{ACTOR}.strategy": ("fsdp2", "megatron"),
+    **dict.fromkeys((f"{ACTOR}.strategy", "actor_rollout_ref.ref.strategy", "critic.strategy"), ("fsdp2", "megatron")),
     "trainer.logger": ("[console,wandb]", "tensorboard"),
     "trainer.device": ("cpu", "npu"),
     "reward.reward_manager.name": ("dapo", "rate_limited"),

@@ -92,7 +92,7 @@ def _missing_features(loaded: LoadedConfig[Any]) -> dict[str, str]:
     found: dict[str, str] = {}
     for row in loaded.schema.compat.unavailable:
         value = value_at(loaded.config, row.path)
-        if row.chosen(value):
+        if row.chosen(value) and not loaded.origins.get(row.path, "").startswith("follows "):
             found[row.path] = f"{row.what} is not available in this version ({row.path}={value}). {row.instead}."
     return found
 

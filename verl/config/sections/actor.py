@@ -88,6 +88,7 @@ class ActorConfig(Section):
 
 @dataclass(frozen=True)
 class RefConfig(Section):
+    strategy: str = used("fsdp", "training engine of the reference policy", family=TRAINING_ENGINES)
     fsdp_config: FSDPConfig = section(FSDPConfig, "PyTorch-native engine", defaults={"forward_only": True})
     log_prob_micro_batch_size: int | None = used(None, "older form of log_prob_micro_batch_size_per_gpu", sizing=True)
     log_prob_micro_batch_size_per_gpu: int | None = used(
@@ -102,6 +103,7 @@ class RefConfig(Section):
 @dataclass(frozen=True)
 class CriticConfig(Section):
     enable: bool | None = used(None, "train a value model; null: where the advantage estimator needs one")
+    strategy: str = used("fsdp", "training engine of the critic", when="critic", family=TRAINING_ENGINES)
     model: ModelConfig = section(ModelConfig, "the model that the value head is put on", when="critic")
     optim: OptimConfig = section(OptimConfig, "optimizer of the critic", when="critic", defaults={"lr": 1e-5})
     fsdp: FSDPConfig = section(FSDPConfig, "PyTorch-native engine", when="critic")
