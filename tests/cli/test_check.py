@@ -369,6 +369,12 @@ def test_other_fine_tuning_problems(check_sft):
     assert any("data.train_batch_size=2 is more than the 1 usable rows" in line for line in failures(said)), said
 
 
+def test_a_dry_run_of_fine_tuning_is_its_check(verl, task):
+    code, said = verl("sft", "--dry-run", "model.path=/nowhere", f"trainer.default_local_dir={task / 'run'}")
+    assert code == 1
+    assert any("/nowhere does not exist" in line for line in failures(said)), said
+
+
 def test_the_program_follows_from_the_config_name(verl):
     code, said = verl("check", "--config-name=sft_trainer_engine", "model.pathh=x")
     assert code == 1

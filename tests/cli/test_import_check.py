@@ -79,6 +79,21 @@ def test_a_script_that_runs(verl, tmp_path):
     assert "This runs here" in said
 
 
+@pytest.mark.parametrize(
+    ("module", "key"),
+    [("sft_trainer", "model.path"), ("sft_trainer_ray", "model.path"), ("fsdp_sft_trainer", "model.partial_pretrain")],
+)
+def test_a_fine_tuning_script(module, key, verl, tmp_path):
+    text = f"torchrun --nproc_per_node=2 -m verl.trainer.{module} {key}=m data.train_batch_size=8 optim.lrr=1\n"
+    (tmp_path / "sft.sh").write_text(text)
+    code, said = verl("import-check", str(tmp_path / "sft.sh"))
+    assert code == 1
+    assert f"python -m verl.trainer.{module} is available" in said
+    assert "did you mean 'optim.lr'" in said
+    assert " known keys: " in said
+    assert "model.path" in said
+
+
 def test_a_script_that_does_not(verl, tmp_path):
     text = "python -m verl.trainer.main_ppo trainer.device=npu data.train_batch_sise=3 trainer.nnodes=x\n"
     text += "python -m verl.trainer.no_such"

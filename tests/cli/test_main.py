@@ -16,6 +16,9 @@ COMMANDS = {
     "verl.trainer.main_generation": ("generate", "--output", "x"),
     "verl.trainer.main_generation_server": ("generate", "--output", "x"),
     "verl.trainer.main_ppo_sync": ("train",),
+    "verl.trainer.sft_trainer": ("sft",),
+    "verl.trainer.sft_trainer_ray": ("sft",),
+    "verl.trainer.fsdp_sft_trainer": ("sft",),
     "verl.experimental.one_step_off_policy.main_ppo": ("train",),
     "verl.experimental.fully_async_policy.fully_async_main": ("train",),
 }
