@@ -376,6 +376,9 @@ def test_a_dry_run_of_fine_tuning_is_its_check(verl, task):
 
 
 def test_the_program_follows_from_the_config_name(verl):
+    code, said = verl("check", "--config-name")
+    assert code == 2
+    assert "expected one argument" in said
     code, said = verl("check", "--config-name=sft_trainer_engine", "model.pathh=x")
     assert code == 1
     assert "did you mean 'model.path'" in said

@@ -25,11 +25,11 @@ def run_check(argv: list[str]) -> int:
 
 def _schema_of(argv: list[str]) -> Schema[Any]:
     """The schema of --program, or that with the built-in config --config-name."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--program")
-    parser.add_argument("--config-name", "-cn", default="")
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--program", nargs="?")  # `parse` reports a missing value
+    parser.add_argument("--config-name", "-cn", nargs="?")
     found, _ = parser.parse_known_args(argv)
-    name = found.config_name.removesuffix(".yaml")
+    name = (found.config_name or "").removesuffix(".yaml")
     default = next((schema for schema in SCHEMAS.values() if name in built_in_names(schema)), PPO)
     return SCHEMAS.get(found.program, default)
 
