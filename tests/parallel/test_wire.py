@@ -100,3 +100,10 @@ def test_what_cannot_travel_is_named():
         to_bytes({"batch": batch})
     record(Unknown)
     assert from_bytes(to_bytes(Unknown(4))) == Unknown(4)
+
+
+def test_one_element_of_a_wider_tensor():
+    """Its stride is not 1, though torch calls it contiguous."""
+    column = torch.arange(6.0).view(1, 6)[:, ::3][:, :1]
+    column = torch.as_strided(column, (1,), (4,))
+    assert torch.equal(from_bytes(to_bytes(column)), column)

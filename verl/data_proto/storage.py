@@ -84,9 +84,16 @@ def load_columns(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, np.ndar
     return tensors, objects, document["meta_info"]
 
 
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The values of `tensor` as uint8 [bytes]; a view of it when it is contiguous and on the CPU."""
+    flat = tensor.detach().cpu().contiguous().flatten()
+    # one element is contiguous whatever its stride, and its bytes are seen only at stride 1
+    return (flat if flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)).view(torch.uint8)
+
+
 def serialize_single_tensor(tensor: torch.Tensor) -> TensorRecord:
     """(dtype name, shape, bytes) of a tensor; the bytes are a view of it when it is contiguous and on the CPU."""
-    flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    flat = bytes_of(tensor)
     return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), memoryview(flat.numpy())  # type: ignore[arg-type]
 
 

@@ -22,6 +22,7 @@ from verl.data_proto.merge import object_array
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.data_proto.samples import Completion, PromptRequest, SamplingParams, Score
+from verl.data_proto.storage import bytes_of
 
 C = TypeVar("C", bound=type)
 
@@ -114,7 +115,7 @@ def _pack_bytes(value: bytes | bytearray, buffers: list[np.ndarray], place: str)
 def _pack_tensor(value: torch.Tensor, buffers: list[np.ndarray], place: str) -> Any:
     if value.is_nested:
         raise TypeError(f"{place} is a nested tensor; pad it before it is sent to another process.")
-    buffers.append(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    buffers.append(bytes_of(value).numpy())
     return {
         "!": "tensor",
         "b": len(buffers) - 1,
