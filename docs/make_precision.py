@@ -16,8 +16,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, FIGURES, PICTURE = (ROOT / "docs" / name for name in ("precision.md", "precision.json", "precision.svg"))
-BEGIN = "<!-- figures: written by docs/make_precision.py, do not edit -->"
-END = "<!-- end of the figures -->"
+BEGIN = "<!-- results: written by docs/make_precision.py, do not edit -->"
+END = "<!-- end of the results -->"
 LABELS = {"float32": "float32", "nearest": "bfloat16, nearest", "dithered": "bfloat16, dithered"}
 COLORS = {"float32": "#333333", "nearest": "#c0504d", "dithered": "#2f6db5"}
 
@@ -48,7 +48,7 @@ def kept() -> list[Row]:
 def figures_block(rows: list[Row]) -> str:
     """The generated part of the page."""
     if not rows:
-        return "No figures have been written yet."
+        return "No results have been written yet."
     lines = [f"![Held-out reward over training steps]({PICTURE.name})", ""]
     lines += ["| processor | precision | seeds | steps | sampled reward | greedy reward | seconds per step |"]
     lines += ["|---|---|---|---|---|---|---|"]

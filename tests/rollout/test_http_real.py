@@ -46,7 +46,7 @@ def server(folder, tmp_path_factory):
     command = [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--host", "127.0.0.1",
         "--port", str(port), "--api-key", TOKEN, "--dtype", "float32", "--enforce-eager", "--max-model-len", "256",
-        "--logprobs-mode", "processed_logits", "--logits-processors", "verl.rollout.vllm.library:Draw",
+        "--logprobs-mode", "processed_logits", "--logits-processors", "verl.rollout.vllm.library:Sampler",
         "--worker-extension-cls", "verl.rollout.vllm.weights.WeightReceiver",
     ]  # fmt: skip
     environment = {

@@ -61,7 +61,7 @@ def newest_complete(root: Path, advice: str) -> Path | None:
 
 
 def _missing(root: Path, steps: list[int]) -> list[str]:
-    """The last checkpoint that was saved, if it is neither there nor set aside. Somebody removed it; starting over in silence
+    """The last checkpoint that was saved, if it is neither there nor set aside. It was removed; starting over in silence
     would hide that."""
     try:
         newest = int((root / LATEST).read_text(encoding="utf-8"))

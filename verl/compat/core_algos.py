@@ -43,7 +43,7 @@ Function = Callable[..., Any]
 
 class RegistryMapping(MutableMapping[str, Function]):
     """View of `registry`: an assignment or deletion changes what runs choose from. Keys may be members of a string
-    enumeration. `built_in` are the functions returned for rows that nobody has replaced."""
+    enumeration. `built_in` are the functions returned for rows that were not replaced."""
 
     def __init__(self, registry: Registry, built_in: dict[str, Function]):
         self._registry = registry

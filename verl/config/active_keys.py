@@ -1,4 +1,4 @@
-"""When a key is read: the conditions that keys name in their declaration.
+"""Conditions under which a key is read: those that keys name in their declaration.
 
 Each looks at the whole tree and at the section that holds the key; its sentences name the reason why the key is not read,
 and what to set.

@@ -5,7 +5,7 @@ Three families: problems of loading it, verdicts on single keys, and keys that c
 Each key that is given acts, is noticed, or is refused, always with a reason:
 
 - A key that no release knows is refused, with the nearest names (user_settings.py).
-- A feature that is not available is refused, before anything is said about keys below it (compat.yaml).
+- A feature that is not available is refused, before keys below it are checked (compat.yaml).
 - A key that is not read is *noticed* where the existing verl, given the same keys, would train the same without it: it
   reads the key under the same condition (active_keys.py), or the key only sizes hardware or observes the run.
 - A key that is not read is *refused* where it asks for something that would not happen: the existing verl acts on it

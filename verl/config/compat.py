@@ -99,11 +99,11 @@ class Compat:
         return path, used
 
     def without_effect(self, key: str, value: Any) -> str | None:
-        """Why the older key `key` with this value changes nothing; None when it is no such key."""
+        """The reason why the older key `key` with this value changes nothing; None when it is no such key."""
         return next((row.reason for row in self.removed if row.covers(key, value)), None)
 
     def read_elsewhere(self, path: str) -> str:
-        """Why a key of a feature that is not available has no effect; "" for any other key."""
+        """The reason why a key of a feature that is not available has no effect; "" for any other key."""
         return next((why for pattern, why in self.only_elsewhere.items() if fnmatchcase(path, pattern)), "")
 
 

@@ -37,7 +37,7 @@ def warning(key: str, sentence: str) -> Problem:
 
 @dataclass(frozen=True)
 class Condition:
-    """When a key is read: `holds` gets the root and the section that holds the key."""
+    """A condition under which a key is read: `holds` gets the root and the section that holds the key."""
 
     holds: Callable[[Any, Any], bool]
     because: str  # completes "it is not read, because ..."

@@ -144,7 +144,7 @@ class Given:
             yield from self._flatten(inner, f"{prefix}.{name}" if prefix else str(name))
 
     def _only_elsewhere(self, path: str) -> str:
-        """Why a key of a feature that is not available has no effect; "" for a typo in one of our own."""
+        """The reason why a key of a feature that is not available has no effect; "" for a typo in one of our own."""
         reason = self.schema.compat.read_elsewhere(path)
         return reason if reason and not suggest.one_typo_away(self._known(), path) else ""
 

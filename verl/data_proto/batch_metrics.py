@@ -21,7 +21,7 @@ def data_metrics(
 ) -> dict[str, float]:
     """critic/*, response_length/*, prompt_length/*, num_turns/* and tool_call_counts/* of the rows that trained.
 
-    Rows without a response token (aborted) count in the ratios and lengths, but not in score and rewards. Figures whose
+    Rows without a response token (aborted) count in the ratios and lengths, but not in score and rewards. Metrics whose
     columns are absent are left out; `use_critic` None means: if there are values.
     """
     columns = batch.batch

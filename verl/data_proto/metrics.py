@@ -1,4 +1,4 @@
-"""Metrics that carry their own reduction, so that micro-batches, mini-batches and ranks merge to the global figure.
+"""Metrics that carry their own reduction, so that micro-batches, mini-batches and ranks merge to the global value.
 
 merged = merge_metrics([{"loss": Metric.sum(a)}, {"loss": Metric.sum(b)}])
 metric_values(merged)  # {"loss": a + b}
@@ -68,7 +68,7 @@ class Metric:
 
     @property
     def value(self) -> float:
-        """The reduced figure; the only place that waits for a device."""
+        """The reduced value; the only place that waits for a device."""
         values = [_number(v) for v, _ in self.observations]
         if self.reduction == "sum":
             return float(sum(values))

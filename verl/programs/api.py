@@ -140,8 +140,8 @@ class Program(ABC):
         """Return when nothing is in flight. Called before a checkpoint."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs besides the weights, as JSON. Written into trainer_state.json beside the host's keys (step,
-        seconds, num_tokens, first_validation), which it must not use."""
+        """The state that a resumed run needs besides the weights, as JSON. Written into trainer_state.json beside the host's
+        keys (step, seconds, num_tokens, first_validation), which it must not use."""
         return {}
 
     def load_state_dict(  # noqa: B027 - optional

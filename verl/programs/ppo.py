@@ -12,7 +12,7 @@
                                         │
                         critic.update ──┴── actor.update ──► weights.sync(version + 1)
 
-The config chooses the functions in the boxes; the runtime chooses the process of each role. Every phase runs under a span, and
+The config chooses the functions of each phase; the runtime chooses the process of each role. Every phase runs under a span, and
 a requested stop is honoured between phases, before any weight of the step has changed.
 """
 

@@ -2,7 +2,7 @@
 
 torch shares tensors between processes too, but counts readers per share: with several readers, or one that reads twice or
 never, the count goes wrong and the memory leaks. Blocks of its allocator cannot always be shared either (expandable
-segments). Here the memory is allocated separately, and its owner knows when nobody reads it any more.
+segments). Here the memory is allocated separately, and its owner knows when it is no longer read.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
 
 The ranks of a group hold a part of every layer and of the vocabulary each, and run the same generation side by side, meeting
 in every layer (verl.models.parallel.tensor); of a mixture each has some of the experts. The logits are put together before a
-token is drawn, so all of them see the same ones and, with counter-based randomness, draw the same tokens: nothing else has to
-travel.
+token is sampled, so all of them see the same ones and, with counter-based randomness, sample the same tokens. Nothing else is
+sent.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """From logits to tokens: one pass, one uniform number per row.
 
-A token is drawn by inverting the cumulative distribution over token ids in vocabulary order. Top-k, top-p and min-p are one
+A token is sampled by inverting the cumulative distribution over token ids in vocabulary order. Top-k, top-p and min-p are one
 threshold on the probability: tokens at or above it stay, so ties stay together and no rule depends on a sort's order.
 """
 
@@ -17,7 +17,7 @@ _TOP_P_CANDIDATES = 512  # a sort of the whole vocabulary costs ten times as muc
 
 
 def sample(logits: torch.Tensor, params: SamplingParams, u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw one token per row of `logits` [rows, vocab] with the uniforms `u` (float64 [rows], unread when greedy).
+    """Sample one token per row of `logits` [rows, vocab] with the uniforms `u` (float64 [rows], unread when greedy).
 
     Returns tokens (int64 [rows]) and their log-probs (float32 [rows]; float64 for logits in it) under
     softmax(logits / temperature) before top-k, top-p and min-p; greedy takes the argmax and temperature 1. The filters act
@@ -42,7 +42,7 @@ def sample(logits: torch.Tensor, params: SamplingParams, u: torch.Tensor) -> tup
 
 
 def keep_threshold(probs: torch.Tensor, params: SamplingParams) -> torch.Tensor | None:
-    """The least probability that may be drawn, [rows, 1], or None when nothing is cut off."""
+    """The least probability that may be sampled, [rows, 1], or None when nothing is cut off."""
     vocab = probs.shape[-1]
     thresholds = []
     top_k = params.top_k if 0 < params.top_k < vocab else 0

@@ -44,7 +44,7 @@ def _mix(value: torch.Tensor) -> torch.Tensor:
 
 
 def sample_keys(seed: int, step: int, ordinals: torch.Tensor, samples: torch.Tensor, stream: int = 0) -> torch.Tensor:
-    """One int64 key per sample, from `ordinals` and `samples` (int64 [n]); the part of a draw that its tokens share."""
+    """One int64 key per sample, from `ordinals` and `samples` (int64 [n]); the part of the key that its tokens share."""
     base = 0
     for counter in (seed, step, stream):
         base = _mix_int(base ^ (counter & _MASK))

@@ -25,7 +25,7 @@ POLICY = "actor"  # the role whose weights the rollout generates with
 
 @dataclass
 class RankContext:
-    """A process of the run, and the facts of the run that its roles are built from. `rank` is -1 in a driver, which holds no
+    """A process of the run, and the facts that its roles are built from. `rank` is -1 in a driver, which holds no
     role."""
 
     config: Any

@@ -26,7 +26,7 @@ class Worker:
         return int(os.environ.get("LOCAL_RANK", "0"))
 
     def get_master_addr_port(self) -> tuple[str, str]:
-        """Where a process group of the ranks meets."""
+        """The address where a process group of the ranks meets."""
         return os.environ.get("MASTER_ADDR", "127.0.0.1"), os.environ.get("MASTER_PORT", "29500")
 
     def _register_dispatch_collect_info(self, mesh_name: str, dp_rank: int, is_collect: bool) -> None:

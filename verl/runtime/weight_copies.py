@@ -31,7 +31,7 @@ _FOLDER_READER = "verl.runtime.weight_copies:read_folder"
 def own_copy(
     config: VerlConfig, device: torch.device, plan: EnginePlan | None = None, visible_devices: tuple[str, ...] = ()
 ) -> OwnCopy:
-    """For an engine on `device`, in the number format that the actor computes in. `plan`: how it spans the devices of the run
+    """For an engine on `device`, in the dtype that the actor computes in. `plan`: how it spans the devices of the run
     (default: a run of this process alone); `visible_devices`: those of its process, as CUDA_VISIBLE_DEVICES has them."""
     group, trainer = config.actor_rollout_ref, config.trainer
     where = (plan or EnginePlan.of(config, Placement.from_roles({}, 1))).where

@@ -109,7 +109,7 @@ class RankWeightSync:
 
 
 def layouts(context: RankContext) -> tuple[TrainingLayout, RolloutLayout]:
-    """Layouts of the policy in training, and in the copies that generate, whose ranks divide the experts."""
+    """Layouts of the policy in training, and in the rollout replicas, whose ranks divide the experts."""
     mesh, copies = context.mesh(POLICY), context.rollout_mesh()
     experts = 1 if mesh is None else context.spec(POLICY).engine.expert_parallel_size
     engines = consecutive_engines(copies.ranks, dict(copies.axes)["tp"])

@@ -24,7 +24,7 @@ Points = tuple[list[float], list[float]]
 
 
 def draw_learning_curve(folder: RunFolder) -> Path | None:
-    """Draw the curves of `folder` (curves.json) into learning_curve.png; None, and no file, when no step has trained.
+    """Plot the curves of `folder` (curves.json) into learning_curve.png; None, and no file, when no step has trained.
 
     The first panel is large; its validation metrics are dots with values. Without matplotlib, and after a failure, a line is
     logged and nothing is raised: a picture must not fail a run.

@@ -33,7 +33,7 @@ class RewardManagerConfig(Section):
 
 @dataclass(frozen=True)
 class JudgeServiceConfig(Section):
-    """A chat service that judges (/v1/chat/completions); it is started apart, or somebody else's."""
+    """A chat service that judges (/v1/chat/completions); started separately, by the user or a provider."""
 
     url: str = used("http://127.0.0.1:8000", "address of the service")
     served_model_name: str | None = used(

@@ -129,7 +129,7 @@ class RolloutConfig(Section):
     seed: int = used(42, "seed of sampling; a sample depends on (seed, step, prompt, sample number) alone")
     stop: list[str] = used([], "strings that end a response")
     stop_token_ids: list[int] = used([], "token ids that end a response, beside the model's own")
-    ignore_eos: bool = used(False, "go on after an end-of-sequence token")
+    ignore_eos: bool = used(False, "continue after an end-of-sequence token")
     prompt_length: int = used(512, "longest prompt in tokens")
     response_length: int = used(512, "longest response in tokens", ge=1)
     max_model_len: int | None = used(None, "longest prompt plus response; null: what the model can hold")
@@ -180,7 +180,7 @@ class RolloutConfig(Section):
     )
     partial_rollout: bool = used(
         False,
-        "make each response in prefetch_num + 1 parts, one a step: long ones go on under newer weights, step by step",
+        "make each response in prefetch_num + 1 parts, one a step: long ones continue under newer weights, step by step",
         when="prefetches",
         strict=OURS,
     )

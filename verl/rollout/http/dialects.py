@@ -137,7 +137,7 @@ class VLLM(OpenAI):
     """vLLM's server with our sampling and our receiver of weights, so that its samples are those of the native engine:
 
     VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model PATH --logprobs-mode processed_logits
-        --logits-processors verl.rollout.vllm.library:Draw --worker-extension-cls verl.rollout.vllm.weights.WeightReceiver
+        --logits-processors verl.rollout.vllm.library:Sampler --worker-extension-cls verl.rollout.vllm.weights.WeightReceiver
     with VLLM_USE_V2_MODEL_RUNNER=0, verl on its PYTHONPATH, and --no-async-scheduling.
     """
 
@@ -148,7 +148,7 @@ class VLLM(OpenAI):
         if abs(found + math.log(vocab_size)) > 0.1:
             raise ConfigError(
                 f"The service at {client.url} does not sample as this run asks. Start it with --logits-processors "
-                "verl.rollout.vllm.library:Draw --logprobs-mode processed_logits, or set service.api=openai."
+                "verl.rollout.vllm.library:Sampler --logprobs-mode processed_logits, or set service.api=openai."
             )
 
     def sample(self, client: Client, wanted: Wanted) -> Made:
@@ -185,7 +185,7 @@ class VLLM(OpenAI):
 
 
 class SGLang:
-    """SGLang's own routes. Its log-probs are at the sampling temperature and of all tokens, as ours; its draw is its own."""
+    """SGLang's own routes. Its log-probs are at the sampling temperature and of all tokens, as ours; it has its own seeds."""
 
     def __init__(self) -> None:
         self._label: str | None = None

@@ -66,7 +66,7 @@ class HTTPRollout(BaseRollout):
             raise ConfigError(
                 "With rollout.service.api=openai log-probabilities are those of the tokens that top_k, top_p and min_p leave, "
                 "which do not compare with the trained model's. Leave these keys of actor_rollout_ref.rollout out, or start "
-                "vLLM's server with verl's draw (service.api=vllm)."
+                "vLLM's server with verl's sampler (service.api=vllm)."
             )
         self.dialect: Dialect = DIALECTS[api]()
         self.dialect.check(self.client, own.model.path, service.served_model_name, vocab_size(module))

@@ -55,7 +55,7 @@ class DenseForward:
     def of(
         cls, module: Any, *, prepack: bool, invariant: bool = False, required: bool = False
     ) -> DenseForward | CpuForward | None:
-        """The straight forward of a causal language model, or None when its own must be called. With `prepack` it is that of
+        """The fused forward of a causal language model, or None when its own must be called. With `prepack` it is that of
         the compiled kernels (see `compiled`)."""
         decoder, head = DenseDecoder.of(module), module.get_output_embeddings()
         is_plain = type(module).__module__.startswith("transformers.models.") and type(head) is nn.Linear

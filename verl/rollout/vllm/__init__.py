@@ -9,6 +9,6 @@
 comes back with its weights (process.py). verl.parallel.engine_plan decides the devices of a replica: the first rank
 of a replica has its process, in which vLLM has a worker for each device; or each rank is such a worker (library.Ranks).
 
-vLLM computes logits; tokens are drawn by verl.rollout.sampling with the uniforms of verl.rollout.uniforms, so that samples are
+vLLM computes logits; tokens are sampled by verl.rollout.sampling with the uniforms of verl.rollout.uniforms, so samples are
 those of the native engine, but for the rounding of logits. All names of vLLM are in library.py.
 """

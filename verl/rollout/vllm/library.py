@@ -24,10 +24,10 @@ from verl.rollout.vllm.sample import Draws
 
 __all__ = [
     "LLM",
-    "Draw",
     "ParallelLMHead",
     "Ranks",
     "RequestOutputKind",
+    "Sampler",
     "SamplingParams",
     "TokensPrompt",
     "finalize_layerwise_reload",
@@ -38,8 +38,8 @@ __all__ = [
 ]
 
 
-class Draw(Draws, LogitsProcessor):
-    """`Draws` as vLLM makes it: `LLM(logits_processors=["verl.rollout.vllm.library:Draw"])`."""
+class Sampler(Draws, LogitsProcessor):
+    """`Draws` as vLLM makes it: `LLM(logits_processors=["verl.rollout.vllm.library:Sampler"])`."""
 
     def __init__(self, vllm_config: Any, device: Any, is_pin_memory: bool):
         super().__init__()

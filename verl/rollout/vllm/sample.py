@@ -1,7 +1,7 @@
-"""Our draw inside vLLM: a logits processor that leaves vLLM's greedy choice nothing but the token that was drawn.
+"""Our sampler inside vLLM: a logits processor that leaves only the sampled token to vLLM's greedy choice.
 
 A request carries its key (verl.rollout.uniforms) and its sampling parameters in `SamplingParams.extra_args`. Of its logits
-only the drawn token stays, with its log-probability as its value; vLLM takes the maximum and, asked for processed logits,
+only the sampled token stays, with its log-probability as its value; vLLM takes the maximum and, asked for processed logits,
 reports that value. So samples do not depend on vLLM's generators, batches or restarts, and log-probabilities are those of
 softmax(logits / temperature) before top-k, top-p and min-p, which vLLM has no mode for.
 """
@@ -22,13 +22,13 @@ _ENTRY = "verl_draw"  # of extra_args
 
 
 def draw_arguments(key: int, num_drawn: int, params: SamplingParams) -> dict[str, Any]:
-    """The `extra_args` of a request that is drawn under `params`: its key, and how many of its tokens are in the prompt."""
+    """The `extra_args` of a request that is sampled under `params`: its key, and how many of its tokens are in the prompt."""
     return {_ENTRY: [key, num_drawn, params.temperature, params.top_k, params.top_p, params.min_p]}
 
 
 @dataclass(frozen=True)
 class _Row:
-    """A request that is drawn here. `output` is vLLM's own list of its tokens so far, which grows."""
+    """A request that is sampled here. `output` is vLLM's own list of its tokens so far, which grows."""
 
     key: int
     num_drawn: int
@@ -42,7 +42,7 @@ class _Row:
 
 class Draws:
     """The rows of vLLM's batch by index, updated by vLLM (`update_state`), and the sampling on its logits
-    (`apply`). library.Draw makes it a logits processor of vLLM's; other requests' rows are left alone."""
+    (`apply`). library.Sampler makes it a logits processor of vLLM's; other requests' rows are left alone."""
 
     def __init__(self) -> None:
         self._rows: dict[int, _Row] = {}
@@ -74,7 +74,7 @@ class Draws:
                 self._rows[first] = there
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """[requests, vocab] -> the same, written to: minus infinity but for the log-prob of the drawn token."""
+        """[requests, vocab] -> the same, written to: minus infinity but for the log-prob of the sampled token."""
         for rule in {row.rule for row in self._rows.values()}:
             some = [(index, row) for index, row in self._rows.items() if row.rule == rule and index < len(logits)]
             if some:

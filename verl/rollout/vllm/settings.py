@@ -16,7 +16,7 @@ from verl.rollout.api import OwnCopy
 from verl.rollout.vllm.core import Setup
 
 _RECEIVER = "verl.rollout.vllm.weights.OwnWeightReceiver"
-_DRAW = "verl.rollout.vllm.library:Draw"
+_DRAW = "verl.rollout.vllm.library:Sampler"
 _RANKS = "verl.rollout.vllm.library.Ranks"
 _BLOCK_TOKENS = 128  # of vLLM's cache on a CPU
 _MOST_OF_MEMORY = 8  # at most one part in so many of the free memory of a CPU machine is cache
