@@ -68,8 +68,7 @@ class Account:
 
 def functions() -> Iterator[tuple[str, Any, str]]:
     """(part, where it is, name) of what a step calls of the ledger, the guards and the heartbeat."""
-    from verl.engines import base as trained
-    from verl.engines import local
+    from verl.engines import base
     from verl.programs import collect
     from verl.programs import ppo as program
     from verl.programs.guards import Guards
@@ -86,8 +85,7 @@ def functions() -> Iterator[tuple[str, Any, str]]:
         "guards": [
             (Guards, "check_samples check_credit check_updates record"),
             (StepGuard, "start_mini_batch observe __call__ pop_findings"),
-            (trained, "figures_of_all"),
-            (local, "random_state"),
+            (base, "whole_batch_metrics random_state"),
         ],
         "heartbeat": [(Heartbeat, "phase begin_step")],
     }

@@ -13,7 +13,7 @@ import string
 import pyarrow
 import pyarrow.parquet
 
-from tests.config.edits import slips_apart
+from tests.config.edits import typos_apart
 from tests.data.rows import config, row
 from verl.data.check import check_rows
 from verl.data.dataset import load_dataset
@@ -204,7 +204,7 @@ def _is_message(message) -> bool:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str) or not message["role"]:
         return False
     role, content = message["role"], message.get("content")
-    if role not in COMMON_ROLES and any(slips_apart(role, common) <= 1 for common in COMMON_ROLES):
+    if role not in COMMON_ROLES and any(typos_apart(role, common) <= 1 for common in COMMON_ROLES):
         return False
     return isinstance(content, str) or text_of(content) is not None
 
