@@ -9,7 +9,7 @@ import pytest
 
 from tests.checkpoint.states import make_roles
 from verl.checkpoint import filesystem
-from verl.checkpoint.filesystem import examine
+from verl.checkpoint.filesystem import examine_folder
 from verl.checkpoint.store import CheckpointStore
 from verl.errors import CheckpointError
 from verl.tracking.files import file_system_of
@@ -31,7 +31,7 @@ def refuse(code):
 
 
 def test_a_good_folder(tmp_path):
-    report = examine(tmp_path / "not" / "there" / "yet")
+    report = examine_folder(tmp_path / "not" / "there" / "yet")
     report.require()
     assert report.refusals == []
     assert list(tmp_path.iterdir()) == []
@@ -64,7 +64,7 @@ def test_kinds_come_from_the_table_of_mounts(monkeypatch, path, kind):
 )
 def test_kinds_that_need_a_word(monkeypatch, tmp_path, kind, words):
     monkeypatch.setattr(filesystem, "file_system_of", lambda path: kind)
-    report = examine(tmp_path)
+    report = examine_folder(tmp_path)
     assert report.refusals == []
     assert len(report.notices) == bool(words)
     assert words in "".join(report.notices)
@@ -81,7 +81,7 @@ def test_kinds_that_need_a_word(monkeypatch, tmp_path, kind, words):
 )
 def test_folders_that_cannot_hold_checkpoints_are_refused(monkeypatch, tmp_path, name, code, words):
     monkeypatch.setattr(os, name, refuse(code))
-    report = examine(tmp_path)
+    report = examine_folder(tmp_path)
     monkeypatch.undo()
     assert words in "; ".join(report.refusals)
     with pytest.raises(CheckpointError, match=rf"{tmp_path}.*cannot hold checkpoints.*trainer\.default_local_dir"):
@@ -91,7 +91,7 @@ def test_folders_that_cannot_hold_checkpoints_are_refused(monkeypatch, tmp_path,
 
 def test_a_replacement_that_does_not_happen_is_seen(monkeypatch, tmp_path):
     monkeypatch.setattr(os, "replace", lambda source, target: None)
-    assert "not replaced" in examine(tmp_path).refusals[0]
+    assert "not replaced" in examine_folder(tmp_path).refusals[0]
 
 
 @pytest.fixture
@@ -104,14 +104,14 @@ def no_folder_sync(monkeypatch):
 
 
 def test_folders_that_cannot_be_synced_are_saved_to(no_folder_sync, tmp_path):
-    assert "cannot be synced" in examine(tmp_path).notices[-1]
+    assert "cannot be synced" in examine_folder(tmp_path).notices[-1]
     store = CheckpointStore(tmp_path)
     assert store.save(1, make_roles(1), {}) == store.find()
 
 
 def test_folders_without_locks_are_named(monkeypatch, tmp_path):
     monkeypatch.setattr("fcntl.flock", refuse(errno.ENOLCK))
-    report = examine(tmp_path)
+    report = examine_folder(tmp_path)
     assert report.refusals == []
     assert "files cannot be locked (No locks available)" in report.notices[-1]
 
@@ -136,5 +136,5 @@ def test_what_a_killed_examination_left_is_removed(tmp_path):
     for folder in (left, elsewhere):
         folder.mkdir()
         (folder / "file").write_text("x")
-    assert examine(tmp_path).refusals == []
+    assert examine_folder(tmp_path).refusals == []
     assert list(tmp_path.iterdir()) == [elsewhere]  # of a process that cannot be looked up here

@@ -3,10 +3,10 @@ what stands in for them on a CPU."""
 
 import torch
 
-from verl.models.cuda.varlen import Spans, VarlenKernel
+from verl.models.cuda.varlen import TokenSpans, VarlenKernel
 
 
-def _ranges(spans: Spans) -> list[tuple[slice, slice]]:
+def _ranges(spans: TokenSpans) -> list[tuple[slice, slice]]:
     """(queries, keys) of each sequence that has both."""
     start_q, start_k = spans.start_q.tolist(), spans.start_k.tolist()
     ends = start_k[1:]
@@ -28,7 +28,7 @@ def _scores(q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float) -> tor
 
 
 def _plain_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Spans, causal: bool, scale: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: TokenSpans, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     wide = torch.promote_types(q.dtype, torch.float32)
     out = q.new_zeros(*q.shape[:2], v.shape[-1])
@@ -48,7 +48,7 @@ def _plain_backward(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    spans: Spans,
+    spans: TokenSpans,
     causal: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.models.plain_attention import PLAIN
 from tests.models.reference import make_columns, random_rows
 from verl.models import packed as packed_module
-from verl.models.cuda.varlen import FLASH, Spans, VarlenPlan, flash_runs, spans_of, varlen_attention
+from verl.models.cuda.varlen import FLASH, TokenSpans, VarlenPlan, flash_runs, spans_of, varlen_attention
 from verl.models.forward import packed_outputs
 from verl.models.load import load_causal_lm
 from verl.models.packed import PackedLayout, PackedSegment, choose_kernel, masked_attention
@@ -72,7 +72,7 @@ def test_the_definition_equals_dense_attention_with_gradients(causal):
 def test_keys_may_be_shared_and_lie_anywhere():
     """As decoding uses it: one query a row, keys in slots, several rows of one slot, slots not full."""
     q, k, v = random_qkv(4, 30)
-    spans = Spans(
+    spans = TokenSpans(
         torch.arange(5, dtype=torch.int32),
         torch.tensor([20, 0, 20, 10, 0], dtype=torch.int32),
         1,
@@ -165,7 +165,7 @@ def test_the_calls_of_the_flash_kernels_fit_this_pytorch(dim, value_dim):
     shapes = ((9, 4, dim), (14, 2, dim), (14, 2, value_dim))
     q, k, v = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes)
     start = torch.empty(4, dtype=torch.int32, device="meta")
-    spans = Spans(start, start, 5, 7, torch.empty(3, dtype=torch.int32, device="meta"))
+    spans = TokenSpans(start, start, 5, 7, torch.empty(3, dtype=torch.int32, device="meta"))
     out, lse = FLASH.forward(q, k, v, spans, True, 0.1)
     assert out.shape == (9, 4, value_dim)
     assert lse.shape == (4, 9)
@@ -200,7 +200,7 @@ class TestOnACard:
         q, k, v = random_qkv(rows, rows * capacity, heads=14, dim=64, value_dim=64, dtype=torch.bfloat16, device="cuda")
         used = torch.tensor([1, 256, 100, 7, 255], dtype=torch.int32, device="cuda")
         start = torch.tensor([2, 0, 1, 4, 3, 0], dtype=torch.int32, device="cuda") * capacity
-        spans = Spans(torch.arange(rows + 1, dtype=torch.int32, device="cuda"), start, 1, capacity, used)
+        spans = TokenSpans(torch.arange(rows + 1, dtype=torch.int32, device="cuda"), start, 1, capacity, used)
         out, lse = FLASH.forward(q, k, v, spans, False, 0.125)
         expected, expected_lse = PLAIN.forward(q.double(), k.double(), v.double(), spans, False, 0.125)
         assert relative(out, expected) < 1e-2

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl.errors import RewardError
-from verl.parallel.framing import ChannelClosed, ChannelCorrupt, encode, receive, send, to_jsonable
+from verl.parallel.framing import ChannelClosed, ChannelCorrupt, encode_frame, receive, send, to_jsonable
 
 plain = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(st.characters()),
@@ -19,7 +19,7 @@ plain = st.recursive(
 def test_messages_arrive_as_they_were_sent(message):
     left, right = socket.socketpair()
     with left, right:
-        send(left, encode(message))
+        send(left, encode_frame(message))
         assert receive(right, 1.0) == message
 
 
@@ -54,7 +54,7 @@ def test_the_other_side_gone():
 @pytest.mark.parametrize("value", [b"x", object(), {"a": b"x"}, {1 + 2j}])
 def test_values_that_json_cannot_carry(value):
     with pytest.raises(RewardError):
-        encode({"value": value})
+        encode_frame({"value": value})
 
 
 def test_sets_become_lists():

@@ -18,7 +18,7 @@ from verl.models.rounding import Rounding
 from verl.parallel.mesh import Mesh
 from verl.reshard import layout as layouts  # not its classes: what has `ranks` is taken for a check
 from verl.reshard.grouping import consecutive_engines
-from verl.reshard.shared_memory import read
+from verl.reshard.shared_memory import read_shared_bucket
 from verl.reshard.update import plan_update
 from verl.rollout.rollout_model import Replica, copy_group
 from verl.rollout.weight_version import checked
@@ -91,7 +91,7 @@ def check_layout(folder, path, replica_size, **engine):
         skeleton = load_causal_lm(str(path), device=CPU, dtype=torch.bfloat16)
         in_memory = {}
         for bucket in KeptBuckets(1 << 14).write(checked(sent.items(), skeleton, torch.bfloat16)):
-            in_memory.update({name: tensor.clone() for name, tensor in read(bucket)})
+            in_memory.update({name: tensor.clone() for name, tensor in read_shared_bucket(bucket)})
         same(in_memory, expected, "shared memory")
         place = folder / f"files-{replica_size}-{len(list(folder.glob('files-*')))}"
         place.mkdir()

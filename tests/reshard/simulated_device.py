@@ -4,7 +4,7 @@ import torch
 
 from verl.reshard import cuda_ipc, device_memory
 from verl.reshard.cuda_ipc import Refused
-from verl.reshard.shared_memory import Segment, open_segment
+from verl.reshard.shared_memory import SharedSegment, open_segment
 
 DEVICE = torch.device("cpu")
 
@@ -18,7 +18,7 @@ class SimulatedDriver:
     def allocate(self, num_bytes, device):
         if "allocate" in self.refuses:
             raise Refused("CUDA_ERROR_OUT_OF_MEMORY")
-        self.segments.append(Segment(num_bytes))
+        self.segments.append(SharedSegment(num_bytes))
         return self.segments[-1].values, self.segments[-1].path.encode()
 
     def open_handle(self, handle, num_bytes, device):

@@ -11,7 +11,7 @@ from tests.reshard.simulated_device import DEVICE, simulate_driver
 from verl.errors import ModelError, WorkerLostError
 from verl.reshard import cuda_ipc, device_memory, shared_memory
 from verl.reshard.cuda_ipc import Refused
-from verl.reshard.device_memory import DeviceBuckets, DeviceSender, read
+from verl.reshard.device_memory import DeviceBuckets, DeviceSender, read_device_bucket
 from verl.reshard.shared_memory import SharedBuckets, as_values, bucketed
 from verl.runtime.weight_copies import KeptBuckets
 
@@ -45,7 +45,7 @@ def same(found, expected):
 
 def test_tensors_come_as_they_were_written(buckets, driver):
     description = json.loads(json.dumps(buckets.write(weights())))
-    same([(name, tensor.clone()) for name, tensor in read(description)], weights())
+    same([(name, tensor.clone()) for name, tensor in read_device_bucket(description)], weights())
     assert description["device"]["uuid"] == "GPU-1"
     assert [entry[:3] for entry in description["entries"]][:2] == [["a", "float32", [5, 7]], ["b", "bfloat16", [9]]]
     assert len(driver.segments) == 1
@@ -57,16 +57,16 @@ def test_tensors_come_as_they_were_written(buckets, driver):
 def test_a_process_reads_its_own_without_opening_it(buckets, driver, monkeypatch):
     monkeypatch.setattr(device_memory, "_OWN", {})
     description = buckets.write(weights())
-    same(list(read(description)), weights())
+    same(list(read_device_bucket(description)), weights())
     assert driver.opened == 0
 
 
 def test_two_blocks_in_turns_and_larger_ones_for_larger_tensors(buckets, driver):
     for value in (1.0, 2.0, 3.0):
-        same(list(read(buckets.write(weights(value)))), weights(value))
+        same(list(read_device_bucket(buckets.write(weights(value)))), weights(value))
     assert len(driver.segments) == 2
     large = [("large", torch.randn(BUCKET))]
-    same(list(read(buckets.write(large))), large)
+    same(list(read_device_bucket(buckets.write(large))), large)
     assert len(driver.segments) == 3
     with pytest.raises(ModelError, match="2 tensors starting at x exceed a bucket"):
         buckets.write([("x", torch.empty(BUCKET)), ("y", torch.empty(1))])
@@ -74,10 +74,10 @@ def test_two_blocks_in_turns_and_larger_ones_for_larger_tensors(buckets, driver)
 
 def test_a_bucket_that_is_written_over(buckets):
     descriptions = [buckets.write([("w", torch.full((10,), float(i)))]) for i in range(3)]
-    assert [float(tensor[0]) for _, tensor in read(descriptions[1])] == [1]
+    assert [float(tensor[0]) for _, tensor in read_device_bucket(descriptions[1])] == [1]
     with pytest.raises(ModelError, match="Bucket 1 of the new weights was overwritten before it was read"):
-        list(read(descriptions[0]))
-    late = read(descriptions[2])
+        list(read_device_bucket(descriptions[0]))
+    late = read_device_bucket(descriptions[2])
     next(late)
     buckets.write([("w", torch.zeros(10))])
     buckets.write([("w", torch.zeros(10))])
@@ -88,7 +88,7 @@ def test_a_bucket_that_is_written_over(buckets):
 def test_numbers_that_are_not_what_was_written(buckets, driver):
     description = buckets.write([("a", torch.ones(10)), ("b", torch.ones(10))])
     as_values(driver.segments[0].values, description["entries"][1][3], 40, torch.int32)[3] ^= 1
-    tensors = read(description)
+    tensors = read_device_bucket(description)
     assert next(tensors)[0] == "a"
     with pytest.raises(ModelError, match="b in bucket 1 of the new weights does not match its digest"):
         next(tensors)
@@ -96,11 +96,11 @@ def test_numbers_that_are_not_what_was_written(buckets, driver):
     first, second = swapped["entries"]
     first[3], second[3] = second[3], first[3]
     with pytest.raises(ModelError, match="a in bucket 2"):
-        next(read(swapped))
+        next(read_device_bucket(swapped))
     past_the_end = buckets.write([("a", torch.ones(10))])
     past_the_end["entries"][0][3] = 1 << 20
     with pytest.raises(ModelError, match="a in bucket 3"):
-        next(read(past_the_end))
+        next(read_device_bucket(past_the_end))
 
 
 def test_memory_that_cannot_be_opened(buckets, driver):
@@ -109,12 +109,12 @@ def test_memory_that_cannot_be_opened(buckets, driver):
     with pytest.raises(
         ModelError, match=r"Bucket 1 .* GPU GPU-1, which the engine on cpu cannot open: CUDA_ERROR_PEER"
     ):
-        list(read(description))
+        list(read_device_bucket(description))
 
 
 def test_a_description_of_the_hosts_memory_is_read_there():
     on_host = SharedBuckets(BUCKET)
-    same(list(read(on_host.write(weights()))), weights())
+    same(list(read_device_bucket(on_host.write(weights()))), weights())
 
 
 class TestSender:
@@ -131,22 +131,22 @@ class TestSender:
         held, descriptions = {}, []
         for description in portions(new):
             descriptions.append(json.loads(json.dumps(description)))
-            held |= {name: tensor.clone() for name, tensor in read(descriptions[-1])}
+            held |= {name: tensor.clone() for name, tensor in read_device_bucket(descriptions[-1])}
         same(list(held.items()), new)
         return descriptions
 
     def test_by_the_device_and_kept_on_the_host(self, portions, driver):
-        portions.probe(lambda description: list(read(description)))
+        portions.probe(lambda description: list(read_device_bucket(description)))
         descriptions = self.taken(portions)
         assert len(descriptions) > 2
         assert all("device" in d and "segment" in d for d in descriptions)
         for d in descriptions:  # a restarted process reads what is kept
             del d["device"]
-            assert list(read(d))
+            assert list(read_device_bucket(d))
 
     def test_without_a_copy_on_the_host(self, driver):
         portions = DeviceSender(DEVICE, BUCKET, place=None, keeps=False)
-        portions.probe(lambda description: list(read(description)))
+        portions.probe(lambda description: list(read_device_bucket(description)))
         assert all("segment" not in d for d in self.taken(portions))
 
     @pytest.mark.parametrize("keeps", [True, False])
@@ -156,7 +156,7 @@ class TestSender:
         portions = DeviceSender(DEVICE, BUCKET, place, keeps=keeps)
         driver.refuses = {"open"}
         for _ in range(2):
-            portions.probe(lambda description: list(read(description)))
+            portions.probe(lambda description: list(read_device_bucket(description)))
             assert all("device" not in d for d in self.taken(portions))
         (record,) = caplog.records
         assert "through host memory" in record.message
@@ -169,7 +169,7 @@ class TestSender:
         portions = DeviceSender(DEVICE, BUCKET, place, keeps=keeps)
 
         def first_read(description):
-            list(read(description))
+            list(read_device_bucket(description))
             driver.refuses = {"allocate"}
 
         portions.probe(first_read)

@@ -10,7 +10,14 @@ import pytest
 import torch
 
 from verl.errors import ModelError, WorkerLostError
-from verl.reshard.shared_memory import Segment, SharedBuckets, as_values, bucketed, open_segment, read
+from verl.reshard.shared_memory import (
+    SharedBuckets,
+    SharedSegment,
+    as_values,
+    bucketed,
+    open_segment,
+    read_shared_bucket,
+)
 
 # what an engine does, without the time that torch takes to start
 READER = """
@@ -40,7 +47,7 @@ def test_what_is_read_is_what_was_written(buckets):
     given, found = weights(), {}
     for some in bucketed(given.items(), 1000):
         description = json.loads(json.dumps(buckets.write(some)))
-        found |= {name: tensor.clone() for name, tensor in read(description)}
+        found |= {name: tensor.clone() for name, tensor in read_shared_bucket(description)}
     assert found.keys() == given.keys()
     for name, tensor in given.items():
         assert found[name].dtype == tensor.dtype
@@ -62,10 +69,10 @@ def test_memory_is_bounded_by_the_bucket_or_the_largest_tensor(buckets):
 def test_a_bucket_lasts_until_its_segment_is_used_again(buckets):
     descriptions = [buckets.write([("w", torch.full((10,), float(i)))]) for i in range(3)]
     for i in (1, 2):
-        assert [float(tensor[0]) for _, tensor in read(descriptions[i])] == [i]
+        assert [float(tensor[0]) for _, tensor in read_shared_bucket(descriptions[i])] == [i]
     with pytest.raises(ModelError, match="Bucket 1 of the new weights was overwritten before it was read"):
-        list(read(descriptions[0]))
-    late = read(descriptions[2])
+        list(read_shared_bucket(descriptions[0]))
+    late = read_shared_bucket(descriptions[2])
     next(late)
     buckets.write([("w", torch.zeros(10))])
     buckets.write([("w", torch.zeros(10))])
@@ -77,7 +84,7 @@ def test_numbers_that_are_not_what_was_written(buckets):
     description = buckets.write([("a", torch.ones(10)), ("b", torch.ones(10))])
     memory = open_segment(description["segment"], description["num_bytes"], "it")
     as_values(memory, description["entries"][1][3], 40, torch.int32)[3] ^= 1
-    tensors = read(description)
+    tensors = read_shared_bucket(description)
     assert next(tensors)[0] == "a"
     with pytest.raises(ModelError, match="b in bucket 1 of the new weights does not match its digest"):
         next(tensors)
@@ -85,18 +92,18 @@ def test_numbers_that_are_not_what_was_written(buckets):
     first, second = swapped["entries"]
     first[3], second[3] = second[3], first[3]
     with pytest.raises(ModelError, match="a in bucket 2"):
-        next(read(swapped))
+        next(read_shared_bucket(swapped))
 
 
 def test_a_writer_that_is_gone(buckets):
     description = buckets.write([("a", torch.ones(10))])
     buckets.close()
     with pytest.raises(WorkerLostError, match="Bucket 1 of the new weights cannot be opened .* has ended"):
-        list(read(description))
+        list(read_shared_bucket(description))
 
 
 def test_a_reader_that_is_killed_leaves_nothing():
-    segment = Segment(4096)
+    segment = SharedSegment(4096)
     segment.values[:5] = torch.frombuffer(bytearray(b"hello"), dtype=torch.uint8)
     command = [sys.executable, "-c", READER, segment.path, "4096"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
@@ -110,7 +117,7 @@ def test_a_reader_that_is_killed_leaves_nothing():
 
 
 def test_less_memory_than_was_announced():
-    segment = Segment(100)
+    segment = SharedSegment(100)
     with pytest.raises(ModelError, match="it has 100 bytes where 200 were announced"):
         open_segment(segment.path, 200, "it")
     segment.close()

@@ -8,7 +8,7 @@ import torch
 from verl.config import ModelConfig
 from verl.data_proto.samples import Completion, SamplingParams
 from verl.errors import ModelError
-from verl.reshard.shared_memory import SharedBuckets, bucketed, read
+from verl.reshard.shared_memory import SharedBuckets, bucketed, read_shared_bucket
 from verl.rollout.api import OwnCopy
 from verl.rollout.hf import eager_view
 from verl.rollout.requests import StopRules
@@ -26,7 +26,7 @@ def own_copy(path="model", bucket_bytes=1 << 14):
         device=torch.device("cpu"),
         dtype=torch.float32,
         portions=lambda weights: map(buckets.write, bucketed(weights, bucket_bytes)),
-        reader="verl.reshard.shared_memory:read",
+        reader="verl.reshard.shared_memory:read_shared_bucket",
         write=lambda folder, number, weights: write_folder(folder, number, weights, bucket_bytes),
         folder_reader="verl.runtime.weight_copies:read_folder",
         start_timeout_s=10.0,
@@ -52,7 +52,7 @@ class Model:
     def begin_update(self):
         self.manifest, self.left = Manifest(), set(self.parameters)
 
-    def update(self, bucket, reader=read):
+    def update(self, bucket, reader=read_shared_bucket):
         with torch.no_grad():
             for name, tensor in reader(bucket):
                 self.left.remove(name)

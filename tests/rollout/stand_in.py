@@ -62,9 +62,9 @@ class StandIn:
         self.manifest, self.left = Manifest(), dict(self.module.named_parameters())
 
     def update(self, bucket):
-        from verl.reshard.shared_memory import read
+        from verl.reshard.shared_memory import read_shared_bucket
 
-        for name, tensor in read(bucket):
+        for name, tensor in read_shared_bucket(bucket):
             self.left.pop(name).copy_(tensor)
         self.manifest.add(bucket)
         self._perhaps_die("update")

@@ -260,7 +260,7 @@ def test_merged_parts_are_attention_to_all_keys():
     places[place] = prefix.unflatten(1, (kv_heads, groups)).transpose(1, 2)
     lse = torch.zeros(kv_heads, 4, groups, dtype=torch.float64)
     lse[:, place] = prefix_lse.unflatten(1, (kv_heads, groups)).transpose(0, 1)
-    found = fused.merged(own, own_lse.t(), places, lse, place)
+    found = fused.merged_attention(own, own_lse.t(), places, lse, place)
     assert torch.allclose(found, attend(k, v)[0], atol=1e-12)
 
 

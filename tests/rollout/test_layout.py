@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.rollout.conftest import make_prompts
 from verl.rollout.layout import Chunk, StepLayout
-from verl.rollout.native.batch import Group, Prompts, Rows
+from verl.rollout.native.batch import BatchRows, Group, Prompts
 from verl.rollout.native.decode_attention import DecodeRows, Members, length_blocks
 from verl.rollout.native.kv_cache import SlotStore
 
@@ -170,7 +170,7 @@ def test_store_grows_keeps_and_frees():
 def test_schedule_starts_every_sample_once(data):
     lengths = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=12))
     n, num_rows, budget = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 9)), data.draw(st.integers(1, 50))
-    schedule, rows = Prompts(), Rows(4)
+    schedule, rows = Prompts(), BatchRows(4)
     rows.grow(num_rows)
     schedule.waiting.extend(Group(prompt, deque(range(n)), n) for prompt in make_prompts(lengths))
     schedule.sort()
@@ -203,7 +203,7 @@ def test_schedule_starts_every_sample_once(data):
 
 
 def test_close_holes_moves_rows_whole():
-    rows = Rows(3)
+    rows = BatchRows(3)
     rows.grow(6)
     group = Group(make_prompts([4])[0], deque(), 6)
     for sample in range(6):

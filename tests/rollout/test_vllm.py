@@ -13,7 +13,7 @@ from tests.rollout.simulated import own_copy
 from verl.config import RolloutConfig, load_config
 from verl.data_proto.samples import Completion, SamplingParams
 from verl.errors import MissingExtraError, ModelError
-from verl.reshard.shared_memory import read
+from verl.reshard.shared_memory import read_shared_bucket
 from verl.rollout.api import ENGINES, holds_weights
 from verl.rollout.requests import StopRules
 from verl.rollout.sampling import sample
@@ -45,7 +45,7 @@ class FakeCore:
     def update(self, bucket):
         bucket = self.damage(bucket)
         if bucket is not None:
-            self.held |= {name: tensor.clone() for name, tensor in read(bucket)}
+            self.held |= {name: tensor.clone() for name, tensor in read_shared_bucket(bucket)}
             self.manifest.add(bucket)
 
     def finish_update(self, manifest):
@@ -144,7 +144,7 @@ def test_weights_that_are_not_the_models_are_refused(change, words, make, load):
 
 
 def flip(bucket):
-    for _, tensor in read(bucket):
+    for _, tensor in read_shared_bucket(bucket):
         tensor.view(-1).view(torch.uint8)[0] ^= 1
         return bucket
 

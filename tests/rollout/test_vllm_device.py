@@ -15,7 +15,7 @@ from verl.errors import ConfigError, ModelError
 from verl.parallel.placement import Placement
 from verl.parallel.serialize import to_bytes
 from verl.programs.ppo_roles import ppo_roles
-from verl.reshard.device_memory import DeviceSender, read
+from verl.reshard.device_memory import DeviceSender, read_device_bucket
 from verl.rollout.api import ENGINES
 from verl.rollout.vllm import engine
 from verl.rollout.vllm.core import Core, undisturbed
@@ -36,12 +36,12 @@ def driver(monkeypatch):
 class PlayedOnDevice(Played):
     def try_bucket(self, bucket):
         self.processes.note("try")
-        assert list(read(bucket))
+        assert list(read_device_bucket(bucket))
 
     def update(self, bucket):
         self.processes.note("update")
         self.processes.ways.append(sorted({"device", "segment"} & set(bucket)))
-        self.weights |= {name: tensor.clone() for name, tensor in read(bucket)}
+        self.weights |= {name: tensor.clone() for name, tensor in read_device_bucket(bucket)}
         self.manifest.add(bucket)
 
 
@@ -111,7 +111,7 @@ def test_only_an_engine_of_our_own_opens_memory_of_a_gpu():
     assert set(_OWN_READERS) - set(WeightReceiver.verl_readers) == {copy.reader}
     assert copy.settle is not None
     message = {"reader": copy.reader, "bucket": {"entries": [], "number": 1, "device": {}}}
-    with pytest.raises(ModelError, match="'verl.reshard.device_memory:read' is not a reader"):
+    with pytest.raises(ModelError, match="'verl.reshard.device_memory:read_device_bucket' is not a reader"):
         WeightReceiver()._verl_load(**message)
     with pytest.raises(KeyError):
         OwnWeightReceiver()._verl_try(**message)

@@ -7,7 +7,7 @@ from tests.rollout.conftest import EOS, make_prompts
 from verl.config import RolloutConfig, load_config
 from verl.data_proto.samples import Completion, SamplingParams
 from verl.errors import DeadlineError, ModelError, WorkerLostError
-from verl.reshard.shared_memory import read
+from verl.reshard.shared_memory import read_shared_bucket
 from verl.rollout.api import ENGINES
 from verl.rollout.vllm import engine
 from verl.rollout.vllm.process import RestartingCore
@@ -52,7 +52,7 @@ class Played:
 
     def update(self, bucket):
         self.processes.note("update", self)
-        self.weights |= {name: tensor.clone() for name, tensor in read(bucket)}
+        self.weights |= {name: tensor.clone() for name, tensor in read_shared_bucket(bucket)}
         self.manifest.add(bucket)
 
     def finish_update(self, manifest):

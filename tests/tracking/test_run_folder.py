@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from verl.errors import CheckpointError, ConfigError
-from verl.tracking.files import append_rows, json_text, read_rows, write_atomically
+from verl.tracking.files import append_rows, json_text, read_json_rows, write_atomically
 from verl.tracking.run_folder import RunFolder
 
 
@@ -112,12 +112,12 @@ def test_truncate_after_removes_what_will_be_taken_again(tmp_path):
         with folder.metrics.open("a") as file:
             file.write('{"step": 6, "x": 0.')  # a kill in the middle of a row
         assert folder.truncate_after(3) == 2
-        assert [row["step"] for row in read_rows(folder.metrics)] == [0, 1, 2, 3]
-        assert next(iter(read_rows(folder.metrics))) == {"step": 0, "x": 0.0}
-        assert [row["step"] for row in read_rows(folder.spans)] == [0, 0, 1, 1, 2, 2, 3, 3]
+        assert [row["step"] for row in read_json_rows(folder.metrics)] == [0, 1, 2, 3]
+        assert next(iter(read_json_rows(folder.metrics))) == {"step": 0, "x": 0.0}
+        assert [row["step"] for row in read_json_rows(folder.spans)] == [0, 0, 1, 1, 2, 2, 3, 3]
         assert sorted(f.name for f in folder.samples.glob("val/*")) == [f"step_{i:06d}.jsonl" for i in range(4)]
         append_rows(folder.metrics, [{"step": 4}])
-        assert [row["step"] for row in read_rows(folder.metrics)] == [0, 1, 2, 3, 4]
+        assert [row["step"] for row in read_json_rows(folder.metrics)] == [0, 1, 2, 3, 4]
         assert folder.truncate_after(4) == 0
 
 
@@ -131,7 +131,7 @@ def test_fresh_start_sets_earlier_records_aside(tmp_path):
         assert folder.samples.is_dir()
         assert not list(folder.samples.glob("*/*"))
         (aside,) = tmp_path.glob("superseded_*")
-        assert [row["step"] for row in read_rows(aside / "metrics.jsonl")] == [0, 1, 2]
+        assert [row["step"] for row in read_json_rows(aside / "metrics.jsonl")] == [0, 1, 2]
         assert len(list(aside.glob("samples/*/*"))) == 6
 
 

@@ -13,7 +13,7 @@ from verl.data_proto.proto import DataProto
 from verl.data_proto.sample_rows import sample_rows
 from verl.errors import ConfigError
 from verl.models.tiny import make_tokenizer
-from verl.tracking.files import read_rows
+from verl.tracking.files import read_json_rows
 from verl.tracking.run_folder import RunFolder
 from verl.tracking.spans import Spans
 from verl.tracking.tracker import Tracker
@@ -57,11 +57,11 @@ def test_samples_and_dumps(folder, tmp_path):
         tracker.samples("train", 12, rows)
         tracker.samples("train", 12, rows[:2])
         tracker.samples("val", 0, rows)
-    assert [row["prompt"] for row in read_rows(folder.samples / "train" / "step_000012.jsonl")] == ["q0", "q1"]
-    assert next(iter(read_rows(tmp_path / "r" / "12.jsonl"))) == {
+    assert [row["prompt"] for row in read_json_rows(folder.samples / "train" / "step_000012.jsonl")] == ["q0", "q1"]
+    assert next(iter(read_json_rows(tmp_path / "r" / "12.jsonl"))) == {
         "input": "q0", "output": "r", "gts": "0", "score": 0.5, "step": 12, "acc": 0,
     }  # fmt: skip
-    assert len(list(read_rows(tmp_path / "v" / "0.jsonl"))) == 5
+    assert len(list(read_json_rows(tmp_path / "v" / "0.jsonl"))) == 5
 
 
 def test_validation_table_shows_the_same_prompts_each_time(folder):
@@ -106,13 +106,13 @@ def test_tracking_of_recipes(tmp_path, monkeypatch, capfd):
     tracking.log({"loss": 0.5}, step=4, backend="file")
     tracking.close()
     assert "step:3 - loss:0.25" in capfd.readouterr().out
-    assert [row["step"] for row in read_rows(tmp_path / "rows.jsonl")] == [3, 4]
+    assert [row["step"] for row in read_json_rows(tmp_path / "rows.jsonl")] == [3, 4]
 
 
 def test_tracking_that_is_never_closed_loses_nothing(tmp_path):
     code = "from verl.utils.tracking import Tracking; t = Tracking('p', 'e', 'file'); [t.log({'x': i}, i) for i in range(50)]"
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=60)
-    assert len(list(read_rows(tmp_path / "p" / "e.jsonl"))) == 50
+    assert len(list(read_json_rows(tmp_path / "p" / "e.jsonl"))) == 50
 
 
 def test_spans_nest_and_reset(tmp_path):
@@ -130,7 +130,7 @@ def test_spans_nest_and_reset(tmp_path):
     assert spans.take() == {}
     spans.write(4)
     spans.write(4)
-    rows = list(read_rows(tmp_path / "spans.jsonl"))
+    rows = list(read_json_rows(tmp_path / "spans.jsonl"))
     assert [row["name"] for row in rows] == ["gen", "gen", "gen", "gen", "step"]
     assert [row["parent"] for row in rows] == ["step", "step", "gen", "step", None]
     assert {row["step"] for row in rows} == {4}

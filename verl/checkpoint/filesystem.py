@@ -44,7 +44,7 @@ class FolderReport:
             )
 
 
-def examine(folder: Path) -> FolderReport:
+def examine_folder(folder: Path) -> FolderReport:
     """Try the operations of a save in `folder`, or in its nearest existing parent, with files of a few bytes. All of them
     are removed again."""
     there = next(p for p in (folder, *folder.absolute().parents) if p.is_dir())

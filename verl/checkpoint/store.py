@@ -45,9 +45,9 @@ from verl.tracking.files import write_atomically
 
 __all__ = [
     "CheckpointStore",
+    "CheckpointWriter",
     "LoadedCheckpoint",
     "RoleCheckpoint",
-    "Writer",
     "candidates",
     "newest_complete",
     "read_role",
@@ -59,7 +59,7 @@ _SPARE_BYTES = 64 << 20  # tokenizer, configs, manifest, and room for the file s
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-class Writer(Protocol):
+class CheckpointWriter(Protocol):
     """Writes one folder of a checkpoint, in this process or through other ones."""
 
     def num_bytes(self) -> int:
@@ -99,7 +99,7 @@ class CheckpointStore:
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
-    def save(self, step: int, roles: Mapping[str, Writer], trainer_state: Mapping[str, Any]) -> Path:
+    def save(self, step: int, roles: Mapping[str, CheckpointWriter], trainer_state: Mapping[str, Any]) -> Path:
         """Write global_step_{step}, then remove checkpoints beyond `keep`.
 
         Raises CheckpointError, with earlier checkpoints untouched, when the disk is full (before anything is written), fails

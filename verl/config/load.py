@@ -53,7 +53,7 @@ def inspect_config(
 def _given(schema: Schema[Any], overrides: Sequence[str], config_path: str | None, config_name: str | None) -> Given:
     given = Given(schema)
     file = sources.find(schema, config_path, config_name)
-    for path, tree in sources.read(schema, file, given.notices) if file is not None else ():
+    for path, tree in sources.read_tree(schema, file, given.notices) if file is not None else ():
         given.add_file(f"file {path}", tree)
     given.add_overrides(overrides)
     return given

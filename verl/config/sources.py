@@ -72,7 +72,7 @@ def _existing(file: Path) -> Path:
     )
 
 
-def read(
+def read_tree(
     schema: Schema[Any], file: Path, notices: list[str], above: tuple[Path, ...] = ()
 ) -> Iterator[tuple[Path, dict[str, Any]]]:
     """(file, tree) of `file` and of the files that its `defaults:` list names, in the order in which they apply. `above`
@@ -102,7 +102,7 @@ def read(
         names = [str(entry), schema.config_names.get(entry)] if isinstance(entry, str) and entry else []
         beside = [folder / f"{name}.yaml" for name in names if name for folder in (file.parent, BUILT_IN)]
         if found := next((f for f in beside if f.is_file()), None):
-            yield from read(schema, found, notices, (*above, file))
+            yield from read_tree(schema, found, notices, (*above, file))
         elif entry and entry not in schema.config_names:
             notices.append(f"defaults: {entry!r} in {file} has no effect: no such file lies beside it.")
 

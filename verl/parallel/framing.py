@@ -38,7 +38,7 @@ def to_jsonable(value: Any) -> Any:
     )
 
 
-def encode(message: dict[str, Any]) -> bytes:
+def encode_frame(message: dict[str, Any]) -> bytes:
     """JSON bytes of a message; numpy values become plain. Keys of dicts become text. Raises RewardError
     (to_jsonable)."""
     try:

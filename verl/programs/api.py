@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from verl.registry import Registry
 
 if TYPE_CHECKING:
-    from verl.checkpoint.store import Writer
+    from verl.checkpoint.store import CheckpointWriter
     from verl.roles.api import Roles, RoleSpecs
     from verl.tracking.console import StepMetrics
     from verl.tracking.run_folder import Curves
@@ -150,7 +150,7 @@ class Program(ABC):
         """Start, or start again: called once before the first step, and after each RollBack. The weights of the roles are in
         place. `state` holds all keys of trainer_state.json of the folder `checkpoint`; both are None for a fresh run."""
 
-    def checkpoint_writers(self) -> Mapping[str, Writer]:
+    def checkpoint_writers(self) -> Mapping[str, CheckpointWriter]:
         """Further folders of a checkpoint: name -> its writer. Called after `drain`."""
         return {}
 

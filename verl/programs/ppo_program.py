@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.algorithms.kl import make_kl_controller
-from verl.checkpoint.store import Writer
+from verl.checkpoint.store import CheckpointWriter
 from verl.config import VerlConfig
 from verl.data_proto.batch_metrics import data_metrics, span_tokens
 from verl.data_proto.metrics import metric_values
@@ -128,7 +128,7 @@ class PPOProgram(Program):
             log.warning("Prompt %d is next.", self.samples.cursor)
         self.restore(waiting)
 
-    def checkpoint_writers(self) -> Mapping[str, Writer]:
+    def checkpoint_writers(self) -> Mapping[str, CheckpointWriter]:
         """See Program: the samples that are open."""
         return open_samples(self.samples)
 

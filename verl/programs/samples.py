@@ -31,13 +31,17 @@ def start_samples(
     return snapshot.waiting
 
 
-def open_samples(samples: SampleTracker) -> dict[str, OpenSamples]:
+def open_samples(samples: SampleTracker) -> dict[str, OpenSamplesWriter]:
     """The part of a checkpoint that holds the open samples: folder name -> its writer. Nothing on ranks other than 0, or when
     none are open."""
-    return {IN_CHECKPOINT.parent.name: OpenSamples(samples)} if samples.path is not None and samples.num_open() else {}
+    return (
+        {IN_CHECKPOINT.parent.name: OpenSamplesWriter(samples)}
+        if samples.path is not None and samples.num_open()
+        else {}
+    )
 
 
-class OpenSamples:
+class OpenSamplesWriter:
     """Writes the samples that are open at the end of the last step into a checkpoint, which can then be used without the run
     folder that it was saved in. The ledger must have been committed."""
 
@@ -49,7 +53,7 @@ class OpenSamples:
         return _TOKEN_BYTES * self.samples.num_open_tokens()
 
     def write(self, folder: Path) -> dict[str, FileRecord]:
-        """See verl.checkpoint.store.Writer."""
+        """See verl.checkpoint.store.CheckpointWriter."""
         folder.mkdir()
         target = folder / NAME
         assert self.samples.path is not None

@@ -76,7 +76,7 @@ class DeviceBuckets(Buckets):
         }
 
 
-def read(description: Description) -> Iterator[Named]:
+def read_device_bucket(description: Description) -> Iterator[Named]:
     """The tensors of a bucket, in order, as views of the device's memory, or of the host's where the description has no
     "device". Copy each on the current stream before the reply to the writer.
 
@@ -84,7 +84,7 @@ def read(description: Description) -> Iterator[Named]:
     """
     place = description.get("device")
     if place is None:
-        return shared_memory.read(description)
+        return shared_memory.read_shared_bucket(description)
     memory = _OWN.get(place["token"])
     if memory is None:
         memory = _opened(place)

@@ -21,7 +21,7 @@ import torch
 from verl.errors import ModelError, WorkerLostError
 from verl.parallel.collectives import Collectives
 from verl.parallel.serialize import from_bytes, to_bytes
-from verl.reshard.shared_memory import Segment, open_segment
+from verl.reshard.shared_memory import SharedSegment, open_segment
 
 _TOKEN_BYTES = 16
 _ALIGNMENT = 64  # bytes
@@ -154,14 +154,14 @@ def _weight_at(memory: torch.Tensor, start: int, dtype: str, shape: list[int], s
     return _view(memory, start, getattr(torch, dtype), shape, stride)
 
 
-def _segment(num_bytes: int) -> Segment | None:
+def _segment(num_bytes: int) -> SharedSegment | None:
     try:
-        return Segment(max(num_bytes, _TOKEN_BYTES))
+        return SharedSegment(max(num_bytes, _TOKEN_BYTES))
     except (ModelError, OSError):  # not available: everything goes in messages
         return None
 
 
-def _card(segment: Segment | None, token: bytes, fingerprint: str) -> tuple[str, str, int, bytes, str] | None:
+def _card(segment: SharedSegment | None, token: bytes, fingerprint: str) -> tuple[str, str, int, bytes, str] | None:
     if segment is None:
         return None
     return socket.gethostname(), segment.path, segment.values.nbytes, token, fingerprint

@@ -30,7 +30,7 @@ Named = tuple[str, torch.Tensor]
 Description = dict[str, Any]  # JSON
 
 
-class Segment:
+class SharedSegment:
     """`num_bytes` of memory, viewed as `values` uint8 [num_bytes]. Other processes of this host can open it by `path` until
     it is closed here."""
 
@@ -86,7 +86,7 @@ def as_values(memory: torch.Tensor, first: int, num_bytes: int, dtype: torch.dty
     return memory[first : first + num_bytes].view(dtype)
 
 
-class Block(Protocol):
+class SharedBlock(Protocol):
     """Memory that another process can open: `values` uint8 [bytes], on the host or on a device."""
 
     values: torch.Tensor
@@ -109,7 +109,7 @@ class Buckets:
         self._blocks: list[Any] = [None] * num_segments
         self._number = 0  # of buckets written
 
-    def allocate(self, num_bytes: int) -> Block:
+    def allocate(self, num_bytes: int) -> SharedBlock:
         """A new block; subclasses choose the kind of memory."""
         raise NotImplementedError
 
@@ -154,8 +154,8 @@ class Buckets:
 class SharedBuckets(Buckets):
     """Buckets in memory of the host."""
 
-    def allocate(self, num_bytes: int) -> Segment:
-        return Segment(num_bytes)
+    def allocate(self, num_bytes: int) -> SharedSegment:
+        return SharedSegment(num_bytes)
 
     def write(self, tensors: Sequence[Named]) -> Description:
         """Copy tensors [any shape, any device] into the next segment. The result is JSON: path and size of the segment, number
@@ -186,7 +186,7 @@ def bucketed(tensors: Iterable[Named], bucket_bytes: int) -> Iterator[list[Named
         yield some
 
 
-def read(description: Description) -> Iterator[Named]:
+def read_shared_bucket(description: Description) -> Iterator[Named]:
     """The tensors of a bucket, in order, as views of the shared memory. Copy each before the reply to the writer.
 
     Raises WorkerLostError when the writer is gone, and ModelError when the bucket was overwritten or a tensor does not match

@@ -16,7 +16,7 @@ from typing import Any
 from verl.config.secrets import hide, hide_values
 from verl.data_proto.samples import Score, ScoreRequest
 from verl.errors import DeadlineError, RewardError
-from verl.parallel.framing import encode
+from verl.parallel.framing import encode_frame
 from verl.rewards.functions import RewardFunctionSpec
 from verl.rewards.jobs import Job, JobQueue
 from verl.rewards.process import START_TIMEOUT_S, WorkerGone, WorkerLost, WorkerProcess
@@ -279,7 +279,7 @@ class RewardPool:
 def _encode_call(job_id: str, requests: Sequence[ScoreRequest]) -> bytes:
     samples = [[r.data_source, r.solution_str, r.ground_truth, r.extra_info, r.from_model] for r in requests]
     try:
-        return encode({"id": job_id, "samples": samples})
+        return encode_frame({"id": job_id, "samples": samples})
     except RewardError as error:
         if len(requests) > 1:  # name the one at fault
             for request in requests:

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 
 from verl.config.secrets import is_secret_name
 from verl.errors import RewardError
-from verl.parallel.framing import encode, frame, read_header
+from verl.parallel.framing import encode_frame, frame, read_header
 from verl.rewards.jobs import Job
 from verl.rewards.sandbox.launch import Sandbox, remove_folder
 from verl.rewards.sandbox.limits import MIB, Limits
@@ -74,7 +74,7 @@ class WorkerProcess:
         about = {"limits": asdict(limits), "max_tasks": self._sandbox.max_tasks, "alone": self._sandbox.has_namespaces}
         try:
             message_id = secrets.token_hex(16)
-            message = encode({**setup, **about, "id": message_id})
+            message = encode_frame({**setup, **about, "id": message_id})
             answer = self._exchange(message, message_id, START_TIMEOUT_S, MAX_RESULT_BYTES, watched=False)
         except WorkerLost as error:
             self.close()

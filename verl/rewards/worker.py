@@ -26,7 +26,7 @@ from typing import Any
 
 from verl.errors import RewardError
 from verl.parallel.child_processes import adopt_orphans
-from verl.parallel.framing import ChannelClosed, ChannelCorrupt, encode, receive, receive_bytes, send
+from verl.parallel.framing import ChannelClosed, ChannelCorrupt, encode_frame, receive, receive_bytes, send
 from verl.rewards.functions import (
     BATCH_ARGUMENTS,
     MODEL_REPLY,
@@ -39,7 +39,7 @@ from verl.rewards.functions import (
 from verl.rewards.sandbox.launch import describe_exit
 from verl.rewards.sandbox.limits import Limits
 from verl.rewards.sandbox.prctl import filter_system_calls, hide_memory
-from verl.rewards.sandbox.processes import end_descendants, reap_descendants
+from verl.rewards.sandbox.processes import end_below, reap_descendants
 
 Outcome = dict[str, Any]  # {"score": float, "parts": dict} or {"error": "what the function did"}
 
@@ -180,13 +180,13 @@ def run(channel: socket.socket) -> None:
     try:
         caller = set_up(message, enter_limits(message))
     except RewardError as error:
-        send(channel, encode({**reply, "error": str(error)}))
+        send(channel, encode_frame({**reply, "error": str(error)}))
         return
     except BaseException as error:  # noqa: BLE001 - a user's file may even exit while it is imported
         text = f"Loading the reward function raised {type(error).__name__}: {error}"
-        send(channel, encode({**reply, "error": text}))
+        send(channel, encode_frame({**reply, "error": text}))
         return
-    send(channel, encode({**reply, "ready": True}))
+    send(channel, encode_frame({**reply, "ready": True}))
     forks = message["process_per_sample"]
     if forks:
         adopt_orphans()  # of a sample, to be ended with it
@@ -245,7 +245,7 @@ def answer_from_fork(channel: socket.socket, caller: Caller, request: bytes, alo
         return reply
     message = json.loads(request)
     outcomes = [{"error": failure}] * len(message["samples"])
-    return encode({"id": message["id"], "outcomes": outcomes, "seconds": 0.0, "out_of_memory": False})
+    return encode_frame({"id": message["id"], "outcomes": outcomes, "seconds": 0.0, "out_of_memory": False})
 
 
 def _score_and_exit(channel: socket.socket, caller: Caller, request: bytes) -> None:
@@ -267,7 +267,7 @@ def _end_others(pid: int, alone: bool) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(-1, signal.SIGKILL)  # every process of the namespace but process 1 and this one
     else:
-        end_descendants(os.getpid(), _END_TIMEOUT_S)
+        end_below(os.getpid(), _END_TIMEOUT_S)
     if pid:
         os.waitpid(pid, 0)
     reap_descendants(os.getpid(), _END_TIMEOUT_S)
@@ -275,15 +275,15 @@ def _end_others(pid: int, alone: bool) -> None:
 
 def _encode_reply(reply: dict[str, Any]) -> bytes:
     try:
-        return encode(reply)
+        return encode_frame(reply)
     except RewardError:
-        return encode({**reply, "outcomes": list(_without_odd_parts(reply["outcomes"]))})
+        return encode_frame({**reply, "outcomes": list(_without_odd_parts(reply["outcomes"]))})
 
 
 def _without_odd_parts(outcomes: Iterable[Outcome]) -> Iterable[Outcome]:
     for item in outcomes:
         try:
-            encode(item)
+            encode_frame(item)
             yield item
         except RewardError:
             yield {
@@ -294,7 +294,7 @@ def _without_odd_parts(outcomes: Iterable[Outcome]) -> Iterable[Outcome]:
 def _odd_key(item: Outcome) -> str:
     for key, value in (item.get("parts") or {}).items():
         try:
-            encode({str(key): value})
+            encode_frame({str(key): value})
         except RewardError:
             return f" (key {key!r})"
     return ""

@@ -24,7 +24,7 @@ from verl.run.schedule import Phases, scheduler_of
 from verl.run.state import RunState
 from verl.runtime.api import Runtime, open_runtime
 from verl.tracking.console import Console
-from verl.tracking.files import read_rows
+from verl.tracking.files import read_json_rows
 from verl.tracking.plot import draw_learning_curve
 from verl.tracking.run_folder import RunFolder
 from verl.tracking.spans import Spans
@@ -178,7 +178,9 @@ def _warn_of_resumption(loaded: LoadedConfig, folder: RunFolder, state: RunState
 
 def _last_validation(metrics_file: Path) -> dict[str, float]:
     """The metrics of the last validation after a step: for a run that has nothing left to do."""
-    rows = [row for row in read_rows(metrics_file) if row.get("step", 0) > 0 and any(k.startswith("val") for k in row)]
+    rows = [
+        row for row in read_json_rows(metrics_file) if row.get("step", 0) > 0 and any(k.startswith("val") for k in row)
+    ]
     return rows[-1] if rows else {}
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from verl.checkpoint.background import BackgroundStore
 from verl.checkpoint.files import FileRecord
-from verl.checkpoint.filesystem import examine
+from verl.checkpoint.filesystem import examine_folder
 from verl.checkpoint.store import CheckpointStore
 from verl.roles.api import ModelHandle, RoleSpec
 
@@ -95,7 +95,7 @@ def open_store(root: Path, specs: Sequence[RoleSpec], *, timeout_s: float, is_ra
     """The checkpoints of the run folder `root`. Raises CheckpointError when the folder's file system cannot hold any."""
     if not is_rank_zero:
         return OtherRankStore(root, timeout_s)
-    report = examine(root)
+    report = examine_folder(root)
     report.require()
     for notice in report.notices:
         log.warning("The run folder %s: %s.", root, notice)

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 _AT_THE_END = 1 << 62  # a step behind all phases
 
 
-class Scheduler(Protocol):
+class PhaseScheduler(Protocol):
     def values(self, step: int) -> Mapping[str, Any]:
         """The keys that have another value than in the config while `step` (counted from 1) trains. It is asked before each
         step; a run that resumes asks for the step that it resumes with."""
@@ -59,7 +59,7 @@ class DynamicConfigScheduler:
         return {**found, **self._set}
 
 
-def scheduler_of(config: Any) -> Scheduler | None:
+def scheduler_of(config: Any) -> PhaseScheduler | None:
     """The scheduler of trainer.dynamic_config or trainer.dynamic_config_scheduler; None without either."""
     trainer = config.trainer
     if trainer.dynamic_config_scheduler is None:
@@ -72,7 +72,7 @@ def scheduler_of(config: Any) -> Scheduler | None:
             f"trainer.dynamic_config_scheduler={trainer.dynamic_config_scheduler} must name an object with a method "
             "values(step), such as a DynamicConfigScheduler."
         )
-    scheduler: Scheduler = found
+    scheduler: PhaseScheduler = found
     return scheduler
 
 
@@ -83,7 +83,7 @@ class Phases:
     Raises ConfigError at once when a phase to come changes a key that cannot change in this run.
     """
 
-    def __init__(self, scheduler: Scheduler, roles: Roles, broadcast: Broadcast):
+    def __init__(self, scheduler: PhaseScheduler, roles: Roles, broadcast: Broadcast):
         self.scheduler, self.roles, self.broadcast = scheduler, roles, broadcast
         self._specs = {spec.name: spec for spec in roles.specs}
         self._now: dict[str, dict[str, Any]] = {}

@@ -32,7 +32,16 @@ from verl.registry import load_object
 from verl.roles.api import ProgramClass, Roles
 from verl.runtime.rank import POLICY, RankContext, check_meshes
 from verl.runtime.rank_workers import RankWorkers
-from verl.runtime.ray_cluster import CALL_LIMIT, START_LIMIT, Cluster, Pending, Process, Request, own_address, send
+from verl.runtime.ray_cluster import (
+    CALL_LIMIT,
+    START_LIMIT,
+    Cluster,
+    Pending,
+    Process,
+    Request,
+    own_address,
+    store_value,
+)
 from verl.runtime.role_groups import make_groups
 from verl.runtime.worker_group import WorkerGroup
 from verl.tracking.logs import setup_logging
@@ -147,7 +156,7 @@ class RayRuntime:
         for index in plan.ranks():
             arguments = plan.calls[index]
             if id(arguments) not in packed:
-                packed[id(arguments)] = send(pack(arguments))
+                packed[id(arguments)] = store_value(pack(arguments))
             process = self.processes[group.mesh.ranks[index]]
             run = process.handle.call
             if group.name == "reward":
@@ -186,11 +195,11 @@ class RankProcess:
 
     def place(self) -> Any:
         """(node name, address, a free port, process id)."""
-        return answer(lambda: (socket.gethostname(), own_address(), free_port(), os.getpid()))
+        return answer_call(lambda: (socket.gethostname(), own_address(), free_port(), os.getpid()))
 
     def join(self, meeting: Packed) -> Any:
         """Meet the other ranks at the address of the first."""
-        return answer(lambda: self._join(*unpack(meeting)))
+        return answer_call(lambda: self._join(*unpack(meeting)))
 
     def _join(self, address: str, port: int, timeout_s: float) -> None:
         config = self.config
@@ -204,7 +213,7 @@ class RankProcess:
 
     def build(self, task: Packed) -> Any:
         """Make the workers; the facts of the model."""
-        return answer(lambda: self._build(**unpack(task)))
+        return answer_call(lambda: self._build(**unpack(task)))
 
     def _build(
         self, program: str, devices: dict[str, Any], devices_per_node: int, train: bool, **task: Any
@@ -227,7 +236,7 @@ class RankProcess:
             result = workers.call(role, method, *unpack(arguments))
             return result if wanted else None
 
-        return answer(run)
+        return answer_call(run)
 
     def score(self, role: str, method: str, arguments: Packed, wanted: bool) -> Any:
         """`call` of a role that exchanges nothing with other ranks, beside a call of the others."""
@@ -240,14 +249,14 @@ class RankProcess:
                 result = getattr(worker, method)(*args, **kwargs)
             return result if wanted else None
 
-        return answer(run)
+        return answer_call(run)
 
     def sync_weights(self, version: int) -> Any:
         """See WeightSync."""
         assert self.workers is not None
         assert self.workers.weights is not None
         weights = self.workers.weights
-        return answer(lambda: weights.sync(version))
+        return answer_call(lambda: weights.sync(version))
 
     def stuck(self) -> str:
         """The call that has been running longest, with its innermost frames."""
@@ -280,7 +289,7 @@ def unpack(packed: Packed) -> Any:
     return decode(packed[0], [np.asarray(b) for b in packed[1:]])
 
 
-def answer(run: Callable[[], Any]) -> Any:
+def answer_call(run: Callable[[], Any]) -> Any:
     """The packed result of `run`, or its error: VerlError as it is, others with their traceback."""
     try:
         return pack(run())

@@ -309,7 +309,7 @@ def own_address() -> str:
     return str(ray.util.get_node_ip_address())
 
 
-def send(value: Any) -> Any:
+def store_value(value: Any) -> Any:
     """A reference to `value` for several processes; it is stored once."""
     return ray.put(value)
 

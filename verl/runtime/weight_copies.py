@@ -23,8 +23,8 @@ from verl.reshard.weight_files import MANIFEST, read_files, write_files
 from verl.rollout.api import OwnCopy, Weights
 from verl.rollout.rollout_model import Replica
 
-_READER = "verl.reshard.shared_memory:read"
-_DEVICE_READER = "verl.reshard.device_memory:read"  # and of the host's memory
+_READER = "verl.reshard.shared_memory:read_shared_bucket"
+_DEVICE_READER = "verl.reshard.device_memory:read_device_bucket"  # and of the host's memory
 _FOLDER_READER = "verl.runtime.weight_copies:read_folder"
 
 

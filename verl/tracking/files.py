@@ -50,7 +50,7 @@ def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
         os.fsync(file.fileno())
 
 
-def read_rows(path: Path) -> Iterator[dict[str, Any]]:
+def read_json_rows(path: Path) -> Iterator[dict[str, Any]]:
     """The rows of a file of `append_rows`; none when it is missing. A truncated line is left out."""
     if not path.exists():
         return

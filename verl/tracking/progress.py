@@ -16,7 +16,7 @@ import yaml
 
 from verl.errors import ConfigError
 from verl.tracking.bottleneck import Bottleneck, find_bottleneck
-from verl.tracking.files import read_rows
+from verl.tracking.files import read_json_rows
 from verl.tracking.heartbeat import EVENTS, read_beat
 from verl.tracking.ledger.reader import Counts, read_counts
 from verl.tracking.lock import holder_of
@@ -65,7 +65,7 @@ def read_progress(folder: Path, num_complaints: int = 5) -> Progress:
             f"{folder} is not a run folder: it has neither config.yaml nor metrics.jsonl. Give the folder that "
             "trainer.default_local_dir named."
         )
-    timeline, metrics = list(read_rows(folder / "timeline.jsonl")), list(read_rows(folder / "metrics.jsonl"))
+    timeline, metrics = list(read_json_rows(folder / "timeline.jsonl")), list(read_json_rows(folder / "metrics.jsonl"))
     total = next((row["of"] for row in reversed(timeline) if row.get("of")), None)
     step = max((int(row["step"]) for row in metrics), default=0)
     process = holder_of(folder)
@@ -87,7 +87,7 @@ def read_progress(folder: Path, num_complaints: int = 5) -> Progress:
         complaints=_complaints(folder / "logs", num_complaints),
         doing=beat.phase if beat else "",
         doing_s=time.time() - beat.since if beat else None,
-        crashes=list(read_rows(folder / EVENTS)),
+        crashes=list(read_json_rows(folder / EVENTS)),
         samples=read_counts(folder),
     )
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 
 from verl.errors import CheckpointError, ConfigError
-from verl.tracking.files import json_text, read_rows, write_atomically
+from verl.tracking.files import json_text, read_json_rows, write_atomically
 from verl.tracking.heartbeat import Heartbeat
 from verl.tracking.ledger.file import NAME as LEDGER
 from verl.tracking.lock import FolderLock
@@ -122,7 +122,7 @@ class RunFolder:
 
     def _set_aside(self) -> int:
         """Move the records of an earlier run into a folder of their own; returns its number of metrics rows."""
-        num_rows = sum(1 for _ in read_rows(self.metrics))
+        num_rows = sum(1 for _ in read_json_rows(self.metrics))
         records = (
             self.metrics,
             self.root / "spans.jsonl",
@@ -148,7 +148,7 @@ class RunFolder:
         if not path.exists():
             return 0
         # read_rows drops a line that a kill cut short, so the file is always rewritten
-        rows = list(read_rows(path))
+        rows = list(read_json_rows(path))
         kept = [row for row in rows if row.get("step", -1) <= keep]
         write_atomically(path, "".join(json_text(row) + "\n" for row in kept))
         return len(rows) - len(kept)

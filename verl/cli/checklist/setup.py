@@ -105,7 +105,7 @@ def check_trackers(subject: Subject) -> Iterator[Line]:
 def check_run_folder(subject: Subject) -> Iterator[Line]:
     """The run folder can be written; its checkpoints, if any."""
     from verl.checkpoint.files import find_damage
-    from verl.checkpoint.filesystem import examine
+    from verl.checkpoint.filesystem import examine_folder
     from verl.checkpoint.retention import candidates
 
     trainer, folder = subject.config.trainer, _run_folder(subject)
@@ -113,7 +113,7 @@ def check_run_folder(subject: Subject) -> Iterator[Line]:
     if not (nearest.is_dir() and os.access(nearest, os.W_OK)):
         yield fail(f"{folder} cannot be written: {nearest} is not a folder this user can write to")
         return
-    found = examine(folder)
+    found = examine_folder(folder)
     for refusal in found.refusals:
         yield fail(f"{folder} ({found.kind or 'unknown file system'}) cannot hold checkpoints: {refusal}")
     for notice in found.notices:

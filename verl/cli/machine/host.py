@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from verl.checkpoint.filesystem import examine
+from verl.checkpoint.filesystem import examine_folder
 
 # instruction sets that matter for training speed; "bf16" and "i8mm" are ARM's names
 _FLAGS = ("avx2", "f16c", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16", "asimd", "sve", "bf16", "i8mm")
@@ -121,7 +121,7 @@ def _read(path: Path) -> str:
 
 def _file_system(path: str) -> dict[str, Any]:
     """Kind of the file system, reasons why it cannot hold checkpoints, and its limitations."""
-    found = examine(Path(path))
+    found = examine_folder(Path(path))
     return {"kind": found.kind, "refusals": found.refusals, "notices": found.notices}
 
 

@@ -27,7 +27,7 @@ _MULTIPLE = 8  # flash kernels read heads in vectors of 8 numbers
 _WIDEST_HEAD = 256
 
 
-class Spans(NamedTuple):
+class TokenSpans(NamedTuple):
     """Positions of the sequences. Sequence i has the queries [start_q[i], start_q[i + 1]) and the keys
     [start_k[i], start_k[i + 1]), or, where `used_k` is given, the `used_k[i]` keys from start_k[i] on: keys may then be
     shared by sequences and lie anywhere. int32 on the device, start_q and start_k [sequences + 1], used_k [sequences];
@@ -62,7 +62,7 @@ def _has_flash(device: torch.device) -> bool:
 
 
 def _flash_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Spans, causal: bool, scale: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: TokenSpans, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     width = v.shape[-1]
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
@@ -92,7 +92,7 @@ def _flash_backward(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    spans: Spans,
+    spans: TokenSpans,
     causal: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -142,12 +142,12 @@ class VarlenPlan:
             self.keys = _tokens(((r.prefix_start, r.prefix_length) for r in runs), device)
 
 
-def spans_of(queries: Sequence[int], keys: Sequence[int], device: torch.device) -> Spans:
+def spans_of(queries: Sequence[int], keys: Sequence[int], device: torch.device) -> TokenSpans:
     """Sequences of these lengths, back to back."""
     starts = torch.zeros(2, len(queries) + 1, dtype=torch.int32)
     starts[:, 1:] = torch.tensor([queries, keys]).cumsum(1)
     start_q, start_k = to_device(starts, device)
-    return Spans(start_q, start_k, max(queries), max(keys))
+    return TokenSpans(start_q, start_k, max(queries), max(keys))
 
 
 def varlen_attention(

@@ -59,7 +59,7 @@ def cpu_seconds(pids: Iterable[int]) -> float:
     return ticks / _TICKS_PER_S
 
 
-def end_descendants(pid: int, timeout_s: float, spared: Collection[int] = (), group: int = 0) -> bool:
+def end_below(pid: int, timeout_s: float, spared: Collection[int] = (), group: int = 0) -> bool:
     """Send SIGKILL to every process below `pid` but `spared` until only zombies are left; False after `timeout_s`.
 
     `group`: a process group below `pid`, signalled first: the signal reaches all its members at once, those that are

@@ -16,7 +16,7 @@ from types import FrameType
 
 from verl.parallel.child_processes import adopt_orphans
 from verl.rewards.sandbox.prctl import end_with_parent, hide_memory
-from verl.rewards.sandbox.processes import end_descendants
+from verl.rewards.sandbox.processes import end_below
 
 _END_TIMEOUT_S = 4.0
 
@@ -46,7 +46,7 @@ def main() -> None:
         pass
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        end_descendants(os.getpid(), _END_TIMEOUT_S, group=group)
+        end_below(os.getpid(), _END_TIMEOUT_S, group=group)
         os._exit(code)
 
 

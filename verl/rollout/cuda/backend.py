@@ -25,8 +25,8 @@ from verl.rollout.cuda.device import (
     OWN_START,
     POSITION,
     DeviceRows,
+    DeviceSizes,
     Readback,
-    Sizes,
     next_power,
 )
 from verl.rollout.cuda.forward import StraightForward
@@ -197,14 +197,14 @@ class DeviceBackend:
             np.array([g.slot for g in running]), np.array([g.num_tokens for g in running]), members
         )
 
-    def _sizes(self, decoder: DenseDecoder, longest_prompt: int, num_rows: int) -> Sizes:
+    def _sizes(self, decoder: DenseDecoder, longest_prompt: int, num_rows: int) -> DeviceSizes:
         """Sizes for `num_rows` rows, or for as many as fit the memory that is free."""
         n, new = self.scheduler.params.n, self.scheduler.params.max_new_tokens + _SPARE
         shared = self.scheduler.shared
         num_prompts = len(self.prompts.waiting)
         while True:
             # a prompt keeps its slot until its last sample ends: twice as many as full groups need
-            sizes = Sizes(
+            sizes = DeviceSizes(
                 num_rows=num_rows,
                 own_capacity=rounded(new + (0 if shared else longest_prompt)),
                 num_prefixes=min(num_prompts, num_rows, 2 * -(-num_rows // n) + 8),

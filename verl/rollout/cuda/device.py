@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from verl.data_proto.samples import SamplingParams
-from verl.models.cuda.varlen import Spans, VarlenKernel
+from verl.models.cuda.varlen import TokenSpans, VarlenKernel
 from verl.parallel.device import to_device
 from verl.rollout.cuda.forward import StraightForward
 from verl.rollout.cuda.graphs import StepGraphs
@@ -26,7 +26,7 @@ TOKEN, POSITION, OWN_START, OWN_LENGTH, KEY, DRAWN = range(6)
 NUM_COLUMNS = 6
 
 
-class Sizes(NamedTuple):
+class DeviceSizes(NamedTuple):
     """Sizes of the stores. `width` is the most rows that read a prompt at once, 0 where each row has a copy of its prompt."""
 
     num_rows: int
@@ -64,7 +64,12 @@ class DeviceRows:
     """Everything that lives on the device during one generation, or for several of the same sizes."""
 
     def __init__(
-        self, forward: StraightForward, sizes: Sizes, params: SamplingParams, kernel: VarlenKernel, graphs: StepGraphs
+        self,
+        forward: StraightForward,
+        sizes: DeviceSizes,
+        params: SamplingParams,
+        kernel: VarlenKernel,
+        graphs: StepGraphs,
     ):
         self.forward, self.sizes, self.params, self.kernel, self.graphs = forward, sizes, params, kernel, graphs
         decoder = forward.decoder
@@ -108,7 +113,7 @@ class DeviceRows:
         starts = np.array([c.slot * capacity for _, c in chunks])
         known = np.stack([ids, places, places + np.repeat(starts, lengths)])
         tokens, positions, where = to_device(torch.from_numpy(known), self.device)
-        spans = Spans(
+        spans = TokenSpans(
             self._int32(np.cumsum([0, *lengths])),
             self._int32(np.append(starts, 0)),
             int(lengths.max()),
@@ -176,7 +181,7 @@ class DeviceRows:
     def _forward(self, num_rows: int, num_prompts: int) -> torch.Tensor:
         columns = self.columns[:, :num_rows]
         start, length = columns[OWN_START], columns[OWN_LENGTH]
-        spans = Spans(
+        spans = TokenSpans(
             self._ramp[: num_rows + 1],
             torch.nn.functional.pad(start.int(), (0, 1)),
             1,
@@ -199,7 +204,7 @@ class DeviceRows:
         if not self.sizes.width:
             return None
         queries = self.sizes.width * self._groups
-        spans = Spans(
+        spans = TokenSpans(
             self._ramp[: num_prompts + 1] * queries,
             self._prefix_start[: num_prompts + 1],
             queries,

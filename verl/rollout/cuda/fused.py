@@ -64,7 +64,7 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) * up
 
 
-def merged(
+def merged_attention(
     own: torch.Tensor, own_lse: torch.Tensor, prefix: torch.Tensor, prefix_lse: torch.Tensor, place: torch.Tensor
 ) -> torch.Tensor:
     """Attention to two disjoint sets of keys, from that to each: [rows, heads, head_dim].
@@ -86,11 +86,11 @@ class Parts(NamedTuple):
     add_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     rotated: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     swiglu: Callable[..., torch.Tensor]
-    merged: Callable[..., torch.Tensor]
+    merged_attention: Callable[..., torch.Tensor]
     uniforms_at: Callable[..., torch.Tensor]
 
 
-_FUNCTIONS: tuple[Callable[..., Any], ...] = (rms_norm, add_norm, rotated, swiglu, merged, uniforms_at)
+_FUNCTIONS: tuple[Callable[..., Any], ...] = (rms_norm, add_norm, rotated, swiglu, merged_attention, uniforms_at)
 
 
 @functools.cache

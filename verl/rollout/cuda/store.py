@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from verl.models.cpu.weights import DenseDecoder
-from verl.models.cuda.varlen import Spans, VarlenKernel
+from verl.models.cuda.varlen import TokenSpans, VarlenKernel
 from verl.rollout.cuda.fused import Parts
 
 
@@ -47,7 +47,7 @@ class TokenStore:
 class PromptAttention:
     """Chunks of prompts, back to back: stored at `where`; each token sees those before it in its slot (`spans`)."""
 
-    def __init__(self, store: TokenStore, where: torch.Tensor, spans: Spans, kernel: VarlenKernel, scale: float):
+    def __init__(self, store: TokenStore, where: torch.Tensor, spans: TokenSpans, kernel: VarlenKernel, scale: float):
         self._store, self._where, self._spans, self._kernel, self._scale = store, where, spans, kernel, scale
 
     def __call__(self, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
@@ -65,7 +65,7 @@ class SharedPrompts:
     int64 [rows]; `spans` has the keys of each prompt, and width * groups queries a prompt.
     """
 
-    def __init__(self, gather: torch.Tensor, place: torch.Tensor, spans: Spans):
+    def __init__(self, gather: torch.Tensor, place: torch.Tensor, spans: TokenSpans):
         self.gather, self.place, self.spans = gather, place, spans
 
 
@@ -77,7 +77,7 @@ class DecodeAttention:
         self,
         own: TokenStore,
         where: torch.Tensor,
-        spans: Spans,
+        spans: TokenSpans,
         prefix: TokenStore,
         shared: SharedPrompts | None,
         kernel: VarlenKernel,
@@ -99,6 +99,6 @@ class DecodeAttention:
         grouped = q.unflatten(1, (kv_heads, -1)).transpose(1, 2)  # [rows, groups, kv_heads, head_dim]
         queries = grouped[self._shared.gather].flatten(0, 1)
         part, part_lse = self._kernel.forward(queries, keys, values, self._shared.spans, False, self._scale)
-        return self._parts.merged(
+        return self._parts.merged_attention(
             out, lse, part.unflatten(0, (places, -1)), part_lse.unflatten(1, (places, -1)), self._shared.place
         )

@@ -116,7 +116,7 @@ class Prompts:
         return last
 
 
-class Rows:
+class BatchRows:
     """The running samples as columns; row r owns slot r of the own store. Rows below `end` are running, but for `holes`."""
 
     def __init__(self, max_new_tokens: int):

@@ -16,7 +16,7 @@ import torch
 
 from verl.data_proto.samples import Completion, PromptRequest, SampleKey
 from verl.rollout.layout import Chunk
-from verl.rollout.native.batch import Group, Prompts, Rows
+from verl.rollout.native.batch import BatchRows, Group, Prompts
 from verl.rollout.requests import OpenSamples, StopRules
 from verl.rollout.uniforms import sample_keys
 
@@ -88,7 +88,7 @@ class Scheduler:
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.chunk_tokens: int | None = None
         self.backend: Backend
-        self.prompts, self.rows = Prompts(), Rows(self.params.max_new_tokens)
+        self.prompts, self.rows = Prompts(), BatchRows(self.params.max_new_tokens)
         self.longest_prompt = self.num_decode_steps = self.max_running = 0
         self._flight: deque[tuple[np.ndarray, Sampled]] = deque()  # (row of each token, -1 for a sample that ended)
         self._saved: dict[SampleKey, Any] = {}

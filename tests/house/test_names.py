@@ -1,0 +1,44 @@
+"""One public name stands for one thing: no class or function is defined under the same name in two modules."""
+
+import ast
+from collections import defaultdict
+
+from tests.house.source import files, relative, room, tree
+
+# name -> why several modules may define it
+ONE_CONTRACT = {
+    "compute_score": "the function that every scorer of rewards/scorers has",
+    "main": "the function that `python -m` and the command line start",
+    "prepare": "the function that every task of data/tasks has",
+    "row_of": "the function that every task of data/tasks has",
+    "agg_loss": "the function of other releases beside ours, which their scripts import by this name",
+    "collate_fn": "two functions of that name in other releases, which scripts import",
+    "gpg": "the advantage estimator and the loss of one paper, by its name in the config",
+    "rms_norm": "the same operation on a CPU and on CUDA",
+    "swiglu": "the same operation on a CPU and on CUDA",
+}
+# names to make unique: delete the entry with the second definition
+STILL_TWICE = {"sample"}
+
+
+def public_definitions():
+    """Name -> files of the package that define it at top level; verl/compat repeats names of other releases."""
+    found = defaultdict(list)
+    for name, path in files().items():
+        for node in tree(path).body if room(name) != "compat" else ():
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith(
+                "_"
+            ):
+                found[node.name].append(relative(path))
+    return found
+
+
+def test_a_public_name_has_one_definition():
+    twice = {name: places for name, places in public_definitions().items() if len(places) > 1}
+    wrong = {name: places for name, places in twice.items() if name not in ONE_CONTRACT and name not in STILL_TWICE}
+    assert not wrong, "\n".join(f"{name}: {', '.join(places)}" for name, places in wrong.items())
+
+
+def test_exceptions_are_needed():
+    defined = public_definitions()
+    assert [name for name in ONE_CONTRACT if len(defined[name]) < 2] == []
