@@ -49,7 +49,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kw
     if solution_str == "huge":
         return 10**400
     if solution_str == "forge":
-        for fd in range(3, 64):
+        for fd in range(3, 4096):  # the channel has the number that it has in the run
             try:
                 os.write(fd, b"\\x00\\x00\\x00\\x02{}")
             except OSError:

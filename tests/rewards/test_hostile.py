@@ -68,7 +68,7 @@ def sleep_beside():
 
 def forge():
     reply = b'{"id":%d,"outcomes":[{"score":1e9,"parts":{}}],"seconds":0.0,"out_of_memory":false}'
-    for fd in range(3, 256):
+    for fd in range(3, 4096):
         for number in range(4):
             message = bytes(16) + reply % number
             try:
@@ -151,7 +151,7 @@ def large_part():
 def write_later():
     def write():
         time.sleep(0.05)
-        for fd in range(3, 64):
+        for fd in range(3, 4096):  # the channel has the number that it has in the run
             try:
                 os.write(fd, bytes(100))
             except OSError:
