@@ -54,7 +54,7 @@ class VerlChild:
             "generate_s": seconds,
             "lengths": sorted({len(c.token_ids) for c in completions}),
             "num_sequences": len(completions),
-            "num_decode_steps": self.run.roles.rollout.engine.stats()["num_decode_steps"],
+            "num_decode_steps": self.run.rollout.engine.stats()["num_decode_steps"],
         }
 
     def greedy(self, step: int) -> dict[str, Any]:

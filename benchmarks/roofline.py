@@ -86,7 +86,7 @@ def measure_decode(side: Any, work: Workload, batch: int, rounds: int) -> tuple[
     num_prompts = min(work.num_prompts, max(1, batch // work.num_samples))
     num_samples = -(-batch // num_prompts)
     requests = side.requests(0, num_prompts)
-    engine = side.roles.rollout.engine
+    engine = side.rollout.engine
     found = []
     for _ in range(rounds + 1):
         seconds, steps = [], []
