@@ -6,6 +6,7 @@ weights in buckets, the same ends of the process. So that engine processes can b
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,9 +24,13 @@ from verl.rollout.vllm.weights import Manifest
 
 
 class EngineOfItsOwn(VLLMRollout):
-    """See VLLMRollout; only the factory of the process differs."""
+    """See VLLMRollout; the engine has a process of its own on any plan of devices, made by another factory."""
 
     factory = f"{__file__}:start"
+
+    def _start(self, setup: Setup) -> Any:
+        self.own = replace(self.own, in_process=True)
+        return super()._start(setup)
 
 
 class NativeCore:
