@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from workload import digest
 
-from verl.config import VerlConfig, load_config
+from verl.config import PPOConfig, load_config
 from verl.data_proto.metrics import metric_values
 from verl.errors import ConfigError
 from verl.programs.api import RunContext
@@ -24,7 +24,7 @@ from verl.runtime.local import LocalRuntime
 from verl.tracking.spans import Spans
 
 
-def open_job(config_file: str, overrides: Sequence[str]) -> tuple[VerlConfig, PPOData]:
+def open_job(config_file: str, overrides: Sequence[str]) -> tuple[PPOConfig, PPOData]:
     """Config and data of the job in `config_file`. Raises ConfigError without training or held-out prompts."""
     config = load_config([*overrides, "trainer.device=cpu"], config_file).config
     data = load_data(config)
@@ -35,7 +35,7 @@ def open_job(config_file: str, overrides: Sequence[str]) -> tuple[VerlConfig, PP
     return config, data
 
 
-def held_out_reward(config: VerlConfig, roles: Roles, data: PPOData, step: int) -> dict[str, Any]:
+def held_out_reward(config: PPOConfig, roles: Roles, data: PPOData, step: int) -> dict[str, Any]:
     """Mean reward of the held-out prompts, sampled as val_kwargs say (the same random numbers in every call) and
     greedily."""
     assert data.validation is not None

@@ -12,7 +12,7 @@ import torch
 from weight_probe import WeightProbe
 from workload import Workload, digest
 
-from verl.config import VerlConfig, load_config
+from verl.config import PPOConfig, load_config
 from verl.data_proto.proto import DataProto
 from verl.data_proto.samples import Completion, PromptRequest, SamplingParams
 from verl.programs.api import RunContext
@@ -80,7 +80,7 @@ class VerlSide:
     def __init__(self, work: Workload, folder: Path, extra: Sequence[str] = ()):
         write_prompts(work, folder)
         self.work = work
-        self.config: VerlConfig = load_config(overrides_of(work, folder, extra)).config
+        self.config: PPOConfig = load_config(overrides_of(work, folder, extra)).config
         data = load_data(self.config)
         assert data.train is not None
         self.loader = data.train

@@ -148,7 +148,7 @@ class TestWholeTrees:
         from verl.compat.sections import loaded_config
 
         wanted = loaded_config(tiny_tree).config
-        tree = dataclasses.asdict(verl.config.VerlConfig())
+        tree = dataclasses.asdict(verl.config.PPOConfig())
         whole = OmegaConf.merge(tree, tiny_tree)
         whole.actor_rollout_ref.actor["_target_"] = "verl.workers.config.FSDPActorConfig"
         for path in ("actor_rollout_ref.rollout.prompt_length", "actor_rollout_ref.rollout.response_length"):

@@ -20,8 +20,8 @@ from verl.config import (
     ModelConfig,
     OptimConfig,
     PolicyLossConfig,
+    PPOConfig,
     RolloutConfig,
-    VerlConfig,
     load_config,
 )
 from verl.errors import ConfigError
@@ -152,7 +152,7 @@ def loaded_config(config: Any) -> LoadedConfig:
 
     if isinstance(config, LoadedConfig):
         return config
-    if isinstance(config, VerlConfig):
+    if isinstance(config, PPOConfig):
         config = dataclasses.asdict(config)
     tree: Any = OmegaConf.to_container(OmegaConf.create(config), resolve=True)
     with tempfile.TemporaryDirectory() as folder:

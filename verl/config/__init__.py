@@ -25,8 +25,6 @@ from verl.config.sections.reward import CustomRewardFunctionConfig, RewardConfig
 from verl.config.sections.rollout import AgentConfig, MultiTurnConfig, RolloutConfig, ValKwargsConfig
 from verl.config.sections.trainer import PPOTrainerConfig, RayKwargsConfig, SFTTrainerConfig, TrainerConfig
 
-VerlConfig = PPOConfig
-
 __all__ = [
     "PPO",
     "SCHEMAS",
@@ -70,7 +68,6 @@ __all__ = [
     "StepGuardsConfig",
     "TrainerConfig",
     "ValKwargsConfig",
-    "VerlConfig",
     "load_config",
     "schema_of",
 ]

@@ -22,7 +22,7 @@ from verl.parallel.mesh import Mesh
 from verl.parallel.placement import Placement
 
 if TYPE_CHECKING:
-    from verl.config import VerlConfig
+    from verl.config import PPOConfig
 
 Where = Literal["ranks", "process", "service"]
 
@@ -67,7 +67,7 @@ class EnginePlan:
     replicas: tuple[EngineReplica, ...]
 
     @classmethod
-    def of(cls, config: VerlConfig, placement: Placement, order: Sequence[int] | None = None) -> EnginePlan:
+    def of(cls, config: PPOConfig, placement: Placement, order: Sequence[int] | None = None) -> EnginePlan:
         """The plan of a run. `order`: the ranks of the rollout, neighbours in a replica (default: ascending). Raises
         ConfigError when devices do not divide as the config asks."""
         rollout = config.actor_rollout_ref.rollout
@@ -201,7 +201,7 @@ def _asked(sizes: Sizes) -> str:
     return f"{_TENSOR}={sizes.tensor}" + (f" x {_DATA}={sizes.data}" if sizes.data != 1 else "")
 
 
-def _counted_by(config: VerlConfig) -> str:
+def _counted_by(config: PPOConfig) -> str:
     rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
     if "rollout" in trainer.placement:
         return "trainer.placement"

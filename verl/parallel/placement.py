@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from verl.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
-    from verl.config import VerlConfig
+    from verl.config import PPOConfig
 
 # role -> the role whose devices it takes when it is not placed itself
 FOLLOWS = {"rollout": "actor", "reference": "actor", "critic": "actor", "reward": "rollout"}
@@ -118,7 +118,7 @@ class Placement:
         return cls(placed, devices_per_node or total)
 
     @classmethod
-    def of(cls, config: VerlConfig, num_devices: int | None = None) -> Placement:
+    def of(cls, config: PPOConfig, num_devices: int | None = None) -> Placement:
         """The placement of a config; a device map that a script has set goes before `trainer.placement`.
 
         `num_devices` is what a launcher has started, which must then be the number that the config gives, unless the config

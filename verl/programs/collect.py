@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from verl.algorithms.filters import filter_groups
-from verl.config import VerlConfig
+from verl.config import PPOConfig
 from verl.data.loader import PromptLoader
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
@@ -22,7 +22,7 @@ from verl.tracking.ledger.records import issued_prompts, scores_of, segments_of
 from verl.tracking.ledger.tracker import SampleTracker
 
 
-def prompts_per_generation(config: VerlConfig) -> int:
+def prompts_per_generation(config: PPOConfig) -> int:
     """data.gen_batch_size with a group filter, which may leave prompts out; else exactly those of the step."""
     data = config.data
     return (
@@ -34,7 +34,7 @@ class Collector:
     """Turns prompts into scored samples, and records each in `samples`. Checks for a stop after every round."""
 
     def __init__(
-        self, config: VerlConfig, roles: PPORoles, loader: PromptLoader, run: RunContext, samples: SampleTracker
+        self, config: PPOConfig, roles: PPORoles, loader: PromptLoader, run: RunContext, samples: SampleTracker
     ):
         self.config = config
         self.samples = samples

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from verl.config import LoadedConfig, VerlConfig
+from verl.config import LoadedConfig, PPOConfig
 from verl.data.files import write_parquet
 from verl.data_proto.sample_rows import sample_rows
 from verl.errors import ConfigError
@@ -39,7 +39,7 @@ def generate(loaded: LoadedConfig, output: Path) -> int:
     return 0
 
 
-def _write_samples(config: VerlConfig, roles: PPORoles, data: PPOData, output: Path) -> None:
+def _write_samples(config: PPOConfig, roles: PPORoles, data: PPOData, output: Path) -> None:
     """One JSON line per sample; into a .parquet file the rows of the data, each with its `responses`."""
     assert data.validation is not None
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -58,7 +58,7 @@ def _write_samples(config: VerlConfig, roles: PPORoles, data: PPOData, output: P
         unfinished.replace(output)
 
 
-def _samples(config: VerlConfig, roles: PPORoles, data: PPOData) -> Iterator[dict[str, Any]]:
+def _samples(config: PPOConfig, roles: PPORoles, data: PPOData) -> Iterator[dict[str, Any]]:
     """A row for each sample of the validation prompts, with its score, prompt by prompt."""
     assert data.validation is not None
     params = sampling_params(config.actor_rollout_ref.rollout)

@@ -26,7 +26,7 @@ from verl.algorithms.advantages import compute_advantage
 from verl.algorithms.correction import require_fresh, rollout_correction, rollout_gap_metrics
 from verl.algorithms.filters import pf_ppo_indices
 from verl.algorithms.kl import apply_kl_penalty
-from verl.config import VerlConfig
+from verl.config import PPOConfig
 from verl.data_proto.future import Future
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
@@ -44,7 +44,7 @@ from verl.tracking.ledger.records import keys_of
 class PPO(PPOProgram):
     """The phases of a step."""
 
-    def __init__(self, config: VerlConfig, data: PPOData, roles: Roles, run: RunContext):
+    def __init__(self, config: PPOConfig, data: PPOData, roles: Roles, run: RunContext):
         super().__init__(config, data, roles, run)
         found, self.spans = self.roles_of_run, run.spans
         self.actor, self.critic, self.reference, self.weights = (

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 
 import torch
 
-from verl.config import VerlConfig
+from verl.config import PPOConfig
 from verl.data.loader import PromptLoader
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
@@ -42,11 +42,11 @@ class AsyncPPO(PPO):
     """`rollout_queue.qsize()` is the number of batches that are finished or being generated."""
 
     @classmethod
-    def select(cls, config: VerlConfig) -> type[Program]:
+    def select(cls, config: PPOConfig) -> type[Program]:
         """PPO, unless rollout.prefetch_num asks for samples ahead of training."""
         return cls if config.actor_rollout_ref.rollout.prefetch_num > 0 else PPO
 
-    def __init__(self, config: VerlConfig, data: PPOData, roles: Roles, run: RunContext):
+    def __init__(self, config: PPOConfig, data: PPOData, roles: Roles, run: RunContext):
         super().__init__(config, data, roles, run)
         if data.train is not None:
             self.collector = self.ahead = AheadCollector(config, self.roles_of_run, data.train, run, self.samples)
@@ -87,7 +87,7 @@ class AheadCollector(Collector):
     """Takes its rounds from the queue. `version` is that of the weights that will train on them."""
 
     def __init__(
-        self, config: VerlConfig, roles: PPORoles, loader: PromptLoader, run: RunContext, samples: SampleTracker
+        self, config: PPOConfig, roles: PPORoles, loader: PromptLoader, run: RunContext, samples: SampleTracker
     ):
         super().__init__(config, roles, loader, run, samples)
         rollout = config.actor_rollout_ref.rollout

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl.config import VerlConfig
+from verl.config import PPOConfig
 from verl.data.dataset import load_dataset
 from verl.data.loader import PromptLoader, ValidationLoader
 from verl.data.order import PromptOrder
@@ -30,7 +30,7 @@ class PPOData:
         return self.validation is not None
 
 
-def load_data(config: VerlConfig, *, train: bool = True) -> PPOData:
+def load_data(config: PPOConfig, *, train: bool = True) -> PPOData:
     """Read and check the data files; raises DataError or ConfigError before any model is loaded.
 
     A run takes trainer.total_training_steps, else total_epochs times the whole batches of an epoch.

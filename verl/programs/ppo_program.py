@@ -11,7 +11,7 @@ from typing import Any
 
 from verl.algorithms.kl import make_kl_controller
 from verl.checkpoint.store import CheckpointWriter
-from verl.config import VerlConfig
+from verl.config import PPOConfig
 from verl.data_proto.batch_metrics import data_metrics, span_tokens
 from verl.data_proto.metrics import metric_values
 from verl.data_proto.sample_rows import sample_rows
@@ -43,16 +43,16 @@ class PPOProgram(Program):
     span_phases = SPAN_PHASES
 
     @classmethod
-    def load_data(cls, config: VerlConfig, *, train: bool = True) -> PPOData:
+    def load_data(cls, config: PPOConfig, *, train: bool = True) -> PPOData:
         """See Program."""
         return load_data(config, train=train)
 
     @classmethod
-    def roles(cls, config: VerlConfig, *, train: bool = True) -> RoleSpecs:
+    def roles(cls, config: PPOConfig, *, train: bool = True) -> RoleSpecs:
         """See Program."""
         return ppo_roles(config, train=train)
 
-    def __init__(self, config: VerlConfig, data: PPOData, roles: Roles, run: RunContext):
+    def __init__(self, config: PPOConfig, data: PPOData, roles: Roles, run: RunContext):
         self.config = config
         self.data = data
         self.run = run

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, Literal
 
 from verl.algorithms.advantages import requires
-from verl.config import VerlConfig
+from verl.config import PPOConfig
 from verl.config.active_keys import uses_critic, uses_reference
 from verl.engines.api import MicroBatching
 from verl.parallel.placement import Placement
@@ -32,7 +32,7 @@ class Needs:
     bypass: bool  # the sampler's log-probs are the old ones
 
     @classmethod
-    def of(cls, config: VerlConfig) -> Needs:
+    def of(cls, config: PPOConfig) -> Needs:
         columns = requires(config.algorithm.adv_estimator)
         correction = config.algorithm.rollout_correction
         return cls(
@@ -46,7 +46,7 @@ class Needs:
         )
 
 
-def old_log_prob_source(config: VerlConfig, needs: Needs, *, sampler_is_exact: bool) -> OldLogProbs:
+def old_log_prob_source(config: PPOConfig, needs: Needs, *, sampler_is_exact: bool) -> OldLogProbs:
     """The source of old log-probs, cheapest first.
 
     update: one optimizer step per batch, so the old policy is the current one and its log-probs fall out of the update;
@@ -86,7 +86,7 @@ class PPORoles:
         return cls(roles.rollout, roles.reward, roles.weights, **models)
 
 
-def ppo_roles(config: VerlConfig, *, train: bool = True) -> RoleSpecs:
+def ppo_roles(config: PPOConfig, *, train: bool = True) -> RoleSpecs:
     """The roles of a run; an evaluation has no models of its own, since the rollout loads the policy."""
     models: list[RoleSpec] = []
     if train:
@@ -103,7 +103,7 @@ def ppo_roles(config: VerlConfig, *, train: bool = True) -> RoleSpecs:
     )
 
 
-def _actor(config: VerlConfig) -> RoleSpec:
+def _actor(config: PPOConfig) -> RoleSpec:
     group, correction = config.actor_rollout_ref, config.algorithm.rollout_correction
     actor = group.actor
 
@@ -132,7 +132,7 @@ def _actor(config: VerlConfig) -> RoleSpec:
     )
 
 
-def _reference(config: VerlConfig) -> RoleSpec:
+def _reference(config: PPOConfig) -> RoleSpec:
     group = config.actor_rollout_ref
     return RoleSpec(
         "reference",
@@ -147,7 +147,7 @@ def _reference(config: VerlConfig) -> RoleSpec:
     )
 
 
-def _critic(config: VerlConfig) -> RoleSpec:
+def _critic(config: PPOConfig) -> RoleSpec:
     critic, length = config.critic, config.actor_rollout_ref.rollout.response_length
 
     def objective(guard: StepGuard) -> ValueObjective:
@@ -176,7 +176,7 @@ def _critic(config: VerlConfig) -> RoleSpec:
     )
 
 
-def _schedule(config: VerlConfig, section: Any, needed: Any = None) -> MiniBatchSchedule:
+def _schedule(config: PPOConfig, section: Any, needed: Any = None) -> MiniBatchSchedule:
     return MiniBatchSchedule(
         size=section.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n,
         epochs=section.ppo_epochs,

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from verl.algorithms.validation_metrics import validation_metrics
-from verl.config import VerlConfig
+from verl.config import PPOConfig
 from verl.data.loader import ValidationLoader
 from verl.data_proto.proto import DataProto
 from verl.data_proto.sample_rows import sample_rows
@@ -28,7 +28,7 @@ class Validator:
 
     def __init__(
         self,
-        config: VerlConfig,
+        config: PPOConfig,
         roles: PPORoles,
         loader: ValidationLoader,
         tokenizer: Any,

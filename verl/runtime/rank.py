@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from verl.config import VerlConfig
+from verl.config import PPOConfig
 from verl.errors import ConfigError
 from verl.models.load import load_model_config
 from verl.models.parallel.tensor import check_divisible
@@ -120,7 +120,7 @@ def check_meshes(config: Any, specs: RoleSpecs, placement: Placement) -> EngineP
     return context.engine_plan if specs.generates else None
 
 
-def _check_rollout(config: VerlConfig, plan: EnginePlan) -> None:
+def _check_rollout(config: PPOConfig, plan: EnginePlan) -> None:
     """Raise ConfigError when the model does not divide over the devices of a replica."""
     size, model = plan.sizes.tensor, config.actor_rollout_ref.model
     if size == 1:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from verl.config import VerlConfig
+from verl.config import PPOConfig
 from verl.models.load import load_causal_lm, load_external, model_without_numbers
 from verl.parallel.device import compute_dtype
 from verl.parallel.engine_plan import EnginePlan
@@ -29,7 +29,7 @@ _FOLDER_READER = "verl.runtime.weight_copies:read_folder"
 
 
 def own_copy(
-    config: VerlConfig, device: torch.device, plan: EnginePlan | None = None, visible_devices: tuple[str, ...] = ()
+    config: PPOConfig, device: torch.device, plan: EnginePlan | None = None, visible_devices: tuple[str, ...] = ()
 ) -> OwnCopy:
     """For an engine on `device`, in the dtype that the actor computes in. `plan`: how it spans the devices of the run
     (default: a run of this process alone); `visible_devices`: those of its process, as CUDA_VISIBLE_DEVICES has them."""
@@ -90,7 +90,7 @@ def read_folder(description: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor
     return read_files(Path(description["folder"]).parent, description["number"])
 
 
-def load_replica(config: VerlConfig, device: torch.device, group: dist.ProcessGroup | None) -> Replica:
+def load_replica(config: PPOConfig, device: torch.device, group: dist.ProcessGroup | None) -> Replica:
     """A copy of the policy in the compute dtype, for generation alone; divided over `group`, if there is one."""
     model = config.actor_rollout_ref.model
     load_external(model.external_lib)
@@ -106,7 +106,7 @@ def load_replica(config: VerlConfig, device: torch.device, group: dist.ProcessGr
     return replica
 
 
-def skeleton(config: VerlConfig, dtype: torch.dtype) -> Any:
+def skeleton(config: PPOConfig, dtype: torch.dtype) -> Any:
     """The policy on the meta device: configurations and shapes, no values."""
     model = config.actor_rollout_ref.model
     load_external(model.external_lib)
