@@ -7,13 +7,21 @@ message alone; a traceback is kept for errors that are not of these types, becau
 from __future__ import annotations
 
 import difflib
+import os
+import re
 from collections.abc import Iterable
+
+from verl.foreign_text import printable
 
 
 class VerlError(Exception):
-    """Base of all errors whose message is meant for the user; `exit_code` is what the command line returns."""
+    """Base of all errors whose message is meant for the user; `exit_code` is what the command line returns. Control
+    characters of foreign text in the message become their escapes."""
 
     exit_code = 1
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class ConfigError(VerlError):
@@ -103,3 +111,18 @@ def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
     if not close:
         return ""
     return "; did you mean " + " or ".join(repr(c) for c in close) + "?"
+
+
+_IN_TEXT = re.compile(r"\(os error (\d{1,3})\)|\bOs \{ code: (\d{1,3})\b")
+
+
+def os_error_of(error: BaseException) -> OSError | None:
+    """The operating system's error that `error` is, or that its text reports: tokenizers and safetensors raise others."""
+    if isinstance(error, OSError):
+        return error
+    of_library = type(error) is Exception or type(error).__module__.startswith("safetensors")
+    found = _IN_TEXT.search(str(error)) if of_library else None
+    if found is None:
+        return None
+    number = int(found[1] or found[2])
+    return OSError(number, os.strerror(number))

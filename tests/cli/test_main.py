@@ -1,6 +1,7 @@
 """Verbs, exit codes, what an error looks like, and how quickly --help starts."""
 
 import errno
+import io
 import os
 import subprocess
 import sys
@@ -8,7 +9,9 @@ import sys
 import pytest
 
 from verl import errors
+from verl.cli import main as main_module
 from verl.cli.main import VERBS, main
+from verl.registry import load_module
 
 COMMANDS = {
     "verl.trainer.main_ppo": ("train",),
@@ -112,12 +115,58 @@ def test_an_interrupt_is_130(verl, monkeypatch):
     assert verl("data") == (130, "verl data: interrupted.\n")
 
 
+def in_verl(error):
+    """A function that raises, compiled as if it were in a file of the package."""
+    names = {"error": error}
+    exec(compile("def run(argv):\n    raise error\n", main_module.__file__, "exec"), names)
+    return names["run"]
+
+
 def test_another_exception_is_called_a_bug(verl, monkeypatch):
-    monkeypatch.setattr("verl.data.prepare.main", raising(ZeroDivisionError("in the deep")))
+    monkeypatch.setattr("verl.data.prepare.main", in_verl(ZeroDivisionError("in the deep\x1b[31m")))
     code, said = verl("data")
     assert code == 70
-    assert "ZeroDivisionError: in the deep" in said
+    assert r"ZeroDivisionError: in the deep\x1b[31m" in said
     assert "this is a bug in verl" in said
+
+
+@pytest.mark.parametrize("text", ["1 / 0", "json.loads('{')"])
+def test_code_of_the_user_is_named(text, verl, monkeypatch, tmp_path):
+    """Its own error, and that of a library which it called."""
+    file = tmp_path / "mine.py"
+    file.write_text(f"import json\n\n\ndef main(argv):\n    {text}\n")
+    monkeypatch.setattr("verl.data.prepare.main", lambda argv: load_module(str(file)).main(argv))
+    code, said = verl("data")
+    assert code == 70
+    assert f"verl data: {file}, line 5, raised " in said
+    assert "bug in verl" not in said
+
+
+@pytest.mark.parametrize(
+    "error",
+    [MemoryError(), RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory")],
+)
+def test_no_memory_is_no_bug(error, verl, monkeypatch):
+    monkeypatch.setattr("verl.data.prepare.main", in_verl(error))
+    code, said = verl("data")
+    assert code == 70
+    assert "verl data: there is not enough memory. Lower lengths or batch sizes" in said
+    assert "bug in verl" not in said
+
+
+def test_a_full_disk_that_a_library_reports_in_its_own_way(verl, monkeypatch):
+    monkeypatch.setattr("verl.data.prepare.main", in_verl(Exception("No space left on device (os error 28)")))
+    assert verl("data") == (
+        1, "verl data: Reading or writing failed: No space left on device. Free some space, and run the same command again.\n"
+    )  # fmt: skip
+
+
+def test_a_terminal_without_the_characters(verl, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    monkeypatch.setattr("verl.data.prepare.main", lambda argv: print("café \u2713"))
+    assert verl("data")[0] == 0
+    sys.stdout.seek(0)
+    assert sys.stdout.read() == "caf\\xe9 \\u2713\n"
 
 
 REFUSALS = {

@@ -126,7 +126,8 @@ def test_a_bug_is_shown_and_tried_once_more(supervised):
     run = supervised("bug_once")
     code, said = run.end()
     assert code == 0
-    assert "this is a bug in verl" in said
+    assert "supervised.py, line" in said  # code of ours here, and of the user's for the command line
+    assert "raised ZeroDivisionError: in the deep. The file is not part of verl; correct it." in said
     assert run.events()[0]["cause"] == "ZeroDivisionError: in the deep"
 
 

@@ -9,7 +9,8 @@ from verl.compat.finder import IS_PACKAGE
 
 # From the ground up. A room may import from rooms of earlier rows and from itself.
 LAYERS = (
-    ("_version", "errors"),
+    ("_version", "foreign_text"),
+    ("errors",),
     ("registry",),
     ("data_proto",),
     ("config",),

@@ -11,7 +11,7 @@ from verl.config import load_config, secrets
 from verl.config.secrets import MASK, hide, hide_values, is_secret_name, remember_secrets
 from verl.errors import ConfigError
 from verl.tracking.files import json_text
-from verl.tracking.logs import HideSecrets
+from verl.tracking.logs import CleanRecords
 from verl.tracking.run_folder import RunFolder
 from verl.tracking.tracker import Tracker
 
@@ -94,7 +94,7 @@ def test_logs_have_masks_in_messages_and_tracebacks():
     remember_secrets({"token": PLANTED})
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
-    handler.addFilter(HideSecrets())
+    handler.addFilter(CleanRecords())
     logger = logging.Logger("test")
     logger.addHandler(handler)
     logger.warning("key %s of %d", PLANTED, 3)

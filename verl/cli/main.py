@@ -7,12 +7,17 @@ from __future__ import annotations
 
 import errno
 import importlib
+import io
 import os
 import sys
+import sysconfig
+import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from verl.errors import ConfigError, VerlError, nearest
+from verl.errors import ConfigError, VerlError, nearest, os_error_of
+from verl.foreign_text import clean, printable
 from verl.parallel.process_settings import keep_freed_memory, spin_briefly
 
 
@@ -57,7 +62,7 @@ _ELSEWHERE = {
     "merge": "is not needed: actor/huggingface in a checkpoint loads as it is, and verl export writes it elsewhere",
 }
 
-# errors of the disk or of permissions -> advice; other operating system errors are bugs of verl
+# errors of the operating system that are no bugs of verl -> advice
 _REFUSALS = {
     errno.ENOSPC: "Free some space",
     errno.EDQUOT: "Free some of your quota",
@@ -68,11 +73,21 @@ _REFUSALS = {
     errno.EISDIR: "Name a file, not a folder",
     errno.ENOTDIR: "Name a folder, not a file",
     errno.EIO: "Check the disk",
+    errno.ESTALE: "Check the network file system",
+    errno.ENAMETOOLONG: "Choose a shorter name",
+    errno.ELOOP: "Choose a name that is no link to itself",
+    errno.ENXIO: "Name a file",
+    errno.EMFILE: "Raise the limit of open files (ulimit -n)",
+    errno.ENFILE: "Close other programs: the system has too many open files",
+    errno.EAGAIN: "Raise the limit of processes (ulimit -u)",
+    errno.ENOMEM: "Free some memory",
 }
+_CRASH = 70  # the exit code of what no sentence explains; a supervised run is started again
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb; returns the exit code: 0, that of the error's type, 130 for an interrupt, 70 for a bug of verl."""
+    """Run one verb; returns the exit code: 0, that of the error's type, 1 for a refusal of the system, 130 for an interrupt, 70
+    for a bug, of verl or of code of the user's."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments:
         print(usage(), file=sys.stderr)
@@ -113,26 +128,35 @@ def run_guarded(verb: str, run: Callable[[list[str]], int], arguments: Sequence[
     """The exit code of `run(arguments)`, with errors shown as `main` says, under the name `verb`."""
     spin_briefly()
     keep_freed_memory()
+    _accept_any_text()
     try:
         _require_text(arguments)
         return run(list(arguments))
     except VerlError as error:
         if os.environ.get("LOG_LEVEL", "").upper() == "DEBUG":
             _show_traceback()
-        print(f"verl {verb}: {_without_secrets(str(error))}", file=sys.stderr)
+        print(f"verl {verb}: {_shown(str(error))}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print(f"verl {verb}: interrupted.", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of our output, for example `head`, has closed it
         return 0
-    except OSError as error:
-        if error.errno not in _REFUSALS:
-            return _report_bug(verb)
-        print(f"verl {verb}: {_refusal(error)}", file=sys.stderr)
-        return 1
-    except Exception:  # noqa: BLE001 - anything else is a bug of verl, shown with its traceback
-        return _report_bug(verb)
+    except Exception as error:  # noqa: BLE001 - of the system, of code of the user's, or a bug
+        refusal = os_error_of(error)
+        if refusal is not None and refusal.errno in _REFUSALS:
+            print(f"verl {verb}: {_refusal(refusal)}", file=sys.stderr)
+            return 1
+        _show_traceback()
+        print(f"verl {verb}: {_cause(error)}", file=sys.stderr)
+        return _CRASH
+
+
+def _accept_any_text() -> None:
+    """Write characters that the locale of the terminal lacks as their escapes."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _require_text(arguments: Sequence[str]) -> None:
@@ -147,29 +171,44 @@ def _require_text(arguments: Sequence[str]) -> None:
             ) from None
 
 
-def _without_secrets(text: str) -> str:
+def _shown(text: str) -> str:
     from verl.config.secrets import hide  # not above: `verl --help` needs no config
 
-    return hide(text)
+    return printable(hide(text))
 
 
 def _refusal(error: OSError) -> str:
     """An error of the operating system as a sentence."""
-    place = f" {error.filename}" if error.filename else ""
+    place = f" {clean(error.filename)}" if error.filename else ""
     advice = _REFUSALS[error.errno or 0]
     return f"Reading or writing{place} failed: {error.strerror}. {advice}, and run the same command again."
 
 
-def _report_bug(verb: str) -> int:
-    _show_traceback()
-    print(f"verl {verb}: this is a bug in verl; please report it with the lines above.", file=sys.stderr)
-    return 70
+def _cause(error: Exception) -> str:
+    """The cause of an error that is not a sentence."""
+    text = clean(error)
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in text:
+        return "there is not enough memory. Lower lengths or batch sizes; `verl check` estimates the memory of a run."
+    place = _place_outside(error)
+    if place:
+        return f"{place} raised {type(error).__name__}: {text}. The file is not part of verl; correct it."
+    return "this is a bug in verl; please report it with the lines above."
+
+
+def _place_outside(error: BaseException) -> str:
+    """File and line where code of the user's has raised `error`, itself or in a library that it called; "" for code of verl."""
+    package = f"{Path(__file__).parents[1]}{os.sep}"
+    libraries = ("<", *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")))
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if frame.filename.startswith(package):
+            return ""
+        if not frame.filename.startswith(libraries):
+            return f"{frame.filename}, line {frame.lineno},"
+    return ""
 
 
 def _show_traceback() -> None:
-    import traceback
-
-    traceback.print_exc()
+    print(_shown(traceback.format_exc()), end="", file=sys.stderr)
 
 
 def usage() -> str:

@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from verl.foreign_text import printable
+
 Level = Literal["pass", "info", "warn", "fail", "skip"]
 _STYLES = {"pass": "green", "info": "cyan", "warn": "yellow", "fail": "bold red", "skip": "dim"}
 
@@ -43,14 +45,15 @@ class Report:
         self.counts[line.level] += 1
         shown = "" if topic == self._topic else topic
         self._topic = topic
+        text = printable(line.text)
         if not self.console.is_terminal:  # a log file: one line each, not folded
-            self.console.print(f"{line.level:<4}  {topic:<10}  {line.text}", soft_wrap=True, markup=False)
+            self.console.print(f"{line.level:<4}  {topic:<10}  {text}", soft_wrap=True, markup=False)
             return
         row = Table.grid(padding=(0, 2, 0, 0))
         row.add_column(width=4)
         row.add_column(width=10)
         row.add_column(overflow="fold")
-        row.add_row(Text(line.level, style=_STYLES[line.level]), Text(shown, style="bold"), Text(line.text))
+        row.add_row(Text(line.level, style=_STYLES[line.level]), Text(shown, style="bold"), Text(text))
         self.console.print(row)
 
     @property

@@ -1,10 +1,11 @@
-"""Handlers for log records: a rotating file per rank, and the terminal, with secrets masked. LOG_LEVEL sets the level of
-`verl` (default INFO)."""
+"""Handlers for log records: a rotating file per rank, and the terminal, without secrets and control characters. LOG_LEVEL sets
+the level of `verl` (default INFO)."""
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
@@ -12,29 +13,36 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from verl.config.secrets import hide, remember_secrets
+from verl.foreign_text import printable
 
 _FILE_FORMAT = "%(asctime)s %(levelname)s %(process)d %(name)s: %(message)s"
 _MAX_FILE_BYTES = 20_000_000
 _NUM_OLD_FILES = 3
 _PLAIN = logging.Formatter()
+_NEXT_LINE = re.compile(r"\n(?!    )")  # several handlers clean one record
 
 
-class HideSecrets(logging.Filter):
-    """Masks known secrets in a record's message and traceback; passes all records."""
+class CleanRecords(logging.Filter):
+    """Masks known secrets in a record's message and traceback, and escapes control characters; passes all records. Further
+    lines of a record are indented, so that no text can pass for a record."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         try:
             message = record.getMessage()
         except (TypeError, ValueError, KeyError):  # wrong arguments: the handler reports them
             return True
-        hidden = hide(message)
-        if hidden != message:
-            record.msg, record.args = hidden, None
+        shown = _shown(message)
+        if shown != message:
+            record.msg, record.args = shown, None
         if record.exc_info and not record.exc_text:
             record.exc_text = _PLAIN.formatException(record.exc_info)
         if record.exc_text:
-            record.exc_text = hide(record.exc_text)
+            record.exc_text = _shown("\n" + record.exc_text).removeprefix("\n")
         return True
+
+
+def _shown(text: str) -> str:
+    return _NEXT_LINE.sub("\n    ", printable(hide(text)))
 
 
 def log_level() -> int:
@@ -73,7 +81,7 @@ def terminal_handler(console: Console) -> logging.Handler:
 def add_handler(handler: logging.Handler) -> logging.Handler:
     """Attach to the root logger, with secrets masked. Other libraries keep its level (WARNING); `verl` has LOG_LEVEL."""
     remember_secrets()
-    handler.addFilter(HideSecrets())
+    handler.addFilter(CleanRecords())
     logging.getLogger("verl").setLevel(log_level())
     logging.getLogger().addHandler(handler)
     return handler
