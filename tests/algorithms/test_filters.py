@@ -1,9 +1,11 @@
-"""Group filter and PF-PPO."""
+"""Group filter, PF-PPO and the best samples of a group."""
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from verl.algorithms.filters import filter_groups, pf_ppo_indices
+from verl.algorithms.filters import best_of_groups, filter_groups, pf_ppo_indices
 from verl.errors import ConfigError
 
 
@@ -34,3 +36,34 @@ def test_pf_ppo_without_any_weight():
     assert len(rows.unique()) > 500
     with pytest.raises(ConfigError, match="reweight_method"):
         pf_ppo_indices(torch.zeros(3), "best")
+
+
+def test_best_of_groups_by_hand():
+    scores, uids = [0.1, 0.9, 0.9, 0.5, 0.2, 0.2], list("aaabbb")
+    assert best_of_groups(scores, uids) == [1, 3]  # of equal scores the earlier row
+    assert best_of_groups(scores, uids, keep=2) == [1, 2, 3, 4]
+    assert best_of_groups(scores, uids, keep=2, contents=list("xyypqq")) == [0, 1, 3, 4]
+    assert best_of_groups(scores, uids, keep=3, min_score=0.5) == [1, 2, 3]
+    assert best_of_groups(scores, uids, min_score=1.0) == []
+    assert best_of_groups(scores, uids, allowed=[True, False, False, False, True, True]) == [0, 4]
+
+
+ROWS = st.lists(
+    st.tuples(st.integers(0, 3), st.floats(-1, 1), st.integers(0, 3), st.booleans()), min_size=1, max_size=20
+)
+
+
+@given(ROWS, st.integers(1, 4), st.floats(-1, 1))
+def test_best_of_groups_leaves_out_nothing_better(rows, keep, min_score):
+    uids, scores, contents, allowed = map(list, zip(*rows, strict=True))
+    kept = best_of_groups(scores, uids, keep=keep, min_score=min_score, contents=contents, allowed=allowed)
+    assert kept == sorted(set(kept))
+    for uid in set(uids):
+        of_group = [row for row in kept if uids[row] == uid]
+        usable = [r for r, u in enumerate(uids) if u == uid and allowed[r] and scores[r] >= min_score]
+        assert len(of_group) == min(keep, len({contents[row] for row in usable}))
+        assert set(of_group) <= set(usable)
+        assert len({contents[row] for row in of_group}) == len(of_group)
+        left = {contents[row] for row in usable} - {contents[row] for row in of_group}
+        best_left = max((scores[row] for row in usable if contents[row] in left), default=-2.0)
+        assert all(scores[row] >= best_left for row in of_group)

@@ -19,7 +19,17 @@ MICRO = "micro_batch_size"
 GUARDS = "trainer.guards"
 LIMITED = ("grad_norm", "policy_kl", "reference_kl", "ratio", "entropy", "mismatch")
 
+REJECTION = ("algorithm.program=rejection_sampling", f"{ROLLOUT}.n=4")
+
 BROKEN = [
+    ("error", "algorithm.program", ["algorithm.program=rejection"]),
+    ("error", "rejection.keep", [*REJECTION, "rejection.keep=5"]),
+    ("warning", "rejection.keep", [*REJECTION, "rejection.keep=4"]),
+    ("error", "rejection.write", [*REJECTION, "rejection.write=kept.parquet"]),
+    ("error", f"{ROLLOUT}.prefetch_num", [*REJECTION, f"{ROLLOUT}.prefetch_num=1"]),
+    ("notice", "algorithm.adv_estimator", [*REJECTION, "algorithm.adv_estimator=grpo"]),
+    ("notice", f"{ACTOR}.use_kl_loss", [*REJECTION, f"{ACTOR}.use_kl_loss=True"]),
+    ("notice", "rejection.keep", ["rejection.keep=2"]),
     ("error", "algorithm.adv_estimator", ["algorithm.adv_estimator=grop"]),
     ("error", "algorithm.adv_estimator", ["algorithm.adv_estimator=dpo"]),
     ("error", f"{ACTOR}.policy_loss.loss_mode", [f"{ACTOR}.policy_loss.loss_mode=vanila"]),

@@ -1,8 +1,8 @@
-"""Selection of the rows that train: DAPO's group filter, PF-PPO's resampling."""
+"""Selection of the rows that train: DAPO's group filter, PF-PPO's resampling, the best of a group."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -45,3 +45,26 @@ def pf_ppo_indices(
     if not bool(weights.sum() > 0):
         weights = torch.ones_like(weights)
     return torch.multinomial(weights, len(scores), replacement=True, generator=generator)
+
+
+def best_of_groups(
+    scores: Sequence[float],
+    uids: Sequence[Hashable],
+    *,
+    keep: int = 1,
+    min_score: float | None = None,
+    contents: Sequence[Hashable] | None = None,
+    allowed: Sequence[bool] | None = None,
+) -> list[int]:
+    """Rows of rejection sampling, ascending: the `keep` rows of each group with the highest scores, the earlier of equals.
+
+    Only rows that are `allowed` (default: all) and score at least `min_score` count, and of rows of a group with equal
+    `contents` one. A group may keep fewer rows, or none (RAFT, 2304.06767, algorithm 1; Llama 2, 2307.09288, section 3.2.3).
+    """
+    found: dict[Hashable, dict[Hashable, int]] = {}  # group -> content -> row
+    for row in sorted(range(len(scores)), key=lambda row: (-scores[row], row)):
+        kept = found.setdefault(uids[row], {})
+        counts = (allowed is None or allowed[row]) and (min_score is None or scores[row] >= min_score)
+        if counts and len(kept) < keep:
+            kept.setdefault(row if contents is None else contents[row], row)
+    return sorted(row for kept in found.values() for row in kept.values())

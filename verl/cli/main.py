@@ -31,6 +31,7 @@ class Verb(NamedTuple):
 
 VERBS = {
     "train": Verb("verl.cli.train:run_train", "train a policy with PPO, GRPO or another estimator", supervised=True),
+    "rejection": Verb("verl.cli.train:run_rejection", "fine-tune a policy on its own best samples", supervised=True),
     "sft": Verb("verl.cli.train:run_sft", "fine-tune a model on conversations or texts", supervised=True),
     "eval": Verb("verl.cli.train:run_eval", "validate a model on held-out prompts"),
     "generate": Verb("verl.cli.train:run_generate", "write samples of a model as JSON lines"),

@@ -1,4 +1,4 @@
-"""Verbs that run a config: `verl train`, `verl sft`, `verl eval`, `verl generate`."""
+"""Verbs that run a config: `verl train`, `verl rejection`, `verl sft`, `verl eval`, `verl generate`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from verl.parallel.child_processes import die_with
 _TRAIN = (
     "Train a policy with PPO, GRPO or another estimator. Run the same command again to resume after an interruption."
 )
+_REJECTION = "Sample, score, keep the best samples of each prompt, and fine-tune on them. Takes the keys of verl train."
 _SFT = "Train on conversations or texts. Run the same command again to resume after an interruption."
 _EVAL = "Validate actor_rollout_ref.model.path on data.val_files; metrics go to trainer.default_local_dir/eval."
 _GENERATE = "Sample from actor_rollout_ref.model.path for every prompt of data.val_files, by rollout.*, with scores."
@@ -29,6 +30,13 @@ _OUTPUT = {
 def run_train(argv: list[str], *, supervised: bool = False) -> int:
     """Train a policy: the exit code. `supervised`: in a child process, which is restarted after a crash."""
     return _run(parse("train", _TRAIN, argv, _DRY_RUN), supervised)
+
+
+def run_rejection(argv: list[str], *, supervised: bool = False) -> int:
+    """Rejection sampling: the exit code. `supervised` as in `run_train`."""
+    arguments = parse("rejection", _REJECTION, argv, _DRY_RUN)
+    arguments.overrides.insert(0, "algorithm.program=rejection_sampling")
+    return _run(arguments, supervised)
 
 
 def run_sft(argv: list[str], *, supervised: bool = False) -> int:

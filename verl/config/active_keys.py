@@ -18,15 +18,23 @@ def _custom(name: str, known: tuple[str, ...]) -> bool:
     return name not in known
 
 
+def selects_samples(root: Any) -> bool:
+    """Whether the run is rejection sampling, which trains on its best samples without advantages."""
+    return bool(root.algorithm.program == "rejection_sampling")
+
+
 def uses_critic(root: Any) -> bool:
     """Whether a value model trains: an explicit critic.enable, else the estimator decides."""
+    if selects_samples(root):
+        return False
     if root.critic.enable is not None:
         return bool(root.critic.enable)
     return _estimator(root, "gae")
 
 
 def uses_reference(root: Any) -> bool:
-    return bool(root.actor_rollout_ref.actor.use_kl_loss or root.algorithm.use_kl_in_reward)
+    asked = root.actor_rollout_ref.actor.use_kl_loss or root.algorithm.use_kl_in_reward
+    return bool(asked) and not selects_samples(root)
 
 
 def runs_on_several_devices(root: Any) -> bool:
@@ -118,6 +126,11 @@ SHARED_CONDITIONS: dict[str, Condition] = {
 PPO_CONDITIONS: dict[str, Condition] = {
     **SHARED_CONDITIONS,
     "critic": CRITIC,
+    "rejection": Condition(
+        lambda root, node: root.algorithm.program != "ppo",
+        "algorithm.program=ppo trains on all samples by their advantages",
+        "run verl rejection, or set algorithm.program=rejection_sampling",
+    ),
     "critic_fixed_bsz": Condition(
         lambda root, node: uses_critic(root) and not node.use_dynamic_bsz,
         "no critic is trained, or critic.use_dynamic_bsz=True cuts micro-batches by token count",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+PPO_PROGRAMS = ("ppo", "rejection_sampling")  # of `verl train`
+
 ADV_ESTIMATORS = (
     "gae",
     "grpo",

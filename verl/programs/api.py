@@ -28,7 +28,14 @@ if TYPE_CHECKING:
     from verl.tracking.timeline import SpanPhases
 
 # name that an entry point gives to verl.run.host.train -> class of the program; also `path/to/file.py:Class`
-PROGRAMS = Registry("program", {"ppo": "verl.programs.ppo_async:AsyncPPO", "sft": "verl.programs.sft:SFT"})
+PROGRAMS = Registry(
+    "program",
+    {
+        "ppo": "verl.programs.ppo_async:AsyncPPO",
+        "rejection_sampling": "verl.programs.rejection:RejectionSampling",
+        "sft": "verl.programs.sft:SFT",
+    },
+)
 
 
 @dataclass(frozen=True)

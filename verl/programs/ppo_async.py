@@ -26,7 +26,7 @@ from verl.config import PPOConfig
 from verl.data.loader import PromptLoader
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
-from verl.programs.api import Program, RunContext
+from verl.programs.api import PROGRAMS, Program, RunContext
 from verl.programs.collect import Collector, prompts_per_generation, rollout_metrics
 from verl.programs.guards import StepBatch
 from verl.programs.ppo import PPO
@@ -43,7 +43,9 @@ class AsyncPPO(PPO):
 
     @classmethod
     def select(cls, config: PPOConfig) -> type[Program]:
-        """PPO, unless rollout.prefetch_num asks for samples ahead of training."""
+        """The program of algorithm.program; of PPO this one if rollout.prefetch_num asks for samples ahead of training."""
+        if config.algorithm.program != "ppo":
+            return PROGRAMS.get(config.algorithm.program)
         return cls if config.actor_rollout_ref.rollout.prefetch_num > 0 else PPO
 
     def __init__(self, config: PPOConfig, data: PPOData, roles: Roles, run: RunContext):

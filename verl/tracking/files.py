@@ -64,6 +64,17 @@ def read_json_rows(path: Path) -> Iterator[dict[str, Any]]:
                 yield row
 
 
+def truncate_rows(path: Path, step: int) -> int:
+    """Leave only the rows up to `step` in a file of `append_rows`, if there is one; returns the number of removed rows."""
+    if not path.exists():
+        return 0
+    # a line that a kill cut short is left out, so the file is always rewritten
+    rows = list(read_json_rows(path))
+    kept = [row for row in rows if row.get("step", -1) <= step]
+    write_atomically(path, "".join(json_text(row) + "\n" for row in kept))
+    return len(rows) - len(kept)
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Replace `path` atomically: a reader sees the old document or the new one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 
 from verl.errors import CheckpointError, ConfigError
-from verl.tracking.files import json_text, read_json_rows, write_atomically
+from verl.tracking.files import json_text, read_json_rows, truncate_rows, write_atomically
 from verl.tracking.heartbeat import Heartbeat
 from verl.tracking.ledger.file import NAME as LEDGER
 from verl.tracking.lock import FolderLock
@@ -98,9 +98,9 @@ class RunFolder:
             return 0
         if step <= 0:
             return self._set_aside()
-        removed = self._truncate_rows(self.metrics, step)
-        self._truncate_rows(self.spans, step)
-        self._truncate_rows(self.timeline, step)
+        removed = truncate_rows(self.metrics, step)
+        truncate_rows(self.spans, step)
+        truncate_rows(self.timeline, step)
         files = [f for f in self.samples.glob("*/step_*.jsonl") if _step_of(f) > step]
         for file in files:
             file.unlink()
@@ -143,15 +143,6 @@ class RunFolder:
             self.samples.mkdir(exist_ok=True)
             log.info("This run starts over: the records of an earlier one in this folder are now in %s.", aside)
         return num_rows
-
-    def _truncate_rows(self, path: Path, keep: int) -> int:
-        if not path.exists():
-            return 0
-        # read_rows drops a line that a kill cut short, so the file is always rewritten
-        rows = list(read_json_rows(path))
-        kept = [row for row in rows if row.get("step", -1) <= keep]
-        write_atomically(path, "".join(json_text(row) + "\n" for row in kept))
-        return len(rows) - len(kept)
 
 
 def _step_of(file: Path) -> int:

@@ -11,7 +11,7 @@ from verl.config.rules.ppo import RULES
 from verl.config.rules.sections import SECTION_RULES
 from verl.config.schema import Schema
 from verl.config.sections.actor import ActorConfig, CriticConfig, RefConfig
-from verl.config.sections.algorithm import AlgorithmConfig
+from verl.config.sections.algorithm import AlgorithmConfig, RejectionConfig
 from verl.config.sections.data import DataConfig
 from verl.config.sections.model import ModelConfig
 from verl.config.sections.reward import RewardConfig
@@ -38,6 +38,7 @@ class PPOConfig(Section):
     critic: CriticConfig = section(CriticConfig, "the value model")
     reward: RewardConfig = section(RewardConfig, "scores of responses")
     algorithm: AlgorithmConfig = section(AlgorithmConfig, "advantages, KL, corrections, filters")
+    rejection: RejectionConfig = section(RejectionConfig, "samples that rejection sampling keeps", when="rejection")
     trainer: PPOTrainerConfig = section(PPOTrainerConfig, "length, logging, saving, devices")
     ray_kwargs: RayKwargsConfig = section(RayKwargsConfig, "Ray")
     model_engine: str = used("dp", "family of training engines: dp (PyTorch-native)")

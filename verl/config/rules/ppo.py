@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from verl.config import names
-from verl.config.active_keys import uses_critic
+from verl.config.active_keys import selects_samples, uses_critic
 from verl.config.schema import Problem, error, value_at, warning
 
 ACTOR = "actor_rollout_ref.actor"
@@ -81,6 +81,8 @@ def check_lengths(c: Any, given: set[str]) -> Iterator[Problem]:
 
 def check_estimator(c: Any, given: set[str]) -> Iterator[Problem]:
     """Needs of the advantage estimator."""
+    if selects_samples(c):
+        return
     algorithm, num_samples = c.algorithm, c.actor_rollout_ref.rollout.n
     estimator = algorithm.adv_estimator
     if estimator == "grpo_passk" and num_samples < 2:
@@ -133,6 +135,45 @@ def check_estimator(c: Any, given: set[str]) -> Iterator[Problem]:
             f"algorithm.filter_groups.enable=True compares the samples of a prompt, and {ROLLOUT}.n=1 gives only one: "
             "nothing is left out.",
         )
+
+
+# of advantages, policy losses and KL terms
+_UNREAD_BY_REJECTION = (
+    *(f"algorithm.{name}" for name in ("adv_estimator", "use_kl_in_reward", "use_pf_ppo")),
+    f"{CORRECTION}.",
+    f"{ACTOR}.policy_loss.",
+    *(
+        f"{ACTOR}.{name}"
+        for name in ("clip_ratio", "use_kl_loss", "kl_loss", "entropy_coeff", "loss_agg_mode", "rollout_n")
+    ),
+)
+
+
+def check_rejection(c: Any, given: set[str]) -> Iterator[Problem]:
+    """Needs of rejection sampling, and keys that it does not read."""
+    if not selects_samples(c):
+        return
+    n, keep, file = c.actor_rollout_ref.rollout.n, c.rejection.keep, c.rejection.write
+    if keep > n:
+        yield error("rejection.keep", f"rejection.keep={keep} is more than the {ROLLOUT}.n={n} samples of a prompt.")
+    if keep == n and c.rejection.min_score is None:
+        yield warning(
+            "rejection.keep",
+            f"rejection.keep={keep} of {ROLLOUT}.n={n} samples keeps them all, whatever their score. Raise the second, or "
+            "set rejection.min_score.",
+        )
+    if file is not None and not file.endswith(".jsonl"):
+        yield error(
+            "rejection.write", f"rejection.write={file} is written row by row. Give a name that ends with .jsonl."
+        )
+    if c.actor_rollout_ref.rollout.prefetch_num:
+        yield error(
+            f"{ROLLOUT}.prefetch_num",
+            "algorithm.program=rejection_sampling samples from the weights that it trains. Set "
+            f"{ROLLOUT}.prefetch_num=0 and trainer.v1.trainer_mode=sync.",
+        )
+    for key in sorted(k for k in given if k.startswith(_UNREAD_BY_REJECTION)):
+        yield Problem("notice", key, f"{key} is not read: rejection sampling has no advantages. Remove it.")
 
 
 def check_loss(c: Any, given: set[str]) -> Iterator[Problem]:
@@ -280,6 +321,7 @@ RULES = (
     check_batches,
     check_lengths,
     check_estimator,
+    check_rejection,
     check_loss,
     check_correction,
     check_sampling,

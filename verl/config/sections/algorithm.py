@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from verl.config.keys import Family, Section, section, used
-from verl.config.names import ADV_ESTIMATORS, KL_KINDS
+from verl.config.names import ADV_ESTIMATORS, KL_KINDS, PPO_PROGRAMS
 
 KL_IN_REWARD = "algorithm.use_kl_in_reward"
 FILTERS = "algorithm.filter_groups.enable"
@@ -57,7 +57,26 @@ class PFPPOConfig(Section):
 
 
 @dataclass(frozen=True)
+class RejectionConfig(Section):
+    """Rejection sampling (RAFT): which of the `rollout.n` samples of a prompt are trained on."""
+
+    keep: int = used(1, "samples kept of each prompt, the best first", ge=1)
+    min_score: float | None = used(None, "lowest score of a sample that is kept; null: any")
+    dedup: bool = used(True, "keep equal responses to a prompt once")
+    truncated: bool = used(False, "keep samples that were cut at data.max_response_length too")
+    write: str | None = used(
+        "kept.jsonl", "file of the kept samples in the run folder, as rows for verl sft; null: none"
+    )
+
+
+@dataclass(frozen=True)
 class AlgorithmConfig(Section):
+    program: str = used(
+        "ppo",
+        "what a step does: ppo (also GRPO and the other estimators), rejection_sampling (verl rejection), or "
+        "path/to/file.py:class of a verl.programs.api.Program",
+        family=Family("program", PPO_PROGRAMS, plugins=True),
+    )
     adv_estimator: str = used(
         "gae",
         "advantage estimator, a name or path/to/file.py:function",

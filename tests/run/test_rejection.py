@@ -1,0 +1,136 @@
+"""Rejection sampling from end to end on a tiny model: the kept samples, the loss on them, their file, resuming."""
+
+import json
+
+import pytest
+import torch
+
+from tests.run.conftest import Run
+from tests.run.test_resume import weights
+from verl.programs.ppo import PPO
+from verl.programs.rejection import RejectionSampling
+
+SETTINGS = (
+    "algorithm.program=rejection_sampling",
+    "actor_rollout_ref.rollout.temperature=0.7",  # a likelihood is that of the model all the same
+    "rejection.truncated=True",  # a random model does not end its responses
+)
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """(samples with scores, samples that trained) of every step."""
+    found = []
+    select, finish = RejectionSampling.assign_credit, PPO._step_result
+    monkeypatch.setattr(
+        RejectionSampling,
+        "assign_credit",
+        lambda self, result, step: (found.append([result.batch]), select(self, result, step))[1],
+    )
+    monkeypatch.setattr(
+        PPO, "_step_result", lambda self, result: (found[-1].append(result.batch), finish(self, result))[1]
+    )
+    return found
+
+
+def kept_rows(run: Run) -> list[dict]:
+    return [json.loads(line) for line in (run.folder / "kept.jsonl").read_text().splitlines()]
+
+
+def test_trains_on_the_best_sample_of_each_prompt(tiny_run, tiny_llama, steps):
+    from transformers import AutoModelForCausalLM
+
+    run = tiny_run(*SETTINGS, "trainer.total_training_steps=1")
+    ((scored, trained),) = steps
+    scores = scored.batch["token_level_scores"].sum(dim=1).view(4, 4)
+    assert trained.batch["token_level_scores"].sum(dim=1).tolist() == scores.max(dim=1).values.tolist()
+    row = run.training_rows()[0]
+    assert row["rejection/score/mean"] == pytest.approx(float(scores.mean()))
+    assert row["rejection/score/kept_mean"] == pytest.approx(float(scores.max(dim=1).values.mean()))
+    assert (row["rejection/kept"], row["rejection/kept_ratio"], row["rejection/prompt_ratio"]) == (4, 0.25, 1)
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32)
+    losses = []
+    for columns in trained.batch:
+        prompt = columns["prompts"][columns["prompt_mask"]]
+        response = columns["responses"][columns["response_mask"]]
+        logits = model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1]
+        losses.append(torch.nn.functional.cross_entropy(logits, response, reduction="none"))
+    loss = torch.cat(losses).mean()
+    loss.backward()
+    assert row["actor/loss"] == pytest.approx(float(loss), rel=1e-5)
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    assert row["actor/grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+
+
+def test_rounds_raise_the_likelihood_of_what_they_keep(tiny_run):
+    rows = tiny_run(
+        *SETTINGS, "rejection.rounds=6", "rejection.n=8", "rejection.epochs=2", "actor_rollout_ref.actor.optim.lr=0.02"
+    ).training_rows()
+    assert len(rows) == 6
+    assert rows[-1]["actor/loss"] < rows[0]["actor/loss"]
+    assert rows[-1]["rejection/score/mean"] > rows[0]["rejection/score/mean"]
+
+
+def test_the_file_of_kept_samples_trains_by_sft(tiny_run, tiny_llama, steps):
+    from verl.config import SFT, load_config
+    from verl.data.conversations.dataset import load_conversations
+    from verl.models.load import load_tokenizer
+
+    run = tiny_run(*SETTINGS)
+    rows, trained = kept_rows(run), [batch for _, batch in steps]
+    assert [row["step"] for row in rows] == [1] * 4 + [2] * 4
+    assert [row["ordinal"] for row in rows] == [o for batch in trained for o in batch.batch["ordinal"].tolist()]
+    config = load_config([f"model.path={tiny_llama}"], schema=SFT).config
+    dataset = load_conversations(run.folder / "kept.jsonl", load_tokenizer(config.model), config.data, keep_going=True)
+    assert dataset.summaries[0].formats == {"prompt_completion": 8}
+    prompts = [columns["prompts"][columns["prompt_mask"]].tolist() for b in trained for columns in b.batch]
+    for prompt, (sequence,) in zip(prompts, (dataset[i] for i in range(8)), strict=True):
+        assert sequence.input_ids[: len(prompt)].tolist() == prompt
+        assert not sequence.loss_mask[: len(prompt)].any()
+
+
+def test_a_step_that_keeps_nothing_leaves_the_weights_and_says_why(tiny_run, tiny_llama, caplog):
+    from safetensors.torch import load_file
+
+    run = tiny_run(*SETTINGS, "rejection.min_score=2", "trainer.total_training_steps=1", "trainer.save_freq=1")
+    assert run.training_rows()[0]["training/skipped_batches"] == 1
+    assert run.training_rows()[0]["rejection/kept"] == 0
+    assert not (run.folder / "kept.jsonl").exists()
+    before, after = load_file(tiny_llama / "model.safetensors"), weights(run, 1)
+    assert {name: value.numpy().tobytes() for name, value in before.items()} == after
+    assert "below rejection.min_score=2" in caplog.text
+
+
+def test_truncated_samples_are_left_out(tiny_run, steps):
+    settings = ("rejection.keep=4", "rejection.dedup=False", "data.train_batch_size=24", "data.max_response_length=12")
+    row = tiny_run(SETTINGS[0], *settings, "trainer.total_training_steps=1").training_rows()[0]
+    reasons = list(steps[0][0].non_tensor_batch["finish_reason"])
+    assert 0 < row["rejection/kept"] == reasons.count("stop") < len(reasons)
+
+
+def test_a_resumed_run_equals_the_unbroken_one(tiny_run):
+    settings = (*SETTINGS, "trainer.save_freq=1", "trainer.total_training_steps=3", "rejection.min_score=0.3")
+    unbroken = tiny_run(*settings, folder="unbroken")
+    tiny_run(*settings, "trainer.total_training_steps=2", folder="broken")
+    file = unbroken.folder.parent / "broken" / "kept.jsonl"
+    with file.open("a") as kept:  # a step whose checkpoint was not written before the run died
+        kept.write(json.dumps({"step": 3, "prompt": [], "completion": []}) + '\n{"step": 3, ')
+    resumed = tiny_run(*settings, folder="broken")
+    assert resumed.repeatable == unbroken.repeatable
+    assert weights(resumed, 3) == weights(unbroken, 3)
+    assert kept_rows(resumed) == kept_rows(unbroken)
+
+
+def test_the_verb_chooses_the_program(tiny_overrides, tmp_path):
+    from verl.cli.main import main
+
+    folder = tmp_path / "run"
+    arguments = [
+        *tiny_overrides,
+        *SETTINGS[1:],
+        f"trainer.default_local_dir={folder}",
+        "rejection.write=sft/best.jsonl",
+    ]
+    assert main(["rejection", *arguments, "trainer.total_training_steps=1", "trainer.max_restarts=0"]) == 0
+    assert len((folder / "sft" / "best.jsonl").read_text().splitlines()) == 4

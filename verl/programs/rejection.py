@@ -1,0 +1,153 @@
+"""Rejection sampling (RAFT): sample, score, keep the best samples of each prompt, and fine-tune on them.
+
+    prompts ──► rollout, n samples each ──► reward ──► keep ──► actor.update (negative log-likelihood) ──► weights.sync
+                                                        └──► kept.jsonl, rows for `verl sft`
+
+A step is one stage of RAFT (2304.06767, algorithm 1): the samples of a stage come from the weights that the stage before has
+trained. With data.train_batch_size as large as the data it is the rejection sampling of Llama 2 (2307.09288). The phases are
+those of PPO; a selection takes the place of advantages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+from verl.algorithms.filters import best_of_groups
+from verl.config import PPOConfig
+from verl.data_proto.metrics import Metric
+from verl.data_proto.proto import DataProto
+from verl.data_proto.sample_rows import sample_rows
+from verl.programs.api import RollBack, RunContext
+from verl.programs.guards import SkipBatch, StepBatch
+from verl.programs.ppo import PPO
+from verl.programs.ppo_data import PPOData
+from verl.programs.ppo_display import CURVES
+from verl.roles.api import Roles, RoleSpecs
+from verl.roles.objectives.nll import TokenObjective
+from verl.roles.updates import MiniBatchSchedule
+from verl.tracking.files import append_rows, truncate_rows
+
+_COPIED = ("score", "data_source", "ordinal", "sample_index")  # to rows of the file, beside prompt, completion and step
+
+
+class RejectionSampling(PPO):
+    """Metrics of all samples of a step: rejection/{kept,kept_ratio,prompt_ratio,score/mean,score/kept_mean}: the kept ones,
+    their share, the share of prompts that keep any, mean scores of all and of the kept. Other metrics are of the kept ones."""
+
+    console_metrics: ClassVar[Mapping[str, tuple[str, str]]] = {
+        "rejection/score/mean": ("reward", "{:.3f}"),
+        "rejection/score/kept_mean": ("kept", "{:.3f}"),
+        "rejection/kept_ratio": ("share", "{:.2f}"),
+        "response_length/mean": ("length", "{:.1f}"),
+        "actor/loss": ("loss", "{:.4f}"),
+        "actor/grad_norm": ("grad", "{:.2f}"),
+    }
+    curves = {
+        **CURVES,
+        "mean reward": {
+            "rejection/score/mean": "training",
+            "rejection/score/kept_mean": "kept",
+            **{name: label for name, label in CURVES["mean reward"].items() if name.startswith("val/")},
+        },
+    }
+
+    @classmethod
+    def roles(cls, config: PPOConfig, *, train: bool = True) -> RoleSpecs:
+        """See Program: those of PPO without critic and reference, and an actor that fine-tunes."""
+        found, actor = super().roles(config, train=train), config.actor_rollout_ref.actor
+        schedule = MiniBatchSchedule(
+            size=actor.ppo_mini_batch_size * config.rejection.keep,
+            epochs=actor.ppo_epochs,
+            shuffle=actor.shuffle,
+            seed=actor.data_loader_seed,
+        )
+        # likelihoods are those of the model itself, not of the temperature that samples
+        trained = {"objective": partial(TokenObjective, "nll"), "schedule": schedule, "temperature": 1.0}
+        return replace(found, models=tuple(replace(spec, **trained) for spec in found.models))
+
+    def __init__(self, config: PPOConfig, data: PPOData, roles: Roles, run: RunContext):
+        super().__init__(config, data, roles, run)
+        name = config.rejection.write
+        self.file = run.folder / name if name is not None and run.is_rank_zero else None
+
+    def train(self, step: int) -> StepBatch:
+        """See PPO; afterwards the kept samples are in the file."""
+        result = super().train(step)
+        if self.file is not None and not result.skipped:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            append_rows(self.file, self._rows(result.batch, step))
+        return result
+
+    def annotate(self, result: StepBatch) -> None:
+        """Nothing: a likelihood is compared with no other policy."""
+
+    def assign_credit(self, result: StepBatch, step: int) -> None:
+        """Leave only the kept samples in the batch. A batch that keeps none is skipped."""
+        with self.spans("adv"):
+            rule, batch = self.config.rejection, result.batch
+            uids, scores = list(batch.non_tensor_batch["uid"]), batch.batch["token_level_scores"].sum(dim=1).tolist()
+            kept = best_of_groups(
+                scores,
+                uids,
+                keep=rule.keep,
+                min_score=rule.min_score,
+                contents=_responses(batch) if rule.dedup else None,
+                allowed=[rule.truncated or reason == "stop" for reason in batch.non_tensor_batch["finish_reason"]],
+            )
+            values = {
+                "kept": len(kept),
+                "kept_ratio": len(kept) / len(scores),
+                "prompt_ratio": len({uids[row] for row in kept}) / len(set(uids)),
+                "score/mean": sum(scores) / len(scores),
+                **({"score/kept_mean": sum(scores[row] for row in kept) / len(kept)} if kept else {}),
+            }
+            result.metrics.update({f"rejection/{name}": Metric.last(float(value)) for name, value in values.items()})
+            if not kept:
+                raise SkipBatch(f"Step {step}: no sample was kept{self._why(scores)}")
+            result.batch = batch.select_idxs(kept)
+
+    def load_state_dict(
+        self, state: Mapping[str, Any] | None, checkpoint: Path | None, rolled_back: RollBack | None = None
+    ) -> None:
+        """See Program; samples of later steps leave the file."""
+        super().load_state_dict(state, checkpoint, rolled_back)
+        if self.file is not None:
+            truncate_rows(self.file, 0 if state is None else state["step"])
+
+    def header(self) -> dict[str, Any]:
+        """See Program."""
+        rule, n = self.config.rejection, self.config.actor_rollout_ref.rollout.n
+        limit = "" if rule.min_score is None else f" with a score of at least {rule.min_score:g}"
+        return {**super().header(), "algorithm": f"rejection sampling, the best {rule.keep} of {n}{limit}, nll loss"}
+
+    def _why(self, scores: list[float]) -> str:
+        rule = self.config.rejection
+        if rule.min_score is not None and max(scores) < rule.min_score:
+            return f": the best score is {max(scores):g}, below rejection.min_score={rule.min_score:g}"
+        longest = self.config.data.max_response_length
+        return f": those that could be were cut at data.max_response_length={longest} (rejection.truncated=False)"
+
+    def _rows(self, batch: DataProto, step: int) -> list[dict[str, Any]]:
+        """Rows of the format prompt_completion."""
+        return [
+            {
+                "prompt": list(messages),
+                "completion": [{"role": "assistant", "content": row["response"]}],
+                **{name: row[name] for name in _COPIED},
+                "step": step,
+            }
+            for messages, row in zip(
+                batch.non_tensor_batch["raw_prompt"], sample_rows(batch, self.data.tokenizer), strict=True
+            )
+        ]
+
+
+def _responses(batch: DataProto) -> list[tuple[int, ...]]:
+    """The tokens of each response, without padding."""
+    tokens = batch.batch["responses"]
+    exists = batch.batch["attention_mask"][:, -tokens.shape[1] :].bool()
+    return [tuple(row[here].tolist()) for row, here in zip(tokens, exists, strict=True)]
