@@ -29,7 +29,6 @@ BROKEN = [
     ("error", f"{ROLLOUT}.prefetch_num", [*REJECTION, f"{ROLLOUT}.prefetch_num=1"]),
     ("notice", "algorithm.adv_estimator", [*REJECTION, "algorithm.adv_estimator=grpo"]),
     ("notice", f"{ACTOR}.use_kl_loss", [*REJECTION, f"{ACTOR}.use_kl_loss=True"]),
-    ("notice", "rejection.keep", ["rejection.keep=2"]),
     ("error", "algorithm.adv_estimator", ["algorithm.adv_estimator=grop"]),
     ("error", "algorithm.adv_estimator", ["algorithm.adv_estimator=dpo"]),
     ("error", f"{ACTOR}.policy_loss.loss_mode", [f"{ACTOR}.policy_loss.loss_mode=vanila"]),
@@ -163,6 +162,16 @@ BROKEN = [
 @pytest.mark.parametrize(("level", "key", "overrides"), BROKEN, ids=lambda v: v[-1] if isinstance(v, list) else None)
 def test_a_broken_rule_is_reported(level, key, overrides):
     assert (level, key) in problems(*overrides)
+
+
+def test_names_of_rejection_sampling_are_those_of_keys():
+    given = load(*REJECTION[:1], "rejection.n=8", "rejection.rounds=3", "rejection.epochs=2").config
+    found = (
+        given.actor_rollout_ref.rollout.n,
+        given.trainer.total_training_steps,
+        given.actor_rollout_ref.actor.ppo_epochs,
+    )
+    assert found == (8, 3, 2)
 
 
 def test_every_rule_has_a_row():

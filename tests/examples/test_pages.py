@@ -25,9 +25,21 @@ OUTPUT = {
     "export": ("torch.bfloat16",),
     "coming-from-trl": ("rollout.n",),
 }
-EXPECTED = {"first-run", "data", "sft", "rewards", "algorithms", "several-gpus", "resume", "export", *OUTPUT}
+EXPECTED = {
+    "first-run",
+    "data",
+    "sft",
+    "rewards",
+    "algorithms",
+    "several-gpus",
+    "resume",
+    "export",
+    "rejection-sampling",
+    *OUTPUT,
+}
 TINY = {
     "train": "trainer.total_training_steps=2 actor_rollout_ref.actor.fsdp_config.dtype=float32",
+    "rejection": "trainer.total_training_steps=2 actor_rollout_ref.actor.fsdp_config.dtype=float32",
     "sft": "engine.dtype=float32",
 }
 REWARD = """def compute_score(data_source, solution_str, ground_truth, extra_info=None):

@@ -58,14 +58,18 @@ def test_trains_on_the_best_sample_of_each_prompt(tiny_run, tiny_llama, steps):
         losses.append(torch.nn.functional.cross_entropy(logits, response, reduction="none"))
     loss = torch.cat(losses).mean()
     loss.backward()
-    assert row["actor/loss"] == pytest.approx(float(loss), rel=1e-5)
+    assert row["actor/loss"] == pytest.approx(float(loss.detach()), rel=1e-5)
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
     assert row["actor/grad_norm"] == pytest.approx(float(norm), rel=1e-4)
 
 
 def test_rounds_raise_the_likelihood_of_what_they_keep(tiny_run):
     rows = tiny_run(
-        *SETTINGS, "rejection.rounds=6", "rejection.n=8", "rejection.epochs=2", "actor_rollout_ref.actor.optim.lr=0.02"
+        *SETTINGS,
+        "trainer.total_training_steps=6",
+        "actor_rollout_ref.rollout.n=8",
+        "actor_rollout_ref.actor.ppo_epochs=2",
+        "actor_rollout_ref.actor.optim.lr=0.02",
     ).training_rows()
     assert len(rows) == 6
     assert rows[-1]["actor/loss"] < rows[0]["actor/loss"]

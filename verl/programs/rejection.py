@@ -10,6 +10,7 @@ those of PPO; a selection takes the place of advantages.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -30,6 +31,8 @@ from verl.roles.api import Roles, RoleSpecs
 from verl.roles.objectives.nll import TokenObjective
 from verl.roles.updates import MiniBatchSchedule
 from verl.tracking.files import append_rows, truncate_rows
+
+log = logging.getLogger(__name__)
 
 _COPIED = ("score", "data_source", "ordinal", "sample_index")  # to rows of the file, beside prompt, completion and step
 
@@ -66,8 +69,8 @@ class RejectionSampling(PPO):
             seed=actor.data_loader_seed,
         )
         # likelihoods are those of the model itself, not of the temperature that samples
-        trained = {"objective": partial(TokenObjective, "nll"), "schedule": schedule, "temperature": 1.0}
-        return replace(found, models=tuple(replace(spec, **trained) for spec in found.models))
+        trained = partial(replace, objective=partial(TokenObjective, "nll"), schedule=schedule, temperature=1.0)
+        return replace(found, models=tuple(map(trained, found.models)))
 
     def __init__(self, config: PPOConfig, data: PPOData, roles: Roles, run: RunContext):
         super().__init__(config, data, roles, run)
@@ -107,7 +110,9 @@ class RejectionSampling(PPO):
             }
             result.metrics.update({f"rejection/{name}": Metric.last(float(value)) for name, value in values.items()})
             if not kept:
-                raise SkipBatch(f"Step {step}: no sample was kept{self._why(scores)}")
+                sentence = f"Step {step}: no sample was kept{self._why(scores)}"
+                log.warning("%s. The batch is left out.", sentence)
+                raise SkipBatch(sentence)
             result.batch = batch.select_idxs(kept)
 
     def load_state_dict(
