@@ -293,7 +293,7 @@ class Victim:
         return False
 
     def _come_back(self, hit: _Hit) -> _Back:
-        """Wait until the run is where it had come to. One that goes on must take two more steps: what it lost may be noticed
+        """Wait until the run is where it had come to. One that continues must take two more steps: what it lost may be noticed
         late."""
         before, at, until = hit.beat, 0.0, time.monotonic() + LIMIT_S
         reached, resumed = max(before.step, 1), None

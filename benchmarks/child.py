@@ -67,6 +67,20 @@ def serve(handlers: dict[str, Handler]) -> None:
             raise SystemExit(1) from error
 
 
+def run_held(run: Callable[..., None]) -> None:
+    """Call `run(channel, **arguments)` with the first command's arguments. It replies when it is built, and takes the further
+    commands itself: a trainer whose loop is held between steps. An error goes to the parent."""
+    channel = Channel()
+    asked = channel.next()
+    if asked is None:
+        return
+    try:
+        run(channel, **asked[1])
+    except Exception as error:
+        channel.fail(error)
+        raise SystemExit(1) from error
+
+
 def usage() -> dict[str, float]:
     """Processor seconds of this process so far, and the most memory that it and its children have held (bytes)."""
     children = [high_water_mark(pid) for pid in descendants(os.getpid())]

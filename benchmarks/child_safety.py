@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from unittest.mock import patch
 
 from as_verb import as_verb
-from child import Channel
+from child import run_held
 from workload import Workload
 
 PARTS = ("ledger", "guards", "heartbeat", "determinism")
@@ -206,17 +206,5 @@ WITHOUT: dict[str, Callable[[ExitStack], None]] = {
 }
 
 
-def main() -> None:
-    channel = Channel()
-    asked = channel.next()
-    if asked is None:
-        return
-    try:
-        hold(channel, **asked[1])
-    except Exception as error:
-        channel.fail(error)
-        raise
-
-
 if __name__ == "__main__":
-    raise SystemExit(as_verb(main))
+    raise SystemExit(as_verb(lambda: run_held(hold)))

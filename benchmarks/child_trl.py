@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import transformers
 import trl
-from child import Channel
+from child import Channel, run_held
 from datasets import Dataset
 from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
@@ -157,20 +157,11 @@ class TimedTrainer:
         )
 
 
-def main() -> None:
-    channel = Channel()
-    try:
-        asked = channel.next()
-        if asked is None:
-            return
-        arguments = asked[1]
-        timed = TimedTrainer(channel, **{**arguments, "work": Workload.from_json(arguments["work"])})
-        channel.reply(timed.facts())
-        timed.trainer.train()
-    except Exception as error:
-        channel.fail(error)
-        raise SystemExit(1) from error
+def train(channel: Channel, work: dict[str, Any], **settings: Any) -> None:
+    timed = TimedTrainer(channel, Workload.from_json(work), **settings)
+    channel.reply(timed.facts())
+    timed.trainer.train()
 
 
 if __name__ == "__main__":
-    main()
+    run_held(train)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import transformers
 import trl
-from child import Channel
+from child import Channel, run_held
 from datasets import Dataset
 from peer import Peer
 from transformers import AutoTokenizer, TrainerCallback
@@ -150,23 +150,15 @@ class TRLSide:
         }
 
 
-def main() -> None:
-    channel = Channel()
+def train(channel: Channel, **settings: Any) -> None:
+    side = TRLSide(channel, **settings)
     try:
-        asked = channel.next()
-        if asked is None:
-            return
-        side = TRLSide(channel, **asked[1])
-        try:
-            channel.reply(side.facts())
-            side.trainer.train()
-            side.gate.answer_until_step()  # the weights of the last step
-        finally:
-            side.scorer.close()
-    except Exception as error:
-        channel.fail(error)
-        raise SystemExit(1) from error
+        channel.reply(side.facts())
+        side.trainer.train()
+        side.gate.answer_until_step()  # the weights of the last step
+    finally:
+        side.scorer.close()
 
 
 if __name__ == "__main__":
-    main()
+    run_held(train)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import transformers
 import trl
-from child import Channel
+from child import Channel, run_held
 from datasets import Dataset
 from torch.utils.data import SequentialSampler
 from transformers import AutoTokenizer, TrainerCallback
@@ -105,20 +105,12 @@ def facts(trainer: InFileOrder) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    channel = Channel()
-    try:
-        asked = channel.next()
-        if asked is None:
-            return
-        trainer = build(**asked[1])
-        trainer.add_callback(Gate(channel, trainer))
-        channel.reply(facts(trainer))
-        trainer.train()
-    except Exception as error:
-        channel.fail(error)
-        raise SystemExit(1) from error
+def train(channel: Channel, **settings: Any) -> None:
+    trainer = build(**settings)
+    trainer.add_callback(Gate(channel, trainer))
+    channel.reply(facts(trainer))
+    trainer.train()
 
 
 if __name__ == "__main__":
-    main()
+    run_held(train)

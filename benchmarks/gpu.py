@@ -5,7 +5,7 @@
 
 Needs torch and transformers besides this checkout, no network and no files: models are random, of the shapes of
 SmolLM2-135M, Qwen2.5-0.5B and Qwen2.5-1.5B. Work is identical on both sides: same weights, same prompts, forced equal
-lengths, one optimizer step. A part that fails prints its error, and the others go on.
+lengths, one optimizer step. A part that fails prints its error, and the others run.
 
 How things are counted. `limits`: a bf16 matrix product of 8192^3 on random data, and a copy of 1 GiB counting bytes read
 and written. Needed FLOPs: 2 per weight of a matrix product and token, 4 * head_dim per head and pair of tokens that see

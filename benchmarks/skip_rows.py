@@ -4,7 +4,7 @@
     python benchmarks/skip_rows.py --steps 8 --ours actor_rollout_ref.actor.fsdp_config.dtype=float32
 
 Every batch is sampled once and trains twice from the same weights and optimizer state: all samples, and those with an
-advantage. Which comes first changes from step to step; the run goes on from the second. Gradients of both are compared
+advantage. Which comes first changes from step to step; the run continues from the second. Gradients of both are compared
 outside the clock.
 """
 

@@ -81,7 +81,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--target", type=float, default=0.5, help="held-out sampled reward")
     add("--steps", type=int, default=20, help="most steps of a side")
     add("--every", type=int, default=2, help="steps between two evaluations")
-    add("--all-steps", action="store_true", help="go on to --steps when the target is reached")
+    add("--all-steps", action="store_true", help="continue to --steps when the target is reached")
     add("--trl-dtype", choices=("float32", "bfloat16", "mixed"), default="float32", help="see child_trl_job.py")
     add("--trl-env", type=Path, help="TRL's environment (made if absent; default under work/)")
     add("--trl-set", nargs="*", default=[], metavar="NAME=VALUE", help="settings of every form's config")

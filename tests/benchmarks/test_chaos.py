@@ -74,7 +74,7 @@ class Forked:
             sys.stdout, sys.stderr = (open(fd, "w", closefd=False) for fd in (1, 2))
             code = run_verb("train", keys, whole_process=True)
         finally:
-            os._exit(code)  # nothing of the tests goes on here
+            os._exit(code)  # nothing of the tests runs here
 
     def poll(self):
         if self._code is None:

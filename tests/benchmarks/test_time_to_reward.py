@@ -10,7 +10,7 @@ from peers_cpu import Unequal
 from report import Report
 from time_to_reward import Point, Run, check_same_prompts, fill, gaps_to_float32
 
-from tests.run.conftest import REWARD
+from tests.letters_task import REWARD, write_task
 
 
 def run_of(side, seed, *points):
@@ -81,18 +81,7 @@ def test_other_prompts_are_refused():
 @pytest.fixture
 def job(tiny_llama, tmp_path):
     """A GRPO job of 4 prompts x 4 samples a step, with held-out prompts and a reward that groups agree on at times."""
-    for name, count in (("train", 24), ("val", 4)):
-        rows = [
-            {
-                "data_source": "letters",
-                "prompt": [{"role": "user", "content": f"{name} {'x' * (i % 5)} {i}"}],
-                "reward_model": {"style": "rule", "ground_truth": str(i)},
-                "extra_info": {"index": i},
-            }
-            for i in range(count)
-        ]
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    (tmp_path / "reward.py").write_text(REWARD.replace('"score": share', '"score": float(share > 0.6)'))
+    write_task(tmp_path, reward=REWARD.replace('"score": share', '"score": float(share > 0.6)'))
     file = tmp_path / "job.yaml"
     file.write_text(
         f"""

@@ -201,7 +201,7 @@ class _File:
 
 
 def identity(root: Path):
-    """Which checkpoint a restarted run goes on from: trainer state and digests of all files, which `find` has verified."""
+    """Which checkpoint a restarted run resumes from: trainer state and digests of all files, which `find` has verified."""
     store = CheckpointStore(root)
     found = store.find()
     if found is None:

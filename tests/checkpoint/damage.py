@@ -1,4 +1,4 @@
-"""What happens to checkpoints on disks, in copies and by hand; and what a run that is to go on from one makes of it."""
+"""What happens to checkpoints on disks, in copies and by hand; and what a run that is to resume from one makes of it."""
 
 import json
 import os

@@ -50,7 +50,7 @@ def over_a_good_one(root):
 
 
 def before_a_later_one(root):
-    """A run that was started anew from step 1 saves step 3; the earlier run has left step 10."""
+    """A run that was started again from step 1 saves step 3; the earlier run has left step 10."""
     save(root, 1)
     save(root, 10)
 
@@ -116,7 +116,7 @@ def test_killed_at_any_moment(scene, action, tmp_path):
     """Every state that the disk passes through; all scenes: pytest -m "slow or not slow" -k any_moment"""
     content, before, new = expected(scene, tmp_path)
     between = None
-    if scene == "before_a_later_one":  # then the run goes on from what it started from
+    if scene == "before_a_later_one":  # then the run resumes from what it started from
         save(tmp_path / "alone", 1)
         between = [identity(tmp_path / "alone")]
     root = put(content, tmp_path / "run")
@@ -130,7 +130,7 @@ def test_killed_at_any_moment(scene, action, tmp_path):
         put(state, root)
         phases.append(phase(identity(root), before, new, between))
         assert not leftovers(root), call
-        if len(phases) % 10 == 0:  # it goes on saving
+        if len(phases) % 10 == 0:  # it continues to save
             save(root, 4)
             assert identity(root)[0]["step"] == 4, call
     assert phases == sorted(phases), "what counted once does not count any more"

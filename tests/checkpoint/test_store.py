@@ -239,7 +239,7 @@ def test_saving_a_step_again_replaces_it(store):
 def test_later_steps_of_an_earlier_run_are_set_aside(store, caplog):
     for step in (5, 10):
         store.save(step, make_roles(step), {"run": 1})
-    store.save(2, make_roles(2), {"run": 2})  # started anew in the same folder
+    store.save(2, make_roles(2), {"run": 2})  # started again in the same folder
     assert store.candidates() == [2]
     assert store.load(store.find()).trainer_state == {"run": 2}
     aside = sorted(p.name.split("_", 2)[2] for p in store.root.glob("superseded_*"))

@@ -87,7 +87,7 @@ def test_a_crash_is_gone_on_from(supervised):
 
 
 def test_a_new_checkpoint_is_a_new_beginning(supervised):
-    """Five crashes, each after a checkpoint: never too many. A run that was to start afresh goes on from its own."""
+    """Five crashes, each after a checkpoint: never too many. A run that was to start afresh resumes from its own."""
     run = supervised("saves_and_dies", "trainer.max_restarts=1", "trainer.resume_mode=disable")
     code, said = run.end()
     assert code == 0, said

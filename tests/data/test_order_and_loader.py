@@ -35,7 +35,7 @@ def test_an_epoch_is_a_permutation_and_any_ordinal_can_be_asked_first(num_rows, 
 
 
 def test_the_order_is_the_same_in_another_process_and_version():
-    """Pinned: a checkpoint of today must go on with the same prompts tomorrow."""
+    """Pinned: a checkpoint of today must continue with the same prompts tomorrow."""
     rows = [PromptOrder(10, 42, shuffle=True).row(i)[1] for i in range(20)]
     assert rows == PINNED
     code = "from verl.data.order import PromptOrder; print([PromptOrder(10, 42, True).row(i)[1] for i in range(20)])"

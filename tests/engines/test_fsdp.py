@@ -48,7 +48,7 @@ def two(launch):
 
 
 @pytest.fixture(scope="module")
-def four(launch, two):  # goes on from a checkpoint that two ranks saved
+def four(launch, two):  # continues from a checkpoint that two ranks saved
     return launch(4)
 
 

@@ -42,7 +42,7 @@ def faults(**environment):
 def test_freed_memory_is_used_again_without_page_faults():
     kept, count = faults()
     assert kept
-    assert count < 200  # 10 x 16,384 when every block is mapped anew
+    assert count < 200  # 10 x 16,384 when every block is mapped again
 
 
 @needs_glibc

@@ -121,23 +121,23 @@ class TestSender:
     """The route of new weights: device or host."""
 
     @pytest.fixture
-    def portions(self, driver):
+    def sender(self, driver):
         return DeviceSender(DEVICE, BUCKET, KeptBuckets(BUCKET).place, keeps=True)
 
-    def taken(self, portions, values=(1.0, 2.0)):
+    def taken(self, sender, values=(1.0, 2.0)):
         """What an engine has after an update, and the descriptions."""
         new = [(f"{value}.{name}", tensor) for value in values for name, tensor in weights(value)]
         new += [(f"large.{i}", torch.randn(200)) for i in range(3)]
         held, descriptions = {}, []
-        for description in portions(new):
+        for description in sender(new):
             descriptions.append(json.loads(json.dumps(description)))
             held |= {name: tensor.clone() for name, tensor in read_device_bucket(descriptions[-1])}
         same(list(held.items()), new)
         return descriptions
 
-    def test_by_the_device_and_kept_on_the_host(self, portions, driver):
-        portions.probe(lambda description: list(read_device_bucket(description)))
-        descriptions = self.taken(portions)
+    def test_by_the_device_and_kept_on_the_host(self, sender, driver):
+        sender.probe(lambda description: list(read_device_bucket(description)))
+        descriptions = self.taken(sender)
         assert len(descriptions) > 2
         assert all("device" in d and "segment" in d for d in descriptions)
         for d in descriptions:  # a restarted process reads what is kept
@@ -145,19 +145,19 @@ class TestSender:
             assert list(read_device_bucket(d))
 
     def test_without_a_copy_on_the_host(self, driver):
-        portions = DeviceSender(DEVICE, BUCKET, place=None, keeps=False)
-        portions.probe(lambda description: list(read_device_bucket(description)))
-        assert all("segment" not in d for d in self.taken(portions))
+        sender = DeviceSender(DEVICE, BUCKET, place=None, keeps=False)
+        sender.probe(lambda description: list(read_device_bucket(description)))
+        assert all("segment" not in d for d in self.taken(sender))
 
     @pytest.mark.parametrize("keeps", [True, False])
     def test_where_the_engine_cannot_open_it_the_host_serves(self, keeps, driver, caplog):
         on_host = SharedBuckets(BUCKET)
         place = KeptBuckets(BUCKET).place if keeps else lambda index, some: on_host.write(some)
-        portions = DeviceSender(DEVICE, BUCKET, place, keeps=keeps)
+        sender = DeviceSender(DEVICE, BUCKET, place, keeps=keeps)
         driver.refuses = {"open"}
         for _ in range(2):
-            portions.probe(lambda description: list(read_device_bucket(description)))
-            assert all("device" not in d for d in self.taken(portions))
+            sender.probe(lambda description: list(read_device_bucket(description)))
+            assert all("device" not in d for d in self.taken(sender))
         (record,) = caplog.records
         assert "through host memory" in record.message
         assert "CUDA_ERROR_PEER_ACCESS_UNSUPPORTED" in record.message
@@ -166,23 +166,23 @@ class TestSender:
     def test_a_device_without_room_in_the_middle_of_an_update(self, keeps, driver, caplog):
         on_host = SharedBuckets(BUCKET)
         place = KeptBuckets(BUCKET).place if keeps else lambda index, some: on_host.write(some)
-        portions = DeviceSender(DEVICE, BUCKET, place, keeps=keeps)
+        sender = DeviceSender(DEVICE, BUCKET, place, keeps=keeps)
 
         def first_read(description):
             list(read_device_bucket(description))
             driver.refuses = {"allocate"}
 
-        portions.probe(first_read)
-        descriptions = self.taken(portions)
+        sender.probe(first_read)
+        descriptions = self.taken(sender)
         assert all("device" not in d for d in descriptions)
         assert len(caplog.records) == 1
 
-    def test_a_process_that_is_lost_in_the_trial_is_no_fallback(self, portions):
+    def test_a_process_that_is_lost_in_the_trial_is_no_fallback(self, sender):
         def lost(description):
             raise WorkerLostError("The vLLM process (pid 1) was ended.")
 
         with pytest.raises(WorkerLostError):
-            portions.probe(lost)
+            sender.probe(lost)
 
 
 def test_where_there_is_no_driver_it_is_refused(monkeypatch):

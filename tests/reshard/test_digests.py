@@ -58,7 +58,7 @@ def test_where_it_lies_in_memory_does_not_count(first):
 @pytest.mark.parametrize("shape", [(300, 700), (3, 5), (2, 3, 8), (200_001,), (2, 140_000), (7, 0), ()])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_of_what_is_copied(shape, dtype):
-    """Into a part of a larger tensor, with a cast, in portions."""
+    """Into a part of a larger tensor, with a cast, in chunks."""
     source = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     larger = torch.full((*shape[:-1], shape[-1] + 8) if shape else (), torch.nan, dtype=dtype)
     target = larger[..., : shape[-1]] if shape else larger

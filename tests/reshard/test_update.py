@@ -40,7 +40,7 @@ def test_an_output_projection_of_its_own_in_bfloat16(found):
 
 
 def test_what_no_plan_serves(found):
-    assert "check_what_no_plan_serves" in found, "both ranks go on without a plan"
+    assert "check_what_no_plan_serves" in found, "both ranks continue without a plan"
 
 
 def test_adapters_travel_alone(found):

@@ -200,7 +200,7 @@ def test_updates_report_the_share_and_metrics_of_computed_rows(folder):
 
 
 def test_where_no_row_has_an_advantage_the_optimizer_steps_on_a_zero_gradient(folder):
-    """Momentum and weight decay go on as they would after computing every row."""
+    """Momentum and weight decay continue as they would after computing every row."""
     batches = [make_batch(), make_batch(list(range(sum(SIZES))), seed=1), make_batch(seed=2)]
     engines = []
     for skip in (True, False):

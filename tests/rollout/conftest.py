@@ -10,7 +10,7 @@ import torch
 import verl.models.attention  # noqa: F401 - registers the attention
 from tests.models.plain_attention import PLAIN
 from tests.rollout.service import running
-from tests.rollout.simulated import SimulatedVLLM, own_copy, vllm_server
+from tests.rollout.simulated import SimulatedVLLM, vllm_server, weight_transfer
 from verl.config import RolloutConfig
 from verl.config.sections.rollout import ServiceConfig
 from verl.data_proto.samples import PromptRequest
@@ -67,14 +67,14 @@ def make_engine(load, tokenizer):
             module = module or load(family)
             settings = {"eos_token_ids": [EOS], "pad_token_id": 256}
             if name == "vllm":
-                return SimulatedVLLM(module, tokenizer, RolloutConfig(**config), own=own_copy(), **settings)
+                return SimulatedVLLM(module, tokenizer, RolloutConfig(**config), transfer=weight_transfer(), **settings)
             if name == "http":
                 url = stack.enter_context(running(vllm_server(module))).url
                 service = ServiceConfig(
                     url=url, api="vllm", timeout_s=30.0, num_retries=0, weights_dir=str(weights_dir())
                 )
                 config = RolloutConfig(service=service, **{"max_num_seqs": 8, **config})
-                return ENGINES.get(name)(module, tokenizer, config, own=own_copy(), **settings)
+                return ENGINES.get(name)(module, tokenizer, config, transfer=weight_transfer(), **settings)
             if name == "device":
                 settings["device_kernel"], config = PLAIN, {"enforce_eager": True, **config}
             engine = ENGINES.get("native" if name == "device" else name)(

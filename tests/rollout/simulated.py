@@ -9,7 +9,7 @@ from verl.config import ModelConfig
 from verl.data_proto.samples import Completion, SamplingParams
 from verl.errors import ModelError
 from verl.reshard.shared_memory import SharedBuckets, bucketed, read_shared_bucket
-from verl.rollout.api import OwnCopy
+from verl.rollout.api import WeightTransfer
 from verl.rollout.hf import eager_view
 from verl.rollout.requests import StopRules
 from verl.rollout.sampling import sample
@@ -19,13 +19,13 @@ from verl.rollout.vllm.weights import Manifest
 from verl.runtime.weight_copies import read_folder, write_folder
 
 
-def own_copy(path="model", bucket_bytes=1 << 14):
+def weight_transfer(path="model", bucket_bytes=1 << 14):
     buckets = SharedBuckets(bucket_bytes)
-    return OwnCopy(
+    return WeightTransfer(
         model=ModelConfig(path=path),
         device=torch.device("cpu"),
         dtype=torch.float32,
-        portions=lambda weights: map(buckets.write, bucketed(weights, bucket_bytes)),
+        write_buckets=lambda weights: map(buckets.write, bucketed(weights, bucket_bytes)),
         reader="verl.reshard.shared_memory:read_shared_bucket",
         write=lambda folder, number, weights: write_folder(folder, number, weights, bucket_bytes),
         folder_reader="verl.runtime.weight_copies:read_folder",

@@ -12,7 +12,7 @@ import torch
 
 from tests.rollout.conftest import EOS, make_prompts
 from tests.rollout.service import running
-from tests.rollout.simulated import own_copy
+from tests.rollout.simulated import weight_transfer
 from tests.rollout.test_vllm import weights_of
 from verl.cli.supervise import _ending
 from verl.config import RolloutConfig
@@ -40,7 +40,9 @@ def make(load, tokenizer):
     def build(url, name="http", top_p=1.0, **service):
         settings = ServiceConfig(**{"url": url, "timeout_s": 5.0, "num_retries": 2, **service})
         config = RolloutConfig(name=name, max_num_seqs=4, top_p=top_p, service=settings)
-        return ENGINES.get(name)(load("llama"), tokenizer, config, eos_token_ids=[EOS], own=own_copy("a/model"))
+        return ENGINES.get(name)(
+            load("llama"), tokenizer, config, eos_token_ids=[EOS], transfer=weight_transfer("a/model")
+        )
 
     return build
 

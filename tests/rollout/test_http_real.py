@@ -82,14 +82,14 @@ def server(folder, tmp_path_factory):
 
 def make(url, folder, tokenizer, **service):
     from verl.config import load_config
-    from verl.runtime.weight_copies import own_copy, skeleton
+    from verl.runtime.weight_copies import skeleton, weight_transfer
 
     given = [f"actor_rollout_ref.model.path={folder}", "actor_rollout_ref.actor.fsdp_config.dtype=float32"]
     loaded = load_config(given, check=False).config
-    own = own_copy(loaded, torch.device("cpu"))
+    own = weight_transfer(loaded, torch.device("cpu"))
     settings = ServiceConfig(url=url, timeout_s=60.0, num_retries=1, **service)
     config = RolloutConfig(name="http", max_num_seqs=8, service=settings)
-    return ENGINES.get("http")(skeleton(loaded, own.dtype), tokenizer, config, eos_token_ids=[EOS], own=own)
+    return ENGINES.get("http")(skeleton(loaded, own.dtype), tokenizer, config, eos_token_ids=[EOS], transfer=own)
 
 
 def test_samples_are_the_native_ones_before_and_after_updates(server, folder, tokenizer, tmp_path):

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from tests.rollout.conftest import EOS, make_prompts
-from tests.rollout.simulated import own_copy
+from tests.rollout.simulated import weight_transfer
 from tests.rollout.test_vllm import weights_of
 from tests.runtime.ranks import still_there
 from verl.config import RolloutConfig
@@ -48,8 +48,8 @@ def make(load, tokenizer, note):
         settings = RolloutConfig(
             name="sglang", max_num_seqs=4, max_model_len=64, tensor_model_parallel_size=2, **config
         )
-        own = dataclasses.replace(own_copy("a/model"), visible_devices=("4", "5"), start_timeout_s=60.0)
-        made.append(ENGINES.get("sglang")(load("llama"), tokenizer, settings, eos_token_ids=[EOS], own=own))
+        own = dataclasses.replace(weight_transfer("a/model"), visible_devices=("4", "5"), start_timeout_s=60.0)
+        made.append(ENGINES.get("sglang")(load("llama"), tokenizer, settings, eos_token_ids=[EOS], transfer=own))
         return made[-1]
 
     yield build
@@ -93,7 +93,11 @@ def test_a_server_that_does_not_start_says_why(make, note):
 def test_without_sglang_both_ways_are_named(load, tokenizer):
     with pytest.raises(MissingExtraError, match=r"verl\[sglang\]'?, or set actor_rollout_ref.rollout.service.url"):
         ENGINES.get("sglang")(
-            load("llama"), tokenizer, RolloutConfig(name="sglang"), eos_token_ids=[EOS], own=own_copy("a/model")
+            load("llama"),
+            tokenizer,
+            RolloutConfig(name="sglang"),
+            eos_token_ids=[EOS],
+            transfer=weight_transfer("a/model"),
         )
 
 
@@ -103,7 +107,7 @@ def test_arguments_follow_the_config(load):
     )
     own = {"schedule_conservativeness": 0.5, "cuda_graph_bs": [1, 2], "random_seed": 7, "dtype": None}
     config = dataclasses.replace(config, engine_kwargs=dataclasses.replace(config.engine_kwargs, sglang=own))
-    found = arguments(config, own_copy("a/model"), load("llama"), 8123)
+    found = arguments(config, weight_transfer("a/model"), load("llama"), 8123)
     said = " ".join(found)
     for part in (
         "--model-path a/model", "--port 8123", "--context-length 32", "--mem-fraction-static 0.4", "--disable-radix-cache",

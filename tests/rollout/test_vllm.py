@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.rollout.conftest import EOS, make_prompts
-from tests.rollout.simulated import own_copy
+from tests.rollout.simulated import weight_transfer
 from verl.config import RolloutConfig, load_config
 from verl.data_proto.samples import Completion, SamplingParams
 from verl.errors import MissingExtraError, ModelError
@@ -83,7 +83,7 @@ def make(load, tokenizer, monkeypatch):
 
     def build(**config):
         config = RolloutConfig(name="vllm", max_model_len=64, **config)
-        return ENGINES.get("vllm")(load("llama"), tokenizer, config, eos_token_ids=[EOS], own=own_copy())
+        return ENGINES.get("vllm")(load("llama"), tokenizer, config, eos_token_ids=[EOS], transfer=weight_transfer())
 
     return build
 
@@ -231,7 +231,7 @@ def test_arguments_follow_the_config(load):
     config = dataclasses.replace(
         config, engine_kwargs=dataclasses.replace(config.engine_kwargs, vllm={"block_size": 32})
     )
-    setup = make_setup(config, own_copy("a/model"), load("llama"), eos_token_ids=(EOS,), vocab_size=VOCABULARY)
+    setup = make_setup(config, weight_transfer("a/model"), load("llama"), eos_token_ids=(EOS,), vocab_size=VOCABULARY)
     llm = setup.llm
     assert (llm["model"], llm["dtype"], llm["seed"], llm["max_num_seqs"]) == ("a/model", "float32", 5, 9)
     assert llm["max_model_len"] == 32
@@ -267,7 +267,7 @@ def test_an_untried_version_says_which_were_tried(caplog):
 
 
 def test_a_vllm_that_has_moved_its_names_says_which_were_tried(load, monkeypatch):
-    setup = make_setup(RolloutConfig(), own_copy(), load("llama"), eos_token_ids=(EOS,), vocab_size=VOCABULARY)
+    setup = make_setup(RolloutConfig(), weight_transfer(), load("llama"), eos_token_ids=(EOS,), vocab_size=VOCABULARY)
     monkeypatch.setitem(sys.modules, "verl.rollout.vllm.library", None)  # importing it fails
     with pytest.raises(ModelError, match=rf"vLLM could not start with model: .*known to work: {core.KNOWN[0]}"):
         Core(setup)
@@ -343,5 +343,5 @@ def test_a_message_runs_no_code_of_its_sender(tmp_path):
 
 
 def test_the_readers_are_those_that_runs_name():
-    copy = runs.own_copy(load_config([], check=False).config, torch.device("cpu"))
+    copy = runs.weight_transfer(load_config([], check=False).config, torch.device("cpu"))
     assert set(_READERS) == {copy.reader, copy.folder_reader}

@@ -23,7 +23,7 @@ from verl.rollout.vllm.settings import make_setup
 from verl.rollout.vllm.weights import _OWN_READERS, OwnWeightReceiver, WeightReceiver
 from verl.runtime.rank import RankContext
 from verl.runtime.rank_workers import _with_device_names
-from verl.runtime.weight_copies import KeptBuckets, own_copy
+from verl.runtime.weight_copies import KeptBuckets, weight_transfer
 
 BUCKET = 1 << 14
 
@@ -66,9 +66,9 @@ def make(load, tokenizer, monkeypatch, driver):
         config = RolloutConfig(name="vllm", max_model_len=64, max_engine_restarts=2)
         given = ["actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.actor.fsdp_config.dtype=float32"]
         loaded = load_config(given, check=False).config
-        portions = DeviceSender(DEVICE, BUCKET, KeptBuckets(BUCKET).place, keeps=True)
-        own = dataclasses.replace(own_copy(loaded, DEVICE), portions=portions, settle=portions.probe)
-        return ENGINES.get("vllm")(load("llama"), tokenizer, config, eos_token_ids=[EOS], own=own), processes
+        sender = DeviceSender(DEVICE, BUCKET, KeptBuckets(BUCKET).place, keeps=True)
+        own = dataclasses.replace(weight_transfer(loaded, DEVICE), write_buckets=sender, probe=sender.probe)
+        return ENGINES.get("vllm")(load("llama"), tokenizer, config, eos_token_ids=[EOS], transfer=own), processes
 
     return build
 
@@ -107,9 +107,9 @@ def test_an_engine_that_cannot_open_it_gets_the_hosts_memory(make, load, driver,
 def test_only_an_engine_of_our_own_opens_memory_of_a_gpu():
     """Its handles go to the driver as they come; whoever reaches a service could make them up."""
     config = load_config(["actor_rollout_ref.actor.fsdp_config.dtype=float32"], check=False).config
-    copy = own_copy(config, torch.device("cuda", 0))
+    copy = weight_transfer(config, torch.device("cuda", 0))
     assert set(_OWN_READERS) - set(WeightReceiver.verl_readers) == {copy.reader}
-    assert copy.settle is not None
+    assert copy.probe is not None
     message = {"reader": copy.reader, "bucket": {"entries": [], "number": 1, "device": {}}}
     with pytest.raises(ModelError, match="'verl.reshard.device_memory:read_device_bucket' is not a reader"):
         WeightReceiver()._verl_load(**message)
@@ -166,7 +166,7 @@ def test_the_engine_takes_the_gpu_of_its_rank(mode, seen, expected, load, monkey
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
     given = ["rollout.name=vllm", f"rollout.mode={mode}", "actor.fsdp_config.dtype=float32"]
     loaded = load_config([f"actor_rollout_ref.{key}" for key in given], check=False).config
-    own = own_copy(loaded, torch.device("cuda", 1))
+    own = weight_transfer(loaded, torch.device("cuda", 1))
     setup = make_setup(RolloutConfig(), own, load("llama"), eos_token_ids=(EOS,), vocab_size=300)
     assert setup.environment.get("CUDA_VISIBLE_DEVICES") == expected
 
@@ -175,7 +175,7 @@ def spanning(device, load, *names):
     """The environment of an engine process that spans two GPUs of its run."""
     given = ["rollout.name=vllm", "rollout.tensor_model_parallel_size=2", "actor.fsdp_config.dtype=float32"]
     config = load_config([f"actor_rollout_ref.{key}" for key in given], check=False).config
-    own = own_copy(config, device, visible_devices=names)
+    own = weight_transfer(config, device, visible_devices=names)
     setup = make_setup(config.actor_rollout_ref.rollout, own, load("llama"), eos_token_ids=(EOS,), vocab_size=300)
     assert (setup.llm["tensor_parallel_size"], setup.llm["distributed_executor_backend"]) == (2, "mp")
     return setup.environment.get("CUDA_VISIBLE_DEVICES")

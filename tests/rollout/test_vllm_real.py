@@ -52,7 +52,7 @@ def folder(tmp_path_factory):
 
 def make(folder, mode, tokenizer, **config):
     from verl.config import load_config
-    from verl.runtime.weight_copies import own_copy, skeleton
+    from verl.runtime.weight_copies import skeleton, weight_transfer
 
     given = [
         f"actor_rollout_ref.model.path={folder}",
@@ -65,9 +65,9 @@ def make(folder, mode, tokenizer, **config):
         *(f"actor_rollout_ref.rollout.{key}={value}" for key, value in config.items()),
     ]
     loaded = load_config(given, check=False).config
-    own = own_copy(loaded, torch.device("cpu"))
+    own = weight_transfer(loaded, torch.device("cpu"))
     rollout = loaded.actor_rollout_ref.rollout
-    return ENGINES.get("vllm")(skeleton(loaded, own.dtype), tokenizer, rollout, eos_token_ids=[EOS], own=own)
+    return ENGINES.get("vllm")(skeleton(loaded, own.dtype), tokenizer, rollout, eos_token_ids=[EOS], transfer=own)
 
 
 @pytest.fixture(scope="module")

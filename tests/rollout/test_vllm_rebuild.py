@@ -12,7 +12,7 @@ from verl.rollout.api import ENGINES
 from verl.rollout.vllm import engine
 from verl.rollout.vllm.process import RestartingCore
 from verl.rollout.vllm.weights import Manifest
-from verl.runtime.weight_copies import KeptBuckets, own_copy
+from verl.runtime.weight_copies import KeptBuckets, weight_transfer
 
 PARAMS = SamplingParams(n=3, max_new_tokens=4)
 
@@ -105,9 +105,9 @@ def make(load, tokenizer, monkeypatch):
         loaded = load_config(
             ["actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.actor.fsdp_config.dtype=float32"], check=False
         ).config
-        own = own_copy(loaded, torch.device("cpu"))
-        object.__setattr__(own, "portions", KeptBuckets(1 << 14).write)  # several buckets
-        made = ENGINES.get("vllm")(load("llama"), tokenizer, config, eos_token_ids=[EOS], own=own)
+        own = weight_transfer(loaded, torch.device("cpu"))
+        object.__setattr__(own, "write_buckets", KeptBuckets(1 << 14).write)  # several buckets
+        made = ENGINES.get("vllm")(load("llama"), tokenizer, config, eos_token_ids=[EOS], transfer=own)
         return made, processes
 
     return build

@@ -6,12 +6,7 @@ from pathlib import Path
 
 import pytest
 
-REWARD = """
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    text = solution_str
-    share = sum(c.isalpha() for c in text) / max(len(text), 1)
-    return {"score": share, "letters": share, "short": 1.0 / (1 + len(text))}
-"""
+from tests.letters_task import write_task
 
 # numbers that hold when the machine is slower or faster: everything else in a metrics row must repeat exactly
 CLOCKED = ("timing_s/", "timing_per_token_ms/", "perf/", "rollout/seconds", "time", "rollout/kv_cache_bytes")
@@ -41,20 +36,7 @@ def quick(no_pictures):
 @pytest.fixture(scope="session")
 def tiny_task(tmp_path_factory):
     """Folder with train.jsonl (24 rows), val.jsonl (4 rows) and reward.py."""
-    folder = tmp_path_factory.mktemp("task")
-    for name, count in (("train", 24), ("val", 4)):
-        rows = [
-            {
-                "data_source": "letters",
-                "prompt": [{"role": "user", "content": f"{name} {'x' * (i % 5)} {i}"}],
-                "reward_model": {"style": "rule", "ground_truth": str(i)},
-                "extra_info": {"index": i},
-            }
-            for i in range(count)
-        ]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    (folder / "reward.py").write_text(REWARD)
-    return folder
+    return write_task(tmp_path_factory.mktemp("task"))
 
 
 @pytest.fixture

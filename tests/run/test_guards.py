@@ -330,7 +330,7 @@ def test_a_run_goes_back_and_on_with_other_prompts(tiny_run, monkeypatch):
     run = tiny_run(*settings)
     rows = run.training_rows()
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
-    # step 4 failed on prompts 12 to 15; steps 3 and 4 were taken anew, on those that follow
+    # step 4 failed on prompts 12 to 15; steps 3 and 4 were taken again, on those that follow
     assert [row["training/next_ordinal"] for row in rows] == [4, 8, 20, 24]
     assert [row["training/weight_version"] for row in rows] == [1, 2, 3, 4]
     (alarm,) = alarms(run.folder)

@@ -1,4 +1,4 @@
-"""Keys that change while a run goes on."""
+"""Keys that change during a run."""
 
 from types import SimpleNamespace
 
@@ -153,7 +153,7 @@ def test_a_change_without_the_switch_is_refused(tiny_run):
 
 
 def test_stale_samples_stop_the_run(tiny_run, monkeypatch):
-    """An engine that goes on under its old version: nothing trains on what it makes."""
+    """An engine that continues under its old version: nothing trains on what it makes."""
     set_weights = RolloutWorker.set_weights
 
     def forgets(self, version, weights=None):

@@ -6,12 +6,9 @@ from pathlib import Path
 
 import pytest
 
-REWARD = """
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    text = solution_str
-    share = sum(c.isalpha() for c in text) / max(len(text), 1)
-    return {"score": share + 0.1 * len(text), "letters": share}
-"""
+from tests import letters_task
+
+REWARD = letters_task.REWARD.replace('"score": share', '"score": share + 0.1 * len(text)')
 
 # what depends on how the work was divided, or on the clock
 DIVIDED = ("timing_s/", "timing_per_token_ms/", "perf/", "rollout/", "time", "utilisation/", "busy", "comm")
@@ -79,19 +76,7 @@ def wide(no_pictures):
 @pytest.fixture(scope="module")
 def base(tmp_path_factory, tiny_llama):
     """Overrides of 3 steps of GRPO with 5 prompts x 3 samples in two optimizer steps: nothing divides by 2."""
-    folder = tmp_path_factory.mktemp("task")
-    for name, count in (("train", 24), ("val", 3)):
-        rows = [
-            {
-                "data_source": "letters",
-                "prompt": [{"role": "user", "content": f"{name} {'x' * (i % 5)} {i}"}],
-                "reward_model": {"style": "rule", "ground_truth": str(i)},
-                "extra_info": {"index": i},
-            }
-            for i in range(count)
-        ]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    (folder / "reward.py").write_text(REWARD)
+    folder = letters_task.write_task(tmp_path_factory.mktemp("task"), num_val=3, reward=REWARD)
     return [
         "algorithm.adv_estimator=grpo",
         f"actor_rollout_ref.model.path={tiny_llama}",

@@ -106,7 +106,7 @@ def test_a_rank_that_is_killed_while_training(jobs):
 
 @pytest.mark.slow
 def test_a_stop_on_one_rank_is_a_stop_of_all(jobs):
-    """Both save after the same step, and the run goes on from there."""
+    """Both save after the same step, and the run continues from there."""
     jobs.add(
         "stopped", "trainer.total_training_steps=500", "trainer.test_freq=-1", "trainer.save_freq=-1", may_fail=True
     )

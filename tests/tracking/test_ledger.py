@@ -36,7 +36,7 @@ def test_a_sample_is_found_again_as_it_was(path):
     take_step(tracker, 1, [0, 1], left_out=[(1, 1)])
     take_step(tracker, 2, [2, 3], error="the scorer died")
     assert tracker.cursor == 4
-    with Ledger.open(path.parent) as ledger:  # while the run goes on
+    with Ledger.open(path.parent) as ledger:  # while the run continues
         assert ledger.path == path
     tracker.close()
     with Ledger.open(path) as ledger:

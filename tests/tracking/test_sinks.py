@@ -170,7 +170,7 @@ def test_tensorboard_shows_a_repeated_step_once(info):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    for first, value in ((1, 1.0), (2, 9.0)):  # the second run goes on after step 1
+    for first, value in ((1, 1.0), (2, 9.0)):  # the second run continues after step 1
         guard = Guard("tensorboard", make_sink("tensorboard", info))
         for step in range(first, 4):
             guard.log({"x": value}, step)

@@ -155,7 +155,7 @@ class RolloutQueue:
         rows = batch.wait()
         if version - int(rows.batch["weight_version"].min()) > max_age:
             num_evicted = len(rows)
-            fresh = self._start(ordinal, step, split=f"anew-{version}")
+            fresh = self._start(ordinal, step, split=f"again-{version}")
             self._batches[self._batches.index(batch)] = fresh
             self._resume(fresh, self.limit, step)
             batch, generates = fresh, True

@@ -21,7 +21,7 @@ from verl.data_proto.samples import PromptRequest, SamplingParams
 from verl.errors import ConfigError, ModelError
 from verl.models.load import eos_token_ids, load_causal_lm, load_tokenizer, model_without_numbers
 from verl.parallel.device import compute_dtype
-from verl.rollout.api import ENGINES, OwnCopy, RolloutEngine
+from verl.rollout.api import ENGINES, RolloutEngine, WeightTransfer
 from verl.rollout.http.client import Client
 from verl.rollout.vllm.core import require_vllm
 
@@ -57,7 +57,7 @@ def build_judge(
         module = model_without_numbers(model, dtype)
         engine = ENGINES.get("vllm")(
             module, tokenizer, _settings(config, module), eos_token_ids=eos_token_ids(module, tokenizer),
-            own=_as_in_its_files(model, device, dtype, start_timeout_s, call_timeout_s),
+            transfer=_as_in_its_files(model, device, dtype, start_timeout_s, call_timeout_s),
         )  # fmt: skip
     else:
         module = load_causal_lm(
@@ -200,11 +200,11 @@ def _settings(config: RewardModelConfig, module: Any) -> RolloutConfig:
 
 def _as_in_its_files(
     model: ModelConfig, device: torch.device, dtype: torch.dtype, start_timeout_s: float, call_timeout_s: float
-) -> OwnCopy:
+) -> WeightTransfer:
     """An engine's copy of weights that stay as they are."""
     never: Callable[..., Any] = partial(_refuse, str(model.path))
-    return OwnCopy(
-        model=model, device=device, dtype=dtype, portions=never, write=never, reader="", folder_reader="",
+    return WeightTransfer(
+        model=model, device=device, dtype=dtype, write_buckets=never, write_folder=never, reader="", folder_reader="",
         start_timeout_s=start_timeout_s, call_timeout_s=call_timeout_s,
     )  # fmt: skip
 

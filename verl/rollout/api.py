@@ -32,34 +32,37 @@ Weights: TypeAlias = "Iterable[tuple[str, torch.Tensor]]"  # by name, whole
 
 
 @dataclass(frozen=True)
-class OwnCopy:
-    """Settings of an engine that holds weights of its own. `portions` writes weights, chunk by chunk, to memory that processes
-    of this node can read, and gives JSON that describes each chunk; `write` does so with all of them in a folder. The
-    functions named `reader` and `folder_reader` ("module:function") give the tensors of such a description.
+class WeightTransfer:
+    """Settings of an engine that holds weights of its own, and the functions that send it new ones.
+
+    `write_buckets` writes weights, bucket by bucket, to memory that processes of this node can read, and yields JSON that
+    describes each bucket; `write_folder` writes all of them to files. The functions named `reader` and `folder_reader`
+    ("module:function") give the tensors of such a description.
+
+    `probe`, where there is one, is called before `write_buckets`, with a function that lets the engine read a trial bucket and
+    raises ModelError when it cannot: it finds out which memory the engine reaches.
 
     `in_process` says that the engine runs in a process of its own; `visible_devices` is CUDA_VISIBLE_DEVICES there ((): derived
     from `device`).
-
-    `settle`, where there is one, is called before `portions`, with a function that lets the engine read a chunk for trial and
-    raises ModelError when it cannot: it finds out which memory the engine reaches."""
+    """
 
     model: ModelConfig
     device: torch.device
     dtype: torch.dtype  # of the engine's weights
-    portions: Callable[[Weights], Iterator[dict[str, Any]]]
+    write_buckets: Callable[[Weights], Iterator[dict[str, Any]]]
     reader: str
-    write: Callable[[Path, int, Weights], dict[str, Any]]  # folder, number of the update, weights
+    write_folder: Callable[[Path, int, Weights], dict[str, Any]]  # folder, number of the update, weights
     folder_reader: str
     start_timeout_s: float
     call_timeout_s: float
     in_process: bool = True
     visible_devices: tuple[str, ...] = ()
-    settle: Callable[[Callable[[dict[str, Any]], None]], None] | None = None
+    probe: Callable[[Callable[[dict[str, Any]], None]], None] | None = None
 
 
 def holds_weights(name: str) -> bool:
     """Whether the engine `name` has a copy of the weights, which it is sent by `load`, instead of the training module. Such an
-    engine gets a meta-device model as `module`, and an OwnCopy as `own`. Raises ConfigError for an unknown name."""
+    engine gets a meta-device model as `module`, and a WeightTransfer as `transfer`. Raises ConfigError for an unknown name."""
     return bool(getattr(ENGINES.get(name), "holds_weights", False))
 
 

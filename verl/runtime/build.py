@@ -28,7 +28,7 @@ from verl.rollout.api import RolloutEngine
 from verl.rollout.rollout_model import copy_group
 from verl.rollout.weight_version import PassiveRollout
 from verl.runtime.rank import RankContext
-from verl.runtime.weight_copies import load_replica, own_copy, skeleton
+from verl.runtime.weight_copies import load_replica, skeleton, weight_transfer
 from verl.runtime.weight_sync import RankWeightSync
 
 
@@ -136,13 +136,13 @@ def build_rollout(
     """The engine generates with the policy's own module where that is whole and here: then there is one copy of the weights."""
     rollout, devices = context.config.actor_rollout_ref.rollout, context.placement.devices
     tokenizer = load_tokenizer(context.config.actor_rollout_ref.model)
-    replica, own = None, {}
+    replica, settings = None, {}
     build_engine: Callable[..., RolloutEngine] = PassiveRollout
     if context.engine_plan.runs_engine(context.rank):
         build_engine = ROLLOUT_ENGINES.get(rollout.name)
     if context.has_own_weights:
-        copy = own_copy(context.config, context.device, context.engine_plan, _visible_devices(context))
-        module, own = skeleton(context.config, copy.dtype), {"own": copy}
+        transfer = weight_transfer(context.config, context.device, context.engine_plan, _visible_devices(context))
+        module, settings = skeleton(context.config, transfer.dtype), {"transfer": transfer}
     elif context.shares_weights and policy is not None:
         module = policy.engine.module
     else:
@@ -154,7 +154,7 @@ def build_rollout(
         rollout,
         eos_token_ids=eos_token_ids(module, tokenizer),
         pad_token_id=tokenizer.pad_token_id,
-        **own,
+        **settings,
     )
     streams = devices["reward"] == devices["rollout"] and context.rank in _scoring_ranks(context)
     return RolloutWorker(

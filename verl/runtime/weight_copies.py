@@ -20,7 +20,7 @@ from verl.parallel.placement import Placement
 from verl.reshard.device_memory import DeviceSender
 from verl.reshard.shared_memory import Named, SharedBuckets, bucketed
 from verl.reshard.weight_files import MANIFEST, read_files, write_files
-from verl.rollout.api import OwnCopy, Weights
+from verl.rollout.api import Weights, WeightTransfer
 from verl.rollout.rollout_model import Replica
 
 _READER = "verl.reshard.shared_memory:read_shared_bucket"
@@ -28,9 +28,9 @@ _DEVICE_READER = "verl.reshard.device_memory:read_device_bucket"  # and of the h
 _FOLDER_READER = "verl.runtime.weight_copies:read_folder"
 
 
-def own_copy(
+def weight_transfer(
     config: PPOConfig, device: torch.device, plan: EnginePlan | None = None, visible_devices: tuple[str, ...] = ()
-) -> OwnCopy:
+) -> WeightTransfer:
     """For an engine on `device`, in the dtype that the actor computes in. `plan`: how it spans the devices of the run
     (default: a run of this process alone); `visible_devices`: those of its process, as CUDA_VISIBLE_DEVICES has them."""
     group, trainer = config.actor_rollout_ref, config.trainer
@@ -39,14 +39,14 @@ def own_copy(
     may_come_back = (where == "process" or group.rollout.mode == "async") and group.rollout.max_engine_restarts > 0
     place = KeptBuckets(bucket_bytes).place if may_come_back else _in_turns(bucket_bytes)
     on_device = DeviceSender(device, bucket_bytes, place, keeps=may_come_back) if device.type == "cuda" else None
-    return OwnCopy(
+    return WeightTransfer(
         model=group.model,
         device=device,
         dtype=compute_dtype(group.actor.fsdp_config.dtype, device),
-        portions=on_device or (lambda weights: map(place, count(), bucketed(weights, bucket_bytes))),
-        settle=on_device.probe if on_device else None,
+        write_buckets=on_device or (lambda weights: map(place, count(), bucketed(weights, bucket_bytes))),
+        probe=on_device.probe if on_device else None,
         reader=_DEVICE_READER if on_device else _READER,
-        write=lambda folder, number, weights: write_folder(folder, number, weights, bucket_bytes),
+        write_folder=lambda folder, number, weights: write_folder(folder, number, weights, bucket_bytes),
         folder_reader=_FOLDER_READER,
         start_timeout_s=trainer.ray_wait_register_center_timeout,
         call_timeout_s=group.nccl_timeout,

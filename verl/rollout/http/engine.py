@@ -18,7 +18,7 @@ import torch
 
 from verl.data_proto.samples import Completion, PromptRequest, SampleKey, SamplingParams, TurnRequest
 from verl.errors import ConfigError, ModelError, UnreachableError, WorkerLostError
-from verl.rollout.api import BaseRollout, OwnCopy, Stats, Weights
+from verl.rollout.api import BaseRollout, Stats, Weights, WeightTransfer
 from verl.rollout.http.client import Client
 from verl.rollout.http.dialects import DIALECTS, Dialect, Made, Wanted
 from verl.rollout.http.server import SGLangServer
@@ -48,11 +48,11 @@ class HTTPRollout(BaseRollout):
         *,
         eos_token_ids: Sequence[int],
         pad_token_id: int | None = None,
-        own: OwnCopy,
+        transfer: WeightTransfer,
     ):
         del pad_token_id
         self.tokenizer = tokenizer  # for stop strings, which are looked for here
-        self.skeleton, self.config, self.own, service = module, config, own, config.service
+        self.skeleton, self.config, self.transfer, service = module, config, transfer, config.service
         self.eos_token_ids = tuple(eos_token_ids)
         self.state = CopyState()
         self.client = Client(
@@ -69,7 +69,7 @@ class HTTPRollout(BaseRollout):
                 "vLLM's server with verl's sampler (service.api=vllm)."
             )
         self.dialect: Dialect = DIALECTS[api]()
-        self.dialect.check(self.client, own.model.path, service.served_model_name, vocab_size(module))
+        self.dialect.check(self.client, transfer.model.path, service.served_model_name, vocab_size(module))
         self._labelled: str | None = None  # what the service must say of its weights
         self._num_updates = 0
         self._stats = {}
@@ -97,11 +97,11 @@ class HTTPRollout(BaseRollout):
             )
         self.state.start_update()
         self._num_updates += 1
-        tensors = checked(weights, self.skeleton, self.own.dtype)
-        description = self.own.write(Path(root).expanduser(), self._num_updates, tensors)
+        tensors = checked(weights, self.skeleton, self.transfer.dtype)
+        description = self.transfer.write_folder(Path(root).expanduser(), self._num_updates, tensors)
         try:
             with self.watched():
-                self.dialect.update(self.client, description, self.own.folder_reader)
+                self.dialect.update(self.client, description, self.transfer.folder_reader)
         finally:
             shutil.rmtree(description["folder"], ignore_errors=True)
         self.state.end_update()
@@ -254,14 +254,14 @@ class SGLangRollout(HTTPRollout):
 
     api = "sglang"
 
-    def __init__(self, module: Any, tokenizer: Any, config: Any, *, own: OwnCopy, **tokens: Any):
+    def __init__(self, module: Any, tokenizer: Any, config: Any, *, transfer: WeightTransfer, **tokens: Any):
         self.server: SGLangServer | None = None
         if config.service.url is None:
-            self.server = SGLangServer(config, own, module)
+            self.server = SGLangServer(config, transfer, module)
             service = replace(config.service, url=self.server.url, weights_dir=self.server.weights_dir)
             config = replace(config, service=service)
         try:
-            super().__init__(module, tokenizer, config, own=own, **tokens)
+            super().__init__(module, tokenizer, config, transfer=transfer, **tokens)
         except BaseException:
             self.close()
             raise

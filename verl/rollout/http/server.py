@@ -14,7 +14,7 @@ from typing import Any
 from verl.config import RolloutConfig
 from verl.errors import DeadlineError, MissingExtraError, ModelError, UnreachableError
 from verl.parallel.collectives import free_port
-from verl.rollout.api import OwnCopy
+from verl.rollout.api import WeightTransfer
 from verl.rollout.http.client import Client
 from verl.rollout.process import Child
 from verl.rollout.vllm.settings import longest_sequence
@@ -26,10 +26,10 @@ class SGLangServer:
     """Started as `python -m sglang.launch_server`, and ready when this returns. `weights_dir` is a folder for new weights.
 
     Raises MissingExtraError without SGLang, ModelError when the server ends, DeadlineError when it is not ready after
-    `own.start_timeout_s`.
+    `transfer.start_timeout_s`.
     """
 
-    def __init__(self, config: RolloutConfig, own: OwnCopy, skeleton: Any):
+    def __init__(self, config: RolloutConfig, transfer: WeightTransfer, skeleton: Any):
         if importlib.util.find_spec("sglang") is None:
             raise MissingExtraError(
                 "actor_rollout_ref.rollout.name=sglang",
@@ -39,13 +39,13 @@ class SGLangServer:
             )
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
-        server = [sys.executable, "-m", "sglang.launch_server", *arguments(config, own, skeleton, port)]
-        visible = {"CUDA_VISIBLE_DEVICES": ",".join(own.visible_devices)} if own.visible_devices else {}
+        server = [sys.executable, "-m", "sglang.launch_server", *arguments(config, transfer, skeleton, port)]
+        visible = {"CUDA_VISIBLE_DEVICES": ",".join(transfer.visible_devices)} if transfer.visible_devices else {}
         self._folder = tempfile.TemporaryDirectory(prefix="verl-weights-", dir=_memory_folder())
         self.weights_dir = self._folder.name
         self._child = Child([sys.executable, "-m", "verl.parallel.child_processes", str(os.getpid()), *server], visible)
         try:
-            self._wait(own.start_timeout_s)
+            self._wait(transfer.start_timeout_s)
         except BaseException:
             self.close()
             raise
@@ -84,9 +84,9 @@ class SGLangServer:
         return True
 
 
-def arguments(config: RolloutConfig, own: OwnCopy, skeleton: Any, port: int) -> list[str]:
+def arguments(config: RolloutConfig, transfer: WeightTransfer, skeleton: Any, port: int) -> list[str]:
     """Of sglang.launch_server. Entries of rollout.engine_kwargs.sglang go before all others."""
-    model = own.model
+    model = transfer.model
     given: dict[str, Any] = {
         "model_path": model.path,
         "tokenizer_path": model.tokenizer_path or model.path,
@@ -96,8 +96,8 @@ def arguments(config: RolloutConfig, own: OwnCopy, skeleton: Any, port: int) -> 
         },
         "host": "127.0.0.1",
         "port": port,
-        "device": own.device.type,
-        "dtype": str(own.dtype).removeprefix("torch."),
+        "device": transfer.device.type,
+        "dtype": str(transfer.dtype).removeprefix("torch."),
         "tp_size": config.tensor_model_parallel_size,
         "ep_size": config.expert_parallel_size,
         "mem_fraction_static": config.gpu_memory_utilization,

@@ -9,7 +9,7 @@ from typing import Any
 
 from verl.data_proto.samples import Completion, PromptRequest, SampleKey, SamplingParams, TurnRequest
 from verl.errors import VerlError
-from verl.rollout.api import BaseRollout, OwnCopy, Stats, Weights
+from verl.rollout.api import BaseRollout, Stats, Weights, WeightTransfer
 from verl.rollout.requests import OpenSamples, one_by_one, vocab_size
 from verl.rollout.vllm.core import Core, Setup, require_vllm
 from verl.rollout.vllm.process import FACTORY, RemoteCore, RestartingCore
@@ -40,14 +40,14 @@ class VLLMRollout(BaseRollout):
         *,
         eos_token_ids: Sequence[int],
         pad_token_id: int | None = None,
-        own: OwnCopy,
+        transfer: WeightTransfer,
     ):
         del tokenizer, pad_token_id  # nothing is padded, and stop strings are looked for where vLLM is
-        self.skeleton, self.config, self.own = module, config, own
+        self.skeleton, self.config, self.transfer = module, config, transfer
         self.state = CopyState()
         self.longest = longest_sequence(config, module)
         self._stats = {}
-        setup = make_setup(config, own, module, eos_token_ids=tuple(eos_token_ids), vocab_size=vocab_size(module))
+        setup = make_setup(config, transfer, module, eos_token_ids=tuple(eos_token_ids), vocab_size=vocab_size(module))
         if self.factory == FACTORY:
             require_vllm()
         self.core = self._start(setup)
@@ -64,13 +64,13 @@ class VLLMRollout(BaseRollout):
     def load(self, weights: Weights) -> None:
         """Take all weights of the model, by name, in the engine's dtype. Raises ModelError when one is missing, is
         not the model's, or did not arrive as it was sent; nothing is generated then until an update succeeds."""
-        if self.own.settle is not None:
-            self.own.settle(self.core.try_bucket)
+        if self.transfer.probe is not None:
+            self.transfer.probe(self.core.try_bucket)
         self.state.start_update()
         manifest = Manifest()
         try:
             self.core.begin_update()
-            for bucket in self.own.portions(checked(weights, self.skeleton, self.own.dtype)):
+            for bucket in self.transfer.write_buckets(checked(weights, self.skeleton, self.transfer.dtype)):
                 self.core.update(bucket)
                 manifest.add(bucket)
             self.core.finish_update(manifest.digest)
@@ -93,14 +93,14 @@ class VLLMRollout(BaseRollout):
 
     def _start(self, setup: Setup) -> Any:
         """Core, or a proxy of it."""
-        if not self.own.in_process:
+        if not self.transfer.in_process:
             return Core(setup)
-        own, max_restarts = self.own, self.config.max_engine_restarts
+        transfer, max_restarts = self.transfer, self.config.max_engine_restarts
         start = partial(
             RemoteCore,
             setup,
-            start_timeout_s=own.start_timeout_s,
-            call_timeout_s=own.call_timeout_s,
+            start_timeout_s=transfer.start_timeout_s,
+            call_timeout_s=transfer.call_timeout_s,
             factory=self.factory,
         )
         return RestartingCore(start, max_restarts) if max_restarts else start()
@@ -118,7 +118,7 @@ class VLLMGeneration:
     def __init__(self, engine: VLLMRollout, params: SamplingParams, step: int, *, keep: bool):
         self.core, self._version = engine.core, engine.weight_version
         self.samples = OpenSamples(params, engine.skeleton, engine.longest, keep=keep)
-        self._poll_s = _POLL_S if engine.own.in_process else None
+        self._poll_s = _POLL_S if engine.transfer.in_process else None
         self._num_requests = 0
         self._is_closed = False
         self.core.open(params, step)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from verl.config import RolloutConfig
 from verl.errors import ConfigError
 from verl.parallel.device import visible_devices
-from verl.rollout.api import OwnCopy
+from verl.rollout.api import WeightTransfer
 from verl.rollout.vllm.core import Setup
 
 _RECEIVER = "verl.rollout.vllm.weights.OwnWeightReceiver"
@@ -23,19 +23,19 @@ _MOST_OF_MEMORY = 8  # at most one part in so many of the free memory of a CPU m
 
 
 def make_setup(
-    config: RolloutConfig, own: OwnCopy, skeleton: Any, *, eos_token_ids: tuple[int, ...], vocab_size: int
+    config: RolloutConfig, transfer: WeightTransfer, skeleton: Any, *, eos_token_ids: tuple[int, ...], vocab_size: int
 ) -> Setup:
     """`skeleton` is a meta-device model. Entries of rollout.engine_kwargs.vllm go before all others."""
-    on_cpu = own.device.type == "cpu"
+    on_cpu = transfer.device.type == "cpu"
     longest = longest_sequence(config, skeleton)
     arguments: dict[str, Any] = {
-        "model": own.model.path,
-        "tokenizer": own.model.tokenizer_path or own.model.path,
+        "model": transfer.model.path,
+        "tokenizer": transfer.model.tokenizer_path or transfer.model.path,
         "skip_tokenizer_init": True,  # tokens in, tokens out
-        "trust_remote_code": own.model.trust_remote_code,
+        "trust_remote_code": transfer.model.trust_remote_code,
         # how attention is computed is vLLM's business
-        "hf_overrides": {k: v for k, v in (own.model.override_config or {}).items() if k != "attn_implementation"},
-        "dtype": str(own.dtype).removeprefix("torch."),
+        "hf_overrides": {k: v for k, v in (transfer.model.override_config or {}).items() if k != "attn_implementation"},
+        "dtype": str(transfer.dtype).removeprefix("torch."),
         "seed": config.seed,
         "tensor_parallel_size": config.tensor_model_parallel_size,
         "enable_expert_parallel": config.expert_parallel_size > 1,
@@ -53,21 +53,21 @@ def make_setup(
         "worker_extension_cls": _RECEIVER,
     }
     if on_cpu:
-        arguments["kv_cache_memory_bytes"] = _cache_bytes(config, longest, skeleton, own.dtype)
+        arguments["kv_cache_memory_bytes"] = _cache_bytes(config, longest, skeleton, transfer.dtype)
     else:
         arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
         arguments["enable_sleep_mode"] = config.free_cache_engine
-    in_ranks = not own.in_process and dist.is_initialized() and dist.get_world_size() > 1
+    in_ranks = not transfer.in_process and dist.is_initialized() and dist.get_world_size() > 1
     if in_ranks:
         arguments["distributed_executor_backend"] = _RANKS
-    elif own.in_process and config.tensor_model_parallel_size > 1:
+    elif transfer.in_process and config.tensor_model_parallel_size > 1:
         arguments["distributed_executor_backend"] = "mp"  # on its own vLLM may look for a cluster of Ray
     return Setup(
         llm={**arguments, **config.engine_kwargs.vllm},
-        environment=_environment(own, config.tensor_model_parallel_size),
+        environment=_environment(transfer, config.tensor_model_parallel_size),
         eos_token_ids=list(eos_token_ids),
         vocab_size=vocab_size,
-        reader=own.reader,
+        reader=transfer.reader,
         sleeps=config.free_cache_engine and not on_cpu,
         in_ranks=in_ranks,
     )
@@ -81,16 +81,16 @@ def longest_sequence(config: RolloutConfig, skeleton: Any) -> int:
     return min(wanted, positions or wanted)
 
 
-def _environment(own: OwnCopy, num_devices: int) -> dict[str, str]:
+def _environment(transfer: WeightTransfer, num_devices: int) -> dict[str, str]:
     """Of the process while vLLM starts; what the user has set himself stays, but for what this engine is built on."""
     wishes = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_HOST_IP": "127.0.0.1"}
-    if own.device.type == "cpu":
+    if transfer.device.type == "cpu":
         # by itself vLLM takes one core less than there are and stays on it
         num_ranks = num_devices if dist.is_initialized() else 1  # each rank has its share of the cores already
         num_threads = max(1, torch.get_num_threads() * num_ranks // num_devices)
         wishes |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(num_threads)}
-    elif own.in_process:  # CUDA has counted the devices of this process already
-        visible = own.visible_devices or _own_devices(own.device, num_devices)
+    elif transfer.in_process:  # CUDA has counted the devices of this process already
+        visible = transfer.visible_devices or _own_devices(transfer.device, num_devices)
         wishes |= {"CUDA_VISIBLE_DEVICES": ",".join(visible)} if visible else {}
     needs = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine is where we put it
