@@ -17,8 +17,6 @@ ONE_CONTRACT = {
     "rms_norm": "the same operation on a CPU and on CUDA",
     "swiglu": "the same operation on a CPU and on CUDA",
 }
-# names to make unique: delete the entry with the second definition
-STILL_TWICE = {"sample"}
 
 
 def public_definitions():
@@ -35,7 +33,7 @@ def public_definitions():
 
 def test_a_public_name_has_one_definition():
     twice = {name: places for name, places in public_definitions().items() if len(places) > 1}
-    wrong = {name: places for name, places in twice.items() if name not in ONE_CONTRACT and name not in STILL_TWICE}
+    wrong = {name: places for name, places in twice.items() if name not in ONE_CONTRACT}
     assert not wrong, "\n".join(f"{name}: {', '.join(places)}" for name, places in wrong.items())
 
 

@@ -74,7 +74,7 @@ class Collector:
             prompts = self.loader.take(ordinal, count)
             issued = issued_prompts(prompts, self.loader.order)
             self.samples.issue(step, issued, num_samples=self.params.n, split="train", limit=self.params.max_new_tokens)
-            batch = sample(self.roles.rollout, prompts, self.params, step=step)
+            batch = generate_samples(self.roles.rollout, prompts, self.params, step=step)
             self.samples.generate(step, segments_of(batch.batch["ordinal"].tolist(), batch, self.samples.num_tokens))
             return prompts, batch
 
@@ -94,7 +94,7 @@ class Collector:
     def greedy_baseline(self, prompts: DataProto, step: int, batch: DataProto) -> DataProto:
         """Column reward_baselines [batch]: the score of the greedy sample of the row's prompt (ReMax)."""
         with self.spans("gen_max"):
-            best = sample(self.roles.rollout, prompts, greedy(self.params), step=step, split="greedy")
+            best = generate_samples(self.roles.rollout, prompts, greedy(self.params), step=step, split="greedy")
         with self.spans("reward"):
             scores = self.roles.reward.collect(best).batch["token_level_scores"].sum(dim=1)
         by_uid = dict(zip(best.non_tensor_batch["uid"], scores.tolist(), strict=True))
@@ -125,7 +125,7 @@ class Collector:
             )
 
 
-def sample(
+def generate_samples(
     rollout: RolloutHandle, prompts: DataProto, params: SamplingParams, *, step: int, split: str = "train"
 ) -> DataProto:
     """`params.n` rows per prompt, samples of a prompt adjacent: the rollout's columns beside the prompts' own."""

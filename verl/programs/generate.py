@@ -11,7 +11,7 @@ from verl.config import LoadedConfig, PPOConfig
 from verl.data.files import write_parquet
 from verl.data_proto.sample_rows import sample_rows
 from verl.errors import ConfigError
-from verl.programs.collect import sample
+from verl.programs.collect import generate_samples
 from verl.programs.ppo import PPO
 from verl.programs.ppo_data import PPOData, load_data
 from verl.programs.ppo_roles import PPORoles
@@ -63,5 +63,5 @@ def _samples(config: PPOConfig, roles: PPORoles, data: PPOData) -> Iterator[dict
     assert data.validation is not None
     params = sampling_params(config.actor_rollout_ref.rollout)
     for prompts in data.validation:
-        batch = sample(roles.rollout, prompts, params, step=VALIDATION_STEP, split="generate")
+        batch = generate_samples(roles.rollout, prompts, params, step=VALIDATION_STEP, split="generate")
         yield from sample_rows(batch.union(roles.reward.collect(batch)), data.tokenizer)

@@ -13,7 +13,7 @@ from verl.data.loader import ValidationLoader
 from verl.data_proto.proto import DataProto
 from verl.data_proto.sample_rows import sample_rows
 from verl.data_proto.samples import SamplingParams
-from verl.programs.collect import sample
+from verl.programs.collect import generate_samples
 from verl.programs.ppo_roles import PPORoles
 from verl.roles.rollout import greedy, sampling_params
 
@@ -61,7 +61,7 @@ class Validator:
     def _collect(self, params: SamplingParams, split: str) -> DataProto:
         parts = []
         for prompts in self.loader:
-            batch = sample(self.roles.rollout, prompts, params, step=VALIDATION_STEP, split=split)
+            batch = generate_samples(self.roles.rollout, prompts, params, step=VALIDATION_STEP, split=split)
             parts.append(batch.union(self.roles.reward.collect(batch)))
         return DataProto.concat(parts) if len(parts) > 1 else parts[0]
 
