@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from verl.data.dataset import PromptRows
 from verl.data.order import PromptOrder
 from verl.data.prompts import PromptEncoder
+from verl.data.sampler_order import SamplerOrder
 from verl.data_proto.columns import COLUMNS
 from verl.data_proto.merge import object_array
 from verl.data_proto.proto import DataProto
@@ -56,11 +57,11 @@ class _Reader:
 
 
 class PromptLoader:
-    """Training prompts. `take` and `batch` are pure functions of their arguments."""
+    """Training prompts. `take` and `batch` are functions of their arguments alone, but for a sampler of the user's."""
 
-    def __init__(self, rows: PromptRows, encoder: PromptEncoder, order: PromptOrder, batch_size: int):
+    def __init__(self, rows: PromptRows, encoder: PromptEncoder, order: PromptOrder | SamplerOrder, batch_size: int):
         self._reader = _Reader(rows, encoder)
-        self.order = replace(order, batch_size=batch_size)
+        self.order = replace(order, batch_size=batch_size) if isinstance(order, PromptOrder) else order
         self.batch_size = batch_size
         self.num_rows = len(rows)
         self.num_steps_per_epoch = self.order.rows_per_epoch // batch_size
@@ -75,6 +76,20 @@ class PromptLoader:
         """
         ordinals = range(ordinal_start, ordinal_start + count)
         return self._reader.read(ordinals, [self.order.row(ordinal)[1] for ordinal in ordinals])
+
+    def update(self, batch: DataProto) -> None:
+        """Tell a curriculum sampler what has trained."""
+        if isinstance(self.order, SamplerOrder):
+            self.order.update(batch)
+
+    def state_dict(self, cursor: int) -> dict[str, Any]:
+        """The state of a user's sampler when prompt index `cursor` is next to train, as JSON; {} without one."""
+        return self.order.state_dict(cursor) if isinstance(self.order, SamplerOrder) else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the state of a checkpoint."""
+        if isinstance(self.order, SamplerOrder) and state:
+            self.order.load_state_dict(state)
 
     def batch(self, step: int) -> DataProto:
         """The prompts of a step when every step takes one batch; steps count from 1."""

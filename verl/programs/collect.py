@@ -16,6 +16,7 @@ from verl.data_proto.samples import SamplingParams
 from verl.errors import ConfigError, DataError
 from verl.programs.api import RunContext
 from verl.programs.ppo_roles import Needs, PPORoles
+from verl.programs.stages import Stages
 from verl.roles.api import RolloutHandle
 from verl.roles.rollout import greedy, sampling_params
 from verl.tracking.ledger.records import issued_prompts, scores_of, segments_of
@@ -34,9 +35,16 @@ class Collector:
     """Turns prompts into scored samples, and records each in `samples`. Checks for a stop after every round."""
 
     def __init__(
-        self, config: PPOConfig, roles: PPORoles, loader: PromptLoader, run: RunContext, samples: SampleTracker
+        self,
+        config: PPOConfig,
+        roles: PPORoles,
+        loader: PromptLoader,
+        run: RunContext,
+        samples: SampleTracker,
+        stages: Stages | None = None,
     ):
         self.config = config
+        self.stages = stages
         self.samples = samples
         self.roles = roles
         self.loader = loader
@@ -47,7 +55,7 @@ class Collector:
 
     def collect(self, step: int, ordinal: int) -> tuple[DataProto, dict[str, Metric], int]:
         """(samples of data.train_batch_size prompts from `ordinal` on, metrics, the next ordinal). With a group filter,
-        generates until enough groups carry a signal."""
+        or stages that leave rows out, generates until enough groups remain."""
         data, rule = self.config.data, self.config.algorithm.filter_groups
         wanted, count = data.train_batch_size, prompts_per_generation(self.config)
         kept: list[DataProto] = []
@@ -55,6 +63,8 @@ class Collector:
         while num_groups < wanted:
             self._check_rounds(num_rounds, num_groups)
             batch = self._round(step, ordinal, count)
+            if self.stages is not None:
+                batch = self.stages.apply("scored", batch, step)
             if rule.enable:
                 batch = batch.select_idxs(filter_groups(self._filter_metric(batch), batch.non_tensor_batch["uid"]))
             kept.append(batch)
@@ -62,7 +72,7 @@ class Collector:
             num_rounds, ordinal = num_rounds + 1, ordinal + count
             self.check_stop()
         metrics = self.end_generation()
-        if rule.enable:
+        if rule.enable or self.stages:
             metrics["training/filter_groups/num_gen_batches"] = Metric.last(num_rounds)
             metrics["training/filter_groups/num_groups_kept"] = Metric.last(num_groups)
         batch = DataProto.concat(kept) if len(kept) > 1 else kept[0]
@@ -119,8 +129,9 @@ class Collector:
         limit = self.config.algorithm.filter_groups.max_num_gen_batches or 100
         if num_rounds >= limit:
             raise DataError(
-                f"After {num_rounds} generation batches only {num_groups} of {self.config.data.train_batch_size} groups had "
-                "rewards that differ within the group. The task is too easy or too hard for this model; raise "
+                f"After {num_rounds} generation batches only {num_groups} of {self.config.data.train_batch_size} groups "
+                f"{'were left by algorithm.stages' if self.stages else 'had rewards that differ within the group'}. "
+                "The task is too easy or too hard for this model, or a stage is too strict; raise "
                 "algorithm.filter_groups.max_num_gen_batches or rollout.n, or change the data."
             )
 

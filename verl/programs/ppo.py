@@ -55,7 +55,7 @@ class PPO(PPOProgram):
         exact = found.rollout.exact_log_probs()
         self.old_log_probs = old_log_prob_source(config, self.needs, sampler_is_exact=exact)
         if data.train is not None:
-            self.collector = Collector(config, found, data.train, run, self.samples)
+            self.collector = Collector(config, found, data.train, run, self.samples, self.stages)
 
     def train(self, step: int) -> StepBatch:
         """One step; weight version and samples advance only as the step succeeds."""
@@ -70,6 +70,8 @@ class PPO(PPOProgram):
             self.guards.check_credit(result)
             self.update(result, step)
         self.samples.train(step, [] if result.skipped else keys_of(result.batch))
+        if self.data.train is not None and not result.skipped:
+            self.data.train.update(result.batch)
         return result
 
     def collect(self, step: int) -> tuple[StepBatch, int]:
@@ -128,6 +130,8 @@ class PPO(PPOProgram):
                 scores = columns["token_level_scores"].sum(dim=1)
                 rows = pf_ppo_indices(scores, rule.reweight_method, rule.weight_pow, generator)
                 result.batch = batch.select_idxs(rows)
+            if self.stages is not None:
+                result.batch = self.stages.apply("credited", result.batch, step)
 
     def _penalise_kl(self, batch: DataProto) -> dict[str, Metric]:
         columns, controller = batch.batch, self.kl_controller

@@ -33,6 +33,7 @@ from verl.programs.ppo import PPO
 from verl.programs.ppo_data import PPOData
 from verl.programs.ppo_roles import PPORoles, old_log_prob_source
 from verl.programs.rollout_queue import RolloutQueue
+from verl.programs.stages import Stages
 from verl.roles.api import Roles
 from verl.tracking.ledger.records import OpenSample
 from verl.tracking.ledger.tracker import SampleTracker
@@ -51,7 +52,9 @@ class AsyncPPO(PPO):
     def __init__(self, config: PPOConfig, data: PPOData, roles: Roles, run: RunContext):
         super().__init__(config, data, roles, run)
         if data.train is not None:
-            self.collector = self.ahead = AheadCollector(config, self.roles_of_run, data.train, run, self.samples)
+            self.collector = self.ahead = AheadCollector(
+                config, self.roles_of_run, data.train, run, self.samples, self.stages
+            )
             self.max_age = self.ahead.max_age
         self.old_log_probs = old_log_prob_source(config, self.needs, sampler_is_exact=False)
 
@@ -89,9 +92,15 @@ class AheadCollector(Collector):
     """Takes its rounds from the queue. `version` is that of the weights that will train on them."""
 
     def __init__(
-        self, config: PPOConfig, roles: PPORoles, loader: PromptLoader, run: RunContext, samples: SampleTracker
+        self,
+        config: PPOConfig,
+        roles: PPORoles,
+        loader: PromptLoader,
+        run: RunContext,
+        samples: SampleTracker,
+        stages: Stages | None = None,
     ):
-        super().__init__(config, roles, loader, run, samples)
+        super().__init__(config, roles, loader, run, samples, stages)
         rollout = config.actor_rollout_ref.rollout
         self.queue = RolloutQueue(
             roles.rollout,

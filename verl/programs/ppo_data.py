@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from verl.config import PPOConfig
@@ -10,6 +11,7 @@ from verl.data.dataset import load_dataset
 from verl.data.loader import PromptLoader, ValidationLoader
 from verl.data.order import PromptOrder
 from verl.data.prompts import PromptEncoder
+from verl.data.sampler_order import SamplerOrder, load_sampler
 from verl.errors import ConfigError
 from verl.models.load import load_tokenizer
 
@@ -47,7 +49,12 @@ def load_data(config: PPOConfig, *, train: bool = True) -> PPOData:
                 f"data.train_batch_size={data.train_batch_size} is more than the {len(rows)} usable rows of "
                 f"{data.train_files}. Lower it or give more data."
             )
-        order = PromptOrder(len(rows), data.seed if data.seed is not None else 42, data.shuffle)
+        order: PromptOrder | SamplerOrder
+        if data.sampler.class_path:
+            make = partial(load_sampler, data.sampler.class_path, data.sampler.class_name, rows, data)
+            order = SamplerOrder(make, len(rows), data.train_batch_size)
+        else:
+            order = PromptOrder(len(rows), data.seed if data.seed is not None else 42, data.shuffle)
         loader = found.train = PromptLoader(rows, encoder, order, data.train_batch_size)
         found.num_steps_per_epoch = loader.num_steps_per_epoch
         found.num_steps = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from verl.programs.ppo_data import PPOData, load_data
 from verl.programs.ppo_display import CONSOLE_METRICS, CURVES, SPAN_PHASES
 from verl.programs.ppo_roles import PPORoles, ppo_roles
 from verl.programs.samples import open_samples, start_samples
+from verl.programs.stages import Stages
 from verl.programs.validation import Validator
 from verl.roles.api import Roles, RoleSpecs
 from verl.roles.rollout import sampling_params
@@ -58,6 +60,7 @@ class PPOProgram(Program):
         self.run = run
         self.roles_of_run = PPORoles.of(roles)
         self.samples = SampleTracker()
+        self.stages = Stages(config.algorithm.stages) if config.algorithm.stages else None
         self.weight_version = 0
         self.kl_controller = make_kl_controller(**asdict(config.algorithm.kl_ctrl))
         self.guards = Guards(config.trainer.guards, run.folder / "guards.jsonl" if run.is_rank_zero else None)
@@ -75,11 +78,13 @@ class PPOProgram(Program):
     def step(self, step: int) -> StepResult:
         """See Program."""
         controller, version = self.kl_controller.state_dict(), self.weight_version
+        stages = deepcopy(self.stages.state_dict()) if self.stages is not None else []
         try:
             result = self.train(step)
         except BaseException:
             self.kl_controller.load_state_dict(controller)
             self.weight_version = version
+            self._load_stages(stages)
             raise
         if result.skipped:
             self.kl_controller.load_state_dict(controller)
@@ -112,6 +117,8 @@ class PPOProgram(Program):
             "weight_version": self.weight_version,
             "kl_controller": self.kl_controller.state_dict(),
             "samples": self.samples.commit(),
+            **({"sampler": sampler} if (sampler := self._sampler_state()) else {}),
+            **({"stages": self.stages.state_dict()} if self.stages is not None else {}),
         }
 
     def load_state_dict(
@@ -121,12 +128,22 @@ class PPOProgram(Program):
         if state is not None:
             self.weight_version = state["weight_version"]
             self.kl_controller.load_state_dict(state["kl_controller"])
+            self._load_stages(state.get("stages", []))
+            if self.data.train is not None:
+                self.data.train.load_state_dict(state.get("sampler", {}))
         self.roles_of_run.weights.sync(self.weight_version)
         waiting = start_samples(self.samples, self.run, checkpoint, (state or {}).get("samples"))
         if isinstance(rolled_back, RollBackPrompts):
             self.samples.skip_prompts((state or {})["step"] + 1, rolled_back.next_ordinal)
             log.warning("Prompt %d is next.", self.samples.cursor)
         self.restore(waiting)
+
+    def _sampler_state(self) -> dict[str, Any]:
+        return self.data.train.state_dict(self.samples.cursor) if self.data.train is not None else {}
+
+    def _load_stages(self, states: Sequence[Mapping[str, Any]]) -> None:
+        if self.stages is not None and states:
+            self.stages.load_state_dict(states)
 
     def checkpoint_writers(self) -> Mapping[str, CheckpointWriter]:
         """See Program: the samples that are open."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from verl.config.keys import Family, Section, section, used
 from verl.config.names import ADV_ESTIMATORS, KL_KINDS, PPO_PROGRAMS
@@ -93,4 +94,9 @@ class AlgorithmConfig(Section):
     use_pf_ppo: bool = used(False, "resample rows by their score (PF-PPO)")
     pf_ppo: PFPPOConfig = section(PFPPOConfig, "settings of PF-PPO")
     filter_groups: FilterGroupsConfig = section(FilterGroupsConfig, "group filter of DAPO")
+    stages: list[Any] = used(
+        [],
+        "functions or classes of yours between the phases of a step, each path/to/file.py:name or {path: ..., setting: value} "
+        "(docs/stages.md)",
+    )
     rollout_correction: RolloutCorrectionConfig = section(RolloutCorrectionConfig, "sampler against trainer")

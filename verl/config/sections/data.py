@@ -18,6 +18,12 @@ class CustomClassConfig(Section):
 
 
 @dataclass(frozen=True)
+class SamplerClassConfig(Section):
+    class_path: str | None = used(None, "file or module of a torch sampler class that gives the order of rows")
+    class_name: str | None = used(None, "name of that class", when="has_class_path")
+
+
+@dataclass(frozen=True)
 class DataConfig(Section):
     train_files: str | list[str] = used(
         "~/data/rlhf/gsm8k/train.parquet", "training files: parquet, JSON, JSONL, or a data set"
@@ -36,6 +42,7 @@ class DataConfig(Section):
     val_batch_size: int | None = used(None, "prompts per validation batch; null: all at once", sizing=True, ge=1)
     shuffle: bool = used(True, "a new order of rows in each epoch")
     seed: int | None = used(None, "seed of the order of rows; null: 42")
+    sampler: SamplerClassConfig = section(SamplerClassConfig, "the user's order of rows, in place of shuffle and seed")
     filter_overlong_prompts: bool = used(False, "leave out rows whose prompt is longer than max_prompt_length")
     truncation: str = used("error", "what happens to a longer prompt", choices=("error", "left", "right", "middle"))
     apply_chat_template_kwargs: dict[str, Any] = used({}, "further arguments of the chat template")

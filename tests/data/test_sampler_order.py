@@ -1,0 +1,123 @@
+"""The order that a user's sampler gives: epochs, resuming, curricula, samplers that are wrong."""
+
+import pytest
+
+from verl.data.order import PromptOrder
+from verl.data.sampler_order import SamplerOrder, load_sampler
+from verl.errors import ConfigError, DataError
+
+
+class Backwards:
+    def __init__(self, num_rows=7):
+        self.num_rows = num_rows
+
+    def __len__(self):
+        return self.num_rows
+
+    def __iter__(self):
+        return iter(range(self.num_rows - 1, -1, -1))
+
+
+class Learning(Backwards):
+    """Rows that were seen come last; with its state an iterator continues."""
+
+    def __init__(self, num_rows=6):
+        super().__init__(num_rows)
+        self.seen, self.given = [], 0
+
+    def __iter__(self):
+        self.given %= self.num_rows
+        while self.given < self.num_rows:
+            self.given += 1
+            yield next(row for row in range(self.num_rows) if row not in self.seen)
+
+    def update(self, rows):
+        self.seen = (self.seen + rows)[-3:]
+
+    def state_dict(self):
+        return {"seen": self.seen, "given": self.given}
+
+    def load_state_dict(self, state):
+        self.seen, self.given = list(state["seen"]), state["given"]
+
+
+def rows(order, start, stop):
+    return [order.row(ordinal) for ordinal in range(start, stop)]
+
+
+def test_every_epoch_leaves_out_its_incomplete_batch():
+    order = SamplerOrder(Backwards, 7, batch_size=3)
+    assert rows(order, 0, 8) == [(0, 6), (0, 5), (0, 4), (0, 3), (0, 2), (0, 1), (1, 6), (1, 5)]
+    assert rows(order, 0, 8) == rows(order, 0, 8)
+
+
+def test_a_sampler_in_order_is_the_order_without_shuffling():
+    class Forward(Backwards):
+        def __iter__(self):
+            return iter(range(self.num_rows))
+
+    plain = PromptOrder(7, seed=1, shuffle=False, batch_size=2)
+    assert rows(SamplerOrder(Forward, 7, batch_size=2), 0, 20) == rows(plain, 0, 20)
+
+
+@pytest.mark.parametrize("made", [Backwards, Learning])
+@pytest.mark.parametrize("cursor", [1, 4, 6, 7, 11])
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_a_resumed_order_continues(made, cursor, ahead):
+    """`ahead` prompts were read before the checkpoint, but had not trained."""
+
+    def walk(order, start, stop):
+        found = []
+        for ordinal in range(start, stop):
+            found.append(order.row(ordinal))
+            order.row(ordinal + ahead)
+            if made is Learning:
+                order.update([found[-1][1]])
+        return found
+
+    whole = SamplerOrder(made, 7, batch_size=2)
+    expected = walk(whole, 0, 20)
+    first = SamplerOrder(made, 7, batch_size=2)
+    walk(first, 0, cursor)
+    resumed = SamplerOrder(made, 7, batch_size=2)
+    resumed.load_state_dict(first.state_dict(cursor))
+    assert walk(resumed, cursor, 20) == expected[cursor:]
+
+
+def test_what_a_sampler_has_learnt_without_state_is_said_to_be_lost(caplog):
+    class Forgetful(Backwards):
+        def update(self, batch):
+            pass
+
+    order = SamplerOrder(Forgetful, 7, batch_size=2)
+    order.row(3)
+    SamplerOrder(Forgetful, 7, batch_size=2).load_state_dict(order.state_dict(4))
+    assert "no state_dict()" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        ([0, 1], DataError, "ended after 2 of the 4 rows"),
+        ([0, 9, 1, 2], DataError, "gave row 9; there are 4 rows"),
+        ([-1, 1, 2, 3], DataError, "gave row -1"),
+    ],
+)
+def test_wrong_rows_are_refused(given, error, words):
+    class Wrong(Backwards):
+        def __iter__(self):
+            return iter(given)
+
+    with pytest.raises(error, match=words):
+        rows(SamplerOrder(lambda: Wrong(4), 4, batch_size=2), 0, 4)
+
+
+def test_wrong_classes_are_refused(tmp_path):
+    file = tmp_path / "order.py"
+    file.write_text("class Plain: ...\nclass Fails:\n    def __init__(self, data_source, data_config): raise KeyError(1)\n"
+                    "    def __iter__(self): ...\n    def __len__(self): ...\n")  # fmt: skip
+    for name, words in (("Plain", "with __iter__"), ("Fails", "cannot be made: KeyError"), ("None_", "has no")):
+        with pytest.raises(ConfigError, match=words):
+            load_sampler(str(file), name, [1], None)
+    with pytest.raises(ConfigError, match="fewer than data.train_batch_size"):
+        SamplerOrder(lambda: Backwards(1), 1, batch_size=2)

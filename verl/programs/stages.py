@@ -1,0 +1,132 @@
+"""Stages of the user's own between the phases of PPO: online filters, extra columns, what is remembered of prompts.
+
+    algorithm:
+      stages: [stages.py:keep_long_answers, {path: "stages.py:DropSolved", after: 3}]
+
+Stages run in the order of the list, in every process that runs the program, on equal rows. So that a run repeats, a stage is a
+function of its rows, of the step and of its own state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from verl.data_proto.proto import DataProto
+from verl.errors import ConfigError
+from verl.registry import load_object
+
+
+class Stage:
+    """Base of a stage with settings or state. A plain function `stage(batch, step)` is a stage that defines `scored`.
+
+    Columns of a batch are in docs/stages.md. Methods return the rows that continue: those of `batch`, or some of them, with
+    changed or further columns. They do not return rows twice, nor rows of earlier steps.
+    """
+
+    def __init__(self, **settings: Any):
+        """`settings` are the entries beside `path` in the config."""
+        if settings:
+            raise TypeError(f"{type(self).__name__} takes no settings, but got {', '.join(settings)}")
+
+    def scored(self, batch: DataProto, step: int) -> DataProto:
+        """Called with each generation batch after its rewards. Prompts are added until as many groups remain as a step has."""
+        return batch
+
+    def credited(self, batch: DataProto, step: int) -> DataProto:
+        """Called once a step, after advantages and before the update."""
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """State that a resumed run needs, as JSON."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the state of a checkpoint; called before the first step of a resumed run."""
+
+
+class Stages:
+    """The stages that `algorithm.stages` names, loaded once. Raises ConfigError for one that cannot be made."""
+
+    def __init__(self, entries: Sequence[Any]):
+        self._stages = [(name, _make(name, settings)) for name, settings in map(_named, entries)]
+
+    def apply(self, point: str, batch: DataProto, step: int) -> DataProto:
+        """`batch` after the method `point` of every stage. Raises ConfigError when a stage raises, or returns other rows."""
+        for name, stage in self._stages:
+            before = batch
+            try:
+                batch = getattr(stage, point)(batch, step)
+            except Exception as error:  # a user's stage may raise anything
+                raise ConfigError(
+                    f"algorithm.stages: {name} failed in step {step} ({point}): {type(error).__name__}: {error}"
+                ) from error
+            _check(name, point, batch, before)
+        return batch
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """One entry per stage, in order."""
+        return [stage.state_dict() for _, stage in self._stages]
+
+    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Raises ConfigError when the checkpoint was saved with another number of stages."""
+        if len(states) != len(self._stages):
+            raise ConfigError(
+                f"The checkpoint has the state of {len(states)} stages, but algorithm.stages lists {len(self._stages)}. Resume "
+                "with the same stages, or start a new run from its weights."
+            )
+        for (_, stage), state in zip(self._stages, states, strict=True):
+            stage.load_state_dict(state)
+
+
+class _Function(Stage):
+    """A plain function as a stage."""
+
+    def __init__(self, function: Any):
+        self.scored = function  # type: ignore[method-assign]
+
+
+def _named(entry: Any) -> tuple[str, dict[str, Any]]:
+    """(path, settings) of an entry of the config."""
+    if isinstance(entry, str):
+        return entry, {}
+    if isinstance(entry, Mapping) and isinstance(entry.get("path"), str):
+        return entry["path"], {name: value for name, value in entry.items() if name != "path"}
+    raise ConfigError(
+        f"algorithm.stages: {entry!r} is neither path/to/file.py:name nor {{path: path/to/file.py:name, setting: value}}."
+    )
+
+
+def _make(name: str, settings: dict[str, Any]) -> Stage:
+    found = load_object(name)
+    if isinstance(found, type) and issubclass(found, Stage):
+        try:
+            return found(**settings)
+        except Exception as error:  # a user's class may raise anything
+            raise ConfigError(f"algorithm.stages: {name} cannot be made: {type(error).__name__}: {error}") from error
+    if isinstance(found, type) or not callable(found) or settings:
+        raise ConfigError(
+            f"algorithm.stages: {name} must be a function stage(batch, step), without settings, or a subclass of "
+            "verl.programs.stages.Stage."
+        )
+    return _Function(found)
+
+
+def _check(name: str, point: str, batch: Any, before: DataProto) -> None:
+    if not isinstance(batch, DataProto):
+        raise ConfigError(
+            f"algorithm.stages: {name} ({point}) returned {type(batch).__name__}; it must return the DataProto."
+        )
+    if len(batch) > len(before) or not set(_keys(before)).issuperset(_keys(batch)):
+        raise ConfigError(
+            f"algorithm.stages: {name} ({point}) returned rows that it was not given. Return rows of the batch, for instance "
+            "batch.select_idxs(indices)."
+        )
+    if point == "credited" and not len(batch):
+        raise ConfigError(
+            f"algorithm.stages: {name} (credited) left no row to train on. Leave rows out in scored: others replace them."
+        )
+
+
+def _keys(batch: DataProto) -> list[Any]:
+    return list(batch.non_tensor_batch["sample_key"])
