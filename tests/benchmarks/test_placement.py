@@ -10,6 +10,8 @@ from report import Report
 from verl.config import load_config
 from verl.parallel.placement import Placement
 
+pytestmark = pytest.mark.seed("D1", "D3")
+
 
 def metrics(step_s, num_steps=4, **changes):
     """Rows of a run whose every step takes `step_s`, half of it in the updates."""

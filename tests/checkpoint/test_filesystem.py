@@ -14,6 +14,8 @@ from verl.checkpoint.store import CheckpointStore
 from verl.errors import CheckpointError
 from verl.tracking.files import file_system_of
 
+pytestmark = pytest.mark.seed("F1")
+
 MOUNTS = (
     ("/", "ext4"),
     ("/mnt/my data", "nfs4"),

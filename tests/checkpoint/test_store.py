@@ -15,6 +15,8 @@ from verl.checkpoint.store import CheckpointStore, RoleCheckpoint
 from verl.checkpoint.tensor_files import read_tensors, write_tensors
 from verl.errors import CheckpointError
 
+pytestmark = pytest.mark.seed("F1")
+
 
 @pytest.fixture(autouse=True)
 def quick_disk(monkeypatch):

@@ -11,6 +11,8 @@ from verl.cli.checklist import Subject, resources
 from verl.cli.checklist.model import check_model_files
 from verl.config import load_config
 
+pytestmark = pytest.mark.seed("F4")
+
 
 def failures(said):
     return [line for line in said.splitlines() if line.startswith("fail")]

@@ -14,6 +14,8 @@ from verl.cli.machine.findings import findings
 from verl.cli.machine.host import available_memory, host, memory_limit, output_of, usable_cores
 from verl.cli.machine.packages import installed_version, probe, unmet_requirements
 
+pytestmark = pytest.mark.seed("F8")
+
 GIB = 1 << 30
 HOST = {
     "system": "Linux 6.1 x86_64", "libc": "glibc 2.36", "cpu": "Some CPU", "cpu_flags": ["avx2", "avx512f"],

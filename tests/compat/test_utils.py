@@ -15,6 +15,8 @@ from omegaconf import OmegaConf
 
 from verl.errors import ConfigError, ModelError
 
+pytestmark = pytest.mark.seed("F2")
+
 
 class TestFiles:
     def test_a_place_on_disk_is_read_from_there(self, tmp_path, monkeypatch):

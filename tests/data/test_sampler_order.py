@@ -6,6 +6,8 @@ from verl.data.order import PromptOrder
 from verl.data.sampler_order import SamplerOrder, load_sampler
 from verl.errors import ConfigError, DataError
 
+pytestmark = pytest.mark.seed("A5")
+
 
 class Backwards:
     def __init__(self, num_rows=7):

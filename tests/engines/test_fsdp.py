@@ -18,6 +18,8 @@ from verl.models.parallel.experts import check_experts
 from verl.models.parallel.sequence import check_heads
 from verl.models.parallel.tensor import check_divisible
 
+pytestmark = pytest.mark.seed("B2", "B7")
+
 CHECKS = {n: f for n, f in vars(parallel_checks).items() if hasattr(f, "ranks")}
 SINGLE = {"check_fsdp_float32", "check_bfloat16"}
 OTHER = {n for n in CHECKS if "checkpoint_of" in n} | {"check_checkpoint", "check_failure_on_the_first_rank"}

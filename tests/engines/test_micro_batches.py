@@ -1,5 +1,6 @@
 """How a mini-batch is cut."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -8,6 +9,8 @@ from verl.engines.api import MicroBatching
 from verl.engines.micro_batches import plan_micro_batches
 from verl.models.packing import PackedRow as Row
 from verl.models.packing import num_computed, pack_rows, unpadded_rows
+
+pytestmark = pytest.mark.seed("B9")
 
 
 def rows_of(*specification):

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from verl.parallel.balance import pack_by_tokens, partition_by_cost, sequence_cost
 
+pytestmark = pytest.mark.seed("B9")
+
 few = settings(max_examples=60, deadline=None)
 
 

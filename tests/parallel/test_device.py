@@ -8,6 +8,8 @@ from verl.models.matmul import Matmul
 from verl.parallel import device as room
 from verl.parallel.device import compute_dtype, make_current, native_bf16, parse_dtype, resolve_device
 
+pytestmark = pytest.mark.seed("E1")
+
 CPU = torch.device("cpu")
 
 

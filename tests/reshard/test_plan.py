@@ -17,6 +17,8 @@ from verl.reshard.grouping import consecutive_engines, interval_engines, interva
 from verl.reshard.layout import RolloutLayout, Tensor, TrainingLayout
 from verl.reshard.plan import full_gather, lower_bound, make_plan
 
+pytestmark = pytest.mark.seed("C1")
+
 LLAMA_7B = (4096, 11008, 32, 32, 32)
 LLAMA_13B = (5120, 13824, 40, 40, 40)
 LLAMA_34B = (8192, 22016, 48, 64, 8)

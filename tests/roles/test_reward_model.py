@@ -18,6 +18,8 @@ from verl.models.tiny import make_tiny_model, make_tokenizer
 from verl.parallel.register import registered
 from verl.roles.reward_model import build_reward_model, conversation_text, read_template
 
+pytestmark = pytest.mark.seed("B12")
+
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "gemma2"]
 
 

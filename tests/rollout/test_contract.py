@@ -16,7 +16,7 @@ ROWS = ["native", "device", "hf", "vllm", "http"]
 KEEPS_KV = {"native", "device"}
 LENGTHS = [3, 20, 7, 40, 1, 20]
 
-pytestmark = pytest.mark.parametrize("name", ROWS)
+pytestmark = [pytest.mark.parametrize("name", ROWS), pytest.mark.seed("B6")]
 
 
 def renew(engine, module, version):

@@ -25,6 +25,8 @@ from verl.rollout.uniforms import sample_keys
 from verl.rollout.vllm.sample import draw_arguments
 from verl.runtime.weight_copies import read_folder
 
+pytestmark = pytest.mark.seed("B5")
+
 MODELS = {"data": [{"id": "served", "root": "somewhere/model"}]}
 PARAMS = SamplingParams(n=2, temperature=0.8, top_k=5, max_new_tokens=4, stop=("x",), stop_token_ids=(9,))
 

@@ -26,6 +26,8 @@ from verl.rollout.vllm.weight_check import HeldWeights, _explained
 from verl.rollout.vllm.weights import _READERS, Manifest, WeightReceiver, _tied
 from verl.runtime import weight_copies as runs
 
+pytestmark = pytest.mark.seed("B5")
+
 VOCABULARY = 300
 SHORT = SamplingParams(max_new_tokens=4)
 

@@ -38,6 +38,7 @@ DRAWS = {
 }
 
 pytestmark = [
+    pytest.mark.seed("B5"),
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]

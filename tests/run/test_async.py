@@ -17,6 +17,8 @@ from verl.roles.rollout import RolloutWorker
 from verl.runtime import local
 from verl.runtime.local import LocalRuntime
 
+pytestmark = pytest.mark.seed("D2")
+
 PREFETCH = "actor_rollout_ref.rollout.prefetch_num"
 PARTIAL = "actor_rollout_ref.rollout.partial_rollout=True"
 STALENESS = "training/off_policy/trajectory_staleness"

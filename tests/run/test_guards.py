@@ -29,6 +29,8 @@ from verl.roles.step_guard import Finding, StepGuard, merge_findings
 from verl.runtime.local import LocalRuntime
 from verl.tracking.spans import Spans
 
+pytestmark = pytest.mark.seed("F7")
+
 # Two optimizer steps a batch: old log-probs are then the sampler's. A reference policy, a schedule, and a controller that an
 # abandoned step must leave alone.
 SETTINGS = (

@@ -7,6 +7,8 @@ from verl.errors import DataError
 from verl.programs.hybrid_worker import ActorRolloutRefWorker as Implementation
 from verl.worker import ActorRolloutRefWorker
 
+pytestmark = pytest.mark.seed("E2")
+
 
 def test_it_generates_scores_and_trains(tiny_llama):
     assert ActorRolloutRefWorker is Implementation

@@ -12,6 +12,8 @@ from verl.roles.rollout import RolloutWorker
 from verl.run.schedule import Phases, by_role, scheduler_of
 from verl.trainer import DynamicConfigScheduler
 
+pytestmark = pytest.mark.seed("C6")
+
 ACTOR = "actor_rollout_ref.actor.fsdp_config"
 SEED_PHASES = [
     {"from_step": 101, "changes": {"batch_group_size": 4}},

@@ -10,6 +10,8 @@ from tests.run.conftest import Run
 from verl.programs.ppo import PPO
 from verl.roles.objectives.policy import PolicyObjective
 
+pytestmark = pytest.mark.seed("A1")
+
 ESTIMATORS = [
     "gae", "grpo", "grpo_vectorized", "gdpo", "grpo_passk", "reinforce_plus_plus", "reinforce_plus_plus_baseline",
     "remax", "rloo", "rloo_vectorized", "opo", "gpg", "optimal_token_baseline", "tir_optimal_token_baseline",

@@ -7,6 +7,8 @@ import pytest
 from verl.errors import ConfigError, DataError
 from verl.programs.stages import Stages
 
+pytestmark = pytest.mark.seed("A5")
+
 STAGES = '''
 from verl.programs.stages import Stage
 

@@ -11,6 +11,8 @@ from verl.roles.api import Roles
 from verl.runtime.dataflow import Controller
 from verl.runtime.worker_group import WorkerGroup
 
+pytestmark = pytest.mark.seed("A4")
+
 
 @pytest.fixture
 def groups():

@@ -10,6 +10,8 @@ from tests.forked import run_forked
 from tests.runtime.ranks import ROOT, environment
 from verl.parallel.collectives import free_port
 
+pytestmark = pytest.mark.seed("E8")
+
 SCRIPT = ROOT / "examples" / "ppo_simple.py"
 PLAIN = [SCRIPT, "--num_rollout_workers", "1", "--num_update_workers", "1"]
 

@@ -19,6 +19,8 @@ from verl.errors import ConfigError, DeadlineError, WorkerLostError
 from verl.single_controller.base import Dispatch, Execute, Worker, register
 from verl.single_controller.base.decorator import make_nd_compute_dataproto_dispatch_fn
 
+pytestmark = pytest.mark.seed("A3")
+
 ray = pytest.importorskip("ray")
 
 from verl.runtime.ray_cluster import Cluster, Request  # noqa: E402 - needs ray

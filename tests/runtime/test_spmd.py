@@ -11,6 +11,8 @@ import pytest
 from tests.runtime.conftest import PPO, assert_same, assert_same_weights, train_here
 from tests.runtime.ranks import run
 
+pytestmark = pytest.mark.seed("A2")
+
 SPLIT = "trainer.placement={rollout:[0],actor:[1],critic:[0],reference:[1],reward:[1]}"
 FLOAT32 = ("actor_rollout_ref.actor.fsdp_config.dtype=float32", "actor_rollout_ref.actor.optim.lr=0.00002")
 ACTOR, CRITIC = "actor_rollout_ref.actor.fsdp_config", "critic.fsdp"

@@ -12,6 +12,8 @@ from verl.engines.local import LocalEngine
 from verl.errors import ModelError
 from verl.runtime.mode_switch import ModeSwitch
 
+pytestmark = pytest.mark.seed("C2", "C4")
+
 CPU = torch.device("cpu")
 
 

@@ -5,6 +5,8 @@ import pytest
 from tests.letters_task import write_task
 from verl.config import load_config
 
+pytestmark = pytest.mark.seed("E7")
+
 # name -> (text of the document, changes for one CPU and a tiny model, keys and the values that they must have)
 DOCUMENTS = {
     "001 4.1": (

@@ -15,6 +15,8 @@ from verl.tracking.spans import Spans
 from verl.tracking.summary import Result, Summary, git_revision, versions
 from verl.tracking.tracker import Tracker
 
+pytestmark = pytest.mark.seed("F9")
+
 STEP = {
     "critic/score/mean": 0.3125,
     "response_length/mean": 12.04,

@@ -20,6 +20,8 @@ from verl.tracking.progress import read_progress
 from verl.tracking.spans import Spans
 from verl.tracking.timeline import Timeline, summarise
 
+pytestmark = pytest.mark.seed("D5", "F6")
+
 SPAN_PHASES = {
     "gen": ("rollout", "rollout"),
     "rollout_wait": ("rollout", None),
