@@ -119,8 +119,6 @@ actor_rollout_ref:
 rollout_config:
   prefetch_num: 2
 reward_batch_size: 4
-kv_cache_config:
-  enable_paged_attention: true
 max_prompt_length: 96
 """,
         ["actor_rollout_ref.rollout.name=native", "trainer.n_gpus_per_node=1"],

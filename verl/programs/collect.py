@@ -64,7 +64,7 @@ class Collector:
             self._check_rounds(num_rounds, num_groups)
             batch = self._round(step, ordinal, count)
             if self.stages is not None:
-                batch = self.stages.apply("scored", batch, step)
+                batch = self.stages.scored(batch, step)
             if rule.enable:
                 batch = batch.select_idxs(filter_groups(self._filter_metric(batch), batch.non_tensor_batch["uid"]))
             kept.append(batch)

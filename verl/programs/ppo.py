@@ -131,7 +131,7 @@ class PPO(PPOProgram):
                 rows = pf_ppo_indices(scores, rule.reweight_method, rule.weight_pow, generator)
                 result.batch = batch.select_idxs(rows)
             if self.stages is not None:
-                result.batch = self.stages.apply("credited", result.batch, step)
+                result.batch = self.stages.credited(result.batch, step)
 
     def _penalise_kl(self, batch: DataProto) -> dict[str, Metric]:
         columns, controller = batch.batch, self.kl_controller

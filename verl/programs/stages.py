@@ -9,12 +9,14 @@ function of its rows, of the step and of its own state.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from verl.data_proto.proto import DataProto
 from verl.errors import ConfigError
 from verl.registry import load_object
+
+Call = Callable[[DataProto, int], DataProto]
 
 
 class Stage:
@@ -51,12 +53,19 @@ class Stages:
     def __init__(self, entries: Sequence[Any]):
         self._stages = [(name, _make(name, settings)) for name, settings in map(_named, entries)]
 
-    def apply(self, point: str, batch: DataProto, step: int) -> DataProto:
-        """`batch` after the method `point` of every stage. Raises ConfigError when a stage raises, or returns other rows."""
-        for name, stage in self._stages:
+    def scored(self, batch: DataProto, step: int) -> DataProto:
+        """`batch` after `scored` of every stage. Raises ConfigError when a stage raises, or returns other rows."""
+        return self._apply("scored", [(name, stage.scored) for name, stage in self._stages], batch, step)
+
+    def credited(self, batch: DataProto, step: int) -> DataProto:
+        """`batch` after `credited` of every stage. Raises ConfigError as `scored`, and when no row is left."""
+        return self._apply("credited", [(name, stage.credited) for name, stage in self._stages], batch, step)
+
+    def _apply(self, point: str, calls: Sequence[tuple[str, Call]], batch: DataProto, step: int) -> DataProto:
+        for name, call in calls:
             before = batch
             try:
-                batch = getattr(stage, point)(batch, step)
+                batch = call(batch, step)
             except Exception as error:  # a user's stage may raise anything
                 raise ConfigError(
                     f"algorithm.stages: {name} failed in step {step} ({point}): {type(error).__name__}: {error}"
