@@ -29,7 +29,7 @@ class EngineOfItsOwn(VLLMRollout):
     factory = f"{__file__}:start"
 
     def _start(self, setup: Setup) -> Any:
-        self.own = replace(self.own, in_process=True)
+        self.transfer = replace(self.transfer, in_process=True)
         return super()._start(setup)
 
 
