@@ -1,6 +1,8 @@
 """The straight forward of dense decoders against the modules' own, and the copies of weights that it may keep."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -108,6 +110,23 @@ def test_the_copy_is_kept_until_weights_change_or_memory_is_asked_for(load, make
     assert second is not first
     engine.release()
     assert engine.dense() is not second
+
+
+def test_a_copy_of_old_weights_is_freed_at_once(load, make_engine):
+    """Not by the next garbage collection, before which every step would add a copy of the weights."""
+    module = copy.deepcopy(load("llama"))
+    engine = make_engine("native", module=module)
+    gc.collect()
+    gc.disable()
+    try:
+        generate(engine)
+        old = weakref.ref(engine.dense())
+        with torch.no_grad():
+            module.lm_head.weight.add_(1.0)
+        engine.dense()
+        assert old() is None
+    finally:
+        gc.enable()
 
 
 def test_weights_changed_without_a_word_are_used(load, make_engine):

@@ -176,6 +176,9 @@ class NativeGeneration:
             num_computed, more = (0, {}) if backend is None else (backend.num_computed, backend.stats())
             scheduler = self.scheduler
             self._stats = self.samples.stats(num_computed, scheduler.num_decode_steps, scheduler.max_running, **more)
+            # they refer to each other, and the backend has a copy of the weights: it would live until a garbage collection
+            self._backend = None
+            vars(scheduler).pop("backend", None)
         return dict(self._stats)
 
     def _choose_backend(self) -> None:
