@@ -17,10 +17,10 @@ ROWS, PAGE = ROOT / "docs" / "seed_features.yaml", ROOT / "docs" / "seed_feature
 HEAD = """# Features of the seed documents
 
 Written by `python docs/make_seed_features.py`. The seed documents are four articles about HybridFlow and verl; the letters and
-numbers of their features are those of this table. Their figures were measured on other machines and models: one says what is
+numbers of their features are those of this table. Their numbers were measured on other machines and models: one says what is
 compared, not what to expect. A test runs with `pytest -m "slow or not slow" PATH`.
 
-| row | feature | shown by | their figure |
+| row | feature | shown by | their number |
 |---|---|---|---|
 """
 
