@@ -27,7 +27,7 @@ def weight_transfer(path="model", bucket_bytes=1 << 14):
         dtype=torch.float32,
         write_buckets=lambda weights: map(buckets.write, bucketed(weights, bucket_bytes)),
         reader="verl.reshard.shared_memory:read_shared_bucket",
-        write=lambda folder, number, weights: write_folder(folder, number, weights, bucket_bytes),
+        write_folder=lambda folder, number, weights: write_folder(folder, number, weights, bucket_bytes),
         folder_reader="verl.runtime.weight_copies:read_folder",
         start_timeout_s=10.0,
         call_timeout_s=5.0,
