@@ -2,8 +2,10 @@
 
 import pytest
 
+from tests.rewards.attacks import ATTACKS, LIMITS
 from verl.rewards.functions import RewardFunctionSpec
 from verl.rewards.pool import RewardPool
+from verl.rewards.sandbox import launch
 
 HOSTILE = """
 import asyncio, ctypes, math, os, subprocess, sys, time
@@ -110,3 +112,21 @@ def make_pool(hostile):
     yield make
     for pool in pools:
         pool.close()
+
+
+@pytest.fixture
+def attacked(make_pool, tmp_path):
+    """attacked(**pool options): a pool whose function attacks when the reply names an attack."""
+    path = tmp_path / "attacks.py"
+    path.write_text(ATTACKS)
+
+    def make(**options):
+        return make_pool(path=str(path), **{"timeout_s": 0.4, "limits": LIMITS, **options})
+
+    return make
+
+
+@pytest.fixture
+def no_namespaces(monkeypatch):
+    """As if the kernel granted none."""
+    monkeypatch.setattr(launch, "namespace_command", lambda network, hidden: ())

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from tests.rewards.test_hostile import ATTACKS, SIX
+from tests.rewards.attacks import ATTACKS, SIX
 from tests.rewards.test_pool import wait_until
 from verl.tracking.ledger.reader import Ledger
 
@@ -90,7 +90,7 @@ def environment_of(folder, namespaces):
     found = {**os.environ, **SECRETS, "RUN_OF": str(folder)}
     if not namespaces:
         (folder / "sitecustomize.py").write_text(
-            "import verl.rewards.sandbox.launch as launch\nlaunch.namespace_command = lambda network: ()\n"
+            "import verl.rewards.sandbox.launch as launch\nlaunch.namespace_command = lambda network, hidden: ()\n"
         )
         found["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
     return found

@@ -11,21 +11,22 @@ import ctypes
 import os
 import signal
 import sys
+from typing import Any
 
 # operations of prctl, from linux/prctl.h
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36
 
 
-def die_with(parent: int) -> None:
-    """SIGKILL for this process when `parent`, which has just started it, ends; at once if it has ended already. The parent's
+def die_with(parent: int, signal_number: int = signal.SIGKILL) -> None:
+    """Send this process the signal when `parent`, which has just started it, ends; exit if it has ended already. The parent's
     thread that started this process counts, so that must live as long."""
-    if _prctl(_SET_PDEATHSIG, signal.SIGKILL) and os.getppid() != parent:
+    if prctl(_SET_PDEATHSIG, signal_number) and os.getppid() != parent:
         os._exit(1)
 
 
 def adopt_orphans() -> bool:
     """From now on this process becomes the parent of descendants whose own parent has died, and can end them."""
-    return _prctl(_SET_CHILD_SUBREAPER, 1)
+    return prctl(_SET_CHILD_SUBREAPER, 1)
 
 
 def end_descendants() -> int:
@@ -41,8 +42,13 @@ def end_descendants() -> int:
     return len(killed)
 
 
-def _prctl(operation: int, value: int) -> bool:
-    return sys.platform == "linux" and ctypes.CDLL(None, use_errno=True).prctl(operation, value, 0, 0, 0) == 0
+def prctl(operation: int, value: int, argument: Any = None) -> bool:
+    """Whether the kernel has set this attribute of the process; never on other systems than Linux."""
+    if sys.platform != "linux":
+        return False
+    unused = ctypes.c_ulong(0)
+    third = unused if argument is None else argument
+    return ctypes.CDLL(None).prctl(operation, ctypes.c_ulong(value), third, unused, unused) == 0
 
 
 if __name__ == "__main__":

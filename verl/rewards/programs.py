@@ -21,11 +21,11 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-from verl.parallel.child_processes import adopt_orphans
+from verl.parallel.child_processes import adopt_orphans, die_with
 from verl.rewards.sandbox.launch import describe_exit, remove_folder
 from verl.rewards.sandbox.limits import MIB, set_limit
-from verl.rewards.sandbox.prctl import end_with_parent, filter_system_calls
-from verl.rewards.sandbox.processes import descendants, end_below, reap_descendants
+from verl.rewards.sandbox.prctl import filter_system_calls
+from verl.rewards.sandbox.processes import descendants, end_descendants
 
 _POLL_EVERY_S = 0.025
 _END_TIMEOUT_S = 2.0
@@ -87,7 +87,7 @@ def run_program(source: str, stdin: str = "", limits: ProgramLimits | None = Non
                 cwd=folder,
                 env=_environment(folder),
                 start_new_session=True,
-                preexec_fn=partial(_confine, limits),
+                preexec_fn=partial(_confine, limits, os.getpid()),
             )
             try:
                 failure = _wait(process, limits, spared)
@@ -113,16 +113,14 @@ def _environment(folder: Path) -> dict[str, str]:
     }
 
 
-def _confine(limits: ProgramLimits) -> None:
+def _confine(limits: ProgramLimits, parent: int) -> None:
     """Limit the new process before it becomes the program."""
     set_limit(resource.RLIMIT_CORE, 0)
     set_limit(resource.RLIMIT_CPU, math.ceil(limits.time_s) + 1)
     set_limit(resource.RLIMIT_FSIZE, limits.max_output_mb * MIB)
     set_limit(resource.RLIMIT_AS, limits.memory_mb * MIB)
-    with contextlib.suppress(OSError):
-        end_with_parent()
-    with contextlib.suppress(OSError):
-        filter_system_calls(sockets=False)
+    die_with(parent)
+    filter_system_calls(sockets=False)
 
 
 def _wait(process: subprocess.Popen[bytes], limits: ProgramLimits, spared: frozenset[int]) -> str:
@@ -155,8 +153,7 @@ def _end_all(process: subprocess.Popen[bytes], spared: frozenset[int]) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    end_below(os.getpid(), _END_TIMEOUT_S, spared)
-    reap_descendants(os.getpid(), _END_TIMEOUT_S, spared)
+    end_descendants(_END_TIMEOUT_S, spared)
 
 
 def _failure(code: int) -> str:

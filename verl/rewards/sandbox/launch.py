@@ -10,26 +10,48 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import glob
 import math
 import os
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import BinaryIO
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from verl.rewards.sandbox.limits import Limits
 from verl.rewards.sandbox.prctl import can_filter
-from verl.rewards.sandbox.processes import cpu_seconds, descendants, num_tasks_of_user, state_of
+from verl.rewards.sandbox.processes import cpu_seconds, descendants, num_tasks_of_user, start_ticks, state_of
 
 _PROBE_TIMEOUT_S = 10.0
 _KILL_TIMEOUT_S = 5.0
 _NUM_LIBRARY_THREADS = 64  # the kernel counts threads as processes
 _NUM_OTHER_TASKS = 1024  # that the user may start outside of the sandbox later
 _KEPT_CAPABILITIES = "+chown,+dac_override,+dac_read_search,+fowner,+fsetid"  # what root's files need
-# Process 1 keeps the capabilities that the scorer loses, so that the scorer cannot trace it.
-_PROCESS_1 = ("sh", "-c", '"$@"; exit $?', "sandbox")
+# Process 1 keeps the capabilities that the scorer loses, so that the scorer cannot trace it, nor undo its mounts: a shared
+# memory of its own, and empty folders and files in the place of its other arguments up to --.
+_PROCESS_1 = """
+while [ "$1" != -- ]; do
+  if [ "$1" = /dev/shm ]; then mount -t tmpfs -o mode=1777,size=256m none "$1"
+  elif [ -d "$1" ]; then mount -t tmpfs -o mode=555,size=4k none "$1"
+  else mount --bind /dev/null "$1"; fi
+  shift
+done
+shift
+"$@"; exit $?
+"""
+_SOCKETS = (
+    "/run/containerd",
+    "/run/dbus",
+    "/run/docker.sock",
+    "/run/user",
+    "/tmp/.X11-unix",
+    "/tmp/ray/session_*/sockets",
+)
+_CREDENTIALS = (
+    *(".aws", ".azure", ".cache/huggingface/stored_tokens", ".cache/huggingface/token", ".config/gcloud", ".config/gh"),
+    *(".docker", ".git-credentials", ".gnupg", ".kube", ".netrc", ".pypirc", ".ssh"),
+)
 
 
 def _drop_privileges(setpriv: str) -> tuple[str, ...]:
@@ -38,8 +60,9 @@ def _drop_privileges(setpriv: str) -> tuple[str, ...]:
 
 
 @functools.cache
-def namespace_command(network: bool) -> tuple[str, ...]:
-    """Command that runs its arguments in new PID, mount, IPC and (unless `network`) network namespaces; () if refused."""
+def namespace_command(network: bool, hidden: tuple[str, ...]) -> tuple[str, ...]:
+    """Command that runs its arguments in new PID, mount, IPC and (unless `network`) network namespaces; () if refused.
+    `hidden`: paths that are empty there."""
     unshare, setpriv = shutil.which("unshare"), shutil.which("setpriv")
     if not (unshare and setpriv):
         return ()
@@ -47,10 +70,21 @@ def namespace_command(network: bool) -> tuple[str, ...]:
     in_user_namespace = ("--user", "--map-current-user", "--keep-caps")
     for user in ((), in_user_namespace) if os.geteuid() == 0 else (in_user_namespace,):
         start = (setpriv, "--pdeathsig", "KILL", unshare, *user, *separate)
-        command = (*start, *_PROCESS_1, *_drop_privileges(setpriv))
+        command = (*start, "sh", "-c", _PROCESS_1, "sandbox", *hidden, "--", *_drop_privileges(setpriv))
         if _succeeds(command):
             return command
     return ()
+
+
+def hidden_paths(needed: Iterable[str]) -> tuple[str, ...]:
+    """Shared memory, sockets of other programs (Ray's among them), and credentials in this user's home; as far as they exist
+    and nothing `needed` is inside them."""
+    home = glob.escape(os.path.expanduser("~"))
+    agent = glob.escape(os.environ.get("SSH_AUTH_SOCK", ""))
+    patterns = ("/dev/shm", agent, *_SOCKETS, *(os.path.join(home, name) for name in _CREDENTIALS))
+    paths = [path for pattern in patterns for path in glob.glob(pattern)]
+    places = [os.path.abspath(path) for path in needed]
+    return tuple(path for path in paths if not any(f"{place}/".startswith(f"{path}/") for place in places))
 
 
 @functools.cache
@@ -76,10 +110,20 @@ class Sandbox:
     Create it on a thread that lives as long as the scorer: on Linux the scorer ends with that thread.
     """
 
-    def __init__(self, command: Sequence[str], limits: Limits, fd: int, env: Mapping[str, str], log: BinaryIO):
-        """Run `command`, which inherits `fd` and writes to `log`. Raises OSError when it cannot be started."""
+    def __init__(
+        self,
+        command: Sequence[str],
+        limits: Limits,
+        *,
+        fd: int,
+        output: int,
+        env: Mapping[str, str],
+        needed: Iterable[str] = (),
+    ):
+        """Run `command`, which inherits `fd`, prints to `output` and reads the paths `needed`. Raises OSError when it
+        cannot be started."""
         self.limits = limits
-        prefix = namespace_command(limits.network)
+        prefix = namespace_command(limits.network, () if limits.network else hidden_paths(needed))
         self.has_namespaces = bool(prefix)
         self._in_user_namespace = "--user" in prefix
         if not prefix:
@@ -88,13 +132,14 @@ class Sandbox:
         self._process = subprocess.Popen(
             [*prefix, *command],
             stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
+            stdout=output,
+            stderr=output,
             pass_fds=(fd,),
             env=dict(env),
             start_new_session=True,
         )
         self._num_own = 2 if self.has_namespaces else 1  # processes below ours that are no excess: sh and the scorer
+        self._num_own_tasks = 0
         self._first = 0
         self._ended = False
 
@@ -138,8 +183,15 @@ class Sandbox:
         return num_tasks_of_user() + most + _NUM_OTHER_TASKS if os.geteuid() != 0 else None
 
     def started(self) -> None:
-        """Remember the first process below ours: process 1 of the namespace, or the scorer, which leads its group."""
-        self._first = next(iter(descendants(self.pid, 1)), self._first)
+        """Remember the first process below ours: process 1 of the namespace, or the scorer, which leads its group; and
+        the number of threads of a scorer that has not been called."""
+        found = descendants(self.pid)
+        self._first = next(iter(found), self._first)
+        self._num_own_tasks = len(start_ticks(found))
+
+    def has_tasks_older_than(self, tick: int) -> bool:
+        """Whether the scorer has threads or processes that were started by a call before clock tick `tick`."""
+        return sum(0 < start <= tick for start in start_ticks(descendants(self.pid))) > self._num_own_tasks
 
     def cpu_seconds(self) -> float:
         """Processor seconds of all processes so far."""
@@ -156,9 +208,9 @@ class Sandbox:
         return None
 
     def is_stopped(self) -> bool:
-        """Whether a signal has stopped the scorer (SIGSTOP)."""
+        """Whether a signal or a debugger has stopped the scorer."""
         own = descendants(self.pid, self._num_own)[: self._num_own]
-        return len(own) == self._num_own and state_of(own[-1]) == "T"
+        return len(own) == self._num_own and state_of(own[-1]) in "Tt"
 
     def how_it_ended(self, timeout_s: float) -> str | None:
         """Description of the scorer's end: "ended its process by SIGSEGV"; None while it runs after `timeout_s`."""
@@ -172,17 +224,18 @@ class Sandbox:
         if self._ended:
             return
         self._ended = True
-        self.started()
+        self._first = next(iter(descendants(self.pid, 1)), self._first)
+        _kill(os.killpg, self.pid, signal.SIGCONT)  # a stopped reaper or unshare would not end
         if not self.has_namespaces:
             self._process.terminate()
         elif self._first:
-            _kill(os.kill, self._first)  # unshare ends when the kernel has ended every other process
+            _kill(os.kill, self._first, signal.SIGKILL)  # unshare ends when the kernel has ended every other process
         else:
             self._process.kill()
         self.how_it_ended(_KILL_TIMEOUT_S)
-        _kill(os.killpg, self.pid)
+        _kill(os.killpg, self.pid, signal.SIGKILL)
         if self._first and not self.has_namespaces:
-            _kill(os.killpg, self._first)  # of a reaper that was killed itself
+            _kill(os.killpg, self._first, signal.SIGKILL)  # of a reaper that was killed itself
         self.how_it_ended(_KILL_TIMEOUT_S)
 
 
@@ -196,9 +249,9 @@ def describe_exit(code: int) -> str:
     return f"ended its process by signal {number}" if code < 0 else f"ended its process with exit code {code}"
 
 
-def _kill(send: Callable[[int, int], None], pid: int) -> None:
+def _kill(send: Callable[[int, int], None], pid: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        send(pid, signal.SIGKILL)
+        send(pid, number)
 
 
 def _counts_by_namespace() -> bool:
@@ -208,16 +261,13 @@ def _counts_by_namespace() -> bool:
 
 
 def remove_folder(folder: str) -> None:
-    """Remove a folder that a scorer has filled, also where it took rights away; links are removed, never followed."""
-    if os.path.islink(folder):
-        os.unlink(folder)
+    """Remove a folder that a scorer has filled, once its processes are ended. Links are removed, never followed."""
+    if os.path.islink(folder) or not os.path.isdir(folder):  # rmtree would wait for the writer of a pipe
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(folder)
         return
-    with contextlib.suppress(OSError):
-        os.chmod(folder, 0o700)
-    with contextlib.suppress(RecursionError):  # folders inside folders, thousands deep
-        for place, inner, _ in os.walk(folder):
-            for path in (os.path.join(place, name) for name in inner):
-                with contextlib.suppress(OSError):
-                    if not os.path.islink(path):
-                        os.chmod(path, 0o700)
-        shutil.rmtree(folder, ignore_errors=True)
+    try:
+        shutil.rmtree(folder)
+    except (OSError, RecursionError):  # rights taken away, or folders thousands deep
+        for command in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
+            subprocess.run([*command, "--", folder], stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -1,20 +1,23 @@
-"""Resource limits of a scorer and of all that it starts, set with setrlimit."""
+"""Limits of a scorer and of all that it starts: resources, most of them set with setrlimit, and its results."""
 
 from __future__ import annotations
 
 import resource
 from dataclasses import dataclass
 
-MIB = 1 << 20
+KIB, MIB = 1 << 10, 1 << 20
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Resources that one scorer may use; None: no limit.
+    """Resources that one scorer may use, None for no limit; and what it may print and return.
 
     memory_mb: MiB of address space of each process, beyond what the loaded function uses. cpu_s: processor seconds of one
     call, over all threads and processes. max_file_mb: MiB of each file that it writes. max_open_files: per process.
-    max_processes: beside the scorer itself. network: whether sockets work.
+    max_processes: beside the scorer itself. network: whether sockets work. For each sample: max_output_kb, KiB of prints
+    that the log keeps; max_result_kb, KiB of the result as JSON; max_parts, entries of a returned dict beside the score;
+    max_abs_score, the largest number in it. Group and batch statistics add squares of scores, and gradients grow with
+    them: with 1e12 there is room for 1e14 squares below the largest float32, 3.4e38.
     """
 
     memory_mb: int | None = None
@@ -23,6 +26,10 @@ class Limits:
     max_open_files: int | None = 1024
     max_processes: int | None = 64
     network: bool = False
+    max_output_kb: int = 64
+    max_result_kb: int = 256
+    max_parts: int = 256
+    max_abs_score: float = 1e12
 
     def apply(self, max_tasks: int | None) -> None:
         """Set every limit that the kernel enforces, but for memory. `max_tasks`: threads and processes of this user."""

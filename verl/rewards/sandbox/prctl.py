@@ -1,20 +1,16 @@
-"""Process attributes that neither Python nor util-linux sets: death signal, hidden memory, a seccomp filter.
-
-Every function raises OSError where the kernel refuses, and on other systems than Linux.
-"""
+"""Process attributes that neither Python nor util-linux sets: hidden memory, and a seccomp filter."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
-import os
 import platform
-import signal
 import struct
 import sys
-from typing import Any
 
-_SET_PDEATHSIG, _SET_DUMPABLE, _SET_SECCOMP, _SET_NO_NEW_PRIVS = 1, 4, 22, 38
+from verl.parallel.child_processes import prctl
+
+_SET_DUMPABLE, _SET_SECCOMP, _SET_NO_NEW_PRIVS = 4, 22, 38
 _SECCOMP_MODE_FILTER = 2
 _CLONE_NEWUSER = 1 << 28
 # machine -> (audit architecture, numbers of the calls socket, clone, unshare)
@@ -22,14 +18,10 @@ _MACHINES = {"x86_64": (0xC000003E, 41, 56, 272), "aarch64": (0xC00000B7, 198, 2
 _IO_URING_SETUP, _CLONE3 = 425, 435  # the same on every machine; io_uring opens sockets without the call `socket`
 
 
-def end_with_parent(signal_number: int = signal.SIGKILL) -> None:
-    """Send this process the signal when the thread that started it ends."""
-    _prctl(_SET_PDEATHSIG, signal_number)
-
-
-def hide_memory(hidden: bool = True) -> None:
-    """Set whether processes of the same user may read and write this process (ptrace, /proc/PID/mem and fd)."""
-    _prctl(_SET_DUMPABLE, 0 if hidden else 1)
+def hide_memory(hidden: bool = True) -> bool:
+    """Set whether processes of the same user may read and write this process (ptrace, /proc/PID/mem and fd); False where
+    the kernel cannot."""
+    return prctl(_SET_DUMPABLE, 0 if hidden else 1)
 
 
 def can_filter() -> bool:
@@ -37,17 +29,18 @@ def can_filter() -> bool:
     return sys.platform == "linux" and platform.machine() in _MACHINES
 
 
-def filter_system_calls(*, sockets: bool) -> None:
-    """Refuse new user namespaces, and sockets unless `sockets`, to this process and all that it starts, for good.
+def filter_system_calls(*, sockets: bool) -> bool:
+    """Refuse new user namespaces, and sockets unless `sockets`, to this process and all that it starts, for good; False
+    where there is no such filter.
 
     Sockets of every family are refused (EACCES), those to other processes of the machine included; socketpair works.
     Needs no rights.
     """
     if not can_filter():
-        raise OSError(errno.ENOSYS, f"there is no seccomp filter for {platform.machine()}")
+        return False
     program = _program(sockets, *_MACHINES[platform.machine()])
-    _prctl(_SET_NO_NEW_PRIVS, 1)
-    _prctl(_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(_Filter(len(program) // 8, program)))
+    given = ctypes.byref(_Filter(len(program) // 8, program))
+    return prctl(_SET_NO_NEW_PRIVS, 1) and prctl(_SET_SECCOMP, _SECCOMP_MODE_FILTER, given)
 
 
 class _Filter(ctypes.Structure):
@@ -76,13 +69,3 @@ def _program(sockets: bool, architecture: int, socket: int, clone: int, unshare:
         code += [(equal, 0, 4, call), (load, 0, 0, first_argument_at), (any_bit, 0, 1, _CLONE_NEWUSER)]
         code += [refuse(errno.EPERM), allow]
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in [*code, allow])
-
-
-def _prctl(option: int, value: int, more: Any = None) -> None:
-    if sys.platform != "linux":
-        raise OSError(errno.ENOSYS, "prctl is a Linux call")
-    unused = ctypes.c_ulong(0)
-    third = unused if more is None else more
-    if ctypes.CDLL(None, use_errno=True).prctl(option, ctypes.c_ulong(value), third, unused, unused) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"prctl: {os.strerror(number)}")

@@ -52,33 +52,57 @@ def num_tasks_of_user() -> int:
 
 def cpu_seconds(pids: Iterable[int]) -> float:
     """Processor time of these processes and of those below them that have ended, in seconds."""
-    ticks = 0
+    return sum(sum(map(int, _stat(f"/proc/{pid}")[11:15])) for pid in pids) / _TICKS_PER_S
+
+
+def now_tick() -> int:
+    """Clock ticks since the machine started, in which /proc counts the start of a process; 0 where it does not."""
+    boot_time = getattr(time, "CLOCK_BOOTTIME", None)
+    return 0 if boot_time is None else int(time.clock_gettime(boot_time) * _TICKS_PER_S)
+
+
+def start_ticks(pids: Iterable[int]) -> list[int]:
+    """Start of every thread of these processes, in clock ticks since the machine started."""
+    found = []
     for pid in pids:
-        with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{pid}/stat") as file:
-            ticks += sum(map(int, file.read().rpartition(")")[2].split()[11:15]))
-    return ticks / _TICKS_PER_S
+        with contextlib.suppress(OSError):
+            found += [int(_stat(f"/proc/{pid}/task/{thread}")[19]) for thread in os.listdir(f"/proc/{pid}/task")]
+    return found
 
 
-def end_below(pid: int, timeout_s: float, spared: Collection[int] = (), group: int = 0) -> bool:
-    """Send SIGKILL to every process below `pid` but `spared` until only zombies are left; False after `timeout_s`.
+def state_of(pid: int) -> str:
+    """Letter of a process's state in /proc (R, S, T, Z, ...); X when there is no such process."""
+    return _stat(f"/proc/{pid}")[0]
 
-    `group`: a process group below `pid`, signalled first: the signal reaches all its members at once, those that are
-    being forked among them.
+
+def _stat(folder: str) -> list[str]:
+    """Fields of a process or thread in /proc, from its state on; those of one that has ended if there is none."""
+    with contextlib.suppress(OSError), open(f"{folder}/stat", "rb") as file:
+        if fields := file.read().rpartition(b")")[2].split():
+            return [field.decode() for field in fields]
+    return ["X", *["0"] * 50]
+
+
+def end_descendants(timeout_s: float, spared: Collection[int] = (), group: int = 0) -> None:
+    """End every process below this one but `spared`, and wait for the ends of its children, at most `timeout_s`.
+
+    `group`: a process group below this process, signalled first: the signal reaches all its members at once, those that
+    are being forked among them.
     """
     deadline = time.monotonic() + timeout_s
-    empty_looks = 0
-    while empty_looks < 2:  # orphans change their parent, so that one look may miss some
+    num_empty_looks = 0
+    while num_empty_looks < 2 and time.monotonic() < deadline:  # orphans change their parent, so one look may miss some
         if group:
             _signal(os.killpg, [group], signal.SIGKILL)
-        found = _stop_below(pid, spared)
+        found = _stop_below(os.getpid(), spared)
         _signal(os.kill, found, signal.SIGKILL)
-        alive = [p for p in found if state_of(p) not in "ZX"]
-        empty_looks = 0 if alive else empty_looks + 1
-        if time.monotonic() > deadline:
-            return False
-        if alive:
+        for process in found:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(process, os.WNOHANG)
+        is_empty = all(state_of(process) in "ZX" for process in found)
+        num_empty_looks = num_empty_looks + 1 if is_empty else 0
+        if not is_empty:
             time.sleep(0.002)
-    return True
 
 
 def _stop_below(pid: int, spared: Collection[int]) -> list[int]:
@@ -97,25 +121,7 @@ def _stop_below(pid: int, spared: Collection[int]) -> list[int]:
     return found
 
 
-def reap_descendants(pid: int, timeout_s: float, spared: Collection[int] = ()) -> None:
-    """Wait for the zombies that are children of this process, `pid`, but not for `spared`."""
-    deadline = time.monotonic() + timeout_s
-    while (ended := set(descendants(pid)) - set(spared)) and time.monotonic() < deadline:
-        for process in ended:
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(process, os.WNOHANG)
-
-
 def _signal(send: Callable[[int, int], None], pids: Iterable[int], number: int) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             send(pid, number)
-
-
-def state_of(pid: int) -> str:
-    """Letter of a process's state in /proc (R, S, T, Z, ...); X when there is no such process."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return "X"

@@ -7,16 +7,15 @@ consumes: nothing     produces: the scorer's exit code, 128 + N for signal N    
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
 import sys
 from types import FrameType
 
-from verl.parallel.child_processes import adopt_orphans
-from verl.rewards.sandbox.prctl import end_with_parent, hide_memory
-from verl.rewards.sandbox.processes import end_below
+from verl.parallel.child_processes import adopt_orphans, die_with
+from verl.rewards.sandbox.prctl import hide_memory
+from verl.rewards.sandbox.processes import end_descendants
 
 _END_TIMEOUT_S = 4.0
 
@@ -36,17 +35,15 @@ def main() -> None:
     group, code = 0, 1
     try:
         adopt_orphans()
-        with contextlib.suppress(OSError):
-            end_with_parent(signal.SIGTERM)
-            hide_memory()
-        if os.getppid() == run_pid:  # else the run ended before its end could be signalled
-            group = subprocess.Popen(command, start_new_session=True, close_fds=False).pid
-            code = _wait_for(group)
+        die_with(run_pid, signal.SIGTERM)
+        hide_memory()
+        group = subprocess.Popen(command, start_new_session=True, close_fds=False).pid
+        code = _wait_for(group)
     except _Ended:
         pass
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        end_below(os.getpid(), _END_TIMEOUT_S, group=group)
+        end_descendants(_END_TIMEOUT_S, group=group)
         os._exit(code)
 
 

@@ -1,0 +1,163 @@
+"""A scorer's view of the machine, and the removal of what it leaves in its folder."""
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.rewards.test_pool import request
+from verl.rewards.sandbox import launch
+from verl.rewards.sandbox.limits import Limits
+
+
+def test_no_network_unless_the_config_says_so(attacked):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = {"port": server.getsockname()[1]}
+        attempts = [request(name, extra_info=port) for name in ("connect", "look_up", "connect_from_program")]
+        connected, looked_up, program = attacked(timeout_s=5).score_all(attempts)
+        assert "set reward.network=True" in connected.error
+        assert "set reward.network=True" in looked_up.error
+        assert (program.score, program.error) == (0.0, None)
+        allowed = attacked(timeout_s=5, limits=Limits(network=True)).score_all(attempts)
+        assert [s.error for s in allowed] == [None] * 3
+        assert [s.score for s in allowed][::2] == [1.0, 1.0]
+
+
+def test_no_way_out_by_paths_namespaces_or_process_1(attacked, tmp_path):
+    path = str(tmp_path / "socket")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(path)
+        server.listen()
+        ways = [
+            request("connect_to_path", extra_info={"path": path}),
+            *map(request, ("new_user_namespace", "trace_process_1")),
+        ]
+        connected, renamed, traced = attacked(timeout_s=5).score_all(ways)
+    assert "PermissionError" in connected.error
+    assert (renamed.score, renamed.error) == (0.0, None)
+    assert "PermissionError" in traced.error
+
+
+def test_credentials_and_sockets_are_not_there(attacked, tmp_path, monkeypatch):
+    """In the scorer's mount namespace: keys in the home, the socket of an agent, and shared memory of other processes."""
+    (tmp_path / ".ssh").mkdir()
+    for name in (".ssh/id", ".netrc", "notes"):
+        (tmp_path / name).write_text("planted")
+    (shared := Path("/dev/shm/planted_by_a_test")).touch()
+    with socket.socket(socket.AF_UNIX) as agent:
+        agent.bind(str(tmp_path / "agent"))
+        monkeypatch.setenv("HOME", str(tmp_path))
+        monkeypatch.setenv("SSH_AUTH_SOCK", str(tmp_path / "agent"))
+        try:
+            pool = attacked(timeout_s=5)
+            ways = [
+                request("list_folder", extra_info={"path": str(tmp_path / ".ssh")}),
+                request("list_folder", extra_info={"path": "/dev/shm"}),
+                *(request("read_file", extra_info={"path": str(tmp_path / n)}) for n in (".netrc", "agent", "notes")),
+            ]
+            keys, memory, password, socket_file, notes = pool.score_all(ways)
+            if not pool._processes[0].sandbox.has_namespaces:
+                pytest.skip("the kernel grants no namespaces")
+        finally:
+            shared.unlink()
+    assert "/dev/shm" not in launch.hidden_paths([f"{shared.parent}/rewards.py"]), "where the function itself lies"
+    assert (keys.parts, memory.parts) == ({"names": []}, {"names": []})
+    assert (password.parts, socket_file.parts) == ({"text": ""}, {"text": ""})
+    assert notes.parts == {"text": "planted"}
+
+
+def test_removing_the_folder_follows_no_link(attacked, tmp_path):
+    kept = tmp_path / "kept"
+    kept.mkdir(mode=0o755)
+    (kept / "file").write_text("x")
+    pool = attacked(timeout_s=5)
+    (score,) = pool.score_all([request("link_folder", extra_info={"path": str(kept)})])
+    assert score.error is None
+    pool.close()
+    assert (kept / "file").read_text() == "x"
+    assert kept.stat().st_mode & 0o777 == 0o755
+
+
+TREES = st.recursive(
+    st.sampled_from(["file", "link to file", "link to folder", "link to nothing", "fifo"]),
+    lambda below: st.tuples(st.sampled_from([0o000, 0o500, 0o700]), st.lists(below, max_size=4)),
+    max_leaves=10,
+)
+
+
+def plant(tree, path, kept):
+    if isinstance(tree, tuple):
+        path.mkdir()
+        for number, below in enumerate(tree[1]):
+            plant(below, path / str(number), kept)
+        path.chmod(tree[0])
+    elif tree == "file":
+        path.touch(0o400)
+    elif tree == "fifo":
+        os.mkfifo(path)
+    else:
+        path.symlink_to({"link to file": kept / "file", "link to folder": kept}.get(tree, kept / "none"))
+
+
+@given(TREES)
+@settings(max_examples=40, deadline=None)
+def test_a_folder_is_removed_and_nothing_behind_its_links(tree):
+    with tempfile.TemporaryDirectory() as place:
+        kept = Path(place) / "kept"
+        kept.mkdir(mode=0o750)
+        (kept / "file").write_text("x")
+        (kept / "file").chmod(0o440)
+        plant(tree, Path(place) / "folder", kept)
+        launch.remove_folder(str(Path(place) / "folder"))
+        assert os.listdir(place) == ["kept"]
+        assert os.listdir(kept) == ["file"]
+        assert (kept.stat().st_mode & 0o777, (kept / "file").stat().st_mode & 0o777) == (0o750, 0o440)
+
+
+def test_a_folder_deeper_than_python_recurses_is_removed(tmp_path):
+    place = os.open(tmp_path, os.O_RDONLY)
+    os.mkdir("deep", dir_fd=place)
+    for _ in range(sys.getrecursionlimit() + 200):
+        below = os.open("deep", os.O_RDONLY, dir_fd=place)
+        os.close(place)
+        place = below
+        os.mkdir("deep", dir_fd=place)
+    os.close(place)
+    launch.remove_folder(str(tmp_path / "deep"))
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="the rest of this file runs as this user then")
+def test_all_of_this_as_a_user_without_privileges(tmp_path):
+    """pytest -m slow tests/rewards/test_sandbox.py: as root these files run once more, as user 65534."""
+    folder = Path(tempfile.mkdtemp(prefix="unprivileged_"))
+    try:
+        folder.chmod(0o777)
+        user = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
+        files = [str(Path(__file__).with_name(f"test_{n}.py")) for n in ("sandbox", "innocent", "hostile")]
+        tests = (*files, "-q", "-p", "no:cacheprovider", "-p", "no:xdist", f"--basetemp={folder}/tests")
+        env = {**os.environ, "HOME": str(folder), "TMPDIR": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+        command = [*user, sys.executable, "-m", "pytest", *tests, "-m", "slow or not slow"]
+        ended = subprocess.run(command, env=env, capture_output=True, text=True)
+        assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-2000:]
+    finally:
+        subprocess.run(["rm", "-rf", str(folder)], check=True)
+
+
+def test_a_private_folder_is_removed_and_keys_stay_outside(attacked, tmp_path, monkeypatch):
+    monkeypatch.setenv("PLANTED_API_KEY", "0123456789")
+    pool = attacked()
+    (score,) = pool.score_all([request("hide", extra_info={"path": str(tmp_path / "said")})])
+    assert score.error is None
+    folder, sees_key = (tmp_path / "said").read_text().split()
+    assert sees_key == "False"
+    assert os.path.isdir(os.path.dirname(folder))
+    pool.close()
+    assert not os.path.exists(os.path.dirname(folder))
