@@ -121,5 +121,6 @@ def test_no_key_of_the_tree_is_taken_for_a_secret():
 def test_the_page_on_security_names_every_limit():
     text = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
     named = ("timeout_s", "cpu_s", "memory_mb", "max_file_mb", "max_open_files", "max_processes", "network")
-    assert [key for key in (*named, "process_per_sample") if f"`reward.{key}`" not in text] == []
+    returned = ("max_output_kb", "max_result_kb", "max_parts", "max_abs_score", "process_per_sample")
+    assert [key for key in (*named, *returned) if f"`reward.{key}`" not in text] == []
     assert (PACKAGE / "rewards" / "sandbox" / "launch.py").exists()

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from verl.config import CustomRewardFunctionConfig, RewardConfig, RewardManagerConfig
 from verl.data_proto.samples import ScoreRequest
-from verl.errors import ConfigError, RewardError
+from verl.errors import ConfigError
 from verl.rewards.managers import REWARD_MANAGERS, RewardManager, build_reward_manager
 from verl.rewards.managers.dapo import OverlongBuffer, overlong_penalty
 
@@ -19,6 +19,13 @@ def one(data_source, solution_str, ground_truth, extra_info=None):
     if solution_str == "crash":
         os._exit(1)
     return {"score": float(solution_str), "acc": solution_str == ground_truth, "format": 0.5}
+
+def sometimes(data_source, solution_str, ground_truth, extra_info=None):
+    if solution_str == "bare":
+        return 1.0
+    if solution_str == "text":
+        return {"score": 1.0, "format": "good"}
+    return one(data_source, solution_str, ground_truth)
 
 def plain(data_source, solution_str, ground_truth, extra_info=None):
     return float(solution_str)
@@ -44,7 +51,7 @@ def build(tmp_path):
     path = tmp_path / "functions.py"
     path.write_text(FUNCTIONS)
 
-    def make(name, function="one", module=None, **reward_kwargs):
+    def make(name, function="one", module=None, parts=(), **reward_kwargs):
         manager = section(RewardManagerConfig, name=name)
         if module is not None:
             place = dataclasses.replace(manager.module, path=str(module))
@@ -59,7 +66,7 @@ def build(tmp_path):
             reward_manager=manager,
             reward_kwargs=reward_kwargs,
         )
-        made.append(build_reward_manager(config, max_response_length=100))
+        made.append(build_reward_manager(config, max_response_length=100, parts=parts))
         return made[-1]
 
     yield make
@@ -83,7 +90,7 @@ def test_contract(build, name, caplog):
     assert list(found) == ["0.5", "crash", "1"]
     assert [found[k].score for k in found] == [0.5, -2.0, 1.0]
     assert found["1"].parts == {"acc": True, "format": 0.5}
-    assert found["crash"].parts == {"acc": -2.0, "format": -2.0}, "a defaulted sample has no holes"
+    assert found["crash"].parts == {}, "a defaulted sample has no parts of others"
     assert "sample crash" in found["crash"].error
     assert found["crash"].error in caplog.text
     assert manager.num_defaulted == 1
@@ -170,12 +177,42 @@ def test_refused_settings(build, name, kwargs, sentence):
 
 
 def test_gdpo_needs_several_numbers(build):
-    with pytest.raises(RewardError, match=r"gdpo needs one number per reward.*plain"):
+    with pytest.raises(
+        ConfigError, match=r"plain of .*returned no number beside its score, which.*returned score, acc"
+    ):
         build("gdpo", "plain").score([request("1")])
 
 
-def test_a_function_that_fails_on_every_row_still_gives_acc(build):
-    (score,) = build("naive").score([request("crash")])
+def test_a_sample_without_a_part_that_the_run_reads_gets_the_default_score(build):
+    manager = build("naive", "sometimes", parts=["format"])
+    with pytest.raises(ConfigError, match=r"returned no number named 'format', which .*; it returned score, acc"):
+        manager.score([request("bare")])
+    full, bare, text, crash = manager.score([request(reply) for reply in ("1", "bare", "text", "crash")])
+    assert (full.score, full.parts["format"]) == (1.0, 0.5)
+    for score in (bare, text, crash):
+        assert (score.score, score.parts) == (-2.0, {"format": -2.0})
+    assert "returned no number named 'format', for sample bare" in bare.error
+    assert manager.num_defaulted == 3
+    assert manager.score([request("bare")])[0].score == -2.0, "the function has been seen to return it"
+
+
+def test_what_a_manager_makes_of_a_score_has_the_same_limits(build, tmp_path):
+    path = tmp_path / "managers.py"
+    path.write_text(
+        "from dataclasses import replace\n"
+        "from verl.rewards.managers.naive import NaiveRewardManager\n"
+        "class Inverse(NaiveRewardManager):\n"
+        "    def shape(self, request, score):\n"
+        "        return replace(score, score=1 / score.score if score.score else float('inf'))\n"
+    )
+    half, zero = build("Inverse", module=path).score([request("0.5"), request("0")])
+    assert (half.score, half.error) == (2.0, None)
+    assert (zero.score, zero.parts) == (-2.0, {})
+    assert "and its manager returned inf as 'score', which is not a finite number" in zero.error
+
+
+def test_a_function_that_fails_on_every_row_still_gives_what_the_run_reads(build):
+    (score,) = build("naive", parts=["acc"]).score([request("crash")])
     assert score.parts == {"acc": -2.0}
 
 

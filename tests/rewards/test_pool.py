@@ -13,6 +13,7 @@ import pytest
 from verl.data_proto.samples import ScoreRequest
 from verl.errors import RewardError
 from verl.rewards.process import WorkerProcess
+from verl.rewards.sandbox.limits import Limits
 
 
 def request(reply, key=None, **fields):
@@ -56,8 +57,8 @@ HARMFUL = {  # reply -> words of the sentence
     "none": "returned None",
     "text": "returned a str",
     "no score": "without 'score'",
-    "odd part": "(key 'blob') with values that are neither numbers, text",
-    "huge": "too large",
+    "odd part": "whose 'blob' has a object: parts are numbers, text, lists and dicts",
+    "huge": "beyond reward.max_abs_score",
     "forge": "wrote to the channel",
 }
 
@@ -151,7 +152,7 @@ def test_bytes_are_refused_with_the_sample_named(make_pool):
 
 
 def test_prints_go_to_the_log(make_pool, tmp_path):
-    pool = make_pool(log_dir=tmp_path / "logs")
+    pool = make_pool(log_dir=tmp_path / "logs", limits=Limits(max_output_kb=256))
     pool.score_all([request("print")])
     text = (tmp_path / "logs" / "reward_worker_0.log").read_text()
     assert "to stdout" in text

@@ -9,6 +9,7 @@ import torch
 
 from verl.algorithms.filters import filter_groups
 from verl.config import PPOConfig
+from verl.config.names import SCORE_METRICS
 from verl.data.loader import PromptLoader
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
@@ -114,7 +115,7 @@ class Collector:
     def _filter_metric(self, batch: DataProto) -> list[float]:
         """[batch] values that the group filter compares: the score, or a part that the reward function returned."""
         name = self.config.algorithm.filter_groups.metric
-        if name in ("reward", "score", "seq_reward", "seq_final_reward"):
+        if name in SCORE_METRICS:
             return batch.batch["token_level_scores"].sum(dim=1).tolist()
         found = batch.non_tensor_batch["reward_parts"]
         lacking = next((parts for parts in found if name not in parts), None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +22,9 @@ from verl.roles.rollout import greedy, sampling_params
 # The step number of validation samples, which no training step has: every validation of a run uses the same random numbers,
 # so a change between two of them is a change of the policy.
 VALIDATION_STEP = 0
+MAX_PARTS = (
+    256  # of the reward that are averaged, the most frequent ones: a part may be named after what the model wrote
+)
 
 
 class Validator:
@@ -70,12 +75,20 @@ def _scores(batch: DataProto) -> list[float]:
     return batch.batch["token_level_scores"].sum(dim=1).tolist()
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float))
+
+
 def _summarise(batch: DataProto, suffix: str = "") -> dict[str, float]:
     """Per data source: mean@n, best@n, ... of the reward and of every number that the reward function returned."""
     scores, parts = _scores(batch), batch.non_tensor_batch["reward_parts"]
     values: dict[str, list[float]] = {"reward": scores}
-    for name in {k for found in parts for k, v in found.items() if isinstance(v, (int, float)) and k != "score"}:
-        values[name] = [float(found.get(name, float("nan"))) for found in parts]
+    names = Counter(k for found in parts for k, v in found.items() if _is_number(v) and k != "score")
+    for name, _ in names.most_common(MAX_PARTS):
+        values[name] = [
+            float(found[name]) if _is_number(found.get(name)) else math.nan if error is None else score
+            for found, error, score in zip(parts, batch.non_tensor_batch["reward_error"], scores, strict=True)
+        ]
     predictions = [found.get("pred") for found in parts]
     return validation_metrics(
         [f"{source}{suffix}" for source in batch.non_tensor_batch["data_source"]],

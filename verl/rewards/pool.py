@@ -16,10 +16,11 @@ from typing import Any
 from verl.config.secrets import hide, hide_values
 from verl.data_proto.samples import Score, ScoreRequest
 from verl.errors import DeadlineError, RewardError
+from verl.foreign_text import clean
 from verl.parallel.framing import encode_frame
 from verl.rewards.functions import RewardFunctionSpec
 from verl.rewards.jobs import Job, JobQueue
-from verl.rewards.process import START_TIMEOUT_S, WorkerGone, WorkerLost, WorkerProcess
+from verl.rewards.process import START_TIMEOUT_S, WorkerLost, WorkerProcess
 from verl.rewards.sandbox.limits import Limits
 
 logger = logging.getLogger(__name__)
@@ -75,8 +76,6 @@ class RewardPool:
         if self._queue.closed:
             raise RewardError("The reward workers are closed already.")
         self._data_sources = sorted(set(data_sources))
-        if self._log_dir:
-            self._log_dir.mkdir(parents=True, exist_ok=True)
         ready: Future[None] = Future()
         self._add_thread(ready)
         try:
@@ -109,7 +108,7 @@ class RewardPool:
     def wait(self, futures: Sequence[Future[list[Score]]]) -> list[Score]:
         """Scores of these calls, in order. Raises DeadlineError when they exceed the sum of their time limits."""
         calls_per_worker = math.ceil(len(futures) / self.num_workers) + 1
-        limit_s = calls_per_worker * (self.timeout_s + START_TIMEOUT_S)
+        limit_s = calls_per_worker * 2 * (self.timeout_s + START_TIMEOUT_S)  # a second worker may be given the call
         _, pending = wait(futures, timeout=limit_s)
         if pending:
             raise DeadlineError(
@@ -121,7 +120,7 @@ class RewardPool:
     def close(self) -> None:
         """Kill the workers; calls that are waiting or running end as defaulted. May be called again."""
         for job in self._queue.close():
-            job.future.set_result(self._defaulted(job.requests, "was not called: the run is ending"))
+            job.future.set_result([self.defaulted(r, "was not called: the run is ending") for r in job.requests])
         with self._lock:
             processes = list(self._processes.values())
         for process in processes:
@@ -181,11 +180,11 @@ class RewardPool:
             outcomes, seconds = self._score(index, job)
         except (WorkerLost, RewardError, OSError) as error:
             reason = "was stopped: the run is ending" if self._queue.closed else str(error)
-            return self._defaulted(job.requests, reason)
+            return [self.defaulted(request, reason) for request in job.requests]
         scores = []
         for request, outcome in zip(job.requests, outcomes, strict=True):
             if "error" in outcome:
-                scores += self._defaulted([request], outcome["error"])
+                scores.append(self.defaulted(request, outcome["error"]))
             else:
                 scores.append(Score(request.key, outcome["score"], hide_values(outcome["parts"])))
             scores[-1].seconds = seconds / len(outcomes)
@@ -197,8 +196,10 @@ class RewardPool:
             process = self._start_process(index)
         try:
             return process.score(job, self.timeout_s)
-        except WorkerGone as error:  # for a reason that is not this call's own, so that it is scored again
-            logger.warning("A reward worker is started again. %s", error)
+        except WorkerLost as error:
+            if not error.again or self._queue.closed:
+                raise
+            logger.warning("Sample %s is scored by another reward worker. The last one %s", job.requests[0].key, error)
             return self._start_process(index).score(job, self.timeout_s)
 
     def _look(self, index: int) -> None:
@@ -207,19 +208,19 @@ class RewardPool:
             return
         try:
             process.look()
-        except WorkerGone as error:
+        except WorkerLost as error:
             logger.warning("A reward worker was ended; the next sample starts another. %s", error)
 
-    def _defaulted(self, requests: list[ScoreRequest], what: str) -> list[Score]:
-        return [
-            Score(
-                r.key,
-                self.default_score,
-                error=f"The reward function {self.function.label} {hide(what)}, for sample {r.key} of data_source "
-                f"{r.data_source!r}; it gets the default score {self.default_score:g}.",
-            )
-            for r in requests
-        ]
+    def defaulted(self, request: ScoreRequest, what: str) -> Score:
+        """The score of a sample that cannot be used. `what` the function did: "took longer than 30 s"."""
+        score = self.default_score
+        return Score(
+            request.key,
+            score,
+            dict.fromkeys(self.function.parts, score),  # the run reads them of every sample
+            error=f"The reward function {self.function.label} {hide(what)}, for sample {request.key} of data_source "
+            f"{clean(request.data_source, 100)!r}; it gets the default score {score:g}.",
+        )
 
     def _start_process(self, index: int) -> WorkerProcess:
         self._drop_process(index)
@@ -234,13 +235,13 @@ class RewardPool:
         try:
             process = WorkerProcess(setup, self.limits, log)
         except RewardError as error:
-            if not isinstance(error.__cause__, WorkerGone):
+            if not getattr(error.__cause__, "again", False):
                 raise
             logger.warning("A reward worker is started again. %s", error)  # it was killed from outside
             process = WorkerProcess(setup, self.limits, log)
         with self._lock:
             self._processes[index] = process
-            notices = [n for n in process.notices if n not in self._shown_notices]
+            notices = [n for n in process.sandbox.notices if n not in self._shown_notices]
             self._shown_notices.update(notices)
         for notice in notices:
             logger.warning("%s See docs/security.md.", notice)

@@ -3,8 +3,8 @@
 consumes: one set-up message, then requests     produces: one answer to each, under its id
 waits for: the run, which closes the channel to end it
 
-The reward function's prints go to the log file that is this process's stdout and stderr; no program that it starts
-inherits the channel.
+The reward function's prints go to the pipe that is this process's stdout and stderr; no program that it starts inherits
+the channel.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterable
 from typing import Any
 
 from verl.errors import RewardError
+from verl.foreign_text import clean
 from verl.parallel.child_processes import adopt_orphans
 from verl.parallel.framing import ChannelClosed, ChannelCorrupt, encode_frame, receive, receive_bytes, send
 from verl.rewards.functions import (
@@ -36,28 +36,35 @@ from verl.rewards.functions import (
     RewardFunctionSpec,
     load_reward_function,
 )
+from verl.rewards.outcome import Outcome, outcome, within_size
 from verl.rewards.sandbox.launch import describe_exit
-from verl.rewards.sandbox.limits import Limits
+from verl.rewards.sandbox.limits import KIB, Limits
 from verl.rewards.sandbox.prctl import filter_system_calls, hide_memory
-from verl.rewards.sandbox.processes import end_below, reap_descendants
-
-Outcome = dict[str, Any]  # {"score": float, "parts": dict} or {"error": "what the function did"}
+from verl.rewards.sandbox.processes import end_descendants
 
 _END_TIMEOUT_S = 4.0
-# errors of the kernel when a limit is reached, and the key of the limit
-_REFUSALS = {errno.EFBIG: ("wrote a larger file", "max_file_mb"), errno.EMFILE: ("opened more files", "max_open_files")}
+# errors of the kernel when a limit is reached, towards which may count what earlier samples left behind
+_REFUSALS: dict[int | None, str] = {
+    errno.EFBIG: "wrote a larger file than reward.max_file_mb allows",
+    errno.EMFILE: "opened more files than reward.max_open_files allows",
+    errno.ENOMEM: "needed more memory than reward.memory_mb allows",
+    errno.ENOSPC: "found no space left on a disk",
+    errno.EDQUOT: "found no space left on a disk",
+    errno.EAGAIN: "",  # of fork, but of other calls too
+}
 _NO_NETWORK = "Reward functions have no network in this run; set reward.network=True if this one needs it."
 _NETWORK_EVENTS = {"socket.connect", "socket.sendto", "socket.sendmsg", "socket.getaddrinfo", "socket.gethostbyname"}
 
 
 class Caller:
-    """Calls a reward function and converts its results and exceptions to outcomes."""
+    """Calls a reward function and converts its results and exceptions to outcomes. `was_limited`: a limit was reached."""
 
-    def __init__(self, function: RewardFunction, spec: RewardFunctionSpec):
+    def __init__(self, function: RewardFunction, spec: RewardFunctionSpec, limits: Limits):
         self.function = function
         self.spec = spec
+        self.limits = limits
+        self.was_limited = False
         self._loop: asyncio.AbstractEventLoop | None = None
-        self.out_of_memory = False
 
     def score(self, samples: list[list[Any]]) -> list[Outcome]:
         """One outcome per sample. A sample is [data_source, solution_str, ground_truth, extra_info, {argument: output
@@ -69,9 +76,10 @@ class Caller:
     def _score_one(self, sample: list[Any]) -> Outcome:
         try:
             *given, from_model = sample
-            return outcome(self._call({**dict(zip(SAMPLE_ARGUMENTS, given, strict=True)), **from_model}))
+            result = self._call({**dict(zip(SAMPLE_ARGUMENTS, given, strict=True)), **from_model})
         except BaseException as error:  # noqa: BLE001 - user code may raise anything, SystemExit too
             return self._failure(error)
+        return self._outcome(result)
 
     def _score_batch(self, samples: list[list[Any]]) -> list[Outcome]:
         *columns, from_model = [list(column) for column in zip(*samples, strict=True)]
@@ -83,9 +91,15 @@ class Caller:
             results = list(results.tolist() if hasattr(results, "tolist") else results)
             if len(results) != len(samples):
                 return [{"error": f"returned {len(results)} scores for {len(samples)} samples"}] * len(samples)
-            return [outcome(result) for result in results]
         except BaseException as error:  # noqa: BLE001 - as above; one call scores the batch, one error fails it
             return [self._failure(error)] * len(samples)
+        return [self._outcome(result) for result in results]
+
+    def _outcome(self, result: Any) -> Outcome:
+        try:
+            return outcome(result, self.limits)
+        except BaseException as error:  # noqa: BLE001 - a result may be an object of any class
+            return self._failure(error)
 
     def _call(self, arguments: dict[str, Any]) -> Any:
         result = self.function(**arguments, **self.spec.kwargs)
@@ -96,59 +110,27 @@ class Caller:
         return result
 
     def _failure(self, error: BaseException) -> Outcome:
-        if isinstance(error, MemoryError):
-            self.out_of_memory = True
-            return {"error": "needed more memory than reward.memory_mb allows"}
-        if isinstance(error, OSError) and error.errno in _REFUSALS:
-            did, key = _REFUSALS[error.errno]
-            return {"error": f"{did} than reward.{key} allows"}
+        number = errno.ENOMEM if isinstance(error, MemoryError) else error.errno if isinstance(error, OSError) else None
+        no_thread = isinstance(error, RuntimeError) and "start new thread" in str(error)
+        self.was_limited |= number in _REFUSALS or no_thread
+        if refusal := _REFUSALS.get(number):
+            return {"error": refusal}
         frames = traceback.extract_tb(error.__traceback__)
-        place = f" (line {frames[-1].lineno} of {os.path.basename(frames[-1].filename)})" if frames else ""
-        return {"error": f"raised {type(error).__name__}: {str(error)[:300]}{place}"}
+        place = f" (line {frames[-1].lineno} of {clean(os.path.basename(frames[-1].filename))})" if frames else ""
+        return {"error": f"raised {type(error).__name__}: {clean(error)}{place}"}
 
 
 async def _finish(awaitable: Any) -> Any:
     return await awaitable
 
 
-def outcome(result: Any) -> Outcome:
-    """Convert the result of a reward function to {"score", "parts"} or {"error"}.
-
-    A number or bool is its own part "acc"; of a dict the entry "score" is the score and the others are the parts.
-    """
-    if not isinstance(result, dict):
-        score = _number(result)
-        return {"score": score, "parts": {"acc": score}} if isinstance(score, float) else {"error": score}
-    if "score" not in result:
-        return {"error": f"returned a dict without 'score' (it has {sorted(map(str, result))})"}
-    score = _number(result["score"])
-    if not isinstance(score, float):
-        return {"error": score}
-    return {"score": score, "parts": {str(k): _plain(v) for k, v in result.items() if k != "score"}}
-
-
-def _number(value: Any) -> float | str:
-    """The value as a finite float, or its defect as a sentence."""
-    plain = _plain(value)
-    if not isinstance(plain, (bool, int, float)):
-        return f"returned {'None' if value is None else 'a ' + type(value).__name__} where a number is needed"
-    try:
-        number = float(plain)
-    except OverflowError:
-        return "returned an integer too large for a score"
-    return number if number - number == 0 else f"returned {number}, which is not a finite number"
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if hasattr(value, "tolist") else value
-
-
 def enter_limits(message: dict[str, Any]) -> Limits:
     """Set the limits of this process and all that it starts, but for memory."""
     limits = Limits(**message["limits"])
     limits.apply(message["max_tasks"])
-    with contextlib.suppress(OSError):  # the namespaces hold without it; where there are none, a notice says so
-        filter_system_calls(sockets=limits.network)
+    filter_system_calls(
+        sockets=limits.network
+    )  # the namespaces hold without it; where there are none, a notice says so
     if not limits.network:
         sys.addaudithook(_explain_refusal)
     return limits
@@ -170,7 +152,7 @@ def set_up(message: dict[str, Any], limits: Limits) -> Caller:
 
         warm(message["data_sources"])
     limits.apply_memory()
-    return Caller(function, spec)
+    return Caller(function, spec, limits)
 
 
 def run(channel: socket.socket) -> None:
@@ -183,15 +165,14 @@ def run(channel: socket.socket) -> None:
         send(channel, encode_frame({**reply, "error": str(error)}))
         return
     except BaseException as error:  # noqa: BLE001 - a user's file may even exit while it is imported
-        text = f"Loading the reward function raised {type(error).__name__}: {error}"
+        text = f"Loading the reward function raised {type(error).__name__}: {clean(error)}"
         send(channel, encode_frame({**reply, "error": text}))
         return
     send(channel, encode_frame({**reply, "ready": True}))
     forks = message["process_per_sample"]
     if forks:
         adopt_orphans()  # of a sample, to be ended with it
-        with contextlib.suppress(OSError):
-            hide_memory()  # from the processes that score
+        hide_memory()  # from the processes that score
     while True:
         request = receive_bytes(channel)
         send(
@@ -202,26 +183,40 @@ def run(channel: socket.socket) -> None:
 def answer(caller: Caller, request: bytes) -> bytes:
     """Score in this process."""
     message = json.loads(request)
+    caller.was_limited = False
     start = time.perf_counter()
     outcomes = caller.score(message["samples"])
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
-    return _encode_reply(
-        {
-            "id": message["id"],
-            "outcomes": outcomes,
-            "seconds": time.perf_counter() - start,
-            "out_of_memory": caller.out_of_memory,
-        }
-    )
+    return _reply(message, outcomes, caller.limits, time.perf_counter() - start, caller.was_limited)
+
+
+def _reply(
+    message: dict[str, Any], outcomes: list[Outcome], limits: Limits, seconds: float = 0.0, was_limited: bool = False
+) -> bytes:
+    reply = {"id": message["id"], "outcomes": outcomes, "seconds": seconds, "was_limited": was_limited}
+    encoded = encode_frame(reply)
+    if len(encoded) > limits.max_result_kb * KIB:  # one sample alone may be too large
+        encoded = encode_frame({**reply, "outcomes": [within_size(found, limits) for found in outcomes]})
+    return encoded
 
 
 def answer_from_fork(channel: socket.socket, caller: Caller, request: bytes, alone: bool) -> bytes:
-    """Score in a process forked for this call, then end it and all that it started.
+    """Score in a process forked for this call, then end it and all that it started; once more if the fork was killed.
 
     The process cannot reach `channel`. `alone`: every process that this one sees belongs to the sandbox.
     """
+    for _ in range(2):
+        reply, failure = _call_fork(channel, caller, request, alone)
+        if "SIGKILL" not in failure:  # which a person or the system sends, too
+            break
+    message = json.loads(request)
+    return reply if not failure else _reply(message, [{"error": failure}] * len(message["samples"]), caller.limits)
+
+
+def _call_fork(channel: socket.socket, caller: Caller, request: bytes, alone: bool) -> tuple[bytes, str]:
+    """(reply, "") or (b"", what the function did)."""
     ours, theirs = socket.socketpair()
     pid = os.fork()
     if pid == 0:
@@ -229,30 +224,26 @@ def answer_from_fork(channel: socket.socket, caller: Caller, request: bytes, alo
         ours.close()
         _score_and_exit(theirs, caller, request)
     theirs.close()
-    failure = ""
-    reply = b""
+    reply, failure = b"", ""
     with ours:
         try:
             reply = receive_bytes(ours)
         except ChannelClosed:
             _, status = os.waitpid(pid, 0)
             failure = describe_exit(os.waitstatus_to_exitcode(status))
-            pid = 0
         except ChannelCorrupt:
             failure = "wrote to the channel on which its result is sent"
-    _end_others(pid, alone)
-    if not failure:
-        return reply
-    message = json.loads(request)
-    outcomes = [{"error": failure}] * len(message["samples"])
-    return encode_frame({"id": message["id"], "outcomes": outcomes, "seconds": 0.0, "out_of_memory": False})
+    if alone:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(-1, signal.SIGKILL)  # every process of the namespace but process 1 and this one
+    end_descendants(_END_TIMEOUT_S)
+    return reply, failure
 
 
 def _score_and_exit(channel: socket.socket, caller: Caller, request: bytes) -> None:
     code = 1
     try:
-        with contextlib.suppress(OSError):
-            hide_memory(False)
+        hide_memory(False)
         send(channel, answer(caller, request))
         code = 0
     except BaseException:  # noqa: BLE001 - a fork must not return into its parent's code; the log keeps the reason
@@ -261,48 +252,10 @@ def _score_and_exit(channel: socket.socket, caller: Caller, request: bytes) -> N
         os._exit(code)
 
 
-def _end_others(pid: int, alone: bool) -> None:
-    """End the process `pid` that we forked (0: it has ended) and whatever it started."""
-    if alone:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(-1, signal.SIGKILL)  # every process of the namespace but process 1 and this one
-    else:
-        end_below(os.getpid(), _END_TIMEOUT_S)
-    if pid:
-        os.waitpid(pid, 0)
-    reap_descendants(os.getpid(), _END_TIMEOUT_S)
-
-
-def _encode_reply(reply: dict[str, Any]) -> bytes:
-    try:
-        return encode_frame(reply)
-    except RewardError:
-        return encode_frame({**reply, "outcomes": list(_without_odd_parts(reply["outcomes"]))})
-
-
-def _without_odd_parts(outcomes: Iterable[Outcome]) -> Iterable[Outcome]:
-    for item in outcomes:
-        try:
-            encode_frame(item)
-            yield item
-        except RewardError:
-            yield {
-                "error": f"returned a dict{_odd_key(item)} with values that are neither numbers, text, lists nor dicts"
-            }
-
-
-def _odd_key(item: Outcome) -> str:
-    for key, value in (item.get("parts") or {}).items():
-        try:
-            encode_frame({str(key): value})
-        except RewardError:
-            return f" (key {key!r})"
-    return ""
-
-
 def main() -> None:
     """Serve the run on the inherited socket until it closes it."""
     faulthandler.enable()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # one from outside is no exception of the function's
     fd = int(sys.argv[1])
     os.set_inheritable(fd, False)
     with contextlib.suppress(ChannelClosed):

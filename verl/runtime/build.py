@@ -12,7 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from verl.config import ModelConfig
+from verl.config import AlgorithmConfig, ModelConfig
+from verl.config.names import SCORE_METRICS
 from verl.engines.api import ENGINES as TRAIN_ENGINES
 from verl.engines.api import TrainEngine
 from verl.engines.groups import ProcessGroups
@@ -95,7 +96,12 @@ def build_reward(context: RankContext) -> RewardWorker:
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
     share = config.reward.num_workers // len(scoring) if context.rank in scoring else 0
     section = replace(config.reward, num_workers=max(1, share))
-    manager = build_reward_manager(section, max_response_length=config.actor_rollout_ref.rollout.response_length)
+    manager = build_reward_manager(
+        section,
+        max_response_length=config.actor_rollout_ref.rollout.response_length,
+        log_dir=Path(config.trainer.default_local_dir).expanduser().absolute() / "logs" / f"reward_rank_{context.rank}",
+        parts=_parts_read(config.algorithm),
+    )
     manager.start(context.data_sources)
     try:
         model = None
@@ -111,6 +117,13 @@ def build_reward(context: RankContext) -> RewardWorker:
     except BaseException:
         manager.close()
         raise
+
+
+def _parts_read(algorithm: AlgorithmConfig) -> list[str]:
+    """Numbers that the algorithm reads of every sample beside its score."""
+    rewards = algorithm.gdpo_reward_keys or [] if algorithm.adv_estimator == "gdpo" else []
+    compared = [algorithm.filter_groups.metric] if algorithm.filter_groups.enable else []
+    return [n for n in rewards if n != "score"] + [str(n) for n in compared if n not in (None, *SCORE_METRICS)]
 
 
 def _scoring_ranks(context: RankContext) -> list[int]:

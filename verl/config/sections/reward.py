@@ -118,13 +118,29 @@ class RewardConfig(Section):
     max_file_mb: int = used(1024, "largest file that a scorer may write, in MiB", gt=0)
     max_open_files: int = used(1024, "files that each process of a scorer may have open", ge=32)
     max_processes: int = used(64, "processes that a scorer may have started at once", ge=0)
+    max_output_kb: int = used(64, "KiB of a sample's prints that are kept; the rest is dropped", ge=0)
+    max_result_kb: int = used(
+        256, "KiB that a scorer may return for one sample, as JSON; more gives default_score", gt=0, le=65536
+    )
+    max_parts: int = used(
+        256, "entries that a scorer may return for one sample beside the score; more gives default_score", ge=0
+    )
+    max_abs_score: float = used(
+        1e12,
+        "largest number that a scorer may return, as score or part; a larger one gives default_score. Squares of 1e12 "
+        "leave room in float32 for the statistics of a batch",
+        gt=0,
+        le=1e18,
+    )
     network: bool = used(False, "whether scorers may reach the network, and see keys and passwords in the environment")
     process_per_sample: bool = used(
         False,
         "score each sample in a process forked for it, so that nothing which a scorer keeps in memory lasts or reaches "
         "another sample",
     )
-    default_score: float = used(0.0, "score of a sample whose scorer hung, crashed or gave no number")
+    default_score: float = used(
+        0.0, "score of a sample whose scorer hung, crashed or gave no number", ge=-1e12, le=1e12
+    )
     reward_kwargs: dict[str, Any] = used({}, "arguments of the reward manager (overlong_buffer_cfg, max_resp_len, ...)")
     custom_reward_function: CustomRewardFunctionConfig = section(
         CustomRewardFunctionConfig, "the user's reward function"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,28 +20,34 @@ if TYPE_CHECKING:
 
 
 def build_reward_manager(
-    config: RewardConfig, *, max_response_length: int, log_dir: str | Path | None = None
+    config: RewardConfig,
+    *,
+    max_response_length: int,
+    log_dir: str | Path | None = None,
+    parts: Sequence[str] = (),
 ) -> RewardManager:
     """The manager named by `reward.reward_manager`, with a pool that is not started. `max_response_length`: tokens.
+    `parts`: numbers that the function must return beside the score.
 
     Raises ConfigError for an unknown manager, a class without its methods, and `reward.reward_kwargs` it does not take.
     """
     manager_class = _manager_class(config)
-    kwargs = _plain(config.reward_kwargs)
+    kwargs = _plain(config.reward_kwargs or {})
     try:
         inspect.signature(manager_class).bind(None, max_response_length=max_response_length, **kwargs)
     except TypeError as error:
         raise ConfigError(
             f"The reward manager {config.reward_manager.name!r} does not take reward.reward_kwargs={kwargs}: {error}."
         ) from error
-    pool = build_pool(config, log_dir=log_dir)
+    pool = build_pool(config, log_dir=log_dir, parts=parts)
     return manager_class(pool, max_response_length=max_response_length, **kwargs)  # type: ignore[no-any-return]
 
 
-def build_pool(config: RewardConfig, *, log_dir: str | Path | None = None) -> RewardPool:
+def build_pool(config: RewardConfig, *, log_dir: str | Path | None = None, parts: Sequence[str] = ()) -> RewardPool:
     """The pool of the config's function and manager, not started."""
+    spec = function_spec(config, batched=getattr(_manager_class(config), "batched", False))
     return RewardPool(
-        function_spec(config, batched=getattr(_manager_class(config), "batched", False)),
+        dataclasses.replace(spec, parts=tuple(parts)),
         num_workers=config.num_workers,
         timeout_s=config.timeout_s,
         memory_mb=config.memory_mb,
@@ -51,6 +57,10 @@ def build_pool(config: RewardConfig, *, log_dir: str | Path | None = None) -> Re
             max_open_files=config.max_open_files,
             max_processes=config.max_processes,
             network=config.network,
+            max_output_kb=config.max_output_kb,
+            max_result_kb=config.max_result_kb,
+            max_parts=config.max_parts,
+            max_abs_score=config.max_abs_score,
         ),
         process_per_sample=config.process_per_sample,
         default_score=config.default_score,
@@ -65,7 +75,7 @@ def function_spec(config: RewardConfig, *, batched: bool = False) -> RewardFunct
     argument = (MODEL_REPLY if model.judge_template else MODEL_SCORE)[batched] if model.enable else None
     if custom.path:
         name = custom.name or "compute_score"
-        return RewardFunctionSpec(custom.path, name, _plain(custom.reward_kwargs), batched, argument)
+        return RewardFunctionSpec(custom.path, name, _plain(custom.reward_kwargs or {}), batched, argument)
     if model.enable:
         name = ("last_number" if model.judge_template else "model_score") + ("s" if batched else "")
         return RewardFunctionSpec("verl.rewards.model_score", name, batched=batched, from_model=argument)
@@ -94,18 +104,6 @@ def _manager_class(config: RewardConfig) -> Any:
 
 def _plain(value: Any) -> Any:
     """Config containers as plain dicts and lists, since they travel to the workers as JSON."""
-    if value is None:
-        return {}
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return dataclasses.asdict(value)
     if isinstance(value, Mapping):
-        return {str(k): _plain_value(v) for k, v in value.items()}
-    return value
-
-
-def _plain_value(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return _plain(value)
-    if hasattr(value, "__iter__") and not isinstance(value, str):
-        return [_plain_value(v) for v in value]
-    return value
+        return {str(k): _plain(v) for k, v in value.items()}
+    return [_plain(v) for v in value] if hasattr(value, "__iter__") and not isinstance(value, str) else value

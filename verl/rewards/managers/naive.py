@@ -11,7 +11,8 @@ from concurrent.futures import Future
 from typing import ClassVar
 
 from verl.data_proto.samples import Score, ScoreRequest
-from verl.errors import RewardError
+from verl.errors import ConfigError
+from verl.rewards.outcome import outcome
 from verl.rewards.pool import RewardPool
 
 logger = logging.getLogger(__name__)
@@ -31,7 +32,7 @@ class NaiveRewardManager:
         self._num_defaulted = 0
         self._requests: dict[str, ScoreRequest] = {}
         self._calls: dict[str, Future[list[Score]]] = {}
-        self._names_of_numbers: set[str] = {"acc"}
+        self._has_parts = False  # whether a sample has had them
 
     def start(self, data_sources: Sequence[str] = ()) -> None:
         self.pool.start(data_sources)
@@ -47,9 +48,11 @@ class NaiveRewardManager:
         if missing:
             raise KeyError(f"The sample {missing[0]} was not submitted for scoring.")
         requests = [self._requests.pop(k) for k in dict.fromkeys(keys)]
-        scores = self._receive(requests)
+        received = self._receive(requests)
+        self._check_parts([s for s in received if s.error is None])
+        scores = [self._finish(r, s) for r, s in zip(requests, received, strict=True)]
         self._log_failures(scores)
-        return {r.key: self._finish(r, s) for r, s in zip(requests, scores, strict=True)}
+        return {s.key: s for s in scores}
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         for request in requests:
@@ -68,18 +71,36 @@ class NaiveRewardManager:
         """Convert the function's score to the one that trains. Not called for defaulted samples."""
         return score
 
+    def lacking(self, score: Score) -> str:
+        """What the run reads beside the score and the function has not returned: "no number named 'format'"; or ""."""
+        names = (n for n in self.pool.function.parts if not isinstance(score.parts.get(n), (int, float)))
+        return next((f"no number named {name!r}" for name in names), "")
+
     def _send(self, request: ScoreRequest) -> None:
         self._calls[request.key] = self.pool.submit([request])
 
     def _receive(self, requests: list[ScoreRequest]) -> list[Score]:
         return self.pool.wait([self._calls.pop(r.key) for r in requests])
 
+    def _check_parts(self, scores: list[Score]) -> None:
+        """Raises ConfigError when no sample so far has had the parts that the run reads."""
+        self._has_parts |= any(not self.lacking(score) for score in scores)
+        if scores and not self._has_parts:
+            names = "".join(f", {name}" for name in sorted(scores[0].parts)[:8])
+            raise ConfigError(
+                f"The reward function {self.pool.function.label} returned {self.lacking(scores[0])}, which the algorithm "
+                f"reads; it returned score{names}. Return a dict such as {{'score': total, 'accuracy': a, 'format': f}}, "
+                "or name one of these in algorithm.gdpo_reward_keys and algorithm.filter_groups.metric."
+            )
+
     def _finish(self, request: ScoreRequest, score: Score) -> Score:
-        if score.error is None:
-            return self.shape(request, score)
-        # group filters, GDPO and validation read a part of every row
-        score.parts = dict.fromkeys(sorted(self._names_of_numbers), score.score)
-        return score
+        if score.error is not None:
+            return score
+        if lacking := self.lacking(score):
+            return self.pool.defaulted(request, f"returned {lacking}")
+        shaped = self.shape(request, score)
+        found = outcome({**shaped.parts, "score": shaped.score}, self.pool.limits) if shaped is not score else {}
+        return self.pool.defaulted(request, f"and its manager {found['error']}") if "error" in found else shaped
 
     def _log_failures(self, scores: list[Score]) -> None:
         failed = [s.error for s in scores if s.error is not None]
@@ -88,9 +109,6 @@ class NaiveRewardManager:
             logger.warning("%s", error)
         if len(failed) > MAX_WARNINGS_PER_COLLECT:
             logger.warning("So did %d more samples of this batch.", len(failed) - MAX_WARNINGS_PER_COLLECT)
-        for score in scores:
-            if score.error is None:
-                self._names_of_numbers |= {k for k, v in score.parts.items() if isinstance(v, (int, float))}
 
 
 class BatchRewardManager(NaiveRewardManager):
@@ -109,15 +127,8 @@ class BatchRewardManager(NaiveRewardManager):
 
 
 class GdpoRewardManager(NaiveRewardManager):
-    """Several rewards per sample, normalized one by one by the estimator `gdpo` (arXiv:2601.05242).
+    """Several rewards per sample, normalized one by one by the estimator `gdpo` (arXiv:2601.05242)."""
 
-    Raises RewardError when the function returns no numbers beside its score.
-    """
-
-    def shape(self, request: ScoreRequest, score: Score) -> Score:
-        if not any(isinstance(v, (int, float)) for k, v in score.parts.items() if k != "acc"):
-            raise RewardError(
-                f"The reward manager gdpo needs one number per reward, but {self.pool.function.label} returned only a "
-                f"score for sample {request.key}; return a dict such as {{'score': total, 'accuracy': a, 'format': f}}."
-            )
-        return score
+    def lacking(self, score: Score) -> str:
+        has_numbers = any(isinstance(v, (int, float)) for k, v in score.parts.items() if k != "acc")
+        return super().lacking(score) or ("" if has_numbers else "no number beside its score")

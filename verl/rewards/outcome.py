@@ -1,0 +1,115 @@
+"""Results of a reward function: each becomes a score with parts that every later step can use, or the reason why not.
+
+The worker checks what the function returned, so that one sample of a batch costs no other; the run checks again what the
+worker sent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from verl.foreign_text import clean, valid_utf8
+from verl.parallel.framing import encode_frame
+from verl.rewards.sandbox.limits import KIB, Limits
+
+Outcome = dict[str, Any]  # {"score": float, "parts": dict} or {"error": "what the function did"}
+
+MAX_DEPTH = 8  # of lists and dicts inside a part
+_MAX_NAME, _MAX_ERROR = 100, 1000  # characters
+_CONTAINERS = (dict, list, tuple, set, frozenset)
+
+
+class _Refused(Exception):
+    """Completes "the reward function ..."."""
+
+
+def outcome(result: Any, limits: Limits) -> Outcome:
+    """Convert the result of a reward function to {"score", "parts"} or {"error"}.
+
+    A number or bool is its own part "acc"; of a dict the entry "score" is the score and the others are the parts.
+    """
+    try:
+        if not isinstance(result, dict):
+            score = _score(result, limits)
+            return {"score": score, "parts": {"acc": score}}
+        if "score" not in result:
+            raise _Refused(f"returned a dict without 'score' (it has {sorted(map(str, result))})")
+        parts = {k: v for k, v in result.items() if not (isinstance(k, str) and k == "score")}
+        return {"score": _score(result["score"], limits), "parts": _parts(parts, limits)}
+    except _Refused as refused:
+        return {"error": clean(refused, _MAX_ERROR)}
+
+
+def checked(found: Any, limits: Limits) -> Outcome | None:
+    """What a worker sent as an outcome, checked once more; None for what no worker of ours sends."""
+    if not isinstance(found, dict):
+        return None
+    if "error" in found:
+        return {"error": clean(found["error"], _MAX_ERROR)} if isinstance(found["error"], str) else None
+    if not isinstance(found.get("score"), float) or not isinstance(found.get("parts"), dict):
+        return None
+    return outcome({**found["parts"], "score": found["score"]}, limits)
+
+
+def within_size(found: Outcome, limits: Limits) -> Outcome:
+    """The outcome, or an error where its JSON has more than `limits.max_result_kb`."""
+    return {"error": _too_large(limits)} if len(encode_frame(found)) > limits.max_result_kb * KIB else found
+
+
+def _too_large(limits: Limits) -> str:
+    return f"returned more than reward.max_result_kb={limits.max_result_kb} allows for a sample"
+
+
+def _score(value: Any, limits: Limits) -> float:
+    plain = value.tolist() if hasattr(value, "tolist") else value
+    if not isinstance(plain, (bool, int, float)):
+        kind = "None" if value is None else f"a {type(value).__name__}"
+        raise _Refused(f"returned {kind} where a number is needed")
+    return float(_number(plain, "score", limits))
+
+
+def _number(value: float, name: str, limits: Limits) -> float:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise _Refused(f"returned {value} as {name!r}, which is not a finite number")
+    if abs(value) > limits.max_abs_score:
+        raise _Refused(
+            f"returned a number beyond reward.max_abs_score={limits.max_abs_score:g} as {name!r}, too large for the "
+            "statistics of its group"
+        )
+    return value
+
+
+def _parts(given: dict[Any, Any], limits: Limits) -> dict[str, Any]:
+    if len(given) > limits.max_parts:
+        raise _Refused(f"returned a dict with {len(given)} parts; reward.max_parts={limits.max_parts} are allowed")
+    return dict(_entries(given, limits, MAX_DEPTH))
+
+
+def _entries(given: dict[Any, Any], limits: Limits, depth: int) -> Iterator[tuple[str, Any]]:
+    for key, value in given.items():
+        name = clean(key, _MAX_NAME)
+        yield name, _part(value, name, limits, depth)
+
+
+def _part(value: Any, name: str, limits: Limits, depth: int) -> Any:
+    """The plain form of a value: of numpy's and of torch's, of sets and tuples; text as valid UTF-8."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, (str, *_CONTAINERS)) and len(value) > limits.max_result_kb * KIB:
+        raise _Refused(_too_large(limits))  # before anything is copied
+    if isinstance(value, str):
+        return valid_utf8(value)
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, (int, float)):
+        return _number(value, name, limits)
+    if isinstance(value, _CONTAINERS):
+        if depth == 0:
+            raise _Refused(f"returned a dict whose {name!r} has more than {MAX_DEPTH} lists or dicts inside each other")
+        if isinstance(value, dict):
+            return dict(_entries(value, limits, depth - 1))
+        return [_part(element, name, limits, depth - 1) for element in value]
+    kind = type(value).__name__
+    raise _Refused(f"returned a dict whose {name!r} has a {kind}: parts are numbers, text, lists and dicts")
