@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.algorithms.batches import advantage_columns, map_columns
 from tests.rewards import returns
 from verl.algorithms.advantages import ADVANTAGES, compute_advantage
-from verl.rewards.outcome import MAX_DEPTH, checked, outcome, within_size
+from verl.rewards.outcome import MAX_DEPTH, checked_outcome, outcome, within_size
 from verl.rewards.sandbox.limits import Limits
 
 LIMITS = Limits(max_parts=6, max_result_kb=2)
@@ -52,12 +52,12 @@ def test_a_result_can_be_used_or_has_a_reason(result):
         assert 0 < len(found["error"]) <= 1000
     else:
         returns.check(found["score"], found["parts"], LIMITS)
-    assert checked(json.loads(json.dumps(found)), LIMITS) == found, "the run takes what its worker sends"
+    assert checked_outcome(json.loads(json.dumps(found)), LIMITS) == found, "the run takes what its worker sends"
 
 
 @given(PLAIN | st.dictionaries(st.sampled_from(["score", "parts", "error"]), PLAIN))
 def test_whatever_a_worker_sends_is_an_outcome_or_refused(sent):
-    found = checked(sent, LIMITS)
+    found = checked_outcome(sent, LIMITS)
     if found is not None and "error" not in found:
         returns.check(found["score"], found["parts"], Limits(max_parts=6))
 

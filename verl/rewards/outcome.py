@@ -42,8 +42,8 @@ def outcome(result: Any, limits: Limits) -> Outcome:
         return {"error": clean(refused, _MAX_ERROR)}
 
 
-def checked(found: Any, limits: Limits) -> Outcome | None:
-    """What a worker sent as an outcome, checked once more; None for what no worker of ours sends."""
+def checked_outcome(found: Any, limits: Limits) -> Outcome | None:
+    """The outcome that a worker sent, checked once more; None for something that no worker of ours sends."""
     if not isinstance(found, dict):
         return None
     if "error" in found:

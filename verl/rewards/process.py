@@ -27,7 +27,7 @@ from verl.errors import RewardError
 from verl.foreign_text import clean
 from verl.parallel.framing import encode_frame, frame, read_header
 from verl.rewards.jobs import Job
-from verl.rewards.outcome import Outcome, checked
+from verl.rewards.outcome import Outcome, checked_outcome
 from verl.rewards.prints import Prints
 from verl.rewards.sandbox.launch import Sandbox, remove_folder
 from verl.rewards.sandbox.limits import KIB, MIB, Limits
@@ -113,7 +113,7 @@ class WorkerProcess:
         max_bytes = (1 + len(job.requests)) * (self._limits.max_result_kb + _ERROR_KB) * KIB
         answer = self._exchange(job.message, job.id, timeout_s, max_bytes)
         found, seconds = answer.get("outcomes"), answer.get("seconds")
-        outcomes = [checked(outcome, self._limits) for outcome in found] if isinstance(found, list) else []
+        outcomes = [checked_outcome(outcome, self._limits) for outcome in found] if isinstance(found, list) else []
         if len(outcomes) != len(job.requests) or None in outcomes or not isinstance(seconds, float):
             raise self._lost(FORGED)
         if answer.get("was_limited") and not self._forks:

@@ -25,7 +25,7 @@ from verl.parallel.child_processes import adopt_orphans, die_with
 from verl.rewards.sandbox.launch import describe_exit, remove_folder
 from verl.rewards.sandbox.limits import MIB, set_limit
 from verl.rewards.sandbox.prctl import filter_system_calls
-from verl.rewards.sandbox.processes import descendants, end_descendants
+from verl.rewards.sandbox.processes import descendants, kill_descendants
 
 _POLL_EVERY_S = 0.025
 _END_TIMEOUT_S = 2.0
@@ -153,7 +153,7 @@ def _end_all(process: subprocess.Popen[bytes], spared: frozenset[int]) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    end_descendants(_END_TIMEOUT_S, spared)
+    kill_descendants(_END_TIMEOUT_S, spared)
 
 
 def _failure(code: int) -> str:

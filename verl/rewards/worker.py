@@ -40,7 +40,7 @@ from verl.rewards.outcome import Outcome, outcome, within_size
 from verl.rewards.sandbox.launch import describe_exit
 from verl.rewards.sandbox.limits import KIB, Limits
 from verl.rewards.sandbox.prctl import filter_system_calls, hide_memory
-from verl.rewards.sandbox.processes import end_descendants
+from verl.rewards.sandbox.processes import kill_descendants
 
 _END_TIMEOUT_S = 4.0
 # errors of the kernel when a limit is reached, towards which may count what earlier samples left behind
@@ -236,7 +236,7 @@ def _call_fork(channel: socket.socket, caller: Caller, request: bytes, alone: bo
     if alone:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(-1, signal.SIGKILL)  # every process of the namespace but process 1 and this one
-    end_descendants(_END_TIMEOUT_S)
+    kill_descendants(_END_TIMEOUT_S)
     return reply, failure
 
 

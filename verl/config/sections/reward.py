@@ -128,7 +128,7 @@ class RewardConfig(Section):
     max_abs_score: float = used(
         1e12,
         "largest number that a scorer may return, as score or part; a larger one gives default_score. Squares of 1e12 "
-        "leave room in float32 for the statistics of a batch",
+        "over a batch have a sum in float32",
         gt=0,
         le=1e18,
     )

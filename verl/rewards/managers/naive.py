@@ -72,7 +72,7 @@ class NaiveRewardManager:
         return score
 
     def lacking(self, score: Score) -> str:
-        """What the run reads beside the score and the function has not returned: "no number named 'format'"; or ""."""
+        """A value that the run reads beside the score and the function has not returned ("no number named 'format'"), or ""."""
         names = (n for n in self.pool.function.parts if not isinstance(score.parts.get(n), (int, float)))
         return next((f"no number named {name!r}" for name in names), "")
 

@@ -17,6 +17,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from verl.rewards.sandbox.limits import Limits
@@ -237,6 +238,9 @@ class Sandbox:
         if self._first and not self.has_namespaces:
             _kill(os.killpg, self._first, signal.SIGKILL)  # of a reaper that was killed itself
         self.how_it_ended(_KILL_TIMEOUT_S)
+        deadline = time.monotonic() + _KILL_TIMEOUT_S
+        while self._first and state_of(self._first) not in "ZX" and time.monotonic() < deadline:
+            time.sleep(0.002)  # of an unshare or a reaper that was killed itself
 
 
 def describe_exit(code: int) -> str:

@@ -17,7 +17,7 @@ class Limits:
     max_processes: beside the scorer itself. network: whether sockets work. For each sample: max_output_kb, KiB of prints
     that the log keeps; max_result_kb, KiB of the result as JSON; max_parts, entries of a returned dict beside the score;
     max_abs_score, the largest number in it. Group and batch statistics add squares of scores, and gradients grow with
-    them: with 1e12 there is room for 1e14 squares below the largest float32, 3.4e38.
+    them: 1e14 squares of 1e12 stay below the largest float32, 3.4e38.
     """
 
     memory_mb: int | None = None

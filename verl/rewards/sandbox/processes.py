@@ -83,7 +83,7 @@ def _stat(folder: str) -> list[str]:
     return ["X", *["0"] * 50]
 
 
-def end_descendants(timeout_s: float, spared: Collection[int] = (), group: int = 0) -> None:
+def kill_descendants(timeout_s: float, spared: Collection[int] = (), group: int = 0) -> None:
     """End every process below this one but `spared`, and wait for the ends of its children, at most `timeout_s`.
 
     `group`: a process group below this process, signalled first: the signal reaches all its members at once, those that

@@ -15,23 +15,25 @@ from types import FrameType
 
 from verl.parallel.child_processes import adopt_orphans, die_with
 from verl.rewards.sandbox.prctl import hide_memory
-from verl.rewards.sandbox.processes import end_descendants
+from verl.rewards.sandbox.processes import kill_descendants
 
 _END_TIMEOUT_S = 4.0
+_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class _Ended(BaseException):
-    """The run has ended or wants the scorer to end."""
+    """The run has ended or wants the scorer to end, or a signal from elsewhere asks for it."""
 
 
 def _end(signal_number: int, frame: FrameType | None) -> None:
-    raise _Ended
+    raise _Ended(signal_number)
 
 
 def main() -> None:
     """Start the scorer in a session of its own and wait for its end; leaves no process behind."""
     run_pid, command = int(sys.argv[1]), sys.argv[2:]
-    signal.signal(signal.SIGTERM, _end)
+    for number in _ENDING:
+        signal.signal(number, _end)
     group, code = 0, 1
     try:
         adopt_orphans()
@@ -39,11 +41,12 @@ def main() -> None:
         hide_memory()
         group = subprocess.Popen(command, start_new_session=True, close_fds=False).pid
         code = _wait_for(group)
-    except _Ended:
-        pass
+    except _Ended as ended:
+        code = 128 + ended.args[0]
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        end_descendants(_END_TIMEOUT_S, group=group)
+        for number in _ENDING:
+            signal.signal(number, signal.SIG_IGN)
+        kill_descendants(_END_TIMEOUT_S, group=group)
         os._exit(code)
 
 
