@@ -1,17 +1,18 @@
-"""Slips, mutations and damage without end: counts of what becomes of them, and an error for what must not be.
+"""Invalid and hostile input without end: counts of what becomes of it, and an error for what must not be.
 
-    python benchmarks/fuzz.py                      all three, at full size
-    python benchmarks/fuzz.py keys --letters 2     deletions and swaps, and 2 drawn characters a place instead of all
-    python benchmarks/fuzz.py rows --rows 100000 --seed 7
-    python benchmarks/fuzz.py checkpoints --checkpoints 5000
+    python benchmarks/fuzz.py                      every section, at full size
+    python benchmarks/fuzz.py keys --count 100000  single-character edits at random instead of all of them
+    python benchmarks/fuzz.py rows texts --count 100000 --seed 7
 
-What counts as right is defined beside the tests that run a part of this: tests/config/edits.py, tests/data/mutations.py,
-tests/checkpoint/damage.py. Whatever raises something else than an error of verl ends the script with its traceback and seed.
+A section is a function `cases(rng, count, folder)` beside the tests that run a part of it. It yields (kind of input, outcome),
+and raises AssertionError for an outcome that must not be. Whatever raises something else than an error of verl ends the script
+with its traceback, the number of the case and the seed.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import logging
 import random
@@ -19,88 +20,74 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-Outcome = tuple[str, str]
+
+class Section(NamedTuple):
+    cases: str  # module:function
+    count: int | None  # cases of a full run; None: all that there are
+    meaning: str
 
 
-def keys(options: argparse.Namespace, folder: Path) -> Iterator[Outcome]:
-    """(first part of the key, outcome) of every edit of every key."""
-    from tests.config import edits
-
-    rng = random.Random(options.seed)
-    for key in edits.keys():
-        for edited in edits.edits(key, rng, options.letters):
-            found = edits.outcome(key, edited)
-            if found not in edits.EXPECTED:
-                raise AssertionError(found)
-            yield key.partition(".")[0], found
-
-
-def rows(options: argparse.Namespace, folder: Path) -> Iterator[Outcome]:
-    """(kind of mutation, outcome) of data rows."""
-    from tests.data import mutations
-    from verl.models.tiny import make_tokenizer
-
-    tokenizer, rng = make_tokenizer(), random.Random(options.seed)
-    for _ in range(options.rows):
-        yield mutations.outcome(rng, folder, tokenizer)
-
-
-def checkpoints(options: argparse.Namespace, folder: Path) -> Iterator[Outcome]:
-    """(kind of damage, outcome) of checkpoints, those of another model (with digests that are right) among them."""
-    from tests.checkpoint import attack, damage
-
-    rng = random.Random(options.seed)
-    wanted = damage.two_checkpoints(folder / "saved")
-    content = attack.state_of(folder / "saved")
-    for number in range(options.checkpoints):
-        if number % 10:
-            yield damage.outcome(rng, folder / "run", content, wanted)
-        else:
-            yield damage.forged(rng, folder / "forged")
-
-
-PARTS: dict[str, Callable[[argparse.Namespace, Path], Iterator[Outcome]]] = {
-    "keys": keys,
-    "rows": rows,
-    "checkpoints": checkpoints,
+SECTIONS = {
+    "keys": Section("tests.config.edits:cases", None, "typing errors in config keys"),
+    "configs": Section("tests.config.inputs:cases", 5_000, "values of keys, and YAML files"),
+    "commands": Section("tests.cli.commands:cases", 2_000, "command lines of every verb"),
+    "rows": Section("tests.data.mutations:cases", 10_000, "mutated data rows"),
+    "files": Section("tests.data.damage:cases", 2_000, "damaged data files"),
+    "texts": Section(
+        "tests.test_foreign_text:cases", 10_000, "foreign texts in rows, configs, templates, errors and logs"
+    ),
+    "checkpoints": Section("tests.checkpoint.damage:cases", 1_000, "damaged checkpoints"),
 }
 
 
 def main(argv: list[str] | None = None) -> dict[str, Counter]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default: all")
-    parser.add_argument("--letters", type=int, help="drawn characters per place of a key; default: all")
-    parser.add_argument("--rows", type=int, default=10_000)
-    parser.add_argument("--checkpoints", type=int, default=1_000)
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="\n".join(["sections:", *(f"  {name:<12} {section.meaning}" for name, section in SECTIONS.items())]),
+    )
+    parser.add_argument("sections", nargs="*", metavar="SECTION", help="default: all")
+    parser.add_argument("--count", type=int, help="cases of each section; default: its own number")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write the counts there too")
     options = parser.parse_args(argv)
-    if unknown := sorted(set(options.parts) - set(PARTS)):
-        parser.error(f"there is no part {unknown[0]!r}; there are {', '.join(PARTS)}")
+    if unknown := sorted(set(options.sections) - set(SECTIONS)):
+        parser.error(f"there is no section {unknown[0]!r}; there are {', '.join(SECTIONS)}")
     logging.getLogger("verl").setLevel(logging.CRITICAL)  # each damaged checkpoint is a warning
-    counts: dict[str, Counter] = {}
-    for part in options.parts or PARTS:
-        counts[part] = Counter()
-        started = time.perf_counter()
-        with tempfile.TemporaryDirectory() as folder:
-            for found in PARTS[part](options, Path(folder)):
-                counts[part][found] += 1
-        show(part, counts[part], time.perf_counter() - started, options.seed)
+    counts = {
+        name: run(name, options.count or SECTIONS[name].count, options.seed) for name in options.sections or SECTIONS
+    }
     if options.json:
-        text = {part: {" / ".join(found): n for found, n in sorted(c.items())} for part, c in counts.items()}
+        text = {name: {" / ".join(found): n for found, n in sorted(c.items())} for name, c in counts.items()}
         options.json.write_text(json.dumps({"seed": options.seed, **text}, indent=1))
     return counts
 
 
-def show(part: str, counts: Counter, seconds: float, seed: int) -> None:
+def run(name: str, count: int | None, seed: int) -> Counter:
+    """Count the outcomes of one section, and print their table."""
+    module, _, function = SECTIONS[name].cases.partition(":")
+    cases = getattr(importlib.import_module(module), function)
+    found: Counter = Counter()
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            found.update(cases(random.Random(seed), count, Path(folder)))
+        except Exception:
+            print(f"section {name}, --seed {seed} --count {count}: case {sum(found.values())} failed", file=sys.stderr)
+            raise
+    show(name, found, time.perf_counter() - started, seed)
+    return found
+
+
+def show(name: str, counts: Counter, seconds: float, seed: int) -> None:
     """A table of kinds against outcomes."""
     total = sum(counts.values())
-    print(f"\n{part}: {total:,} cases, seed {seed}, {seconds:.1f} s ({1e3 * seconds / max(1, total):.2f} ms each)")
+    print(f"\n{name}: {total:,} cases, seed {seed}, {seconds:.1f} s ({1e3 * seconds / max(1, total):.2f} ms each)")
     outcomes = sorted({what for _, what in counts})
     kinds = sorted({kind for kind, _ in counts})
     width = max(map(len, [*kinds, "all"]))

@@ -23,6 +23,14 @@ def clean(text: object, limit: int = LIMIT) -> str:
     return shown if len(shown) <= limit and len(found) <= 4 * limit else shown[: limit - 3] + "..."
 
 
+def quoted(value: object, limit: int = LIMIT) -> str:
+    """A foreign value as Python writes it, on one line of at most `limit` characters; a text has quotation marks."""
+    try:
+        return clean(repr(value), limit)
+    except Exception as error:  # noqa: BLE001 - the __repr__ of foreign code, or lists in lists without end
+        return f"<{type(value).__name__} without a text: {type(error).__name__}>"
+
+
 def printable(text: str) -> str:
     """The text with its lines, for logs and the console: other control characters become their escapes."""
     if text.isprintable():

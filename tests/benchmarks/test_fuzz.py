@@ -1,5 +1,7 @@
-"""The counts of benchmarks/fuzz.py, a little of each part."""
+"""The counts of benchmarks/fuzz.py, a little of some sections."""
 
+import importlib
+import inspect
 import json
 import logging
 import os
@@ -20,10 +22,30 @@ def level():
 @pytest.mark.usefixtures("level")
 def test_fuzz(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    counts = fuzz.main(
-        ["rows", "checkpoints", "--rows", "30", "--checkpoints", "12", "--json", str(tmp_path / "f.json")]
-    )
-    assert {part: sum(c.values()) for part, c in counts.items()} == {"rows": 30, "checkpoints": 12}
+    counts = fuzz.main(["rows", "checkpoints", "--count", "12", "--json", str(tmp_path / "f.json")])
+    assert {name: sum(c.values()) for name, c in counts.items()} == {"rows": 12, "checkpoints": 12}
     saved = json.loads((tmp_path / "f.json").read_text())
-    assert sum(saved["rows"].values()) == 30
+    assert sum(saved["rows"].values()) == 12
     assert "checkpoints: 12 cases, seed 0" in capsys.readouterr().out
+
+
+def test_every_section_is_there():
+    for section in fuzz.SECTIONS.values():
+        module, _, function = section.cases.partition(":")
+        assert list(inspect.signature(getattr(importlib.import_module(module), function)).parameters) == [
+            "rng",
+            "count",
+            "folder",
+        ]
+
+
+@pytest.mark.usefixtures("level")
+def test_a_failure_names_its_case(monkeypatch, capsys):
+    def cases(rng, count, folder):
+        yield "kind", "refused"
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("tests.data.mutations.cases", cases)
+    with pytest.raises(ZeroDivisionError):
+        fuzz.main(["rows", "--seed", "7"])
+    assert capsys.readouterr().err == "section rows, --seed 7 --count 10000: case 1 failed\n"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from tests.checkpoint.attack import State, put
+from tests.checkpoint.attack import State, put, state_of
 from tests.checkpoint.states import make_roles, write_config
 from verl.checkpoint.files import find_damage
 from verl.checkpoint.role import RoleCheckpoint
@@ -278,3 +278,11 @@ def forged(rng, root: Path) -> tuple[str, str]:
     except CheckpointError:
         return f"other tensors: {kind}", "refused"
     raise AssertionError(f"{kind} of {name} is loaded as if it fitted")
+
+
+def cases(rng, count, folder):
+    """(kind of damage, outcome) of `count` checkpoints, those of another model (with digests that are right) among them."""
+    wanted = two_checkpoints(folder / "saved")
+    content = state_of(folder / "saved")
+    for number in range(count):
+        yield outcome(rng, folder / "run", content, wanted) if number % 10 else forged(rng, folder / "forged")

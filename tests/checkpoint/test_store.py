@@ -290,3 +290,17 @@ def test_run_folder_that_does_not_exist_yet(tmp_path):
     assert store.find() is None
     store.save(1, make_roles(1), {})
     assert store.find() == store.path(1)
+
+
+def test_a_disk_that_is_full_while_the_tokenizer_is_written(store):
+    """The library reports it as a plain Exception."""
+
+    def full(folder):
+        raise Exception("No space left on device (os error 28)")
+
+    with pytest.raises(
+        CheckpointError, match="Checkpoint 1 could not be saved .*: No space left on device .* Free some space"
+    ):
+        store.save(1, {"actor": RoleCheckpoint(make_state(1), full)}, {})
+    assert list(store.root.iterdir()) == []
+    assert store.save(1, make_roles(1), {}) == store.find()

@@ -77,3 +77,17 @@ def typos_apart(a: str, b: str) -> int:
             row.append(best)
         rows.append(row)
     return rows[-1][-1]
+
+
+def cases(rng, count, folder):
+    """(first part of the key, outcome) of `count` edits at random; without a count of every edit of every key."""
+    if count is None:
+        chosen = ((key, edited) for key in keys() for edited in edits(key))
+    else:
+        some = (rng.choice(keys()) for _ in range(count))
+        chosen = ((key, rng.choice(list(edits(key, rng, 1)))) for key in some)
+    for key, edited in chosen:
+        found = outcome(key, edited)
+        if found not in EXPECTED:
+            raise AssertionError(found)
+        yield key.partition(".")[0], found

@@ -21,6 +21,7 @@ from verl.data.loader import PromptLoader
 from verl.data.order import PromptOrder
 from verl.data.prompts import PromptEncoder
 from verl.errors import DataError, VerlError
+from verl.models.tiny import make_tokenizer
 
 CONFIG = config(max_prompt_length=400)
 COMMON_ROLES = ("system", "user", "assistant", "tool", "function", "developer")
@@ -186,6 +187,8 @@ def is_valid(found: dict) -> bool:
     source, prompt, reward, extra = (found.get(k) for k in ("data_source", "prompt", "reward_model", "extra_info"))
     if not isinstance(source, str) or not source or not isinstance(reward, dict):
         return False
+    if not source.isprintable() or len(source) > 200:
+        return False
     if extra is not None and not isinstance(extra, dict):
         return False
     if reward.get("style") != "model" and reward.get("ground_truth") is None:
@@ -245,3 +248,10 @@ def outcome(rng, folder, tokenizer) -> tuple[str, str]:
             f"the prompt does not say what the row says: {changed!r}"
         )
     return kind, "accepted, valid"
+
+
+def cases(rng, count, folder):
+    """`outcome` of `count` mutated rows."""
+    tokenizer = make_tokenizer()
+    for _ in range(count):
+        yield outcome(rng, folder, tokenizer)

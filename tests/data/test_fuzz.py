@@ -1,6 +1,7 @@
 """Mutated rows: `verl check` and the run refuse the same ones, with a sentence, and accept none that is wrong."""
 
 import json
+import os
 import random
 from collections import Counter
 
@@ -8,8 +9,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from tests.data.mutations import base_rows, is_valid, outcome, read
+from tests.data import damage
+from tests.data.mutations import CONFIG, base_rows, cases, is_valid, read
 from tests.data.rows import row
+from verl.data.check import check_rows
 from verl.data.files import read_rows, write_parquet
 from verl.errors import DataError
 from verl.models.tiny import make_tokenizer
@@ -18,8 +21,7 @@ tokenizer = make_tokenizer()
 
 
 def fuzz(seed, count, folder):
-    rng = random.Random(seed)
-    return Counter(outcome(rng, folder, tokenizer) for _ in range(count))
+    return Counter(cases(random.Random(seed), count, folder))
 
 
 def test_mutated_rows(tmp_path):
@@ -32,6 +34,11 @@ def test_mutated_rows(tmp_path):
 def test_ten_thousand_mutated_rows(tmp_path):
     """pytest -m slow tests/data/test_fuzz.py"""
     assert sum(fuzz(1, 10_000, tmp_path).values()) == 10_000
+
+
+def test_damaged_files(tmp_path):
+    outcomes = Counter(damage.cases(random.Random(0), 80, tmp_path))
+    assert {"not_a_file", "twice"} <= {kind for kind, what in outcomes if what == "refused"}
 
 
 def test_rows_that_are_right_are_accepted(tmp_path):
@@ -71,6 +78,56 @@ def test_values_that_no_reward_function_gets(tmp_path):
     for value, kind in ((b"x", "bytes"), (datetime.datetime(2024, 1, 1), "datetime")):
         write_parquet(tmp_path / "a.parquet", [row(0, extra_info={"when": value})])
         assert f"field 'extra_info.when' is a {kind}; rows may hold text" in read(tmp_path / "a.parquet", tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("task\x1b[2J", r"at most 200 characters without line ends .* it is 'task\\x1b\[2J'"),
+        ("task\nERROR: forged", r"without line ends .* it is 'task\\nERROR: forged'"),
+        ("t" * 201, "at most 200 characters"),
+    ],
+)
+def test_names_of_tasks_become_names_of_metrics(tmp_path, source, words):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(row(0, data_source=source)))
+    with pytest.raises(DataError, match=words):
+        raise DataError(read(path, tokenizer))
+
+
+@pytest.mark.parametrize("suffix", ["json", "jsonl"])
+@pytest.mark.parametrize("name", ["prompt", "ground_truth", "content"])
+def test_a_key_that_a_row_has_twice(tmp_path, suffix, name):
+    text = json.dumps([row(0)] if suffix == "json" else row(0)).replace(f'"{name}":', f'"{name}": 1, "{name}":')
+    path = tmp_path / f"a.{suffix}"
+    path.write_text(text)
+    assert f"is not valid JSON: an object has the key '{name}' twice" in read(path, tokenizer)
+
+
+def test_a_column_that_a_parquet_file_has_twice(tmp_path):
+    table = pyarrow.Table.from_pylist([row(0)])
+    pyarrow.parquet.write_table(table.append_column("prompt", table["prompt"]), tmp_path / "a.parquet")
+    assert "a.parquet has several columns 'prompt'" in read(tmp_path / "a.parquet", tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"), [("pipe", "a pipe or a device"), ("folder", "a folder"), ("link", "a link to nothing")]
+)
+def test_what_is_no_file(tmp_path, kind, words):
+    path = tmp_path / "a.jsonl"
+    {"pipe": os.mkfifo, "folder": os.mkdir, "link": lambda p: p.symlink_to("gone")}[kind](path)
+    assert f"The data file {path} is {words}. Name a file" in read(path, tokenizer)
+
+
+def test_control_tokens_in_messages_are_counted(tmp_path):
+    path = tmp_path / "a.jsonl"
+    contents = ["how many?", "a<|im_end|>\n<|im_start|>system", "<|pad|>", "<|im_en"]
+    path.write_text(
+        "\n".join(json.dumps(row(i, prompt=[{"role": "user", "content": c}])) for i, c in enumerate(contents))
+    )
+    report = check_rows(str(path), tokenizer, CONFIG)
+    assert (report.num_control, report.num_problems) == (2, 0)
+    assert report.first_control == f"'<|im_end|>' in {path}, row 1 (counted from 0, line 2)"
 
 
 @pytest.mark.parametrize("nested", [60, 3000, 200_000])

@@ -19,7 +19,7 @@ from verl.checkpoint.tensor_files import (
     write_tensors,
 )
 from verl.engines.api import AdapterState, EngineState, Tensors, whole
-from verl.errors import CheckpointError
+from verl.errors import CheckpointError, os_error_of
 from verl.models.lora import CONFIG_FILE as ADAPTER_CONFIG
 from verl.models.lora import WEIGHTS_FILE as ADAPTER_WEIGHTS
 
@@ -90,7 +90,10 @@ def _write_role(folder: Path, role: RoleCheckpoint) -> dict[str, FileRecord]:
     files = role.files()
     model_folder = folder / "huggingface"
     model_folder.mkdir()
-    role.hf_files(model_folder)
+    try:
+        role.hf_files(model_folder)
+    except Exception as error:
+        raise os_error_of(error) or error from error  # a full disk, as tokenizers reports it
     config_file = model_folder / "config.json"
     if "huggingface/0" in files and role.state.model and config_file.exists():
         # the module may compute in a narrower dtype than that of the saved master weights

@@ -14,6 +14,7 @@ from verl.errors import ConfigError
 _ABOUT = """Read files that were written for other verl releases, without running them: launch scripts (.sh), YAML config files,
 and Python files (reward functions, datasets, recipes). Reports what runs, what was renamed and what is missing."""
 _NUM_NAMED = 12
+_MAX_BYTES = 10_000_000
 _LEVELS = {"error": "fail", "warning": "warn", "notice": "info"}
 
 # commands that read a config -> its schema; and the config of those that have their own defaults
@@ -31,14 +32,19 @@ def run_import_check(argv: list[str]) -> int:
     files = [Path(name) for name in parser.parse_args(argv).files]
     report = Report()
     for file in files:
-        for line in _examine(file):
-            report.add(file.name, line)
+        try:
+            for line in _examine(file):
+                report.add(file.name, line)
+        except (RecursionError, MemoryError):  # of Python's own parser
+            report.add(file.name, fail("it is nested too deep to be read"))
     return report.close("This runs here", "Something is missing")
 
 
 def _examine(file: Path) -> Iterator[Line]:
     if not file.is_file():
-        yield fail(f"there is no file {file}")
+        yield fail(f"{file} is not a file" if file.exists() else f"there is no file {file}")
+    elif file.stat().st_size > _MAX_BYTES:
+        yield fail(f"{file} has more than {_MAX_BYTES // 10**6} MB, which no script or config has")
     elif file.suffix == ".py":
         from verl.cli.compat import python_files
 
@@ -71,7 +77,7 @@ def _module(module: str) -> Line:
 
     try:
         exists = find_spec(module) is not None
-    except ModuleNotFoundError:
+    except (ImportError, ValueError):  # of a package that is not there; of a name that no module can have
         exists = False
     if exists:
         return passed(f"python -m {module} is available")

@@ -43,6 +43,7 @@ class Report:
     def add(self, topic: str, line: Line) -> None:
         """Print one line; the topic is shown before its first line only."""
         self.counts[line.level] += 1
+        topic = printable(topic)
         shown = "" if topic == self._topic else topic
         self._topic = topic
         text = printable(line.text)

@@ -20,7 +20,7 @@ OURS = "only this version has the key, so it asks for something that would not h
 
 @dataclass(frozen=True)
 class Bounds:
-    """Bounds of a number, or of each element of a list."""
+    """Bounds of a number, or of each element of a list; without any it must be in range."""
 
     ge: float | None = None
     gt: float | None = None
@@ -30,11 +30,13 @@ class Bounds:
     length: int | None = None  # number of elements
 
     def hold(self, value: Any) -> bool:
-        """Whether `value` is allowed. None always is, and so is text, which means something else than a number."""
-        if value is None or isinstance(value, str) or value in self.also:
+        """Whether `value` is allowed. None always is, and so is what means something else than a number."""
+        if value is None or isinstance(value, str | dict) or value in self.also:
             return True
         if isinstance(value, list):
             return self.length in (None, len(value)) and all(self.hold(element) for element in value)
+        if not is_in_range(value):
+            return False
         above = value >= (-math.inf if self.ge is None else self.ge) and (self.gt is None or value > self.gt)
         return above and value <= (math.inf if self.le is None else self.le) and (self.lt is None or value < self.lt)
 
@@ -47,6 +49,13 @@ class Bounds:
             text = " and ".join(f"{word} {bound}" for word, bound in named if bound is not None)
         text = " or ".join([*map(str, self.also), text])
         return f"a list of {self.length} numbers, each {text}" if self.length else text
+
+
+def is_in_range(value: Any) -> bool:
+    """Whether a number, or each element of a list, is finite and, if it is whole, of 64 bits."""
+    if isinstance(value, list):
+        return all(map(is_in_range, value))
+    return math.isfinite(value) if isinstance(value, float) else not isinstance(value, int) or abs(value) < 2**63
 
 
 @dataclass(frozen=True)

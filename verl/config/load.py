@@ -14,8 +14,9 @@ from verl.config.roots import PPO
 from verl.config.schema import Leaf, Problem, Schema, error
 from verl.config.secrets import holds_mask, remember_secrets
 from verl.config.user_settings import Given, Setting
-from verl.config.values import Misfit, convert, expected, merge
+from verl.config.values import Misfit, convert, merge, unusable_text
 from verl.errors import ConfigError, nearest
+from verl.foreign_text import clean, quoted
 
 Misfits = dict[str, tuple[Any, str]]  # key -> (the value that does not fit it, the sentence of the error)
 
@@ -106,6 +107,10 @@ def _resolve(given: Given) -> LoadedConfig[Any]:
         misfits.pop(setting.path, None)  # a later value goes before it
         origins[setting.path] = setting.origin
         leaf = schema.leaves[setting.path]
+        if (text := unusable_text(setting.value)) is not None:
+            sentence = f"{setting.spelled} ({setting.source}) has a NUL or half a character: {clean(text)}."
+            misfits[setting.path] = (leaf.default, sentence)
+            continue
         if leaf.free:
             setting = dataclasses.replace(setting, value=merge(values[setting.path], setting.value))
         values[setting.path] = setting.value if _interpolated(setting.value) else _fit(leaf, setting, misfits)
@@ -142,12 +147,12 @@ def _fit(leaf: Leaf, setting: Setting, misfits: Misfits) -> Any:
     except Misfit as misfit:
         if leaf.inert:
             return setting.value  # nothing reads it, so nothing can stumble over it
-        sentence = f"{setting.spelled} must be {misfit}, got {setting.value!r} ({setting.source})."
+        sentence = f"{setting.spelled} must be {misfit}, got {quoted(setting.value)} ({setting.source})."
         misfits[setting.path] = (setting.value, sentence)
         return leaf.default
     problem = _choice_problem(leaf, value)
     if problem:
-        misfits[setting.path] = (value, f"{setting.spelled}={value} ({setting.source}) {problem}")
+        misfits[setting.path] = (value, f"{setting.spelled}={clean(value)} ({setting.source}) {problem}")
     return value
 
 
@@ -189,26 +194,48 @@ def _interpolated(value: Any) -> bool:
 def _interpolate(schema: Schema[Any], values: dict[str, Any], origins: dict[str, str]) -> Misfits:
     """Replace every `${...}` by what it stands for, as OmegaConf reads it, or by the default where it stands for nothing."""
     from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
 
-    tree = OmegaConf.create(_nested(values))
     misfits: Misfits = {}
-    for path in [p for p, v in values.items() if _interpolated(v)]:
-        leaf, given, found = schema.leaves[path], f"{path}={values[path]} ({origins[path]})", values[path]
-        values[path] = leaf.default
-        try:
-            found = OmegaConf.select(tree, path, throw_on_missing=True)
-            if OmegaConf.is_config(found):
-                found = OmegaConf.to_container(found, resolve=True)
-            values[path] = convert(found, leaf.annotation)
-        except OmegaConfBaseException as error:
-            misfits[path] = (found, f"{given} cannot be resolved: {str(error).splitlines()[0]}.")
-        except Misfit:
-            misfits[path] = (found, f"{given} must be {expected(leaf.annotation)}, got {found!r}.")
-        else:
-            if problem := _choice_problem(leaf, values[path]):
-                misfits[path] = (values[path], f"{path}={values[path]} ({origins[path]}) {problem}")
+    given = {path: value for path, value in values.items() if _interpolated(value)}
+    tree = OmegaConf.create(_nested({path: None if path in given else value for path, value in values.items()}))
+    for step in (_insert, _select):
+        for path in [path for path in given if path not in misfits]:
+            leaf, shown = schema.leaves[path], f"{path}={clean(given[path])} ({origins[path]})"
+            values[path] = leaf.default
+            try:
+                values[path] = step(tree, leaf, given[path])
+            except Misfit as misfit:
+                misfits[path] = (given[path], f"{shown} {misfit}")
+            except Exception as error:  # noqa: BLE001 - keys may name one another, and a resolver is a user's function
+                reason = (str(error).splitlines() or [type(error).__name__])[0]
+                misfits[path] = (given[path], f"{shown} cannot be resolved: {clean(reason)}.")
     return misfits
+
+
+def _insert(tree: Any, leaf: Leaf, value: Any) -> Any:
+    """Put a value with `${...}` into the tree, which raises when it is of another form."""
+    from omegaconf import OmegaConf
+
+    OmegaConf.update(tree, leaf.path, value)
+    return value
+
+
+def _select(tree: Any, leaf: Leaf, value: Any) -> Any:
+    """The value that the tree has for a key. Raises Misfit with the end of the sentence."""
+    from omegaconf import OmegaConf
+
+    found = OmegaConf.select(tree, leaf.path, throw_on_missing=True)
+    if OmegaConf.is_config(found):
+        found = OmegaConf.to_container(found, resolve=True)
+    try:
+        converted = convert(found, leaf.annotation)
+    except Misfit as misfit:
+        raise Misfit(f"must be {misfit}, got {quoted(found)}.") from None
+    if problem := _choice_problem(leaf, converted):
+        raise Misfit(f"stands for {quoted(found)}, which {problem}")
+    if unusable_text(converted) is not None:
+        raise Misfit(f"stands for a text with a NUL or half a character: {quoted(found)}.")
+    return converted
 
 
 def _nested(values: dict[str, Any]) -> dict[str, Any]:

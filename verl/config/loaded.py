@@ -12,6 +12,7 @@ from typing import Any, Generic
 from verl.config.schema import Problem, R, Schema, value_at
 from verl.config.secrets import hide_values
 from verl.config.user_settings import Setting
+from verl.foreign_text import printable
 
 
 @dataclass
@@ -71,10 +72,10 @@ def scalar(value: Any) -> str:
     if isinstance(value, float):
         return _float(value)
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{json.dumps(str(k))}: {scalar(v)}" for k, v in value.items()) + "}"
+        return "{" + ", ".join(f"{scalar(str(k))}: {scalar(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(scalar(v) for v in value) + "]"
-    return json.dumps(value, ensure_ascii=False)
+    return printable(json.dumps(value, ensure_ascii=False))  # the escapes of both are YAML's too
 
 
 def _float(value: float) -> str:

@@ -6,11 +6,14 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from verl.config.values import MAX_DEPTH
 from verl.errors import ConfigError
+from verl.foreign_text import clean, quoted
 
 _OVERRIDE = re.compile(r"^(?P<mark>\+\+|\+|~)?(?P<key>[^=\s]+|[^=]+(?==))(?:=(?P<value>.*))?$", re.DOTALL)
 _INT = re.compile(r"^[+-]?\d+$")
 _FLOAT = re.compile(r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$")
+_MAX_DIGITS = 400  # a longer number is beyond the range of every key
 _WORDS = {"null": None, "none": None, "true": True, "false": False}
 _CLOSING = {"[": "]", "{": "}", "(": ")"}
 
@@ -29,9 +32,10 @@ def parse_override(argument: str) -> Override:
     # one dash before a key is a typo, which its unknown name will show; two make an option
     if match is None or argument.startswith("--") or (argument.startswith("-") and "=" not in argument):
         raise ConfigError(
-            f"The argument {argument!r} is not of the form key=value. Write for example trainer.total_epochs=1."
+            f"The argument {quoted(argument)} is not of the form key=value. Write for example trainer.total_epochs=1."
         )
     mark, key, value = match["mark"], match["key"], match["value"]
+    argument = clean(argument)
     if mark == "~":
         return Override(key, None, None, delete=True)
     if value is None and key.endswith((".yaml", ".yml")):
@@ -58,7 +62,7 @@ def parse_value(text: str, place: str) -> Any:
 def _word(text: str) -> Any:
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
-    if _INT.match(text):
+    if _INT.match(text) and len(text) < _MAX_DIGITS:
         return int(text)
     if _FLOAT.match(text):
         return float(text)
@@ -108,6 +112,8 @@ def _split(text: str, separator: str, place: str, limit: int = -1) -> list[str]:
                 raise ConfigError(f"In {place!r}, a quotation mark is not closed.")
         elif char in _CLOSING:
             expected.append(_CLOSING[char])
+            if len(expected) > MAX_DEPTH:
+                raise ConfigError(f"In {place!r}, brackets are nested more than {MAX_DEPTH} deep.")
         elif expected and char == expected[-1]:
             expected.pop()
         elif char in "]})":

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
 from verl.config.compat import Alias, Compat, load_compat
-from verl.config.keys import Family, Key, Section
+from verl.config.keys import Bounds, Family, Key, Section, is_in_range
 from verl.errors import nearest
 
 Level = Literal["error", "warning", "notice"]
@@ -161,8 +161,10 @@ class Schema(Generic[R]):
         """Values out of their bounds, and keys that contradict one another."""
         for path, leaf in self.leaves.items():
             value = value_at(config, path)
-            if leaf.key.bounds is not None and not leaf.key.bounds.hold(value):
-                yield error(path, f"{path}={value} must be {leaf.key.bounds.words()}.")
+            bounds = leaf.key.bounds or Bounds()
+            if not leaf.inert and not bounds.hold(value):
+                words = bounds.words() if is_in_range(value) else "finite and fit in 64 bits"
+                yield error(path, f"{path}={value} must be {words}.")
             if leaf.key.family is not None:
                 yield from self._unknown_names(config, path, leaf.key.family, value)
         for rule in self.rules:

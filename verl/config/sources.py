@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from verl.config.schema import Schema
+from verl.config.values import MAX_DEPTH
 from verl.errors import ConfigError, nearest
+from verl.foreign_text import clean
 
+_MAX_BYTES = 10_000_000  # of a file
+_MAX_VALUES = 100_000  # of a file, where aliases stand for what they name
 BUILT_IN = Path(__file__).parent / "yaml"
 PACKAGE = Path(__file__).parents[1] / "trainer"  # relative to which Hydra looks for --config-path
 
@@ -65,6 +70,10 @@ def _is_of_package(config_path: str) -> bool:
 def _existing(file: Path) -> Path:
     if file.is_file():
         return file
+    if file.exists():
+        raise ConfigError(
+            f"The config file {file} is {'a folder' if file.is_dir() else 'no file but a pipe or a device'}."
+        )
     there = ", ".join(sorted(f.name for f in file.parent.glob("*.yaml"))) if file.parent.is_dir() else ""
     raise ConfigError(
         f"The config file {file} does not exist"
@@ -96,26 +105,55 @@ def read_tree(
             continue
         for group, option in entry.items() if isinstance(entry, dict) else ():
             choices = schema.group_choices.get(str(group).partition("@")[0], {})
-            if option in choices:
-                yield file, dict(choices[option])
+            if str(option) in choices:
+                yield file, dict(choices[str(option)])
                 entry = ""
-        names = [str(entry), schema.config_names.get(entry)] if isinstance(entry, str) and entry else []
+        names = [entry, schema.config_names.get(entry)] if isinstance(entry, str) and entry else []
         beside = [folder / f"{name}.yaml" for name in names if name for folder in (file.parent, BUILT_IN)]
         if found := next((f for f in beside if f.is_file()), None):
             yield from read_tree(schema, found, notices, (*above, file))
-        elif entry and entry not in schema.config_names:
+        elif entry and not (isinstance(entry, str) and entry in schema.config_names):
             notices.append(f"defaults: {entry!r} in {file} has no effect: no such file lies beside it.")
 
 
 def _parse(file: Path) -> dict[str, Any]:
-    import yaml
     from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
 
     try:
-        tree = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
-    except (yaml.YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"The config file {file} cannot be read: {error}") from error
+        if file.stat().st_size > _MAX_BYTES:
+            raise ConfigError(f"The config file {file} has more than {_MAX_BYTES // 10**6} MB, which no config has.")
+        text = file.read_text(encoding="utf-8")
+        _require_small(text, file)
+        tree = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
+    except ConfigError:
+        raise
+    except Exception as error:
+        # PyYAML raises what Python does for the values of tags, such as !!int
+        raise ConfigError(f"The config file {file} cannot be read: {clean(error)}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"The config file {file} does not hold sections (key: value).")
     return {str(k): v for k, v in tree.items()}
+
+
+def _require_small(text: str, file: Path) -> None:
+    """Raise ConfigError for a file that is nested too deep, or whose aliases stand for too many values."""
+    import yaml
+
+    sizes: dict[str | None, int] = {}  # of what an anchor names, aliases in it counted each time
+    parents: list[tuple[str | None, int]] = []  # (anchor, values so far) of the open lists and mappings
+    size = 0
+    for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+        if isinstance(event, yaml.CollectionStartEvent):
+            parents.append((event.anchor, size))
+            size = 0
+        elif isinstance(event, yaml.CollectionEndEvent):
+            anchor, before = parents.pop()
+            sizes[anchor], size = size, before + size
+        elif isinstance(event, yaml.NodeEvent):
+            size += sizes.get(event.anchor, 1) if isinstance(event, yaml.AliasEvent) else 1
+        if len(parents) > MAX_DEPTH:
+            raise ConfigError(f"The config file {file} is nested more than {MAX_DEPTH} deep; make it flat.")
+        if size > _MAX_VALUES:
+            raise ConfigError(
+                f"The config file {file} has more than {_MAX_VALUES:,} values, counting aliases each time."
+            )

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import types
 import typing
 from typing import Any
+
+from verl.foreign_text import valid_utf8
+
+MAX_DEPTH = 50  # of lists and mappings inside each other
 
 _NAMES = {int: "a whole number", float: "a number", bool: "True or False", str: "text"}
 
@@ -93,13 +98,28 @@ def _scalar(value: Any, kind: type, text: str | None) -> Any:
         raise Misfit(_NAMES[kind])
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise Misfit(_NAMES[kind]) from None
     if kind is float:
         return number
-    if number != int(number) if abs(number) != float("inf") and number == number else True:
+    if not math.isfinite(number) or number != int(number):
         raise Misfit(_NAMES[int])
     return int(value) if isinstance(value, int) else int(number)
+
+
+def unusable_text(value: Any) -> str | None:
+    """The first text in `value`, of entries too, that no file or name can hold: with half a character or a NUL; or None."""
+    waiting = [value]
+    while waiting:
+        found = waiting.pop()
+        if isinstance(found, str):
+            if "\0" in found or found != valid_utf8(found):
+                return found
+        elif isinstance(found, dict):
+            waiting += [*found, *found.values()]
+        elif isinstance(found, list | tuple):
+            waiting += found
+    return None
 
 
 def merge(base: Any, update: Any) -> Any:

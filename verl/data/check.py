@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from verl.data.dataset import Files, PromptRows, RLHFDataset, UnavailableRows, dataset_class
-from verl.data.prompts import PromptEncoder
+from verl.data.prompts import PromptEncoder, control_token_in, control_tokens
 from verl.errors import DataError, UnavailableRowError
 
 if TYPE_CHECKING:
@@ -27,6 +27,8 @@ class RowsReport:
     problems: list[str] = field(default_factory=list)  # a sentence for each of the first of them
     num_overlong: int = 0  # prompts longer than data.max_prompt_length
     num_repeated: int = 0  # rows whose prompt an earlier row has
+    num_control: int = 0  # rows with control tokens in the contents of their messages
+    first_control: str = ""  # the first of these tokens, and its row
     data_sources: Counter[str] = field(default_factory=Counter)  # rows per task
     lengths: list[int] = field(default_factory=list)
     prompts: set[bytes] = field(default_factory=set)  # digests
@@ -62,12 +64,16 @@ def check_rows(files: Files, tokenizer: Any, config: DataConfig, max_samples: in
     dataset = _unfiltered(files, tokenizer, config, max_samples)
     rows = PromptRows(dataset, config)
     encoder = PromptEncoder(tokenizer, config)
+    controls = control_tokens(tokenizer) if getattr(tokenizer, "chat_template", None) else None
     report = RowsReport(num_rows=len(rows))
     unavailable = UnavailableRows(len(rows))
     for number in range(len(rows)):
         try:
             row = rows[number]
             _measure(rows, number, row, encoder, report)
+            if token := control_token_in(row["raw_prompt"], controls):
+                report.num_control += 1
+                report.first_control = report.first_control or f"{token!r} in {rows.place(number)}"
         except UnavailableRowError as error:
             unavailable.add(error, rows.place(number))
         except DataError as error:

@@ -7,6 +7,7 @@ import json
 import os
 import uuid
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,8 +15,25 @@ from typing import Any, Protocol
 import numpy as np
 
 from verl.errors import DataError, nearest
+from verl.foreign_text import clean, quoted
 
 SUFFIXES = (".parquet", ".json", ".jsonl", ".json.gz", ".jsonl.gz")
+
+
+def parse_json(text: str) -> Any:
+    """The value of a JSON text. Raises ValueError, also where an object has a key twice and where the nesting is too deep."""
+    try:
+        return json.loads(text, object_pairs_hook=_object)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise ValueError(f"an object has the key {quoted(twice)} twice")
+    return found
 
 
 class Table(Protocol):
@@ -40,7 +58,9 @@ class ParquetTable:
             # read_table would add columns from a=b folders
             self.table = pyarrow.parquet.ParquetFile(path, page_checksum_verification=True).read()
         except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
-            raise DataError(f"{path} cannot be read as parquet: {error}. Write or download it again.") from error
+            raise DataError(f"{path} cannot be read as parquet: {clean(error)}. Write or download it again.") from error
+        if twice := [name for name, count in Counter(self.table.column_names).items() if count > 1]:
+            raise DataError(f"{path} has several columns {quoted(twice[0])}; keep one of them.")
 
     def __len__(self) -> int:
         return self.table.num_rows
@@ -49,7 +69,7 @@ class ParquetTable:
         try:
             return self.table.slice(row, 1).to_pylist()[0]
         except (ValueError, OverflowError) as error:  # text that is not UTF-8, a date after the year 9999
-            raise DataError(f"{self.place(row)} holds a value that cannot be read: {error}") from error
+            raise DataError(f"{self.place(row)} holds a value that cannot be read: {clean(error)}") from error
 
     def place(self, row: int) -> str:
         return f"{self.path}, row {row} (counted from 0)"
@@ -88,15 +108,15 @@ class JsonTable:
                 continue
             self.lines.append(number)
             try:
-                self.rows.append(json.loads(line))
-            except (ValueError, RecursionError) as error:
-                raise DataError(f"{self.place(len(self.rows))} is not valid JSON: {error}") from error
+                self.rows.append(parse_json(line))
+            except ValueError as error:
+                raise DataError(f"{self.place(len(self.rows))} is not valid JSON: {clean(error)}") from error
 
     def _read_list(self, text: str) -> None:
         try:
-            self.rows = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{self.path} is not valid JSON: {error}") from error
+            self.rows = parse_json(text)
+        except ValueError as error:
+            raise DataError(f"{self.path} is not valid JSON: {clean(error)}") from error
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -124,7 +144,7 @@ class HuggingFaceTable:
             return dict(self.dataset[row])
         except Exception as error:
             # a data set decodes its columns by whatever its author chose
-            raise DataError(f"{self.place(row)} cannot be read: {type(error).__name__}: {error}") from error
+            raise DataError(f"{self.place(row)} cannot be read: {type(error).__name__}: {clean(error)}") from error
 
     def place(self, row: int) -> str:
         return f"data set {self.name}, row {row} (counted from 0)"
@@ -186,6 +206,9 @@ def _open(name: str) -> Table:
     table: Table
     if path.is_file():
         table = _open_file(path)
+    elif (path.exists() or path.is_symlink()) and (name.endswith(SUFFIXES) or not path.is_dir()):
+        kind = "a folder" if path.is_dir() else "a pipe or a device" if path.exists() else "a link to nothing"
+        raise DataError(f"The data file {name} is {kind}. Name a file: rows are read again after a restart.")
     elif name.endswith(SUFFIXES):
         there = [p.name for p in path.absolute().parent.iterdir()] if path.absolute().parent.is_dir() else []
         hint = (
@@ -222,7 +245,7 @@ def _open_dataset(name: str) -> Table:
     except Exception as error:
         # loading runs other people's code and network clients, which raise anything
         raise DataError(
-            f"{path} is neither a file nor a data set that can be loaded: {type(error).__name__}: {error}"
+            f"{path} is neither a file nor a data set that can be loaded: {type(error).__name__}: {clean(error)}"
         ) from error
     if not isinstance(found, datasets.DatasetDict):
         return HuggingFaceTable(found, path)
@@ -247,7 +270,11 @@ def write_parquet(path: Path, rows: Sequence[dict[str, Any]]) -> None:
         columns = {name: [row.get(name) for row in rows] for name in fields}
         pyarrow.parquet.write_table(pyarrow.table(columns), temporary, write_page_checksum=True)
         os.replace(temporary, path)
-    except pyarrow.ArrowException as error:  # an object without fields, a column of several types
-        raise DataError(f"{path} cannot be written as parquet: {error}. Write .jsonl instead.") from error
+    except (
+        pyarrow.ArrowException,
+        OverflowError,
+        UnicodeError,
+    ) as error:  # an object without fields, a column of several types
+        raise DataError(f"{path} cannot be written as parquet: {clean(error)}. Write .jsonl instead.") from error
     finally:
         temporary.unlink(missing_ok=True)

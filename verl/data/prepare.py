@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from verl.data.files import parse_json
 from verl.data.tasks import char_count, gsm8k, reasoning_gym
 from verl.errors import DataError, VerlError
+from verl.foreign_text import clean
 
 
 def parse_task(text: str) -> tuple[str, dict[str, Any]]:
     """`name` or `name:{json settings}`. Raises DataError when the settings are not a JSON object."""
     name, _, settings = text.partition(":")
     try:
-        found = json.loads(settings) if settings else {}
-    except json.JSONDecodeError as error:
-        raise DataError(f"--tasks {text}: the settings after ':' are not valid JSON ({error}).") from error
+        found = parse_json(settings) if settings else {}
+    except ValueError as error:
+        raise DataError(
+            f"--tasks {clean(text)}: the settings after ':' are not valid JSON ({clean(error)})."
+        ) from error
     if not isinstance(found, dict):
-        raise DataError(f"--tasks {text}: the settings after ':' must be a JSON object.")
+        raise DataError(f"--tasks {clean(text)}: the settings after ':' must be a JSON object.")
     return name, found
 
 

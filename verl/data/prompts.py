@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from verl.data.schema import Messages
 from verl.errors import ConfigError, DataError
+from verl.foreign_text import clean
 
 if TYPE_CHECKING:
     from verl.config import DataConfig
@@ -66,7 +68,9 @@ def encode_text(tokenizer: Any, text: str, place: str, **settings: bool) -> list
     try:
         return list(tokenizer.encode(text, **settings))
     except (ValueError, TypeError, OverflowError) as error:
-        raise DataError(f"{place}: the tokenizer cannot read the text ({type(error).__name__}: {error}).") from error
+        raise DataError(
+            f"{place}: the tokenizer cannot read the text ({type(error).__name__}: {clean(error)})."
+        ) from error
 
 
 def render_chat(tokenizer: Any, messages: Messages, place: str, **template_kwargs: Any) -> str:
@@ -76,9 +80,24 @@ def render_chat(tokenizer: Any, messages: Messages, place: str, **template_kwarg
     except Exception as error:
         # a chat template is a program of the model's authors, which may raise anything
         raise DataError(
-            f"{place}: the chat template failed with {type(error).__name__}: {error}. Change the row's messages, "
+            f"{place}: the chat template failed with {type(error).__name__}: {clean(error)}. Change the row's messages, "
             "data.apply_chat_template_kwargs or the model's custom_chat_template."
         ) from error
+
+
+def control_tokens(tokenizer: Any) -> re.Pattern[str] | None:
+    """A pattern of the texts that the tokenizer reads as control tokens, such as <|im_end|>; None when it has none."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    texts = {*tokenizer.all_special_tokens, *(token.content for token in added if token.special)} - {""}
+    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True)))) if texts else None
+
+
+def control_token_in(messages: Messages, pattern: re.Pattern[str] | None) -> str:
+    """The first control token in the contents of messages, which a chat template inserts as they are; "" for none."""
+    if pattern is None:
+        return ""
+    found = (pattern.search(str(message.get("content") or "")) for message in messages if isinstance(message, Mapping))
+    return next((match[0] for match in found if match), "")
 
 
 def truncate(ids: Sequence[int], limit: int, mode: str) -> list[int]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from verl.errors import DataError, UnavailableRowError, nearest
+from verl.foreign_text import quoted
 
 if TYPE_CHECKING:
     from verl.config import DataConfig
@@ -22,6 +23,7 @@ Messages = list[dict[str, Any]]
 
 ROLES = ("system", "user", "assistant", "tool", "function", "developer")
 MAX_DEPTH = 50  # of lists and objects inside each other
+MAX_SOURCE = 200  # characters of the name of a task, which becomes part of names of metrics
 
 
 @contextmanager
@@ -68,7 +70,7 @@ def message_of(message: Any, place: str) -> dict[str, Any]:
         raise DataError(f"{place} has no text 'role'; use 'system', 'user' or 'assistant'.")
     # a template may know roles of its own, but a near miss of a common role is a typo that it would pass over
     if role not in ROLES and (close := difflib.get_close_matches(role.strip().lower(), ROLES, n=1, cutoff=0.75)):
-        raise DataError(f"{place} has the role {role!r}; did you mean {close[0]!r}?")
+        raise DataError(f"{place} has the role {quoted(role)}; did you mean {close[0]!r}?")
     calls = found.get("tool_calls")
     if isinstance(content, str) or (content is None and isinstance(calls, (list, tuple, np.ndarray)) and len(calls)):
         return found
@@ -99,10 +101,15 @@ def check_row(row: Mapping[str, Any], config: DataConfig) -> None:
     source = row.get(config.reward_fn_key)
     if not isinstance(source, str) or not source:
         raise DataError(
-            f"field {config.reward_fn_key!r} must be a text that names the task, but it is {source!r}; "
+            f"field {config.reward_fn_key!r} must be a text that names the task, but it is {quoted(source)}; "
             "it selects the scorer (data.reward_fn_key names the field). With a reward function of your own any name will do."
         )
     check_plain(source, config.reward_fn_key)
+    if not source.isprintable() or len(source) > MAX_SOURCE:
+        raise DataError(
+            f"field {config.reward_fn_key!r} must be a name of at most {MAX_SOURCE} characters without line ends and other "
+            f"control characters, but it is {quoted(source)}; metrics are named after it."
+        )
     _check_reward_model(row)
     extra = row.get("extra_info")
     if extra is not None and not isinstance(extra, Mapping):
@@ -120,8 +127,8 @@ def _check_features(row: Mapping[str, Any], config: DataConfig) -> None:
     agent = row.get("agent_name")
     if agent is not None and agent != "single_turn_agent":
         raise UnavailableRowError(
-            f"the agent loop {agent!r} (field 'agent_name') is not available in this version; the row would train single-turn, "
-            "without tools. Leave the field out, or give it the value single_turn_agent, if that is meant."
+            f"the agent loop {quoted(agent)} (field 'agent_name') is not available in this version; the row would train "
+            "single-turn, without tools. Leave the field out, or give it the value single_turn_agent, if that is meant."
         )
     extra = row.get("extra_info")
     places = {"extra_info.": extra if isinstance(extra, Mapping) else {}, "": row}
@@ -134,10 +141,10 @@ def _check_features(row: Mapping[str, Any], config: DataConfig) -> None:
                 )
 
 
-def _is_nothing(value: Any) -> bool:
+def _is_nothing(value: Any, depth: int = 0) -> bool:
     """None, or a list or object that is empty or holds None alone, as a parquet file fills in what was not written."""
     if isinstance(value, Mapping):
-        return all(_is_nothing(inner) for inner in value.values())
+        return depth < MAX_DEPTH and all(_is_nothing(inner, depth + 1) for inner in value.values())
     return value is None or (hasattr(value, "__len__") and len(value) == 0)
 
 

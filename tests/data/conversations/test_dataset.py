@@ -33,6 +33,17 @@ def load(path, tokenizer=tokenizer, *, max_samples=-1, seed=None, stops=None, ke
     )
 
 
+def test_control_tokens_in_messages_are_counted(tmp_path):
+    rows = [{"messages": chat("x", "y")}, {"messages": chat("x<|im_end|>", "y")}]
+    path = write(tmp_path / "a.jsonl", rows)
+    (found,) = load(path).summaries
+    assert found.num_control == 1
+    assert found.sentences()[1] == (
+        "Rows with control tokens in their messages: 1, the first '<|im_end|>' in "
+        f"{path}, row 1 (counted from 0, line 2). The model reads them as such, not as text."
+    )
+
+
 class TestLength:
     def test_too_long_is_an_error_by_default(self, tmp_path):
         path = write(tmp_path / "a.jsonl", TEXTS)

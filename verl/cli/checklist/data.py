@@ -101,6 +101,11 @@ def _rows_lines(name: str, rows: RowsReport, config: DataConfig) -> Iterator[Lin
         yield warn(
             f"{rows.num_overlong} {name} prompts exceed data.max_prompt_length={config.max_prompt_length}: {effect}"
         )
+    if rows.num_control:
+        yield warn(
+            f"{rows.num_control} {name} rows have control tokens in their messages, the first {rows.first_control}; the "
+            "model reads them as such, not as text"
+        )
     if rows.num_repeated:
         yield warn(f"{rows.num_repeated} {name} rows repeat an earlier prompt")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from verl.config.keys import Family, Section, section, used
@@ -62,7 +63,7 @@ class ActorConfig(Section):
         None, "clip range below 1; null: clip_ratio", when="clips", neutral=(0.2,), ge=0
     )
     clip_ratio_high: float | None = used(
-        None, "clip range above 1; null: clip_ratio", when="clips", neutral=(0.2,), ge=0
+        None, "clip range above 1; null: clip_ratio", when="clips", neutral=(0.2,), ge=0, also=(math.inf,)
     )
     clip_ratio_c: float = used(3.0, "lower bound of dual-clip PPO for negative advantages", when="dual_clips", gt=1)
     tau_pos: float = used(1.0, "temperature of sapo for positive advantages", when="sapo", gt=0)

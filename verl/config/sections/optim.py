@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from verl.config.keys import Section, used
@@ -19,7 +20,7 @@ class OptimConfig(Section):
     weight_decay: float = used(0.01, "decoupled weight decay", ge=0)
     lr_warmup_steps: int = used(-1, "length of the linear warm-up in steps; 0 or less: lr_warmup_steps_ratio decides")
     betas: list[float] = used([0.9, 0.999], "decay rates of the two moments of Adam", ge=0, lt=1, length=2)
-    clip_grad: float = used(1.0, "gradients are scaled down to this global L2 norm", gt=0)
+    clip_grad: float = used(1.0, "gradients are scaled down to this global L2 norm", gt=0, also=(math.inf,))
     min_lr_ratio: float = used(
         0.0,
         "lowest learning rate of the cosine as a share of lr",

@@ -109,7 +109,7 @@ class SandboxFusionConfig(Section):
 
 @dataclass(frozen=True)
 class RewardConfig(Section):
-    num_workers: int = used(8, "processes that score", ge=1)
+    num_workers: int = used(8, "processes that score", ge=1, le=10_000)
     timeout_s: float = used(30.0, "seconds after which a scorer is ended and its sample gets default_score", gt=0)
     memory_mb: int = used(4096, "MiB that a scoring process may allocate; more ends it", gt=0)
     cpu_s: float | None = used(

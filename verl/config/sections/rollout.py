@@ -107,7 +107,7 @@ class ServiceConfig(Section):
 @dataclass(frozen=True)
 class RolloutConfig(Section):
     name: str = used("native", "rollout engine", family=Family("rollout engine", ROLLOUT_ENGINES, plugins=True))
-    n: int = used(1, "samples per prompt; above 1 for estimators that compare a group", ge=1)
+    n: int = used(1, "samples per prompt; above 1 for estimators that compare a group", ge=1, le=1_000_000)
     temperature: float = used(
         1.0, "sampling temperature; log-probabilities are taken at it", when="samples", strict=_SAMPLED, ge=0
     )
@@ -206,8 +206,8 @@ class RolloutConfig(Section):
     service: ServiceConfig = section(
         ServiceConfig, "a service that generates (name=http or sglang)", when=SERVICE, strict=OURS
     )
-    nnodes: int = used(0, "nodes for rollout alone; 0: it shares the training devices")
-    n_gpus_per_node: int = used(1, "devices of such a node", sizing=True)
+    nnodes: int = used(0, "nodes for rollout alone; 0: it shares the training devices", ge=0, le=10_000)
+    n_gpus_per_node: int = used(1, "devices of such a node", sizing=True, ge=0, le=1024)
     tensor_model_parallel_size: int = used(
         1,
         "devices of one rollout replica; there are as many replicas as the devices make",

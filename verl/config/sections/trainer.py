@@ -81,8 +81,8 @@ class TrainerConfig(Section):
     )
     strict_config: bool = used(False, "make errors of the notices about keys that have no effect")
     min_free_disk_gb: float = used(1.0, "stop before the disk has less than this left", ge=0)
-    nnodes: int = used(1, "nodes of the run", ge=1)
-    n_gpus_per_node: int = used(1, "devices per node; on CPUs, processes per node", ge=0)
+    nnodes: int = used(1, "nodes of the run", ge=1, le=10_000)
+    n_gpus_per_node: int = used(1, "devices per node; on CPUs, processes per node", ge=0, le=1024)
     placement: dict[str, Any] = used(
         {}, "role -> list of devices, for actor, rollout, reference, critic, reward; others are where their actor is"
     )

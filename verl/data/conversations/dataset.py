@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from verl.data.conversations.tokens import ConversationEncoder, TrainingSequence
 from verl.data.dataset import Files, dataset_class
 from verl.data.files import Rows, read_rows
 from verl.data.order import PromptOrder
-from verl.data.prompts import truncate
+from verl.data.prompts import control_token_in, control_tokens, truncate
 from verl.data.schema import at
 from verl.data_proto.proto import DataProto
 from verl.errors import DataError
@@ -26,8 +27,8 @@ from verl.errors import DataError
 if TYPE_CHECKING:
     from verl.config.sections.data import SFTDataConfig
 
-# row number -> (file and row for messages, format, sequences before truncation)
-ReadRow = Callable[[int], tuple[str, str, list[TrainingSequence]]]
+# row number -> (file and row for messages, format, sequences before truncation, a control token in messages or "")
+ReadRow = Callable[[int], tuple[str, str, list[TrainingSequence], str]]
 
 
 @dataclass
@@ -48,6 +49,8 @@ class FileSummary:
     num_untrainable_sequences: int = 0  # the cut leaves none of their trained tokens
     num_untrainable_rows: int = 0  # rows without any other sequence; they are left out
     num_endless: int = 0  # sequences that train no token which ends generation
+    num_control: int = 0  # rows with control tokens in the contents of their messages
+    first_control: str = ""  # the first of these tokens, and its row
     longest: int = 0
     longest_place: str = ""
     num_problems: int = 0  # rows that would stop a run
@@ -82,6 +85,11 @@ class FileSummary:
             lines.append(
                 f"Sequences that train no token which ends generation: {self.num_endless:,}. The model does not learn "
                 "to stop from them; compare the chat template with the tokenizer's eos_token."
+            )
+        if self.num_control:
+            lines.append(
+                f"Rows with control tokens in their messages: {self.num_control:,}, the first {self.first_control}. The model "
+                "reads them as such, not as text."
             )
         return lines + ([f"Rows that cannot be used: {self.num_problems:,}."] if self.num_problems else [])
 
@@ -149,7 +157,7 @@ class ConversationDataset:
         self.summaries.append(summary)
         for number in range(num_rows):
             try:
-                place, row_format, whole = read(number)
+                place, row_format, whole, control = read(number)
                 _check_length(max(len(sequence.input_ids) for sequence in whole), summary.settings, place)
             except DataError as error:
                 if not keep_going:
@@ -157,6 +165,9 @@ class ConversationDataset:
                 summary.add_problem(str(error))
                 continue
             summary.formats[row_format] += 1
+            if control:
+                summary.num_control += 1
+                summary.first_control = summary.first_control or f"{control!r} in {place}"
             summary.num_split += len(whole) > 1
             kept = [short for sequence in whole if (short := summary.fit(sequence, place, stop_token_ids))]
             summary.num_untrainable_rows += not kept
@@ -217,21 +228,24 @@ def _sources(
         return
     tables = [read_rows(name) for name in names] or [read_rows([])]
     chosen, start = _chosen(sum(map(len, tables)), max_samples, seed), 0
-    encoder = ConversationEncoder(tokenizer, settings)
+    encoder, controls = ConversationEncoder(tokenizer, settings), control_tokens(tokenizer)
     for name, rows in zip(names, tables, strict=True):
         inside = rows.select(chosen[(chosen >= start) & (chosen < start + len(rows))] - start)
-        yield str(name), len(inside), partial(_row_of_file, inside, encoder)
+        yield str(name), len(inside), partial(_row_of_file, inside, encoder, controls)
         start += len(rows)
 
 
-def _row_of_file(rows: Rows, encoder: ConversationEncoder, number: int) -> tuple[str, str, list[TrainingSequence]]:
+def _row_of_file(
+    rows: Rows, encoder: ConversationEncoder, controls: re.Pattern[str] | None, number: int
+) -> tuple[str, str, list[TrainingSequence], str]:
     place = rows.place(number)
     with at(place):
         example = example_of(rows[number], encoder.settings)
-    return place, example.row_format, encoder.encode(example, place)
+    messages = [m for part in (example.prompt, example.completion) if isinstance(part, list) for m in part]
+    return place, example.row_format, encoder.encode(example, place), control_token_in(messages, controls)
 
 
-def _row_of_class(dataset: Any, number: int) -> tuple[str, str, list[TrainingSequence]]:
+def _row_of_class(dataset: Any, number: int) -> tuple[str, str, list[TrainingSequence], str]:
     """Items have input_ids and loss_mask [tokens], and attention_mask where they are padded, as those of existing classes."""
     item, name = dataset[number], type(dataset).__name__
     place = f"row {number} of {name}"
@@ -243,7 +257,7 @@ def _row_of_class(dataset: Any, number: int) -> tuple[str, str, list[TrainingSeq
     mask[:1] = False
     if not mask.any():
         raise DataError(f"{place} has no token that trains; leave it out.")
-    return place, name, [TrainingSequence(ids, mask)]
+    return place, name, [TrainingSequence(ids, mask)], ""
 
 
 def _chosen(num_rows: int, max_samples: int, seed: int | None) -> np.ndarray:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from verl.data.files import parse_json
 from verl.data.schema import Messages, check_plain, message_of
 from verl.errors import DataError
+from verl.foreign_text import clean, quoted
 
 if TYPE_CHECKING:
     from verl.config.sections.data import SFTDataConfig
@@ -173,7 +174,9 @@ _READERS: dict[str, Callable[[Mapping[str, Any], SFTDataConfig], tuple[Any, Any]
 
 def _text(value: Any, field_name: str) -> str:
     if not isinstance(value, str) or not value:
-        raise DataError(f"field {field_name!r} must be a text of at least one character, but it is {value!r:.80}.")
+        raise DataError(
+            f"field {field_name!r} must be a text of at least one character, but it is {quoted(value, 80)}."
+        )
     check_plain(value, field_name)
     return value
 
@@ -227,8 +230,8 @@ def _message(message: Any, place: str) -> dict[str, Any]:
 
 def _from_sharegpt(message: Mapping[str, Any], place: str) -> dict[str, Any]:
     speaker, value = message["from"], message.get("value")
-    if speaker not in SPEAKERS:
-        raise DataError(f"field '{place}.from' is {speaker!r}; it can be {', '.join(SPEAKERS)}.")
+    if not isinstance(speaker, str) or speaker not in SPEAKERS:
+        raise DataError(f"field '{place}.from' is {quoted(speaker, 80)}; it can be {', '.join(SPEAKERS)}.")
     marks = {key: message[key] for key in ("loss_mask", "train") if key in message}
     if speaker != "function_call":
         return {"role": SPEAKERS[speaker], "content": value, **marks}
@@ -244,7 +247,7 @@ def _tool_call(call: Any, place: str) -> dict[str, Any]:
     call = _pruned(call)
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise DataError(f"field '{place}' has a tool call without a function name: {call!r:.80}.")
+        raise DataError(f"field '{place}' has a tool call without a function name: {quoted(call, 80)}.")
     arguments = _json(function.get("arguments"), f"{place}.tool_calls.arguments")
     outer = {key: value for key, value in call.items() if key != "function"} if "function" in call else {}
     return {"type": "function", **outer, "function": {**function, "arguments": {} if arguments is None else arguments}}
@@ -259,12 +262,13 @@ def _pruned(value: Any) -> Any:
 
 def _json(value: Any, field_name: str) -> Any:
     """The value, read from JSON when it is a text: columns of objects of many shapes are often stored so."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value) if value else None
-    except ValueError as error:
-        raise DataError(f"field {field_name!r} is a text that is not JSON: {error}.") from error
+    if isinstance(value, str):
+        try:
+            value = parse_json(value) if value else None
+        except ValueError as error:
+            raise DataError(f"field {field_name!r} is a text that is not JSON: {clean(error)}.") from error
+    check_plain(value, field_name)
+    return value
 
 
 def _json_list(value: Any, field_name: str) -> list[Any]:
@@ -275,7 +279,7 @@ def _json_list(value: Any, field_name: str) -> list[Any]:
 def _tools(value: Any, field_name: str) -> list[dict[str, Any]] | None:
     found = [_pruned(_json(tool, field_name)) for tool in _json_list(value, field_name)]
     if wrong := [tool for tool in found if not isinstance(tool, dict)]:
-        raise DataError(f"field {field_name!r} must be a list of JSON schemas, but has {wrong[0]!r:.80}.")
+        raise DataError(f"field {field_name!r} must be a list of JSON schemas, but has {quoted(wrong[0], 80)}.")
     return found or None
 
 
@@ -286,14 +290,16 @@ def _template_kwargs(row: Mapping[str, Any], settings: SFTDataConfig) -> dict[st
     if thinking is None:
         return dict(settings.apply_chat_template_kwargs)
     if not isinstance(thinking, bool | np.bool_):
-        raise DataError(f"field {settings.enable_thinking_key!r} must be true or false, but it is {thinking!r:.80}.")
+        raise DataError(
+            f"field {settings.enable_thinking_key!r} must be true or false, but it is {quoted(thinking, 80)}."
+        )
     return {**settings.apply_chat_template_kwargs, "enable_thinking": bool(thinking)}
 
 
 def _says_it_trains(message: Mapping[str, Any], number: int) -> bool | None:
     marks = [message[key] for key in ("loss_mask", "train") if key in message]
     if wrong := [mark for mark in marks if mark not in (0, 1)]:  # 0.0, 1.0, False and True are equal to these
-        raise DataError(f"message {number} has {wrong[0]!r:.80} as loss_mask or train; write 0 or 1.")
+        raise DataError(f"message {number} has {quoted(wrong[0], 80)} as loss_mask or train; write 0 or 1.")
     if len(set(map(bool, marks))) == 2:
         raise DataError(f"message {number} has a loss_mask and a train that contradict each other; leave one out.")
     return bool(marks[0]) if marks else None
