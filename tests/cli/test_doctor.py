@@ -12,7 +12,8 @@ import pytest
 from verl.cli.doctor import facts
 from verl.cli.machine.findings import findings
 from verl.cli.machine.host import available_memory, host, memory_limit, output_of, usable_cores
-from verl.cli.machine.packages import installed_version, probe, unmet_requirements
+from verl.cli.machine.packages import installed_version, probe
+from verl.cli.machine.requirements import unmet_requirements
 
 pytestmark = pytest.mark.seed("F8")
 
@@ -179,6 +180,45 @@ def test_a_torch_that_cannot_be_imported_is_a_finding(tmp_path):
     assert "rollout native" in done.stdout
     assert done.stdout.rstrip().endswith("This machine cannot train yet: 1 failure, 0 warnings.")
     assert not done.stderr
+
+
+PIP_METADATA = "Metadata-Version: 2.1\nName: torch\nVersion: 2.1.0\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (
+            "raise ImportError('libcudart.so.13: cannot open shared object file')",
+            "torch cannot be imported: libcudart.so.13: cannot open shared object file. Reinstall it: pip install "
+            "--force-reinstall torch",
+        ),
+        (
+            "raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')",
+            "the package torch is not installed. Install it: pip install torch (`verl doctor` looks for others)",
+        ),
+        (
+            "__version__ = '2.1.0'",
+            "unmet requirements: torch>=2.8 (here: 2.1.0). Install them: pip install 'torch>=2.8'",
+        ),
+    ],
+    ids=["broken", "missing", "too old"],
+)
+def test_training_with_a_torch_that_is_not_there(tmp_path, content, sentence):
+    """The sentence of the doctor; no second attempt, and nobody is told to report a bug."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text(f"{content}\n")
+    if "version" in content:
+        (tmp_path / "torch-2.1.0.dist-info").mkdir()
+        (tmp_path / "torch-2.1.0.dist-info" / "METADATA").write_text(PIP_METADATA)
+    done = subprocess.run(
+        [sys.executable, "-m", "verl", "train", "data.train_files=x.jsonl", f"trainer.default_local_dir={tmp_path / 'run'}"],
+        capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 7, done.stderr
+    assert done.stderr.splitlines()[-1] == f"verl train: {sentence}"
+    assert "bug in verl" not in done.stderr
+    assert "restart" not in done.stderr
 
 
 def test_not_installed_is_a_requirement_that_is_not_met(monkeypatch):

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from verl.errors import ConfigError, VerlError, nearest, os_error_of
+from verl.errors import ConfigError, MissingExtraError, VerlError, nearest, os_error_of
 from verl.foreign_text import clean, printable
 from verl.parallel.process_settings import keep_freed_memory, spin_briefly
 
@@ -136,8 +136,9 @@ def run_guarded(verb: str, run: Callable[[list[str]], int], arguments: Sequence[
     except VerlError as error:
         if os.environ.get("LOG_LEVEL", "").upper() == "DEBUG":
             _show_traceback()
-        print(f"verl {verb}: {_shown(str(error))}", file=sys.stderr)
-        return error.exit_code
+        problem = _install_problem(error.__cause__) if str(error).startswith("Importing verl.") else ""
+        print(f"verl {verb}: {problem or _shown(str(error))}", file=sys.stderr)
+        return MissingExtraError.exit_code if problem else error.exit_code
     except KeyboardInterrupt:
         print(f"verl {verb}: interrupted.", file=sys.stderr)
         return 130
@@ -149,8 +150,9 @@ def run_guarded(verb: str, run: Callable[[list[str]], int], arguments: Sequence[
             print(f"verl {verb}: {_refusal(refusal)}", file=sys.stderr)
             return 1
         _show_traceback()
-        print(f"verl {verb}: {_cause(error)}", file=sys.stderr)
-        return _CRASH
+        problem = _install_problem(error)
+        print(f"verl {verb}: {problem or _cause(error)}", file=sys.stderr)
+        return MissingExtraError.exit_code if problem else _CRASH
 
 
 def _accept_any_text() -> None:
@@ -194,6 +196,13 @@ def _cause(error: Exception) -> str:
     if place:
         return f"{place} raised {type(error).__name__}: {text}. The file is not part of verl; correct it."
     return "this is a bug in verl; please report it with the lines above."
+
+
+def _install_problem(error: BaseException | None) -> str:
+    """A sentence for an error that is due to a package which is missing, broken or too old; "" for any other."""
+    from verl.cli.machine.requirements import install_problem
+
+    return "" if error is None else install_problem(error)
 
 
 def _place_outside(error: BaseException) -> str:

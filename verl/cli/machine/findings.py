@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from verl.cli.machine.requirements import broken_sentence, unmet_sentence
 from verl.cli.report import Line, fail, info, passed, warn
 
 Facts = dict[str, Any]
@@ -29,15 +30,13 @@ def _requirements(host: Facts, packages: Facts) -> Iterator[Line]:
             "Install it: pip install -e ."
         )
     elif packages["requirements"]:
-        wanted = " ".join(f"'{requirement}'" for requirement in packages["requirements"])
-        unmet = ", ".join(f"{name} (here: {version})" for name, version in packages["requirements"].items())
-        yield fail(f"unmet requirements: {unmet}. Install them: pip install {wanted}")
+        yield fail(unmet_sentence(packages["requirements"]))
 
 
 def _torch(host: Facts, packages: Facts) -> Iterator[Line]:
     torch = packages["torch_probe"]
     if "error" in torch:
-        yield fail(f"torch cannot be imported: {torch['error']}. Reinstall it: pip install --force-reinstall torch")
+        yield fail(broken_sentence("torch", torch["error"]))
         return
     driver = packages["driver"]
     if driver and not torch["cuda_available"]:
@@ -69,9 +68,7 @@ def _transformers(host: Facts, packages: Facts) -> Iterator[Line]:
             f"{name} does not fit this torch {effect}: {cause}. verl does not need it: pip uninstall -y {name}",
         )
     if problem and not broken:
-        yield fail(
-            f"transformers cannot be imported: {problem}. Reinstall it: pip install --force-reinstall transformers"
-        )
+        yield fail(broken_sentence("transformers", problem))
 
 
 def _cpu(host: Facts, packages: Facts) -> Iterator[Line]:

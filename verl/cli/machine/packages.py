@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from verl.cli.machine.host import output_of
+from verl.cli.machine.requirements import unmet_requirements
 
 # engine or helper -> (module, distributions that bring it)
 OPTIONAL: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -125,28 +126,6 @@ def installed_version(module: str, distributions: tuple[str, ...]) -> str | None
         return "unknown" if importlib.util.find_spec(module) else None
     except (ImportError, ValueError):  # the parent of a dotted name is missing, or half imported
         return None
-
-
-def unmet_requirements() -> dict[str, str]:
-    """Requirements of verl that this environment does not meet: requirement -> installed version."""
-    from packaging.requirements import Requirement
-
-    try:
-        texts = importlib.metadata.requires("verl") or []
-    except importlib.metadata.PackageNotFoundError:  # run from a checkout, not installed
-        return {"verl": "not installed"}
-    found = {}
-    for text in texts:
-        requirement = Requirement(text)
-        if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
-            continue
-        try:
-            version = importlib.metadata.version(requirement.name)
-        except importlib.metadata.PackageNotFoundError:
-            version = "not installed"
-        if version == "not installed" or not requirement.specifier.contains(version, prereleases=True):
-            found[f"{requirement.name}{requirement.specifier}"] = version
-    return found
 
 
 def other_pythons() -> list[str]:
