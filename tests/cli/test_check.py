@@ -69,7 +69,7 @@ ROLLOUT = "actor_rollout_ref.rollout"
 def test_a_layout_of_other_machines_is_shown_without_them(changes, shown, verl, overrides):
     code, said = verl("train", "--dry-run", *overrides({**NODES, **changes}))
     assert code == 0, said
-    assert "32 devices on 4 nodes: actor, rollout, reference, critic, reward on 0-31" in said
+    assert "32 devices on 4 nodes: actor, rollout, reward on 0-31" in said
     assert shown in said
     assert "Ready to train" in said
 

@@ -34,6 +34,7 @@ def test_roles_apart():
     assert placement.devices["reward"] == (3,)
     assert placement.roles_of(2) == ["critic"]
     assert placement.sentence() == "actor, rollout, reference on 0-1; critic on 2; reward on 3"
+    assert placement.sentence({"actor", "reward"}) == "actor on 0-1; reward on 3"
 
 
 def test_the_script_goes_before_the_config():

@@ -40,5 +40,6 @@ def test_under_torchrun(tmp_path, tiny_llama):
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master-port={free_port()}"]
     options = ["--config-path", "configs/ppo_llama3.yaml", "--num-rollout-workers", "1", "--num-update-workers", "1"]
     text = run([*launcher, str(SCRIPT), *options, f"actor_rollout_ref.model.path={tiny_llama}"], tmp_path)
-    assert "actor, reference, critic on 0; rollout, reward on 1" in text
+    assert "actor, critic on 0; rollout, reward on 1" in text
+    assert "sharding: fsdp, all data-parallel devices, gradients summed in fp32" in text
     assert summary(tmp_path)["steps"] == 5

@@ -9,7 +9,7 @@ Devices are numbered through the run, the nodes one after the other; the process
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -76,9 +76,10 @@ class Placement:
             pools.setdefault(self.devices[role], []).append(role)
         return pools
 
-    def sentence(self) -> str:
-        """For the header of a run: "actor, rollout on 0-1; critic on 2"."""
-        return "; ".join(f"{', '.join(roles)} on {_span(devices)}" for devices, roles in self.pools().items())
+    def sentence(self, roles: Collection[str] | None = None) -> str:
+        """For the header of a run, of those `roles` that it has: "actor, rollout on 0-1; critic on 2"."""
+        pools = {devices: [r for r in pool if roles is None or r in roles] for devices, pool in self.pools().items()}
+        return "; ".join(f"{', '.join(pool)} on {_span(devices)}" for devices, pool in pools.items() if pool)
 
     @classmethod
     def colocated(

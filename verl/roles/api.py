@@ -113,6 +113,11 @@ class RoleSpecs:
         return next((spec for spec in self.models if spec.name == name), None)
 
     @property
+    def names(self) -> set[str]:
+        """Every role of the run."""
+        return {*(spec.name for spec in self.models), *["rollout"] * self.generates, *["reward"] * self.scores}
+
+    @property
     def main(self) -> RoleSpec | None:
         """The model that the run is for."""
         return next((spec for spec in self.models if spec.trains), None)

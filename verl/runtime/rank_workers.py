@@ -101,7 +101,7 @@ def _module_facts(engine: Any, device: torch.device) -> dict[str, Any]:
     module = engine.module if hasattr(engine, "module") else engine.skeleton
     return {
         "device": str(device),
-        "dtype": str(next(module.parameters()).dtype).removeprefix("torch."),
+        "dtype": str(getattr(engine, "compute_dtype", next(module.parameters()).dtype)).removeprefix("torch."),
         "parameters": sum(p.numel() for p in module.parameters()),
         "threads": torch.get_num_threads(),
     }

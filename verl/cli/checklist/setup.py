@@ -36,10 +36,8 @@ def check_layout(subject: Subject) -> Iterator[Line]:
     specs = ppo_roles(subject.config)
     placement = specs.place(None)
     plan = check_meshes(subject.config, specs, placement)
-    devices, nodes = placement.num_devices, placement.num_nodes
-    yield passed(
-        f"{devices} device{'s' if devices > 1 else ''} on {nodes} node{'s' if nodes > 1 else ''}: {placement.sentence()}"
-    )
+    devices, nodes, where = placement.num_devices, placement.num_nodes, placement.sentence(specs.names)
+    yield passed(f"{devices} device{'s' if devices > 1 else ''} on {nodes} node{'s' if nodes > 1 else ''}: {where}")
     if plan is None:
         return
     yield passed(plan.sentence())

@@ -81,6 +81,20 @@ class FSDPConfig(Section):
         strict=OURS,
     )
 
+    def sentence(self) -> str:
+        """The sharding policy, for the header of a run."""
+        sizes = {"tensor": self.tensor_parallel_size, "sequence": self.ulysses_sequence_parallel_size,
+                 "expert": self.expert_parallel_size}  # fmt: skip
+        offloaded = {"parameters": self.param_offload, "optimizer": self.optimizer_offload, "all": self.offload_policy}
+        parts = [
+            "all data-parallel devices" if self.fsdp_size < 1 else f"groups of {self.fsdp_size} devices",
+            *(f"{name} parallel {size}" for name, size in sizes.items() if size > 1),
+            f"gradients summed in {self.mixed_precision.reduce_dtype}",
+            f"parameters {'freed' if self.reshard_after_forward else 'kept'} after the forward",
+            *(f"offload of {name}" for name, there in offloaded.items() if there),
+        ]
+        return ", ".join(parts)
+
 
 @dataclass(frozen=True)
 class SFTEngineConfig(FSDPConfig):
