@@ -13,6 +13,7 @@ from verl.config.rules import ppo, sections
 
 from .helpers import ACTOR, GRPO, ROLLOUT, load, problems, refused
 
+MODEL = "actor_rollout_ref.model"
 DRAW = f"{ROLLOUT}.val_kwargs"
 CORRECTION = "algorithm.rollout_correction"
 MICRO = "micro_batch_size"
@@ -35,6 +36,8 @@ BROKEN = [
     ("error", f"{ROLLOUT}.name", [f"{ROLLOUT}.name=natve"]),
     ("error", f"{ACTOR}.strategy", [f"{ACTOR}.strategy=fsdp3"]),
     ("error", "trainer.logger", ["trainer.logger=[console,wandbb]"]),
+    ("error", f"{MODEL}.override_config", [f"{MODEL}.override_config.num_hidden_layers=1000000000"]),
+    ("error", f"{MODEL}.override_config", [f"{MODEL}.override_config.vocab_size=10000000000"]),
     ("error", f"{ACTOR}.checkpoint.save_contents", [f"{ACTOR}.checkpoint.save_contents=[models]"]),
     ("error", f"{ACTOR}.checkpoint.load_contents", [f"{ACTOR}.checkpoint.load_contents=[models]"]),
     ("error", "critic.checkpoint.save_contents", ["critic.checkpoint.save_contents=[models]"]),

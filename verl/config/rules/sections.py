@@ -26,6 +26,7 @@ _OFFLOAD_SETTINGS = {
     "exp_avg_dtype",
     "exp_avg_sq_dtype",
 }
+_MAX_LAYERS, _MAX_COUNT = 10_000, 2**31  # in a model's config.json: of layers, of anything
 
 
 def _check_model(path: str, model: ModelConfig, root: Any) -> Iterator[Problem]:
@@ -37,6 +38,11 @@ def _check_model(path: str, model: ModelConfig, root: Any) -> Iterator[Problem]:
             f"{key}={model.lora_adapter_path} is no folder with adapters (adapter_config.json with a rank r). Correct it, "
             "or remove it to train without them.",
         )
+    for name, value in (model.override_config or {}).items():
+        most = _MAX_LAYERS if "layer" in name else _MAX_COUNT
+        if isinstance(value, int) and abs(value) > most:
+            key = f"{path}.override_config"
+            yield error(key, f"{key}.{name}={value} is more than any model has; it is at most {most:,}.")
 
 
 def _check_optim(path: str, optim: OptimConfig, root: Any) -> Iterator[Problem]:
