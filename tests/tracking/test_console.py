@@ -3,12 +3,15 @@
 import io
 import json
 import logging
+import re
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from rich.console import Console as RichConsole
 
 from verl.tracking.console import Console
-from verl.tracking.files import append_rows
+from verl.tracking.files import append_rows, read_metrics
 from verl.tracking.plot import draw_learning_curve, smooth
 from verl.tracking.run_folder import RunFolder
 from verl.tracking.spans import Spans
@@ -54,7 +57,6 @@ def run(terminal: bool, steps: bool = True, tmp_path=None) -> str:
             console.step(step, STEP)
             logging.getLogger("verl.something").warning("careful now")
         console.final(summary())
-        console.error("it broke")
     return out.getvalue()
 
 
@@ -89,9 +91,40 @@ def test_terminal():
         "careful now",
         "Result",
         "+0.348",
-        "it broke",
     ):
         assert part in text
+
+
+FOREIGN = st.text(st.characters(categories=None, exclude_categories=()), max_size=40)
+
+
+@settings(max_examples=60, deadline=None)
+@given(text=FOREIGN, terminal=st.booleans())
+@example(text="\x1b]0;title\x07\x9b2J\u202e\rstep=9/9", terminal=True)
+@example(text="[/bold] [red]\n2026-01-01 00:00:00,000 ERROR 7 verl: forged\nerror: forged", terminal=False)
+def test_foreign_text_adds_no_lines_and_no_escapes(text, terminal):
+    """In facts, notices, phases and names of metrics, as of data sources."""
+    out, core = io.StringIO(), f"val-core/{text}/mean@4"
+    rich = RichConsole(file=out, force_terminal=terminal, no_color=True, width=200 if terminal else None)
+    with Console(rich_console=rich) as console:
+        console.header({"model": text, "notices": [text]})
+        console.begin(0, 2, SHOWN)
+        console.phase(text)
+        console.validation(1, {core: 0.5})
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())  # rich's own styles
+    assert not [c for c in shown if not c.isprintable() and c not in "\n\r\t"]
+    if not terminal:
+        lines = shown.split("\n")
+        assert "\x1b" not in out.getvalue()
+        assert len([line for line in lines if line.startswith(("model:", "notice:", "validation"))]) == 3
+    assert "title\x07" not in shown
+
+
+def test_names_of_metrics_are_clean_in_the_file(tmp_path):
+    with RunFolder(tmp_path) as folder, Tracker(folder, [], "p", "e", {}) as tracker:
+        tracker.log({"val-core/\x1b[31m\ud800\nforged/mean@4": 0.5}, 1)
+        (row,) = read_metrics(folder.metrics)
+    assert row["val-core/\\x1b[31m\\ud800 forged/mean@4"] == 0.5
 
 
 def test_a_program_of_another_kind():

@@ -6,9 +6,9 @@ import logging
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
-import yaml
 
 from verl.checkpoint.files import find_damage
 from verl.checkpoint.retention import candidates, newest_complete
@@ -16,6 +16,7 @@ from verl.checkpoint.tensor_files import num_bytes, read_model, set_config_dtype
 from verl.errors import CheckpointError
 from verl.models.rounding import Rounding
 from verl.parallel.device import parse_dtype
+from verl.tracking.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ def export(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"{out} exists and is not empty; remove it or choose another folder.")
     tensors = read_model(model_folder)
-    rounding = _rounding(checkpoint.parent / "config.yaml", role)
+    rounding = _rounding(checkpoint.parent, role)
     tensors = {
         name: rounding.rounded(name, t, target_dtype) if t.is_floating_point() else t for name, t in tensors.items()
     }
@@ -62,13 +63,13 @@ def export(
     return out
 
 
-def _rounding(config_file: Path, role: str) -> Rounding:
+def _rounding(run: Path, role: str) -> Rounding:
     """The rounding of the run; the default without its config."""
+    found: Any = RunFolder(run).read_config()
     try:
-        found = yaml.safe_load(config_file.read_text(encoding="utf-8"))
         for key in _SECTIONS.get(role, ()):
             found = found[key]
-    except (OSError, yaml.YAMLError, KeyError, TypeError):
+    except (KeyError, TypeError):
         return Rounding()
     # versions without the key rounded to nearest
     return Rounding(str(found.get("master_rounding", "nearest")) if isinstance(found, dict) else "dithered")
@@ -85,7 +86,7 @@ def compare(source: str | Path, folder: str | Path, role: str = "actor", step: i
     if different := sorted(ours.keys() ^ theirs.keys()):
         place = model_folder if different[0] in ours else folder
         raise CheckpointError(f"{len(different)} tensors are on one side only, the first {different[0]!r} in {place}.")
-    rounding = _rounding(checkpoint.parent / "config.yaml", role)
+    rounding = _rounding(checkpoint.parent, role)
     changed = [
         name
         for name, tensor in ours.items()

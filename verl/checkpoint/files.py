@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from verl.errors import CheckpointError
+from verl.tracking.files import has, read_json, read_text
 
 MANIFEST = "manifest.json"
 _FORMAT = 1
 _CHUNK_BYTES = 8 << 20
-_MAX_DOCUMENT_BYTES = 64 << 20  # of a JSON file that is read whole
 # errors of file systems that cannot sync a folder (CIFS, 9p and many in user space)
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EISDIR)
 
@@ -115,12 +115,10 @@ def remove_tree(path: Path) -> None:
 def read_document(path: Path) -> dict[str, Any]:
     """The JSON object in `path`. Raises CheckpointError when there is none."""
     try:
-        found = json.loads(_read_small(path))
-    except (OSError, ValueError, RecursionError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not JSON"
+        found: dict[str, Any] = read_json(path, has())
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a JSON object"
         raise CheckpointError(f"{path} cannot be read ({reason}). Resume from another checkpoint.") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path} is not a JSON object. Resume from another checkpoint.")
     return found
 
 
@@ -134,7 +132,7 @@ def find_damage(folder: Path, *, sizes_only: bool = False) -> str | None:
     """File and reason why `folder` is not a complete checkpoint; None when it is. Reads every byte, or with `sizes_only` just
     the manifest and the sizes. A file that is not in the manifest, and that a loader might read, is damage too."""
     try:
-        text = _read_small(folder / MANIFEST)
+        text = read_text(folder / MANIFEST)
         manifest = json.loads(text)
         if _manifest_text(manifest) != text:
             return f"{MANIFEST} was changed"
@@ -153,14 +151,6 @@ def find_damage(folder: Path, *, sizes_only: bool = False) -> str | None:
         return f"{MANIFEST} is missing, so the save did not finish" if folder.is_dir() else "the folder is not there"
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):  # a damaged file can raise any
         return f"{MANIFEST} cannot be read"
-
-
-def _read_small(path: Path) -> str:
-    """The text of a regular file of limited size. Raises ValueError for anything else: a pipe would block forever."""
-    found = path.stat()
-    if not stat.S_ISREG(found.st_mode) or found.st_size > _MAX_DOCUMENT_BYTES:
-        raise ValueError(f"{path} is not a small regular file")
-    return path.read_text(encoding="utf-8")
 
 
 def _unlisted(folder: Path, files: dict[str, Any]) -> str | None:

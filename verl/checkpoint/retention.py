@@ -11,10 +11,12 @@ from pathlib import Path
 
 from verl.checkpoint.files import find_damage, is_there, remove_tree, rename
 from verl.errors import CheckpointError
+from verl.tracking.files import read_text
 
 log = logging.getLogger(__name__)
 
 LATEST = "latest_checkpointed_iteration.txt"
+_MAX_DIGITS = 32
 
 _NAME = re.compile(r"global_step_(0|[1-9]\d*)")
 _LEFTOVER = re.compile(r"\.(global_step_\d+)\.(tmp|old|removed)-\d+")
@@ -64,7 +66,7 @@ def _missing(root: Path, steps: list[int]) -> list[str]:
     """The last checkpoint that was saved, if it is neither there nor set aside. It was removed; starting over in silence
     would hide that."""
     try:
-        newest = int((root / LATEST).read_text(encoding="utf-8"))
+        newest = int(read_text(root / LATEST, _MAX_DIGITS))
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return []
     if newest in steps or (steps and newest < steps[0]) or any(root.glob(f"superseded_*_global_step_{newest}")):

@@ -20,10 +20,13 @@ from verl.checkpoint.tensor_files import (
 )
 from verl.engines.api import AdapterState, EngineState, Tensors, whole
 from verl.errors import CheckpointError, os_error_of
+from verl.foreign_text import clean
 from verl.models.lora import CONFIG_FILE as ADAPTER_CONFIG
 from verl.models.lora import WEIGHTS_FILE as ADAPTER_WEIGHTS
+from verl.tracking.files import is_count
 
 ALL_CONTENTS = ("model", "optimizer", "extra")
+_COUNTS = ("num_lr_steps", "num_optimizer_steps")  # of extra.json
 
 
 @dataclass(frozen=True)
@@ -138,6 +141,12 @@ def read_role(folder: Path, contents: Collection[str]) -> EngineState:
     weights = "model" in contents or "hf_model" in contents
     optimizer = read_tensors(part("optimizer", "optimizer.safetensors")) if "optimizer" in contents else {}
     extra = read_document(part("extra", "extra.json")) if "extra" in contents else {}
+    wrong = [name for name in _COUNTS if not is_count(extra.get(name, 0))]
+    if wrong:
+        raise CheckpointError(
+            f"{folder / 'extra.json'} has {wrong[0]}={clean(extra[wrong[0]])}, which is no count. Resume from another "
+            "checkpoint."
+        )
     adapter_folder = folder / "lora_adapter"
     if not weights or not (adapter_folder / ADAPTER_CONFIG).is_file():
         return EngineState(read_model(folder / "huggingface") if weights else {}, optimizer, extra)

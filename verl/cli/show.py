@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.cli.arguments import Parser
+from verl.foreign_text import clean, printable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -45,7 +46,9 @@ def run_show(argv: list[str]) -> int:
 
 def show(progress: Progress, console: Console) -> None:
     """Print `progress` as text."""
-    console.print(f"[bold]{progress.folder}[/bold]  {_state(progress)}", soft_wrap=True)
+    from rich.text import Text
+
+    console.print(Text.assemble((clean(progress.folder), "bold"), f"  {_state(progress)}"), soft_wrap=True)
     if progress.crashes:
         console.print(_crashes(progress.crashes), markup=False, soft_wrap=True)
     if progress.samples is not None:
@@ -101,15 +104,16 @@ def _crashes(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _show_time(found: Bottleneck, console: Console) -> None:
     from rich.table import Table
+    from rich.text import Text
 
-    console.print(f"\n[bold]{found.name}[/bold]: a step takes {duration(found.step_s)}")
+    console.print(Text.assemble("\n", (clean(found.name), "bold"), f": a step takes {duration(found.step_s)}"))
     table = Table.grid(padding=(0, 2))
     for phase, share in found.shares.items():
-        table.add_row(f"  {phase}", f"{share:6.1%}", "█" * round(share * 40))
+        table.add_row(Text(f"  {clean(phase)}"), f"{share:6.1%}", "█" * min(max(round(share * 40), 0), 40))
     console.print(table)
-    roles = ", ".join(f"{role} {share:.0%}" for role, share in found.utilisation.items())
+    roles = ", ".join(f"{clean(role)} {share:.0%}" for role, share in found.utilisation.items())
     if roles:
-        console.print(f"  busy: {roles}", soft_wrap=True)
+        console.print(f"  busy: {roles}", soft_wrap=True, markup=False)
     if found.communication_bytes:
         speed = found.communication_bytes / max(found.communication_s, 1e-9) / 1e6
         console.print(
@@ -119,17 +123,18 @@ def _show_time(found: Bottleneck, console: Console) -> None:
     if found.advice:
         console.print("[bold]what to change[/bold]")
     for sentence in found.advice:
-        console.print(f"  - {sentence}", markup=False, soft_wrap=True)
+        console.print(f"  - {printable(sentence)}", markup=False, soft_wrap=True)
 
 
 def _show_curves(curves: Sequence[Curve], console: Console) -> None:
     from rich.table import Table
+    from rich.text import Text
 
     console.print("\n[bold]learning[/bold]")
     table = Table.grid(padding=(0, 2))
     for curve in curves:
         table.add_row(
-            f"  {curve.meaning}",
+            Text(f"  {curve.meaning}"),
             f"{curve.first:.4g} → {curve.last:.4g}",
             f"best {curve.best:.4g} at step {curve.best_step}",
             sparkline(curve.points),

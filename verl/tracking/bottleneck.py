@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from verl.tracking.files import is_number
+
 NAMES = {
     "rollout": "rollout-bound",
     "training": "training-bound",
@@ -51,7 +53,9 @@ class _Facts:
             if not isinstance(node, Mapping) or name not in node:
                 return default
             node = node[name]
-        return default if node is None else node
+        if node is None or (is_number(default) and not is_number(node)):
+            return default
+        return node
 
     def metric(self, name: str, default: float = 0.0) -> float:
         return self.metrics.get(name, default)
@@ -235,15 +239,21 @@ def _fewer_exchanges(facts: _Facts) -> str | None:
 
 
 def _validation(facts: _Facts) -> str | None:
-    every = max(int(facts.key("trainer.test_freq", 1)), 1)
-    wanted = max(round(every * facts.shares["validation"] / 0.05), every + 1)
-    return f"trainer.test_freq={wanted} (now {every}) or a smaller data.val_max_samples makes validation about a twentieth."
+    less_often = _less_often(facts, "test_freq", "validation")
+    return f"{less_often} or a smaller data.val_max_samples makes validation about a twentieth."
 
 
 def _saving(facts: _Facts) -> str | None:
-    every = max(int(facts.key("trainer.save_freq", 1)), 1)
-    wanted = max(round(every * facts.shares["saving"] / 0.05), every + 1)
-    return f"trainer.save_freq={wanted} (now {every}) makes saving about a twentieth of the time."
+    return f"{_less_often(facts, 'save_freq', 'saving')} makes saving about a twentieth of the time."
+
+
+def _less_often(facts: _Facts, key: str, phase: str) -> str:
+    """ "trainer.save_freq=12 (now 2)": the number of steps with which `phase` takes a twentieth of the time."""
+    given = facts.key(f"trainer.{key}")
+    if isinstance(given, str):  # after_each_epoch
+        return f"A number of steps in trainer.{key} (now {given}) above those of an epoch"
+    every = max(int(facts.key(f"trainer.{key}", 1)), 1)
+    return f"trainer.{key}={max(round(every * facts.shares[phase] / 0.05), every + 1)} (now {every})"
 
 
 RULES: dict[str, tuple[Rule, ...]] = {

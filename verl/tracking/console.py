@@ -17,9 +17,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 from rich.text import Text
 
+from verl.foreign_text import clean
 from verl.tracking.logs import add_handler, log_level, remove_handler, terminal_handler
 from verl.tracking.summary import Summary
 
+_MAX_CHARS = 2000  # of a fact
 _NUM_RECENT = 20  # steps whose mean time estimates the rest
 
 StepMetrics = Mapping[str, tuple[str, str]]  # metric -> (short name, format), in the order of the line of a step
@@ -64,7 +66,7 @@ class Console:
     def header(self, facts: Mapping[str, Any]) -> None:
         """Facts of the run; the list under `notices`, one sentence each, comes below them."""
         facts = dict(facts)
-        notices = [str(notice) for notice in facts.pop("notices", None) or []]
+        notices = [clean(notice, limit=_MAX_CHARS) for notice in facts.pop("notices", None) or []]
         if not self.rich.is_terminal:
             self._lines(
                 [*(f"{name}: {_fact(value)}" for name, value in facts.items()), *(f"notice: {n}" for n in notices)]
@@ -91,7 +93,7 @@ class Console:
             return
         self._progress = Progress(
             SpinnerColumn(), TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=24),
-            TextColumn("{task.fields[phase]}", style="cyan"), TextColumn("{task.fields[status]}"),
+            TextColumn("{task.fields[phase]}", style="cyan", markup=False), TextColumn("{task.fields[status]}"),
             console=self.rich, transient=True,
         )  # fmt: skip
         self._task = self._progress.add_task("", total=total, completed=done, phase="starting", status="")
@@ -100,7 +102,7 @@ class Console:
     def phase(self, name: str) -> None:
         """Show the current phase beside the bar."""
         if self._progress is not None:
-            self._progress.update(self._task, phase=name)
+            self._progress.update(self._task, phase=clean(name))
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print the line of a finished step and advance the bar. Metrics that were not measured are left out."""
@@ -128,7 +130,7 @@ class Console:
     def validation(self, step: int | None, metrics: Mapping[str, float]) -> None:
         """Print the metrics `val/*` after `step` (0: before training, None: without any), then `val-core/*` line by line."""
         found, core = (
-            [(name.removeprefix(prefix), f"{v:.3f}") for name, v in metrics.items() if name.startswith(prefix)]
+            [(clean(name.removeprefix(prefix)), f"{v:.3f}") for name, v in metrics.items() if name.startswith(prefix)]
             for prefix in ("val/", "val-core/")
         )
         if not found and not core:
@@ -167,14 +169,6 @@ class Console:
         table.caption = f"{took} on {summary.device}"
         self.rich.print(table)
 
-    def error(self, message: str) -> None:
-        """Print a failure in its own frame."""
-        self._stop_bar()
-        if self.rich.is_terminal:
-            self.rich.print(Panel(Text(message), title="[bold]error", title_align="left", border_style="red"))
-        else:
-            self._lines([f"error: {message}"])
-
     def _lines(self, lines: list[str]) -> None:
         for line in lines:
             self.rich.print(line, soft_wrap=True, markup=False, highlight=False)
@@ -196,7 +190,7 @@ def _step_line(step: int, total: int, shown: list[tuple[str, str]]) -> Text:
 
 
 def _fact(value: Any) -> str:
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else clean(value, limit=_MAX_CHARS)
 
 
 def _value(value: float | None) -> str:

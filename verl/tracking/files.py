@@ -1,29 +1,49 @@
-"""Files of a run that survive a kill at any moment: synced appends, atomic replacement; and the type of a file system."""
+"""Files of a run: synced appends and atomic replacement, which survive a kill at any moment; the one reader of them, with a
+limit of size and a schema; and the type of a file system.
+
+A schema is a check of a value, built from the checks below:
+
+    has(step=is_count, phases=each(is_number), of=maybe(is_count))
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
-import math
+import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import stat
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from verl.config.secrets import hide
+from verl.foreign_text import valid_utf8
+
+log = logging.getLogger(__name__)
+
+_MAX_BYTES = 64 << 20  # of a file that is read whole
+_MAX_ROW_BYTES = 16 << 20
+_PIECE_BYTES = 1 << 16
+_MAX_WHOLE = 1 << 53  # above, JSON readers that count in float64 lose digits
+Check = Callable[[Any], bool]
 
 # prefixes of the names that the operating system gives to file systems which several machines share
 NETWORK_FILE_SYSTEMS = tuple("nfs cifs smb 9p afs ceph lustre gpfs beegfs glusterfs sshfs".split())
 
 
 def json_text(value: Any, indent: int | None = None) -> str:
-    """`value` as strict JSON: NaN and infinities become null, numpy and torch values become plain ones, others text. Known
-    secrets are masked."""
+    """`value` as strict JSON in valid UTF-8: NaN and infinities become null, numpy and torch values become plain ones, others
+    text. Known secrets are masked."""
     try:
-        return hide(json.dumps(value, ensure_ascii=False, allow_nan=False, indent=indent, default=_plain))
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False, indent=indent, default=_plain)
     except ValueError:
-        return hide(json.dumps(_finite(value), ensure_ascii=False, allow_nan=False, indent=indent))
+        text = json.dumps(_finite(value), ensure_ascii=False, allow_nan=False, indent=indent)
+    return valid_utf8(hide(text))
 
 
 def _plain(value: Any) -> Any:
@@ -34,7 +54,7 @@ def _plain(value: Any) -> Any:
 
 def _finite(value: Any) -> Any:
     if isinstance(value, float):
-        return value if math.isfinite(value) else None
+        return value if isfinite(value) else None
     if isinstance(value, Mapping):
         return {str(k): _finite(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -42,37 +62,148 @@ def _finite(value: Any) -> Any:
     return value if value is None or isinstance(value, str | int) else _finite(_plain(value))
 
 
+def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
+    """A descriptor of a regular file. Raises OSError, also for a pipe, which would block, and a device, which may have no
+    end."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.ENXIO, "it is not a regular file", str(path))
+    return descriptor
+
+
 def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Append one line per row and sync, so that a later checkpoint is never ahead of the rows."""
-    with path.open("a", encoding="utf-8") as file:
-        file.write("".join(json_text(row) + "\n" for row in rows))
-        file.flush()
-        os.fsync(file.fileno())
+    """Append one line per row and sync, so that a later checkpoint is never ahead of the rows. All rows or none are written,
+    unless the process is killed; a line that a kill cut short is ended first."""
+    lines = "".join(json_text(row) + "\n" for row in rows).encode()
+    descriptor = open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+    size = os.fstat(descriptor).st_size
+    try:
+        left = memoryview(b"\n" + lines if size and os.pread(descriptor, 1, size - 1) != b"\n" else lines)
+        while left:
+            left = left[os.write(descriptor, left) :]
+        os.fsync(descriptor)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            os.ftruncate(descriptor, size)
+        error.filename = str(path)
+        raise
+    finally:
+        os.close(descriptor)
 
 
-def read_json_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a file of `append_rows`; none when it is missing. A truncated line is left out."""
-    if not path.exists():
+def read_text(path: Path, max_bytes: int = _MAX_BYTES) -> str:
+    """The text of a regular file. Raises OSError, and ValueError for one that is larger or not UTF-8."""
+    content = bytearray()
+    with os.fdopen(open_regular(path), "rb") as file:  # in pieces: a read reserves the memory that it may need
+        while len(content) <= max_bytes and (piece := file.read(_PIECE_BYTES)):
+            content += piece
+    if len(content) > max_bytes:
+        raise ValueError(f"it has more than {max_bytes:,} bytes")
+    return content.decode()
+
+
+def read_json(path: Path, check: Check, max_bytes: int = _MAX_BYTES) -> Any:
+    """The JSON value in a regular file. Raises OSError, and ValueError for one that is not JSON or fails `check`."""
+    return _checked(read_text(path, max_bytes), check)
+
+
+def read_lines(path: Path, check: Check) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+    """The lines of a file of `append_rows` with their rows; None for a line that is truncated or fails `check`. No lines when
+    the file is missing. Raises OSError."""
+    try:
+        descriptor = open_regular(path)
+    except FileNotFoundError:
         return
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
+    with os.fdopen(descriptor, "rb") as file:
+        while line := file.readline(_MAX_ROW_BYTES):
             try:
-                row = json.loads(line)
+                row = _checked(line.decode(), check)
             except ValueError:
-                continue
-            if isinstance(row, dict):
-                yield row
+                row = None
+            yield line, row if isinstance(row, dict) else None
 
 
-def truncate_rows(path: Path, step: int) -> int:
-    """Leave only the rows up to `step` in a file of `append_rows`, if there is one; returns the number of removed rows."""
-    if not path.exists():
+def read_json_rows(path: Path, check: Check | None = None) -> Iterator[dict[str, Any]]:
+    """The rows of a file of `append_rows`; none when it is missing or no file. Lines that fail `check` are left out."""
+    with contextlib.suppress(OSError):
+        yield from (row for _, row in read_lines(path, check or has()) if row is not None)
+
+
+def read_metrics(path: Path) -> Iterator[dict[str, float]]:
+    """The rows of metrics.jsonl: step, time, and the metrics that are finite numbers."""
+    for row in read_json_rows(path, OF_STEP):
+        yield {name: value for name, value in row.items() if is_number(value)}
+
+
+def _checked(text: str, check: Check) -> Any:
+    try:
+        found = json.loads(text)
+        valid = check(found)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+    if not valid:
+        raise ValueError("it is not what a run writes")
+    return found
+
+
+def is_count(value: Any) -> bool:
+    """A whole number from 0 on."""
+    return type(value) is int and 0 <= value <= _MAX_WHOLE
+
+
+def is_number(value: Any) -> bool:
+    """A finite number."""
+    return type(value) in (int, float) and abs(value) <= 1e308
+
+
+def is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def maybe(check: Check) -> Check:
+    """Null, or what `check` wants."""
+    return lambda value: value is None or check(value)
+
+
+def each(check: Check) -> Check:
+    """A mapping whose values are what `check` wants."""
+    return lambda value: isinstance(value, Mapping) and all(map(check, value.values()))
+
+
+def has(**fields: Check) -> Check:
+    """A mapping with these fields, and perhaps others. A field that may be null may be missing."""
+    return lambda value: isinstance(value, Mapping) and all(check(value.get(name)) for name, check in fields.items())
+
+
+OF_STEP = has(step=is_count)  # a row of metrics.jsonl, spans.jsonl, guards.jsonl
+
+
+def truncate_rows(path: Path, step: int, *, complete: bool = False) -> int:
+    """Leave only the rows up to `step` in a file of `append_rows`, as they are, if there is one; returns the number of removed
+    rows. Damage is logged; a file is `complete` when every step from its first on must have a row."""
+    if not path.exists() and not complete:
         return 0
-    # a line that a kill cut short is left out, so the file is always rewritten
-    rows = list(read_json_rows(path))
-    kept = [row for row in rows if row.get("step", -1) <= step]
-    write_atomically(path, "".join(json_text(row) + "\n" for row in kept))
-    return len(rows) - len(kept)
+    kept, steps, last, num_removed, num_damaged = bytearray(), set(), 0, 0, 0
+    for line, row in read_lines(path, OF_STEP):
+        if row is None:
+            num_damaged += line.endswith(b"\n")  # a kill leaves a line without its end
+            continue
+        num_damaged += row["step"] < last
+        last = row["step"]
+        if last > step:
+            num_removed += 1
+        else:
+            kept += line.removesuffix(b"\n") + b"\n"
+            steps.add(last)
+    num_missing = step + 1 - max(min(steps, default=step), 1) - len(steps - {0}) if complete else 0
+    if num_damaged or num_missing:
+        log.warning(
+            "%s is damaged: %d lines are wrong, and %d steps before step %d have no row.",
+            path, num_damaged, num_missing, step + 1,
+        )  # fmt: skip
+    write_atomically(path, kept.decode())
+    return num_removed
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -84,6 +215,9 @@ def write_atomically(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+    except OSError as error:
+        error.filename = str(path)
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -15,10 +15,13 @@ import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from verl.foreign_text import clean
 from verl.parallel.stack_dump import dumps_on_signal
+from verl.tracking.files import has, is_count, is_number, is_text, open_regular, read_json
 
 EVENTS = "events.jsonl"  # beside it: a line for each crash of the run with the action of its supervisor
 _WIDTH = 512  # bytes of the file: always overwritten whole, so it is never truncated or replaced
+_BEAT = has(pid=is_count, host=is_text, step=is_count, phase=is_text, since=is_number)
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class Heartbeat:
         self._beat = replace(self._beat, pid=os.getpid(), since=time.time())
         self._open.enter_context(dumps_on_signal(self._stacks))
         if self._file is not None:
-            self._descriptor = os.open(self._file, os.O_WRONLY | os.O_CREAT, 0o644)
+            self._descriptor = open_regular(self._file, os.O_WRONLY | os.O_CREAT)
             self._open.callback(os.close, self._descriptor)
             self._write()
 
@@ -59,7 +62,7 @@ class Heartbeat:
 
     def phase(self, name: str) -> None:
         """Start of a phase."""
-        self._beat = replace(self._beat, phase=name[:100], since=time.time())
+        self._beat = replace(self._beat, phase=clean(name, limit=60), since=time.time())
         self._write()
 
     def begin_step(self, step: int) -> None:
@@ -69,17 +72,18 @@ class Heartbeat:
 
     def _write(self) -> None:
         if self._descriptor is not None:
-            text = json.dumps(asdict(self._beat)).ljust(_WIDTH - 1) + "\n"
+            text = json.dumps(asdict(self._beat), ensure_ascii=False).encode()
             with contextlib.suppress(OSError):  # whoever loses data by a full disk reports it
-                os.pwrite(self._descriptor, text.encode(), 0)
+                os.pwrite(self._descriptor, text.ljust(_WIDTH - 1) + b"\n", 0)
 
 
 def read_beat(root: Path) -> Beat | None:
     """The last beat of the newest run in `root`; None when there is none."""
     try:
-        return Beat(**json.loads((root / "heartbeat.json").read_bytes()))
-    except (OSError, ValueError, TypeError):
+        found = read_json(root / "heartbeat.json", _BEAT, _WIDTH)
+    except (OSError, ValueError):
         return None
+    return Beat(found["pid"], clean(found["host"]), found["step"], clean(found["phase"]), found["since"])
 
 
 def stacks_file(root: Path, rank: int) -> Path:

@@ -3,17 +3,21 @@ the level of `verl` (default INFO)."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
+import sys
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.logging import RichHandler
 
 from verl.config.secrets import hide, remember_secrets
 from verl.foreign_text import printable
+from verl.tracking.files import open_regular
 
 _FILE_FORMAT = "%(asctime)s %(levelname)s %(process)d %(name)s: %(message)s"
 _MAX_FILE_BYTES = 20_000_000
@@ -60,11 +64,22 @@ def setup_logging(log_dir: Path, rank: int = 0) -> None:
     add_handler(handler)
 
 
+class _LogFile(RotatingFileHandler):
+    """Records that a full disk or a lost folder refuses are left out: the terminal has them."""
+
+    def _open(self) -> Any:
+        return os.fdopen(
+            open_regular(Path(self.baseFilename), os.O_WRONLY | os.O_APPEND | os.O_CREAT), "a", encoding="utf-8"
+        )
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+
 def add_log_file(log_dir: Path, rank: int) -> logging.Handler:
     """Also log to `log_dir`/rank_{rank}.log, until `remove_handler`."""
-    handler = RotatingFileHandler(
-        log_dir / f"rank_{rank}.log", maxBytes=_MAX_FILE_BYTES, backupCount=_NUM_OLD_FILES, encoding="utf-8", delay=True
-    )
+    handler = _LogFile(log_dir / f"rank_{rank}.log", maxBytes=_MAX_FILE_BYTES, backupCount=_NUM_OLD_FILES, delay=True)
     handler.setFormatter(logging.Formatter(_FILE_FORMAT))
     return add_handler(handler)
 
@@ -90,4 +105,5 @@ def add_handler(handler: logging.Handler) -> logging.Handler:
 def remove_handler(handler: logging.Handler) -> None:
     """Detach and close."""
     logging.getLogger().removeHandler(handler)
-    handler.close()
+    with contextlib.suppress(OSError):
+        handler.close()

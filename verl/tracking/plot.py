@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from verl.tracking.files import read_json_rows
+from verl.tracking.files import read_metrics
 from verl.tracking.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ def draw_learning_curve(folder: RunFolder) -> Path | None:
     The first panel is large; its validation metrics are dots with values. Without matplotlib, and after a failure, a line is
     logged and nothing is raised: a picture must not fail a run.
     """
-    rows, curves = list(read_json_rows(folder.metrics)), list(folder.read_curves().items())
+    rows, curves = list(read_metrics(folder.metrics)), list(folder.read_curves().items())
     if not curves or not any(_points(rows, name)[0] for name in curves[0][1] if not _is_validation(name)):
         return None
     if importlib.util.find_spec("matplotlib") is None:
@@ -118,7 +118,7 @@ def _is_validation(name: str) -> bool:
 
 def _points(rows: Rows, name: str) -> Points:
     """(steps, values) of the rows that have a value of `name`."""
-    found = [(row["step"], row[name]) for row in rows if "step" in row and row.get(name) is not None]
+    found = [(row["step"], row[name]) for row in rows if name in row]
     return [step for step, _ in found], [value for _, value in found]
 
 

@@ -12,17 +12,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from verl.errors import ConfigError
+from verl.foreign_text import clean
 from verl.tracking.bottleneck import Bottleneck, find_bottleneck
-from verl.tracking.files import read_json_rows
+from verl.tracking.files import has, is_count, is_number, is_text, maybe, open_regular, read_json_rows, read_metrics
 from verl.tracking.heartbeat import EVENTS, read_beat
 from verl.tracking.ledger.reader import Counts, read_counts
 from verl.tracking.lock import holder_of
 from verl.tracking.run_folder import Curves, RunFolder
+from verl.tracking.timeline import read_timeline
 
 _LOG_BYTES = 1 << 16  # looked at from the end of a log
+_LINE_CHARS = 1000
+_EVENT = has(
+    time=lambda value: is_number(value) and 0 <= value < 1e11, event=is_text, cause=is_text, step=maybe(is_count),
+    phase=maybe(is_text), **{"from": maybe(is_text)},
+)  # fmt: skip
 _RECORD = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ (WARNING|ERROR|CRITICAL) ")
 
 
@@ -65,12 +70,12 @@ def read_progress(folder: Path, num_complaints: int = 5) -> Progress:
             f"{folder} is not a run folder: it has neither config.yaml nor metrics.jsonl. Give the folder that "
             "trainer.default_local_dir named."
         )
-    timeline, metrics = list(read_json_rows(folder / "timeline.jsonl")), list(read_json_rows(folder / "metrics.jsonl"))
+    timeline, metrics = list(read_timeline(folder / "timeline.jsonl")), list(read_metrics(folder / "metrics.jsonl"))
     total = next((row["of"] for row in reversed(timeline) if row.get("of")), None)
     step = max((int(row["step"]) for row in metrics), default=0)
     process = holder_of(folder)
     finished = (folder / "summary.json").is_file() and process is None
-    bottleneck = find_bottleneck(timeline, metrics, _config(folder))
+    events = read_json_rows(folder / EVENTS, _EVENT)
     seconds = statistics.median(row["seconds"] for row in timeline[-20:]) if timeline else None
     beat = read_beat(folder) if process is not None else None
     return Progress(
@@ -82,30 +87,21 @@ def read_progress(folder: Path, num_complaints: int = 5) -> Progress:
         step_s=seconds,
         seconds_left=seconds * (total - step) if seconds is not None and total and process is not None else None,
         last_written_s=time.time() - metrics[-1]["time"] if metrics and "time" in metrics[-1] else None,
-        bottleneck=bottleneck,
+        bottleneck=find_bottleneck(timeline, metrics, RunFolder(folder).read_config()),
         curves=_curves(metrics, RunFolder(folder).read_curves()),
         complaints=_complaints(folder / "logs", num_complaints),
         doing=beat.phase if beat else "",
         doing_s=time.time() - beat.since if beat else None,
-        crashes=list(read_json_rows(folder / EVENTS)),
+        crashes=[{name: clean(v) if isinstance(v, str) else v for name, v in row.items()} for row in events],
         samples=read_counts(folder),
     )
-
-
-def _config(folder: Path) -> Mapping[str, Any]:
-    """The run's config as plain mappings; empty when it cannot be read."""
-    try:
-        found = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError):
-        return {}
-    return found if isinstance(found, Mapping) else {}
 
 
 def _curves(metrics: Sequence[Mapping[str, Any]], panels: Curves) -> dict[str, Curve]:
     found = {}
     named = {name: f"{title}, {label}" if label else title for title, p in panels.items() for name, label in p.items()}
     for name, meaning in named.items():
-        points = [(int(row["step"]), float(row[name])) for row in metrics if isinstance(row.get(name), int | float)]
+        points = [(int(row["step"]), float(row[name])) for row in metrics if name in row]
         if points:
             values = [value for _, value in points]
             some = max(len(values) // 10, 1)
@@ -117,18 +113,19 @@ def _curves(metrics: Sequence[Mapping[str, Any]], panels: Curves) -> dict[str, C
 
 
 def _complaints(logs: Path, count: int) -> list[str]:
-    found = []
-    for file in sorted(logs.glob("*.log"), key=lambda f: f.stat().st_mtime):
-        for line in _tail(file).splitlines():
-            if _RECORD.match(line):
-                found.append(line)
-    return sorted(found)[-count:] if count else []
+    lines = (line for file in logs.glob("*.log") for line in _tail(file).splitlines())
+    found = sorted(clean(line, limit=_LINE_CHARS) for line in lines if _RECORD.match(line))
+    return found[-count:] if count else []
 
 
 def _tail(file: Path) -> str:
-    with file.open("rb") as stream:
-        stream.seek(max(os.fstat(stream.fileno()).st_size - _LOG_BYTES, 0))
-        return stream.read().decode("utf-8", errors="replace")
+    """The end of a log; "" when it cannot be read."""
+    try:
+        with os.fdopen(open_regular(file), "rb") as stream:
+            stream.seek(max(os.fstat(stream.fileno()).st_size - _LOG_BYTES, 0))
+            return stream.read(_LOG_BYTES).decode("utf-8", errors="replace")
+    except OSError:
+        return ""
 
 
 def to_json(progress: Progress) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from verl._version import __version__
-from verl.tracking.files import read_json_rows
+from verl.tracking.files import read_metrics
 
 _GIT_TIMEOUT_S = 5.0
 
@@ -99,8 +99,8 @@ def _git(*arguments: str) -> str | None:
 def _phases(metrics_file: Path) -> dict[str, list[float]]:
     """Seconds of each phase at each step that has it."""
     found: dict[str, list[float]] = {}
-    for row in read_json_rows(metrics_file):
+    for row in read_metrics(metrics_file):
         for name, value in row.items():
-            if name.startswith("timing_s/") and value is not None:
+            if name.startswith("timing_s/"):
                 found.setdefault(name.removeprefix("timing_s/"), []).append(value)
     return found

@@ -13,14 +13,19 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from verl.parallel.traffic import TRAFFIC, Traffic
-from verl.tracking.files import append_rows
+from verl.tracking.files import append_rows, each, has, is_count, is_number, maybe, read_json_rows
 
 SpanPhases = Mapping[str, tuple[str, str | None]]  # span -> (phase of the step, role that is busy in it, or None)
+
+_ROW = has(
+    step=is_count, of=maybe(is_count), seconds=is_number, phases=each(is_number), roles=each(has(busy_s=is_number)),
+    communication=has(seconds=is_number, bytes=is_number),
+)  # fmt: skip
 
 # spans of the host; a program adds its own
 _HOST_SPANS: SpanPhases = {"testing": ("validation", None), "save_checkpoint": ("saving", None)}
@@ -60,6 +65,11 @@ class Timeline:
             "communication": {"seconds": exchanged.seconds, "bytes": exchanged.num_bytes},
         }
         append_rows(self._path, [row])
+
+
+def read_timeline(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of timeline.jsonl."""
+    return read_json_rows(path, _ROW)
 
 
 def summarise(

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from verl.config.secrets import hide_values
+from verl.foreign_text import clean, printable
 from verl.tracking.files import append_rows, json_text, write_atomically
 from verl.tracking.run_folder import RunFolder
 from verl.tracking.sinks.api import RunInfo, make_sink
@@ -63,7 +64,7 @@ class Tracker:
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
         """Write one row of metrics to the disk, and queue it for the trackers."""
-        row = {name: _number(value) for name, value in metrics.items()}
+        row = {clean(name): _number(value) for name, value in metrics.items()}
         append_rows(self.folder.metrics, [{"step": step, "time": round(time.time(), 3), **row}])
         for guard in self._guards:
             guard.log(row, step)
@@ -74,7 +75,7 @@ class Tracker:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, "".join(json_text({"step": step, **row}) + "\n" for row in rows))
         dump = self._dumps.get(split)
-        if dump is not None:
+        if dump:
             _dump(Path(dump).expanduser(), step, rows)
         if split == "val" and self.log_val_generations > 0:
             self.validation_table(step, rows)
@@ -84,7 +85,7 @@ class Tracker:
         ordered = sorted(rows, key=lambda row: str(row.get("prompt")))
         random.Random(42).shuffle(ordered)
         columns = [c for c in _TABLE_COLUMNS if rows and c in rows[0]]
-        chosen = [{c: row.get(c) for c in columns} for row in ordered[: self.log_val_generations]]
+        chosen = [{c: _printable(row.get(c)) for c in columns} for row in ordered[: self.log_val_generations]]
         for guard in self._guards:
             guard.table("val/generations", chosen, step)
 
@@ -107,25 +108,12 @@ class NullOutput:
 
     def __exit__(self, *_: object) -> None: ...
 
-    def log(self, metrics: Mapping[str, Any], step: int) -> None: ...
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_, **__: None
 
-    def samples(self, split: str, step: int, rows: list[dict[str, Any]]) -> None: ...
 
-    def finish(self, summary: Summary) -> None: ...
-
-    def header(self, facts: Mapping[str, Any]) -> None: ...
-
-    def begin(self, done: int, total: int, metrics: Mapping[str, tuple[str, str]]) -> None: ...
-
-    def phase(self, name: str) -> None: ...
-
-    def step(self, step: int, metrics: Mapping[str, float]) -> None: ...
-
-    def validation(self, step: int | None, metrics: Mapping[str, float]) -> None: ...
-
-    def final(self, summary: Summary) -> None: ...
-
-    def close(self) -> None: ...
+def _printable(value: Any) -> Any:
+    return printable(value) if isinstance(value, str) else value
 
 
 def _number(value: Any) -> float:
