@@ -38,21 +38,34 @@ class RunInfo:
 
 
 class Sink:
-    """One tracker. The constructor takes a RunInfo, uses neither disk nor network, and raises MissingExtraError when its
-    package is not installed. All other calls come in order from one thread, and may raise or hang (see `Guard`)."""
+    """One tracker. The constructor takes a RunInfo, uses neither disk nor network, and raises MissingExtraError when `package`,
+    which the extra `extra` of verl installs, is missing. All other calls come in order from one thread, and may raise or hang
+    (see `Guard`).
+
+    A tracker whose package has an object with `log(metrics, step=)` and `finish()` defines `start` alone, which sets `run`."""
+
+    package = extra = ""
+
+    def __init__(self, info: RunInfo):
+        if self.package and importlib.util.find_spec(self.package) is None:
+            raise MissingExtraError(f"The tracker '{self.package}' (trainer.logger)", self.extra, self.package)
+        self.info = info
+        self.run: Any = None
 
     def start(self) -> None:
         """Connect, open files."""
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         """Record the metrics of one step."""
-        raise NotImplementedError
+        self.run.log(metrics, step=step)
 
     def table(self, name: str, rows: list[dict[str, Any]], step: int) -> None:
         """Record some samples for display; a tracker without tables ignores them."""
 
     def close(self) -> None:
         """Send all that is queued."""
+        if self.run is not None:
+            self.run.finish()
 
 
 def make_sink(name: str, info: RunInfo) -> Sink:
@@ -63,12 +76,6 @@ def make_sink(name: str, info: RunInfo) -> Sink:
             "mlflow, swanlab and trackio are supported."
         )
     return SINKS.get(name)(info)
-
-
-def require_package(tracker: str, package: str, extra: str) -> None:
-    """Raises MissingExtraError when `package` cannot be imported."""
-    if importlib.util.find_spec(package) is None:
-        raise MissingExtraError(f"The tracker '{tracker}' (trainer.logger)", extra, package)
 
 
 def not_supported(info: RunInfo) -> Sink:

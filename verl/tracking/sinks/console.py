@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from verl.tracking.sinks.api import RunInfo, Sink
+from verl.tracking.sinks.api import Sink
 
 
 class ConsoleSink(Sink):
     """Prints `step:3 - loss:0.25 - ...`, the line that log parsers of existing scripts expect."""
 
-    def __init__(self, info: RunInfo):
-        self.console = Console()
-
     def log(self, metrics: dict[str, float], step: int) -> None:
         parts = [f"step:{step}", *(f"{name}:{value}" for name, value in metrics.items())]
-        self.console.print(" - ".join(parts), soft_wrap=True, markup=False, highlight=False)
+        Console().print(" - ".join(parts), soft_wrap=True, markup=False, highlight=False)

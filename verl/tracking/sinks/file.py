@@ -13,6 +13,7 @@ class FileSink(Sink):
     """Writes to VERL_FILE_LOGGER_PATH, or {VERL_FILE_LOGGER_ROOT or the run folder}/{project}/{experiment}.jsonl."""
 
     def __init__(self, info: RunInfo):
+        super().__init__(info)
         root = Path(os.environ.get("VERL_FILE_LOGGER_ROOT") or info.root)
         given = os.environ.get("VERL_FILE_LOGGER_PATH")
         self.path = Path(given) if given else root / info.project / f"{info.experiment}.jsonl"

@@ -7,17 +7,16 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from verl.tracking.sinks.api import RunInfo, Sink, require_package
+from verl.tracking.sinks.api import Sink
 
 
 class MlflowSink(Sink):
-    def __init__(self, info: RunInfo):
-        require_package("mlflow", "mlflow", "mlflow")
-        self.info = info
+    package = extra = "mlflow"
 
     def start(self) -> None:
         import mlflow
 
+        self.run = mlflow
         mlflow.set_experiment(self.info.project)
         mlflow.start_run(run_name=self.info.experiment)
         # MLflow's limits: length of a value, size of a batch
@@ -26,19 +25,14 @@ class MlflowSink(Sink):
             mlflow.log_params(dict(params[start : start + 100]))
 
     def log(self, metrics: dict[str, float], step: int) -> None:
-        import mlflow
-
-        mlflow.log_metrics({_name(k): v for k, v in metrics.items()}, step=step)
+        self.run.log_metrics({_name(k): v for k, v in metrics.items()}, step=step)
 
     def table(self, name: str, rows: list[dict[str, Any]], step: int) -> None:
-        import mlflow
-
-        mlflow.log_dict({"rows": json.loads(json.dumps(rows, default=str))}, f"{_name(name)}_step_{step}.json")
+        self.run.log_dict({"rows": json.loads(json.dumps(rows, default=str))}, f"{_name(name)}_step_{step}.json")
 
     def close(self) -> None:
-        import mlflow
-
-        mlflow.end_run()
+        if self.run is not None:
+            self.run.end_run()
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

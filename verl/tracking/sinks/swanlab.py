@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from verl.tracking.sinks.api import RunInfo, Sink, require_package
+from verl.tracking.sinks.api import Sink
 
 
 class SwanlabSink(Sink):
-    def __init__(self, info: RunInfo):
-        require_package("swanlab", "swanlab", "swanlab")
-        self.info = info
+    package = extra = "swanlab"
 
     def start(self) -> None:
         import swanlab
@@ -25,21 +23,11 @@ class SwanlabSink(Sink):
             logdir=os.environ.get("SWANLAB_LOG_DIR") or str(self.info.root / "swanlab"),
             mode=os.environ.get("SWANLAB_MODE") or ("cloud" if os.environ.get("SWANLAB_API_KEY") else "offline"),
         )
-
-    def log(self, metrics: dict[str, float], step: int) -> None:
-        import swanlab
-
-        swanlab.log(metrics, step=step)
+        self.run = swanlab
 
     def table(self, name: str, rows: list[dict[str, Any]], step: int) -> None:
-        import swanlab
-
         texts = [
-            swanlab.Text("\n\n".join(f"{k}: {v}" for k, v in row.items()), caption=f"{i}") for i, row in enumerate(rows)
+            self.run.Text("\n\n".join(f"{k}: {v}" for k, v in row.items()), caption=f"{i}")
+            for i, row in enumerate(rows)
         ]
-        swanlab.log({name: texts}, step=step)
-
-    def close(self) -> None:
-        import swanlab
-
-        swanlab.finish()
+        self.run.log({name: texts}, step=step)

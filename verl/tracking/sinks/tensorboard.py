@@ -6,12 +6,14 @@ import os
 from pathlib import Path
 from typing import Any
 
-from verl.tracking.sinks.api import RunInfo, Sink, require_package
+from verl.tracking.sinks.api import RunInfo, Sink
 
 
 class TensorBoardSink(Sink):
+    package, extra = "tensorboard", "tracking"
+
     def __init__(self, info: RunInfo):
-        require_package("tensorboard", "tensorboard", "tracking")
+        super().__init__(info)
         self.folder = Path(os.environ.get("TENSORBOARD_DIR") or info.root / "tensorboard")
         self._writer: Any = None
 

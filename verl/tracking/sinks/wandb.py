@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import netrc
 import os
+import re
 import socket
 import uuid
 from pathlib import Path
 from typing import Any
 
-from verl.tracking.sinks.api import RunInfo, Sink, require_package
+from verl.tracking.files import read_text, write_atomically
+from verl.tracking.sinks.api import Sink
 
 log = logging.getLogger(__name__)
 
@@ -22,15 +25,12 @@ class WandbSink(Sink):
     """WANDB_MODE has precedence; otherwise online needs an API key (WANDB_API_KEY or ~/.netrc) and a reachable host. Files go
     to WANDB_DIR or the run folder. A resumed run continues the same W&B run."""
 
-    def __init__(self, info: RunInfo):
-        require_package("wandb", "wandb", "tracking")
-        self.info = info
-        self._run: Any = None
+    package, extra = "wandb", "tracking"
 
     def start(self) -> None:
         import wandb
 
-        self._run = wandb.init(
+        self.run = wandb.init(
             project=self.info.project,
             name=self.info.experiment,
             config=self.info.config,
@@ -41,27 +41,22 @@ class WandbSink(Sink):
             settings=wandb.Settings(silent=True),
         )
 
-    def log(self, metrics: dict[str, float], step: int) -> None:
-        self._run.log(metrics, step=step)
-
     def table(self, name: str, rows: list[dict[str, Any]], step: int) -> None:
         import wandb
 
         columns: list[str | int] = list(rows[0]) if rows else []
         data = [[v if isinstance(v, int | float | str) or v is None else str(v) for v in row.values()] for row in rows]
         # `commit=False`: the metrics of the step follow and belong to this row
-        self._run.log({name: wandb.Table(columns=columns, data=data)}, step=step, commit=False)
-
-    def close(self) -> None:
-        if self._run is not None:
-            self._run.finish()
+        self.run.log({name: wandb.Table(columns=columns, data=data)}, step=step, commit=False)
 
 
 def _run_id(root: Path) -> str:
     file = root / "wandb_run_id"
-    if not file.exists():
-        file.write_text(uuid.uuid4().hex[:8], encoding="utf-8")
-    return file.read_text(encoding="utf-8").strip()
+    with contextlib.suppress(OSError, ValueError):
+        if re.fullmatch(r"[\w-]{1,64}", found := read_text(file).strip()):
+            return found
+    write_atomically(file, uuid.uuid4().hex[:8])
+    return read_text(file)
 
 
 def _mode() -> Any:
