@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from verl.tracking.ledger.file import LedgerWriter
 from verl.tracking.ledger.records import Prompt, Scored, SegmentRecord
 from verl.tracking.ledger.tracker import SampleTracker, start_ledger
+from verl.tracking.ledger.writer import LedgerWriter
 
 LIMIT = 8
 

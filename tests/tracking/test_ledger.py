@@ -1,12 +1,19 @@
 """The sample ledger: its content, its refusals, its rewind, and faults of its file."""
 
 import logging
+import os
+import shutil
 import sqlite3
+import tempfile
 import threading
+from contextlib import closing
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from tests.tracking.sample_lives import issue, open_tracker, scored, segment, take_step
 from verl.cli.show import _samples
@@ -14,11 +21,14 @@ from verl.data_proto.proto import DataProto
 from verl.data_proto.samples import Completion
 from verl.data_proto.trajectory import Trajectory, to_columns
 from verl.errors import CheckpointError, DeadlineError
+from verl.foreign_text import valid_utf8
 from verl.tracking.ledger import file as ledger_file
-from verl.tracking.ledger.file import NAME, LedgerWriter, write_open
+from verl.tracking.ledger import writer as ledger_writer
+from verl.tracking.ledger.file import NAME, write_open
 from verl.tracking.ledger.reader import Ledger, read_counts
-from verl.tracking.ledger.records import ENVIRONMENT, SampleDigest, SegmentRecord, segments_of
+from verl.tracking.ledger.records import ENVIRONMENT, SampleDigest, Scored, SegmentRecord, segments_of
 from verl.tracking.ledger.tracker import IN_CHECKPOINT, SampleTracker
+from verl.tracking.ledger.writer import LedgerWriter
 
 
 def path_in(folder):
@@ -267,7 +277,7 @@ def test_a_full_disk_reaches_the_run(path, monkeypatch):
             db.execute("PRAGMA max_page_count=1")
         return db
 
-    monkeypatch.setattr(ledger_file, "connect", small)
+    monkeypatch.setattr(ledger_writer, "connect", small)
     tracker, _ = open_tracker(path)
 
     def many_steps():
@@ -289,8 +299,8 @@ def test_a_disk_that_hangs_ends_with_the_deadline(path, monkeypatch):
         held.wait(10)
         return connect(where)
 
-    monkeypatch.setattr(ledger_file, "connect", hanging)
-    monkeypatch.setattr(ledger_file, "_POLL_S", 0.02)
+    monkeypatch.setattr(ledger_writer, "connect", hanging)
+    monkeypatch.setattr(ledger_writer, "_POLL_S", 0.02)
     writer = LedgerWriter(path, max_queued=1, deadline_s=0.1)
     with pytest.raises(DeadlineError, match=r"ledger\.sqlite was not synced within 0\.1 s"):
         writer.flush()
@@ -411,3 +421,132 @@ def test_segments_keep_their_source_and_skip_known_tokens():
     answer, last = segments_of([4], rows, lambda key: {(4, 1): 2}[key])
     assert (answer.tokens.tolist(), answer.log_probs, answer.source) == ([20, 21], None, ENVIRONMENT)
     assert (last.tokens.tolist(), last.log_probs.tolist(), last.version, last.rank) == ([12], [-2.0], 3, 6)
+
+
+@settings(max_examples=15, deadline=None)
+@given(text=st.text(st.characters(categories=None, exclude_categories=()), max_size=20))
+@example(text="\ud800")
+@example(text="\x1b[31m\0\n")
+def test_any_text_of_a_reward_can_be_recorded(text):
+    with tempfile.TemporaryDirectory() as folder:
+        tracker, _ = open_tracker(Path(folder) / NAME)
+        issue(tracker, 1, [0], n=1)
+        tracker.generate(1, [segment(0, 0, reason=text)])
+        tracker.score(1, [Scored(0, 0, 1.0, {text: text, "nested": {"deep": [text]}}, text)])
+        tracker.train(1, [(0, 0)])
+        record = tracker.commit()
+        tracker.close()
+        again, _ = open_tracker(Path(folder) / NAME, Path(folder) / "global_step_1", record)
+        again.close()
+        with Ledger.open(folder) as ledger:
+            (sample,) = ledger.trained()
+        assert sample.error == valid_utf8(text)
+        assert sample.finish_reason == valid_utf8(text)
+        assert "nested" in sample.parts
+
+
+def test_a_history_with_text_that_is_not_utf8_is_kept(path):
+    tracker, _ = open_tracker(path)
+    take_step(tracker, 1, [0, 1], error="the scorer died")
+    record = tracker.commit()
+    tracker.close()
+    with closing(sqlite3.connect(path)) as db:
+        db.execute("UPDATE samples SET error = CAST(X'61EDA080' AS TEXT) WHERE ordinal = 0")
+        db.commit()
+    again, _ = open_tracker(path, path.parent / "global_step_1", record)
+    take_step(again, 2, [2])
+    again.close()
+    with Ledger.open(path) as ledger:
+        assert ledger.counts().trained == 6
+        assert ledger.trained(1)[0].error.startswith("a\ufffd")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "CREATE TRIGGER t AFTER INSERT ON steps BEGIN DELETE FROM samples; END",
+        "CREATE VIEW v AS WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n) SELECT x FROM n",
+        "CREATE TABLE more (x)",
+        "ALTER TABLE samples ADD COLUMN more",
+        "DROP TABLE segments",
+        "UPDATE about SET value = '[' WHERE name = 'base'",
+        "UPDATE about SET value = 'two' WHERE name = 'format'",
+    ],
+)
+def test_a_ledger_with_other_tables_is_refused(path, change):
+    tracker, _ = open_tracker(path)
+    take_step(tracker, 1, [0])
+    record = tracker.commit()
+    tracker.close()
+    with closing(sqlite3.connect(path)) as db:
+        db.execute(change)
+        db.commit()
+    with pytest.raises(CheckpointError, match=r"ledger\.sqlite is damaged \("):
+        open_tracker(path, path.parent / "global_step_1", record)
+
+
+@pytest.mark.parametrize("part", ["", "-wal", "-journal"])
+def test_a_pipe_in_the_place_of_a_ledger_is_said(path, part):
+    tracker, _ = open_tracker(path)
+    take_step(tracker, 1, [0])
+    record = tracker.commit()
+    tracker.close()
+    file = path.with_name(path.name + part)
+    file.unlink(missing_ok=True)
+    os.mkfifo(file)
+    with pytest.raises(CheckpointError, match=f"{file.name} is not a regular file"):
+        open_tracker(path, path.parent / "global_step_1", record)
+
+
+def change(path, statement):
+    with closing(sqlite3.connect(path)) as db:
+        db.execute(statement)
+        db.commit()
+
+
+def test_a_changed_history_is_found(path):
+    """A reward changes the digest of its sample; a digest, uses or order the digest of the run."""
+    tracker, _ = open_tracker(path)
+    take_step(tracker, 1, [0, 1])
+    record = tracker.commit()
+    tracker.close()
+    change(path, "UPDATE samples SET reward = 0.25 WHERE ordinal = 1 AND sample = 1")
+    with Ledger.open(path) as ledger, pytest.raises(CheckpointError, match="sample 1 of prompt 1 does not have"):
+        ledger.trained()
+    change(path, "UPDATE samples SET uses = 2 WHERE ordinal = 1")
+    with pytest.raises(CheckpointError, match="does not agree"):
+        open_tracker(path, path.parent / "global_step_1", record)
+
+
+def test_open_samples_must_be_those_of_the_checkpoint(path):
+    tracker, _ = open_tracker(path)
+    issue(tracker, 1, [1], n=1)
+    tracker.generate(1, [segment(1, 0)])
+    take_step(tracker, 1, [0])
+    record, saved = tracker.commit(), path.parent / "global_step_1" / IN_CHECKPOINT
+    saved.parent.mkdir(parents=True)
+    write_open(path, saved, tracker.offset)
+    tracker.close()
+    again, waiting = open_tracker(path, saved.parents[1], record)
+    assert len(waiting) == 1
+    again.close()
+    change(path, "UPDATE samples SET token_limit = 9 WHERE ended_step IS NULL")
+    with pytest.raises(CheckpointError, match="does not agree"):
+        open_tracker(path, saved.parents[1], record)
+
+
+def test_a_ledger_is_copied_after_its_folder_is_gone(path, tmp_path):
+    tracker, _ = open_tracker(path)
+    take_step(tracker, 1, [0])
+    tracker.commit()
+    shutil.rmtree(path.parent)
+    take_step(tracker, 2, [1])
+    rescued = path_in(tmp_path / "rescued")
+    tracker.move_to(rescued)
+    record = tracker.commit()
+    tracker.close()
+    again, _ = open_tracker(rescued, rescued.parent / "global_step_2", record)
+    assert again.cursor == 2
+    again.close()
+    with Ledger.open(rescued) as ledger:
+        assert ledger.counts().trained == 4

@@ -9,9 +9,10 @@ from typing import Any
 from verl.checkpoint.files import FileRecord, record_of, sync_file
 from verl.parallel.serialize import record
 from verl.programs.api import RunContext
-from verl.tracking.ledger.file import NAME, LedgerWriter, write_open
+from verl.tracking.ledger.file import NAME, write_open
 from verl.tracking.ledger.records import Offset, OpenSample, SegmentRecord, Snapshot
 from verl.tracking.ledger.tracker import IN_CHECKPOINT, SampleTracker, start_ledger
+from verl.tracking.ledger.writer import LedgerWriter
 
 _TOKEN_BYTES = 16  # of an open sample in a checkpoint, with its log-prob
 

@@ -1,4 +1,4 @@
-"""The ledger as an SQLite file: its tables, connections and checks, its rewind to an earlier step, and the writing thread.
+"""The ledger as an SQLite file: its tables, connections and checks, and its rewind to an earlier step.
 
 about     run, base: the offset at which this file's history starts (0, unless the file was lost once), format
 samples   one row per attempt at a sample, with the steps in which it was issued, scored and ended
@@ -11,35 +11,32 @@ the end of any step.
 
 A commit of the file is ordered before a checkpoint. Rows are committed during the step without waiting for the disk: journal
 WAL with synchronous=NORMAL, where a kill loses no commit and a power failure loses at most the last ones, never the file's
-integrity. Before a checkpoint is renamed into its place, `LedgerWriter.flush` commits once more under synchronous=FULL, which
-syncs the whole journal. So no checkpoint is ahead of the ledger, and a resumed run rewinds what is ahead of its checkpoint.
+integrity. Before a checkpoint is renamed into its place, `LedgerWriter.flush` commits once more under synchronous=FULL,
+which syncs the whole journal. So no checkpoint is ahead of the ledger, and a resumed run rewinds what is ahead of its
+checkpoint.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import queue
+import os
 import sqlite3
-import threading
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
-from verl.errors import CheckpointError, DeadlineError
+from verl.errors import CheckpointError
+from verl.foreign_text import clean
 from verl.tracking.files import NETWORK_FILE_SYSTEMS, file_system_of
-from verl.tracking.ledger.records import TRAINED, Offset
+from verl.tracking.ledger.records import TRAINED, Offset, chained_digest
 
 log = logging.getLogger(__name__)
 
 NAME = "ledger.sqlite"
 FORMAT = 2  # 1: the table segments was called pieces and had no source; such files are upgraded when they are opened
 BUSY_S = 30.0  # longest wait for another process that reads or writes the file
-_MAX_QUEUED = 32  # calls of the writer, each with the rows of a batch; a step makes about five
-_DEADLINE_S = 300.0
-_POLL_S = 0.5  # between two checks whether the writing thread has failed
 
 SCHEMA = """
 CREATE TABLE about (name TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -91,13 +88,14 @@ def explained(path: Path) -> Iterator[None]:
     """Turn errors of SQLite and the disk about the ledger `path` into CheckpointError."""
     try:
         yield
-    except (sqlite3.Error, ValueError, KeyError, TypeError) as error:  # a damaged file can raise any of these
+    except (sqlite3.Error, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        # a damaged file can raise any of these
         if isinstance(error, sqlite3.OperationalError) and "no such" not in str(error):
             raise CheckpointError(
                 f"The sample ledger {path} cannot be used: {error}. Free some space or check the disk, and run the same "
                 "command again."
             ) from error
-        raise CheckpointError(f"The sample ledger {path} is damaged ({error}). {FIX}") from error
+        raise CheckpointError(f"The sample ledger {path} is damaged ({clean(error)}). {FIX}") from error
 
 
 def connect(path: Path) -> sqlite3.Connection:
@@ -127,8 +125,7 @@ def _connect_best(path: Path) -> sqlite3.Connection:
 
 
 def _connect(path: Path, journal: str, options: str = "") -> sqlite3.Connection:
-    uri = f"{path.absolute().as_uri()}?mode=rwc{options}"
-    db = sqlite3.connect(uri, uri=True, isolation_level=None, timeout=BUSY_S)
+    db = _open(path, f"mode=rwc{options}")
     try:
         (got,) = db.execute(f"PRAGMA journal_mode={journal}").fetchone()
         db.execute("BEGIN IMMEDIATE")
@@ -143,11 +140,45 @@ def _connect(path: Path, journal: str, options: str = "") -> sqlite3.Connection:
     return db
 
 
+def _open(path: Path, options: str) -> sqlite3.Connection:
+    """A connection. Raises sqlite3.DatabaseError where another file lies in the place of the ledger or its journal, or when it
+    has other tables than a ledger, or code: a view, a trigger."""
+    for part in ("", "-wal", "-shm", "-journal"):
+        file = path.with_name(path.name + part)
+        if os.path.lexists(file) and not file.is_file():  # a pipe would block
+            raise sqlite3.DatabaseError(f"{file.name} is not a regular file")
+    db = sqlite3.connect(f"{path.absolute().as_uri()}?{options}", uri=True, isolation_level=None, timeout=BUSY_S)
+    try:
+        db.text_factory = partial(str, encoding="utf-8", errors="replace")  # text of any history can be read
+        known = _columns_by_table()
+        for name, columns in _tables(db).items():
+            if columns != known.get(name):
+                raise sqlite3.DatabaseError(f"its {clean(name)} is not of a ledger")
+    except BaseException:
+        db.close()
+        raise
+    return db
+
+
+def _tables(db: sqlite3.Connection) -> dict[str, list[str]]:
+    """The columns of every table; of a view or trigger, which a ledger has not, none."""
+    names = db.execute("SELECT name FROM sqlite_master WHERE type != 'index'").fetchall()
+    return {name: [row[1] for row in db.execute("SELECT * FROM pragma_table_xinfo(?)", (name,))] for (name,) in names}
+
+
+@cache
+def _columns_by_table() -> dict[str, list[str]]:
+    with closing(sqlite3.connect(":memory:")) as db:
+        db.executescript(SCHEMA)
+        found = _tables(db)
+    return {**found, "pieces": found["segments"][:-1], "passed": found["skipped"]}  # the last two are of format 1
+
+
 def connect_read_only(path: Path) -> sqlite3.Connection:
     """Open for reading, beside a run that writes or where nothing can be written. Raises sqlite3.Error."""
     beside = path.with_name(f"{path.name}-wal").exists()  # then a writer is there, or was killed
     for options in ("mode=ro",) if beside else ("mode=ro", "immutable=1"):
-        db = sqlite3.connect(f"{path.absolute().as_uri()}?{options}", uri=True, isolation_level=None, timeout=BUSY_S)
+        db = _open(path, options)
         try:
             if _is_format_1(db):
                 db.execute("CREATE TEMP VIEW segments AS SELECT *, 'policy' AS source FROM pieces")
@@ -212,15 +243,22 @@ def base_of(db: sqlite3.Connection) -> Offset:
 
 
 def holds(path: Path, offset: Offset) -> bool:
-    """Whether the ledger, rewound to the step of `offset`, matches the offset."""
+    """Whether the ledger, rewound to the step of `offset`, matches the offset, sample by sample."""
     with explained(path), closing(connect_read_only(path)) as db:
         if offset_at(db, offset.step) != offset:
             return False
-        counted = db.execute(
-            "SELECT count(*), count(digest) FROM samples WHERE fate = ? AND ended_step <= ?", (TRAINED, offset.step)
+        base = base_of(db)
+        digest, num_trained = base.digest, base.num_trained
+        for (step,) in db.execute("SELECT step FROM steps WHERE step <= ? ORDER BY step", (offset.step,)):
+            trained = db.execute(
+                "SELECT ordinal, sample, uses, digest FROM samples WHERE ended_step = ? AND fate = ? ORDER BY ordinal, sample",
+                (step, TRAINED),
+            ).fetchall()
+            digest, num_trained = chained_digest(digest, step, trained), num_trained + len(trained)
+        (counted,) = db.execute(
+            "SELECT count(*) FROM samples WHERE fate = ? AND ended_step <= ?", (TRAINED, offset.step)
         ).fetchone()
-        expected = offset.num_trained - base_of(db).num_trained
-        return counted == (expected, expected)
+        return (digest, num_trained, counted) == (offset.digest, offset.num_trained, num_trained - base.num_trained)
 
 
 def rewind(path: Path, step: int) -> None:
@@ -232,8 +270,14 @@ def rewind(path: Path, step: int) -> None:
 
 def copy(source: Path, target: Path) -> None:
     """Copy the ledger `source`, which may be in use, to `target`."""
-    with explained(source), closing(connect_read_only(source)) as old, closing(connect(target)) as new:
-        old.backup(new)
+    with explained(source), closing(connect_read_only(source)) as old:
+        back_up(old, target)
+
+
+def back_up(db: sqlite3.Connection, target: Path) -> None:
+    """Copy the open ledger `db` to the file `target`. Raises sqlite3.Error."""
+    with closing(connect(target)) as new:
+        db.backup(new)
 
 
 def write_open(path: Path, target: Path, offset: Offset) -> None:
@@ -255,105 +299,3 @@ def write_open(path: Path, target: Path, offset: Offset) -> None:
         db.executescript(f"BEGIN; {_REWIND.format(step=step)} COMMIT;")
         db.execute("DETACH whole")
         db.execute("PRAGMA journal_mode=DELETE")  # readable on a read-only disk
-
-
-_Rows = tuple[str, Sequence[tuple[Any, ...]]]
-
-
-class LedgerWriter:
-    """Writes rows to the ledger `path` from its own thread, in order, all queued rows in one transaction. A step therefore
-    does not wait for the disk.
-
-    An error in the thread is raised by the next call, as CheckpointError. A call that waits longer than `deadline_s` for the
-    disk raises DeadlineError.
-    """
-
-    def __init__(self, path: Path, *, max_queued: int = _MAX_QUEUED, deadline_s: float = _DEADLINE_S):
-        self.path = path
-        self._deadline_s = deadline_s
-        self._queued: queue.Queue[_Rows | threading.Event | None] = queue.Queue(max_queued)
-        self._failure: Exception | None = None
-        self._raised = False
-        # a daemon: a disk that hangs must not keep the process alive
-        self._thread = threading.Thread(target=self._work, name="ledger", daemon=True)
-        self._thread.start()
-
-    def write(self, statement: str, rows: Sequence[tuple[Any, ...]]) -> None:
-        """Queue rows for one of STATEMENTS; returns at once unless too many are queued."""
-        self._put((statement, rows), "accepted no rows")
-
-    def flush(self) -> None:
-        """Write everything and sync it to the disk."""
-        done = threading.Event()
-        self._put(done, "accepted no rows")
-        deadline = time.monotonic() + self._deadline_s
-        while not done.wait(_POLL_S):
-            self._check()
-            if time.monotonic() > deadline:
-                raise DeadlineError(self._overdue("was not synced"))
-
-    def close(self) -> None:
-        """Write everything and close the file. An error that was raised before is not raised again."""
-        if self._failure is None:
-            self._put(None, "accepted no rows")
-        self._thread.join(self._deadline_s)
-        if self._thread.is_alive():
-            raise DeadlineError(self._overdue("was not closed"))
-        if not self._raised:
-            self._check()
-
-    def _put(self, item: _Rows | threading.Event | None, failing: str) -> None:
-        deadline = time.monotonic() + self._deadline_s
-        while True:
-            self._check()
-            try:
-                self._queued.put(item, timeout=_POLL_S)
-                return
-            except queue.Full:
-                if time.monotonic() > deadline:
-                    raise DeadlineError(self._overdue(failing)) from None
-
-    def _check(self) -> None:
-        if self._failure is not None:
-            self._raised = True
-            raise self._failure
-
-    def _overdue(self, failing: str) -> str:
-        return (
-            f"The sample ledger {self.path} {failing} within {self._deadline_s:g} s. Check the disk of the run folder."
-        )
-
-    def _work(self) -> None:
-        try:
-            with explained(self.path), closing(connect(self.path)) as db:
-                while self._write_queued(db):
-                    pass
-        except CheckpointError as error:
-            self._failure = error
-        except Exception as error:  # noqa: BLE001 - a thread that ends unseen would leave the run waiting
-            self._failure = CheckpointError(f"The sample ledger {self.path} could not be written: {error!r}.")
-
-    def _write_queued(self, db: sqlite3.Connection) -> bool:
-        """Write all queued rows in one transaction; False after the last one."""
-        item = self._queued.get()
-        db.execute("BEGIN")
-        while isinstance(item, tuple):
-            statement, rows = item
-            db.executemany(STATEMENTS[statement], rows)
-            try:
-                item = self._queued.get_nowait()
-            except queue.Empty:
-                break
-        db.execute("COMMIT")
-        if isinstance(item, threading.Event):
-            _sync(db)
-            item.set()
-        return item is not None
-
-
-def _sync(db: sqlite3.Connection) -> None:
-    """Commit once with synchronous=FULL, which syncs the journal and so all commits before."""
-    (usual,) = db.execute("PRAGMA synchronous").fetchone()
-    db.execute("PRAGMA synchronous=FULL")
-    db.execute("INSERT OR REPLACE INTO about VALUES ('flushed', ?)", (str(time.time()),))  # a commit needs a change
-    db.execute(f"PRAGMA synchronous={usual}")

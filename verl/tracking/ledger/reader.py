@@ -20,13 +20,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.errors import CheckpointError
-from verl.tracking.ledger.file import NAME, base_of, connect, connect_read_only, explained, newest_offset
+from verl.tracking.ledger.file import NAME, base_of, connect_read_only, explained, newest_offset
 from verl.tracking.ledger.records import (
     DROPPED,
     EVICTED,
     TRAINED,
     Offset,
     OpenSample,
+    SampleDigest,
     SegmentRecord,
     Snapshot,
     content_digest,
@@ -160,7 +161,14 @@ class Ledger:
         ordinal, sample, attempt, epoch, data_row, step, uses, reward, parts, error, digest = row
         query = "SELECT * FROM segments WHERE ordinal = ? AND sample = ? AND attempt = ? ORDER BY first_token"
         with explained(self.path):
-            segments = [_segment_of(found) for found in self._db.execute(query, (ordinal, sample, attempt))]
+            segments, content = (
+                [_segment_of(r) for r in self._db.execute(query, (ordinal, sample, attempt))],
+                SampleDigest(),
+            )
+            for segment in segments:
+                content.add(segment)
+            if digest is not None and content.with_reward(reward) != digest:
+                raise ValueError(f"sample {sample} of prompt {ordinal} does not have the content that was written")
         log_probs = [np.full(len(s.tokens), np.nan, "<f4") if s.log_probs is None else s.log_probs for s in segments]
         return TrainedSample(
             ordinal=ordinal,
@@ -192,26 +200,31 @@ def read_counts(folder: Path) -> Counts | None:
         return None
 
 
+_OPEN_SEGMENTS = (
+    "SELECT p.* FROM segments p JOIN samples s USING (ordinal, sample, attempt) WHERE s.ended_step IS NULL "
+    "ORDER BY ordinal, sample, attempt, first_token"
+)
+_OPEN_SAMPLES = (
+    "SELECT ordinal, sample, attempt, issued_step, split, token_limit, prompt FROM samples WHERE ended_step IS NULL "
+    "ORDER BY ordinal, sample, attempt"
+)
+
+
 def snapshot(path: Path) -> Snapshot:
     """The newest offset, and the open samples with the segments generated so far."""
-    with explained(path), closing(connect(path)) as db:
+    with explained(path), closing(connect_read_only(path)) as db:
+        segments: dict[tuple[int, int, int], list[SegmentRecord]] = defaultdict(list)
+        for row in db.execute(_OPEN_SEGMENTS):
+            segments[row[:3]].append(_segment_of(row))
+        waiting = [replace(OpenSample(*row), segments=segments[row[:3]]) for row in db.execute(_OPEN_SAMPLES)]
         (run,) = db.execute("SELECT value FROM about WHERE name = 'run'").fetchone()
-        return Snapshot(run, newest_offset(db), _open_samples(db))
+        return Snapshot(run, newest_offset(db), waiting)
 
 
-def _open_samples(db: sqlite3.Connection) -> list[OpenSample]:
-    segments: dict[tuple[int, int, int], list[SegmentRecord]] = defaultdict(list)
-    found = db.execute(
-        "SELECT p.* FROM segments p JOIN samples s USING (ordinal, sample, attempt) WHERE s.ended_step IS NULL "
-        "ORDER BY ordinal, sample, attempt, first_token"
-    )
-    for row in found:
-        segments[row[:3]].append(_segment_of(row))
-    rows = db.execute(
-        "SELECT ordinal, sample, attempt, issued_step, split, token_limit, prompt FROM samples WHERE ended_step IS NULL "
-        "ORDER BY ordinal, sample, attempt"
-    )
-    return [replace(OpenSample(*row), segments=segments[row[:3]]) for row in rows]
+def open_rows(path: Path) -> list[tuple[Any, ...]]:
+    """All columns of the open samples and their segments; equal for two ledgers that continue with the same samples."""
+    with explained(path), closing(connect_read_only(path)) as db:
+        return [*db.execute(_OPEN_SAMPLES), *db.execute(_OPEN_SEGMENTS)]
 
 
 def _segment_of(row: tuple[Any, ...]) -> SegmentRecord:

@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -110,7 +111,7 @@ class SampleDigest:
 
     def with_reward(self, reward: float) -> str:
         """32 hexadecimal digits."""
-        parts = self._tokens.digest() + self._log_probs.digest() + struct.pack("<d", reward)
+        parts = self._tokens.digest() + self._log_probs.digest() + struct.pack("<d", float(reward))
         return hashlib.blake2b(parts, digest_size=16).hexdigest()
 
 
@@ -122,6 +123,15 @@ def content_digest(tokens: bytes, log_probs: bytes | None) -> bytes:
 def prompt_digest(token_ids: Sequence[int]) -> str:
     """Eight-byte digest of a prompt's tokens, as 16 hexadecimal digits."""
     return hashlib.blake2b(struct.pack(f"<{len(token_ids)}i", *token_ids), digest_size=8).hexdigest()
+
+
+def chained_digest(before: str, step: int, trained: Iterable[tuple[int, int, int, str | None]]) -> str:
+    """Digest of all samples that trained up to the end of `step`: of the digest at its start, and of (ordinal, sample, uses,
+    digest) of those that trained in it, in order."""
+    chain = hashlib.blake2b(json.dumps([before, step]).encode(), digest_size=16)
+    for sample in trained:
+        chain.update(json.dumps(sample).encode())
+    return chain.hexdigest()
 
 
 class Order(Protocol):

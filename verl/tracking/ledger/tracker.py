@@ -9,8 +9,6 @@ the order of their prompts, whatever the order in which they arrive, so one curs
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import os
 import time
@@ -24,7 +22,7 @@ from typing import Any, NoReturn, Protocol
 from verl.errors import CheckpointError
 from verl.tracking.files import json_text
 from verl.tracking.ledger.file import FIX, NAME, copy, create, holds, rewind, run_of
-from verl.tracking.ledger.reader import snapshot
+from verl.tracking.ledger.reader import open_rows, snapshot
 from verl.tracking.ledger.records import (
     DROPPED,
     EVICTED,
@@ -36,6 +34,7 @@ from verl.tracking.ledger.records import (
     Scored,
     SegmentRecord,
     Snapshot,
+    chained_digest,
     content_digest,
 )
 
@@ -52,6 +51,8 @@ class Writer(Protocol):
     def write(self, statement: str, rows: Sequence[tuple[Any, ...]]) -> None: ...
 
     def flush(self) -> None: ...
+
+    def copy_to(self, path: Path) -> None: ...
 
     def close(self) -> None: ...
 
@@ -170,23 +171,22 @@ class SampleTracker:
                 f"Step {step} skipped prompt {lost}, which would be lost. This is a fault of the program; stop the run and "
                 "report it."
             )
-        rows, chain = [], hashlib.blake2b(json.dumps([self.offset.digest, step]).encode(), digest_size=16)
-        num_trained = self.offset.num_trained
+        rows, trained = [], []
         for ordinal in ending:
             issued = self._open[ordinal]
             for sample in sorted(issued.contents):
                 times = uses.pop((ordinal, sample), 0)
                 rows.append((step, TRAINED if times else DROPPED, times, ordinal, sample, issued.attempt))
                 if times:
-                    num_trained += 1
-                    chain.update(json.dumps([ordinal, sample, times, issued.digests.get(sample)]).encode())
+                    trained.append((ordinal, sample, times, issued.digests.get(sample)))
         if uses:
             self._reject(next(iter(uses)), f"trained in step {step}")
         for ordinal in ending:
             del self._open[ordinal]
-        self.offset = Offset(step, self.cursor + len(ending), num_trained, chain.hexdigest())
+        num_trained, digest = self.offset.num_trained + len(trained), chained_digest(self.offset.digest, step, trained)
+        self.offset = Offset(step, self.cursor + len(ending), num_trained, digest)
         self._write("end", rows)
-        self._write("step", [(step, self.offset.cursor, num_trained, self.offset.digest)])
+        self._write("step", [tuple(vars(self.offset).values())])
 
     def skip_prompts(self, step: int, next_ordinal: int) -> None:
         """Record that prompts before `next_ordinal` never train: the run went back to a checkpoint and continues, with
@@ -206,6 +206,11 @@ class SampleTracker:
         if self._writer is not None:
             self._writer.flush()
         return {"run": self.run, **vars(self.offset)}
+
+    def move_to(self, path: Path) -> None:
+        """Copy the ledger, with all events, to the new file `path`, and use that one from now on."""
+        if self._writer is not None:
+            self._writer.copy_to(path)
 
     def close(self) -> None:
         """Write everything and close the file."""
@@ -250,12 +255,14 @@ def start_ledger(path: Path, checkpoint: Path | None = None, record: Mapping[str
             f"The checkpoint {checkpoint} has no record of its samples, so it was saved by an earlier version. Resume with it, "
             "or start over with trainer.resume_mode=disable."
         )
-    run, offset = str(record["run"]), Offset(**{name: value for name, value in record.items() if name != "run"})
-    mismatched = []
+    run, offset = record["run"], Offset(**{name: value for name, value in record.items() if name != "run"})
+    saved, mismatched = checkpoint / IN_CHECKPOINT, []
     for place in dict.fromkeys((path.resolve(), checkpoint.parent.resolve() / NAME)):
         if place.exists() and run_of(place) == run:
             if holds(place, offset):
-                return _rewound(place, path, offset.step)
+                found = _rewound(place, path, offset.step)
+                if not saved.exists() or open_rows(saved) == open_rows(path):
+                    return found
             mismatched.append(place)
     if mismatched:
         raise CheckpointError(
@@ -266,8 +273,8 @@ def start_ledger(path: Path, checkpoint: Path | None = None, record: Mapping[str
         "The sample ledger of the run that saved %s is missing. The run continues from the checkpoint's own record; the "
         "history of the samples up to step %d is lost.", checkpoint, offset.step,
     )  # fmt: skip
-    if (checkpoint / IN_CHECKPOINT).exists():
-        return _rewound(checkpoint / IN_CHECKPOINT, path, offset.step)
+    if saved.exists():
+        return _rewound(saved, path, offset.step)
     _set_aside(path)
     create(path, run, offset)
     return snapshot(path)
