@@ -62,6 +62,10 @@ class CheckpointError(VerlError):
     exit_code = 6
 
 
+class FolderLostError(CheckpointError):
+    """The run folder was removed, replaced or taken by another run while a run was using it."""
+
+
 class MissingExtraError(VerlError):
     """An optional package is not installed; the message names the extra to install."""
 

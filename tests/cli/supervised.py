@@ -66,6 +66,13 @@ class Work:
         self.heart.begin_step(4)
         raise WorkerLostError(f"Rank 1 (process {os.getpid()}) died. Look at its log.")
 
+    def loses_its_folder(self):
+        self.heart.begin_step(2)
+        time.sleep(0.6)  # until the supervisor has seen the folder
+        self.folder.rename(self.folder.with_name("moved"))
+        self.folder.mkdir()
+        self.die(3)
+
     def bug_once(self):
         if self.attempt == 1:
             raise ZeroDivisionError("in the deep")

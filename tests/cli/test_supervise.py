@@ -223,3 +223,12 @@ def test_crashes_are_shown(tmp_path, verl):
     assert code == 0
     assert "restarted 1 time after a crash; then it gave up" in said
     assert "in step 3 (gen): SIGKILL" in said
+
+
+def test_a_run_is_not_started_over_in_another_folder(supervised):
+    run = supervised("loses_its_folder")
+    code, said = run.end()
+    assert code == 137
+    assert run.attempts() == []
+    assert "It is not restarted" in said
+    assert "was replaced" in said

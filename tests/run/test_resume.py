@@ -4,8 +4,11 @@ import errno
 import json
 import logging
 import os
+import re
+import shutil
 import signal
 import time
+from pathlib import Path
 
 import pytest
 from safetensors import safe_open
@@ -13,9 +16,12 @@ from safetensors import safe_open
 from tests.forked import Forked, run_forked
 from tests.run.conftest import Run, merge
 from verl.checkpoint.background import BackgroundStore
+from verl.checkpoint.files import MANIFEST, find_damage, record_of, write_manifest
 from verl.checkpoint.store import CheckpointStore
-from verl.errors import InterruptedRun
+from verl.errors import CheckpointError, FolderLostError, InterruptedRun
+from verl.programs.ppo_program import PPOProgram
 from verl.run.loop import Loop, StopRequested, StopSignal
+from verl.tracking.ledger.reader import Ledger
 
 STEPS = 4
 SETTINGS = (
@@ -141,3 +147,68 @@ def test_a_second_ctrl_c_waits_for_no_save(tiny_run, monkeypatch):
         with pytest.raises(error):
             tiny_run("actor_rollout_ref.actor.checkpoint.async_save=True")
     assert len(closed) == 1
+
+
+def removed(folder):
+    shutil.rmtree(folder)
+
+
+def replaced_by_a_link(folder):
+    folder.rename(folder.with_name("moved"))
+    (folder.parent / "elsewhere").mkdir()
+    folder.symlink_to(folder.parent / "elsewhere")
+
+
+@pytest.fixture
+def lose_folder(tmp_path, monkeypatch):
+    """The folder `lost` is changed by `how` while step 2 trains, or before the first step."""
+
+    def lose(how, step=2):
+        train = PPOProgram.step
+
+        def loses(self, number):
+            result = train(self, number)
+            if number == step:
+                monkeypatch.undo()
+                how(tmp_path / "lost")
+            return result
+
+        monkeypatch.setattr(PPOProgram, "step", loses)
+
+    return lose
+
+
+@pytest.mark.parametrize(("how", "in_background"), [(removed, False), (replaced_by_a_link, True)])
+def test_a_run_whose_folder_is_lost_saves_elsewhere(tiny_run, unbroken, lose_folder, how, in_background):
+    saving = f"actor_rollout_ref.actor.checkpoint.async_save={in_background}"
+    lose_folder(how)
+    with pytest.raises(FolderLostError, match=r"lost was re(moved|placed)") as error:
+        tiny_run(*SETTINGS, saving, folder="lost")
+    rescued = Path(re.search(r"after step 2 is in (\S+): set trainer\.default_local_dir to it", str(error.value))[1])
+    assert not list((rescued.parent / "lost").glob("*"))  # nothing was begun again there
+    resumed = tiny_run(*SETTINGS, saving, folder=rescued.name)
+    assert weights(resumed) == weights(unbroken)
+    with Ledger.open(resumed.folder) as ledger, Ledger.open(unbroken.folder) as other:
+        assert ledger.multiset_of_trained() == other.multiset_of_trained()
+
+
+def test_a_folder_that_is_lost_at_the_end_is_no_success(tiny_run, lose_folder):
+    lose_folder(removed, step=STEPS)
+    with pytest.raises(FolderLostError, match=f"after step {STEPS} is in "):
+        tiny_run(*SETTINGS, "trainer.save_freq=-1", folder="lost")
+
+
+def test_a_checkpoint_with_an_impossible_state_is_refused(tiny_run):
+    """Its digests are right."""
+    folder = tiny_run(*SETTINGS, "trainer.total_training_steps=1").folder
+    saved = folder / "global_step_1"
+    state = json.loads((saved / "trainer_state.json").read_text())
+    for changes in ({"step": -(10**30)}, {"weight_version": 0.5}, {"samples": {**state["samples"], "cursor": -1}}):
+        (saved / "trainer_state.json").write_text(json.dumps({**state, **changes}))
+        files = [p for p in saved.rglob("*") if p.is_file() and p.name != MANIFEST]
+        (saved / MANIFEST).unlink()
+        write_manifest(saved, 1, {p.relative_to(saved).as_posix(): record_of(p) for p in files})
+        assert find_damage(saved) is None
+        words = rf"trainer_state\.json has {next(iter(changes))}=.*which this program does not write"
+        with pytest.raises(CheckpointError, match=words):
+            tiny_run(*SETTINGS)

@@ -1,17 +1,28 @@
 """The run folder: one run at a time, nothing torn, nothing twice."""
 
+import contextlib
+import errno
+import fcntl
 import json
 import multiprocessing
 import os
+import shutil
+import signal
 import socket
 import subprocess
 import sys
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from verl.errors import CheckpointError, ConfigError
-from verl.tracking.files import append_rows, json_text, read_json_rows, write_atomically
+from verl.errors import CheckpointError, ConfigError, FolderLostError
+from verl.tracking import files
+from verl.tracking.files import append_rows, json_text, read_json_rows, read_metrics, read_text, write_atomically
+from verl.tracking.heartbeat import read_beat
+from verl.tracking.lock import holder_of
 from verl.tracking.run_folder import RunFolder
+from verl.tracking.timeline import read_timeline
 
 
 def test_second_run_is_refused_and_names_the_holder(tmp_path):
@@ -52,11 +63,139 @@ def test_lock_of_another_host_stays(tmp_path):
         RunFolder(tmp_path).__enter__()
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"pid": null}', "\x00\x00"])
-def test_torn_lock_does_not_block(tmp_path, content):
-    (tmp_path / "run.lock").write_text(content)
+HERE = {"host": socket.gethostname(), "started": 0.0}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'{"pid": null}',
+        b"\x00\x00",
+        b"\xff\xfe\x00",
+        b"[" * 100_000,
+        b"x" * 10_000_000,
+        *(json.dumps({"pid": pid, **HERE}).encode() for pid in (-1, 0, 1.5, 2**40, True)),
+    ],
+)
+def test_damaged_lock_does_not_block(tmp_path, content):
+    (tmp_path / "run.lock").write_bytes(content)
+    assert holder_of(tmp_path) is None
+    with RunFolder(tmp_path):
+        assert str(os.getpid()) in holder_of(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["/dev/zero", "pipe", "folder", "loop"])
+def test_lock_that_is_no_file_is_a_sentence(tmp_path, kind):
+    lock = tmp_path / "run.lock"
+    if kind == "pipe":
+        os.mkfifo(lock)
+    elif kind == "folder":
+        lock.mkdir()
+    else:
+        lock.symlink_to(lock if kind == "loop" else kind)
+    with pytest.raises(ConfigError, match=r"run folder .* cannot be (written|used)|run\.lock"):
+        RunFolder(tmp_path).__enter__()
+    assert holder_of(tmp_path) is None
+
+
+def test_deleting_the_lock_lets_no_second_run_in(tmp_path, caplog):
+    with RunFolder(tmp_path) as first:
+        (tmp_path / "run.lock").unlink()
+        code = f"from verl.tracking.run_folder import RunFolder; RunFolder({str(tmp_path)!r}).__enter__()"
+        second = subprocess.run([sys.executable, "-c", code], check=False, timeout=60, capture_output=True, text=True)
+        assert "is in use by another process" in second.stderr
+        assert first.lost() == ""
+        assert "run.lock was deleted or changed" in caplog.text
+        assert str(os.getpid()) in holder_of(tmp_path)
+        (tmp_path / "run.lock").write_text("garbage")
+        assert first.lost() == ""
     with RunFolder(tmp_path):
         pass
+
+
+def test_without_locks_of_the_kernel_the_content_decides(tmp_path, monkeypatch):
+    def no_locks(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with RunFolder(tmp_path) as folder:
+        with pytest.raises(ConfigError, match=f"process {os.getpid()}"):
+            RunFolder(tmp_path).__enter__()
+        (tmp_path / "run.lock").write_text(json.dumps({"pid": 1, "host": "elsewhere", "started": 0.0}))
+        assert "process 1 on elsewhere" in folder.lost()
+
+
+def test_a_forked_child_does_not_keep_the_folder(tmp_path):
+    code = (
+        "import os, sys, time; from verl.tracking.run_folder import RunFolder\n"
+        f"RunFolder({str(tmp_path)!r}).__enter__()\n"
+        "child = os.fork()\n"
+        "if not child: os.close(1); time.sleep(60)\n"
+        "print(child, flush=True); os._exit(9)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=False, timeout=60)
+    try:
+        with RunFolder(tmp_path):
+            pass
+    finally:
+        os.kill(int(done.stdout), signal.SIGKILL)
+
+
+def replaced_by_a_link(root, elsewhere):
+    shutil.rmtree(root)
+    elsewhere.mkdir()
+    root.symlink_to(elsewhere)
+
+
+def replaced_by_a_copy(root, elsewhere):
+    root.rename(elsewhere)
+    shutil.copytree(elsewhere, root)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda root, elsewhere: shutil.rmtree(root), "was removed"),
+        (lambda root, elsewhere: root.rename(elsewhere), "was removed"),
+        (replaced_by_a_link, "was replaced"),
+        (replaced_by_a_copy, "was replaced"),
+        (lambda root, elsewhere: (root.rename(elsewhere), root.symlink_to(elsewhere)), ""),
+    ],
+)
+def test_a_folder_that_is_lost_is_noticed(tmp_path, change, words):
+    root = tmp_path / "run"
+    with RunFolder(root) as folder:
+        assert folder.lost() == ""
+        change(root, tmp_path / "elsewhere")
+        assert words in folder.lost()
+        assert bool(folder.lost()) == bool(words)
+
+
+def test_a_file_system_without_lasting_inode_numbers(tmp_path, monkeypatch):
+    monkeypatch.setattr(os.path, "samestat", lambda one, other: False)
+    with RunFolder(tmp_path / "run") as folder:
+        assert folder.lost() == ""
+        replaced_by_a_copy(folder.root, tmp_path / "copy")
+        assert "was replaced" in folder.lost()
+
+
+def use(root, *works):
+    with RunFolder(root) as folder:
+        for work in works:
+            work(folder)
+
+
+def test_errors_of_a_lost_folder_are_said_as_that(tmp_path):
+    def remove(folder):
+        shutil.rmtree(folder.root)
+
+    with pytest.raises(FolderLostError, match="was removed"):
+        use(tmp_path / "run", remove, lambda folder: append_rows(folder.metrics, [{"step": 1}]))
+    with pytest.raises(CheckpointError, match=r"metrics\.jsonl cannot be read or written \(it is not a regular file\)"):
+        use(tmp_path / "run", lambda folder: os.mkfifo(folder.metrics), lambda folder: folder.truncate_after(3))
 
 
 def _try_lock(folder, results, barrier):
@@ -119,6 +258,99 @@ def test_truncate_after_removes_what_will_be_taken_again(tmp_path):
         append_rows(folder.metrics, [{"step": 4}])
         assert [row["step"] for row in read_json_rows(folder.metrics)] == [0, 1, 2, 3, 4]
         assert folder.truncate_after(4) == 0
+
+
+def test_a_truncated_row_takes_no_other_with_it(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    append_rows(path, [{"step": 1}])
+    path.write_bytes(path.read_bytes() + b'{"step": 2, "x"')
+    append_rows(path, [{"step": 3}])
+    assert [row["step"] for row in read_json_rows(path)] == [1, 3]
+
+
+@pytest.mark.parametrize("lost", [0, 2, 3])
+def test_lost_metrics_are_said(tmp_path, caplog, lost):
+    with RunFolder(tmp_path) as folder:
+        fill(folder, range(1, 4))
+        lines = folder.metrics.read_text().splitlines()
+        folder.metrics.write_text("\n".join(line[: -9 if i + 1 == lost else None] for i, line in enumerate(lines)))
+        folder.truncate_after(3)
+    assert ("1 steps before step 4 have no row" in caplog.text) == bool(lost)
+
+
+def test_a_full_disk_leaves_whole_rows(tmp_path, monkeypatch):
+    write = os.write
+
+    def full(descriptor, data):
+        if len(data) < 20:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(descriptor, data[:20])
+
+    append_rows(tmp_path / "rows.jsonl", [{"step": 1}])
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(OSError, match="No space") as caught:
+        append_rows(tmp_path / "rows.jsonl", [{"step": 2, "text": "x" * 100}])
+    assert caught.value.filename == str(tmp_path / "rows.jsonl")
+    assert (tmp_path / "rows.jsonl").read_text() == '{"step": 1}\n'
+
+
+def test_files_are_read_up_to_a_limit(tmp_path, monkeypatch):
+    (tmp_path / "f").write_text("x" * 100)
+    assert read_text(tmp_path / "f", 100) == "x" * 100
+    with pytest.raises(ValueError, match="more than 99 bytes"):
+        read_text(tmp_path / "f", 99)
+    monkeypatch.setattr(files, "_MAX_ROW_BYTES", 50)
+    (tmp_path / "rows").write_text('{"step": 1, "x": "' + "x" * 1000 + '"}\n{"step": 2}\n')
+    assert [row["step"] for row in read_json_rows(tmp_path / "rows")] == [2]
+
+
+def read_all(folder):
+    """What readers make of the files of `folder`."""
+    read_beat(folder.root)
+    holder_of(folder.root)
+    folder.read_config()
+    curves = folder.read_curves()
+    assert all(isinstance(label, str) for panel in curves.values() for label in panel.values())
+    for row in read_metrics(folder.metrics):
+        assert row["step"] >= 0
+        assert all(abs(value) < float("inf") for value in row.values())
+    for row in read_timeline(folder.timeline):
+        assert sum(row["phases"].values()) < float("inf")
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+NAMES = ("run.lock", "heartbeat.json", "curves.json", "metrics.jsonl", "timeline.jsonl", "config.yaml")
+LIKELY = st.fixed_dictionaries(
+    {},
+    optional=dict.fromkeys(
+        "pid host started step phase since seconds phases roles communication of loss".split(), JSON_VALUES
+    ),
+)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(name=st.sampled_from(NAMES), content=st.one_of(st.binary(max_size=200), JSON_VALUES, LIKELY))
+def test_readers_take_any_content(tmp_path, name, content):
+    folder = RunFolder(tmp_path)
+    text = content if isinstance(content, bytes) else json.dumps(content).encode()
+    (tmp_path / name).write_bytes(text)
+    read_all(folder)
+    (tmp_path / name).unlink()
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.text(st.characters(categories=None, exclude_categories=()), max_size=50))
+def test_any_text_can_be_stored(tmp_path, text):
+    append_rows(tmp_path / "rows.jsonl", [{"step": 1, "text": text, text: 2}])
+    (row,) = read_json_rows(tmp_path / "rows.jsonl")
+    with contextlib.suppress(UnicodeEncodeError):
+        text.encode()
+        assert row["text"] == text or text == "text"
+    (tmp_path / "rows.jsonl").unlink()
 
 
 def test_fresh_start_sets_earlier_records_aside(tmp_path):

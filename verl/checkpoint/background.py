@@ -216,6 +216,8 @@ def _records_of(folder: Path, deadline: float, timeout_s: float) -> dict[str, Fi
     """The records of the writer of `folder`, once it has finished. Raises its error."""
     report = _report_of(folder)
     while not report.exists():
+        if not report.parent.exists():
+            raise CheckpointError(f"{report.parent} was removed while a checkpoint was written to it.")
         if time.monotonic() > deadline:
             raise CheckpointError(
                 f"The process that writes {folder} has not finished within {timeout_s:g} s (trainer.call_timeout_s). Check "

@@ -21,6 +21,7 @@ from typing import Any
 
 from verl.config import TrainerConfig
 from verl.errors import DeadlineError, WorkerLostError
+from verl.foreign_text import clean
 from verl.parallel.child_processes import adopt_orphans, die_with, end_descendants
 from verl.parallel.stack_dump import dump_of, in_debugger, innermost
 from verl.tracking.files import append_rows
@@ -125,6 +126,7 @@ class Supervisor:
         self.rules = rules
         self.saved: Path | None = None  # the newest checkpoint that this run has saved
         self._began = time.time()
+        self._identity: os.stat_result | None = None  # of the folder, since the run was seen to use it
         self._num_restarts = 0  # since that checkpoint
         self._last: Ending | None = None
         self._stop_requested = False
@@ -137,6 +139,7 @@ class Supervisor:
             found = signal.sigtimedwait(_WATCHED, _TICK_S)
             if found is not None and found.si_signo != signal.SIGCHLD:
                 self._forward(found, child)
+            self._identity = self._identity or _identity(self.folder)
             if not hang and (hang := pulse.hang()):
                 os.kill(child, signal.SIGKILL)
         beat = read_beat(self.folder)
@@ -155,6 +158,12 @@ class Supervisor:
         if ending.final or self._stop_requested:
             return ending.code
         end_descendants()
+        now = _identity(self.folder)
+        if self._identity is not None and (now is None or not os.path.samestat(self._identity, now)):
+            _say(
+                f"The run ended {ending.place} with {ending.cause}. It is not restarted: its folder {self.folder} was replaced."
+            )
+            return ending.code
         saved = newest_saved(self.folder, self._began)
         if saved != self.saved:
             self.saved, self._num_restarts = saved, 0
@@ -238,6 +247,13 @@ class Pulse:
         return f"a hang: {beat.phase} took more than trainer.hang_timeout_s={self._limit_s:g} s, and {stack}"
 
 
+def _identity(folder: Path) -> os.stat_result | None:
+    try:
+        return os.stat(folder)
+    except OSError:
+        return None
+
+
 def newest_saved(folder: Path, since: float) -> Path | None:
     """The newest complete checkpoint in `folder` that was saved after `since` (seconds since 1970)."""
     found: list[tuple[int, Path]] = []
@@ -267,7 +283,7 @@ def _ending(code: int, note: dict[str, str] | None, beat: Beat | None) -> Ending
     crash = note is None or code < 0 or code in (_BUG, DeadlineError.exit_code, WorkerLostError.exit_code)
     if note is not None:
         first = note["text"].strip().splitlines()[:1] or [""]  # the run itself has printed all of it
-        cause = f"{note['error']}: {first[0].split('. ')[0][:_MAX_CAUSE_CHARS]}".rstrip(".: ")
+        cause = clean(f"{note['error']}: {first[0].split('. ')[0]}", limit=_MAX_CAUSE_CHARS).rstrip(".: ")
     else:
         cause = signal.Signals(-code).name if code < 0 else f"exit code {code} and no error"
     return Ending(shown, cause, not crash, beat)

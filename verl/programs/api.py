@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from verl.checkpoint.store import CheckpointWriter
     from verl.roles.api import Roles, RoleSpecs
     from verl.tracking.console import StepMetrics
+    from verl.tracking.files import Check
     from verl.tracking.run_folder import Curves
     from verl.tracking.spans import Spans
     from verl.tracking.summary import Result
@@ -115,6 +116,8 @@ class Program(ABC):
     curves: ClassVar[Curves] = {}
     # timed span -> (phase, role that is busy in it), for the timeline; other spans count as "other"
     span_phases: ClassVar[SpanPhases] = {}
+    # key of `state_dict` -> check of its value in a checkpoint, from verl/tracking/files.py; a checkpoint that fails is refused
+    state_schema: ClassVar[Mapping[str, Check]] = {}
 
     @classmethod
     def select(cls, config: Any) -> type[Program]:
@@ -156,6 +159,10 @@ class Program(ABC):
     ) -> None:
         """Start, or start again: called once before the first step, and after each RollBack. The weights of the roles are in
         place. `state` holds all keys of trainer_state.json of the folder `checkpoint`; both are None for a fresh run."""
+
+    def move_records(self, folder: Path) -> None:  # noqa: B027 - optional
+        """Copy the files that this program writes beside checkpoints, and needs to resume, to `folder`: the run folder was
+        lost, and its last checkpoint goes there."""
 
     def checkpoint_writers(self) -> Mapping[str, CheckpointWriter]:
         """Further folders of a checkpoint: name -> its writer. Called after `drain`."""

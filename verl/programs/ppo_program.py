@@ -26,6 +26,8 @@ from verl.programs.stages import Stages
 from verl.programs.validation import Validator
 from verl.roles.api import Roles, RoleSpecs
 from verl.roles.rollout import sampling_params
+from verl.tracking.files import has, is_count, is_number, is_text, maybe
+from verl.tracking.ledger.file import NAME as LEDGER
 from verl.tracking.ledger.records import OpenSample
 from verl.tracking.ledger.tracker import SampleTracker
 from verl.tracking.summary import Result
@@ -43,6 +45,13 @@ class PPOProgram(Program):
     console_metrics = CONSOLE_METRICS
     curves = CURVES
     span_phases = SPAN_PHASES
+    state_schema = {
+        "weight_version": is_count,
+        "kl_controller": has(value=is_number),
+        "samples": maybe(has(run=is_text, step=is_count, cursor=is_count, num_trained=is_count, digest=is_text)),
+        "sampler": maybe(has()),
+        "stages": maybe(lambda states: isinstance(states, list) and all(map(has(), states))),
+    }
 
     @classmethod
     def load_data(cls, config: PPOConfig, *, train: bool = True) -> PPOData:
@@ -144,6 +153,10 @@ class PPOProgram(Program):
     def _load_stages(self, states: Sequence[Mapping[str, Any]]) -> None:
         if self.stages is not None and states:
             self.stages.load_state_dict(states)
+
+    def move_records(self, folder: Path) -> None:
+        """See Program: the ledger."""
+        self.samples.move_to(folder / LEDGER)
 
     def checkpoint_writers(self) -> Mapping[str, CheckpointWriter]:
         """See Program: the samples that are open."""

@@ -27,6 +27,7 @@ from verl.programs.api import Program, RollBack, RunContext, StepResult
 from verl.programs.guards import Guards, RollBackPrompts, StepBatch
 from verl.roles.api import Roles, RoleSpec, RoleSpecs
 from verl.roles.objectives.nll import TokenObjective
+from verl.tracking.files import is_count
 from verl.tracking.summary import Result
 
 log = logging.getLogger(__name__)
@@ -68,6 +69,7 @@ class SFT(Program):
         "learning rate": {"train/lr": ""},
     }
     span_phases = {"batch": ("data", None), "update": ("training", ROLE)}
+    state_schema = dict.fromkeys(("num_rows", "num_tokens_trained", "num_passed_over"), is_count)
 
     @classmethod
     def load_data(cls, config: SFTConfig, *, train: bool = True) -> SFTData:

@@ -24,7 +24,7 @@ from verl.run.schedule import Phases, scheduler_of
 from verl.run.state import RunState
 from verl.runtime.api import Runtime, open_runtime
 from verl.tracking.console import Console
-from verl.tracking.files import read_json_rows
+from verl.tracking.files import read_metrics
 from verl.tracking.plot import draw_learning_curve
 from verl.tracking.run_folder import RunFolder
 from verl.tracking.spans import Spans
@@ -76,21 +76,11 @@ def train(loaded: LoadedConfig, program: str = "ppo") -> int:
         stop.share(runtime.any)
         console.begin(state.step, data.num_steps, kind.console_metrics)
         last = Loop(
-            config.trainer,
-            program=running,
-            data=data,
-            roles=roles,
-            state=state,
-            store=store,
-            tracker=tracker,
-            console=console,
-            spans=spans,
-            stop=stop,
-            broadcast=runtime.broadcast,
-            is_rank_zero=runtime.is_rank_zero,
-            resume=resume,
+            config.trainer, program=running, data=data, roles=roles, state=state, folder=folder, write_config=loaded.write,
+            store=store, tracker=tracker, console=console, spans=spans, stop=stop, broadcast=runtime.broadcast,
+            is_rank_zero=runtime.is_rank_zero, resume=resume,
             phases=None if scheduler is None else Phases(scheduler, roles, runtime.broadcast),
-        ).run()
+        ).run()  # fmt: skip
         if runtime.is_rank_zero:
             _finish(folder, tracker, console, roles, running, state, last or _last_validation(folder.metrics))
     return 0
@@ -178,9 +168,7 @@ def _warn_of_resumption(loaded: LoadedConfig, folder: RunFolder, state: RunState
 
 def _last_validation(metrics_file: Path) -> dict[str, float]:
     """The metrics of the last validation after a step: for a run that has nothing left to do."""
-    rows = [
-        row for row in read_json_rows(metrics_file) if row.get("step", 0) > 0 and any(k.startswith("val") for k in row)
-    ]
+    rows = [row for row in read_metrics(metrics_file) if row["step"] > 0 and any(k.startswith("val") for k in row)]
     return rows[-1] if rows else {}
 
 

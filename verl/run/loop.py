@@ -5,23 +5,34 @@ The first Ctrl-C or SIGTERM asks for an orderly end between two phases, after sa
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from verl.errors import CheckpointError, InterruptedRun
+from verl.errors import CheckpointError, FolderLostError, InterruptedRun, VerlError
 from verl.parallel.process_settings import give_back_holes
 from verl.programs.api import Program, ProgramData, RollBack, StepResult
 from verl.roles.api import Roles
 from verl.run.resuming import Resume
-from verl.run.saving import BackgroundRoleWriter, Broadcast, RoleWriter, Store, saves_in_background
+from verl.run.saving import (
+    BackgroundRoleWriter,
+    Broadcast,
+    RoleWriter,
+    Store,
+    open_store,
+    rescue_folder,
+    saves_in_background,
+)
 from verl.run.schedule import Phases
 from verl.run.state import RunState
 from verl.tracking.console import Console
+from verl.tracking.run_folder import RunFolder
 from verl.tracking.spans import Spans, span_metrics, throughput
 from verl.tracking.tracker import Tracker
 
@@ -76,7 +87,8 @@ class StopSignal:
 
 
 class Loop:
-    """Runs `program` from `state` to the last step of `data`. `trainer` is the config section."""
+    """Runs `program` from `state` to the last step of `data`. `trainer` is the config section; `write_config` writes the whole
+    config to a folder."""
 
     def __init__(
         self,
@@ -86,6 +98,8 @@ class Loop:
         data: ProgramData,
         roles: Roles,
         state: RunState,
+        folder: RunFolder,
+        write_config: Callable[[Path], Any],
         store: Store,
         tracker: Tracker,
         console: Console,
@@ -101,6 +115,8 @@ class Loop:
         self.data = data
         self.roles = roles
         self.state = state
+        self.folder = folder
+        self.write_config = write_config
         self.store = store
         self.tracker = tracker
         self.console = console
@@ -115,19 +131,23 @@ class Loop:
         self._hidden: set[str] = set()  # roles that were warned of
 
     def run(self) -> dict[str, float]:
-        """Train to the end; returns the metrics of the last validation. Raises InterruptedRun after saving when stopped."""
+        """Train to the end; returns the metrics of the last validation. Raises InterruptedRun after saving when stopped, and
+        FolderLostError after saving elsewhere when the run folder is lost."""
         try:
             if self.state.step == 0 and self.trainer.val_before_train:
                 self.state.first_validation = self._validate()
             while self.state.step < self.data.num_steps:
+                self._require_folder()
                 self.store.check()
                 try:
                     self._step(self.state.step + 1)
                 except RollBack as back:
                     self._go_back(back)
                 self.stop.check()
+            self._require_folder()
             self.store.finish()
         except StopRequested:
+            self._require_folder()
             self._finish_last_save()
             self._save()
             self.store.finish()
@@ -148,6 +168,7 @@ class Loop:
         self.state.step = step
         self.state.seconds += seconds
         self.state.num_tokens += result.num_tokens
+        self._require_folder()  # before anything is written
         metrics = self._metrics(result, seconds)
         if self._due(self.trainer.test_freq):
             metrics.update(self._validate())
@@ -216,6 +237,35 @@ class Loop:
             writers.update(self.program.checkpoint_writers())
             self.store.save(self.state.step, writers, state)
         self.saved_step = self.state.step
+
+    def _require_folder(self) -> None:
+        """Raises FolderLostError when the run folder is lost, after saving what is in memory to another one."""
+        lost = self.broadcast(self.folder.lost())
+        if not lost:
+            return
+        try:
+            kept = "Nothing had been trained yet: set trainer.default_local_dir to another folder"
+            if self.state.step:
+                kept = f"The state after step {self.state.step} is in {self._rescue()}: set trainer.default_local_dir to it"
+        except (OSError, VerlError) as error:
+            kept = f"Its state could not be saved elsewhere ({error}): set trainer.default_local_dir to another folder"
+        raise FolderLostError(f"{lost} {kept}, and run the same command again.")
+
+    def _rescue(self) -> Path:
+        """Save the last step to a new folder, from which the run can resume."""
+        with contextlib.suppress(VerlError):
+            self.store.finish()
+        root = Path(self.broadcast(str(rescue_folder(self.folder.root)) if self.is_rank_zero else ""))
+        self.program.move_records(root)
+        self.store = open_store(
+            root, self.roles.specs, timeout_s=self.trainer.call_timeout_s, is_rank_zero=self.is_rank_zero
+        )
+        self.saved_step = -1
+        self._save()
+        self.store.finish()
+        if self.is_rank_zero:
+            self.write_config(root)
+        return root
 
     def _finish_last_save(self) -> None:
         """A background save that failed is logged, and does not keep the run from saving where it stops."""

@@ -6,8 +6,10 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from verl.checkpoint.retention import step_of
 from verl.checkpoint.store import trainer_state
-from verl.errors import NumericsError
+from verl.errors import CheckpointError, NumericsError
+from verl.foreign_text import clean
 from verl.programs.api import Program, RollBack
 from verl.roles.api import Roles
 from verl.run.saving import Broadcast, Store
@@ -55,7 +57,18 @@ class Resume:
     def _find(self, mode: str, path: str | None) -> tuple[str, dict[str, Any]] | None:
         """Rank 0's checkpoint, on all ranks: its folder, and the content of its trainer_state.json."""
         found = self.store.find(mode, path)
-        return self.broadcast((str(found), trainer_state(found)) if found is not None else None)
+        return self.broadcast((str(found), self._state_of(found)) if found is not None else None)
+
+    def _state_of(self, checkpoint: Path) -> dict[str, Any]:
+        """The content of trainer_state.json. Raises CheckpointError when no run of this program can have written it."""
+        values = trainer_state(checkpoint)
+        for name, check in {**RunState.schema, **self.program.state_schema}.items():
+            if not check(values.get(name)) or (name == "step" and values[name] != step_of(checkpoint.name)):
+                raise CheckpointError(
+                    f"{checkpoint / 'trainer_state.json'} has {name}={clean(values.get(name), limit=80)}, which this program "
+                    "does not write. Resume from another checkpoint, or with the program that saved this one."
+                )
+        return values
 
     def _load(self, saved: tuple[str, dict[str, Any]] | None, back: RollBack | None = None) -> None:
         path, values = (None, None) if saved is None else (Path(saved[0]), saved[1])

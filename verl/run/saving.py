@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,16 @@ Store = CheckpointStore | BackgroundStore | OtherRankStore
 def saves_in_background(specs: Sequence[RoleSpec]) -> bool:
     """Whether a role of the run is to be written while training continues."""
     return any(spec.trains and spec.checkpoint is not None and spec.checkpoint.async_save for spec in specs)
+
+
+def rescue_folder(lost: Path) -> Path:
+    """A new folder for what can still be saved of a run whose folder `lost` is gone: beside it, or in a temporary place. Raises
+    OSError."""
+    prefix = f"{lost.name}_rescued_"
+    try:
+        return Path(tempfile.mkdtemp(prefix=prefix, dir=lost.absolute().parent))
+    except OSError:
+        return Path(tempfile.mkdtemp(prefix=prefix))
 
 
 def open_store(root: Path, specs: Sequence[RoleSpec], *, timeout_s: float, is_rank_zero: bool) -> Store:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import Any, ClassVar
+
+from verl.tracking.files import Check, each, is_count, is_number
 
 
 @dataclass
@@ -15,6 +17,13 @@ class RunState:
     seconds: float = 0.0
     num_tokens: int = 0
     first_validation: dict[str, float] = field(default_factory=dict)
+
+    schema: ClassVar[Mapping[str, Check]] = {
+        "step": is_count,
+        "seconds": is_number,
+        "num_tokens": is_count,
+        "first_validation": each(lambda value: isinstance(value, int | float)),  # NaN, where nothing was measured
+    }
 
     def state_dict(self) -> dict[str, Any]:
         """As JSON."""

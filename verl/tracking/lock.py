@@ -1,91 +1,165 @@
-"""One run per folder: a lock file that names its holder, taken over when the holder is dead."""
+"""One run per folder: locks of the kernel on the folder and on run.lock, which names the holder.
+
+Both locks belong to open descriptors, so a run cannot come in by deleting run.lock, and the end of the process frees the
+folder. For file systems without such locks, and for other hosts, the content of run.lock decides.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
+import logging
 import os
 import socket
-from collections.abc import Iterator
+import time
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from verl.errors import ConfigError
+from verl.errors import ConfigError, FolderLostError
+from verl.foreign_text import clean
+from verl.tracking.files import has, is_count, is_number, is_text, open_regular, read_json
+
+log = logging.getLogger(__name__)
+
+_MAX_BYTES = 4096
+_HOLDER = has(pid=lambda value: is_count(value) and 0 < value < 1 << 31, host=is_text, started=is_number)
+_GONE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ESTALE)
+
+_held: set[int] = set()  # descriptors; a child that is forked shall not hold the folder after this process
+
+
+def _close_in_child() -> None:
+    while _held:
+        os.close(_held.pop())
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+def _close(descriptor: int) -> None:
+    if descriptor in _held:
+        _held.discard(descriptor)
+        os.close(descriptor)
 
 
 class FolderLock:
-    """Holds `folder`/run.lock between `acquire` and `release`."""
+    """Holds `folder` between `acquire` and `release`."""
 
     def __init__(self, folder: Path):
+        self.folder = folder
         self.path = folder / "run.lock"
-        self._held = False
+        self._folder = self._file = -1  # descriptors
+        self._holder: dict[str, Any] = {}
 
     def acquire(self) -> None:
-        """Raises ConfigError when a live run, or one on another host, which cannot be checked, holds the folder."""
-        with self._locked_file() as file:
-            holder = _parse(file.read())
+        """Raises ConfigError when a live run, or one on another host, which cannot be checked, holds the folder; OSError when
+        the folder or run.lock cannot be opened."""
+        try:
+            self._folder = self._taken(os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+            self._file = self._taken(open_regular(self.path, os.O_RDWR | os.O_CREAT))
+            holder = _read(self.path)
             if holder is not None and not _is_dead(holder):
                 raise ConfigError(self._in_use(holder))
-            file.seek(0)
-            file.truncate()
-            file.write(json.dumps(_me()))
-        self._held = True
+            started = psutil.Process().create_time()
+            self._holder = {"pid": os.getpid(), "host": socket.gethostname(), "started": started}
+            self._write()
+        except BaseException:
+            self.release()
+            raise
+
+    def _taken(self, descriptor: int) -> int:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            raise ConfigError(self._in_use(_read(self.path))) from None
+        except OSError:
+            pass  # no such lock on this file system: the content of run.lock decides
+        _held.add(descriptor)
+        return descriptor
+
+    def _write(self) -> None:
+        text = json.dumps({**self._holder, "written": time.time()}).encode()
+        os.pwrite(self._file, text, 0)
+        os.ftruncate(self._file, len(text))
+
+    def check(self) -> None:
+        """Raises FolderLostError when the folder is no longer the one that was acquired, or another run has it. A run.lock that
+        was deleted or damaged is replaced. Does nothing when the folder is not held."""
+        if not self._holder:
+            return
+        try:
+            found = os.stat(self.folder)
+        except OSError as error:
+            if error.errno in _GONE:
+                raise FolderLostError(f"The run folder {self.folder} was removed while the run was using it.") from None
+            return  # a disk that fails says so when it is written
+        holder = _read(self.path)
+        if not os.path.samestat(found, os.fstat(self._folder)) and not self._shows_writes():
+            raise FolderLostError(f"The run folder {self.folder} was replaced by another while the run was using it.")
+        if holder is None or any(holder[name] != value for name, value in self._holder.items()):
+            if holder is not None and not _is_dead(holder):
+                raise FolderLostError(f"{self.path} was changed while the run was using it. {self._in_use(holder)}")
+            self._replace()
+
+    def _shows_writes(self) -> bool:
+        """Whether run.lock in the folder is the open file. Some network file systems number a file differently each time."""
+        with contextlib.suppress(OSError, ValueError):
+            self._write()
+            os.fsync(self._file)
+            return read_json(self.path, _HOLDER, _MAX_BYTES) == json.loads(os.pread(self._file, _MAX_BYTES, 0))
+        return False
+
+    def _replace(self) -> None:
+        with contextlib.suppress(OSError):
+            self.path.unlink(missing_ok=True)
+            _close(self._file)
+            self._file = self._taken(open_regular(self.path, os.O_RDWR | os.O_CREAT))
+            self._write()
+            log.warning("%s was deleted or changed while the run was using it; it is replaced.", self.path)
 
     def release(self) -> None:
         """Release the folder; does nothing when it is not held."""
-        if self._held:
-            self._held = False
+        if self._holder and self._file in _held:
             # emptied and not removed: another process may have opened it and must not lock a deleted file
-            with self._locked_file() as file:
-                file.truncate()
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._file, 0)
+        for descriptor in (self._file, self._folder):
+            _close(descriptor)
+        self._folder = self._file = -1
+        self._holder = {}
 
-    @contextlib.contextmanager
-    def _locked_file(self) -> Iterator[Any]:
-        """The open lock file; other processes that start in the folder wait here."""
-        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
-        with os.fdopen(descriptor, "r+", encoding="utf-8") as file:
-            with contextlib.suppress(
-                OSError
-            ):  # without locks, as on some network file systems, the content still decides
-                fcntl.flock(file, fcntl.LOCK_EX)
-            yield file
-
-    def _in_use(self, holder: dict[str, Any]) -> str:
-        who = f"process {holder['pid']} on {holder['host']}"
-        if holder["host"] == socket.gethostname():
-            fix = "Wait for it, stop it, or set trainer.default_local_dir to another folder."
-        else:
+    def _in_use(self, holder: dict[str, Any] | None) -> str:
+        is_here = holder is None or holder["host"] == socket.gethostname()
+        fix = "Wait for it, stop it, or set trainer.default_local_dir to another folder."
+        if not is_here:
             fix = (
                 f"If that run has ended, delete {self.path}; otherwise set trainer.default_local_dir to another folder."
             )
-        return f"The run folder {self.path.parent} is in use by {who}. {fix}"
+        return f"The run folder {self.folder} is in use by {_named(holder)}. {fix}"
 
 
 def holder_of(folder: Path) -> str | None:
     """The process that runs in `folder`, in words; None for none. Read-only."""
+    holder = _read(folder / "run.lock")
+    return None if holder is None or _is_dead(holder) else _named(holder)
+
+
+def _named(holder: dict[str, Any] | None) -> str:
+    return "another process" if holder is None else f"process {holder['pid']} on {clean(holder['host'])}"
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """The holder in the file; None when there is none."""
     try:
-        holder = _parse((folder / "run.lock").read_text(encoding="utf-8"))
-    except OSError:
+        found: dict[str, Any] = read_json(path, _HOLDER, _MAX_BYTES)
+    except (OSError, ValueError):
         return None
-    if holder is None or _is_dead(holder):
-        return None
-    return f"process {holder['pid']} on {holder['host']}"
-
-
-def _me() -> dict[str, Any]:
-    return {"pid": os.getpid(), "host": socket.gethostname(), "started": psutil.Process().create_time()}
-
-
-def _parse(text: str) -> dict[str, Any] | None:
-    """The holder in the file; None when it is empty or truncated."""
-    try:
-        holder = json.loads(text)
-        return {"pid": int(holder["pid"]), "host": str(holder["host"]), "started": float(holder["started"])}
-    except (ValueError, TypeError, KeyError):
-        return None
+    return found
 
 
 def _is_dead(holder: dict[str, Any]) -> bool:

@@ -8,7 +8,7 @@ events.jsonl (crashes, written by the supervisor)  superseded_*/ (records of ear
 
 from __future__ import annotations
 
-import json
+import errno
 import logging
 import re
 import shutil
@@ -17,9 +17,23 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
-from verl.errors import CheckpointError, ConfigError
-from verl.tracking.files import json_text, read_json_rows, truncate_rows, write_atomically
+import yaml
+
+from verl.errors import CheckpointError, ConfigError, FolderLostError
+from verl.foreign_text import clean
+from verl.tracking.files import (
+    OF_STEP,
+    each,
+    is_text,
+    json_text,
+    read_json,
+    read_lines,
+    read_text,
+    truncate_rows,
+    write_atomically,
+)
 from verl.tracking.heartbeat import Heartbeat
 from verl.tracking.ledger.file import NAME as LEDGER
 from verl.tracking.lock import FolderLock
@@ -27,8 +41,10 @@ from verl.tracking.logs import add_log_file, remove_handler
 
 log = logging.getLogger(__name__)
 
-_SAMPLE_FILE = re.compile(r"step_(\d+)\.jsonl")
-
+_MAX_CONFIG_BYTES = 4 << 20
+_SAMPLE_FILE = re.compile(r"step_(\d{6,15})\.jsonl")
+# errors of the system that somebody's change of the folder causes; the command line explains those of disks and permissions
+_CHANGED = (errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO)
 
 Curves = Mapping[str, Mapping[str, str]]  # title of a panel -> metric -> label; the most important panel first
 
@@ -62,6 +78,7 @@ class RunFolder:
                 self._lock.acquire()
             self.heartbeat.start()
         except OSError as error:
+            self._lock.release()
             raise ConfigError(
                 f"The run folder {self.root} cannot be written ({error.strerror or error}). "
                 "Set trainer.default_local_dir to a folder that can."
@@ -72,11 +89,38 @@ class RunFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._log_handler is not None:
-            remove_handler(self._log_handler)
-            self._log_handler = None
-        self.heartbeat.end(failed=kind is not None)
-        self._lock.release()
+        """Raises the error of the folder that has caused `error`: FolderLostError, CheckpointError for one of its files."""
+        try:
+            if isinstance(error, OSError | CheckpointError):
+                self._explain(error)
+        finally:
+            if self._log_handler is not None:
+                remove_handler(self._log_handler)
+                self._log_handler = None
+            self.heartbeat.end(failed=kind is not None)
+            self._lock.release()
+
+    def _explain(self, error: OSError | CheckpointError) -> None:
+        if not isinstance(error, FolderLostError):
+            self._lock.check()
+        if (
+            isinstance(error, OSError)
+            and error.errno in _CHANGED
+            and Path(error.filename or "").is_relative_to(self.root)
+        ):
+            raise CheckpointError(
+                f"{error.filename} cannot be read or written ({error.strerror}). Move it away if it is not of this run, and "
+                "run the same command again."
+            ) from error
+
+    def lost(self) -> str:
+        """Reason why this run cannot use the folder any more: it was removed or replaced, or another run has it; "" while it
+        can, and always on ranks above 0."""
+        try:
+            self._lock.check()
+        except FolderLostError as error:
+            return str(error)
+        return ""
 
     def sample_file(self, split: str, step: int) -> Path:
         """samples/{split}/step_000012.jsonl."""
@@ -98,7 +142,8 @@ class RunFolder:
             return 0
         if step <= 0:
             return self._set_aside()
-        removed = truncate_rows(self.metrics, step)
+        is_own = (self.root / f"global_step_{step}").exists()  # its rows were written before it
+        removed = truncate_rows(self.metrics, step, complete=is_own or self.metrics.exists())
         truncate_rows(self.spans, step)
         truncate_rows(self.timeline, step)
         files = [f for f in self.samples.glob("*/step_*.jsonl") if _step_of(f) > step]
@@ -115,14 +160,22 @@ class RunFolder:
     def read_curves(self) -> dict[str, dict[str, str]]:
         """The stored curves; empty without a readable file."""
         try:
-            found = json.loads(self.curves.read_text(encoding="utf-8"))
+            found = read_json(self.curves, each(each(is_text)))
         except (OSError, ValueError):
             return {}
-        return found if isinstance(found, dict) else {}
+        return {clean(title): {clean(name): clean(label) for name, label in p.items()} for title, p in found.items()}
+
+    def read_config(self) -> Mapping[str, Any]:
+        """The config of the run as plain mappings; empty without a readable file."""
+        try:
+            found = yaml.safe_load(read_text(self.root / "config.yaml", _MAX_CONFIG_BYTES))
+        except (OSError, ValueError, RecursionError, yaml.YAMLError):
+            return {}
+        return found if isinstance(found, Mapping) else {}
 
     def _set_aside(self) -> int:
         """Move the records of an earlier run into a folder of their own; returns its number of metrics rows."""
-        num_rows = sum(1 for _ in read_json_rows(self.metrics))
+        num_rows = sum(row is not None for _, row in read_lines(self.metrics, OF_STEP))
         records = (
             self.metrics,
             self.root / "spans.jsonl",

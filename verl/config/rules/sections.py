@@ -52,6 +52,11 @@ def _check_optim(path: str, optim: OptimConfig, root: Any) -> Iterator[Problem]:
 
 
 def _check_trainer(path: str, trainer: TrainerConfig, root: Any) -> Iterator[Problem]:
+    if not trainer.default_local_dir.strip():
+        yield error(
+            "trainer.default_local_dir",
+            "trainer.default_local_dir is empty, which would be the current folder. Name a folder, or leave the key out.",
+        )
     key, source = "trainer.resume_from_path", trainer.resume_from_path
     if trainer.resume_mode != "resume_path":
         return
