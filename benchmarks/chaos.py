@@ -2,6 +2,7 @@
 
     python benchmarks/chaos.py --kills 100 --seed 1 --json chaos.json
     python benchmarks/chaos.py --kills 10 --runtimes local --kills-per-run 10
+    python benchmarks/chaos.py --kills 0 --pressure 24     full disks and lack of memory, see chaos_pressure.py
 
 Each run gets several SIGKILLs; kinds of processes and moments are drawn from the seed (chaos_task.py), and one counts when it
 hit a living process. What comes back by itself is left to itself. Only when the first process of the command was killed, its
@@ -23,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
@@ -31,6 +32,7 @@ from statistics import fmean
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from chaos_compare import differences, idleness
+from chaos_pressure import RUNTIME, PressedVictim, enter_own_mounts, mount_small_disk, plan_pressure, unmount_small_disk
 from chaos_run import Kill, Lost, Victim
 from chaos_task import RUNTIMES, Task, make_task, plan
 from report import number, table
@@ -41,6 +43,8 @@ _SHARES = {"local": 30, "engine": 16, "async": 16, "torchrun": 18, "ray": 10, "r
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(argv)
+    if arguments.pressure:
+        enter_own_mounts()
     kills: list[Kill] = []
     failures: list[str] = []
     began = time.monotonic()
@@ -54,6 +58,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             except Lost as error:
                 failures.append(f"{runtime}, the run that was left alone: {error}")
             _write(arguments, time.monotonic() - began, kills, failures)
+        if arguments.pressure:
+            mount_small_disk(task)
+            try:
+                attack(task, RUNTIME, arguments.pressure, arguments, kills, failures, pressed=True)
+            finally:
+                unmount_small_disk(task)
+            _write(arguments, time.monotonic() - began, kills, failures)
     print(report(kills))
     minutes = (time.monotonic() - began) / 60
     print(f"\n{len(kills)} kills in {minutes:.1f} min; {len(failures)} differences from runs that were left alone.")
@@ -65,6 +76,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument(
+        "--pressure", type=int, default=0, help="ends by a full disk or lack of memory, beside the kills"
+    )
     parser.add_argument("--runtimes", nargs="+", choices=sorted(RUNTIMES), default=list(_SHARES))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kills-per-run", type=int, default=10)
@@ -88,13 +102,15 @@ def shares(runtimes: Sequence[str], kills: int) -> dict[str, int]:
 
 
 def attack(
-    task: Task, runtime: str, count: int, arguments: argparse.Namespace, kills: list[Kill], failures: list[str]
-) -> None:
-    """Runs of one runtime with `count` kills in all, which are added to `kills`; what went wrong is added to `failures`. Raises
-    Lost when the run that is left alone does not end."""
+    task: Task, runtime: str, count: int, arguments: argparse.Namespace, kills: list[Kill], failures: list[str],
+    pressed: bool = False,
+) -> None:  # fmt: skip
+    """Runs of one runtime with `count` kills in all (`pressed`: by disk and memory), which are added to `kills`; what went
+    wrong is added to `failures`. Raises Lost when the run that is left alone does not end."""
     if count == 0:
         return
-    alone = Victim(task, runtime, "alone")
+    kind = PressedVictim if pressed else Victim
+    alone = kind(task, runtime, "alone")
     try:
         alone.to_the_end()
     finally:
@@ -106,11 +122,9 @@ def attack(
             break
         seed = f"{arguments.seed}/{runtime}/{index}"
         rng, before = random.Random(seed), len(kills)
-        victim = Victim(task, runtime, f"killed-{index}", usual_s)
+        victim = kind(task, runtime, f"killed-{index}", usual_s)
         try:
-            for moment in plan(rng, runtime, min(arguments.kills_per_run, wanted - len(kills)), arguments.targets):
-                if not (found := victim.strike(moment, rng)):
-                    break
+            for found in strikes(victim, rng, min(arguments.kills_per_run, wanted - len(kills)), arguments.targets):
                 kills += found
                 _tell(found)
             victim.to_the_end()
@@ -125,6 +139,20 @@ def attack(
         if len(kills) == before:
             failures.append(f"{runtime}, run {victim.folder.name}, seed {seed}: nothing could be killed")
             break
+
+
+def strikes(victim: Victim, rng: random.Random, count: int, targets: Sequence[str] | None) -> Iterator[list[Kill]]:
+    """The kills of one run, until it has ended."""
+    if isinstance(victim, PressedVictim):
+        for kind, moment in plan_pressure(rng, count):
+            if (kill := victim.press(kind, moment, rng)) is None:
+                return
+            yield [kill]
+        return
+    for moment in plan(rng, victim.runtime, count, targets):
+        if not (found := victim.strike(moment, rng)):
+            return
+        yield found
 
 
 def _tell(kills: Sequence[Kill]) -> None:

@@ -42,6 +42,7 @@ SECTIONS = {
         "tests.test_foreign_text:cases", 10_000, "foreign texts in rows, configs, templates, errors and logs"
     ),
     "checkpoints": Section("tests.checkpoint.damage:cases", 1_000, "damaged checkpoints"),
+    "run-folders": Section("tests.tracking.run_folders:cases", 2_000, "damaged run folders"),
 }
 
 

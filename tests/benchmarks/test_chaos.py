@@ -22,6 +22,7 @@ import psutil
 import pytest
 import torch
 from chaos_compare import differences, idleness
+from chaos_pressure import plan_pressure
 from chaos_run import Kill, Lost, Victim
 from chaos_task import PHASES, RUNTIMES, Moment, make_task, plan
 
@@ -134,6 +135,24 @@ def test_a_run_whose_supervisor_is_killed(make):
 def test_twelve_kills_of_a_runtime(runtime):
     """pytest -m slow tests/benchmarks -k twelve_kills"""
     assert chaos.main(["--kills", "12", "--kills-per-run", "12", "--runtimes", runtime, "--seed", "3"]) == 0
+
+
+@pytest.mark.slow
+def test_runs_on_a_full_disk_and_without_memory():
+    """pytest -m slow tests/benchmarks -k full_disk"""
+    command = [sys.executable, chaos.__file__, "--kills", "0", "--pressure", "4", "--kills-per-run", "4", "--seed", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+    if "Operation not permitted" in done.stderr:
+        pytest.skip("this system grants no mounts")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    assert "disk: " in done.stdout
+
+
+def test_pressure_is_drawn_from_the_seed():
+    first, second = (plan_pressure(random.Random(3), 30) for _ in range(2))
+    assert first == second
+    assert {kind for kind, _ in first} == {"disk", "memory"}
+    assert [moment.step for _, moment in first] == list(range(2, 92, 3))
 
 
 def test_kills_are_shared_out_and_drawn_from_the_seed():

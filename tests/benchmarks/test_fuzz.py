@@ -22,8 +22,9 @@ def level():
 @pytest.mark.usefixtures("level")
 def test_fuzz(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    counts = fuzz.main(["rows", "checkpoints", "--count", "12", "--json", str(tmp_path / "f.json")])
-    assert {name: sum(c.values()) for name, c in counts.items()} == {"rows": 12, "checkpoints": 12}
+    sections = ["rows", "checkpoints", "run-folders"]
+    counts = fuzz.main([*sections, "--count", "12", "--json", str(tmp_path / "f.json")])
+    assert {name: sum(c.values()) for name, c in counts.items()} == dict.fromkeys(sections, 12)
     saved = json.loads((tmp_path / "f.json").read_text())
     assert sum(saved["rows"].values()) == 12
     assert "checkpoints: 12 cases, seed 0" in capsys.readouterr().out

@@ -1,0 +1,345 @@
+"""Damage to the files of a run folder, and what a run that resumes there, and `verl show`, make of it."""
+
+import io
+import json
+import logging
+import os
+import shutil
+import sqlite3
+from contextlib import closing, redirect_stderr
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+
+from rich.console import Console
+
+from tests.tracking.sample_lives import issue, open_tracker, segment, take_step
+from verl.checkpoint.files import MANIFEST, record_of, write_manifest
+from verl.checkpoint.store import CheckpointStore
+from verl.cli.main import run_guarded
+from verl.cli.show import show
+from verl.programs.ppo_program import PPOProgram
+from verl.programs.samples import OpenSamplesWriter
+from verl.run.resuming import Resume
+from verl.run.state import RunState
+from verl.tracking.files import append_rows, read_metrics, write_atomically
+from verl.tracking.heartbeat import EVENTS
+from verl.tracking.ledger.file import NAME
+from verl.tracking.ledger.reader import Ledger, snapshot
+from verl.tracking.ledger.tracker import start_ledger
+from verl.tracking.progress import read_progress
+from verl.tracking.run_folder import RunFolder
+from verl.tracking.spans import Spans
+from verl.tracking.timeline import Timeline
+
+STEPS = 3  # of them the last is after the checkpoint
+
+
+def make_run(root: Path) -> None:
+    """A run of three steps that was killed; its checkpoint is of the second, with open samples."""
+    with RunFolder(root) as folder:
+        folder.write_curves({"reward": {"reward": "training"}})
+        (root / "config.yaml").write_text("data: {train_batch_size: 2}\ntrainer: {test_freq: 1}\n")
+        (folder.logs / "rank_0.log").write_text("2026-01-01 00:00:00,000 WARNING 7 verl.x: slow\n")
+        tracker, _ = open_tracker(root / NAME)
+        timeline = Timeline(folder.timeline, STEPS, spans={"gen": ("rollout", "rollout")})
+        spans = Spans(folder.spans, timeline=timeline, heartbeat=folder.heartbeat)
+        for step in range(1, STEPS + 1):
+            spans.begin_step(step)
+            issue(tracker, step, [step + 1], n=2)
+            tracker.generate(step, [segment(step + 1, sample) for sample in range(2)])
+            if step == 1:
+                take_step(tracker, step, [0])
+                issue(tracker, step, [1], n=2)
+                tracker.generate(step, [segment(1, sample) for sample in range(2)])
+            else:
+                take_open(tracker, step, [step - 1])
+            with spans("gen"):
+                pass
+            append_rows(folder.metrics, [{"step": step, "time": 1.0, "reward": step / 3, "timing_s/gen": 0.1}])
+            file = folder.sample_file("train", step)
+            file.parent.mkdir(exist_ok=True)
+            write_atomically(file, '{"step": 1}\n')
+            if step == STEPS - 1:
+                state = {
+                    **RunState(step, 2.5, 100, {"val/reward": 0.5}).state_dict(),
+                    "weight_version": step,
+                    "kl_controller": {"value": 0.1},
+                    "samples": tracker.commit(),
+                }
+                CheckpointStore(root).save(step, {"samples": OpenSamplesWriter(tracker)}, state)
+            spans.write(step)
+        tracker.close()
+        event = {"time": 5.0, "event": "restarted", "step": 2, "phase": "gen", "cause": "SIGKILL", "from": None}
+        append_rows(root / EVENTS, [event])
+
+
+def take_open(tracker, step, ordinals):
+    """Score and train samples that were generated before."""
+    from tests.tracking.sample_lives import scored
+
+    keys = [(ordinal, sample) for ordinal in ordinals for sample in range(2)]
+    tracker.score(step, [scored(*key) for key in keys])
+    tracker.train(step, keys)
+
+
+@dataclass
+class Start:
+    """The outcome of a start in a run folder."""
+
+    code: int = 70
+    said: str = ""
+    warned: list[str] = field(default_factory=list)
+    found: tuple = ()
+
+
+def start(root: Path) -> Start:
+    """Resume as the host does, without models, and show the run."""
+    result, stderr = Start(), io.StringIO()
+
+    def work(_):
+        result.found = _resume(root)
+        show(read_progress(root), Console(file=io.StringIO(), width=100))
+        return 0
+
+    heard = logging.Handler(logging.WARNING)
+    heard.emit = lambda record: result.warned.append(record.getMessage())
+    logger = logging.getLogger("verl")
+    level, propagates = logger.level, logger.propagate
+    logger.addHandler(heard)
+    logger.setLevel(logging.WARNING)
+    logger.propagate = False
+    try:
+        with redirect_stderr(stderr):
+            result.code = run_guarded("train", work, [])
+    finally:
+        logger.removeHandler(heard)
+        logger.setLevel(level)
+        logger.propagate = propagates
+    result.said = stderr.getvalue()
+    return result
+
+
+def _resume(root: Path) -> tuple:
+    """All that decides what a resumed run does: step, state, ledger, and the records that it keeps."""
+    with RunFolder(root) as folder:
+        store = CheckpointStore(root)
+        program = SimpleNamespace(state_schema=PPOProgram.state_schema)
+        resume = Resume(
+            None, folder=folder, roles=None, broadcast=lambda value: value, program=program, state=RunState(), store=store
+        )  # fmt: skip
+        saved = resume._find("auto", None)
+        path, values = (None, None) if saved is None else (Path(saved[0]), saved[1])
+        step = 0 if values is None else values["step"]
+        waiting = start_ledger(root / NAME, path, (values or {}).get("samples")).waiting
+        folder.truncate_after(step)
+        content = [(s.ordinal, s.sample, s.attempt, s.step, s.split, s.limit, s.prompt) for s in waiting]
+        parts = [
+            (p.tokens.tobytes(), p.log_probs.tobytes(), p.version, p.finish_reason, p.rank, p.source)
+            for s in waiting
+            for p in s.segments
+        ]
+        with Ledger.open(root) as ledger:
+            trained = ledger.multiset_of_trained()
+        steps = [row["step"] for row in read_metrics(folder.metrics)]
+        return values, snapshot(root / NAME).offset, content, parts, trained, steps
+
+
+# -- damage -----------------------------------------------------------------------------------------------------------
+
+_ODD = [
+    "",
+    "{",
+    "null",
+    "[]",
+    "{}",
+    "[" * 50_000,
+    "9" * 5000,
+    "\0" * 9,
+    "NaN",
+    '{"step": -1}',
+    '{"step": "\\ud800"}',
+    "\x1b[31m",
+]
+
+
+def _one(rng, root: Path) -> Path:
+    return rng.choice(sorted(p for p in root.rglob("*") if p.is_file() and not p.is_symlink()))
+
+
+def flip_bit(rng, root):
+    file = _one(rng, root)
+    content = bytearray(file.read_bytes())
+    if content:
+        content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+        file.write_bytes(content)
+
+
+def truncate(rng, root):
+    file = _one(rng, root)
+    file.write_bytes(file.read_bytes()[: rng.randrange(file.stat().st_size + 1)])
+
+
+def append(rng, root):
+    with _one(rng, root).open("ab") as file:
+        file.write(rng.choice([b"\0", b"\n\n", b"{", b"\xff\xfe", rng.randbytes(100)]))
+
+
+def zero_block(rng, root):
+    file = _one(rng, root)
+    content = bytearray(file.read_bytes())
+    begin = rng.randrange(len(content) + 1)
+    content[begin : begin + 512] = bytes(len(content[begin : begin + 512]))
+    file.write_bytes(content)
+
+
+def replace(rng, root):
+    _one(rng, root).write_text(rng.choice(_ODD))
+
+
+def delete(rng, root):
+    _one(rng, root).unlink()
+
+
+def swap(rng, root):
+    one, other = _one(rng, root), _one(rng, root)
+    content = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(content)
+
+
+def not_a_file(rng, root):
+    """Another thing in the place of a file, or of one that a run may make."""
+    new = [
+        "run.lock", "heartbeat.json", f"{NAME}-wal", f"{NAME}-journal", f"{NAME}-shm", f".{NAME}.tmp", "guards.jsonl",
+        "summary.json", "samples/train/step_000009.jsonl", "logs/rank_1.log", "global_step_9", ".global_step_3.tmp-1",
+        "latest_checkpointed_iteration.txt", f".metrics.jsonl.{os.getpid()}.tmp",
+    ]  # fmt: skip
+    file = root / rng.choice(new) if rng.random() < 0.4 else _one(rng, root)
+    if file.is_dir():
+        shutil.rmtree(file)
+    file.unlink(missing_ok=True)
+    kind = rng.choice(["folder", "pipe", "loop", "nowhere", "other", "device"])
+    if kind == "folder":
+        file.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(file)
+    else:
+        others = {"loop": file, "nowhere": root / "nowhere", "other": _one(rng, root), "device": "/dev/zero"}
+        file.symlink_to(others[kind])
+
+
+def edit_value(rng, root):
+    """Another value in a JSON file; rows of one are JSON too."""
+    file = rng.choice([p for p in sorted(root.rglob("*.json*")) if p.is_file()])
+    lines = file.read_text().splitlines() if file.suffix == ".jsonl" else [file.read_text()]
+    number = rng.randrange(len(lines))
+    document = place = json.loads(lines[number])
+    key = rng.choice(sorted(place))
+    while isinstance(place[key], dict) and place[key]:
+        place = place[key]
+        key = rng.choice(sorted(place))
+    place[key] = rng.choice([None, -7, 1e300, 10**400, "text", "\ud800\x1b[2J", [], {}, True, [[1]], -(10**30)])
+    lines[number] = json.dumps(document)
+    file.write_text("\n".join(lines) + "\n")
+
+
+def forge_state(rng, root):
+    """A trainer_state.json with digests that are right."""
+    folder = root / f"global_step_{STEPS - 1}"
+    file = folder / "trainer_state.json"
+    state = json.loads(file.read_text())
+    place = rng.choice([state, state["samples"], state["kl_controller"]])
+    key = rng.choice(sorted(place))
+    if rng.random() < 0.2:
+        del place[key]
+    else:
+        place[key] = rng.choice([None, -1, -(10**30), 10**30, 0.5, "two", [], {}, True, "\ud800", float("nan")])
+    file.write_text(json.dumps(state))
+    names = [p.relative_to(folder).as_posix() for p in sorted(folder.rglob("*")) if p.is_file() and p.name != MANIFEST]
+    (folder / MANIFEST).unlink()
+    write_manifest(folder, STEPS - 1, {name: record_of(folder / name) for name in names})
+
+
+def edit_ledger(rng, root):
+    """A cell, a row or a table of the ledger."""
+    with closing(sqlite3.connect(root / NAME)) as db:
+        tables = ["about", "samples", "segments", "steps"]
+        table = rng.choice(tables)
+        columns = [row[1] for row in db.execute(f"PRAGMA table_info({table})")]
+        (row,) = rng.choice(db.execute(f"SELECT rowid FROM {table}").fetchall())
+        value = rng.choice([None, -1, 2**62, 0.5, "text", b"\0\1", "é" * 9])
+        try:
+            if (kind := rng.random()) < 0.7:
+                db.execute(f"UPDATE {table} SET {rng.choice(columns)} = ? WHERE rowid = ?", (value, row))
+            elif kind < 0.85:
+                db.execute(f"DELETE FROM {table} WHERE rowid = ?", (row,))
+            else:
+                db.execute(
+                    rng.choice([f"DROP TABLE {table}", f"ALTER TABLE {table} ADD COLUMN more", "CREATE TABLE more (x)"])
+                )
+        except sqlite3.IntegrityError:
+            db.execute("DELETE FROM samples")
+        db.commit()
+
+
+def lose(rng, root):
+    """A folder, or everything of a kind."""
+    kind = rng.choice(
+        [f"global_step_{STEPS - 1}", "samples", "logs", "metrics.jsonl", NAME, "latest_checkpointed_iteration.txt"]
+    )
+    for path in root.glob(f"{kind}*"):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+KINDS = (
+    flip_bit,
+    truncate,
+    append,
+    zero_block,
+    replace,
+    delete,
+    swap,
+    not_a_file,
+    edit_value,
+    forge_state,
+    edit_ledger,
+    lose,
+)
+
+
+def outcome(rng, template: Path, root: Path, wanted: tuple) -> tuple[str, str]:
+    """(kind of damage, outcome) of a copy of `template`: "whole" (it resumes as it would have), "refused" in a sentence,
+    "noticed" by a warning, or "other numbers" of seconds and the KL weight that a run could have saved, with digests that are
+    right. Raises AssertionError for what passes in silence, and for an error that is no sentence."""
+    shutil.rmtree(root, ignore_errors=True)
+    shutil.copytree(template, root)
+    kind = rng.choice(KINDS)
+    kind(rng, root)
+    result = start(root)
+    name = kind.__name__
+    assert "bug in verl" not in result.said, f"{name}: {result.said}"
+    assert "Traceback" not in result.said, f"{name}: {result.said}"
+    if result.code:
+        assert result.said.strip().count("\n") == 0, f"{name}: {result.said}"
+        return name, "refused"
+    if result.found == wanted:
+        return name, "whole"
+    if kind is forge_state and result.found[1:] == wanted[1:]:
+        free = ("seconds", "first_validation", "kl_controller")
+        assert all(result.found[0][name] == value for name, value in wanted[0].items() if name not in free)
+        return name, "other numbers"
+    assert result.warned, f"{name}: the run resumes with something else, in silence: {result.found} instead of {wanted}"
+    return name, "noticed"
+
+
+def cases(rng, count, folder):
+    """(kind of damage, outcome) of `count` folders of a killed run that is resumed and shown."""
+    make_run(folder / "template")
+    shutil.copytree(folder / "template", folder / "run")
+    wanted = start(folder / "run").found
+    for _ in range(count):
+        yield outcome(rng, folder / "template", folder / "run", wanted)
