@@ -74,6 +74,50 @@ def test_correct_says_whether_the_target_is_the_likeliest(options, chunk):
     assert weight.grad is not None
 
 
+@pytest.mark.parametrize("chunk", [1, 4, 50])
+@pytest.mark.parametrize("options", CASES)
+def test_candidates_and_most_probable_tokens(options, chunk):
+    options = dict(options)
+    hidden, weight, bias, targets = inputs(11, options.pop("bias", False))
+    leaves = [x for x in (hidden, weight, bias) if x is not None]
+    candidates = torch.stack([targets, (targets + 3) % 17, targets * 0], dim=1)
+    stats = token_log_probs(
+        hidden,
+        weight,
+        targets,
+        1.3,
+        bias=bias,
+        chunk_tokens=chunk,
+        candidates=candidates,
+        top=5,
+        want_entropy=True,
+        **options,
+    )
+    every = torch.stack(
+        [reference(hidden, weight, bias, torch.full_like(targets, token), 1.3, **options)[0] for token in range(17)],
+        dim=1,
+    )
+    assert torch.allclose(stats.candidate_log_probs, every.gather(1, candidates), rtol=1e-12)
+    expected = every.topk(5, dim=1)
+    assert torch.equal(stats.top_ids, expected.indices)
+    assert torch.allclose(stats.top_log_probs, expected.values, rtol=1e-12)
+    assert not stats.top_log_probs.requires_grad
+    upstream = torch.randn_like(every.gather(1, candidates))
+    theirs = (every.gather(1, candidates) * upstream).sum() + 0.5 * every[torch.arange(11), targets].sum()
+    theirs = theirs - 0.1 * (every.exp() * every).sum()
+    ours = (stats.candidate_log_probs * upstream).sum() + 0.5 * stats.log_probs.sum() + 0.1 * stats.entropy.sum()
+    for a, b in zip(torch.autograd.grad(ours, leaves), torch.autograd.grad(theirs, leaves), strict=True):
+        assert torch.allclose(a, b, rtol=1e-10, atol=1e-12)
+
+
+def test_candidates_alone_have_a_gradient():
+    hidden, weight, _, targets = inputs(5, False)
+    ours = token_log_probs(hidden, weight, targets, candidates=targets.unsqueeze(1), chunk_tokens=2).candidate_log_probs
+    theirs = reference(hidden, weight, None, targets, 1.0)[0]
+    found, expected = (torch.autograd.grad(x.sum(), (hidden, weight)) for x in (ours, theirs))
+    assert all(torch.allclose(a, b, rtol=1e-10, atol=1e-12) for a, b in zip(found, expected, strict=True))
+
+
 def test_equal_logits_are_all_correct():
     """bfloat16 rounds the likeliest two to the same logit often enough."""
     hidden, weight = torch.ones(2, 1), torch.tensor([[1.0], [3.0], [3.0]])

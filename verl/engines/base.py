@@ -87,7 +87,7 @@ class TrainedEngine(ABC):
                 packed = self._pack(_select(batch, rows), reads)
                 for name, values in self._outputs(packed, outputs, temperature).items():
                     if name not in found:
-                        wide = values.dtype if values.dtype == torch.float64 else torch.float32
+                        wide = values.dtype if values.dtype in (torch.float64, torch.int64) else torch.float32
                         found[name] = torch.zeros(len(batch), *values.shape[1:], dtype=wide)
                     found[name][rows] = values.to("cpu", found[name].dtype)
         return found

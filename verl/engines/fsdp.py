@@ -98,7 +98,7 @@ class FSDPEngine(TrainedEngine):
         return {name: shard.computing for name, shard in self.shards.items()}
 
     def _outputs(self, packed: PackedBatch, outputs: Sequence[str], temperature: float) -> dict[str, torch.Tensor]:
-        return self.model(packed if packed.num_tokens else empty_batch(packed.shape, self.device), outputs, temperature)
+        return self.model(packed if packed.num_tokens else empty_batch(packed), outputs, temperature)
 
     def _before_micro_batch(self, number: int, count: int, *, trains: bool) -> None:
         before = self.gathering.before_training if trains else self.gathering.before_forward

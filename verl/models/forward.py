@@ -11,7 +11,7 @@ from verl.models.cpu.decoder import dense_hidden_states
 from verl.models.cpu.weights import DenseDecoder
 from verl.models.grad_buffers import GradientBuffers
 from verl.models.log_probs import TokenStats, token_log_probs
-from verl.models.outputs import OUTPUTS, HeadInputs, statistics_wanted
+from verl.models.outputs import HeadInputs, output_kind, statistics_wanted
 from verl.models.packed import PackedLayout
 from verl.models.packing import PackedBatch
 
@@ -63,9 +63,9 @@ def packed_outputs(
 
     With `gradients`, backward sums those of the weights there as far as it can, and leaves the others to autograd.
     """
-    kinds = {name: OUTPUTS.get(name) for name in outputs}
+    kinds = {name: output_kind(name) for name in outputs}
     if len(packed.hidden_index) == 0:
-        return {name: torch.zeros(kind.shape(packed.shape), device=packed.row.device) for name, kind in kinds.items()}
+        return {name: kind.empty(packed) for name, kind in kinds.items()}
     hidden = hidden_states(module, packed, gradients)
 
     def statistics() -> TokenStats:
@@ -78,7 +78,7 @@ def packed_outputs(
             bias=getattr(head, "bias", None),
             chunk_tokens=chunk_tokens,
             gradients=gradients,
-            **statistics_wanted(outputs),
+            **statistics_wanted(outputs, packed.columns, head.weight.shape[0]),
             **head_transform(module.config),
         )
 

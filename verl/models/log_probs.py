@@ -8,6 +8,8 @@ With z = f(h W^T + b) / T, where f is an optional scale and soft cap, p = softma
     log p(y)                             d/dz_j = [j = y] - p_j
     H          = -sum_j p_j log p_j      d/dz_j = -p_j (log p_j + H)
     S          = sum_j p_j^2             d/dz_j = 2 p_j (p_j - S)
+
+log p(y) is had at the target, and at further candidates of each token where the loss compares distributions.
 """
 
 from __future__ import annotations
@@ -84,12 +86,15 @@ class Head:
 
 @dataclass(frozen=True)
 class TokenStats:
-    """Each [tokens], in float32 or wider; None where not asked for."""
+    """Each [tokens] but for those with a comment, in float32 or wider; None where not asked for."""
 
     log_probs: torch.Tensor
     entropy: torch.Tensor | None = None
     sum_pi_squared: torch.Tensor | None = None
     correct: torch.Tensor | None = None  # 1 where no other token has a greater logit than the target; without gradient
+    candidate_log_probs: torch.Tensor | None = None  # [tokens, candidates]
+    top_log_probs: torch.Tensor | None = None  # [tokens, top], descending; without gradient
+    top_ids: torch.Tensor | None = None  # int64 [tokens, top]
 
 
 def token_log_probs(
@@ -101,6 +106,8 @@ def token_log_probs(
     want_entropy: bool = False,
     want_sum_pi_squared: bool = False,
     want_correct: bool = False,
+    candidates: torch.Tensor | None = None,
+    top: int = 0,
     bias: torch.Tensor | None = None,
     softcap: float | None = None,
     logit_scale: float = 1.0,
@@ -108,8 +115,11 @@ def token_log_probs(
     gradients: GradientBuffers | None = None,
 ) -> TokenStats:
     """Statistics of `softmax(logits / temperature)` at `targets` [tokens], for hidden [tokens, hidden_size] and the
-    output projection weight [vocabulary, hidden_size]. Differentiable in hidden, weight and bias through the first
-    three, once; the gradients of weight and bias go to `gradients` where that wants them.
+    output projection weight [vocabulary, hidden_size]. Differentiable in hidden, weight and bias through log-probs,
+    entropy and sum of squares, once; the gradients of weight and bias go to `gradients` where that wants them.
+
+    `candidates` int64 [tokens, candidates] are token ids at which log-probs are wanted as well, and `top` the number of
+    most probable tokens that are listed.
 
     `chunk_tokens` is how many tokens' logits exist at a time (default: as many as fit 256 MiB, 1 GiB on CUDA). The
     last chunk's are kept for the backward, the others are computed again there.
@@ -125,6 +135,8 @@ def token_log_probs(
         targets,
         head,
         (want_entropy, want_sum_pi_squared, want_correct),
+        candidates,
+        min(top, weight.shape[0]),
         max(1, min(chunk_tokens, len(targets))),
         gradients,
     )
@@ -151,6 +163,8 @@ class _FusedLogProbs(torch.autograd.Function):
         targets: torch.Tensor,
         head: Head,
         wants: tuple[bool, bool, bool],
+        candidates: torch.Tensor | None,
+        top: int,
         chunk: int,
         gradients: GradientBuffers | None,
     ) -> tuple[torch.Tensor | None, ...]:
@@ -159,6 +173,8 @@ class _FusedLogProbs(torch.autograd.Function):
         buffer = torch.empty(chunk, weight.shape[0], dtype=wide, device=hidden.device)
         log_probs, lse, entropy, squared = (torch.empty(num_tokens, dtype=wide, device=hidden.device) for _ in range(4))
         correct = torch.empty_like(log_probs) if wants[2] else None
+        chosen = None if candidates is None else log_probs.new_empty(candidates.shape)
+        best = (log_probs.new_empty(num_tokens, top), targets.new_empty(num_tokens, top)) if top else (None, None)
         operand = matmul.operand(weight)
         for part in _chunks(num_tokens, chunk):
             chunk_lse = None if head.softcap is None else lse[part]
@@ -166,26 +182,29 @@ class _FusedLogProbs(torch.autograd.Function):
             log_probs[part] = log_p.gather(1, targets[part].unsqueeze(1)).squeeze(1)
             if correct is not None:
                 correct[part] = log_probs[part] >= log_p.amax(dim=1)
+            if chosen is not None and candidates is not None:
+                torch.gather(log_p, 1, candidates[part], out=chosen[part])
+            if best[0] is not None and best[1] is not None:
+                torch.topk(log_p, top, dim=1, out=(best[0][part], best[1][part]))
             if any(wants[:2]):
                 for block in _blocks(log_p):
                     p = log_p[block].exp()
                     squared[part][block] = torch.linalg.vector_norm(p, dim=1).square_()
                     entropy[part][block] = p.mul_(log_p[block]).sum(dim=1).neg_()
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(hidden, targets, lse, entropy, squared)
+        ctx.save_for_backward(hidden, targets, lse, entropy, squared, candidates)
         ctx.head, ctx.chunk, ctx.matmul = head, chunk, matmul
         ctx.weight, ctx.bias, ctx.gradients = weight, bias, gradients
         ctx.kept = buffer if any(ctx.needs_input_grad) else None  # log-probs of the last chunk
-        if correct is not None:
-            ctx.mark_non_differentiable(correct)
-        return log_probs, entropy if wants[0] else None, squared if wants[1] else None, correct
+        ctx.mark_non_differentiable(*(x for x in (correct, *best) if x is not None))
+        return log_probs, entropy if wants[0] else None, squared if wants[1] else None, correct, chosen, *best
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        grads = grads[:3]
-        if all(g is None for g in grads):
-            return (None,) * 8
-        hidden, targets, lse, entropy, squared = ctx.saved_tensors
+        hidden, targets, lse, entropy, squared, candidates = ctx.saved_tensors
+        columns, given = read_columns(targets, candidates, grads)
+        if all(g is None for g in given):
+            return (None,) * 10
         matmul: Matmul = ctx.matmul
         d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         apart = GradientBuffers.apart(
@@ -204,9 +223,9 @@ class _FusedLogProbs(torch.autograd.Function):
                 ctx.head.log_softmax(inputs, operand, ctx.bias, matmul, buffer)
             known = False
             for block in _blocks(z):
-                here = [g if g is None else g[part][block].unsqueeze(1) for g in grads]
+                here = [g if g is None else g[part][block] for g in given]
                 stats = (lse[part][block], entropy[part][block], squared[part][block])
-                logit_grad_(z[block], targets[part][block], here, stats, ctx.head, matmul)
+                logit_grad_(z[block], columns[part][block], here, stats, ctx.head, matmul)
             dz = z.to(inputs.dtype)
             if d_hidden is not None:
                 d_hidden[part] = torch.mm(dz, operand)
@@ -215,38 +234,53 @@ class _FusedLogProbs(torch.autograd.Function):
                     buffers.add_matmul((ctx.weight,), dz, inputs, matmul)
                     if ctx.bias is not None:
                         buffers.add((ctx.bias,), z.sum(dim=0))
-        return (d_hidden, apart.take(ctx.weight), apart.take(ctx.bias), None, None, None, None, None)
+        return (d_hidden, apart.take(ctx.weight), apart.take(ctx.bias), *(None,) * 7)
+
+
+def read_columns(
+    targets: torch.Tensor, candidates: torch.Tensor | None, grads: tuple[torch.Tensor | None, ...]
+) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+    """(columns [tokens, n] of the vocabulary whose log-probs have a gradient, gradients of those log-probs [tokens, n], of
+    entropy and of sum of squares [tokens, 1]), for the gradients of the fields of TokenStats."""
+    at_target, entropy, squared, _, at_candidates = grads[:5]
+    read = [(targets.unsqueeze(1), at_target.unsqueeze(1))] if at_target is not None else []
+    if candidates is not None and at_candidates is not None:
+        read.append((candidates, at_candidates))
+    columns = torch.cat([column for column, _ in read], dim=1) if read else targets.unsqueeze(1)
+    of_columns = torch.cat([grad for _, grad in read], dim=1) if read else None
+    return columns, [of_columns, *(None if g is None else g.unsqueeze(1) for g in (entropy, squared))]
 
 
 def logit_grad_(
     log_p: torch.Tensor,
-    targets: torch.Tensor,
+    columns: torch.Tensor,
     grads: list[torch.Tensor | None],
     stats: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     head: Head,
     matmul: Matmul,
     owned: torch.Tensor | None = None,
 ) -> None:
-    """Turns log-probs [tokens, vocabulary] into the gradient with respect to the raw logits, given those of the three
-    outputs ([tokens, 1] each) and log-sum-exp, entropy and sum of squares [tokens]. Where a rank has a part of the vocabulary,
-    `owned` [tokens, 1] says which targets are columns here."""
+    """Turns log-probs [tokens, vocabulary] into the gradient with respect to the raw logits, given the columns and gradients
+    of `read_columns`, and log-sum-exp, entropy and sum of squares [tokens]. Where a rank has a part of the vocabulary,
+    `owned` [tokens, n] says which columns are here."""
     g_log_prob, g_entropy, g_squared = grads
     lse, entropy, squared = stats
     final = log_p + lse.unsqueeze(1) if head.softcap is not None else None
+    total = None if g_log_prob is None else g_log_prob.sum(dim=1, keepdim=True)
     if g_entropy is None and g_squared is None:
-        assert g_log_prob is not None
-        dz = log_p.exp_().mul_(-g_log_prob)
+        assert total is not None
+        dz = log_p.exp_().mul_(-total)
     else:
         p = log_p.exp()
         dz = log_p.zero_() if g_entropy is None else log_p.add_(entropy.unsqueeze(1)).mul_(-g_entropy)
         if g_squared is not None:
             dz.addcmul_(p - squared.unsqueeze(1), 2 * g_squared)
-        if g_log_prob is not None:
-            dz.sub_(g_log_prob)
+        if total is not None:
+            dz.sub_(total)
         dz.mul_(p)
     if g_log_prob is not None:
-        at_target = g_log_prob if owned is None else g_log_prob.where(owned, 0.0)
-        dz.scatter_add_(1, targets.unsqueeze(1), at_target.to(dz.dtype))
+        at_columns = g_log_prob if owned is None else g_log_prob.where(owned, 0.0)
+        dz.scatter_add_(1, columns, at_columns.to(dz.dtype))
     head.pull_back_(dz, final)
     if matmul.widens:  # rounded as an operand of a matmul in the narrow dtype
         dz.copy_(dz.to(matmul.dtype))

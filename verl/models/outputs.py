@@ -7,13 +7,17 @@
     values           token  the scalar head's output at the state before the token
     sequence_scores  row    the scalar head's output at the last trained token
 
+    candidate_log_probs  token  [..., n]  of the tokens in the column candidate_ids [batch, response, n]
+    top_log_probs@n      token  [..., n]  of the n most probable tokens, descending; no gradient
+    top_ids@n            token  [..., n]  those tokens, int64
+
 Token outputs are [batch, response], zero where response_mask is false; row outputs are [batch]. Both are float32 or wider.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -43,21 +47,27 @@ class HeadInputs:
 
 @dataclass(frozen=True)
 class OutputKind:
-    """`compute` gives values [positions]. A "token" output keeps those of predicted tokens, a "row" output those at the last
-    tokens of rows. `statistic` names the field of TokenStats that it reads. Models with one of `heads` have it."""
+    """`compute` gives values [positions] or [positions, n]. A "token" output keeps those of predicted tokens, a "row" output
+    those at the last tokens of rows. `statistic` names the field of TokenStats that it reads, `column` one of the batch.
+    `count` is the n of a name with @n. Models with one of `heads` have it."""
 
     per: Literal["token", "row"]
     heads: tuple[str, ...]
     compute: Callable[[HeadInputs], torch.Tensor]
     statistic: str | None = None
-
-    def shape(self, batch_shape: tuple[int, int]) -> tuple[int, ...]:
-        """Of the output, for a (batch, response) shape."""
-        return batch_shape if self.per == "token" else batch_shape[:1]
+    column: str | None = None
+    count: int = 0
 
     def scatter(self, packed: PackedBatch, values: torch.Tensor) -> torch.Tensor:
-        """[positions] -> the output's shape."""
+        """[positions, ...] -> the output's shape."""
         return packed.scatter(values) if self.per == "token" else packed.scatter_rows(values)
+
+    def empty(self, packed: PackedBatch) -> torch.Tensor:
+        """The output of a batch in which nothing is computed: zeros."""
+        below = packed.columns[self.column].shape[1:] if self.column else (self.count,) if self.count else ()
+        shape = (*(packed.shape if self.per == "token" else packed.shape[:1]), *below)
+        dtype = torch.int64 if self.statistic == "top_ids" else torch.float32
+        return torch.zeros(shape, dtype=dtype, device=packed.row.device)
 
 
 def _statistic(name: str) -> OutputKind:
@@ -72,23 +82,40 @@ OUTPUTS = Registry(
     "model output",
     {
         **{name: _statistic(name) for name in ("log_probs", "entropy", "sum_pi_squared", "correct")},
+        **{name: _statistic(name) for name in ("top_log_probs", "top_ids")},
+        "candidate_log_probs": replace(_statistic("candidate_log_probs"), column="candidate_ids"),
         "values": OutputKind("token", ("token_value",), _scalar),
         "sequence_scores": OutputKind("row", ("sequence_score",), _scalar),
     },
 )
 
 
+def output_kind(name: str) -> OutputKind:
+    """The output `name`, or `name@count`."""
+    base, _, count = name.partition("@")
+    kind: OutputKind = OUTPUTS.get(base)
+    return replace(kind, count=int(count)) if count else kind
+
+
 def positions_read(outputs: Sequence[str], head: str) -> Reads:
     """Positions that `outputs` of a model with `head` need. Raises ModelError for an output that it does not have."""
     for name in outputs:
-        if name not in OUTPUTS or head not in OUTPUTS.get(name).heads:
+        base = name.partition("@")[0]
+        if base not in OUTPUTS or head not in OUTPUTS.get(base).heads:
             known = ", ".join(other for other in OUTPUTS if head in OUTPUTS.get(other).heads)
             raise ModelError(f"A model with head {head!r} has no output {name!r}; it has {known}.")
-    per = {OUTPUTS.get(name).per for name in outputs}
-    return Reads(predictions="token" in per, last_token="row" in per)
+    kinds = [output_kind(name) for name in outputs]
+    per, columns = {kind.per for kind in kinds}, dict.fromkeys(kind.column for kind in kinds if kind.column)
+    return Reads(predictions="token" in per, last_token="row" in per, columns=tuple(columns))
 
 
-def statistics_wanted(outputs: Sequence[str]) -> dict[str, bool]:
-    """Arguments of token_log_probs for `outputs`."""
-    read = {OUTPUTS.get(name).statistic for name in outputs}
-    return {f"want_{name}": name in read for name in ("entropy", "sum_pi_squared", "correct")}
+def statistics_wanted(outputs: Sequence[str], columns: Mapping[str, torch.Tensor], vocabulary: int) -> dict[str, Any]:
+    """Arguments of token_log_probs for `outputs` of a model with so large a `vocabulary`, and `columns` of a packed batch."""
+    kinds = [output_kind(name) for name in outputs]
+    read = {kind.statistic for kind in kinds}
+    top = max((kind.count for kind in kinds if kind.statistic in ("top_log_probs", "top_ids")), default=0)
+    return {
+        **{f"want_{name}": name in read for name in ("entropy", "sum_pi_squared", "correct")},
+        "candidates": columns["candidate_ids"] if "candidate_log_probs" in read else None,
+        "top": min(top, vocabulary),
+    }

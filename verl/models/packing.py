@@ -8,7 +8,7 @@ not computed, nor are rows without a trained token. The last trained token is an
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -20,10 +20,15 @@ from verl.parallel.device import to_device
 @dataclass(frozen=True)
 class Reads:
     """Positions of a row whose hidden states are needed: those that predict a trained response token (`predictions`), and
-    the last trained token itself (`last_token`), at which a sequence is scored."""
+    the last trained token itself (`last_token`), at which a sequence is scored. `columns` [batch, response, ...] of the batch
+    are read beside them."""
 
     predictions: bool = True
     last_token: bool = False
+    columns: tuple[str, ...] = ()
+
+
+_PREDICTIONS = Reads()
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,7 @@ class PackedBatch:
     shape: tuple[int, int]  # (batch, response)
     num_last: int = 0
     noise: torch.Tensor | None = None  # [tokens, hidden_size], added to the embeddings
+    columns: dict[str, torch.Tensor] = field(default_factory=dict)  # [positions, ...], of Reads.columns
 
     @property
     def num_tokens(self) -> int:
@@ -59,11 +65,11 @@ class PackedBatch:
         return self.input_ids.shape[1]
 
     def scatter(self, values: torch.Tensor) -> torch.Tensor:
-        """[positions] -> [batch, response], the values of the predictions, zero elsewhere; differentiable."""
-        if not self.num_last:
-            return values.new_zeros(self.shape).index_put((self.row, self.column), values)
-        row, column, values = (x[: -self.num_last] for x in (self.row, self.column, values))
-        return values.new_zeros(self.shape).index_put((row, column), values)
+        """[positions, ...] -> [batch, response, ...], the values of the predictions, zero elsewhere; differentiable."""
+        row, column = self.row, self.column
+        if self.num_last:
+            row, column, values = (x[: -self.num_last] for x in (row, column, values))
+        return values.new_zeros(*self.shape, *values.shape[1:]).index_put((row, column), values)
 
     def scatter_rows(self, values: torch.Tensor) -> torch.Tensor:
         """[positions] -> [batch], the values at the last tokens, zero for rows that are not computed; differentiable."""
@@ -117,7 +123,7 @@ def pack_rows(
     share_prompts: bool = True,
     device: torch.device | str = "cpu",
     chunk_tokens: int | None = None,
-    reads: Reads | None = None,
+    reads: Reads = _PREDICTIONS,
 ) -> PackedBatch:
     """Lay out the columns prompts, prompt_mask [batch, prompt], responses, response_mask [batch, response].
     A layer computes `chunk_tokens` tokens at a time, where it can; None: all.
@@ -125,7 +131,6 @@ def pack_rows(
     A response is contiguous from column 0 up to its last trained token; holes in response_mask (user turns, tool output)
     are ordinary inputs that nothing predicts. A prompt may be empty if response_mask is false at the first token.
     """
-    reads = reads or Reads()
     groups = group_rows(unpadded_rows(columns, reads=reads), share_prompts)
     trained, responses = columns["response_mask"].cpu().bool(), columns["responses"].cpu()
     ids: list[torch.Tensor] = []
@@ -169,6 +174,7 @@ def pack_rows(
         column=to_device(column, device),
         shape=(responses.shape[0], responses.shape[1]),
         num_last=num_last,
+        columns={name: to_device(columns[name].cpu()[row_index, column], device) for name in reads.columns},
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,11 +13,11 @@ from torch import nn
 
 from verl.models.forward import decoder_states, head_transform
 from verl.models.log_probs import TokenStats, token_log_probs
-from verl.models.outputs import OUTPUTS, HeadInputs, statistics_wanted
+from verl.models.outputs import HeadInputs, output_kind, statistics_wanted
 from verl.models.packed import PackedLayout, PackedSegment
 from verl.models.packing import PackedBatch
 from verl.models.parallel.collectives import own_range
-from verl.models.parallel.sequence import take_slice
+from verl.models.parallel.sequence import TokenSlice, take_slice
 from verl.models.parallel.vocabulary import parallel_log_probs
 
 
@@ -33,27 +34,27 @@ class ParallelModel(nn.Module):
         """As verl.models.forward.packed_outputs; differentiable outputs have a graph even where nothing is predicted."""
         part = take_slice(packed, self.sequence)
         hidden = decoder_states(self.model.get_decoder(), part).index_select(0, part.hidden_index)
-        statistics = partial(self._statistics, hidden, part.targets, outputs, temperature)
+        statistics = partial(self._statistics, hidden, part, outputs, temperature)
         inputs = HeadInputs(self.model, hidden, part.targets, temperature, statistics)
-        kinds = {name: OUTPUTS.get(name) for name in outputs}
+        kinds = {name: output_kind(name) for name in outputs}
         return {name: kind.scatter(packed, part.whole(kind.compute(inputs))) for name, kind in kinds.items()}
 
     def _statistics(
-        self, hidden: torch.Tensor, targets: torch.Tensor, outputs: Sequence[str], temperature: float
+        self, hidden: torch.Tensor, part: TokenSlice, outputs: Sequence[str], temperature: float
     ) -> TokenStats:
-        head = self.model.get_output_embeddings()
+        head, num_tokens = self.model.get_output_embeddings(), self.model.config.get_text_config().vocab_size
         wanted: dict[str, Any] = {
             "bias": getattr(head, "bias", None),
-            **statistics_wanted(outputs),
+            **statistics_wanted(outputs, part.columns, num_tokens),
             **head_transform(self.model.config),
         }
         if self.tensor.size() == 1:
-            return token_log_probs(hidden, head.weight, targets, temperature, **wanted)
-        first, _ = own_range(self.model.config.get_text_config().vocab_size, self.tensor)
-        return parallel_log_probs(hidden, head.weight, targets, temperature, self.tensor, first, **wanted)
+            return token_log_probs(hidden, head.weight, part.targets, temperature, **wanted)
+        first, _ = own_range(num_tokens, self.tensor)
+        return parallel_log_probs(hidden, head.weight, part.targets, temperature, self.tensor, first, **wanted)
 
 
-def empty_batch(shape: tuple[int, int], device: torch.device) -> PackedBatch:
-    """One token and no prediction: what a rank computes when it only has to take part."""
-    one, none = torch.zeros(1, 1, dtype=torch.int64, device=device), torch.empty(0, dtype=torch.int64, device=device)
-    return PackedBatch(one, one, PackedLayout([PackedSegment(0, 1)]), none, none, none, none, shape)
+def empty_batch(packed: PackedBatch) -> PackedBatch:
+    """One token and no prediction, for a `packed` without tokens: what a rank computes when it only has to take part."""
+    one = torch.zeros(1, 1, dtype=torch.int64, device=packed.input_ids.device)
+    return replace(packed, input_ids=one, position_ids=one, layout=PackedLayout([PackedSegment(0, 1)]), noise=None)

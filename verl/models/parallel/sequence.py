@@ -90,6 +90,7 @@ class TokenSlice:
     order: torch.Tensor | None
     group: dist.ProcessGroup
     noise: torch.Tensor | None  # [local, hidden_size]
+    columns: dict[str, torch.Tensor]  # [predictions here, ...]
 
     def whole(self, values: torch.Tensor) -> torch.Tensor:
         """[predictions here] -> [all predictions], in the packed batch's order."""
@@ -104,7 +105,7 @@ def take_slice(packed: PackedBatch, group: dist.ProcessGroup) -> TokenSlice:
     if ranks == 1:
         return TokenSlice(
             packed.input_ids, packed.position_ids, packed.layout, packed.hidden_index, packed.targets,
-            (len(packed.targets),), None, group, packed.noise,
+            (len(packed.targets),), None, group, packed.noise, packed.columns,
         )  # fmt: skip
     size = -(-packed.num_tokens // ranks)
 
@@ -125,4 +126,5 @@ def take_slice(packed: PackedBatch, group: dist.ProcessGroup) -> TokenSlice:
         order=order,
         group=group,
         noise=None if packed.noise is None else mine(packed.noise.t()).t(),
+        columns={name: values[here] for name, values in packed.columns.items()},
     )

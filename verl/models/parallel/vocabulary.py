@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
-from verl.models.log_probs import Head, TokenStats, logit_grad_
+from verl.models.log_probs import Head, TokenStats, logit_grad_, read_columns
 from verl.models.matmul import Matmul
+from verl.models.parallel.collectives import gather_rows
 
 _CHUNK_ELEMENTS = 1 << 25  # logits held at a time
 
@@ -28,16 +30,24 @@ def parallel_log_probs(
     want_entropy: bool = False,
     want_sum_pi_squared: bool = False,
     want_correct: bool = False,
+    candidates: torch.Tensor | None = None,
+    top: int = 0,
     bias: torch.Tensor | None = None,
     softcap: float | None = None,
     logit_scale: float = 1.0,
 ) -> TokenStats:
     """TokenStats of hidden [tokens, hidden_size] at targets [tokens], for rows `first_token`... of the output projection,
-    weight [part of the vocabulary, hidden_size]. Everything but weight and bias is equal on all ranks of `group`."""
+    weight [part of the vocabulary, hidden_size]. Everything but weight and bias is equal on all ranks of `group`; other
+    arguments as those of verl.models.log_probs.token_log_probs, `top` at most the whole vocabulary."""
     head = Head(temperature, logit_scale, softcap)
     chunk = max(1, min(len(targets), _CHUNK_ELEMENTS // weight.shape[0]))
     wants = (want_entropy, want_sum_pi_squared, want_correct)
-    return TokenStats(*_ParallelLogProbs.apply(hidden, weight, bias, targets - first_token, head, wants, chunk, group))
+    here = None if candidates is None else candidates - first_token
+    return TokenStats(
+        *_ParallelLogProbs.apply(
+            hidden, weight, bias, targets - first_token, head, wants, here, (top, first_token), chunk, group
+        )
+    )
 
 
 class _ParallelLogProbs(torch.autograd.Function):
@@ -50,32 +60,46 @@ class _ParallelLogProbs(torch.autograd.Function):
         targets: torch.Tensor,
         head: Head,
         wants: tuple[bool, bool, bool],
+        candidates: torch.Tensor | None,
+        top: tuple[int, int],
         chunk: int,
         group: dist.ProcessGroup,
     ) -> tuple[torch.Tensor | None, ...]:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         # rows: log-prob, log-sum-exp, entropy, sum of squares, whether no logit is greater
         stats = torch.zeros(5, len(hidden), dtype=wide, device=hidden.device)
+        chosen = None if candidates is None else stats.new_zeros(candidates.shape)
+        listed: list[tuple[torch.Tensor, torch.Tensor]] = []
         buffer = torch.empty(chunk, weight.shape[0], dtype=wide, device=hidden.device)
         for start in range(0, len(hidden), chunk):
             part = slice(start, start + chunk)
             z = _logits(hidden[part], weight, bias, head, buffer)
+            if chosen is not None and candidates is not None:
+                column, owned = _owned(candidates[part], z.shape[1])
+                chosen[part] = z.gather(1, column).where(owned, 0.0)
+            listed += [_top(z, *top, group)] if top[0] else []
             stats[:, part] = _statistics(z, targets[part], group, wants)
         log_probs, lse, entropy, squared, correct = stats.unbind()
+        if chosen is not None:
+            dist.all_reduce(chosen, group=group)
+            chosen -= lse.unsqueeze(1)
+        best: list[torch.Tensor | None] = [torch.cat(parts) for parts in zip(*listed, strict=True)] or [None, None]
+        if best[0] is not None:
+            best[0] -= lse.unsqueeze(1)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy, squared)
+        ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy, squared, candidates)
         ctx.head, ctx.chunk, ctx.group = head, chunk, group
         optional = [x.clone() if want else None for x, want in zip((entropy, squared, correct), wants, strict=True)]
-        if optional[2] is not None:
-            ctx.mark_non_differentiable(optional[2])
-        return log_probs.clone(), *optional
+        ctx.mark_non_differentiable(*(x for x in (optional[2], *best) if x is not None))
+        return log_probs.clone(), *optional, chosen, *best
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, bias, targets, lse, entropy, squared = ctx.saved_tensors
-        grads, wide, chunk = grads[:3], lse.dtype, ctx.chunk
-        if all(g is None for g in grads):
-            return (None,) * 8
+        hidden, weight, bias, targets, lse, entropy, squared, candidates = ctx.saved_tensors
+        read, given = read_columns(targets, candidates, grads)
+        wide, chunk = lse.dtype, ctx.chunk
+        if all(g is None for g in given):
+            return (None,) * 10
         matmul = Matmul(hidden.dtype, hidden.device)
         d_hidden = torch.zeros(hidden.shape, dtype=wide, device=hidden.device)
         d_weight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if ctx.needs_input_grad[1] else None
@@ -84,11 +108,11 @@ class _ParallelLogProbs(torch.autograd.Function):
         for start in range(0, len(hidden), chunk):
             part = slice(start, start + chunk)
             z = _logits(hidden[part], weight, bias, ctx.head, buffer)
-            given = [None if g is None else g[part].unsqueeze(1) for g in grads]
-            column, owned = _owned(targets[part], z.shape[1])
+            here = [None if g is None else g[part] for g in given]
+            column, owned = _owned(read[part], z.shape[1])
             stats = (lse[part], entropy[part], squared[part])
             z.sub_(lse[part].unsqueeze(1))
-            logit_grad_(z, column.squeeze(1), given, stats, ctx.head, matmul, owned.unsqueeze(1))
+            logit_grad_(z, column, here, stats, ctx.head, matmul, owned)
             if d_bias is not None:
                 d_bias += z.sum(dim=0)
             dz = z.to(hidden.dtype)
@@ -100,8 +124,8 @@ class _ParallelLogProbs(torch.autograd.Function):
             d_hidden.to(hidden.dtype),
             None if d_weight is None else d_weight.to(weight.dtype),
             None if d_bias is None else d_bias.to(bias.dtype),
-            None, None, None, None, None,
-        )  # fmt: skip
+            *(None,) * 7,
+        )
 
 
 def _logits(
@@ -118,10 +142,10 @@ def _statistics(
     peak = z.amax(dim=1)
     dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
     exp = (z - peak.unsqueeze(1)).exp_()
-    column, owned = _owned(targets, z.shape[1])
+    column, owned = _owned(targets.unsqueeze(1), z.shape[1])
     sums = torch.zeros(4, len(z), dtype=z.dtype, device=z.device)
     sums[0] = exp.sum(dim=1)
-    sums[1] = z.gather(1, column).squeeze(1).where(owned, 0.0)
+    sums[1] = z.gather(1, column).where(owned, 0.0).squeeze(1)
     if wants[1]:
         sums[3] = exp.square().sum(dim=1)
     if wants[0]:
@@ -132,7 +156,17 @@ def _statistics(
     return torch.stack([chosen - lse, lse, lse - weighted / total, squared / total.square(), (chosen >= peak).to(z)])
 
 
-def _owned(targets: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Columns [tokens, 1] to look at, and which of them [tokens] are really here."""
-    owned = (targets >= 0) & (targets < size)
-    return targets.where(owned, 0).unsqueeze(1), owned
+def _top(z: torch.Tensor, count: int, first_token: int, group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
+    """(logits, token ids) [tokens, count] of the largest ones on all ranks, descending."""
+    values, ids = z.topk(min(count, z.shape[1]), dim=1)
+    lacking = count - values.shape[1]  # of a part of the vocabulary that has fewer tokens
+    values, ids = F.pad(values, (0, lacking), value=float("-inf")), F.pad(ids + first_token, (0, lacking))
+    values, ids = (gather_rows(x.t(), [count] * group.size(), group).t() for x in (values, ids))
+    values, order = values.topk(count, dim=1)
+    return values, ids.gather(1, order)
+
+
+def _owned(columns: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Columns [tokens, n] to look at, and which of them are really here."""
+    owned = (columns >= 0) & (columns < size)
+    return columns.where(owned, 0), owned
