@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -238,26 +238,43 @@ def _sources(
 def _row_of_file(
     rows: Rows, encoder: ConversationEncoder, controls: re.Pattern[str] | None, number: int
 ) -> tuple[str, str, list[TrainingSequence], str]:
-    place = rows.place(number)
+    place, row = rows.place(number), rows[number]
+    if encoder.settings.row_format is None and "input_ids" in row:
+        return place, "tokenized", [tokenized(row, place)], ""
     with at(place):
-        example = example_of(rows[number], encoder.settings)
+        example = example_of(row, encoder.settings)
     messages = [m for part in (example.prompt, example.completion) if isinstance(part, list) for m in part]
     return place, example.row_format, encoder.encode(example, place), control_token_in(messages, controls)
 
 
 def _row_of_class(dataset: Any, number: int) -> tuple[str, str, list[TrainingSequence], str]:
-    """Items have input_ids and loss_mask [tokens], and attention_mask where they are padded, as those of existing classes."""
-    item, name = dataset[number], type(dataset).__name__
+    name = type(dataset).__name__
     place = f"row {number} of {name}"
-    if missing := {"input_ids", "loss_mask"} - set(item):
-        raise DataError(f"{place} has no {', '.join(sorted(missing))}; data.custom_cls must return both for each row.")
-    ids, mask = np.asarray(item["input_ids"]), np.array(item["loss_mask"], dtype=np.bool_)
-    exists = np.asarray(item.get("attention_mask", np.ones(len(ids)))) != 0
+    return place, name, [tokenized(dataset[number], place)], ""
+
+
+def tokenized(row: Mapping[str, Any], place: str) -> TrainingSequence:
+    """The sequence of a row with input_ids [tokens], and loss_mask or labels (-100: does not train) [tokens]; attention_mask
+    where they are padded."""
+    if "input_ids" not in row or not {"loss_mask", "labels"} & set(row):
+        raise DataError(f"{place} has no {'loss_mask or labels' if 'input_ids' in row else 'input_ids'}; give it both.")
+    ids = np.asarray(row["input_ids"])
+    if "loss_mask" in row:
+        mask = np.array(row["loss_mask"], dtype=np.bool_)
+    else:
+        labels = np.asarray(row["labels"])
+        mask = labels != -100
+        if labels.shape != ids.shape or (labels[mask] != ids[mask]).any():
+            raise DataError(
+                f"{place}: labels differ from input_ids where they train. Labels of a causal language model are its inputs, "
+                "or -100."
+            )
+    exists = np.asarray(row.get("attention_mask", np.ones(len(ids)))) != 0
     ids, mask = ids[exists].astype(np.int32), mask[exists]
     mask[:1] = False
     if not mask.any():
         raise DataError(f"{place} has no token that trains; leave it out.")
-    return place, name, [TrainingSequence(ids, mask)], ""
+    return TrainingSequence(ids, mask)
 
 
 def _chosen(num_rows: int, max_samples: int, seed: int | None) -> np.ndarray:
