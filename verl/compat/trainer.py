@@ -1,4 +1,4 @@
-"""`RayPPOTrainer`, `TaskRunner` and `run_ppo`: training with a config from Python.
+"""`PPOTrainer`, `RLTrainer`, `RayPPOTrainer`, `TaskRunner` and `run_ppo`: training with a config from Python.
 
 The program builds workers, loaders and rewards from the config. Arguments and overridden methods that it would not use are
 refused by name.
@@ -6,8 +6,11 @@ refused by name.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
+from verl.config.names import LOGGERS
 from verl.errors import ConfigError
 
 # methods of the other releases' trainer that scripts override
@@ -104,6 +107,80 @@ class RayPPOTrainer:
                 raise ConfigError(
                     f"The rows of {type(dataset).__name__} would not be used. Set data.custom_cls.path and .name to it."
                 )
+
+
+class RLTrainer:
+    """A run that is taken step by step: `with RLTrainer(config) as trainer: trainer.step()`.
+
+    `config` is a list of `key=value` texts, a tree (OmegaConf, a dict, dataclasses of verl.config), or what load_config
+    returns; `log_with` names trackers beside those of trainer.logger. Raises the errors of `verl train`.
+    """
+
+    def __init__(self, config: Any = (), *, log_with: str | list[str] | None = None):
+        from verl.compat.sections import loaded_config
+        from verl.config import load_config
+
+        loaded = load_config(list(config)) if isinstance(config, list | tuple) else loaded_config(config)
+        names = [log_with] if isinstance(log_with, str) else log_with or []
+        if unknown := [name for name in names if name not in LOGGERS]:
+            raise ConfigError(f"There is no tracker {unknown[0]!r} for log_with; there are {', '.join(LOGGERS)}.")
+        trainer = loaded.config.trainer
+        loggers = list(dict.fromkeys([*trainer.logger, *names]))
+        self.loaded = replace(loaded, config=replace(loaded.config, trainer=replace(trainer, logger=loggers)))
+        self._open = ExitStack()
+        self._run: Any = None
+
+    @property
+    def config(self) -> Any:
+        """The typed config tree."""
+        return self.loaded.config
+
+    def step(self) -> dict[str, float] | None:
+        """Take the next training step, with validation and checkpoints when due, and return the metrics of its line in
+        metrics.jsonl; None when there is none left. The first call starts the run."""
+        loop, finish = self._started()
+        if not loop.advance():
+            return None
+        if loop.state.step >= loop.data.num_steps:
+            loop.store.finish()
+            finish()
+        return dict(loop.metrics)
+
+    def train(self) -> None:
+        """Take all steps that are left, and close."""
+        with self:
+            loop, finish = self._started()
+            loop.run()
+            finish()
+
+    fit = train
+
+    @property
+    def program(self) -> Any:
+        """The running program (verl/programs/ppo.py): `program.rollout_queue.qsize()` with rollout.prefetch_num."""
+        return self._started()[0].program
+
+    def close(self) -> None:
+        """End the run's processes; nothing after its newest checkpoint is kept."""
+        self._run = None
+        self._open.close()
+
+    def __enter__(self) -> RLTrainer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _started(self) -> Any:
+        from verl.run.host import open_run
+
+        if self._run is None:
+            self._run = self._open.enter_context(open_run(self.loaded))
+        return self._run
+
+
+class PPOTrainer(RLTrainer):
+    """PPOTrainer(["data.train_files=train.jsonl", ...], log_with="tensorboard").train()"""
 
 
 class TaskRunner:

@@ -118,6 +118,8 @@ class Program(ABC):
     span_phases: ClassVar[SpanPhases] = {}
     # key of `state_dict` -> check of its value in a checkpoint, from verl/tracking/files.py; a checkpoint that fails is refused
     state_schema: ClassVar[Mapping[str, Check]] = {}
+    # "validation" and "checkpoint", where the step that has ended asks for one beside the schedule
+    requests: frozenset[str] = frozenset()
 
     @classmethod
     def select(cls, config: Any) -> type[Program]:

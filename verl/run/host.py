@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import logging
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -37,9 +38,18 @@ log = logging.getLogger(__name__)
 
 def train(loaded: LoadedConfig, program: str = "ppo") -> int:
     """Train a program of PROGRAMS with the config `loaded`; returns the exit code. Raises VerlError with its message."""
-    config = loaded.config
-    if config.trainer.val_only:
+    if loaded.config.trainer.val_only:
         return evaluate(loaded, program)
+    with open_run(loaded, program) as (loop, finish):
+        loop.run()
+        finish()
+    return 0
+
+
+@contextmanager
+def open_run(loaded: LoadedConfig, program: str = "ppo") -> Iterator[tuple[Loop, Callable[[], None]]]:
+    """The loop of a run that is ready for its next step, and a function that ends it with its summary."""
+    config = loaded.config
     kind: type[Program] = PROGRAMS.get(program).select(config)
     with ExitStack() as stack:
         runtime = stack.enter_context(open_runtime(config, kind))
@@ -75,15 +85,19 @@ def train(loaded: LoadedConfig, program: str = "ppo") -> int:
         console.header(_facts(loaded, roles, running, data, folder, state))
         stop.share(runtime.any)
         console.begin(state.step, data.num_steps, kind.console_metrics)
-        last = Loop(
+        loop = Loop(
             config.trainer, program=running, data=data, roles=roles, state=state, folder=folder, write_config=loaded.write,
             store=store, tracker=tracker, console=console, spans=spans, stop=stop, broadcast=runtime.broadcast,
             is_rank_zero=runtime.is_rank_zero, resume=resume,
             phases=None if scheduler is None else Phases(scheduler, roles, runtime.broadcast),
-        ).run()  # fmt: skip
-        if runtime.is_rank_zero:
-            _finish(folder, tracker, console, roles, running, state, last or _last_validation(folder.metrics))
-    return 0
+        )  # fmt: skip
+
+        def finish() -> None:
+            if runtime.is_rank_zero:
+                last = loop.last_validation or _last_validation(folder.metrics)
+                _finish(folder, tracker, console, roles, running, state, last)
+
+        yield loop, finish
 
 
 def evaluate(loaded: LoadedConfig, program: str = "ppo") -> int:

@@ -126,24 +126,17 @@ class Loop:
         self.is_rank_zero = is_rank_zero
         self.resume = resume
         self.phases = phases
+        self.metrics: dict[str, float] = {}  # of the newest step
         self.last_validation: dict[str, float] = {}  # after a step: the one before training is in the state
         self.saved_step = state.step
         self._hidden: set[str] = set()  # roles that were warned of
 
-    def run(self) -> dict[str, float]:
-        """Train to the end; returns the metrics of the last validation. Raises InterruptedRun after saving when stopped, and
-        FolderLostError after saving elsewhere when the run folder is lost."""
+    def run(self) -> None:
+        """Train to the end. Raises InterruptedRun after saving when stopped, and FolderLostError after saving elsewhere when
+        the run folder is lost."""
         try:
-            if self.state.step == 0 and self.trainer.val_before_train:
-                self.state.first_validation = self._validate()
-            while self.state.step < self.data.num_steps:
-                self._require_folder()
-                self.store.check()
-                try:
-                    self._step(self.state.step + 1)
-                except RollBack as back:
-                    self._go_back(back)
-                self.stop.check()
+            while self.advance():
+                pass
             self._require_folder()
             self.store.finish()
         except StopRequested:
@@ -156,7 +149,22 @@ class Loop:
                 f"Stopped on request after step {self.state.step} of {self.data.num_steps}; {kept}. "
                 "Run the same command again to resume."
             ) from None
-        return self.last_validation
+
+    def advance(self) -> bool:
+        """Take the next step, the validation before the first one included; False when there is none left. Raises
+        StopRequested."""
+        if self.state.step >= self.data.num_steps:
+            return False
+        if self.state.step == 0 and self.trainer.val_before_train and not self.state.first_validation:
+            self.state.first_validation = self._validate()
+        self._require_folder()
+        self.store.check()
+        try:
+            self._step(self.state.step + 1)
+        except RollBack as back:
+            self._go_back(back)
+        self.stop.check()
+        return True
 
     def _step(self, step: int) -> None:
         started = time.perf_counter()
@@ -170,13 +178,14 @@ class Loop:
         self.state.num_tokens += result.num_tokens
         self._require_folder()  # before anything is written
         metrics = self._metrics(result, seconds)
-        if self._due(self.trainer.test_freq):
+        if self._due(self.trainer.test_freq) or "validation" in self.program.requests:
             metrics.update(self._validate())
         metrics.update({f"timing_s/{k}": v for k, v in self.spans.take().items() if f"timing_s/{k}" not in metrics})
         if self.is_rank_zero:
             self.tracker.samples("train", step, result.rows())
         self.tracker.log(metrics, step)
-        if self._due(self.trainer.save_freq):
+        self.metrics = metrics
+        if self._due(self.trainer.save_freq) or "checkpoint" in self.program.requests:
             self._save()  # after the rows: a run killed here resumes behind this step and would not write them again
         self.spans.write(step)
         self.console.step(step, metrics)
