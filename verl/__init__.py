@@ -14,19 +14,23 @@ from verl.compat.finder import install
 from verl.parallel.process_settings import spin_briefly
 
 if TYPE_CHECKING:
+    from verl.compat.runner import RLRunner
     from verl.data_proto.proto import DataProto, DataProtoItem
     from verl.parallel.placement import DataParallelConfig
+    from verl.runtime.dataflow import Controller
 
 install()
 spin_briefly()  # torch reads the setting when it is imported
 
 _LAZY = {
+    "Controller": "verl.runtime.dataflow",
     "DataParallelConfig": "verl.parallel.placement",
     "DataProto": "verl.data_proto.proto",
     "DataProtoItem": "verl.data_proto.proto",
+    "RLRunner": "verl.compat.runner",
 }
 
-__all__ = ["DataParallelConfig", "DataProto", "DataProtoItem", "__version__"]
+__all__ = ["Controller", "DataParallelConfig", "DataProto", "DataProtoItem", "RLRunner", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -33,7 +33,12 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
     "verl.single_controller.ray.base": {
         _WORKER_GROUPS: "RayClassWithInitArgs RayResourcePool RayWorkerGroup create_colocated_worker_cls",
     },
-    "verl.trainer": {"verl.run.schedule": "DynamicConfigScheduler"},
+    "verl.trainer": {
+        "verl.compat.runner": "RLRunner",
+        "verl.compat.trainer": "PPOTrainer RLTrainer",
+        "verl.run.schedule": "DynamicConfigScheduler",
+    },
+    "verl.trainer.rl_trainer": {"verl.compat.trainer": "RLTrainer"},
     "verl.trainer.constants_ppo": {"verl.compat.devices": "get_ppo_ray_runtime_env"},
     "verl.trainer.logger": {"verl.compat.tracking": "RLLogger"},
     "verl.trainer.ppo.core_algos": {
@@ -176,11 +181,6 @@ COMMANDS = {
 
 # names that do not exist here -> advice
 UNAVAILABLE = {
-    "verl.trainer": dict.fromkeys(
-        ("PPOTrainer", "RLTrainer", "RLRunner"),
-        "Train with `verl train key=value ...`, or from Python with verl.cli.main.main(['train', 'key=value', ...]); "
-        "examples/01_first_grpo_run.py does.",
-    ),
     "verl.utils": dict.fromkeys(
         ("benchmark_nccl", "benchmark_throughput"),
         "`verl doctor` measures this machine, and `verl show RUN` says where the time of a run goes.",

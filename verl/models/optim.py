@@ -28,10 +28,10 @@ _FUSED_SHARDED = ("AdamW", "Adam")  # those of them that take DTensors
 def lr_at(step: int, config: OptimConfig, total_steps: int) -> float:
     """The learning rate of trainer step `step`, counted from 0.
 
-    `constant` or `cosine` after a linear warm-up of lr_warmup_steps (when 0 or less: lr_warmup_steps_ratio of all
-    steps). Cosine: lr * max(min, cos(2 pi num_cycles p) (1 - min) / 2 + (1 + min) / 2), with p the share of the steps
-    after warm-up that are done. With `zero_indexed_step` the first step has index 0, and a warm-up begins at its
-    lowest rate.
+    `constant`, `linear` or `cosine` after a linear warm-up of lr_warmup_steps (when 0 or less: lr_warmup_steps_ratio of
+    all steps). With p the share of the steps after warm-up that are done, linear is lr * (1 - p), and cosine
+    lr * max(min, cos(2 pi num_cycles p) (1 - min) / 2 + (1 + min) / 2). With `zero_indexed_step` the first step has index
+    0, and a warm-up begins at its lowest rate.
     """
     if config.total_training_steps > 0:
         total_steps = config.total_training_steps
@@ -43,9 +43,11 @@ def lr_at(step: int, config: OptimConfig, total_steps: int) -> float:
         return config.lr * (least + (1 - least) * index / warmup)
     if kind == "constant":
         return config.lr
-    if kind != "cosine":
-        raise ConfigError(f"optim.lr_scheduler_type={kind!r} is unknown; there are constant and cosine.")
+    if kind not in ("linear", "cosine"):
+        raise ConfigError(f"optim.lr_scheduler_type={kind!r} is unknown; there are constant, linear and cosine.")
     progress = (index - warmup) / max(1, total_steps - warmup)
+    if kind == "linear":
+        return config.lr * max(0.0, 1 - progress)
     wave = math.cos(2 * math.pi * config.num_cycles * progress)
     return config.lr * max(least, wave * (1 - least) / 2 + (1 + least) / 2)
 

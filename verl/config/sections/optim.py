@@ -30,5 +30,5 @@ class OptimConfig(Section):
         le=1,
     )
     num_cycles: float = used(0.5, "waves of the cosine; 0.5 falls once", when=".lr_scheduler_type=cosine")
-    lr_scheduler_type: str = used("constant", "schedule after the warm-up", choices=("constant", "cosine"))
+    lr_scheduler_type: str = used("constant", "schedule after the warm-up", choices=("constant", "linear", "cosine"))
     zero_indexed_step: bool = used(True, "whether the first step is step 0 of the schedule")

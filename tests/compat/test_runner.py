@@ -1,0 +1,281 @@
+"""RLRunner in scripts of transformers and TRL, and the trainers that the seed documents name."""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, Trainer, TrainerCallback, TrainingArguments
+
+from tests.run import conftest as runs
+from verl import RLRunner
+from verl.errors import ConfigError, DataError, RewardError
+from verl.models.load import load_tokenizer
+
+tiny_task, tiny_overrides = runs.tiny_task, runs.tiny_overrides
+SCRIPTS = Path(__file__).parent / "scripts"
+
+
+@pytest.fixture
+def tokenizer(tiny_llama):
+    return load_tokenizer(str(tiny_llama))
+
+
+@pytest.fixture
+def rows(tokenizer):
+    """Tokenized rows of several lengths; what the user says does not train."""
+    made = []
+    for n in range(22):
+        prompt, answer = (tokenizer.encode(text, add_special_tokens=False) for text in (f"{n}?", "ab" * (n % 5 + 1)))
+        made.append({"input_ids": prompt + answer, "labels": [-100] * len(prompt) + answer})
+    return made
+
+
+def arguments(folder, **changes):
+    settings = {
+        "output_dir": str(folder), "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "num_train_epochs": 2,
+        "learning_rate": 2e-3, "warmup_steps": 2, "logging_steps": 1, "save_strategy": "no", "report_to": "none",
+        "disable_tqdm": True, "use_cpu": True, "dataloader_drop_last": True, "label_names": ["labels"],
+        "per_device_eval_batch_size": 2,
+    }  # fmt: skip
+    return TrainingArguments(**{**settings, **changes})
+
+
+class Recorder(TrainerCallback):
+    """Events that both trainers have, with the state at each."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __getattribute__(self, name):
+        events = ("on_train_begin", "on_epoch_begin", "on_step_begin", "on_step_end", "on_log", "on_evaluate", "on_save",
+                  "on_epoch_end", "on_train_end")  # fmt: skip
+        if name not in events:
+            return super().__getattribute__(name)
+        return lambda args, state, control, **_: self.seen.append((name, state.global_step))
+
+
+def trained(kind, folder, tiny_llama, tokenizer, rows, recorder=None, **changes):
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32)
+    trainer = kind(
+        model=model,
+        args=arguments(folder, **changes),
+        train_dataset=rows[2:],
+        eval_dataset=rows[:2],
+        processing_class=tokenizer,
+        data_collator=DataCollatorForSeq2Seq(tokenizer),
+        callbacks=[] if recorder is None else [recorder],
+    )
+    trainer.train()
+    return trainer
+
+
+def steps_of(trainer):
+    return [row for row in trainer.state.log_history if "grad_norm" in row]
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"lr_scheduler_type": "cosine", "data_seed": 7, "max_steps": 7}], ids=["linear", "cosine"]
+)
+def test_losses_are_those_of_trainer(tiny_llama, tokenizer, rows, tmp_path, changes):
+    changes = {"eval_strategy": "epoch", **changes}
+    theirs_seen, ours_seen = Recorder(), Recorder()
+    theirs = trained(Trainer, tmp_path / "theirs", tiny_llama, tokenizer, rows, theirs_seen, **changes)
+    ours = trained(RLRunner, tmp_path / "ours", tiny_llama, tokenizer, rows, ours_seen, **changes)
+    assert len(steps_of(ours)) == len(steps_of(theirs)) == changes.get("max_steps", 10)
+    for one, other in zip(steps_of(ours), steps_of(theirs), strict=True):
+        for name in ("loss", "grad_norm", "learning_rate", "epoch", "step"):
+            assert one[name] == pytest.approx(other[name], rel=1e-5), (name, other["step"])
+    expected = list(theirs_seen.seen)
+    del expected[-2]  # the log of the whole training's speed, before on_train_end
+    assert ours_seen.seen == expected
+    for (name, one), (_, other) in zip(ours.model.named_parameters(), theirs.model.named_parameters(), strict=True):
+        assert torch.allclose(one, other, atol=2e-4), name
+    found, expected = (
+        [row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row] for trainer in (ours, theirs)
+    )
+    assert found == pytest.approx(expected, rel=1e-3)
+
+
+class StopAt(TrainerCallback):
+    def on_step_end(self, args, state, control, **_):
+        control.should_save = state.global_step == 2
+        control.should_training_stop = state.global_step == 3
+
+
+def test_callbacks_control_the_run_and_checkpoints_have_their_names(tiny_llama, tokenizer, rows, tmp_path):
+    runner = trained(RLRunner, tmp_path / "run", tiny_llama, tokenizer, rows, StopAt())
+    assert runner.state.global_step == 3
+    assert sorted(f.name for f in (tmp_path / "run").glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-3"]
+    assert json.loads((tmp_path / "run/checkpoint-3/trainer_state.json").read_text())["global_step"] == 3
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint-3", dtype=torch.float32)
+    for (name, one), (_, other) in zip(saved.named_parameters(), runner.model.named_parameters(), strict=True):
+        assert torch.equal(one, other), name
+
+
+def test_a_run_resumes_from_a_checkpoint(tiny_llama, tokenizer, rows, tmp_path):
+    whole = trained(RLRunner, tmp_path / "whole", tiny_llama, tokenizer, rows, save_strategy="steps", save_steps=4)
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32)
+    again = RLRunner(
+        model, arguments(tmp_path / "whole", save_strategy="steps", save_steps=4), train_dataset=rows[2:],
+        processing_class=tokenizer,
+    )  # fmt: skip
+    again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-8"))
+    assert [row["step"] for row in steps_of(again)] == [9, 10]
+    for (name, one), (_, other) in zip(again.model.named_parameters(), whole.model.named_parameters(), strict=True):
+        assert torch.equal(one, other), name
+
+
+def test_evaluate_predict_and_save(tiny_llama, tokenizer, rows, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32)
+    count = lambda prediction: {"trained": int((prediction.label_ids != -100).sum())}  # noqa: E731
+    runner = RLRunner(
+        model,
+        arguments(tmp_path),
+        train_dataset=rows,
+        eval_dataset=rows[:3],
+        tokenizer=tokenizer,
+        compute_metrics=count,
+    )
+    metrics = runner.evaluate()
+    reference = Trainer(
+        model,
+        arguments(tmp_path / "theirs", dataloader_drop_last=False),
+        DataCollatorForSeq2Seq(tokenizer),
+        eval_dataset=rows[:3],
+        processing_class=tokenizer,
+    )
+    per_row = [reference.evaluate(rows[i : i + 1])["eval_loss"] for i in range(3)]
+    sizes = [sum(label != -100 for label in row["labels"]) for row in rows[:3]]
+    assert metrics["eval_loss"] == pytest.approx(
+        sum(loss * size for loss, size in zip(per_row, sizes, strict=True)) / sum(sizes), rel=1e-5
+    )
+    assert metrics["eval_trained"] == sum(sizes)
+    logits = runner.predict(rows[:1]).predictions
+    expected = model(torch.tensor([rows[0]["input_ids"]])).logits.detach()
+    assert torch.allclose(torch.tensor(logits), expected, atol=1e-5)
+    runner.save_model(tmp_path / "saved")
+    assert load_tokenizer(str(tmp_path / "saved")).eos_token_id == tokenizer.eos_token_id
+
+
+@pytest.mark.seed("A8")
+@pytest.mark.parametrize("name", ["run_clm", "sft", "grpo"])
+def test_scripts_run_with_two_lines_changed(name, tiny_llama, tmp_path, monkeypatch):
+    text = (SCRIPTS / f"{name}.py").read_text()
+    kind = {"run_clm": "Trainer", "sft": "SFTTrainer", "grpo": "GRPOTrainer"}[name]
+    changed = text.replace(f", {kind}", "", 1).replace(f"= {kind}(", "= RLRunner(")
+    changed = changed.replace("\n\nmodel_path", "\nfrom verl import RLRunner\n\nmodel_path")
+    before, after = (set(t.splitlines()) for t in (text, changed))
+    assert len(before - after) == 2
+    script = tmp_path / "script.py"
+    script.write_text(changed)
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    monkeypatch.setattr(sys, "argv", [str(script), str(tiny_llama), str(tmp_path / "out")])
+    try:
+        found = runpy.run_path(str(script), run_name="__main__")
+    finally:
+        sys.modules.pop("trl", None)
+    history = found["trainer"].state.log_history
+    final = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "final", dtype=torch.float32)
+    start = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32)
+    assert any(not torch.equal(a, b) for a, b in zip(final.parameters(), start.parameters(), strict=True))
+    if name == "grpo":
+        samples = [
+            json.loads(line) for line in (tmp_path / "out/samples/train/step_000001.jsonl").read_text().splitlines()
+        ]
+        assert len(samples) == 8
+        assert all(
+            s["score"] == pytest.approx(s["reward_parts"]["digits"] + 0.5 * s["reward_parts"]["holds"]) for s in samples
+        )
+        assert {"loss", "reward", "kl"} <= set(history[0])
+    else:
+        losses = [row["loss"] for row in history if "loss" in row]
+        assert losses[-1] < losses[0]
+    if name == "run_clm":
+        assert found["metrics"]["eval_loss"] < 5
+
+
+class TestRefusals:
+    def runner(self, tiny_llama, tmp_path, rows=None, *, args=None, **settings):
+        return RLRunner(
+            str(tiny_llama), args or arguments(tmp_path), train_dataset=rows or [{"text": "ab"}] * 8, **settings
+        )
+
+    @pytest.mark.parametrize(
+        ("field", "value"), [("label_smoothing_factor", 0.1), ("adam_epsilon", 1e-6), ("load_best_model_at_end", True),
+                             ("torch_compile_mode", "default"), ("push_to_hub", True)]
+    )  # fmt: skip
+    def test_fields_without_a_meaning(self, tiny_llama, tmp_path, field, value):
+        args = arguments(tmp_path)
+        setattr(args, field, value)
+        with pytest.raises(ConfigError, match=f"TrainingArguments.{field}=.* has no meaning for algorithm='sft'"):
+            self.runner(tiny_llama, tmp_path, args=args)
+
+    def test_contradictions(self, tiny_llama, tmp_path):
+        with pytest.raises(
+            ConfigError, match="config gives optim.lr=0.1, and args or the data sets give optim.lr|give 0.002"
+        ):
+            self.runner(tiny_llama, tmp_path, config={"optim.lr": 0.1}).train()
+        with pytest.raises(ConfigError, match="takes 4 rows .* and train_dataset has 3"):
+            self.runner(tiny_llama, tmp_path, [{"text": "a"}] * 3)
+        with pytest.raises(ConfigError, match="no multiple of num_generations=8"):
+            self.runner(tiny_llama, tmp_path, [{"prompt": "a"}] * 8, reward_funcs=len)
+        with pytest.raises(ConfigError, match="RLRunner has no algorithm 'sac'"):
+            self.runner(tiny_llama, tmp_path, algorithm="sac")
+        with pytest.raises(ConfigError, match="makes its own optimizer"):
+            self.runner(tiny_llama, tmp_path, optimizers=(object(), None))
+
+    def test_bad_rows(self, tiny_llama, tmp_path):
+        shifted = [{"input_ids": [1, 2, 3], "labels": [2, 3, 4]}] * 4
+        with pytest.raises(DataError, match="row 0.*labels differ from input_ids"):
+            self.runner(tiny_llama, tmp_path, shifted).train()
+        args = arguments(tmp_path, gradient_accumulation_steps=4)
+        with pytest.raises(DataError, match="Row 0 .*has no 'prompt'.*it has question"):
+            self.runner(tiny_llama, tmp_path, [{"question": "a"}] * 8, args=args, reward_funcs=len).train()
+
+    def test_a_reward_function_that_fails_is_named(self, tiny_llama, tmp_path):
+        def broken(completions, **_):
+            return [1.0]
+
+        args = arguments(tmp_path, gradient_accumulation_steps=4, max_steps=1)
+        with pytest.raises(RewardError, match="broken returned 1 rewards for 8 completions"):
+            self.runner(tiny_llama, tmp_path, [{"prompt": "a"}] * 8, args=args, reward_funcs=broken).train()
+
+
+class TestTrainersByName:
+    @pytest.mark.seed("E5")
+    def test_steps_are_those_of_verl_train(self, tiny_overrides, tmp_path):
+        from verl.config import load_config
+        from verl.run.host import train
+        from verl.trainer.rl_trainer import RLTrainer
+
+        settings = [*tiny_overrides, "trainer.resume_mode=disable"]
+        assert train(load_config([*settings, f"trainer.default_local_dir={tmp_path / 'a'}"])) == 0
+        with RLTrainer([*settings, f"trainer.default_local_dir={tmp_path / 'b'}"]) as trainer:
+            rows = [trainer.step(), trainer.step()]
+            assert trainer.step() is None
+        one, other = runs.Run(tmp_path / "a"), runs.Run(tmp_path / "b")
+        assert other.repeatable == one.repeatable
+        assert [row["training/global_step"] for row in rows] == [1, 2]
+        assert (tmp_path / "b" / "summary.json").exists()
+
+    def test_the_queue_of_a_step(self, tiny_overrides, tmp_path):
+        from verl.trainer import RLTrainer
+
+        with RLTrainer([*tiny_overrides, "actor_rollout_ref.rollout.prefetch_num=2",
+                        f"trainer.default_local_dir={tmp_path}"]) as trainer:  # fmt: skip
+            assert trainer.step()["training/rollout_queue/qsize"] == 1 + trainer.program.rollout_queue.qsize() == 3
+
+    @pytest.mark.seed("E4")
+    def test_log_with(self, tiny_overrides, tmp_path):
+        from verl.trainer import PPOTrainer
+
+        settings = [*tiny_overrides, f"trainer.default_local_dir={tmp_path}"]
+        assert PPOTrainer(settings, log_with="wandb").config.trainer.logger == ["file", "wandb"]
+        with pytest.raises(ConfigError, match="no tracker 'tensorbord' for log_with"):
+            PPOTrainer(settings, log_with="tensorbord")
+        pytest.importorskip("tensorboard")
+        PPOTrainer([*settings, "trainer.total_training_steps=1"], log_with="tensorboard").train()
+        assert list(tmp_path.rglob("events.out.tfevents*"))

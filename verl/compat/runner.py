@@ -1,0 +1,346 @@
+"""`RLRunner`: the training loop of a transformers or TRL script.
+
+    - trainer = Trainer(model=model, args=args, train_dataset=rows, processing_class=tokenizer)
+    + trainer = RLRunner(model=model, args=args, train_dataset=rows, processing_class=tokenizer)
+
+The script's model, rows and arguments become a run of `verl sft` or `verl train` in this process; its model has the trained
+weights afterwards.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl.compat.runner_arguments import Arguments
+from verl.compat.runner_programs import Script, trainer_order
+from verl.config import PPO, SFT, LoadedConfig, load_config
+from verl.data.conversations.dataset import tokenized
+from verl.errors import ConfigError, DataError
+from verl.models.load import load_tokenizer
+from verl.run.host import evaluate, train
+
+_PROGRAMS = {"sft": "verl.compat.runner_programs:RunnerSFT", "grpo": "verl.compat.runner_programs:RunnerPPO"}
+_PROGRAMS["ppo"] = _PROGRAMS["grpo"]
+_TOKENIZED = ("input_ids", "labels", "loss_mask", "completion_mask")
+
+
+class RLRunner:
+    """Arguments are those of transformers.Trainer and of TRL's trainers, and:
+
+    `reward_funcs`: functions f(prompts, completions, **columns) -> list of numbers (TRL), verl's compute_score, or the path
+    of a sequence classification model. `algorithm`: sft, grpo or ppo (default: grpo with `reward_funcs`, else sft).
+    `config`: keys of docs/config.md as `key=value` texts or a mapping, which must not contradict `args`.
+
+    Rows for sft have input_ids (and labels), or the columns of docs/sft.md; `data_collator` is applied to each row alone. Rows
+    for the others have `prompt`, a text or messages. `args` may be a TrainingArguments or a config of TRL; a field that is set
+    and has no meaning here is refused. Raises ConfigError and DataError before anything is trained.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        args: Any = None,
+        data_collator: Callable[[list[Any]], Mapping[str, Any]] | None = None,
+        train_dataset: Iterable[Mapping[str, Any]] | None = None,
+        eval_dataset: Iterable[Mapping[str, Any]] | None = None,
+        processing_class: Any = None,
+        *,
+        tokenizer: Any = None,
+        compute_metrics: Callable[[Any], dict[str, float]] | None = None,
+        callbacks: Sequence[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        reward_funcs: Any = None,
+        algorithm: str | None = None,
+        config: Mapping[str, Any] | Sequence[str] | None = None,
+    ):
+        from transformers import TrainingArguments
+
+        self.args: Any = args if args is not None else TrainingArguments(output_dir="tmp_trainer")
+        self.algorithm = algorithm or ("grpo" if reward_funcs is not None else "sft")
+        if self.algorithm not in _PROGRAMS:
+            raise ConfigError(f"RLRunner has no algorithm {self.algorithm!r}; there are {', '.join(_PROGRAMS)}.")
+        if any(part is not None for part in optimizers):
+            raise ConfigError(
+                "RLRunner makes its own optimizer: leave `optimizers` out and set args.optim, or config=[...]."
+            )
+        if hasattr(model, "peft_config"):
+            raise ConfigError(
+                "RLRunner trains adapters of its own: pass the base model, and config=['model.lora_rank=16'] (sft) or "
+                "['actor_rollout_ref.model.lora_rank=16']."
+            )
+        self.data_collator, self.compute_metrics = data_collator, compute_metrics
+        rank = os.environ.get("RANK", "0")
+        self.inputs = Path(self.args.output_dir) / "inputs" / rank  # each rank of torchrun has its own
+        is_path = isinstance(model, str | os.PathLike)
+        self._path = str(model if is_path else model.config._name_or_path)
+        self._module: Any = None if is_path else model
+        self.processing_class = processing_class if processing_class is not None else tokenizer
+        if self.processing_class is None:
+            self.processing_class = load_tokenizer(self._path)
+        elif is_path:
+            self._module = self.model  # model and tokenizer are written into one folder
+        self.train_dataset = None if train_dataset is None else list(train_dataset)
+        self.eval_dataset = None if eval_dataset is None else list(eval_dataset)
+        self.rewards = _reward_list(reward_funcs)
+        if self.algorithm != "sft" and not self.rewards:
+            raise ConfigError(f"algorithm={self.algorithm!r} needs reward_funcs.")
+        self.overrides = (
+            [f"{k}={_text(v)}" for k, v in config.items()] if isinstance(config, Mapping) else list(config or [])
+        )
+        self._mapped = self._arguments()
+        self.script = self._script(callbacks or ())
+
+    @property
+    def model(self) -> Any:
+        """The module; loaded on first use where a path was given."""
+        from transformers import AutoModelForCausalLM
+
+        if self._module is None:
+            self._module = AutoModelForCausalLM.from_pretrained(self._path)
+        return self._module
+
+    @property
+    def state(self) -> Any:
+        """transformers' TrainerState: global_step, epoch, log_history."""
+        return self.script.state
+
+    def train(self, resume_from_checkpoint: str | bool | None = None) -> Any:
+        """Train to the end; returns transformers' TrainOutput. True resumes the newest checkpoint of output_dir, a path that
+        one. Raises the errors of `verl train`; nothing trains when a row, an argument or a key is bad."""
+        from transformers.trainer_utils import TrainOutput
+
+        if self._mapped is None:
+            raise ConfigError("RLRunner.train needs train_dataset.")
+        script = Script.current = self.script
+        loaded = self._load(_resume(resume_from_checkpoint))
+        script.call("on_train_begin")
+        try:
+            train(loaded, program=_PROGRAMS[self.algorithm])
+        finally:
+            Script.current = None
+        self._take_weights()
+        script.call("on_train_end")
+        losses = [row["loss"] for row in self.state.log_history if "loss" in row]
+        return TrainOutput(self.state.global_step, float(np.mean(losses)) if losses else 0.0, {})
+
+    def evaluate(self, eval_dataset: Iterable[Mapping[str, Any]] | None = None) -> dict[str, float]:
+        """Metrics of the current weights on `eval_dataset` (default: that of the runner), eval_loss and others; with
+        compute_metrics also its own."""
+        rows = self.eval_dataset if eval_dataset is None else list(eval_dataset)
+        if not rows:
+            raise ConfigError("RLRunner.evaluate needs eval_dataset.")
+        before, self.eval_dataset, Script.current = self.eval_dataset, rows, self.script
+        try:
+            evaluate(self._load({"trainer.val_only": True}), program=_PROGRAMS[self.algorithm])
+        finally:
+            self.eval_dataset, Script.current = before, None
+        metrics = {n: v for n, v in self.state.log_history[-1].items() if n.startswith("eval_")}
+        if self.compute_metrics is None:
+            return metrics
+        own = self.predict(rows).metrics
+        self.script.log(own)
+        return metrics | own
+
+    @torch.no_grad()
+    def predict(self, test_dataset: Iterable[Mapping[str, Any]]) -> Any:
+        """transformers' PredictionOutput: logits [rows, tokens, vocabulary] and labels [rows, tokens], padded with -100."""
+        from transformers.trainer_utils import EvalPrediction, PredictionOutput
+
+        rows = [tokenized(self._tokens(row, place), f"row {place}") for place, row in enumerate(test_dataset)]
+        ids, masks = (_padded([np.asarray(getattr(row, name)) for row in rows]) for name in ("input_ids", "loss_mask"))
+        exists = _padded([np.ones(len(row.input_ids)) for row in rows])
+        module = self.model.eval()
+        logits = torch.cat(
+            [
+                module(input_ids=part, attention_mask=mask).logits.float().cpu()
+                for part, mask in zip(ids.to(module.device).split(8), exists.to(module.device).split(8), strict=True)
+            ]
+        )
+        logits[exists == 0] = -100
+        labels = torch.where(masks == 1, ids, -100).numpy()
+        metrics = (
+            self.compute_metrics(EvalPrediction(logits.numpy(), labels)) if self.compute_metrics is not None else {}
+        )
+        return PredictionOutput(
+            logits.numpy(), labels, {f"eval_{k.removeprefix('eval_')}": v for k, v in metrics.items()}
+        )
+
+    def save_model(self, output_dir: str | None = None) -> None:
+        """Write the model and the tokenizer, for from_pretrained."""
+        self.model.save_pretrained(output_dir or self.args.output_dir)
+        self.processing_class.save_pretrained(output_dir or self.args.output_dir)
+
+    # -- from the script to a run ------------------------------------------------------------------------------------------
+
+    def _arguments(self) -> Arguments | None:
+        if self.train_dataset is None:
+            return None
+        num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        return Arguments(self.args, self.algorithm, num_ranks, len(self.train_dataset))
+
+    def _script(self, callbacks: Sequence[Any]) -> Script:
+        from transformers import TrainerControl, TrainerState
+        from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
+
+        mapped, args = self._mapped, self.args
+        max_steps = mapped.max_steps if mapped else 0
+        state = TrainerState(max_steps=max_steps, num_train_epochs=mapped.num_epochs if mapped else 0)
+        state.compute_steps(args, max_steps)
+        state.is_world_process_zero = state.is_local_process_zero = os.environ.get("RANK", "0") == "0"
+        events = CallbackHandler([DefaultFlowCallback, *callbacks], self._module, self.processing_class, None, None)
+        functions = [fn for fn in self.rewards if callable(fn)]
+        weights = list(getattr(args, "reward_weights", None) or [1.0] * len(functions))
+        if len(weights) != len(functions):
+            raise ConfigError(f"reward_weights has {len(weights)} weights for {len(functions)} reward functions.")
+        steps = mapped.steps_per_epoch if mapped else 1
+        script = Script(args, state, TrainerControl(), events, steps, functions, weights)
+        script.call("on_init_end")
+        return script
+
+    def _load(self, more: Mapping[str, Any]) -> LoadedConfig[Any]:
+        """The config of a run on the files that it writes."""
+        self.inputs.mkdir(parents=True, exist_ok=True)
+        prefix = "" if self.algorithm == "sft" else "actor_rollout_ref."
+        keys: dict[str, Any] = {**self._write_model(f"{prefix}model"), **more}
+        for split, rows in (("train", self.train_dataset), ("val", self.eval_dataset)):
+            keys[f"data.{split}_files"] = "[]" if not rows else self._write_rows(split, rows)
+        keys |= self._loss_on() if self.algorithm == "sft" else self._reward_keys()
+        if self._module is not None and self._module.dtype == torch.float32 and not self.args.bf16:
+            keys["engine.dtype" if self.algorithm == "sft" else "actor_rollout_ref.actor.fsdp_config.dtype"] = "float32"
+        made = [*(self._mapped.overrides() if self._mapped else []), *(f"{key}={value}" for key, value in keys.items())]
+        return load_config(_joined(made, self.overrides), schema=SFT if self.algorithm == "sft" else PPO)
+
+    @property
+    def _is_tokenized(self) -> bool:
+        rows = self.train_dataset or self.eval_dataset
+        return self.algorithm == "sft" and bool(rows) and any(name in rows[0] for name in _TOKENIZED)  # type: ignore[index]
+
+    def _write_model(self, section: str) -> dict[str, Any]:
+        folder = self.inputs / "model"
+        if self._module is None:
+            return {f"{section}.path": self._path}
+        self._module.save_pretrained(folder)
+        self.processing_class.save_pretrained(folder)
+        return {f"{section}.path": folder}
+
+    def _loss_on(self) -> dict[str, Any]:
+        """TRL's defaults, where a config of TRL is given: all tokens of messages train, and of a prompt with completion the
+        latter."""
+        rows, flags = self.train_dataset or self.eval_dataset or [{}], ("assistant_only_loss", "completion_only_loss")
+        assistant, completion = (getattr(self.args, name, None) for name in flags)
+        if "messages" in rows[0] and assistant is not None:
+            return {"data.loss_on": "assistant" if assistant else "all"}
+        return {"data.loss_on": "all"} if completion is False else {}
+
+    def _write_rows(self, split: str, rows: Sequence[Mapping[str, Any]]) -> str:
+        file = self.inputs / f"{split}.jsonl"
+        write = self._tokens if self._is_tokenized else self._prompt if self.algorithm != "sft" else _plain
+        order: Iterable[int] = range(len(rows))
+        if split == "train" and self.algorithm == "sft":
+            order = self._order(len(rows))
+        with file.open("w", encoding="utf-8") as out:
+            out.writelines(json.dumps(write(rows[place], place)) + "\n" for place in order)
+        return str(file)
+
+    def _order(self, num_rows: int) -> list[int]:
+        """Rows of all epochs as transformers' Trainer takes them; each leaves out its incomplete last batch."""
+        if self._mapped is None:
+            return []
+        args, mapped = self.args, self._mapped
+        seed, shuffles = args.seed if args.data_seed is None else args.data_seed, "random"
+        if getattr(args, "train_sampling_strategy", shuffles) != shuffles:
+            return list(range(mapped.steps_per_epoch * mapped.batch_size)) * mapped.num_epochs
+        return trainer_order(num_rows, mapped.num_epochs, mapped.batch_size, seed)
+
+    def _tokens(self, row: Mapping[str, Any], place: int) -> dict[str, Any]:
+        """A row of the format `tokenized`, through the data collator."""
+        if self.data_collator is not None:
+            row = {name: value[0] for name, value in self.data_collator([dict(row)]).items() if len(value)}
+        found = _plain(row, place)
+        if "labels" not in found:
+            found["loss_mask"] = found.get("completion_mask") or found.get("loss_mask") or [1] * len(found["input_ids"])
+        return {name: found[name] for name in ("input_ids", "attention_mask", "labels", "loss_mask") if name in found}
+
+    def _prompt(self, row: Mapping[str, Any], place: int) -> dict[str, Any]:
+        """A row of the format of docs/data.md with all columns of the script's."""
+        row = _plain(row, place)
+        if "prompt" not in row:
+            raise DataError(
+                f"Row {place} of the data set has no 'prompt', a text or messages; it has {', '.join(row)}."
+            )
+        found = row.get("ground_truth", row.get("answer"))
+        answer = row.get("reward_model") or ({"style": "model"} if found is None else {"ground_truth": found})
+        source = row.get("data_source") or "script"
+        return {"prompt": row["prompt"], "data_source": source, "reward_model": answer, "extra_info": {"columns": row}}
+
+    def _reward_keys(self) -> dict[str, Any]:
+        models = [str(reward) for reward in self.rewards if not callable(reward)]
+        if models:
+            if len(self.rewards) > 1:
+                raise ConfigError("reward_funcs is a model beside other rewards; give functions, or one model.")
+            return {"reward.reward_model.enable": True, "reward.reward_model.model_path": models[0]}
+        return {
+            "reward.reward_manager.source": "importlib",
+            "reward.reward_manager.name": "ScriptRewards",
+            "reward.reward_manager.module.path": "verl.compat.runner_programs",
+        }
+
+    def _take_weights(self) -> None:
+        """Put the trained weights into the script's module; a path's module is loaded from them."""
+        from safetensors.torch import load_file
+
+        role = "model" if self.algorithm == "sft" else "actor"
+        folder = Path(self.args.output_dir) / f"global_step_{self.state.global_step}" / role / "huggingface"
+        if self._module is None:
+            self._path = str(folder)
+            return
+        weights = {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
+        found = self._module.load_state_dict(weights, strict=False)
+        assert not found.unexpected_keys, found.unexpected_keys
+
+
+def _resume(asked: str | bool | None) -> dict[str, Any]:
+    if not asked:
+        return {"trainer.resume_mode": "disable"}
+    if asked is True:
+        return {"trainer.resume_mode": "auto"}
+    path = Path(asked)
+    path = path.with_name(path.name.replace("checkpoint-", "global_step_"))
+    return {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": path}
+
+
+def _joined(mapped: Sequence[str], own: Sequence[str]) -> list[str]:
+    """Both; raises ConfigError for a key that they give different values."""
+    values = dict(text.lstrip("+").split("=", 1) for text in mapped)
+    for text in own:
+        key, _, value = text.lstrip("+").partition("=")
+        if key in values and values[key] != value:
+            raise ConfigError(
+                f"config gives {key}={value}, and args or the data sets give {values[key]}. Change one of them."
+            )
+    return [*mapped, *own]
+
+
+def _reward_list(given: Any) -> list[Any]:
+    return [] if given is None else list(given) if isinstance(given, list | tuple) else [given]
+
+
+def _plain(row: Mapping[str, Any], place: int) -> dict[str, Any]:
+    """The row as JSON can hold it."""
+    return {name: value.tolist() if hasattr(value, "tolist") else value for name, value in row.items()}
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, list | dict) else str(value)
+
+
+def _padded(rows: Sequence[np.ndarray]) -> torch.Tensor:
+    """int64 [rows, longest], zeros on the right."""
+    return torch.nn.utils.rnn.pad_sequence([torch.from_numpy(row.astype(np.int64)) for row in rows], batch_first=True)

@@ -1,0 +1,200 @@
+"""transformers.TrainingArguments, and the configs of TRL that extend it, as keys of the config tree."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from typing import Any
+
+from verl.errors import ConfigError
+
+_LOGGERS = ("tensorboard", "wandb", "mlflow", "swanlab", "clearml", "trackio")
+_OPTIMIZERS = {
+    "adamw_torch": "AdamW",
+    "adamw_torch_fused": "AdamW",
+    "sgd": "SGD",
+    "adagrad": "Adagrad",
+    "rmsprop": "RMSprop",
+}
+_SCHEDULES = {"constant": "constant", "constant_with_warmup": "constant", "cosine": "cosine", "linear": "linear"}
+_LOSS_TYPES = {
+    "grpo": "seq-mean-token-mean", "bnpo": "token-mean", "dapo": "token-mean", "dr_grpo": "seq-mean-token-sum-norm",
+}  # fmt: skip
+
+# read here, by the callbacks of transformers, or by the runner
+_READ = {
+    "output_dir", "per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps", "seed",
+    "data_seed", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "max_grad_norm", "optim",
+    "lr_scheduler_type", "warmup_steps", "warmup_ratio", "logging_strategy", "logging_steps", "logging_first_step",
+    "eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "save_strategy", "save_steps", "save_total_limit",
+    "report_to", "run_name", "project", "use_cpu", "bf16", "gradient_checkpointing", "neftune_noise_alpha", "fsdp",
+    "train_sampling_strategy", "resume_from_checkpoint", "full_determinism", "save_only_model", "per_device_eval_batch_size",
+    "max_length", "assistant_only_loss", "completion_only_loss",
+}  # fmt: skip
+# change how the work is done or shown, and not its result
+_WITHOUT_EFFECT = {
+    "disable_tqdm", "log_level", "log_level_replica", "log_on_each_node", "logging_dir", "dataloader_num_workers",
+    "dataloader_pin_memory", "dataloader_persistent_workers", "dataloader_prefetch_factor", "dataloader_in_order",
+    "dataloader_drop_last", "dataloader_multiprocessing_context", "remove_unused_columns", "do_train", "do_eval", "do_predict",
+    "ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph", "ddp_backend",
+    "ddp_timeout", "fsdp_config", "gradient_checkpointing_kwargs", "prediction_loss_only", "skip_memory_metrics",
+    "torch_empty_cache_steps", "tf32", "torch_compile", "use_liger_kernel", "eval_accumulation_steps", "local_rank",
+    "overwrite_output_dir", "use_cache", "dataset_num_proc", "average_tokens_across_devices", "include_num_input_tokens_seen",
+    "packing", "padding_free", "ignore_data_skip", "label_names", "length_column_name", "accelerator_config",
+    "logging_nan_inf_filter", "save_on_each_node", "model_init_kwargs", "dataset_text_field", "use_vllm",
+}  # fmt: skip
+_GRPO = {
+    "num_generations", "max_completion_length", "max_prompt_length", "temperature", "top_p", "top_k", "min_p", "beta",
+    "epsilon", "epsilon_high", "loss_type", "num_iterations", "scale_rewards", "reward_weights", "steps_per_generation",
+    "generation_batch_size",
+}  # fmt: skip
+
+
+class Arguments:
+    """`args` for `algorithm`, with `world_size` processes. Raises ConfigError for a field that was set and has no meaning."""
+
+    def __init__(self, args: Any, algorithm: str, world_size: int, num_rows: int):
+        self.args, self.algorithm = args, algorithm
+        self.samples_per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * world_size
+        self.num_generations = getattr(args, "num_generations", 8) if algorithm == "grpo" else 1
+        if self.samples_per_step % self.num_generations:
+            raise ConfigError(
+                f"per_device_train_batch_size x gradient_accumulation_steps x processes is {self.samples_per_step}, no "
+                f"multiple of num_generations={self.num_generations}. A step trains on whole groups; change one of them."
+            )
+        self.batch_size = self.samples_per_step // self.num_generations
+        self.steps_per_epoch = num_rows // self.batch_size
+        if not self.steps_per_epoch:
+            raise ConfigError(
+                f"A step takes {self.batch_size} rows (per_device_train_batch_size x gradient_accumulation_steps x processes), "
+                f"and train_dataset has {num_rows}. Lower one of them."
+            )
+        self.max_steps = (
+            args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * self.steps_per_epoch)
+        )
+        _refuse(args, algorithm)
+
+    @property
+    def num_epochs(self) -> int:
+        """Epochs begun."""
+        return -(-self.max_steps // self.steps_per_epoch)
+
+    def overrides(self) -> list[str]:
+        """The keys of the arguments, for load_config."""
+        of_program = self._sft() if self.algorithm == "sft" else self._rl()
+        return [f"{key}={value}" for key, value in {**self._host(), **of_program}.items() if value is not None]
+
+    def _host(self) -> dict[str, Any]:
+        args = self.args
+        named = [args.report_to] if isinstance(args.report_to, str) else list(args.report_to or [])
+        loggers = ["file", *(name for name in named if name != "none"), *(() if args.disable_tqdm else ("console",))]
+        unknown = [name for name in loggers if name not in (*_LOGGERS, "file", "console")]
+        if unknown:
+            raise ConfigError(f"report_to={unknown[0]} has no tracker here; there are {', '.join(_LOGGERS)}.")
+        keep, section = "max_ckpt_to_keep", "checkpoint"
+        if self.algorithm != "sft":
+            keep, section = "max_actor_ckpt_to_keep", "actor_rollout_ref.actor.checkpoint"
+        never = getattr(args.save_strategy, "value", args.save_strategy) == "no"  # beside the last step
+        return {
+            "trainer.default_local_dir": args.output_dir,
+            "trainer.total_training_steps": self.max_steps,
+            "trainer.logger": f"[{','.join(loggers)}]",
+            "trainer.experiment_name": getattr(args, "run_name", None) or "huggingface",
+            "trainer.project_name": getattr(args, "project", None) or "huggingface",
+            "trainer.val_before_train": bool(getattr(args, "eval_on_start", False)),
+            "trainer.device": "cpu" if args.use_cpu else None,
+            f"trainer.{keep}": args.save_total_limit,
+            f"{section}.save_contents": "[model]" if never or args.save_only_model else None,
+        }
+
+    def _optim(self, prefix: str) -> Iterator[tuple[str, Any]]:
+        args = self.args
+        kind, schedule = str(getattr(args.optim, "value", args.optim)), args.lr_scheduler_type
+        schedule = str(getattr(schedule, "value", schedule))
+        for value, known, field in ((kind, _OPTIMIZERS, "optim"), (schedule, _SCHEDULES, "lr_scheduler_type")):
+            if value not in known:
+                raise ConfigError(f"{field}={value} is not available here; there are {', '.join(known)}.")
+        yield f"{prefix}.lr", args.learning_rate
+        yield f"{prefix}.optimizer", _OPTIMIZERS[kind]
+        yield f"{prefix}.weight_decay", args.weight_decay
+        yield f"{prefix}.clip_grad", args.max_grad_norm or math.inf
+        yield f"{prefix}.lr_scheduler_type", _SCHEDULES[schedule]
+        yield f"{prefix}.lr_warmup_steps", 0 if schedule == "constant" else self._warmup_steps()
+        if _OPTIMIZERS[kind] == "AdamW":
+            yield f"{prefix}.betas", f"[{args.adam_beta1},{args.adam_beta2}]"
+
+    def _warmup_steps(self) -> int:
+        steps, ratio = self.args.warmup_steps or 0, getattr(self.args, "warmup_ratio", None) or 0.0
+        return int(steps) if steps >= 1 else math.ceil(self.max_steps * (steps or ratio))
+
+    def _sft(self) -> dict[str, Any]:
+        args = self.args
+        return {
+            **dict(self._optim("optim")),
+            "data.train_batch_size": self.batch_size,
+            "data.use_dynamic_bsz": False,
+            "data.micro_batch_size_per_gpu": args.per_device_train_batch_size,
+            "data.shuffle": False,  # the rows come in the order of transformers' sampler
+            "data.max_length": getattr(args, "max_length", None) or "null",
+            "data.truncation": "right",
+            "trainer.seed": args.seed,
+            "model.enable_gradient_checkpointing": args.gradient_checkpointing,
+            "model.neftune_alpha": args.neftune_noise_alpha,
+            "engine.dtype": "bfloat16" if args.bf16 else None,
+        }
+
+    def _rl(self) -> dict[str, Any]:
+        args, actor, rollout = self.args, "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+        beta, loss = getattr(args, "beta", 0.0), getattr(args, "loss_type", None)
+        if loss is not None and loss not in _LOSS_TYPES:
+            raise ConfigError(f"loss_type={loss} is not available here; there are {', '.join(_LOSS_TYPES)}.")
+        scaled = getattr(args, "scale_rewards", True)
+        return {
+            **dict(self._optim(f"{actor}.optim")),
+            "algorithm.adv_estimator": "grpo" if self.algorithm == "grpo" else "gae",
+            "algorithm.norm_adv_by_std_in_grpo": scaled not in (False, "none") if self.algorithm == "grpo" else None,
+            "data.train_batch_size": self.batch_size,
+            "data.seed": args.seed if args.data_seed is None else args.data_seed,
+            "data.max_prompt_length": getattr(args, "max_prompt_length", None),
+            "data.max_response_length": getattr(args, "max_completion_length", None),
+            f"{rollout}.n": self.num_generations,
+            f"{rollout}.temperature": getattr(args, "temperature", None),
+            f"{rollout}.top_p": getattr(args, "top_p", None),
+            f"{rollout}.top_k": getattr(args, "top_k", None) or None,
+            f"{rollout}.seed": args.seed,
+            f"{actor}.ppo_mini_batch_size": max(
+                1, self.batch_size // (getattr(args, "steps_per_generation", None) or 1)
+            ),
+            f"{actor}.ppo_epochs": getattr(args, "num_iterations", 1),
+            f"{actor}.clip_ratio_low": getattr(args, "epsilon", None),
+            f"{actor}.clip_ratio_high": getattr(args, "epsilon_high", None) or getattr(args, "epsilon", None),
+            f"{actor}.loss_agg_mode": None if loss is None else _LOSS_TYPES[loss],
+            f"{actor}.use_kl_loss": bool(beta),
+            f"{actor}.kl_loss_coef": beta or None,
+            f"{actor}.fsdp_config.dtype": "bfloat16" if args.bf16 else None,
+            "actor_rollout_ref.model.enable_gradient_checkpointing": args.gradient_checkpointing,
+        }
+
+
+def _refuse(args: Any, algorithm: str) -> None:
+    """Raise ConfigError for the first field that was set to another value than its default and is not read."""
+    default = type(args)(output_dir=args.output_dir, use_cpu=args.use_cpu, bf16=args.bf16, report_to="none")
+    known = _READ | _WITHOUT_EFFECT | (_GRPO if algorithm != "sft" else set())
+    for field in fields(args):
+        value = getattr(args, field.name)
+        if (
+            field.name not in known
+            and not field.name.startswith("_")
+            and not _same(value, getattr(default, field.name))
+        ):
+            raise ConfigError(
+                f"{type(args).__name__}.{field.name}={value!r} has no meaning for algorithm={algorithm!r} here, and would "
+                "be left out. Remove it, or set what it is for by RLRunner(config=[...]); docs/config.md has the keys."
+            )
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return dict(one) == dict(other)
+    return bool(one == other)

@@ -1,0 +1,247 @@
+"""The programs of RLRunner: SFT and PPO with transformers' callbacks, and rewards of the script.
+
+The script's objects do not pass through the config: `Script.current` holds them in the process that runs the program.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from verl.config import PPOConfig
+from verl.data_proto.samples import Score, ScoreRequest
+from verl.errors import ConfigError, RewardError
+from verl.programs.api import Program, StepResult
+from verl.programs.ppo import PPO
+from verl.programs.ppo_async import AsyncPPO
+from verl.programs.sft import SFT
+from verl.rewards.pool import RewardPool
+
+_LOGGED = {
+    "loss": ("train/loss", "actor/loss"), "grad_norm": ("train/grad_norm", "actor/grad_norm"),
+    "learning_rate": ("train/lr", "actor/lr"), "mean_token_accuracy": ("train/token_accuracy",),
+    "entropy": ("train/entropy", "actor/entropy"), "reward": ("critic/score/mean",), "kl": ("actor/kl_loss",),
+    "completions/mean_length": ("response_length/mean",),
+}  # fmt: skip
+
+
+@dataclass
+class Script:
+    """Objects that a script has given to its RLRunner. `events` calls its callbacks (transformers' CallbackHandler)."""
+
+    args: Any
+    state: Any
+    control: Any
+    events: Any
+    steps_per_epoch: int
+    reward_functions: list[Callable[..., Any]] = field(default_factory=list)
+    reward_weights: list[float] = field(default_factory=list)
+
+    current: ClassVar[Script | None] = None
+
+    def call(self, event: str, **values: Any) -> None:
+        """Call `event` of every callback; transformers' own ones decide what is due."""
+        self.control = getattr(self.events, event)(self.args, self.state, self.control, **values)
+
+    def log(self, metrics: Mapping[str, float]) -> None:
+        """on_log with `metrics`, which join the history."""
+        logs = {**metrics, "epoch": self.state.epoch}
+        self.state.log_history.append({**logs, "step": self.state.global_step})
+        self.call("on_log", logs=logs)
+
+    def log_step(self, metrics: Mapping[str, float]) -> None:
+        """Log the metrics of a step under transformers' and TRL's names, if that is due."""
+        if self.control.should_log:
+            names = {name: next((m for m in found if m in metrics), None) for name, found in _LOGGED.items()}
+            self.log({name: metrics[metric] for name, metric in names.items() if metric})
+
+
+def current_script() -> Script:
+    """The script of this process. Raises RuntimeError outside of RLRunner.train."""
+    if Script.current is None:
+        raise RuntimeError("verl.compat.runner_programs is for RLRunner alone.")
+    return Script.current
+
+
+class WithCallbacks(Program):
+    """Calls the events of transformers' Trainer, in its order, around the steps of a program."""
+
+    def step(self, step: int) -> StepResult:
+        """See Program. Callbacks may end the run after this step."""
+        script, state = current_script(), current_script().state
+        if (step - 1) % script.steps_per_epoch == 0:
+            script.call("on_epoch_begin")
+        script.call("on_step_begin")
+        result = super().step(step)  # type: ignore[safe-super]
+        state.global_step, state.epoch = step, step / script.steps_per_epoch
+        script.call("on_step_end")
+        script.log_step(result.metrics)
+        if script.control.should_training_stop:
+            self.data.num_steps = step  # type: ignore[attr-defined]
+        if step % script.steps_per_epoch == 0 or step == self.data.num_steps:  # type: ignore[attr-defined]
+            script.call("on_epoch_end")
+            script.log_step(result.metrics)
+        self._saved = False
+        return result
+
+    def validate(self, step: int) -> dict[str, float]:
+        """See Program."""
+        metrics = super().validate(step)  # type: ignore[safe-super]
+        script, found = (
+            current_script(),
+            {f"eval_{name.removeprefix('val/')}": value for name, value in metrics.items()},
+        )
+        script.log(found)
+        script.call("on_evaluate", metrics=found)
+        return metrics
+
+    @property
+    def requests(self) -> frozenset[str]:  # type: ignore[override]
+        """See Program. The last step is saved: the script's model takes its weights from there."""
+        script = current_script()
+        is_last = script.state.global_step == self.data.num_steps  # type: ignore[attr-defined]
+        due = {"validation": script.control.should_evaluate, "checkpoint": script.control.should_save or is_last}
+        return frozenset(name for name, holds in due.items() if holds)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See Program."""
+        self._saved = True
+        return super().state_dict()
+
+    def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
+        """See Program."""
+        super().step_done(step, metrics)
+        script = current_script()
+        if self._saved and self.run.is_rank_zero:  # type: ignore[attr-defined]
+            _link_checkpoints(self.run.folder, step, script.state)  # type: ignore[attr-defined]
+        if self._saved and script.control.should_save:
+            script.call("on_save")
+
+
+def _link_checkpoints(folder: Path, step: int, state: Any) -> None:
+    """checkpoint-N for each global_step_N: links to the files of its model, and trainer_state.json."""
+    for old in folder.glob("checkpoint-*"):
+        if not (folder / f"global_step_{old.name.partition('-')[2]}").is_dir():
+            shutil.rmtree(old)
+    model = next((folder / f"global_step_{step}").glob("*/huggingface"), None)
+    if model is None:
+        return
+    made = folder / f"checkpoint-{step}"
+    shutil.rmtree(made, ignore_errors=True)
+    made.mkdir()
+    for file in model.iterdir():
+        (made / file.name).symlink_to(Path("..") / file.relative_to(folder))
+    state.save_to_json(str(made / "trainer_state.json"))
+
+
+class RunnerSFT(WithCallbacks, SFT):
+    """Supervised fine-tuning with callbacks."""
+
+
+class RunnerPPO(WithCallbacks, PPO):
+    """PPO and GRPO with callbacks."""
+
+    @classmethod
+    def select(cls, config: PPOConfig) -> type[Program]:
+        """See AsyncPPO. Raises ConfigError for another program than PPO."""
+        if config.algorithm.program != "ppo":
+            raise ConfigError(
+                f"RLRunner calls no callbacks in algorithm.program={config.algorithm.program}; use `verl train`."
+            )
+        return RunnerAsyncPPO if config.actor_rollout_ref.rollout.prefetch_num > 0 else cls
+
+
+class RunnerAsyncPPO(WithCallbacks, AsyncPPO):
+    """The same with samples generated ahead."""
+
+
+def trainer_order(num_rows: int, num_epochs: int, batch_size: int, seed: int) -> list[int]:
+    """Rows of all epochs in the order of accelerate's SeedableRandomSampler, without the incomplete last batch of each."""
+    order: list[int] = []
+    for epoch in range(num_epochs):
+        generator = torch.Generator().manual_seed(seed + epoch)
+        order += torch.randperm(num_rows, generator=generator)[: num_rows - num_rows % batch_size].tolist()
+    return order
+
+
+class ScriptRewards:
+    """A reward manager that calls the functions of the script, in this process, with all samples that are collected together.
+
+    TRL's functions get lists `prompts`, `completions` and every column of the rows; verl's compute_score a sample each. Their
+    sum, weighed by `reward_weights`, is the score. Raises RewardError for a function that fails or returns another count.
+    """
+
+    def __init__(self, pool: RewardPool, *, max_response_length: int):
+        self._requests: dict[str, ScoreRequest] = {}
+        self.num_defaulted = 0
+
+    def start(self, data_sources: Sequence[str] = ()) -> None:
+        """Nothing to start."""
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+    def submit(self, request: ScoreRequest) -> None:
+        """See RewardManager."""
+        self._requests[request.key] = request
+
+    def collect(self, keys: Sequence[str]) -> dict[str, Score]:
+        """See RewardManager."""
+        return dict(zip(keys, self.score([self._requests.pop(key) for key in keys]), strict=True))
+
+    def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
+        """See RewardManager."""
+        script = current_script()
+        columns = {_name_of(fn): _call(fn, requests) for fn in script.reward_functions}
+        found = []
+        for request, *values in zip(requests, *columns.values(), strict=True):
+            known = [
+                w * v for w, v in zip(script.reward_weights, values, strict=True) if v is not None and not math.isnan(v)
+            ]
+            parts = {name: value for name, value in zip(columns, values, strict=True) if value is not None}
+            found.append(Score(request.key, float(sum(known)), parts if len(columns) > 1 else {}))
+        return found
+
+
+def is_compute_score(function: Callable[..., Any]) -> bool:
+    """Whether a reward function has verl's signature rather than TRL's."""
+    import inspect
+
+    return "solution_str" in inspect.signature(function).parameters
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def _call(function: Callable[..., Any], requests: Sequence[ScoreRequest]) -> list[float | None]:
+    try:
+        if is_compute_score(function):
+            scores = [
+                function(r.data_source, r.solution_str, r.ground_truth, dict(r.extra_info["columns"])) for r in requests
+            ]
+            return [float(s["score"] if isinstance(s, Mapping) else s) for s in scores]
+        rows = [r.extra_info["columns"] for r in requests]
+        prompts = [row["prompt"] for row in rows]
+        completions = [
+            r.solution_str if isinstance(p, str) else [{"role": "assistant", "content": r.solution_str}]
+            for r, p in zip(requests, prompts, strict=True)
+        ]
+        others = {name: [row.get(name) for row in rows] for name in rows[0] if name != "prompt"}
+        scores = list(function(prompts=prompts, completions=completions, **others))
+    except Exception as error:  # a user's function may raise anything
+        raise RewardError(
+            f"The reward function {_name_of(function)} failed: {type(error).__name__}: {error}."
+        ) from error
+    if len(scores) != len(requests):
+        raise RewardError(
+            f"The reward function {_name_of(function)} returned {len(scores)} rewards for {len(requests)} completions; return "
+            "one each."
+        )
+    return [None if score is None else float(score) for score in scores]
