@@ -3,7 +3,10 @@
 import pytest
 import torch
 
+from tests.house.source import ROOT
 from tests.parallel.batches import make_batch, rows_of
+from tests.run import conftest as runs
+from tests.run.conftest import Run, merge
 from tests.runtime.test_group import Doubler, loop_runner
 from verl.errors import ConfigError
 from verl.parallel.mesh import Mesh
@@ -12,6 +15,7 @@ from verl.runtime.dataflow import Controller
 from verl.runtime.worker_group import WorkerGroup
 
 pytestmark = pytest.mark.seed("A4")
+tiny_task, tiny_overrides, tiny_run = runs.tiny_task, runs.tiny_overrides, runs.tiny_run
 
 
 @pytest.fixture
@@ -56,6 +60,18 @@ def test_as_written(groups):
     assert data_flow.sync() == [6, 6], "a chain can run again"
 
 
+@pytest.mark.parametrize(("reduction", "expected"), [("sum", 10), ("mean", 5), ("min", 3), ("max", 7)])
+def test_all_reduce_reduces_the_results_of_all_ranks(reduction, expected):
+    made = Controller().broadcast(
+        [{"count": 3, "rows": torch.tensor([3, 7])}, {"count": 7, "rows": torch.tensor([3, 3])}]
+    )
+    found = made.all_reduce(reduction).sync()
+    assert found["count"] == expected
+    assert found["rows"].tolist() == {"sum": [6, 10], "mean": [3, 5], "min": [3, 3], "max": [3, 7]}[reduction]
+    with pytest.raises(ConfigError, match="no reduction 'summ'; did you mean 'sum'"):
+        Controller().all_reduce("summ")
+
+
 def test_a_stage_by_name_and_a_source_that_is_a_function(groups):
     flow = Controller(**groups).broadcast(lambda: make_batch(3)).scatter("double", worker_group="rollout_group")
     assert flow.sync().batch["twice"].tolist() == [0, 2, 4]
@@ -72,3 +88,17 @@ def test_groups_of_a_run():
     with pytest.raises(ConfigError, match="no worker group 'update_group'; did you mean 'rollout_group'"):
         Controller(roles).scatter("update", worker_group="update_group")
     assert torch.equal(batch.batch["row"], torch.arange(2))
+
+
+def test_a_program_written_as_a_chain_is_the_program(tiny_run, tiny_overrides, tmp_path):
+    """With checkpoints, guards and metrics: those of `verl train`."""
+    from verl.config import load_config
+    from verl.run.host import train
+
+    saved = ("trainer.save_freq=1", "trainer.guards.grad_norm.limit=100")
+    plain = tiny_run(*saved, folder="plain")
+    settings = merge([*tiny_overrides, f"trainer.default_local_dir={tmp_path / 'chain'}"], saved)
+    assert train(load_config(settings), program=f"{ROOT}/examples/dataflow_chain.py:Chained") == 0
+    chained = Run(tmp_path / "chain")
+    assert chained.repeatable == plain.repeatable
+    assert (chained.folder / "global_step_2" / "actor").is_dir()

@@ -6,7 +6,7 @@
         .broadcast(prompts)                                     # a batch, or a function without arguments that makes it
         .scatter(responses, worker_group="rollout_group")       # responses(group, batch): a call on that group
         .gather(experience)                                     # experience(batch): rewards, filters, ...
-        .all_reduce(advantages)                                 # advantages(batch): over all rows
+        .all_reduce(advantages)                                 # advantages(batch): over all rows; or "sum", "mean", ...
         .scatter(updates, worker_group="update_group")          # updates(group, batch)
         .sync()
     )
@@ -19,7 +19,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
+
+import torch
 
 from verl.errors import ConfigError, nearest
 from verl.roles.api import Roles
@@ -53,9 +56,16 @@ class Flow:
         """Wait for the rows of all ranks and apply `stage` to them here."""
         return self._then(lambda value: stage(resolve(value)))
 
-    def all_reduce(self, stage: Callable[[Any], Any]) -> Flow:
-        """The same for values over all rows (advantages): every rank that runs the program gets equal ones."""
-        return self.gather(stage)
+    def all_reduce(self, stage: Callable[[Any], Any] | str) -> Flow:
+        """One value of those of all ranks, which every rank that runs the program gets. A function is applied to all rows
+        (advantages); "sum", "mean", "min" or "max" reduces the results of a call on every rank: numbers, tensors, or mappings
+        of them, element by element. Raises ConfigError for another name."""
+        if not isinstance(stage, str):
+            return self.gather(stage)
+        if stage not in _REDUCTIONS:
+            hint = nearest(stage, _REDUCTIONS) or f"; there are {', '.join(_REDUCTIONS)}"
+            raise ConfigError(f"There is no reduction {stage!r}{hint}")
+        return self.gather(partial(_reduced, _REDUCTIONS[stage]))
 
     def sync(self) -> Any:
         """Run the chain; the result of its last stage, finished."""
@@ -74,6 +84,22 @@ class Flow:
             hint = nearest(name, there) or f"; there are {', '.join(there)}"
             raise ConfigError(f"The run has no worker group {name!r}{hint}")
         return group
+
+
+_REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "sum": lambda values: values.sum(0),
+    "mean": lambda values: values.mean(0),
+    "min": lambda values: values.amin(0),
+    "max": lambda values: values.amax(0),
+}
+
+
+def _reduced(reduction: Callable[[torch.Tensor], torch.Tensor], found: Any) -> Any:
+    values = list(found) if isinstance(found, list | tuple) else [found]
+    if isinstance(values[0], Mapping):
+        return {name: _reduced(reduction, [value[name] for value in values]) for name in values[0]}
+    result = reduction(torch.stack([torch.as_tensor(value, dtype=torch.float64) for value in values]))
+    return result.to(values[0].dtype) if isinstance(values[0], torch.Tensor) else result.item()
 
 
 class Controller(Flow):
