@@ -2,6 +2,7 @@
 # A second call does nothing twice: every stage leaves a stamp in the virtual environment, or the file that it makes.
 #
 #   make train CONFIG=ppo_smollm2          the same with a critic
+#   make train CONFIG=distill_smollm2      the trained policy teaches the model that it started from
 #   make train CONFIG=sft_smollm2          supervised fine-tuning on counting letters; CONFIG=grpo_char_count continues with GRPO
 #   make train ARGS="data.seed=2"          any key of docs/config.md
 #   make test TORCH=torch==2.12.0          with another PyTorch; TORCH_FLAGS="--index-url ..." chooses where it comes from: on

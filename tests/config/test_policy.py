@@ -22,6 +22,8 @@ SECTIONS = sorted({".".join(key.split(".")[:2]) for key, _ in KNOWN})
 VALUES = {
     "algorithm.adv_estimator": ("grpo", "rloo"),
     f"{ACTOR}.policy_loss.loss_mode": ("gspo", "mine.py:loss"),
+    "distillation.distillation_loss.policy_loss_mode": ("gspo", "mine.py:loss"),
+    "distillation.distillation_loss.log_prob_min_clamp": ("-10.0", "-5.0"),
     f"{ROLLOUT}.name": ("hf", "trtllm"),
     f"{ROLLOUT}.agent.default_agent_loop": ("tool_agent", "mine"),
     **dict.fromkeys((f"{ACTOR}.strategy", "actor_rollout_ref.ref.strategy", "critic.strategy"), ("fsdp2", "megatron")),

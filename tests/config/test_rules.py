@@ -9,7 +9,7 @@ import pytest
 from verl.config import PPO, load_config
 from verl.config.checks import check_config
 from verl.config.keys import Bounds
-from verl.config.rules import ppo, sections
+from verl.config.rules import distillation, ppo, sections
 
 from .helpers import ACTOR, GRPO, ROLLOUT, load, problems, refused
 
@@ -22,6 +22,10 @@ LIMITED = ("grad_norm", "policy_kl", "reference_kl", "ratio", "entropy", "mismat
 
 REJECTION = ("algorithm.program=rejection_sampling", f"{ROLLOUT}.n=4")
 
+DISTILLATION = "distillation"
+LOSS, TEACHERS = f"{DISTILLATION}.distillation_loss", f"{DISTILLATION}.teacher_models"
+TAUGHT = [f"{DISTILLATION}.enabled=True", f"{TEACHERS}.teacher_model.model_path=t"]
+
 BROKEN = [
     ("error", "algorithm.program", ["algorithm.program=rejection"]),
     ("error", "rejection.keep", [*REJECTION, "rejection.keep=5"]),
@@ -30,6 +34,14 @@ BROKEN = [
     ("error", f"{ROLLOUT}.prefetch_num", [*REJECTION, f"{ROLLOUT}.prefetch_num=1"]),
     ("notice", "algorithm.adv_estimator", [*REJECTION, "algorithm.adv_estimator=grpo"]),
     ("notice", f"{ACTOR}.use_kl_loss", [*REJECTION, f"{ACTOR}.use_kl_loss=True"]),
+    ("error", f"{DISTILLATION}.enabled", [*TAUGHT, *REJECTION]),
+    ("error", f"{TEACHERS}.teacher_model.model_path", [f"{DISTILLATION}.enabled=True"]),
+    ("error", f"{DISTILLATION}.other_teachers", [*TAUGHT, f"{TEACHERS}.more.path=t"]),
+    ("error", TEACHERS, [*TAUGHT, f"{TEACHERS}.more.model_path=t"]),
+    ("error", TEACHERS, [*TAUGHT, f"{DISTILLATION}.on_policy_share=0", f"{DISTILLATION}.stored_outputs=True"]),
+    ("error", f"{DISTILLATION}.stored_outputs", [*TAUGHT, f"{DISTILLATION}.stored_outputs=True"]),
+    ("error", f"{LOSS}.loss_mode", [*TAUGHT, f"{LOSS}.loss_mode=k1"]),
+    ("error", f"{DISTILLATION}.on_policy_share", [*TAUGHT, f"{DISTILLATION}.on_policy_share=0.5"]),
     ("error", "algorithm.adv_estimator", ["algorithm.adv_estimator=grop"]),
     ("error", "algorithm.adv_estimator", ["algorithm.adv_estimator=dpo"]),
     ("error", f"{ACTOR}.policy_loss.loss_mode", [f"{ACTOR}.policy_loss.loss_mode=vanila"]),
@@ -180,7 +192,7 @@ def test_names_of_rejection_sampling_are_those_of_keys():
 
 def test_every_rule_has_a_row():
     """Each `yield` of a problem in the rules is reached by a row above."""
-    modules = (ppo, sections)
+    modules = (distillation, ppo, sections)
     problems = {
         (module.__file__, node.lineno)
         for module in modules

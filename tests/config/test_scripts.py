@@ -96,10 +96,6 @@ def test_sapo_reads_its_temperatures_under_both_names():
     [
         (["trainer.device=npu"], "This kind of device is not available"),
         (["model_engine=veomni", f"{ACTOR}.veomni.param_offload=True"], "This training engine is not available"),
-        (
-            ["distillation.enabled=True", "+distillation.teacher_models.gsm8k.model_path=x"],
-            "On-policy distillation is not available",
-        ),
     ],
 )
 def test_the_feature_is_named_and_nothing_else(overrides, sentence):

@@ -182,7 +182,6 @@ def test_a_notice_names_every_key_that_was_given():
             ("model_engine=veomni", f"{ACTOR}.veomni.param_offload=True", f"{REF}.veomni.fsdp_size=2"),
             "This training engine",
         ),
-        (("distillation.enabled=True", "+distillation.teacher_models.math.key=gsm8k"), "On-policy distillation"),
     ],
 )
 def test_a_feature_that_is_missing_is_named_and_the_keys_below_it_are_not(overrides, feature):

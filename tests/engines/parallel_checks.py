@@ -16,6 +16,7 @@ from tests.engines.test_contract import largest_gap, make_batch, make_pairs, pai
 from tests.models.reference import make_columns, random_rows, rounded_by_rows, widen_norms
 from verl.checkpoint.store import CheckpointStore, RoleCheckpoint
 from verl.config import ActorConfig, FSDPConfig, ModelConfig, OptimConfig, RolloutCorrectionConfig
+from verl.config.sections.distillation import DistillationLossConfig
 from verl.config.sections.fsdp import WrapPolicyConfig
 from verl.data_proto.proto import DataProto
 from verl.engines.api import MicroBatching, whole
@@ -26,6 +27,7 @@ from verl.models.load import load_causal_lm
 from verl.models.tiny import make_tiny_model
 from verl.parallel.device import CPU_BF16
 from verl.parallel.traffic import TRAFFIC
+from verl.roles.objectives.distillation import DistillationObjective, teacher_outputs
 from verl.roles.objectives.policy import PolicyObjective
 
 OUTPUTS = {"lm": ("log_probs", "entropy"), "token_value": ("values",)}
@@ -198,6 +200,48 @@ def check_correct_tensor(folder):
     assert 0 < a["correct"].sum() < batch.batch["response_mask"].sum()
     gap = max((a[name] - b[name]).abs().max().item() for name in outputs)
     return {"loss": 0.0, "grad_norm": 0.0, "outputs": gap, "weights": 0.0}
+
+
+def compare_distillation(folder, mode="jsd", **engine):
+    """A student against the tokens that a teacher of the same kind lists, on uneven shares of rows."""
+    path = model_folder(folder, "qwen3")
+    one, many = make(LocalEngine, path), make(FSDPEngine, path, **engine)
+    loss = DistillationLossConfig(loss_mode=mode, topk=5, use_task_rewards=False)
+    objective = DistillationObjective(loss, ActorConfig(), RolloutCorrectionConfig(), max_response_length=8)
+    columns, micro = teacher_outputs(loss, 264), MicroBatching(max_tokens=24)
+    gaps = {"loss": 0.0, "grad_norm": 0.0, "outputs": 0.0}
+    for seed in range(3):
+        batch = make_batch(seed, (3, 1, 4, 2))
+        mine = rows_of(many, len(batch))
+        share = batch.select_idxs(mine)
+        for engine_, rows in ((one, batch), (many, share)):
+            found = engine_.forward(rows, tuple(columns), micro, 0.7)  # the distributions of another temperature
+            rows.batch.update({columns[name]: values for name, values in found.items()})
+        for column in columns.values():
+            gap = (batch.batch[column][mine] - share.batch[column]).abs().max().item()
+            gaps["outputs"] = max(gaps["outputs"], gap)
+        arguments = (objective, objective.outputs, micro, 1.2)
+        expected, found = one.train_batch(batch, *arguments), many.train_batch(share, *arguments)
+        value = many.groups.over_data_(torch.tensor(found["loss"].value, dtype=torch.float64)).item()
+        gaps["loss"] = max(gaps["loss"], abs(value / expected["loss"].value - 1))
+        gaps["grad_norm"] = max(gaps["grad_norm"], abs(found["grad_norm"].value / expected["grad_norm"].value - 1))
+    gaps["weights"] = largest_gap(dict(many.gather_weights()), dict(one.gather_weights()))
+    return gaps
+
+
+@on(2)
+def check_distillation(folder):
+    return compare_distillation(folder, "forward_kl_topk")
+
+
+@on(2)
+def check_distillation_tensor(folder):
+    return compare_distillation(folder, tensor_parallel_size=2)
+
+
+@on(2)
+def check_distillation_sequence(folder):
+    return compare_distillation(folder, ulysses_sequence_parallel_size=2)
 
 
 @on(2)

@@ -29,6 +29,7 @@ EXPECTED = {
     "first-run",
     "data",
     "sft",
+    "distillation",
     "rewards",
     "algorithms",
     "several-gpus",

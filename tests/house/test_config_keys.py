@@ -19,6 +19,7 @@ WORKED_OUT_IN_CONFIG = {
     "trainer.v1.trainer_mode",
     "trainer.v1.colocate_async.num_warmup_batches",
     "trainer.v1.separate_async.num_warmup_batches",
+    "distillation.other_teachers",  # DistillationConfig.teachers
     "trainer.max_ckpt_to_keep",  # TrainerConfig.num_checkpoints_kept
 }
 

@@ -29,7 +29,12 @@ def uses_critic(root: Any) -> bool:
         return False
     if root.critic.enable is not None:
         return bool(root.critic.enable)
-    return _estimator(root, "gae")
+    return _estimator(root, "gae") and uses_rewards(root)
+
+
+def uses_rewards(root: Any) -> bool:
+    """Whether rewards train the policy; with a teacher alone they are only reported."""
+    return not root.distillation.enabled or bool(root.distillation.distillation_loss.use_task_rewards)
 
 
 def uses_reference(root: Any) -> bool:
@@ -250,6 +255,16 @@ PPO_CONDITIONS: dict[str, Condition] = {
         lambda root, node: bool(root.reward.reward_model.judge_template),
         "the reward model is a classifier, since reward.reward_model.judge_template is not set",
         "set reward.reward_model.judge_template",
+    ),
+    "teacher_pool": Condition(
+        lambda root, node: root.distillation.enabled and node.nnodes > 0,
+        "the teachers share the policy's devices",
+        "set distillation.enabled=True and distillation.nnodes above 0",
+    ),
+    "off_policy": Condition(
+        lambda root, node: root.distillation.enabled and node.on_policy_share < 1,
+        "every step trains on samples of the student",
+        "set distillation.enabled=True and distillation.on_policy_share below 1",
     ),
     "judge_vllm": _judge("vllm"),
     "judge_service": _judge("http", "sglang"),

@@ -53,6 +53,7 @@ PPO_FOLLOWS: tuple[tuple[str, str], ...] = (
     ("critic.forward_micro_batch_size", "critic.ppo_micro_batch_size"),
     ("critic.forward_micro_batch_size_per_gpu", "critic.ppo_micro_batch_size_per_gpu"),
     ("critic.checkpoint.load_contents", "critic.checkpoint.save_contents"),
+    ("distillation.teacher_models.teacher_model.inference.temperature", f"{_ROLLOUT}.temperature"),
     ("data.gen_batch_size", "data.train_batch_size"),
     *_same("data", f"{_ROLLOUT}.multi_turn", "tool_config_path function_tool_path"),
     *_same("trainer", "actor_rollout_ref", "nccl_timeout"),

@@ -44,6 +44,8 @@ DUAL_CLIPPING_LOSSES = ("vanilla", "dppo_tv", "dppo_kl")
 _KL = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 KL_KINDS = (*_KL, *(name + "+" for name in _KL))
 
+DISTILLATION_LOSSES = (*_KL, "forward_kl_topk", "jsd")
+
 LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
 
 LOGGERS = (

@@ -1,7 +1,7 @@
 """The column table: every column that a batch can carry, named once, with its shape, dtype, producer and meaning.
 
-`batch` is rows, `prompt` the padded prompt length, `response` the padded response length. Prompts are padded on the
-left, responses on the right, so that column `prompt + t` of a whole row is response token `t`.
+`batch` is rows, `prompt` the padded prompt length, `response` the padded response length, `k` listed tokens.
+Prompts are padded on the left, responses on the right, so that column `prompt + t` of a whole row is response token `t`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Column:
     meaning: str
 
 
-_B, _BP, _BR = ("batch",), ("batch", "prompt"), ("batch", "response")
+_B, _BP, _BR, _BRK = ("batch",), ("batch", "prompt"), ("batch", "response"), ("batch", "response", "k")
 
 COLUMNS: dict[str, Column] = {
     # from the data loader
@@ -66,6 +66,9 @@ COLUMNS: dict[str, Column] = {
     "sum_pi_squared": Column(_BR, "float32", "actor", "sum over the vocabulary of p squared (optimal token baseline)"),
     "ref_log_prob": Column(_BR, "float32", "reference", "log-probs under the reference policy"),
     "values": Column(_BR, "float32", "critic", "value before each response token"),
+    "teacher_log_prob": Column(_BR, "float32", "teacher", "log-probs under the row's teacher"),
+    "candidate_ids": Column(_BRK, "int64", "teacher", "the teacher's most probable tokens at each response token"),
+    "teacher_top_log_probs": Column(_BRK, "float32", "teacher", "their log-probs under the teacher"),
     # from the algorithms
     "token_level_rewards": Column(_BR, "float32", "algorithm", "scores less the KL penalty"),
     "advantages": Column(_BR, "float32", "algorithm", "advantage of each response token"),

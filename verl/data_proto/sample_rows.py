@@ -23,6 +23,8 @@ _PER_TOKEN = {
     "log_probs": "rollout_log_probs",
     "old_log_probs": "old_log_probs",
     "advantages": "advantages",
+    "teacher_ids": "candidate_ids",
+    "teacher_log_probs": "teacher_top_log_probs",
 }
 
 
@@ -52,6 +54,9 @@ def sample_rows(batch: DataProto, tokenizer: Any) -> list[dict[str, Any]]:
             row["score"] = scores[i]
         row |= {"prompt_ids": prompt_ids[i], "response_ids": response_ids[i]}
         row |= {name: values[i][:length] for name, values in per_token.items()}
+        if "teacher_ids" in row:
+            # such rows can train another student, see docs/distillation.md
+            row |= {name: objects[name][i] for name in ("raw_prompt", "reward_model") if name in objects}
         rows.append(row)
     return rows
 

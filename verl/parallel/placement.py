@@ -9,7 +9,7 @@ Devices are numbered through the run, the nodes one after the other; the process
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -94,11 +94,17 @@ class Placement:
 
     @classmethod
     def from_roles(
-        cls, roles: Mapping[str, Iterable[int]], num_devices: int | None = None, devices_per_node: int | None = None
+        cls,
+        roles: Mapping[str, Iterable[int]],
+        num_devices: int | None = None,
+        devices_per_node: int | None = None,
+        teachers: Iterable[str] = (),
     ) -> Placement:
-        """Roles that are not named take the devices of the role that FOLLOWS says; the actor all `num_devices` (default:
-        as many as are named). Raises ConfigError for unknown roles, devices that are not there or that no role uses."""
-        given = {_role_name(name): _device_list(name, devices) for name, devices in roles.items()}
+        """Roles that are not named take the devices of the role that FOLLOWS says, `teachers` those of the reference; the
+        actor all `num_devices` (default: as many as are named). Raises ConfigError for unknown roles, devices that are not
+        there or that no role uses."""
+        follows = {**FOLLOWS, **dict.fromkeys(teachers, "reference")}
+        given = {_role_name(name, follows): _device_list(name, devices) for name, devices in roles.items()}
         named = {d for devices in given.values() for d in devices}
         total = num_devices if num_devices is not None else max(named, default=0) + 1
         beyond = sorted(d for d in named if d >= total)
@@ -108,7 +114,7 @@ class Placement:
                 "trainer.n_gpus_per_node or trainer.nnodes, or place the roles on the devices that there are."
             )
         placed = {"actor": given.get("actor") or tuple(range(total))}
-        for role, source in FOLLOWS.items():
+        for role, source in follows.items():
             placed[role] = given.get(role) or placed[source]
         idle = sorted(set(range(total)) - {d for devices in placed.values() for d in devices})
         if idle:
@@ -119,8 +125,9 @@ class Placement:
         return cls(placed, devices_per_node or total)
 
     @classmethod
-    def of(cls, config: PPOConfig, num_devices: int | None = None) -> Placement:
-        """The placement of a config; a device map that a script has set goes before `trainer.placement`.
+    def of(cls, config: PPOConfig, num_devices: int | None = None, teachers: Sequence[str] = ()) -> Placement:
+        """The placement of a config, with roles for `teachers`; a device map that a script has set goes before
+        `trainer.placement`.
 
         `num_devices` is what a launcher has started, which must then be the number that the config gives, unless the config
         leaves it at 1. A pool of one node for rollout beside one for training is taken to be on the same node. Raises
@@ -135,11 +142,16 @@ class Placement:
             own = rollout.nnodes * rollout.n_gpus_per_node
             roles = {"actor": range(asked), "rollout": range(asked, asked + own), **roles}
             asked += own
+        if teachers and config.distillation.nnodes:
+            own = config.distillation.nnodes * config.distillation.n_gpus_per_node
+            roles = {**dict.fromkeys(teachers, range(asked, asked + own)), "actor": range(asked), **roles}
+            asked += own
         if asked == 1:
             asked = max((d for devices in roles.values() for d in devices), default=0) + 1
         asked = _started(asked, num_devices)
-        num_nodes = 1 if trainer.nnodes == rollout.nnodes == 1 else trainer.nnodes + rollout.nnodes
-        return cls.from_roles(roles, asked, max(trainer.n_gpus_per_node, -(-asked // num_nodes)))
+        pools = (trainer.nnodes, rollout.nnodes, config.distillation.nnodes if teachers else 0)
+        num_nodes = 1 if max(pools) == 1 else sum(pools)
+        return cls.from_roles(roles, asked, max(trainer.n_gpus_per_node, -(-asked // num_nodes)), teachers)
 
 
 def _started(asked: int, started: int | None) -> int:
@@ -163,11 +175,11 @@ def set_device_map(config: DataParallelConfig | None) -> None:
     _device_map = config
 
 
-def _role_name(name: str) -> str:
-    role = _SPELLINGS.get(name, name)
-    if role not in ROLES:
+def _role_name(name: str, follows: Mapping[str, str]) -> str:
+    role, known = _SPELLINGS.get(name, name), ("actor", *follows)
+    if role not in known:
         raise ConfigError(
-            f"There is no role {name!r} to place{nearest(name, ROLES) or '; there are ' + ', '.join(ROLES)}"
+            f"There is no role {name!r} to place{nearest(name, known) or '; there are ' + ', '.join(known)}"
         )
     return role
 

@@ -49,7 +49,9 @@ from verl.tracking.files import append_rows
 
 log = logging.getLogger(__name__)
 
-_OF_SAMPLES = ("token_level_scores", "rollout_log_probs", "old_log_probs", "entropys", "ref_log_prob", "values")
+_OF_SAMPLES = (
+    "token_level_scores", "rollout_log_probs", "old_log_probs", "entropys", "ref_log_prob", "values", "teacher_log_prob",
+)  # fmt: skip
 _OF_CREDIT = ("token_level_rewards", "advantages", "returns", "rollout_is_weights")
 _INPUTS = {
     "log_prob": "old_log_probs", "reference": "ref_log_prob", "sampler": "rollout_log_probs", "entropy": "entropys",

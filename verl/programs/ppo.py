@@ -7,6 +7,7 @@
           reference (KL terms only) ────┤ log-probs
           actor (only if they differ) ──┤ old log-probs
           critic (GAE only) ────────────┤ values
+          teachers (distillation only) ─┤ their log-probs
                                         ▼
                      rewards - KL, correction, advantages      (small columns, here)
                                         │
@@ -18,7 +19,7 @@ a requested stop is honoured between phases, before any weight of the step has c
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import torch
 
@@ -32,6 +33,7 @@ from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.programs.api import RunContext
 from verl.programs.collect import Collector
+from verl.programs.distillation import RowResponses, Teachers
 from verl.programs.guards import StepBatch
 from verl.programs.ppo_data import PPOData
 from verl.programs.ppo_program import PPOProgram
@@ -54,6 +56,11 @@ class PPO(PPOProgram):
         self.max_age = 0  # of a sample that trains, in versions of the weights
         exact = found.rollout.exact_log_probs()
         self.old_log_probs = old_log_prob_source(config, self.needs, sampler_is_exact=exact)
+        self.teachers = Teachers(config, found.teachers) if config.distillation.enabled and found.actor else None
+        self.row_responses: RowResponses | None = None
+        if config.distillation.on_policy_share < 1:
+            self.row_responses = RowResponses(found.rollout, config, data.tokenizer, lambda: self.weight_version)
+            found = replace(found, rollout=self.row_responses)
         if data.train is not None:
             self.collector = Collector(config, found, data.train, run, self.samples, self.stages)
 
@@ -77,12 +84,17 @@ class PPO(PPOProgram):
     def collect(self, step: int) -> tuple[StepBatch, int]:
         """Samples with scores, and the index of the next step's first prompt."""
         batch, metrics, next_ordinal = self.collector.collect(step, self.samples.cursor)
+        if self.row_responses is not None and not self.row_responses.is_on_policy(step):
+            batch.pop(["rollout_log_probs"])  # no sampler made these tokens
         return StepBatch(batch, metrics), next_ordinal
 
     def annotate(self, result: StepBatch) -> None:
         """Log-probs and values under the weights that made the samples. Where roles live on devices of their own they work
         at the same time: all calls start before the first result is waited for."""
-        batch, reference, values = result.batch, None, None
+        batch, reference, values, taught = result.batch, None, None, None
+        if self.teachers is not None:
+            with self.spans("teacher"):
+                taught = self.teachers.start(batch)
         if self.reference is not None:
             with self.spans("ref"):
                 reference = self.reference.forward(batch, {"log_probs": "ref_log_prob"})
@@ -104,6 +116,9 @@ class PPO(PPOProgram):
         if values is not None:
             with self.spans("values"):
                 batch.union(values.get())
+        if taught is not None:
+            with self.spans("teacher"):
+                batch.union(taught())
 
     def assign_credit(self, result: StepBatch, step: int) -> None:
         """Scores to advantages: KL in reward, rollout correction, the estimator, PF-PPO's resampling."""
@@ -111,6 +126,9 @@ class PPO(PPOProgram):
             algorithm, batch = self.config.algorithm, result.batch
             columns = batch.batch
             columns["token_level_rewards"] = columns["token_level_scores"]
+            if not self.needs.credit:
+                columns["advantages"] = columns["returns"] = torch.zeros_like(columns["token_level_scores"])
+                return
             if algorithm.use_kl_in_reward:
                 result.metrics.update(self._penalise_kl(batch))
             if self.old_log_probs == "recompute":
@@ -168,7 +186,8 @@ class PPO(PPOProgram):
         if self.actor is not None and step > self.config.trainer.critic_warmup:
             with self.spans("update_actor"):
                 updates = self.actor.update(batch, step).get()
-            metrics.update(self.guards.record(updates).metrics())
+            found = self.guards.record(updates).metrics()
+            metrics.update({name.replace("actor/distillation/", "distillation/"): m for name, m in found.items()})
             if self.old_log_probs != "recompute" and updates.observed:  # else all tokens were compared already
                 metrics.update(rollout_gap_metrics(*updates.observed))
         if critic is not None:

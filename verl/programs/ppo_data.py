@@ -14,6 +14,7 @@ from verl.data.prompts import PromptEncoder
 from verl.data.sampler_order import SamplerOrder, load_sampler
 from verl.errors import ConfigError
 from verl.models.load import load_tokenizer
+from verl.programs.distillation import check_teachers
 
 
 @dataclass
@@ -61,6 +62,8 @@ def load_data(config: PPOConfig, *, train: bool = True) -> PPOData:
             config.trainer.total_training_steps or config.trainer.total_epochs * loader.num_steps_per_epoch
         )
         sources |= set(rows.data_sources)
+        if config.distillation.enabled:
+            check_teachers(config, tokenizer, rows)
     if data.val_files:
         rows = load_dataset(data.val_files, tokenizer, data, max_samples=data.val_max_samples)
         found.validation = ValidationLoader(rows, encoder, data.val_batch_size or len(rows))

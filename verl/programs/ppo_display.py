@@ -11,6 +11,7 @@ CONSOLE_METRICS: StepMetrics = {
     "response_length/mean": ("length", "{:.1f}"),
     "actor/entropy": ("entropy", "{:.3f}"),
     "actor/kl_loss": ("kl", "{:.2g}"),
+    "distillation/loss": ("teacher", "{:.3g}"),
     "actor/grad_norm": ("grad", "{:.2f}"),
     "critic/vf_explained_var": ("explained", "{:.2f}"),
 }
@@ -23,6 +24,7 @@ CURVES: Curves = {
     },
     "response length (tokens)": {"response_length/mean": ""},
     "entropy (nats)": {"actor/entropy": ""},
+    "distance to the teacher": {"distillation/loss": ""},
     "KL": {"actor/ppo_kl": "to the old policy", "actor/kl_loss": "to the reference"},
     "age of the samples (weight versions)": {"training/off_policy/trajectory_staleness/mean": ""},
 }
@@ -35,6 +37,7 @@ SPAN_PHASES: SpanPhases = {
     "old_log_prob": ("training", "actor"),
     "update_actor": ("training", "actor"),
     "ref": ("training", "reference"),
+    "teacher": ("training", "teacher"),
     "values": ("training", "critic"),
     "update_critic": ("training", "critic"),
     "adv": ("training", None),

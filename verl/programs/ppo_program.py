@@ -13,6 +13,7 @@ from typing import Any
 from verl.algorithms.kl import make_kl_controller
 from verl.checkpoint.store import CheckpointWriter
 from verl.config import PPOConfig
+from verl.config.active_keys import uses_rewards
 from verl.data_proto.batch_metrics import data_metrics, span_tokens
 from verl.data_proto.metrics import metric_values
 from verl.data_proto.sample_rows import sample_rows
@@ -164,15 +165,19 @@ class PPOProgram(Program):
 
     def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
         """See Program."""
-        self.signal.record(step, metrics)
+        if uses_rewards(self.config):
+            self.signal.record(step, metrics)
 
     def header(self) -> dict[str, Any]:
         """See Program."""
         group, algorithm, data = self.config.actor_rollout_ref, self.config.algorithm, self.data
         roles = self.roles_of_run
-        models = {"actor": roles.actor, "critic": roles.critic, "reference": roles.reference}
+        models = {"actor": roles.actor, "critic": roles.critic, "reference": roles.reference, **roles.teachers}
+        learned = [f"{algorithm.adv_estimator}, {group.actor.policy_loss.loss_mode} loss"] * uses_rewards(self.config)
+        if self.config.distillation.enabled:
+            learned.append(f"distillation, {self.config.distillation.distillation_loss.loss_mode}")
         return {
-            "algorithm": f"{algorithm.adv_estimator}, {group.actor.policy_loss.loss_mode} loss",
+            "algorithm": "; ".join(learned),
             "roles": ", ".join(["rollout", "reward", *(name for name, role in models.items() if role is not None)]),
             "training prompts": data.train.num_rows if data.train else 0,
             "validation prompts": data.validation.num_rows if data.validation else 0,

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
 from verl.algorithms.advantages import requires
-from verl.config import PPOConfig
-from verl.config.active_keys import uses_critic, uses_reference
+from verl.config import ModelConfig, PPOConfig
+from verl.config.active_keys import uses_critic, uses_reference, uses_rewards
+from verl.config.sections.distillation import TeacherConfig
 from verl.engines.api import MicroBatching
 from verl.parallel.placement import Placement
 from verl.roles.api import ModelHandle, RewardHandle, Roles, RoleSpec, RoleSpecs, RolloutHandle, WeightSync
+from verl.roles.objectives.distillation import DistillationObjective
 from verl.roles.objectives.policy import PolicyObjective, all_rows, rows_with_advantage, skips_zero_advantages
 from verl.roles.objectives.value import ValueObjective
 from verl.roles.step_guard import StepGuard
@@ -30,6 +33,8 @@ class Needs:
     sum_pi_squared: bool  # optimal token baseline
     correction: bool  # importance weights or rejection between sampler and trainer
     bypass: bool  # the sampler's log-probs are the old ones
+    credit: bool  # advantages; not where a teacher alone trains
+    ratio: bool  # probability ratios to the old policy
 
     @classmethod
     def of(cls, config: PPOConfig) -> Needs:
@@ -43,6 +48,8 @@ class Needs:
             sum_pi_squared="sum_pi_squared" in columns,
             correction=bool(correction.rollout_is or correction.rollout_rs),
             bypass=bool(correction.bypass_mode),
+            credit=uses_rewards(config),
+            ratio=uses_rewards(config) or config.distillation.distillation_loss.use_policy_gradient,
         )
 
 
@@ -54,6 +61,8 @@ def old_log_prob_source(config: PPOConfig, needs: Needs, *, sampler_is_exact: bo
     recompute: a forward pass.
     """
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    if not needs.ratio and not config.algorithm.use_kl_in_reward:
+        return "update"
     if needs.bypass:
         return "rollout"
     if needs.sum_pi_squared or needs.correction:
@@ -76,6 +85,7 @@ class PPORoles:
     actor: ModelHandle | None = None
     critic: ModelHandle | None = None
     reference: ModelHandle | None = None
+    teachers: Mapping[str, ModelHandle] = field(default_factory=dict)
 
     @classmethod
     def of(cls, roles: Roles) -> PPORoles:
@@ -83,7 +93,8 @@ class PPORoles:
         assert roles.reward is not None
         assert roles.weights is not None
         models = {name: roles.models.get(name) for name in ("actor", "critic", "reference")}
-        return cls(roles.rollout, roles.reward, roles.weights, **models)
+        teachers = {name: handle for name, handle in roles.models.items() if name not in models}
+        return cls(roles.rollout, roles.reward, roles.weights, **models, teachers=teachers)
 
 
 def ppo_roles(config: PPOConfig, *, train: bool = True) -> RoleSpecs:
@@ -94,9 +105,10 @@ def ppo_roles(config: PPOConfig, *, train: bool = True) -> RoleSpecs:
         models += [_actor(config)]
         models += [_reference(config)] if needs.reference else []
         models += [_critic(config)] if needs.critic else []
+        models += [_teacher(config, name, teacher) for name, teacher in _teachers(config).items()]
     return RoleSpecs(
         tuple(models),
-        partial(Placement.of, config),
+        partial(Placement.of, config, teachers=tuple(map(role_of, _teachers(config)))),
         generates=True,
         scores=True,
         collective_timeout_s=config.actor_rollout_ref.nccl_timeout,
@@ -108,8 +120,12 @@ def _actor(config: PPOConfig) -> RoleSpec:
     actor = group.actor
 
     def objective(guard: StepGuard) -> PolicyObjective:
-        return PolicyObjective(actor, correction, max_response_length=group.rollout.response_length, guard=guard)
+        settings: dict[str, Any] = {"max_response_length": group.rollout.response_length, "guard": guard}
+        if config.distillation.enabled:
+            return DistillationObjective(config.distillation.distillation_loss, actor, correction, **settings)
+        return PolicyObjective(actor, correction, **settings)
 
+    skips = skips_zero_advantages(actor, correction) and not config.distillation.enabled
     return RoleSpec(
         "actor",
         "lm",
@@ -122,9 +138,7 @@ def _actor(config: PPOConfig) -> RoleSpec:
         micro=micro_batching(actor, "ppo_"),
         forward_micro=micro_batching(group.rollout, "log_prob_"),
         temperature=group.rollout.temperature or 1.0,
-        schedule=_schedule(
-            config, actor, rows_with_advantage if skips_zero_advantages(actor, correction) else all_rows
-        ),
+        schedule=_schedule(config, actor, rows_with_advantage if skips else all_rows),
         checkpoint=actor.checkpoint,
         checkpoints_to_keep=config.trainer.max_actor_ckpt_to_keep,
         guards=config.trainer.guards,
@@ -144,6 +158,35 @@ def _reference(config: PPOConfig) -> RoleSpec:
         engine_keys=("actor_rollout_ref.ref.fsdp_config",),
         forward_micro=micro_batching(group.ref, "log_prob_"),
         temperature=group.rollout.temperature or 1.0,
+    )
+
+
+def _teachers(config: PPOConfig) -> dict[str, TeacherConfig]:
+    return config.distillation.teachers() if config.distillation.enabled else {}
+
+
+def role_of(teacher: str) -> str:
+    """The role of a teacher of distillation.teacher_models."""
+    return "teacher" if teacher == "teacher_model" else f"teacher_{teacher}"
+
+
+def _teacher(config: PPOConfig, name: str, teacher: TeacherConfig) -> RoleSpec:
+    student, ref, key = (
+        config.actor_rollout_ref.model,
+        config.actor_rollout_ref.ref,
+        f"distillation.teacher_models.{name}",
+    )
+    return RoleSpec(
+        role_of(name),
+        "lm",
+        ModelConfig(
+            path=str(teacher.model_path), trust_remote_code=student.trust_remote_code, external_lib=student.external_lib
+        ),
+        replace(ref.fsdp_config, dtype=teacher.inference.dtype),
+        strategy=ref.strategy,
+        engine_keys=(f"{key}.inference", "actor_rollout_ref.ref.fsdp_config"),
+        forward_micro=MicroBatching(max_tokens=teacher.inference.max_num_batched_tokens),
+        temperature=teacher.inference.temperature or 1.0,
     )
 
 

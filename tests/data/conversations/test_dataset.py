@@ -192,7 +192,7 @@ class Numbers:
     def test_items_without_a_mask_are_named(self, tmp_path):
         (tmp_path / "numbers.py").write_text(self.CODE.replace('"loss_mask"', '"mask"'))
         custom = CustomClassConfig(path=str(tmp_path / "numbers.py"), name="Numbers")
-        with pytest.raises(DataError, match="row 0 of Numbers has no loss_mask; data.custom_cls must return both"):
+        with pytest.raises(DataError, match="row 0 of Numbers has no loss_mask or labels; give it both"):
             load(["any.parquet"], custom_cls=custom, max_length=8, max_samples=3)
 
 

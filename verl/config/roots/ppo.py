@@ -13,6 +13,7 @@ from verl.config.schema import Schema
 from verl.config.sections.actor import ActorConfig, CriticConfig, RefConfig
 from verl.config.sections.algorithm import AlgorithmConfig, RejectionConfig
 from verl.config.sections.data import DataConfig
+from verl.config.sections.distillation import DistillationConfig
 from verl.config.sections.model import ModelConfig
 from verl.config.sections.reward import RewardConfig
 from verl.config.sections.rollout import RolloutConfig
@@ -39,6 +40,7 @@ class PPOConfig(Section):
     reward: RewardConfig = section(RewardConfig, "scores of responses")
     algorithm: AlgorithmConfig = section(AlgorithmConfig, "advantages, KL, corrections, filters")
     rejection: RejectionConfig = section(RejectionConfig, "samples that rejection sampling keeps", when="rejection")
+    distillation: DistillationConfig = section(DistillationConfig, "learning from a teacher")
     trainer: PPOTrainerConfig = section(PPOTrainerConfig, "length, logging, saving, devices")
     ray_kwargs: RayKwargsConfig = section(RayKwargsConfig, "Ray")
     model_engine: str = used("dp", "family of training engines: dp (PyTorch-native)")
@@ -50,7 +52,7 @@ PPO = Schema(
     command="verl train",
     title="Reinforcement learning (`verl train`)",
     config_names={"ppo_trainer": "", "_generated_ppo_trainer": ""},
-    config_prefixes=("ppo", "grpo"),
+    config_prefixes=("ppo", "grpo", "distill"),
     conditions=PPO_CONDITIONS,
     rules=RULES,
     section_rules=SECTION_RULES,

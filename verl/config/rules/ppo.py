@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from verl.config import names
-from verl.config.active_keys import selects_samples, uses_critic
+from verl.config.active_keys import selects_samples, uses_critic, uses_rewards
+from verl.config.rules.distillation import check_distillation
 from verl.config.schema import Problem, error, value_at, warning
 
 ACTOR = "actor_rollout_ref.actor"
@@ -90,7 +91,7 @@ def check_estimator(c: Any, given: set[str]) -> Iterator[Problem]:
             f"{ROLLOUT}.n",
             f"algorithm.adv_estimator=grpo_passk compares the best two samples of a prompt. Set {ROLLOUT}.n to 2 or more.",
         )
-    elif estimator in names.GROUP_ESTIMATORS and num_samples == 1:
+    elif estimator in names.GROUP_ESTIMATORS and num_samples == 1 and uses_rewards(c):
         yield warning(
             f"{ROLLOUT}.n",
             f"algorithm.adv_estimator={estimator} compares the samples of a prompt, and {ROLLOUT}.n=1 gives only one. Set "
@@ -113,7 +114,7 @@ def check_estimator(c: Any, given: set[str]) -> Iterator[Problem]:
             "algorithm.use_pf_ppo",
             "algorithm.use_pf_ppo=True resamples rows of PPO with a critic. Set algorithm.adv_estimator=gae, or remove it.",
         )
-    if estimator == "gae" and c.critic.enable is False:
+    if estimator == "gae" and c.critic.enable is False and uses_rewards(c):
         yield error(
             "critic.enable",
             "algorithm.adv_estimator=gae needs the critic that critic.enable=False leaves out. Remove critic.enable, or "
@@ -317,6 +318,7 @@ def check_rewards(c: Any, given: set[str]) -> Iterator[Problem]:
 
 
 RULES = (
+    check_distillation,
     check_micro_batches,
     check_batches,
     check_lengths,

@@ -99,27 +99,33 @@ class PolicyObjective(Objective):
         if self._is_first and "rollout_log_probs" in columns.keys():
             self._observed.append((log_prob.detach()[mask].cpu(), columns["rollout_log_probs"][mask.cpu()]))
         old = old.to(log_prob)
-        weights = columns.get("rollout_is_weights", None)
         agg = aggregate(self.config.loss_agg_mode, self.scale, totals)
-        loss, metrics = policy_loss(
-            self.loss_mode,
-            old_log_prob=old,
-            log_prob=log_prob,
-            advantages=columns["advantages"].to(log_prob),
-            response_mask=mask,
-            agg=agg,
-            rollout_is_weights=None if weights is None else weights.to(log_prob),
-            params=self.params,
-            config=self.config,
-            generator=self.generator,
-        )
-        metrics = {**metrics, "pg_loss": Metric.sum(loss.detach())}
+        loss, metrics = self._first_term(outputs, columns, mask, old, agg)
         over_computed = aggregate(self.config.loss_agg_mode, self.scale, totals.computed or totals)
         loss = loss + self._entropy_term(outputs, mask, over_computed, metrics)
         loss = loss + self._kl_term(log_prob, columns, mask, agg, metrics)
         if self.guard is not None:
             metrics.update(self._observe(self.guard, outputs, columns, mask, old))
         return loss + zero_or_nan(log_prob), metrics
+
+    def _first_term(
+        self, outputs: dict[str, torch.Tensor], columns: Any, mask: torch.Tensor, old: torch.Tensor, agg: Aggregate
+    ) -> tuple[torch.Tensor, dict[str, Metric]]:
+        """The policy loss and its metrics."""
+        weights = columns.get("rollout_is_weights", None)
+        loss, metrics = policy_loss(
+            self.loss_mode,
+            old_log_prob=old,
+            log_prob=outputs["log_probs"],
+            advantages=columns["advantages"].to(old),
+            response_mask=mask,
+            agg=agg,
+            rollout_is_weights=None if weights is None else weights.to(old),
+            params=self.params,
+            config=self.config,
+            generator=self.generator,
+        )
+        return loss, {**metrics, "pg_loss": Metric.sum(loss.detach())}
 
     def _observe(
         self, guard: StepGuard, outputs: dict[str, torch.Tensor], columns: Any, mask: torch.Tensor, old: torch.Tensor

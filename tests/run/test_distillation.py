@@ -1,0 +1,235 @@
+"""Distillation from end to end on tiny models: every loss, several teachers, GKD's steps on rows, stored outputs, refusals."""
+
+import json
+
+import pytest
+
+from tests.run.conftest import merge
+from verl.errors import ConfigError, DataError
+from verl.models.tiny import make_tiny_model
+
+LOSS = "distillation.distillation_loss"
+TEACHERS = "distillation.teacher_models"
+ALONE = (f"{LOSS}.use_task_rewards=False",)
+
+
+@pytest.fixture(scope="module")
+def teachers(tmp_path_factory):
+    """Two models of the student's family with other weights."""
+    folder = tmp_path_factory.mktemp("teachers")
+    return [make_tiny_model(folder / str(seed), "llama", seed=seed) for seed in (11, 12)]
+
+
+@pytest.fixture
+def distill(tiny_run, teachers):
+    """A run of three steps whose only teacher is the first one."""
+
+    def run(*changes, folder="run", teacher=True):
+        one = (f"{TEACHERS}.teacher_model.model_path={teachers[0]}",) if teacher else ()
+        settings = ("distillation.enabled=True", f"{TEACHERS}.teacher_model.inference.dtype=float32", *one)
+        return tiny_run(*settings, "trainer.total_training_steps=3", *changes, folder=folder)
+
+    return run
+
+
+def values(run, *names):
+    names = names or ("distillation/loss", "actor/loss", "actor/grad_norm")
+    return [[row[name] for name in names] for row in run.training_rows()]
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        ("k2",),
+        ("k3",),
+        ("abs",),
+        ("k1", "use_policy_gradient=True"),
+        ("forward_kl_topk", "topk=8", "log_prob_min_clamp=-10"),
+        ("jsd", "topk=8", "jsd_beta=0.9"),
+        ("jsd", "topk=-1", "jsd_beta=0"),
+    ],
+    ids=" ".join,
+)
+def test_a_student_comes_closer_to_its_teacher(distill, loss):
+    rate = "actor_rollout_ref.actor.optim.lr=0.01"
+    run = distill(f"{LOSS}.loss_mode={loss[0]}", *(f"{LOSS}.{key}" for key in loss[1:]), *ALONE, rate,
+                  "trainer.total_training_steps=8")  # fmt: skip
+    distances = [row["distillation/abs_loss"] for row in run.training_rows()]
+    assert sum(distances[-2:]) < 0.9 * sum(distances[:2])
+    assert all("actor/pg_loss" not in row for row in run.training_rows())
+    lists_tokens = loss[0] in ("jsd", "forward_kl_topk")
+    assert all(("distillation/teacher_mass" in row) == lists_tokens for row in run.training_rows())
+
+
+def test_a_teacher_with_the_students_weights_has_nothing_to_teach(distill, tiny_llama):
+    run = distill(f"{LOSS}.loss_mode=jsd", *ALONE, f"{TEACHERS}.teacher_model.model_path={tiny_llama}",
+                  "trainer.total_training_steps=1")  # fmt: skip
+    (row,) = run.training_rows()
+    assert row["distillation/abs_loss"] < 1e-6
+    assert row["actor/grad_norm"] < 1e-4
+    assert row["distillation/overlap_ratio"] == 1
+    assert row["distillation/student_mass"] == pytest.approx(row["distillation/teacher_mass"], abs=1e-5)
+
+
+def test_task_rewards_and_distance_add_up(distill, tiny_run):
+    """The gradient step of both terms has the loss of each, weighed."""
+    one = ("trainer.total_training_steps=1",)
+    rewards = tiny_run(*one, folder="rewards").training_rows()[0]
+    alone = distill(*ALONE, *one, folder="alone").training_rows()[0]
+    both = distill(f"{LOSS}.distillation_loss_coef=0.5", *one, folder="both").training_rows()[0]
+    assert both["actor/pg_loss"] == pytest.approx(rewards["actor/pg_loss"], abs=1e-6)
+    assert both["distillation/loss"] == pytest.approx(alone["distillation/loss"], rel=1e-6)
+    assert both["actor/loss"] == pytest.approx(rewards["actor/loss"] + 0.5 * alone["actor/loss"], rel=1e-5)
+
+
+def test_policy_gradient_is_the_loss_of_the_distance_as_advantage(distill):
+    """On policy at ratio 1 the loss is the mean of k1. Its gradient is not that of k1, whose expectation is 0."""
+    row = distill(f"{LOSS}.loss_mode=k1", f"{LOSS}.use_policy_gradient=True", *ALONE).training_rows()[0]
+    assert row["actor/loss"] == pytest.approx(row["distillation/loss"], rel=1e-5)
+    assert row["actor/grad_norm"] > 1e-3
+    assert row["distillation/pg_clipfrac"] == 0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        (
+            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=40",
+            f"{TEACHERS}.teacher_model.inference.max_num_batched_tokens=30",
+        ),
+        ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=3",),
+        ("data.max_prompt_length=80", "data.max_response_length=6"),
+    ],
+    ids=["tokens", "rows", "padding"],
+)
+def test_micro_batches_and_padding_change_nothing(distill, change):
+    loss = (f"{LOSS}.loss_mode=jsd", f"{LOSS}.topk=6", *ALONE)
+    for one, other in zip(values(distill(*loss, folder="a")), values(distill(*loss, *change, folder="b")), strict=True):
+        assert one == pytest.approx(other, rel=1e-4, abs=1e-7)
+
+
+@pytest.fixture
+def sources(tiny_task, tmp_path):
+    """Training rows of two data sources, in turn."""
+    rows = [json.loads(line) for line in (tiny_task / "train.jsonl").read_text().splitlines()]
+    for number, row in enumerate(rows):
+        row["data_source"] = ("even", "odd")[number % 2]
+    file = tmp_path / "sources.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def test_each_row_has_the_teacher_of_its_source(distill, sources, teachers, tiny_llama):
+    """The teacher of even rows has the student's own weights: only odd rows are at a distance."""
+    loss = (f"{LOSS}.loss_mode=jsd", f"{LOSS}.topk=4", *ALONE, f"data.train_files={sources}", "data.shuffle=False",
+            "trainer.total_training_steps=1")  # fmt: skip
+    run = distill(
+        *loss, f"{TEACHERS}.own.key=even", f"{TEACHERS}.own.model_path={tiny_llama}",
+        f"{TEACHERS}.own.inference.dtype=float32", f"{TEACHERS}.teacher_model.key=odd",
+    )  # fmt: skip
+    alone = distill(*loss, folder="alone")
+    rows, single = ([json.loads(line) for line in (r.folder / "samples/train/step_000001.jsonl").read_text().splitlines()]
+                    for r in (run, alone))  # fmt: skip
+    for row, one in zip(rows, single, strict=True):
+        assert row["response_ids"] == one["response_ids"]
+        assert (row["teacher_log_probs"] == one["teacher_log_probs"]) == (row["data_source"] == "odd")
+    with pytest.raises(DataError, match="data_source='odd' chooses no teacher"):
+        distill(*loss, f"{TEACHERS}.own.key=even", f"{TEACHERS}.own.model_path={tiny_llama}",
+                f"{TEACHERS}.teacher_model.key=other", folder="refused")  # fmt: skip
+
+
+@pytest.fixture
+def answers(tiny_task, tmp_path):
+    rows = [json.loads(line) for line in (tiny_task / "train.jsonl").read_text().splitlines()]
+    file = tmp_path / "answers.jsonl"
+    file.write_text("".join(json.dumps(row | {"response": f"the answer {n % 5}"}) + "\n" for n, row in enumerate(rows)))
+    return file
+
+
+GKD = (*ALONE, f"{LOSS}.loss_mode=jsd", f"{LOSS}.topk=8", "actor_rollout_ref.rollout.n=1", "data.val_files=[]",
+       "data.shuffle=False", "data.max_response_length=24")  # fmt: skip
+
+
+def test_gkd_trains_on_samples_in_a_share_of_steps(distill, answers):
+    settings = (*GKD, f"data.train_files={answers}", "trainer.total_training_steps=6")
+    run = distill(*settings, "distillation.on_policy_share=0.5")
+    kinds = []
+    for step in range(1, 7):
+        rows = [
+            json.loads(line) for line in (run.folder / f"samples/train/step_{step:06d}.jsonl").read_text().splitlines()
+        ]
+        of_rows = {row["response"].startswith("the answer") for row in rows}
+        assert len(of_rows) == 1
+        assert all(("log_probs" in row) != of_rows.copy().pop() for row in rows)
+        kinds.append(of_rows.pop())
+    assert {True, False} == set(kinds)
+    again = distill(*settings, "distillation.on_policy_share=0.5", folder="again")
+    assert again.repeatable == run.repeatable
+
+
+def test_a_student_learns_from_stored_outputs(distill, answers):
+    """The sample files of a run train another student as the teacher itself does."""
+    settings = (*GKD, "distillation.on_policy_share=0")
+    online = distill(*settings, f"data.train_files={answers}")
+    files = sorted(str(f) for f in (online.folder / "samples/train").glob("*.jsonl"))
+    offline = distill(
+        *settings, f"data.train_files=[{','.join(files)}]", "data.prompt_key=raw_prompt",
+        "distillation.response_key=response_ids", "distillation.stored_outputs=True", folder="offline", teacher=False,
+    )  # fmt: skip
+    for one, other in zip(values(online), values(offline), strict=True):
+        assert one == pytest.approx(other, rel=1e-5)
+
+
+def test_a_resumed_run_ends_with_the_same_weights(distill):
+    from safetensors.torch import load_file
+
+    settings = (*ALONE, f"{LOSS}.loss_mode=jsd", f"{LOSS}.topk=8", "trainer.save_freq=2")
+    whole = distill(*settings, "trainer.total_training_steps=4", folder="whole")
+    distill(*settings, "trainer.total_training_steps=2", folder="parts")
+    parts = distill(*settings, "trainer.total_training_steps=4", folder="parts")
+    one, other = (load_file(r.folder / "global_step_4/actor/huggingface/model.safetensors") for r in (whole, parts))
+    assert all(bool((one[name] == other[name]).all()) for name in one)
+
+
+class TestRefusals:
+    def test_other_tokens(self, distill, tmp_path, teachers):
+        import shutil
+
+        other = tmp_path / "other"
+        shutil.copytree(teachers[0], other)
+        tokenizer = json.loads((other / "tokenizer.json").read_text())
+        vocab = tokenizer["model"]["vocab"]
+        vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+        (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+        with pytest.raises(ConfigError, match="splits text into other tokens than the student: 2 of the student's"):
+            distill(f"{TEACHERS}.teacher_model.model_path={other}")
+
+    def test_rows_without_a_response(self, distill, answers, tiny_task):
+        with pytest.raises(DataError, match="row 0.*field 'response'.*must be a text or a list of token ids"):
+            distill(*GKD, "distillation.on_policy_share=0")
+        with pytest.raises(DataError, match="row 0.*field 'teacher_ids' must have a list"):
+            distill(
+                *GKD, "distillation.on_policy_share=0", f"data.train_files={answers}", "distillation.stored_outputs=True",
+                teacher=False,
+            )  # fmt: skip
+
+    @pytest.mark.parametrize(
+        ("settings", "sentence"),
+        [
+            (["distillation.enabled=True"], "needs distillation.teacher_models.teacher_model.model_path"),
+            ([f"{LOSS}.loss_mode=k1"], "expectation of its gradient is 0"),
+            ([f"{TEACHERS}.more.modelpath=x"], "has no key 'modelpath'"),
+            ([f"{TEACHERS}.more.model_path=x"], "Give each one a key of its own"),
+            (["distillation.on_policy_share=0.5"], "Set distillation.distillation_loss.use_task_rewards=False"),
+            (["distillation.on_policy_share=0", "distillation.stored_outputs=True"], f"Set {LOSS}.loss_mode"),
+            ([f"{LOSS}.jsd_beta=0.3"], "loss_mode is not jsd"),
+        ],
+    )  # fmt: skip
+    def test_settings_that_do_not_go_together(self, tiny_overrides, settings, sentence):
+        from verl.config import load_config
+
+        taught = (
+            ["distillation.enabled=True", f"{TEACHERS}.teacher_model.model_path=x"] if len(settings[0]) > 25 else []
+        )
+        with pytest.raises(ConfigError, match=sentence):
+            load_config(merge(tiny_overrides, (*taught, *settings)))

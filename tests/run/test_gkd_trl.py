@@ -1,0 +1,97 @@
+"""Loss and gradient norm of ten steps of GKD on given responses equal those of TRL's GKDTrainer."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.data.conversations.templates import MARKED_CHATML, chat
+from tests.house.source import ROOT
+from tests.run.conftest import Run, merge
+from tests.run.test_sft_trl import words
+from verl.models.load import load_tokenizer
+from verl.models.tiny import make_tiny_model
+from verl.registry import load_module
+
+peer_env = load_module(str(ROOT / "benchmarks" / "peer_env.py"))
+
+NUM_STEPS, BATCH_SIZE = 10, 4
+BETAS = {"forward KL": 0.0, "jsd 0.5": 0.5, "jsd 0.9": 0.9, "reverse KL": 1.0}
+ROWS = [(words(i, 2), words(i + 1, i % 5 + 1)) for i in range(40)]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    return [make_tiny_model(folder / str(seed), "llama", seed=seed) for seed in (0, 7)]
+
+
+@pytest.fixture(scope="module")
+def theirs(models, tmp_path_factory):
+    if not peer_env.is_ready("trl", peer_env.default_folder("trl")):
+        pytest.skip("TRL's environment is not there; benchmarks/peer_env.py makes it")
+    folder = tmp_path_factory.mktemp("trl")
+    args = {
+        "per_device_train_batch_size": BATCH_SIZE, "max_steps": NUM_STEPS, "learning_rate": 1e-3, "weight_decay": 0.0,
+        "lmbda": 0.0, "max_length": 512,
+    }  # fmt: skip
+    rows = [{"messages": chat(*row)} for row in ROWS]
+    common = {"model": str(models[0]), "teacher": str(models[1]), "rows": rows, "template": MARKED_CHATML}
+    cases = {name: {**common, "args": {**args, "beta": beta}} for name, beta in BETAS.items()}
+    (folder / "task.json").write_text(json.dumps({"cases": cases}))
+    done = subprocess.run(
+        [peer_env.python_of(peer_env.default_folder("trl")), Path(__file__).with_name("trl_gkd.py"),
+         folder / "task.json", folder / "answer.json"],
+        env=peer_env.clean_environment() | {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(folder / "cache")},
+        capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    assert not done.returncode, done.stderr[-3000:]
+    return json.loads((folder / "answer.json").read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", BETAS)
+def test_ten_steps_are_those_of_trl(case, theirs, models, tiny_overrides, tmp_path):
+    from verl.config import load_config
+    from verl.run.host import train
+
+    tokenizer = load_tokenizer(str(models[0]))
+    with (tmp_path / "rows.jsonl").open("w") as file:
+        for question, answer in ROWS:
+            ids = tokenizer.encode(f"{answer}<|im_end|>\n", add_special_tokens=False)  # TRL trains the line break too
+            row = {
+                "data_source": "letters",
+                "prompt": chat(question),
+                "response": ids,
+                "reward_model": {"ground_truth": answer},
+            }
+            file.write(json.dumps(row) + "\n")
+    (tmp_path / "template.jinja").write_text(MARKED_CHATML)
+    settings = (
+        f"actor_rollout_ref.model.path={models[0]}",
+        f"actor_rollout_ref.model.custom_chat_template={tmp_path / 'template.jinja'}",
+        f"data.train_files={tmp_path / 'rows.jsonl'}",
+        "data.val_files=[]",
+        "data.shuffle=False",
+        "data.max_response_length=128",
+        "actor_rollout_ref.rollout.n=1",
+        "actor_rollout_ref.actor.optim.lr=1e-3",
+        "actor_rollout_ref.actor.optim.weight_decay=0.0",
+        "distillation.enabled=True",
+        "distillation.on_policy_share=0",
+        f"distillation.teacher_models.teacher_model.model_path={models[1]}",
+        "distillation.teacher_models.teacher_model.inference.dtype=float32",
+        "distillation.distillation_loss.loss_mode=jsd",
+        "distillation.distillation_loss.topk=-1",
+        f"distillation.distillation_loss.jsd_beta={BETAS[case]}",
+        "distillation.distillation_loss.use_task_rewards=False",
+        f"trainer.total_training_steps={NUM_STEPS}",
+        f"trainer.default_local_dir={tmp_path / 'run'}",
+    )
+    assert train(load_config(merge(tiny_overrides, settings))) == 0
+    ours = Run(tmp_path / "run").training_rows()
+    assert len(ours) == len(theirs[case]) == NUM_STEPS
+    for row, log in zip(ours, theirs[case], strict=True):
+        assert row["actor/loss"] == pytest.approx(log["loss"], rel=1e-5)
+        assert row["actor/grad_norm"] == pytest.approx(log["grad_norm"], rel=1e-5)

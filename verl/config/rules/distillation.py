@@ -1,0 +1,86 @@
+"""Keys of distillation that contradict one another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from verl.config.schema import Problem, error
+
+DISTILLATION = "distillation"
+_TEACHER_KEYS = ("key", "model_path", "num_replicas", "inference")
+
+
+def check_distillation(c: Any, given: set[str]) -> Iterator[Problem]:
+    """Teachers, and losses that do not go together."""
+    distillation = c.distillation
+    if distillation.enabled and c.algorithm.program != "ppo":
+        yield error(
+            "distillation.enabled",
+            f"distillation.enabled=True is a term of the policy loss, which algorithm.program={c.algorithm.program} does not "
+            "have. Set algorithm.program=ppo.",
+        )
+    if distillation.enabled:
+        yield from _check_teachers(distillation)
+        yield from _check_distance(c, distillation)
+
+
+def _check_teachers(distillation: Any) -> Iterator[Problem]:
+    key, teachers = f"{DISTILLATION}.teacher_models", dict(distillation.other_teachers)
+    for name, teacher in teachers.items():
+        unknown = [k for k in teacher if k not in _TEACHER_KEYS] if isinstance(teacher, dict) else [name]
+        if unknown:
+            yield error(
+                f"{DISTILLATION}.other_teachers",
+                f"{key}.{name} has no key {unknown[0]!r}; a teacher has {', '.join(_TEACHER_KEYS)}.",
+            )
+            return
+    if distillation.teacher_models.teacher_model.model_path is not None:
+        teachers["teacher_model"] = distillation.teacher_models.teacher_model
+    lacking = [name for name, teacher in teachers.items() if not teacher.get("model_path")]
+    if distillation.stored_outputs:
+        if teachers:
+            yield error(
+                key, f"{DISTILLATION}.stored_outputs=True takes the teacher's outputs from the rows. Remove {key}."
+            )
+    elif not teachers or lacking:
+        path = f"{key}.{lacking[0] if lacking else 'teacher_model'}.model_path"
+        yield error(path, f"{DISTILLATION}.enabled=True needs {path}, a folder or hub name.")
+    keys = [teacher.get("key") for teacher in teachers.values()]
+    if len(teachers) > 1 and (None in keys or len(set(keys)) < len(keys)):
+        yield error(
+            key,
+            f"{key} has {len(teachers)} teachers, and the keys {keys}. Give each one a key of its own: the value of the field "
+            f"{distillation.teacher_key!r} (distillation.teacher_key) of its rows.",
+        )
+
+
+def _check_distance(c: Any, distillation: Any) -> Iterator[Problem]:
+    loss, rollout = distillation.distillation_loss, c.actor_rollout_ref.rollout
+    mode = f"{DISTILLATION}.distillation_loss.loss_mode"
+    if loss.loss_mode in ("kl", "k1") and not loss.use_policy_gradient:
+        yield error(
+            mode,
+            f"{mode}={loss.loss_mode} is linear in the log-probability of a sampled token, and the expectation of its gradient "
+            f"is 0. Set {DISTILLATION}.distillation_loss.use_policy_gradient=True, or loss_mode=k2 or k3.",
+        )
+    listed = loss.loss_mode in ("forward_kl_topk", "jsd")
+    if distillation.stored_outputs and (not listed or distillation.on_policy_share > 0):
+        yield error(
+            f"{DISTILLATION}.stored_outputs",
+            f"{DISTILLATION}.stored_outputs=True has the teacher's most probable tokens for the responses of the rows. Set "
+            f"{mode}=forward_kl_topk or jsd, and {DISTILLATION}.on_policy_share=0.",
+        )
+    if distillation.on_policy_share < 1:
+        wrong = {
+            "distillation.distillation_loss.use_task_rewards=False": loss.use_task_rewards,
+            "distillation.distillation_loss.use_policy_gradient=False": loss.use_policy_gradient,
+            "actor_rollout_ref.rollout.n=1": rollout.n != 1,
+            "actor_rollout_ref.rollout.prefetch_num=0": rollout.prefetch_num != 0,
+        }
+        for fix in (fix for fix, holds in wrong.items() if holds):
+            yield error(
+                f"{DISTILLATION}.on_policy_share",
+                f"{DISTILLATION}.on_policy_share={distillation.on_policy_share} trains on responses of the rows, which the "
+                f"student has not sampled. Set {fix}.",
+            )

@@ -1,0 +1,118 @@
+"""`distillation`: a student that learns from the next-token distributions of teachers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from verl.config.keys import OURS, Family, Section, section, used
+from verl.config.names import DISTILLATION_LOSSES, POLICY_LOSSES
+from verl.config.sections.fsdp import DTYPES
+
+ENABLED = "distillation.enabled"
+_LISTS_TOKENS = ".loss_mode=forward_kl_topk|jsd"
+
+
+@dataclass(frozen=True)
+class DistillationLossConfig(Section):
+    loss_mode: str = used(
+        "k3",
+        "distance to the teacher: an estimator on the sampled token (k1, k2, k3, abs, ...), forward_kl_topk (KL(teacher || "
+        "student) on the teacher's topk tokens) or jsd (generalised Jensen-Shannon divergence of GKD, arXiv 2306.13649)",
+        choices=DISTILLATION_LOSSES,
+    )
+    topk: int = used(
+        32, "tokens of the teacher's distribution that are compared; -1: the whole vocabulary", when=_LISTS_TOKENS, ge=1,
+        also=(-1,),
+    )  # fmt: skip
+    jsd_beta: float = used(
+        0.5,
+        "interpolation of jsd: 0 is KL(teacher || student), 1 is KL(student || teacher)",
+        when=".loss_mode=jsd",
+        strict=OURS,
+        ge=0,
+        le=1,
+    )
+    use_task_rewards: bool = used(True, "add the policy loss of the rewards; False: the teacher alone")
+    distillation_loss_coef: float = used(1.0, "weight of the distance beside that loss", when=".use_task_rewards", ge=0)
+    loss_max_clamp: float | None = used(None, "bound of the absolute distance of a token; null: none", gt=0)
+    log_prob_min_clamp: float | None = used(
+        None, "log-probabilities below it count as that; null: none", when=".loss_mode=forward_kl_topk"
+    )
+    use_policy_gradient: bool = used(
+        False, "take the negative distance of a sampled token as its advantage, instead of its gradient"
+    )
+    policy_loss_mode: str = used(
+        "vanilla",
+        "policy loss of those advantages",
+        when=".use_policy_gradient",
+        family=Family("policy loss", POLICY_LOSSES, plugins=True),
+    )
+    clip_ratio: float = used(
+        0.2, "its clip range, where one of the next two is null", when=".use_policy_gradient", ge=0
+    )
+    clip_ratio_low: float | None = used(0.2, "its clip range below 1", when=".use_policy_gradient", ge=0)
+    clip_ratio_high: float | None = used(0.2, "its clip range above 1", when=".use_policy_gradient", ge=0)
+
+
+@dataclass(frozen=True)
+class TeacherInferenceConfig(Section):
+    temperature: float = used(1.0, "the teacher's logits are divided by it", ge=0)
+    dtype: str = used("auto", "compute dtype; auto: bfloat16 where the device computes it natively", choices=DTYPES)
+    max_num_batched_tokens: int = used(8192, "tokens computed at once", sizing=True, ge=1)
+
+
+@dataclass(frozen=True)
+class TeacherConfig(Section):
+    key: str | None = used(None, "value of a row's teacher_key that chooses this teacher; null: it is the only one")
+    model_path: str | None = used(None, "folder or hub name of the teacher, which has the student's vocabulary")
+    inference: TeacherInferenceConfig = section(TeacherInferenceConfig, "how its outputs are computed")
+
+
+@dataclass(frozen=True)
+class TeacherModelsConfig(Section):
+    teacher_model: TeacherConfig = section(TeacherConfig, "the teacher")
+
+
+@dataclass(frozen=True)
+class DistillationConfig(Section):
+    enabled: bool = used(False, "learn from a teacher")
+    teacher_key: str = used(
+        "data_source", "field of a row that chooses its teacher, where there are several", when=ENABLED
+    )
+    n_gpus_per_node: int = used(8, "devices per node of the teachers' own pool", when="teacher_pool", sizing=True, ge=1)
+    nnodes: int = used(0, "nodes of the teachers' own pool; 0: they share the policy's devices", when=ENABLED, ge=0)
+    distillation_loss: DistillationLossConfig = section(DistillationLossConfig, "the loss", when=ENABLED)
+    teacher_models: TeacherModelsConfig = section(TeacherModelsConfig, "the teachers", when=ENABLED)
+    other_teachers: dict[str, Any] = used(
+        {}, "further teachers, {name: {key, model_path, inference}}; also spelled teacher_models.NAME", when=ENABLED
+    )
+    on_policy_share: float = used(
+        1.0,
+        "share of steps that train on samples of the student (lambda of GKD); the others train on the rows' own responses",
+        when=ENABLED,
+        strict=OURS,
+        ge=0,
+        le=1,
+    )
+    response_key: str = used(
+        "response", "field of a row with its response, a text or token ids", when="off_policy", strict=OURS
+    )
+    stored_outputs: bool = used(
+        False,
+        "take the teacher's outputs from the rows: teacher_ids and teacher_log_probs, a list of tokens per token of the "
+        "response. The sample files of a run with topk have them",
+        when="off_policy",
+        strict=OURS,
+    )
+
+    def teachers(self) -> dict[str, TeacherConfig]:
+        """All teachers by name, those of `other_teachers` with the inference keys of teacher_model where they have none."""
+        first = self.teacher_models.teacher_model
+        found = {} if first.model_path is None else {"teacher_model": first}
+        for name, given in self.other_teachers.items():
+            inference = {k: v for k, v in (given.get("inference") or {}).items() if k in first.inference}
+            found[name] = TeacherConfig(
+                key=given.get("key"), model_path=given["model_path"], inference=replace(first.inference, **inference)
+            )
+        return found

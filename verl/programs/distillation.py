@@ -1,0 +1,206 @@
+"""Teachers of a student: their outputs for a batch, and responses of the rows in place of samples (GKD, stored outputs)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl.config import PPOConfig
+from verl.data_proto.future import Finished, Future
+from verl.data_proto.proto import DataProto
+from verl.data_proto.samples import SamplingParams
+from verl.data_proto.trajectory import Segment, Trajectory, response_lengths, to_columns
+from verl.errors import ConfigError, DataError
+from verl.models.load import load_model_config, load_tokenizer
+from verl.programs.ppo_roles import role_of
+from verl.roles.api import ModelHandle, RolloutHandle
+from verl.roles.objectives.distillation import TEACHER_COLUMNS, lists_tokens, teacher_outputs
+from verl.roles.rollout import sample_names
+
+STORED = ("teacher_ids", "teacher_log_probs")  # fields of a row, [response][k]
+
+
+def check_teachers(config: PPOConfig, tokenizer: Any, rows: Any = None) -> None:
+    """Raise ConfigError for a teacher that splits text into other tokens than the student, and DataError for a row without a
+    teacher or without the response and outputs that it is to have."""
+    distillation = config.distillation
+    for name, teacher in distillation.teachers().items():
+        path = f"distillation.teacher_models.{name}.model_path={teacher.model_path}"
+        _check_vocabulary(path, tokenizer.get_vocab(), load_tokenizer(str(teacher.model_path)).get_vocab())
+        if distillation.distillation_loss.topk == -1 and lists_tokens(distillation.distillation_loss):
+            sizes = [
+                _vocabulary_size(config, path) for path in (teacher.model_path, config.actor_rollout_ref.model.path)
+            ]
+            if sizes[0] != sizes[1]:
+                raise ConfigError(
+                    f"{path} has {sizes[0]} logits and the student {sizes[1]}: topk=-1 compares all of them. Set "
+                    "distillation.distillation_loss.topk, for example to 64."
+                )
+    keys = {teacher.key for teacher in distillation.teachers().values()}
+    off_policy = distillation.on_policy_share < 1
+    if rows is not None and (len(keys) > 1 or off_policy):
+        for number in range(len(rows)):
+            row, place = rows[number], rows.place(number)
+            if len(keys) > 1 and row.get(distillation.teacher_key) not in keys:
+                raise DataError(
+                    f"{place}: {distillation.teacher_key}={row.get(distillation.teacher_key)!r} chooses no teacher; "
+                    f"distillation.teacher_models has the keys {', '.join(map(str, sorted(keys, key=str)))}."
+                )
+            if off_policy:
+                length = len(_response_ids(row, distillation.response_key, tokenizer, place))
+                if distillation.stored_outputs:
+                    _check_stored(row, length, place)
+
+
+def _check_vocabulary(path: str, student: Mapping[str, int], teacher: Mapping[str, int]) -> None:
+    differing = [token for token, number in student.items() if teacher.get(token) != number]
+    if differing:
+        token = min(differing, key=lambda t: student[t])
+        theirs = f"has it as {teacher[token]}" if token in teacher else "does not have it"
+        raise ConfigError(
+            f"{path} splits text into other tokens than the student: {len(differing)} of the student's {len(student)} differ. "
+            f"Token {student[token]} is {token!r}; the teacher {theirs}. Distillation compares token by token: choose a "
+            "teacher with the student's tokenizer."
+        )
+
+
+def _vocabulary_size(config: PPOConfig, path: str | None) -> int:
+    found = load_model_config(str(path), config.actor_rollout_ref.model.trust_remote_code, None)
+    return int(found.get_text_config().vocab_size)
+
+
+def _response_ids(row: Mapping[str, Any], key: str, tokenizer: Any, place: str) -> list[int]:
+    """The response of a row: token ids as they are, or the tokens of a text and the one that ends it."""
+    response = row.get(key)
+    if isinstance(response, str) and response:
+        return [*tokenizer.encode(response, add_special_tokens=False), tokenizer.eos_token_id]
+    if isinstance(response, list | tuple | np.ndarray) and len(response) and np.asarray(response).dtype.kind == "i":
+        return [int(token) for token in response]
+    raise DataError(
+        f"{place}: field {key!r} (distillation.response_key) must be a text or a list of token ids, but it is {response!r:.60}."
+    )
+
+
+def _check_stored(row: Mapping[str, Any], length: int, place: str) -> None:
+    for name in STORED:
+        found = row.get(name)
+        sizes = {len(tokens) for tokens in found} if isinstance(found, list | tuple | np.ndarray) else set()
+        if len(sizes) != 1 or len(found) != length:  # type: ignore[arg-type]
+            raise DataError(
+                f"{place}: field {name!r} must have a list of equally many tokens for each of the {length} tokens of the "
+                "response; distillation.stored_outputs=True reads it."
+            )
+
+
+class Teachers:
+    """Columns of the teachers' outputs for the objective, see verl/roles/objectives/distillation.py."""
+
+    def __init__(self, config: PPOConfig, handles: Mapping[str, ModelHandle]):
+        self.config, loss = config.distillation, config.distillation.distillation_loss
+        self.by_key = {teacher.key: handles[role_of(name)] for name, teacher in self.config.teachers().items()}
+        self.lists_tokens = lists_tokens(loss)
+        self.vocabulary = _vocabulary_size(config, config.actor_rollout_ref.model.path) if self.lists_tokens else 0
+        self.outputs = teacher_outputs(loss, self.vocabulary)
+
+    def start(self, batch: DataProto) -> Callable[[], DataProto]:
+        """Start all teachers on their rows of `batch`; the result waits for them."""
+        if self.config.stored_outputs:
+            return lambda: self._stored(batch)
+        if len(self.by_key) == 1:
+            pending = next(iter(self.by_key.values())).forward(batch, self.outputs)
+            return lambda: self._checked(pending.get())
+        keys = batch.non_tensor_batch[self.config.teacher_key]
+        rows = {key: np.flatnonzero(keys == key) for key in self.by_key}
+        parts = [
+            (rows[key], handle.forward(batch.select_idxs(rows[key]), self.outputs))
+            for key, handle in self.by_key.items()
+            if len(rows[key])
+        ]
+        return lambda: self._checked(_in_row_order(parts))
+
+    def _stored(self, batch: DataProto) -> DataProto:
+        objects, lengths = batch.non_tensor_batch, response_lengths(batch.batch).tolist()
+        count = len(objects[STORED[0]][0][0])
+        columns = {}
+        for field, column, dtype in zip(STORED, TEACHER_COLUMNS, (torch.int64, torch.float32), strict=True):
+            values = torch.zeros(*batch.batch["responses"].shape, count, dtype=dtype)
+            for row, (listed, length) in enumerate(zip(objects[field], lengths, strict=True)):
+                found = np.stack([np.asarray(tokens) for tokens in listed[:length]])
+                if found.shape[1] != count:
+                    raise DataError(
+                        f"Rows of one batch list {count} and {found.shape[1]} tokens in {field}; store equally many."
+                    )
+                values[row, :length] = torch.from_numpy(found)
+            columns[column] = values
+        return self._checked(DataProto.from_dict(columns))
+
+    def _checked(self, found: DataProto) -> DataProto:
+        """`found`, unless it names a token that the student does not have."""
+        if self.lists_tokens and int(found.batch[TEACHER_COLUMNS[0]].max()) >= self.vocabulary:
+            raise DataError(
+                f"The teacher lists token {int(found.batch[TEACHER_COLUMNS[0]].max())}, and the student has "
+                f"{self.vocabulary}: it puts probability on padding of its vocabulary. Lower distillation_loss.topk."
+            )
+        return found
+
+
+def _in_row_order(parts: Sequence[tuple[np.ndarray, Future[DataProto]]]) -> DataProto:
+    whole = DataProto.concat([pending.get() for _, pending in parts])
+    order = np.argsort(np.concatenate([rows for rows, _ in parts]))
+    return whole.select_idxs(order)
+
+
+@dataclass
+class RowResponses:
+    """A RolloutHandle that in some training steps returns the responses of the rows: GKD's share of on-policy steps
+    (2306.13649, algorithm 1). A step's choice depends on (seed, step) alone. `version` is that of the current weights."""
+
+    rollout: RolloutHandle
+    config: PPOConfig
+    tokenizer: Any
+    version: Callable[[], int]
+
+    def is_on_policy(self, step: int) -> bool:
+        """Whether the student samples in training step `step`."""
+        random = np.random.Generator(np.random.Philox(key=[self.config.data.seed or 0, step]))
+        return bool(random.random() < self.config.distillation.on_policy_share)
+
+    def generate(
+        self,
+        prompts: DataProto,
+        *,
+        step: int,
+        split: str = "train",
+        params: SamplingParams | None = None,
+        limit: int | None = None,
+    ) -> Future[DataProto]:
+        """See RolloutHandle. Responses longer than rollout.response_length are cut, as samples are."""
+        if split != "train" or self.is_on_policy(step):
+            return self.rollout.generate(prompts, step=step, split=split, params=params, limit=limit)
+        settings = self.config.actor_rollout_ref.rollout
+        found = [self._trajectory(prompts, row) for row in range(len(prompts))]
+        columns = to_columns(
+            found,
+            pad_token_id=self.tokenizer.pad_token_id,
+            prompt_width=settings.prompt_length,
+            response_width=settings.response_length,
+        )
+        columns["rollout_rank"] = torch.zeros(len(found), dtype=torch.int64)
+        return Finished(DataProto.from_dict(columns, sample_names(found, split)))
+
+    def _trajectory(self, prompts: DataProto, row: int) -> Trajectory:
+        ordinal, objects = int(prompts.batch["ordinal"][row]), prompts.non_tensor_batch
+        key, limit = self.config.distillation.response_key, self.config.actor_rollout_ref.rollout.response_length
+        fields = {key: objects[key][row]} if key in objects else {}
+        ids = _response_ids(fields, key, self.tokenizer, f"prompt {ordinal}")
+        tokens = np.asarray(ids[:limit], dtype=np.int32)
+        segment = Segment(tokens, np.zeros(len(tokens), dtype=np.float32), self.version())
+        is_cut = len(ids) > limit
+        return Trajectory(ordinal, 0, objects["prompt_token_ids"][row], [segment], "length" if is_cut else "stop")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.rollout, name)
