@@ -62,7 +62,7 @@ class RLRunner:
     ):
         from transformers import TrainingArguments
 
-        self.args: Any = args if args is not None else TrainingArguments(output_dir="tmp_trainer")
+        self.args: Any = TrainingArguments(output_dir="tmp_trainer") if args is None else args
         self.algorithm = algorithm or ("grpo" if reward_funcs is not None else "sft")
         if self.algorithm not in _PROGRAMS:
             raise ConfigError(f"RLRunner has no algorithm {self.algorithm!r}; there are {', '.join(_PROGRAMS)}.")
@@ -77,7 +77,7 @@ class RLRunner:
             )
         self.data_collator, self.compute_metrics = data_collator, compute_metrics
         rank = os.environ.get("RANK", "0")
-        self.inputs = Path(self.args.output_dir) / "inputs" / rank  # each rank of torchrun has its own
+        self.inputs = Path(str(self.args.output_dir), "inputs", rank)  # each rank of torchrun has its own
         is_path = isinstance(model, str | os.PathLike)
         self._path = str(model if is_path else model.config._name_or_path)
         self._module: Any = None if is_path else model
@@ -103,7 +103,7 @@ class RLRunner:
         from transformers import AutoModelForCausalLM
 
         if self._module is None:
-            self._module = AutoModelForCausalLM.from_pretrained(self._path)
+            self._module = AutoModelForCausalLM.from_pretrained(self._path, use_safetensors=True)
         return self._module
 
     @property
