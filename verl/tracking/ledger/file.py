@@ -92,7 +92,7 @@ def explained(path: Path) -> Iterator[None]:
         # a damaged file can raise any of these
         if isinstance(error, sqlite3.OperationalError) and "no such" not in str(error):
             raise CheckpointError(
-                f"The sample ledger {path} cannot be used: {error}. Free some space or check the disk, and run the same "
+                f"The sample ledger {path} cannot be used: {clean(error)}. Free some space or check the disk, and run the same "
                 "command again."
             ) from error
         raise CheckpointError(f"The sample ledger {path} is damaged ({clean(error)}). {FIX}") from error
@@ -213,7 +213,7 @@ def run_of(path: Path) -> str:
     with explained(path), closing(connect_read_only(path)) as db:
         (state,) = db.execute("PRAGMA quick_check(1)").fetchone()
         if state != "ok":
-            raise CheckpointError(f"The sample ledger {path} is damaged ({state}). {FIX}")
+            raise CheckpointError(f"The sample ledger {path} is damaged ({clean(state)}). {FIX}")
         about = dict(db.execute("SELECT name, value FROM about"))
         if int(about["format"]) > FORMAT:
             raise CheckpointError(
