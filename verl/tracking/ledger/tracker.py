@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from verl.errors import CheckpointError
 from verl.tracking.files import json_text
@@ -37,24 +37,11 @@ from verl.tracking.ledger.records import (
     chained_digest,
     content_digest,
 )
+from verl.tracking.ledger.writer import LedgerWriter
 
 log = logging.getLogger(__name__)
 
 IN_CHECKPOINT = Path("samples") / NAME
-
-
-class Writer(Protocol):
-    """Takes rows for the tables of verl/tracking/ledger/file.py, for the ledger `path`."""
-
-    path: Path
-
-    def write(self, statement: str, rows: Sequence[tuple[Any, ...]]) -> None: ...
-
-    def flush(self) -> None: ...
-
-    def copy_to(self, path: Path) -> None: ...
-
-    def close(self) -> None: ...
 
 
 @dataclass
@@ -75,13 +62,13 @@ class SampleTracker:
     """
 
     def __init__(self) -> None:
-        self._writer: Writer | None = None
+        self._writer: LedgerWriter | None = None
         self._open: dict[int, _Issued] = {}
         self._skipped_to = 0  # prompts before this one are skipped from the next step on
         self.run = ""
         self.offset = Offset()
 
-    def start(self, snapshot: Snapshot, writer: Writer | None = None) -> None:
+    def start(self, snapshot: Snapshot, writer: LedgerWriter | None = None) -> None:
         """Continue from `snapshot`."""
         self.run, self.offset, self._writer = snapshot.run, snapshot.offset, writer
         self._open, self._skipped_to = {}, 0
