@@ -244,7 +244,7 @@ def start_ledger(path: Path, checkpoint: Path | None = None, record: Mapping[str
         )
     run, offset = record["run"], Offset(**{name: value for name, value in record.items() if name != "run"})
     saved, mismatched = checkpoint / IN_CHECKPOINT, []
-    for place in dict.fromkeys((path.resolve(), checkpoint.parent.resolve() / NAME)):
+    for place in dict.fromkeys(Path(os.path.realpath(p)) for p in (path, checkpoint.parent / NAME)):
         if place.exists() and run_of(place) == run:
             if holds(place, offset):
                 found = _rewound(place, path, offset.step)
@@ -269,7 +269,7 @@ def start_ledger(path: Path, checkpoint: Path | None = None, record: Mapping[str
 
 def _rewound(source: Path, path: Path, step: int) -> Snapshot:
     """Make `path` the ledger `source` as it was at the end of `step`."""
-    if source.resolve() != path.resolve():
+    if os.path.realpath(source) != os.path.realpath(path):
         copied = path.with_name(f".{path.name}.tmp")
         copied.unlink(missing_ok=True)
         copy(source, copied)
