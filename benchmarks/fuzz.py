@@ -43,6 +43,7 @@ SECTIONS = {
     ),
     "checkpoints": Section("tests.checkpoint.damage:cases", 1_000, "damaged checkpoints"),
     "run-folders": Section("tests.tracking.run_folders:cases", 2_000, "damaged run folders"),
+    "answers": Section("tests.rollout.damaged_answers:cases", 5_000, "damaged answers of rollout services and judges"),
 }
 
 

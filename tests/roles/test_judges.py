@@ -78,7 +78,7 @@ def test_a_service_of_other_models_is_refused(monkeypatch):
 
 @pytest.mark.parametrize(
     ("answer", "says"),
-    [((400, "too long"), "too long"), ({"text": "4"}, "without a reply"), ({"choices": []}, "without a reply")],
+    [((400, "too long"), "too long"), ({"text": "4"}, "has no choices"), ({"choices": []}, "has no choices")],
     ids=["refusal", "other", "none"],
 )
 def test_a_service_that_does_not_reply_ends_the_step(answer, says):

@@ -1,13 +1,21 @@
 """A service for tests that answers as the recorded ones do, and keeps what it was asked."""
 
+import contextlib
 import json
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
+class Raw:
+    """An answer as it goes over the wire, status line and all, in the pieces that `parts()` gives."""
+
+    def __init__(self, parts):
+        self.parts = parts
+
+
 class Service:
-    """`answers[path]` is JSON, or a function of the request's body that gives JSON or (status, text)."""
+    """`answers[path]` is JSON, (status, text), a Raw, or a function of the request's body that gives one of these."""
 
     def __init__(self, answers, port=0):
         self.answers, self.asked, self.headers = answers, [], []
@@ -29,6 +37,13 @@ class Service:
                 found = found(body) if callable(found) else found
                 if found is None:  # the connection breaks
                     self.connection.close()
+                    return
+                if isinstance(found, Raw):
+                    with contextlib.suppress(OSError):  # the client has gone
+                        for part in found.parts():
+                            self.wfile.write(part)
+                            self.wfile.flush()
+                    self.close_connection = True
                     return
                 status, text = found if isinstance(found, tuple) else (200, json.dumps(found))
                 self.send_response(status)

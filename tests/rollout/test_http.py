@@ -180,7 +180,7 @@ def test_another_model_is_refused(models, words, make):
     ("change", "error", "words"),
     [
         ({"token_ids": None}, ModelError, "no token ids"),
-        ({"token_ids": [1]}, ModelError, "1 tokens and 2 log-probs"),
+        ({"token_ids": [1]}, ModelError, "1 tokens and 2 log-probs for sample . of prompt 0"),
         ({"finish_reason": "abort"}, ModelError, "by itself"),
         ({"logprobs": {"token_logprobs": [-0.5, -math.inf]}}, NumericsError, "not finite"),
     ],
@@ -325,7 +325,6 @@ def test_sglang_has_its_own_routes(make, load, tmp_path):
         "/get_model_info": {"model_path": "where/it/lies/model", "weight_version": "3"},
         "/generate": sglang,
         "/update_weights_from_disk": update,
-        "/flush_cache": {},
         "/update_weight_version": {"success": True},
     }
     with running(answers) as service:

@@ -18,11 +18,13 @@ import torch
 from verl.config import ModelConfig, RewardModelConfig, RolloutConfig
 from verl.config.sections.rollout import EngineKwargsConfig
 from verl.data_proto.samples import PromptRequest, SamplingParams
-from verl.errors import ConfigError, ModelError
+from verl.errors import ModelError
+from verl.foreign_text import valid_utf8
 from verl.models.load import eos_token_ids, load_causal_lm, load_tokenizer, model_without_numbers
 from verl.parallel.device import compute_dtype
 from verl.rollout.api import ENGINES, RolloutEngine, WeightTransfer
 from verl.rollout.http.client import Client
+from verl.rollout.http.dialects import served_model
 from verl.rollout.vllm.core import require_vllm
 
 _KEYS = "reward.reward_model.rollout"
@@ -121,7 +123,7 @@ class ServiceJudge:
         )
         self._max_tokens = config.rollout.response_length
         self._num_requests = min(config.rollout.max_num_seqs, _MOST_REQUESTS)
-        self._model = _served(self.client, service.served_model_name, config.model_path)
+        self._model, _ = served_model(self.client, service.served_model_name, config.model_path)
 
     def replies(self, questions: Sequence[str]) -> list[str]:
         """See Judge."""
@@ -148,28 +150,11 @@ class ServiceJudge:
             "temperature": 0.0,
             "max_tokens": self._max_tokens,
         }
-        answer = self.client.post("/v1/chat/completions", body)
-        try:
-            return str(answer["choices"][0]["message"]["content"] or "")
-        except (KeyError, IndexError, TypeError):
-            raise ModelError(
-                f"The service at {self.client.url} answered without a reply (choices[0].message.content); the judge needs one "
-                "that is OpenAI-compatible."
-            ) from None
-
-
-def _served(client: Client, name: str | None, path: str | None) -> str:
-    """The service's name of the model. Raises ConfigError when it does not serve it, or several and none was chosen."""
-    answer = client.get("/v1/models")
-    rows = answer.get("data") if isinstance(answer, dict) else None
-    served = [str(row.get("id")) for row in rows or []]
-    wanted = name or (served[0] if len(served) == 1 else path)
-    if wanted not in served:
-        raise ConfigError(
-            f"The judge's service at {client.url} serves {', '.join(served[:8]) or 'nothing'}, not {wanted or 'one model'}. "
-            f"Set {_KEYS}.service.served_model_name to one of these."
-        )
-    return wanted
+        answer = self.client.post("/v1/chat/completions", body, num_tokens=self._max_tokens)
+        message = ("choices", 0, "message")
+        if "content" not in answer.at(dict, *message):
+            raise answer.unusable("has no choices[0].message.content")
+        return valid_utf8(answer.get(str, *message, "content") or "")
 
 
 def _settings(config: RewardModelConfig, module: Any) -> RolloutConfig:

@@ -42,8 +42,8 @@ class JudgeServiceConfig(Section):
     token_env: str = used(
         "VERL_REWARD_MODEL_TOKEN", "environment variable with its bearer token; needed on another node"
     )
-    timeout_s: float = used(600.0, "longest wait for one reply")
-    num_retries: int = used(3, "repetitions of a request that was not answered")
+    timeout_s: float = used(600.0, "longest wait for one reply, complete", gt=0)
+    num_retries: int = used(3, "repetitions of a request that was not answered", ge=0)
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,9 @@ class RewardModelRolloutConfig(Section):
 
     dtype: str = used("bfloat16", "compute dtype")
     max_num_batched_tokens: int = used(8192, "tokens computed at once")
-    max_num_seqs: int = used(1024, "replies in generation at once")
+    max_num_seqs: int = used(1024, "replies in generation at once", ge=1)
     max_model_len: int | None = used(None, "longest prompt and reply of a judge; null: what the model can hold")
-    response_length: int = used(2048, "longest reply of a judge in tokens")
+    response_length: int = used(2048, "longest reply of a judge in tokens", ge=1)
     free_cache_engine: bool = used(True, "free the judge's KV cache between uses")
     gpu_memory_utilization: float = used(0.5, "share of a GPU's memory for a judge on vLLM", when="judge_vllm")
     enforce_eager: bool = used(True, "no CUDA graphs", when="judge_vllm")

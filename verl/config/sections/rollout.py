@@ -99,8 +99,8 @@ class ServiceConfig(Section):
     )
     served_model_name: str | None = used(None, "name under which it serves the model; null: its only one")
     token_env: str = used("VERL_ROLLOUT_TOKEN", "environment variable with its bearer token; needed on another node")
-    timeout_s: float = used(600.0, "longest wait for one sample or one update")
-    num_retries: int = used(3, "repetitions of a request that was not answered")
+    timeout_s: float = used(600.0, "longest wait for one sample or one update, complete", gt=0)
+    num_retries: int = used(3, "repetitions of a request that was not answered", ge=0)
     weights_dir: str | None = used(None, "folder that this run writes new weights to and the service reads them from")
 
 

@@ -1,28 +1,37 @@
-"""JSON over HTTP with a deadline, a bearer token and repetitions."""
+"""JSON over HTTP with a total deadline, a limit on the size of an answer, a bearer token and repetitions."""
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import ipaddress
 import json
 import os
+import threading
 import time
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 
 from verl.errors import ConfigError, DeadlineError, ModelError, UnreachableError
+from verl.foreign_text import clean
+from verl.rollout.http.answers import Answer
 
+# of an answer, and for each of its tokens, which come with their texts, log-probs and the names of all these
+_MOST_BYTES, _TOKEN_BYTES = 4 << 20, 1 << 10
 _TRY_AGAIN = (429, 502, 503, 504)  # busy, or not there yet
 _FIRST_WAIT_S = 0.25
 _LONGEST_WAIT_S = 8.0
 _CONNECT_S = 10.0  # for a service to accept a connection, repetitions included
+_GRACE_S = 5.0  # for a request that is past its deadline to be dropped
 
 
 class Client:
     """Calls of the service at `url`. `token_env` names the environment variable with its bearer token, which a service on
-    another machine must have; `keys` is the section of the config that errors name. Raises ConfigError for an address that
-    cannot be used."""
+    another machine must have; `keys` is the section of the config that errors name. Raises ConfigError for an address or a
+    token that cannot be used."""
 
     def __init__(
         self,
@@ -33,88 +42,151 @@ class Client:
         num_retries: int,
         keys: str = "actor_rollout_ref.rollout.service",
     ):
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"{keys}.url={url} is not an address like http://127.0.0.1:8000.")
-        self._keys = keys
-        self.url, self.timeout_s, self.num_retries = url.rstrip("/"), timeout_s, num_retries
+        self.keys, self.url = keys, url.rstrip("/")
+        self.timeout_s, self.num_retries = timeout_s, num_retries
         self._token_env = token_env
-        token = os.environ.get(token_env, "")
-        if not token and not is_loopback(parts.hostname):
+        token, host = os.environ.get(token_env, ""), _host(self.url, keys)
+        if not token and not is_loopback(host):
             raise ConfigError(
                 f"The service at {self.url} is on another machine and must ask for a token: set the environment variable "
                 f"{token_env} to it."
             )
-        self._http = httpx.Client(
-            headers={"Authorization": f"Bearer {token}"} if token else {},
+        if not (token.isascii() and token.isprintable()):
+            raise ConfigError(f"The environment variable {token_env} has characters that no token has; set it again.")
+        self._loop, self._running = _loop(), set[Future[tuple[int, bytes]]]()
+        self._http = httpx.AsyncClient(
+            headers={
+                "Accept-Encoding": "identity",  # what is compressed has no size before it is read
+                "Content-Type": "application/json",
+                **({"Authorization": f"Bearer {token}"} if token else {}),
+            },
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
             trust_env=False,  # no proxy between a run and its service
         )
 
-    def get(self, path: str) -> Any:
+    def get(self, path: str) -> Answer:
         """See `post`."""
-        return self._call("GET", path, None)
+        return self._call("GET", path, None, 0)
 
-    def post(self, path: str, body: dict[str, Any]) -> Any:
-        """The JSON of the answer; {} for an empty answer.
+    def post(self, path: str, body: dict[str, Any], *, num_tokens: int = 0) -> Answer:
+        """The JSON of the answer, which may hold `num_tokens` tokens; {} for an empty answer.
 
         Raises UnreachableError when the service cannot be reached (after 10 s at the latest where it takes no connection) and
-        DeadlineError when it does not answer in time, both after `num_retries` repetitions, ConfigError when it refuses the
-        token, ModelError for any other refusal.
+        DeadlineError when its answer is not complete in time, both after `num_retries` repetitions, ConfigError when it refuses
+        the token, ModelError for any other refusal, for an answer that is too long, and for what is not JSON.
         """
-        return self._call("POST", path, body)
+        return self._call("POST", path, json.dumps(body).encode(), num_tokens)
 
-    def _call(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
+    def cancel(self) -> None:
+        """Drop the requests under way; their callers get CancelledError."""
+        for request in list(self._running):
+            request.cancel()
+
+    def _call(self, method: str, path: str, body: bytes | None, num_tokens: int) -> Answer:
+        most_bytes = _MOST_BYTES + num_tokens * _TOKEN_BYTES
         connect_until: float | None = None  # of attempts since a connection was there
         for attempt in range(self.num_retries + 1):
             last = attempt == self.num_retries
             if attempt:
                 time.sleep(min(_LONGEST_WAIT_S, _FIRST_WAIT_S * 2 ** (attempt - 1)))
             connect_until = connect_until or time.monotonic() + _CONNECT_S
-            timeout = httpx.Timeout(self.timeout_s, connect=max(0.1, connect_until - time.monotonic()), pool=None)
             try:
-                answer = self._http.request(method, self.url + path, json=body, timeout=timeout)
+                status, content = self._exchange(method, path, body, connect_until, most_bytes)
             except (httpx.ConnectError, httpx.ConnectTimeout) as error:
                 if last or time.monotonic() >= connect_until:
                     raise self._unreachable(error, method, path, attempt + 1) from error
                 continue
-            except httpx.TimeoutException:
+            except TimeoutError:
                 if last:
                     raise DeadlineError(
                         f"{method} {self.url}{path} was not answered within {self.timeout_s:g} s, {attempt + 1} times. Raise "
-                        f"{self._keys}.timeout_s, or look at the service."
+                        f"{self.keys}.timeout_s, or look at the service."
                     ) from None
             except httpx.TransportError as error:
                 if last:
                     raise self._unreachable(error, method, path, attempt + 1) from error
             else:
-                if answer.status_code not in _TRY_AGAIN or last:
-                    return self._accepted(method, path, answer)
+                if status not in _TRY_AGAIN or last:
+                    return self._accepted(method, path, status, content)
             connect_until = None
         raise AssertionError("every last attempt returns or raises")
+
+    def _exchange(
+        self, method: str, path: str, body: bytes | None, connect_until: float, most_bytes: int
+    ) -> tuple[int, bytes]:
+        """Status and content of one answer. Raises TimeoutError when it is not complete within `timeout_s`, whatever has come
+        of it until then."""
+        content = self._content(method, path, body, max(0.1, connect_until - time.monotonic()), most_bytes)
+        request = asyncio.run_coroutine_threadsafe(asyncio.wait_for(content, self.timeout_s), self._loop)
+        self._running.add(request)
+        try:
+            return request.result(self.timeout_s + _GRACE_S)
+        except (asyncio.TimeoutError, FutureTimeout):  # names of TimeoutError, before Python 3.11 classes of their own
+            raise TimeoutError from None
+        finally:
+            request.cancel()
+            self._running.discard(request)
+
+    async def _content(
+        self, method: str, path: str, body: bytes | None, connect_s: float, most_bytes: int
+    ) -> tuple[int, bytes]:
+        timeout = httpx.Timeout(None, connect=connect_s)
+        async with self._http.stream(method, self.url + path, content=body, timeout=timeout) as answer:
+            if answer.headers.get("Content-Encoding", "identity") != "identity":
+                raise ModelError(
+                    f"The service at {self.url} answered {method} {path} in an encoding that was not asked for; it is not read."
+                )
+            content = bytearray()
+            async for part in answer.aiter_raw():
+                content += part
+                if len(content) > most_bytes:
+                    raise ModelError(
+                        f"The service at {self.url} answered {method} {path} with more than {most_bytes:,} bytes, which "
+                        "no such answer has; look at its log."
+                    )
+            return answer.status_code, bytes(content)
 
     def _unreachable(self, error: BaseException, method: str, path: str, attempts: int) -> UnreachableError:
         times = "once" if attempts == 1 else f"{attempts} times"
         return UnreachableError(
-            f"The service at {self.url} cannot be reached ({type(error).__name__}: {error}); {method} {path} was tried "
-            f"{times}. Start it, or correct {self._keys}.url."
+            f"The service at {self.url} cannot be reached ({type(error).__name__}: {clean(str(error))}); {method} "
+            f"{path} was tried {times}. Start it, or correct {self.keys}.url."
         )
 
-    def _accepted(self, method: str, path: str, answer: httpx.Response) -> Any:
-        status, text = answer.status_code, answer.text.strip()
+    def _accepted(self, method: str, path: str, status: int, content: bytes) -> Answer:
         if status in (401, 403):
             raise ConfigError(
                 f"The service at {self.url} refused {method} {path} ({status}): set the environment variable "
                 f"{self._token_env} to its token."
             )
-        if not answer.is_success:
-            raise ModelError(f"The service at {self.url} refused {method} {path} with {status}: {text[:300]}")
-        if not text:
-            return {}
+        text = clean(content[:2000].decode(errors="replace").strip())
+        if not 200 <= status < 300:
+            raise ModelError(f"The service at {self.url} refused {method} {path} with {status}: {text}")
         try:
-            return json.loads(text)
-        except ValueError:
-            raise ModelError(f"{method} {self.url}{path} did not answer with JSON, but with: {text[:100]}") from None
+            value = json.loads(content) if content.strip() else {}
+        except (ValueError, RecursionError):
+            raise ModelError(f"{method} {self.url}{path} did not answer with JSON, but with: {text}") from None
+        return Answer(self.url, f"{method} {path}", value)
+
+
+@functools.cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """The event loop of this process's clients, on a thread of its own. A request is a task of it, which a deadline can cancel
+    wherever it is: httpx's own deadlines begin again with each byte that comes."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="verl-http", daemon=True).start()
+    return loop
+
+
+def _host(url: str, keys: str) -> str:
+    """The host of an address."""
+    try:
+        parsed = httpx.URL(url)
+    except (httpx.InvalidURL, UnicodeError):
+        parsed = httpx.URL()
+    if parsed.scheme not in ("http", "https") or not parsed.host or not 0 < (parsed.port or 80) < 1 << 16:
+        raise ConfigError(f"{keys}.url={clean(url)} is not an address like http://127.0.0.1:8000.")
+    return parsed.host
 
 
 def is_loopback(host: str) -> bool:

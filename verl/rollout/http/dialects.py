@@ -4,39 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from verl.data_proto.samples import FinishReason, SamplingParams
+from verl.data_proto.samples import SamplingParams
 from verl.errors import ConfigError, ModelError
+from verl.foreign_text import clean
+from verl.rollout.http.answers import Made, Wanted, made
 from verl.rollout.http.client import Client
 from verl.rollout.vllm.sample import draw_arguments
 from verl.rollout.vllm.weights import Manifest
 
 _SEED_BITS = 31
 _SEED_STEP = 0x9E3779B1  # odd: a sample that resumes gets a seed of its own
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """One sample: a prompt, the sampling parameters, and the key of its random numbers (verl.rollout.uniforms)."""
-
-    token_ids: tuple[int, ...]
-    params: SamplingParams
-    stop_token_ids: list[int]  # the end-of-sequence tokens among them
-    key: int
-    num_drawn: int
-
-
-@dataclass(frozen=True)
-class Made:
-    """The sample of a service. `version` is the version of the weights that the service reports with it, or None."""
-
-    token_ids: list[int]
-    log_probs: list[float]
-    finish_reason: FinishReason
-    version: str | None = None
 
 
 class Dialect(Protocol):
@@ -46,7 +26,7 @@ class Dialect(Protocol):
         """Raise ConfigError when the service has another model than `path` (served as `name`), or lacks an option."""
 
     def sample(self, client: Client, wanted: Wanted) -> Made:
-        """One sample."""
+        """One sample. Raises ModelError for an answer that cannot be one."""
 
     def update(self, client: Client, description: dict[str, Any], reader: str) -> None:
         """Let the service read the described folder of weights and drop results of the old ones; `reader` names our function
@@ -68,19 +48,11 @@ class OpenAI:
         self._model = ""
 
     def check(self, client: Client, path: str, name: str | None, vocab_size: int) -> None:
-        served = [str(row.get("id")) for row in client.get("/v1/models").get("data", [])]
-        wanted = name or (served[0] if len(served) == 1 else path)
-        if wanted not in served:
+        self._model, root = served_model(client, name, path)
+        if root and Path(root).name != Path(path).name:
             raise ConfigError(
-                f"The service at {client.url} serves {', '.join(served) or 'nothing'}, not {wanted}. Set "
-                "actor_rollout_ref.rollout.service.served_model_name, or start it with the model of this run."
+                f"The service at {client.url} serves {root}, but this run trains {path}; start it with that model."
             )
-        roots = [row.get("root") for row in client.get("/v1/models")["data"] if row.get("id") == wanted]
-        if roots[0] and Path(roots[0]).name != Path(path).name:
-            raise ConfigError(
-                f"The service at {client.url} serves {roots[0]}, but this run trains {path}; start it with that model."
-            )
-        self._model = wanted
 
     def sample(self, client: Client, wanted: Wanted) -> Made:
         params = wanted.params
@@ -94,7 +66,7 @@ class OpenAI:
             body["top_k"] = params.top_k
         if params.min_p > 0:
             body["min_p"] = params.min_p
-        return self._made(client, client.post("/v1/completions", body))
+        return self._made(client, body, wanted)
 
     def update(self, client: Client, description: dict[str, Any], reader: str) -> None:
         raise ModelError(
@@ -122,15 +94,16 @@ class OpenAI:
             "ignore_eos": True,  # they are among the stop tokens where they count
         }
 
-    def _made(self, client: Client, answer: dict[str, Any]) -> Made:
-        choice = answer["choices"][0]
-        tokens = choice.get("token_ids")
+    def _made(self, client: Client, body: dict[str, Any], wanted: Wanted) -> Made:
+        answer = client.post("/v1/completions", body, num_tokens=wanted.num_tokens)
+        tokens = answer.get(list, "choices", 0, "token_ids")
         if tokens is None:
-            raise ModelError(
-                f"The service at {client.url} gives text and no token ids, which training needs. Use one that knows "
-                "return_token_ids (vLLM 0.10.2 or newer), or SGLang."
+            raise answer.unusable(
+                "has text at most and no token ids, which training needs. Use a service that knows return_token_ids (vLLM "
+                "0.10.2 or newer), or SGLang"
             )
-        return Made(tokens, choice["logprobs"]["token_logprobs"], _reason(client, choice["finish_reason"]))
+        log_probs = answer.at(list, "choices", 0, "logprobs", "token_logprobs")
+        return made(answer, tokens, log_probs, answer.at(str, "choices", 0, "finish_reason"), wanted)
 
 
 class VLLM(OpenAI):
@@ -144,7 +117,7 @@ class VLLM(OpenAI):
     def check(self, client: Client, path: str, name: str | None, vocab_size: int) -> None:
         super().check(client, path, name, vocab_size)
         flat = SamplingParams(temperature=1e6, max_new_tokens=1)  # every token is as likely as any other
-        found = self.sample(client, Wanted((0,), flat, [], key=1, num_drawn=0)).log_probs[0]
+        found = self.sample(client, Wanted((0,), flat, [], key=1, num_drawn=0, vocab_size=vocab_size)).log_probs[0]
         if abs(found + math.log(vocab_size)) > 0.1:
             raise ConfigError(
                 f"The service at {client.url} does not sample as this run asks. Start it with --logits-processors "
@@ -153,8 +126,7 @@ class VLLM(OpenAI):
 
     def sample(self, client: Client, wanted: Wanted) -> Made:
         draw = draw_arguments(wanted.key, wanted.num_drawn, wanted.params)
-        answer = client.post("/v1/completions", {**self._request(wanted), "temperature": 0.0, "vllm_xargs": draw})
-        return self._made(client, answer)
+        return self._made(client, {**self._request(wanted), "temperature": 0.0, "vllm_xargs": draw}, wanted)
 
     def update(self, client: Client, description: dict[str, Any], reader: str) -> None:
         manifest = Manifest()
@@ -167,21 +139,20 @@ class VLLM(OpenAI):
             client.post("/collective_rpc", {"method": "verl_abandon"})
             raise
         self._on_workers(client, "verl_finish", manifest.digest)
-        if not client.post("/reset_prefix_cache", {}).get("success", False):
+        if not client.post("/reset_prefix_cache", {}).get(bool, "success"):
             raise ModelError(f"The service at {client.url} did not drop what it computed with the old weights.")
 
     def label(self, client: Client, version: int) -> None:
         client.post("/update_weight_version", {"new_version": str(version)})
 
     def version(self, client: Client) -> str | None:
-        return str(client.get("/weight_info")["weight_version"])
+        return client.get("/weight_info").label("weight_version")
 
     def _on_workers(self, client: Client, method: str, *args: str) -> None:
-        results = client.post("/collective_rpc", {"method": method, "args": list(args)}).get("results", [])
-        for result in results:
-            if not isinstance(result, dict) or "error" in result:
-                error = result["error"] if isinstance(result, dict) else str(result)
-                raise ModelError(f"The service at {client.url}: {error}")
+        answer = client.post("/collective_rpc", {"method": method, "args": list(args)})
+        for worker in range(max(1, len(answer.at(list, "results")))):
+            if "error" in answer.at(dict, "results", worker):
+                raise ModelError(f"The service at {client.url}: {answer.label('results', worker, 'error')}")
 
 
 class SGLang:
@@ -191,7 +162,7 @@ class SGLang:
         self._label: str | None = None
 
     def check(self, client: Client, path: str, name: str | None, vocab_size: int) -> None:
-        served = str(client.get("/get_model_info").get("model_path", ""))
+        served = client.get("/get_model_info").label("model_path") or "no model"
         if Path(served).name != Path(name or path).name:
             raise ConfigError(
                 f"The service at {client.url} serves {served}, but this run trains {name or path}; start it with that model."
@@ -215,35 +186,44 @@ class SGLang:
                 "skip_special_tokens": False,
             },
         }
-        meta = client.post("/generate", body)["meta_info"]
-        rows = meta["output_token_logprobs"]
-        reason = meta["finish_reason"]
-        kind = reason["type"] if isinstance(reason, dict) else reason
-        version = meta.get("weight_version")
-        tokens, values = [int(row[1]) for row in rows], [float(row[0]) for row in rows]
-        return Made(tokens, values, _reason(client, kind), None if version is None else str(version))
+        answer = client.post("/generate", body, num_tokens=wanted.num_tokens)
+        rows = answer.at(list, "meta_info", "output_token_logprobs")
+        if not all(type(row) is list and len(row) > 1 for row in rows):
+            raise answer.unusable(
+                "has rows of meta_info.output_token_logprobs that are not [log-probability, token id, ...]"
+            )
+        reason, version = (
+            answer.at(str, "meta_info", "finish_reason", "type"),
+            answer.label("meta_info", "weight_version"),
+        )
+        return made(answer, [row[1] for row in rows], [row[0] for row in rows], reason, wanted, version)
 
     def update(self, client: Client, description: dict[str, Any], reader: str) -> None:
         wanted = {"model_path": description["folder"], "flush_cache": True}
         answer = client.post("/update_weights_from_disk", wanted)
-        if not answer.get("success", False):
-            raise ModelError(f"The service at {client.url} did not take the new weights: {answer.get('message', '')}")
-        client.post("/flush_cache", {})
+        if not answer.get(bool, "success"):
+            raise ModelError(f"The service at {client.url} did not take the new weights: {answer.label('message')}")
 
     def label(self, client: Client, version: int) -> None:
         client.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
 
     def version(self, client: Client) -> str | None:
-        found = client.get("/get_model_info").get("weight_version")
-        return None if found is None else str(found)
+        return client.get("/get_model_info").label("weight_version")
 
 
 DIALECTS: dict[str, type[Dialect]] = {"openai": OpenAI, "vllm": VLLM, "sglang": SGLang}
 
 
-def _reason(client: Client, reason: Any) -> FinishReason:
-    if reason == "stop":
-        return "stop"
-    if reason == "length":
-        return "length"
-    raise ModelError(f"The service at {client.url} ended a sample by itself ({reason}); look at its log.")
+def served_model(client: Client, name: str | None, path: str | None) -> tuple[str, str | None]:
+    """The name by which an OpenAI-compatible service knows the model: `name`, its only one, or `path`; and the folder that it
+    says the model is from. Raises ConfigError when it does not serve it, or several and none was chosen."""
+    answer = client.get("/v1/models")
+    served = [clean(answer.at(str, "data", row, "id")) for row in range(len(answer.at(list, "data")))]
+    wanted = name or (served[0] if len(served) == 1 else path)
+    if wanted not in served:
+        shown = ", ".join(served[:8]) or "nothing"
+        raise ConfigError(
+            f"The service at {client.url} serves {shown}, not {wanted or 'one model'}. Set {client.keys}.served_model_name to "
+            "one of these, or start it with the model of this run."
+        )
+    return wanted, answer.label("data", served.index(wanted), "root")

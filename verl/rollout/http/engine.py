@@ -19,8 +19,9 @@ import torch
 from verl.data_proto.samples import Completion, PromptRequest, SampleKey, SamplingParams, TurnRequest
 from verl.errors import ConfigError, ModelError, UnreachableError, WorkerLostError
 from verl.rollout.api import BaseRollout, Stats, Weights, WeightTransfer
+from verl.rollout.http.answers import Made, Wanted
 from verl.rollout.http.client import Client
-from verl.rollout.http.dialects import DIALECTS, Dialect, Made, Wanted
+from verl.rollout.http.dialects import DIALECTS, Dialect
 from verl.rollout.http.server import SGLangServer
 from verl.rollout.requests import OpenSamples, StopRules, one_by_one, vocab_size
 from verl.rollout.uniforms import sample_keys
@@ -123,6 +124,12 @@ class HTTPRollout(BaseRollout):
         """Around calls of the service."""
         return nullcontext()
 
+    def sample(self, wanted: Wanted) -> Made:
+        """The answer of the service to `wanted`. Raises ModelError for one that is no sample, or of other weights."""
+        made = self.dialect.sample(self.client, wanted)
+        self.require_version(made.version)
+        return made
+
     def require_version(self, found: str | None) -> None:
         """Raise ModelError when the service reports other weights than those that were published."""
         if found is not None and self._labelled is not None and found != self._labelled:
@@ -179,6 +186,7 @@ class HTTPGeneration:
     def close(self) -> Stats:
         """See Generation."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self.engine.client.cancel()
         num_computed = self.samples.num_prompt_tokens  # as far as is known here
         max_running = min(self._most, self._num_requests)
         return self.samples.stats(num_computed, self.samples.longest_response, max_running)
@@ -189,26 +197,16 @@ class HTTPGeneration:
         samples = torch.tensor([r.first_sample for r in requests], dtype=torch.int64)
         keys = sample_keys(self.params.seed, self.step, ordinals, samples).tolist()
         for request, key in zip(requests, keys, strict=True):
-            wanted = Wanted(request.token_ids, self.params, self.rules.token_ids, key, request.num_drawn)
-            ask = partial(self._ask, f"sample {request.first_sample} of prompt {request.ordinal}")
+            name = f"sample {request.first_sample} of prompt {request.ordinal}"
+            size = vocab_size(self.engine.skeleton)
+            wanted = Wanted(request.token_ids, self.params, self.rules.token_ids, key, request.num_drawn, size, name)
             self._asked[request.ordinal, request.first_sample] = request
             self._num_requests += 1
-            future = self._pool.submit(sample_by_rules, ask, wanted, self.rules)
+            future = self._pool.submit(sample_by_rules, self.engine.sample, wanted, self.rules)
             future.add_done_callback(partial(self._answered, request))
 
     def _answered(self, request: PromptRequest, answer: Future[Made]) -> None:
         self._answers.put((request, answer))
-
-    def _ask(self, name: str, wanted: Wanted) -> Made:
-        """The answer of the service to `wanted`, which is (a part of) the sample `name`."""
-        made = self.engine.dialect.sample(self.engine.client, wanted)
-        self.engine.require_version(made.version)
-        if not 1 <= len(made.token_ids) == len(made.log_probs) <= wanted.params.max_new_tokens:
-            raise ModelError(
-                f"The service at {self.engine.client.url} gave {len(made.token_ids)} tokens and {len(made.log_probs)} "
-                f"log-probs for {name}, of {wanted.params.max_new_tokens} at most."
-            )
-        return made
 
 
 def sample_by_rules(sample: Callable[[Wanted], Made], wanted: Wanted, rules: StopRules) -> Made:

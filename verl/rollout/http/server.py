@@ -20,6 +20,7 @@ from verl.rollout.process import Child
 from verl.rollout.vllm.settings import longest_sequence
 
 _POLL_S = 0.5
+_HEALTH_S = 10.0  # for one answer about its health
 
 
 class SGLangServer:
@@ -64,7 +65,7 @@ class SGLangServer:
         self._folder.cleanup()
 
     def _wait(self, timeout_s: float) -> None:
-        client = Client(self.url, token_env="", timeout_s=timeout_s, num_retries=0)
+        client = Client(self.url, token_env="", timeout_s=min(timeout_s, _HEALTH_S), num_retries=0)
         until = time.monotonic() + timeout_s
         while not self._answers(client):
             if self._child.has_died():
@@ -79,7 +80,7 @@ class SGLangServer:
     def _answers(self, client: Client) -> bool:
         try:
             client.get("/health")
-        except (UnreachableError, ModelError):  # not listening yet, or loading its model
+        except (UnreachableError, ModelError, DeadlineError):  # not listening yet, or loading its model
             return False
         return True
 

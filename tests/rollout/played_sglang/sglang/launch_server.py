@@ -61,7 +61,6 @@ def main():
         "/get_model_info": played.info,
         "/generate": played.generate,
         "/update_weights_from_disk": played.update,
-        "/flush_cache": {},
         "/update_weight_version": played.label,
     }
     Service(answers, int(wanted["--port"])).server.serve_forever(poll_interval=0.01)

@@ -1,0 +1,134 @@
+"""The JSON that a service answered with, which may have any shape: values read by their place and their type.
+
+answer.at(str, "choices", 0, "finish_reason")     # ModelError without one, with the place
+sample = made(answer, token_ids, log_probs, reason, wanted)
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+from verl.data_proto.samples import FinishReason, SamplingParams
+from verl.errors import ModelError
+from verl.foreign_text import clean
+
+T = TypeVar("T")
+
+_NAMES = {str: "a text", int: "a whole number", bool: "true or false", list: "a list", dict: "an object"}
+# x - logsumexp(x) in float32 can end above 0 by the rounding of logits of up to 10,000: 2**-24 * 10**4
+_ROUNDING = 1e-3
+_LEAST = -3e38  # less is not finite in float32; NaN is not above it either
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """One sample: a prompt, the sampling parameters, and the key of its random numbers (verl.rollout.uniforms)."""
+
+    token_ids: tuple[int, ...]
+    params: SamplingParams
+    stop_token_ids: list[int]  # the end-of-sequence tokens among them
+    key: int
+    num_drawn: int
+    vocab_size: int  # of the model
+    name: str = "a sample"  # for errors
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that an answer can hold: some services repeat the prompt."""
+        return len(self.token_ids) + self.params.max_new_tokens
+
+
+@dataclass(frozen=True)
+class Made:
+    """The sample of a service. `version` is the version of the weights that the service reports with it, or None."""
+
+    token_ids: list[int]
+    log_probs: list[float]
+    finish_reason: FinishReason
+    version: str | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """`value` is what the service at `url` answered to `call`, such as "POST /v1/completions"."""
+
+    url: str
+    call: str
+    value: Any
+
+    def at(self, kind: type[T], *place: str | int) -> T:
+        """The value at `place`, of the type `kind`: str, int, bool, list or dict. Raises ModelError without one."""
+        found = self.get(kind, *place)
+        if found is None:
+            raise self.unusable(f"has no {_path(place)}")
+        return found
+
+    def get(self, kind: type[T], *place: str | int) -> T | None:
+        """As `at`, but None where there is nothing, or null. Raises ModelError for a value of another type."""
+        found = self._find(place)
+        if found is not None and type(found) is not kind:
+            raise self.unusable(f"has {_shown(found)} as {_path(place)}, not {_NAMES[kind]}")
+        return found
+
+    def label(self, *place: str | int) -> str | None:
+        """The name, message or number at `place` as a text that can be shown. Raises as `get` does."""
+        found = self._find(place)
+        return clean(str(found)) if type(found) is int else _cleaned(self.get(str, *place))
+
+    def _find(self, place: tuple[str | int, ...]) -> Any:
+        found = self.value
+        for step in place:
+            if type(found) is dict:
+                found = found.get(step)
+            else:
+                found = found[step] if type(found) is list and isinstance(step, int) and step < len(found) else None
+        return found
+
+    def unusable(self, fault: str) -> ModelError:
+        """The error for an answer with this fault."""
+        return ModelError(
+            f"The answer of the service at {self.url} to {self.call} {fault}. Look at its log; it may be one of another kind."
+        )
+
+
+def made(
+    answer: Answer, token_ids: list[Any], log_probs: list[Any], reason: str, wanted: Wanted, version: str | None = None
+) -> Made:
+    """The sample of an answer. Raises ModelError for token ids outside the vocabulary, log-probs above 0, more tokens than were
+    wanted, none, or another number of log-probs, and for a sample that the service has ended by itself."""
+    place = f"for {wanted.name}"
+    if reason not in ("stop", "length"):
+        raise answer.unusable(f"says that it ended {wanted.name} by itself ({clean(reason, limit=100)})")
+    if not 1 <= len(token_ids) == len(log_probs) <= wanted.params.max_new_tokens:
+        raise answer.unusable(
+            f"has {len(token_ids)} tokens and {len(log_probs)} log-probs {place}, of {wanted.params.max_new_tokens} at most"
+        )
+    for token in token_ids:
+        if type(token) is not int or not 0 <= token < wanted.vocab_size:
+            raise answer.unusable(
+                f"has {_shown(token)} as a token id {place}; the model knows {wanted.vocab_size:,} tokens"
+            )
+    for value in log_probs:
+        if type(value) not in (int, float) or value > _ROUNDING:
+            raise answer.unusable(f"has {_shown(value)} as a log-probability {place}; those are numbers of at most 0")
+    values = [min(0.0, float(value)) if value > _LEAST else -math.inf for value in log_probs]
+    return Made(token_ids, values, cast("FinishReason", reason), version)
+
+
+def _cleaned(text: str | None) -> str | None:
+    return None if text is None else clean(text)
+
+
+def _path(place: tuple[str | int, ...]) -> str:
+    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in place).lstrip(".") or "whole"
+
+
+def _shown(value: Any) -> str:
+    """A value as JSON, cut short."""
+    kind = type(value)
+    if kind in (list, dict):
+        return "a list" if kind is list else "an object"
+    return clean(json.dumps(value) if kind is not int else hex(value) if abs(value) >> 64 else str(value), limit=200)
