@@ -148,7 +148,7 @@ class Victim:
 
     def _start(self) -> None:
         self._began, self._first_was_killed = time.monotonic(), False
-        self._process = self.launch(self._log)
+        self.process = self.launch(self._log)
 
     # -- looking ------------------------------------------------------------------------------------------------------
 
@@ -160,7 +160,7 @@ class Victim:
     def family(self) -> Family | None:
         """The living processes; None when there are none."""
         try:
-            return Family(psutil.Process(self._process.pid), self.runtime) if self._process.poll() is None else None
+            return Family(psutil.Process(self.process.pid), self.runtime) if self.process.poll() is None else None
         except psutil.NoSuchProcess:
             return None
 
@@ -210,11 +210,11 @@ class Victim:
         assert moment.again is not None
         until = time.monotonic() + LIMIT_S
         while not self._is_starting(first):
-            if self._is_past(first) or self._process.poll() == 0:
+            if self._is_past(first) or self.process.poll() == 0:
                 return None
             self._check(until, "nothing was started again")
         then = time.monotonic() + moment.again * self.usual_s.get("start", 0.0)
-        while self._process.poll() is None:
+        while self.process.poll() is None:
             if self._is_past(first):
                 return None
             if time.monotonic() > then and (family := self.family()) is not None:
@@ -248,13 +248,13 @@ class Victim:
         except psutil.NoSuchProcess:
             return None
         beat, now = read_beat(self.folder), time.time()
-        self._first_was_killed |= process.pid == self._process.pid
+        self._first_was_killed |= process.pid == self.process.pid
         until = time.monotonic() + _GONE_S
         while _lives(process):
             self._check(until, f"process {process.pid} survived SIGKILL")
             time.sleep(0.001)
         beat = beat or Beat(0, "", 0, "", 0.0)
-        fatal = process.pid == self._process.pid
+        fatal = process.pid == self.process.pid
         return _Hit(kind, process.pid, beat, self._phase(beat, now) if before else "start", fatal)
 
     def _phase(self, beat: Beat, now: float) -> str:
@@ -267,7 +267,7 @@ class Victim:
 
     def _wait_for_step(self, step: int, until: float) -> bool:
         """Until that step is being taken; False when the run has ended well."""
-        while self._process.poll() != 0:
+        while self.process.poll() != 0:
             self._go_on()
             beat = self.beat()
             if beat is not None and beat.step >= step:
@@ -279,7 +279,7 @@ class Victim:
     def _wait_for_phase(self, moment: Moment) -> bool:
         """Until the run has just come into the phase; False when it ended or was started again meanwhile."""
         seen, until = None, time.monotonic() + LIMIT_S
-        while self._process.poll() is None:
+        while self.process.poll() is None:
             beat = self.beat()
             if beat is None or (seen is not None and beat.pid != seen.pid):
                 return False
@@ -297,7 +297,7 @@ class Victim:
         late."""
         before, at, until = hit.beat, 0.0, time.monotonic() + LIMIT_S
         reached, resumed = max(before.step, 1), None
-        while self._process.poll() != 0:
+        while self.process.poll() != 0:
             self._go_on()
             beat = self.beat()
             if beat is not None and beat.pid != before.pid:
@@ -318,18 +318,18 @@ class Victim:
     def _go_on(self) -> None:
         """Run the command again if its first process was killed, as a person would. Raises Lost when it has ended with an error
         of its own."""
-        code = self._process.poll()
+        code = self.process.poll()
         if code in (None, 0):
             return
         if not self._first_was_killed:
-            raise Lost(f"the command ended by itself with {code}: {self._last_words()}")
+            raise Lost(f"the command ended by itself with {code}: {self.last_words()}")
         self._num_by_hand += 1
         self._start()
 
     def to_the_end(self) -> None:
         """Wait for a good end of the run."""
         until = time.monotonic() + LIMIT_S
-        while self._process.poll() != 0:
+        while self.process.poll() != 0:
             self._go_on()
             beat = self.beat()
             if not self.started_s and beat is not None and beat.step:
@@ -339,9 +339,9 @@ class Victim:
 
     def _check(self, until: float, what: str) -> None:
         if time.monotonic() > until:
-            raise Lost(f"{what} within the time: {self._last_words()}")
+            raise Lost(f"{what} within the time: {self.last_words()}")
 
-    def _last_words(self) -> str:
+    def last_words(self) -> str:
         return " | ".join(self._log.read_text(errors="replace").splitlines()[-8:])
 
     # -- afterwards ---------------------------------------------------------------------------------------------------

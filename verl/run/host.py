@@ -58,7 +58,7 @@ def open_run(loaded: LoadedConfig, program: str = "ppo") -> Iterator[tuple[Loop,
         console = stack.enter_context(_console(runtime, steps="console" in config.trainer.logger))
         data = kind.load_data(config)
         scheduler = scheduler_of(config)
-        stop = stack.enter_context(StopSignal())
+        stop = stack.enter_context(StopSignal(folder.root, config.trainer.stop_timeout_s))
         timeline = Timeline(folder.timeline, data.num_steps, spans=kind.span_phases) if runtime.is_rank_zero else None
         spans = Spans(folder.spans, on_enter=console.phase, timeline=timeline, heartbeat=folder.heartbeat)
         tracker = _tracker(stack, loaded, folder, runtime)

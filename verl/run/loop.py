@@ -1,12 +1,10 @@
-"""The loop of a run around its program: steps, validation, checkpoints, metrics on disk and on the console, and stopping.
-
-The first Ctrl-C or SIGTERM asks for an orderly end between two phases, after saving; a second Ctrl-C ends at once.
-"""
+"""The loop of a run around its program: steps, validation, checkpoints, metrics on disk and on the console, and stopping."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import signal
 import threading
 import time
@@ -15,8 +13,9 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from verl.errors import CheckpointError, FolderLostError, InterruptedRun, VerlError
+from verl.errors import CheckpointError, DeadlineError, FolderLostError, InterruptedRun, VerlError
 from verl.parallel.process_settings import give_back_holes
+from verl.parallel.stack_dump import all_stacks
 from verl.programs.api import Program, ProgramData, RollBack, StepResult
 from verl.roles.api import Roles
 from verl.run.resuming import Resume
@@ -32,6 +31,7 @@ from verl.run.saving import (
 from verl.run.schedule import Phases
 from verl.run.state import RunState
 from verl.tracking.console import Console
+from verl.tracking.heartbeat import read_beat
 from verl.tracking.run_folder import RunFolder
 from verl.tracking.spans import Spans, span_metrics, throughput
 from verl.tracking.tracker import Tracker
@@ -48,11 +48,16 @@ class StopRequested(Exception):
 
 
 class StopSignal:
-    """While entered, SIGINT and SIGTERM ask for an orderly end between two phases; a second Ctrl-C ends at once."""
+    """While entered, SIGINT and SIGTERM ask for an orderly end between two phases, after saving; a second Ctrl-C ends at once.
 
-    def __init__(self) -> None:
+    A run that has not left `timeout_s` after the request (0: no limit) is ended as it is, whatever it waits for, with the step
+    and phase of `root`/heartbeat.json in the message."""
+
+    def __init__(self, root: Path, timeout_s: float) -> None:
         self.requested = False
+        self._root, self._timeout_s = root, timeout_s
         self._requested_at = 0.0
+        self._left = threading.Event()
         self._previous: dict[int, Any] = {}
         self._any_process: Callable[[bool], bool] = bool
 
@@ -65,15 +70,34 @@ class StopSignal:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._left.set()
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.requested and number == signal.SIGINT and time.monotonic() - self._requested_at > _SAME_S:
-            raise KeyboardInterrupt
-        if not self.requested:
-            self.requested, self._requested_at = True, time.monotonic()
-        log.warning("Stopping after this phase and saving; Ctrl-C again stops at once, without saving.")
+        if self.requested:
+            if number == signal.SIGINT and time.monotonic() - self._requested_at > _SAME_S:
+                raise KeyboardInterrupt
+            return
+        self.requested, self._requested_at = True, time.monotonic()
+        limit = f", within {self._timeout_s:g} s" if self._timeout_s else ""
+        log.warning("Stopping after this phase and saving%s; Ctrl-C again stops at once, without saving.", limit)
+        if self._timeout_s:
+            threading.Thread(target=self._end_late, name="stop-deadline", daemon=True).start()
+
+    def _end_late(self) -> None:
+        if self._left.wait(self._timeout_s):
+            return
+        beat = read_beat(self._root)
+        place = f"step {beat.step} ({beat.phase})" if beat is not None else "its start"
+        log.info("The stacks of a run that did not stop:\n%s", all_stacks())
+        log.error(
+            "The run was asked to stop %g s ago (trainer.stop_timeout_s) and is still in %s. It ends now, without saving: run "
+            "the same command again to resume from the last checkpoint, and raise that key if the phase was only slow.",
+            self._timeout_s,
+            place,
+        )
+        os._exit(DeadlineError.exit_code)  # whatever the main thread waits for may never end
 
     def share(self, any_process: Callable[[bool], bool]) -> None:
         """From now on all processes of the run stop at the same `check`, whichever got the signal; `any_process(flag)` returns

@@ -152,8 +152,8 @@ class RayRuntime:
     def _run(self, group: WorkerGroup, method: str, plan: CallPlan, blocking: bool) -> Any:
         """A call on the ranks of a group. What several ranks get is stored once."""
         packed: dict[int, Any] = {}
-        refs = []
-        for index in plan.ranks():
+
+        def send(index: int) -> tuple[Process, Any]:
             arguments = plan.calls[index]
             if id(arguments) not in packed:
                 packed[id(arguments)] = store_value(pack(arguments))
@@ -161,13 +161,9 @@ class RayRuntime:
             run = process.handle.call
             if group.name == "reward":
                 run = process.handle.score.options(concurrency_group=_SCORING)
-            refs.append((process, run.remote(group.name, method, packed[id(arguments)], index in plan.answering)))
-        order = [plan.ranks().index(index) for index in plan.answering]
+            return process, run.remote(group.name, method, packed[id(arguments)], index in plan.answering)
 
-        def collect(answers: list[Any]) -> Any:
-            return plan.collect([unpack(answers[position]) for position in order])
-
-        pending = Pending(f"{group.name}.{method}", refs, self.timeout_s, collect)
+        pending = Pending.of_plan(f"{group.name}.{method}", plan, send, self.timeout_s, unpack)
         return pending.get() if blocking else pending
 
     def _end(self) -> None:

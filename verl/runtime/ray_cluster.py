@@ -2,62 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import os
-import secrets
+import signal
+import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # a process without a GPU keeps CUDA_VISIBLE_DEVICES
 
+import psutil
 import ray
+from ray._private import services
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from verl.errors import ConfigError, DeadlineError, VerlError, WorkerLostError
+from verl.parallel.dispatch import CallPlan
+from verl.runtime.ray_request import Request, ask_for_token, is_short, passed_environment
 
 log = logging.getLogger(__name__)
 
 _ROOT_CAUSE_S = 3.0  # grace for naming the rank that died, once another rank has lost it
 _END_S = 5.0
 _STACK_S = 5.0  # for the stack of a process that is late
+_LOOK_S = 2.0  # between two looks at Ray's own processes
 # the keys with the deadline of a call, and of starting the processes
 CALL_LIMIT, START_LIMIT = "trainer.call_timeout_s", "trainer.ray_wait_register_center_timeout"
-# variables of the driver that processes on other nodes get
-_PASSED_ON = (
-    "HF_",
-    "VERL_",
-    "NCCL_",
-    "GLOO_",
-    "TORCH_",
-    "TOKENIZERS_",
-    "CUDA_DEVICE_MAX",
-    "LOG_LEVEL",
-    "GLIBC_TUNABLES",
-)
-
-
-@dataclass(frozen=True)
-class Request:
-    """The processes that a run asks of a cluster: `nodes[i]` on node i, each with a CPU and, with `gpus`, a GPU; `otherwise`
-    is asked of a cluster without nodes of that size."""
-
-    nodes: Sequence[int]
-    gpus: bool
-    timeout_s: float
-    otherwise: Sequence[int] = ()
-
-    @property
-    def num_processes(self) -> int:
-        return sum(self.nodes)
-
-    @property
-    def resource(self) -> str:
-        return "GPU" if self.gpus else "CPU"
 
 
 @dataclass
@@ -91,7 +69,7 @@ class Cluster:
         address = settings.pop("address", None) or os.environ.get("RAY_ADDRESS")
         self.is_ours = address is None and not ray.is_initialized()
         if self.is_ours:
-            _check_node(request, settings)
+            request.check_node(settings)
         if not ray.is_initialized():
             self._start(settings, address)
         try:
@@ -104,15 +82,20 @@ class Cluster:
         environment = {k: v for k, v in (settings.pop("runtime_env", None) or {}).items() if v is not None}
         own: dict[str, Any] = {"include_dashboard": False} if address is None else {"address": address}
         if address is None:
-            _ask_for_token()
+            ask_for_token()
             own["num_cpus"] = settings.pop("num_cpus", None) or os.cpu_count()
         else:
             settings.pop("num_cpus", None)
         started = time.monotonic()
         try:
-            ray.init(
-                **own, runtime_env=environment or None, logging_level=logging.WARNING, log_to_driver=True, **settings
-            )
+            with apart_from_signals():
+                ray.init(
+                    **own,
+                    runtime_env=environment or None,
+                    logging_level=logging.WARNING,
+                    log_to_driver=True,
+                    **settings,
+                )
         except (RayError, ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
             problem = f"Ray did not start after {time.monotonic() - started:.0f} s ({_first_line(error)})."
             if address or isinstance(error, ValueError):
@@ -121,16 +104,18 @@ class Cluster:
             # a process of our own cluster may have been killed: worth another attempt
             raise WorkerLostError(f"{problem} Look at /tmp/ray, and run the same command again.") from error
         self._started = True
+        if address is None:
+            _node.extend(p for p in psutil.Process().children() if p.name() in ("raylet", "gcs_server"))
 
     def _check_resources(self) -> None:
         """Refuse a run for which the whole cluster is too small."""
         request = self.request
         have = sorted((int(n["Resources"].get(request.resource, 0)) for n in ray.nodes() if n["Alive"]), reverse=True)
         need = sorted(request.nodes, reverse=True)
-        if _short(have, need) and request.otherwise:
+        if is_short(have, need) and request.otherwise:
             need = sorted(request.otherwise, reverse=True)
             self.request = replace(request, nodes=request.otherwise)
-        if _short(have, need):
+        if is_short(have, need):
             raise ConfigError(
                 f"The run needs {len(need)} node(s) with {' and '.join(map(str, need))} {request.resource}s, but the Ray "
                 f"cluster has {len(have)} with {', '.join(map(str, have)) or 'none'}. Lower trainer.nnodes or "
@@ -179,7 +164,7 @@ class Cluster:
                     "num_cpus": share,
                     "num_gpus": share if self.request.gpus else 0,
                     "max_restarts": 0,
-                    "runtime_env": {"env_vars": {**_environment(), **environment}},
+                    "runtime_env": {"env_vars": {**passed_environment(), **environment}},
                     "scheduling_strategy": PlacementGroupSchedulingStrategy(
                         placement_group=group, placement_group_bundle_index=bundle
                     ),
@@ -207,12 +192,13 @@ class Cluster:
         handles, self._handles = self._handles, []
         groups, self._groups = self._groups, []
         if ray.is_initialized():
-            for handle in handles:
+            for handle in handles if not _lost() else ():
                 ray.kill(handle, no_restart=True)
-            for group in groups:
+            for group in groups if not _lost() else ():
                 remove_placement_group(group)
             if self._started:
                 ray.shutdown()
+                _node.clear()
         self._started = False
 
 
@@ -228,6 +214,17 @@ class Pending:
     _started: float = field(default_factory=time.monotonic)
     _value: Any = None
     _done: bool = False
+
+    @classmethod
+    def of_plan(
+        cls, call: str, plan: CallPlan, send: Callable[[int], tuple[Process, Any]], timeout_s: float,
+        opened: Callable[[Any], Any] = lambda answer: answer,
+    ) -> Pending:  # fmt: skip
+        """The call of a plan, which `send(index)` makes on the process of a rank of the group; `opened` answers are joined."""
+        ranks = plan.ranks()
+        order = [ranks.index(index) for index in plan.answering]
+        refs = [send(index) for index in ranks]
+        return cls(call, refs, timeout_s, lambda answers: plan.collect([opened(answers[i]) for i in order]))
 
     def ready(self) -> bool:
         """Whether every process has answered."""
@@ -247,7 +244,12 @@ class Pending:
             left = self._started + self.timeout_s - time.monotonic()
             if left <= 0:
                 raise DeadlineError(self._late(list(waiting.values())))
-            done, _ = ray.wait(list(waiting), num_returns=1, timeout=left)
+            done, _ = ray.wait(list(waiting), num_returns=1, timeout=min(left, _LOOK_S))
+            if not done and (lost := _lost()):
+                raise WorkerLostError(
+                    f"Ray's process {lost} has ended during {self.call}, and the run with it: it was killed, or has crashed "
+                    "(see /tmp/ray/session_latest/logs). Run the same command again to resume from the last checkpoint."
+                )
             for ref in done:
                 process = waiting.pop(ref)
                 try:
@@ -293,6 +295,33 @@ class Pending:
         )
 
 
+_node: list[psutil.Process] = []  # Ray's own, of the cluster that this process started
+
+
+def _lost() -> str:
+    """One of Ray's own processes that has ended, where this process started them; "" while there is none."""
+    for process in _node:
+        if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
+            return f"{process.name()} (pid {process.pid})"
+    return ""
+
+
+@contextlib.contextmanager
+def apart_from_signals() -> Iterator[None]:
+    """Processes that Ray starts meanwhile have a session of their own. `timeout`, SLURM and terminals send SIGTERM to the
+    process group of the run: a raylet that heeds it would take the ranks with it before they have saved. On Linux, where they
+    end with this process all the same. The handler of SIGTERM stays; Ray would set one that exits."""
+    plain, handler = services.ConsolePopen, signal.getsignal(signal.SIGTERM)
+    if sys.platform == "linux":
+        services.ConsolePopen = functools.partial(plain, start_new_session=True)  # type: ignore[misc, assignment]
+    try:
+        yield
+    finally:
+        services.ConsolePopen = plain  # type: ignore[misc]
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
+
+
 def _stuck(process: Process) -> str:
     """The stack of a late process, requested on a thread of its own."""
     if not process.watched_by:
@@ -332,53 +361,6 @@ def open_answer(answer: Any, place: str) -> Any:
         Exception.__init__(error, f"{text} [{place}]")
         raise error
     raise RuntimeError(f"{place} failed:\n{text}")
-
-
-def _ask_for_token() -> None:
-    """A local cluster listens on all interfaces and executes what clients send. Ray admits only clients with its token, which
-    this run generates instead of leaving one in a file, unless the user has one or has set RAY_AUTH_MODE=disabled."""
-    if "RAY_AUTH_TOKEN_PATH" not in os.environ and not Path("~/.ray/auth_token").expanduser().exists():
-        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    # it warns that there is a token
-    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
-
-
-def _short(have: Sequence[int], need: Sequence[int]) -> bool:  # both in descending order
-    return len(have) < len(need) or any(h < n for h, n in zip(have, need, strict=False))
-
-
-def _check_node(request: Request, settings: Mapping[str, Any]) -> None:
-    """Refuse what this node alone does not have, before a local cluster is started."""
-    if len(request.nodes) > 1:
-        raise ConfigError(
-            f"trainer.nnodes={len(request.nodes)} needs a Ray cluster of several nodes. Start it (ray start --head, and ray "
-            "start --address=... on the others) and give its address: ray_kwargs.ray_init.address=auto."
-        )
-    if request.gpus:
-        import torch
-
-        have, what = torch.cuda.device_count(), "GPUs"
-    else:
-        have, what = settings.get("num_cpus") or os.cpu_count() or 1, "CPU cores"
-    if request.num_processes > have:
-        more = (
-            ""
-            if request.gpus
-            else f", or let cores be shared with ray_kwargs.ray_init.num_cpus={request.num_processes}"
-        )
-        raise ConfigError(
-            f"The run needs {request.num_processes} devices, but this machine has {have} {what}. Lower "
-            f"trainer.n_gpus_per_node{more}."
-        )
-
-
-def _environment() -> dict[str, str]:
-    """Environment of a process; Ray would set one thread for each."""
-    passed = {k: v for k, v in os.environ.items() if k.startswith(_PASSED_ON)}
-    here = str(Path(__file__).resolve().parents[2])
-    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    path = os.pathsep.join(dict.fromkeys([here, *given])).rstrip(os.pathsep)
-    return {**passed, "OMP_WAIT_POLICY": "passive", "PYTHONPATH": path, "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1"}
 
 
 def _node_of(group: PlacementGroup) -> str:

@@ -223,16 +223,12 @@ class RayWorkerGroup(WorkerGroup):
         return lambda group, method, plan, blocking: self._send(role, method, plan, blocking)
 
     def _send(self, role: str, method: str, plan: CallPlan, blocking: bool) -> Any:
-        ranks, refs = plan.ranks(), []
-        for index in ranks:
-            call = plan.calls[index]
+        def send(index: int) -> tuple[Process, Any]:
+            process, call = self.processes[index], plan.calls[index]
             assert call is not None
-            process = self.processes[index]
-            refs.append((process, process.handle.call.remote(role, method, *call)))
-        order = [ranks.index(index) for index in plan.answering]
-        pending = Pending(
-            f"{role or 'group'}.{method}", refs, self.timeout_s, lambda a: plan.collect([a[i] for i in order])
-        )
+            return process, process.handle.call.remote(role, method, *call)
+
+        pending = Pending.of_plan(f"{role or 'group'}.{method}", plan, send, self.timeout_s)
         return pending.get() if blocking else pending
 
 

@@ -98,6 +98,12 @@ class TrainerConfig(Section):
         "down and it is started again; 0: no limit",
         ge=0,
     )
+    stop_timeout_s: float = used(
+        1800.0,
+        "longest from a Ctrl-C or SIGTERM to the end of the run, which ends its phase and saves; then it ends without saving. "
+        "Choose less than a scheduler leaves before its SIGKILL; 0: no limit",
+        ge=0,
+    )
     call_timeout_s: float = used(
         3600.0, "longest that one call on a worker may take in a run over several processes", sizing=True
     )

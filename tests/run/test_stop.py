@@ -1,0 +1,57 @@
+"""A requested stop: one that is met, and one whose run waits for something that does not end."""
+
+import json
+import os
+import time
+
+import pytest
+
+from tests.forked import run_forked
+from verl.errors import DeadlineError
+
+STOP = """
+import logging, os, signal, sys, time
+from pathlib import Path
+from verl.run.loop import StopRequested, StopSignal
+
+logging.basicConfig()
+with StopSignal(Path(sys.argv[1]), float(sys.argv[2])) as stop:
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)  # a group gets it, and then its supervisor hands it on
+    try:
+        stop.check()
+    except StopRequested:
+        time.sleep(float(sys.argv[3]))  # saves
+time.sleep(float(sys.argv[4]))
+print("ended", flush=True)
+"""
+
+
+@pytest.fixture
+def stopped(tmp_path):
+    (tmp_path / "heartbeat.json").write_text(
+        json.dumps({"pid": 1, "host": "here", "step": 3, "phase": "save_checkpoint", "since": 0.0})
+    )
+    (tmp_path / "stop.py").write_text(STOP)
+
+    def run(limit_s, saves_s, then_s):
+        started = time.monotonic()
+        code, said = run_forked(tmp_path / "stop.py", tmp_path, limit_s, saves_s, then_s, env=os.environ, timeout_s=40)
+        return code, said, time.monotonic() - started
+
+    return run
+
+
+def test_a_run_that_does_not_stop_is_ended_with_a_sentence(stopped):
+    code, said, seconds = stopped(0.3, 30, 0)
+    assert code == DeadlineError.exit_code
+    assert seconds < 20
+    assert "asked to stop 0.3 s ago (trainer.stop_timeout_s) and is still in step 3 (save_checkpoint)" in said
+    assert "run the same command again to resume" in said
+    assert said.count("Stopping after this phase and saving, within 0.3 s") == 1
+
+
+@pytest.mark.parametrize(("limit_s", "then_s"), [(0.3, 0.6), (0, 0)])
+def test_a_run_that_stops_in_time_is_left_alone(limit_s, then_s, stopped):
+    code, said, _ = stopped(limit_s, 0.1, then_s)
+    assert (code, said.strip().splitlines()[-1]) == (0, "ended")
