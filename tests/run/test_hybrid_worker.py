@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from verl.errors import DataError
+from verl.errors import ConfigError, DataError
+from verl.parallel.placement import DataParallelConfig, set_device_map
 from verl.programs.hybrid_worker import ActorRolloutRefWorker as Implementation
 from verl.worker import ActorRolloutRefWorker
 
@@ -22,7 +23,6 @@ def test_it_generates_scores_and_trains(tiny_llama):
     ]
     with ActorRolloutRefWorker(
         model_path=str(tiny_llama),
-        tensor_parallel_size=2,
         max_batch_size=4,
         rollout_backend="native",
         overrides=overrides,
@@ -47,3 +47,15 @@ def test_it_generates_scores_and_trains(tiny_llama):
         again = worker.compute_ref_log_prob(batch).batch["ref_log_prob"]
         assert torch.equal(again, reference.batch["ref_log_prob"])
         assert set(worker.generate_sequences([[5, 6]], n=2).batch["weight_version"].tolist()) == {1}
+
+
+def test_devices_that_one_process_has_no_use_for_are_refused(tiny_llama):
+    for engine in ("native", "hf"):
+        with pytest.raises(ConfigError, match=f"one process, .*tensor_parallel_size=2 with {engine}"):
+            ActorRolloutRefWorker(str(tiny_llama), tensor_parallel_size=2, rollout_backend=engine)
+    set_device_map(DataParallelConfig(actor_devices=[0, 1], critic_devices=[2]))
+    try:
+        with pytest.raises(ConfigError, match="a placement on 3 devices"):
+            ActorRolloutRefWorker(str(tiny_llama))
+    finally:
+        set_device_map(None)

@@ -13,7 +13,7 @@ import torch
 from verl.config import load_config
 from verl.data.prompts import PromptEncoder
 from verl.data_proto.proto import DataProto
-from verl.errors import DataError
+from verl.errors import ConfigError, DataError
 from verl.parallel.device import resolve_device
 from verl.parallel.placement import Placement
 from verl.programs.ppo_roles import ppo_roles
@@ -32,9 +32,9 @@ class ActorRolloutRefWorker:
         with ActorRolloutRefWorker(model_path, tensor_parallel_size=2, max_batch_size=32, rollout_backend="vllm") as worker:
             batch = worker.generate_sequences(["2+2=", "3+3="], n=4)
 
-    `tensor_parallel_size` are the devices that share the engine's copy of the model (the native engine in one process has no
-    use for them), `max_batch_size` the samples in generation at once. `overrides` are those of `verl train`. Raises what
-    loading a config and a model raise, MissingExtraError without the engine.
+    `tensor_parallel_size` are the devices that share the engine's copy of the model, `max_batch_size` the samples in generation
+    at once. `overrides` are those of `verl train`. Raises what loading a config and a model raise, MissingExtraError without
+    the engine, ConfigError for several devices where this one process has no use for them.
     """
 
     def __init__(
@@ -55,7 +55,16 @@ class ActorRolloutRefWorker:
             *overrides,
         ]
         self.config = load_config(given, check=False).config
-        everything = Placement.from_roles({}, 1)
+        everything = Placement.of(self.config)
+        if everything.num_devices > 1 or (tensor_parallel_size > 1 and rollout_backend in ("native", "hf")):
+            asked = f"tensor_parallel_size={tensor_parallel_size} with {rollout_backend}"
+            if everything.num_devices > 1:
+                asked = f"a placement on {everything.num_devices} devices (set_device_map, trainer.*)"
+            raise ConfigError(
+                f"ActorRolloutRefWorker is one process, whose roles and {rollout_backend} engine share one device, and was "
+                f"given {asked}. Leave that out, take rollout_backend='vllm' for an engine over several devices, or train with "
+                "verl train, which places roles."
+            )
         # scores are the script's business
         specs = replace(ppo_roles(self.config), scores=False)
         placement = replace(everything, devices={**everything.devices, "reward": ()})

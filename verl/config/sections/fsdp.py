@@ -49,14 +49,22 @@ class FSDPConfig(Section):
         False, "FSDP2's own CPU offload: parameters, gradients and the step are there", sizing=True
     )
     reshard_after_forward: bool = used(True, "free gathered parameters after the forward pass", sizing=True)
-    fsdp_size: int = used(-1, "data-parallel devices per shard group (others are replicas); -1: all", sizing=True)
+    fsdp_size: int = used(
+        -1, "data-parallel devices per shard group (others are replicas); -1: all", when="several_devices", sizing=True
+    )
     forward_prefetch: bool = used(False, "gather the next layer during this one", sizing=True)
-    tensor_parallel_size: int = used(1, "devices that divide each layer of a training model", sizing=True)
-    expert_parallel_size: int = used(1, "devices of a shard group that divide the experts of each layer", sizing=True)
+    tensor_parallel_size: int = used(
+        1, "devices that divide each layer of a training model", when="several_devices", sizing=True
+    )
+    expert_parallel_size: int = used(
+        1, "devices of a shard group that divide the experts of each layer", when="several_devices", sizing=True
+    )
     use_no_sync_for_gradient_accumulation: bool = used(
         False, "sum gradients over devices once per optimizer step; keeps whole gradients until then", sizing=True
     )
-    ulysses_sequence_parallel_size: int = used(1, "devices that share one packed row of tokens", sizing=True)
+    ulysses_sequence_parallel_size: int = used(
+        1, "devices that share one packed row of tokens", when="several_devices", sizing=True
+    )
     use_3d_hybrid: bool = used(False, "divide training work in three dimensions: layers, sequence, batch")
     layer_per_group: int = used(
         1,
