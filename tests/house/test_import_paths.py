@@ -11,7 +11,7 @@ import torch
 import verl
 from tests.house.source import PACKAGE, files
 from verl.compat.finder import IS_PACKAGE, CompatibilityFinder, names_of
-from verl.compat.import_paths import COMMANDS, IMPORT_PATHS, UNAVAILABLE
+from verl.compat.import_paths import COMMANDS, IMPORT_PATHS
 from verl.data_proto.proto import DataProto
 from verl.errors import ConfigError
 
@@ -97,12 +97,6 @@ def test_names_of_the_package():
     assert all(hasattr(verl, name) for name in verl.__all__)
     with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
         _ = verl.Nothing
-
-
-@pytest.mark.parametrize(("module", "name"), [(module, name) for module in UNAVAILABLE for name in UNAVAILABLE[module]])
-def test_unavailable_names_come_with_advice(module, name):
-    with pytest.raises(ImportError, match=f"{name} is not available in this version. .*`verl "):
-        getattr(importlib.import_module(module), name)
 
 
 def test_folders_as_data_preparation_scripts_make_them(tmp_path):

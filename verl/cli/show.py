@@ -54,7 +54,7 @@ def show(progress: Progress, console: Console) -> None:
     if progress.samples is not None:
         console.print(_samples(progress.samples), soft_wrap=True)
     if progress.bottleneck is not None:
-        _show_time(progress.bottleneck, console)
+        show_time(progress.bottleneck, console)
     if progress.curves:
         _show_curves(list(progress.curves.values()), console)
     if progress.complaints:
@@ -102,7 +102,7 @@ def _crashes(rows: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def _show_time(found: Bottleneck, console: Console) -> None:
+def show_time(found: Bottleneck, console: Console) -> None:
     from rich.table import Table
     from rich.text import Text
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from verl.compat.import_paths import COMMANDS, IMPORT_PATHS, UNAVAILABLE
+from verl.compat.import_paths import COMMANDS, IMPORT_PATHS
 
 
 def _with_parents(modules: Sequence[str]) -> dict[str, bool]:
@@ -66,16 +66,12 @@ def names_of(module: str) -> dict[str, tuple[str, str]]:
 
 
 def resolve(module: str, name: str, names: dict[str, tuple[str, str]]) -> Any:
-    """The object or submodule `name` of a listed module. Raises AttributeError, and ImportError with advice for a name
-    that this version lacks: `from ... import` would hide the sentence of an AttributeError."""
+    """The object or submodule `name` of a listed module. Raises AttributeError for any other name."""
     if name in names:
         source, here = names[name]
         return getattr(importlib.import_module(source), here)
     if f"{module}.{name}" in IS_PACKAGE:
         return importlib.import_module(f"{module}.{name}")
-    advice = UNAVAILABLE.get(module, {}).get(name)
-    if advice is not None:
-        raise ImportError(f"{name} is not available in this version. {advice}")
     raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
 

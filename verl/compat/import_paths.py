@@ -75,6 +75,7 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
     },
     "verl.trainer.ppo.utils": {"verl.compat.roles": _ROLES},
     "verl.utils": {
+        "verl.cli.measure": "benchmark_nccl benchmark_throughput",
         "verl.compat.models": "hf_processor hf_tokenizer",
         "verl.parallel.placement": "set_device_map",
     },
@@ -177,12 +178,4 @@ COMMANDS = {
     "verl.trainer.main_ppo_sync": "verl.compat.commands:main_ppo",
     "verl.trainer.sft_trainer": "verl.compat.commands:sft_trainer",
     "verl.trainer.sft_trainer_ray": "verl.compat.commands:sft_trainer",
-}
-
-# names that do not exist here -> advice
-UNAVAILABLE = {
-    "verl.utils": dict.fromkeys(
-        ("benchmark_nccl", "benchmark_throughput"),
-        "`verl doctor` measures this machine, and `verl show RUN` says where the time of a run goes.",
-    ),
 }
