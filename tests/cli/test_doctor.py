@@ -24,6 +24,7 @@ HOST = {
     "swap_bytes": 0, "shared_memory_bytes": 16 * GIB, "free_disk_bytes": 100 * GIB, "free_temporary_bytes": 100 * GIB,
     "file_system": {"kind": "ext4", "refusals": [], "notices": []},
     "limits": {"nofile": 65536, "as": None}, "environment": {"OMP_NUM_THREADS": "4"},
+    "links": {"gpu_links": [], "fabric": [], "interfaces": {"eth0": 10000}, "settings": {}},
 }  # fmt: skip
 TORCH = {"version": "2.13.0", "cuda_build": None, "num_threads": 4, "cuda_available": False, "devices": [],
          "mps_available": False, "gflops": {"float32": 100.0, "bfloat16": 300.0}}  # fmt: skip

@@ -18,10 +18,11 @@ def run_doctor(argv: list[str]) -> int:
     arguments = parser.parse_args(argv)
     from verl.cli.machine.findings import findings
     from verl.cli.machine.host import host
+    from verl.cli.machine.links import links
     from verl.cli.machine.packages import packages
     from verl.cli.report import Report, info
 
-    of_host, of_packages = host(), packages()
+    of_host, of_packages = {**host(), "links": links()}, packages()
     found = list(findings(of_host, of_packages))
     if arguments.json:
         shown = [{"level": line.level, "text": line.text} for line in found]
@@ -37,6 +38,8 @@ def run_doctor(argv: list[str]) -> int:
 
 def facts(host: dict[str, Any], packages: dict[str, Any]) -> list[tuple[str, str]]:
     """(topic, sentence) of every fact."""
+    from verl.cli.machine.links import described
+
     torch, transformers = packages["torch_probe"], packages["transformers_probe"]
     limits = ", ".join(f"{name} {'unlimited' if v is None else v}" for name, v in host["limits"].items())
     engines = [f"{name} {version or 'not installed'}" for name, version in packages["optional"].items()]
@@ -57,6 +60,7 @@ def facts(host: dict[str, Any], packages: dict[str, Any]) -> list[tuple[str, str
         ("cpu", _bfloat16(torch)),
         ("cpu", _batch_invariance(torch)),
         ("devices", _devices(torch, packages["driver"])),
+        ("links", described(host["links"])),
         ("packages", f"transformers {transformers.get('version', 'broken')}"),
         ("packages", ", ".join(engines)),
         ("engines", f"{_engines()} come with verl"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from verl.cli.machine.links import advice
 from verl.cli.machine.requirements import broken_sentence, unmet_sentence
 from verl.cli.report import Line, fail, info, passed, warn
 
@@ -155,6 +156,10 @@ def _engines(host: Facts, packages: Facts) -> Iterator[Line]:
             )
 
 
+def _links(host: Facts, packages: Facts) -> Iterator[Line]:
+    return advice(host["links"])
+
+
 RULES: tuple[Callable[[Facts, Facts], Iterator[Line]], ...] = (
     _requirements,
     _torch,
@@ -164,4 +169,5 @@ RULES: tuple[Callable[[Facts, Facts], Iterator[Line]], ...] = (
     _file_system,
     _pythons,
     _engines,
+    _links,
 )

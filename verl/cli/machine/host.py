@@ -47,7 +47,7 @@ def host() -> dict[str, Any]:
 
 def cpu_model() -> str:
     """The vendor's name of the processor."""
-    for line in _read(Path("/proc/cpuinfo")).splitlines():
+    for line in content_of(Path("/proc/cpuinfo")).splitlines():
         if line.lower().startswith(("model name", "hardware")):
             return line.partition(":")[2].strip()
     if platform.system() == "Darwin":
@@ -57,7 +57,7 @@ def cpu_model() -> str:
 
 def cpu_flags() -> set[str]:
     """Instruction sets of the first core; empty without /proc."""
-    for line in _read(Path("/proc/cpuinfo")).splitlines():
+    for line in content_of(Path("/proc/cpuinfo")).splitlines():
         key, _, flags = line.partition(":")
         if key.strip() in ("flags", "Features"):
             return set(flags.split())
@@ -67,7 +67,7 @@ def cpu_flags() -> set[str]:
 def usable_cores() -> float:
     """Cores that this process may use, by its affinity and the container's quota."""
     cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-    quota, _, period = _read(_CGROUP / "cpu.max").strip().partition(" ")
+    quota, _, period = content_of(_CGROUP / "cpu.max").strip().partition(" ")
     if quota.isdigit() and period.isdigit():
         cores = min(cores, int(quota) / int(period))
     return cores
@@ -76,17 +76,17 @@ def usable_cores() -> float:
 def memory_limit() -> int:
     """Bytes of memory of the machine or the container."""
     total = int(psutil.virtual_memory().total)
-    limit = _read(_CGROUP / "memory.max").strip()
+    limit = content_of(_CGROUP / "memory.max").strip()
     return min(total, int(limit)) if limit.isdigit() else total
 
 
 def available_memory() -> int:
     """Bytes that a new process can allocate without swapping."""
     free = int(psutil.virtual_memory().available)
-    limit, used = _read(_CGROUP / "memory.max").strip(), _read(_CGROUP / "memory.current").strip()
+    limit, used = content_of(_CGROUP / "memory.max").strip(), content_of(_CGROUP / "memory.current").strip()
     if not (limit.isdigit() and used.isdigit()):
         return free
-    statistics = dict(line.split() for line in _read(_CGROUP / "memory.stat").splitlines())
+    statistics = dict(line.split() for line in content_of(_CGROUP / "memory.stat").splitlines())
     return min(free, int(limit) - int(used) + int(statistics.get("inactive_file", 0)))
 
 
@@ -112,7 +112,7 @@ def output_of(*command: str, timeout_s: float = 10.0) -> str:
         return ""
 
 
-def _read(path: Path) -> str:
+def content_of(path: Path) -> str:
     try:
         return path.read_text()
     except OSError:
