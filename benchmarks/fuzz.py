@@ -41,6 +41,7 @@ SECTIONS = {
     "texts": Section(
         "tests.test_foreign_text:cases", 10_000, "foreign texts in rows, configs, templates, errors and logs"
     ),
+    "rewards": Section("tests.rewards.returns:cases", 10_000, "returns of a reward function"),
     "checkpoints": Section("tests.checkpoint.damage:cases", 1_000, "damaged checkpoints"),
     "run-folders": Section("tests.tracking.run_folders:cases", 2_000, "damaged run folders"),
     "answers": Section("tests.rollout.damaged_answers:cases", 5_000, "damaged answers of rollout services and judges"),

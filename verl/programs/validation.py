@@ -22,9 +22,7 @@ from verl.roles.rollout import greedy, sampling_params
 # The step number of validation samples, which no training step has: every validation of a run uses the same random numbers,
 # so a change between two of them is a change of the policy.
 VALIDATION_STEP = 0
-MAX_PARTS = (
-    256  # of the reward that are averaged, the most frequent ones: a part may be named after what the model wrote
-)
+MAX_PARTS = 256  # parts of the reward that are averaged, the most frequent ones: the model's text may name some
 
 
 class Validator:
