@@ -55,6 +55,7 @@ BROKEN = [
     ("error", "critic.checkpoint.save_contents", ["critic.checkpoint.save_contents=[models]"]),
     ("error", "critic.checkpoint.load_contents", ["critic.checkpoint.load_contents=[models]"]),
     ("error", "reward.reward_manager.name", ["reward.reward_manager.name=naiv"]),
+    ("error", "reward.debug", ["reward.debug=True", "trainer.n_gpus_per_node=2"]),
     ("error", f"{ACTOR}.ppo_{MICRO}", [f"{ACTOR}.ppo_{MICRO}=4", f"{ACTOR}.ppo_{MICRO}_per_gpu=4"]),
     ("error", f"critic.ppo_{MICRO}", [f"critic.ppo_{MICRO}=4", f"critic.ppo_{MICRO}_per_gpu=4"]),
     ("error", f"critic.forward_{MICRO}", [f"critic.forward_{MICRO}=4", f"critic.forward_{MICRO}_per_gpu=4"]),
@@ -220,7 +221,8 @@ def test_every_rule_has_a_row():
 
 @pytest.mark.parametrize("key", [path for path, leaf in PPO.leaves.items() if leaf.key.bounds])
 def test_values_out_of_range_are_refused(key):
-    bad = "[-1,0.5]" if "list" in str(PPO.leaves[key].annotation) else "-5"
+    lowest = PPO.leaves[key].key.bounds.ge or 0
+    bad = "[-1,0.5]" if "list" in str(PPO.leaves[key].annotation) else str(min(-5, 10 * lowest))
     loaded = load_config([f"{key}={bad}"], check=False)
     sentences = [p.sentence for p in check_config(loaded) if p.key == key and "must be" in p.sentence]
     assert len(sentences) == 1

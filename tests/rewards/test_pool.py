@@ -76,15 +76,15 @@ def test_a_harmful_call_costs_its_own_sample_and_says_why(make_pool, reply):
 
 
 def test_a_hang_ends_within_its_deadline_while_others_go_on(make_pool):
-    pool = make_pool(num_workers=2, timeout_s=1.0)
+    pool = make_pool(num_workers=2, timeout_s=2.0)
     pool.start()
     start = time.monotonic()
     futures = [pool.submit([request("hang")])] + [pool.submit([request(str(i))]) for i in range(20)]
     pool.wait(futures[1:])
-    assert time.monotonic() - start < 0.95, "the second worker did not take over"
+    assert time.monotonic() - start < 1.9, "the second worker did not take over"
     (hung,) = futures[0].result(timeout=5)
     assert "took longer" in hung.error
-    assert 0.9 < time.monotonic() - start < 3
+    assert 1.9 < time.monotonic() - start < 4
 
 
 @pytest.mark.parametrize(

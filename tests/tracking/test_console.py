@@ -3,7 +3,9 @@
 import io
 import json
 import logging
+import pdb
 import re
+import sys
 
 import pytest
 from hypothesis import example, given, settings
@@ -228,3 +230,14 @@ def test_smooth_keeps_constants_and_length():
     assert smooth([2.0] * 57) == pytest.approx([2.0] * 57)
     assert smooth([1.0, 4.0, 1.0]) == pytest.approx([2.5, 2.0, 2.5])
     assert len(smooth([])) == 0
+
+
+def test_the_bar_leaves_the_terminal_to_a_debugger(monkeypatch):
+    monkeypatch.setattr(sys, "breakpointhook", lambda: None)
+    with Console(rich_console=RichConsole(file=io.StringIO(), force_terminal=True, width=100)) as console:
+        console.begin(0, 3, SHOWN)
+        for debugger in (lambda: pdb.Pdb(stdout=io.StringIO()), breakpoint):
+            assert console._progress.live.is_started
+            debugger()
+            assert not console._progress.live.is_started
+            console.step(1, STEP)

@@ -20,6 +20,7 @@ from verl.foreign_text import clean
 from verl.parallel.framing import encode_frame
 from verl.rewards.functions import RewardFunctionSpec
 from verl.rewards.jobs import Job, JobQueue
+from verl.rewards.outcome import Outcome
 from verl.rewards.process import START_TIMEOUT_S, WorkerLost, WorkerProcess
 from verl.rewards.sandbox.limits import Limits
 
@@ -181,8 +182,12 @@ class RewardPool:
         except (WorkerLost, RewardError, OSError) as error:
             reason = "was stopped: the run is ending" if self._queue.closed else str(error)
             return [self.defaulted(request, reason) for request in job.requests]
+        return self.scores(job.requests, outcomes, seconds)
+
+    def scores(self, requests: Sequence[ScoreRequest], outcomes: Sequence[Outcome], seconds: float) -> list[Score]:
+        """The scores of one call that took `seconds`."""
         scores = []
-        for request, outcome in zip(job.requests, outcomes, strict=True):
+        for request, outcome in zip(requests, outcomes, strict=True):
             if "error" in outcome:
                 scores.append(self.defaulted(request, outcome["error"]))
             else:
@@ -190,7 +195,7 @@ class RewardPool:
             scores[-1].seconds = seconds / len(outcomes)
         return scores
 
-    def _score(self, index: int, job: Job) -> tuple[list[dict[str, Any]], float]:
+    def _score(self, index: int, job: Job) -> tuple[list[Outcome], float]:
         process = self._processes.get(index)
         if process is None or not process.alive:
             process = self._start_process(index)
@@ -277,10 +282,14 @@ class RewardPool:
             process.close()
 
 
+def samples_of(requests: Sequence[ScoreRequest]) -> list[list[Any]]:
+    """Arguments of a call, as Caller.score takes them."""
+    return [[r.data_source, r.solution_str, r.ground_truth, r.extra_info, r.from_model] for r in requests]
+
+
 def _encode_call(job_id: str, requests: Sequence[ScoreRequest]) -> bytes:
-    samples = [[r.data_source, r.solution_str, r.ground_truth, r.extra_info, r.from_model] for r in requests]
     try:
-        return encode_frame({"id": job_id, "samples": samples})
+        return encode_frame({"id": job_id, "samples": samples_of(requests)})
     except RewardError as error:
         if len(requests) > 1:  # name the one at fault
             for request in requests:

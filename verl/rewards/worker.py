@@ -64,6 +64,7 @@ class Caller:
         self.spec = spec
         self.limits = limits
         self.was_limited = False
+        self.raised: tuple[type[BaseException], ...] = ()  # exceptions that are the caller's, not the function's
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def score(self, samples: list[list[Any]]) -> list[Outcome]:
@@ -110,6 +111,8 @@ class Caller:
         return result
 
     def _failure(self, error: BaseException) -> Outcome:
+        if isinstance(error, self.raised):
+            raise error
         number = errno.ENOMEM if isinstance(error, MemoryError) else error.errno if isinstance(error, OSError) else None
         no_thread = isinstance(error, RuntimeError) and "start new thread" in str(error)
         self.was_limited |= number in _REFUSALS or no_thread
@@ -142,16 +145,13 @@ def _explain_refusal(event: str, arguments: tuple[Any, ...]) -> None:
         raise PermissionError(errno.EACCES, _NO_NETWORK)
 
 
-def set_up(message: dict[str, Any], limits: Limits) -> Caller:
-    """Load the function, import what its data sources need, then limit memory. Raises RewardError."""
-    sys.path.extend(p for p in message["sys_path"] if p not in sys.path)
-    spec = RewardFunctionSpec(**message["function"])
+def load_caller(spec: RewardFunctionSpec, data_sources: list[str], limits: Limits) -> Caller:
+    """Load the function and import what its data sources need. Raises RewardError."""
     function = load_reward_function(spec)
     if spec.builtin:
         from verl.rewards.scorers.route import warm
 
-        warm(message["data_sources"])
-    limits.apply_memory()
+        warm(data_sources)
     return Caller(function, spec, limits)
 
 
@@ -160,7 +160,10 @@ def run(channel: socket.socket) -> None:
     message = receive(channel)
     reply = {"id": message["id"]}
     try:
-        caller = set_up(message, enter_limits(message))
+        limits = enter_limits(message)
+        sys.path.extend(p for p in message["sys_path"] if p not in sys.path)
+        caller = load_caller(RewardFunctionSpec(**message["function"]), message["data_sources"], limits)
+        limits.apply_memory()
     except RewardError as error:
         send(channel, encode_frame({**reply, "error": str(error)}))
         return

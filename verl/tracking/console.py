@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -98,6 +99,12 @@ class Console:
         )  # fmt: skip
         self._task = self._progress.add_task("", total=total, completed=done, phase="starting", status="")
         self._progress.start()
+        sys.addaudithook(self._step_aside)
+
+    def _step_aside(self, event: str, arguments: tuple[Any, ...]) -> None:
+        """Take the bar from the terminal for a debugger; the next step brings it back."""
+        if event in ("builtins.breakpoint", "pdb.Pdb") and self._progress is not None:
+            self._progress.stop()
 
     def phase(self, name: str) -> None:
         """Show the current phase beside the bar."""
@@ -123,6 +130,7 @@ class Console:
             return
         self.rich.print(_step_line(step, self._total, shown))
         if self._progress is not None:
+            self._progress.start()  # again, after a debugger
             parts = [f"{name} {value}" for name, value in shown[:1] if name not in _UNITS]
             parts += [f"{value}{_UNITS[name]}" for name, value in shown if name == "tokens_per_s"]
             self._progress.update(self._task, completed=step, status=" · ".join([*parts, f"{left} left"]))

@@ -56,6 +56,16 @@ def check_batches(c: Any, given: set[str]) -> Iterator[Problem]:
         )
 
 
+def check_reward_debug(c: Any, given: set[str]) -> Iterator[Problem]:
+    """Rewards in the process of the run need a run of one process."""
+    if c.reward.debug and c.trainer.nnodes * c.trainer.n_gpus_per_node > 1:
+        yield error(
+            "reward.debug",
+            "reward.debug=True scores in the process of the run, and this run has several. Set trainer.nnodes=1 and "
+            "trainer.n_gpus_per_node=1.",
+        )
+
+
 def check_lengths(c: Any, given: set[str]) -> Iterator[Problem]:
     """Lengths of prompts and responses that must fit together."""
     rollout, data = c.actor_rollout_ref.rollout, c.data
@@ -321,6 +331,7 @@ RULES = (
     check_distillation,
     check_micro_batches,
     check_batches,
+    check_reward_debug,
     check_lengths,
     check_estimator,
     check_rejection,

@@ -138,6 +138,11 @@ class RewardConfig(Section):
         "score each sample in a process forked for it, so that nothing which a scorer keeps in memory lasts or reaches "
         "another sample",
     )
+    debug: bool = used(
+        False,
+        "score in the process of the run, one sample after the other, without sandbox and limits, so that a breakpoint in a "
+        "reward function works. For one process without Ray",
+    )
     default_score: float = used(
         0.0, "score of a sample whose scorer hung, crashed or gave no number", ge=-1e12, le=1e12
     )

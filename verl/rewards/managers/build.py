@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl.errors import ConfigError
 from verl.registry import load_object
+from verl.rewards.debug import DebugPool
 from verl.rewards.functions import MODEL_REPLY, MODEL_SCORE, RewardFunctionSpec
 from verl.rewards.managers.api import REWARD_MANAGERS, RewardManager
 from verl.rewards.pool import RewardPool
@@ -46,7 +47,8 @@ def build_reward_manager(
 def build_pool(config: RewardConfig, *, log_dir: str | Path | None = None, parts: Sequence[str] = ()) -> RewardPool:
     """The pool of the config's function and manager, not started."""
     spec = function_spec(config, batched=getattr(_manager_class(config), "batched", False))
-    return RewardPool(
+    pool = DebugPool if config.debug else RewardPool
+    return pool(
         dataclasses.replace(spec, parts=tuple(parts)),
         num_workers=config.num_workers,
         timeout_s=config.timeout_s,
