@@ -115,7 +115,7 @@ def test_mini_batches_are_those_of_one_process(mesh, num_rows, size, epochs, shu
     schedule = MiniBatchSchedule(size, epochs, shuffle, seed=3)
     batch = make_batch(num_rows, n)
     plan = plan_call(Registered(Dispatch.ND_MINI_BATCHES), Shape(mesh, schedule=schedule), (batch, 5), {})
-    expected = [sorted(found.tolist()) for found in schedule.rows(num_rows, 5)]
+    expected = [sorted(found.tolist()) for found in schedule.rows(batch, 5)]
     union = [[] for _ in expected]
     for index in mesh.collectors():
         (share, step), kwargs = plan.calls[index]
@@ -337,19 +337,55 @@ class TestComputedRows:
         assert MiniBatchSchedule(8, needed=rows_with_advantage).computed(empty) == []
 
 
-def test_training_calls_keep_units_on_one_rank():
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_training_calls_keep_units_on_one_rank(shuffle):
     batch = make_batch(12)
     batch.batch["pair"] = torch.arange(12) // 2
-    schedule = MiniBatchSchedule(6, 1, False, seed=3, unit="pair")
+    schedule = MiniBatchSchedule(6, 1, shuffle, seed=3, unit="pair")
     shape = Shape(Mesh.flat(range(2)), schedule=schedule)
     plan = plan_call(Registered(Dispatch.ND_MINI_BATCHES), shape, (batch, 0), {})
     for share in plan.rows:
         assert share == [row for row in range(12) if row // 2 in {r // 2 for r in share}]
 
 
+def test_pairs_stay_together_where_parting_them_would_balance_the_ranks():
+    """A pair of one long and one short row: a rank each would be the better balance, in each mini-batch of a shuffled pass."""
+    batch = make_batch(8)
+    batch.batch["pair"] = torch.arange(8) // 2
+    batch.batch["attention_mask"] = torch.arange(40).expand(8, 40) < torch.tensor([[40], [2]] * 4)
+    batch.batch["prompt_mask"] = torch.zeros(8, 2, dtype=torch.bool)
+    apart = balanced_shares(batch, 2, TokenCost(16), [0, 1])
+    assert [len(share) for share in apart] == [1, 1]
+    schedule = MiniBatchSchedule(2, 2, True, seed=1, unit="pair")
+    plan = plan_call(
+        Registered(Dispatch.ND_MINI_BATCHES), Shape(Mesh.flat(range(2)), schedule=schedule), (batch, 0), {}
+    )
+    minis = zip(*(kwargs["mini_batches"] for _, kwargs in plan.calls), strict=True)
+    for of_ranks in minis:
+        assert sorted(map(len, of_ranks)) == [0, 2]
+    assert len(schedule.rows(batch, 0)) == 8
+
+
+@given(
+    units=st.lists(st.integers(0, 4), max_size=12),
+    size=st.integers(1, 8),
+    epochs=st.integers(1, 2),
+    shuffle=st.booleans(),
+)
+def test_mini_batches_never_cut_a_unit(units, size, epochs, shuffle):
+    batch = DataProto.from_dict({"pair": torch.tensor(units, dtype=torch.int64)})
+    found = MiniBatchSchedule(size, epochs, shuffle, unit="pair").rows(batch, 3)
+    assert sorted(row for mini in found for row in mini) == sorted(list(range(len(units))) * epochs)
+    for mini in found:
+        inside = {units[row] for row in mini}
+        assert all((units[row] in inside) == (row in mini) for row in range(len(units)))
+        assert len(mini) <= size or len(inside) == 1
+
+
 def test_schedule_is_a_function_of_step_and_pass():
     schedule = MiniBatchSchedule(3, 2, True, 11)
-    first, again, later = schedule.rows(7, 1), schedule.rows(7, 1), schedule.rows(7, 2)
+    batch = make_batch(7)
+    first, again, later = schedule.rows(batch, 1), schedule.rows(batch, 1), schedule.rows(batch, 2)
     assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
     assert any(not np.array_equal(a, b) for a, b in zip(first, later, strict=True))
     assert [len(found) for found in first] == [3, 3, 1, 3, 3, 1]

@@ -42,7 +42,7 @@ class Schedule(Protocol):
     @property
     def unit(self) -> str: ...
 
-    def rows(self, num_rows: int, step: int) -> list[np.ndarray]: ...
+    def rows(self, batch: DataProto, step: int) -> list[np.ndarray]: ...
 
     def computed(self, batch: DataProto) -> list[int]: ...
 
@@ -209,8 +209,7 @@ def _nd_mini_batches(
     cost, parts, unit = group.cost, group.mesh.dp_size, group.schedule.unit
     computed = set(group.schedule.computed(batch))
     cut = [
-        balanced_shares(batch, parts, cost, rows.tolist(), computed, unit)
-        for rows in group.schedule.rows(len(batch), step)
+        balanced_shares(batch, parts, cost, rows.tolist(), computed, unit) for rows in group.schedule.rows(batch, step)
     ]
     shares: list[Rows] = [sorted({row for mini in cut for row in mini[part]}) for part in range(parts)]
     sent = _lean(batch, declared.objects)

@@ -66,7 +66,7 @@ class ModelRole:
         `mini_batches` are the rows of each optimizer step; without them the role's own schedule decides.
         """
         assert self.objective is not None, "a frozen role is not updated"
-        rows = self.schedule.rows(len(batch), step) if mini_batches is None else mini_batches
+        rows = self.schedule.rows(batch, step) if mini_batches is None else mini_batches
         found = [self._train(mini, step, index) for index, mini in enumerate(_mini_batches(batch, rows))]
         observed = self.objective.pop_observed()
         self._measure(step, found)

@@ -10,6 +10,7 @@ import torch
 
 from verl.data_proto.metrics import Metric, merge_metrics
 from verl.data_proto.proto import DataProto
+from verl.parallel.balance import unit_ids
 from verl.parallel.serialize import record
 from verl.roles.step_guard import Finding, merge_findings
 
@@ -17,7 +18,8 @@ from verl.roles.step_guard import Finding, merge_findings
 @dataclass(frozen=True)
 class MiniBatchSchedule:
     """`epochs` passes over a batch in mini-batches of `size` rows (the last may be short; None: all rows). `needed` chooses the
-    rows of a mini-batch that are computed; None: all of them. `unit` is that of the objective, see TrainEngine.train_batch."""
+    rows of a mini-batch that are computed; None: all of them. `unit` is that of the objective, see TrainEngine.train_batch; no
+    unit is cut, and one of more than `size` rows is alone."""
 
     size: int | None = None
     epochs: int = 1
@@ -26,20 +28,34 @@ class MiniBatchSchedule:
     needed: Callable[[DataProto], list[int]] | None = None
     unit: str = "row"
 
-    def rows(self, num_rows: int, step: int) -> list[np.ndarray]:
-        """The rows of each optimizer step of trainer step `step`. The order of a shuffled pass depends on (seed, step,
-        pass) alone. Unshuffled, the samples of a prompt stay together and share its computation."""
-        found, size = [], self.size or max(1, num_rows)
+    def rows(self, batch: DataProto, step: int) -> list[np.ndarray]:
+        """The rows of each optimizer step of trainer step `step`; those of one unit are adjacent. The order of a shuffled pass
+        depends on (seed, step, pass) alone. Unshuffled, the samples of a prompt stay together and share its computation."""
+        units: dict[int, list[int]] = {}
+        for row, unit in enumerate(unit_ids(batch, self.unit)):
+            units.setdefault(unit, []).append(row)
+        members, size = list(units.values()), self.size or max(1, len(batch))
+        found = []
         for epoch in range(self.epochs):
-            rows = np.arange(num_rows)
+            order: Sequence[int] | np.ndarray = range(len(members))
             if self.shuffle:
-                rows = np.random.Generator(np.random.Philox(key=[self.seed + step, epoch])).permutation(num_rows)
-            found += [rows[start : start + size] for start in range(0, num_rows, size)]
+                order = np.random.Generator(np.random.Philox(key=[self.seed + step, epoch])).permutation(len(members))
+            found += _filled([members[number] for number in order], size)
         return found
 
     def computed(self, batch: DataProto) -> list[int]:
         """The rows of `batch` that are computed."""
         return list(range(len(batch))) if self.needed is None else self.needed(batch)
+
+
+def _filled(units: Sequence[list[int]], size: int) -> list[np.ndarray]:
+    """Units in their order, as many in each mini-batch as `size` rows have room for; a larger unit is alone."""
+    found: list[list[int]] = []
+    for rows in units:
+        if not found or len(found[-1]) + len(rows) > size:
+            found.append([])
+        found[-1] += rows
+    return [np.array(rows) for rows in found]
 
 
 @record
