@@ -55,8 +55,8 @@ class DataConfig(Section):
 
 
 @dataclass(frozen=True)
-class SFTDataConfig(Section):
-    """`data` of supervised fine-tuning: files of conversations, and their rows as training sequences."""
+class TextDataConfig(Section):
+    """Keys of `data` that programs on given texts share: files, batches, lengths, chat templates."""
 
     train_files: str | list[str] = used(
         "~/data/gsm8k/train.parquet", "training files: parquet, JSON, JSONL, or a data set"
@@ -70,13 +70,29 @@ class SFTDataConfig(Section):
     micro_batch_size_per_gpu: int | None = used(
         4, "rows per forward and backward pass", when="fixed_bsz", sizing=True, ge=1
     )
+    tools_key: str = used("tools", "field that holds the tools' JSON schemas")
+    enable_thinking_key: str = used("enable_thinking", "field that holds enable_thinking of the chat template")
+    enable_thinking_default: bool | None = used(None, "its value for rows without the field; null: the template's own")
+    max_length: int | None = used(1024, "longest sequence in tokens; null: no limit", ge=2)
+    truncation: str = used("error", "what happens to a longer sequence", choices=("error", "left", "right"))
+    ignore_input_ids_mismatch: bool = used(
+        False, "train on rows whose turns have other tokens by themselves than in the whole conversation"
+    )
+    apply_chat_template_kwargs: dict[str, Any] = used({}, "further arguments of the chat template")
+    shuffle: bool = used(True, "a new order of rows in each epoch")
+    seed: int | None = used(None, "seed of the order of rows; null: trainer.seed")
+    image_key: str = used("images", "field that holds images; rows that have any are refused")
+    video_key: str = used("videos", "field that holds videos; rows that have any are refused")
+
+
+@dataclass(frozen=True)
+class SFTDataConfig(TextDataConfig):
+    """`data` of supervised fine-tuning: files of conversations, and their rows as training sequences."""
+
     row_format: str | None = used(
         None, "format of the rows; null: found by the columns of each row", choices=ROW_FORMATS
     )
     messages_key: str = used("messages", "field that holds the messages")
-    tools_key: str = used("tools", "field that holds the tools' JSON schemas")
-    enable_thinking_key: str = used("enable_thinking", "field that holds enable_thinking of the chat template")
-    enable_thinking_default: bool | None = used(None, "its value for rows without the field; null: the template's own")
     text_key: str = used("text", "field that holds a text to train on as it is")
     prompt_key: str | None = used(None, "field of a single question, with response_key")
     response_key: str | None = used(None, "field of the answer to it")
@@ -88,14 +104,34 @@ class SFTDataConfig(Section):
         "of the row. A message with loss_mask: 0 or 1 decides for itself",
         choices=(None, "assistant", "completion", "all"),
     )
-    max_length: int | None = used(1024, "longest sequence in tokens; null: no limit", ge=2)
-    truncation: str = used("error", "what happens to a longer sequence", choices=("error", "left", "right"))
-    ignore_input_ids_mismatch: bool = used(
-        False, "train on rows whose turns have other tokens by themselves than in the whole conversation"
-    )
-    apply_chat_template_kwargs: dict[str, Any] = used({}, "further arguments of the chat template")
-    shuffle: bool = used(True, "a new order of rows in each epoch")
-    seed: int | None = used(None, "seed of the order of rows; null: trainer.seed")
     custom_cls: CustomClassConfig = section(CustomClassConfig, "the user's dataset class")
-    image_key: str = used("images", "field that holds images; rows that have any are refused")
-    video_key: str = used("videos", "field that holds videos; rows that have any are refused")
+
+
+@dataclass(frozen=True)
+class PreferenceDataConfig(TextDataConfig):
+    """`data` of preference optimization and reward models: pairs of a chosen and a rejected completion, or labelled ones."""
+
+    train_files: str | list[str] = used(
+        "~/data/preferences/train.parquet", "training files: parquet, JSON, JSONL, or a data set"
+    )
+    train_batch_size: int = used(
+        32, "rows (pairs, or labelled completions) of one optimizer step, over all devices", ge=1
+    )
+    micro_batch_size_per_gpu: int | None = used(
+        4,
+        "completions per forward and backward pass; the two of a pair are never parted",
+        when="fixed_bsz",
+        sizing=True,
+        ge=1,
+    )
+    prompt_key: str = used("prompt", "field that holds the prompt: text or messages")
+    chosen_key: str = used("chosen", "field that holds the better completion: text or messages")
+    rejected_key: str = used("rejected", "field that holds the worse completion")
+    completion_key: str = used("completion", "field that holds the only completion of a labelled row")
+    label_key: str = used("label", "field that says whether the completion of a labelled row is desirable")
+    margin_key: str = used("margin", "field that says by how much the chosen completion is better; optional")
+
+    @property
+    def loss_on(self) -> str:
+        """As SFTDataConfig.loss_on: everything after the prompt is the completion."""
+        return "completion"

@@ -6,13 +6,14 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 
+from verl.config.sections.data import SFTDataConfig
 from verl.data.check import NUM_PROBLEMS_SHOWN
 from verl.data.conversations.formats import example_of
 from verl.data.conversations.tokens import ConversationEncoder, TrainingSequence
@@ -20,12 +21,12 @@ from verl.data.dataset import Files, dataset_class
 from verl.data.files import Rows, read_rows
 from verl.data.order import PromptOrder
 from verl.data.prompts import control_token_in, control_tokens, truncate
-from verl.data.schema import at
+from verl.data.schema import Messages, at
 from verl.data_proto.proto import DataProto
 from verl.errors import DataError
 
 if TYPE_CHECKING:
-    from verl.config.sections.data import SFTDataConfig
+    from verl.config.sections.data import PreferenceDataConfig, TextDataConfig
 
 # row number -> (file and row for messages, format, sequences before truncation, a control token in messages or "")
 ReadRow = Callable[[int], tuple[str, str, list[TrainingSequence], str]]
@@ -36,7 +37,7 @@ class FileSummary:
     """Counts of one file. Tokens are counted after truncation; lengths are those of sequences before it."""
 
     file: str
-    settings: SFTDataConfig
+    settings: TextDataConfig
     num_rows: int = 0  # rows that train
     formats: Counter[str] = field(default_factory=Counter)  # rows of each format
     num_sequences: int = 0
@@ -98,39 +99,71 @@ class FileSummary:
         if len(self.problems) < NUM_PROBLEMS_SHOWN:
             self.problems.append(sentence)
 
+    def fit_row(self, sequences: list[TrainingSequence], place: str, stops: Sequence[int]) -> list[TrainingSequence]:
+        """The sequences of a row that keep a token which trains, within data.max_length; counted."""
+        self.num_split += len(sequences) > 1
+        return [short for sequence in sequences if (short := self.fit(sequence, place, stops))]
+
     def fit(self, sequence: TrainingSequence, place: str, stops: Sequence[int]) -> TrainingSequence | None:
         """The sequence within data.max_length, counted; None when the cut leaves no token that trains."""
-        limit, length = self.settings.max_length, len(sequence.input_ids)
+        limit = self.settings.max_length
+        longer = limit is not None and len(sequence.input_ids) > limit
+        return self.count(
+            sequence, shortened(sequence, limit or 0, self.settings.truncation) if longer else sequence, place, stops
+        )
+
+    def count(
+        self, whole: TrainingSequence, short: TrainingSequence, place: str, stops: Sequence[int]
+    ) -> TrainingSequence | None:
+        """`short`, which is `whole` or what is left of it, counted; None when no token of it trains."""
+        length, num_cut = len(whole.input_ids), len(whole.input_ids) - len(short.input_ids)
         if length > self.longest:
             self.longest, self.longest_place = length, place
-        trained = sequence.input_ids[sequence.loss_mask]
-        self.num_endless += not np.isin(trained, stops).any()
-        if limit is not None and length > limit:
-            sequence = _cut(sequence, limit, self.settings.truncation)
+        self.num_endless += not np.isin(whole.input_ids[whole.loss_mask], stops).any()
+        if num_cut:
             self.num_truncated += 1
-            self.num_tokens_cut += length - limit
-            self.num_trained_cut += len(trained) - sequence.num_trained
-            if not sequence.num_trained:
+            self.num_tokens_cut += num_cut
+            self.num_trained_cut += whole.num_trained - short.num_trained
+            if not short.num_trained:
                 self.num_untrainable_sequences += 1
                 return None
-        self.num_tokens += len(sequence.input_ids)
-        self.num_trained += sequence.num_trained
-        return sequence
+        self.num_tokens += len(short.input_ids)
+        self.num_trained += short.num_trained
+        return short
 
 
-def _cut(sequence: TrainingSequence, limit: int, mode: str) -> TrainingSequence:
+def shortened(sequence: TrainingSequence, limit: int, mode: str) -> TrainingSequence:
+    """At most `limit` tokens of the sequence: the last ones (`left`) or the first ones (`right`)."""
     mask = np.array(truncate(sequence.loss_mask.tolist(), limit, mode), dtype=np.bool_)
     mask[0] = False  # the token that it was predicted from may be gone
-    return TrainingSequence(np.array(truncate(sequence.input_ids.tolist(), limit, mode), dtype=np.int32), mask)
+    ids = np.array(truncate(sequence.input_ids.tolist(), limit, mode), dtype=np.int32)
+    return replace(sequence, input_ids=ids, loss_mask=mask)
 
 
 class ConversationDataset:
-    """The rows of files that train; `dataset[i]` is the list of sequences of row i, at most max_length tokens each."""
+    """The rows of files that train; `dataset[i]` is the list of sequences of row i, at most max_length tokens each.
+
+    A subclass reads other rows: `summary_class` counts them, `sequences_of` makes their sequences.
+    """
+
+    summary_class = FileSummary
 
     def __init__(self) -> None:
-        self.summaries: list[FileSummary] = []
+        self.summaries: list[Any] = []  # of summary_class, one per file
         self._rows: list[list[TrainingSequence]] = []
         self._places: list[str] = []
+
+    def sequences_of(
+        self, row: Mapping[str, Any], encoder: ConversationEncoder, place: str
+    ) -> tuple[str, list[TrainingSequence], Messages]:
+        """Format of a row of a file, its sequences whole, and its messages. Raises DataError."""
+        assert isinstance(encoder.settings, SFTDataConfig)
+        if encoder.settings.row_format is None and "input_ids" in row:
+            return "tokenized", [tokenized(row, place)], []
+        with at(place):
+            example = example_of(row, encoder.settings)
+        messages = [m for part in (example.prompt, example.completion) if isinstance(part, list) for m in part]
+        return example.row_format, encoder.encode(example, place), messages
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -159,6 +192,7 @@ class ConversationDataset:
             try:
                 place, row_format, whole, control = read(number)
                 _check_length(max(len(sequence.input_ids) for sequence in whole), summary.settings, place)
+                kept = summary.fit_row(whole, place, stop_token_ids)
             except DataError as error:
                 if not keep_going:
                     raise
@@ -168,22 +202,26 @@ class ConversationDataset:
             if control:
                 summary.num_control += 1
                 summary.first_control = summary.first_control or f"{control!r} in {place}"
-            summary.num_split += len(whole) > 1
-            kept = [short for sequence in whole if (short := summary.fit(sequence, place, stop_token_ids))]
             summary.num_untrainable_rows += not kept
             if kept:
-                self._rows.append(kept)
-                self._places.append(place)
+                self._append(kept, place)
                 summary.num_rows += 1
                 summary.num_sequences += len(kept)
 
+    def _append(self, sequences: list[Any], place: str) -> None:
+        self._rows.append(sequences)
+        self._places.append(place)
 
-def _check_length(length: int, settings: SFTDataConfig, place: str) -> None:
+
+def _check_length(length: int, settings: TextDataConfig, place: str) -> None:
     if settings.max_length is not None and length > settings.max_length and settings.truncation == "error":
         raise DataError(
             f"{place}: a sequence has {length} tokens, more than data.max_length={settings.max_length}. Raise the limit, "
             "or set data.truncation to left or right to cut such rows."
         )
+
+
+DatasetT = TypeVar("DatasetT", bound=ConversationDataset)
 
 
 def load_conversations(
@@ -202,12 +240,36 @@ def load_conversations(
     `stop_token_ids` end generation (None: the tokenizer's eos). Raises DataError for files that cannot be read and for
     the first bad row; with `keep_going` bad rows are left out, and `dataset.summaries` describes them, for `verl check`.
     """
+    return read_into(
+        ConversationDataset(),
+        files,
+        tokenizer,
+        settings,
+        max_samples=max_samples,
+        seed=seed,
+        stop_token_ids=stop_token_ids,
+        keep_going=keep_going,
+    )
+
+
+def read_into(
+    dataset: DatasetT,
+    files: Files,
+    tokenizer: Any,
+    settings: SFTDataConfig | PreferenceDataConfig,
+    *,
+    max_samples: int = -1,
+    seed: int | None = None,
+    stop_token_ids: Sequence[int] | None = None,
+    keep_going: bool = False,
+) -> DatasetT:
+    """The empty `dataset` with the rows of `files`; arguments and errors as for `load_conversations`."""
     names = [files] if isinstance(files, str | os.PathLike) else list(files)
     eos = tokenizer.eos_token_id
     stops = ([] if eos is None else [eos]) if stop_token_ids is None else stop_token_ids
-    dataset = ConversationDataset()
-    for name, count, read in _sources(names, tokenizer, settings, max_samples, seed):
-        dataset.add(FileSummary(name, settings), count, read, stop_token_ids=stops, keep_going=keep_going)
+    for name, count, read in _sources(dataset, names, tokenizer, settings, max_samples, seed):
+        summary = dataset.summary_class(name, settings)
+        dataset.add(summary, count, read, stop_token_ids=stops, keep_going=keep_going)
     if not len(dataset) and not keep_going:
         raise DataError(
             f"None of the rows of {', '.join(map(str, names))} keeps a token that trains within "
@@ -217,10 +279,15 @@ def load_conversations(
 
 
 def _sources(
-    names: Sequence[str | os.PathLike[str]], tokenizer: Any, settings: SFTDataConfig, max_samples: int, seed: int | None
+    dataset: ConversationDataset,
+    names: Sequence[str | os.PathLike[str]],
+    tokenizer: Any,
+    settings: SFTDataConfig | PreferenceDataConfig,
+    max_samples: int,
+    seed: int | None,
 ) -> Iterator[tuple[str, int, ReadRow]]:
     """(name, number of rows, reader) of each file, or of the custom class."""
-    if settings.custom_cls.path:
+    if isinstance(settings, SFTDataConfig) and settings.custom_cls.path:
         made = dataset_class(settings)(
             parquet_files=names, tokenizer=tokenizer, config=settings, processor=None, max_samples=max_samples
         )
@@ -231,20 +298,20 @@ def _sources(
     encoder, controls = ConversationEncoder(tokenizer, settings), control_tokens(tokenizer)
     for name, rows in zip(names, tables, strict=True):
         inside = rows.select(chosen[(chosen >= start) & (chosen < start + len(rows))] - start)
-        yield str(name), len(inside), partial(_row_of_file, inside, encoder, controls)
+        yield str(name), len(inside), partial(_row_of_file, dataset, inside, encoder, controls)
         start += len(rows)
 
 
 def _row_of_file(
-    rows: Rows, encoder: ConversationEncoder, controls: re.Pattern[str] | None, number: int
+    dataset: ConversationDataset,
+    rows: Rows,
+    encoder: ConversationEncoder,
+    controls: re.Pattern[str] | None,
+    number: int,
 ) -> tuple[str, str, list[TrainingSequence], str]:
-    place, row = rows.place(number), rows[number]
-    if encoder.settings.row_format is None and "input_ids" in row:
-        return place, "tokenized", [tokenized(row, place)], ""
-    with at(place):
-        example = example_of(row, encoder.settings)
-    messages = [m for part in (example.prompt, example.completion) if isinstance(part, list) for m in part]
-    return place, example.row_format, encoder.encode(example, place), control_token_in(messages, controls)
+    place = rows.place(number)
+    row_format, sequences, messages = dataset.sequences_of(rows[number], encoder, place)
+    return place, row_format, sequences, control_token_in(messages, controls)
 
 
 def _row_of_class(dataset: Any, number: int) -> tuple[str, str, list[TrainingSequence], str]:

@@ -14,7 +14,7 @@ from verl.errors import DataError
 from verl.foreign_text import clean, quoted
 
 if TYPE_CHECKING:
-    from verl.config.sections.data import SFTDataConfig
+    from verl.config.sections.data import SFTDataConfig, TextDataConfig
 
 # the speakers of ShareGPT, as role of a chat message
 SPEAKERS = {
@@ -65,17 +65,17 @@ def format_of(row: Mapping[str, Any], settings: SFTDataConfig) -> str:
         if asked not in needed:
             raise DataError(f"data.row_format={asked} needs data.prompt_key and data.response_key.")
         if lacks := [name for name in needed[asked] if name not in has]:
-            raise DataError(f"a row of the format {asked} lacks {_quoted(lacks)}; it has {_quoted(sorted(has))}.")
+            raise DataError(f"a row of the format {asked} lacks {named(lacks)}; it has {named(sorted(has))}.")
         return asked
     found = [name for name, columns in needed.items() if has.issuperset(columns)]
     if len(found) == 1:
         return found[0]
     if found:
-        claims = " and ".join(f"{name} ({_quoted(needed[name])})" for name in found)
+        claims = " and ".join(f"{name} ({named(needed[name])})" for name in found)
         raise DataError(f"the row has the columns of {claims}; set data.row_format to the one to train on.")
-    lacking = "; ".join(f"{n}: {_quoted(c for c in columns if c not in has)}" for n, columns in needed.items())
+    lacking = "; ".join(f"{n}: {named(c for c in columns if c not in has)}" for n, columns in needed.items())
     raise DataError(
-        f"the row fits no format; it has {_quoted(sorted(has))} and lacks, for each format: {lacking}. Rename its "
+        f"the row fits no format; it has {named(sorted(has))} and lacks, for each format: {lacking}. Rename its "
         "columns, or name them by data.messages_key, data.text_key, or data.prompt_key and data.response_key."
     )
 
@@ -83,10 +83,7 @@ def format_of(row: Mapping[str, Any], settings: SFTDataConfig) -> str:
 def example_of(row: Mapping[str, Any], settings: SFTDataConfig) -> Example:
     """The row in the one form that is turned into tokens. Raises DataError naming the field that cannot be used."""
     row_format = format_of(row, settings)
-    for key in (settings.image_key, settings.video_key):
-        media = row.get(key)
-        if media is not None and not (hasattr(media, "__len__") and len(media) == 0):
-            raise DataError(f"field {key!r} holds media; rows are text in this version, so leave the row out.")
+    refuse_media(row, settings)
     prompt, completion = _READERS[row_format](row, settings)
     if isinstance(prompt, list) != isinstance(completion, list) and row_format == "prompt_completion":
         prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -98,9 +95,17 @@ def example_of(row: Mapping[str, Any], settings: SFTDataConfig) -> Example:
         _without_marks(prompt),
         _without_marks(completion),
         trains,
-        _tools(row.get(settings.tools_key), settings.tools_key),
-        _template_kwargs(row, settings),
+        tools_in(row.get(settings.tools_key), settings.tools_key),
+        template_kwargs_of(row, settings),
     )
+
+
+def refuse_media(row: Mapping[str, Any], settings: TextDataConfig) -> None:
+    """Raises DataError for a row with images or videos."""
+    for key in (settings.image_key, settings.video_key):
+        media = row.get(key)
+        if media is not None and not (hasattr(media, "__len__") and len(media) == 0):
+            raise DataError(f"field {key!r} holds media; rows are text in this version, so leave the row out.")
 
 
 def _columns(settings: SFTDataConfig) -> dict[str, tuple[str, ...]]:
@@ -119,41 +124,47 @@ def _columns(settings: SFTDataConfig) -> dict[str, tuple[str, ...]]:
     return needed
 
 
-def _quoted(names: Any) -> str:
+def named(names: Any) -> str:
+    """Names for a message."""
     return ", ".join(repr(name) for name in names) or "nothing"
 
 
 def _messages_row(row: Mapping[str, Any], settings: SFTDataConfig) -> tuple[Messages, Messages]:
-    return [], _messages(row[settings.messages_key], settings.messages_key)
+    return [], messages_in(row[settings.messages_key], settings.messages_key)
 
 
 def _conversations_row(row: Mapping[str, Any], settings: SFTDataConfig) -> tuple[Messages, Messages]:
-    # some collections keep the system message in a column of its own
-    return [], [*_system(row), *_messages(row["conversations"], "conversations")]
+    return [], [*system_message(row), *messages_in(row["conversations"], "conversations")]
 
 
 def _prompt_completion_row(row: Mapping[str, Any], settings: SFTDataConfig) -> tuple[Any, Any]:
     prompt, completion = (
-        _text(row[name], name) if isinstance(row[name], str) else _messages(row[name], name)
+        text_in(row[name], name) if isinstance(row[name], str) else messages_in(row[name], name)
         for name in ("prompt", "completion")
     )
     return prompt, completion
 
 
 def _text_row(row: Mapping[str, Any], settings: SFTDataConfig) -> tuple[str, str]:
-    return "", _text(row[settings.text_key], settings.text_key)
+    return "", text_in(row[settings.text_key], settings.text_key)
 
 
-def _alpaca_row(row: Mapping[str, Any], settings: SFTDataConfig) -> tuple[Messages, Messages]:
-    question, more = _text(row["instruction"], "instruction"), row.get("input")
+def alpaca_prompt(row: Mapping[str, Any]) -> Messages:
+    """The messages before the answer of a row with `instruction`, and `input`, `history` and `system` where it has them."""
+    question, more = text_in(row["instruction"], "instruction"), row.get("input")
     if more:
-        question = f"{question}\n{_text(more, 'input')}"
-    messages = _system(row)
+        question = f"{question}\n{text_in(more, 'input')}"
+    messages = system_message(row)
     for number, pair in enumerate(_list(row.get("history") or [], "history")):
         if not isinstance(pair, Sequence | np.ndarray) or isinstance(pair, str) or len(pair) != 2:
             raise DataError(f"field 'history[{number}]' must be a pair of texts, a question and its answer.")
-        messages += _question_and_answer(*(_text(part, f"history[{number}]") for part in pair))
-    return [], messages + _question_and_answer(question, _text(row["output"], "output"))
+        messages += _question_and_answer(*(text_in(part, f"history[{number}]") for part in pair))
+    return [*messages, {"role": "user", "content": question}]
+
+
+def _alpaca_row(row: Mapping[str, Any], settings: SFTDataConfig) -> tuple[Messages, Messages]:
+    answer = {"role": "assistant", "content": text_in(row["output"], "output")}
+    return [], [*alpaca_prompt(row), answer]
 
 
 def _prompt_response_row(row: Mapping[str, Any], settings: SFTDataConfig) -> tuple[Messages, str]:
@@ -172,7 +183,8 @@ _READERS: dict[str, Callable[[Mapping[str, Any], SFTDataConfig], tuple[Any, Any]
 }
 
 
-def _text(value: Any, field_name: str) -> str:
+def text_in(value: Any, field_name: str) -> str:
+    """The text of a field, checked."""
     if not isinstance(value, str) or not value:
         raise DataError(
             f"field {field_name!r} must be a text of at least one character, but it is {quoted(value, 80)}."
@@ -190,15 +202,16 @@ def _inner(row: Mapping[str, Any], key: str, dict_keys: Sequence[str]) -> str:
                 f"field {path!r} has no {name!r}; correct data.prompt_dict_keys or data.response_dict_keys."
             )
         value, path = value[name], f"{path}.{name}"
-    return _text(value, path)
+    return text_in(value, path)
 
 
 def _question_and_answer(question: str, answer: str) -> Messages:
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
-def _system(row: Mapping[str, Any]) -> Messages:
-    return [{"role": "system", "content": _text(row["system"], "system")}] if row.get("system") else []
+def system_message(row: Mapping[str, Any]) -> Messages:
+    """The message of a `system` column, which some collections have; none where it is empty."""
+    return [{"role": "system", "content": text_in(row["system"], "system")}] if row.get("system") else []
 
 
 def _list(value: Any, field_name: str) -> list[Any]:
@@ -207,7 +220,7 @@ def _list(value: Any, field_name: str) -> list[Any]:
     return list(value)
 
 
-def _messages(value: Any, field_name: str) -> Messages:
+def messages_in(value: Any, field_name: str) -> Messages:
     """Checked messages of either spelling; the marks `loss_mask` and `train` are still in them."""
     found = _list(value, field_name)
     if not found:
@@ -276,14 +289,15 @@ def _json_list(value: Any, field_name: str) -> list[Any]:
     return [] if found is None else _list(found, field_name)
 
 
-def _tools(value: Any, field_name: str) -> list[dict[str, Any]] | None:
+def tools_in(value: Any, field_name: str) -> list[dict[str, Any]] | None:
+    """The JSON schemas of a column of tools; None where it is empty."""
     found = [_pruned(_json(tool, field_name)) for tool in _json_list(value, field_name)]
     if wrong := [tool for tool in found if not isinstance(tool, dict)]:
         raise DataError(f"field {field_name!r} must be a list of JSON schemas, but has {quoted(wrong[0], 80)}.")
     return found or None
 
 
-def _template_kwargs(row: Mapping[str, Any], settings: SFTDataConfig) -> dict[str, Any]:
+def template_kwargs_of(row: Mapping[str, Any], settings: TextDataConfig) -> dict[str, Any]:
     """`data.apply_chat_template_kwargs`, and enable_thinking where the row or the settings have a value for it."""
     thinking = row.get(settings.enable_thinking_key)
     thinking = settings.enable_thinking_default if thinking is None else thinking

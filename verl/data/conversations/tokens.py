@@ -29,7 +29,7 @@ from verl.data.schema import Messages
 from verl.errors import DataError
 
 if TYPE_CHECKING:
-    from verl.config.sections.data import SFTDataConfig
+    from verl.config.sections.data import PreferenceDataConfig, SFTDataConfig
 
 GENERATION_MARKER = re.compile(r"{%-?\s*generation\s*-?%}")
 NO_CONTENT = "\ue000"  # a private-use character, so that no answer begins with it
@@ -63,7 +63,7 @@ class _Turn:
 class ConversationEncoder:
     """Turns examples into training sequences with one tokenizer and its chat template."""
 
-    def __init__(self, tokenizer: Any, settings: SFTDataConfig):
+    def __init__(self, tokenizer: Any, settings: SFTDataConfig | PreferenceDataConfig):
         self.tokenizer = tokenizer
         self.settings = settings
         added = getattr(tokenizer, "added_tokens_decoder", {})

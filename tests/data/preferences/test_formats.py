@@ -1,0 +1,143 @@
+"""Row formats of preferences: what each becomes, and what is reported about rows that fit none or are wrong inside."""
+
+import pytest
+
+from tests.data.conversations.templates import chat
+from verl.config.sections.data import PreferenceDataConfig
+from verl.data.preferences.formats import preference_of
+from verl.errors import DataError
+
+QA = chat("q", "a")
+QB = chat("q", "b")
+ASK, A, B = QA[:1], QA[1:], QB[1:]
+SAYS = [{"from": "human", "value": "q"}]
+
+PAIRS = {
+    "texts": ({"prompt": "q", "chosen": "a", "rejected": "b"}, "prompt_chosen_rejected", "q", ("a", "b")),
+    "an empty text": ({"prompt": "q", "chosen": "a", "rejected": ""}, "prompt_chosen_rejected", "q", ("a", "")),
+    "messages": ({"prompt": ASK, "chosen": A, "rejected": B}, "prompt_chosen_rejected", ASK, (A, B)),
+    "texts beside messages": ({"prompt": ASK, "chosen": "a", "rejected": "b"}, "prompt_chosen_rejected", ASK, (A, B)),
+    "a text prompt beside answers": (
+        {"prompt": "q", "chosen": A, "rejected": B},
+        "prompt_chosen_rejected",
+        ASK,
+        (A, B),
+    ),
+    "UltraFeedback": (
+        {"prompt": "q", "chosen": QA, "rejected": QB, "score_chosen": 9.0, "messages": QA},
+        "repeated_prompt",
+        ASK,
+        (A, B),
+    ),
+    "a prompt of messages that is repeated": (
+        {"prompt": ASK, "chosen": QA, "rejected": QB},
+        "repeated_prompt",
+        ASK,
+        (A, B),
+    ),
+    "more than the prompt is repeated": (
+        {"prompt": "q", "chosen": chat("q", "a", system="s"), "rejected": chat("q", "b", system="s")},
+        "repeated_prompt",
+        chat("q", system="s"),
+        (A, B),
+    ),
+    "implicit texts": (
+        {"chosen": "Human: q\n\nAssistant: yes", "rejected": "Human: q\n\nAssistant: no"},
+        "chosen_rejected",
+        "Human: q\n\nAssistant:",
+        (" yes", " no"),
+    ),
+    "implicit texts without a prompt": ({"chosen": "a", "rejected": "b"}, "chosen_rejected", "", ("a", "b")),
+    "implicit messages": ({"chosen": QA, "rejected": QB}, "chosen_rejected", ASK, (A, B)),
+    "implicit messages of several turns": (
+        {"chosen": chat("q", "x", "r", "a"), "rejected": chat("q", "x", "r", "b", "more", "c")},
+        "chosen_rejected",
+        chat("q", "x", "r"),
+        (A, chat("_", "b", "more", "c")[1:]),
+    ),
+    "LLaMA-Factory conversations": (
+        {
+            "system": "s",
+            "conversations": SAYS,
+            "chosen": {"from": "gpt", "value": "a"},
+            "rejected": {"from": "gpt", "value": "b"},
+        },
+        "conversations_chosen_rejected",
+        chat("q", system="s"),
+        (A, B),
+    ),
+    "LLaMA-Factory instructions": (
+        {"instruction": "q", "input": "x", "chosen": "a", "rejected": "b"},
+        "instruction_chosen_rejected",
+        chat("q\nx"),
+        (A, B),
+    ),
+}
+LABELLED = {
+    "texts": ({"prompt": "q", "completion": "a", "label": True}, "prompt_completion_label", "q", "a"),
+    "messages": ({"prompt": ASK, "completion": A, "label": 0}, "prompt_completion_label", ASK, A),
+    "a text beside messages": ({"prompt": ASK, "completion": "a", "label": 1}, "prompt_completion_label", ASK, A),
+    "LLaMA-Factory messages": ({"messages": QA, "label": False}, "messages_label", ASK, A),
+    "LLaMA-Factory conversations": (
+        {"conversations": [*SAYS, {"from": "gpt", "value": "a"}], "label": True},
+        "conversations_label",
+        ASK,
+        A,
+    ),
+    "LLaMA-Factory instructions": (
+        {"instruction": "q", "output": "a", "label": True},
+        "instruction_output_label",
+        ASK,
+        A,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PAIRS)
+def test_pairs_become_a_prompt_and_two_completions(case):
+    row, row_format, prompt, completions = PAIRS[case]
+    found = preference_of(row, PreferenceDataConfig())
+    assert (found.row_format, found.prompt, found.completions) == (row_format, prompt, completions)
+    assert (found.label, found.margin) == (None, 0.0)
+
+
+@pytest.mark.parametrize("case", LABELLED)
+def test_labelled_completions_become_a_prompt_and_one(case):
+    row, row_format, prompt, completion = LABELLED[case]
+    found = preference_of(row, PreferenceDataConfig())
+    assert (found.row_format, found.prompt, found.completions) == (row_format, prompt, (completion,))
+    assert found.label is bool(row["label"])
+
+
+def test_columns_can_have_other_names():
+    settings = PreferenceDataConfig(prompt_key="input", chosen_key="good", rejected_key="bad", margin_key="gap")
+    found = preference_of({"input": "q", "good": "a", "bad": "b", "gap": 2, "prompt": "x"}, settings)
+    assert (found.prompt, found.completions, found.margin) == ("q", ("a", "b"), 2.0)
+    settings = PreferenceDataConfig(completion_key="output", label_key="kto_tag")
+    assert preference_of({"prompt": "q", "output": "a", "kto_tag": True}, settings).label is True
+
+
+WRONG = {
+    "neither": ({"text": "a"}, "neither a pair .'chosen', 'rejected'. nor a labelled completion .'label'."),
+    "half a pair": ({"prompt": "q", "chosen": "a", "rejected": None}, "neither a pair"),
+    "equal texts": ({"prompt": "q", "chosen": "a", "rejected": "a"}, "are equal, so that there is nothing to prefer"),
+    "equal conversations": ({"chosen": QA, "rejected": QA}, "are equal, so that there is nothing to prefer"),
+    "other first messages": ({"chosen": QA, "rejected": chat("r", "b")}, "no common first message"),
+    "no answer": ({"chosen": QA, "rejected": ASK}, "field 'rejected' ends where the common beginning"),
+    "a text beside a conversation": ({"chosen": "a", "rejected": QB}, "both be texts or both be lists"),
+    "a wrong role": ({"prompt": "q", "chosen": [{"role": "asistant", "content": "a"}], "rejected": B}, "assistant"),
+    "a number": ({"prompt": "q", "chosen": 3, "rejected": "b"}, "field 'chosen' must be a list"),
+    "a label that is none": ({"prompt": "q", "completion": "a", "label": "good"}, "must be true .desirable. or false"),
+    "a label alone": ({"prompt": "q", "label": True}, "has a label, but no completion"),
+    "no answer at the end": ({"messages": chat("q", "a", "r"), "label": True}, "must be the assistant's answer"),
+    "a margin that is no number": ({"prompt": "q", "chosen": "a", "rejected": "b", "margin": "1"}, "a finite number"),
+    "an infinite margin": ({"prompt": "q", "chosen": "a", "rejected": "b", "margin": float("nan")}, "a finite number"),
+    "images": ({"prompt": "q", "chosen": "a", "rejected": "b", "images": ["x.png"]}, "holds media"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_rows_are_refused_with_the_field(case):
+    row, sentence = WRONG[case]
+    with pytest.raises(DataError, match=sentence):
+        preference_of(row, PreferenceDataConfig())

@@ -1,0 +1,217 @@
+"""Files of preferences as training sequences: two for a pair, the chosen one first, or one for a labelled completion.
+
+A pair's sequences share their prompt token by token, so a packed forward computes it once. Their rows of a batch are
+adjacent and have the same `ordinal`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from verl.config.sections.data import PreferenceDataConfig
+from verl.data.conversations.dataset import ConversationDataset, FileSummary, read_into, shortened, training_batch
+from verl.data.conversations.formats import Example
+from verl.data.conversations.tokens import ConversationEncoder, TrainingSequence
+from verl.data.order import PromptOrder
+from verl.data.preferences.formats import Preference, preference_of
+from verl.data.schema import Messages, at
+from verl.errors import DataError
+
+if TYPE_CHECKING:
+    from verl.data.dataset import Files
+    from verl.data_proto.proto import DataProto
+
+
+@dataclass(frozen=True)
+class PreferenceSequence(TrainingSequence):
+    """A prompt with one completion. `chosen`: it is the better one of its pair, or desirable. `completion_mask` bool [tokens]
+    is true on the completion where `loss_mask` says more; None: they are equal."""
+
+    chosen: bool = True
+    margin: float = 0.0
+    completion_mask: np.ndarray | None = None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return int(self.completion.argmax())
+
+    @property
+    def completion(self) -> np.ndarray:
+        """Mask of the completion."""
+        return self.loss_mask if self.completion_mask is None else self.completion_mask
+
+    def digest(self) -> bytes:
+        """A name for the sequence by its tokens and its completion, 16 bytes."""
+        name = hashlib.blake2b(self.input_ids.astype("<i4").tobytes(), digest_size=16)
+        name.update(self.completion.tobytes())
+        return name.digest()
+
+
+@dataclass
+class PreferenceSummary(FileSummary):
+    """See FileSummary. The two completions of a pair are cut to the same prompt, and are not a row that was split."""
+
+    num_completions_cut: int = 0
+
+    def sentences(self) -> list[str]:
+        """See FileSummary."""
+        lines = super().sentences()
+        if self.num_completions_cut:
+            lines.insert(
+                1,
+                f"Completions of which data.max_length={self.settings.max_length} leaves only a part: "
+                f"{self.num_completions_cut:,}.",
+            )
+        return lines
+
+    def fit_row(self, sequences: list[Any], place: str, stops: Sequence[int]) -> list[Any]:
+        """See FileSummary; empty when a completion keeps no token. Raises DataError for a pair that becomes equal."""
+        short = cut_together(sequences, self.settings.max_length, self.settings.truncation)
+        if len(short) == 2 and short[0].num_trained and np.array_equal(short[0].input_ids, short[1].input_ids):
+            limit = f" within data.max_length={self.settings.max_length}" if short is not sequences else ""
+            raise DataError(
+                f"{place}: the chosen and the rejected completion have the same tokens{limit}, so that there is nothing to "
+                "prefer. Raise data.max_length, or leave the row out."
+            )
+        kept = [self.count(*both, place, stops) for both in zip(sequences, short, strict=True)]
+        self.num_completions_cut += sum(
+            0 < after.num_trained < before.num_trained for before, after in zip(sequences, short, strict=True)
+        )
+        return kept if all(kept) else []
+
+
+def cut_together(sequences: list[Any], limit: int | None, truncation: str) -> list[Any]:
+    """The sequences of a row within `limit` tokens, with one prompt still. `left` takes from the start of the prompt, and when
+    a single token of it is left, from the ends of the completions; `right` takes from the ends alone."""
+    excess = max(len(sequence.input_ids) for sequence in sequences) - (limit or 0)
+    if limit is None or excess <= 0:
+        return sequences
+    if truncation == "left":
+        start = min(excess, sequences[0].num_prompt_tokens - 1)
+        sequences = [shortened(sequence, len(sequence.input_ids) - start, "left") for sequence in sequences]
+    return [shortened(s, limit, "right") if len(s.input_ids) > limit else s for s in sequences]
+
+
+class PreferenceDataset(ConversationDataset):
+    """Rows of preferences. `paired`: every row is a pair; else every row is one completion, and a pair becomes two rows.
+    `trains_prompts`: the prompt of a chosen completion trains too (ORPO)."""
+
+    summary_class = PreferenceSummary
+    _rows: list[list[PreferenceSequence]]  # type: ignore[assignment]
+
+    def __init__(self, *, paired: bool = True, trains_prompts: bool = False):
+        super().__init__()
+        self.paired, self.trains_prompts = paired, trains_prompts
+
+    def sequences_of(
+        self, row: Mapping[str, Any], encoder: ConversationEncoder, place: str
+    ) -> tuple[str, list[TrainingSequence], Messages]:
+        """See ConversationDataset."""
+        assert isinstance(encoder.settings, PreferenceDataConfig)
+        with at(place):
+            found = preference_of(row, encoder.settings)
+            if self.paired and found.label is not None:
+                raise DataError(
+                    "the row is a labelled completion, and this training needs pairs. Train on it with `verl kto`, or give "
+                    f"the row {encoder.settings.chosen_key!r} and {encoder.settings.rejected_key!r}."
+                )
+        messages = [m for part in (found.prompt, *found.completions) if isinstance(part, list) for m in part]
+        sequences = [_encoded(found, index, encoder, place) for index in range(len(found.completions))]
+        return found.row_format, [*sequences], messages
+
+    def _append(self, sequences: list[Any], place: str) -> None:
+        if self.trains_prompts:
+            sequences = [_with_trained_prompt(s) if s.chosen else s for s in sequences]
+        for row in [sequences] if self.paired else [[sequence] for sequence in sequences]:
+            super()._append(row, place)
+
+    def sequences(self, rows: Sequence[int]) -> list[PreferenceSequence]:
+        """Those of `rows`, in the order of `batch`."""
+        return [sequence for row in rows for sequence in self._rows[row]]
+
+    def batch(self, rows: Sequence[int]) -> DataProto:
+        """See ConversationDataset; sample_index is 0 for the chosen and 1 for the rejected completion of a pair. Adds chosen
+        (bool) and margin (float32) [batch], and completion_mask [batch, response] where prompts train."""
+        batch, sequences = super().batch(rows), self.sequences(rows)
+        batch.batch["chosen"] = torch.tensor([sequence.chosen for sequence in sequences])
+        batch.batch["margin"] = torch.tensor([sequence.margin for sequence in sequences])
+        if self.trains_prompts:
+            mask = torch.zeros_like(batch.batch["response_mask"])
+            for row, sequence in enumerate(sequences):
+                found = torch.from_numpy(sequence.completion[sequence.loss_mask.argmax() :].copy())
+                width = min(len(found), mask.shape[1])
+                mask[row, :width] = found[:width]
+            batch.batch["completion_mask"] = mask
+        return batch
+
+    def mismatched(
+        self, rows: Sequence[int], partners: Sequence[int], max_length: int | None
+    ) -> list[PreferenceSequence]:
+        """The prompt of each row with the completion of row `partners[row]`, at most `max_length` tokens of both (KTO's
+        estimate of the KL divergence needs completions that are not of the prompt)."""
+        found = []
+        for row in rows:
+            (own,), (other,) = self._rows[row], self._rows[partners[row]]
+            prompt = own.input_ids[: own.num_prompt_tokens]
+            ids = np.concatenate([prompt, other.input_ids[other.num_prompt_tokens :]])[:max_length]
+            found.append(PreferenceSequence(ids, np.arange(len(ids)) >= max(1, len(prompt))))
+        return found
+
+
+def partners_of(num_rows: int, batch_size: int, *, seed: int, shuffle: bool) -> list[int]:
+    """For each row, the one before it in its batch of the first epoch, or the last one for the first.
+
+    A last batch that is incomplete counts too, a single row as part of the batch before it.
+    """
+    order = PromptOrder(num_rows, seed, shuffle)
+    rows = [order.row(number)[1] for number in range(num_rows)]
+    starts = [start for start in range(0, num_rows, batch_size) if start == 0 or start < num_rows - 1]
+    partners = [0] * num_rows
+    for start, end in zip(starts, [*starts[1:], num_rows], strict=True):
+        for place in range(start, end):
+            partners[rows[place]] = rows[place - 1 if place > start else end - 1]
+    return partners
+
+
+def _encoded(found: Preference, index: int, encoder: ConversationEncoder, place: str) -> PreferenceSequence:
+    completion = found.completions[index]
+    marks = (None,) * (0 if isinstance(completion, str) else len(found.prompt) + len(completion))
+    example = Example("prompt_completion", found.prompt, completion, marks, found.tools, found.template_kwargs)
+    (sequence,) = encoder.encode(example, place)
+    chosen = index == 0 if found.label is None else found.label
+    return PreferenceSequence(sequence.input_ids, sequence.loss_mask, chosen, found.margin)
+
+
+def _with_trained_prompt(sequence: PreferenceSequence) -> PreferenceSequence:
+    mask = np.arange(len(sequence.input_ids)) > 0
+    return replace(sequence, loss_mask=mask, completion_mask=sequence.loss_mask)
+
+
+def load_preferences(
+    files: Files,
+    tokenizer: Any,
+    settings: PreferenceDataConfig,
+    *,
+    paired: bool = True,
+    trains_prompts: bool = False,
+    max_samples: int = -1,
+    seed: int | None = None,
+    keep_going: bool = False,
+) -> PreferenceDataset:
+    """Read, tokenize and cut every row of `files`; the other arguments are those of PreferenceDataset and load_conversations.
+    Raises DataError for the first bad row; with `keep_going` bad rows are left out, and `dataset.summaries` describes them."""
+    dataset = PreferenceDataset(paired=paired, trains_prompts=trains_prompts)
+    return read_into(dataset, files, tokenizer, settings, max_samples=max_samples, seed=seed, keep_going=keep_going)
+
+
+def sequence_batch(sequences: Sequence[PreferenceSequence]) -> DataProto:
+    """The batch of sequences that are no rows of a data set, see `training_batch`; `ordinal` counts them."""
+    batch = training_batch(sequences)
+    batch.batch["ordinal"] = torch.arange(len(sequences))
+    return batch

@@ -1,0 +1,188 @@
+"""Row formats of preferences: detection by columns, and every format as one prompt with its completions.
+
+| format | columns | known from |
+|---|---|---|
+| prompt_chosen_rejected | prompt, chosen, rejected: texts or messages | TRL (explicit), OpenRLHF |
+| repeated_prompt | the same, where chosen and rejected begin with the prompt | UltraFeedback |
+| chosen_rejected | chosen, rejected; their common beginning is the prompt | TRL (implicit), OpenRLHF |
+| conversations_chosen_rejected | conversations of {from, value}, chosen, rejected | LLaMA-Factory |
+| instruction_chosen_rejected | instruction, chosen, rejected, optional input, history, system | LLaMA-Factory |
+| prompt_completion_label | prompt, completion, label | TRL, OpenRLHF |
+| messages_label, conversations_label | messages or conversations, label | LLaMA-Factory |
+| instruction_output_label | instruction, output, label, optional input, history, system | LLaMA-Factory |
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from verl.data.conversations.formats import (
+    alpaca_prompt,
+    messages_in,
+    named,
+    refuse_media,
+    system_message,
+    template_kwargs_of,
+    text_in,
+    tools_in,
+)
+from verl.data.schema import Messages, check_plain
+from verl.errors import DataError
+from verl.foreign_text import quoted
+
+if TYPE_CHECKING:
+    from verl.config.sections.data import PreferenceDataConfig
+
+Text = Messages | str
+
+
+@dataclass(frozen=True)
+class Preference:
+    """One row of any format.
+
+    `completions` are the chosen and the rejected one, or a single one, which is desirable if `label` is true. Prompt and
+    completions are all chat messages, or all texts. `margin` says by how much the chosen one is better (0.0: not known).
+    """
+
+    row_format: str
+    prompt: Text
+    completions: tuple[Text, ...]
+    label: bool | None = None
+    margin: float = 0.0
+    tools: list[dict[str, Any]] | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+def preference_of(row: Mapping[str, Any], settings: PreferenceDataConfig) -> Preference:
+    """The row in the one form that is turned into tokens. Raises DataError naming the field that cannot be used."""
+    refuse_media(row, settings)
+    has = {str(name) for name, value in row.items() if value is not None}
+    if has.issuperset((settings.chosen_key, settings.rejected_key)):
+        name, prompt, completions = _pair(row, has, settings)
+        label = None
+    elif settings.label_key in has:
+        name, prompt, completions = _labelled(row, has, settings)
+        label = _label(row[settings.label_key], settings.label_key)
+    else:
+        raise DataError(
+            f"the row is neither a pair ({named((settings.chosen_key, settings.rejected_key))}) nor a labelled completion "
+            f"({named((settings.label_key,))}); it has {named(sorted(has))}. Rename its columns, or name them by "
+            "data.chosen_key and data.rejected_key, or data.completion_key and data.label_key."
+        )
+    if len(completions) == 2 and completions[0] == completions[1]:
+        raise DataError(
+            f"fields {settings.chosen_key!r} and {settings.rejected_key!r} are equal, so that there is nothing to prefer; "
+            "leave the row out."
+        )
+    return Preference(
+        name,
+        prompt,
+        completions,
+        label,
+        _margin(row.get(settings.margin_key), settings.margin_key),
+        tools_in(row.get(settings.tools_key), settings.tools_key),
+        template_kwargs_of(row, settings),
+    )
+
+
+def _pair(row: Mapping[str, Any], has: set[str], settings: PreferenceDataConfig) -> tuple[str, Text, tuple[Text, ...]]:
+    """Format, prompt, and the chosen and rejected completion."""
+    keys = (settings.chosen_key, settings.rejected_key)
+    chosen, rejected = (_text_or_messages(row[key], key) for key in keys)
+    if settings.prompt_key in has:
+        prompt = _text_or_messages(row[settings.prompt_key], settings.prompt_key)
+        if not (isinstance(prompt, str) and isinstance(chosen, str) and isinstance(rejected, str)):
+            prompt, chosen, rejected = _asked(prompt, row), _answer(chosen), _answer(rejected)
+            if chosen[: len(prompt)] == rejected[: len(prompt)] == prompt:
+                return "repeated_prompt", prompt, (chosen[len(prompt) :], rejected[len(prompt) :])
+            if any(message["role"] != "assistant" for message in (chosen[0], rejected[0])):
+                # the completions are whole conversations, which may begin with more than the prompt
+                return "repeated_prompt", *_split(chosen, rejected, keys)
+        return "prompt_chosen_rejected", prompt, (chosen, rejected)
+    for name in ("conversations", "instruction"):
+        if name in has:
+            prompt = alpaca_prompt(row) if name == "instruction" else _conversation(row, name)
+            return f"{name}_chosen_rejected", prompt, (_answer(chosen), _answer(rejected))
+    if isinstance(chosen, str) != isinstance(rejected, str):
+        raise DataError(f"fields {named(keys)} must both be texts or both be lists of messages.")
+    return "chosen_rejected", *_split(chosen, rejected, keys)
+
+
+def _labelled(
+    row: Mapping[str, Any], has: set[str], settings: PreferenceDataConfig
+) -> tuple[str, Text, tuple[Text, ...]]:
+    """Format, prompt and the completion."""
+    if has.issuperset((settings.prompt_key, settings.completion_key)):
+        prompt, completion = (_text_or_messages(row[k], k) for k in (settings.prompt_key, settings.completion_key))
+        if not (isinstance(prompt, str) and isinstance(completion, str)):
+            prompt, completion = _asked(prompt, row), _answer(completion)
+        return "prompt_completion_label", prompt, (completion,)
+    for name in ("messages", "conversations"):
+        if name in has:
+            messages = _conversation(row, name)
+            if messages[-1]["role"] != "assistant" or len(messages) < 2:
+                raise DataError(f"the last message of field {name!r} must be the assistant's answer to an earlier one.")
+            return f"{name}_label", messages[:-1], (messages[-1:],)
+    if has.issuperset(("instruction", "output")):
+        return "instruction_output_label", alpaca_prompt(row), (_answer(text_in(row["output"], "output")),)
+    raise DataError(
+        f"the row has a label, but no completion; it has {named(sorted(has))}. A labelled row has "
+        f"{named((settings.prompt_key, settings.completion_key))}, or 'messages', 'conversations', or 'instruction' and "
+        "'output'."
+    )
+
+
+def _text_or_messages(value: Any, key: str) -> Text:
+    """A text, which may be empty, or checked messages; a single message may stand without a list."""
+    if isinstance(value, str):
+        check_plain(value, key)
+        return value
+    return messages_in([value] if isinstance(value, Mapping) else value, key)
+
+
+def _conversation(row: Mapping[str, Any], key: str) -> Messages:
+    return [*system_message(row), *messages_in(row[key], key)]
+
+
+def _asked(prompt: Text, row: Mapping[str, Any]) -> Messages:
+    if not isinstance(prompt, str):
+        return prompt
+    return [*system_message(row), {"role": "user", "content": prompt}]
+
+
+def _answer(completion: Text) -> Messages:
+    return [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+
+
+def _split(chosen: Any, rejected: Any, keys: Sequence[str]) -> tuple[Text, tuple[Text, ...]]:
+    """The common beginning of two completions, and the rest of each."""
+    same = (one == other for one, other in zip(chosen, rejected, strict=False))
+    length = next((number for number, equal in enumerate(same) if not equal), min(len(chosen), len(rejected)))
+    if isinstance(chosen, str) and chosen != rejected and chosen[:length].endswith(" "):
+        length -= 1  # a space before a word is a part of its first token in most vocabularies
+    prompt, rest = chosen[:length], (chosen[length:], rejected[length:])
+    if not prompt and isinstance(prompt, list):
+        raise DataError(f"fields {named(keys)} have no common first message, which would be the prompt; give them one.")
+    if chosen != rejected and isinstance(prompt, list) and not all(rest):
+        key = keys[0 if not rest[0] else 1]
+        raise DataError(f"field {key!r} ends where the common beginning of the pair does; it has no answer.")
+    return prompt, rest
+
+
+def _label(value: Any, key: str) -> bool:
+    if isinstance(value, bool | np.bool_) or value in (0, 1):
+        return bool(value)
+    raise DataError(f"field {key!r} must be true (desirable) or false, but it is {quoted(value, 80)}.")
+
+
+def _margin(value: Any, key: str) -> float:
+    if value is None:
+        return 0.0
+    if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not math.isfinite(value):
+        raise DataError(f"field {key!r} must be a finite number, but it is {quoted(value, 80)}.")
+    return float(value)
