@@ -72,3 +72,30 @@ ROLLOUT_RS = (
     *(f"seq_max_{k}" for k in ("k2", "k3")),
 )
 SCORE_METRICS = ("reward", "score", "seq_reward", "seq_final_reward")  # filter_groups.metric for the score itself
+
+# losses of labelled completions; the others are of pairs
+LABELLED_LOSSES = ("kto", "apo_zero_unpaired", "bco")
+REFERENCE_FREE_LOSSES = ("sft", "cpo", "cpo_hinge", "cpo_ipo", "simpo", "orpo")
+DIVERGENCE_LOSSES = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop")
+PREFERENCE_LOSSES = (
+    *DIVERGENCE_LOSSES,
+    "nca_pair",
+    "bco_pair",
+    "sppo_hard",
+    "aot",
+    "aot_unpaired",
+    "apo_zero",
+    "apo_down",
+    *REFERENCE_FREE_LOSSES,
+    *LABELLED_LOSSES,
+)
+# setting -> the losses that read it
+PREFERENCE_SETTINGS = {
+    "label_smoothing": ("sigmoid", "exo_pair", "robust", "aot", "aot_unpaired", "cpo", "simpo"),
+    "discopop_tau": ("discopop",),
+    "simpo_gamma": ("simpo",),
+    "cpo_alpha": ("cpo", "cpo_hinge", "cpo_ipo"),
+    "alpha": ("cpo", "cpo_hinge", "cpo_ipo", "simpo"),
+    "desirable_weight": LABELLED_LOSSES,
+    "undesirable_weight": LABELLED_LOSSES,
+}
