@@ -20,7 +20,8 @@ class VerlSFTChild:
         from verl.config import load_config
         from verl.config.roots.sft import SFT as SCHEMA
         from verl.programs.api import RunContext
-        from verl.programs.sft import ROLE, SFT
+        from verl.programs.given_rows import ROLE
+        from verl.programs.sft import SFT
         from verl.runtime.local import LocalRuntime
         from verl.tracking.spans import Spans
 

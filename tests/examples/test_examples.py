@@ -13,8 +13,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPTS = sorted(EXAMPLES.glob("0*.py"))
 
 
-def test_there_are_six_and_the_readme_lists_them():
-    assert len(SCRIPTS) == 6
+def test_there_are_seven_and_the_readme_lists_them():
+    assert len(SCRIPTS) == 7
     listed = (EXAMPLES / "README.md").read_text()
     assert all(script.name in listed for script in SCRIPTS)
 

@@ -30,6 +30,7 @@ EXPECTED = {
     "data",
     "sft",
     "distillation",
+    "preferences",
     "rewards",
     "algorithms",
     "several-gpus",
@@ -42,6 +43,7 @@ TINY = {
     "train": "trainer.total_training_steps=2 actor_rollout_ref.actor.fsdp_config.dtype=float32",
     "rejection": "trainer.total_training_steps=2 actor_rollout_ref.actor.fsdp_config.dtype=float32",
     "sft": "engine.dtype=float32",
+    "dpo": "engine.dtype=float32",
 }
 REWARD = """def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return float(ground_truth in solution_str)

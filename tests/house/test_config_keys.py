@@ -21,6 +21,7 @@ WORKED_OUT_IN_CONFIG = {
     "trainer.v1.separate_async.num_warmup_batches",
     "distillation.other_teachers",  # DistillationConfig.teachers
     "trainer.max_ckpt_to_keep",  # TrainerConfig.num_checkpoints_kept
+    "preference.loss_weights",  # PreferenceLossConfig.weights
 }
 
 

@@ -1,18 +1,13 @@
 """Loss, gradient norm and token accuracy of ten steps equal those of TRL's SFTTrainer on the same batches."""
 
 import json
-import subprocess
-from pathlib import Path
 
 import pytest
 
 from tests.data.conversations.templates import MARKED_CHATML, chat
-from tests.house.source import ROOT
 from tests.run.conftest import Run
+from tests.run.trl_oracle import trl_logs
 from verl.models.tiny import make_tiny_model
-from verl.registry import load_module
-
-peer_env = load_module(str(ROOT / "benchmarks" / "peer_env.py"))
 
 NUM_STEPS, BATCH_SIZE = 10, 4
 WORDS = ["sky", "is", "blue", "and", "the", "sea", "too", "日本", "é"]
@@ -70,8 +65,6 @@ def models(tmp_path_factory):
 @pytest.fixture(scope="module")
 def theirs(models, tmp_path_factory):
     """TRL's log of every case: one process, because its imports take longer than the steps."""
-    if not peer_env.is_ready("trl", peer_env.default_folder("trl")):
-        pytest.skip("TRL's environment is not there; benchmarks/peer_env.py makes it")
     folder = tmp_path_factory.mktemp("trl")
     common = {"per_device_train_batch_size": BATCH_SIZE, "max_steps": NUM_STEPS, "learning_rate": 1e-3}
     cases = {
@@ -83,21 +76,7 @@ def theirs(models, tmp_path_factory):
         }
         for name, (form, family, args, _) in CASES.items()
     }
-    (folder / "task.json").write_text(json.dumps({"cases": cases}))
-    done = subprocess.run(
-        [
-            peer_env.python_of(peer_env.default_folder("trl")),
-            Path(__file__).with_name("trl_sft.py"),
-            folder / "task.json",
-            folder / "answer.json",
-        ],
-        env=peer_env.clean_environment() | {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(folder / "cache")},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert not done.returncode, done.stderr[-3000:]
-    return json.loads((folder / "answer.json").read_text())
+    return trl_logs(cases, folder)
 
 
 @pytest.mark.slow

@@ -50,7 +50,26 @@ _COMMON_SFT = (
     "trainer.default_local_dir",
     "trainer.logger",
 )
-COMMON_KEYS = {"ppo": _COMMON_PPO, "sft": _COMMON_SFT}
+_COMMON_PREFERENCE = (
+    "model.path",
+    "data.train_files",
+    "data.val_files",
+    "data.train_batch_size",
+    "data.max_length",
+    "data.truncation",
+    "preference.loss",
+    "preference.beta",
+    "ref.model_path",
+    "ref.precompute",
+    "model.lora_rank",
+    "optim.lr",
+    "trainer.total_epochs",
+    "trainer.save_freq",
+    "trainer.test_freq",
+    "trainer.default_local_dir",
+    "trainer.logger",
+)
+COMMON_KEYS = {"ppo": _COMMON_PPO, "sft": _COMMON_SFT, "preference": _COMMON_PREFERENCE}
 _SUBSECTIONS = tuple(f"actor_rollout_ref.{name}" for name in ("model", "actor", "rollout", "ref"))  # shown by --help
 
 # Hydra's options -> advice

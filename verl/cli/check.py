@@ -14,7 +14,8 @@ _ABOUT = """Check before training: the config, the model folder and tokenizer, e
 length, the reward on each reference answer, trackers, memory and disk. `verl VERB --dry-run` does the same."""
 _PROGRAM = {
     "choices": tuple(SCHEMAS),
-    "help": "program of the config: ppo (verl train) or sft (verl sft); default: that of --config-name, else ppo",
+    "help": "program of the config, by default that of --config-name, else ppo: "
+    + ", ".join(f"{name} ({schema.command})" for name, schema in SCHEMAS.items()),
 }
 
 
@@ -73,8 +74,7 @@ def _checks(program: str) -> tuple:
             (("layout", setup.check_layout), ("engines", setup.check_engines)),
             (("data", data.check_rows_of_data), ("template", data.check_template), ("reward", data.check_reward)),
         ),
-        "sft": ((("device", setup.check_device),), (("data", conversations.check_conversations),)),
-    }[program]
+    }.get(program, ((("device", setup.check_device),), (("data", conversations.check_conversations),)))
     return (
         ("config", setup.check_config_problems),
         *devices,

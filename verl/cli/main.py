@@ -33,6 +33,12 @@ VERBS = {
     "train": Verb("verl.cli.train:run_train", "train a policy with PPO, GRPO or another estimator", supervised=True),
     "rejection": Verb("verl.cli.train:run_rejection", "fine-tune a policy on its own best samples", supervised=True),
     "sft": Verb("verl.cli.train:run_sft", "fine-tune a model on conversations or texts", supervised=True),
+    "preference": Verb("verl.cli.train:run_preference", "train a model on preferences, with any loss", supervised=True),
+    "dpo": Verb("verl.cli.train:run_dpo", "the same with the loss of DPO", supervised=True),
+    "kto": Verb("verl.cli.train:run_kto", "the same on labelled completions, with the loss of KTO", supervised=True),
+    "orpo": Verb("verl.cli.train:run_orpo", "the same with the loss of ORPO", supervised=True),
+    "simpo": Verb("verl.cli.train:run_simpo", "the same with the loss of SimPO", supervised=True),
+    "cpo": Verb("verl.cli.train:run_cpo", "the same with the loss of CPO", supervised=True),
     "eval": Verb("verl.cli.train:run_eval", "validate a model on held-out prompts"),
     "generate": Verb("verl.cli.train:run_generate", "write samples of a model as JSON lines"),
     "show": Verb("verl.cli.show:run_show", "show a run: progress, bottleneck, advice, learning curves"),
@@ -49,7 +55,7 @@ VERBS = {
 # verbs of other releases and trainers -> what to do here
 _ELSEWHERE = {
     **dict.fromkeys(
-        ("dpo", "kto", "rm"),
+        ("rm",),
         "is not available in this version. Train with another library, and continue from its model folder with verl train",
     ),
     **dict.fromkeys(

@@ -1,14 +1,15 @@
-"""Verbs that run a config: `verl train`, `verl rejection`, `verl sft`, `verl eval`, `verl generate`."""
+"""Verbs that run a config: `verl train`, `rejection`, `sft`, `preference` and its losses, `eval`, `generate`."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from verl.cli.arguments import ConfigArguments, parse
-from verl.config import SFT, LoadedConfig
+from verl.config import PREFERENCE, SFT, LoadedConfig
 from verl.parallel.child_processes import die_with
 
 _TRAIN = (
@@ -16,6 +17,7 @@ _TRAIN = (
 )
 _REJECTION = "Sample, score, keep the best samples of each prompt, and fine-tune on them. Takes the keys of verl train."
 _SFT = "Train on conversations or texts. Run the same command again to resume after an interruption."
+_PREFERENCE = "Train on pairs or on labelled completions. Run the same command again to resume after an interruption."
 _EVAL = "Validate actor_rollout_ref.model.path on data.val_files; metrics go to trainer.default_local_dir/eval."
 _GENERATE = "Sample from actor_rollout_ref.model.path for every prompt of data.val_files, by rollout.*, with scores."
 
@@ -42,6 +44,21 @@ def run_rejection(argv: list[str], *, supervised: bool = False) -> int:
 def run_sft(argv: list[str], *, supervised: bool = False) -> int:
     """Fine-tune a model: the exit code. `supervised` as in `run_train`."""
     return _run(parse("sft", _SFT, argv, _DRY_RUN, schema=SFT), supervised)
+
+
+def run_preference(argv: list[str], *, supervised: bool = False, verb: str = "preference", loss: str = "") -> int:
+    """Train on preferences: the exit code. `loss` is preference.loss unless it is given; `supervised` as in `run_train`."""
+    arguments = parse(verb, _PREFERENCE, argv, _DRY_RUN, schema=PREFERENCE)
+    if loss and "preference.loss" not in arguments.load(check=False).given:
+        arguments.overrides.append(f"preference.loss={loss}")
+    return _run(arguments, supervised)
+
+
+run_dpo = partial(run_preference, verb="dpo", loss="sigmoid")
+run_kto = partial(run_preference, verb="kto", loss="kto")
+run_orpo = partial(run_preference, verb="orpo", loss="orpo")
+run_simpo = partial(run_preference, verb="simpo", loss="simpo")
+run_cpo = partial(run_preference, verb="cpo", loss="cpo")
 
 
 def _run(arguments: ConfigArguments, supervised: bool) -> int:

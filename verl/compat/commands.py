@@ -22,6 +22,11 @@ def sft_trainer(argv: Sequence[str]) -> int:
     return run_verb("sft", argv, whole_process=True)
 
 
+def preference_trainer(argv: Sequence[str]) -> int:
+    """`verl preference` in a process of its own: the exit code."""
+    return run_verb("preference", argv, whole_process=True)
+
+
 def fsdp_sft_trainer(argv: Sequence[str]) -> int:
     """`verl sft` with the keys and defaults of the older `sft_trainer.yaml`: the exit code."""
     named = any(argument.split("=", 1)[0] in ("--config-name", "-cn") for argument in argv)

@@ -5,7 +5,7 @@ Importing this package needs neither torch nor OmegaConf.
 
 from verl.config.load import load_config
 from verl.config.loaded import LoadedConfig
-from verl.config.roots import PPO, SCHEMAS, SFT, PPOConfig, SFTConfig, schema_of
+from verl.config.roots import PPO, PREFERENCE, SCHEMAS, SFT, PPOConfig, PreferenceConfig, SFTConfig, schema_of
 from verl.config.roots.ppo import ActorRolloutRefConfig
 from verl.config.schema import Problem, Schema
 from verl.config.sections.actor import ActorConfig, CheckpointConfig, CriticConfig, PolicyLossConfig, RefConfig
@@ -16,7 +16,7 @@ from verl.config.sections.algorithm import (
     PFPPOConfig,
     RolloutCorrectionConfig,
 )
-from verl.config.sections.data import CustomClassConfig, DataConfig, SFTDataConfig
+from verl.config.sections.data import CustomClassConfig, DataConfig, PreferenceDataConfig, SFTDataConfig, TextDataConfig
 from verl.config.sections.fsdp import FSDPConfig, MixedPrecisionConfig, SFTEngineConfig
 from verl.config.sections.guards import GuardsConfig, StepGuardsConfig
 from verl.config.sections.model import ModelConfig, SFTModelConfig
@@ -27,6 +27,7 @@ from verl.config.sections.trainer import PPOTrainerConfig, RayKwargsConfig, SFTT
 
 __all__ = [
     "PPO",
+    "PREFERENCE",
     "SCHEMAS",
     "SFT",
     "ActorConfig",
@@ -51,6 +52,8 @@ __all__ = [
     "PPOConfig",
     "PPOTrainerConfig",
     "PolicyLossConfig",
+    "PreferenceConfig",
+    "PreferenceDataConfig",
     "Problem",
     "RayKwargsConfig",
     "RefConfig",
@@ -66,6 +69,7 @@ __all__ = [
     "SFTTrainerConfig",
     "Schema",
     "StepGuardsConfig",
+    "TextDataConfig",
     "TrainerConfig",
     "ValKwargsConfig",
     "load_config",

@@ -35,6 +35,7 @@ PROGRAMS = Registry(
         "ppo": "verl.programs.ppo_async:AsyncPPO",
         "rejection_sampling": "verl.programs.rejection:RejectionSampling",
         "sft": "verl.programs.sft:SFT",
+        "preference": "verl.programs.preference:PreferenceOptimization",
     },
 )
 

@@ -68,7 +68,8 @@ class RoleSpec:
 
     `head`: "lm" (log-probs of tokens), "token_value" (a value per token) or "sequence_score" (a score per row). Without `optim`
     or `objective` the role is frozen. `shares` names a role whose engine this one uses without its LoRA adapters: a frozen
-    reference that costs no memory. `objective` is called with the role's StepGuard on each of its ranks, and on the controller,
+    reference that costs no memory. `follows` names a role of the same layout towards whose weights a frozen one can move
+    (ModelHandle.follow). `objective` is called with the role's StepGuard on each of its ranks, and on the controller,
     which reads its `unit`.
     """
 
@@ -79,6 +80,7 @@ class RoleSpec:
     optim: OptimConfig | None = None
     objective: Callable[[StepGuard], Objective] | None = None
     shares: str | None = None
+    follows: str | None = None
     strategy: str = "fsdp"  # the training engine when the role is on several devices
     engine_keys: tuple[str, ...] = ()  # config paths of `engine`, the first one for messages; "" for bare keys
     micro: MicroBatching = _WHOLE  # of `update`
@@ -93,6 +95,11 @@ class RoleSpec:
     @property
     def trains(self) -> bool:
         return self.optim is not None and self.objective is not None
+
+    @property
+    def changes(self) -> bool:
+        """Whether its weights do not stay those of its model's files."""
+        return self.trains or self.follows is not None
 
 
 @dataclass(frozen=True)
@@ -142,6 +149,10 @@ class ModelHandle(Protocol):
 
     def update(self, batch: DataProto, step: int) -> Future[Updates]:
         """All optimizer steps on `batch`, and one step of the learning-rate schedule."""
+        ...
+
+    def follow(self, share: float) -> Any:
+        """Move the weights of a frozen role towards those of the role that it follows: own + share (other - own)."""
         ...
 
     def num_bytes_saved(self) -> int: ...
@@ -233,7 +244,7 @@ class Roles:
 
     def trained(self) -> dict[str, ModelHandle]:
         """Roles whose weights change, by name, in the order in which they are saved."""
-        return {spec.name: self.models[spec.name] for spec in self.specs if spec.trains}
+        return {spec.name: self.models[spec.name] for spec in self.specs if spec.changes}
 
     def close(self) -> None:
         """End every child process."""

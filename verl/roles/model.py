@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from verl.checkpoint.background import RoleSave, write_and_report
 from verl.checkpoint.files import FileRecord
@@ -30,7 +31,8 @@ record(FileRecord)
 
 class ModelRole:
     """The worker of a RoleSpec; see ModelHandle for its calls. `hf_files` writes into a folder what `from_pretrained` needs
-    beside the weights. `writes` is true on one rank of the role: the one that writes its part of a checkpoint."""
+    beside the weights. `writes` is true on one rank of the role: the one that writes its part of a checkpoint. `followed` is
+    the engine of the role that it follows."""
 
     def __init__(
         self,
@@ -40,6 +42,7 @@ class ModelRole:
         *,
         writes: bool = True,
         total_steps: int = 0,
+        followed: TrainEngine | None = None,
     ):
         self.spec = spec
         self.engine = engine
@@ -49,6 +52,7 @@ class ModelRole:
         self._hf_files = hf_files
         self._writes = writes
         self._total_steps = total_steps
+        self._followed = followed
         self._saving: RoleSave | None = None
 
     @register(dispatch_mode=Dispatch.ND_COMPUTE_PROTO, blocking=False, objects=())
@@ -73,6 +77,14 @@ class ModelRole:
         rate = self.engine.end_step(advance=not self.guard.refused_all(len(found)))
         give_back_holes(step)
         return Updates(self.spec.name, found, rate, observed, self.guard.pop_findings())
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def follow(self, share: float) -> None:
+        """See ModelHandle; in float32, on each rank by itself, since both engines divide their weights alike."""
+        assert self._followed is not None, "the role follows no other one"
+        theirs = self._followed.local_weights()
+        for name, own in self.engine.local_weights().items():
+            own.copy_(torch.lerp(own.to(torch.float32), theirs[name].to(torch.float32), share))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save(self, folder: str) -> dict[str, FileRecord] | None:

@@ -53,7 +53,10 @@ def build_models(context: RankContext) -> dict[str, ModelRole]:
         engine = found[spec.shares].engine if spec.shares is not None else _engine(context, spec)
         writes = context.rank == context.ranks(spec.name)[0]
         hf_files = partial(_hf_files, engine.module, spec.model)
-        found[spec.name] = ModelRole(spec, engine, hf_files, writes=writes, total_steps=context.total_steps)
+        followed = found[spec.follows].engine if spec.follows is not None else None
+        found[spec.name] = ModelRole(
+            spec, engine, hf_files, writes=writes, total_steps=context.total_steps, followed=followed
+        )
     return found
 
 

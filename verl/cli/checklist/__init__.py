@@ -31,13 +31,13 @@ class Subject:
     @property
     def model(self) -> ModelConfig:
         """The section of the trained model."""
-        return self.config.model if self.loaded.schema.name == "sft" else self.config.actor_rollout_ref.model
+        return self.config.actor_rollout_ref.model if self.loaded.schema.name == "ppo" else self.config.model
 
     @property
     def engine(self) -> FSDPConfig:
         """The section of the training engine."""
         config = self.config
-        return config.engine if self.loaded.schema.name == "sft" else config.actor_rollout_ref.actor.fsdp_config
+        return config.actor_rollout_ref.actor.fsdp_config if self.loaded.schema.name == "ppo" else config.engine
 
     @property
     def num_steps(self) -> int | None:

@@ -1,4 +1,4 @@
-"""Checks of fine-tuning data: every row as the training sequences that it becomes, and the tokens that train."""
+"""Checks of given rows: every row as the training sequences that it becomes, and the tokens that train."""
 
 from __future__ import annotations
 
@@ -35,14 +35,15 @@ def check_conversations(subject: Subject) -> Iterator[Line]:
 def _files(
     subject: Subject, name: str, key: str, files: Any, max_samples: int
 ) -> Generator[Line, None, ConversationDataset | None]:
-    from verl.data.conversations.dataset import load_conversations
+    from verl.programs.api import PROGRAMS
 
     if not files:
         needed = name == "training" and not subject.config.trainer.val_only
         yield Line("fail" if needed else "info", f"no {name} rows: {key} is empty")
         return None
-    dataset = load_conversations(
-        files, subject.tokenizer, subject.config.data, max_samples=max_samples, keep_going=True
+    program: Any = PROGRAMS.get(subject.loaded.schema.name)
+    dataset = program.load_rows(
+        subject.config, files, subject.tokenizer, max_samples=max_samples, seed=None, keep_going=True
     )
     for summary in dataset.summaries:
         counts, *remarks = summary.sentences()

@@ -44,7 +44,7 @@ def check_tokenizer(subject: Subject) -> Iterator[Line]:
 
 def check_sequence_lengths(subject: Subject) -> Iterator[Line]:
     """The longest sequence against the positions of the model."""
-    if subject.loaded.schema.name == "sft":
+    if subject.loaded.schema.name != "ppo":
         total, keys = subject.config.data.max_length, "data.max_length"
         shown = "no limit of data.max_length" if total is None else f"sequences of at most {total} tokens"
     else:

@@ -14,8 +14,9 @@ from typing import Any
 from verl.cli.checklist import Subject
 from verl.cli.machine.host import available_memory
 from verl.cli.report import Level, Line, fail, passed, skip, warn
-from verl.config import PPOConfig, SFTConfig
+from verl.config import PPOConfig, PreferenceConfig, SFTConfig
 from verl.config.active_keys import runs_on_several_devices, uses_critic, uses_reference
+from verl.config.roots.preference import has_reference_role
 from verl.config.sections.trainer import AFTER_EACH_EPOCH
 
 FLOAT32 = 4
@@ -23,7 +24,6 @@ ADAM_STATES = 2 * FLOAT32
 # a Python process with PyTorch and transformers; a reward worker with its scorers
 PROCESS_BYTES = 700_000_000
 REWARD_WORKER_BYTES = 60_000_000
-_KEEP = {"ppo": "trainer.max_actor_ckpt_to_keep", "sft": "trainer.max_ckpt_to_keep"}
 _TIGHT = 0.8  # share of the free memory above which the estimate may be too low
 
 
@@ -111,8 +111,8 @@ def memory_needed(config: PPOConfig, policy: ModelShape, critic: ModelShape | No
     return parts
 
 
-def memory_of_fine_tuning(config: SFTConfig, model: ModelShape, width: int) -> dict[str, int]:
-    """Bytes by purpose at the peak of a fine-tuning step on one device."""
+def memory_of_fine_tuning(config: SFTConfig | PreferenceConfig, model: ModelShape, width: int) -> dict[str, int]:
+    """Bytes by purpose at the peak of a step on given rows, on one device."""
     data = config.data
     tokens = data.max_token_len_per_gpu
     if not data.use_dynamic_bsz and data.micro_batch_size_per_gpu and data.max_length:
@@ -122,6 +122,13 @@ def memory_of_fine_tuning(config: SFTConfig, model: ModelShape, width: int) -> d
         "activations": activation_bytes(model, tokens, width, checkpointing=config.model.enable_gradient_checkpointing),
         "processes": PROCESS_BYTES,
     }
+    lends = bool(config.model.lora_rank)  # the model without its adapters is the reference
+    if (
+        isinstance(config, PreferenceConfig)
+        and has_reference_role(config)
+        and not (lends and not config.ref.model_path)
+    ):
+        parts["reference"] = model.num_parameters * width
     if size := _background_save_bytes(config, model):
         parts["copy for async_save"] = size
     return parts
@@ -150,15 +157,15 @@ def check_memory(subject: Subject) -> Iterator[Line]:
         return
     device = resolve_device(subject.config.trainer.device)
     width = compute_dtype(subject.engine.dtype, device).itemsize
-    if sft := subject.loaded.schema.name == "sft":
-        parts = memory_of_fine_tuning(subject.config, subject.policy, width)
-    else:
+    if is_ppo := subject.loaded.schema.name == "ppo":
         parts = memory_needed(subject.config, subject.policy, subject.critic, width)
+    else:
+        parts = memory_of_fine_tuning(subject.config, subject.policy, width)
     free = _free_device_bytes(str(device))
     total = sum(parts.values())
     level: Level = "fail" if total > free else "warn" if total > _TIGHT * free else "pass"
     shown = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items())
-    keys = "data.max_token_len_per_gpu" if sft else "ppo_max_token_len_per_gpu or rollout.max_num_seqs"
+    keys = "ppo_max_token_len_per_gpu or rollout.max_num_seqs" if is_ppo else "data.max_token_len_per_gpu"
     fix = f"; lower {keys}, or use a smaller model" if level != "pass" else ""
     yield Line(level, f"about {total / 1e9:.1f} GB of {free / 1e9:.1f} GB free ({shown}){fix}")
 
@@ -169,7 +176,8 @@ def check_disk(subject: Subject) -> Iterator[Line]:
         yield skip("not estimated without a model")
         return
     config = subject.config
-    trained = config if subject.loaded.schema.name == "sft" else config.actor_rollout_ref.actor
+    is_ppo = subject.loaded.schema.name == "ppo"
+    trained = config.actor_rollout_ref.actor if is_ppo else config
     size = checkpoint_bytes(subject.policy.num_parameters, trained.checkpoint.save_contents)
     if subject.critic is not None:
         size += checkpoint_bytes(subject.critic.num_parameters, config.critic.checkpoint.save_contents)
@@ -184,7 +192,8 @@ def check_disk(subject: Subject) -> Iterator[Line]:
     if size > free:
         yield fail(f"{shown}; set trainer.default_local_dir to a larger disk")
     elif at_once * size > free:
-        yield warn(f"{shown}; keep fewer ({_KEEP[subject.loaded.schema.name]}), or set a larger trainer.save_freq")
+        key = "trainer.max_actor_ckpt_to_keep" if is_ppo else "trainer.max_ckpt_to_keep"
+        yield warn(f"{shown}; keep fewer ({key}), or set a larger trainer.save_freq")
     else:
         yield passed(shown)
 

@@ -81,7 +81,7 @@ def check_device(subject: Subject) -> Iterator[Line]:
     dtype = compute_dtype(subject.engine.dtype, device)
     yield passed(f"computes on {device} in {str(dtype).removeprefix('torch.')}")
     if str(dtype) == "torch.bfloat16" and not native_bf16(device):
-        key = "engine.dtype" if subject.loaded.schema.name == "sft" else "actor.fsdp_config.dtype"
+        key = "actor.fsdp_config.dtype" if subject.loaded.schema.name == "ppo" else "engine.dtype"
         yield warn(f"{device} has no fast bfloat16 arithmetic: leave {key}=auto for float32")
 
 

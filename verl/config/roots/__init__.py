@@ -3,15 +3,16 @@
 from typing import Any
 
 from verl.config.roots.ppo import PPO, PPOConfig
+from verl.config.roots.preference import PREFERENCE, PreferenceConfig
 from verl.config.roots.sft import SFT, SFTConfig
 from verl.config.schema import Schema
 
-SCHEMAS: dict[str, Schema[Any]] = {schema.name: schema for schema in (PPO, SFT)}
+SCHEMAS: dict[str, Schema[Any]] = {schema.name: schema for schema in (PPO, SFT, PREFERENCE)}
 
 
-def schema_of(config: PPOConfig | SFTConfig) -> Schema[Any]:
+def schema_of(config: Any) -> Schema[Any]:
     """The schema of a config object."""
     return next(schema for schema in SCHEMAS.values() if type(config) is schema.root)
 
 
-__all__ = ["PPO", "SCHEMAS", "SFT", "PPOConfig", "SFTConfig", "schema_of"]
+__all__ = ["PPO", "PREFERENCE", "SCHEMAS", "SFT", "PPOConfig", "PreferenceConfig", "SFTConfig", "schema_of"]

@@ -1,0 +1,229 @@
+"""Config root of preference optimization (`verl preference`, `verl dpo|kto|orpo|simpo|cpo`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from verl.config import names
+from verl.config.active_keys import SHARED_CONDITIONS
+from verl.config.derived_defaults import SFT_FOLLOWS, derive_sft
+from verl.config.keys import OURS, Family, Section, section, used
+from verl.config.rules.sections import SECTION_RULES
+from verl.config.schema import Condition, Problem, Schema, error
+from verl.config.sections.actor import CheckpointConfig
+from verl.config.sections.data import PreferenceDataConfig
+from verl.config.sections.fsdp import SFTEngineConfig
+from verl.config.sections.model import ModelConfig
+from verl.config.sections.optim import OptimConfig
+from verl.config.sections.trainer import RayKwargsConfig, SFTTrainerConfig
+
+
+@dataclass(frozen=True)
+class PreferenceLossConfig(Section):
+    """The loss, and the settings that losses read; see verl/algorithms/preference_losses.py for formulas and papers."""
+
+    loss: str | list[str] = used(
+        "sigmoid",
+        "loss of a pair (sigmoid is DPO) or of a labelled completion (kto, apo_zero_unpaired, bco); a list is a weighted sum",
+        family=Family("preference loss", names.PREFERENCE_LOSSES),
+    )
+    loss_weights: list[float] | None = used(None, "weights of a list of losses; null: 1 each")
+    beta: float = used(0.1, "scale of rewards; larger keeps the policy closer to the reference", gt=0)
+    label_smoothing: float = used(
+        0.0,
+        "probability that a pair is labelled the wrong way round",
+        when="label_smoothing",
+        neutral=(0.0,),
+        ge=0,
+        lt=0.5,
+    )
+    f_divergence: str = used(
+        "reverse_kl",
+        "divergence from the reference (arXiv 2309.16240)",
+        when="f_divergence",
+        neutral=("reverse_kl",),
+        choices=("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"),
+    )
+    f_alpha: float = used(0.5, "alpha of alpha_divergence", when="preference.f_divergence=alpha_divergence")
+    ld_alpha: float | None = used(
+        None,
+        "weight of tokens beyond the length of the pair's shorter completion (LD-DPO, arXiv 2409.06411); null: 1",
+        when="pairs",
+        ge=0,
+        le=1,
+    )
+    use_weighting: bool = used(
+        False, "weigh pairs by how likely the policy is to write them (WPO, arXiv 2406.11827)", when="pairs"
+    )
+    discopop_tau: float = used(0.05, "temperature of discopop", when="discopop_tau", gt=0)
+    simpo_gamma: float = used(0.5, "margin of rewards in simpo", when="simpo_gamma")
+    cpo_alpha: float = used(
+        1.0, "weight of the negative log-likelihood in cpo, cpo_hinge and cpo_ipo", when="cpo_alpha", ge=0
+    )
+    alpha: float = used(
+        0.0,
+        "shape of rewards in simpo, cpo, cpo_hinge and cpo_ipo (AlphaPO, arXiv 2501.03884); 0: log-probability",
+        when="alpha",
+        neutral=(0.0,),
+    )
+    desirable_weight: float = used(1.0, "weight of desirable completions", when="desirable_weight", ge=0)
+    undesirable_weight: float = used(1.0, "weight of undesirable completions", when="undesirable_weight", ge=0)
+
+    @property
+    def losses(self) -> list[str]:
+        """Names of all losses."""
+        return [self.loss] if isinstance(self.loss, str) else list(self.loss)
+
+    @property
+    def weights(self) -> list[float]:
+        """A weight for each of them."""
+        return [1.0] * len(self.losses) if self.loss_weights is None else list(self.loss_weights)
+
+
+@dataclass(frozen=True)
+class ReferenceConfig(Section):
+    """The policy that losses compare with."""
+
+    model_path: str | None = used(
+        None,
+        "folder or hub name of another reference than the model at the start of the run",
+    )
+    precompute: bool = used(
+        True,
+        "compute the reference's log-probabilities once, before the first step, and keep them in the run folder; False: in "
+        "each step, by a second model in memory (by the model without its adapters under LoRA)",
+        when="ref.sync_steps=0",
+    )
+    sync_steps: int = used(
+        0, "steps after which the reference moves towards the policy (TR-DPO, arXiv 2404.09656); 0: never", ge=0
+    )
+    mixup_alpha: float = used(
+        0.6, "share of the policy in the new reference: ref <- a policy + (1 - a) ref", when="syncs", gt=0, le=1
+    )
+
+
+@dataclass(frozen=True)
+class PreferenceConfig(Section):
+    """The whole configuration of a run of preference optimization."""
+
+    data: PreferenceDataConfig = section(PreferenceDataConfig, "training and validation rows")
+    model: ModelConfig = section(ModelConfig, "the policy")
+    engine: SFTEngineConfig = section(SFTEngineConfig, "training engine")
+    optim: OptimConfig = section(OptimConfig, "optimizer")
+    preference: PreferenceLossConfig = section(PreferenceLossConfig, "the loss", strict=OURS)
+    ref: ReferenceConfig = section(
+        ReferenceConfig, "the policy that the loss compares with", when="reference", strict=OURS
+    )
+    checkpoint: CheckpointConfig = section(CheckpointConfig, "parts of a checkpoint")
+    trainer: SFTTrainerConfig = section(
+        SFTTrainerConfig,
+        "length, logging, saving, devices",
+        defaults={
+            "project_name": "preferences",
+            "total_epochs": 1,
+            "default_local_dir": "checkpoints/preferences/test",
+        },
+    )
+    ray_kwargs: RayKwargsConfig = section(RayKwargsConfig, "Ray")
+
+
+def _any_of(root: PreferenceConfig, known: tuple[str, ...]) -> bool:
+    """Whether a chosen loss is one of `known`, or the user's own, which may read any key."""
+    return any(name in known or name not in names.PREFERENCE_LOSSES for name in root.preference.losses)
+
+
+def uses_reference_policy(root: PreferenceConfig) -> bool:
+    """Whether a chosen loss compares with a reference."""
+    return any(name not in names.REFERENCE_FREE_LOSSES for name in root.preference.losses)
+
+
+def has_reference_role(root: PreferenceConfig) -> bool:
+    """Whether the reference is a model of its own, or the policy without adapters, and not the policy before its first step."""
+    ref = root.ref
+    own = bool(ref.model_path or ref.sync_steps or not ref.precompute)
+    return own and uses_reference_policy(root)
+
+
+def _reads(known: tuple[str, ...]) -> Condition:
+    return Condition(
+        lambda root, node: _any_of(root, known),
+        f"only preference.loss={'|'.join(known)} reads it",
+        f"set preference.loss={known[0]}",
+    )
+
+
+_PAIRED = tuple(name for name in names.PREFERENCE_LOSSES if name not in names.LABELLED_LOSSES)
+
+CONDITIONS = {
+    **SHARED_CONDITIONS,
+    **{key: _reads(known) for key, known in names.PREFERENCE_SETTINGS.items()},
+    "f_divergence": _reads(names.DIVERGENCE_LOSSES),
+    "pairs": Condition(
+        lambda root, node: _any_of(root, _PAIRED), "the loss is of labelled completions", "choose a loss of pairs"
+    ),
+    "reference": Condition(
+        lambda root, node: uses_reference_policy(root), "this preference.loss has no reference", "choose another loss"
+    ),
+    "syncs": Condition(lambda root, node: node.sync_steps > 0, "ref.sync_steps is 0", "set ref.sync_steps above 0"),
+}
+
+
+def _check_loss(c: PreferenceConfig, given: set[str]) -> Iterator[Problem]:
+    key, loss, chosen = "preference.loss", c.preference, c.preference.losses
+    if not chosen:
+        yield error(key, f"{key} is an empty list; name a loss.")
+    labelled = [name for name in chosen if name in names.LABELLED_LOSSES]
+    if labelled and len(labelled) < len(chosen):
+        yield error(
+            key, f"{key}: {labelled[0]} is a loss of labelled completions, the others are of pairs. Choose one kind."
+        )
+    if len(loss.weights) != len(chosen):
+        yield error(
+            "preference.loss_weights",
+            f"preference.loss_weights has {len(loss.weights)} weights for {len(chosen)} losses. Give one for each.",
+        )
+    if "exo_pair" in chosen and loss.label_smoothing == 0:
+        yield error(key, f"{key}=exo_pair needs preference.label_smoothing above 0; its paper has 1e-3.")
+    fixed = [n for n in chosen if n in names.PREFERENCE_LOSSES and n not in (*names.DIVERGENCE_LOSSES, "sft")]
+    if fixed and loss.f_divergence != "reverse_kl":
+        yield error(
+            "preference.f_divergence",
+            f"preference.f_divergence={loss.f_divergence} does not act on {fixed[0]}. Remove it, or choose among "
+            f"{', '.join(names.DIVERGENCE_LOSSES)}.",
+        )
+    if "kto" in chosen and c.data.train_batch_size < 2:
+        yield error(
+            "data.train_batch_size",
+            "kto compares completions with those of other prompts; set data.train_batch_size above 1.",
+        )
+
+
+def _check_reference(c: PreferenceConfig, given: set[str]) -> Iterator[Problem]:
+    if c.ref.sync_steps and c.model.lora_rank:
+        yield error(
+            "ref.sync_steps",
+            "ref.sync_steps needs a reference of its own, and with model.lora_rank it is the model without its adapters. Set "
+            "one of them to 0.",
+        )
+    if c.model.lora_adapter_path and has_reference_role(c) and not c.ref.model_path:
+        yield error(
+            "ref.precompute",
+            "ref.precompute=False takes the model without its adapters as reference, and this run starts from adapters. Set "
+            "ref.precompute=True, or name a reference by ref.model_path.",
+        )
+
+
+PREFERENCE = Schema(
+    name="preference",
+    root=PreferenceConfig,
+    command="verl preference",
+    title="Preference optimization (`verl preference`)",
+    config_names={"preference_trainer": ""},
+    config_prefixes=("preference", "dpo", "kto", "orpo", "simpo", "cpo"),
+    conditions=CONDITIONS,
+    rules=(_check_loss, _check_reference),
+    section_rules=SECTION_RULES,
+    follows=SFT_FOLLOWS,
+    derive=derive_sft,
+)

@@ -1,0 +1,201 @@
+"""The part that programs on given rows share: SFT, preferences. One model, one optimizer step per batch of rows.
+
+    rows ──tokens and masks──► batch ──► model.update ──► metrics
+                                            (validation: model.forward)
+
+All rows are tokenized before the first step, so that a bad or truncated row is known by then. The batch of a step is a
+function of its number, so a run resumes from the weights and that number. Padding is never computed: micro-batches are
+packed by tokens, and the sequences of a pack do not attend to each other.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+from verl.data.conversations.dataset import ConversationDataset, ConversationLoader
+from verl.data_proto.metrics import Metric, metric_values
+from verl.data_proto.proto import DataProto
+from verl.engines.api import MicroBatching
+from verl.models.load import load_tokenizer
+from verl.parallel.placement import Placement
+from verl.programs.api import Program, RollBack, RunContext, StepResult
+from verl.programs.guards import Guards, RollBackPrompts, StepBatch
+from verl.roles.api import Objective, Roles, RoleSpec, RoleSpecs
+from verl.roles.step_guard import StepGuard
+from verl.tracking.files import Check, is_count
+
+log = logging.getLogger(__name__)
+
+ROLE = "model"
+
+
+@dataclass
+class GivenRows:
+    """See ProgramData: tokenized rows. There are no data sources, since nothing is scored."""
+
+    tokenizer: Any
+    train: ConversationLoader | None = None
+    validation: ConversationDataset | None = None
+    num_steps: int = 1
+    num_steps_per_epoch: int = 1
+    data_sources: list[str] = field(default_factory=list)
+
+    @property
+    def has_validation(self) -> bool:
+        return self.validation is not None
+
+
+class GivenRowsProgram(Program):
+    """Training of a model on given rows. Subclasses define `load_rows`, `objective`, `validate` and `loss_name`.
+
+    Metrics of a step: train/{loss,grad_norm,lr,global_tokens,total_tokens(B)}, and train/* of the objective.
+    """
+
+    span_phases = {"batch": ("data", None), "update": ("training", ROLE)}
+    state_schema: ClassVar[Mapping[str, Check]] = dict.fromkeys(
+        ("num_rows", "num_tokens_trained", "num_passed_over"), is_count
+    )
+
+    @classmethod
+    @abstractmethod
+    def load_rows(
+        cls, config: Any, files: Any, tokenizer: Any, *, max_samples: int, seed: int | None, keep_going: bool = False
+    ) -> Any:
+        """The data set of `files`: `max_samples` rows that `seed` selects (-1: all; None: the first ones). With `keep_going`
+        bad rows are counted, for `verl check`."""
+
+    @classmethod
+    @abstractmethod
+    def objective(cls, config: Any) -> Callable[[StepGuard], Objective]:
+        """The function that makes the objective of the model from a StepGuard; see RoleSpec."""
+
+    @abstractmethod
+    def loss_name(self) -> str:
+        """The loss, for the header."""
+
+    @classmethod
+    def load_data(cls, config: Any, *, train: bool = True) -> GivenRows:
+        """Also raises DataError when there are fewer rows than a batch has."""
+        data, trainer = config.data, config.trainer
+        found = GivenRows(load_tokenizer(config.model))
+        seed = trainer.seed if data.seed is None else data.seed
+        load = partial(cls.load_rows, config, tokenizer=found.tokenizer)
+        if data.val_files:
+            found.validation = load(data.val_files, max_samples=data.val_max_samples, seed=None)
+        if train:
+            rows = load(data.train_files, max_samples=data.train_max_samples, seed=seed if data.shuffle else None)
+            found.train = ConversationLoader(rows, data.train_batch_size, seed=seed, shuffle=data.shuffle)
+            found.num_steps_per_epoch = found.train.num_steps_per_epoch
+            found.num_steps = trainer.total_training_steps or trainer.total_epochs * found.num_steps_per_epoch
+        return found
+
+    @classmethod
+    def roles(cls, config: Any, *, train: bool = True) -> RoleSpecs:
+        return specs_of(config, (model_spec(config, cls.objective(config), train=train),))
+
+    def __init__(self, config: Any, data: GivenRows, roles: Roles, run: RunContext):
+        self.config, self.data, self.run = config, data, run
+        self.model = roles.models[ROLE]
+        self.guards = Guards(config.trainer.guards, run.folder / "guards.jsonl" if run.is_rank_zero else None)
+        self.num_tokens = 0  # of all steps
+        self.num_passed_over = 0  # batches that a rollback has left behind
+
+    def batch(self, number: int) -> DataProto:
+        """Batch `number` of the run, counted from 1, with every column that the objective reads."""
+        assert self.data.train is not None
+        return self.data.train.batch(number)
+
+    def step(self, step: int) -> StepResult:
+        number = step + self.num_passed_over
+        with self.run.spans("batch"):
+            result = StepBatch(self.batch(number))
+        self.run.check_stop()
+        with self.guards.step(step, result, number):
+            with self.run.spans("update"):
+                updates = self.guards.record(self.model.update(result.batch, step).get())
+            result.metrics.update(updates.metrics())
+            self.guards.check_updates(result)
+        num_tokens = int(result.batch.batch["attention_mask"].sum())
+        self.num_tokens += num_tokens
+        metrics = public_metrics(result.metrics)
+        metrics |= {"train/global_tokens": num_tokens, "train/total_tokens(B)": self.num_tokens / 1e9}
+        return StepResult(metrics, num_tokens, span_tokens={"update": num_tokens}, skipped=result.skipped)
+
+    def state_dict(self) -> dict[str, Any]:
+        assert self.data.train is not None
+        return {
+            "num_rows": len(self.data.train.dataset),
+            "num_tokens_trained": self.num_tokens,
+            "num_passed_over": self.num_passed_over,
+        }
+
+    def load_state_dict(
+        self, state: Mapping[str, Any] | None, checkpoint: Path | None, rolled_back: RollBack | None = None
+    ) -> None:
+        assert self.data.train is not None
+        if state is None:
+            return
+        self.num_tokens, self.num_passed_over = state["num_tokens_trained"], state["num_passed_over"]
+        if isinstance(rolled_back, RollBackPrompts):  # the next step takes the batch after the one that failed
+            self.num_passed_over = rolled_back.next_ordinal - state["step"]
+        if len(self.data.train.dataset) != state["num_rows"]:
+            log.warning(
+                "%d rows train now, but %d trained when %s was saved: the following steps take other rows than an "
+                "unbroken run.",
+                len(self.data.train.dataset),
+                state["num_rows"],
+                checkpoint,
+            )
+
+    def header(self) -> dict[str, Any]:
+        facts = {"loss": self.loss_name()}
+        for name, rows in (
+            ("training rows", self.data.train.dataset if self.data.train else None),
+            ("validation rows", self.data.validation),
+        ):
+            if rows is not None:
+                facts[name] = " ".join(sentence for summary in rows.summaries for sentence in summary.sentences())
+        return facts
+
+
+def model_spec(config: Any, objective: Callable[[StepGuard], Objective], *, train: bool, head: str = "lm") -> RoleSpec:
+    """The model of a run by the sections model, engine, optim, data, checkpoint and trainer."""
+    data, trainer = config.data, config.trainer
+    by_tokens, by_rows = data.max_token_len_per_gpu, data.micro_batch_size_per_gpu
+    micro = MicroBatching(max_tokens=by_tokens) if data.use_dynamic_bsz else MicroBatching(max_rows=by_rows)
+    return RoleSpec(
+        ROLE,
+        head,
+        config.model,
+        config.engine,
+        config.optim if train else None,
+        objective,
+        strategy=config.engine.strategy,
+        engine_keys=("engine",),
+        micro=micro,
+        forward_micro=micro,
+        checkpoint=config.checkpoint,
+        checkpoints_to_keep=trainer.max_ckpt_to_keep,
+        guards=trainer.guards,
+        measure_every=trainer.test_freq if isinstance(trainer.test_freq, int) else 0,
+    )
+
+
+def specs_of(config: Any, models: tuple[RoleSpec, ...]) -> RoleSpecs:
+    """`models` on all devices of the run."""
+    names, trainer = tuple(spec.name for spec in models), config.trainer
+    return RoleSpecs(models, partial(Placement.colocated, names, trainer.nnodes, trainer.n_gpus_per_node))
+
+
+def public_metrics(metrics: Mapping[str, Metric]) -> dict[str, float]:
+    """model/loss as train/loss, the name that existing releases have; the host reads visible_update_ratio by its role."""
+    return {
+        name if name.endswith("/visible_update_ratio") else name.replace(f"{ROLE}/", "train/"): value
+        for name, value in metric_values(metrics).items()
+    }

@@ -1,0 +1,268 @@
+"""Preference optimization: DPO and its family on pairs, KTO on labelled completions, losses without a reference.
+
+    rows ──tokens──► batch ──reference log-probs, statistics of the batch──► model.update ──► metrics
+                                                        (validation: model.forward, the same objective)
+
+The two completions of a pair are adjacent rows with one prompt, which a packed forward computes once; they stay in one
+micro-batch and on one rank. Whatever a loss needs of the whole batch (KTO's KL estimate, the ranks of AOT, the token count of
+the negative log-likelihood) is computed here and travels as a column, so that neither micro-batches nor ranks change a loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from verl.algorithms.preference_losses import is_paired, match_ranks
+from verl.config.roots.preference import PreferenceConfig, has_reference_role
+from verl.data.preferences.dataset import PreferenceDataset, load_preferences, partners_of, sequence_batch
+from verl.data_proto.metrics import Metric, merge_metrics, metric_values
+from verl.data_proto.proto import DataProto
+from verl.engines.api import BatchTotals
+from verl.parallel.balance import unit_ids
+from verl.programs.api import RollBack, RunContext, StepResult
+from verl.programs.given_rows import GivenRows, GivenRowsProgram, model_spec, specs_of
+from verl.programs.reference_log_probs import FILE, ReferenceLogProbs, completion_log_probs
+from verl.roles.api import Objective, Roles, RoleSpec, RoleSpecs
+from verl.roles.objectives.preference import PreferenceObjective
+from verl.roles.step_guard import StepGuard
+from verl.tracking.files import is_count, is_number
+from verl.tracking.summary import Result
+
+REFERENCE = "reference"
+
+
+class PreferenceOptimization(GivenRowsProgram):
+    """Metrics beside those of GivenRowsProgram: train/* of PreferenceObjective, under TRL's names; of a validation val/loss and
+    val/* of the objective, over all validation rows."""
+
+    console_metrics: ClassVar[Mapping[str, tuple[str, str]]] = {
+        "train/loss": ("loss", "{:.4f}"),
+        "train/rewards/accuracies": ("accuracy", "{:.3f}"),
+        "train/rewards/margins": ("margin", "{:.3f}"),
+        "train/grad_norm": ("grad", "{:.2f}"),
+        "train/lr": ("lr", "{:.2g}"),
+    }
+    curves = {
+        "loss": {"train/loss": "training", "val/loss": "held-out"},
+        "pairs ranked as labelled": {
+            "train/rewards/accuracies": "training", "val/rewards/accuracies": "held-out"
+        },
+        "reward margin": {"train/rewards/margins": "training", "val/rewards/margins": "held-out"},
+        "learning rate": {"train/lr": ""},
+    }  # fmt: skip
+    span_phases = {**GivenRowsProgram.span_phases, "reference": ("training", REFERENCE)}
+
+    state_schema = {**GivenRowsProgram.state_schema, "num_rewards": is_count, "mean_reward": is_number}
+
+    @classmethod
+    def load_rows(cls, config: PreferenceConfig, files: Any, tokenizer: Any, **selects: Any) -> PreferenceDataset:
+        losses = config.preference.losses
+        paired, trains_prompts = all(map(is_paired, losses)), "orpo" in losses
+        return load_preferences(files, tokenizer, config.data, paired=paired, trains_prompts=trains_prompts, **selects)
+
+    @classmethod
+    def objective(cls, config: PreferenceConfig) -> Callable[[StepGuard], Objective]:
+        return partial(PreferenceObjective, config.preference)
+
+    @classmethod
+    def roles(cls, config: PreferenceConfig, *, train: bool = True) -> RoleSpecs:
+        model = model_spec(config, cls.objective(config), train=train)
+        return specs_of(config, (model, *([_reference(config, model)] if has_reference_role(config) else [])))
+
+    def __init__(self, config: PreferenceConfig, data: GivenRows, roles: Roles, run: RunContext):
+        super().__init__(config, data, roles, run)
+        self.loss = PreferenceObjective(config.preference)
+        model = roles.models.get(REFERENCE, self.model)
+        self.reference = ReferenceLogProbs(model, config.preference.ld_alpha)
+        self.keeps = self.loss.has_reference and config.ref.precompute and not config.ref.sync_steps
+        self.num_rewards, self.mean_reward = 0, 0.0  # of all completions that have trained
+        datasets = (data.train.dataset if data.train else None, data.validation)
+        self.datasets: list[Any] = [rows for rows in datasets if rows is not None]
+        self.partners: dict[int, list[int]] = {}  # id of a data set -> the partner of each row, for KTO
+        if "kto" in config.preference.losses:
+            size, seed = (
+                config.data.train_batch_size,
+                config.trainer.seed if config.data.seed is None else config.data.seed,
+            )
+            for rows in self.datasets:
+                shuffle = config.data.shuffle and rows is not data.validation
+                self.partners[id(rows)] = partners_of(len(rows), size, seed=seed, shuffle=shuffle)
+
+    def loss_name(self) -> str:
+        loss = self.config.preference
+        names = " + ".join(
+            name if weight == 1 else f"{weight:g} {name}"
+            for name, weight in zip(loss.losses, loss.weights, strict=True)
+        )
+        return f"{names}, mean over the {'pairs' if self.loss.paired else 'completions'} of a batch; beta {loss.beta:g}"
+
+    # -- the columns of a batch --------------------------------------------------------------------------------------
+
+    def batch(self, number: int) -> DataProto:
+        """See GivenRowsProgram."""
+        assert self.data.train is not None
+        (batch,) = self._batches(self.data.train.dataset, [self.data.train.rows(number)])
+        return batch
+
+    def _batches(self, dataset: Any, chunks: Sequence[Sequence[int]]) -> list[DataProto]:
+        """The rows of each chunk with all columns of the objective; statistics are over all chunks."""
+        batches = [dataset.batch(rows) for rows in chunks]
+        if self.loss.has_reference:
+            for batch, rows in zip(batches, chunks, strict=True):
+                with self.run.spans("reference"):
+                    batch.batch["ref_logp"] = self.reference.of(batch, dataset.sequences(rows))
+        constants: dict[str, float] = {}
+        if "nll" in self.loss.wants:
+            constants["num_chosen_tokens"] = sum(
+                int(batch.batch["response_mask"][batch.batch["chosen"]].sum()) for batch in batches
+            )
+        if "shift" in self.loss.wants:
+            constants["shift"] = self._kl(dataset, chunks) if self.partners else self.mean_reward
+        for batch in batches:
+            for name, value in constants.items():
+                batch.batch[name] = torch.full((len(batch),), float(value), dtype=torch.float64)
+        if {"matched_margin", "matched_chosen"} & self.loss.wants:
+            self._match(batches)
+        return batches
+
+    def _kl(self, dataset: Any, chunks: Sequence[Sequence[int]]) -> float:
+        """The mean of log pi - log pi_ref over completions of other prompts, not below 0 (KTO's z)."""
+        total = count = 0.0
+        for batch, sequences in self._mismatched(dataset, chunks):
+            ratios = self._policy_sums(batch) - self.reference.of(batch, sequences)
+            total, count = total + float(ratios.double().sum()), count + len(ratios)
+        return max(0.0, total / count)
+
+    def _mismatched(self, dataset: Any, chunks: Sequence[Sequence[int]]) -> Iterator[tuple[DataProto, Any]]:
+        for rows in chunks:
+            sequences = dataset.mismatched(rows, self.partners[id(dataset)], self.config.data.max_length)
+            yield sequence_batch(sequences), sequences
+
+    def _policy_sums(self, batch: DataProto) -> torch.Tensor:
+        """log pi(y) [batch] by the policy as it is now."""
+        return completion_log_probs(self.model, batch, self.config.preference.ld_alpha)
+
+    def _match(self, batches: Sequence[DataProto]) -> None:
+        """Add what completions of the same rank have in other pairs (AOT)."""
+        sums = torch.cat([self._policy_sums(batch) for batch in batches]).double()
+        reference, chosen = (torch.cat([batch.batch[name] for batch in batches]) for name in ("ref_logp", "chosen"))
+        ratios = sums - reference
+        margins, matched = torch.zeros_like(sums), torch.zeros_like(sums)
+        margins[chosen] = match_ranks(sums[chosen] - sums[~chosen], (reference[chosen] - reference[~chosen]).to(sums))
+        matched[chosen] = match_ranks(ratios[chosen], ratios[~chosen])
+        matched[~chosen] = match_ranks(ratios[~chosen], ratios[chosen])
+        sizes = [len(batch) for batch in batches]
+        for batch, *columns in zip(batches, margins.split(sizes), matched.split(sizes), strict=True):
+            batch.batch["matched_margin"], batch.batch["matched_ratio"] = columns
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+
+    def step(self, step: int) -> StepResult:
+        result = super().step(step)
+        if not result.skipped:
+            self._note_rewards(result.metrics)
+        ref = self.config.ref
+        if self.loss.has_reference and ref.sync_steps and step % ref.sync_steps == 0:
+            self.reference.model.follow(ref.mixup_alpha)
+        return replace(result, metrics=with_margins(result.metrics, "train/"))
+
+    def _note_rewards(self, metrics: Mapping[str, float]) -> None:
+        """Add the rewards of a step to BCO's running mean."""
+        if "bco" not in self.config.preference.losses:
+            return
+        new = self.config.data.train_batch_size
+        self.num_rewards += new
+        self.mean_reward += (metrics["train/rewards/mean"] - self.mean_reward) * new / self.num_rewards
+
+    def validate(self, step: int) -> dict[str, float]:
+        rows, size = self.data.validation, self.config.data.train_batch_size
+        assert rows is not None
+        chunks = [range(start, min(start + size, len(rows))) for start in range(0, len(rows), size)]
+        batches = self._batches(rows, chunks)
+        masks = [batch.batch["response_mask"] for batch in batches]
+        num_units = sum(len(set(unit_ids(batch, self.loss.unit))) for batch in batches)
+        totals = BatchTotals(sum(int(mask.sum()) for mask in masks), sum(map(len, masks)), num_units)
+        found = []
+        for batch in batches:
+            outputs = self.model.forward(batch, {name: name for name in self.loss.outputs}).get().batch
+            loss, metrics = self.loss(dict(outputs.items()), batch, totals)
+            found.append({"loss": Metric.sum(loss), **metrics})
+        values = metric_values(merge_metrics(found))
+        return with_margins({f"val/{name}": value for name, value in values.items()}, "val/")
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    def load_state_dict(
+        self, state: Mapping[str, Any] | None, checkpoint: Path | None, rolled_back: RollBack | None = None
+    ) -> None:
+        super().load_state_dict(state, checkpoint, rolled_back)
+        self.num_rewards, self.mean_reward = (state["num_rewards"], state["mean_reward"]) if state else (0, 0.0)
+        if not self.keeps or rolled_back is not None:
+            return
+        if state is not None:
+            self.reference.read(self.run.folder, self.run.is_rank_zero, self.run.broadcast)
+            return
+        self.reference.keep(self._all_parts())
+        if self.run.is_rank_zero:
+            self.reference.write(self.run.folder)
+
+    def _all_parts(self) -> Iterator[tuple[DataProto, Any]]:
+        """Every sequence whose reference log-probability the run may need; a span lasts while its batch is computed."""
+        size = self.config.data.train_batch_size
+        for rows in self.datasets:
+            for start in range(0, len(rows), size):
+                self.run.check_stop()
+                with self.run.spans("reference"):
+                    chunk = range(start, min(start + size, len(rows)))
+                    yield rows.batch(chunk), rows.sequences(chunk)
+                    if self.partners:
+                        yield from self._mismatched(rows, [chunk])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "num_rewards": self.num_rewards, "mean_reward": self.mean_reward}
+
+    def header(self) -> dict[str, Any]:
+        facts = super().header()
+        if self.loss.has_reference:
+            path = self.config.ref.model_path or "the model at the start of the run"
+            kept = f"computed once, in {FILE}" if self.keeps else "computed in each step"
+            facts["reference"] = f"{path}; log-probabilities {kept}"
+        return facts
+
+    def results(self, before: Mapping[str, float], after: Mapping[str, float]) -> Sequence[Result]:
+        labels = {
+            "loss": "held-out loss",
+            "rewards/accuracies": "held-out pairs ranked as labelled",
+            "rewards/margins": "held-out reward margin",
+        }
+        found = [Result(n, label, before.get(f"val/{n}"), after.get(f"val/{n}")) for n, label in labels.items()]
+        return [result for result in found if result.name == "loss" or f"val/{result.name}" in after]
+
+
+def with_margins(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
+    """The metrics, for labelled completions with the difference of the mean rewards."""
+    chosen, rejected = (metrics.get(f"{prefix}rewards/{name}") for name in ("chosen", "rejected"))
+    if chosen is None or rejected is None or f"{prefix}rewards/margins" in metrics:
+        return dict(metrics)
+    return {**metrics, f"{prefix}rewards/margins": chosen - rejected}
+
+
+def _reference(config: PreferenceConfig, model: RoleSpec) -> RoleSpec:
+    """A frozen role: the policy without its adapters, or a model of its own."""
+    path, adapters = config.ref.model_path, config.model.lora_rank > 0
+    own = replace(config.model, path=path or config.model.path, lora_rank=0, lora_adapter_path=None)
+    return replace(
+        model,
+        name=REFERENCE,
+        model=own,
+        optim=None,
+        objective=None,
+        shares=model.name if adapters and path is None else None,
+        follows=model.name if config.ref.sync_steps else None,
+    )

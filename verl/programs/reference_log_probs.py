@@ -1,0 +1,93 @@
+"""Log-probabilities of completions under the reference policy: computed in each step, or once and kept in the run folder."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl.checkpoint.tensor_files import read_tensors, write_tensors
+from verl.data.preferences.dataset import PreferenceSequence
+from verl.data_proto.proto import DataProto
+from verl.errors import DataError
+from verl.roles.api import ModelHandle
+from verl.roles.objectives.preference import row_sums
+
+log = logging.getLogger(__name__)
+
+FILE = "reference_log_probs.safetensors"
+
+
+class ReferenceLogProbs:
+    """log pi_ref(y) of sequences by the role `model`. After `keep` or `read` they are looked up by the sequences' digests, and
+    the model may change."""
+
+    def __init__(self, model: ModelHandle, ld_alpha: float | None):
+        self.model, self.ld_alpha = model, ld_alpha
+        self._kept: dict[bytes, float] | None = None
+
+    def of(self, batch: DataProto, sequences: Sequence[PreferenceSequence]) -> torch.Tensor:
+        """[batch], for the `sequences` that are the rows of `batch`. Raises DataError for one that was not kept."""
+        if self._kept is None:
+            return completion_log_probs(self.model, batch, self.ld_alpha)
+        try:
+            return torch.tensor([self._kept[name] for name in self._names(sequences)], dtype=torch.float64)
+        except KeyError:
+            raise DataError(
+                f"The data has rows that it did not have when the run began, so that their reference log-probabilities are not "
+                f"in {FILE}. Train on the data of before, set ref.precompute=False, or start a new run."
+            ) from None
+
+    def keep(self, parts: Iterable[tuple[DataProto, Sequence[PreferenceSequence]]]) -> None:
+        """Compute those of all batches."""
+        kept: dict[bytes, float] = {}
+        for batch, sequences in parts:
+            values = completion_log_probs(self.model, batch, self.ld_alpha)
+            kept.update(zip(self._names(sequences), values.tolist(), strict=True))
+        self._kept = kept
+
+    def write(self, folder: Path) -> None:
+        """Write what is kept into `folder`."""
+        assert self._kept is not None
+        names = np.frombuffer(b"".join(self._kept), dtype=np.uint8).reshape(len(self._kept), -1)
+        tensors = {
+            "digests": torch.from_numpy(names.copy()),
+            "log_probs": torch.tensor(list(self._kept.values()), dtype=torch.float64),
+        }
+        temporary = folder / f"{FILE}.new"
+        write_tensors(temporary, tensors)
+        os.replace(temporary, folder / FILE)
+
+    def read(self, folder: Path, is_rank_zero: bool, broadcast: Callable[[Any], Any]) -> None:
+        """Read what `write` has written; on rank 0, for all ranks. Raises DataError when it is not there."""
+        found = None
+        if is_rank_zero and (folder / FILE).is_file():
+            tensors = read_tensors(folder / FILE)
+            found = [tensors["digests"].numpy(), tensors["log_probs"].numpy()]
+        found = broadcast(found)
+        if found is None:
+            raise DataError(
+                f"{folder / FILE} is gone, and the policy has changed since it was written. Bring it back, set "
+                "ref.precompute=False, or start a new run."
+            )
+        self._kept = {name.tobytes(): value for name, value in zip(found[0], found[1].tolist(), strict=True)}
+
+    def _names(self, sequences: Sequence[PreferenceSequence]) -> list[bytes]:
+        """A name for each sequence; with `ld_alpha` the value depends on the other sequence of the pair too."""
+        names = [sequence.digest() for sequence in sequences]
+        if self.ld_alpha is None:
+            return names
+        lengths = [int(sequence.completion.sum()) for sequence in sequences]
+        shared = [min(lengths[i - i % 2 : i - i % 2 + 2]) for i in range(len(sequences))]
+        return [name + length.to_bytes(4, "little") for name, length in zip(names, shared, strict=True)]
+
+
+def completion_log_probs(model: ModelHandle, batch: DataProto, ld_alpha: float | None) -> torch.Tensor:
+    """log pi(y) [batch] by `model` as it is now."""
+    log_probs = model.forward(batch, {"log_probs": "log_probs"}).get().batch["log_probs"]
+    return row_sums(log_probs, batch.batch, ld_alpha)

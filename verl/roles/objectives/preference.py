@@ -1,0 +1,154 @@
+"""Preference optimization: a weighted sum of losses of pairs, or of labelled completions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl.algorithms.preference_losses import (
+    alpha_reward,
+    completion_sums,
+    divergence_score,
+    is_paired,
+    log_odds,
+    needs_reference,
+    preference_loss,
+    reads,
+    shared_lengths,
+    wpo_weights,
+)
+from verl.config.roots.preference import PreferenceLossConfig
+from verl.data_proto.metrics import Metric
+from verl.data_proto.proto import DataProto
+from verl.engines.api import BatchTotals
+from verl.roles.api import Objective
+from verl.roles.step_guard import StepGuard
+
+
+def mask_of(columns: Any) -> Tensor:
+    """The tokens of completions [batch, response]: those that train, unless prompts train too."""
+    return columns["completion_mask" if "completion_mask" in columns.keys() else "response_mask"]
+
+
+def row_sums(log_probs: Tensor, columns: Any, ld_alpha: float | None) -> Tensor:
+    """log pi(y) of each row [batch], desensitized to length with `ld_alpha`; see `completion_sums`."""
+    mask = mask_of(columns).to(log_probs.device)
+    shared = None if ld_alpha is None else shared_lengths(mask, columns["chosen"].to(log_probs.device))
+    return completion_sums(log_probs, mask, shared, ld_alpha)
+
+
+class PreferenceObjective(Objective):
+    """sum_k weight_k * mean over pairs (or labelled completions) of loss_k.
+
+    Reads the columns response_mask and chosen; with a reference ref_logp [batch], its log pi_ref(y) (see `row_sums`); and
+    the constants [batch] of the losses in use: num_chosen_tokens of the whole batch, shift, matched_margin, matched_ratio.
+    Metrics have TRL's names: rewards/{chosen,rejected,accuracies,margins}, logps/{chosen,rejected}, entropy,
+    mean_token_accuracy (of chosen completions); nll_loss, log_odds_chosen, log_odds_ratio and kl of the losses that have them.
+    """
+
+    def __init__(self, config: PreferenceLossConfig, guard: StepGuard | None = None):
+        self.config, self.guard = config, guard
+        self.losses = list(zip(config.losses, config.weights, strict=True))
+        self.wants = frozenset().union(*(reads(name) for name, _ in self.losses))
+        self.paired = all(is_paired(name) for name, _ in self.losses)
+        self.has_reference = any(needs_reference(name) for name, _ in self.losses)
+        self.unit = "ordinal" if self.paired else "row"
+        self.outputs = ("log_probs", "entropy", "correct", *(("sum_pi_squared",) if config.use_weighting else ()))
+        # ORPO, CPO-IPO and SimPO score completions per token
+        self.per_token = "chosen_mean" in self.wants
+
+    def __call__(
+        self, outputs: dict[str, Tensor], batch: DataProto, totals: BatchTotals
+    ) -> tuple[Tensor, dict[str, Metric]]:
+        log_probs = outputs["log_probs"]
+        columns = {name: column.to(log_probs.device) for name, column in batch.batch.items()}
+        if self.guard is not None:
+            self.guard.observe(batch.batch, columns["response_mask"], {"log_probs": log_probs}, {})
+        sums = row_sums(log_probs, columns, self.config.ld_alpha)
+        terms = {**self.config, **self._terms(sums, log_probs, columns, totals)}
+        weight: Tensor | float = 1.0
+        if self.config.use_weighting:
+            of_rows = wpo_weights(log_probs, outputs["sum_pi_squared"], mask_of(columns))
+            weight = of_rows[columns["chosen"]] * of_rows[~columns["chosen"]]
+        losses = (factor * preference_loss(name, terms) * weight for name, factor in self.losses)
+        loss = torch.stack([found.sum() for found in losses]).sum() / totals.num_units
+        return loss, self._metrics(outputs, sums, terms, columns)
+
+    def _terms(
+        self, sums: Tensor, log_probs: Tensor, columns: dict[str, Tensor], totals: BatchTotals
+    ) -> dict[str, Any]:
+        """Arguments of the losses; see verl/algorithms/preference_losses.py."""
+        terms: dict[str, Any] = {"desirable": columns["chosen"]}
+        if self.has_reference:
+            terms["ratio"] = sums - columns["ref_logp"].to(sums)
+        if "shift" in self.wants:
+            terms["shift"] = columns["shift"].to(sums)
+        return terms | self._pair_terms(terms, sums, log_probs, columns, totals) if self.paired else terms
+
+    def _pair_terms(
+        self, terms: dict[str, Any], sums: Tensor, log_probs: Tensor, columns: dict[str, Tensor], totals: BatchTotals
+    ) -> dict[str, Any]:
+        chosen = columns["chosen"]
+        means = sums / mask_of(columns).sum(1).clamp(min=1)
+
+        def both(name: str, values: Tensor) -> dict[str, Tensor]:
+            return {f"chosen_{name}": values[chosen], f"rejected_{name}": values[~chosen]}
+
+        found: dict[str, Any] = both("logp", sums) | both("mean", means)
+        if "nll" in self.wants:
+            nll = -(log_probs * columns["response_mask"]).sum(1)[chosen]
+            found["nll"] = nll * totals.num_units / columns["num_chosen_tokens"][chosen]
+        if self.has_reference:
+            score = divergence_score(terms["ratio"], self.config.f_divergence, self.config.f_alpha)
+            per_token = score / mask_of(columns).sum(1).clamp(min=1)
+            found |= both("ratio", terms["ratio"])
+            found["delta"] = score[chosen] - score[~chosen]
+            found["mean_delta"] = per_token[chosen] - per_token[~chosen]
+        if "matched_margin" in self.wants:
+            found["matched_margin"] = columns["matched_margin"][chosen].to(sums)
+        if "matched_chosen" in self.wants:
+            matched = columns["matched_ratio"].to(sums)  # of a chosen row: the rejected ratio of its rank
+            found |= {"matched_rejected": matched[chosen], "matched_chosen": matched[~chosen]}
+        return found
+
+    def _metrics(
+        self, outputs: dict[str, Tensor], sums: Tensor, terms: dict[str, Any], columns: dict[str, Tensor]
+    ) -> dict[str, Metric]:
+        chosen, mask = columns["chosen"], mask_of(columns)
+        lengths, logps = mask.sum(1), sums.detach()
+        if self.has_reference:
+            rewards = self.config.beta * terms["ratio"].detach()
+        else:
+            logps = logps / lengths.clamp(min=1) if self.per_token else logps
+            rewards = self.config.beta * alpha_reward(logps, self.config.alpha)
+        found: dict[str, Metric] = {}
+        for name, rows in (("chosen", chosen), ("rejected", ~chosen)):
+            if len(rewards[rows]):
+                found[f"rewards/{name}"] = _mean(rewards[rows])
+                found[f"logps/{name}"] = _mean(logps[rows])
+        if len(rewards[chosen]):
+            found["mean_token_accuracy"] = _share((outputs["correct"] * mask)[chosen].sum(), lengths[chosen].sum())
+        found["entropy"] = _share((outputs["entropy"].detach() * mask).sum(), lengths.sum())
+        if self.paired:
+            margins = rewards[chosen] - rewards[~chosen]
+            found["rewards/margins"] = _mean(margins)
+            found["rewards/accuracies"] = _mean((margins > 0).to(margins))
+        if "nll" in self.wants:
+            found["nll_loss"] = _mean(terms["nll"].detach())
+        if any(name == "orpo" for name, _ in self.losses):
+            odds = log_odds(logps[chosen]) - log_odds(logps[~chosen])
+            found |= {"log_odds_chosen": _mean(odds), "log_odds_ratio": _mean(torch.nn.functional.logsigmoid(odds))}
+        if "shift" in self.wants:
+            found["kl" if "kto" in self.config.losses else "delta"] = _mean(terms["shift"])
+            found["rewards/mean"] = _mean(rewards)
+        return found
+
+
+def _mean(values: Tensor) -> Metric:
+    return Metric.mean(values.sum() / max(1, values.numel()), values.numel())
+
+
+def _share(total: Tensor, count: Tensor) -> Metric:
+    return Metric.mean(total / count.clamp(min=1), count)
