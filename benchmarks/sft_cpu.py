@@ -17,6 +17,7 @@ import os
 import random
 import sys
 import tempfile
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,29 +42,34 @@ class TRLForm:
     environment: dict[str, str] = field(default_factory=dict)
 
 
-_MALLOC = {"GLIBC_TUNABLES": TUNED_MALLOC}
+MALLOC = {"GLIBC_TUNABLES": TUNED_MALLOC}
 TRL_FORMS = {
     "shipped": TRLForm(8),  # SFTConfig's own defaults: micro-batches of 8 padded rows, activations recomputed
-    "unpacked": TRLForm(4, None, {"gradient_checkpointing": False}, _MALLOC),
-    "packed": TRLForm(1, 1024, {"gradient_checkpointing": False, "packing": True, "max_length": 1024}, _MALLOC),
+    "unpacked": TRLForm(4, None, {"gradient_checkpointing": False}, MALLOC),
+    "packed": TRLForm(1, 1024, {"gradient_checkpointing": False, "packing": True, "max_length": 1024}, MALLOC),
 }
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_common_arguments(parser, TRL_FORMS, rows=16)
+    parser.add_argument("--letters", type=int, nargs=2, default=(4, 80), help="shortest and longest word of a row")
+    return parser.parse_args(argv)
+
+
+def add_common_arguments(parser: argparse.ArgumentParser, forms: Mapping[str, TRLForm], *, rows: int) -> None:
+    """The arguments that `compare` reads."""
     parser.add_argument("--model", type=Path, default=DEFAULT_MODEL, help="Hugging Face folder (default: SmolLM2-135M)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--rows", type=int, default=16, help="rows of an optimizer step")
-    parser.add_argument("--letters", type=int, nargs=2, default=(4, 80), help="shortest and longest word of a row")
+    parser.add_argument("--rows", type=int, default=rows, help="rows of an optimizer step")
     parser.add_argument("--learning-rate", type=float, default=2e-5)
     parser.add_argument("--rounds", type=int, default=5, help="measured steps of each side (after one to warm up)")
-    parser.add_argument("--trl", nargs="*", choices=sorted(TRL_FORMS), default=["shipped", "packed", "unpacked"])
+    parser.add_argument("--trl", nargs="*", choices=sorted(forms), default=list(forms))
     parser.add_argument("--trl-env", type=Path, help="TRL's environment (made if absent; default under work/)")
     parser.add_argument("--ours", nargs="*", default=[], metavar="KEY=VALUE", help="overrides of our config")
     parser.add_argument("--limit-s", type=float, default=1800.0, help="longest wait for one step of one side")
     parser.add_argument("--logs", type=Path, help="folder for the processes' output (default: a temporary one)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
-    return parser.parse_args(argv)
 
 
 def make_work(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -79,6 +85,7 @@ def make_work(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     return {
+        "trainer": "SFT",
         "model": str(prepare_model(options.model, convert)),
         "dtype": options.dtype,
         "file": str(file),
@@ -88,13 +95,14 @@ def make_work(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     }
 
 
-def start_trl(stack: ExitStack, work: dict[str, Any], logs: Path, options: argparse.Namespace, form: str) -> Peer:
+def start_trl(
+    stack: ExitStack, work: dict[str, Any], logs: Path, options: argparse.Namespace, form: str, chosen: TRLForm
+) -> Peer:
     """TRL's process in one of its forms, built."""
-    chosen = TRL_FORMS[form]
     peer = stack.enter_context(
         Peer(
             f"trl {form}",
-            "child_trl_sft.py",
+            "child_trl_rows.py",
             log=logs / f"trl-{form}.log",
             python=python_of(options.trl_env or default_folder("trl")),
             environment={"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(logs / "datasets"), **chosen.environment},
@@ -171,18 +179,24 @@ def fill(report: Report, found: dict[str, list[dict[str, Any]]], idle: dict[str,
     report.notes.append("Processor time while another side computed, share of one core: " + shares(idle) + ".")
 
 
-def main(argv: list[str] | None = None) -> Report:
-    options = parse(argv)
+def compare(
+    title: str,
+    options: argparse.Namespace,
+    forms: Mapping[str, TRLForm],
+    make_work: Callable[[argparse.Namespace, Path], dict[str, Any]],
+) -> Report:
+    """Steps of ours and of TRL's forms on the work of `make_work`, as a report."""
     if options.trl:
         ensure("trl", options.trl_env)
-    report = Report("SFT step on the same rows")
+    report = Report(title)
     with ExitStack() as stack:
-        logs = options.logs or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sft-")))
+        logs = options.logs or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rows-")))
         work = make_work(options, logs)
-        ours = stack.enter_context(Peer(OURS, "child_verl_sft.py", log=logs / "verl.log"))
+        ours = stack.enter_context(Peer(OURS, "child_verl_rows.py", log=logs / "verl.log"))
         ours.build(options.limit_s, work=work, folder=str(logs / "verl"), overrides=options.ours)
         work["tokens_per_step"] = ours.facts["tokens_per_step"]
-        peers = [ours, *(start_trl(stack, work, logs, options, form) for form in dict.fromkeys(options.trl))]
+        chosen = dict.fromkeys(options.trl)
+        peers = [ours, *(start_trl(stack, work, logs, options, form, forms[form]) for form in chosen)]
         found = alternate(peers, options.rounds, options.limit_s)
         report.facts = {
             "workload": f"{Path(work['model']).name} {options.dtype}, {options.rows} rows a step, "
@@ -192,6 +206,10 @@ def main(argv: list[str] | None = None) -> Report:
         fill(report, found, {peer.name: peer.idle_share for peer in peers})
     report.finish(options.json)
     return report
+
+
+def main(argv: list[str] | None = None) -> Report:
+    return compare("SFT step on the same rows", parse(argv), TRL_FORMS, make_work)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
 """Each script from end to end: a tiny model, one round, no peer that is not installed here."""
 
 import json
+import math
 import os
 import sys
 
 import limits
 import memory
 import peers_cpu
+import preference_cpu
 import pytest
 import rollout_cpu
 import roofline
@@ -113,3 +115,15 @@ def test_code_runs_as_a_verb_of_the_command_line(monkeypatch, capsys):
     assert as_verb(refused) == ConfigError.exit_code
     assert "No such key." in capsys.readouterr().err
     assert not [name for name in sys.modules if name.endswith(".measured")]
+
+
+@pytest.mark.slow
+def test_preference_cpu(tiny_llama, tmp_path):
+    lengths = ["--prompt-tokens", "8", "--completion-tokens", "4", "--rows", "2", "--rounds", "1", "--trl"]
+    report = preference_cpu.main(
+        ["--model", str(tiny_llama), *lengths, "--json", str(tmp_path / "r.json"), "--logs", str(tmp_path)]
+    )
+    first, second = report.results["losses"]["verl"]
+    assert first == pytest.approx(math.log(2), abs=1e-5)
+    assert second != first
+    assert saved(tmp_path)["facts"]["verl"]["tokens_per_step"] == 2 * 2 * 12

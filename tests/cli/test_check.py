@@ -384,3 +384,97 @@ def test_the_program_follows_from_the_config_name(verl):
     code, said = verl("check", "--config-name=sft_trainer_engine", "model.pathh=x")
     assert code == 1
     assert "did you mean 'model.path'" in said
+
+
+# -- preferences -------------------------------------------------------------------------------------------------------------
+
+
+PAIR = {"prompt": "question", "chosen": " yes", "rejected": " no"}
+
+
+@pytest.fixture
+def check_preferences(verl, tiny_llama, task):
+    """`check_preferences(rows, key=value in a dict)`: `verl check --program preference` on these rows."""
+
+    def run(rows, changes=None):
+        settings = {
+            "model.path": tiny_llama,
+            "data.train_files": write_rows(task / "preferences.jsonl", rows),
+            "data.train_batch_size": 2,
+            "data.max_length": 64,
+            "trainer.logger": "[file]",
+            "trainer.default_local_dir": task / "run",
+            **(changes or {}),
+        }
+        return verl("check", "--program", "preference", *(f"{key}={value}" for key, value in settings.items()))
+
+    return run
+
+
+def test_preferences_that_train(check_preferences, task):
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    other = [messages[0], {"role": "assistant", "content": "b"}]
+    rows = [PAIR, PAIR, {"chosen": messages, "rejected": other}, {"prompt": "q", "chosen": messages, "rejected": other}]
+    code, said = check_preferences(rows)
+    assert code == 0, said
+    for found in (
+        "format prompt_chosen_rejected (rows: 2), chosen_rejected (rows: 1), repeated_prompt (rows: 1); rows that train: 4",
+        "question[[ yes<|im_end|>]]",
+        "2 steps of 2 rows",
+        "Ready to train, 0 warnings.",
+    ):
+        assert found in said, said
+    assert not (task / "run").exists()
+
+
+BAD_PREFERENCES = {
+    "no format": (
+        {"text": "a"},
+        "the row is neither a pair ('chosen', 'rejected') nor a labelled completion ('label')",
+    ),
+    "no preference": ({**PAIR, "rejected": " yes"}, "fields 'chosen' and 'rejected' are equal"),
+    "equal after the cut": (
+        {"prompt": "q", "chosen": "a" * 70 + "b", "rejected": "a" * 70 + "c"},
+        "have the same tokens within data.max_length=64",
+    ),
+    "a label": ({"prompt": "q", "completion": "a", "label": True}, "this training needs pairs"),
+    "a field": ({**PAIR, "chosen": [{"role": "assistant", "content": 3}]}, "field 'chosen[0]' has no text 'content'"),
+    "a margin": ({**PAIR, "margin": "much"}, "field 'margin' must be a finite number"),
+    "another prompt": (
+        {"chosen": [{"role": "user", "content": "q"}], "rejected": [{"role": "user", "content": "r"}]},
+        "no common first message",
+    ),
+}
+
+
+def test_each_bad_preference_is_named_with_file_row_and_field(check_preferences):
+    rows = [PAIR, PAIR, *(row for row, _ in BAD_PREFERENCES.values())]
+    code, said = check_preferences(rows, {"data.truncation": "right"})
+    assert code == 1
+    for number, (_, sentence) in enumerate(BAD_PREFERENCES.values(), start=2):
+        place = f"preferences.jsonl, row {number} (counted from 0, line {number + 1}): "
+        assert any(place in line and sentence in line for line in failures(said)), (sentence, said)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"preference.loss": "dpo"}, "DPO's loss is sigmoid"),
+        ({"preference.loss": "[sigmoid,kto]"}, "kto is a loss of labelled completions, the others are of pairs"),
+        ({"preference.loss": "[sigmoid,sft]", "preference.loss_weights": "[1.0]"}, "has 1 weights for 2 losses"),
+        ({"preference.loss": "exo_pair"}, "needs preference.label_smoothing above 0"),
+        (
+            {"preference.loss": "apo_zero", "preference.f_divergence": "forward_kl"},
+            "preference.f_divergence=forward_kl",
+        ),
+        ({"preference.simpo_gamma": 1.0}, "only preference.loss=simpo reads it"),
+        ({"preference.loss": "orpo", "ref.sync_steps": 4}, "this preference.loss has no reference"),
+        ({"ref.sync_steps": 4, "model.lora_rank": 4}, "ref.sync_steps needs a reference of its own"),
+        ({"preference.beta": 0}, "must be above 0"),
+        ({"loss_type": "ipo"}, "preference.loss"),
+    ],
+)
+def test_preference_settings_that_contradict(check_preferences, changes, sentence):
+    code, said = check_preferences([PAIR, PAIR], changes)
+    assert code == 1
+    assert any(sentence in line for line in failures(said)), said

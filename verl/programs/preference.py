@@ -86,13 +86,14 @@ class PreferenceOptimization(GivenRowsProgram):
         self.datasets: list[Any] = [rows for rows in datasets if rows is not None]
         self.partners: dict[int, list[int]] = {}  # id of a data set -> the partner of each row, for KTO
         if "kto" in config.preference.losses:
-            size, seed = (
-                config.data.train_batch_size,
-                config.trainer.seed if config.data.seed is None else config.data.seed,
-            )
+            section = config.data
             for rows in self.datasets:
-                shuffle = config.data.shuffle and rows is not data.validation
-                self.partners[id(rows)] = partners_of(len(rows), size, seed=seed, shuffle=shuffle)
+                self.partners[id(rows)] = partners_of(
+                    len(rows),
+                    section.train_batch_size,
+                    seed=config.trainer.seed if section.seed is None else section.seed,
+                    shuffle=section.shuffle and rows is not data.validation,
+                )
 
     def loss_name(self) -> str:
         loss = self.config.preference

@@ -1,4 +1,5 @@
-"""The measured process of our side in sft_cpu.py: builds the run of `verl sft` once, then takes a step when told to."""
+"""The measured process of our side in sft_cpu.py and preference_cpu.py: builds the run of a program on given rows once, then
+takes a step when told to."""
 
 from __future__ import annotations
 
@@ -9,31 +10,35 @@ from typing import Any
 from as_verb import as_verb
 from child import serve
 
+PROGRAMS = {"SFT": "sft", "DPO": "preference"}
 
-class VerlSFTChild:
+
+class VerlRowsChild:
     """Commands of the parent, by name. torch is imported by the first of them, inside the verb."""
 
     def build(self, work: dict[str, Any], folder: str, overrides: list[str]) -> dict[str, Any]:
         import torch
         from weight_probe import WeightProbe
 
-        from verl.config import load_config
-        from verl.config.roots.sft import SFT as SCHEMA
-        from verl.programs.api import RunContext
-        from verl.programs.given_rows import ROLE
-        from verl.programs.sft import SFT
+        from verl.config import SCHEMAS, load_config
+        from verl.programs import api
+        from verl.programs.given_rows import ROLE, GivenRowsProgram
         from verl.runtime.local import LocalRuntime
         from verl.tracking.spans import Spans
 
-        config = load_config([*overrides_of(work), *overrides], schema=SCHEMA).config
-        data = SFT.load_data(config)
+        name = PROGRAMS[work["trainer"]]
+        kind: type[GivenRowsProgram] = api.PROGRAMS.get(name)
+        config: Any = load_config([*overrides_of(work), *overrides], schema=SCHEMAS[name]).config
+        data = kind.load_data(config)
         assert data.train is not None
-        runtime = LocalRuntime(config, SFT)
+        runtime = LocalRuntime(config, kind)
         roles = runtime.build_roles(total_steps=data.num_steps, data_sources=[])
-        run = RunContext(
+        run = api.RunContext(
             Path(folder), False, lambda value: value, lambda: None, Spans(), lambda *_: None, data.num_steps
         )
-        self.program, self.steps_taken = SFT(config, data, roles, run), 0
+        self.program, self.steps_taken = kind(config, data, roles, run), 0
+        started = time.perf_counter()
+        self.program.load_state_dict(None, None)  # preferences: the reference's log-probabilities
         assert runtime.workers is not None
         self.probe = WeightProbe(runtime.workers.models[ROLE].engine.module)
         (summary,) = data.train.dataset.summaries
@@ -42,6 +47,7 @@ class VerlSFTChild:
             "num_threads": torch.get_num_threads(),
             "micro_batch_tokens": config.data.max_token_len_per_gpu,
             "tokens_per_step": summary.num_tokens / summary.num_rows * work["rows_per_step"],
+            "start_s": time.perf_counter() - started,
         }
 
     def step(self) -> dict[str, Any]:
@@ -57,7 +63,7 @@ class VerlSFTChild:
 
 
 def overrides_of(work: dict[str, Any]) -> list[str]:
-    """The command line of `verl sft` for this work."""
+    """The command line of `verl sft` or `verl dpo` for this work."""
     settings = {
         "model.path": work["model"],
         "model.enable_gradient_checkpointing": False,
@@ -74,7 +80,7 @@ def overrides_of(work: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    child = VerlSFTChild()
+    child = VerlRowsChild()
     serve({"build": child.build, "step": child.step})
 
 

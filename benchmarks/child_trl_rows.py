@@ -1,4 +1,4 @@
-"""The measured process of TRL in sft_cpu.py: an SFTTrainer that is built once and waits between its steps.
+"""The measured process of TRL in sft_cpu.py and preference_cpu.py: a trainer that is built once and waits between its steps.
 
 Runs in TRL's own environment, where verl is not installed. The trainer's loop is TRL's; a callback holds it before each
 optimizer step until the parent asks for one, and replies when the step has ended.
@@ -18,28 +18,35 @@ from child import Channel, run_held
 from datasets import Dataset
 from torch.utils.data import SequentialSampler
 from transformers import AutoTokenizer, TrainerCallback
-from trl import SFTConfig, SFTTrainer
 from weight_probe import WeightProbe
 
+FACTS = (
+    *("gradient_accumulation_steps", "gradient_checkpointing", "packing", "max_length", "loss_type"),
+    "precompute_ref_log_probs",
+)
 
-class InFileOrder(SFTTrainer):
-    """Takes the rows in the order of the file; keeps the loss of each optimizer step."""
 
-    loss_of_step = 0.0
+def in_file_order(kind: str) -> type:
+    """SFTTrainer or DPOTrainer that takes the rows in the order of the file and keeps the loss of each optimizer step."""
 
-    def _get_train_sampler(self, train_dataset: Any = None) -> SequentialSampler:
-        return SequentialSampler(self.train_dataset if train_dataset is None else train_dataset)
+    class InFileOrder(getattr(trl, f"{kind}Trainer")):  # type: ignore[misc]
+        loss_of_step = 0.0
 
-    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        loss = super().training_step(*args, **kwargs)
-        self.loss_of_step += float(loss)  # of a micro-batch, divided by the tokens of the whole step
-        return loss
+        def _get_train_sampler(self, train_dataset: Any = None) -> SequentialSampler:
+            return SequentialSampler(self.train_dataset if train_dataset is None else train_dataset)
+
+        def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            loss = super().training_step(*args, **kwargs)
+            self.loss_of_step += float(loss)  # of a micro-batch, as its share of the whole step
+            return loss
+
+    return InFileOrder
 
 
 class Gate(TrainerCallback):
     """Holds the trainer's loop until the parent wants a step, and replies with its seconds, tokens and loss."""
 
-    def __init__(self, channel: Channel, trainer: InFileOrder):
+    def __init__(self, channel: Channel, trainer: Any):
         self.channel, self.trainer = channel, trainer
         self.probe = WeightProbe(trainer.model)
         self.started, self.num_tokens = 0.0, 0.0
@@ -62,7 +69,7 @@ class Gate(TrainerCallback):
         )
 
 
-def build(work: dict[str, Any], micro_batch: int, settings: dict[str, Any], folder: str) -> InFileOrder:
+def build(work: dict[str, Any], micro_batch: int, settings: dict[str, Any], folder: str) -> Any:
     """A trainer on the rows of `work`; what `settings` does not name and the job does not fix is TRL's default."""
     rows = [json.loads(line) for line in Path(work["file"]).read_text().splitlines()]
     steps_micro_batches = max(1, work["rows_per_step"] // micro_batch)
@@ -82,26 +89,22 @@ def build(work: dict[str, Any], micro_batch: int, settings: dict[str, Any], fold
         "disable_tqdm": True,
         **settings,
     }
-    return InFileOrder(
+    return in_file_order(work["trainer"])(
         model=work["model"],
-        args=SFTConfig(**chosen),
+        args=getattr(trl, f"{work['trainer']}Config")(**chosen),
         train_dataset=Dataset.from_list(rows),
         processing_class=AutoTokenizer.from_pretrained(work["model"]),
     )
 
 
-def facts(trainer: InFileOrder) -> dict[str, Any]:
+def facts(trainer: Any) -> dict[str, Any]:
     args = trainer.args
     return {
         "versions": {m.__name__: m.__version__ for m in (trl, transformers, torch)},
         "num_threads": torch.get_num_threads(),
         "micro_batch": args.per_device_train_batch_size,
-        "gradient_accumulation_steps": args.gradient_accumulation_steps,
-        "gradient_checkpointing": args.gradient_checkpointing,
-        "packing": args.packing,
-        "max_length": args.max_length,
         "optimizer": str(args.optim),
-        "loss_type": args.loss_type,
+        **{name: getattr(args, name) for name in FACTS if hasattr(args, name)},
     }
 
 

@@ -1,0 +1,198 @@
+"""Loss, rewards, gradient norm and the other metrics of ten steps equal those of TRL's trainers on the same batches."""
+
+import json
+
+import pytest
+
+from tests.data.conversations.templates import chat
+from tests.run.conftest import Run
+from tests.run.trl_oracle import trl_logs
+from verl.config import names
+from verl.models.tiny import CHAT_TEMPLATE, make_tiny_model
+
+NUM_STEPS, BATCH_SIZE = 10, 4
+WORDS = ["sky", "is", "blue", "and", "the", "sea", "too", "日本", "é"]
+
+
+def words(start, count):
+    return " ".join(WORDS[(start + i) % len(WORDS)] for i in range(count))
+
+
+def pair(i):
+    return {
+        "prompt": words(i, i % 4 + 1),
+        "chosen": " " + words(i + 2, i % 6 + 1),
+        "rejected": " " + words(i, i % 3 + 2),
+    }
+
+
+PAIRS = [pair(i) for i in range(40)]
+ROWS = {
+    "pairs": PAIRS,
+    "messages": [
+        {
+            "prompt": chat(row["prompt"]),
+            "chosen": chat("", row["chosen"])[1:],
+            "rejected": chat("", row["rejected"])[1:],
+        }
+        for row in PAIRS
+    ],
+    "labelled": [
+        {"prompt": row["prompt"], "completion": row["chosen" if i % 3 else "rejected"], "label": i % 3 > 0}
+        for i, row in enumerate(PAIRS)
+    ],
+}
+DPO = [
+    *(name for name in names.PREFERENCE_LOSSES if name not in (*names.LABELLED_LOSSES, *names.REFERENCE_FREE_LOSSES)),
+    "sft",
+]
+# name: trainer, rows, arguments of TRL's config, our overrides
+CASES = {
+    **{f"DPO {name}": ("DPO", "pairs", {"loss_type": [name]}, [f"preference.loss={name}"]) for name in DPO},
+    "DPO exo_pair": (
+        "DPO",
+        "pairs",
+        {"loss_type": ["exo_pair"], "label_smoothing": 1e-3},
+        ["preference.loss=exo_pair", "preference.label_smoothing=1e-3"],
+    ),
+    "DPO robust": (
+        "DPO",
+        "pairs",
+        {"loss_type": ["robust"], "label_smoothing": 0.1},
+        ["preference.loss=robust", "preference.label_smoothing=0.1"],
+    ),
+    "DPO of messages": ("DPO", "messages", {}, []),
+    "DPO, a sum of losses": (
+        "DPO",
+        "pairs",
+        {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0]},
+        ["preference.loss=[sigmoid,bco_pair,sft]", "preference.loss_weights=[0.8,0.2,1.0]"],
+    ),
+    **{
+        f"DPO, {kind}": ("DPO", "pairs", {"f_divergence_type": kind}, [f"preference.f_divergence={kind}"])
+        for kind in ("js_divergence", "alpha_divergence")
+    },
+    # exponentials of log-ratios multiply rounding from step to step: small steps keep it below the tolerance
+    "DPO, forward_kl": (
+        "DPO",
+        "pairs",
+        {"f_divergence_type": "forward_kl", "learning_rate": 2e-5},
+        ["preference.f_divergence=forward_kl", "optim.lr=2e-5"],
+    ),
+    "DPO discopop": (
+        "DPO",
+        "pairs",
+        {"loss_type": ["discopop"], "learning_rate": 2e-5},
+        ["preference.loss=discopop", "optim.lr=2e-5"],
+    ),
+    "DPO, length desensitized": ("DPO", "pairs", {"ld_alpha": 0.4}, ["preference.ld_alpha=0.4"]),
+    "DPO, weighted": ("DPO", "pairs", {"use_weighting": True}, ["preference.use_weighting=True"]),
+    "KTO": ("KTO", "labelled", {}, ["preference.loss=kto"]),
+    "KTO with weights": (
+        "KTO",
+        "labelled",
+        {"desirable_weight": 0.7, "undesirable_weight": 1.4, "beta": 0.3},
+        [
+            "preference.loss=kto",
+            "preference.desirable_weight=0.7",
+            "preference.undesirable_weight=1.4",
+            "preference.beta=0.3",
+        ],
+    ),
+    "KTO apo_zero_unpaired": (
+        "KTO",
+        "labelled",
+        {"loss_type": "apo_zero_unpaired"},
+        ["preference.loss=apo_zero_unpaired"],
+    ),
+    "CPO": ("CPO", "pairs", {"label_smoothing": 0.1}, ["preference.loss=cpo", "preference.label_smoothing=0.1"]),
+    "CPO hinge": ("CPO", "pairs", {"loss_type": "hinge"}, ["preference.loss=cpo_hinge"]),
+    "CPO ipo": (
+        "CPO",
+        "pairs",
+        {"loss_type": "ipo", "cpo_alpha": 0.5},
+        ["preference.loss=cpo_ipo", "preference.cpo_alpha=0.5"],
+    ),
+    "SimPO": (
+        "CPO",
+        "pairs",
+        {"loss_type": "simpo", "cpo_alpha": 0.0, "beta": 2.0},
+        ["preference.loss=simpo", "preference.beta=2.0"],
+    ),
+    "AlphaPO": (
+        "CPO",
+        "pairs",
+        {"loss_type": "simpo", "cpo_alpha": 0.0, "beta": 2.0, "alpha": 0.1},
+        ["preference.loss=simpo", "preference.beta=2.0", "preference.alpha=0.1"],
+    ),
+    "ORPO": ("ORPO", "pairs", {}, ["preference.loss=orpo"]),
+}
+COMPARED = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "kl", "entropy", "nll_loss")
+COMPARED += ("logps/chosen", "logps/rejected", "mean_token_accuracy", "log_odds_ratio", "log_odds_chosen")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "llama", "llama")
+
+
+@pytest.fixture(scope="module")
+def theirs(model, tmp_path_factory):
+    common = {
+        "per_device_train_batch_size": BATCH_SIZE,
+        "max_steps": NUM_STEPS,
+        "learning_rate": 1e-4,
+        "weight_decay": 0.0,
+    }
+    cases = {
+        name: {
+            "trainer": trainer,
+            "model": str(model),
+            "rows": ROWS[kind],
+            "args": {**common, **args},
+            "template": CHAT_TEMPLATE,
+        }
+        for name, (trainer, kind, args, _) in CASES.items()
+    }
+    return trl_logs(cases, tmp_path_factory.mktemp("trl"), timeout_s=580)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_ten_steps_are_those_of_trl(case, theirs, model, tmp_path):
+    from verl.config import PREFERENCE, load_config
+    from verl.run.host import train
+
+    _, kind, _, overrides = CASES[case]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[kind]))
+    settings = [
+        f"model.path={model}",
+        "model.enable_gradient_checkpointing=False",
+        f"data.train_files={tmp_path / 'train.jsonl'}",
+        f"data.train_batch_size={BATCH_SIZE}",
+        "data.shuffle=False",
+        "engine.dtype=float32",
+        "optim.lr=1e-4",
+        "optim.weight_decay=0.0",
+        "trainer.logger=[file]",
+        f"trainer.total_training_steps={NUM_STEPS}",
+        f"trainer.default_local_dir={tmp_path / 'run'}",
+        *overrides,
+    ]
+    assert train(load_config(settings, schema=PREFERENCE), program="preference") == 0
+    ours = Run(tmp_path / "run").training_rows()
+    assert len(ours) == len(theirs[case]) == NUM_STEPS
+    for row, log in zip(ours, theirs[case], strict=True):
+        where = f"{case}, step {row['step']}"
+        assert row["train/loss"] == pytest.approx(log["loss"], rel=1e-5, abs=1e-6), where
+        assert row["train/grad_norm"] == pytest.approx(log["grad_norm"], rel=1e-5), where
+        shared = [name for name in COMPARED if name in log and f"train/{name}" in row]
+        if case == "DPO sft":  # TRL asks its reference all the same, and reports rewards against it
+            shared = [name for name in shared if "rewards" not in name]
+        assert "logps/chosen" in shared or "KTO" in case
+        for name in shared:
+            # a difference of log-probabilities of about 100 nats, whose spacing in float32 is 8e-6
+            spacing = 2e-5 if name == "kl" else 1e-5
+            if name == "rewards/accuracies" and abs(log["rewards/margins"]) < 1e-5:
+                continue  # the policy is the reference: rounding ranks the pairs
+            assert row[f"train/{name}"] == pytest.approx(log[name], rel=1e-5, abs=spacing), f"{where}: {name}"
