@@ -21,6 +21,7 @@ GUARDS = "trainer.guards"
 LIMITED = ("grad_norm", "policy_kl", "reference_kl", "ratio", "entropy", "mismatch")
 
 REJECTION = ("algorithm.program=rejection_sampling", f"{ROLLOUT}.n=4")
+ONLINE = ("algorithm.program=online_dpo", f"{ROLLOUT}.n=4")
 
 DISTILLATION = "distillation"
 LOSS, TEACHERS = f"{DISTILLATION}.distillation_loss", f"{DISTILLATION}.teacher_models"
@@ -42,6 +43,12 @@ BROKEN = [
     ("error", f"{DISTILLATION}.stored_outputs", [*TAUGHT, f"{DISTILLATION}.stored_outputs=True"]),
     ("error", f"{LOSS}.loss_mode", [*TAUGHT, f"{LOSS}.loss_mode=k1"]),
     ("error", f"{DISTILLATION}.on_policy_share", [*TAUGHT, f"{DISTILLATION}.on_policy_share=0.5"]),
+    ("error", f"{ROLLOUT}.n", [*ONLINE[:1], f"{ROLLOUT}.n=1"]),
+    ("error", "preference.loss", [*ONLINE, "preference.loss=kto"]),
+    ("error", "preference.loss_weights", [*ONLINE, "preference.loss_weights=[1.0,2.0]"]),
+    ("error", f"{ROLLOUT}.prefetch_num", [*ONLINE, f"{ROLLOUT}.prefetch_num=1"]),
+    ("error", "online.sync_steps", [*ONLINE, "online.sync_steps=1", "actor_rollout_ref.model.lora_rank=4"]),
+    ("notice", "algorithm.adv_estimator", [*ONLINE, "algorithm.adv_estimator=grpo"]),
     ("error", "algorithm.adv_estimator", ["algorithm.adv_estimator=grop"]),
     ("error", "algorithm.adv_estimator", ["algorithm.adv_estimator=dpo"]),
     ("error", f"{ACTOR}.policy_loss.loss_mode", [f"{ACTOR}.policy_loss.loss_mode=vanila"]),

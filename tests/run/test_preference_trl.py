@@ -72,7 +72,6 @@ CASES = {
         f"DPO, {kind}": ("DPO", "pairs", {"f_divergence_type": kind}, [f"preference.f_divergence={kind}"])
         for kind in ("js_divergence", "alpha_divergence")
     },
-    # exponentials of log-ratios multiply rounding from step to step: small steps keep it below the tolerance
     "DPO, forward_kl": (
         "DPO",
         "pairs",
@@ -127,6 +126,9 @@ CASES = {
     ),
     "ORPO": ("ORPO", "pairs", {}, ["preference.loss=orpo"]),
 }
+# gradients whose weights are exponentials, or steep sigmoids, of log-ratios: sums of about 100 nats, whose spacing in float32
+# is 8e-6, so that each side's weights are exact to about 1e-5
+STEEP = {"DPO, forward_kl": 3e-5, "DPO discopop": 3e-5}
 COMPARED = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "kl", "entropy", "nll_loss")
 COMPARED += ("logps/chosen", "logps/rejected", "mean_token_accuracy", "log_odds_ratio", "log_odds_chosen")
 
@@ -185,7 +187,7 @@ def test_ten_steps_are_those_of_trl(case, theirs, model, tmp_path):
     for row, log in zip(ours, theirs[case], strict=True):
         where = f"{case}, step {row['step']}"
         assert row["train/loss"] == pytest.approx(log["loss"], rel=1e-5, abs=1e-6), where
-        assert row["train/grad_norm"] == pytest.approx(log["grad_norm"], rel=1e-5), where
+        assert row["train/grad_norm"] == pytest.approx(log["grad_norm"], rel=STEEP.get(case, 1e-5)), where
         shared = [name for name in COMPARED if name in log and f"train/{name}" in row]
         if case == "DPO sft":  # TRL asks its reference all the same, and reports rewards against it
             shared = [name for name in shared if "rewards" not in name]

@@ -1,4 +1,4 @@
-"""Selection of the rows that train: DAPO's group filter, PF-PPO's resampling, the best of a group."""
+"""Selection of the rows that train: DAPO's group filter, PF-PPO's resampling, the best of a group, pairs of a group."""
 
 from __future__ import annotations
 
@@ -68,3 +68,15 @@ def best_of_groups(
         if counts and len(kept) < keep:
             kept.setdefault(row if contents is None else contents[row], row)
     return sorted(row for kept in found.values() for row in kept.values())
+
+
+def best_and_worst(scores: Sequence[float], uids: Sequence[Hashable]) -> list[tuple[int, int]]:
+    """The row with the highest and that with the lowest score of each group, the earlier of equals, in order of the groups'
+    first rows. A group whose scores are all equal has no pair."""
+    groups: dict[Hashable, list[int]] = {}
+    for row, uid in enumerate(uids):
+        groups.setdefault(uid, []).append(row)
+    pairs = [
+        (max(rows, key=lambda row: scores[row]), min(rows, key=lambda row: scores[row])) for rows in groups.values()
+    ]
+    return [(best, worst) for best, worst in pairs if scores[best] > scores[worst]]

@@ -23,9 +23,14 @@ def selects_samples(root: Any) -> bool:
     return bool(root.algorithm.program == "rejection_sampling")
 
 
+def learns_from_pairs(root: Any) -> bool:
+    """Whether the run is online preference optimization, which trains on pairs of its samples without advantages."""
+    return bool(root.algorithm.program == "online_dpo")
+
+
 def uses_critic(root: Any) -> bool:
     """Whether a value model trains: an explicit critic.enable, else the estimator decides."""
-    if selects_samples(root):
+    if selects_samples(root) or learns_from_pairs(root):
         return False
     if root.critic.enable is not None:
         return bool(root.critic.enable)
@@ -38,6 +43,8 @@ def uses_rewards(root: Any) -> bool:
 
 
 def uses_reference(root: Any) -> bool:
+    if learns_from_pairs(root):
+        return uses_reference_policy(root)
     asked = root.actor_rollout_ref.actor.use_kl_loss or root.algorithm.use_kl_in_reward
     return bool(asked) and not selects_samples(root)
 
@@ -108,6 +115,35 @@ CRITIC = Condition(
 )
 
 
+def _any_of(root: Any, known: tuple[str, ...]) -> bool:
+    """Whether a chosen loss is one of `known`, or the user's own, which may read any key."""
+    return any(name in known or name not in names.PREFERENCE_LOSSES for name in root.preference.losses)
+
+
+def uses_reference_policy(root: Any) -> bool:
+    """Whether a chosen loss compares with a reference."""
+    return any(name not in names.REFERENCE_FREE_LOSSES for name in root.preference.losses)
+
+
+def _reads(known: tuple[str, ...]) -> Condition:
+    return Condition(
+        lambda root, node: _any_of(root, known),
+        f"only preference.loss={'|'.join(known)} reads it",
+        f"set preference.loss={known[0]}",
+    )
+
+
+_PAIRED = tuple(name for name in names.PREFERENCE_LOSSES if name not in names.LABELLED_LOSSES)
+
+# those of the section `preference`
+PREFERENCE_CONDITIONS: dict[str, Condition] = {
+    **{key: _reads(known) for key, known in names.PREFERENCE_SETTINGS.items()},
+    "f_divergence": _reads(names.DIVERGENCE_LOSSES),
+    "pairs": Condition(
+        lambda root, node: _any_of(root, _PAIRED), "the loss is of labelled completions", "choose a loss of pairs"
+    ),
+}
+
 # those of sections that all programs have
 SHARED_CONDITIONS: dict[str, Condition] = {
     "fixed_bsz": _fixed_bsz("use_dynamic_bsz"),
@@ -133,6 +169,17 @@ SHARED_CONDITIONS: dict[str, Condition] = {
 
 PPO_CONDITIONS: dict[str, Condition] = {
     **SHARED_CONDITIONS,
+    **PREFERENCE_CONDITIONS,
+    "online": Condition(
+        lambda root, node: learns_from_pairs(root),
+        "algorithm.program is not online_dpo",
+        "set algorithm.program=online_dpo",
+    ),
+    "online_syncs": Condition(
+        lambda root, node: learns_from_pairs(root) and node.sync_steps > 0,
+        "online.sync_steps is 0",
+        "set online.sync_steps above 0",
+    ),
     "critic": CRITIC,
     "rejection": Condition(
         lambda root, node: root.algorithm.program != "ppo",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-PPO_PROGRAMS = ("ppo", "rejection_sampling")  # of `verl train`
+PPO_PROGRAMS = ("ppo", "rejection_sampling", "online_dpo")  # of `verl train`
 
 ADV_ESTIMATORS = (
     "gae",

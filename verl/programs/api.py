@@ -34,6 +34,7 @@ PROGRAMS = Registry(
     {
         "ppo": "verl.programs.ppo_async:AsyncPPO",
         "rejection_sampling": "verl.programs.rejection:RejectionSampling",
+        "online_dpo": "verl.programs.online_preference:OnlinePreference",
         "sft": "verl.programs.sft:SFT",
         "preference": "verl.programs.preference:PreferenceOptimization",
     },

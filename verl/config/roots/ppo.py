@@ -11,10 +11,11 @@ from verl.config.rules.ppo import RULES
 from verl.config.rules.sections import SECTION_RULES
 from verl.config.schema import Schema
 from verl.config.sections.actor import ActorConfig, CriticConfig, RefConfig
-from verl.config.sections.algorithm import AlgorithmConfig, RejectionConfig
+from verl.config.sections.algorithm import AlgorithmConfig, OnlineConfig, RejectionConfig
 from verl.config.sections.data import DataConfig
 from verl.config.sections.distillation import DistillationConfig
 from verl.config.sections.model import ModelConfig
+from verl.config.sections.preference import PreferenceLossConfig
 from verl.config.sections.reward import RewardConfig
 from verl.config.sections.rollout import RolloutConfig
 from verl.config.sections.trainer import PPOTrainerConfig, RayKwargsConfig
@@ -41,6 +42,10 @@ class PPOConfig(Section):
     algorithm: AlgorithmConfig = section(AlgorithmConfig, "advantages, KL, corrections, filters")
     rejection: RejectionConfig = section(RejectionConfig, "samples that rejection sampling keeps", when="rejection")
     distillation: DistillationConfig = section(DistillationConfig, "learning from a teacher")
+    online: OnlineConfig = section(OnlineConfig, "pairs of online preference optimization", when="online")
+    preference: PreferenceLossConfig = section(
+        PreferenceLossConfig, "the loss of online preference optimization", when="online"
+    )
     trainer: PPOTrainerConfig = section(PPOTrainerConfig, "length, logging, saving, devices")
     ray_kwargs: RayKwargsConfig = section(RayKwargsConfig, "Ray")
     model_engine: str = used("dp", "family of training engines: dp (PyTorch-native)")

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from verl.config import names
-from verl.config.active_keys import SHARED_CONDITIONS
+from verl.config.active_keys import PREFERENCE_CONDITIONS, SHARED_CONDITIONS, uses_reference_policy
 from verl.config.derived_defaults import SFT_FOLLOWS, derive_sft
-from verl.config.keys import OURS, Family, Section, section, used
+from verl.config.keys import OURS, Section, section, used
 from verl.config.rules.sections import SECTION_RULES
 from verl.config.schema import Condition, Problem, Schema, error
 from verl.config.sections.actor import CheckpointConfig
@@ -16,69 +16,8 @@ from verl.config.sections.data import PreferenceDataConfig
 from verl.config.sections.fsdp import SFTEngineConfig
 from verl.config.sections.model import ModelConfig
 from verl.config.sections.optim import OptimConfig
+from verl.config.sections.preference import PreferenceLossConfig
 from verl.config.sections.trainer import RayKwargsConfig, SFTTrainerConfig
-
-
-@dataclass(frozen=True)
-class PreferenceLossConfig(Section):
-    """The loss, and the settings that losses read; see verl/algorithms/preference_losses.py for formulas and papers."""
-
-    loss: str | list[str] = used(
-        "sigmoid",
-        "loss of a pair (sigmoid is DPO) or of a labelled completion (kto, apo_zero_unpaired, bco); a list is a weighted sum",
-        family=Family("preference loss", names.PREFERENCE_LOSSES),
-    )
-    loss_weights: list[float] | None = used(None, "weights of a list of losses; null: 1 each")
-    beta: float = used(0.1, "scale of rewards; larger keeps the policy closer to the reference", gt=0)
-    label_smoothing: float = used(
-        0.0,
-        "probability that a pair is labelled the wrong way round",
-        when="label_smoothing",
-        neutral=(0.0,),
-        ge=0,
-        lt=0.5,
-    )
-    f_divergence: str = used(
-        "reverse_kl",
-        "divergence from the reference (arXiv 2309.16240)",
-        when="f_divergence",
-        neutral=("reverse_kl",),
-        choices=("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"),
-    )
-    f_alpha: float = used(0.5, "alpha of alpha_divergence", when="preference.f_divergence=alpha_divergence")
-    ld_alpha: float | None = used(
-        None,
-        "weight of tokens beyond the length of the pair's shorter completion (LD-DPO, arXiv 2409.06411); null: 1",
-        when="pairs",
-        ge=0,
-        le=1,
-    )
-    use_weighting: bool = used(
-        False, "weigh pairs by how likely the policy is to write them (WPO, arXiv 2406.11827)", when="pairs"
-    )
-    discopop_tau: float = used(0.05, "temperature of discopop", when="discopop_tau", gt=0)
-    simpo_gamma: float = used(0.5, "margin of rewards in simpo", when="simpo_gamma")
-    cpo_alpha: float = used(
-        1.0, "weight of the negative log-likelihood in cpo, cpo_hinge and cpo_ipo", when="cpo_alpha", ge=0
-    )
-    alpha: float = used(
-        0.0,
-        "shape of rewards in simpo, cpo, cpo_hinge and cpo_ipo (AlphaPO, arXiv 2501.03884); 0: log-probability",
-        when="alpha",
-        neutral=(0.0,),
-    )
-    desirable_weight: float = used(1.0, "weight of desirable completions", when="desirable_weight", ge=0)
-    undesirable_weight: float = used(1.0, "weight of undesirable completions", when="undesirable_weight", ge=0)
-
-    @property
-    def losses(self) -> list[str]:
-        """Names of all losses."""
-        return [self.loss] if isinstance(self.loss, str) else list(self.loss)
-
-    @property
-    def weights(self) -> list[float]:
-        """A weight for each of them."""
-        return [1.0] * len(self.losses) if self.loss_weights is None else list(self.loss_weights)
 
 
 @dataclass(frozen=True)
@@ -128,16 +67,6 @@ class PreferenceConfig(Section):
     ray_kwargs: RayKwargsConfig = section(RayKwargsConfig, "Ray")
 
 
-def _any_of(root: PreferenceConfig, known: tuple[str, ...]) -> bool:
-    """Whether a chosen loss is one of `known`, or the user's own, which may read any key."""
-    return any(name in known or name not in names.PREFERENCE_LOSSES for name in root.preference.losses)
-
-
-def uses_reference_policy(root: PreferenceConfig) -> bool:
-    """Whether a chosen loss compares with a reference."""
-    return any(name not in names.REFERENCE_FREE_LOSSES for name in root.preference.losses)
-
-
 def has_reference_role(root: PreferenceConfig) -> bool:
     """Whether the reference is a model of its own, or the policy without adapters, and not the policy before its first step."""
     ref = root.ref
@@ -145,23 +74,9 @@ def has_reference_role(root: PreferenceConfig) -> bool:
     return own and uses_reference_policy(root)
 
 
-def _reads(known: tuple[str, ...]) -> Condition:
-    return Condition(
-        lambda root, node: _any_of(root, known),
-        f"only preference.loss={'|'.join(known)} reads it",
-        f"set preference.loss={known[0]}",
-    )
-
-
-_PAIRED = tuple(name for name in names.PREFERENCE_LOSSES if name not in names.LABELLED_LOSSES)
-
 CONDITIONS = {
     **SHARED_CONDITIONS,
-    **{key: _reads(known) for key, known in names.PREFERENCE_SETTINGS.items()},
-    "f_divergence": _reads(names.DIVERGENCE_LOSSES),
-    "pairs": Condition(
-        lambda root, node: _any_of(root, _PAIRED), "the loss is of labelled completions", "choose a loss of pairs"
-    ),
+    **PREFERENCE_CONDITIONS,
     "reference": Condition(
         lambda root, node: uses_reference_policy(root), "this preference.loss has no reference", "choose another loss"
     ),

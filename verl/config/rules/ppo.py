@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from verl.config import names
-from verl.config.active_keys import selects_samples, uses_critic, uses_rewards
+from verl.config.active_keys import learns_from_pairs, selects_samples, uses_critic, uses_rewards
 from verl.config.rules.distillation import check_distillation
 from verl.config.schema import Problem, error, value_at, warning
 
@@ -92,7 +92,7 @@ def check_lengths(c: Any, given: set[str]) -> Iterator[Problem]:
 
 def check_estimator(c: Any, given: set[str]) -> Iterator[Problem]:
     """Needs of the advantage estimator."""
-    if selects_samples(c):
+    if selects_samples(c) or learns_from_pairs(c):
         return
     algorithm, num_samples = c.algorithm, c.actor_rollout_ref.rollout.n
     estimator = algorithm.adv_estimator
@@ -183,8 +183,42 @@ def check_rejection(c: Any, given: set[str]) -> Iterator[Problem]:
             "algorithm.program=rejection_sampling samples from the weights that it trains. Set "
             f"{ROLLOUT}.prefetch_num=0 and trainer.v1.trainer_mode=sync.",
         )
+    yield from _unread(given, "rejection sampling")
+
+
+def _unread(given: set[str], program: str) -> Iterator[Problem]:
     for key in sorted(k for k in given if k.startswith(_UNREAD_BY_REJECTION)):
-        yield Problem("notice", key, f"{key} is not read: rejection sampling has no advantages. Remove it.")
+        yield Problem("notice", key, f"{key} is not read: {program} has no advantages. Remove it.")
+
+
+def check_online(c: Any, given: set[str]) -> Iterator[Problem]:
+    """Needs of online preference optimization, and keys that it does not read."""
+    if not learns_from_pairs(c):
+        return
+    n, loss = c.actor_rollout_ref.rollout.n, c.preference
+    if n < 2:
+        yield error(
+            f"{ROLLOUT}.n", f"algorithm.program=online_dpo needs at least 2 samples of a prompt. Set {ROLLOUT}.n=2."
+        )
+    if wrong := [name for name in loss.losses if name in ("aot", "aot_unpaired", *names.LABELLED_LOSSES)]:
+        yield error(
+            "preference.loss", f"preference.loss={wrong[0]} needs more than the pairs of one step. Choose another one."
+        )
+    if len(loss.weights) != len(loss.losses):
+        yield error("preference.loss_weights", "preference.loss_weights needs one weight for each loss.")
+    if c.actor_rollout_ref.rollout.prefetch_num:
+        yield error(
+            f"{ROLLOUT}.prefetch_num",
+            "algorithm.program=online_dpo samples from the weights that it trains. Set "
+            f"{ROLLOUT}.prefetch_num=0 and trainer.v1.trainer_mode=sync.",
+        )
+    if c.online.sync_steps and c.actor_rollout_ref.model.lora_rank:
+        yield error(
+            "online.sync_steps",
+            "online.sync_steps needs a reference of its own, and with lora_rank it is the model without its adapters. Set one "
+            "of them to 0.",
+        )
+    yield from _unread(given, "online preference optimization")
 
 
 def check_loss(c: Any, given: set[str]) -> Iterator[Problem]:
@@ -335,6 +369,7 @@ RULES = (
     check_lengths,
     check_estimator,
     check_rejection,
+    check_online,
     check_loss,
     check_correction,
     check_sampling,

@@ -71,10 +71,23 @@ class RejectionConfig(Section):
 
 
 @dataclass(frozen=True)
+class OnlineConfig(Section):
+    """Online preference optimization: pairs of the best and the worst of the `rollout.n` samples of a prompt."""
+
+    missing_eos_penalty: float | None = used(
+        None, "subtracted from the score of a sample that was cut at data.max_response_length; null: nothing", ge=0
+    )
+    sync_steps: int = used(
+        0, "steps after which the reference moves towards the policy (SPIN's opponent: 1); 0: never", ge=0
+    )
+    mixup_alpha: float = used(1.0, "share of the policy in the new reference", when="online_syncs", gt=0, le=1)
+
+
+@dataclass(frozen=True)
 class AlgorithmConfig(Section):
     program: str = used(
         "ppo",
-        "what a step does: ppo (also GRPO and the other estimators), rejection_sampling (verl rejection), or "
+        "what a step does: ppo (also GRPO and the other estimators), rejection_sampling (verl rejection), online_dpo, or "
         "path/to/file.py:class of a verl.programs.api.Program",
         family=Family("program", PPO_PROGRAMS, plugins=True),
     )

@@ -19,7 +19,7 @@ from verl.algorithms.preference_losses import (
     shared_lengths,
     wpo_weights,
 )
-from verl.config.roots.preference import PreferenceLossConfig
+from verl.config.sections.preference import PreferenceLossConfig
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.engines.api import BatchTotals

@@ -1,0 +1,125 @@
+"""Online preference optimization (OnlineDPO, iterative DPO, SPIN by scores): pairs of a policy's own samples.
+
+    prompts ──► rollout, n samples each ──► reward ──► best and worst of each prompt ──► reference log-probs
+                                                                                              │
+                                                               weights.sync ◄── actor.update ◄┘
+
+A step is one of OnlineDPO (2402.04792, algorithm 1): the samples come from the weights that the step trains, and the reward
+takes the place of the annotator. With `online.sync_steps` the reference follows the policy, as SPIN's opponent does
+(2401.01335). The phases are those of PPO; pairs take the place of advantages.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+
+from verl.algorithms.filters import best_and_worst
+from verl.config import PPOConfig
+from verl.data_proto.metrics import Metric
+from verl.data_proto.proto import DataProto
+from verl.programs.guards import SkipBatch, StepBatch
+from verl.programs.ppo import PPO
+from verl.programs.ppo_display import CURVES
+from verl.programs.reference_log_probs import completion_log_probs
+from verl.roles.api import RoleSpecs
+from verl.roles.objectives.preference import PreferenceObjective
+from verl.roles.updates import MiniBatchSchedule
+
+log = logging.getLogger(__name__)
+
+
+class OnlinePreference(PPO):
+    """Metrics beside those of PPO: objective/{scores,scores_margin} of all samples and of the pairs, online/pair_ratio (the
+    share of prompts that give a pair), val/contain_eos_token, actor/* of PreferenceObjective."""
+
+    console_metrics: ClassVar[Mapping[str, tuple[str, str]]] = {
+        "objective/scores": ("reward", "{:.3f}"),
+        "objective/scores_margin": ("gap", "{:.3f}"),
+        "response_length/mean": ("length", "{:.1f}"),
+        "actor/loss": ("loss", "{:.4f}"),
+        "actor/rewards/accuracies": ("accuracy", "{:.3f}"),
+        "actor/grad_norm": ("grad", "{:.2f}"),
+    }
+    curves = {
+        **CURVES,
+        "mean reward": {
+            "objective/scores": "training",
+            **{name: label for name, label in CURVES["mean reward"].items() if name.startswith("val/")},
+        },
+    }
+
+    @classmethod
+    def roles(cls, config: PPOConfig, *, train: bool = True) -> RoleSpecs:
+        """See Program: those of PPO without a critic; the actor learns from pairs."""
+        found, actor = super().roles(config, train=train), config.actor_rollout_ref.actor
+        schedule = MiniBatchSchedule(
+            size=2 * actor.ppo_mini_batch_size,
+            epochs=actor.ppo_epochs,
+            shuffle=actor.shuffle,
+            seed=actor.data_loader_seed,
+        )
+        # likelihoods are those of the model itself, not of the temperature that samples
+        changes: dict[str, dict[str, Any]] = {
+            "actor": {"objective": partial(PreferenceObjective, config.preference), "schedule": schedule},
+            "reference": {"follows": "actor" if config.online.sync_steps else None},
+        }
+        return replace(
+            found, models=tuple(replace(spec, temperature=1.0, **changes[spec.name]) for spec in found.models)
+        )
+
+    def annotate(self, result: StepBatch) -> None:
+        """Nothing: the reference is asked about the pairs alone."""
+
+    def assign_credit(self, result: StepBatch, step: int) -> None:
+        """Leave only the best and the worst sample of each prompt in the batch, with what the reference makes of them. A batch
+        of which no prompt has samples of different scores is skipped."""
+        batch, penalty = result.batch, self.config.online.missing_eos_penalty
+        with self.spans("adv"):
+            ended = torch.tensor([reason == "stop" for reason in batch.non_tensor_batch["finish_reason"]])
+            scores = batch.batch["token_level_scores"].sum(dim=1) - (penalty or 0.0) * ~ended
+            uids = list(batch.non_tensor_batch["uid"])
+            pairs = best_and_worst(scores.tolist(), uids)
+            values = {
+                "objective/scores": float(scores.mean()),
+                "online/pair_ratio": len(pairs) / len(set(uids)),
+                "val/contain_eos_token": float(ended.float().mean()),
+            }
+            if pairs:
+                best, worst = (scores[list(rows)] for rows in zip(*pairs, strict=True))
+                values["objective/scores_margin"] = float((best - worst).mean())
+            result.metrics.update({name: Metric.last(value) for name, value in values.items()})
+            if not pairs:
+                sentence = f"Step {step}: the samples of each prompt have equal scores, so that there is no pair"
+                log.warning("%s. The batch is left out.", sentence)
+                raise SkipBatch(sentence)
+            result.batch = self._paired(batch, pairs)
+
+    def _paired(self, batch: DataProto, pairs: list[tuple[int, int]]) -> DataProto:
+        """The rows of the pairs with the columns of PreferenceObjective."""
+        found = batch.select_idxs([row for pair in pairs for row in pair])
+        columns, chosen = found.batch, torch.tensor([True, False]).repeat(len(pairs))
+        columns["chosen"] = chosen
+        num_tokens = int(columns["response_mask"][chosen].sum())
+        columns["num_chosen_tokens"] = torch.full((len(found),), num_tokens, dtype=torch.float64)
+        if self.reference is not None:
+            with self.spans("ref"):
+                columns["ref_logp"] = completion_log_probs(self.reference, found, self.config.preference.ld_alpha)
+        return found
+
+    def update(self, result: StepBatch, step: int) -> None:
+        """See PPO; then the reference follows the policy, where it does."""
+        super().update(result, step)
+        online = self.config.online
+        if self.reference is not None and online.sync_steps and step % online.sync_steps == 0:
+            self.reference.follow(online.mixup_alpha)
+
+    def header(self) -> dict[str, Any]:
+        """See Program."""
+        n, loss = self.config.actor_rollout_ref.rollout.n, " + ".join(self.config.preference.losses)
+        return {**super().header(), "algorithm": f"best and worst of {n} samples, {loss} loss"}
