@@ -13,8 +13,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPTS = sorted(EXAMPLES.glob("0*.py"))
 
 
-def test_there_are_seven_and_the_readme_lists_them():
-    assert len(SCRIPTS) == 7
+def test_there_are_eight_and_the_readme_lists_them():
+    assert len(SCRIPTS) == 8
     listed = (EXAMPLES / "README.md").read_text()
     assert all(script.name in listed for script in SCRIPTS)
 
@@ -34,7 +34,7 @@ def forked(script, folder):
 
 @pytest.mark.parametrize(
     "script",
-    [pytest.param(s, marks=pytest.mark.slow) if s.name[:2] in ("03", "04", "06") else s for s in SCRIPTS],
+    [pytest.param(s, marks=pytest.mark.slow) if s.name[:2] in ("03", "04", "06", "08") else s for s in SCRIPTS],
     ids=lambda s: s.stem,
 )
 def test_example_runs(script, tmp_path):
@@ -44,5 +44,16 @@ def test_example_runs(script, tmp_path):
     if number == "01":
         before, after = (float(x) for x in said.rsplit("reward ", 1)[1].split(";")[0].split(" -> "))
         assert after > before + 0.2  # the tiny model has visibly learnt
-    assert (tmp_path / f"outputs/example_{number}/run/learning_curve.png").exists()
-    assert (tmp_path / f"outputs/example_{number}/run/summary.json").exists()
+    runs = [tmp_path / f"outputs/example_{number}/run"]
+    if number == "08":
+        runs = sorted(runs[0].iterdir())
+        assert [run.name for run in runs] == ["1_reward_model", "2_ppo", "3_rejection"]
+        found = [line.split() for line in said.splitlines() if "held-out reward" in line and ", digits " in line]
+        reward, digits = (
+            [float(words[words.index(n) + 1].rstrip(",")) for words in found] for n in ("reward", "digits")
+        )
+        assert reward[0] < reward[1] < reward[2]
+        assert digits[0] < digits[1]
+    for run in runs:
+        assert (run / "learning_curve.png").exists()
+        assert (run / "summary.json").exists()

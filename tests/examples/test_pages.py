@@ -37,11 +37,13 @@ EXPECTED = {
     "resume",
     "export",
     "rejection-sampling",
+    "reward-models",
     *OUTPUT,
 }
 TINY = {
     "train": "trainer.total_training_steps=2 actor_rollout_ref.actor.fsdp_config.dtype=float32",
     "rejection": "trainer.total_training_steps=2 actor_rollout_ref.actor.fsdp_config.dtype=float32",
+    "rm": "engine.dtype=float32",
     "sft": "engine.dtype=float32",
     "dpo": "engine.dtype=float32",
 }

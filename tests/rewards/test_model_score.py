@@ -89,3 +89,12 @@ def test_a_function_that_would_not_see_the_model_is_refused(scored):
 
 def test_without_a_reward_model_nothing_is_added():
     assert function_spec(RewardConfig()).from_model is None
+
+
+def test_parts_of_a_graded_or_compared_reply_are_read(scored):
+    says = ["I prefer B.\n\nA\njudge/order_agreement: 1.0000\nScore: 0.5000", "judge/facts: 7.0000\nScore: nan"]
+    good, bad = scored(says, judge=True)
+    assert (good.score, good.parts["judge/order_agreement"]) == (0.5, 1.0)
+    assert bad.error
+    (again,) = scored(says[:1], judge=True, manager="batch")
+    assert again.parts["judge/order_agreement"] == 1.0

@@ -253,3 +253,57 @@ def test_a_conversation_names_its_speakers():
     turns = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
     assert conversation_text(turns) == "system: be brief\n\nuser: hi"
     assert conversation_text(turns[1:]) == "hi"
+
+
+def scripted(monkeypatch, reply):
+    """A judge that replies as `reply(question)` says; returns the questions that it was asked."""
+    asked = []
+
+    class Scripted:
+        def replies(self, questions):
+            asked.extend(questions)
+            return [reply(question) for question in questions]
+
+        def release(self):
+            pass
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr("verl.roles.reward_model.build_judge", lambda config, device, **limits: Scripted())
+    return asked
+
+
+def replies_of(worker, truths):
+    batch = batch_of(PROMPTS, RESPONSES, ground_truths=truths)
+    return list(worker.score(batch).non_tensor_batch["reward_model_reply"])
+
+
+def test_a_judge_compares_with_the_ground_truth_in_both_orders(monkeypatch):
+    asked = scripted(monkeypatch, lambda q: "[[A]]" if len(q.split("|")[0]) > len(q.split("|")[1]) else "[[B]]")
+    worker = build_reward_model(settings("judge", judge_template="{first}|{second}"), TOKENIZER, torch.device("cpu"))
+    found = replies_of(worker, ["a long truth"] * 3 + [""] * 3)
+    assert [reply.splitlines()[-1] for reply in found] == ["Score: 0.0000"] * 3 + ["Score: 1.0000"] * 3
+    assert all("judge/order_agreement: 1.0000" in reply for reply in found)
+    assert len(asked) == 12
+
+
+def test_a_judge_grades_by_a_rubric_and_keeps_its_replies(monkeypatch, tmp_path):
+    (tmp_path / "rubric.yaml").write_text(
+        "- {name: length, question: long, weight: 3}\n- {name: tone, question: kind}\n"
+    )
+    asked = scripted(monkeypatch, lambda q: "8" if "kind" in q else str(len(q)))
+    config = settings(
+        "judge", judge_template="{criterion}:{response}", rubric=str(tmp_path / "rubric.yaml"),
+        reply_cache=str(tmp_path / "replies.jsonl"),
+    )  # fmt: skip
+    first, again = (
+        replies_of(build_reward_model(config, TOKENIZER, torch.device("cpu")), list("abcdef")) for _ in "12"
+    )
+    assert first == again
+    assert len(asked) == 12
+    assert first[0] == f"judge/length: {len('long:four'):.4f}\njudge/tone: 8.0000\nScore: {(3 * 9 + 8) / 4:.4f}"
+    with pytest.raises(ConfigError, match=r"no place \{criterion\}"):
+        read_template("{response}", has_rubric=True)
+    with pytest.raises(ConfigError, match=r"no place \{second\}"):
+        read_template("{first}")

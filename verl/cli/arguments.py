@@ -69,7 +69,8 @@ _COMMON_PREFERENCE = (
     "trainer.default_local_dir",
     "trainer.logger",
 )
-COMMON_KEYS = {"ppo": _COMMON_PPO, "sft": _COMMON_SFT, "preference": _COMMON_PREFERENCE}
+_COMMON_RM = (*(key for key in _COMMON_SFT if key != "sft.loss"), "rm.loss", "rm.center_rewards_coefficient")
+COMMON_KEYS = {"ppo": _COMMON_PPO, "sft": _COMMON_SFT, "preference": _COMMON_PREFERENCE, "rm": _COMMON_RM}
 _SUBSECTIONS = tuple(f"actor_rollout_ref.{name}" for name in ("model", "actor", "rollout", "ref"))  # shown by --help
 
 # Hydra's options -> advice

@@ -8,7 +8,7 @@ from typing import Any
 
 from verl.cli.arguments import Parser
 from verl.cli.report import Line, Report, fail, info, passed, warn
-from verl.config import PPO, PREFERENCE, SFT, Schema
+from verl.config import PPO, PREFERENCE, RM, SFT, Schema
 from verl.errors import ConfigError
 
 _ABOUT = """Read files that were written for other verl releases, without running them: launch scripts (.sh), YAML config files,
@@ -21,6 +21,7 @@ _LEVELS = {"error": "fail", "warning": "warn", "notice": "info"}
 _NAMES = {"verl.trainer.fsdp_sft_trainer": "sft_trainer"}
 _PROGRAMS: dict[str, Schema[Any]] = {
     **dict.fromkeys(("verl.trainer.main_ppo", "verl.trainer.main_ppo_sync", "verl.trainer.main_generation"), PPO),
+    "verl.trainer.rm_trainer": RM,
     **dict.fromkeys((f"verl.trainer.{name}" for name in ("sft_trainer", "sft_trainer_ray", "fsdp_sft_trainer")), SFT),
     "verl.trainer.preference_trainer": PREFERENCE,
 }

@@ -39,6 +39,9 @@ VERBS = {
     "orpo": Verb("verl.cli.train:run_orpo", "the same with the loss of ORPO", supervised=True),
     "simpo": Verb("verl.cli.train:run_simpo", "the same with the loss of SimPO", supervised=True),
     "cpo": Verb("verl.cli.train:run_cpo", "the same with the loss of CPO", supervised=True),
+    "rm": Verb(
+        "verl.cli.train:run_rm", "train a reward model on preferences, ratings or labelled steps", supervised=True
+    ),
     "eval": Verb("verl.cli.train:run_eval", "validate a model on held-out prompts"),
     "generate": Verb("verl.cli.train:run_generate", "write samples of a model as JSON lines"),
     "show": Verb("verl.cli.show:run_show", "show a run: progress, bottleneck, advice, learning curves"),
@@ -46,7 +49,9 @@ VERBS = {
     "import-check": Verb(
         "verl.cli.import_check:run_import_check", "report which scripts and files of other verl releases run here"
     ),
-    "data": Verb("verl.data.prepare:main", "prepare data files (GSM8K, reasoning-gym, counting letters)"),
+    "data": Verb(
+        "verl.cli.data:run_data", "prepare data files (GSM8K, reasoning-gym, counting letters, AI preferences)"
+    ),
     "convert": Verb("verl.cli.model_folders:run_convert", "turn a GGUF model into a Hugging Face folder"),
     "export": Verb("verl.cli.model_folders:run_export", "turn a checkpoint into a Hugging Face folder"),
     "doctor": Verb("verl.cli.doctor:run_doctor", "report this machine's hardware, packages and problems"),
@@ -54,10 +59,6 @@ VERBS = {
 
 # verbs of other releases and trainers -> what to do here
 _ELSEWHERE = {
-    **dict.fromkeys(
-        ("rm",),
-        "is not available in this version. Train with another library, and continue from its model folder with verl train",
-    ),
     **dict.fromkeys(
         ("plan", "bench"),
         "is not available in this version. verl check estimates the memory of a run, and verl show reports where its "

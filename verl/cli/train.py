@@ -1,4 +1,4 @@
-"""Verbs that run a config: `verl train`, `rejection`, `sft`, `preference` and its losses, `eval`, `generate`."""
+"""Verbs that run a config: `verl train`, `rejection`, `sft`, `rm`, `preference` and its losses, `eval`, `generate`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.cli.arguments import ConfigArguments, parse
-from verl.config import PREFERENCE, SFT, LoadedConfig
+from verl.config import PREFERENCE, RM, SFT, LoadedConfig
 from verl.parallel.child_processes import die_with
 
 _TRAIN = (
@@ -18,6 +18,7 @@ _TRAIN = (
 _REJECTION = "Sample, score, keep the best samples of each prompt, and fine-tune on them. Takes the keys of verl train."
 _SFT = "Train on conversations or texts. Run the same command again to resume after an interruption."
 _PREFERENCE = "Train on pairs or on labelled completions. Run the same command again to resume after an interruption."
+_RM = "Train a reward model on pairs, ratings or labelled steps. Run the same command again to resume after an interruption."
 _EVAL = "Validate actor_rollout_ref.model.path on data.val_files; metrics go to trainer.default_local_dir/eval."
 _GENERATE = "Sample from actor_rollout_ref.model.path for every prompt of data.val_files, by rollout.*, with scores."
 
@@ -59,6 +60,11 @@ run_kto = partial(run_preference, verb="kto", loss="kto")
 run_orpo = partial(run_preference, verb="orpo", loss="orpo")
 run_simpo = partial(run_preference, verb="simpo", loss="simpo")
 run_cpo = partial(run_preference, verb="cpo", loss="cpo")
+
+
+def run_rm(argv: list[str], *, supervised: bool = False) -> int:
+    """Train a reward model: the exit code. `supervised` as in `run_train`."""
+    return _run(parse("rm", _RM, argv, _DRY_RUN, schema=RM), supervised)
 
 
 def _run(arguments: ConfigArguments, supervised: bool) -> int:

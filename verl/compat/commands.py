@@ -27,6 +27,11 @@ def preference_trainer(argv: Sequence[str]) -> int:
     return run_verb("preference", argv, whole_process=True)
 
 
+def rm_trainer(argv: Sequence[str]) -> int:
+    """`verl rm` in a process of its own: the exit code."""
+    return run_verb("rm", argv, whole_process=True)
+
+
 def fsdp_sft_trainer(argv: Sequence[str]) -> int:
     """`verl sft` with the keys and defaults of the older `sft_trainer.yaml`: the exit code."""
     named = any(argument.split("=", 1)[0] in ("--config-name", "-cn") for argument in argv)

@@ -177,6 +177,7 @@ COMMANDS = {
     "verl.trainer.main_generation_server": "verl.compat.generation:main_generation",
     "verl.trainer.main_ppo_sync": "verl.compat.commands:main_ppo",
     "verl.trainer.preference_trainer": "verl.compat.commands:preference_trainer",
+    "verl.trainer.rm_trainer": "verl.compat.commands:rm_trainer",
     "verl.trainer.sft_trainer": "verl.compat.commands:sft_trainer",
     "verl.trainer.sft_trainer_ray": "verl.compat.commands:sft_trainer",
 }

@@ -5,7 +5,18 @@ Importing this package needs neither torch nor OmegaConf.
 
 from verl.config.load import load_config
 from verl.config.loaded import LoadedConfig
-from verl.config.roots import PPO, PREFERENCE, SCHEMAS, SFT, PPOConfig, PreferenceConfig, SFTConfig, schema_of
+from verl.config.roots import (
+    PPO,
+    PREFERENCE,
+    RM,
+    SCHEMAS,
+    SFT,
+    PPOConfig,
+    PreferenceConfig,
+    RMConfig,
+    SFTConfig,
+    schema_of,
+)
 from verl.config.roots.ppo import ActorRolloutRefConfig
 from verl.config.schema import Problem, Schema
 from verl.config.sections.actor import ActorConfig, CheckpointConfig, CriticConfig, PolicyLossConfig, RefConfig
@@ -28,6 +39,7 @@ from verl.config.sections.trainer import PPOTrainerConfig, RayKwargsConfig, SFTT
 __all__ = [
     "PPO",
     "PREFERENCE",
+    "RM",
     "SCHEMAS",
     "SFT",
     "ActorConfig",
@@ -55,6 +67,7 @@ __all__ = [
     "PreferenceConfig",
     "PreferenceDataConfig",
     "Problem",
+    "RMConfig",
     "RayKwargsConfig",
     "RefConfig",
     "RewardConfig",

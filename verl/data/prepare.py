@@ -29,7 +29,11 @@ def parse_task(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="verl data", description="Make train.parquet and test.parquet of a task.")
+    parser = argparse.ArgumentParser(
+        prog="verl data",
+        description="Make train.parquet and test.parquet of a task.",
+        epilog="`verl data preferences --help`: rows for verl dpo and verl rm, labelled by a judge.",
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("gsm8k", help="grade-school word problems from train.jsonl and test.jsonl")
     command.add_argument("--source", type=Path, required=True, help="folder with train.jsonl and test.jsonl")

@@ -35,6 +35,7 @@ PROGRAMS = Registry(
         "ppo": "verl.programs.ppo_async:AsyncPPO",
         "rejection_sampling": "verl.programs.rejection:RejectionSampling",
         "online_dpo": "verl.programs.online_preference:OnlinePreference",
+        "rm": "verl.programs.reward_model:RewardModelProgram",
         "sft": "verl.programs.sft:SFT",
         "preference": "verl.programs.preference:PreferenceOptimization",
     },

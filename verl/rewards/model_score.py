@@ -15,6 +15,7 @@ import re
 from typing import Any
 
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+_PART = re.compile(r"^(judge/\w+): (-?\d+(?:\.\d+)?)$", re.MULTILINE)
 
 
 def model_score(*, reward_model_score: float, **_: Any) -> dict[str, Any]:
@@ -28,19 +29,24 @@ def model_scores(*, reward_model_scores: list[float], **_: Any) -> list[dict[str
 
 
 def last_number(*, reward_model_reply: str, **_: Any) -> dict[str, Any]:
-    """The last number of the judge's reply ("I give it 7 of 10. Score: 7" is 7).
+    """The last number of the judge's reply ("I give it 7 of 10. Score: 7" is 7). Lines `judge/NAME: number`, which a rubric or
+    a comparison has, are parts beside the score.
 
     Raises ValueError without one; the sample then gets the default score.
     """
-    found = _NUMBER.findall(reward_model_reply)
-    if not found:
+    found = _score_of(reward_model_reply)
+    if math.isnan(found["score"]):
         raise ValueError(f"the judge's reply has no number: {reward_model_reply[:80]!r}")
-    return {"score": float(found[-1]), "reply": reward_model_reply}
+    return found
 
 
 def last_numbers(*, reward_model_replies: list[str], **_: Any) -> list[dict[str, Any]]:
     """`last_number` for the manager `batch`; a reply without a number gets NaN, which costs its own sample alone."""
-    return [
-        {"score": float(found[-1]) if (found := _NUMBER.findall(reply)) else math.nan, "reply": reply}
-        for reply in reward_model_replies
-    ]
+    return [_score_of(reply) for reply in reward_model_replies]
+
+
+def _score_of(reply: str) -> dict[str, Any]:
+    parts = {name: float(value) for name, value in _PART.findall(reply)}
+    found = _NUMBER.findall(reply)
+    unusable = reply.endswith("Score: nan") or not found
+    return {"score": math.nan if unusable else float(found[-1]), "reply": reply, **parts}

@@ -6,7 +6,6 @@ function (verl/rewards/model_score.py), which makes the reward of it.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,10 +22,9 @@ from verl.models.load import load_external, load_tokenizer
 from verl.parallel.device import compute_dtype
 from verl.parallel.register import Dispatch, register
 from verl.roles.judges import Judge, build_judge
+from verl.roles.verdicts import CachedReplies, compare, fill, read_rubric, rubric_scores
 
 Row = TypeVar("Row")
-
-_PLACES = re.compile(r"\{(prompt|response|ground_truth)\}")
 
 
 def build_reward_model(
@@ -48,7 +46,7 @@ def build_reward_model(
         raise ConfigError("reward.reward_model.enable=True needs reward.reward_model.model_path, a folder or hub name.")
     load_external(config.external_lib)
     if config.judge_template:
-        template = read_template(config.judge_template)
+        template = read_template(config.judge_template, has_rubric=config.rubric is not None)
         judge = build_judge(config, device, start_timeout_s=start_timeout_s, call_timeout_s=call_timeout_s)
         return JudgeWorker(judge, policy_tokenizer, config, template=template)
     assert config.model_path is not None
@@ -131,27 +129,26 @@ class RewardModelWorker:
 
 
 class JudgeWorker:
-    """Asks a generative model, which replies greedily, so that equal responses get equal replies."""
+    """Asks a generative model, which replies greedily, so that equal responses get equal replies. A rubric is asked criterion
+    by criterion, a template with {first} and {second} about the response and the ground truth, in both orders."""
 
     def __init__(self, judge: Judge, policy_tokenizer: Any, config: RewardModelConfig, *, template: str):
         self.judge, self.policy_tokenizer, self.template = judge, policy_tokenizer, template
         self.batch_size, self.max_reply_tokens = config.reward_batch_size, config.rollout.response_length
+        self.rubric = None if config.rubric is None else read_rubric(config.rubric)
+        self.ask = self._ask
+        if config.reply_cache is not None:
+            name = f"{config.model_path or config.rollout.service.served_model_name}, {self.max_reply_tokens} tokens"
+            self.ask = CachedReplies(self._ask, Path(config.reply_cache).expanduser(), name)
 
     @register(dispatch_mode=Dispatch.ND_COMPUTE_PROTO, objects=("raw_prompt", "reward_model", "uid"))
     def score(self, batch: DataProto) -> DataProto:
-        """Column reward_model_reply [batch], text; equal questions are asked once. Raises what Judge.replies raises."""
-        prompts = [self.prompt(*row) for row in self._rows(batch)]
-        replies: dict[str, str] = {}
-        for some in batches(list(dict.fromkeys(prompts)), self.batch_size):
-            try:
-                replies |= zip(some, self.judge.replies(some), strict=True)
-            except ModelError as error:
-                raise ModelError(
-                    f"The judge did not reply (reward.reward_model.rollout.response_length={self.max_reply_tokens} tokens are "
-                    f"kept for it): {error}"
-                ) from error
+        """Column reward_model_reply [batch], text; equal questions are asked once. With a rubric or a comparison it ends with
+        `judge/NAME: number` for each part, and `Score: number`. Raises what Judge.replies raises."""
+        rows = self._rows(batch)
+        replies = self._graded(rows) if self.rubric else self._compared(rows) if self._compares else self._plain(rows)
         self.judge.release()
-        return DataProto.from_dict({}, {"reward_model_reply": object_array([replies[prompt] for prompt in prompts])})
+        return DataProto.from_dict({}, {"reward_model_reply": object_array(replies)})
 
     def close(self) -> None:
         """End the processes of the judge."""
@@ -159,8 +156,43 @@ class JudgeWorker:
 
     def prompt(self, conversation: str, response: str, ground_truth: str) -> str:
         """The template with its places filled; braces that are no places stay."""
-        parts = {"prompt": conversation, "response": response, "ground_truth": ground_truth}
-        return _PLACES.sub(lambda found: parts[found.group(1)], self.template)
+        return fill(self.template, prompt=conversation, response=response, ground_truth=ground_truth)
+
+    @property
+    def _compares(self) -> bool:
+        return "{first}" in self.template
+
+    def _ask(self, questions: Sequence[str]) -> list[str]:
+        replies: list[str] = []
+        for some in batches(questions, self.batch_size):
+            try:
+                replies += self.judge.replies(some)
+            except ModelError as error:
+                raise ModelError(
+                    f"The judge did not reply (reward.reward_model.rollout.response_length={self.max_reply_tokens} tokens are "
+                    f"kept for it): {error}"
+                ) from error
+        return replies
+
+    def _plain(self, rows: Sequence[tuple[str, str, str]]) -> list[str]:
+        prompts = [self.prompt(*row) for row in rows]
+        unique = list(dict.fromkeys(prompts))
+        replies = dict(zip(unique, self.ask(unique), strict=True))
+        return [replies[prompt] for prompt in prompts]
+
+    def _graded(self, rows: Sequence[tuple[str, str, str]]) -> list[str]:
+        assert self.rubric is not None
+        scored = rubric_scores(self.ask, self.template, self.rubric, rows)
+        return [_reply("", grades.pop("score"), grades) for grades in scored]
+
+    def _compared(self, rows: Sequence[tuple[str, str, str]]) -> list[str]:
+        found = []
+        for verdict in compare(self.ask, self.template, rows):
+            preference, agrees = verdict.preference, verdict.agrees
+            score = float("nan") if preference is None else (preference + 1) / 2
+            parts = {} if agrees is None else {"order_agreement": float(agrees)}
+            found.append(_reply("\n\n".join(verdict.replies) + "\n", score, parts))
+        return found
 
     def _rows(self, batch: DataProto) -> list[tuple[str, str, str]]:
         objects = batch.non_tensor_batch
@@ -173,15 +205,20 @@ class JudgeWorker:
         ]
 
 
+def _reply(words: str, score: float, parts: dict[str, float]) -> str:
+    """The judge's words, then what was read from them, for the reward function."""
+    return words + "".join(f"judge/{name}: {value:.4f}\n" for name, value in parts.items()) + f"Score: {score:.4f}"
+
+
 def batches(rows: Sequence[Row], size: int | None) -> Iterator[Sequence[Row]]:
     """`rows` in chunks of at most `size`; None: in one."""
     size = size or max(1, len(rows))
     return (rows[at : at + size] for at in range(0, max(1, len(rows)), size))
 
 
-def read_template(given: str) -> str:
+def read_template(given: str, *, has_rubric: bool = False) -> str:
     """The text of a judge's template, given as text or as the name of a file. Raises ConfigError when it does not show
-    the response."""
+    the response, or the criterion of a rubric."""
     is_text = "{" in given or "\n" in given
     file = Path(given).expanduser()
     if not is_text and not file.is_file():
@@ -189,9 +226,12 @@ def read_template(given: str) -> str:
             f"reward.reward_model.judge_template={given} is neither an existing file nor text with {{response}}."
         )
     template = given if is_text else file.read_text(encoding="utf-8")
-    if "{response}" not in template:
+    needed = ["{response}", "{criterion}"] if has_rubric else ["{first}", "{second}"]
+    if not has_rubric and not any(place in template for place in needed):
+        needed = ["{response}"]
+    if lacking := [place for place in needed if place not in template]:
         raise ConfigError(
-            "reward.reward_model.judge_template has no place {response}, so every response would be judged alike. Add it; "
+            f"reward.reward_model.judge_template has no place {lacking[0]}, so every response would be judged alike. Add it; "
             "{prompt} and {ground_truth} may be used too."
         )
     return template

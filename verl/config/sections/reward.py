@@ -88,9 +88,22 @@ class RewardModelConfig(Section):
         None,
         "makes it a judge: the question put to a causal language model about each sample, as text or file, with the "
         "places {prompt}, {response} and {ground_truth}. Its reply goes to the reward function as reward_model_reply; "
-        "without one the last number of the reply is the score",
+        "without one the last number of the reply is the score. With {first} and {second} in place of {response}, the "
+        "response is compared with the ground truth in both orders: 1 where it is better, 0.5 for a tie",
         when=REWARD_MODEL,
         strict=OURS,
+    )
+    rubric: str | None = used(
+        None,
+        "YAML file of criteria, a list of {name, question, weight}: the judge grades each by itself, in the place {criterion} "
+        "of judge_template, and the score is their mean by weight",
+        when="judge",
+        strict=OURS,
+    )
+    reply_cache: str | None = used(
+        None,
+        "file that keeps the judge's replies by the digest of the question; an equal one is not asked again",
+        when="judge",
     )
     reward_batch_size: int | None = used(
         None, "samples that it is given at a time; null: all that are there", when=REWARD_MODEL, sizing=True, ge=1

@@ -1,0 +1,319 @@
+"""Reward models from end to end on a tiny model: losses, held-out measures, laws of batches, and where a checkpoint opens."""
+
+import json
+
+import pytest
+import torch
+
+from tests.forked import run_forked  # noqa: F401 - as tests/run has it
+from tests.roles.test_reward_model import make_classifier
+from tests.run.conftest import Run, merge
+
+VERDICTS = ("accuracy", "margin", "calibration_error", "length_correlation")
+
+
+def write(file, rows):
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def pairs(count, start=0):
+    """The chosen completion has more of the letter a, and mostly more tokens."""
+    return [
+        {
+            "prompt": f"{'x' * (i % 4)} {i}?",
+            "chosen": " " + "a" * (i % 5 + 1) + "b" * (i % 3),
+            "rejected": " " + "b" * (i % 4 + 1),
+            "margin": float(i % 3),
+        }
+        for i in range(start, start + count)
+    ]
+
+
+ROWS = {
+    "pairs": pairs,
+    "ratings": lambda count, start=0: [
+        {"prompt": f"{i}?", "completion": " " + "ab" * (i % 4 + 1), "rating": (i % 4) / 2}
+        for i in range(start, start + count)
+    ],
+    "steps": lambda count, start=0: [
+        {
+            "prompt": f"{i}?",
+            "completions": [f"step {j} {'ok' if (i + j) % 3 else 'no'}" for j in range(i % 3 + 1)],
+            "labels": [bool((i + j) % 3) for j in range(i % 3 + 1)],
+        }
+        for i in range(start, start + count)
+    ],
+}
+KINDS = {
+    "sigmoid": ("pairs", "rm.loss=sigmoid", "rm.center_rewards_coefficient=0.01"),
+    "logexp": ("pairs", "rm.loss=logexp"),
+    "regression": ("ratings", "rm.loss=regression"),
+    "process": ("steps", "rm.loss=process"),
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("rm")
+    for name, made in ROWS.items():
+        write(folder / f"{name}_train.jsonl", made(20))
+        write(folder / f"{name}_val.jsonl", made(6, 20))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory):
+    """A folder of transformers, so that both sides start with the same head."""
+    return make_classifier(tmp_path_factory.mktemp("classifier"))
+
+
+@pytest.fixture
+def rm_overrides(classifier, tiny_llama, data):
+    def of(kind):
+        rows, *changes = KINDS[kind]
+        return [
+            f"model.path={tiny_llama if kind == 'process' else classifier}",
+            f"data.train_files={data}/{rows}_train.jsonl",
+            f"data.val_files={data}/{rows}_val.jsonl",
+            "data.train_batch_size=4",
+            "engine.dtype=float32",
+            "optim.lr=0.002",
+            "optim.weight_decay=0",
+            "trainer.logger=[file]",
+            *changes,
+        ]
+
+    return of
+
+
+@pytest.fixture
+def rm_run(rm_overrides, tmp_path):
+    from verl.config import RM, load_config
+    from verl.run.host import train
+
+    def run(kind, *changes, folder="run"):
+        overrides = merge([*rm_overrides(kind), f"trainer.default_local_dir={tmp_path / folder}"], changes)
+        assert train(load_config(overrides, schema=RM), program="rm") == 0
+        return Run(tmp_path / folder)
+
+    return run
+
+
+def loaded_data(overrides):
+    from verl.config import RM, load_config
+    from verl.programs.reward_model import RewardModelProgram
+
+    return RewardModelProgram.load_data(load_config(overrides, schema=RM).config)
+
+
+def sequences(batch):
+    """Tokens of each row without padding, up to the last trained one, and the places of its trained tokens."""
+    found = []
+    for columns in batch.batch:
+        prompt = columns["prompts"][columns["prompt_mask"]]
+        places = columns["response_mask"].nonzero().flatten()
+        found.append((torch.cat([prompt, columns["responses"][: places[-1] + 1]]), places + len(prompt)))
+    return found
+
+
+def reference_scores(model, batch):
+    """By transformers, one sequence at a time: [rows]."""
+    return torch.stack([model(ids[None]).logits[0, 0] for ids, _ in sequences(batch)])
+
+
+def reference_loss(kind, scores, batch):
+    """Written with loops over pairs."""
+    columns = batch.batch
+    if kind == "regression":
+        return ((scores - columns["rating"]) ** 2).mean()
+    losses = []
+    for ordinal in columns["ordinal"].unique().tolist():
+        rows = (columns["ordinal"] == ordinal).nonzero().flatten().tolist()
+        won, lost = sorted(rows, key=lambda row: not columns["chosen"][row])
+        difference = scores[won] - scores[lost]
+        if kind == "sigmoid":
+            centred = 0.01 * (scores[won] + scores[lost]) ** 2
+            losses.append(torch.log1p(torch.exp(-(difference - columns["margin"][won]))) + centred)
+        else:
+            losses.append(torch.log1p(torch.exp(-difference)))
+    return torch.stack(losses).mean()
+
+
+class TestLoss:
+    @pytest.mark.parametrize("kind", ["sigmoid", "logexp", "regression"])
+    def test_of_sequences_is_that_of_transformers(self, kind, rm_run, rm_overrides, classifier):
+        from transformers import AutoModelForSequenceClassification
+
+        first = rm_run(kind, "trainer.total_training_steps=1").training_rows()[0]
+        batch = loaded_data(rm_overrides(kind)).train.batch(1)
+        model = AutoModelForSequenceClassification.from_pretrained(classifier, dtype=torch.float32)
+        scores = reference_scores(model, batch)
+        loss = reference_loss(kind, scores, batch)
+        loss.backward()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+        assert first["train/loss"] == pytest.approx(float(loss.detach()), rel=1e-5)
+        assert first["train/grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+        assert first["train/mean_reward"] == pytest.approx(float(scores.detach().mean()), rel=1e-5)
+        assert first["train/min_reward"] == pytest.approx(float(scores.detach().min()), rel=1e-5)
+        if kind != "regression":
+            won, lost = scores.detach()[batch.batch["chosen"]], scores.detach()[~batch.batch["chosen"]]
+            assert first["train/accuracy"] == float((won > lost).float().mean())
+            assert first["train/margin"] == pytest.approx(float((won - lost).mean()), rel=1e-4, abs=1e-6)
+
+    def test_of_steps_is_read_at_the_last_token_of_each(self, rm_run, rm_overrides):
+        from transformers import AutoModelForTokenClassification
+
+        run = rm_run("process", "trainer.total_training_steps=3", "trainer.save_freq=3", "trainer.test_freq=3")
+        folder = run.folder / "global_step_3" / "model" / "huggingface"
+        data = loaded_data(rm_overrides("process"))
+        batch = data.validation.batch(range(6))
+        separator = data.tokenizer("\n", add_special_tokens=False)["input_ids"][0]
+        model = AutoModelForTokenClassification.from_pretrained(folder, dtype=torch.float32).eval()
+        losses, right = [], []
+        for (ids, places), columns in zip(sequences(batch), batch.batch, strict=True):
+            assert set(ids[places - 1].tolist()) == {separator}
+            scores = model(ids[None]).logits[0, places - 1, 0]
+            labels = columns["step_labels"][columns["response_mask"]]
+            losses += torch.nn.functional.softplus(torch.where(labels > 0, -scores, scores)).tolist()
+            right += ((scores > 0) == (labels > 0)).tolist()
+        assert len(losses) == 12
+        assert run.rows[-1]["val/loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+        assert run.rows[-1]["val/accuracy"] == pytest.approx(sum(right) / len(right))
+
+    @pytest.mark.parametrize("kind", ["sigmoid", "process"])
+    @pytest.mark.parametrize(
+        "micro", [("data.max_token_len_per_gpu=16",), ("data.use_dynamic_bsz=False", "data.micro_batch_size_per_gpu=1")]
+    )
+    def test_does_not_depend_on_micro_batches(self, kind, micro, rm_run):
+        """A pair is above the limit of a micro-batch, and stays in one."""
+        settings = ("trainer.total_training_steps=3", "trainer.test_freq=3")
+        whole, parts = rm_run(kind, *settings, folder="whole"), rm_run(kind, *settings, *micro, folder="parts")
+        names = [name for name in whole.rows[0] if name.startswith("train/")]
+        for one, other in zip(whole.rows, parts.rows, strict=True):
+            for name in names:
+                assert one[name] == pytest.approx(other[name], rel=1e-4, abs=1e-6), name
+        assert whole.rows[-1]["val/loss"] == pytest.approx(parts.rows[-1]["val/loss"], rel=1e-4)
+
+    def test_does_not_depend_on_the_order_of_rows(self):
+        from verl.config import StepGuardsConfig
+        from verl.data_proto.proto import DataProto
+        from verl.engines.api import BatchTotals
+        from verl.roles.objectives.reward import PairObjective
+        from verl.roles.step_guard import StepGuard
+
+        objective = PairObjective("sigmoid", 0.01, StepGuard(StepGuardsConfig()))
+        scores = torch.randn(8, generator=torch.Generator().manual_seed(0))
+        columns = {
+            "ordinal": torch.tensor([3, 3, 9, 9, 1, 1, 4, 4]),
+            "sample_index": torch.tensor([0, 1] * 4),
+            "chosen": torch.tensor([True, False] * 4),
+            "margin": torch.tensor([0.0, 0, 1, 1, 2, 2, 0, 0]),
+        }
+        totals = BatchTotals(num_tokens=0, num_sequences=8, num_units=4)
+        expected, _ = objective({"sequence_scores": scores}, DataProto.from_dict(columns), totals)
+        order = torch.tensor([5, 0, 7, 2, 1, 3, 6, 4])
+        batch = DataProto.from_dict({name: values[order] for name, values in columns.items()})
+        found, metrics = objective({"sequence_scores": scores[order]}, batch, totals)
+        assert float(found) == pytest.approx(float(expected), rel=1e-6)
+        assert metrics["accuracy"].value == float((scores[::2] > scores[1::2]).float().mean())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_learns_and_measures_held_out_rows(kind, rm_run):
+    settings = ("trainer.total_epochs=4", "trainer.val_before_train=True", "trainer.test_freq=20", "optim.lr=0.005")
+    run = rm_run(kind, *settings)
+    before, after = run.rows[0], run.rows[-1]
+    assert after["train/loss"] < run.training_rows()[0]["train/loss"]
+    assert after["val/loss"] < before["val/loss"]
+    if kind in ("sigmoid", "logexp"):
+        assert after["val/accuracy"] == 1.0 > before["val/accuracy"] or after["val/margin"] > before["val/margin"]
+        assert {f"val/{name}" for name in VERDICTS} <= set(after)
+        summary = json.loads((run.folder / "summary.json").read_text())
+        assert "accuracy" in json.dumps(summary)
+    logged = [json.loads(line) for line in (run.folder / "samples/val/step_000020.jsonl").read_text().splitlines()]
+    assert len(logged) == {"regression": 6, "process": 6}.get(kind, 12)
+    assert all("response" in row and ("score" in row or "scores" in row) for row in logged)
+
+
+def test_a_resumed_run_equals_the_unbroken_one(rm_run):
+    settings = ("trainer.total_epochs=2", "trainer.save_freq=1", "trainer.test_freq=5")
+    unbroken = rm_run("sigmoid", *settings, folder="unbroken")
+    rm_run("sigmoid", *settings, "trainer.total_training_steps=3", folder="broken")
+    resumed = rm_run("sigmoid", *settings, folder="broken")
+    assert [row["step"] for row in resumed.rows] == list(range(1, 11))
+    found = [{k: v for k, v in row.items() if not k.startswith("val/")} for row in resumed.repeatable]
+    assert found == [{k: v for k, v in row.items() if not k.startswith("val/")} for row in unbroken.repeatable]
+    assert resumed.rows[-1]["val/loss"] == unbroken.rows[-1]["val/loss"]
+
+
+class TestCheckpoint:
+    def test_opens_with_transformers_and_rewards_a_policy(self, rm_run, rm_overrides, tiny_run, tiny_llama):
+        """From a language model without a head: the scores of training are those of transformers and of reinforcement
+        learning."""
+        from transformers import AutoModelForSequenceClassification
+
+        run = rm_run("sigmoid", f"model.path={tiny_llama}", "trainer.save_freq=5", "trainer.test_freq=5")
+        folder = run.folder / "global_step_5" / "model" / "huggingface"
+        model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+        assert model.config.num_labels == 1
+        batch = loaded_data(rm_overrides("sigmoid")).validation.batch(range(6))
+        with torch.no_grad():
+            scores = reference_scores(model, batch)
+        logged = [json.loads(line) for line in (run.folder / "samples/val/step_000005.jsonl").read_text().splitlines()]
+        assert [row["score"] for row in logged] == pytest.approx(scores.tolist(), rel=1e-4, abs=1e-5)
+        ppo = tiny_run(
+            "reward.custom_reward_function.path=null",
+            "reward.reward_model.enable=True",
+            f"reward.reward_model.model_path={folder}",
+            "reward.reward_model.rollout.dtype=float32",
+            "trainer.total_training_steps=1",
+            folder="ppo",
+        )
+        samples = [
+            json.loads(line) for line in (ppo.folder / "samples/train/step_000001.jsonl").read_text().splitlines()
+        ]
+        ids = [torch.tensor([row["prompt_ids"] + row["response_ids"]]) for row in samples]
+        with torch.no_grad():
+            expected = [float(model(one).logits[0, 0]) for one in ids]
+        assert [row["score"] for row in samples] == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+    def test_pads_as_transformers_needs_it(self, rm_run, rm_overrides, tiny_llama):
+        """A padded batch of transformers scores the last token of each row, which it finds by the padding token."""
+        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+        run = rm_run("sigmoid", f"model.path={tiny_llama}", "trainer.total_training_steps=1", "trainer.save_freq=1")
+        folder = run.folder / "global_step_1" / "model" / "huggingface"
+        model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        texts = ["a", "a longer text"]
+        with torch.no_grad():
+            together = model(**tokenizer(texts, return_tensors="pt", padding=True)).logits[:, 0]
+            alone = [float(model(**tokenizer(text, return_tensors="pt")).logits[0, 0]) for text in texts]
+        assert together.tolist() == pytest.approx(alone, rel=1e-4, abs=1e-6)
+
+
+BAD_ROWS = {
+    "ratings": ({"prompt": "q", "completion": "a", "rating": "good"}, "'rating' must be a finite number"),
+    "steps": ({"prompt": "q", "completions": ["a", "b"], "labels": [True]}, "2 steps, but field 'labels' has 1 labels"),
+    "pairs": ({"prompt": "q", "completion": "a", "label": True}, "needs pairs"),
+}
+
+
+@pytest.mark.parametrize("kind", ["sigmoid", "regression", "process"])
+def test_bad_rows_are_named_before_anything_trains(kind, rm_overrides, tmp_path, capsys):
+    from verl.cli.main import main
+
+    name = KINDS[kind][0]
+    row, sentence = BAD_ROWS[name]
+    file = write(tmp_path / "bad.jsonl", [*ROWS[name](4), row])
+    arguments = merge(
+        [*rm_overrides(kind), f"trainer.default_local_dir={tmp_path / 'run'}"], (f"data.train_files={file}",)
+    )
+    assert main(["rm", *arguments]) == 3
+    said = capsys.readouterr().err
+    assert "row 5" in said or "row 4" in said, said
+    assert sentence in said
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    assert main(["rm", "--dry-run", *arguments]) == 1
+    assert sentence in capsys.readouterr().out

@@ -1,0 +1,62 @@
+"""`verl data`: tasks that are made on this machine (verl/data/prepare.py), and preferences that a judge labels."""
+
+from __future__ import annotations
+
+import argparse
+
+from verl.cli.arguments import Parser
+
+_ABOUT = (
+    "Ask a judge which of the responses to a prompt is better, and write rows for verl dpo and verl rm. Every pair is asked in "
+    "both orders, so that a judge which prefers what it reads first decides nothing."
+)
+
+
+def run_data(argv: list[str]) -> int:
+    """Make a data set: the exit code."""
+    if argv[:1] == ["preferences"]:
+        options = _parser().parse_args(argv[1:])
+        from verl.programs.label import label
+
+        print("\n".join(label(options)))
+        return 0
+    from verl.data import prepare
+
+    return prepare.main(argv)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="verl data preferences", description=_ABOUT)
+    parser.add_argument(
+        "--input",
+        required=True,
+        help="rows with a prompt and its responses: what verl generate --output FILE.parquet writes",
+    )
+    parser.add_argument("--output", required=True, help="file of preferences to write: .jsonl or .parquet")
+    parser.add_argument(
+        "--judge", required=True, help="folder or hub name of a model, or http(s)://... of a chat service"
+    )
+    parser.add_argument("--model", help="name under which the service serves the judge (default: its only one)")
+    parser.add_argument(
+        "--engine", choices=("native", "vllm"), default="native", help="engine of a local judge (default %(default)s)"
+    )
+    parser.add_argument("--dtype", default="auto", help="compute dtype of a local judge (default %(default)s)")
+    parser.add_argument(
+        "--pairs",
+        choices=("best_worst", "first_last", "all"),
+        default="best_worst",
+        help="rows of a prompt with several responses (default %(default)s)",
+    )
+    parser.add_argument(
+        "--rubric", metavar="FILE", help="YAML list of {name, question, weight}: grade instead of compare"
+    )
+    parser.add_argument(
+        "--template",
+        metavar="FILE",
+        help="the question: {prompt}, {first}, {second}; for a rubric {response}, {criterion}",
+    )
+    parser.add_argument("--cache", metavar="FILE", help="keep the judge's replies here, and ask no question again")
+    parser.add_argument("--max-reply-tokens", type=int, default=512, help="longest reply (default %(default)s)")
+    parser.add_argument("--prompt-key", default="prompt", help="field of the prompt (default %(default)s)")
+    parser.add_argument("--responses-key", default="responses", help="field of the responses (default %(default)s)")
+    return parser

@@ -1,0 +1,143 @@
+"""Files of completions with a rating, and of solutions with a label for each step, as training sequences of reward models.
+
+| format | columns |
+|---|---|
+| rated completion | prompt, completion, rating; or another format of a labelled row with a rating in place of the label |
+| labelled steps | prompt, completions (the steps, texts), labels (true where a step is right) |
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl.config.roots.reward_model import RMDataConfig
+from verl.data.conversations.dataset import ConversationDataset
+from verl.data.conversations.formats import messages_in, named, refuse_media, template_kwargs_of, text_in
+from verl.data.conversations.tokens import ConversationEncoder, TrainingSequence
+from verl.data.preferences.dataset import PreferenceDataset
+from verl.data.prompts import encode_text, render_chat
+from verl.data.schema import Messages, at
+from verl.data_proto.proto import DataProto
+from verl.errors import DataError
+
+
+@dataclass(frozen=True)
+class RatedSequence(TrainingSequence):
+    """A prompt with one completion and its rating."""
+
+    rating: float = 0.0
+
+
+class RatedDataset(ConversationDataset):
+    """Rows of rated completions."""
+
+    _rows: list[list[RatedSequence]]  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._reader = PreferenceDataset(paired=False)
+
+    def sequences_of(
+        self, row: Mapping[str, Any], encoder: ConversationEncoder, place: str
+    ) -> tuple[str, list[TrainingSequence], Messages]:
+        """See ConversationDataset."""
+        settings = encoder.settings
+        assert isinstance(settings, RMDataConfig)
+        with at(place):
+            rating = row.get(settings.rating_key)
+            if isinstance(rating, bool) or not isinstance(rating, int | float | np.number) or not math.isfinite(rating):
+                raise DataError(f"field {settings.rating_key!r} must be a finite number, but it is {rating!r:.80}.")
+        name, (found,), messages = self._reader.sequences_of({**row, settings.label_key: True}, encoder, place)
+        rated = RatedSequence(found.input_ids, found.loss_mask, float(rating))
+        return name.replace("label", "rating"), [rated], messages
+
+    def batch(self, rows: Sequence[int]) -> DataProto:
+        """See ConversationDataset; adds rating float32 [batch]."""
+        batch = super().batch(rows)
+        batch.batch["rating"] = torch.tensor([sequence.rating for row in rows for sequence in self._rows[row]])
+        return batch
+
+
+@dataclass(frozen=True)
+class StepSequence(TrainingSequence):
+    """A prompt with the steps of a solution. `loss_mask` is true on the token after each labelled step, where the score of the
+    state at the step's end is read; `labels` bool [labelled steps]."""
+
+    labels: np.ndarray
+
+    def kept_labels(self, truncation: str) -> np.ndarray:
+        """Those of the steps that a cut has left."""
+        lost = len(self.labels) - self.num_trained
+        return self.labels[lost:] if truncation == "left" else self.labels[: self.num_trained]
+
+
+class StepDataset(ConversationDataset):
+    """Rows of labelled steps. A step ends with `separator`, the last one is followed by the token that ends generation.
+    `last_step_only`: the labels of earlier steps do not train."""
+
+    _rows: list[list[StepSequence]]  # type: ignore[assignment]
+
+    def __init__(self, separator: str, *, last_step_only: bool = False):
+        super().__init__()
+        self.separator, self.last_step_only = separator, last_step_only
+        self._truncation = "right"
+
+    def sequences_of(
+        self, row: Mapping[str, Any], encoder: ConversationEncoder, place: str
+    ) -> tuple[str, list[TrainingSequence], Messages]:
+        """See ConversationDataset."""
+        settings, tokenizer = encoder.settings, encoder.tokenizer
+        assert isinstance(settings, RMDataConfig)
+        self._truncation = settings.truncation
+        with at(place):
+            refuse_media(row, settings)
+            steps, labels = _steps(row, settings)
+            prompt, messages = row.get(settings.prompt_key), []
+            if isinstance(prompt, str):
+                ids = encode_text(tokenizer, text_in(prompt, settings.prompt_key), place)
+            else:
+                messages = messages_in(prompt, settings.prompt_key)
+                text = render_chat(
+                    tokenizer, messages, place, add_generation_prompt=True, **template_kwargs_of(row, settings)
+                )
+                ids = encode_text(tokenizer, text, place, add_special_tokens=False)
+        ids, after = list(ids), []
+        for step in steps:
+            ids += encode_text(tokenizer, step + self.separator, place, add_special_tokens=False)
+            after.append(len(ids))
+        mask = np.zeros(len(ids) + 1, dtype=np.bool_)
+        first = len(steps) - 1 if self.last_step_only else 0
+        mask[after[first:]] = True
+        whole = np.array([*ids, tokenizer.eos_token_id], dtype=np.int32)
+        return "labelled_steps", [StepSequence(whole, mask, np.array(labels[first:], dtype=np.bool_))], messages
+
+    def batch(self, rows: Sequence[int]) -> DataProto:
+        """See ConversationDataset; adds step_labels float32 [batch, response], 1 where response_mask is true and the step
+        before is right."""
+        batch = super().batch(rows)
+        mask = batch.batch["response_mask"]
+        labels = torch.zeros(mask.shape)
+        found = [s.kept_labels(self._truncation) for row in rows for s in self._rows[row]]
+        labels[mask] = torch.from_numpy(np.concatenate(found)).float()
+        batch.batch["step_labels"] = labels
+        return batch
+
+
+def _steps(row: Mapping[str, Any], settings: RMDataConfig) -> tuple[list[str], list[bool]]:
+    """The steps and their labels. Raises DataError."""
+    keys = (settings.steps_key, settings.labels_key)
+    found = [row.get(key) for key in keys]
+    if not all(isinstance(value, list | tuple | np.ndarray) and len(value) for value in found):
+        raise DataError(f"fields {named(keys)} must be lists of the steps of a solution and of their labels.")
+    steps, labels = ([*value] for value in found if value is not None)
+    if len(steps) != len(labels):
+        raise DataError(f"field {keys[0]!r} has {len(steps)} steps, but field {keys[1]!r} has {len(labels)} labels.")
+    if wrong := [label for label in labels if not isinstance(label, bool | np.bool_) and label not in (0, 1)]:
+        raise DataError(f"field {keys[1]!r} must have true (right) or false for each step, but has {wrong[0]!r:.80}.")
+    return [text_in(step, keys[0]) for step in steps], [bool(label) for label in labels]

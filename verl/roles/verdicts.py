@@ -1,0 +1,208 @@
+"""Verdicts of a judge: pairs of responses in both orders, rubrics with weights, and replies that are asked for once.
+
+ask = CachedReplies(judge.replies, file, "my-judge")           # or judge.replies itself
+compare(ask, PAIR_TEMPLATE, [(prompt, one, other)])            # -> verdicts; one is better where preference > 0
+rubric_scores(ask, RUBRIC_TEMPLATE, rubric, [(prompt, response, ground_truth)])
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl.config.keys import read_yaml
+from verl.errors import ConfigError
+from verl.tracking.files import append_rows, read_json_rows
+
+Ask = Callable[[Sequence[str]], list[str]]  # questions -> replies, in the same order
+
+PAIR_TEMPLATE = """Two responses to a request are given. Decide which one is better: more helpful, correct and harmless.
+Neither the order in which they are shown nor their length counts.
+
+Request:
+{prompt}
+
+Response A:
+{first}
+
+Response B:
+{second}
+
+Explain your decision in a few words. Then end with [[A]] if response A is better, [[B]] if response B is better, or [[C]] if
+they are equally good."""
+RUBRIC_TEMPLATE = """Grade a response to a request by one criterion.
+
+Request:
+{prompt}
+
+Response:
+{response}
+
+Criterion: {criterion}
+
+Explain your grade in a few words, then end with a number from 0 (not at all) to 10 (fully)."""
+
+_PLACES = re.compile(r"\{(prompt|response|ground_truth|first|second|criterion)\}")
+_MARKED = re.compile(r"\[\[\s*(A|B|C|tie)\s*\]\]", re.IGNORECASE)
+_NAMED = re.compile(r"\b(A|B|C|TIE|Tie|tie)\b")
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+_MEANINGS = {"A": 1, "B": -1, "C": 0, "TIE": 0}
+
+
+def fill(template: str, **parts: str) -> str:
+    """The template with its places filled by `parts`; other braces stay."""
+    return _PLACES.sub(lambda found: parts.get(found.group(1), found.group(0)), template)
+
+
+class CachedReplies:
+    """`ask` with its replies kept in `file`, by the digest of judge and question; an equal question is not asked again, in this
+    run or a later one. `judge` names model and settings, since other ones reply otherwise."""
+
+    def __init__(self, ask: Ask, file: Path, judge: str):
+        self._ask, self.file, self.judge = ask, file, judge
+        file.parent.mkdir(parents=True, exist_ok=True)
+        self._known = {str(row.get("digest")): str(row.get("reply")) for row in read_json_rows(file)}
+        if file.exists() and not file.read_bytes().endswith(b"\n"):  # a kill cut its last line short
+            with file.open("a") as kept:
+                kept.write("\n")
+
+    def __call__(self, questions: Sequence[str]) -> list[str]:
+        names = [self._digest(question) for question in questions]
+        missing = {name: q for name, q in zip(names, questions, strict=True) if name not in self._known}
+        if missing:
+            found = dict(zip(missing, self._ask(list(missing.values())), strict=True))
+            append_rows(self.file, ({"digest": name, "reply": reply} for name, reply in found.items()))
+            self._known |= found
+        return [self._known[name] for name in names]
+
+    def _digest(self, question: str) -> str:
+        return hashlib.blake2b(json.dumps([self.judge, question]).encode(), digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True)
+class PairVerdict:
+    """The verdicts about one pair, asked with the first response shown first (`straight`) and shown second (`swapped`): 1 where
+    the first is better, -1 where the second is, 0 for a tie, None where the reply has no verdict."""
+
+    straight: int | None
+    swapped: int | None
+    replies: tuple[str, str] = ("", "")
+
+    @property
+    def preference(self) -> float | None:
+        """Mean of the verdicts, from -1 (the second response is better) to 1; None without a verdict."""
+        usable = [verdict for verdict in (self.straight, self.swapped) if verdict is not None]
+        return sum(usable) / len(usable) if usable else None
+
+    @property
+    def agrees(self) -> bool | None:
+        """Whether both orders have the same verdict; None where one of them has none."""
+        return None if self.straight is None or self.swapped is None else self.straight == self.swapped
+
+
+def verdict_of(reply: str) -> int | None:
+    """1 for A, -1 for B, 0 for C or tie: the last one in double brackets (the form of 2306.05685), or else the last one that
+    stands alone; None without one."""
+    found = _MARKED.findall(reply) or _NAMED.findall(reply)
+    return _MEANINGS[found[-1].upper()] if found else None
+
+
+def compare(ask: Ask, template: str, pairs: Sequence[tuple[str, str, str]]) -> list[PairVerdict]:
+    """Verdicts about (prompt, first response, second response), each asked in both orders (2306.05685, section 3.4). `template`
+    has the places {prompt}, {first} and {second}."""
+    questions = [fill(template, prompt=p, first=one, second=other) for p, one, other in pairs]
+    questions += [fill(template, prompt=p, first=other, second=one) for p, one, other in pairs]
+    replies = _once(ask, questions)
+    straight, swapped = replies[: len(pairs)], replies[len(pairs) :]
+    return [PairVerdict(verdict_of(a), _negated(verdict_of(b)), (a, b)) for a, b in zip(straight, swapped, strict=True)]
+
+
+def verdict_metrics(verdicts: Sequence[PairVerdict]) -> dict[str, float]:
+    """order_agreement: share of pairs whose two orders have the same verdict; first_shown: share of the verdicts for one side
+    that are for the response shown first, 0.5 without a bias; tie and unusable: shares of the verdicts. NaN without any."""
+    agreements = [v.agrees for v in verdicts if v.agrees is not None]
+    shown = [s for v in verdicts for s in (v.straight, _negated(v.swapped))]
+    decided = [s for s in shown if s]
+    return {
+        "order_agreement": _share(agreements),
+        "first_shown": _share([s > 0 for s in decided]),
+        "tie": _share([s == 0 for s in shown]),
+        "unusable": _share([s is None for s in shown]),
+    }
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """One question of a rubric. The score of a response is the mean over criteria, by weight."""
+
+    name: str
+    question: str
+    weight: float = 1.0
+
+
+def read_rubric(file: str | Path) -> list[Criterion]:
+    """The criteria of a YAML or JSON file: a list of {name, question, weight}. Raises ConfigError."""
+    path = Path(file).expanduser()
+    if not path.is_file():
+        raise ConfigError(f"The rubric {file} is not an existing file. Name a YAML file with a list of criteria.")
+    rows = read_yaml(path)
+    if not isinstance(rows, list) or not rows:
+        raise ConfigError(f"The rubric {file} has no list of criteria, each {{name, question, weight}}.")
+    found = [_criterion(row, f"{file}, criterion {number}") for number, row in enumerate(rows, start=1)]
+    if len({criterion.name for criterion in found}) < len(found):
+        raise ConfigError(f"Two criteria of the rubric {file} have the same name; rename one.")
+    return found
+
+
+def rubric_scores(
+    ask: Ask, template: str, rubric: Sequence[Criterion], rows: Sequence[tuple[str, str, str]]
+) -> list[dict[str, float]]:
+    """For each (prompt, response, ground truth) the last number of the reply to each criterion by its name, and their mean by
+    weight as "score"; NaN where a reply has no number. `template` has the places {response} and {criterion}."""
+    questions = [
+        fill(template, prompt=prompt, response=response, ground_truth=truth, criterion=criterion.question)
+        for prompt, response, truth in rows
+        for criterion in rubric
+    ]
+    replies, total = iter(_once(ask, questions)), sum(criterion.weight for criterion in rubric)
+    scored = []
+    for _ in rows:
+        grades = {criterion.name: _last_number(next(replies)) for criterion in rubric}
+        mean = sum(criterion.weight * grades[criterion.name] for criterion in rubric) / total
+        scored.append({**grades, "score": mean})
+    return scored
+
+
+def _criterion(row: Any, place: str) -> Criterion:
+    if not isinstance(row, Mapping) or not {"name", "question"} <= set(row) <= {"name", "question", "weight"}:
+        raise ConfigError(f"{place} must have a name and a question, and may have a weight; it is {row!r:.80}.")
+    weight = row.get("weight", 1.0)
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
+        raise ConfigError(f"{place} has the weight {weight!r:.40}; it must be a number above 0.")
+    return Criterion(str(row["name"]), str(row["question"]), float(weight))
+
+
+def _once(ask: Ask, questions: Sequence[str]) -> list[str]:
+    """The replies; equal questions are asked once."""
+    unique = list(dict.fromkeys(questions))
+    replies = dict(zip(unique, ask(unique), strict=True))
+    return [replies[question] for question in questions]
+
+
+def _negated(verdict: int | None) -> int | None:
+    return None if verdict is None else -verdict
+
+
+def _last_number(reply: str) -> float:
+    found = _NUMBER.findall(reply)
+    return float(found[-1]) if found else math.nan
+
+
+def _share(hits: Sequence[bool]) -> float:
+    return sum(hits) / len(hits) if hits else math.nan
