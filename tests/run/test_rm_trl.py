@@ -45,7 +45,7 @@ CASES = {
         ["data.use_dynamic_bsz=False", "data.micro_batch_size_per_gpu=2"],
     ),
 }
-LR = 1e-4  # TRL's default for reward models; ten times more lets roundings of float32 grow beyond 1e-5 in ten steps
+LR = 1e-4  # TRL's default for reward models
 METRICS = {"loss": "loss", "grad_norm": "grad_norm", "accuracy": "accuracy", "margin": "margin", "lr": "learning_rate"}
 METRICS |= {name: name for name in ("mean_reward", "min_reward", "max_reward")}
 
@@ -106,7 +106,11 @@ def test_ten_steps_are_those_of_trl(case, theirs, models, tmp_path):
     ours = Run(tmp_path / "run").training_rows()
     assert len(ours) == len(theirs[case]) == NUM_STEPS
     for row, log in zip(ours, theirs[case], strict=True):
+        # differences and means of scores are as exact as the scores, however small they are themselves
+        largest = max(abs(log["min_reward"]), abs(log["max_reward"]))
         for name, their_name in METRICS.items():
             if name.startswith(("min", "max")) and case.startswith("two"):
                 continue  # TRL averages these over micro-batches
-            assert row[f"train/{name}"] == pytest.approx(log[their_name], rel=1e-5, abs=1e-6), name
+            is_score = name == "margin" or name.endswith("reward")
+            expected = pytest.approx(log[their_name], rel=1e-5, abs=1e-5 * largest if is_score else 0.0)
+            assert row[f"train/{name}"] == expected, name
