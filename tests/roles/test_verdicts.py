@@ -14,7 +14,7 @@ from verl.roles.verdicts import (
     CachedReplies,
     Criterion,
     PairVerdict,
-    compare,
+    compare_pairs,
     fill,
     read_rubric,
     rubric_scores,
@@ -57,7 +57,9 @@ def test_a_verdict_is_read_from_the_reply(reply, verdict):
 
 
 def test_both_orders_agree_for_an_unbiased_judge():
-    verdicts = compare(longer_wins, TEMPLATE, [("p", "long answer", "short"), ("p", "no", "yes"), ("p", "ab", "cd")])
+    verdicts = compare_pairs(
+        longer_wins, TEMPLATE, [("p", "long answer", "short"), ("p", "no", "yes"), ("p", "ab", "cd")]
+    )
     assert [v.preference for v in verdicts] == [1.0, -1.0, 0.0]
     assert verdict_metrics(verdicts) == pytest.approx(
         {"order_agreement": 1.0, "first_shown": 0.5, "tie": 1 / 3, "unusable": 0.0}
@@ -65,7 +67,7 @@ def test_both_orders_agree_for_an_unbiased_judge():
 
 
 def test_a_position_bias_becomes_a_tie_and_is_measured():
-    (verdict,) = compare(first_wins, TEMPLATE, [("p", "x", "y")])
+    (verdict,) = compare_pairs(first_wins, TEMPLATE, [("p", "x", "y")])
     assert (verdict.straight, verdict.swapped, verdict.preference, verdict.agrees) == (1, -1, 0.0, False)
     found = verdict_metrics([verdict])
     assert (found["order_agreement"], found["first_shown"]) == (0.0, 1.0)
@@ -87,7 +89,7 @@ def test_exchanging_the_responses_negates_the_preference(replies):
     def ask(questions):
         return [replies[q] for q in questions]
 
-    (one,), (other,) = compare(ask, TEMPLATE, [("p", "x", "y")]), compare(ask, TEMPLATE, [("p", "y", "x")])
+    (one,), (other,) = compare_pairs(ask, TEMPLATE, [("p", "x", "y")]), compare_pairs(ask, TEMPLATE, [("p", "y", "x")])
     assert one.agrees == other.agrees
     assert one.preference == (None if other.preference is None else -other.preference)
 

@@ -29,7 +29,7 @@ from verl.roles.verdicts import (
     Ask,
     CachedReplies,
     Criterion,
-    compare,
+    compare_pairs,
     read_rubric,
     rubric_scores,
     verdict_metrics,
@@ -116,7 +116,7 @@ def compared(
         for c, pairs in zip(candidates, wanted, strict=True)
         for i, j in pairs
     ]
-    verdicts = compare(ask, template, asked)
+    verdicts = compare_pairs(ask, template, asked)
     found = iter(math.nan if v.preference is None else v.preference for v in verdicts)
     shares = {name: f"{value:.3f}" for name, value in verdict_metrics(verdicts).items()}
     lines = [

@@ -22,7 +22,7 @@ from verl.models.load import load_external, load_tokenizer
 from verl.parallel.device import compute_dtype
 from verl.parallel.register import Dispatch, register
 from verl.roles.judges import Judge, build_judge
-from verl.roles.verdicts import CachedReplies, compare, fill, read_rubric, rubric_scores
+from verl.roles.verdicts import CachedReplies, compare_pairs, fill, read_rubric, rubric_scores
 
 Row = TypeVar("Row")
 
@@ -187,7 +187,7 @@ class JudgeWorker:
 
     def _compared(self, rows: Sequence[tuple[str, str, str]]) -> list[str]:
         found = []
-        for verdict in compare(self.ask, self.template, rows):
+        for verdict in compare_pairs(self.ask, self.template, rows):
             preference, agrees = verdict.preference, verdict.agrees
             score = float("nan") if preference is None else (preference + 1) / 2
             parts = {} if agrees is None else {"order_agreement": float(agrees)}

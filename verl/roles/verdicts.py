@@ -1,7 +1,7 @@
 """Verdicts of a judge: pairs of responses in both orders, rubrics with weights, and replies that are asked for once.
 
 ask = CachedReplies(judge.replies, file, "my-judge")           # or judge.replies itself
-compare(ask, PAIR_TEMPLATE, [(prompt, one, other)])            # -> verdicts; one is better where preference > 0
+compare_pairs(ask, PAIR_TEMPLATE, [(prompt, one, other)])            # -> verdicts; one is better where preference > 0
 rubric_scores(ask, RUBRIC_TEMPLATE, rubric, [(prompt, response, ground_truth)])
 """
 
@@ -107,13 +107,15 @@ class PairVerdict:
 
 
 def verdict_of(reply: str) -> int | None:
-    """1 for A, -1 for B, 0 for C or tie: the last one in double brackets (the form of 2306.05685), or else the last one that
-    stands alone; None without one."""
+    """Read 1 for A, -1 for B, 0 for C or tie; None without a verdict.
+
+    The last one in double brackets counts (the form of 2306.05685), or else the last one that stands alone.
+    """
     found = _MARKED.findall(reply) or _NAMED.findall(reply)
     return _MEANINGS[found[-1].upper()] if found else None
 
 
-def compare(ask: Ask, template: str, pairs: Sequence[tuple[str, str, str]]) -> list[PairVerdict]:
+def compare_pairs(ask: Ask, template: str, pairs: Sequence[tuple[str, str, str]]) -> list[PairVerdict]:
     """Verdicts about (prompt, first response, second response), each asked in both orders (2306.05685, section 3.4). `template`
     has the places {prompt}, {first} and {second}."""
     questions = [fill(template, prompt=p, first=one, second=other) for p, one, other in pairs]

@@ -224,32 +224,9 @@ def _check_length(length: int, settings: TextDataConfig, place: str) -> None:
 DatasetT = TypeVar("DatasetT", bound=ConversationDataset)
 
 
-def load_conversations(
-    files: Files,
-    tokenizer: Any,
-    settings: SFTDataConfig,
-    *,
-    max_samples: int = -1,
-    seed: int | None = None,
-    stop_token_ids: Sequence[int] | None = None,
-    keep_going: bool = False,
-) -> ConversationDataset:
-    """Read, tokenize and cut every row of `files`, or of the class of `data.custom_cls` on them.
-
-    With `max_samples` only so many rows are read: some that `seed` selects, or without a seed the first ones.
-    `stop_token_ids` end generation (None: the tokenizer's eos). Raises DataError for files that cannot be read and for
-    the first bad row; with `keep_going` bad rows are left out, and `dataset.summaries` describes them, for `verl check`.
-    """
-    return read_into(
-        ConversationDataset(),
-        files,
-        tokenizer,
-        settings,
-        max_samples=max_samples,
-        seed=seed,
-        stop_token_ids=stop_token_ids,
-        keep_going=keep_going,
-    )
+def load_conversations(files: Files, tokenizer: Any, settings: SFTDataConfig, **selects: Any) -> ConversationDataset:
+    """Read, tokenize and cut every row of `files`, or of the class of `data.custom_cls` on them; see `read_into`."""
+    return read_into(ConversationDataset(), files, tokenizer, settings, **selects)
 
 
 def read_into(
@@ -263,7 +240,12 @@ def read_into(
     stop_token_ids: Sequence[int] | None = None,
     keep_going: bool = False,
 ) -> DatasetT:
-    """The empty `dataset` with the rows of `files`; arguments and errors as for `load_conversations`."""
+    """The empty `dataset` with every row of `files`, tokenized and cut.
+
+    With `max_samples` only so many rows are read: some that `seed` selects, or without a seed the first ones.
+    `stop_token_ids` end generation (None: the tokenizer's eos). Raises DataError for files that cannot be read and for
+    the first bad row; with `keep_going` bad rows are left out, and `dataset.summaries` describes them, for `verl check`.
+    """
     names = [files] if isinstance(files, str | os.PathLike) else list(files)
     eos = tokenizer.eos_token_id
     stops = ([] if eos is None else [eos]) if stop_token_ids is None else stop_token_ids
