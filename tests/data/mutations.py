@@ -196,7 +196,7 @@ def is_valid(found: dict) -> bool:
     truth = reward.get("ground_truth")
     if isinstance(truth, float) and not math.isfinite(truth):
         return False
-    if any(found.get(name) not in (None, [], "", {}) for name in ("images", "videos", "audios")):
+    if any(found.get(name) not in (None, [], "", {}, b"") for name in ("images", "videos", "audios")):
         return False
     if isinstance(prompt, list):
         return bool(prompt) and all(map(_is_message, prompt)) and all(map(_is_plain, (prompt, source, reward, extra)))
