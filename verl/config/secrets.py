@@ -30,7 +30,22 @@ _SECRET_WORDS = {
 }
 _LAST_WORDS = {"token", "authorization"}  # secret as the last word of a name: hub_token, but not token_budget
 _KEYS = {"api", "access", "private", "secret", "auth", "license", "signing"}  # before the last word "key"
-_VOCABULARY = {"eos", "bos", "pad", "unk", "mask", "sep", "cls", "stop", "end", "start", "image", "special", "think"}
+_VOCABULARY = {
+    "dp",
+    "eos",
+    "bos",
+    "pad",
+    "unk",
+    "mask",
+    "sep",
+    "cls",
+    "stop",
+    "end",
+    "start",
+    "image",
+    "special",
+    "think",
+}
 _IN_URL = re.compile(r"(?<=://)[^/\s:@]*:([^/\s@]+)@")
 
 _known: list[str] = []  # the longest first, since one may be a part of another
