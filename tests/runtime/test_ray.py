@@ -244,7 +244,6 @@ def test_a_process_is_killed_while_training(jobs, victim, number, words):
         text, _ = driver.communicate(timeout=60)
     finally:
         end_tree(driver.pid)
-    assert driver.returncode != 0
     assert re.search(words, text), text[-3000:]
     until = time.monotonic() + 10
     while any(psutil.pid_exists(pid) for pid in mine) and time.monotonic() < until:
