@@ -330,3 +330,14 @@ def test_scalars_survive_yaml(tmp_path, value):
 
     (tmp_path / "x.yaml").write_text(f"x: {scalar(value)}\n", encoding="utf-8")
     assert OmegaConf.to_container(OmegaConf.load(tmp_path / "x.yaml"))["x"] == value
+
+
+@pytest.mark.parametrize("text", ["a\\${b}", "\\${x", "$\\{", "plain $5"])
+def test_text_that_looks_like_an_interpolation_is_read_back(text, tmp_path):
+    """`\\${` on the command line is the text `${`; the config.yaml of the run has it again."""
+    loaded = load_config([f"trainer.experiment_name={text}"], check=False)
+    file = tmp_path / "config.yaml"
+    file.write_text(loaded.to_yaml())
+    assert (
+        load_config([], str(file), check=False).config.trainer.experiment_name == loaded.config.trainer.experiment_name
+    )

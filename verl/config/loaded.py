@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
@@ -61,8 +62,17 @@ class LoadedConfig(Generic[R]):
             open_sections = parents
             comment = "" if self.origins[path] == "default" else f"  # {self.origins[path]}"
             value = hide_values(value_at(self.config, path), name)
-            lines.append("  " * len(parents) + f"{name}: {scalar(value)}{comment}")
+            lines.append("  " * len(parents) + f"{name}: {scalar(_escaped(value))}{comment}")
         return "\n".join(lines) + "\n"
+
+
+def _escaped(value: Any) -> Any:
+    """A resolved value as a reader resolves it to the same: a `${` that is left is text."""
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
+    if isinstance(value, dict):
+        return {_escaped(k): _escaped(v) for k, v in value.items()}
+    return [_escaped(v) for v in value] if isinstance(value, list | tuple) else value
 
 
 def scalar(value: Any) -> str:
