@@ -505,7 +505,7 @@ def change(path, statement):
 
 
 def test_a_changed_history_is_found(path):
-    """A reward changes the digest of its sample; a digest, uses or order the digest of the run."""
+    """A reward changes the digest of its sample; a digest, uses, order or a later step the digest of the run."""
     tracker, _ = open_tracker(path)
     take_step(tracker, 1, [0, 1])
     record = tracker.commit()
@@ -513,6 +513,12 @@ def test_a_changed_history_is_found(path):
     change(path, "UPDATE samples SET reward = 0.25 WHERE ordinal = 1 AND sample = 1")
     with Ledger.open(path) as ledger, pytest.raises(CheckpointError, match="sample 1 of prompt 1 does not have"):
         ledger.trained()
+    for column, value in (("issued_step", 9), ("scored_step", 9), ("scored_step", "NULL")):
+        changed = f"UPDATE samples SET {column} = {value} WHERE ordinal = 1 AND sample = 1"
+        change(path, changed)
+        with pytest.raises(CheckpointError, match="does not agree"):
+            open_tracker(path, path.parent / "global_step_1", record)
+        change(path, changed.replace(f"= {value} ", "= 1 "))
     change(path, "UPDATE samples SET uses = 2 WHERE ordinal = 1")
     with pytest.raises(CheckpointError, match="does not agree"):
         open_tracker(path, path.parent / "global_step_1", record)

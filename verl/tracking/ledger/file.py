@@ -251,9 +251,9 @@ def holds(path: Path, offset: Offset) -> bool:
         digest, num_trained = base.digest, base.num_trained
         for (step,) in db.execute("SELECT step FROM steps WHERE step <= ? ORDER BY step", (offset.step,)):
             trained = db.execute(
-                "SELECT ordinal, sample, uses, digest FROM samples WHERE ended_step = ? AND fate = ? ORDER BY ordinal, sample",
-                (step, TRAINED),
-            ).fetchall()
+                "SELECT ordinal, sample, uses, digest FROM samples WHERE ended_step = ? AND fate = ? "
+                "AND max(issued_step, scored_step) <= ended_step ORDER BY ordinal, sample", (step, TRAINED),
+            ).fetchall()  # fmt: skip
             digest, num_trained = chained_digest(digest, step, trained), num_trained + len(trained)
         (counted,) = db.execute(
             "SELECT count(*) FROM samples WHERE fate = ? AND ended_step <= ?", (TRAINED, offset.step)
