@@ -11,9 +11,10 @@ import pytest
 
 from verl.cli.doctor import facts
 from verl.cli.machine.findings import findings
-from verl.cli.machine.host import available_memory, host, memory_limit, output_of, usable_cores
+from verl.cli.machine.host import host, output_of, usable_cores
 from verl.cli.machine.packages import installed_version, probe
 from verl.cli.machine.requirements import unmet_requirements
+from verl.parallel.memory import available_memory, memory_limit
 
 pytestmark = pytest.mark.seed("F8")
 

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from verl.cli.checklist import Subject
-from verl.cli.machine.host import available_memory
 from verl.cli.report import Level, Line, fail, passed, skip, warn
 from verl.config import PPOConfig, PreferenceConfig, SFTConfig
 from verl.config.active_keys import runs_on_several_devices, uses_critic, uses_reference
 from verl.config.roots.preference import has_reference_role
 from verl.config.sections.trainer import AFTER_EACH_EPOCH
+from verl.parallel.memory import available_memory
 
 FLOAT32 = 4
 ADAM_STATES = 2 * FLOAT32

@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 
 from verl.checkpoint.filesystem import examine_folder
+from verl.parallel.memory import CGROUP, available_memory, content_of, memory_limit
 
 # instruction sets that matter for training speed; "bf16" and "i8mm" are ARM's names
 _FLAGS = ("avx2", "f16c", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16", "asimd", "sve", "bf16", "i8mm")
@@ -21,7 +22,6 @@ _VARIABLES = (
     "OMP_WAIT_POLICY", "PYTHONPATH", "PYTORCH_CUDA_ALLOC_CONF", "VERL_CPU_BF16", "WANDB_MODE",
 )  # fmt: skip
 _LIMITS = ("RLIMIT_NOFILE", "RLIMIT_NPROC", "RLIMIT_AS", "RLIMIT_MEMLOCK", "RLIMIT_STACK")
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 def host() -> dict[str, Any]:
@@ -67,27 +67,10 @@ def cpu_flags() -> set[str]:
 def usable_cores() -> float:
     """Cores that this process may use, by its affinity and the container's quota."""
     cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-    quota, _, period = content_of(_CGROUP / "cpu.max").strip().partition(" ")
+    quota, _, period = content_of(CGROUP / "cpu.max").strip().partition(" ")
     if quota.isdigit() and period.isdigit():
         cores = min(cores, int(quota) / int(period))
     return cores
-
-
-def memory_limit() -> int:
-    """Bytes of memory of the machine or the container."""
-    total = int(psutil.virtual_memory().total)
-    limit = content_of(_CGROUP / "memory.max").strip()
-    return min(total, int(limit)) if limit.isdigit() else total
-
-
-def available_memory() -> int:
-    """Bytes that a new process can allocate without swapping."""
-    free = int(psutil.virtual_memory().available)
-    limit, used = content_of(_CGROUP / "memory.max").strip(), content_of(_CGROUP / "memory.current").strip()
-    if not (limit.isdigit() and used.isdigit()):
-        return free
-    statistics = dict(line.split() for line in content_of(_CGROUP / "memory.stat").splitlines())
-    return min(free, int(limit) - int(used) + int(statistics.get("inactive_file", 0)))
 
 
 def limits() -> dict[str, int | None]:
@@ -109,13 +92,6 @@ def output_of(*command: str, timeout_s: float = 10.0) -> str:
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
-        return ""
-
-
-def content_of(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
         return ""
 
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import psutil
 
-from verl.cli.machine.host import content_of, output_of
+from verl.cli.machine.host import output_of
 from verl.cli.report import Line, info, warn
+from verl.parallel.memory import content_of
 
 # the links of `nvidia-smi topo -m`, from the fastest to the slowest
 _LINKS = {
