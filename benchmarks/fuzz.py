@@ -43,6 +43,7 @@ SECTIONS = {
     ),
     "rewards": Section("tests.rewards.returns:cases", 10_000, "returns of a reward function"),
     "checkpoints": Section("tests.checkpoint.damage:cases", 1_000, "damaged checkpoints"),
+    "models": Section("tests.models.damaged_folders:cases", 2_000, "damaged model folders"),
     "run-folders": Section("tests.tracking.run_folders:cases", 2_000, "damaged run folders"),
     "answers": Section("tests.rollout.damaged_answers:cases", 5_000, "damaged answers of rollout services and judges"),
 }

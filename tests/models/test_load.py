@@ -13,7 +13,7 @@ from tests.models.reference import dense_attention
 from verl.config import ModelConfig
 from verl.errors import ModelError
 from verl.models.attention import ATTENTION_NAME
-from verl.models.check import check_model
+from verl.models.check import choose_forward, packed_problem
 from verl.models.load import (
     eos_token_ids,
     load_causal_lm,
@@ -138,14 +138,7 @@ def test_a_vision_language_model_is_named_as_what_it_is(tmp_path):
         load_model_config(tmp_path, False, None)
 
 
-def test_layers_without_attention_are_refused(tmp_path):
-    config = transformers.MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2, state_size=4, eos_token_id=0)
-    transformers.MambaForCausalLM(config).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="Mamba"):
-        load_causal_lm(tmp_path)
-
-
-def test_attention_that_computes_something_else_is_refused(tiny_folder, monkeypatch):
+def test_attention_that_computes_something_else_takes_no_packed_batch(tiny_folder, monkeypatch):
     module = load_causal_lm(tiny_folder("llama"))
 
     def with_a_sink(*args, **kwargs):
@@ -155,22 +148,24 @@ def test_attention_that_computes_something_else_is_refused(tiny_folder, monkeypa
     monkeypatch.setitem(
         transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS._global_mapping, ATTENTION_NAME, with_a_sink
     )
-    with pytest.raises(ModelError, match="LlamaModel is not supported: its layers"):
-        check_model(module)
+    with torch.no_grad():
+        assert "do not go through the attention interface" in packed_problem(module)
 
 
-def test_logits_that_are_changed_afterwards_are_refused(tiny_folder, monkeypatch):
+@torch.no_grad()
+def test_logits_that_are_changed_afterwards(tiny_folder, monkeypatch):
     module = load_causal_lm(tiny_folder("gemma2"))
     module.config.final_logit_softcapping = 0.5
-    check_model(module)  # the family caps its logits too
+    assert not packed_problem(module)  # the family caps its logits too
     monkeypatch.setattr("verl.models.forward.head_transform", lambda config: {"softcap": None, "logit_scale": 1.0})
-    with pytest.raises(ModelError, match="differs from its own attention"):
-        check_model(module)
+    assert "differs from its own attention" in packed_problem(module)
+    choose_forward(module)
+    assert module.forward_kind == "logits"
 
 
 def test_the_check_leaves_the_model_as_it_was(tiny_folder):
     module = load_causal_lm(tiny_folder("gemma3_text")).train()
-    check_model(module)
+    choose_forward(module)
     assert module.training
     assert module.config._attn_implementation == ATTENTION_NAME
 
@@ -191,7 +186,7 @@ def test_further_families_pass_the_check(tmp_path, family):
     config = transformers.AutoConfig.for_model(family, **settings, **extra.get(family, {}))
     torch.manual_seed(0)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    load_causal_lm(tmp_path)
+    assert load_causal_lm(tmp_path).forward_kind == "packed"
 
 
 def test_override_config(tiny_folder, caplog):

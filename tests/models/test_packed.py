@@ -12,6 +12,7 @@ from verl.models.packed import PackedLayout, PackedSegment, choose_kernel, maske
 from verl.models.packing import pack_rows
 from verl.models.tiny import _FAMILIES
 
+PACKED = [family for family in _FAMILIES if family != "bloom"]
 _FLOAT32_ROUTERS = ("qwen3_moe", "mixtral", "deepseek_v3")  # they choose experts in float32, whatever the model is
 
 OUTPUTS = ("log_probs", "entropy", "sum_pi_squared")
@@ -61,7 +62,7 @@ def module_of(tiny_folder):
 
 
 @pytest.mark.parametrize("share", [True, False], ids=["shared", "alone"])
-@pytest.mark.parametrize("family", list(_FAMILIES))
+@pytest.mark.parametrize("family", PACKED)
 def test_outputs_and_gradients_equal_dense_rows_in_float64(module_of, family, share):
     prompts, responses = random_rows(3, [4, 1, 3], longest_prompt=20, longest_response=24)
     columns = make_columns(prompts, responses, pad_prompt=2, pad_response=3)
@@ -69,7 +70,7 @@ def test_outputs_and_gradients_equal_dense_rows_in_float64(module_of, family, sh
     assert_same_as_reference(module_of(family), columns, share=share, tolerance=tolerance)
 
 
-@pytest.mark.parametrize("family", list(_FAMILIES))
+@pytest.mark.parametrize("family", PACKED)
 def test_outputs_and_gradients_equal_hugging_face_eager_in_float32(module_of, family):
     prompts, responses = random_rows(4, [3, 2], longest_prompt=20, longest_response=20)
     columns = make_columns(prompts, responses)

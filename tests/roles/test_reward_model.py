@@ -23,15 +23,13 @@ pytestmark = pytest.mark.seed("B12")
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "gemma2"]
 
 
-def make_classifier(folder, family="llama", *, labels=1, seed=3, spoil=None):
+def make_classifier(folder, family="llama", *, labels=1, seed=3):
     """A folder that AutoModelForSequenceClassification wrote."""
     make_tiny_model(folder / "base", family, seed=seed)
     torch.manual_seed(seed)
     model = AutoModelForSequenceClassification.from_pretrained(folder / "base", num_labels=labels)
     with torch.no_grad():
         model.score.weight.normal_()
-        if spoil is not None:
-            model.score.weight[0, 0] = spoil
     model.save_pretrained(folder / "rm")
     load_tokenizer(folder / "base").save_pretrained(folder / "rm")
     return folder / "rm"
@@ -178,8 +176,9 @@ def test_another_tokenizer_reads_the_conversation(tmp_path):
 
 
 def test_a_score_that_is_not_finite_is_refused(tmp_path):
-    path = make_classifier(tmp_path, spoil=float("nan"))
+    path = make_classifier(tmp_path)
     worker = build_reward_model(settings(path), load_tokenizer(path), torch.device("cpu"))
+    worker.module.score.weight.data[0, 0] = float("nan")
     with pytest.raises(NumericsError, match="gave nan for a response to prompt 0"):
         worker.score(batch_of(PROMPTS, RESPONSES))
 

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.models.load import locate, num_parameters
+from verl.models.folder import locate
+from verl.models.load import num_parameters
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +118,7 @@ def hf_processor(name_or_path: str, trust_remote_code: bool = False, **settings:
     folder."""
     import transformers
 
-    from verl.models.load import locate
+    from verl.models.folder import locate
 
     source = locate(name_or_path)
     try:

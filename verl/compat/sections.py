@@ -74,7 +74,7 @@ class HFModelConfig(ModelConfig):
     @property
     def local_path(self) -> str:
         """The folder, or the hub name. Raises ModelError for a missing folder."""
-        from verl.models.load import locate
+        from verl.models.folder import locate
 
         return locate(self.path)
 

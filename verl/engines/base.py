@@ -34,6 +34,7 @@ from verl.models.neftune import with_noise
 from verl.models.optim import MasterOptimizer, lr_at
 from verl.models.outputs import positions_read
 from verl.models.packing import PackedBatch, Reads, pack_rows, unpadded_rows
+from verl.models.padded import ForwardKind
 from verl.models.rounding import Rounding
 from verl.models.visible import ratio
 from verl.parallel.balance import unit_ids
@@ -71,7 +72,13 @@ class TrainedEngine(ABC):
         self.spec = LoRASpec.of(model) if self.optim is not None else None
         self.neftune_alpha = model.neftune_alpha or 0.0 if isinstance(model, SFTModelConfig) else 0.0
         self.share_prompts = share_prompts and not self.neftune_alpha
+        self.pads = False
         self.num_lr_steps = 0
+
+    def _keep_prompts_apart(self, forward: ForwardKind) -> None:
+        """Padded rows share nothing, so that micro-batches are planned by padded tokens."""
+        self.pads = forward != "packed"
+        self.share_prompts = self.share_prompts and not self.pads
 
     @torch.no_grad()
     def forward(
@@ -260,7 +267,7 @@ class TrainedEngine(ABC):
     ) -> list[list[int]]:
         """Row indices of each micro-batch; as many on each rank, the last ones may be empty."""
         plan = plan_micro_batches(
-            unpadded_rows(batch.batch, rows, reads), micro, self.share_prompts, unit_ids(batch, unit)
+            unpadded_rows(batch.batch, rows, reads), micro, self.share_prompts, unit_ids(batch, unit), pads=self.pads
         )
         count = int(self._largest_of_ranks(torch.tensor([len(plan)])))
         return plan + [[] for _ in range(count - len(plan))]

@@ -36,6 +36,7 @@ from verl.models.chunked_mlp import chunked_feed_forward
 from verl.models.load import load_external, load_model_config
 from verl.models.optim import MasterOptimizer
 from verl.models.packing import PackedBatch
+from verl.models.padded import KINDS, forward_kind, require_packed
 from verl.models.parallel.experts import check_experts
 from verl.models.parallel.forward import empty_batch
 from verl.models.parallel.sequence import check_heads
@@ -73,14 +74,19 @@ class FSDPEngine(TrainedEngine):
         source = from_first(
             self.groups, device, lambda: build_module(model, head, torch.device("cpu"), narrow, rounding, trains=trains)
         )
-        self.module = build_skeleton(model, head, narrow, trains=trains)
+        chosen = torch.tensor([0 if source is None else KINDS.index(forward_kind(source))], device=device)
+        forward = KINDS[int(self.groups.broadcast_(chosen))]
+        self.module = build_skeleton(model, head, narrow, forward, trains=trains)
+        if self.groups.tensor.size() * self.groups.sequence.size() * engine.expert_parallel_size > 1:
+            keys = "tensor_parallel_size, ulysses_sequence_parallel_size or expert_parallel_size"
+            require_packed(self.module, f"fsdp_config.{keys}")
+        self._keep_prompts_apart(forward)
         if not trains:
             self.module.requires_grad_(False)
         self.model, self.shards = shard_model(self.module, source, self.groups, engine, narrow, device, rounding)
         del source
         self.gathering = Gathering(self.model, engine)
         self.optimizer: MasterOptimizer | None = None
-        self.model.train(trains)
         if self.optim is not None:
             wide = torch.promote_types(narrow, torch.float32)
             norm = GradientNorm(self.shards, self.groups, device)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from verl.config import ModelConfig
-from verl.models.load import empty_model, load_external, load_model, load_model_config
+from verl.models.load import adopt_model, empty_model, load_external, load_model, load_model_config
 from verl.models.lora import LoRASpec, add_adapters, load_adapter, read_adapter
+from verl.models.padded import ForwardKind
 from verl.models.rounding import Rounding
 
 
@@ -20,22 +22,24 @@ def build_module(
     rounding: Rounding,
     *,
     trains: bool,
+    build: Callable[[], Any] | None = None,
 ) -> Any:
-    """The module of a role. What trains is held in at least float32, what is frozen in the compute dtype: rounded as
-    masters are, so that a reference policy has the weights that training starts with."""
+    """The module of a role, of the model's folder or by `build`. What trains is held in at least float32, what is frozen in
+    the compute dtype: rounded as masters are, so that a reference policy has the weights that training starts with."""
     load_external(model.external_lib)
     spec = LoRASpec.of(model) if trains else None
     wide = torch.promote_types(compute_dtype, torch.float32)
     narrows = not trains and rounding.kind == "dithered" and _stored_dtype(model) != compute_dtype != wide
-    module = load_model(
-        model.path,
-        head,
-        device="cpu" if narrows else device,  # where it is wide, it may not fit
-        dtype=wide if narrows or (trains and spec is None) else compute_dtype,
-        trust_remote_code=model.trust_remote_code,
-        override_config=model.override_config,
-        gradient_checkpointing=model.enable_gradient_checkpointing and trains,
-    )
+    where: dict[str, Any] = {
+        "device": "cpu" if narrows else device,  # where it is wide, it may not fit
+        "dtype": wide if narrows or (trains and spec is None) else compute_dtype,
+        "gradient_checkpointing": model.enable_gradient_checkpointing and trains,
+    }
+    if build is not None:
+        module = adopt_model(build(), head, **where)
+    else:
+        own: dict[str, Any] = {"trust_remote_code": model.trust_remote_code, "override_config": model.override_config}
+        module = load_model(model.path, head, **own, **where)
     if narrows:
         for name, parameter in module.named_parameters():
             parameter.data = rounding.rounded(name, parameter.data, compute_dtype)
@@ -46,13 +50,15 @@ def build_module(
     return module
 
 
-def build_skeleton(model: ModelConfig, head: str, compute_dtype: torch.dtype, *, trains: bool) -> Any:
-    """The same module on the meta device."""
+def build_skeleton(
+    model: ModelConfig, head: str, compute_dtype: torch.dtype, forward: ForwardKind = "packed", *, trains: bool
+) -> Any:
+    """The same module on the meta device, with the `forward` that was chosen for it."""
     load_external(model.external_lib)
     spec = LoRASpec.of(model) if trains else None
     wide = torch.promote_types(compute_dtype, torch.float32)
     dtype = wide if trains and spec is None else compute_dtype
-    module = empty_model(model, head, dtype, model.enable_gradient_checkpointing and trains)
+    module = empty_model(model, head, dtype, model.enable_gradient_checkpointing and trains, forward)
     _adapt(module, model, spec, wide)
     return module
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -16,23 +16,24 @@ from verl.models.chunked_mlp import chunked_feed_forward
 from verl.models.forward import fused_decoder, packed_outputs
 from verl.models.optim import MasterOptimizer
 from verl.models.packing import PackedBatch
+from verl.models.padded import forward_kind
 
 
 class LocalEngine(TrainedEngine):
     """The TrainEngine of one device. Equal configs and inputs give equal results to the last bit on a CPU: micro-batches run
     in a fixed order."""
 
-    def __init__(self, *, model: ModelConfig, **settings: Any):
-        """Settings: see TrainedEngine."""
+    def __init__(self, *, model: ModelConfig, build: Callable[[], Any] | None = None, **settings: Any):
+        """Settings: see TrainedEngine. `build` makes the model in place of the folder's."""
         super().__init__(model=model, **settings)
         narrow, rounding, trains = self.compute_dtype, self.rounding, self.optim is not None
-        self.module = build_module(model, self.head, self.device, narrow, rounding, trains=trains)
+        self.module = build_module(model, self.head, self.device, narrow, rounding, trains=trains, build=build)
         self.optimizer: MasterOptimizer | None = None
         if self.optim is None:
-            self.module.requires_grad_(False).eval()
+            self.module.requires_grad_(False)
         else:
-            self.module.train()
             self.optimizer = MasterOptimizer(self.module, self.optim, narrow, rounding=rounding)
+        self._keep_prompts_apart(forward_kind(self.module))
         parameters = Parameters(self.module, self.optimizer)
         self._trained = TrainedState(self.module, parameters, self.optimizer, self.spec, model.path, rounding)
 

@@ -31,19 +31,26 @@ def batch_totals(sizes: Sequence[int]) -> BatchTotals:
 
 
 def plan_micro_batches(
-    rows: Sequence[PackedRow], micro: MicroBatching, share_prompts: bool, units: Sequence[int] | None = None
+    rows: Sequence[PackedRow],
+    micro: MicroBatching,
+    share_prompts: bool,
+    units: Sequence[int] | None = None,
+    *,
+    pads: bool = False,
 ) -> list[list[int]]:
     """Row indices of each micro-batch, ascending; every row is in exactly one, and there is at least one micro-batch. Rows
     with equal `units[row.index]` (None: no two rows) are in the same one; a unit above the limit is alone.
 
     By tokens, rows that share a prompt stay together as far as they fit, since then the prompt is computed once. Units
-    in which nothing trains cost nothing and join the first micro-batch.
+    in which nothing trains cost nothing and join the first micro-batch. Where a forward `pads`, its padding counts.
     """
     whole: dict[int, Unit] = {}
     for row in rows:
         whole.setdefault(row.index if units is None else units[row.index], []).append(row)
     if micro.max_tokens is None:
         planned = _by_rows(list(whole.values()), micro.max_rows or max(1, len(rows)))
+    elif pads:
+        planned = _by_padded_tokens(list(whole.values()), micro.max_tokens)
     else:
         planned = _by_tokens(list(whole.values()), micro.max_tokens, share_prompts)
     return [sorted(row.index for unit in part for row in unit) for part in planned]
@@ -59,6 +66,23 @@ def _by_rows(units: Sequence[Unit], max_rows: int) -> list[list[Unit]]:
             room = max_rows
         planned[-1].append(unit)
         room -= len(unit)
+    return planned
+
+
+def _by_padded_tokens(units: Sequence[Unit], max_tokens: int) -> list[list[Unit]]:
+    """Units of similar length together: a padded forward computes the length of its longest row for each of its rows."""
+
+    def longest(unit: Unit) -> int:
+        return max((len(row.prompt) + row.num_inputs for row in unit if row.trains), default=0)
+
+    planned: list[list[Unit]] = [[]]
+    num_rows = 0
+    for unit in sorted(units, key=longest):
+        if planned[-1] and (num_rows + len(unit)) * longest(unit) > max_tokens:
+            planned.append([])
+            num_rows = 0
+        planned[-1].append(unit)
+        num_rows += len(unit)
     return planned
 
 

@@ -50,6 +50,10 @@ def verl_attention(
     """The function that transformers calls in each layer; see AttentionLayout for shapes."""
     if layout is None:
         raise RuntimeError("A model with verl attention was called without `layout=`; call it through verl.models.")
+    if attention_mask is not None:
+        raise RuntimeError(
+            "attention scores get a mask or bias of the family's own, which packed attention does not add"
+        )
     if sliding_window is None:  # some families keep it on the module only
         sliding_window = getattr(module, "sliding_window", None)
     out = layout.attend(

@@ -1,22 +1,30 @@
-"""Check on a few tokens that a loaded model computes the same through our attention and head as through its own."""
+"""Choice and check of a model's forward on a few tokens: packed where that computes what the model's own attention does."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import inspect
+import logging
+from collections import Counter
+from functools import partial
 from typing import Any
 
 import torch
 
 from verl.errors import ModelError
 from verl.models.attention import ATTENTION_NAME
+from verl.models.folder import reason
 from verl.models.forward import hidden_states, packed_outputs
 from verl.models.packed import PackedLayout
 from verl.models.packing import PackedBatch, pack_rows
+from verl.models.padded import own_logits
+from verl.models.randomness import require_repeatable
+
+log = logging.getLogger(__name__)
 
 # two samples of one prompt, of unequal length; ids that every vocabulary has
-_PROMPT, _RESPONSES = (1, 2, 3, 4), ((5, 6, 7, 8), (7, 5))
-_RELATIVE_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3, torch.bfloat16: 0.1}
+_PROMPT, _RESPONSES = (1, 2, 3, 4, 9), ((5, 6, 7, 8, 2, 6), (7, 5, 3))
+_RELATIVE_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.1}
+_noticed: set[str] = set()
 
 
 class _NotingLayout(PackedLayout):
@@ -24,66 +32,172 @@ class _NotingLayout(PackedLayout):
 
     def __init__(self, layout: PackedLayout):
         super().__init__(layout.segments)
-        self.layers: set[int] = set()
+        self.layers: list[int] = []
 
     def attend(self, layer: int, *args: Any, **kwargs: Any) -> torch.Tensor:
-        self.layers.add(layer)
+        self.layers.append(layer)
         return super().attend(layer, *args, **kwargs)
 
 
 @torch.no_grad()
-def check_model(module: Any) -> None:
-    """Raises ModelError naming the architecture when a layer passes our attention by, or when packed and
-    prefix-shared results differ from plain forwards with the family's own eager attention (sinks, biases or caps that
-    we do not have)."""
-    name = type(module.get_decoder()).__name__
-    device = next(module.parameters()).device
-    packed = pack_rows(_columns(), device=device)
+def choose_forward(module: Any) -> None:
+    """Set `module.forward_kind` to the first of verl.models.padded.KINDS that computes what the model's own forward does.
+
+    Raises ModelError when none does, when the model is not causal, or when its forward is random.
+    """
+    name = type(module).__name__
+    problem = "its class takes no other attention than its own"
+    if module.config._attn_implementation == ATTENTION_NAME:
+        module.forward_kind = "packed"
+        problem = _problem_of(packed_problem, module)
+        if not problem:
+            return
+        _attending(module).set_attn_implementation(own_attention(module))
+    for kind in ("padded", "logits") if _has_logits(module) else ("padded",):
+        module.forward_kind = kind
+        found = _problem_of(padded_problem, module)
+        if not found:
+            _notice(name, problem)
+            return
+    raise ModelError(f"{name} is not supported: {found}.")
+
+
+def own_attention(module: Any) -> str:
+    """The name of the fastest attention of transformers that the class of `module` has."""
+    decoder = module.get_decoder()
+    return "sdpa" if getattr(decoder, "_supports_sdpa", False) else "eager"
+
+
+def packed_problem(module: Any) -> str:
+    """The reason why packed batches do not compute what rows alone do through the model's own eager attention (sinks,
+    biases, other state than keys and values); "" where they do."""
+    if "position_ids" not in inspect.signature(module.get_decoder().forward).parameters:
+        return "it counts positions by itself, and those of packed rows start again"
+    if _has_logits(module) and "logits_to_keep" not in inspect.signature(module.forward).parameters:
+        return "it computes the logits of all tokens, and generation needs those of some"
+    packed = pack_rows(_columns(), device=next(module.parameters()).device)
     layout = _NotingLayout(packed.layout)
     packed = PackedBatch(**{**vars(packed), "layout": layout})
-    with _mode(module, training=False):
-        ours = _describe(module, packed)
-        expected_layers = set(range(module.config.get_text_config().num_hidden_layers))
-        if layout.layers != expected_layers:
-            passed_by = sorted(expected_layers - layout.layers)
-            raise ModelError(
-                f"{name} is not supported: its layers {passed_by[:4]} do not go through the attention interface that "
-                "packed training needs. Use a dense-attention decoder (Llama, Qwen, Mistral, Gemma and their families)."
-            )
-        theirs = _reference(module, device)
-    error = ((ours - theirs).norm() / theirs.norm()).item()
-    if not error < _RELATIVE_TOLERANCE[next(module.parameters()).dtype]:
+    ours = require_repeatable(module, type(module).__name__, partial(_describe, module, packed))
+    calls = Counter(layout.layers)  # of two forwards
+    passed_by = [layer for layer in range(module.config.get_text_config().num_hidden_layers) if layer not in calls]
+    if passed_by:
+        return f"its layers {passed_by[:4]} do not go through the attention interface that packed batches need"
+    if set(calls.values()) != {2}:
+        return "its layers call attention more than once, and a cache holds one set of keys for each"
+    return _difference(module, ours, _through_eager(module), "packed")
+
+
+def padded_problem(module: Any) -> str:
+    """The reason why padded rows do not give what each token gets from a forward over the tokens before it; "" where they
+    do."""
+    packed = pack_rows(_columns(), device=next(module.parameters()).device)
+    ours = require_repeatable(module, type(module).__name__, partial(_describe, module, packed))
+    _require_backward(module, packed)
+    return _difference(module, ours, _by_prefixes(module), "padded")
+
+
+def _require_backward(module: Any, packed: PackedBatch) -> None:
+    """Go backward through the model, for the gradient of its first parameter alone: some forwards have a backward of their
+    own, which may raise anything."""
+    first = next(module.parameters())  # mostly the embedding
+    if first.requires_grad:
+        with torch.enable_grad():
+            torch.autograd.grad(_describe(module, packed).sum(), first, allow_unused=True)
+
+
+def _problem_of(find: Any, module: Any) -> str:
+    try:
+        found: str = find(module)
+    except ModelError:
+        raise
+    except Exception as error:  # noqa: BLE001 - of a family's own code, called in a way that it does not know
+        return f"its forward fails ({type(error).__name__}: {reason(error)})"
+    return found
+
+
+def _difference(module: Any, ours: torch.Tensor, theirs: torch.Tensor, kind: str) -> str:
+    if not theirs.isfinite().all():
         raise ModelError(
-            f"{name} is not supported: its packed forward differs from its own attention (relative error {error:.2g}), "
-            "so it uses an attention or logit variant that verl does not have."
+            f"{type(module).__name__} computes NaN or infinities on a few tokens, so its weights or an entry of its "
+            "config.json are damaged. Download or convert the model again."
         )
+    error = ((ours - theirs).norm() / theirs.norm()).item()
+    # of padded rows there is a slower way that is exact, so that they may be judged more strictly
+    if error < _RELATIVE_TOLERANCE[next(module.parameters()).dtype] * (1.0 if kind == "packed" else 0.2):
+        return ""
+    if kind == "packed":
+        return f"its packed forward differs from its own attention (relative error {error:.2g})"
+    return (
+        f"log-probs of padded rows are not those of each token after the tokens before it alone (relative error {error:.2g}), "
+        "so it is not causal or padding changes it"
+    )
+
+
+def _has_logits(module: Any) -> bool:
+    return hasattr(module, "get_output_embeddings")
 
 
 def _describe(module: Any, packed: PackedBatch) -> torch.Tensor:
     """The compared values: log-probs of a policy, hidden states of a value model; float32 [predictions, ...]."""
-    if hasattr(module, "get_output_embeddings"):
+    if _has_logits(module):
         return packed_outputs(module, packed, ("log_probs",))["log_probs"][packed.row, packed.column].float()
     return hidden_states(module, packed).float()
 
 
-def _reference(module: Any, device: torch.device) -> torch.Tensor:
+def _through_eager(module: Any) -> torch.Tensor:
     """The same through the model's own eager attention, one row at a time."""
     rows = []
-    decoder = module if hasattr(module, "get_output_embeddings") else module.get_decoder()
-    decoder.set_attn_implementation("eager")
+    model = _attending(module)
+    model.set_attn_implementation("eager")
     try:
         for response in _RESPONSES:
-            ids = torch.tensor([_PROMPT + response], device=device)
-            output = decoder(input_ids=ids, use_cache=False)
-            predicting = slice(len(_PROMPT) - 1, -1)
-            if hasattr(output, "logits"):
-                log_probs = output.logits[0, predicting].float().log_softmax(-1)
-                rows.append(log_probs.gather(1, torch.tensor(response, device=device).unsqueeze(1)).squeeze(1))
-            else:
-                rows.append(output.last_hidden_state[0, predicting].float())
+            values = _own(module, _PROMPT + response)[len(_PROMPT) - 1 : -1]
+            rows.append(_at(module, values, response))
     finally:
-        decoder.set_attn_implementation(ATTENTION_NAME)
+        model.set_attn_implementation(ATTENTION_NAME)
     return torch.cat(rows)
+
+
+def _by_prefixes(module: Any) -> torch.Tensor:
+    """The same by the definition of a causal model: each token from a forward over those before it alone."""
+    rows = []
+    for response in _RESPONSES:
+        values = [_own(module, _PROMPT + response[:n])[-1:] for n in range(len(response))]
+        rows.append(_at(module, torch.cat(values), response))
+    return torch.cat(rows)
+
+
+def _attending(module: Any) -> Any:
+    """The part of `module` that is transformers', which has the choice of attention."""
+    return module if _has_logits(module) else module.get_decoder()
+
+
+def _own(module: Any, tokens: tuple[int, ...]) -> torch.Tensor:
+    """[tokens, size]: logits, or hidden states of a value model, by the model's own forward."""
+    ids = torch.tensor([tokens], device=next(module.parameters()).device)
+    if _has_logits(module):
+        return own_logits(module, ids)[0].float()
+    states: torch.Tensor = module.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state[0].float()
+    return states
+
+
+def _at(module: Any, values: torch.Tensor, response: tuple[int, ...]) -> torch.Tensor:
+    if not _has_logits(module):
+        return values
+    chosen = torch.tensor(response, device=values.device).unsqueeze(1)
+    return values.log_softmax(-1).gather(1, chosen).squeeze(1)
+
+
+def _notice(name: str, problem: str) -> None:
+    if name not in _noticed:
+        _noticed.add(name)
+        log.warning(
+            "%s runs by its own padded forward, since %s. It trains and generates correctly but slower: prompts are not "
+            "shared and padding is computed.",
+            name,
+            problem,
+        )
 
 
 def _columns() -> dict[str, torch.Tensor]:
@@ -97,13 +211,3 @@ def _columns() -> dict[str, torch.Tensor]:
         "responses": responses,
         "response_mask": mask,
     }
-
-
-@contextmanager
-def _mode(module: Any, training: bool) -> Iterator[None]:
-    before = module.training
-    module.train(training)
-    try:
-        yield
-    finally:
-        module.train(before)

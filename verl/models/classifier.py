@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from transformers.utils import cached_file
 
 from verl.errors import ModelError
+from verl.models.folder import fetch
 from verl.models.forward import packed_outputs
 from verl.models.heads import ScalarHeadModel
-from verl.models.load import load_model, load_model_config, locate
+from verl.models.load import load_model, load_model_config
 from verl.models.packing import Reads, pack_rows
 from verl.parallel.balance import pack_by_tokens
 
@@ -43,9 +43,7 @@ def load_reward_model(
             "one judge in words."
         )
     module = load_model(path, "token_value", device=device, dtype=dtype, trust_remote_code=trust_remote_code)
-    # a hub name is in the cache by now; load_model takes heads from folders alone, and may have done so
-    folder = Path(str(cached_file(locate(path), "config.json"))).parent
-    if not module.load_head(folder):
+    if not module.load_head(fetch(path, weights=True)):
         raise ModelError(
             f"{path} has no reward head (score.weight, classifier.weight or v_head.weight): every response would get the "
             "same score. Use a model saved by AutoModelForSequenceClassification with num_labels=1."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,10 +11,11 @@ import torch
 from verl.models.cpu.decoder import dense_hidden_states
 from verl.models.cpu.weights import DenseDecoder
 from verl.models.grad_buffers import GradientBuffers
-from verl.models.log_probs import TokenStats, token_log_probs
+from verl.models.log_probs import TokenStats, logit_statistics, token_log_probs
 from verl.models.outputs import HeadInputs, output_kind, statistics_wanted
 from verl.models.packed import PackedLayout
 from verl.models.packing import PackedBatch
+from verl.models.padded import forward_kind, padded_logits, padded_states
 
 _FUSED_DEVICES = ("cpu",)  # on which the fused decoder has been measured and checked
 # In float64 the modules' norms still round to float32, those of the fused decoder do not, so that modules are compared.
@@ -24,14 +26,13 @@ def hidden_states(module: Any, packed: PackedBatch, gradients: GradientBuffers |
     """[positions, hidden_size]: the last hidden states of the tokens at `packed.hidden_index`.
 
     A plain dense decoder is computed by verl.models.cpu, which adds the gradients of its weights to `gradients` if given;
-    every other module by its own forward, with autograd.
+    every other module by its own forward, with autograd: packed, or padded where its attention takes no layout.
     """
+    if forward_kind(module) != "packed":
+        return padded_states(module, packed)
     dense = fused_decoder(module, packed.input_ids.device) if type(packed.layout) is PackedLayout else None
     if dense is not None:
-        decoder = module.get_decoder()
-        return dense_hidden_states(
-            dense, packed, gradients, checkpointing=decoder.gradient_checkpointing and decoder.training
-        )
+        return dense_hidden_states(dense, packed, gradients, module.get_decoder().gradient_checkpointing)
     return decoder_states(module.get_decoder(), packed).index_select(0, packed.hidden_index)
 
 
@@ -63,9 +64,10 @@ def packed_outputs(
 
     With `gradients`, backward sums those of the weights there as far as it can, and leaves the others to autograd.
     """
-    kinds = {name: output_kind(name) for name in outputs}
     if len(packed.hidden_index) == 0:
-        return {name: kind.empty(packed) for name, kind in kinds.items()}
+        return {name: output_kind(name).empty(packed) for name in outputs}
+    if forward_kind(module) == "logits":
+        return logit_outputs(module, packed, outputs, temperature)
     hidden = hidden_states(module, packed, gradients)
 
     def statistics() -> TokenStats:
@@ -82,7 +84,22 @@ def packed_outputs(
             **head_transform(module.config),
         )
 
-    inputs = HeadInputs(module, hidden, packed.targets, temperature, statistics)
+    return computed_outputs(HeadInputs(module, hidden, packed.targets, temperature, statistics), packed, outputs)
+
+
+def logit_outputs(
+    module: Any, packed: PackedBatch, outputs: Sequence[str], temperature: float
+) -> dict[str, torch.Tensor]:
+    """The outputs of `packed_outputs` from the logits of the module's own forward, which then all exist at once."""
+    logits = padded_logits(module, packed)
+    wanted = statistics_wanted(outputs, packed.columns, logits.shape[1])
+    statistics = partial(logit_statistics, logits, packed.targets, temperature, **wanted)
+    return computed_outputs(HeadInputs(module, logits, packed.targets, temperature, statistics), packed, outputs)
+
+
+def computed_outputs(inputs: HeadInputs, packed: PackedBatch, outputs: Sequence[str]) -> dict[str, torch.Tensor]:
+    """The named outputs of `inputs` in their shapes."""
+    kinds = {name: output_kind(name) for name in outputs}
     return {name: kind.scatter(packed, kind.compute(inputs)) for name, kind in kinds.items()}
 
 
@@ -91,7 +108,8 @@ def head_transform(config: Any) -> dict[str, Any]:
     config = config.get_text_config()
     divisor = getattr(config, "logits_scaling", None)
     scale = getattr(config, "logit_scale", None)
+    caps = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
     return {
-        "softcap": getattr(config, "final_logit_softcapping", None),
+        "softcap": next((getattr(config, name) for name in caps if getattr(config, name, None)), None),
         "logit_scale": float(1.0 if scale is None else scale) / float(1.0 if divisor is None else divisor),
     }

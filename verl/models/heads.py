@@ -17,12 +17,14 @@ import torch
 from torch import nn
 
 from verl.errors import ModelError
+from verl.models.folder import opened, read_headers
 from verl.registry import Registry
 
 log = logging.getLogger(__name__)
 
 # scalar heads in folders: of Hugging Face's classification models, ours, and TRL's
-_WEIGHT_NAMES = ("score.weight", "classifier.weight", "v_head.weight", "v_head.summary.weight")
+_HEADS = ("score", "classifier", "v_head", "v_head.summary")
+WEIGHT_NAMES = tuple(f"{head}.{part}" for head in _HEADS for part in ("weight", "bias"))
 
 
 class ScalarHeadModel(nn.Module):
@@ -64,18 +66,12 @@ class ScalarHeadModel(nn.Module):
 
     def load_head(self, folder: Path) -> bool:
         """Load the head saved in `folder`, if there is one; raises ModelError when it is not a scalar head."""
-        from safetensors import safe_open
-
         found: dict[str, torch.Tensor] = {}
-        for file in sorted(folder.glob("*.safetensors")):
-            with safe_open(file, framework="pt") as tensors:
-                names = [
-                    n
-                    for n in tensors.keys()
-                    if n in _WEIGHT_NAMES or n.removesuffix("bias") + "weight" in _WEIGHT_NAMES
-                ]
-                found.update({name: tensors.get_tensor(name) for name in names})
-        weight_name = next((n for n in _WEIGHT_NAMES if n in found), None)
+        for name, header in read_headers(folder).items():
+            if name in WEIGHT_NAMES:
+                with opened(folder / header.file) as tensors:
+                    found[name] = tensors.get_tensor(name)
+        weight_name = next((n for n in WEIGHT_NAMES if n in found and n.endswith("weight")), None)
         if weight_name is None:
             return False
         weight, bias = found[weight_name], found.get(weight_name.removesuffix("weight") + "bias")

@@ -4,9 +4,9 @@ are used."""
 from __future__ import annotations
 
 import logging
-import os
+import re
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,18 @@ import transformers
 from torch import nn
 
 from verl.config import ModelConfig
-from verl.errors import ModelError, nearest
+from verl.errors import ModelError, VerlError, nearest
+from verl.foreign_text import clean
+from verl.models import folder as files
 from verl.models.attention import ATTENTION_NAME
-from verl.models.check import check_model
-from verl.models.heads import HEADS, ScalarHeadModel
+from verl.models.check import choose_forward, own_attention
+from verl.models.heads import HEADS, WEIGHT_NAMES, ScalarHeadModel
+from verl.models.padded import ForwardKind
+from verl.models.randomness import turn_off
 from verl.registry import load_module
 
 log = logging.getLogger(__name__)
 
-_WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 _TOKENIZER_FILES = ("tokenizer*", "*.model", "vocab*", "*tiktoken*")
 
 
@@ -40,20 +43,53 @@ def load_model(
     """The model in folder `path`, or of that name on the hub (HF_HUB_OFFLINE is respected), with a head of
     verl.models.heads.HEADS. A scalar head is the folder's own if it has one, else a new one.
 
-    Its attention goes through verl.models.attention, so it is called with `layout=`. Dropout is off. The model is
-    checked: packed results for a few tokens equal those of the family's own attention. Raises ModelError naming
-    folder and cause.
+    Its forward is without randomness, and checked on a few tokens: packed, through verl.models.attention with `layout=`, if
+    that gives what the family's own attention gives, else the model's own over padded rows (verl.models.padded). Raises
+    ModelError naming folder and cause.
     """
-    kind = HEADS.get(head)
+    kind, folder = HEADS.get(head), files.fetch(path, weights=True)
     config = load_model_config(path, trust_remote_code, override_config)
+    headers = files.read_headers(folder)
+    files.check_counts(folder, config.to_dict(), headers)
     with _loading(path, config):
-        module = kind.wrap(
-            _from_pretrained(getattr(transformers, kind.auto_class), path, config, dtype, trust_remote_code)
-        )
-    if isinstance(module, ScalarHeadModel):
-        _restore_head(module, path)
-    _prepare(module, path, device, gradient_checkpointing)
-    check_model(module)
+        skeleton = _on_meta(kind.auto_class, config, dtype, trust_remote_code)
+    files.check_tensors(folder, headers, skeleton, dtype.itemsize)
+    with _loading(path, config):
+        module = kind.wrap(_filled(kind.auto_class, folder, config, skeleton, trust_remote_code))
+        del skeleton
+        if isinstance(module, ScalarHeadModel):
+            _restore_head(module, folder)
+    return _ready(module, path, device, gradient_checkpointing)
+
+
+def adopt_model(
+    module: Any,
+    head: str = "lm",
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    gradient_checkpointing: bool = False,
+) -> Any:
+    """A causal language model that a user's code has built, in `dtype` and made ready as `load_model` does. Raises
+    ModelError."""
+    if head != "lm":
+        raise ModelError(f"A model of your own code has no head {head!r}; save it, and name its folder.")
+    name = type(module).__name__
+    with _loading(name, module.config):
+        if module._can_set_attn_implementation():
+            module.set_attn_implementation(ATTENTION_NAME)
+        return _ready(module.to(dtype), name, device, gradient_checkpointing)
+
+
+def _ready(module: Any, path: str | Path, device: torch.device | str, gradient_checkpointing: bool) -> Any:
+    """The module on its device, without randomness, with its weights and its forward checked."""
+    _settle(module, gradient_checkpointing)
+    module.to(device)
+    _require_finite(module, path)
+    choose_forward(module)
+    dtype = next(module.parameters()).dtype
+    described = f"{num_parameters(module) / 1e6:.1f} million parameters, {str(dtype).removeprefix('torch.')}"
+    log.info("Loaded %s: %s, %s.", path, type(module).__name__, described)
     return module
 
 
@@ -62,10 +98,9 @@ def load_causal_lm(path: str | Path, **settings: Any) -> Any:
     return load_model(path, "lm", **settings)
 
 
-def _restore_head(module: ScalarHeadModel, path: str | Path) -> None:
-    folder = Path(path).expanduser()
-    if not (folder.is_dir() and module.load_head(folder)):
-        log.info("%s has no scalar head; a new one is trained.", path)
+def _restore_head(module: ScalarHeadModel, folder: Path) -> None:
+    if not module.load_head(folder):
+        log.info("%s has no scalar head; a new one is trained.", folder)
     architecture = type(module.get_decoder()).__name__.removesuffix("Model") + module.architecture
     if hasattr(transformers, architecture):  # then the saved model opens with transformers' class of that name
         module.config.architectures, module.config.num_labels = [architecture], 1
@@ -80,16 +115,19 @@ def load_tokenizer(model: ModelConfig | str | Path) -> Any:
     if not isinstance(model, ModelConfig):
         model = ModelConfig(path=str(model))
     path = model.tokenizer_path or model.path
-    source = locate(path)
+    folder = files.fetch(path, weights=False)
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=model.trust_remote_code)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        if os.path.isdir(source) and not any(next(Path(source).glob(p), None) for p in _TOKENIZER_FILES):
+        with _quiet():
+            tokenizer = transformers.AutoTokenizer.from_pretrained(
+                str(folder), trust_remote_code=model.trust_remote_code
+            )
+    except Exception as error:  # of a damaged file, from several libraries
+        if not any(next(folder.glob(pattern), None) for pattern in _TOKENIZER_FILES):
             raise ModelError(
-                f"The folder {source} has no tokenizer (tokenizer.json); copy its files from where the model comes from, or "
+                f"The folder {folder} has no tokenizer (tokenizer.json); copy its files from where the model comes from, or "
                 "set actor_rollout_ref.model.tokenizer_path to a folder that has them."
             ) from error
-        raise ModelError(f"No tokenizer could be loaded from {path}{_offline(source)}: {_first_line(error)}") from error
+        raise ModelError(f"No tokenizer could be loaded from {path}: {files.reason(error)}.") from error
     if model.custom_chat_template:
         template = Path(model.custom_chat_template).expanduser()
         is_file = len(model.custom_chat_template) < 4096 and "{" not in model.custom_chat_template
@@ -119,36 +157,16 @@ def num_parameters(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def locate(path: str | Path) -> str:
-    """A folder, checked to hold a config, or a hub name. Raises ModelError for a folder that is not there."""
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            saved = next(iter(sorted(folder.glob("**/huggingface/config.json"))), None)
-            hint = (
-                f"it holds checkpoints: give {saved.parent}" if saved else "give the folder that save_pretrained wrote"
-            )
-            raise ModelError(f"The folder {folder} has no config.json; {hint}.")
-        return str(folder)
-    if folder.is_file():
-        convert = " (verl convert makes one of a .gguf file)" if folder.suffix == ".gguf" else ""
-        raise ModelError(f"{folder} is a file; give the folder of a model{convert}.")
-    text = str(path)
-    if text.startswith(("/", "~", ".")) or text.count("/") > 1:
-        siblings = [p.name for p in folder.parent.iterdir()] if folder.parent.is_dir() else []
-        raise ModelError(f"The model folder {folder} does not exist{nearest(folder.name, siblings) or '.'}")
-    return text
-
-
 def load_model_config(path: str | Path, trust_remote_code: bool, override: dict[str, Any] | None) -> Any:
     """The transformers config of a folder or hub name, with `override` put in. Raises ModelError."""
-    source = locate(path)
+    folder = files.fetch(path, weights=False)
+    files.read_config(folder)
+    files.check_generation_config(folder)
     try:
-        config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ModelError(
-            f"The configuration of {source} could not be read{_offline(source)}: {_first_line(error)}"
-        ) from error
+        with _quiet():
+            config = transformers.AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
+    except Exception as error:  # the checks of a family's config are its own
+        raise ModelError(f"The configuration of {folder} could not be read: {files.reason(error)}.") from error
     for key, value in (override or {}).items():
         if key == "attn_implementation":
             log.info(
@@ -186,83 +204,102 @@ def _require_text(path: str | Path, config: Any) -> None:
         )
 
 
-def _from_pretrained(factory: Any, path: str | Path, config: Any, dtype: torch.dtype, trust_remote_code: bool) -> Any:
-    source = locate(path)
-    if os.path.isdir(source) and not any(next(Path(source).glob(pattern), None) for pattern in _WEIGHT_FILES):
-        others = sorted(p.name for pattern in ("*.gguf", "*.bin", "*.pt") for p in Path(source).glob(pattern))
-        hint = "download or convert the model again"
-        if others:
-            how = "verl convert" if others[0].endswith(".gguf") else "load it with transformers and save_pretrained it"
-            hint = f"it has {others[0]}: convert it first ({how})"
-        raise ModelError(f"The folder {source} has no weights (*.safetensors); {hint}.")
-    module, report = factory.from_pretrained(
-        source,
+def _filled(auto_class: str, folder: Path, config: Any, skeleton: Any, trust_remote_code: bool) -> Any:
+    """`skeleton`, a model on the meta device, with the weights of `folder`."""
+    module, report = getattr(transformers, auto_class).from_pretrained(
+        str(folder),
         config=config,
-        dtype=dtype,
-        attn_implementation=ATTENTION_NAME,
+        dtype=skeleton.dtype,
+        attn_implementation=skeleton.config._attn_implementation,
         use_safetensors=True,
         trust_remote_code=trust_remote_code,
         output_loading_info=True,
-        **_experts(dtype),
+        **_experts(skeleton.dtype),
     )
-    missing = sorted(report["missing_keys"])
+    name = type(module).__name__
+    missing, extra = sorted(report["missing_keys"]), sorted(filter(_is_weight, report["unexpected_keys"]))
+    if auto_class == "AutoModel":  # other heads than that of the role
+        extra = [tensor for tensor in extra if re.search(r"\.\d+\.", tensor)]
     if missing:
         raise ModelError(
-            f"The weights in {source} lack {len(missing)} tensors that {type(module).__name__} needs, for example "
-            f"{missing[0]}. The folder is incomplete or holds another architecture."
+            f"The weights in {folder} lack {len(missing)} tensors that {name} needs, for example {missing[0]}. The folder is "
+            "incomplete or holds another architecture."
+        )
+    if extra:
+        raise ModelError(
+            f"The weights in {folder} hold {len(extra)} tensors that {name} has not, for example {clean(extra[0], 80)}. "
+            "config.json belongs to another model, or the tensors have to be removed."
         )
     return module
 
 
+def _is_weight(name: str) -> bool:
+    """Whether a tensor that a model has not is one of its weights: not a head of ours, nor a constant of older releases."""
+    return name not in WEIGHT_NAMES and not re.search(r"inv_freq$|\.masked_bias$|\.attn\.bias$", name)
+
+
+def _require_finite(module: Any, folder: str | Path) -> None:
+    for name, parameter in module.named_parameters():
+        # one pass over the memory; a sum that overflows is looked at again
+        if not parameter.detach().sum(dtype=torch.float32).isfinite() and not parameter.isfinite().all():
+            bad = parameter.numel() - int(parameter.isfinite().sum())
+            raise ModelError(
+                f"The weights in {folder} are damaged: {name} has {bad:,} NaN or infinite values of {parameter.numel():,}. "
+                "Use an earlier checkpoint, or download or convert the model again."
+            )
+
+
 @contextmanager
-def _loading(path: str | Path, config: Any) -> Iterator[None]:
-    """Quiet transformers while it loads, and turn its many errors into one sentence."""
+def _quiet() -> Iterator[None]:
+    """Without the warnings and progress bars of transformers."""
     verbosity = transformers.logging.get_verbosity()
     bars = transformers.logging.is_progress_bar_enabled()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     try:
         yield
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, AssertionError) as error:
-        architecture = (getattr(config, "architectures", None) or [type(config).__name__])[0]
-        if getattr(config, "is_encoder_decoder", False):
-            raise ModelError(
-                f"{architecture} ({path}) is an encoder-decoder model; give a causal language model, such as Llama or Qwen."
-            ) from error
-        if "ignore_mismatched_sizes" in str(error):
-            raise ModelError(
-                f"The weights in {path} have other shapes than its config.json says; download or convert the model again."
-            ) from error
-        raise ModelError(
-            f"{architecture} could not be loaded from {path}{_offline(str(path))}: {_first_line(error)}"
-        ) from error
-    except Exception as error:
-        if type(error).__name__ != "SafetensorError":  # defined in a compiled module, of no other base than Exception
-            raise
-        raise ModelError(
-            f"A weight file in {path} is damaged: {_first_line(error)}. Download or convert it again."
-        ) from error
     finally:
         transformers.logging.set_verbosity(verbosity)
         if bars:
             transformers.logging.enable_progress_bar()
 
 
-def empty_model(model: ModelConfig, head: str, dtype: torch.dtype, gradient_checkpointing: bool) -> Any:
-    """The result of `load_model` on the meta device: all modules and shapes, no values. Raises ModelError."""
-    kind = HEADS.get(head)
+@contextmanager
+def _loading(path: str | Path, config: Any) -> Iterator[None]:
+    """Turn the many errors of transformers, which is quiet, into one sentence."""
+    try:
+        with _quiet():
+            yield
+    except VerlError:
+        raise
+    except Exception as error:  # of a family's code, for a config or a file that it does not expect
+        architecture = (getattr(config, "architectures", None) or [type(config).__name__])[0]
+        if getattr(config, "is_encoder_decoder", False):
+            raise ModelError(
+                f"{architecture} ({path}) is an encoder-decoder model; give a causal language model, such as Llama or Qwen."
+            ) from error
+        kind = "" if isinstance(error, OSError | ValueError | RuntimeError) else f"{type(error).__name__}: "
+        raise ModelError(
+            f"{clean(architecture, 80)} could not be loaded from {path}: {kind}{files.reason(error)}. Look at its config.json."
+        ) from error
+
+
+def empty_model(
+    model: ModelConfig, head: str, dtype: torch.dtype, gradient_checkpointing: bool, forward: ForwardKind = "packed"
+) -> Any:
+    """The result of `load_model` on the meta device: all modules and shapes, no values. `forward`: that of the model with
+    values. Raises ModelError."""
+    kind, folder = HEADS.get(head), files.fetch(model.path, weights=False)
     config = load_model_config(model.path, model.trust_remote_code, model.override_config)
-    factory = getattr(transformers, kind.auto_class)
-    with _loading(model.path, config), torch.device("meta"):
-        base = factory.from_config(
-            config,
-            dtype=dtype,
-            attn_implementation=ATTENTION_NAME,
-            trust_remote_code=model.trust_remote_code,
-            **_experts(dtype),
-        )
+    if Path(model.path).expanduser() == folder:  # of a hub name, the weights may not be here
+        files.check_counts(folder, config.to_dict(), files.read_headers(folder))
+    with _loading(model.path, config):
+        base = _on_meta(kind.auto_class, config, dtype, model.trust_remote_code)
+        if forward != "packed" and base.config._attn_implementation == ATTENTION_NAME:
+            base.set_attn_implementation(own_attention(base))
         module = kind.wrap(base)
-    _settle(module, gradient_checkpointing)
+        _settle(module, gradient_checkpointing)
+    module.forward_kind = forward
     return module
 
 
@@ -270,26 +307,33 @@ def model_without_numbers(model: ModelConfig, dtype: torch.dtype) -> Any:
     """The policy as `empty_model` gives it, with the generation_config.json of its folder, for engines that have weights of
     their own. Raises ModelError."""
     module = empty_model(model, "lm", dtype, False)
-    with suppress(OSError):  # not every model has one
-        module.generation_config = transformers.GenerationConfig.from_pretrained(locate(model.path))
+    folder = files.fetch(model.path, weights=False)
+    if (folder / "generation_config.json").exists():
+        module.generation_config = transformers.GenerationConfig.from_pretrained(str(folder))
     return module
 
 
-def _prepare(module: Any, path: str | Path, device: torch.device | str, gradient_checkpointing: bool) -> None:
-    _settle(module, gradient_checkpointing)
-    module.to(device)
-    dtype = str(next(module.parameters()).dtype).removeprefix("torch.")
-    log.info(
-        "Loaded %s: %s, %.1f million parameters, %s.", path, type(module).__name__, num_parameters(module) / 1e6, dtype
-    )
+def _on_meta(auto_class: str, config: Any, dtype: torch.dtype, trust_remote_code: bool) -> Any:
+    """A model of `auto_class` without values; with verl's attention, or its own where its class takes no other."""
+    factory = getattr(transformers, auto_class)
+    settings = {"dtype": dtype, "trust_remote_code": trust_remote_code, **_experts(dtype)}
+    with torch.device("meta"):
+        try:
+            module = factory.from_config(config, attn_implementation=ATTENTION_NAME, **settings)
+            if type(module)._can_set_attn_implementation():
+                return module
+        except (ValueError, KeyError):  # a table of attention classes without ours
+            return factory.from_config(config, attn_implementation="eager", **settings)
+        return factory.from_config(config, attn_implementation=own_attention(module), **settings)
 
 
 def _settle(module: Any, gradient_checkpointing: bool) -> None:
-    for part in module.modules():
-        if isinstance(part, nn.Dropout):  # the sampler has none, and log-probs of both must agree
-            part.p = 0.0
     if gradient_checkpointing:
-        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        try:
+            module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        except ValueError as error:
+            log.warning("Activations are kept, not computed again: %s.", files.reason(error))
+    turn_off(module)
 
 
 def _experts(dtype: torch.dtype) -> dict[str, str]:
@@ -302,17 +346,3 @@ def load_external(external_lib: str | list[str] | None) -> None:
     names = external_lib.split(",") if isinstance(external_lib, str) else external_lib or []
     for name in names:
         load_module(name.strip())
-
-
-def _offline(source: str) -> str:
-    hint = " (HF_HUB_OFFLINE is set, so only folders and the local cache are looked at)"
-    return hint if _is_offline() and not Path(source).expanduser().is_dir() else ""
-
-
-def _is_offline() -> bool:
-    return os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "TRUE", "YES", "ON")
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0].rstrip(".") if text else type(error).__name__

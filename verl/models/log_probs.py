@@ -143,6 +143,34 @@ def token_log_probs(
     return TokenStats(*found)
 
 
+def logit_statistics(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    temperature: float = 1.0,
+    *,
+    want_entropy: bool = False,
+    want_sum_pi_squared: bool = False,
+    want_correct: bool = False,
+    candidates: torch.Tensor | None = None,
+    top: int = 0,
+) -> TokenStats:
+    """The statistics of `token_log_probs` from logits [tokens, vocabulary], by autograd."""
+    log_p = (logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature).log_softmax(dim=1)
+    log_probs = log_p.gather(1, targets.unsqueeze(1)).squeeze(1)
+    p = log_p.exp() if want_entropy or want_sum_pi_squared else log_p
+    top_log_probs, top_ids = log_p.detach().topk(top, dim=1) if top else (None, None)
+    return TokenStats(
+        log_probs,
+        # a token that a model rules out has a logit of minus infinity
+        -(p * log_p.clamp(min=torch.finfo(log_p.dtype).min)).sum(dim=1) if want_entropy else None,
+        p.square().sum(dim=1) if want_sum_pi_squared else None,
+        (log_probs.detach() >= log_p.detach().amax(dim=1)).to(log_p.dtype) if want_correct else None,
+        log_p.gather(1, candidates) if candidates is not None else None,
+        top_log_probs,
+        top_ids,
+    )
+
+
 def _chunks(num_tokens: int, size: int) -> Iterator[slice]:
     for start in range(0, num_tokens, size):
         yield slice(start, min(start + size, num_tokens))

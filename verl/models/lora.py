@@ -5,7 +5,6 @@ Names and files are those of the peft library, which reads what is saved here an
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from torch import nn
 
 from verl.config import ModelConfig
 from verl.errors import ModelError, nearest
+from verl.models.folder import opened, read_json
 
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 _PREFIX = "base_model.model."
@@ -157,12 +157,10 @@ def own_names(tensors: Mapping[str, Any]) -> dict[str, Any]:
 def read_adapter(folder: str | Path, spec: LoRASpec) -> dict[str, torch.Tensor]:
     """Adapters saved by peft or here, under our names. Raises ModelError when there are none or they are of another
     kind than `spec`."""
-    from safetensors.torch import load_file
-
     path = Path(folder).expanduser()
     if not (path / CONFIG_FILE).is_file() or not (path / WEIGHTS_FILE).is_file():
         raise ModelError(f"model.lora_adapter_path={folder} holds no adapters ({CONFIG_FILE} and {WEIGHTS_FILE}).")
-    config = json.loads((path / CONFIG_FILE).read_text(encoding="utf-8"))
+    config = read_json(path / CONFIG_FILE)
     if config.get("r") != spec.rank or config.get("lora_alpha") != spec.alpha:
         raise ModelError(
             f"The adapters in {path} have rank {config.get('r')} and alpha {config.get('lora_alpha')}; set "
@@ -170,7 +168,8 @@ def read_adapter(folder: str | Path, spec: LoRASpec) -> dict[str, torch.Tensor]:
         )
     if config.get("use_dora") or config.get("use_rslora") or config.get("bias", "none") != "none":
         raise ModelError(f"The adapters in {path} are of a kind (DoRA, rsLoRA or trained biases) that verl has not.")
-    return own_names(load_file(path / WEIGHTS_FILE))
+    with opened(path / WEIGHTS_FILE) as tensors:
+        return own_names({name: tensors.get_tensor(name) for name in tensors.keys()})
 
 
 @torch.no_grad()

@@ -31,7 +31,8 @@ from verl.registry import Registry
 
 @dataclass
 class HeadInputs:
-    """Hidden states [positions, hidden_size] that a packed forward has read, and what turns them into outputs."""
+    """Hidden states [positions, hidden_size] that a packed forward has read, and what turns them into outputs. `hidden` is
+    logits [positions, vocabulary] for a model that computes these by itself."""
 
     module: Any
     hidden: torch.Tensor

@@ -243,8 +243,8 @@ def masked_attention(
                 out = checkpoint(part, q, k, v, scale, softcap, use_reentrant=False, preserve_rng_state=False)
             else:
                 out = part(q, k, v, scale, softcap)
-            outs.append(out)
-    return torch.cat(outs, dim=2).transpose(1, 2)
+            outs.append(out.transpose(1, 2))
+    return torch.cat(outs, dim=1)
 
 
 def _attend_part(

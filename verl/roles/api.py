@@ -90,6 +90,7 @@ class RoleSpec:
     checkpoint: CheckpointConfig | None = None
     checkpoints_to_keep: int | None = None  # None or 0: all; a run keeps as many as the role that wants most
     guards: StepGuardsConfig | None = None
+    build: Callable[[], Any] | None = None  # a model of a user's code, in place of that of the folder; on one device
     measure_every: int = 0  # steps from one visible_update_ratio to the next; the last step is always measured
 
     @property

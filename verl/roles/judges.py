@@ -21,6 +21,7 @@ from verl.data_proto.samples import PromptRequest, SamplingParams
 from verl.errors import ModelError
 from verl.foreign_text import valid_utf8
 from verl.models.load import eos_token_ids, load_causal_lm, load_tokenizer, model_without_numbers
+from verl.models.padded import forward_kind
 from verl.parallel.device import compute_dtype
 from verl.rollout.api import ENGINES, RolloutEngine, WeightTransfer
 from verl.rollout.http.client import Client
@@ -65,7 +66,7 @@ def build_judge(
         module = load_causal_lm(
             config.model_path, device=device, dtype=dtype, trust_remote_code=config.trust_remote_code
         ).requires_grad_(False)
-        engine = ENGINES.get("native")(
+        engine = ENGINES.get("native" if forward_kind(module) == "packed" else "hf")(
             module, tokenizer, _settings(config, module), eos_token_ids=eos_token_ids(module, tokenizer),
             pad_token_id=tokenizer.pad_token_id,
         )  # fmt: skip

@@ -2,7 +2,8 @@
 
 Slow on purpose: prompts are padded on the left, every sample computes its prompt again, and every turn its history. It samples
 with the same uniforms and the same rule as the native engine, so that in float32 both give the same samples; the contract
-tests rest on it.
+tests rest on it. Models that take no packed batches generate with it too, in batches of equal prompt length, since not every
+family can be padded on the left; one whose cache does not give what its forward gives computes all tokens for each new one.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from verl.data_proto.samples import Completion, PromptRequest, SampleKey, SamplingParams, TurnRequest
+from verl.models.padded import forward_kind, own_logits
+from verl.models.randomness import eval_mode
 from verl.rollout.api import BaseRollout, Stats
-from verl.rollout.requests import OpenSamples, StopRules, eval_mode, one_by_one, vocab_size
+from verl.rollout.requests import OpenSamples, StopRules, one_by_one, vocab_size
 from verl.rollout.sampling import sample
 from verl.rollout.uniforms import sample_keys, uniforms_at
 
@@ -40,7 +43,9 @@ class HFRollout(BaseRollout):
         self.eos_token_ids = tuple(eos_token_ids)
         self.pad_token_id = 0 if pad_token_id is None else pad_token_id
         self.weight_version = 0
-        self.view = eager_view(module)
+        self.is_padded = forward_kind(module) != "packed"
+        self.view = own_view(module) if self.is_padded else eager_view(module)
+        self.caches = not self.is_padded or _cache_is_exact(self.view)
         self._stats = {}
 
     def open(self, params: SamplingParams, *, step: int, keep: bool = False) -> HFGeneration:
@@ -71,8 +76,7 @@ class HFGeneration:
 
     def poll(self, timeout_s: float | None = None) -> list[Completion]:
         """See Generation."""
-        size = self.engine.config.max_num_seqs
-        chosen, self._waiting = self._waiting[:size], self._waiting[size:]
+        chosen = self._next_batch()
         if not chosen:
             return []
         batch = _Batch(self, chosen)
@@ -93,6 +97,16 @@ class HFGeneration:
         self._waiting = []
         return self.samples.stats(self._num_computed, self._num_steps, self._max_running)
 
+    def _next_batch(self) -> list[PromptRequest]:
+        """At most max_num_seqs waiting samples, of equal prompt length where the model is not to be padded on the left."""
+        pool = self._waiting
+        if self.engine.is_padded:
+            pool = [r for r in pool if len(r.token_ids) == len(pool[0].token_ids)]
+        chosen = pool[: self.engine.config.max_num_seqs]
+        taken = set(map(id, chosen))
+        self._waiting = [r for r in self._waiting if id(r) not in taken]
+        return chosen
+
     def _generate(self, batch: _Batch) -> None:
         view, pad = self.engine.view, self.engine.pad_token_id
         device = next(view.parameters()).device
@@ -102,6 +116,9 @@ class HFGeneration:
         for row, request in enumerate(batch.requests):
             ids[row, width - len(request.token_ids) :] = torch.tensor(request.token_ids)
             mask[row, width - len(request.token_ids) :] = 1
+        if not self.engine.caches:
+            _generate_without_cache(view, batch, ids.to(device))
+            return
         config = GenerationConfig(max_new_tokens=self.params.max_new_tokens, do_sample=False, pad_token_id=pad)
         view.generate(
             ids.to(device),
@@ -115,11 +132,43 @@ class HFGeneration:
 def eager_view(module: Any) -> Any:
     """A second module over the very same parameters and buffers, with Hugging Face's eager attention and a generation
     config that changes no logits."""
+    view = own_view(module)
+    view.set_attn_implementation("eager")
+    return view
+
+
+def own_view(module: Any) -> Any:
+    """`eager_view` with the attention that the module has."""
     shared = {id(t): t for t in (*module.parameters(), *module.buffers())}
     view = copy.deepcopy(module, memo=shared)
-    view.set_attn_implementation("eager")
     view.generation_config = GenerationConfig()
     return view
+
+
+@torch.no_grad()
+def _cache_is_exact(view: Any) -> bool:
+    """Whether `generate` runs, and gives in a few cached steps the logits of forwards over all tokens."""
+    ids = torch.tensor([[1, 2, 3, 4]], device=next(view.parameters()).device)
+    config = GenerationConfig(
+        max_new_tokens=4, do_sample=False, pad_token_id=0, output_logits=True, return_dict_in_generate=True
+    )
+    with eval_mode(view):
+        try:
+            found = view.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+        except Exception:  # noqa: BLE001 - a module without `generate`, or of a family that it does not fit
+            return False
+        theirs = own_logits(view, found.sequences[:, :-1])[0, ids.shape[1] - 1 :].float()
+    ours = torch.cat(found.logits).float()
+    return bool((ours - theirs).norm() < 1e-3 * theirs.norm())
+
+
+def _generate_without_cache(view: Any, batch: _Batch, ids: torch.Tensor) -> None:
+    """Sample `batch`, whose prompts are `ids` [rows, tokens], by a forward over all tokens for each new one."""
+    for _ in range(batch.params.max_new_tokens):
+        tokens = batch.sample(own_logits(view, ids)[:, -1])
+        if batch.end_rows().all():
+            return
+        ids = torch.cat([ids, tokens.unsqueeze(1)], dim=1)
 
 
 class _Batch:

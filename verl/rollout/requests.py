@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,19 +18,11 @@ _MARGIN = 8  # tokens decoded beyond the longest stop string, for tokenizers tha
 
 def vocab_size(module: torch.nn.Module) -> int:
     """Number of tokens that the module can read, over all ranks if its embedding is divided."""
-    return int(module.get_input_embeddings().num_embeddings)  # type: ignore[operator]
-
-
-@contextmanager
-def eval_mode(module: torch.nn.Module) -> Iterator[None]:
-    """The module in eval mode; each submodule's training flag is restored afterwards."""
-    flags = [(part, part.training) for part in module.modules()]
-    module.eval()
     try:
-        yield
-    finally:
-        for part, training in flags:
-            part.training = training
+        return int(module.get_input_embeddings().num_embeddings)  # type: ignore[operator]
+    except (AttributeError, NotImplementedError):  # a module of a user's with a forward alone
+        config: Any = module.config
+        return int(config.get_text_config().vocab_size)
 
 
 class OpenSamples:

@@ -18,6 +18,7 @@ from verl.engines.api import ENGINES as TRAIN_ENGINES
 from verl.engines.api import TrainEngine
 from verl.engines.groups import ProcessGroups
 from verl.models.load import eos_token_ids, load_tokenizer
+from verl.models.padded import forward_kind
 from verl.rewards.managers import build_reward_manager
 from verl.roles.api import RoleSpec
 from verl.roles.model import ModelRole
@@ -80,7 +81,7 @@ def _engine(context: RankContext, spec: RoleSpec) -> TrainEngine:
         "trainable": spec.trains,
     }
     if mesh is None:
-        return TRAIN_ENGINES.get("local")(**settings)
+        return TRAIN_ENGINES.get("local")(**settings, build=spec.build)
     return TRAIN_ENGINES.get(spec.strategy)(mesh=mesh, timeout_s=context.specs.collective_timeout_s, **settings)
 
 
@@ -164,6 +165,8 @@ def build_rollout(
     else:
         replica = load_replica(context.config, context.device, group)
         module = replica.module
+    if rollout.name == "native" and build_engine is not PassiveRollout and forward_kind(module) != "packed":
+        build_engine = ROLLOUT_ENGINES.get("hf")  # as the notice of loading says
     engine = build_engine(
         module,
         tokenizer,

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from verl.config import PPOConfig
 from verl.models.load import load_causal_lm, load_external, model_without_numbers
+from verl.models.padded import require_packed
 from verl.parallel.device import compute_dtype
 from verl.parallel.engine_plan import EnginePlan
 from verl.parallel.placement import Placement
@@ -101,6 +102,8 @@ def load_replica(config: PPOConfig, device: torch.device, group: dist.ProcessGro
         trust_remote_code=model.trust_remote_code,
         override_config=model.override_config,
     ).requires_grad_(False)
+    if group is not None:
+        require_packed(module, "rollout.tensor_model_parallel_size")
     replica = Replica(module, group)
     module.to(device)
     return replica

@@ -63,17 +63,11 @@ def check_sequence_lengths(subject: Subject) -> Iterator[Line]:
 
 def _shape(model: ModelConfig) -> ModelShape:
     import torch
-    from transformers import AutoModelForCausalLM
 
-    from verl.models.load import load_model_config, num_parameters
+    from verl.models.load import empty_model, num_parameters
 
-    config = load_model_config(model.path, model.trust_remote_code, model.override_config)
-    try:
-        with torch.device("meta"):  # shapes without memory
-            module = AutoModelForCausalLM.from_config(config, trust_remote_code=model.trust_remote_code)
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ModelError(f"No causal language model can be built from {model.path}/config.json: {error}") from error
-    return ModelShape.of(num_parameters(module), config)
+    module = empty_model(model, "lm", torch.float32, False)  # shapes without memory
+    return ModelShape.of(num_parameters(module), module.config)
 
 
 def _described(shape: ModelShape) -> str:
@@ -81,24 +75,15 @@ def _described(shape: ModelShape) -> str:
 
 
 def _weights(path: str) -> Line:
+    from verl.models.folder import read_headers
+
     folder = Path(path).expanduser()
     if not folder.is_dir():
         return info(f"{path} is a hub name; its weights are downloaded when the run starts")
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        return fail(f"{folder} has no weights (*.safetensors); download or convert the model again")
-    damaged = [f"{file.name}: {problem}" for file in files if (problem := _header_problem(file))]
-    if damaged:
-        return fail(f"{folder}: {damaged[0]}. Download or convert the model again")
-    size = sum(file.stat().st_size for file in files)
-    return passed(f"weights: {len(files)} file{'s' if len(files) > 1 else ''}, {size / 1e9:.2f} GB")
-
-
-def _header_problem(file: Path) -> str:
-    from safetensors import SafetensorError, safe_open
-
     try:
-        with safe_open(file, framework="numpy") as tensors:
-            return "" if list(tensors.keys()) else "it holds no tensors"
-    except (SafetensorError, OSError) as error:
-        return f"damaged ({error})"
+        headers = read_headers(folder)
+    except ModelError as error:
+        return fail(str(error))
+    files = {header.file for header in headers.values()}
+    size = sum((folder / file).stat().st_size for file in files)
+    return passed(f"weights: {len(files)} file{'s' if len(files) > 1 else ''}, {size / 1e9:.2f} GB")

@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from verl.models.forward import decoder_states, head_transform
+from verl.models.forward import decoder_states, head_transform, logit_outputs
 from verl.models.log_probs import TokenStats, token_log_probs
 from verl.models.outputs import HeadInputs, output_kind, statistics_wanted
 from verl.models.packed import PackedLayout, PackedSegment
 from verl.models.packing import PackedBatch
+from verl.models.padded import forward_kind, padded_states
 from verl.models.parallel.collectives import own_range
 from verl.models.parallel.sequence import TokenSlice, take_slice
 from verl.models.parallel.vocabulary import parallel_log_probs
@@ -32,8 +33,13 @@ class ParallelModel(nn.Module):
 
     def forward(self, packed: PackedBatch, outputs: Sequence[str], temperature: float) -> dict[str, torch.Tensor]:
         """As verl.models.forward.packed_outputs; differentiable outputs have a graph even where nothing is predicted."""
+        if forward_kind(self.model) == "logits":
+            return logit_outputs(self.model, packed, outputs, temperature)
         part = take_slice(packed, self.sequence)
-        hidden = decoder_states(self.model.get_decoder(), part).index_select(0, part.hidden_index)
+        if forward_kind(self.model) == "padded":  # no group divides the tokens of these
+            hidden = padded_states(self.model, packed)
+        else:
+            hidden = decoder_states(self.model.get_decoder(), part).index_select(0, part.hidden_index)
         statistics = partial(self._statistics, hidden, part, outputs, temperature)
         inputs = HeadInputs(self.model, hidden, part.targets, temperature, statistics)
         kinds = {name: output_kind(name) for name in outputs}

@@ -22,6 +22,8 @@ from verl.models.parallel.collectives import exchange_rows, gather_rows_with_gra
 def check_heads(config: Any, size: int, tensor_size: int = 1) -> None:
     """Raises ConfigError when the heads that tensor parallelism leaves to a rank do not divide over `size` ranks."""
     config = config.get_text_config()
+    if size == 1:
+        return
     heads = config.num_attention_heads // tensor_size
     kv_heads = (getattr(config, "num_key_value_heads", None) or config.num_attention_heads) // tensor_size
     if heads % size or (kv_heads % size and size % kv_heads):

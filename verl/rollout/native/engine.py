@@ -17,6 +17,7 @@ import torch
 from verl.data_proto.samples import Completion, PromptRequest, SampleKey, SamplingParams, TurnRequest
 from verl.errors import ModelError
 from verl.models.cuda.varlen import FLASH, VarlenKernel
+from verl.models.randomness import eval_mode
 from verl.rollout.api import BaseRollout, Stats
 from verl.rollout.cpu.forward import CpuForward
 from verl.rollout.cpu.store import BlockStore
@@ -26,7 +27,7 @@ from verl.rollout.native.forward import DenseForward
 from verl.rollout.native.host_backend import HostBackend
 from verl.rollout.native.kv_cache import SlotStore, rounded
 from verl.rollout.native.scheduler import Scheduler
-from verl.rollout.requests import OpenSamples, StopRules, eval_mode, vocab_size
+from verl.rollout.requests import OpenSamples, StopRules, vocab_size
 
 
 class NativeRollout(BaseRollout):

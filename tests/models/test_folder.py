@@ -1,0 +1,241 @@
+"""The reader of model folders: each attack by its cause, and folders with random damage."""
+
+import json
+import os
+import random
+import shutil
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from tests.models import damaged_folders
+from verl.config import ModelConfig
+from verl.errors import ModelError
+from verl.models.folder import check_tensors, fetch, locate, read_config, read_headers
+from verl.models.load import empty_model, load_causal_lm, load_model, load_model_config, load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    return damaged_folders.good_folder(tmp_path_factory.mktemp("good") / "model")
+
+
+@pytest.fixture(scope="module")
+def wanted(good):
+    return damaged_folders.log_probs(good)
+
+
+@pytest.fixture
+def folder(good, tmp_path):
+    return shutil.copytree(good, tmp_path / "model")
+
+
+def edit(file, **changes):
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def edit_tensors(folder, **changes):
+    tensors = {**load_file(folder / "model.safetensors"), **changes}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("file", ["evil.bin", "../outside.safetensors", "/etc/passwd", "a/b.safetensors", 3])
+def test_an_index_names_only_safetensors_files_inside_the_folder(folder, file):
+    index = damaged_folders.shard(folder)
+    edit(folder / "model.safetensors.index.json", weight_map=dict.fromkeys(index["weight_map"], file))
+    with pytest.raises(ModelError, match="weights are safetensors files inside the folder, and nothing else is loaded"):
+        load_causal_lm(folder)
+
+
+def test_a_pickle_in_the_index_is_not_opened(folder, tmp_path):
+    damaged_folders.KINDS["index: a pickle"][0](random.Random(0), folder)
+    with pytest.raises(ModelError, match=r"names 'evil\.bin'"):
+        load_causal_lm(folder)
+    assert not (tmp_path / "unpickled").exists()
+
+
+def test_an_index_and_its_files_agree(folder, wanted):
+    index = damaged_folders.shard(folder)
+    assert torch.equal(damaged_folders.log_probs(folder), wanted)
+    edit(
+        folder / "model.safetensors.index.json",
+        weight_map={**index["weight_map"], "ghost": "model-00001-of-00002.safetensors"},
+    )
+    with pytest.raises(ModelError, match=r"model-00001-of-00002\.safetensors in .* differ in ghost"):
+        load_causal_lm(folder)
+    (folder / "model-00001-of-00002.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"model-00001-of-00002\.safetensors is missing"):
+        load_causal_lm(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0; it is at least 1"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, more than any model has"),
+        ({"num_hidden_layers": 9999}, "num_hidden_layers=9999, and the weights beside it are 20 tensors"),
+        ({"hidden_size": 10**15}, "hidden_size=1000000000000000, and the weights"),
+        ({"num_key_value_heads": 10**7}, "num_key_value_heads=10000000, and the weights"),
+        ({"num_attention_heads": 10**7}, r"could not be read: .*'validate_architecture': ValueError: The hidden size"),
+        ({"num_hidden_layers": "2"}, r"num_hidden_layers is text \('2'\); it is a whole number"),
+        ({"vocab_size": 1.5}, r"vocab_size is a fraction \(1\.5\)"),
+        ({"hidden_size": True}, "hidden_size is a truth value"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures is not a list"),
+        ({"quantization_config": {"quant_method": "fp8"}}, r"quantized \(fp8\), which verl does not train"),
+        ({"transformers_weights": "x.safetensors"}, "names a weight file"),
+        ({"rms_norm_eps": "small"}, "could not be (read|loaded)"),
+        ({"hidden_act": "import os"}, "could not be (read|loaded)"),
+        ({"num_attention_heads": 0}, "could not be (read|loaded)"),
+    ],
+)
+def test_entries_of_config_json(folder, change, words):
+    edit(folder / "config.json", **change)
+    for load in (load_causal_lm, lambda path: empty_model(ModelConfig(path=str(path)), "lm", torch.float32, False)):
+        with pytest.raises(ModelError, match=words) as error:
+            load(folder)
+        assert str(error.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"), [("[1]", "holds a list"), ("{", "read as JSON"), ("[" * 99999, "read as JSON")]
+)
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+def test_a_json_file_that_is_cut_short_or_no_object(folder, file, text, words):
+    (folder / file).write_text(text)
+    with pytest.raises(ModelError, match=f"{file} .*{words}"):
+        load_causal_lm(folder)
+
+
+def test_end_of_sequence_tokens_are_tokens(folder):
+    edit(folder / "generation_config.json", eos_token_id=["</s>"])
+    with pytest.raises(ModelError, match=r"eos_token_id is \['</s>'\]; it is a token id or a list of them"):
+        load_model_config(folder, False, None)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_named(folder, value):
+    tensors = load_file(folder / "model.safetensors")
+    weight = tensors["model.layers.1.mlp.up_proj.weight"]
+    weight[3, 2] = value
+    edit_tensors(folder, **{"model.layers.1.mlp.up_proj.weight": weight})
+    with pytest.raises(ModelError, match=r"layers\.1\.mlp\.up_proj\.weight has 1 NaN or infinite values of 512"):
+        load_causal_lm(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "words"),
+    [
+        ("model.layers.2.mlp.up_proj.weight", torch.ones(32, 16), "1 tensors that LlamaForCausalLM has not"),
+        (
+            "model.layers.1.mlp.up_proj.weight",
+            torch.ones(32, 16).to(torch.int8),
+            r"up_proj\.weight in model\.safetensors is I8",
+        ),
+        ("model.layers.1.mlp.up_proj.scale", torch.ones(1).to(torch.int8), "quantized or damaged"),
+        (
+            "model.layers.1.mlp.up_proj.weight",
+            torch.ones(16, 32),
+            r"is \[16, 32\] in model\.safetensors and \[32, 16\]",
+        ),
+    ],
+)
+def test_tensors_that_the_model_has_not(folder, name, tensor, words):
+    edit_tensors(folder, **{name: tensor})
+    with pytest.raises(ModelError, match=words):
+        load_causal_lm(folder)
+
+
+def test_heads_of_other_roles_are_no_extra_tensors(folder):
+    edit_tensors(folder, **{"v_head.weight": torch.ones(1, 16), "v_head.bias": torch.ones(1)})
+    load_causal_lm(folder)
+    assert load_model(folder, "token_value").score.weight.eq(1).all()
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors", "tokenizer.json", "generation_config.json"])
+@pytest.mark.parametrize("kind", ["fifo", "dangling", "loop", "folder"])
+def test_what_is_not_a_regular_file_is_named(folder, file, kind):
+    (folder / file).unlink()
+    make = {
+        "fifo": lambda f: os.mkfifo(f),
+        "dangling": lambda f: f.symlink_to("nowhere"),
+        "loop": lambda f: f.symlink_to(f.name),
+        "folder": lambda f: f.mkdir(),
+    }
+    make[kind](folder / file)
+    words = {"fifo": "is a pipe", "dangling": "is a link to nowhere, which does not exist", "loop": "Too many levels",
+             "folder": "is a folder"}[kind]  # fmt: skip
+    for load in (load_causal_lm, load_tokenizer):
+        with pytest.raises(ModelError, match=words) as error:
+            load(folder)
+        assert file in str(error.value)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+def test_an_unreadable_file_is_named(folder):
+    (folder / "model.safetensors").chmod(0)
+    with pytest.raises(ModelError, match=r"model\.safetensors cannot be read: permission denied"):
+        load_causal_lm(folder)
+
+
+def test_a_file_that_may_not_be_read_is_named_to_root_too(folder, monkeypatch):
+    monkeypatch.setattr("verl.models.folder.os.access", lambda file, mode: not str(file).endswith("tokenizer.json"))
+    with pytest.raises(ModelError, match=r"tokenizer\.json cannot be read: permission denied"):
+        load_tokenizer(folder)
+
+
+def test_a_folder_that_is_something_else(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    os.mkfifo(tmp_path / "pipe")
+    for name, words in (("link", "is a link to .*gone, which does not exist"), ("pipe", "is a pipe; give the folder")):
+        with pytest.raises(ModelError, match=words):
+            locate(tmp_path / name)
+    with pytest.raises(ModelError, match="cannot be read: File name too long"):
+        locate(tmp_path / ("x" * 300))
+
+
+def test_a_hub_name_in_the_cache(good, wanted, tmp_path, monkeypatch):
+    """Its snapshot has links to files outside it, as the cache lays them out."""
+    repository, commit = tmp_path / "models--someone--tiny", "0" * 40
+    snapshot = repository / "snapshots" / commit
+    for folder in (snapshot, repository / "blobs", repository / "refs"):
+        folder.mkdir(parents=True)
+    (repository / "refs/main").write_text(commit)
+    for file in good.iterdir():
+        shutil.copy(file, repository / "blobs" / file.name)
+        (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert torch.equal(damaged_folders.log_probs("someone/tiny"), wanted)
+    (repository / "blobs/model.safetensors").unlink()
+    with pytest.raises(
+        ModelError, match=r"model\.safetensors is a link to .*blobs/model\.safetensors, which does not exist"
+    ):
+        load_causal_lm("someone/tiny")
+
+
+def test_adapters_are_not_a_model(folder):
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "/"}')
+    with pytest.raises(ModelError, match="holds LoRA adapters"):
+        read_config(fetch(folder, weights=True))
+
+
+def test_a_model_that_is_larger_than_the_memory(folder, monkeypatch):
+    skeleton = empty_model(ModelConfig(path=str(folder)), "lm", torch.float32, False)
+    check_tensors(folder, read_headers(folder), skeleton, 4)
+    monkeypatch.setattr("verl.models.folder.available_memory", lambda: 10_000)
+    with pytest.raises(ModelError, match=r"takes 0\.0 GB of memory in this dtype, and 0\.0 GB are free"):
+        check_tensors(folder, read_headers(folder), skeleton, 4)
+
+
+@pytest.mark.parametrize("kind", sorted(damaged_folders.KINDS))
+def test_every_kind_of_damage(good, wanted, tmp_path, kind):
+    for seed in range(2):
+        damaged_folders.outcome(random.Random(seed), good, tmp_path / "model", wanted, kind)
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(rng=st.randoms(use_true_random=False), kind=st.sampled_from(sorted(damaged_folders.KINDS)))
+def test_random_damage(good, wanted, tmp_path_factory, rng, kind):
+    damaged_folders.outcome(rng, good, tmp_path_factory.mktemp("damaged") / "model", wanted, kind)

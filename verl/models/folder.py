@@ -1,0 +1,305 @@
+"""The one reader of model folders: all that a folder says is checked before a model is built or a weight is read.
+
+Weights are safetensors files in the folder itself. No file of a folder chooses another place to load from, and none is
+unpickled. A hub name becomes the folder of its snapshot in the local cache.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+from safetensors import SafetensorError, safe_open
+
+from verl.errors import ModelError, nearest
+from verl.foreign_text import clean
+from verl.parallel.memory import available_memory
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+_AGAIN = "Download or convert the model again."
+_READ = (".json", ".safetensors", ".jinja", ".model", ".txt", ".tiktoken", ".py")  # files that loading may open
+_MAX_JSON_BYTES = 256 << 20  # tokenizers of large vocabularies have 30 MiB
+_FLOATS = ("F64", "F32", "F16", "BF16")
+# entries of config.json that count something, but those with defaults that a small model leaves as they are
+_COUNT = re.compile(r"^(num|n)_|_size$|_dim$|_layers$|_heads$|^d_model$|^max_position_embeddings$")
+_POSITIVE = "vocab_size hidden_size n_embd d_model num_hidden_layers n_layer max_position_embeddings".split()
+_MAX_LAYERS = 10_000
+_LAYERS, _PARTS = re.compile(r"_layers$|^n_layers?$"), re.compile("experts|heads?$")
+
+
+@dataclass(frozen=True)
+class TensorHeader:
+    """A tensor as a weight file declares it; `dtype` by its safetensors name (F32, I8)."""
+
+    file: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def locate(path: str | Path) -> str:
+    """A folder, checked to hold a config, or a hub name. Raises ModelError for a folder that is not there."""
+    folder = Path(path).expanduser()
+    kind = _kind(folder)
+    if kind == "a folder":
+        if _kind(folder / "config.json") is None:
+            saved = next(iter(sorted(folder.glob("**/huggingface/config.json"))), None)
+            hint = (
+                f"it holds checkpoints: give {saved.parent}" if saved else "give the folder that save_pretrained wrote"
+            )
+            raise ModelError(f"The folder {folder} has no config.json; {hint}.")
+        return str(folder)
+    if kind == "a file":
+        convert = " (verl convert makes one of a .gguf file)" if folder.suffix == ".gguf" else ""
+        raise ModelError(f"{folder} is a file; give the folder of a model{convert}.")
+    if kind is not None:
+        raise ModelError(f"{clean(folder)} is {kind}; give the folder of a model.")
+    text = str(path)
+    if text.startswith(("/", "~", ".")) or text.count("/") > 1:
+        siblings = [p.name for p in folder.parent.iterdir()] if folder.parent.is_dir() else []
+        raise ModelError(f"The model folder {clean(folder)} does not exist{nearest(folder.name, siblings) or '.'}")
+    return text
+
+
+def fetch(path: str | Path, *, weights: bool) -> Path:
+    """The folder `path`, or that of the hub name in the local cache, downloaded if HF_HUB_OFFLINE allows it; `weights`: with
+    the weight files. All files that loading may open are regular and readable. Raises ModelError."""
+    source = locate(path)
+    folder = Path(source)
+    if not folder.is_dir():
+        try:
+            wanted = [f"*{ending}" for ending in _READ if weights or ending != ".safetensors"]
+            folder = Path(huggingface_hub.snapshot_download(source, allow_patterns=wanted, ignore_patterns=["*/*"]))
+        except Exception as error:  # of the network, the hub's answers or the cache, from several libraries
+            offline = (
+                " (HF_HUB_OFFLINE is set, so only folders and the local cache are looked at)" if _offline() else ""
+            )
+            raise ModelError(f"{clean(source)} could not be loaded from the hub{offline}: {reason(error)}.") from error
+    try:
+        entries = sorted(entry.path for entry in os.scandir(folder) if entry.name.endswith(_READ))
+    except OSError as error:
+        raise ModelError(f"The folder {folder} cannot be read: {error.strerror}.") from error
+    for entry in entries:
+        require_file(Path(entry))
+    return folder
+
+
+def require_file(file: Path) -> None:
+    """Raise ModelError unless `file` is a regular file, or a link to one, that this process may read."""
+    kind = _kind(file)
+    if kind != "a file":
+        raise ModelError(f"{clean(file)} is {kind or 'missing'}, and a model folder needs a file there. {_AGAIN}")
+    if not os.access(file, os.R_OK):
+        raise ModelError(f"{clean(file)} cannot be read: permission denied. Let the user of this run read it.")
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The JSON object in `file`. Raises ModelError."""
+    require_file(file)
+    try:
+        if file.stat().st_size > _MAX_JSON_BYTES:
+            raise ValueError(f"it has more than {_MAX_JSON_BYTES:,} bytes")
+        found = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{clean(file)} could not be read as JSON: {reason(error)}. {_AGAIN}") from error
+    if not isinstance(found, dict):
+        raise ModelError(f"{clean(file)} holds {_json_kind(found)} where a JSON object belongs. {_AGAIN}")
+    return found
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of `folder`, its counts checked to be counts. Raises ModelError."""
+    file = folder / "config.json"
+    config = read_json(file)
+    for key, value in _counts(config):
+        name = key.rpartition(".")[2]
+        if isinstance(value, str | float) or (isinstance(value, bool) and name in _POSITIVE):
+            raise ModelError(f"{file}: {key} is {_json_kind(value)} ({clean(repr(value), 40)}); it is a whole number.")
+        if isinstance(value, int) and name in _POSITIVE and value < 1:
+            raise ModelError(f"{file}: {key} is {value}; it is at least 1.")
+        if isinstance(value, int) and _LAYERS.search(key) and value > _MAX_LAYERS:  # some configs make a list of them
+            raise ModelError(f"{file}: {key} is {clean(value, 40)}, more than any model has.")
+    if "transformers_weights" in config:
+        raise ModelError(f"{file} names a weight file (transformers_weights); verl reads {WEIGHTS} and {INDEX} alone.")
+    names = config.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ModelError(f"{file}: architectures is not a list of names. {_AGAIN}")
+    if config.get("quantization_config"):
+        kind = config["quantization_config"]
+        method = clean(kind.get("quant_method", "quantized") if isinstance(kind, dict) else kind, 40)
+        raise ModelError(
+            f"The weights in {folder} are quantized ({method}), which verl does not train. Give the folder of the model in "
+            "bfloat16 or float32, as transformers saves it after dequantize()."
+        )
+    if (folder / "adapter_config.json").exists():
+        raise ModelError(
+            f"{folder} holds LoRA adapters (adapter_config.json). Give the base model as model.path, and adapters as "
+            "model.lora_adapter_path from a folder of their own."
+        )
+    return config
+
+
+def check_generation_config(folder: Path) -> None:
+    """Raise ModelError for a generation_config.json that transformers would leave out in silence or fail on."""
+    file = folder / "generation_config.json"
+    if _kind(file) is None:
+        return
+    ids = read_json(file).get("eos_token_id")
+    if not all(type(token) is int and token >= 0 for token in (ids if isinstance(ids, list) else [ids or 0])):
+        raise ModelError(f"{file}: eos_token_id is {clean(repr(ids), 40)}; it is a token id or a list of them.")
+
+
+def read_headers(folder: Path) -> dict[str, TensorHeader]:
+    """The tensors of the weight files of `folder` by name, from the headers alone. Raises ModelError."""
+    found: dict[str, TensorHeader] = {}
+    indexed = _indexed_names(folder)
+    for name in indexed or (WEIGHTS,):
+        with opened(folder / name) as tensors:
+            slices = {key: tensors.get_slice(key) for key in tensors.keys()}
+            new = {key: TensorHeader(name, tuple(s.get_shape()), s.get_dtype()) for key, s in slices.items()}
+        different = sorted(new.keys() ^ indexed[name]) if indexed else []
+        if different:
+            raise ModelError(f"{INDEX} and {name} in {folder} differ in {clean(different[0], 80)}. {_AGAIN}")
+        found.update(new)
+    if not found:
+        raise ModelError(f"The weight file {folder / WEIGHTS} holds no tensors. {_AGAIN}")
+    return found
+
+
+@contextmanager
+def opened(file: Path) -> Iterator[Any]:
+    """The safetensors file, open for reading. Raises ModelError when it is damaged."""
+    require_file(file)
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            yield tensors
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ModelError(f"The weight file {file} is damaged: {reason(error)}. {_AGAIN}") from error
+
+
+def check_counts(folder: Path, config: Mapping[str, Any], headers: Mapping[str, TensorHeader]) -> None:
+    """Raise ModelError for counts in config.json that the weights cannot have, which would take for ever to build."""
+    elements = sum(prod(header.shape) for header in headers.values())
+    largest = max((max(header.shape, default=0) for header in headers.values()), default=0)
+    for key, value in _counts(config):
+        name = key.rpartition(".")[2]
+        if not isinstance(value, int):
+            continue
+        limit = max(1 << 20, elements)
+        if _LAYERS.search(name) and not name.startswith("max_"):
+            limit = max(128, len(headers))
+        elif _PARTS.search(name):
+            limit = max(4096, largest, len(headers))
+        if value > limit and name != "max_position_embeddings":
+            raise ModelError(
+                f"{folder / 'config.json'} says {key}={clean(value, 40)}, and the weights beside it are {len(headers)} tensors "
+                f"of {elements:,} elements together. Config and weights belong to different models."
+            )
+
+
+def check_tensors(folder: Path, headers: Mapping[str, TensorHeader], skeleton: Any, itemsize: int) -> None:
+    """Raise ModelError unless the tensors have the shapes and kinds of dtype of `skeleton` (on the meta device), and memory
+    for them with elements of `itemsize` bytes is free."""
+    expected, prefix = skeleton.state_dict(), skeleton.base_model_prefix
+    tables = [tuple(t.shape) for t in expected.values() if not t.is_floating_point()]
+    ignored = [re.compile(p) for p in getattr(skeleton, "_keys_to_ignore_on_load_unexpected", None) or ()]
+    for name, header in headers.items():
+        names = (name, f"{prefix}.{name}", name.removeprefix(f"{prefix}."))
+        wanted = next((expected[n] for n in names if n in expected), None)
+        if wanted is not None and tuple(wanted.shape) != header.shape:
+            raise ModelError(
+                f"The weights in {folder} have other shapes than its config.json says: {clean(name, 80)} is "
+                f"{list(header.shape)} in {header.file} and {list(wanted.shape)} in the model. {_AGAIN}"
+            )
+        # a table of integers, which some families save under another name
+        is_table = header.shape in tables if wanted is None else not wanted.is_floating_point()
+        if header.dtype not in _FLOATS and not is_table and not any(p.search(name) for p in ignored):
+            raise ModelError(
+                f"The weights in {folder} are quantized or damaged: {clean(name, 80)} in {header.file} is {header.dtype}. "
+                "Give the folder of the model in bfloat16 or float32."
+            )
+    needed, free = sum(prod(header.shape) for header in headers.values()) * itemsize, available_memory()
+    if needed > free:
+        raise ModelError(
+            f"The model in {folder} takes {needed / 1e9:.1f} GB of memory in this dtype, and {free / 1e9:.1f} GB are free. "
+            "Use a smaller model or a machine with more memory, or stop other programs."
+        )
+
+
+def reason(error: BaseException) -> str:
+    """The first line of an error's text, for a sentence; with the second one where the first only leads to it."""
+    first, _, rest = str(error).strip().partition("\n")
+    text = f"{first} {rest.strip().partition(chr(10))[0]}" if first.endswith(":") else first
+    return clean(text).rstrip(".") or type(error).__name__
+
+
+def _indexed_names(folder: Path) -> dict[str, set[str]]:
+    """The tensors of each file that the index names; none where one file has all weights. Raises ModelError."""
+    if _kind(folder / WEIGHTS) is not None:
+        return {}
+    if _kind(folder / INDEX) is None:
+        others = sorted(p.name for pattern in ("*.gguf", "*.bin", "*.pt") for p in folder.glob(pattern))
+        hint = "download or convert the model again"
+        if others:
+            how = "verl convert" if others[0].endswith(".gguf") else "load it with transformers and save_pretrained it"
+            hint = f"it has {clean(others[0], 80)}: convert it first ({how})"
+        raise ModelError(f"The folder {folder} has no weights ({WEIGHTS} or {INDEX}); {hint}.")
+    weight_map = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelError(f"{folder / INDEX} has no weight_map of tensors and files. {_AGAIN}")
+    found: dict[str, set[str]] = {}
+    for tensor, file in weight_map.items():
+        if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
+            raise ModelError(
+                f"{folder / INDEX} names {clean(repr(file), 80)}: weights are safetensors files inside the folder, and "
+                "nothing else is loaded."
+            )
+        if file not in found:
+            require_file(folder / file)
+        found.setdefault(file, set()).add(tensor)
+    return found
+
+
+def _kind(path: Path) -> str | None:
+    """The kind of thing at `path`, links followed; None where nothing is. Raises ModelError where looking is forbidden."""
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return f"a link to {clean(os.readlink(path), 120)}, which does not exist" if path.is_symlink() else None
+    except (OSError, ValueError) as error:  # a loop of links, no permission, a zero byte, a name that is too long
+        raise ModelError(f"{clean(path)} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
+    kinds = {stat.S_IFREG: "a file", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+    return kinds.get(stat.S_IFMT(mode), "a device")
+
+
+def _counts(config: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, Any]]:
+    """Entries that count something, with those of nested objects (text_config), by dotted name."""
+    for key, value in config.items():
+        if isinstance(value, dict) and key.endswith("_config"):
+            yield from _counts(value, f"{place}{key}.")
+        elif _COUNT.search(key):
+            yield f"{place}{key}", value
+
+
+def _json_kind(value: Any) -> str:
+    kinds = {
+        bool: "a truth value",
+        str: "text",
+        int: "a number",
+        float: "a fraction",
+        list: "a list",
+        type(None): "null",
+    }
+    return kinds.get(type(value), "an object")
+
+
+def _offline() -> bool:
+    return os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "TRUE", "YES", "ON")

@@ -1,0 +1,77 @@
+"""A forward without randomness: what trains computes exactly what was sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from verl.errors import ModelError
+
+
+def turn_off(module: nn.Module) -> None:
+    """Turn off every known source of randomness in the forward of `module`, for training too.
+
+    Modules are in eval mode for good, in which families leave out router jitter and sampled experts. Layers that recompute
+    activations need their training flag, and keep it. Rates of dropout are zero in modules, as attributes, and in configs.
+    """
+    holders: list[Any] = list(module.modules())
+    holders += {id(c): c for part in holders for c in _configs(getattr(part, "config", None))}.values()
+    for holder in holders:
+        for name, value in list(vars(holder).items()):
+            if isinstance(value, float) and "drop" in name.lower():
+                setattr(holder, name, 0.0)
+        if isinstance(holder, nn.modules.dropout._DropoutNd):
+            holder.p = 0.0
+    module.eval()
+    for part in module.modules():
+        inside = any(getattr(p, "gradient_checkpointing", False) for p in part.modules() if p is not part)
+        part.training = bool(getattr(part, "gradient_checkpointing", False)) and not inside
+
+
+def require_repeatable(module: nn.Module, name: str, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """The result of `compute`, a forward of `module`. Raises ModelError when one with gradients, as it trains, differs from
+    it, or when a forward writes to parameters."""
+    versions = sum(p._version for p in module.parameters())
+    with torch.random.fork_rng(list({p.get_device() for p in module.parameters() if p.is_cuda})):
+        with torch.no_grad():
+            first = compute()
+        with torch.enable_grad():
+            second = compute().detach()
+    if sum(p._version for p in module.parameters()) != versions:
+        raise ModelError(
+            f"{name} cannot be trained: its forward changes its own parameters. Turn that off by model.override_config (RWKV: "
+            "rescale_every=0)."
+        )
+    # on a GPU, sums may take another order
+    same = torch.equal(first, second) if first.device.type == "cpu" else torch.allclose(first, second, 1e-3, 1e-3)
+    if not same and not (first.isnan() | second.isnan()).any():
+        raise ModelError(
+            f"{name} cannot be trained: two forwards over the same tokens differ by up to "
+            f"{(first - second).abs().max().item():.2g}, so its forward is random and log-probabilities would have noise. "
+            "Turn the randomness off, in its code or by model.override_config."
+        )
+    return first
+
+
+@contextmanager
+def eval_mode(module: nn.Module) -> Iterator[None]:
+    """The module in eval mode; each submodule's training flag is restored afterwards."""
+    flags = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, training in flags:
+            part.training = training
+
+
+def _configs(config: Any) -> Iterator[Any]:
+    """A config and those inside it."""
+    if hasattr(config, "to_dict"):
+        yield config
+        for value in vars(config).values():
+            yield from _configs(value)
