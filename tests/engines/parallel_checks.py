@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 from tests.engines.memory import peak_bytes
 from tests.engines.test_contract import largest_gap, make_batch, make_pairs, pair_loss, policy_loss, value_loss
@@ -22,7 +23,7 @@ from verl.data_proto.proto import DataProto
 from verl.engines.api import MicroBatching, whole
 from verl.engines.fsdp import FSDPEngine
 from verl.engines.local import LocalEngine
-from verl.errors import ModelError
+from verl.errors import ConfigError, ModelError
 from verl.models.load import load_causal_lm
 from verl.models.tiny import make_tiny_model
 from verl.parallel.device import CPU_BF16
@@ -386,6 +387,28 @@ def check_offload_and_wrapping(folder):
 @on(2)
 def check_wrapping_by_size(folder):
     return compare(model_folder(folder, "qwen3"), wrap_policy=WrapPolicyConfig(min_num_params=2000))
+
+
+def custom_wrap_policy():
+    """A policy as a user's file makes it for FSDP."""
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer
+
+    return functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Qwen3Attention, Qwen3DecoderLayer})
+
+
+@on(2)
+def check_wrapping_by_a_function(folder):
+    return compare(model_folder(folder, "qwen3"), wrap_policy_fn=f"{__name__}:custom_wrap_policy")
+
+
+@on(2)
+def check_padded_family(folder):
+    """A family whose own forward computes padded rows; its softmax is in float32."""
+    found = compare(model_folder(folder, "bloom"), dtype="float32")
+    path = model_folder(folder, "bloom")
+    with pytest.raises(ConfigError, match=r"BloomForCausalLM runs by its own padded forward, which cannot be divided"):
+        make(FSDPEngine, path, ulysses_sequence_parallel_size=2)
+    return found
 
 
 @on(2)

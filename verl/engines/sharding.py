@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -23,6 +24,7 @@ from verl.models.parallel.forward import ParallelModel
 from verl.models.parallel.tensor import divide
 from verl.models.rounding import Rounding
 from verl.parallel.device import parse_dtype
+from verl.registry import load_object
 
 
 def shard_model(
@@ -178,10 +180,13 @@ def _groups_of_layers(layers: list[nn.Module], config: FSDPConfig) -> list[list[
 
 
 def _layers(module: Any, config: FSDPConfig) -> list[nn.Module]:
-    """Modules that are sharded by themselves: chosen by class name, else by size, else the decoder's layers."""
+    """Modules that are sharded by themselves: chosen by a function, else by class name, else by size, else the decoder's
+    layers."""
     policy = config.wrap_policy
     parts = list(_children_first(module))
-    if policy.transformer_layer_cls_to_wrap:
+    if config.wrap_policy_fn is not None:
+        chosen = _chosen_by(config.wrap_policy_fn, parts[:-1])
+    elif policy.transformer_layer_cls_to_wrap:
         wanted = set(policy.transformer_layer_cls_to_wrap)
         chosen = [p for p in parts if type(p).__name__ in wanted]
         if not chosen:
@@ -192,7 +197,24 @@ def _layers(module: Any, config: FSDPConfig) -> list[nn.Module]:
     elif policy.min_num_params > 0:
         chosen = _large(module.get_decoder(), policy.min_num_params)
     else:
-        chosen = list(module.get_decoder().layers)
+        decoder = module.get_decoder()
+        lists = [part for part in decoder.modules() if isinstance(part, nn.ModuleList)]
+        chosen = list(getattr(decoder, "layers", max(lists, key=len, default=())))
+    return chosen
+
+
+def _chosen_by(reference: str, parts: Sequence[nn.Module]) -> list[nn.Module]:
+    """Those of `parts` for which the wrap policy `reference` is true. Raises ConfigError when it fails or there are none."""
+    policy = load_object(reference)
+    try:
+        if not inspect.signature(policy).parameters:
+            policy = policy()
+        sizes = [sum(p.numel() for p in part.parameters()) for part in parts]
+        chosen = [p for p, n in zip(parts, sizes, strict=True) if policy(module=p, recurse=False, nonwrapped_numel=n)]
+    except Exception as error:
+        raise ConfigError(f"fsdp_config.wrap_policy_fn={reference} failed: {type(error).__name__}: {error}.") from error
+    if not chosen:
+        raise ConfigError(f"fsdp_config.wrap_policy_fn={reference} chooses no module of this model.")
     return chosen
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -17,6 +18,7 @@ from verl.errors import ConfigError, DataError
 from verl.parallel.device import resolve_device
 from verl.parallel.placement import Placement
 from verl.programs.ppo_roles import ppo_roles
+from verl.roles.api import RoleSpec
 from verl.roles.rollout import sampling_params
 from verl.roles.updates import Updates
 from verl.runtime.rank import RankContext
@@ -67,6 +69,9 @@ class ActorRolloutRefWorker:
             )
         # scores are the script's business
         specs = replace(ppo_roles(self.config), scores=False)
+        if type(self)._build_model_optimizer is not ActorRolloutRefWorker._build_model_optimizer:
+            own = [replace(s, build=partial(self._build, s)) if s.head == "lm" else s for s in specs.models]
+            specs = replace(specs, models=tuple(own))
         placement = replace(everything, devices={**everything.devices, "reward": ()})
         device = resolve_device(self.config.trainer.device)
         workers = RankWorkers(RankContext(self.config, specs, placement, 0, device, 1, []), None)
@@ -83,6 +88,24 @@ class ActorRolloutRefWorker:
         except BaseException:
             self.close()
             raise
+
+    def _build_model_optimizer(
+        self,
+        model_path: str,
+        fsdp_config: Any,
+        optim_config: Any,
+        override_model_config: dict[str, Any],
+        role: str = "actor",
+    ) -> Any:
+        """The model of `role` (actor or ref). A subclass returns one of its own here, in place of the folder's: a Hugging Face
+        causal language model, or a PreTrainedModel with a forward from token ids to logits. Its dropout is turned off, and its
+        optimizer is made as for any model."""
+        raise NotImplementedError
+
+    def _build(self, spec: RoleSpec) -> Any:
+        role = "actor" if spec.trains else "ref"
+        override = dict(spec.model.override_config)
+        return self._build_model_optimizer(spec.model.path, spec.engine, spec.optim, override, role=role)
 
     def generate_sequences(self, prompts: Prompts, *, n: int | None = None, step: int = 0) -> DataProto:
         """`n` samples (default: rollout.n) of each prompt, adjacent, as prompts, responses [batch, response], masks and

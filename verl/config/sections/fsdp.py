@@ -43,6 +43,12 @@ class FSDPConfig(Section):
     )
     mixed_precision: MixedPrecisionConfig = section(MixedPrecisionConfig, "dtypes beside the compute dtype")
     wrap_policy: WrapPolicyConfig = section(WrapPolicyConfig, "modules that are sharded by themselves")
+    wrap_policy_fn: str | None = used(
+        None,
+        "path/to/file.py:name of a function that chooses them: a wrap policy of FSDP, (module, recurse, nonwrapped_numel) -> "
+        "bool, or a function without arguments that returns one",
+        sizing=True,
+    )
     param_offload: bool = used(False, "keep parameters on the CPU between uses", sizing=True)
     optimizer_offload: bool = used(False, "keep optimizer state on the CPU between uses", sizing=True)
     offload_policy: bool = used(
