@@ -25,6 +25,7 @@ from verl.models.padded import forward_kind, require_packed
 from verl.rollout.hf import HFRollout
 from verl.rollout.requests import vocab_size
 
+pytestmark = pytest.mark.seed("B1")
 SETTINGS = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 4, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1, "initializer_range": 0.1,

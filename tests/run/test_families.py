@@ -6,6 +6,7 @@ import pytest
 
 from tests.run import families
 
+pytestmark = pytest.mark.seed("B1")
 PAGE = Path(__file__).resolve().parents[2] / "docs/families.md"
 
 

@@ -61,6 +61,7 @@ def test_devices_that_one_process_has_no_use_for_are_refused(tiny_llama):
         set_device_map(None)
 
 
+@pytest.mark.seed("B11")
 def test_a_subclass_builds_its_own_model(tiny_llama):
     from transformers import LlamaConfig, LlamaForCausalLM
 
