@@ -101,7 +101,7 @@ def require_file(file: Path) -> None:
         raise ModelError(f"{clean(file)} cannot be read: permission denied. Let the user of this run read it.")
 
 
-def read_json(file: Path) -> dict[str, Any]:
+def read_json_object(file: Path) -> dict[str, Any]:
     """The JSON object in `file`. Raises ModelError."""
     require_file(file)
     try:
@@ -118,7 +118,7 @@ def read_json(file: Path) -> dict[str, Any]:
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json of `folder`, its counts checked to be counts. Raises ModelError."""
     file = folder / "config.json"
-    config = read_json(file)
+    config = read_json_object(file)
     for key, value in _counts(config):
         name = key.rpartition(".")[2]
         if isinstance(value, str | float) or (isinstance(value, bool) and name in _POSITIVE):
@@ -152,7 +152,7 @@ def check_generation_config(folder: Path) -> None:
     file = folder / "generation_config.json"
     if _kind(file) is None:
         return
-    ids = read_json(file).get("eos_token_id")
+    ids = read_json_object(file).get("eos_token_id")
     if not all(type(token) is int and token >= 0 for token in (ids if isinstance(ids, list) else [ids or 0])):
         raise ModelError(f"{file}: eos_token_id is {clean(repr(ids), 40)}; it is a token id or a list of them.")
 
@@ -252,7 +252,7 @@ def _indexed_names(folder: Path) -> dict[str, set[str]]:
             how = "verl convert" if others[0].endswith(".gguf") else "load it with transformers and save_pretrained it"
             hint = f"it has {clean(others[0], 80)}: convert it first ({how})"
         raise ModelError(f"The folder {folder} has no weights ({WEIGHTS} or {INDEX}); {hint}.")
-    weight_map = read_json(folder / INDEX).get("weight_map")
+    weight_map = read_json_object(folder / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelError(f"{folder / INDEX} has no weight_map of tensors and files. {_AGAIN}")
     found: dict[str, set[str]] = {}

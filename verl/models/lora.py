@@ -19,7 +19,7 @@ from torch import nn
 
 from verl.config import ModelConfig
 from verl.errors import ModelError, nearest
-from verl.models.folder import opened, read_json
+from verl.models.folder import opened, read_json_object
 
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 _PREFIX = "base_model.model."
@@ -160,7 +160,7 @@ def read_adapter(folder: str | Path, spec: LoRASpec) -> dict[str, torch.Tensor]:
     path = Path(folder).expanduser()
     if not (path / CONFIG_FILE).is_file() or not (path / WEIGHTS_FILE).is_file():
         raise ModelError(f"model.lora_adapter_path={folder} holds no adapters ({CONFIG_FILE} and {WEIGHTS_FILE}).")
-    config = read_json(path / CONFIG_FILE)
+    config = read_json_object(path / CONFIG_FILE)
     if config.get("r") != spec.rank or config.get("lora_alpha") != spec.alpha:
         raise ModelError(
             f"The adapters in {path} have rank {config.get('r')} and alpha {config.get('lora_alpha')}; set "
