@@ -5,6 +5,8 @@ import pytest
 from verl.cli.measure import AllGatherTime, benchmark_nccl, benchmark_throughput
 from verl.errors import DeadlineError, ModelError
 
+pytestmark = pytest.mark.seed("E6")
+
 
 def test_the_rate_is_of_what_a_device_receives():
     assert AllGatherTime("gloo", num_ranks=4, num_bytes=400, seconds=0.5).bytes_per_s == 600

@@ -32,6 +32,7 @@ def forked(script, folder):
     return run_forked(script, cwd=folder, env=os.environ, timeout_s=180)
 
 
+@pytest.mark.seed("A6")
 @pytest.mark.parametrize(
     "script",
     [pytest.param(s, marks=pytest.mark.slow) if s.name[:2] in ("03", "04", "06", "08") else s for s in SCRIPTS],

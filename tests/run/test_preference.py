@@ -9,6 +9,8 @@ import torch
 from tests.run.conftest import Run, merge
 from verl.config import names
 
+pytestmark = pytest.mark.seed("A9")
+
 FAST = ("aot_unpaired", "orpo", "kto", "ld and wpo")
 
 

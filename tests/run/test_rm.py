@@ -9,6 +9,8 @@ from tests.forked import run_forked  # noqa: F401 - as tests/run has it
 from tests.roles.test_reward_model import make_classifier
 from tests.run.conftest import Run, merge
 
+pytestmark = pytest.mark.seed("A9")
+
 VERDICTS = ("accuracy", "margin", "calibration_error", "length_correlation")
 
 

@@ -10,6 +10,8 @@ from tests.config.test_sft import SCRIPTS
 from tests.run.conftest import Run, merge
 from verl.data_proto.proto import DataProto
 
+pytestmark = pytest.mark.seed("A9")
+
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):

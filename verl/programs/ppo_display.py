@@ -8,9 +8,11 @@ from verl.tracking.timeline import SpanPhases
 
 CONSOLE_METRICS: StepMetrics = {
     "critic/score/mean": ("reward", "{:.3f}"),
+    "actor/pg_loss": ("loss", "{:.3g}"),
+    "actor/ppo_kl": ("kl", "{:.1e}"),
     "response_length/mean": ("length", "{:.1f}"),
     "actor/entropy": ("entropy", "{:.3f}"),
-    "actor/kl_loss": ("kl", "{:.2g}"),
+    "actor/kl_loss": ("kl_ref", "{:.2g}"),
     "distillation/loss": ("teacher", "{:.3g}"),
     "actor/grad_norm": ("grad", "{:.2f}"),
     "critic/vf_explained_var": ("explained", "{:.2f}"),
