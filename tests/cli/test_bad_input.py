@@ -59,10 +59,11 @@ def earlier(finished, task):
 
 
 def contents(folder):
-    """Digest of every file that a run leaves; its log, its lock and its heartbeat may change."""
+    """Digest of every file that a run leaves; its logs, its lock and its heartbeat may change."""
     passing = ("run.lock", "heartbeat.json")
-    files = [f for f in folder.rglob("*") if f.is_file() and f.parent.name != "logs" and f.name not in passing]
-    return {str(f.relative_to(folder)): hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
+    files = [f for f in folder.rglob("*") if f.is_file() and f.name not in passing]
+    kept = [f for f in files if f.relative_to(folder).parts[0] != "logs"]
+    return {str(f.relative_to(folder)): hashlib.sha256(f.read_bytes()).hexdigest() for f in kept}
 
 
 def damage(folder, step):

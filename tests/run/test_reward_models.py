@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.roles.test_reward_model import make_classifier
 from tests.rollout.service import running
@@ -87,7 +88,10 @@ def test_a_judge_at_a_service_trains_a_policy(tiny_run, functions):
 
 
 def test_scores_that_are_not_finite_end_the_run_before_it_trains(tiny_overrides, tmp_path, capsys):
-    path = make_classifier(tmp_path / "rm", spoil=float("inf"))
+    path = make_classifier(tmp_path / "rm")
+    weights = load_file(path / "model.safetensors")
+    weights["score.weight"].fill_(3e38)  # finite, unlike the sums of products with it
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     code = main([
         "train", *[o for o in tiny_overrides if "custom_reward_function" not in o], "reward.reward_model.enable=True",
         f"reward.reward_model.model_path={path}", "reward.reward_model.rollout.dtype=float32",

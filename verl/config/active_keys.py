@@ -161,15 +161,15 @@ SHARED_CONDITIONS: dict[str, Condition] = {
         lambda root, node: node.lora_rank > 0, "lora_rank is 0, so there are no adapters", "set lora_rank above 0"
     ),
     "has_limit": Condition(lambda root, node: node.limit is not None, "no limit is set beside it", "set limit as well"),
-    "has_class_path": Condition(
-        lambda root, node: node.class_path is not None, "no class_path is set beside it", "set class_path as well"
-    ),
     "has_path": Condition(lambda root, node: node.path is not None, "no path is set beside it", "set path as well"),
 }
 
 PPO_CONDITIONS: dict[str, Condition] = {
     **SHARED_CONDITIONS,
     **PREFERENCE_CONDITIONS,
+    "has_class_path": Condition(
+        lambda root, node: node.class_path is not None, "no class_path is set beside it", "set class_path as well"
+    ),
     "online": Condition(
         lambda root, node: learns_from_pairs(root),
         "algorithm.program is not online_dpo",

@@ -77,8 +77,6 @@ class PPO(PPOProgram):
             self.guards.check_credit(result)
             self.update(result, step)
         self.samples.train(step, [] if result.skipped else keys_of(result.batch))
-        if self.data.train is not None and not result.skipped:
-            self.data.train.update(result.batch)
         return result
 
     def collect(self, step: int) -> tuple[StepBatch, int]:

@@ -102,6 +102,8 @@ class PPOProgram(Program):
 
     def _step_result(self, result: StepBatch) -> StepResult:
         batch, limits = result.batch, self.config.data
+        if self.data.train is not None and not result.skipped:
+            self.data.train.update(batch)
         metrics = metric_values(result.metrics)
         metrics |= data_metrics(
             batch, max_prompt_length=limits.max_prompt_length, max_response_length=limits.max_response_length
