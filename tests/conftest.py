@@ -14,6 +14,7 @@ import pytest
 LONGEST = [
     "runtime/test_spmd.py",
     "runtime/test_ray.py",
+    "examples/test_pages.py",
     "engines/test_fsdp.py",
     "runtime/test_reshard_runs.py",
     "run/test_async.py",

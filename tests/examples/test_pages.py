@@ -25,6 +25,8 @@ OUTPUT = {
     "export": ("torch.bfloat16",),
     "coming-from-trl": ("rollout.n",),
 }
+# several training runs each
+SLOW = {"export", "distillation", "reward-models", "rejection-sampling"}
 EXPECTED = {
     "first-run",
     "data",
@@ -97,7 +99,11 @@ def run(kind, code, folder):
     return done.stdout
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(p, marks=pytest.mark.slow if p.stem in SLOW else ()) for p in PAGES],
+    ids=lambda page: page.stem,
+)
 def test_the_snippets_of_a_page_run(page, folder):
     output = ""
     for kind, code in BLOCK.findall(page.read_text(encoding="utf-8")):

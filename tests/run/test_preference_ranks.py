@@ -77,6 +77,7 @@ def alone(job, folder):
     return found
 
 
+@pytest.mark.slow
 def test_two_ranks_under_torchrun_are_one_process(alone, job, folder):
     jobs = [job(name, *LOSSES[loss], *changes) for name, (loss, changes) in SPMD.items()]
     (folder / "jobs.json").write_text(json.dumps(jobs))
