@@ -110,13 +110,18 @@ def break_manifest(rng, folder):
 def not_a_file(rng, folder):
     file = _one(rng, folder)
     file.unlink()
+    put_no_file(rng, file, folder)
+
+
+def put_no_file(rng, file, root, other=_one):
+    """Put at `file` what is no regular file of its own: a folder, a pipe, a device, a link that leads nowhere or elsewhere."""
     kind = rng.choice(["folder", "pipe", "loop", "nowhere", "other", "device"])
     if kind == "folder":
         file.mkdir()
     elif kind == "pipe":
         os.mkfifo(file)
     else:
-        others = {"loop": file, "nowhere": folder / "nowhere", "other": _one(rng, folder), "device": "/dev/zero"}
+        others = {"loop": file, "nowhere": root / "nowhere", "other": other(rng, root), "device": "/dev/zero"}
         file.symlink_to(others[kind])
 
 

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections import namedtuple
+from functools import partial
 
 import pytest
 
@@ -310,22 +311,32 @@ def test_data_of_nothing(verl, task):
 
 
 @pytest.fixture
-def check_sft(verl, tiny_llama, task):
-    """`check_sft(rows, key=value in a dict)`: `verl check --program sft` on these rows."""
+def check_rows(verl, tiny_llama, task):
+    """`check_rows(program, file, rows, key=value in a dict)`: `verl check --program PROGRAM` on these rows."""
 
-    def run(rows, changes=None):
+    def run(program, file, rows, changes=None):
         settings = {
             "model.path": tiny_llama,
-            "data.train_files": write_rows(task / "conversations.jsonl", rows),
+            "data.train_files": write_rows(task / file, rows),
             "data.train_batch_size": 2,
             "data.max_length": 64,
             "trainer.logger": "[file]",
             "trainer.default_local_dir": task / "run",
             **(changes or {}),
         }
-        return verl("check", "--program", "sft", *(f"{key}={value}" for key, value in settings.items()))
+        return verl("check", "--program", program, *(f"{key}={value}" for key, value in settings.items()))
 
     return run
+
+
+@pytest.fixture
+def check_sft(check_rows):
+    return partial(check_rows, "sft", "conversations.jsonl")
+
+
+@pytest.fixture
+def check_preferences(check_rows):
+    return partial(check_rows, "preference", "preferences.jsonl")
 
 
 def turns(question, answer):
@@ -390,25 +401,6 @@ def test_the_program_follows_from_the_config_name(verl):
 
 
 PAIR = {"prompt": "question", "chosen": " yes", "rejected": " no"}
-
-
-@pytest.fixture
-def check_preferences(verl, tiny_llama, task):
-    """`check_preferences(rows, key=value in a dict)`: `verl check --program preference` on these rows."""
-
-    def run(rows, changes=None):
-        settings = {
-            "model.path": tiny_llama,
-            "data.train_files": write_rows(task / "preferences.jsonl", rows),
-            "data.train_batch_size": 2,
-            "data.max_length": 64,
-            "trainer.logger": "[file]",
-            "trainer.default_local_dir": task / "run",
-            **(changes or {}),
-        }
-        return verl("check", "--program", "preference", *(f"{key}={value}" for key, value in settings.items()))
-
-    return run
 
 
 def test_preferences_that_train(check_preferences, task):

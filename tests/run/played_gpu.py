@@ -1,9 +1,10 @@
 """Numbers on the CPU that say they are on cuda:0. An operator that mixes them with others fails as it does on a GPU.
 
 `python -m tests.run.played_gpu FOLDER CASES`, with the JSON {"base": overrides, "changes": [overrides, ...]}, makes two
-steps of each case on the CPU and on the played GPU, and prints what differs after the first. played_gpu.cpp comes before torch.
+steps of each case on the CPU and on the simulated GPU, and prints what differs after the first.
+played_gpu.cpp is loaded before torch.
 
-Not played: streams, NCCL, flash kernels, graphs, compiled parts, memory.
+Not simulated: streams, NCCL, flash kernels, graphs, compiled parts, memory.
 """
 
 import contextlib

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 from rich.console import Console
 
+from tests.checkpoint.damage import put_no_file
 from tests.tracking.sample_lives import issue, open_tracker, segment, take_step
 from verl.checkpoint.files import MANIFEST, record_of, write_manifest
 from verl.checkpoint.store import CheckpointStore
@@ -219,14 +220,7 @@ def not_a_file(rng, root):
     if file.is_dir():
         shutil.rmtree(file)
     file.unlink(missing_ok=True)
-    kind = rng.choice(["folder", "pipe", "loop", "nowhere", "other", "device"])
-    if kind == "folder":
-        file.mkdir()
-    elif kind == "pipe":
-        os.mkfifo(file)
-    else:
-        others = {"loop": file, "nowhere": root / "nowhere", "other": _one(rng, root), "device": "/dev/zero"}
-        file.symlink_to(others[kind])
+    put_no_file(rng, file, root, _one)
 
 
 def edit_value(rng, root):

@@ -11,6 +11,7 @@ import torch
 
 from verl.config import PPOConfig
 from verl.data_proto.future import Finished, Future
+from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.data_proto.samples import SamplingParams
 from verl.data_proto.trajectory import Segment, Trajectory, response_lengths, to_columns
@@ -202,5 +203,13 @@ class RowResponses:
         is_cut = len(ids) > limit
         return Trajectory(ordinal, 0, objects["prompt_token_ids"][row], [segment], "length" if is_cut else "stop")
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.rollout, name)
+    def resume_generation(
+        self, rows: DataProto, *, step: int, split: str = "train", max_new_tokens: int, limit: int
+    ) -> Future[DataProto]:
+        return self.rollout.resume_generation(rows, step=step, split=split, max_new_tokens=max_new_tokens, limit=limit)
+
+    def end_generation(self) -> Future[dict[str, Metric]]:
+        return self.rollout.end_generation()
+
+    def exact_log_probs(self) -> bool:
+        return self.rollout.exact_log_probs()

@@ -143,7 +143,7 @@ def _checked(text: str, check: Check) -> Any:
     except RecursionError:
         raise ValueError("it is nested too deep") from None
     if not valid:
-        raise ValueError("it is not what a run writes")
+        raise ValueError("it has another form than the files of a run")
     return found
 
 
