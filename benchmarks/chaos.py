@@ -2,6 +2,7 @@
 
     python benchmarks/chaos.py --kills 100 --seed 1 --json chaos.json
     python benchmarks/chaos.py --kills 10 --runtimes local --kills-per-run 10
+    python benchmarks/chaos.py --kills 12 --program preference     DPO; reward_model: a reward model
     python benchmarks/chaos.py --kills 0 --pressure 24     full disks and lack of memory, see chaos_pressure.py
 
 Each run gets several SIGKILLs; kinds of processes and moments are drawn from the seed (chaos_task.py), and one counts when it
@@ -34,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from chaos_compare import differences, idleness
 from chaos_pressure import RUNTIME, PressedVictim, enter_own_mounts, mount_small_disk, plan_pressure, unmount_small_disk
 from chaos_run import Kill, Lost, Victim
-from chaos_task import RUNTIMES, Task, make_task, plan
+from chaos_task import PROGRAMS, RUNTIMES, Task, make_task, plan
 from report import number, table
 
 # how many of the kills a runtime gets for each of another's
@@ -51,7 +52,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="verl-chaos-") as scratch:
         folder = Path(arguments.keep or scratch)
         steps = 3 * arguments.kills_per_run + 2
-        task = make_task(folder, steps=steps, model=arguments.model, warm=arguments.warm, dtype=arguments.dtype)
+        task = make_task(
+            folder,
+            steps=steps,
+            model=arguments.model,
+            warm=arguments.warm,
+            dtype=arguments.dtype,
+            program=arguments.program,
+        )
         for runtime, count in shares(arguments.runtimes, arguments.kills).items():
             try:
                 attack(task, runtime, count, arguments, kills, failures)
@@ -79,7 +87,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--pressure", type=int, default=0, help="ends by a full disk or lack of memory, beside the kills"
     )
-    parser.add_argument("--runtimes", nargs="+", choices=sorted(RUNTIMES), default=list(_SHARES))
+    parser.add_argument("--program", choices=sorted(PROGRAMS), default="ppo")
+    parser.add_argument("--runtimes", nargs="+", choices=sorted(RUNTIMES), help="default: all of the program")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kills-per-run", type=int, default=10)
     parser.add_argument("--targets", nargs="+", help="kill only these (default: what the runtime has)")
@@ -88,7 +97,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--warm", action="store_true", help="the supervisor imports torch once, for all restarts")
     parser.add_argument("--keep", metavar="FOLDER", help="leave the run folders there")
     parser.add_argument("--json", help="file for the figures, written after each runtime")
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    arguments.runtimes = arguments.runtimes or list(PROGRAMS[arguments.program].runtimes)
+    if unknown := [name for name in arguments.runtimes if name not in PROGRAMS[arguments.program].runtimes]:
+        parser.error(f"the program {arguments.program} generates nothing, so it has no runtime {', '.join(unknown)}")
+    return arguments
 
 
 def shares(runtimes: Sequence[str], kills: int) -> dict[str, int]:
@@ -149,7 +162,7 @@ def strikes(victim: Victim, rng: random.Random, count: int, targets: Sequence[st
                 return
             yield [kill]
         return
-    for moment in plan(rng, victim.runtime, count, targets):
+    for moment in plan(rng, victim.runtime, count, targets, victim.task.program):
         if not (found := victim.strike(moment, rng)):
             return
         yield found

@@ -27,14 +27,15 @@ def differences(task: Task, ours: Path, theirs: Path) -> list[str]:
         wrong.append("the last checkpoint has no state of an optimizer")
     state, expected = (_state(folder / f"global_step_{task.steps}") for folder in (ours, theirs))
     wrong += [f"the trainer's {k} is {state.get(k)}, not {v}" for k, v in expected.items() if state.get(k) != v]
-    trained, meant = trained_samples(ours), trained_samples(theirs)
+    trained, meant = trained_samples(task, ours), trained_samples(task, theirs)
     if trained != meant:
         wrong.append(
             f"{(trained - meant).total()} samples trained that should not, {(meant - trained).total()} did not"
         )
-    with Ledger.open(ours) as ledger, Ledger.open(theirs) as other:
-        if ledger.pending() != other.pending():
-            wrong.append(f"{len(ledger.pending())} samples are open, not {len(other.pending())}")
+    if task.program.has_ledger:
+        with Ledger.open(ours) as ledger, Ledger.open(theirs) as other:
+            if ledger.pending() != other.pending():
+                wrong.append(f"{len(ledger.pending())} samples are open, not {len(other.pending())}")
     if (steps := _steps(ours)) != list(range(1, task.steps + 1)):
         wrong.append(f"metrics.jsonl has the steps {steps}")
     wrong += [f"{path.name} is left" for path in sorted(ours.glob(".global_step_*"))]
@@ -44,11 +45,11 @@ def differences(task: Task, ours: Path, theirs: Path) -> list[str]:
 def idleness(task: Task, folder: Path) -> list[str]:
     """Why the run folder is no measure for another: what it should have trained and has not."""
     wrong = []
-    expected = task.steps * PROMPTS * SAMPLES
-    if (count := trained_samples(folder).total()) != expected:
+    expected = task.steps * (PROMPTS * SAMPLES if task.program.has_ledger else 1)
+    if (count := trained_samples(task, folder).total()) != expected:
         wrong.append(f"{count} samples trained instead of {expected}")
     before = load_file(next(task.model.glob("*.safetensors")))
-    after = load_file(folder / f"global_step_{task.steps}" / "actor" / "huggingface" / "model.safetensors")
+    after = load_file(folder / f"global_step_{task.steps}" / task.program.role / "huggingface" / "model.safetensors")
     same = [name for name in before.keys() & after.keys() if np.array_equal(before[name], after[name])]
     if same or not after:
         wrong.append(f"these weights have not changed: {', '.join(sorted(same)[:3])}")
@@ -61,7 +62,11 @@ def checkpoint_digests(checkpoint: Path) -> dict[str, str]:
     return {str(f.relative_to(checkpoint)): hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
 
 
-def trained_samples(folder: Path) -> Counter[Any]:
+def trained_samples(task: Task, folder: Path) -> Counter[Any]:
+    """The samples of the ledger; of a program without one, the loss and the gradient norm of each step."""
+    if not task.program.has_ledger:
+        rows = _metrics(folder)
+        return Counter((row["step"], row["train/loss"], row["train/grad_norm"]) for row in rows)
     with Ledger.open(folder) as ledger:
         return ledger.multiset_of_trained()
 
@@ -70,9 +75,13 @@ def _state(checkpoint: Path) -> dict[str, Any]:
     """The trainer's state without what a run alone has: its seconds and its name."""
     state = json.loads((checkpoint / "trainer_state.json").read_text())
     state.pop("seconds")
-    state["samples"].pop("run")
+    state.get("samples", {}).pop("run", None)
     return dict(state)
 
 
 def _steps(folder: Path) -> list[int]:
-    return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row["step"] for row in _metrics(folder)]
+
+
+def _metrics(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -135,7 +135,7 @@ class Victim:
         """The first process of the command, with `pid` and `poll`; what it says goes to the end of `log`."""
         how = RUNTIMES[self.runtime]
         warm = self.task.warm and not how.launcher
-        module = [str(Path(__file__).with_name("chaos_warm.py"))] if warm else ["-m", "verl.trainer.main_ppo"]
+        module = [str(Path(__file__).with_name("chaos_warm.py"))] if warm else ["-m", self.task.program.module]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1"}
         environment[_MARK] = str(self.folder)
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -1,4 +1,4 @@
-"""What is attacked: a small GRPO run on each runtime, and when and what of it is to be killed."""
+"""What is attacked: a small run of a program on each runtime, and when and what of it is to be killed."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 PROMPTS, SAMPLES = 4, 4  # of a step
 _ROWS = 24
@@ -53,8 +54,27 @@ RUNTIMES = {
 }
 # phases of a step (verl/tracking/spans.py); "any": wherever the step is
 PHASES = ("gen", "reward", "update_actor", "update_weights", "save_checkpoint", "any")
+_ROW_PHASES = ("batch", "update", "save_checkpoint", "any")
 _ANY_S = 0.2  # in which such a kill comes
 _AGAIN = 0.25  # share of kills after which the run is killed once more while it comes back
+
+
+@dataclass(frozen=True)
+class Program:
+    """`module`: what `python -m` runs; `role`: name of the trained model; `has_ledger`: samples are generated and recorded."""
+
+    module: str
+    role: str
+    phases: tuple[str, ...] = _ROW_PHASES
+    has_ledger: bool = False
+    runtimes: tuple[str, ...] = ("local", "torchrun", "ray")
+
+
+PROGRAMS = {
+    "ppo": Program("verl.trainer.main_ppo", "actor", PHASES, has_ledger=True, runtimes=tuple(RUNTIMES)),
+    "preference": Program("verl.trainer.preference_trainer", "model"),
+    "reward_model": Program("verl.trainer.rm_trainer", "model"),
+}
 
 
 @dataclass(frozen=True)
@@ -66,6 +86,7 @@ class Task:
     keys: tuple[str, ...]
     steps: int
     warm: bool
+    program: Program = PROGRAMS["ppo"]
 
 
 @dataclass(frozen=True)
@@ -86,27 +107,45 @@ class Moment:
 
 
 def make_task(
-    folder: Path, *, steps: int, model: str | None = None, warm: bool = False, dtype: str = "float32"
-) -> Task:
+    folder: Path, *, steps: int, model: str | None = None, warm: bool = False, dtype: str = "float32",
+    program: str = "ppo",
+) -> Task:  # fmt: skip
     """Write the files of the task, and the keys that name them."""
     folder.mkdir(parents=True, exist_ok=True)
     if model is None:
         from verl.models.tiny import make_tiny_model
 
         model = str(make_tiny_model(folder / "model"))
-    (folder / "reward.py").write_text(_REWARD)
-    rows = [
+    rows = _prompts() if program == "ppo" else _pairs()
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keys = _ppo_keys(folder, model, dtype) if program == "ppo" else _pair_keys(model, dtype)
+    common = (
+        f"data.train_files={folder}/train.jsonl",
+        f"data.train_batch_size={PROMPTS}",
+        "trainer.logger=[file]",
+        "trainer.val_before_train=False",
+        f"trainer.total_training_steps={steps}",
+        "trainer.save_freq=3",
+        "trainer.max_restarts=10",
+        "trainer.restart_backoff_s=0.05",
+    )
+    return Task(folder, Path(model), (*keys, *common), steps, warm, PROGRAMS[program])
+
+
+def _prompts() -> list[dict[str, Any]]:
+    return [
         {"data_source": "letters", "prompt": [{"role": "user", "content": f"{'x' * (i % 5)} {i}"}],
          "reward_model": {"style": "rule", "ground_truth": str(i)}}
         for i in range(_ROWS)
     ]  # fmt: skip
-    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    keys = (
+
+
+def _ppo_keys(folder: Path, model: str, dtype: str) -> tuple[str, ...]:
+    (folder / "reward.py").write_text(_REWARD)
+    return (
         "algorithm.adv_estimator=grpo",
         f"actor_rollout_ref.model.path={model}",
-        f"data.train_files={folder}/train.jsonl",
         f"data.val_files={folder}/train.jsonl",
-        f"data.train_batch_size={PROMPTS}",
         "data.max_prompt_length=64",
         "data.max_response_length=8",
         f"actor_rollout_ref.rollout.n={SAMPLES}",
@@ -115,23 +154,35 @@ def make_task(
         f"actor_rollout_ref.actor.fsdp_config.dtype={dtype}",
         f"reward.custom_reward_function.path={folder}/reward.py",
         "reward.num_workers=2",
-        "trainer.logger=[file]",
-        "trainer.val_before_train=False",
-        f"trainer.total_training_steps={steps}",
-        "trainer.save_freq=3",
-        "trainer.max_restarts=10",
-        "trainer.restart_backoff_s=0.05",
     )
-    return Task(folder, Path(model), keys, steps, warm)
 
 
-def plan(rng: random.Random, runtime: str, count: int, targets: Sequence[str] | None = None) -> list[Moment]:
+def _pairs() -> list[dict[str, str]]:
+    return [
+        {"prompt": f"question {i}", "chosen": f" yes {i}" * (1 + i % 2), "rejected": " no" * (1 + i % 3)}
+        for i in range(_ROWS)
+    ]
+
+
+def _pair_keys(model: str, dtype: str) -> tuple[str, ...]:
+    return (f"model.path={model}", "data.max_length=64", "optim.lr=0.002", f"engine.dtype={dtype}")
+
+
+def plan(
+    rng: random.Random,
+    runtime: str,
+    count: int,
+    targets: Sequence[str] | None = None,
+    program: Program = PROGRAMS["ppo"],
+) -> list[Moment]:
     """`count` kills, those while the run comes back among them, in step after step."""
     choices = [t for t in RUNTIMES[runtime].targets if targets is None or t in targets]
+    if not program.has_ledger:
+        choices = [target for target in choices if target != "reward worker"]
     found: list[Moment] = []
     while count > 0:
         again = rng.random() if count > 1 and rng.random() < _AGAIN else None
         count -= 1 if again is None else 2
-        phase, target, share = rng.choice(PHASES), rng.choice(choices), rng.random()
+        phase, target, share = rng.choice(program.phases), rng.choice(choices), rng.random()
         found.append(Moment(len(found) + 1, phase, target, share, again, rng.choice(choices)))
     return found

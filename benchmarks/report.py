@@ -96,6 +96,9 @@ class Report:
     def finish(self, file: Path | None) -> None:
         """Print, and write the JSON if a file was asked for."""
         self.show()
+        self.write(file)
+
+    def write(self, file: Path | None) -> None:
         if file is not None:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(json.dumps(self.to_json(), indent=2, default=str) + "\n")

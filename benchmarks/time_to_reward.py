@@ -248,23 +248,29 @@ def gaps_to_float32(of_side: dict[str, list[Run]]) -> dict[str, list[float]]:
     return found
 
 
+def report_of(options: argparse.Namespace, runs: list[Run]) -> Report:
+    report = Report(f"Time to a held-out reward of {options.target:g}")
+    report.facts = {"job": options.config.name, "most steps": options.steps, "evaluated every": options.every}
+    report.facts.update({run.side: run.facts for run in runs})
+    fill(report, runs, options.target)
+    report.notes.append("Seconds are those of training steps; building a side and evaluating it do not count.")
+    return report
+
+
 def main(argv: list[str] | None = None) -> Report:
     options = parse(argv)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if set(options.sides) & set(TRL):
         ensure("trl", options.trl_env)
-    report = Report(f"Time to a held-out reward of {options.target:g}")
     runs: list[Run] = []
     with ExitStack() as stack:
         logs = options.logs or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="reward-")))
         for seed in options.seeds:
             for side in dict.fromkeys(options.sides):
                 runs.append((run_ours if side in OURS else run_trl)(options, side, seed, logs.resolve()))
-    report.facts = {"job": options.config.name, "most steps": options.steps, "evaluated every": options.every}
-    report.facts.update({run.side: run.facts for run in runs})
-    fill(report, runs, options.target)
-    report.notes.append("Seconds are those of training steps; building a side and evaluating it do not count.")
-    report.finish(options.json)
+                report = report_of(options, runs)
+                report.write(options.json)  # after every run, since each takes minutes
+    report.show()
     return report
 
 

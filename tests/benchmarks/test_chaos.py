@@ -24,7 +24,7 @@ import torch
 from chaos_compare import differences, idleness
 from chaos_pressure import plan_pressure
 from chaos_run import Kill, Lost, Victim
-from chaos_task import PHASES, RUNTIMES, Moment, make_task, plan
+from chaos_task import PHASES, PROGRAMS, RUNTIMES, Moment, make_task, plan
 
 from verl.cli.main import run_verb
 from verl.config import load_config
@@ -135,6 +135,19 @@ def test_a_run_whose_supervisor_is_killed(make):
 def test_twelve_kills_of_a_runtime(runtime):
     """pytest -m slow tests/benchmarks -k twelve_kills"""
     assert chaos.main(["--kills", "12", "--kills-per-run", "12", "--runtimes", runtime, "--seed", "3"]) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", [name for name, program in PROGRAMS.items() if not program.has_ledger])
+def test_kills_of_a_program_on_given_rows(program):
+    """pytest -m slow tests/benchmarks -k given_rows"""
+    assert chaos.main(["--kills", "4", "--kills-per-run", "4", "--program", program, "--runtimes", "local"]) == 0
+
+
+def test_a_program_without_samples_has_no_runtime_that_generates(capsys):
+    with pytest.raises(SystemExit):
+        chaos.main(["--program", "preference", "--runtimes", "async"])
+    assert "has no runtime async" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -255,7 +268,7 @@ def write(name, text):
 )  # fmt: skip
 def test_what_differs_is_said(folders, change, words):
     change(folders)
-    wrong = "; ".join(differences(SimpleNamespace(steps=2), folders.ours, folders.theirs))
+    wrong = "; ".join(differences(SimpleNamespace(steps=2, program=PROGRAMS["ppo"]), folders.ours, folders.theirs))
     assert (re.search(words, wrong) is not None) if words else wrong == ""
 
 

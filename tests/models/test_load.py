@@ -278,6 +278,9 @@ def test_tokenizer_of_a_model_section(tiny_folder, tmp_path):
         assert load_tokenizer(section).apply_chat_template(message, tokenize=False) == "hi!"
     with pytest.raises(ModelError, match="neither a file nor"):
         load_tokenizer(ModelConfig(path=str(folder), custom_chat_template=str(tmp_path / "none.jinja")))
+    template.write_bytes(b"\xff{{ messages }}")
+    with pytest.raises(ModelError, match="cannot be read as UTF-8 text"):
+        load_tokenizer(ModelConfig(path=str(folder), custom_chat_template=str(template)))
 
 
 def test_tokenizer_without_pad_token_pads_with_its_end(copy_of):

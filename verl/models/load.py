@@ -133,7 +133,10 @@ def load_tokenizer(model: ModelConfig | str | Path) -> Any:
         is_file = len(model.custom_chat_template) < 4096 and "{" not in model.custom_chat_template
         if is_file and not template.is_file():
             raise ModelError(f"model.custom_chat_template={template} is neither a file nor a Jinja template.")
-        tokenizer.chat_template = template.read_text(encoding="utf-8") if is_file else model.custom_chat_template
+        try:
+            tokenizer.chat_template = template.read_text(encoding="utf-8") if is_file else model.custom_chat_template
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelError(f"model.custom_chat_template={template} cannot be read as UTF-8 text: {error}.") from error
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token is None:
             raise ModelError(
