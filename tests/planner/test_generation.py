@@ -1,0 +1,149 @@
+"""Generation, length distributions, and the transition from training to generation."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from verl.errors import ConfigError
+from verl.planner import (
+    Cluster,
+    Layout,
+    Lengths,
+    ModelShape,
+    RolloutLayout,
+    Workload,
+    decode_step,
+    known_shape,
+    time_generate,
+    transition_bytes,
+)
+from verl.planner.transition import received_bytes
+
+
+@pytest.mark.parametrize(("devices", "milliseconds"), [(1, 22.0), (2, 13.5)])
+def test_a_measured_decode_step(devices, milliseconds):
+    """13B on A100, one sample with a context of 512 (llm-analysis, from FasterTransformer): within 12%."""
+    step = decode_step(ModelShape.gpt(40, 5120, 40, 50000), devices, 1, Cluster.of("a100_sxm", devices), 1, 512)
+    assert 1000 * step.seconds == pytest.approx(milliseconds, rel=0.12)
+
+
+def test_lengths():
+    lengths = Lengths.of(mean=701, longest=1536)
+    assert lengths.mean == pytest.approx(701, rel=1e-3)
+    assert lengths.longest == 1536
+    through = Lengths.through(100, 400, 900, 2000)
+    assert through.quantile(0.5) == pytest.approx(400, rel=0.02)
+    assert through.longest == pytest.approx(2000, rel=0.02)
+    with pytest.raises(ConfigError, match="does not ascend"):
+        Lengths.through(500, 400, 900, 2000)
+
+
+@pytest.mark.parametrize(("samples", "slots"), [(256, 256), (300, 64), (2048, 256), (8192, 100), (1, 8)])
+def test_a_profile_keeps_tokens_and_slots(samples, slots):
+    lengths = Lengths.of(701, 1536)
+    profile = lengths.profile(samples, slots)
+    assert sum(s.steps * s.active for s in profile) == pytest.approx(
+        lengths.mean * samples, rel=0.01 if samples > 1 else 1
+    )
+    assert max(s.active for s in profile) <= slots * 1.02
+
+
+def test_the_tail_costs_more_than_the_mean():
+    """As many tokens, but the longest response decides when a step ends."""
+    shape, cluster = known_shape("Qwen2.5-7B"), Cluster.of("h100_sxm", 8)
+    layout = RolloutLayout(8, slots=256)
+    equal, wide = (
+        time_generate(shape, layout, cluster, Workload(64, 8, 200, lengths)).seconds
+        for lengths in (Lengths.constant(1000), Lengths.of(1000, 8192))
+    )
+    assert wide > 2 * equal
+
+
+def test_table_2_of_hybridflow():
+    """M = 140 GB, 70B, p = t = 8, d = 2, generation p_g = 1, t_g = 8."""
+    found = {
+        scheme: transition_bytes(scheme, 140e9, (8, 8, 2), (1, 8))
+        for scheme in ("DeepSpeed-Chat", "HybridFlow-V", "HybridFlow")
+    }
+    assert {name: round(t.received / 1e9, 1) for name, t in found.items()} == {
+        "DeepSpeed-Chat": 138.9,
+        "HybridFlow-V": 137.8,
+        "HybridFlow": 15.3,
+    }
+    assert [t.peak / 1e9 for t in found.values()] == [140, 140, 17.5]
+    assert [t.redundant for t in found.values()] == [140e9 / 128, 140e9 / 64, 0]
+
+
+@pytest.mark.parametrize(("t", "p", "t_g"), [(2, 1, 1), (4, 1, 2), (2, 2, 1)])
+def test_transition_bytes_are_those_of_the_reshard_plan(t, p, t_g):
+    """A model whose every parameter is divided: our plan moves what Table 2 says, to the byte."""
+    from verl.parallel.mesh import Mesh
+    from verl.reshard.grouping import interval_engines
+    from verl.reshard.layout import RolloutLayout as Engines
+    from verl.reshard.layout import Tensor, TrainingLayout
+    from verl.reshard.plan import make_plan
+
+    tensors = [Tensor(f"layers.{i}", (64, 32), layers=(i,), tensor_dim=0) for i in range(4)]
+    num = t * p * 2
+    mesh = Mesh.grid(range(num), replicate=2, pp=p, tp=t)
+    training = TrainingLayout(mesh, layers_per_stage=(4 // p,) * p)
+    rollout = Engines(interval_engines(training, tensor_parallel=t_g))
+    plan = make_plan(tensors, training, rollout, dict.fromkeys(range(num), 0))
+    model = 4 * 64 * 32 * 2
+    expected = transition_bytes("HybridFlow", model, (p, t, 2), (1, t_g)).received
+    assert set(plan.received_bytes.values()) == {expected}
+
+
+def test_a_device_lacks_what_it_does_not_hold():
+    shape = ModelShape.gpt(32, 4096, 32)
+    model = 2 * shape.num_parameters
+    got = received_bytes(shape, Layout(data=2, tensor=8), RolloutLayout(8, 2))
+    assert got == pytest.approx(transition_bytes("HybridFlow", model, (1, 8, 2), (1, 2)).received)
+    assert received_bytes(shape, Layout(data=16, zero=3), RolloutLayout(16)) == pytest.approx(model * 15 / 16)
+
+
+def test_shapes_from_configs(tmp_path):
+    config = {
+        "num_hidden_layers": 28, "hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4,
+        "intermediate_size": 18944, "vocab_size": 152064, "hidden_act": "silu", "tie_word_embeddings": False,
+    }  # fmt: skip
+    shape = ModelShape.from_config(config)
+    assert shape == known_shape("Qwen/Qwen2.5-7B-Instruct").__class__(**{**vars_of("Qwen2.5-7B"), "name": ""})
+    assert shape.num_parameters == pytest.approx(7.615e9, rel=1e-3)
+    with pytest.raises(ConfigError, match="no positive num_hidden_layers"):
+        ModelShape.from_config({"hidden_size": 8})
+
+
+def vars_of(name):
+    shape = known_shape(name)
+    return {field: getattr(shape, field) for field in shape.__dataclass_fields__}
+
+
+@pytest.mark.parametrize(
+    ("name", "total", "active"),
+    [
+        ("DeepSeek-V3", 671e9, 37e9),
+        ("Qwen3-30B-A3B", 30.5e9, 3.3e9),
+        ("Qwen3-235B-A22B", 235e9, 22e9),
+        ("Llama-3.1-405B", 405.8e9, 405e9),
+    ],
+)
+def test_published_sizes(name, total, active):
+    shape = known_shape(name)
+    assert shape.num_parameters == pytest.approx(total, rel=0.005)
+    assert shape.active_parameters == pytest.approx(active, rel=0.1)
+
+
+def test_an_unknown_model_names_the_nearest():
+    with pytest.raises(ConfigError, match="did you mean 'Qwen2.5-7B'"):
+        known_shape("Qwen/Qwen25-7B")
+
+
+def test_without_torch():
+    code = (
+        "import sys, verl.planner, json; print(json.dumps([n for n in ('torch', 'transformers') if n in sys.modules]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert json.loads(done.stdout) == []

@@ -1,0 +1,105 @@
+"""Memory closed forms against the published figures of Calculon and of Megatron's paper (arXiv:2205.05198)."""
+
+import pytest
+
+from verl.planner import Layout, ModelShape, generation_memory, known_shape, memory
+from verl.planner.layout import RolloutLayout
+from verl.planner.memory import activation_bytes, kv_bytes_per_token, rollout_weights, training_state
+from verl.planner.workload import Lengths, Workload
+
+GIB = 2**30
+# name: layers, hidden, heads, t, p, chunks, sequences of a micro-batch
+MEGATRON = {
+    "22B": (48, 6144, 64, 8, 1, 1, 4),
+    "175B": (96, 12288, 96, 8, 8, 3, 1),
+    "530B": (105, 20480, 128, 8, 35, 3, 1),
+    "1T": (128, 25600, 160, 8, 64, 1, 1),
+}
+# GiB of weights and optimizer, of activations kept whole, and with sequence parallelism and selective recomputation
+TABLE = {
+    "22B": (45.56, 59.25, 9.56),
+    "175B": (45.56, 66.84, 12.35),
+    "530B": (31.64, 114.02, 23.08),
+    "1T": (32.96, 131.25, 26.56),
+}
+# per cent of the activations kept whole: sequence parallel, selective, both, full recomputation
+PERCENT = {
+    "22B": (66.84, 49.42, 16.18, 7.64),
+    "175B": (62.04, 56.53, 18.49, 8.71),
+    "530B": (58.31, 62.04, 20.27, 9.42),
+    "1T": (58.31, 62.04, 20.27, 9.42),
+}
+
+
+def megatron(name):
+    layers, hidden, heads, tensor, pipeline, chunks, sequences = MEGATRON[name]
+    layout = Layout(
+        tensor=tensor,
+        pipeline=pipeline,
+        chunks=chunks,
+        zero=0,
+        keeps_scores=True,
+        dropout=True,
+        sequence_parallel=False,
+    )
+    return ModelShape.gpt(layers, hidden, heads), layout, 2048 * sequences
+
+
+@pytest.mark.parametrize("name", MEGATRON)
+def test_memory_of_megatron_to_four_digits(name):
+    shape, layout, tokens = megatron(name)
+    both = layout.replace(sequence_parallel=True, recompute="selective")
+    found = (
+        training_state(shape, layout).total / GIB,
+        activation_bytes(shape, layout, tokens, 2048) / GIB,
+        activation_bytes(shape, both, tokens, 2048) / GIB,
+    )
+    assert tuple(round(value, 2) for value in found) == TABLE[name]
+
+
+@pytest.mark.parametrize("name", MEGATRON)
+def test_shares_of_recomputation(name):
+    """The published percentages include small terms that the paper's closed forms leave out: they agree within 0.15."""
+    shape, layout, tokens = megatron(name)
+    whole = activation_bytes(shape, layout, tokens, 2048)
+    changes = (
+        {"sequence_parallel": True},
+        {"recompute": "selective"},
+        {"sequence_parallel": True, "recompute": "selective"},
+        {"recompute": "full"},
+    )
+    found = [100 * activation_bytes(shape, layout.replace(**change), tokens, 2048) / whole for change in changes]
+    assert found == pytest.approx(PERCENT[name], abs=0.15)
+
+
+def test_zero_divides_optimizer_then_gradients_then_weights():
+    shape = ModelShape.gpt(10, 1024, 16)
+    found = [memory(shape, Layout(data=4, zero=stage)) for stage in range(4)]
+    n = shape.num_parameters
+    assert [f.weights for f in found] == [2 * n, 2 * n, 2 * n, n / 2]
+    assert [f.grads for f in found] == [4 * n, 4 * n, n, n]
+    assert [f.optimizer for f in found] == [12 * n, 3 * n, 3 * n, 3 * n]
+
+
+def test_experts_are_divided_by_expert_ranks_alone():
+    shape = known_shape("DeepSeek-V3")
+    layout = Layout(data=16, pipeline=16, expert=16, zero=1)
+    experts = shape.routed_parameters * (4 / 61) / 16
+    dense = shape.block_parameters * (4 / 61) + shape.vocab * shape.hidden
+    assert memory(shape, layout).weights == pytest.approx(2 * (experts + dense))
+    assert memory(shape, layout).optimizer == pytest.approx(12 * (experts + dense / 16))
+
+
+def test_keys_and_values():
+    llama, deepseek = known_shape("Llama-3.1-8B"), known_shape("DeepSeek-V3")
+    assert kv_bytes_per_token(llama, 1) == 131072  # 32 layers, 2 x 8 heads of 128, 2 bytes
+    assert kv_bytes_per_token(llama, 16) == 131072 / 8  # eight heads do not divide further
+    assert kv_bytes_per_token(deepseek, 8) == 61 * 576 * 2  # a latent is repeated
+    assert rollout_weights(llama, 4) == pytest.approx(2 * llama.num_parameters / 4)
+
+
+def test_slots_cost_memory():
+    shape, work = known_shape("Qwen2.5-7B"), Workload(64, 8, 200, Lengths.of(1000, 4096))
+    few, many = (generation_memory(shape, RolloutLayout(1, slots=slots), work) for slots in (32, 256))
+    assert many.kv > 7 * few.kv
+    assert many.weights == few.weights

@@ -1,0 +1,79 @@
+"""Times of training steps against published measurements."""
+
+import pytest
+
+from tests.planner.test_memory import MEGATRON
+from verl.planner import Batch, Cluster, Layout, ModelShape, known_shape, time_forward, time_train
+
+# iteration in seconds on A100s, measured (arXiv:2205.05198, table 5): full recomputation; sequence parallel and selective
+ITERATION = {"22B": (1.42, 1.10), "175B": (18.13, 13.75), "530B": (49.05, 37.83), "1T": (94.42, 71.49)}
+SEQUENCES = {"22B": 4, "175B": 64, "530B": 280, "1T": 512}
+
+# nanotron, llama-1B, 1024 sequences of 4096 tokens: devices, dp, tp, pp, sequences of a micro-batch, seconds
+NANOTRON = """8 4 2 1 8 15.8, 8 2 4 1 8 18.8, 8 2 1 4 2 22.4, 8 2 2 2 1 46.8, 16 4 4 1 16 10.3, 16 1 4 4 4 17.8, 16 1 8 2 8
+18.2, 16 2 1 8 4 28.4, 16 1 2 8 8 55.5, 16 1 2 8 2 63, 64 16 4 1 8 2.50, 64 16 4 1 4 2.85, 64 16 4 1 2 4.80,
+64 32 2 1 8 2.13, 64 32 2 1 2 2.79, 64 1 8 8 16 18.8"""
+
+
+@pytest.mark.parametrize("name", MEGATRON)
+def test_megatron_iterations_within_a_tenth(name):
+    layers, hidden, heads, tensor, pipeline, chunks, sequences = MEGATRON[name]
+    shape = ModelShape.gpt(layers, hidden, heads, 51200)
+    layout = Layout(
+        tensor=tensor,
+        pipeline=pipeline,
+        chunks=chunks,
+        zero=0,
+        keeps_scores=True,
+        dropout=True,
+        micro_batch=2048 * sequences,
+    )
+    ways = layout.replace(sequence_parallel=False, recompute="full"), layout.replace(recompute="selective")
+    batch = Batch.equal(SEQUENCES[name], 2048)
+    cluster = Cluster.of("a100_sxm", tensor * pipeline)
+    found = tuple(time_train(shape, way, cluster, batch).seconds for way in ways)
+    assert found == pytest.approx(ITERATION[name], rel=0.1)
+
+
+def test_order_of_nanotron_layouts():
+    shape, predicted, measured = known_shape("Llama-3.2-1B"), [], []
+    for row in NANOTRON.split(","):
+        devices, data, tensor, pipeline, sequences, seconds = row.split()
+        layout = Layout(int(data), int(tensor), int(pipeline), zero=0, micro_batch=int(sequences) * 4096)
+        cluster = Cluster.of("h100_sxm", int(devices))
+        predicted.append(time_train(shape, layout, cluster, Batch.equal(1024, 4096)).seconds)
+        measured.append(float(seconds))
+    assert spearman(predicted, measured) >= 0.9
+
+
+def spearman(a, b):
+    ranks = [[sorted(values).index(v) for v in values] for values in (a, b)]
+    n = len(a)
+    return 1 - 6 * sum((x - y) ** 2 for x, y in zip(*ranks, strict=True)) / (n * (n * n - 1))
+
+
+def test_backward_costs_twice_a_forward_and_recomputation_a_third_more():
+    shape, cluster, batch = known_shape("Qwen2.5-7B"), Cluster.of("h100_sxm", 8), Batch.equal(64, 4096)
+    layout = Layout(data=8, micro_batch=8192)
+    forward = time_forward(shape, layout, cluster, batch).seconds
+    train = time_train(shape, layout, cluster, batch)
+    compute = train.seconds - train.parts["data parallel"] - train.parts["optimizer"]
+    assert 2.8 < compute / forward < 3.3
+    again = time_train(shape, layout.replace(recompute="full"), cluster, batch)
+    assert again.seconds == pytest.approx(train.seconds + forward - forward_head(train), rel=0.02)
+
+
+def forward_head(train):
+    """The head is not computed again; its forward is about a third of its time."""
+    return train.parts["head"] / 3
+
+
+def test_parts_add_up():
+    shape = known_shape("Qwen3-30B-A3B")
+    found = time_train(
+        shape, Layout(data=8, expert=8, zero=3, micro_batch=4096), Cluster.of("h100_sxm", 8), Batch.equal(64, 4096)
+    )
+    assert found.seconds == pytest.approx(sum(found.parts.values()))
+    assert found.parts["experts"] > 0
+    assert found.parts["expert parallel"] > 0
+    assert found.bound in found.parts

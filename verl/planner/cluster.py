@@ -1,0 +1,169 @@
+"""Clusters: devices, and the links within a node and between nodes; the time of collectives over groups of their devices.
+
+Cluster.of("h100_sxm", num_devices=64)
+cluster.collective("all_reduce", num_bytes, Group(size=16, per_node=8))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from verl.errors import ConfigError, nearest
+from verl.planner.kernels import (
+    Collective,
+    Decode,
+    Device,
+    Experts,
+    Kernels,
+    Matmul,
+    Prefill,
+    collective_time,
+    wire_bytes,
+)
+
+_FOLDER = Path(__file__).parent
+_NETWORK_LATENCY_S = 10e-6  # of a message between nodes
+_NETWORK_SHARE = 0.8  # of the network's bandwidth that a collective reaches
+RESERVED_BYTES = 2_500_000_000  # of a GPU: the context, NCCL's buffers and what an allocator cannot use
+
+
+class Group(NamedTuple):
+    """`size` devices of which `per_node` lie in one domain of fast links."""
+
+    size: int
+    per_node: int
+
+    @classmethod
+    def of(cls, size: int, stride: int, domain: int) -> Group:
+        """Every `stride`-th device, `size` of them, where `domain` neighbours share fast links."""
+        return cls(size, max(1, min(size, domain // stride)))
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """`num_devices` devices. Bandwidths are in bytes/s per device and direction; `link_scale` is that of the fast links
+    relative to the measured ones."""
+
+    device: Device
+    num_devices: int
+    gpus_per_node: int
+    domain: int
+    inter_bytes_s: float
+    host_bytes_s: float
+    link_scale: float = 1.0
+
+    @classmethod
+    def of(
+        cls,
+        gpu: str,
+        num_devices: int,
+        *,
+        gpus_per_node: int | None = None,
+        hbm_gb: float | None = None,
+        inter_gbps: float | None = None,
+    ) -> Cluster:
+        """A cluster of a known device. `inter_gbps`: gigabits per second of a node's network, for all its devices."""
+        facts = cluster_facts(gpu)
+        per_node = gpus_per_node or min(int(facts["gpus_per_node"]), num_devices)
+        if num_devices > per_node and num_devices % per_node:
+            raise ConfigError(
+                f"{num_devices} devices do not fill nodes of {per_node}; choose a multiple, or set plan.cluster.gpus_per_node."
+            )
+        device = known_device(gpu)
+        if hbm_gb is not None:
+            device = replace(device, memory=hbm_gb * 1e9)
+        inter = facts["inter_gb_per_s"] * 1e9 if inter_gbps is None else inter_gbps * 1e9 / 8 / per_node
+        domain = max(int(facts["domain"]), 1) if per_node == facts["gpus_per_node"] else per_node
+        return cls(
+            device, num_devices, per_node, domain, inter, facts["host_gb_per_s"] * 1e9, facts.get("link_scale", 1.0)
+        )
+
+    @property
+    def memory(self) -> float:
+        """Bytes of a device that a run can use."""
+        return self.device.memory - RESERVED_BYTES
+
+    def group(self, size: int, stride: int = 1) -> Group:
+        return Group.of(size, stride, self.domain)
+
+    def collective(self, operation: str, num_bytes: float, group: Group) -> float:
+        """Seconds of a collective on a tensor of `num_bytes` in all (of an all-to-all: per rank)."""
+        if group.size <= 1 or num_bytes <= 0:
+            return 0.0
+        fit = self.device.kernels.collectives[operation]
+        if group.size <= group.per_node:
+            return float(collective_time(fit, operation, num_bytes, group.size, self.link_scale))
+        return self._across(fit, operation, num_bytes, group)
+
+    def _across(self, fit: Collective, operation: str, num_bytes: float, group: Group) -> float:
+        """Over several domains: rings through all devices cross each boundary once for each network card; of an all-to-all
+        every rank sends what its domain lacks by its own card."""
+        fast = fit.gb_per_s * 1e9 * self.link_scale
+        network = self.inter_bytes_s * _NETWORK_SHARE
+        num_domains = -(-group.size // group.per_node)
+        latency = fit.latency_us * 1e-6 + 2 * _NETWORK_LATENCY_S * (num_domains - 1).bit_length()
+        if operation == "alltoall":
+            outside = num_bytes * (group.size - group.per_node) / group.size
+            return latency + max(outside / network, wire_bytes(operation, num_bytes, group.size) / fast)
+        return latency + wire_bytes(operation, num_bytes, group.size) / min(fast, network * group.per_node)
+
+    def send(self, num_bytes: float, *, across: bool) -> float:
+        """Seconds of a message between neighbours of a pipeline."""
+        fast = self.device.kernels.collectives["all_gather"].gb_per_s * 1e9 * self.link_scale
+        return _NETWORK_LATENCY_S + num_bytes / (self.inter_bytes_s * _NETWORK_SHARE if across else fast)
+
+    def to_host(self, num_bytes: float) -> float:
+        """Seconds of a copy between a device and the host's memory."""
+        return num_bytes / self.host_bytes_s
+
+    def with_devices(self, num_devices: int) -> Cluster:
+        return replace(self, num_devices=num_devices)
+
+    def __hash__(self) -> int:
+        return hash(
+            (self.device, self.num_devices, self.gpus_per_node, self.domain, self.inter_bytes_s, self.link_scale)
+        )
+
+
+@cache
+def _rows(file: str) -> dict[str, dict[str, Any]]:
+    import yaml
+
+    return yaml.safe_load((_FOLDER / file).read_text())
+
+
+def cluster_facts(gpu: str) -> dict[str, Any]:
+    """The row of clusters.yaml. Raises ConfigError for an unknown device."""
+    rows = _rows("clusters.yaml")
+    if gpu not in rows:
+        raise ConfigError(
+            f"plan.cluster.gpu={gpu} is no known device{nearest(gpu, rows) or '.'} Known are: {', '.join(rows)}."
+        )
+    return rows[gpu]
+
+
+@cache
+def known_device(gpu: str) -> Device:
+    """A device with its fitted constants. Raises ConfigError for an unknown one."""
+    facts = cluster_facts(gpu)
+    return device_from({**_rows("devices.yaml")[facts.get("like", gpu)], **facts}, gpu)
+
+
+def device_from(row: Mapping[str, Any], name: str) -> Device:
+    """A device from a row of devices.yaml."""
+    given = row["kernels"]
+    collectives = {operation: Collective(**fit) for operation, fit in given["collectives"].items()}
+    kernels = Kernels(
+        Matmul(**given["matmul"]),
+        Prefill(**given["prefill"]),
+        Decode(**given["decode"]),
+        Experts(**given["experts"]),
+        collectives,
+        **{key: given[key] for key in ("elementwise", "launch_us") if key in given},
+    )
+    sizes = (float(row[key]) for key in ("peak", "bandwidth", "memory"))
+    return Device(name, *sizes, int(row["num_processors"]), kernels)

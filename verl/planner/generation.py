@@ -1,0 +1,114 @@
+"""Time and memory of generation: steps of decoding with a batch that shrinks while samples end.
+
+    time_generate(shape, RolloutLayout(replicas=8, tensor=2, slots=256), cluster, workload)
+
+A step lasts as long as reading the weights and the KV cache, or as the matmuls of its rows if that is longer (HybridFlow,
+arXiv:2409.19256, section 6: generation is bound by memory), and its all-reduces. The engine replays a graph, so the host adds a
+fixed time per step. The prompts of a group share their keys and values.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from verl.planner import kernels
+from verl.planner.cluster import Cluster
+from verl.planner.layout import Layout, RolloutLayout
+from verl.planner.memory import Bytes, forward_memory, kv_bytes_per_token, rollout_weights
+from verl.planner.shapes import ModelShape
+from verl.planner.step_time import Time, layer_matmuls, mlp_matmuls, time_forward
+from verl.planner.workload import Batch, Workload
+
+STEP_HOST_S = 1e-3  # scheduling and sampling, beside the graph of a step
+_SMALL_KERNELS = 5  # of a layer in the graph: norms, rotation, cache, activation
+_PREFILL_TOKENS = 8192  # of a forward over prompts
+
+
+@lru_cache(maxsize=1 << 16)
+def decode_step(shape: ModelShape, tensor: int, pipeline: int, cluster: Cluster, active: float, context: float) -> Time:
+    """One token for each of `active` samples of a replica, whose KV caches have `context` tokens each on average."""
+    rows = max(active / pipeline, 1.0)  # each stage works on a share of the samples
+    device, t = cluster.device, tensor
+    attention = _decode_attention(shape, t, cluster, rows, context)
+    dense = shape.num_layers - shape.num_mixture_layers
+    matmul = shape.num_layers * _read(cluster, rows, layer_matmuls(shape, t))
+    matmul += dense * _read(cluster, rows, mlp_matmuls(shape, shape.intermediate, t))
+    matmul += shape.num_mixture_layers * _read(cluster, rows, mlp_matmuls(shape, shape.shared_intermediate, t))
+    matmul += _read(cluster, rows, [(shape.vocab / t, shape.hidden)])
+    experts = 0.0
+    if shape.is_mixture:
+        inner, top = shape.expert_intermediate, shape.experts_per_token
+        once = kernels.experts_time(device, rows, shape.hidden, inner, top, shape.num_experts, t)
+        experts = shape.num_mixture_layers * float(once)
+    small = shape.num_layers * _SMALL_KERNELS * device.kernels.matmul.latency_us / 2 * 1e-6
+    messages = shape.num_layers * 2 * _all_reduce(cluster, kernels.WIDTH * rows * shape.hidden, t)
+    messages += (pipeline - 1) * cluster.send(kernels.WIDTH * rows * shape.hidden, across=t * pipeline > cluster.domain)
+    return Time.of(
+        weights=matmul, experts=experts, kv_cache=attention, tensor_parallel=messages, overhead=small + STEP_HOST_S
+    )
+
+
+def _read(cluster: Cluster, rows: float, sizes: list[tuple[float, float]]) -> float:
+    return sum(float(kernels.matmul_time(cluster.device, rows, n, k)) for n, k in sizes)
+
+
+def _decode_attention(shape: ModelShape, tensor: int, cluster: Cluster, rows: float, context: float) -> float:
+    elements, heads = shape.kv_elements, 1.0
+    if not shape.is_latent:
+        elements, heads = elements / min(tensor, shape.kv_heads), max(shape.kv_heads / tensor, 1.0)
+    return shape.num_layers * float(kernels.decode_time(cluster.device, rows, context, elements, heads))
+
+
+def _all_reduce(cluster: Cluster, num_bytes: float, tensor: int) -> float:
+    """By NCCL, or by one kernel that reads its neighbours' memory where that is faster."""
+    group = cluster.group(tensor)
+    usual = cluster.collective("all_reduce", num_bytes, group)
+    small = cluster.device.kernels.collectives.get("small_all_reduce")
+    if small is None or tensor < 2 or tensor > min(group.per_node, 8):
+        return usual
+    return min(usual, float(kernels.collective_time(small, "all_reduce", num_bytes, tensor, cluster.link_scale)))
+
+
+@lru_cache(maxsize=1 << 16)
+def time_generate(shape: ModelShape, layout: RolloutLayout, cluster: Cluster, workload: Workload) -> Time:
+    """Seconds until the last sample of a step has ended, on the replica with the most samples."""
+    samples = -(-workload.num_samples // layout.replicas)
+    prompts = max(1.0, workload.num_prompts / layout.replicas)
+    prefill = time_forward(
+        shape,
+        Layout(
+            tensor=layout.tensor,
+            pipeline=layout.pipeline,
+            zero=0,
+            expert=_experts(shape, layout),
+            micro_batch=_PREFILL_TOKENS,
+        ),
+        cluster,
+        Batch.equal(prompts, workload.prompt_mean),
+    )
+    total = Time.of(prefill=prefill.seconds)
+    for segment in workload.response.profile(samples, layout.slots):
+        context = workload.prompt_mean + segment.context
+        step = decode_step(shape, layout.tensor, layout.pipeline, cluster, round(segment.active, 1), round(context))
+        total = total + step.times(segment.steps)
+    return total
+
+
+def _experts(shape: ModelShape, layout: RolloutLayout) -> int:
+    return layout.tensor if shape.is_mixture else 1
+
+
+def generation_memory(shape: ModelShape, layout: RolloutLayout, workload: Workload) -> Bytes:
+    """Memory of one rank: weights, keys and values of all slots at nine tenths of the lengths, and a forward over prompts."""
+    slots = min(layout.slots, -(-workload.num_samples // layout.replicas))
+    shared = workload.prompt_mean / workload.samples
+    own = (workload.response.mean + workload.response.quantile(0.9)) / 2
+    tokens = max(slots * (shared + own), workload.longest)
+    each = Layout(
+        tensor=layout.tensor, pipeline=layout.pipeline, zero=0, expert=_experts(shape, layout), logit_chunk=1024
+    )
+    return Bytes(
+        weights=rollout_weights(shape, layout.tensor, layout.pipeline),
+        kv=tokens * kv_bytes_per_token(shape, layout.tensor, layout.pipeline),
+        buffers=forward_memory(shape, each, tokens=_PREFILL_TOKENS).buffers,
+    )

@@ -1,0 +1,176 @@
+"""Time of single kernels on a device: matmuls, attention, experts, collectives. Closed forms with fitted constants.
+
+All functions take numbers or numpy arrays, in elements, and return seconds; the dtype is bfloat16 (2 bytes). With peak P
+(FLOP/s), memory bandwidth B (bytes/s), a number of processors S, and a tile of 128 rows (64 for up to 64 rows) by 128 columns:
+
+    matmul      latency + ((compute)^q + (memory)^q)^(1/q);  compute = waves * time of a tile with k + `prologue`;
+                waves = w + `wave` (ceil(w) - w) for w = tiles / S >= 1, else w^`occupancy`;  memory = bytes / (`memory` B)
+    prefill     latency + flops (causal half, blocks of 128) / (`compute` P d / (d + `head_dim`)) * waves / w + bytes /
+    (`memory` B) decode      latency + KV bytes / (`memory` B) + rows * `row`
+    experts     latency + ((bytes of the experts in use / (`memory` B))^q + (flops / (`compute` P))^q)^(1/q)
+                + bytes of all rows / (`token` B)
+    collective  latency + bytes on the wire / bandwidth + `ramp` sqrt(bytes)
+
+The constants are in devices.yaml, with the error of each fit on kernels that it has not seen; benchmarks/fit_kernels.py fits
+them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+WIDTH = 2  # bytes of an element
+Number = Any  # a float, or an array of them
+
+
+@dataclass(frozen=True)
+class Matmul:
+    latency_us: float
+    compute: float  # share of the peak
+    memory: float  # share of the bandwidth
+    wave: float
+    prologue: float  # columns of k
+    occupancy: float
+    blend: float
+
+
+@dataclass(frozen=True)
+class Prefill:
+    latency_us: float
+    compute: float
+    memory: float
+    wave: float
+    head_dim: float
+    occupancy: float
+
+
+@dataclass(frozen=True)
+class Decode:
+    latency_us: float
+    memory: float
+    row_ns: float
+
+
+@dataclass(frozen=True)
+class Experts:
+    latency_us: float
+    compute: float
+    memory: float
+    token: float  # share of the bandwidth for the rows of the tokens
+    blend: float
+
+
+@dataclass(frozen=True)
+class Collective:
+    latency_us: float
+    rank_us: float  # per rank beyond two
+    gb_per_s: float  # on the wire, each direction
+    ramp_ns: float  # per square root of a byte
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The fitted constants of a device. `elementwise` is the share of the bandwidth that normalisations, activations and
+    optimizers reach; `launch_us` the time between two kernels that the host launches one by one."""
+
+    matmul: Matmul
+    prefill: Prefill
+    decode: Decode
+    experts: Experts
+    collectives: dict[str, Collective] = field(hash=False)
+    elementwise: float = 0.8
+    launch_us: float = 5.0
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator. `peak` in FLOP/s of dense bfloat16, `bandwidth` of its memory in bytes/s, `memory` in bytes."""
+
+    name: str
+    peak: float
+    bandwidth: float
+    memory: float
+    num_processors: int
+    kernels: Kernels = field(hash=False)
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.peak, self.bandwidth, self.memory))
+
+
+def matmul_time(device: Device, m: Number, n: Number, k: Number) -> Number:
+    """A matmul [m, k] x [k, n]."""
+    fit = device.kernels.matmul
+    rows = np.where(np.asarray(m) <= 64, 64, 128)
+    waves = _waves(np.ceil(m / rows) * np.ceil(n / 128) / device.num_processors, fit.wave, fit.occupancy)
+    compute = waves * device.num_processors * 2 * rows * 128 * (k + fit.prologue) / (device.peak * fit.compute)
+    memory = WIDTH * (m * k + k * n + m * n) / (device.bandwidth * fit.memory)
+    return fit.latency_us * 1e-6 + _blend(compute, memory, fit.blend)
+
+
+def prefill_time(device: Device, batch: Number, length: Number, heads: Number, kv_heads: Number, dim: Number) -> Number:
+    """Causal attention of `batch` sequences of `length` tokens to themselves."""
+    fit = device.kernels.prefill
+    blocks = np.ceil(length / 128)
+    w = batch * heads * blocks / device.num_processors
+    flops = 2 * batch * heads * dim * blocks * 128 * (length + 128)
+    compute = flops / (device.peak * fit.compute * dim / (dim + fit.head_dim)) * _waves(w, fit.wave, fit.occupancy) / w
+    memory = WIDTH * 2 * batch * length * dim * (heads + kv_heads) / (device.bandwidth * fit.memory)
+    return fit.latency_us * 1e-6 + compute + memory
+
+
+def decode_time(device: Device, batch: Number, context: Number, kv_elements: Number, kv_heads: Number) -> Number:
+    """Attention of one new token of each of `batch` samples to `context` cached ones of `kv_elements` elements each."""
+    fit = device.kernels.decode
+    read = WIDTH * batch * context * kv_elements / (device.bandwidth * fit.memory)
+    return fit.latency_us * 1e-6 + read + batch * kv_heads * fit.row_ns * 1e-9
+
+
+def experts_time(
+    device: Device,
+    tokens: Number,
+    hidden: Number,
+    inner: Number,
+    top_k: Number,
+    num: Number,
+    ranks: Number = 1,
+    *,
+    even: bool = False,
+) -> Number:
+    """`tokens` tokens through `top_k` of `num` gated experts each, of which this device holds one of `ranks` parts and sorts
+    the rows of all. `even`: the router uses as many experts as it can; else it chooses them independently."""
+    fit = device.kernels.experts
+    rows = tokens * top_k / ranks
+    used = np.minimum(rows, num / ranks) if even else num / ranks * (1 - (1 - np.minimum(top_k / num, 1)) ** tokens)
+    memory = WIDTH * 3 * hidden * inner * np.maximum(used, 1) / (device.bandwidth * fit.memory)
+    compute = 2 * 3 * hidden * inner * rows / (device.peak * fit.compute)
+    moved = WIDTH * tokens * top_k * hidden / (device.bandwidth * fit.token)
+    return fit.latency_us * 1e-6 + _blend(memory, compute, fit.blend) + moved
+
+
+def wire_bytes(operation: str, num_bytes: Number, ranks: Number) -> Number:
+    """Bytes that a rank sends in a ring; `num_bytes` is the whole tensor (of an all-to-all: what a rank holds)."""
+    return num_bytes * (ranks - 1) / ranks * (2 if operation == "all_reduce" else 1)
+
+
+def collective_time(fit: Collective, operation: str, num_bytes: Number, ranks: Number, scale: float = 1.0) -> Number:
+    """A collective among the devices of one node, whose links have `scale` times the bandwidth of the fit."""
+    wire = wire_bytes(operation, num_bytes, ranks) / scale
+    latency = (fit.latency_us + fit.rank_us * (ranks - 2)) * 1e-6
+    return latency + wire / (fit.gb_per_s * 1e9) + fit.ramp_ns * 1e-9 * np.sqrt(num_bytes / scale)
+
+
+def elementwise_time(device: Device, num_bytes: Number) -> Number:
+    """Operations that read and write `num_bytes` bytes altogether."""
+    return num_bytes / (device.bandwidth * device.kernels.elementwise)
+
+
+def _waves(w: Number, wave: float, occupancy: float) -> Number:
+    return np.where(w >= 1, w + wave * (np.ceil(w) - w), np.maximum(w, 1e-9) ** occupancy)
+
+
+def _blend(a: Number, b: Number, power: float) -> Number:
+    most = np.maximum(a, b)
+    return most * ((a / most) ** power + (b / most) ** power) ** (1 / power)

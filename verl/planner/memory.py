@@ -1,0 +1,165 @@
+"""Memory of a model on one device, by part: closed forms.
+
+    memory(shape, layout, tokens=4096, sequence=4096)      Bytes(weights, grads, optimizer, activations, kv, buffers)
+
+Training state by mixed precision (bfloat16 weights, float32 gradients, masters and two moments of AdamW): 18 bytes a parameter.
+Activations of a layer per token (Korthikanti et al., arXiv:2205.05198, section 4): inputs of both norms, of attention and of
+the MLP lie whole on every tensor parallel rank unless the sequence is divided too; queries, keys, values, outputs and the inner
+vectors of the MLP are divided. Attention that keeps its scores holds 5 a s bytes more per token. For GPT these are the paper's
+s b h (10 + 24/t + 5 a s / (h t)), s b h (34/t + 5 a s / (h t)), 34 s b h / t and 2 s b h.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from functools import lru_cache
+
+from verl.planner.layout import Layout
+from verl.planner.shapes import ModelShape
+
+WEIGHT, GRAD, OPTIMIZER = 2, 4, 12  # bytes of a parameter in training
+_LOGIT = 10  # bytes kept per logit: bfloat16, and the float32 copy with its gradient
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Bytes of one device by part; `buffers` are layers gathered for a moment, logits, and a layer that is recomputed."""
+
+    weights: float = 0.0
+    grads: float = 0.0
+    optimizer: float = 0.0
+    activations: float = 0.0
+    kv: float = 0.0
+    buffers: float = 0.0
+
+    @property
+    def state(self) -> float:
+        """What stays between the phases of a step, unless it is offloaded."""
+        return self.weights + self.grads + self.optimizer
+
+    @property
+    def transient(self) -> float:
+        """What lives only while the role works."""
+        return self.activations + self.kv + self.buffers
+
+    @property
+    def total(self) -> float:
+        return self.state + self.transient
+
+    def __add__(self, other: Bytes) -> Bytes:
+        return Bytes(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+
+def parameters_per_device(shape: ModelShape, layout: Layout, *, embeddings: bool = True) -> tuple[float, float]:
+    """(parameters that every data parallel rank repeats, routed experts) of one device, before ZeRO divides them. The largest
+    stage of a pipeline counts: it has ceil(layers / stages) layers, and an embedding."""
+    stage = math.ceil(shape.num_layers / layout.pipeline) / shape.num_layers
+    ends = 1 if shape.tied or layout.pipeline > 1 else 2
+    embedding = ends * shape.vocab * shape.hidden if embeddings else 0
+    experts = stage * shape.routed_parameters / layout.expert
+    return (stage * shape.block_parameters + embedding) / layout.tensor, experts
+
+
+@lru_cache(maxsize=1 << 14)
+def training_state(shape: ModelShape, layout: Layout, trained: int | None = None) -> Bytes:
+    """Weights, gradients and optimizer of one device. `trained`: parameters that are trained, when not all (LoRA); 0 for a
+    frozen model."""
+    dense, experts = parameters_per_device(shape, layout)
+    ranks, expert_ranks = layout.data_ranks, layout.expert_data_ranks
+    share = 1.0 if trained is None else trained / shape.num_parameters
+
+    def divided(stage: int) -> float:
+        """Parameters of a device where ZeRO divides from `stage` on."""
+        if layout.zero < stage:
+            return dense + experts
+        return dense / ranks + experts / expert_ranks
+
+    return Bytes(weights=WEIGHT * divided(3), grads=GRAD * share * divided(2), optimizer=OPTIMIZER * share * divided(1))
+
+
+def activation_bytes_of_layer(shape: ModelShape, layout: Layout, sequence: float) -> float:
+    """Bytes that a layer keeps per token for its backward pass, at the layout's recomputation."""
+    h, t = shape.hidden, layout.tensor
+    tokens_divided = t if layout.sequence_parallel else 1
+    if layout.recompute == "full":
+        return 2 * h / tokens_divided
+    masks = 2 * h if layout.keeps_scores or layout.dropout else 0
+    whole = 8 * h + masks
+    inner = 2 * (shape.query_size + shape.output_size) + 2 * (
+        2 * shape.kv_heads * shape.head_dim if not shape.is_latent else 2 * shape.query_size
+    )
+    mlp = 2 * (shape.num_in + 1) * _inner_size(shape)
+    scores = 5 * shape.heads * sequence if layout.keeps_scores and layout.recompute == "none" else 0
+    return whole / tokens_divided + (inner + mlp + scores) / t
+
+
+def _inner_size(shape: ModelShape) -> float:
+    """Elements of a token's inner vectors of the MLP, of all experts that it passes; the mean over the layers."""
+    if not shape.is_mixture:
+        return shape.intermediate
+    mixture = shape.experts_per_token * shape.expert_intermediate + shape.shared_intermediate
+    return (shape.dense_layers * shape.intermediate + shape.num_mixture_layers * mixture) / shape.num_layers
+
+
+@lru_cache(maxsize=1 << 16)
+def activation_bytes(shape: ModelShape, layout: Layout, tokens: float, sequence: float) -> float:
+    """Bytes of the first stage for micro-batches of `tokens` tokens. It works on p micro-batches of L / p layers at once; on
+    those of L (1 + (p - 1) / (p m)) layers where m chunks a stage are interleaved."""
+    p, layers = layout.pipeline, float(shape.num_layers)
+    if layout.chunks > 1:
+        layers *= 1 + (p - 1) / (p * layout.chunks)
+    return layers * tokens / layout.context * activation_bytes_of_layer(shape, layout, sequence)
+
+
+def training_buffers(shape: ModelShape, layout: Layout, tokens: float, sequence: float) -> float:
+    """Bytes that live for a moment: a layer that is recomputed, the logits of a micro-batch or of a chunk of it, and two whole
+    layers where ZeRO-3 gathers them."""
+    rows = tokens / layout.context
+    again = 0.0
+    if layout.recompute == "full":
+        again = rows * activation_bytes_of_layer(shape, layout.replace(recompute="selective"), sequence)
+    logits = min(rows, layout.logit_chunk or rows) * shape.vocab / layout.tensor * _LOGIT
+    gathered = 0.0
+    if layout.zero == 3:
+        layer = (shape.block_parameters + shape.routed_parameters / layout.expert) / shape.num_layers
+        gathered = WEIGHT * (2 * layer + shape.vocab * shape.hidden) / layout.tensor
+    return max(again, logits) + gathered
+
+
+def memory(
+    shape: ModelShape, layout: Layout, *, tokens: float = 0, sequence: float = 0, trained: int | None = None
+) -> Bytes:
+    """Memory of a model that trains with micro-batches of `tokens` tokens in sequences of `sequence` tokens. `trained` as in
+    `training_state`."""
+    state = training_state(shape, layout, trained)
+    if not tokens:
+        return state
+    return state + Bytes(
+        activations=activation_bytes(shape, layout, tokens, sequence),
+        buffers=training_buffers(shape, layout, tokens, sequence),
+    )
+
+
+def forward_memory(shape: ModelShape, layout: Layout, *, tokens: float) -> Bytes:
+    """Memory of a frozen model that computes micro-batches of `tokens` tokens: its weights, the vectors of one layer, and the
+    logits of a chunk."""
+    state = training_state(shape, layout, 0)
+    one = tokens / layout.context * activation_bytes_of_layer(shape, layout.replace(recompute="selective"), 0)
+    logits = min(tokens / layout.context, layout.logit_chunk or math.inf) * shape.vocab / layout.tensor * (2 + 4)
+    gathered = training_buffers(shape, layout.replace(recompute="selective"), 0, 0)
+    return Bytes(weights=state.weights, buffers=max(one, logits) + gathered)
+
+
+@lru_cache(maxsize=1 << 14)
+def kv_bytes_per_token(shape: ModelShape, tensor: int, pipeline: int = 1) -> float:
+    """Bytes of keys and values of one token on one rank of a rollout engine; heads that do not divide, and latents, are
+    repeated."""
+    elements = shape.kv_elements if shape.is_latent else shape.kv_elements / min(tensor, shape.kv_heads)
+    return 2 * elements * shape.num_layers / pipeline
+
+
+def rollout_weights(shape: ModelShape, tensor: int, pipeline: int = 1, expert: int | None = None) -> float:
+    """Bytes of the weights of one rank of a rollout engine; its experts are divided over `expert` ranks (default: all)."""
+    layout = Layout(tensor=tensor, pipeline=pipeline, expert=expert or (tensor if shape.is_mixture else 1))
+    return WEIGHT * sum(parameters_per_device(shape, layout))

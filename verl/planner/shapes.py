@@ -1,0 +1,220 @@
+"""Shapes of decoders: parameters, and the sizes from which memory and time follow. Without torch and without weights.
+
+ModelShape.from_config(json.load(open("config.json")))        a Hugging Face config, as a dict or an object
+known_shape("Qwen/Qwen2.5-7B-Instruct")                       a published model, by its name (models.yaml)
+ModelShape.gpt(num_layers=96, hidden=12288, heads=96)         GPT: GELU, no grouped keys, 12 L h^2 parameters
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+from verl.errors import ConfigError, nearest
+
+_MODELS = Path(__file__).with_name("models.yaml")
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a decoder. `intermediate` is that of a dense layer; a mixture has `dense_layers` of them before the layers with
+    experts. With `kv_lora_rank` attention is multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1)."""
+
+    num_layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int = 0
+    tied: bool = False
+    gated: bool = True  # two matrices in (gate, up) and one out; else one in and one out
+    num_experts: int = 0
+    experts_per_token: int = 0
+    expert_intermediate: int = 0
+    shared_intermediate: int = 0  # of the experts that every token passes
+    dense_layers: int = 0
+    kv_lora_rank: int = 0
+    q_lora_rank: int = 0
+    rope_head_dim: int = 0
+    value_head_dim: int = 0
+    name: str = ""
+
+    @classmethod
+    def gpt(cls, num_layers: int, hidden: int, heads: int, vocab: int = 0, name: str = "") -> ModelShape:
+        """A GPT of 12 L h^2 parameters (and V h of a tied embedding)."""
+        return cls(num_layers, hidden, heads, heads, hidden // heads, 4 * hidden, vocab, True, False, name=name)
+
+    @classmethod
+    def from_config(cls, config: Any, name: str = "") -> ModelShape:
+        """From a Hugging Face config of a decoder, a mapping or an object. Raises ConfigError when a size is missing."""
+        found = _as_mapping(config)
+        found = {**found, **_as_mapping(found.get("text_config") or {})}
+        for size in ("num_hidden_layers", "hidden_size", "num_attention_heads"):
+            if not isinstance(found.get(size), int) or found[size] < 1:
+                raise ConfigError(
+                    f"The model's config has no positive {size}; the planner needs the config of a decoder. "
+                    "Give a folder with a config.json, or the name of a published model."
+                )
+        return cls(**_dense_sizes(found), **_expert_sizes(found), **_latent_sizes(found), name=name)
+
+    @property
+    def is_mixture(self) -> bool:
+        return self.num_experts > 0
+
+    @property
+    def is_latent(self) -> bool:
+        return self.kv_lora_rank > 0
+
+    @property
+    def num_mixture_layers(self) -> int:
+        return self.num_layers - self.dense_layers if self.is_mixture else 0
+
+    @property
+    def num_in(self) -> int:
+        """Matrices into an MLP: gate and up, or one."""
+        return 2 if self.gated else 1
+
+    @property
+    def query_size(self) -> int:
+        """Elements of all queries of a token."""
+        return self.heads * self.head_dim
+
+    @property
+    def output_size(self) -> int:
+        """Elements of the attention's output of a token, before its projection."""
+        return self.heads * (self.value_head_dim or self.head_dim)
+
+    @property
+    def kv_elements(self) -> int:
+        """Elements in the KV cache of one token and layer."""
+        return self.kv_lora_rank + self.rope_head_dim if self.is_latent else 2 * self.kv_heads * self.head_dim
+
+    @cached_property
+    def attention_parameters(self) -> int:
+        """Of one layer."""
+        out = self.hidden * self.output_size
+        if not self.is_latent:
+            return out + self.hidden * (self.query_size + 2 * self.kv_heads * self.head_dim)
+        rank, nope = self.kv_lora_rank, self.head_dim - self.rope_head_dim
+        queries = (
+            self.q_lora_rank * (self.hidden + self.query_size) if self.q_lora_rank else self.hidden * self.query_size
+        )
+        keys = self.hidden * (rank + self.rope_head_dim) + rank * self.heads * (nope + self.value_head_dim)
+        return out + queries + keys
+
+    @cached_property
+    def expert_parameters(self) -> int:
+        """Of one expert of one layer."""
+        return (self.num_in + 1) * self.hidden * self.expert_intermediate
+
+    def mlp_parameters(self, *, mixture: bool) -> int:
+        """Of one layer, without the experts that a router chooses (see `expert_parameters`), but with the router."""
+        if not mixture:
+            return (self.num_in + 1) * self.hidden * self.intermediate
+        return (self.num_in + 1) * self.hidden * self.shared_intermediate + self.hidden * self.num_experts
+
+    @cached_property
+    def routed_parameters(self) -> int:
+        """Of all routed experts of all layers: what expert parallelism divides."""
+        return self.num_mixture_layers * self.num_experts * self.expert_parameters
+
+    @cached_property
+    def block_parameters(self) -> int:
+        """Of all layers, without the routed experts, norms and biases."""
+        dense = self.num_layers - self.num_mixture_layers
+        mlp = dense * self.mlp_parameters(mixture=False) + self.num_mixture_layers * self.mlp_parameters(mixture=True)
+        return self.num_layers * self.attention_parameters + mlp
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Of the embedding, and of an output projection of its own."""
+        return self.vocab * self.hidden * (1 if self.tied else 2)
+
+    @cached_property
+    def num_parameters(self) -> int:
+        return self.block_parameters + self.routed_parameters + self.embedding_parameters
+
+    @cached_property
+    def active_parameters(self) -> int:
+        """That a token passes: of the routed experts those that are chosen; without the embedding."""
+        routed = self.num_mixture_layers * self.experts_per_token * self.expert_parameters
+        return self.block_parameters + routed + self.vocab * self.hidden
+
+
+def _as_mapping(config: Any) -> Mapping[str, Any]:
+    if isinstance(config, Mapping):
+        return config
+    return config.to_dict() if hasattr(config, "to_dict") else vars(config)
+
+
+def _dense_sizes(found: Mapping[str, Any]) -> dict[str, Any]:
+    hidden, heads = found["hidden_size"], found["num_attention_heads"]
+    activation = str(found.get("hidden_act") or found.get("activation_function") or "silu")
+    return {
+        "num_layers": found["num_hidden_layers"],
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": found.get("num_key_value_heads") or heads,
+        "head_dim": found.get("head_dim") or hidden // heads,
+        "intermediate": found.get("intermediate_size") or 4 * hidden,
+        "vocab": found.get("vocab_size") or 0,
+        "tied": bool(found.get("tie_word_embeddings", False)),
+        "gated": activation in ("silu", "swish", "swiglu", "gelu_pytorch_tanh") and "n_inner" not in found,
+    }
+
+
+def _expert_sizes(found: Mapping[str, Any]) -> dict[str, Any]:
+    experts = found.get("num_experts") or found.get("n_routed_experts") or found.get("num_local_experts") or 0
+    if not experts:
+        return {}
+    inner = found.get("moe_intermediate_size") or found["intermediate_size"]
+    return {
+        "num_experts": experts,
+        "experts_per_token": found.get("num_experts_per_tok") or 1,
+        "expert_intermediate": inner,
+        "shared_intermediate": found.get("shared_expert_intermediate_size")
+        or inner * (found.get("n_shared_experts") or 0),
+        "dense_layers": found.get("first_k_dense_replace") or 0,
+    }
+
+
+def _latent_sizes(found: Mapping[str, Any]) -> dict[str, Any]:
+    if not found.get("kv_lora_rank"):
+        return {}
+    rope = found.get("qk_rope_head_dim") or 0
+    return {
+        "kv_lora_rank": found["kv_lora_rank"],
+        "q_lora_rank": found.get("q_lora_rank") or 0,
+        "rope_head_dim": rope,
+        "value_head_dim": found.get("v_head_dim") or 0,
+    }
+
+
+@cache
+def known_shapes() -> dict[str, ModelShape]:
+    """Published models by name."""
+    import yaml
+
+    names = {field.name for field in fields(ModelShape)}
+    rows = yaml.safe_load(_MODELS.read_text())["models"]
+    return {name: ModelShape(**{k: v for k, v in row.items() if k in names}, name=name) for name, row in rows.items()}
+
+
+def known_shape(name: str) -> ModelShape:
+    """The published model `name`; a suffix such as -Instruct and the organisation may be left out or differ. Raises
+    ConfigError."""
+    shapes = known_shapes()
+    short = name.rstrip("/").split("/")[-1].lower()
+    # the longest name that begins it: Qwen2.5-1.5B-Instruct is Qwen2.5-1.5B, and no Qwen2.5-1
+    for known in sorted(shapes, key=len, reverse=True):
+        if short == known.lower() or short.startswith(known.lower() + "-"):
+            return shapes[known]
+    raise ConfigError(
+        f"The shape of {name!r} is not known: it is no folder with a config.json, and no published model of "
+        f"verl/planner/models.yaml{nearest(name.rstrip('/').split('/')[-1], shapes) or '.'} Give actor_rollout_ref.model.path "
+        "such a folder; its weights are not needed."
+    )

@@ -1,0 +1,205 @@
+"""Work of a step: prompts, samples, and the distribution of their response lengths.
+
+    Workload(num_prompts=64, samples=32, prompt_mean=200, response=Lengths.of(mean=701, longest=1536))
+
+A batch of samples lasts as long as its longest one: while short ones end, the batch shrinks and a step of decoding costs almost
+as much. `Lengths.profile` gives the steps of a rollout engine as segments of equal occupancy.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from statistics import NormalDist
+from typing import NamedTuple
+
+from verl.errors import ConfigError
+
+_POINTS = 200  # quantiles of a distribution
+_SIGMA = 0.7  # of the logarithm of lengths that are known by mean and limit alone: a wide, right-skewed distribution
+_SEGMENTS = 24
+
+
+class Segment(NamedTuple):
+    """`steps` steps of decoding with `active` samples of `context` generated tokens each, on average."""
+
+    steps: float
+    active: float
+    context: float
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Response lengths in tokens, as equally likely quantiles, ascending."""
+
+    quantiles: tuple[float, ...]
+
+    @classmethod
+    def of(cls, mean: float, longest: float) -> Lengths:
+        """A log-normal distribution that is cut at `longest`, with this mean."""
+        if not 0 < mean <= longest:
+            raise ConfigError(f"A mean response of {mean} tokens needs a limit of at least as many, not {longest}.")
+        low, high = math.log(max(mean / 50, 1e-3)), math.log(longest) + 4
+        while high - low > 1e-6:
+            middle = (low + high) / 2
+            low, high = (middle, high) if _cut_normal(middle, longest).mean < mean else (low, middle)
+        return _cut_normal(high, longest)
+
+    @classmethod
+    def constant(cls, length: float) -> Lengths:
+        return cls((float(length),) * _POINTS)
+
+    @classmethod
+    def through(cls, p10: float, p50: float, p90: float, longest: float) -> Lengths:
+        """Straight lines between the given quantiles. Raises ConfigError when they do not ascend."""
+        if not 0 < p10 <= p50 <= p90 <= longest:
+            raise ConfigError(
+                f"plan.workload.response=[{p10:g},{p50:g},{p90:g},{longest:g}] does not ascend; give the lengths in tokens "
+                "that 10%, 50% and 90% of the responses have at most, and the longest."
+            )
+        known = ((0.0, max(1.0, 2 * p10 - p50)), (0.1, p10), (0.5, p50), (0.9, p90), (1.0, longest))
+        return cls(tuple(_between(known, (i + 0.5) / _POINTS) for i in range(_POINTS)))
+
+    @classmethod
+    def from_samples(cls, lengths: Sequence[float]) -> Lengths:
+        """Of an earlier run. Raises ConfigError without any."""
+        if not lengths:
+            raise ConfigError(
+                "The samples file has no response lengths; give a JSON-lines file with response_length in each row."
+            )
+        ordered = sorted(lengths)
+        return cls(tuple(float(ordered[int((i + 0.5) / _POINTS * len(ordered))]) for i in range(_POINTS)))
+
+    @property
+    def mean(self) -> float:
+        return sum(self.quantiles) / len(self.quantiles)
+
+    @property
+    def longest(self) -> float:
+        return self.quantiles[-1]
+
+    def quantile(self, share: float) -> float:
+        return self.quantiles[min(int(share * len(self.quantiles)), len(self.quantiles) - 1)]
+
+    @property
+    def mean_square(self) -> float:
+        return sum(q * q for q in self.quantiles) / len(self.quantiles)
+
+    def profile(self, num_samples: int, slots: int) -> tuple[Segment, ...]:
+        """The steps of an engine with `slots` slots that generates `num_samples` samples; a free slot takes the next one."""
+        return _profile(self.quantiles, max(1, num_samples), max(1, slots))
+
+
+def _cut_normal(mu: float, longest: float) -> Lengths:
+    normal = NormalDist(mu, _SIGMA)
+    return Lengths(tuple(min(math.exp(normal.inv_cdf((i + 0.5) / _POINTS)), longest) for i in range(_POINTS)))
+
+
+def _between(known: Sequence[tuple[float, float]], share: float) -> float:
+    for (a, low), (b, high) in itertools.pairwise(known):
+        if share <= b:
+            return low + (high - low) * (share - a) / (b - a)
+    return known[-1][1]
+
+
+@lru_cache(maxsize=1 << 14)
+def _profile(quantiles: tuple[float, ...], num_samples: int, slots: int) -> tuple[Segment, ...]:
+    # at most 512 samples are followed, each for several; a fixed permutation mixes short and long ones
+    weight = max(1.0, num_samples / 512)
+    count, width = round(num_samples / weight), max(1, round(slots / weight))
+    lengths = [quantiles[int((i + 0.5) / count * len(quantiles))] for i in range(count)]
+    mixed = [lengths[i * _stride(count) % count] for i in range(count)]
+    heap: list[float] = []
+    spans = []
+    for length in mixed:
+        start = heapq.heappop(heap) if len(heap) >= width else 0.0
+        heapq.heappush(heap, start + length)
+        spans.append((start, start + length))
+    return _segments(spans, weight)
+
+
+def _stride(count: int) -> int:
+    """A step that visits all of `count` places, near the golden ratio of them."""
+    step = max(1, round(count * 0.618))
+    while math.gcd(step, count) > 1:
+        step += 1
+    return step
+
+
+def _segments(spans: list[tuple[float, float]], weight: float) -> tuple[Segment, ...]:
+    ends = sorted(stop for _, stop in spans)
+    edges = sorted(
+        {
+            0.0,
+            *(
+                ends[int((i + 1) / _SEGMENTS * len(ends)) - 1]
+                for i in range(_SEGMENTS)
+                if len(ends) * (i + 1) >= _SEGMENTS
+            ),
+            ends[-1],
+        }
+    )
+    found = []
+    for first, last in itertools.pairwise(edges):
+        tokens = context = 0.0
+        for start, stop in spans:
+            a, b = max(start, first), min(stop, last)
+            if a < b:
+                tokens += b - a
+                context += (b - a) * ((a + b) / 2 - start)
+        found.append(Segment(last - first, weight * tokens / (last - first), context / tokens))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One step of a program: `num_prompts` prompts, `samples` responses of each, divided into `updates` optimizer steps for
+    each of `epochs` passes."""
+
+    num_prompts: int
+    samples: int
+    prompt_mean: float
+    response: Lengths
+    updates: int = 1
+    epochs: int = 1
+    prompt_longest: float = 0.0
+
+    @property
+    def num_samples(self) -> int:
+        return self.num_prompts * self.samples
+
+    @property
+    def longest(self) -> float:
+        """The longest sequence, prompt and response."""
+        return max(self.prompt_longest, self.prompt_mean) + self.response.longest
+
+    @property
+    def batch(self) -> Batch:
+        """All sequences of the step."""
+        p, r = self.prompt_mean, self.response
+        return Batch(self.num_samples, p + r.mean, p * p + 2 * p * r.mean + r.mean_square)
+
+
+class Batch(NamedTuple):
+    """`num` sequences of `mean` tokens, whose squares have the mean `square`."""
+
+    num: float
+    mean: float
+    square: float
+
+    @classmethod
+    def equal(cls, num: float, length: float) -> Batch:
+        return cls(num, length, length * length)
+
+    @property
+    def tokens(self) -> float:
+        return self.num * self.mean
+
+    @property
+    def attended(self) -> float:
+        """The length of equal sequences with as many tokens and the same cost of attention."""
+        return self.square / self.mean
