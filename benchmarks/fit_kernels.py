@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.report import table
 from verl.planner import kernels
-from verl.planner.kernels import Collective, Decode, Device, Experts, Kernels, Matmul, Prefill
+from verl.planner.kernels import CollectiveFit, DecodeFit, Device, ExpertsFit, KernelFits, MatmulFit, PrefillFit
 
 # device -> folder, data-sheet values (peak, bandwidth, memory, processors), tables (matmul and attention, NCCL)
 SHEET = {
@@ -36,11 +36,11 @@ SHEET = {
     "gb200": ((2500e12, 8.0e12, 189471 * 2**20, 152), ("vllm/0.24.0", "nccl/2.29.2")),
 }
 _STARTS = {
-    Matmul: (3, 0.8, 0.8, 0.3, 200, 0.6, 4),
-    Prefill: (11, 1.0, 0.5, 0.5, 70, 0.1),
-    Decode: (11, 0.9, 20),
-    Experts: (30, 0.6, 0.8, 0.5, 1.5),
-    Collective: (8, 1, 330, 1),
+    MatmulFit: (3, 0.8, 0.8, 0.3, 200, 0.6, 4),
+    PrefillFit: (11, 1.0, 0.5, 0.5, 70, 0.1),
+    DecodeFit: (11, 0.9, 20),
+    ExpertsFit: (30, 0.6, 0.8, 0.5, 1.5),
+    CollectiveFit: (8, 1, 330, 1),
 }
 _SOURCE = "# Written by benchmarks/fit_kernels.py. Measurements: NVIDIA, aiconfigurator-core 0.12.0, Apache-2.0."
 Predict = Callable[..., np.ndarray]
@@ -111,7 +111,7 @@ def fit_matmul(base: Device, folder: Path) -> tuple[Any, dict]:
     rows = read(folder / "gemm_perf.parquet", gemm_dtype="bfloat16")
     m, n, k = columns(rows, "m", "n", "k")
     held = ((n * 7 + k * 13) // 32 % 5) < 2
-    return fit(Matmul, lambda c, *p: kernels.matmul_time(_with(base, matmul=c), *p), [m, n, k], seconds(rows), held)
+    return fit(MatmulFit, lambda c, *p: kernels.matmul_time(_with(base, matmul=c), *p), [m, n, k], seconds(rows), held)
 
 
 def fit_prefill(base: Device, folder: Path) -> tuple[Any, dict]:
@@ -121,10 +121,10 @@ def fit_prefill(base: Device, folder: Path) -> tuple[Any, dict]:
     batch, length, heads, kv, dim = columns(rows, *names) if "head_dim" in rows else [*columns(rows, *names[:4]), 128.0]
     held = ((heads * 3 + kv * 5 + dim // 64 + batch) % 5) < 2
 
-    def predict(c: Prefill, *points: Any) -> np.ndarray:
+    def predict(c: PrefillFit, *points: Any) -> np.ndarray:
         return kernels.prefill_time(_with(base, prefill=c), *points)
 
-    return fit(Prefill, predict, [batch, length, heads, kv, dim], seconds(rows), held)
+    return fit(PrefillFit, predict, [batch, length, heads, kv, dim], seconds(rows), held)
 
 
 def fit_decode(base: Device, folder: Path) -> tuple[Any, dict]:
@@ -133,23 +133,23 @@ def fit_decode(base: Device, folder: Path) -> tuple[Any, dict]:
     dim = columns(rows, "head_dim")[0] if "head_dim" in rows else np.full_like(batch, 128.0)
     held = ((heads * 3 + kv * 5 + dim // 64 + batch) % 5) < 2
 
-    def predict(c: Decode, *points: Any) -> np.ndarray:
+    def predict(c: DecodeFit, *points: Any) -> np.ndarray:
         return kernels.decode_time(_with(base, decode=c), *points)
 
-    return fit(Decode, predict, [batch, step + 1, 2 * kv * dim, kv], seconds(rows), held)
+    return fit(DecodeFit, predict, [batch, step + 1, 2 * kv * dim, kv], seconds(rows), held)
 
 
 def fit_experts(base: Device, folder: Path) -> tuple[Any, dict]:
-    """Experts that lie whole on a device, with balanced routing."""
+    """ExpertsFit that lie whole on a device, with balanced routing."""
     rows = read(folder / "moe_perf.parquet", moe_dtype="bfloat16", distribution="balanced", moe_tp_size=1)
     names = ("num_tokens", "hidden_size", "inter_size", "topk", "num_experts", "moe_ep_size")
     tokens, hidden, inner, top_k, num, ranks = columns(rows, *names)
     held = ((hidden // 64 + inner // 64 + num + ranks) % 5) < 2
 
-    def predict(c: Experts, *points: Any) -> np.ndarray:
+    def predict(c: ExpertsFit, *points: Any) -> np.ndarray:
         return kernels.experts_time(_with(base, experts=c), *points, even=True)
 
-    return fit(Experts, predict, [tokens, hidden, inner, top_k, num, ranks], seconds(rows), held)
+    return fit(ExpertsFit, predict, [tokens, hidden, inner, top_k, num, ranks], seconds(rows), held)
 
 
 def fit_small_all_reduce(path: Path) -> tuple[Any, dict]:
@@ -159,10 +159,10 @@ def fit_small_all_reduce(path: Path) -> tuple[Any, dict]:
     ranks, elements = columns(rows, "num_gpus", "message_size")
     held = np.round(np.log2(elements)).astype(int) % 2 == 0
 
-    def predict(c: Collective, *points: Any) -> np.ndarray:
+    def predict(c: CollectiveFit, *points: Any) -> np.ndarray:
         return kernels.collective_time(c, "all_reduce", *points)
 
-    return fit(Collective, predict, [2 * elements, ranks], seconds(rows), held)
+    return fit(CollectiveFit, predict, [2 * elements, ranks], seconds(rows), held)
 
 
 def fit_collective(path: Path, operation: str) -> tuple[Any, dict]:
@@ -170,10 +170,10 @@ def fit_collective(path: Path, operation: str) -> tuple[Any, dict]:
     ranks, elements = columns(rows, "num_gpus", "message_size")
     held = np.round(np.log2(elements)).astype(int) % 2 == 0
 
-    def predict(c: Collective, *points: Any) -> np.ndarray:
+    def predict(c: CollectiveFit, *points: Any) -> np.ndarray:
         return kernels.collective_time(c, operation, *points)
 
-    return fit(Collective, predict, [2 * elements, ranks], seconds(rows), held)
+    return fit(CollectiveFit, predict, [2 * elements, ranks], seconds(rows), held)
 
 
 def seconds(rows: Any) -> np.ndarray:
@@ -188,7 +188,7 @@ def fit_device(name: str, data: Path, held_out: list[list[str]]) -> dict[str, An
     """The entry of a device in devices.yaml; some points that its fits have not seen are added to `held_out`."""
     (peak, bandwidth, memory, processors), (framework, nccl) = SHEET[name]
     unused: Any = None
-    base = Device(name, peak, bandwidth, memory, processors, Kernels(unused, unused, unused, unused, {}))
+    base = Device(name, peak, bandwidth, memory, processors, KernelFits(unused, unused, unused, unused, {}))
     found: dict[str, Any] = {}
     errors: dict[str, Any] = {}
     for part, family, run in (

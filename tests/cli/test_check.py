@@ -228,17 +228,13 @@ def test_saved_bytes_of_a_real_checkpoint(tiny_llama, tmp_path, task, overrides,
 
 
 def test_cache_shares_prompts():
-    shape = resources.ModelShape(
-        1, num_layers=2, hidden=64, intermediate=128, kv_heads=2, head_dim=16, max_positions=None
-    )
+    shape = resources.ModelShape(2, 64, heads=4, kv_heads=2, head_dim=16, intermediate=128, counted=1)
     per_token = 2 * 2 * 2 * 16 * 4
     assert resources.cache_bytes(shape, 8, 4, prompt=100, response=10, width=4) == per_token * (8 * 10 + 2 * 100)
 
 
 def test_reference_and_critic_count_only_where_they_are(tiny_llama):
-    shape = resources.ModelShape(
-        1000, num_layers=2, hidden=64, intermediate=128, kv_heads=2, head_dim=16, max_positions=None
-    )
+    shape = resources.ModelShape(2, 64, heads=4, kv_heads=2, head_dim=16, intermediate=128, counted=1000)
 
     def roles(*overrides):
         return set(resources.memory_needed(load_config(overrides, check=False).config, shape, shape, 4)) & {

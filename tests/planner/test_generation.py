@@ -9,10 +9,10 @@ import pytest
 from verl.errors import ConfigError
 from verl.planner import (
     Cluster,
-    Layout,
+    EngineLayout,
     Lengths,
     ModelShape,
-    RolloutLayout,
+    ParallelLayout,
     Workload,
     decode_step,
     known_shape,
@@ -53,7 +53,7 @@ def test_a_profile_keeps_tokens_and_slots(samples, slots):
 def test_the_tail_costs_more_than_the_mean():
     """As many tokens, but the longest response decides when a step ends."""
     shape, cluster = known_shape("Qwen2.5-7B"), Cluster.of("h100_sxm", 8)
-    layout = RolloutLayout(8, slots=256)
+    layout = EngineLayout(8, slots=256)
     equal, wide = (
         time_generate(shape, layout, cluster, Workload(64, 8, 200, lengths)).seconds
         for lengths in (Lengths.constant(1000), Lengths.of(1000, 8192))
@@ -99,9 +99,9 @@ def test_transition_bytes_are_those_of_the_reshard_plan(t, p, t_g):
 def test_a_device_lacks_what_it_does_not_hold():
     shape = ModelShape.gpt(32, 4096, 32)
     model = 2 * shape.num_parameters
-    got = received_bytes(shape, Layout(data=2, tensor=8), RolloutLayout(8, 2))
+    got = received_bytes(shape, ParallelLayout(data=2, tensor=8), EngineLayout(8, 2))
     assert got == pytest.approx(transition_bytes("HybridFlow", model, (1, 8, 2), (1, 2)).received)
-    assert received_bytes(shape, Layout(data=16, zero=3), RolloutLayout(16)) == pytest.approx(model * 15 / 16)
+    assert received_bytes(shape, ParallelLayout(data=16, zero=3), EngineLayout(16)) == pytest.approx(model * 15 / 16)
 
 
 def test_shapes_from_configs(tmp_path):

@@ -2,9 +2,9 @@
 
 import pytest
 
-from verl.planner import Layout, ModelShape, generation_memory, known_shape, memory
-from verl.planner.layout import RolloutLayout
-from verl.planner.memory import activation_bytes, kv_bytes_per_token, rollout_weights, training_state
+from verl.planner import ModelShape, ParallelLayout, generation_memory, known_shape, memory
+from verl.planner.layout import EngineLayout
+from verl.planner.memory import kept_activations, kv_bytes_per_token, rollout_weights, training_state
 from verl.planner.workload import Lengths, Workload
 
 GIB = 2**30
@@ -33,7 +33,7 @@ PERCENT = {
 
 def megatron(name):
     layers, hidden, heads, tensor, pipeline, chunks, sequences = MEGATRON[name]
-    layout = Layout(
+    layout = ParallelLayout(
         tensor=tensor,
         pipeline=pipeline,
         chunks=chunks,
@@ -51,8 +51,8 @@ def test_memory_of_megatron_to_four_digits(name):
     both = layout.replace(sequence_parallel=True, recompute="selective")
     found = (
         training_state(shape, layout).total / GIB,
-        activation_bytes(shape, layout, tokens, 2048) / GIB,
-        activation_bytes(shape, both, tokens, 2048) / GIB,
+        kept_activations(shape, layout, tokens, 2048) / GIB,
+        kept_activations(shape, both, tokens, 2048) / GIB,
     )
     assert tuple(round(value, 2) for value in found) == TABLE[name]
 
@@ -61,20 +61,20 @@ def test_memory_of_megatron_to_four_digits(name):
 def test_shares_of_recomputation(name):
     """The published percentages include small terms that the paper's closed forms leave out: they agree within 0.15."""
     shape, layout, tokens = megatron(name)
-    whole = activation_bytes(shape, layout, tokens, 2048)
+    whole = kept_activations(shape, layout, tokens, 2048)
     changes = (
         {"sequence_parallel": True},
         {"recompute": "selective"},
         {"sequence_parallel": True, "recompute": "selective"},
         {"recompute": "full"},
     )
-    found = [100 * activation_bytes(shape, layout.replace(**change), tokens, 2048) / whole for change in changes]
+    found = [100 * kept_activations(shape, layout.replace(**change), tokens, 2048) / whole for change in changes]
     assert found == pytest.approx(PERCENT[name], abs=0.15)
 
 
 def test_zero_divides_optimizer_then_gradients_then_weights():
     shape = ModelShape.gpt(10, 1024, 16)
-    found = [memory(shape, Layout(data=4, zero=stage)) for stage in range(4)]
+    found = [memory(shape, ParallelLayout(data=4, zero=stage)) for stage in range(4)]
     n = shape.num_parameters
     assert [f.weights for f in found] == [2 * n, 2 * n, 2 * n, n / 2]
     assert [f.grads for f in found] == [4 * n, 4 * n, n, n]
@@ -83,7 +83,7 @@ def test_zero_divides_optimizer_then_gradients_then_weights():
 
 def test_experts_are_divided_by_expert_ranks_alone():
     shape = known_shape("DeepSeek-V3")
-    layout = Layout(data=16, pipeline=16, expert=16, zero=1)
+    layout = ParallelLayout(data=16, pipeline=16, expert=16, zero=1)
     experts = shape.routed_parameters * (4 / 61) / 16
     dense = shape.block_parameters * (4 / 61) + shape.vocab * shape.hidden
     assert memory(shape, layout).weights == pytest.approx(2 * (experts + dense))
@@ -100,6 +100,6 @@ def test_keys_and_values():
 
 def test_slots_cost_memory():
     shape, work = known_shape("Qwen2.5-7B"), Workload(64, 8, 200, Lengths.of(1000, 4096))
-    few, many = (generation_memory(shape, RolloutLayout(1, slots=slots), work) for slots in (32, 256))
+    few, many = (generation_memory(shape, EngineLayout(1, slots=slots), work) for slots in (32, 256))
     assert many.kv > 7 * few.kv
     assert many.weights == few.weights

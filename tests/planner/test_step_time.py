@@ -3,7 +3,7 @@
 import pytest
 
 from tests.planner.test_memory import MEGATRON
-from verl.planner import Batch, Cluster, Layout, ModelShape, known_shape, time_forward, time_train
+from verl.planner import Cluster, ModelShape, ParallelLayout, SequenceBatch, known_shape, time_forward, time_train
 
 # iteration in seconds on A100s, measured (arXiv:2205.05198, table 5): full recomputation; sequence parallel and selective
 ITERATION = {"22B": (1.42, 1.10), "175B": (18.13, 13.75), "530B": (49.05, 37.83), "1T": (94.42, 71.49)}
@@ -19,7 +19,7 @@ NANOTRON = """8 4 2 1 8 15.8, 8 2 4 1 8 18.8, 8 2 1 4 2 22.4, 8 2 2 2 1 46.8, 16
 def test_megatron_iterations_within_a_tenth(name):
     layers, hidden, heads, tensor, pipeline, chunks, sequences = MEGATRON[name]
     shape = ModelShape.gpt(layers, hidden, heads, 51200)
-    layout = Layout(
+    layout = ParallelLayout(
         tensor=tensor,
         pipeline=pipeline,
         chunks=chunks,
@@ -29,7 +29,7 @@ def test_megatron_iterations_within_a_tenth(name):
         micro_batch=2048 * sequences,
     )
     ways = layout.replace(sequence_parallel=False, recompute="full"), layout.replace(recompute="selective")
-    batch = Batch.equal(SEQUENCES[name], 2048)
+    batch = SequenceBatch.equal(SEQUENCES[name], 2048)
     cluster = Cluster.of("a100_sxm", tensor * pipeline)
     found = tuple(time_train(shape, way, cluster, batch).seconds for way in ways)
     assert found == pytest.approx(ITERATION[name], rel=0.1)
@@ -39,9 +39,9 @@ def test_order_of_nanotron_layouts():
     shape, predicted, measured = known_shape("Llama-3.2-1B"), [], []
     for row in NANOTRON.split(","):
         devices, data, tensor, pipeline, sequences, seconds = row.split()
-        layout = Layout(int(data), int(tensor), int(pipeline), zero=0, micro_batch=int(sequences) * 4096)
+        layout = ParallelLayout(int(data), int(tensor), int(pipeline), zero=0, micro_batch=int(sequences) * 4096)
         cluster = Cluster.of("h100_sxm", int(devices))
-        predicted.append(time_train(shape, layout, cluster, Batch.equal(1024, 4096)).seconds)
+        predicted.append(time_train(shape, layout, cluster, SequenceBatch.equal(1024, 4096)).seconds)
         measured.append(float(seconds))
     assert spearman(predicted, measured) >= 0.9
 
@@ -53,8 +53,8 @@ def spearman(a, b):
 
 
 def test_backward_costs_twice_a_forward_and_recomputation_a_third_more():
-    shape, cluster, batch = known_shape("Qwen2.5-7B"), Cluster.of("h100_sxm", 8), Batch.equal(64, 4096)
-    layout = Layout(data=8, micro_batch=8192)
+    shape, cluster, batch = known_shape("Qwen2.5-7B"), Cluster.of("h100_sxm", 8), SequenceBatch.equal(64, 4096)
+    layout = ParallelLayout(data=8, micro_batch=8192)
     forward = time_forward(shape, layout, cluster, batch).seconds
     train = time_train(shape, layout, cluster, batch)
     compute = train.seconds - train.parts["data parallel"] - train.parts["optimizer"]
@@ -71,7 +71,10 @@ def forward_head(train):
 def test_parts_add_up():
     shape = known_shape("Qwen3-30B-A3B")
     found = time_train(
-        shape, Layout(data=8, expert=8, zero=3, micro_batch=4096), Cluster.of("h100_sxm", 8), Batch.equal(64, 4096)
+        shape,
+        ParallelLayout(data=8, expert=8, zero=3, micro_batch=4096),
+        Cluster.of("h100_sxm", 8),
+        SequenceBatch.equal(64, 4096),
     )
     assert found.seconds == pytest.approx(sum(found.parts.values()))
     assert found.parts["experts"] > 0

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.seed("A3")
 
 ray = pytest.importorskip("ray")
 
-from verl.runtime.ray_cluster import Cluster, Request, apart_from_signals, services  # noqa: E402 - needs ray
+from verl.runtime.ray_cluster import RayCluster, Request, apart_from_signals, services  # noqa: E402 - needs ray
 from verl.single_controller.ray import (  # noqa: E402 - needs ray
     RayClassWithInitArgs,
     RayResourcePool,
@@ -252,8 +252,8 @@ def cmdline(process):
 
 OWNER = """
 import sys, ray
-from verl.runtime.ray_cluster import Cluster, Request
-cluster = Cluster({"num_cpus": 1}, Request([1], False, 60))
+from verl.runtime.ray_cluster import RayCluster, Request
+cluster = RayCluster({"num_cpus": 1}, Request([1], False, 60))
 print("address", ray.get_runtime_context().gcs_address, flush=True)
 sys.stdin.read()
 cluster.close()
@@ -313,4 +313,4 @@ def test_a_cluster_that_does_not_start(monkeypatch, address, error, expected, wo
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", fail)
     with pytest.raises(expected, match=f"Ray did not start after .* s .*{words}"):
-        Cluster({"address": address, "num_cpus": 1}, Request([1], False, 10.0))
+        RayCluster({"address": address, "num_cpus": 1}, Request([1], False, 10.0))

@@ -2,29 +2,29 @@
 
 shape = ModelShape.from_config(json.load(open("config.json")))
 cluster = Cluster.of("h100_sxm", num_devices=64)
-memory(shape, Layout(data=8, tensor=8), tokens=4096, sequence=4096)         bytes of a device, by part
-time_train(shape, Layout(data=8, tensor=8), cluster, Batch.equal(512, 4096))
-time_generate(shape, RolloutLayout(replicas=32, tensor=2), cluster, workload)
+memory(shape, ParallelLayout(data=8, tensor=8), tokens=4096, sequence=4096)         bytes of a device, by part
+time_train(shape, ParallelLayout(data=8, tensor=8), cluster, SequenceBatch.equal(512, 4096))
+time_generate(shape, EngineLayout(replicas=32, tensor=2), cluster, workload)
 """
 
-from verl.planner.cluster import Cluster, Group
+from verl.planner.cluster import Cluster, DeviceGroup
 from verl.planner.generation import decode_step, generation_memory, time_generate
-from verl.planner.layout import Layout, RolloutLayout
+from verl.planner.layout import EngineLayout, ParallelLayout
 from verl.planner.memory import Bytes, forward_memory, memory
 from verl.planner.shapes import ModelShape, known_shape, known_shapes
 from verl.planner.step_time import Time, time_forward, time_train
 from verl.planner.transition import time_transition, transition_bytes
-from verl.planner.workload import Batch, Lengths, Workload
+from verl.planner.workload import Lengths, SequenceBatch, Workload
 
 __all__ = [
-    "Batch",
     "Bytes",
     "Cluster",
-    "Group",
-    "Layout",
+    "DeviceGroup",
+    "EngineLayout",
     "Lengths",
     "ModelShape",
-    "RolloutLayout",
+    "ParallelLayout",
+    "SequenceBatch",
     "Time",
     "Workload",
     "decode_step",

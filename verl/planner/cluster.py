@@ -1,7 +1,7 @@
 """Clusters: devices, and the links within a node and between nodes; the time of collectives over groups of their devices.
 
 Cluster.of("h100_sxm", num_devices=64)
-cluster.collective("all_reduce", num_bytes, Group(size=16, per_node=8))
+cluster.collective("all_reduce", num_bytes, DeviceGroup(size=16, per_node=8))
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 
 from verl.errors import ConfigError, nearest
 from verl.planner.kernels import (
-    Collective,
-    Decode,
+    CollectiveFit,
+    DecodeFit,
     Device,
-    Experts,
-    Kernels,
-    Matmul,
-    Prefill,
+    ExpertsFit,
+    KernelFits,
+    MatmulFit,
+    PrefillFit,
     collective_time,
     wire_bytes,
 )
@@ -31,14 +31,14 @@ _NETWORK_SHARE = 0.8  # of the network's bandwidth that a collective reaches
 RESERVED_BYTES = 2_500_000_000  # of a GPU: the context, NCCL's buffers and what an allocator cannot use
 
 
-class Group(NamedTuple):
+class DeviceGroup(NamedTuple):
     """`size` devices of which `per_node` lie in one domain of fast links."""
 
     size: int
     per_node: int
 
     @classmethod
-    def of(cls, size: int, stride: int, domain: int) -> Group:
+    def of(cls, size: int, stride: int, domain: int) -> DeviceGroup:
         """Every `stride`-th device, `size` of them, where `domain` neighbours share fast links."""
         return cls(size, max(1, min(size, domain // stride)))
 
@@ -87,10 +87,10 @@ class Cluster:
         """Bytes of a device that a run can use."""
         return self.device.memory - RESERVED_BYTES
 
-    def group(self, size: int, stride: int = 1) -> Group:
-        return Group.of(size, stride, self.domain)
+    def group(self, size: int, stride: int = 1) -> DeviceGroup:
+        return DeviceGroup.of(size, stride, self.domain)
 
-    def collective(self, operation: str, num_bytes: float, group: Group) -> float:
+    def collective(self, operation: str, num_bytes: float, group: DeviceGroup) -> float:
         """Seconds of a collective on a tensor of `num_bytes` in all (of an all-to-all: per rank)."""
         if group.size <= 1 or num_bytes <= 0:
             return 0.0
@@ -99,7 +99,7 @@ class Cluster:
             return float(collective_time(fit, operation, num_bytes, group.size, self.link_scale))
         return self._across(fit, operation, num_bytes, group)
 
-    def _across(self, fit: Collective, operation: str, num_bytes: float, group: Group) -> float:
+    def _across(self, fit: CollectiveFit, operation: str, num_bytes: float, group: DeviceGroup) -> float:
         """Over several domains: rings through all devices cross each boundary once for each network card; of an all-to-all
         every rank sends what its domain lacks by its own card."""
         fast = fit.gb_per_s * 1e9 * self.link_scale
@@ -156,14 +156,14 @@ def known_device(gpu: str) -> Device:
 def device_from(row: Mapping[str, Any], name: str) -> Device:
     """A device from a row of devices.yaml."""
     given = row["kernels"]
-    collectives = {operation: Collective(**fit) for operation, fit in given["collectives"].items()}
-    kernels = Kernels(
-        Matmul(**given["matmul"]),
-        Prefill(**given["prefill"]),
-        Decode(**given["decode"]),
-        Experts(**given["experts"]),
+    collectives = {operation: CollectiveFit(**fit) for operation, fit in given["collectives"].items()}
+    kernels = KernelFits(
+        MatmulFit(**given["matmul"]),
+        PrefillFit(**given["prefill"]),
+        DecodeFit(**given["decode"]),
+        ExpertsFit(**given["experts"]),
         collectives,
         **{key: given[key] for key in ("elementwise", "launch_us") if key in given},
     )
-    sizes = (float(row[key]) for key in ("peak", "bandwidth", "memory"))
-    return Device(name, *sizes, int(row["num_processors"]), kernels)
+    peak, bandwidth, size = (float(row[key]) for key in ("peak", "bandwidth", "memory"))
+    return Device(name, peak, bandwidth, size, int(row["num_processors"]), kernels)

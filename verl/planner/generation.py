@@ -1,6 +1,6 @@
 """Time and memory of generation: steps of decoding with a batch that shrinks while samples end.
 
-    time_generate(shape, RolloutLayout(replicas=8, tensor=2, slots=256), cluster, workload)
+    time_generate(shape, EngineLayout(replicas=8, tensor=2, slots=256), cluster, workload)
 
 A step lasts as long as reading the weights and the KV cache, or as the matmuls of its rows if that is longer (HybridFlow,
 arXiv:2409.19256, section 6: generation is bound by memory), and its all-reduces. The engine replays a graph, so the host adds a
@@ -9,15 +9,16 @@ fixed time per step. The prompts of a group share their keys and values.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 from verl.planner import kernels
 from verl.planner.cluster import Cluster
-from verl.planner.layout import Layout, RolloutLayout
+from verl.planner.layout import EngineLayout, ParallelLayout
 from verl.planner.memory import Bytes, forward_memory, kv_bytes_per_token, rollout_weights
 from verl.planner.shapes import ModelShape
 from verl.planner.step_time import Time, layer_matmuls, mlp_matmuls, time_forward
-from verl.planner.workload import Batch, Workload
+from verl.planner.workload import SequenceBatch, Workload
 
 STEP_HOST_S = 1e-3  # scheduling and sampling, beside the graph of a step
 _SMALL_KERNELS = 5  # of a layer in the graph: norms, rotation, cache, activation
@@ -48,12 +49,12 @@ def decode_step(shape: ModelShape, tensor: int, pipeline: int, cluster: Cluster,
     )
 
 
-def _read(cluster: Cluster, rows: float, sizes: list[tuple[float, float]]) -> float:
+def _read(cluster: Cluster, rows: float, sizes: Sequence[tuple[float, float]]) -> float:
     return sum(float(kernels.matmul_time(cluster.device, rows, n, k)) for n, k in sizes)
 
 
 def _decode_attention(shape: ModelShape, tensor: int, cluster: Cluster, rows: float, context: float) -> float:
-    elements, heads = shape.kv_elements, 1.0
+    elements, heads = float(shape.kv_elements), 1.0
     if not shape.is_latent:
         elements, heads = elements / min(tensor, shape.kv_heads), max(shape.kv_heads / tensor, 1.0)
     return shape.num_layers * float(kernels.decode_time(cluster.device, rows, context, elements, heads))
@@ -70,13 +71,13 @@ def _all_reduce(cluster: Cluster, num_bytes: float, tensor: int) -> float:
 
 
 @lru_cache(maxsize=1 << 16)
-def time_generate(shape: ModelShape, layout: RolloutLayout, cluster: Cluster, workload: Workload) -> Time:
+def time_generate(shape: ModelShape, layout: EngineLayout, cluster: Cluster, workload: Workload) -> Time:
     """Seconds until the last sample of a step has ended, on the replica with the most samples."""
     samples = -(-workload.num_samples // layout.replicas)
     prompts = max(1.0, workload.num_prompts / layout.replicas)
     prefill = time_forward(
         shape,
-        Layout(
+        ParallelLayout(
             tensor=layout.tensor,
             pipeline=layout.pipeline,
             zero=0,
@@ -84,7 +85,7 @@ def time_generate(shape: ModelShape, layout: RolloutLayout, cluster: Cluster, wo
             micro_batch=_PREFILL_TOKENS,
         ),
         cluster,
-        Batch.equal(prompts, workload.prompt_mean),
+        SequenceBatch.equal(prompts, workload.prompt_mean),
     )
     total = Time.of(prefill=prefill.seconds)
     for segment in workload.response.profile(samples, layout.slots):
@@ -94,17 +95,17 @@ def time_generate(shape: ModelShape, layout: RolloutLayout, cluster: Cluster, wo
     return total
 
 
-def _experts(shape: ModelShape, layout: RolloutLayout) -> int:
+def _experts(shape: ModelShape, layout: EngineLayout) -> int:
     return layout.tensor if shape.is_mixture else 1
 
 
-def generation_memory(shape: ModelShape, layout: RolloutLayout, workload: Workload) -> Bytes:
+def generation_memory(shape: ModelShape, layout: EngineLayout, workload: Workload) -> Bytes:
     """Memory of one rank: weights, keys and values of all slots at nine tenths of the lengths, and a forward over prompts."""
     slots = min(layout.slots, -(-workload.num_samples // layout.replicas))
     shared = workload.prompt_mean / workload.samples
     own = (workload.response.mean + workload.response.quantile(0.9)) / 2
     tokens = max(slots * (shared + own), workload.longest)
-    each = Layout(
+    each = ParallelLayout(
         tensor=layout.tensor, pipeline=layout.pipeline, zero=0, expert=_experts(shape, layout), logit_chunk=1024
     )
     return Bytes(

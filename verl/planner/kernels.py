@@ -27,7 +27,7 @@ Number = Any  # a float, or an array of them
 
 
 @dataclass(frozen=True)
-class Matmul:
+class MatmulFit:
     latency_us: float
     compute: float  # share of the peak
     memory: float  # share of the bandwidth
@@ -38,7 +38,7 @@ class Matmul:
 
 
 @dataclass(frozen=True)
-class Prefill:
+class PrefillFit:
     latency_us: float
     compute: float
     memory: float
@@ -48,14 +48,14 @@ class Prefill:
 
 
 @dataclass(frozen=True)
-class Decode:
+class DecodeFit:
     latency_us: float
     memory: float
     row_ns: float
 
 
 @dataclass(frozen=True)
-class Experts:
+class ExpertsFit:
     latency_us: float
     compute: float
     memory: float
@@ -64,7 +64,7 @@ class Experts:
 
 
 @dataclass(frozen=True)
-class Collective:
+class CollectiveFit:
     latency_us: float
     rank_us: float  # per rank beyond two
     gb_per_s: float  # on the wire, each direction
@@ -72,15 +72,15 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class Kernels:
+class KernelFits:
     """The fitted constants of a device. `elementwise` is the share of the bandwidth that normalisations, activations and
     optimizers reach; `launch_us` the time between two kernels that the host launches one by one."""
 
-    matmul: Matmul
-    prefill: Prefill
-    decode: Decode
-    experts: Experts
-    collectives: dict[str, Collective] = field(hash=False)
+    matmul: MatmulFit
+    prefill: PrefillFit
+    decode: DecodeFit
+    experts: ExpertsFit
+    collectives: dict[str, CollectiveFit] = field(hash=False)
     elementwise: float = 0.8
     launch_us: float = 5.0
 
@@ -94,7 +94,7 @@ class Device:
     bandwidth: float
     memory: float
     num_processors: int
-    kernels: Kernels = field(hash=False)
+    kernels: KernelFits = field(hash=False)
 
     def __hash__(self) -> int:
         return hash((self.name, self.peak, self.bandwidth, self.memory))
@@ -155,7 +155,7 @@ def wire_bytes(operation: str, num_bytes: Number, ranks: Number) -> Number:
     return num_bytes * (ranks - 1) / ranks * (2 if operation == "all_reduce" else 1)
 
 
-def collective_time(fit: Collective, operation: str, num_bytes: Number, ranks: Number, scale: float = 1.0) -> Number:
+def collective_time(fit: CollectiveFit, operation: str, num_bytes: Number, ranks: Number, scale: float = 1.0) -> Number:
     """A collective among the devices of one node, whose links have `scale` times the bandwidth of the fit."""
     wire = wire_bytes(operation, num_bytes, ranks) / scale
     latency = (fit.latency_us + fit.rank_us * (ranks - 2)) * 1e-6

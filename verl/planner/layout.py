@@ -10,7 +10,7 @@ Recompute = Literal["none", "selective", "full"]
 
 
 @dataclass(frozen=True)
-class Layout:
+class ParallelLayout:
     """Parallel sizes of a role that trains or computes: `data` x `context` x `tensor` x `pipeline` devices, tensor parallel
     ranks next to each other. `expert` ranks, of data, context and tensor, divide the experts of a mixture.
 
@@ -50,7 +50,7 @@ class Layout:
         """Ranks that repeat the same experts."""
         return max(1, self.data * self.context * self.tensor // self.expert)
 
-    def replace(self, **changes: Any) -> Layout:
+    def replace(self, **changes: Any) -> ParallelLayout:
         return dataclasses.replace(self, **changes)
 
     def text(self) -> str:
@@ -64,7 +64,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class RolloutLayout:
+class EngineLayout:
     """Parallel sizes of a rollout engine: `replicas` of `tensor` x `pipeline` devices. `slots` samples run at once in a
     replica."""
 

@@ -15,7 +15,7 @@ import math
 from dataclasses import dataclass, fields
 from functools import lru_cache
 
-from verl.planner.layout import Layout
+from verl.planner.layout import ParallelLayout
 from verl.planner.shapes import ModelShape
 
 WEIGHT, GRAD, OPTIMIZER = 2, 4, 12  # bytes of a parameter in training
@@ -35,12 +35,12 @@ class Bytes:
 
     @property
     def state(self) -> float:
-        """What stays between the phases of a step, unless it is offloaded."""
+        """Bytes that stay between the phases of a step, unless they are offloaded."""
         return self.weights + self.grads + self.optimizer
 
     @property
     def transient(self) -> float:
-        """What lives only while the role works."""
+        """Bytes that live only while the role works."""
         return self.activations + self.kv + self.buffers
 
     @property
@@ -51,7 +51,7 @@ class Bytes:
         return Bytes(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
 
-def parameters_per_device(shape: ModelShape, layout: Layout, *, embeddings: bool = True) -> tuple[float, float]:
+def parameters_per_device(shape: ModelShape, layout: ParallelLayout, *, embeddings: bool = True) -> tuple[float, float]:
     """(parameters that every data parallel rank repeats, routed experts) of one device, before ZeRO divides them. The largest
     stage of a pipeline counts: it has ceil(layers / stages) layers, and an embedding."""
     stage = math.ceil(shape.num_layers / layout.pipeline) / shape.num_layers
@@ -62,7 +62,7 @@ def parameters_per_device(shape: ModelShape, layout: Layout, *, embeddings: bool
 
 
 @lru_cache(maxsize=1 << 14)
-def training_state(shape: ModelShape, layout: Layout, trained: int | None = None) -> Bytes:
+def training_state(shape: ModelShape, layout: ParallelLayout, trained: int | None = None) -> Bytes:
     """Weights, gradients and optimizer of one device. `trained`: parameters that are trained, when not all (LoRA); 0 for a
     frozen model."""
     dense, experts = parameters_per_device(shape, layout)
@@ -78,7 +78,7 @@ def training_state(shape: ModelShape, layout: Layout, trained: int | None = None
     return Bytes(weights=WEIGHT * divided(3), grads=GRAD * share * divided(2), optimizer=OPTIMIZER * share * divided(1))
 
 
-def activation_bytes_of_layer(shape: ModelShape, layout: Layout, sequence: float) -> float:
+def activation_bytes_of_layer(shape: ModelShape, layout: ParallelLayout, sequence: float) -> float:
     """Bytes that a layer keeps per token for its backward pass, at the layout's recomputation."""
     h, t = shape.hidden, layout.tensor
     tokens_divided = t if layout.sequence_parallel else 1
@@ -103,7 +103,7 @@ def _inner_size(shape: ModelShape) -> float:
 
 
 @lru_cache(maxsize=1 << 16)
-def activation_bytes(shape: ModelShape, layout: Layout, tokens: float, sequence: float) -> float:
+def kept_activations(shape: ModelShape, layout: ParallelLayout, tokens: float, sequence: float) -> float:
     """Bytes of the first stage for micro-batches of `tokens` tokens. It works on p micro-batches of L / p layers at once; on
     those of L (1 + (p - 1) / (p m)) layers where m chunks a stage are interleaved."""
     p, layers = layout.pipeline, float(shape.num_layers)
@@ -112,7 +112,7 @@ def activation_bytes(shape: ModelShape, layout: Layout, tokens: float, sequence:
     return layers * tokens / layout.context * activation_bytes_of_layer(shape, layout, sequence)
 
 
-def training_buffers(shape: ModelShape, layout: Layout, tokens: float, sequence: float) -> float:
+def training_buffers(shape: ModelShape, layout: ParallelLayout, tokens: float, sequence: float) -> float:
     """Bytes that live for a moment: a layer that is recomputed, the logits of a micro-batch or of a chunk of it, and two whole
     layers where ZeRO-3 gathers them."""
     rows = tokens / layout.context
@@ -128,7 +128,7 @@ def training_buffers(shape: ModelShape, layout: Layout, tokens: float, sequence:
 
 
 def memory(
-    shape: ModelShape, layout: Layout, *, tokens: float = 0, sequence: float = 0, trained: int | None = None
+    shape: ModelShape, layout: ParallelLayout, *, tokens: float = 0, sequence: float = 0, trained: int | None = None
 ) -> Bytes:
     """Memory of a model that trains with micro-batches of `tokens` tokens in sequences of `sequence` tokens. `trained` as in
     `training_state`."""
@@ -136,12 +136,12 @@ def memory(
     if not tokens:
         return state
     return state + Bytes(
-        activations=activation_bytes(shape, layout, tokens, sequence),
+        activations=kept_activations(shape, layout, tokens, sequence),
         buffers=training_buffers(shape, layout, tokens, sequence),
     )
 
 
-def forward_memory(shape: ModelShape, layout: Layout, *, tokens: float) -> Bytes:
+def forward_memory(shape: ModelShape, layout: ParallelLayout, *, tokens: float) -> Bytes:
     """Memory of a frozen model that computes micro-batches of `tokens` tokens: its weights, the vectors of one layer, and the
     logits of a chunk."""
     state = training_state(shape, layout, 0)
@@ -161,5 +161,5 @@ def kv_bytes_per_token(shape: ModelShape, tensor: int, pipeline: int = 1) -> flo
 
 def rollout_weights(shape: ModelShape, tensor: int, pipeline: int = 1, expert: int | None = None) -> float:
     """Bytes of the weights of one rank of a rollout engine; its experts are divided over `expert` ranks (default: all)."""
-    layout = Layout(tensor=tensor, pipeline=pipeline, expert=expert or (tensor if shape.is_mixture else 1))
+    layout = ParallelLayout(tensor=tensor, pipeline=pipeline, expert=expert or (tensor if shape.is_mixture else 1))
     return WEIGHT * sum(parameters_per_device(shape, layout))

@@ -42,6 +42,8 @@ class ModelShape:
     rope_head_dim: int = 0
     value_head_dim: int = 0
     name: str = ""
+    max_positions: int | None = None
+    counted: int = 0  # parameters of the module, where it was built: with norms and biases
 
     @classmethod
     def gpt(cls, num_layers: int, hidden: int, heads: int, vocab: int = 0, name: str = "") -> ModelShape:
@@ -49,8 +51,9 @@ class ModelShape:
         return cls(num_layers, hidden, heads, heads, hidden // heads, 4 * hidden, vocab, True, False, name=name)
 
     @classmethod
-    def from_config(cls, config: Any, name: str = "") -> ModelShape:
-        """From a Hugging Face config of a decoder, a mapping or an object. Raises ConfigError when a size is missing."""
+    def from_config(cls, config: Any, name: str = "", counted: int = 0) -> ModelShape:
+        """From a Hugging Face config of a decoder, a mapping or an object; `counted` are its parameters, where they are known.
+        Raises ConfigError when a size is missing."""
         found = _as_mapping(config)
         found = {**found, **_as_mapping(found.get("text_config") or {})}
         for size in ("num_hidden_layers", "hidden_size", "num_attention_heads"):
@@ -59,7 +62,8 @@ class ModelShape:
                     f"The model's config has no positive {size}; the planner needs the config of a decoder. "
                     "Give a folder with a config.json, or the name of a published model."
                 )
-        return cls(**_dense_sizes(found), **_expert_sizes(found), **_latent_sizes(found), name=name)
+        sizes = {**_dense_sizes(found), **_expert_sizes(found), **_latent_sizes(found)}
+        return cls(**sizes, name=name, max_positions=found.get("max_position_embeddings"), counted=counted)
 
     @property
     def is_mixture(self) -> bool:
@@ -136,7 +140,7 @@ class ModelShape:
 
     @cached_property
     def num_parameters(self) -> int:
-        return self.block_parameters + self.routed_parameters + self.embedding_parameters
+        return self.counted or self.block_parameters + self.routed_parameters + self.embedding_parameters
 
     @cached_property
     def active_parameters(self) -> int:

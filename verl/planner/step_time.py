@@ -13,16 +13,16 @@ ahead.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
 from verl.planner import kernels
 from verl.planner.cluster import Cluster
-from verl.planner.layout import Layout
+from verl.planner.layout import ParallelLayout
 from verl.planner.memory import GRAD, WEIGHT, parameters_per_device
 from verl.planner.shapes import ModelShape
-from verl.planner.workload import Batch
+from verl.planner.workload import SequenceBatch
 
 _ATTENTION_BACKWARD = 3.0  # 2.5 times the operations, at a lower rate
 _SCORE_BYTES = 13  # moved per score of attention that is not fused: product, softmax, dropout with its mask
@@ -84,7 +84,7 @@ def _matmul(cluster: Cluster, m: float, n: float, k: float) -> float:
     return float(kernels.matmul_time(cluster.device, m, n, k))
 
 
-def _matmuls(cluster: Cluster, rows: float, sizes: list[tuple[float, float]], *, backward: bool) -> float:
+def _matmuls(cluster: Cluster, rows: float, sizes: Sequence[tuple[float, float]], *, backward: bool) -> float:
     if not backward:
         return sum(_matmul(cluster, rows, n, k) for n, k in sizes)
     return sum(_matmul(cluster, rows, k, n) + _matmul(cluster, k, n, rows) for n, k in sizes)
@@ -92,7 +92,13 @@ def _matmuls(cluster: Cluster, rows: float, sizes: list[tuple[float, float]], *,
 
 @lru_cache(maxsize=1 << 16)
 def _layer(
-    shape: ModelShape, layout: Layout, cluster: Cluster, tokens: float, length: float, mixture: bool, backward: bool
+    shape: ModelShape,
+    layout: ParallelLayout,
+    cluster: Cluster,
+    tokens: float,
+    length: float,
+    mixture: bool,
+    backward: bool,
 ) -> Time:
     """One layer over `tokens` tokens of a context rank."""
     t = layout.tensor
@@ -115,7 +121,7 @@ def _layer(
 
 
 def _attention(
-    shape: ModelShape, layout: Layout, cluster: Cluster, tokens: float, length: float, backward: bool
+    shape: ModelShape, layout: ParallelLayout, cluster: Cluster, tokens: float, length: float, backward: bool
 ) -> float:
     heads = shape.heads / layout.tensor
     if not layout.keeps_scores:
@@ -131,7 +137,7 @@ def _attention(
     return 2 * once + again if backward else once
 
 
-def _moved_bytes(shape: ModelShape, layout: Layout, mixture: bool) -> float:
+def _moved_bytes(shape: ModelShape, layout: ParallelLayout, mixture: bool) -> float:
     """Bytes per token that norms, residuals, rotations and activations read and write."""
     divided = layout.tensor if layout.sequence_parallel else 1
     inner = (
@@ -146,7 +152,7 @@ def _moved_bytes(shape: ModelShape, layout: Layout, mixture: bool) -> float:
     )
 
 
-def _experts(shape: ModelShape, layout: Layout, cluster: Cluster, tokens: float, backward: bool) -> Time:
+def _experts(shape: ModelShape, layout: ParallelLayout, cluster: Cluster, tokens: float, backward: bool) -> Time:
     """The routed experts of a layer: rows go to the rank of their expert, and back."""
     rows = tokens / layout.tensor
     once = float(
@@ -166,7 +172,9 @@ def _experts(shape: ModelShape, layout: Layout, cluster: Cluster, tokens: float,
     )
 
 
-def _tensor_messages(shape: ModelShape, layout: Layout, cluster: Cluster, tokens: float, backward: bool) -> float:
+def _tensor_messages(
+    shape: ModelShape, layout: ParallelLayout, cluster: Cluster, tokens: float, backward: bool
+) -> float:
     """Two all-reduces of the hidden vectors, or as many pairs of gather and scatter; a backward pass gathers the inputs of both
     blocks again, which each rank has kept in part (arXiv:2205.05198, section 4.2.2)."""
     group, size = cluster.group(layout.tensor), WIDTH * tokens * shape.hidden
@@ -176,14 +184,14 @@ def _tensor_messages(shape: ModelShape, layout: Layout, cluster: Cluster, tokens
     return gathers * (2 if backward else 1) + 2 * cluster.collective("reduce_scatter", size, group)
 
 
-def _context_messages(shape: ModelShape, layout: Layout, cluster: Cluster, tokens: float) -> float:
+def _context_messages(shape: ModelShape, layout: ParallelLayout, cluster: Cluster, tokens: float) -> float:
     """All-to-alls of queries, keys, values and outputs over the ranks that divide a sequence (Ulysses, arXiv:2309.14509)."""
     elements = (2 * shape.query_size + 2 * shape.kv_heads * shape.head_dim) / layout.tensor
     return cluster.collective("alltoall", WIDTH * tokens * elements, cluster.group(layout.context, layout.tensor))
 
 
 @lru_cache(maxsize=1 << 16)
-def _head(shape: ModelShape, layout: Layout, cluster: Cluster, tokens: float, backward: bool) -> Time:
+def _head(shape: ModelShape, layout: ParallelLayout, cluster: Cluster, tokens: float, backward: bool) -> Time:
     """The logits of `tokens` tokens, and their loss in float32."""
     sizes = [(shape.vocab / layout.tensor, shape.hidden)] if shape.vocab else []
     moved = 14 * tokens * shape.vocab / layout.tensor * (2 if backward else 1)
@@ -193,7 +201,9 @@ def _head(shape: ModelShape, layout: Layout, cluster: Cluster, tokens: float, ba
     )
 
 
-def _stage(shape: ModelShape, layout: Layout, cluster: Cluster, tokens: float, length: float, backward: bool) -> Time:
+def _stage(
+    shape: ModelShape, layout: ParallelLayout, cluster: Cluster, tokens: float, length: float, backward: bool
+) -> Time:
     """A micro-batch through the slowest stage of the pipeline: the last one, with the head."""
     stage = math.ceil(shape.num_layers / layout.pipeline) / shape.num_layers
     arguments = (shape, layout, cluster, tokens, length)
@@ -209,13 +219,13 @@ def _stage(shape: ModelShape, layout: Layout, cluster: Cluster, tokens: float, l
     return total
 
 
-def _micro_batches(layout: Layout, tokens: float) -> tuple[float, float]:
+def _micro_batches(layout: ParallelLayout, tokens: float) -> tuple[float, float]:
     """(number, tokens of each) for the `tokens` of a data parallel group."""
     number = max(1, math.ceil(tokens / (layout.micro_batch or tokens) - 1e-9))
     return number, tokens / number
 
 
-def _pass(shape: ModelShape, layout: Layout, cluster: Cluster, batch: Batch, *, backward: bool) -> Time:
+def _pass(shape: ModelShape, layout: ParallelLayout, cluster: Cluster, batch: SequenceBatch, *, backward: bool) -> Time:
     """All micro-batches of one pass, with the pipeline's bubble and messages."""
     number, tokens = _micro_batches(layout, batch.tokens / layout.data)
     rows = tokens / layout.context
@@ -236,23 +246,25 @@ def _pass(shape: ModelShape, layout: Layout, cluster: Cluster, batch: Batch, *, 
     return total
 
 
-def _gathers(shape: ModelShape, layout: Layout, cluster: Cluster, computed: float, number: float, times: int) -> Time:
-    """What gathering the weights for each micro-batch adds to its computation, which runs meanwhile."""
+def _gathers(
+    shape: ModelShape, layout: ParallelLayout, cluster: Cluster, computed: float, number: float, times: int
+) -> Time:
+    """Time that gathering the weights for each micro-batch adds to its computation, which runs meanwhile."""
     dense, experts = parameters_per_device(shape, layout)
     each = cluster.collective("all_gather", WEIGHT * dense, _data_group(layout, cluster))
     each += cluster.collective("all_gather", WEIGHT * experts, _expert_group(layout, cluster))
     return Time.of(weights_gathered=number * max(0.0, times * each - computed))
 
 
-def _data_group(layout: Layout, cluster: Cluster):
+def _data_group(layout: ParallelLayout, cluster: Cluster):
     return cluster.group(layout.data_ranks, layout.tensor)
 
 
-def _expert_group(layout: Layout, cluster: Cluster):
+def _expert_group(layout: ParallelLayout, cluster: Cluster):
     return cluster.group(layout.expert_data_ranks, layout.expert)
 
 
-def _update(shape: ModelShape, layout: Layout, cluster: Cluster) -> Time:
+def _update(shape: ModelShape, layout: ParallelLayout, cluster: Cluster) -> Time:
     """Gradients over the data parallel ranks, the optimizer's step, and the new weights back."""
     dense, experts = parameters_per_device(shape, layout)
     seconds = 0.0
@@ -268,14 +280,16 @@ def _update(shape: ModelShape, layout: Layout, cluster: Cluster) -> Time:
 
 
 @lru_cache(maxsize=1 << 16)
-def time_train(shape: ModelShape, layout: Layout, cluster: Cluster, batch: Batch, updates: int = 1) -> Time:
+def time_train(
+    shape: ModelShape, layout: ParallelLayout, cluster: Cluster, batch: SequenceBatch, updates: int = 1
+) -> Time:
     """Seconds of `updates` optimizer steps that together train once on `batch`."""
-    part = Batch(batch.num / updates, batch.mean, batch.square)
+    part = SequenceBatch(batch.num / updates, batch.mean, batch.square)
     one = _pass(shape, layout, cluster, part, backward=True) + _update(shape, layout, cluster)
     return one.times(updates)
 
 
 @lru_cache(maxsize=1 << 16)
-def time_forward(shape: ModelShape, layout: Layout, cluster: Cluster, batch: Batch) -> Time:
+def time_forward(shape: ModelShape, layout: ParallelLayout, cluster: Cluster, batch: SequenceBatch) -> Time:
     """Seconds of a forward pass over `batch` that keeps nothing: log-probabilities, values, scores."""
     return _pass(shape, layout, cluster, batch, backward=False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from verl.planner.cluster import Cluster
-from verl.planner.layout import Layout, RolloutLayout
+from verl.planner.layout import EngineLayout, ParallelLayout
 from verl.planner.memory import WEIGHT, rollout_weights
 from verl.planner.shapes import ModelShape
 
@@ -37,7 +37,7 @@ def transition_bytes(scheme: Scheme, model: float, train: tuple[int, int, int], 
     return Transition((d_g - 1) / (t * p) * model, model / (t_g * p_g), 0.0)
 
 
-def received_bytes(shape: ModelShape, train: Layout, rollout: RolloutLayout) -> float:
+def received_bytes(shape: ModelShape, train: ParallelLayout, rollout: EngineLayout) -> float:
     """Bytes that a device receives when training and generation share devices: its part of the engine's weights without what it
     holds of them."""
     needed = rollout_weights(shape, rollout.tensor, rollout.pipeline)
@@ -50,7 +50,7 @@ def received_bytes(shape: ModelShape, train: Layout, rollout: RolloutLayout) -> 
 
 
 def time_transition(
-    shape: ModelShape, train: Layout, rollout: RolloutLayout, cluster: Cluster, *, colocated: bool
+    shape: ModelShape, train: ParallelLayout, rollout: EngineLayout, cluster: Cluster, *, colocated: bool
 ) -> float:
     """Seconds to give new weights to the rollout engine: the bytes that a device lacks by the link they come over. Devices
     of its own receive all of its weights over the network, from as many senders as the training devices have."""

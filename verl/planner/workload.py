@@ -24,7 +24,7 @@ _SIGMA = 0.7  # of the logarithm of lengths that are known by mean and limit alo
 _SEGMENTS = 24
 
 
-class Segment(NamedTuple):
+class DecodeSegment(NamedTuple):
     """`steps` steps of decoding with `active` samples of `context` generated tokens each, on average."""
 
     steps: float
@@ -89,7 +89,7 @@ class Lengths:
     def mean_square(self) -> float:
         return sum(q * q for q in self.quantiles) / len(self.quantiles)
 
-    def profile(self, num_samples: int, slots: int) -> tuple[Segment, ...]:
+    def profile(self, num_samples: int, slots: int) -> tuple[DecodeSegment, ...]:
         """The steps of an engine with `slots` slots that generates `num_samples` samples; a free slot takes the next one."""
         return _profile(self.quantiles, max(1, num_samples), max(1, slots))
 
@@ -107,7 +107,7 @@ def _between(known: Sequence[tuple[float, float]], share: float) -> float:
 
 
 @lru_cache(maxsize=1 << 14)
-def _profile(quantiles: tuple[float, ...], num_samples: int, slots: int) -> tuple[Segment, ...]:
+def _profile(quantiles: tuple[float, ...], num_samples: int, slots: int) -> tuple[DecodeSegment, ...]:
     # at most 512 samples are followed, each for several; a fixed permutation mixes short and long ones
     weight = max(1.0, num_samples / 512)
     count, width = round(num_samples / weight), max(1, round(slots / weight))
@@ -130,7 +130,7 @@ def _stride(count: int) -> int:
     return step
 
 
-def _segments(spans: list[tuple[float, float]], weight: float) -> tuple[Segment, ...]:
+def _segments(spans: list[tuple[float, float]], weight: float) -> tuple[DecodeSegment, ...]:
     ends = sorted(stop for _, stop in spans)
     edges = sorted(
         {
@@ -151,7 +151,7 @@ def _segments(spans: list[tuple[float, float]], weight: float) -> tuple[Segment,
             if a < b:
                 tokens += b - a
                 context += (b - a) * ((a + b) / 2 - start)
-        found.append(Segment(last - first, weight * tokens / (last - first), context / tokens))
+        found.append(DecodeSegment(last - first, weight * tokens / (last - first), context / tokens))
     return tuple(found)
 
 
@@ -178,13 +178,13 @@ class Workload:
         return max(self.prompt_longest, self.prompt_mean) + self.response.longest
 
     @property
-    def batch(self) -> Batch:
+    def batch(self) -> SequenceBatch:
         """All sequences of the step."""
         p, r = self.prompt_mean, self.response
-        return Batch(self.num_samples, p + r.mean, p * p + 2 * p * r.mean + r.mean_square)
+        return SequenceBatch(self.num_samples, p + r.mean, p * p + 2 * p * r.mean + r.mean_square)
 
 
-class Batch(NamedTuple):
+class SequenceBatch(NamedTuple):
     """`num` sequences of `mean` tokens, whose squares have the mean `square`."""
 
     num: float
@@ -192,7 +192,7 @@ class Batch(NamedTuple):
     square: float
 
     @classmethod
-    def equal(cls, num: float, length: float) -> Batch:
+    def equal(cls, num: float, length: float) -> SequenceBatch:
         return cls(num, length, length * length)
 
     @property

@@ -35,9 +35,9 @@ from verl.runtime.rank_workers import RankWorkers
 from verl.runtime.ray_cluster import (
     CALL_LIMIT,
     START_LIMIT,
-    Cluster,
     Pending,
     Process,
+    RayCluster,
     Request,
     own_address,
     store_value,
@@ -84,7 +84,7 @@ class RayRuntime:
         start_s = config.trainer.ray_wait_register_center_timeout
         apart = _pools(config) if specs.generates and len(nodes) == 1 else []
         request = Request(nodes, self.device.type == "cuda", start_s, otherwise=apart)
-        self.cluster = Cluster(config.ray_kwargs.ray_init, request)
+        self.cluster = RayCluster(config.ray_kwargs.ray_init, request)
         if len(self.cluster.request.nodes) > len(nodes):
             self.placement = replace(self.placement, devices_per_node=max(apart))
         self.processes: list[Process] = []

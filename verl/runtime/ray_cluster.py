@@ -57,7 +57,7 @@ class Process:
         return f"rank {self.rank} ({self.roles}; {place})"
 
 
-class Cluster:
+class RayCluster:
     """An existing cluster (`address` in `ray_init`, or RAY_ADDRESS), or a cluster on this node that ends with this process."""
 
     def __init__(self, ray_init: Mapping[str, Any], request: Request):

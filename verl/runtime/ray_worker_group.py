@@ -24,7 +24,7 @@ from verl.parallel.stack_dump import calls, longest_call
 from verl.runtime.worker_group import WorkerGroup
 
 try:
-    from verl.runtime.ray_cluster import Cluster, Pending, Process, Request, own_address, remote_function
+    from verl.runtime.ray_cluster import Pending, Process, RayCluster, Request, own_address, remote_function
 except ModuleNotFoundError as error:
     if error.name != "ray":
         raise
@@ -75,12 +75,12 @@ class RayResourcePool(ResourcePool):
         super().__init__(process_on_nodes, max_colocate_count)
         self.use_gpu = use_gpu
         self.name_prefix = name_prefix or ""
-        self._cluster: Cluster | None = None
+        self._cluster: RayCluster | None = None
 
     @property
-    def cluster(self) -> Cluster:
+    def cluster(self) -> RayCluster:
         if self._cluster is None:
-            self._cluster = Cluster({}, Request(self.process_on_nodes, self.use_gpu, _START_TIMEOUT_S))
+            self._cluster = RayCluster({}, Request(self.process_on_nodes, self.use_gpu, _START_TIMEOUT_S))
             self._cluster.reserve()
         return self._cluster
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from verl.config import FSDPConfig, LoadedConfig, ModelConfig
 
 if TYPE_CHECKING:
-    from verl.cli.checklist.resources import ModelShape
     from verl.data.check import DataReport
+    from verl.planner.shapes import ModelShape
 
 
 @dataclass

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from verl.cli.checklist import Subject
-from verl.cli.checklist.resources import ModelShape
 from verl.cli.report import Line, fail, info, passed, warn
 from verl.config import ModelConfig
 from verl.config.active_keys import uses_critic
 from verl.errors import ModelError
+from verl.planner.shapes import ModelShape
 
 
 def check_model_files(subject: Subject) -> Iterator[Line]:
@@ -67,7 +67,7 @@ def _shape(model: ModelConfig) -> ModelShape:
     from verl.models.load import empty_model, num_parameters
 
     module = empty_model(model, "lm", torch.float32, False)  # shapes without memory
-    return ModelShape.of(num_parameters(module), module.config)
+    return ModelShape.from_config(module.config.get_text_config(), model.path, num_parameters(module))
 
 
 def _described(shape: ModelShape) -> str:

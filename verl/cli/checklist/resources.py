@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,9 @@ from verl.config.active_keys import runs_on_several_devices, uses_critic, uses_r
 from verl.config.roots.preference import has_reference_role
 from verl.config.sections.trainer import AFTER_EACH_EPOCH
 from verl.parallel.memory import available_memory
+from verl.planner.layout import ParallelLayout
+from verl.planner.memory import WEIGHT, activation_bytes_of_layer, kv_bytes_per_token
+from verl.planner.shapes import ModelShape
 
 FLOAT32 = 4
 ADAM_STATES = 2 * FLOAT32
@@ -25,34 +27,6 @@ ADAM_STATES = 2 * FLOAT32
 PROCESS_BYTES = 700_000_000
 REWARD_WORKER_BYTES = 60_000_000
 _TIGHT = 0.8  # share of the free memory above which the estimate may be too low
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """Sizes of a model that determine its memory."""
-
-    num_parameters: int
-    num_layers: int
-    hidden: int
-    intermediate: int
-    kv_heads: int
-    head_dim: int
-    max_positions: int | None
-
-    @classmethod
-    def of(cls, num_parameters: int, config: Any) -> ModelShape:
-        """From a transformers config of a decoder."""
-        text = config.get_text_config()
-        heads = text.num_attention_heads
-        return cls(
-            num_parameters=num_parameters,
-            num_layers=text.num_hidden_layers,
-            hidden=text.hidden_size,
-            intermediate=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
-            kv_heads=getattr(text, "num_key_value_heads", None) or heads,
-            head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
-            max_positions=getattr(text, "max_position_embeddings", None),
-        )
 
 
 def trained_bytes(num_parameters: int, width: int) -> int:
@@ -74,16 +48,16 @@ def cache_bytes(
     """Bytes of keys and values of `num_samples` concurrent samples; the samples of a prompt share its keys and values."""
     num_prompts = -(-num_samples // max(1, samples_per_prompt))
     tokens = num_samples * response + num_prompts * prompt
-    return 2 * model.num_layers * model.kv_heads * model.head_dim * width * tokens
+    return int(kv_bytes_per_token(model, 1) * width / WEIGHT * tokens)
 
 
 def activation_bytes(model: ModelShape, num_tokens: int, width: int, *, checkpointing: bool) -> int:
-    """Bytes that a micro-batch of `num_tokens` tokens keeps for its backward pass: per layer and token about ten vectors
-    of the hidden size and four of the intermediate size; with checkpointing the layers' inputs, and one layer in full."""
-    layer = (10 * model.hidden + 4 * model.intermediate) * width
+    """Bytes that a micro-batch of `num_tokens` tokens keeps for its backward pass; with checkpointing the layers' inputs, and
+    one layer in full."""
+    layer = activation_bytes_of_layer(model, ParallelLayout(), 0) * width / WEIGHT
     if checkpointing:
-        return num_tokens * (model.num_layers * model.hidden * width + layer)
-    return num_tokens * model.num_layers * layer
+        return int(num_tokens * (model.num_layers * model.hidden * width + layer))
+    return int(num_tokens * model.num_layers * layer)
 
 
 def memory_needed(config: PPOConfig, policy: ModelShape, critic: ModelShape | None, width: int) -> dict[str, int]:
