@@ -5,7 +5,13 @@ are made on import (verl/compat/finder.py). It also sets how torch's threads wai
 (verl/parallel/openmp.py).
 """
 
-from __future__ import annotations
+import sys
+
+if sys.version_info < (3, 10):  # noqa: UP036 - a checkout on the path, which no installer has checked
+    raise ImportError(
+        "verl needs Python 3.10 or newer, and this is {}.{} ({}). Make an environment with a newer one: "
+        "python3.11 -m venv .venv".format(*sys.version_info[:2], sys.executable)
+    )
 
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +23,7 @@ if TYPE_CHECKING:
     from verl.compat.runner import RLRunner
     from verl.data_proto.proto import DataProto, DataProtoItem
     from verl.parallel.placement import DataParallelConfig
+    from verl.programs.experience_buffer import ExperienceBuffer
     from verl.runtime.dataflow import Controller
 
 install()
@@ -27,10 +34,19 @@ _LAZY = {
     "DataParallelConfig": "verl.parallel.placement",
     "DataProto": "verl.data_proto.proto",
     "DataProtoItem": "verl.data_proto.proto",
+    "ExperienceBuffer": "verl.programs.experience_buffer",
     "RLRunner": "verl.compat.runner",
 }
 
-__all__ = ["Controller", "DataParallelConfig", "DataProto", "DataProtoItem", "RLRunner", "__version__"]
+__all__ = [
+    "Controller",
+    "DataParallelConfig",
+    "DataProto",
+    "DataProtoItem",
+    "ExperienceBuffer",
+    "RLRunner",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:

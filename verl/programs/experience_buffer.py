@@ -1,0 +1,159 @@
+"""A buffer of experience between what generates and what trains, for loops of one's own.
+
+    buffer = ExperienceBuffer(max_groups=512, max_age=2, place="process")
+    buffer.put(batch, version=3)                                  # rows of one prompt (column uid) stay together
+    batch = buffer.sample(16, version=4, order="oldest")          # 16 groups, none older than 2 versions
+
+The runs of `verl train` have a queue of their own (verl/programs/rollout_queue.py), which the sample ledger resumes and in
+which no sample trains twice; here a script decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from verl.data_proto.proto import DataProto
+from verl.errors import ConfigError, DataError
+from verl.rollout.process import EngineProcess
+
+Order = Literal["oldest", "newest", "uniform", "priority"]
+ORDERS: tuple[Order, ...] = ("oldest", "newest", "uniform", "priority")
+
+
+class ExperienceBuffer:
+    """Groups of rows with the version of the weights that made them, at most `max_groups` of them (None: no limit), the oldest
+    leaving first, and none more than `max_age` versions old when it is sampled.
+
+    `by` is the object column whose equal values make a group; without that column every row is one. `place` is "driver", this
+    process, or "process", one of its own that ends with this one; calls on it have `timeout_s` seconds. Choices by chance
+    depend on `seed` and on the calls alone. For one thread. Raises ConfigError for settings that make no sense.
+    """
+
+    def __init__(
+        self,
+        max_groups: int | None = None,
+        max_age: int | None = None,
+        *,
+        by: str = "uid",
+        seed: int = 0,
+        place: Literal["driver", "process"] = "driver",
+        timeout_s: float = 60.0,
+    ):
+        for name, value, least in (("max_groups", max_groups, 1), ("max_age", max_age, 0)):
+            if value is not None and value < least:
+                raise ConfigError(
+                    f"ExperienceBuffer({name}={value}) would hold nothing; it is at least {least}, or None."
+                )
+        if place not in ("driver", "process"):
+            raise ConfigError(
+                f"ExperienceBuffer(place={place!r}): a buffer is in the 'driver' or in a 'process' of its own."
+            )
+        setup = {"max_groups": max_groups, "max_age": max_age, "by": by, "seed": seed}
+        self._store: Any = Store(setup)
+        self._process: EngineProcess | None = None
+        if place == "process":
+            self._process = EngineProcess(
+                "experience buffer", f"{__name__}:Store", setup, environment={}, start_timeout_s=timeout_s,
+                call_timeout_s=timeout_s,
+            )  # fmt: skip
+
+    def put(self, batch: DataProto, *, version: int, priority: Sequence[float] | None = None) -> int:
+        """Add the rows of `batch`, made by weights `version`. `priority` [rows] is above 0 (default: 1); a group has the
+        largest of its rows. Returns the number of groups that left for it. Raises DataError for priorities that do not fit."""
+        given = None if priority is None else [float(value) for value in priority]
+        if given is not None and (len(given) != len(batch) or not all(0 < value < np.inf for value in given)):
+            raise DataError(f"put() got {len(given)} priorities for {len(batch)} rows; it needs one above 0 for each.")
+        return int(self._call("put", batch, int(version), given))
+
+    def qsize(self) -> int:
+        """The number of groups that are there."""
+        return int(self._call("qsize"))
+
+    def sample(self, count: int, *, version: int, order: Order = "oldest", remove: bool = True) -> DataProto:
+        """The rows of `count` groups, none older than `max_age` versions at weights `version`; older ones leave the buffer.
+
+        `order`: the oldest or newest first, "uniform", or "priority", with chances in proportion to it (Schaul et al. 2016,
+        arXiv:1511.05952, alpha=1), without repetition. `remove=False` keeps them for a replay. Raises DataError where there are
+        fewer, ConfigError for another order.
+        """
+        if order not in ORDERS:
+            raise ConfigError(f"sample(order={order!r}): the orders are {', '.join(ORDERS)}.")
+        found: DataProto = self._call("sample", int(count), int(version), order, remove)
+        return found
+
+    def close(self) -> None:
+        """End the process, if there is one. May be called again."""
+        if self._process is not None:
+            self._process.close()
+
+    def __enter__(self) -> ExperienceBuffer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        if self._process is not None:
+            return self._process.call(method, *arguments)
+        return getattr(self._store, method)(*arguments)
+
+
+class Store:
+    """What a buffer holds, in whichever process."""
+
+    def __init__(self, setup: Mapping[str, Any]):
+        self._max_groups, self._max_age, self._by = setup["max_groups"], setup["max_age"], setup["by"]
+        self._seed, self._num_draws = setup["seed"], 0
+        self._groups: list[tuple[int, float, DataProto]] = []  # version, priority, rows; oldest first
+
+    def put(self, batch: DataProto, version: int, priority: list[float] | None) -> int:
+        """See ExperienceBuffer."""
+        weights = np.ones(len(batch)) if priority is None else np.asarray(priority)
+        for rows in _groups_of(batch, self._by):
+            self._groups.append((version, float(weights[rows].max()), batch.select_idxs(rows)))
+        self._groups.sort(key=lambda group: group[0])  # stable: of one version, as they came
+        num_over = max(0, len(self._groups) - self._max_groups) if self._max_groups else 0
+        del self._groups[:num_over]
+        return num_over
+
+    def qsize(self) -> int:
+        """See ExperienceBuffer."""
+        return len(self._groups)
+
+    def sample(self, count: int, version: int, order: Order, remove: bool) -> DataProto:
+        """See ExperienceBuffer."""
+        if self._max_age is not None:
+            self._groups = [group for group in self._groups if version - group[0] <= self._max_age]
+        if not 1 <= count <= len(self._groups):
+            aged = f" of at most {self._max_age} versions before {version}" if self._max_age is not None else ""
+            raise DataError(f"sample({count}) was asked of a buffer that holds {len(self._groups)} groups{aged}.")
+        chosen = self._chosen(count, order)
+        batch = DataProto.concat([self._groups[i][2] for i in chosen])
+        if remove:
+            left = set(chosen)
+            self._groups = [group for i, group in enumerate(self._groups) if i not in left]
+        return batch
+
+    def _chosen(self, count: int, order: Order) -> list[int]:
+        if order in ("oldest", "newest"):
+            indices = list(range(len(self._groups)))
+            return indices[:count] if order == "oldest" else indices[::-1][:count]
+        # Gumbel noise on log-weights: the largest are a draw without repetition (Efraimidis and Spirakis 2006)
+        generator = np.random.Generator(np.random.Philox(key=[self._seed, self._num_draws]))
+        self._num_draws += 1
+        weights = np.array([group[1] if order == "priority" else 1.0 for group in self._groups])
+        keys = np.log(weights) + generator.gumbel(size=len(weights))
+        return [int(i) for i in np.argsort(-keys, kind="stable")[:count]]
+
+
+def _groups_of(batch: DataProto, by: str) -> list[np.ndarray]:
+    """Row indices of each group, in order of their first rows."""
+    if by not in batch.non_tensor_batch:
+        return [np.array([row]) for row in range(len(batch))]
+    rows: dict[Any, list[int]] = {}
+    for row, name in enumerate(batch.non_tensor_batch[by]):
+        rows.setdefault(name, []).append(row)
+    return [np.array(found) for found in rows.values()]
