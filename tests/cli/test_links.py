@@ -5,6 +5,8 @@ import pytest
 from verl.cli.machine import links
 from verl.cli.machine.links import advice, described, fabric, islands, parse_topology
 
+pytestmark = pytest.mark.seed("F5")
+
 PAIRS = """
 \t\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
 GPU0\t X \tNV12\tSYS\tSYS\tPXB\t0-31\t0\t\tN/A

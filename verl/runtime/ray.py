@@ -21,6 +21,7 @@ import torch
 from verl.config import SCHEMAS, schema_of
 from verl.config.secrets import remember_secrets
 from verl.errors import VerlError
+from verl.parallel import dev_shm
 from verl.parallel.collectives import Collectives, Peer, free_port
 from verl.parallel.device import resolve_device
 from verl.parallel.dispatch import CallPlan
@@ -84,6 +85,7 @@ class RayRuntime:
         start_s = config.trainer.ray_wait_register_center_timeout
         apart = _pools(config) if specs.generates and len(nodes) == 1 else []
         request = Request(nodes, self.device.type == "cuda", start_s, otherwise=apart)
+        dev_shm.check_size({"Ray": config.ray_kwargs.ray_init.get("object_store_memory") or dev_shm.RAY_BYTES})
         self.cluster = RayCluster(config.ray_kwargs.ray_init, request)
         if len(self.cluster.request.nodes) > len(nodes):
             self.placement = replace(self.placement, devices_per_node=max(apart))

@@ -68,7 +68,8 @@ def check_engines(subject: Subject) -> Iterator[Line]:
 
 
 def check_device(subject: Subject) -> Iterator[Line]:
-    """Device and dtype of training."""
+    """Device and dtype of training, and settings that fit the links between several GPUs."""
+    from verl.cli.machine.links import advice, links
     from verl.config.active_keys import runs_on_several_devices
     from verl.parallel.device import compute_dtype, native_bf16, resolve_device, visible_devices
 
@@ -78,6 +79,8 @@ def check_device(subject: Subject) -> Iterator[Line]:
         device = resolve_device("cpu")
     else:
         device = resolve_device(config.trainer.device)
+    if runs_on_several_devices(config) and device.type == "cuda":
+        yield from advice(links())
     dtype = compute_dtype(subject.engine.dtype, device)
     yield passed(f"computes on {device} in {str(dtype).removeprefix('torch.')}")
     if str(dtype) == "torch.bfloat16" and not native_bf16(device):
