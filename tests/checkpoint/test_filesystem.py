@@ -62,6 +62,7 @@ def test_kinds_come_from_the_table_of_mounts(monkeypatch, path, kind):
         ("fuse.gcsfuse", "file by file"),
         ("tmpfs", "in memory"),
         ("ext4", ""),
+        ("lustre", ""),
     ],
 )
 def test_kinds_that_need_a_word(monkeypatch, tmp_path, kind, words):
@@ -116,6 +117,24 @@ def test_folders_without_locks_are_named(monkeypatch, tmp_path):
     report = examine_folder(tmp_path)
     assert report.refusals == []
     assert "files cannot be locked (No locks available)" in report.notices[-1]
+
+
+@pytest.mark.seed("G5")
+def test_lustre_keeps_checkpoints_and_needs_its_locks(monkeypatch, tmp_path):
+    monkeypatch.setattr(filesystem, "file_system_of", lambda path: "lustre")
+    monkeypatch.setattr("fcntl.flock", refuse(errno.ENOSYS))
+    (notice,) = examine_folder(tmp_path).notices
+    assert notice.startswith("files cannot be locked (Function not implemented)")
+    assert notice.endswith("Mount it with -o flock")
+
+
+@pytest.mark.seed("G5")
+def test_a_save_needs_no_hard_links(monkeypatch, tmp_path):
+    monkeypatch.setattr(os, "link", refuse(errno.EPERM))
+    assert examine_folder(tmp_path).refusals == []
+    store = CheckpointStore(tmp_path, keep=1)
+    for step in (1, 2):
+        assert store.save(step, make_roles(step), {}) == store.find()
 
 
 def test_a_rename_whose_answer_was_lost_has_happened(monkeypatch, tmp_path):

@@ -1,8 +1,8 @@
 """Checks of a run folder's file system: the operations that a save needs, tried with small files, and the file system's type.
 
 A save needs renames of folders and files, replacement of a file by rename, and reads that return what was written. Without
-them the folder is rejected. Durability of fsync, atomicity of renames and locks cannot be tried: the type of the file system
-tells what to expect, and the digests in each manifest reveal an incomplete checkpoint anyway.
+them the folder is rejected. Hard links are not needed. Durability of fsync, atomicity of renames and locks cannot be tried: the
+type of the file system tells what to expect, and the digests in each manifest reveal an incomplete checkpoint anyway.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from verl.errors import CheckpointError
 from verl.tracking.files import NETWORK_FILE_SYSTEMS, file_system_of
 
 _OBJECT_STORES = tuple("gcsfuse s3fs goofys mountpoint-s3 rclone blobfuse geesefs juicefs-s3".split())
+_COHERENT = ("lustre",)  # every host sees what another has written, as POSIX says
 _MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 _TEXT = b"what was written"
 
@@ -84,6 +85,8 @@ def _host() -> str:
 def _judge_kind(report: FolderReport) -> None:
     kind = report.kind
     bare = kind.removeprefix("fuse.")  # a file system that a user-space process serves
+    if bare.startswith(_COHERENT):
+        return  # its locks, if it has any, are tried below
     if bare.startswith(NETWORK_FILE_SYSTEMS):
         report.notices.append(
             f"{kind} is a network file system: if its locks do not work, two hosts may use one run folder; and the check "
@@ -127,6 +130,7 @@ def _locks(probe: Path, report: FolderReport) -> None:
         except OSError as error:
             report.notices.append(
                 f"files cannot be locked ({error.strerror}): two runs that are started at the same time may share the folder"
+                + (". Mount it with -o flock" if report.kind.startswith(_COHERENT) else "")
             )
 
 
