@@ -79,6 +79,15 @@ def test_tokens_and_weights_are_those_of_one_process(two_ranks, alone, name):
     assert_same_weights(two_ranks.run(name), alone[name], 3, rel=rel)
 
 
+@pytest.mark.seed("C3")
+@pytest.mark.parametrize("name", ["divided", "copies", "carried", "adapters", "experts"])
+def test_the_memory_of_a_switch_is_a_metric(two_ranks, alone, name):
+    assert all(
+        row["rollout/switch_peak_ratio"] >= 1 <= 1 + row["rollout/switch_peak_gb"] for row in two_ranks.run(name).rows
+    )
+    assert not any("rollout/switch_peak_ratio" in row for row in alone[name].rows), "nothing is copied there"
+
+
 @pytest.mark.parametrize("name", ["divided", "copies", "carried", "experts"])
 def test_what_travels_is_what_the_plan_says(two_ranks, name):
     for seen in wire(two_ranks, name):

@@ -7,6 +7,7 @@ from pathlib import Path
 import psutil
 
 CGROUP = Path("/sys/fs/cgroup")
+CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
 def memory_limit() -> int:
@@ -24,6 +25,30 @@ def available_memory() -> int:
         return free
     statistics = dict(line.split() for line in content_of(CGROUP / "memory.stat").splitlines())
     return min(free, int(limit) - int(used) + int(statistics.get("inactive_file", 0)))
+
+
+def resident_bytes() -> int:
+    """Memory of this process."""
+    return _status("VmRSS")
+
+
+def reset_peak() -> bool:
+    """Begin the record of `peak_bytes` anew; False where the system keeps none that can be reset (see proc(5), clear_refs)."""
+    try:
+        CLEAR_REFS.write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+def peak_bytes() -> int:
+    """The most memory of this process since `reset_peak`."""
+    return _status("VmHWM")
+
+
+def _status(name: str) -> int:
+    lines = (line for line in content_of(Path("/proc/self/status")).splitlines() if line.startswith(f"{name}:"))
+    return int(next(lines).split()[1]) << 10
 
 
 def content_of(path: Path) -> str:

@@ -21,11 +21,12 @@ from verl.rollout.rollout_model import Replica, Weights
 
 ScoreStream = Callable[[ScoreRequest], None]
 
-_LARGEST_OF_RANKS = ("seconds", "num_decode_steps")  # ranks generate side by side; their other metrics add up
+# ranks generate side by side; their other metrics add up
+_LARGEST_OF_RANKS = ("seconds", "num_decode_steps", "switch_peak_gb", "switch_peak_ratio")
 
 
-def _nothing() -> None:
-    pass
+def _nothing() -> dict[str, float]:
+    return {}
 
 
 class RolloutWorker:
@@ -33,7 +34,7 @@ class RolloutWorker:
 
     `replica` is None when the engine generates with the training module itself, else the copy that takes the weights of each
     update. Ranks that share one do the same work, and one of them answers and has a `score_stream`. `rank` is this worker's
-    among all that generate. `on_generation_end` is called after `end_generation`, before anything trains.
+    among all that generate. `on_generation_end` is called after `end_generation`, before anything trains, and returns metrics.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class RolloutWorker:
         score_stream: ScoreStream | None = None,
         replica: Replica | None = None,
         rank: int = 0,
-        on_generation_end: Callable[[], None] = _nothing,
+        on_generation_end: Callable[[], dict[str, float]] = _nothing,
     ):
         self.engine = engine
         self.tokenizer = tokenizer
@@ -146,7 +147,7 @@ class RolloutWorker:
         stats = self.engine.stats()
         if self.free_cache:
             self.engine.release()
-        self.on_generation_end()
+        stats = {**stats, **self.on_generation_end()}
         return {k: (Metric.max if k in _LARGEST_OF_RANKS else Metric.sum)(float(v)) for k, v in stats.items()}
 
     def _dtype(self) -> torch.dtype | None:

@@ -6,6 +6,7 @@ end_generation()    the rollout still holds what it was sent; the rank is back a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -22,6 +23,7 @@ from verl.reshard.update import PlannedUpdate, plan_update
 from verl.roles.rollout import RolloutWorker
 from verl.runtime.mode_switch import ModeSwitch
 from verl.runtime.rank import POLICY, RankContext
+from verl.runtime.switch_memory import SwitchMemory
 
 _BUCKET_BYTES = 64 << 20  # weights that travel to another process at a time
 
@@ -36,6 +38,7 @@ class RankWeightSync:
         self.engine = engine
         self.switch = ModeSwitch(engine, context.config.actor_rollout_ref.rollout, context.device)
         self.rollout: RolloutWorker | None = None
+        self.memory: SwitchMemory | None = None  # None: nothing is copied
         self.update: PlannedUpdate | None = None  # None: there is one set of weights, or they are gathered whole
 
     def connect(self, rollout: RolloutWorker | None) -> None:
@@ -48,19 +51,33 @@ class RankWeightSync:
             self.update = plan_update(
                 self.comm, training, layout, engine=self.engine, replica=replica, device=context.device
             )
+        if not context.shares_weights:
+            self.memory = SwitchMemory(context.device, self._weight_bytes())
 
     def sync(self, version: int) -> None:
         """See WeightSync."""
         with self._doing("weights.sync"):
             self.switch.to_generation()
-            self._transfer(version)
+            with nullcontext() if self.memory is None else self.memory.measuring():
+                self._transfer(version)
             self.switch.free_training_memory()
 
-    def end_generation(self) -> None:
-        """Generation has ended and the KV cache is freed. Raises ModelError when weights have changed since `sync`."""
+    def end_generation(self) -> dict[str, float]:
+        """Generation has ended and the KV cache is freed; returns the memory of the last switch. Raises ModelError when weights
+        have changed since `sync`."""
         if self.update is not None:
             self.update.check_held()  # before a sample trains that other weights have made
         self.switch.to_training()
+        return {} if self.memory is None else self.memory.metrics()
+
+    def _weight_bytes(self) -> int:
+        """Bytes of the weights that this rank generates with, or of the whole model where another process does or none."""
+        if self.rollout is not None and self.rollout.replica is not None:
+            return sum(p.nbytes for p in self.rollout.replica.module.parameters())
+        if self.engine is None:
+            return 0
+        layout = self.engine.weight_layout()
+        return 0 if layout is None else sum(map(math.prod, layout.shapes.values())) * layout.dtype.itemsize
 
     def _transfer(self, version: int) -> None:
         weights = None

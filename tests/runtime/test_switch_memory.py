@@ -1,0 +1,47 @@
+"""The peak of a switch: what was held beside everything else."""
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+
+from verl.parallel.memory import resident_bytes
+from verl.runtime.switch_memory import SwitchMemory
+
+pytestmark = pytest.mark.seed("C3")
+MODEL = 400 << 20
+CPU = torch.device("cpu")
+
+
+def switch(memory, held):
+    """One that holds `held` bytes for a while."""
+    with memory.measuring():
+        np.ones(held, dtype=np.uint8).sum()
+    return memory.metrics()
+
+
+@pytest.mark.parametrize(("held", "level"), [(20 << 20, "INFO"), (200 << 20, "WARNING")])
+def test_the_peak_is_measured_and_said_once(held, level, caplog):
+    caplog.set_level(logging.INFO)
+    memory = SwitchMemory(CPU, MODEL)
+    found = switch(memory, held)
+    assert found["switch_peak_gb"] == pytest.approx(held / 1e9, rel=0.1)
+    assert found["switch_peak_ratio"] == pytest.approx(1 + held / MODEL, abs=0.05)
+    (record,) = caplog.records
+    assert record.levelname == level
+    assert f"{found['switch_peak_ratio']:.2f} times the weights" in record.getMessage()
+    switch(memory, held // 2)
+    assert len(caplog.records) == 1
+
+
+def test_what_was_there_before_does_not_count():
+    there = np.ones(100 << 20, dtype=np.uint8)
+    found = switch(SwitchMemory(CPU, MODEL), 1 << 20)
+    assert found["switch_peak_ratio"] < 1.1
+    assert resident_bytes() > there.nbytes
+
+
+def test_a_system_that_does_not_tell(monkeypatch, tmp_path):
+    monkeypatch.setattr("verl.parallel.memory.CLEAR_REFS", tmp_path / "none" / "clear_refs")
+    assert switch(SwitchMemory(CPU, MODEL), 1 << 20) == {}
