@@ -64,6 +64,7 @@ def check_tensorboard(info, fake):
     events = EventAccumulator(str(info.root / "tensorboard"))
     events.Reload()
     assert [(e.step, e.value) for e in events.Scalars("critic/score/mean")] == [(0, 0.0), (1, 0.25), (2, 0.5)]
+    assert [e.value for e in events.Scalars("reward/mean")] == [0.0, 0.25, 0.5]
     assert "val/generations/text_summary" in events.Tags()["tensors"]
 
 

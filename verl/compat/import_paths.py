@@ -8,6 +8,7 @@ from __future__ import annotations
 _WORKER_GROUPS = "verl.runtime.ray_worker_group"
 _REGISTER = "Dispatch Execute register register_dispatch_mode update_dispatch_mode"
 _ROLES = "Role WorkerType need_critic need_reference_policy need_reward_model"
+_SHARDING = "verl.compat.sharding_manager"
 _BOXED = "last_boxed_only_string remove_boxed"
 _MATH_SCORER = {"verl.rewards.scorers.math_answers": f"compute_score=score_boxed is_equiv=math_equal {_BOXED}"}
 
@@ -76,7 +77,7 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
     "verl.trainer.ppo.utils": {"verl.compat.roles": _ROLES},
     "verl.utils": {
         "verl.cli.measure": "benchmark_nccl benchmark_throughput",
-        "verl.compat.models": "hf_processor hf_tokenizer",
+        "verl.compat.models": "check_model_consistency hf_processor hf_tokenizer",
         "verl.parallel.placement": "set_device_map",
     },
     "verl.utils.attention_utils": {
@@ -149,12 +150,20 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
         "get_ulysses_sequence_parallel_rank get_ulysses_sequence_parallel_world_size "
         "set_ulysses_sequence_parallel_group slice_input_tensor ulysses_pad ulysses_pad_and_slice_inputs",
     },
-    "verl.worker": {"verl.programs.hybrid_worker": "ActorRolloutRefWorker"},
+    "verl.utils.fsdp_utils": {"verl.compat.models": "get_init_weight_context_manager init_context"},
+    "verl.worker": {
+        "verl.programs.hybrid_worker": "ActorRolloutRefWorker",
+        "verl.roles.rollout": "RolloutWorker",
+        "verl.compat.models": "init_context",
+    },
     "verl.workers.config": {
         "verl.compat.sections": "ActorConfig CriticConfig FSDPActorConfig=ActorConfig FSDPCriticConfig=CriticConfig "
         "FSDPEngineConfig=FSDPConfig FSDPOptimizerConfig=OptimConfig HFModelConfig OptimizerConfig=OptimConfig "
         "PolicyLossConfig RolloutConfig",
     },
+    "verl.workers.sharding_manager": {_SHARDING: "FSDPVLLMShardingManager MegatronVLLMShardingManager"},
+    "verl.workers.sharding_manager.fsdp_vllm": {_SHARDING: "FSDPVLLMShardingManager"},
+    "verl.workers.sharding_manager.megatron_vllm": {_SHARDING: "MegatronVLLMShardingManager"},
     "verl.workers.reward_manager": {
         "verl.compat.reward_managers": "AbstractRewardManager BatchRewardManager DAPORewardManager NaiveRewardManager "
         "get_reward_manager_cls register",

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verl.errors import ModelError
+from verl.models.check import largest_difference
 from verl.models.folder import locate
-from verl.models.load import num_parameters
+from verl.models.load import load_model, num_parameters
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +61,50 @@ def update_model_config(module_config: Any, override_config_kwargs: Mapping[str,
             update_model_config(getattr(module_config, key), value)
         else:
             setattr(module_config, key, value)
+
+
+def check_model_consistency(
+    model_path: str, module: Any = None, *, trust_remote_code: bool = False, tolerance: float = 1e-4
+) -> dict[str, Any]:
+    """Whether a loaded model is that of its folder: every parameter bit by bit, and the log-probs of a forward pass on a few
+    tokens to `tolerance`, both against transformers' own model.
+
+    `module` is the model of an engine (`worker.actor.engine.module`), by default a new one in float32. Returns parameters,
+    forward (packed, padded or logits) and largest_difference. Raises ModelError naming what differs.
+    """
+    import transformers
+
+    ours = load_model(model_path, trust_remote_code=trust_remote_code) if module is None else module
+    settings = {"trust_remote_code": trust_remote_code, "use_safetensors": True, "attn_implementation": "eager"}
+    theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(locate(model_path), dtype=ours.dtype, **settings)
+    held = dict(ours.named_parameters())
+    for name, value in theirs.named_parameters():
+        if name not in held or not torch.equal(held[name].detach().cpu(), value.detach()):
+            raise ModelError(
+                f"{name} of the loaded {type(ours).__name__} is not what {model_path} holds. Load it again."
+            )
+    found = largest_difference(ours, theirs.eval())
+    if not found <= tolerance:
+        raise ModelError(
+            f"The weights of {model_path} are loaded, but the log-probs of a forward pass differ from transformers' by "
+            f"{found:.2g}, more than {tolerance:.2g}. Look for changes of the module since it was loaded."
+        )
+    return {
+        "parameters": num_parameters(ours),
+        "forward": getattr(ours, "forward_kind", "packed"),
+        "largest_difference": found,
+    }
+
+
+def init_context() -> Any:
+    """The context in which a `_build_model_optimizer` of the user's makes its module: parameters lie in host memory, from
+    where the engine takes them to its devices."""
+    return torch.device("cpu")
+
+
+def get_init_weight_context_manager(use_meta_tensor: bool = True, mesh: Any = None) -> Any:
+    """`init_context`, as other releases make it; every rank builds whole tensors here, so that both arguments are ignored."""
+    return init_context
 
 
 def convert_weight_keys(state_dict: dict[str, Tensor], model: Any) -> dict[str, Tensor]:

@@ -6,8 +6,11 @@ refused by name.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from verl.config.names import LOGGERS
@@ -29,6 +32,8 @@ _INSTEAD = (
     "The program builds workers, loaders and rewards from the config. Register a function (register_adv_est, "
     "register_policy_loss, custom_reward_function.path, data.custom_cls.path), or write a program: verl/programs/ppo.py."
 )
+# names of the phases of a step in articles about verl -> spans here
+_SEED_SPANS = {"rollout_step": "gen", "reward_fn": "reward"}
 
 
 class RayPPOTrainer:
@@ -113,14 +118,24 @@ class RLTrainer:
     """A run that is taken step by step: `with RLTrainer(config) as trainer: trainer.step()`.
 
     `config` is a list of `key=value` texts, a tree (OmegaConf, a dict, dataclasses of verl.config), or what load_config
-    returns; `log_with` names trackers beside those of trainer.logger. Raises the errors of `verl train`.
+    returns; `log_with` names trackers beside those of trainer.logger. `reward_fn` is a compute_score function of a file, which
+    reward processes load from there: a script that names one of its own starts below `if __name__ == "__main__"`. Raises the
+    errors of `verl train`.
     """
 
-    def __init__(self, config: Any = (), *, log_with: str | list[str] | None = None):
+    def __init__(
+        self,
+        config: Any = (),
+        *,
+        log_with: str | list[str] | None = None,
+        reward_fn: Callable[..., Any] | None = None,
+    ):
         from verl.compat.sections import loaded_config
         from verl.config import load_config
 
         loaded = load_config(list(config)) if isinstance(config, list | tuple) else loaded_config(config)
+        if reward_fn is not None:
+            loaded = replace(loaded, config=_with_reward(loaded.config, reward_fn))
         names = [log_with] if isinstance(log_with, str) else log_with or []
         if unknown := [name for name in names if name not in LOGGERS]:
             raise ConfigError(f"There is no tracker {unknown[0]!r} for log_with; there are {', '.join(LOGGERS)}.")
@@ -137,14 +152,18 @@ class RLTrainer:
 
     def step(self) -> dict[str, float] | None:
         """Take the next training step, with validation and checkpoints when due, and return the metrics of its line in
-        metrics.jsonl; None when there is none left. The first call starts the run."""
+        metrics.jsonl, with share/rollout_step and share/reward_fn, the parts of the step's time that generation and the wait
+        for scores took; None when there is none left. The first call starts the run."""
         loop, finish = self._started()
         if not loop.advance():
             return None
         if loop.state.step >= loop.data.num_steps:
             loop.store.finish()
             finish()
-        return dict(loop.metrics)
+        metrics = dict(loop.metrics)
+        for name, span in _SEED_SPANS.items():
+            metrics[f"share/{name}"] = metrics.get(f"timing_s/{span}", 0.0) / metrics["perf/time_per_step"]
+        return metrics
 
     def train(self) -> None:
         """Take all steps that are left, and close."""
@@ -205,6 +224,21 @@ def run_ppo(config: Any, task_runner_class: Any = None) -> None:
     `task_runner_class` is TaskRunner or a subclass, also one made by `ray.remote`. Raises the errors of `verl train`."""
     runner = _undecorated(task_runner_class) if task_runner_class is not None else TaskRunner
     runner().run(config)
+
+
+def _with_reward(config: Any, reward_fn: Callable[..., Any]) -> Any:
+    """`config` with a function of the script as its custom_reward_function. Raises ConfigError for one without a file."""
+    name, function = getattr(reward_fn, "__qualname__", ""), config.reward.custom_reward_function
+    try:
+        path = inspect.getsourcefile(reward_fn)
+    except TypeError:  # an object with __call__
+        path = None
+    if path is None or not Path(path).is_file() or not name.isidentifier():
+        raise ConfigError(
+            f"reward_fn={reward_fn!r} cannot be loaded by the reward processes: give a function at the top level of a file."
+        )
+    function = replace(function, path=path, name=name)
+    return replace(config, reward=replace(config.reward, custom_reward_function=function))
 
 
 def _undecorated(cls: Any) -> Any:

@@ -62,6 +62,15 @@ def choose_forward(module: Any) -> None:
     raise ModelError(f"{name} is not supported: {found}.")
 
 
+@torch.no_grad()
+def largest_difference(module: Any, other: Any) -> float:
+    """Largest difference of the log-probs of a few tokens: of `module` by its chosen forward, of `other`, a causal language
+    model of transformers, by its own."""
+    ours = _describe(module, pack_rows(_columns(), device=next(module.parameters()).device))
+    rows = [_at(other, _own(other, _PROMPT + response)[len(_PROMPT) - 1 : -1], response) for response in _RESPONSES]
+    return float((ours.cpu() - torch.cat(rows).cpu()).abs().max())
+
+
 def own_attention(module: Any) -> str:
     """The name of the fastest attention of transformers that the class of `module` has."""
     decoder = module.get_decoder()

@@ -52,6 +52,20 @@ def fused_decoder(module: Any, device: torch.device) -> DenseDecoder | None:
     return dense if dense is not None and dense.embed.dtype in _FUSED_DTYPES else None
 
 
+def computed_by(module: Any, device: torch.device) -> str:
+    """The implementation that computes `module` on `device`, for people."""
+    kind = forward_kind(module)
+    if kind == "logits":
+        return "the model's own padded forward, whole logits"
+    if kind == "padded":
+        forward = "the model's own padded forward"
+    elif fused_decoder(module, device) is not None:
+        forward = "verl's decoder for CPUs"
+    else:
+        forward = "transformers' modules with verl's packed attention"
+    return f"{forward}; log-probs in chunks of torch matmuls, without whole logits"
+
+
 def packed_outputs(
     module: Any,
     packed: PackedBatch,

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from verl.models.forward import computed_by
+from verl.parallel import dev_shm
 from verl.parallel.collectives import Collectives
 from verl.parallel.device import visible_devices
 from verl.parallel.serialize import from_bytes, to_bytes
@@ -37,6 +39,9 @@ class RankWorkers:
     def _build(self, context: RankContext) -> None:
         set_determinism(context.config.trainer.deterministic)
         specs = context.specs
+        if self.comm is not None:
+            size = len(context.engine_plan.replicas[0].ranks) if specs.generates and context.has_own_weights else 1
+            dev_shm.check_ranks(self.comm, size, context.device.type == "cuda")
         if specs.scores and context.holds("reward"):
             self.reward = build_reward(context)  # before the models: a wrong reward function costs no model load
         self.models = build_models(context)
@@ -104,4 +109,5 @@ def _module_facts(engine: Any, device: torch.device) -> dict[str, Any]:
         "dtype": str(getattr(engine, "compute_dtype", next(module.parameters()).dtype)).removeprefix("torch."),
         "parameters": sum(p.numel() for p in module.parameters()),
         "threads": torch.get_num_threads(),
+        "kernels": computed_by(module, device),
     }

@@ -7,6 +7,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
@@ -19,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from verl.foreign_text import clean
-from verl.tracking.logs import add_handler, log_level, remove_handler, terminal_handler
+from verl.tracking.logs import add_handler, log_level, once, remove_handler, terminal_handler
 from verl.tracking.summary import Summary
 
 _MAX_CHARS = 2000  # of a fact
@@ -46,6 +47,7 @@ class Console:
         self._progress: Progress | None = None
         self._task: Any = None
         self._handler: Any = None
+        self._quiet = ExitStack()
         self._total = 0
         self._recent: deque[float] = deque(maxlen=_NUM_RECENT)
         self._last_end = time.monotonic()
@@ -53,6 +55,7 @@ class Console:
     def __enter__(self) -> Console:
         handler = terminal_handler(self.rich)
         handler.setLevel(log_level())
+        self._quiet.enter_context(once(handler))
         self._handler = add_handler(handler)
         return self
 
@@ -61,6 +64,7 @@ class Console:
     ) -> None:
         self._stop_bar()
         if self._handler is not None:
+            self._quiet.close()
             remove_handler(self._handler)
             self._handler = None
 

@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import sys
+from collections.abc import Iterator
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,25 @@ def terminal_handler(console: Console) -> logging.Handler:
     handler = logging.StreamHandler(console.file)
     handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
     return handler
+
+
+@contextlib.contextmanager
+def once(handler: logging.Handler) -> Iterator[None]:
+    """While entered, handlers that the user has put on the terminal (`logging.basicConfig`) leave out the records that
+    `handler` prints there, so that none appears twice or breaks a live bar."""
+
+    def left_out(record: logging.LogRecord) -> bool:
+        return record.levelno < handler.level
+
+    terminal = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
+    others = [h for h in logging.getLogger().handlers if getattr(h, "stream", None) in terminal]
+    for other in others:
+        other.addFilter(left_out)
+    try:
+        yield
+    finally:
+        for other in others:
+            other.removeFilter(left_out)
 
 
 def add_handler(handler: logging.Handler) -> logging.Handler:

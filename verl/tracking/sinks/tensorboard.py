@@ -1,4 +1,4 @@
-"""TensorBoard event files, in TENSORBOARD_DIR or the run folder's `tensorboard`."""
+"""TensorBoard event files, in TENSORBOARD_DIR or the run folder's `tensorboard`; the main curves also under short tags."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from verl.tracking.sinks.api import RunInfo, Sink
+
+# metrics that stand under a second tag beside their own
+SHORT_TAGS = {"critic/score/mean": "reward/mean", "actor/pg_loss": "loss/actor", "critic/vf_loss": "loss/critic"}
 
 
 class TensorBoardSink(Sink):
@@ -20,6 +23,8 @@ class TensorBoardSink(Sink):
     def log(self, metrics: dict[str, float], step: int) -> None:
         for name, value in metrics.items():
             self._at(step).add_scalar(name, value, step)
+            if name in SHORT_TAGS:
+                self._at(step).add_scalar(SHORT_TAGS[name], value, step)
 
     def table(self, name: str, rows: list[dict[str, Any]], step: int) -> None:
         columns = list(rows[0]) if rows else []

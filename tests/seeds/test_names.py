@@ -1,0 +1,201 @@
+"""Names that the seed documents write, and what they do here."""
+
+import ast
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import verl
+from tests import letters_task
+from verl.config import load_config
+from verl.errors import ConfigError, ModelError
+from verl.tracking.console import Console
+from verl.worker import ActorRolloutRefWorker, RolloutWorker, init_context
+
+SMALL = ["actor_rollout_ref.actor.fsdp_config.dtype=float32", "data.max_response_length=4"]
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory, tiny_llama):
+    """Two steps on the letters task, without a reward function."""
+    task = letters_task.write_task(tmp_path_factory.mktemp("task"))
+    return [
+        f"actor_rollout_ref.model.path={tiny_llama}", f"data.train_files={task}/train.jsonl", "data.train_batch_size=2",
+        f"data.val_files={task}/val.jsonl", "data.max_response_length=4", "actor_rollout_ref.rollout.n=2",
+        "algorithm.adv_estimator=grpo", "reward.num_workers=1", "trainer.total_training_steps=1", "trainer.logger=[file]",
+        "trainer.val_before_train=False", "trainer.test_freq=-1", "trainer.save_freq=-1", "max_prompt_length=64",
+    ]  # fmt: skip
+
+
+def letters(data_source, solution_str, ground_truth, extra_info=None):
+    """The reward of this file, which reward processes load."""
+    return sum(c.isalpha() for c in solution_str) / max(len(solution_str), 1)
+
+
+@pytest.mark.seed("G3")
+def test_the_parts_of_a_step_by_their_names(settings, tmp_path, no_pictures):
+    from verl.trainer.rl_trainer import RLTrainer
+
+    with RLTrainer([*settings, f"trainer.default_local_dir={tmp_path}"], reward_fn=letters) as trainer:
+        metrics = trainer.step()
+    assert 0 < metrics["share/rollout_step"] == metrics["timing_s/gen"] / metrics["perf/time_per_step"] < 1
+    assert 0 <= metrics["share/reward_fn"] < 1
+    assert 0 <= metrics["critic/score/mean"] <= 1
+    assert metrics["reward/num_defaulted"] == 0
+
+
+@pytest.mark.seed("G3")
+def test_a_reward_fn_without_a_file_is_refused(settings):
+    from verl.trainer import PPOTrainer
+
+    for reward_fn in (lambda **_: 1.0, len):
+        with pytest.raises(ConfigError, match="give a function at the top level of a file"):
+            PPOTrainer(settings, reward_fn=reward_fn)
+
+
+@pytest.mark.seed("G7")
+def test_the_consistency_of_a_loaded_model(tiny_llama):
+    from verl.utils import check_model_consistency
+
+    found = check_model_consistency(str(tiny_llama))
+    assert found["forward"] == "packed"
+    assert found["largest_difference"] < 1e-5
+    with ActorRolloutRefWorker(str(tiny_llama), overrides=SMALL) as worker:
+        assert isinstance(worker.rollout, RolloutWorker)
+        module = worker.actor.engine.module
+        assert check_model_consistency(str(tiny_llama), module) == found
+        with torch.no_grad():
+            module.model.layers[0].mlp.up_proj.weight[0, 0] += 1e-3
+        with pytest.raises(
+            ModelError, match=r"model.layers.0.mlp.up_proj.weight of the loaded LlamaForCausalLM is not what"
+        ):
+            check_model_consistency(str(tiny_llama), module)
+    with pytest.raises(ModelError, match="the log-probs of a forward pass differ"):
+        check_model_consistency(str(tiny_llama), tolerance=0.0 if found["largest_difference"] else -1.0)
+
+
+@pytest.mark.seed("G7")
+def test_init_context_makes_parameters_in_host_memory():
+    from verl.utils.fsdp_utils import get_init_weight_context_manager
+
+    for context in (init_context, get_init_weight_context_manager(use_meta_tensor=True, mesh=None)):
+        with torch.device("meta"), context():
+            assert torch.nn.Linear(2, 2).weight.device.type == "cpu"
+
+
+@pytest.mark.seed("G8")
+def test_the_switch_as_a_block(tiny_llama):
+    from verl.workers.sharding_manager.megatron_vllm import MegatronVLLMShardingManager
+
+    with ActorRolloutRefWorker(str(tiny_llama), overrides=SMALL) as worker:
+        manager = MegatronVLLMShardingManager(worker)
+        torch.manual_seed(3)
+        expected = torch.rand(2)
+        torch.manual_seed(3)
+        with manager:
+            batch = manager.postprocess_data(worker.generate_sequences(manager.preprocess_data(["2 + 2?"]), n=2))
+            torch.rand(5)  # what an engine draws is no part of training
+        assert torch.equal(torch.rand(2), expected)
+        assert set(batch.batch["weight_version"].tolist()) == {1}
+    with pytest.raises(
+        ConfigError, match="was given actor_module, inference_engine; it takes an ActorRolloutRefWorker"
+    ):
+        MegatronVLLMShardingManager(actor_module=None, inference_engine=None)
+
+
+@pytest.mark.seed("E9")
+def test_an_older_python_gets_a_sentence():
+    """The first lines are read by every Python 3, and raise before any other file is."""
+    source = Path(verl.__file__).read_text()
+    start = source.partition("from typing import")[0]
+    ast.parse(start, feature_version=(3, 5))
+    code = "import sys; sys.version_info = (3, 9, 2, 'final', 0); import verl"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stderr.splitlines()[-1].startswith("ImportError: verl needs Python 3.10 or newer, and this is 3.9 (")
+
+
+@pytest.mark.seed("E9")
+def test_the_extras_of_the_documents_exist():
+    import tomllib
+
+    project = tomllib.loads((Path(verl.__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    assert {"vllm", "megatron", "tracking"} <= set(project["optional-dependencies"])
+    assert project["requires-python"] == ">=3.10"
+
+
+@pytest.mark.seed("E10")
+@pytest.mark.parametrize(("level", "shown"), [("DEBUG", "a detail"), ("INFO", None)])
+def test_log_level(level, shown, monkeypatch, capsys):
+    monkeypatch.setenv("LOG_LEVEL", level)
+    with Console():
+        logging.getLogger("verl.part").debug("a detail")
+    assert ("a detail" in capsys.readouterr().out) == bool(shown)
+
+
+@pytest.mark.seed("E10", "G9")
+def test_lines_appear_once_with_basic_config():
+    code = """
+import logging
+logging.basicConfig(level=logging.INFO)
+from verl.tracking.console import Console
+log = logging.getLogger("verl.part")
+log.info("before")
+with Console():
+    log.info("during")
+    logging.getLogger("own").info("mine")
+log.info("after")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    lines = done.stdout.splitlines() + done.stderr.splitlines()
+    assert sorted(lines) == ["INFO: during", "INFO: mine", "INFO:verl.part:after", "INFO:verl.part:before"]
+
+
+@pytest.mark.seed("B8")
+def test_the_implementation_that_runs_is_said(settings, tiny_llama, tmp_path, capsys, no_pictures):
+    """Every name of impl_backend is accepted, and the start says what computes."""
+    from verl.run.host import train
+
+    task = letters_task.write_task(tmp_path)
+    keys = ["model.use_fused_kernels=True", "model.fused_kernel_options.impl_backend=xformers"]
+    files = [f"reward.custom_reward_function.path={task}/reward.py", f"trainer.default_local_dir={tmp_path}/run"]
+    loaded = load_config([*settings, *keys, *files, "trainer.logger=[console]"])
+    (notice,) = (notice for notice in loaded.notices if "impl_backend" in notice)
+    assert "verl's own implementation in torch runs, whatever the name" in notice
+    assert train(loaded) == 0
+    words = "kernels: verl's decoder for CPUs; log-probs in chunks of torch matmuls, without whole logits"
+    assert words in capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.seed("B8")
+def test_the_implementation_of_a_model_that_takes_no_packed_batch(tiny_llama):
+    from verl.models.forward import computed_by
+    from verl.models.load import load_model
+
+    module, cpu = load_model(tiny_llama), torch.device("cpu")
+    module.forward_kind = "padded"
+    assert computed_by(module, cpu).startswith("the model's own padded forward; log-probs in chunks")
+    module.forward_kind = "logits"
+    assert computed_by(module, cpu) == "the model's own padded forward, whole logits"
+
+
+@pytest.mark.seed("G6")
+def test_loss_kl_and_reward_are_on_every_line(settings, tmp_path, capsys, no_pictures):
+    from verl.run.host import train
+
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    task = letters_task.write_task(tmp_path)
+    own = ["algorithm.adv_estimator=gae", "trainer.logger=[console,tensorboard]", "data.train_batch_size=4"]
+    files = [f"reward.custom_reward_function.path={task}/reward.py", f"trainer.default_local_dir={tmp_path}/run"]
+    assert train(load_config([*settings, *own, *files])) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("step=1/1"))
+    assert {"reward", "loss", "kl"} <= {part.split("=")[0] for part in line.split()}
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    assert {"loss/critic", "loss/actor", "reward/mean"} <= set(events.Tags()["scalars"])
+    assert events.Scalars("loss/critic")[0].value == events.Scalars("critic/vf_loss")[0].value

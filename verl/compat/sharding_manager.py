@@ -1,0 +1,44 @@
+"""The switch between training and generation as a `with` block: `verl.workers.sharding_manager.*`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from verl.errors import ConfigError
+from verl.programs.hybrid_worker import ActorRolloutRefWorker
+
+
+class FSDPVLLMShardingManager:
+    """`with FSDPVLLMShardingManager(worker):` generate. At entry the random state of training is saved, the weights reach the
+    rollout engine tensor by tensor, and the memory that training keeps between its calls is freed; at the end the KV cache is
+    freed, the weights are checked and the random state is restored (verl/runtime/mode_switch.py).
+
+    `worker` is an ActorRolloutRefWorker. Raises ConfigError for the parts that other releases pass in its place, ModelError
+    when weights that train have changed inside the block.
+    """
+
+    def __init__(self, worker: Any = None, **parts: Any):
+        if parts or not isinstance(worker, ActorRolloutRefWorker):
+            given = ", ".join(parts) or type(worker).__name__
+            raise ConfigError(
+                f"{type(self).__name__} was given {given}; it takes an ActorRolloutRefWorker (verl.worker), which holds the "
+                "module, the engine and their layouts."
+            )
+        self.worker = worker
+
+    def __enter__(self) -> FSDPVLLMShardingManager:
+        self.worker.update_weights()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.worker.rollout.end_generation()
+
+    def preprocess_data(self, data: Any) -> Any:
+        """`data` itself: calls divide their rows over ranks."""
+        return data
+
+    postprocess_data = preprocess_data
+
+
+class MegatronVLLMShardingManager(FSDPVLLMShardingManager):
+    """The same for the layouts of Megatron: the worker's engine knows its own."""
