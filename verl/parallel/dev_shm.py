@@ -61,7 +61,7 @@ def card() -> Card:
 def check_ranks(comm: Collectives, num_gpus_per_engine: int, on_gpu: bool) -> None:
     """A collective of all ranks: the first rank of each container checks its size, and rank 0 says where ranks of one machine
     are in containers that share none."""
-    cards: list[Card] = [Card(from_bytes(row)) for row in comm.all_gather(to_bytes(card()))]
+    cards: list[Card] = [from_bytes(row) for row in comm.all_gather(to_bytes(card()))]
     here = [rank for rank, other in enumerate(cards) if other == cards[comm.rank]]
     if here[0] == comm.rank and on_gpu and len(here) > 1:
         engines = len(here) // num_gpus_per_engine if num_gpus_per_engine > 1 else 0
