@@ -52,11 +52,11 @@ class ExperienceBuffer:
                 f"ExperienceBuffer(place={place!r}): a buffer is in the 'driver' or in a 'process' of its own."
             )
         setup = {"max_groups": max_groups, "max_age": max_age, "by": by, "seed": seed}
-        self._store: Any = Store(setup)
+        self._store: Any = StoredGroups(setup)
         self._process: EngineProcess | None = None
         if place == "process":
             self._process = EngineProcess(
-                "experience buffer", f"{__name__}:Store", setup, environment={}, start_timeout_s=timeout_s,
+                "experience buffer", f"{__name__}:StoredGroups", setup, environment={}, start_timeout_s=timeout_s,
                 call_timeout_s=timeout_s,
             )  # fmt: skip
 
@@ -101,7 +101,7 @@ class ExperienceBuffer:
         return getattr(self._store, method)(*arguments)
 
 
-class Store:
+class StoredGroups:
     """What a buffer holds, in whichever process."""
 
     def __init__(self, setup: Mapping[str, Any]):
