@@ -75,8 +75,10 @@ def check_model_consistency(
     import transformers
 
     ours = load_model(model_path, trust_remote_code=trust_remote_code) if module is None else module
-    settings = {"trust_remote_code": trust_remote_code, "use_safetensors": True, "attn_implementation": "eager"}
-    theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(locate(model_path), dtype=ours.dtype, **settings)
+    settings = {"trust_remote_code": trust_remote_code, "attn_implementation": "eager", "dtype": ours.dtype}
+    theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        locate(model_path), use_safetensors=True, **settings
+    )
     held = dict(ours.named_parameters())
     for name, value in theirs.named_parameters():
         if name not in held or not torch.equal(held[name].detach().cpu(), value.detach()):

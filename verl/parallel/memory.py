@@ -33,7 +33,7 @@ def resident_bytes() -> int:
 
 
 def reset_peak() -> bool:
-    """Begin the record of `peak_bytes` anew; False where the system keeps none that can be reset (see proc(5), clear_refs)."""
+    """Start the record of `peak_bytes` again; False where the system keeps none that can be reset (see proc(5), clear_refs)."""
     try:
         CLEAR_REFS.write_text("5")
     except OSError:

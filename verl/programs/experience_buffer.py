@@ -10,7 +10,7 @@ which no sample trains twice; here a script decides.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -52,7 +52,8 @@ class ExperienceBuffer:
                 f"ExperienceBuffer(place={place!r}): a buffer is in the 'driver' or in a 'process' of its own."
             )
         setup = {"max_groups": max_groups, "max_age": max_age, "by": by, "seed": seed}
-        self._store: Any = StoredGroups(setup)
+        groups = StoredGroups(setup)
+        self._calls: dict[str, Callable[..., Any]] = {"put": groups.put, "qsize": groups.qsize, "sample": groups.sample}
         self._process: EngineProcess | None = None
         if place == "process":
             self._process = EngineProcess(
@@ -98,11 +99,11 @@ class ExperienceBuffer:
     def _call(self, method: str, *arguments: Any) -> Any:
         if self._process is not None:
             return self._process.call(method, *arguments)
-        return getattr(self._store, method)(*arguments)
+        return self._calls[method](*arguments)
 
 
 class StoredGroups:
-    """What a buffer holds, in whichever process."""
+    """The groups of a buffer, in this process or in one of their own."""
 
     def __init__(self, setup: Mapping[str, Any]):
         self._max_groups, self._max_age, self._by = setup["max_groups"], setup["max_age"], setup["by"]

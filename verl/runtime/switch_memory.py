@@ -64,7 +64,7 @@ class SwitchMemory:
             log.info(words + ".", extra / 1e6, ratio)
 
     def _start(self) -> int | None:
-        """Memory now, with the record of its peak begun anew."""
+        """Memory now, with the record of its peak started again."""
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
             return torch.cuda.memory_allocated(self._device)
