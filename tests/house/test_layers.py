@@ -18,7 +18,7 @@ LAYERS = (
     ("algorithms",),
     ("models",),
     ("tracking",),
-    ("rewards", "data", "engines", "rollout"),
+    ("rewards", "data", "engines", "rollout", "page"),
     ("reshard", "checkpoint"),
     ("roles",),
     ("runtime",),

@@ -8,6 +8,10 @@ from verl.config.secrets import is_secret_name
 
 # (file, what is called) -> why it may listen on more than this machine, or how it keeps strangers out
 LISTENERS: dict[tuple[str, str], str] = {
+    (
+        "verl/page/server.py",
+        "found.bind",
+    ): "the address of trainer.page.host, loopback by default; every request needs the token",
     ("verl/parallel/collectives.py", "probe.bind"): "asks whether a port is free and closes it at once",
     ("verl/parallel/collectives.py", "socket.create_server"): "for ranks that meet at loopback, and only there",
     ("verl/parallel/collectives.py", "dist.TCPStore"): "listens to other machines only where the ranks are on several",

@@ -45,6 +45,7 @@ VERBS = {
     "eval": Verb("verl.cli.train:run_eval", "validate a model on held-out prompts"),
     "generate": Verb("verl.cli.train:run_generate", "write samples of a model as JSON lines"),
     "show": Verb("verl.cli.show:run_show", "show a run: progress, bottleneck, advice, learning curves"),
+    "view": Verb("verl.cli.view:run_view", "show runs in a browser: curves, groups, samples, tokens"),
     "check": Verb("verl.cli.check:run_check", "check a config, its model and its data before training"),
     "import-check": Verb(
         "verl.cli.import_check:run_import_check", "report which scripts and files of other verl releases run here"
@@ -64,8 +65,7 @@ _ELSEWHERE = {
         "is not available in this version. verl check estimates the memory of a run, and verl show reports where its "
         "time goes",
     ),
-    "dashboard": "is not available in this version. verl show RUN reports the state of a run, and "
-    "trainer.logger=[console,tensorboard] plots it",
+    "dashboard": "is verl view RUN",
     **dict.fromkeys(("ppo", "grpo"), "is verl train with algorithm.adv_estimator=gae (PPO) or grpo"),
     "merge": "is not needed: actor/huggingface in a checkpoint loads as it is, and verl export writes it elsewhere",
 }

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.cli.arguments import ConfigArguments, parse
+from verl.cli.view import page_of
 from verl.config import PREFERENCE, RM, SFT, LoadedConfig
 from verl.parallel.child_processes import die_with
 
@@ -73,6 +74,11 @@ def _run(arguments: ConfigArguments, supervised: bool) -> int:
 
         return check(arguments)
     loaded = arguments.load()
+    with page_of(loaded, whole_process=supervised):
+        return _started(loaded, supervised)
+
+
+def _started(loaded: LoadedConfig[Any], supervised: bool) -> int:
     trainer = loaded.config.trainer
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with(os.getppid())  # torchrun supervises and restarts its ranks; none may outlive it

@@ -62,6 +62,7 @@ COLUMNS: dict[str, Column] = {
     "reward_model_reply": Column(_B, "object", "reward model", "what a judge wrote about the sample"),
     # from the models
     "old_log_probs": Column(_BR, "float32", "actor", "log-probs under the policy at the start of the step"),
+    "train_log_probs": Column(_BR, "float32", "actor", "log-probs in the first update; NaN where none was computed"),
     "entropys": Column(_BR, "float32", "actor", "entropy of the next-token distribution, nats"),
     "sum_pi_squared": Column(_BR, "float32", "actor", "sum over the vocabulary of p squared (optimal token baseline)"),
     "ref_log_prob": Column(_BR, "float32", "reference", "log-probs under the reference policy"),

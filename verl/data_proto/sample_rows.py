@@ -22,7 +22,12 @@ _COPIED = (
 _PER_TOKEN = {
     "log_probs": "rollout_log_probs",
     "old_log_probs": "old_log_probs",
+    "train_log_probs": "train_log_probs",
+    "ref_log_probs": "ref_log_prob",
+    "entropy": "entropys",
     "advantages": "advantages",
+    "token_versions": "token_weight_version",
+    "response_mask": "response_mask",
     "teacher_ids": "candidate_ids",
     "teacher_log_probs": "teacher_top_log_probs",
 }
@@ -53,12 +58,23 @@ def sample_rows(batch: DataProto, tokenizer: Any) -> list[dict[str, Any]]:
         if scores is not None:
             row["score"] = scores[i]
         row |= {"prompt_ids": prompt_ids[i], "response_ids": response_ids[i]}
-        row |= {name: values[i][:length] for name, values in per_token.items()}
+        row |= _token_values({name: values[i][:length] for name, values in per_token.items()})
         if "teacher_ids" in row:
             # such rows can train another student, see docs/distillation.md
             row |= {name: objects[name][i] for name in ("raw_prompt", "reward_model") if name in objects}
         rows.append(row)
     return rows
+
+
+def _token_values(found: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """Without columns that say nothing: a mask of all tokens, values that were computed for none. NaN becomes None."""
+    if all(found.get("response_mask", ())):
+        found.pop("response_mask", None)
+    for name in ("train_log_probs", "entropy"):
+        values = [None if value != value else value for value in found.pop(name, ())]
+        if any(value is not None for value in values):
+            found[name] = values
+    return found
 
 
 def _column(batch: DataProto, name: str) -> list[Any] | None:

@@ -29,17 +29,25 @@ def adopt_orphans() -> bool:
     return prctl(_SET_CHILD_SUBREAPER, 1)
 
 
+_spared: set[int] = set()
+
+
+def spare(pid: int) -> None:
+    """From now on `end_descendants` leaves the process `pid` alone."""
+    _spared.add(pid)
+
+
 def end_descendants() -> int:
     """SIGKILL for every process below this one, those that are started meanwhile too; returns how many there were."""
     import psutil
 
-    killed: set[int] = set()
+    killed: set[int] = set(_spared)
     while family := [p for p in psutil.Process().children(recursive=True) if p.pid not in killed]:
         for process in family:
             killed.add(process.pid)
             with contextlib.suppress(psutil.Error):
                 process.kill()
-    return len(killed)
+    return len(killed - _spared)
 
 
 def prctl(operation: int, value: int, argument: Any = None) -> bool:

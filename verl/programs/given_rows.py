@@ -12,15 +12,19 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
+
 from verl.data.conversations.dataset import ConversationDataset, ConversationLoader
 from verl.data_proto.metrics import Metric, metric_values
 from verl.data_proto.proto import DataProto
+from verl.data_proto.sample_rows import sample_rows
+from verl.data_proto.token_values import add_token_columns
 from verl.engines.api import MicroBatching
 from verl.models.load import load_tokenizer
 from verl.parallel.placement import Placement
@@ -125,7 +129,26 @@ class GivenRowsProgram(Program):
         self.num_tokens += num_tokens
         metrics = public_metrics(result.metrics)
         metrics |= {"train/global_tokens": num_tokens, "train/total_tokens(B)": self.num_tokens / 1e9}
-        return StepResult(metrics, num_tokens, span_tokens={"update": num_tokens}, skipped=result.skipped)
+        return StepResult(
+            metrics,
+            num_tokens,
+            rows=lambda: self.logged_rows(result.batch, updates.observed),
+            span_tokens={"update": num_tokens},
+            skipped=result.skipped,
+        )
+
+    def logged_rows(self, batch: DataProto, observed: Sequence[torch.Tensor]) -> list[dict[str, Any]]:
+        """The rows for samples/train: the few whose tokens the objective has observed (see FirstRows)."""
+        if not observed:
+            return []
+        *keys, log_probs, entropy = observed
+        add_token_columns(batch, keys, {"train_log_probs": log_probs, "entropys": entropy})
+        seen = (~batch.batch["train_log_probs"].isnan()).any(dim=1).nonzero().flatten()
+        return self.row_facts(batch.select_idxs(seen))
+
+    def row_facts(self, batch: DataProto) -> list[dict[str, Any]]:
+        """The rows of a batch for samples/."""
+        return sample_rows(batch, self.data.tokenizer)
 
     def state_dict(self) -> dict[str, Any]:
         assert self.data.train is not None

@@ -31,6 +31,7 @@ from verl.config import PPOConfig
 from verl.data_proto.future import Future
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
+from verl.data_proto.token_values import add_observed
 from verl.programs.api import RunContext
 from verl.programs.collect import Collector
 from verl.programs.distillation import RowResponses, Teachers
@@ -187,7 +188,8 @@ class PPO(PPOProgram):
             found = self.guards.record(updates).metrics()
             metrics.update({name.replace("actor/distillation/", "distillation/"): m for name, m in found.items()})
             if self.old_log_probs != "recompute" and updates.observed:  # else all tokens were compared already
-                metrics.update(rollout_gap_metrics(*updates.observed))
+                metrics.update(rollout_gap_metrics(*updates.observed[:2]))
+            add_observed(batch, updates.observed)  # for the samples files
         if critic is not None:
             with self.spans("update_critic"):
                 metrics.update(self.guards.record(critic.get()).metrics())

@@ -173,6 +173,17 @@ class PreferenceOptimization(GivenRowsProgram):
             self.reference.model.follow(ref.mixup_alpha)
         return replace(result, metrics=with_margins(result.metrics, "train/"))
 
+    def row_facts(self, batch: DataProto) -> list[dict[str, Any]]:
+        """The rows with their side, and as score the implicit reward beta (log pi - log pi_ref), or without a reference
+        beta log pi."""
+        columns, rows = batch.batch, super().row_facts(batch)
+        sums = columns["train_log_probs"].nan_to_num(0.0).double().sum(dim=1)
+        if "ref_logp" in columns.keys():
+            sums = sums - columns["ref_logp"].double()
+        scores = (self.config.preference.beta * sums).tolist()
+        sides = columns["chosen"].tolist()
+        return [{**row, "chosen": s, "score": v} for row, s, v in zip(rows, sides, scores, strict=True)]
+
     def _note_rewards(self, metrics: Mapping[str, float]) -> None:
         """Add the rewards of a step to BCO's running mean."""
         if "bco" not in self.config.preference.losses:

@@ -61,7 +61,7 @@ def open_run(loaded: LoadedConfig, program: str = "ppo") -> Iterator[tuple[Loop,
         stop = stack.enter_context(StopSignal(folder.root, config.trainer.stop_timeout_s))
         timeline = Timeline(folder.timeline, data.num_steps, spans=kind.span_phases) if runtime.is_rank_zero else None
         spans = Spans(folder.spans, on_enter=console.phase, timeline=timeline, heartbeat=folder.heartbeat)
-        tracker = _tracker(stack, loaded, folder, runtime)
+        tracker = _tracker(stack, loaded, folder, runtime, data.tokenizer)
         roles = runtime.build_roles(total_steps=data.num_steps, data_sources=data.data_sources)
         stack.callback(roles.close)
         context = RunContext(
@@ -112,7 +112,7 @@ def evaluate(loaded: LoadedConfig, program: str = "ppo") -> int:
         data = kind.load_data(config, train=False)
         if not data.has_validation:
             raise ConfigError("Evaluation needs data.val_files; it is empty.")
-        tracker = _tracker(stack, loaded, folder, runtime)
+        tracker = _tracker(stack, loaded, folder, runtime, data.tokenizer)
         roles = runtime.build_roles(total_steps=1, data_sources=data.data_sources, train=False)
         stack.callback(roles.close)
         context = RunContext(
@@ -132,7 +132,7 @@ def _console(runtime: Runtime, steps: bool = True) -> Any:
     return Console(steps=steps) if runtime.is_rank_zero else NullOutput()
 
 
-def _tracker(stack: ExitStack, loaded: LoadedConfig, folder: Any, runtime: Runtime) -> Any:
+def _tracker(stack: ExitStack, loaded: LoadedConfig, folder: Any, runtime: Runtime, tokenizer: Any) -> Any:
     if not runtime.is_rank_zero:
         return NullOutput()
     trainer = loaded.config.trainer
@@ -146,6 +146,7 @@ def _tracker(stack: ExitStack, loaded: LoadedConfig, folder: Any, runtime: Runti
             rollout_data_dir=trainer.rollout_data_dir,
             validation_data_dir=trainer.validation_data_dir,
             log_val_generations=trainer.log_val_generations,
+            tokenizer=tokenizer,
         )
     )
 

@@ -117,11 +117,16 @@ def read_lines(path: Path, check: Check) -> Iterator[tuple[bytes, dict[str, Any]
         return
     with os.fdopen(descriptor, "rb") as file:
         while line := file.readline(_MAX_ROW_BYTES):
-            try:
-                row = _checked(line.decode(), check)
-            except ValueError:
-                row = None
-            yield line, row if isinstance(row, dict) else None
+            yield line, parse_line(line, check)
+
+
+def parse_line(line: bytes, check: Check) -> dict[str, Any] | None:
+    """The row in a line of `append_rows`; None when it is truncated or fails `check`."""
+    try:
+        row = _checked(line.decode(), check)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None
 
 
 def read_json_rows(path: Path, check: Check | None = None) -> Iterator[dict[str, Any]]:

@@ -24,7 +24,7 @@ from verl.tracking.timeline import read_timeline
 
 _LOG_BYTES = 1 << 16  # looked at from the end of a log
 _LINE_CHARS = 1000
-_EVENT = has(
+EVENT = has(
     time=lambda value: is_number(value) and 0 <= value < 1e11, event=is_text, cause=is_text, step=maybe(is_count),
     phase=maybe(is_text), **{"from": maybe(is_text)},
 )  # fmt: skip
@@ -75,7 +75,7 @@ def read_progress(folder: Path, num_complaints: int = 5) -> Progress:
     step = max((int(row["step"]) for row in metrics), default=0)
     process = holder_of(folder)
     finished = (folder / "summary.json").is_file() and process is None
-    events = read_json_rows(folder / EVENTS, _EVENT)
+    events = read_json_rows(folder / EVENTS, EVENT)
     seconds = statistics.median(row["seconds"] for row in timeline[-20:]) if timeline else None
     beat = read_beat(folder) if process is not None else None
     return Progress(
@@ -89,7 +89,7 @@ def read_progress(folder: Path, num_complaints: int = 5) -> Progress:
         last_written_s=time.time() - metrics[-1]["time"] if metrics and "time" in metrics[-1] else None,
         bottleneck=find_bottleneck(timeline, metrics, RunFolder(folder).read_config()),
         curves=_curves(metrics, RunFolder(folder).read_curves()),
-        complaints=_complaints(folder / "logs", num_complaints),
+        complaints=last_complaints(folder / "logs", num_complaints),
         doing=beat.phase if beat else "",
         doing_s=time.time() - beat.since if beat else None,
         crashes=[{name: clean(v) if isinstance(v, str) else v for name, v in row.items()} for row in events],
@@ -112,7 +112,8 @@ def _curves(metrics: Sequence[Mapping[str, Any]], panels: Curves) -> dict[str, C
     return found
 
 
-def _complaints(logs: Path, count: int) -> list[str]:
+def last_complaints(logs: Path, count: int) -> list[str]:
+    """The last `count` warnings and errors of the logs in a folder."""
     lines = (line for file in logs.glob("*.log") for line in _tail(file).splitlines())
     found = sorted(clean(line, limit=_LINE_CHARS) for line in lines if _RECORD.match(line))
     return found[-count:] if count else []

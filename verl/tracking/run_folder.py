@@ -1,7 +1,7 @@
 """The folder of one run: its files, its lock, and the truncation of records on resume.
 
 config.yaml  metrics.jsonl  samples/{train,val}/step_000012.jsonl  spans.jsonl  timeline.jsonl  logs/  summary.json
-curves.json (metrics worth a curve)  learning_curve.png  global_step_N/ (see verl.checkpoint)
+tokens.jsonl (their texts)  curves.json (metrics worth a curve)  learning_curve.png  global_step_N/ (see verl.checkpoint)
 ledger.sqlite (every sample, see verl/tracking/ledger/reader.py)  guards.jsonl (rejected values)  heartbeat.json
 events.jsonl (crashes, written by the supervisor)  superseded_*/ (records of earlier runs that were started over)
 """
@@ -38,6 +38,7 @@ from verl.tracking.heartbeat import Heartbeat
 from verl.tracking.ledger.file import NAME as LEDGER
 from verl.tracking.lock import FolderLock
 from verl.tracking.logs import add_log_file, remove_handler
+from verl.tracking.token_texts import NAME as TOKENS
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ class RunFolder:
         self.root = Path(root).expanduser()
         self.metrics = self.root / "metrics.jsonl"
         self.samples = self.root / "samples"
+        self.tokens = self.root / TOKENS
         self.spans = self.root / "spans.jsonl" if rank == 0 else None
         self.timeline = self.root / "timeline.jsonl"
         self.guards = self.root / "guards.jsonl"
@@ -180,6 +182,7 @@ class RunFolder:
             self.metrics,
             self.root / "spans.jsonl",
             self.timeline,
+            self.tokens,
             self.guards,
             self.summary,
             self.curves,

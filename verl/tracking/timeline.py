@@ -22,7 +22,7 @@ from verl.tracking.files import append_rows, each, has, is_count, is_number, may
 
 SpanPhases = Mapping[str, tuple[str, str | None]]  # span -> (phase of the step, role that is busy in it, or None)
 
-_ROW = has(
+ROW = has(
     step=is_count, of=maybe(is_count), seconds=is_number, phases=each(is_number), roles=each(has(busy_s=is_number)),
     communication=has(seconds=is_number, bytes=is_number),
 )  # fmt: skip
@@ -69,7 +69,7 @@ class Timeline:
 
 def read_timeline(path: Path) -> Iterator[dict[str, Any]]:
     """The rows of timeline.jsonl."""
-    return read_json_rows(path, _ROW)
+    return read_json_rows(path, ROW)
 
 
 def summarise(

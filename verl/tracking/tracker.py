@@ -18,6 +18,7 @@ from verl.tracking.sinks.api import RunInfo, make_sink
 from verl.tracking.sinks.file import FileSink
 from verl.tracking.sinks.guard import Guard
 from verl.tracking.summary import Summary
+from verl.tracking.token_texts import TokenTexts
 
 log = logging.getLogger(__name__)
 
@@ -45,8 +46,10 @@ class Tracker:
         rollout_data_dir: str | None = None,
         validation_data_dir: str | None = None,
         log_val_generations: int = 0,
+        tokenizer: Any = None,
     ):
         self.folder = folder
+        self._texts = None if tokenizer is None else TokenTexts(folder.tokens, tokenizer)
         self.log_val_generations = log_val_generations
         self._dumps = {"train": rollout_data_dir, "val": validation_data_dir}
         info = RunInfo(folder.root, project, experiment, hide_values(config))
@@ -73,6 +76,8 @@ class Tracker:
         """Write the samples of a step, one dict each; a second call for the same split and step replaces the first."""
         file = self.folder.sample_file(split, step)
         file.parent.mkdir(parents=True, exist_ok=True)
+        if self._texts is not None:
+            self._texts.record(rows)
         write_atomically(file, "".join(json_text({"step": step, **row}) + "\n" for row in rows))
         dump = self._dumps.get(split)
         if dump:

@@ -49,6 +49,20 @@ class TrainerV1Config(Section):
     sampler: SamplerConfig = section(SamplerConfig, "which samples train")
 
 
+@dataclass(frozen=True)
+class PageConfig(Section):
+    enable: bool | str = used(
+        "auto",
+        "show the run in a browser, from a process beside it (see docs/page.md); auto: if the extra `page` is installed and "
+        "the run was started from the command line",
+        choices=("auto", True, False),
+    )
+    host: str = used(
+        "127.0.0.1", "address at which the page listens; another than loopback lets others in who have its link"
+    )
+    port: int = used(0, "port of the page; 0: any that is free", ge=0, le=65535)
+
+
 AFTER_EACH_EPOCH = "after_each_epoch"
 
 
@@ -112,6 +126,7 @@ class TrainerConfig(Section):
         300, "seconds that the processes of a run may take to find each other", sizing=True
     )
     guards: StepGuardsConfig = section(StepGuardsConfig, "action on NaN, infinity and values beyond a limit")
+    page: PageConfig = section(PageConfig, "the live page of the run")
     log_val_generations: int = used(0, "validation samples shown to the trackers", ge=0)
     rollout_data_dir: str | None = used(None, "folder for a JSONL of training samples per step")
     validation_data_dir: str | None = used(None, "folder for a JSONL of validation samples per step")

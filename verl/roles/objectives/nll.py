@@ -9,7 +9,7 @@ from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.engines.api import BatchTotals
 from verl.roles.api import Objective
-from verl.roles.objectives.terms import aggregate
+from verl.roles.objectives.terms import FirstRows, aggregate
 from verl.roles.step_guard import StepGuard
 
 
@@ -21,6 +21,7 @@ class TokenObjective(Objective):
 
     def __init__(self, loss: str, guard: StepGuard):
         self.loss, self.guard = loss, guard
+        self._first = FirstRows()
 
     def __call__(
         self, outputs: dict[str, torch.Tensor], batch: DataProto, totals: BatchTotals
@@ -30,8 +31,13 @@ class TokenObjective(Objective):
         mask = batch.batch["response_mask"].to(log_probs.device)
         agg = aggregate("token-mean", 1.0, totals)
         self.guard.observe(batch.batch, mask, {"log_probs": log_probs}, {})
+        self._first.add(outputs, batch, mask)
         means = {"token_accuracy": outputs["correct"], "entropy": outputs["entropy"]}
         if self.loss != "nll":
             means["nll"] = -log_probs
         metrics = {name: Metric.sum(agg(values.detach(), mask)) for name, values in means.items()}
         return SFT_LOSSES[self.loss](log_probs, mask, agg), metrics
+
+    def pop_observed(self) -> list[torch.Tensor]:
+        """See Objective and FirstRows."""
+        return self._first.pop()

@@ -14,6 +14,7 @@ from verl.algorithms.reduce import Aggregate
 from verl.config import ActorConfig, RolloutCorrectionConfig
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
+from verl.data_proto.token_values import token_keys
 from verl.engines.api import BatchTotals
 from verl.roles.api import Objective
 from verl.roles.objectives.terms import aggregate, zero_or_nan
@@ -76,7 +77,7 @@ class PolicyObjective(Objective):
         self.params["loss_scale_factor"] = self.scale
         self.generator = torch.Generator()
         self._is_first = True
-        self._observed: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._observed: list[list[torch.Tensor]] = []
 
         guarded = guard is not None and "entropy" in guard.inputs
         if config.entropy_coeff != 0 or config.calculate_entropy or guarded:
@@ -97,7 +98,8 @@ class PolicyObjective(Objective):
         if old is None:
             old = log_prob.detach()
         if self._is_first and "rollout_log_probs" in columns.keys():
-            self._observed.append((log_prob.detach()[mask].cpu(), columns["rollout_log_probs"][mask.cpu()]))
+            sampled = columns["rollout_log_probs"][mask.cpu()]
+            self._observed.append([log_prob.detach()[mask].cpu(), sampled, *self._tokens(outputs, batch, mask)])
         old = old.to(log_prob)
         agg = aggregate(self.config.loss_agg_mode, self.scale, totals)
         loss, metrics = self._first_term(outputs, columns, mask, old, agg)
@@ -159,7 +161,13 @@ class PolicyObjective(Objective):
         metrics["kl_coef"] = Metric.last(self.config.kl_loss_coef)
         return self.config.kl_loss_coef * kl
 
+    def _tokens(self, outputs: dict[str, torch.Tensor], batch: DataProto, mask: torch.Tensor) -> list[torch.Tensor]:
+        """The keys of the tokens (`token_keys`), and their entropy where the loss has it."""
+        keys = token_keys(batch, mask)
+        return [*keys, outputs["entropy"].detach()[mask].cpu()] if keys and "entropy" in outputs else keys
+
     def pop_observed(self) -> list[torch.Tensor]:
-        """(trainer log-probs, sampler log-probs) of the tokens of the first mini-batch, flat; [] without sampler log-probs."""
-        pairs, self._observed = self._observed, []
-        return [torch.cat(tensors) for tensors in zip(*pairs, strict=True)]
+        """(trainer log-probs, sampler log-probs) of the tokens of the first mini-batch, flat, and what `_tokens` has of
+        them; [] without sampler log-probs."""
+        found, self._observed = self._observed, []
+        return [torch.cat(tensors) for tensors in zip(*found, strict=True)]

@@ -24,6 +24,7 @@ from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.engines.api import BatchTotals
 from verl.roles.api import Objective
+from verl.roles.objectives.terms import FirstRows
 from verl.roles.step_guard import StepGuard
 
 
@@ -50,6 +51,7 @@ class PreferenceObjective(Objective):
 
     def __init__(self, config: PreferenceLossConfig, guard: StepGuard | None = None):
         self.config, self.guard = config, guard
+        self._first = FirstRows()
         self.losses = list(zip(config.losses, config.weights, strict=True))
         self.wants = frozenset().union(*(reads(name) for name, _ in self.losses))
         self.paired = all(is_paired(name) for name, _ in self.losses)
@@ -66,6 +68,7 @@ class PreferenceObjective(Objective):
         columns = {name: column.to(log_probs.device) for name, column in batch.batch.items()}
         if self.guard is not None:
             self.guard.observe(batch.batch, columns["response_mask"], {"log_probs": log_probs}, {})
+            self._first.add(outputs, batch, mask_of(columns))
         sums = row_sums(log_probs, columns, self.config.ld_alpha)
         terms = {**self.config, **self._terms(sums, log_probs, columns, totals)}
         weight: Tensor | float = 1.0
@@ -75,6 +78,10 @@ class PreferenceObjective(Objective):
         losses = (factor * preference_loss(name, terms) * weight for name, factor in self.losses)
         loss = torch.stack([found.sum() for found in losses]).sum() / totals.num_units
         return loss, self._metrics(outputs, sums, terms, columns)
+
+    def pop_observed(self) -> list[Tensor]:
+        """See Objective and FirstRows."""
+        return self._first.pop()
 
     def _terms(
         self, sums: Tensor, log_probs: Tensor, columns: dict[str, Tensor], totals: BatchTotals

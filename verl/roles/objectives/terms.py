@@ -5,7 +5,11 @@ from __future__ import annotations
 import torch
 
 from verl.algorithms.reduce import Aggregate, agg_loss
+from verl.data_proto.proto import DataProto
+from verl.data_proto.token_values import token_keys
 from verl.engines.api import BatchTotals
+
+_LOGGED_ROWS = 16  # of an update, on each rank: a data set is not written again as samples
 
 
 def aggregate(mode: str, scale: float, totals: BatchTotals) -> Aggregate:
@@ -28,3 +32,27 @@ def aggregate(mode: str, scale: float, totals: BatchTotals) -> Aggregate:
 def zero_or_nan(outputs: torch.Tensor) -> torch.Tensor:
     """0, or NaN where the model's outputs are not all finite: a clipped loss may hide that, and the step must not be taken."""
     return (outputs.detach() * 0.0).sum()
+
+
+class FirstRows:
+    """The tokens of the first rows of an update, for the samples files."""
+
+    def __init__(self) -> None:
+        self._num_rows = 0
+        self._found: list[list[torch.Tensor]] = []
+
+    def add(self, outputs: dict[str, torch.Tensor], batch: DataProto, mask: torch.Tensor) -> None:
+        """Keep the tokens in `mask` of the rows of a micro-batch, while there are fewer than the limit."""
+        left = _LOGGED_ROWS - self._num_rows
+        if left <= 0:
+            return
+        mask = mask.clone()
+        mask[left:] = False
+        self._num_rows += min(left, len(mask))
+        if keys := token_keys(batch, mask):
+            self._found.append([*keys, *(outputs[n].detach()[mask].cpu() for n in ("log_probs", "entropy"))])
+
+    def pop(self) -> list[torch.Tensor]:
+        """[row keys, positions, log-probs, entropy] of the tokens, flat; [] for none."""
+        found, self._found, self._num_rows = self._found, [], 0
+        return [torch.cat(tensors) for tensors in zip(*found, strict=True)]

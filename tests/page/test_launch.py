@@ -1,0 +1,143 @@
+"""The page as a process: it serves while its parent lives, and the commands that start it."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.page.folders import make_run
+
+pytest.importorskip("starlette", reason="the extra `page` is not installed")
+pytest.importorskip("uvicorn", reason="the extra `page` is not installed")
+pytest.importorskip("sse_starlette", reason="the extra `page` is not installed")
+
+import httpx
+
+from verl.cli.main import main
+from verl.cli.view import page_of
+from verl.config import load_config
+
+_PARENT = """
+import sys, time
+from pathlib import Path
+from verl.page.launch import start_page
+page = start_page(Path(sys.argv[1]), "127.0.0.1", 0)
+print(page.address, page.process.pid, flush=True)
+time.sleep(120)
+"""
+_DEADLINE_S = 60.0
+
+
+def wait_for(what, ready):
+    deadline = time.monotonic() + _DEADLINE_S
+    while not ready():
+        assert time.monotonic() < deadline, f"{what} did not happen within {_DEADLINE_S:g} s"
+        time.sleep(0.05)
+
+
+def is_alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_the_page_lives_as_long_as_its_parent(tmp_path):
+    folder = make_run(tmp_path / "run")
+    environment = {**os.environ, "VERL_PAGE_CACHE": str(tmp_path / "cache")}
+    parent = subprocess.Popen(
+        [sys.executable, "-c", _PARENT, str(folder)], stdout=subprocess.PIPE, text=True, env=environment
+    )
+    try:
+        address, pid = parent.stdout.readline().split()
+        base, _, token = address.partition("/?token=")
+        answer = httpx.get(f"{base}/run/run", headers={"Authorization": f"Bearer {token}"}, timeout=_DEADLINE_S)
+        assert answer.status_code == 200
+        assert "step <b>3</b> of 10" in answer.text
+        assert token not in " ".join(open(f"/proc/{pid}/cmdline").read().split("\0"))
+        lines = []
+        with httpx.stream(
+            "GET", f"{base}/live", headers={"Authorization": f"Bearer {token}"}, timeout=_DEADLINE_S
+        ) as live:
+            events = live.iter_lines()
+            from tests.page.folders import add_step
+
+            time.sleep(1.0)  # the first look at the run is the state from which changes count
+            add_step(folder, 4)
+            for line in events:
+                lines.append(line)
+                if line.startswith("data: {"):
+                    break
+        assert lines[-1] == 'data: {"run":"run","step":4}'
+    finally:
+        parent.send_signal(signal.SIGKILL)
+        parent.wait(_DEADLINE_S)
+    wait_for("the end of the page", lambda: not is_alive(int(pid)))
+
+
+def config(folder, *overrides):
+    return load_config([f"trainer.default_local_dir={folder}", *overrides], check=False)
+
+
+class TestOfARun:
+    def test_auto_starts_it_for_a_process_of_its_own(self, tmp_path, capsys):
+        with page_of(config(tmp_path / "run"), whole_process=True):
+            shown = capsys.readouterr().err
+        assert shown.startswith("page: http://127.0.0.1:")
+
+    @pytest.mark.parametrize("overrides", [[], ["trainer.page.enable=False"]])
+    def test_other_runs_have_none(self, tmp_path, capsys, overrides):
+        with page_of(config(tmp_path / "run", *overrides), whole_process=bool(overrides)):
+            assert capsys.readouterr().err == ""
+
+    def test_other_ranks_have_none(self, tmp_path, capsys, monkeypatch):
+        monkeypatch.setenv("RANK", "1")
+        with page_of(config(tmp_path / "run", "trainer.page.enable=True"), whole_process=True):
+            assert capsys.readouterr().err == ""
+
+    def test_without_the_extra(self, tmp_path, capsys, monkeypatch):
+        from verl.errors import MissingExtraError
+        from verl.page import launch
+
+        monkeypatch.setattr(launch, "missing_package", lambda: "starlette")
+        with page_of(config(tmp_path / "run"), whole_process=True):
+            assert capsys.readouterr().err == ""
+        with (
+            pytest.raises(MissingExtraError, match=r"verl\[page\]"),
+            page_of(config(tmp_path / "run", "trainer.page.enable=True"), whole_process=True),
+        ):
+            pass
+
+
+def test_the_supervisor_spares_the_page():
+    from verl.parallel import child_processes
+
+    kept = subprocess.Popen(["sleep", "60"])
+    ended = subprocess.Popen(["sleep", "60"])
+    try:
+        child_processes.spare(kept.pid)
+        child_processes.end_descendants()
+        assert ended.wait(_DEADLINE_S) == -signal.SIGKILL
+        assert kept.poll() is None
+    finally:
+        kept.kill()
+        kept.wait()
+        child_processes._spared.clear()
+
+
+def test_view_refuses_another_folder(tmp_path, capsys):
+    assert main(["view", str(tmp_path)]) == 2
+    assert "is not a run folder" in capsys.readouterr().err
+
+
+def test_view_names_a_port_that_is_taken(tmp_path, capsys):
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["view", str(make_run(tmp_path / "run")), "--port", str(port)]) == 2
+    assert "Choose another port" in capsys.readouterr().err

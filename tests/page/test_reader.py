@@ -1,0 +1,167 @@
+"""Reading of run folders: what grows, what is replaced, what is damaged."""
+
+import json
+import shutil
+
+import pytest
+
+from tests.page.folders import add_step, append, make_run, sample, write_samples
+from verl.page import panels
+from verl.page.index import SampleIndex
+from verl.page.reader import RunReader
+
+
+@pytest.fixture
+def run_folder(tmp_path):
+    return make_run(tmp_path / "run")
+
+
+def read(folder):
+    run = RunReader(folder, "run")
+    run.refresh(0)
+    return run
+
+
+def test_rows_arrive_as_they_are_written(run_folder):
+    run = read(run_folder)
+    version = run.version
+    assert run.step == 3
+    assert run.refresh(0) == version
+    add_step(run_folder, 4, reward=0.9)
+    assert run.refresh(0) > version
+    assert list(run.metrics["critic/score/mean"].values) == [0.5, 0.5, 0.5, 0.9]
+    assert run.total_steps == 10
+    assert [span["name"] for span in run.spans[4]] == ["gen", "reward", "update_actor"]
+
+
+def test_half_a_line_is_read_when_it_is_whole(run_folder):
+    run = read(run_folder)
+    line = json.dumps({"step": 4, "time": 1.0, "critic/score/mean": 0.75}) + "\n"
+    with (run_folder / "metrics.jsonl").open("a") as file:
+        file.write(line[:20])
+        file.flush()
+        run.refresh(0)
+        assert run.step == 3
+        file.write(line[20:])
+    run.refresh(0)
+    assert run.metrics["critic/score/mean"].last == 0.75
+    assert run.problems == []
+
+
+def test_a_resumed_run_replaces_its_rows(run_folder):
+    run = read(run_folder)
+    rows = (run_folder / "metrics.jsonl").read_text().splitlines()[:2]
+    (run_folder / "new").write_text("\n".join(rows) + "\n")
+    (run_folder / "new").rename(run_folder / "metrics.jsonl")
+    append(run_folder / "metrics.jsonl", {"step": 3, "time": 1.0, "critic/score/mean": 0.1})
+    run.refresh(0)
+    assert list(run.metrics["critic/score/mean"].steps) == [1, 2, 3]
+    assert run.metrics["critic/score/mean"].last == 0.1
+
+
+def test_damage_is_a_sentence(run_folder):
+    with (run_folder / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": "x"}\nnull\n\xff\xfe\n' + b"[" * 100_000 + b"\n")
+    run = read(run_folder)
+    assert run.problems == ["metrics.jsonl is damaged: 4 lines cannot be read and are left out."]
+    assert run.step == 3
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "curves.json", "timeline.jsonl", "tokens.jsonl", "spans.jsonl"])
+def test_a_folder_without_a_file_is_read(run_folder, name):
+    """Older versions wrote fewer files; other things may lie in their places."""
+    (run_folder / name).unlink()
+    (run_folder / name).mkdir()
+    run = read(run_folder)
+    index = SampleIndex(run_folder, run_folder.parent)
+    index.update()
+    assert panels.panels(run, index)
+    assert run.status == "stopped"
+
+
+def test_a_folder_that_is_not_there_yet(tmp_path):
+    run = read(tmp_path / "later")
+    assert "It appears here when the run starts" in run.problems[0]
+    make_run(tmp_path / "later")
+    run.refresh(0)
+    assert run.step == 3
+
+
+def test_crashes_and_resumptions_are_marked(run_folder):
+    append(
+        run_folder / "events.jsonl", {"time": 1.0, "event": "restarted", "cause": "SIGKILL", "step": 2, "phase": "gen"}
+    )
+    run = read(run_folder)
+    rows = [json.loads(line) for line in (run_folder / "timeline.jsonl").read_text().splitlines()]
+    rows[2]["start"] += 60
+    (run_folder / "timeline.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = read(run_folder)
+    assert [(mark["step"], mark["kind"]) for mark in run.marks()] == [(2, "crash"), (3, "resume")]
+
+
+class TestIndex:
+    def test_groups_have_their_statistics(self, run_folder, tmp_path):
+        scores = {0: [1, 1, 0, 0], 1: [1, 1, 1, 1], 2: [0, 0, 0, 0]}
+        rows = [sample(o, k, score=float(s)) for o, found in scores.items() for k, s in enumerate(found)]
+        write_samples(run_folder, "train", 1, rows)
+        index = SampleIndex(run_folder, tmp_path)
+        assert index.update()
+        first = index.statistics()["train"][0]
+        assert first["rows"] == 12
+        assert first["mean"] == pytest.approx(0.5)
+        assert first["without_signal"] == pytest.approx(2 / 3)
+        assert first["group_spread"] == pytest.approx(0.5 / 3)
+        assert not index.update()
+
+    def test_a_replaced_file_is_indexed_again_and_a_lost_one_forgotten(self, run_folder, tmp_path):
+        index = SampleIndex(run_folder, tmp_path)
+        index.update()
+        write_samples(run_folder, "train", 2, [sample(0, 0, response="something else")])
+        (run_folder / "samples" / "train" / "step_000003.jsonl").unlink()
+        assert index.update()
+        assert [row["step"] for row in index.statistics()["train"]] == [1, 2]
+        assert index.rows("SELECT count(*) AS n FROM texts")[0]["n"] == 16 + 1
+        assert index.row("train", 2, 0)["response"] == "something else"
+        assert index.row("train", 2, 7) is None
+        assert index.row("train", 3, 0) is None
+
+    def test_damaged_rows_are_left_out(self, run_folder, tmp_path):
+        file = run_folder / "samples" / "train" / "step_000001.jsonl"
+        good = sample(0, 0)
+        odd = {"score": "high", "response": 7, "response_ids": {"a": 1}, "advantages": [None], "ordinal": -1, "uid": []}
+        file.write_bytes(b"\xff\n[1]\n" + json.dumps(odd).encode() + b"\n" + json.dumps(good).encode() + b"\n")
+        index = SampleIndex(run_folder, tmp_path)
+        index.update()
+        first = index.statistics()["train"][0]
+        assert (first["rows"], first["damaged"]) == (2, 2)
+
+    def test_a_damaged_index_is_built_again(self, run_folder, tmp_path):
+        index = SampleIndex(run_folder, tmp_path)
+        index.update()
+        index.path.write_bytes(b"no database" * 1000)
+        again = SampleIndex(run_folder, tmp_path)
+        again.update()
+        assert len(again.statistics()["train"]) == 3
+
+    def test_nothing_is_written_to_the_run_folder(self, run_folder, tmp_path):
+        before = {path: path.stat().st_mtime_ns for path in run_folder.rglob("*")}
+        run, index = read(run_folder), SampleIndex(run_folder, tmp_path)
+        index.update()
+        panels.panels(run, index)
+        assert {path: path.stat().st_mtime_ns for path in run_folder.rglob("*")} == before
+
+    def test_two_copies_have_indexes_of_their_own(self, run_folder, tmp_path):
+        shutil.copytree(run_folder, tmp_path / "elsewhere" / "run")
+        paths = {SampleIndex(f, tmp_path).path for f in (run_folder, tmp_path / "elsewhere" / "run")}
+        assert len(paths) == 2
+
+
+def test_thinned_curves_keep_their_peaks():
+    steps = list(range(10_000))
+    values = [0.0] * 10_000
+    values[4321], values[7777] = 5.0, -3.0
+    points = panels.thin(steps, values)
+    assert len(points) <= panels.MAX_POINTS + 1
+    assert points[4321] == 5.0
+    assert points[7777] == -3.0
+    assert panels.thin(steps[:10], values[:10]) == dict(zip(steps[:10], values[:10], strict=True))

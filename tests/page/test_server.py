@@ -1,0 +1,208 @@
+"""The server: who gets in, what is served, and that foreign text stays text."""
+
+import json
+import re
+
+import pytest
+
+from tests.page.folders import add_step, make_run, sample, write_samples
+
+pytest.importorskip("starlette", reason="the extra `page` is not installed")
+pytest.importorskip("uvicorn", reason="the extra `page` is not installed")
+pytest.importorskip("sse_starlette", reason="the extra `page` is not installed")
+
+import httpx
+
+from verl.page.pages import Site
+from verl.page.server import make_app
+
+TOKEN = "a-token-for-tests"
+HOSTILE = "<script>alert(1)</script>\u202eevil\u0000</pre>\"'&\ud800" + "x" * 100
+
+
+@pytest.fixture
+def run_folder(tmp_path):
+    return make_run(tmp_path / "run")
+
+
+@pytest.fixture
+def site(run_folder, tmp_path):
+    site = Site([run_folder], cache=tmp_path)
+    site.views["run"].index.update()
+    yield site
+    site.close()
+
+
+@pytest.fixture
+def get(site):
+    """`get(path)` is the response to a request of the user's."""
+    import asyncio
+
+    app = make_app(site, TOKEN, "127.0.0.1", 8000)
+
+    def get(path, *, method="GET", host="127.0.0.1:8000", cookies=True, headers=None):
+        async def ask():
+            jar = {"verl_page_8000": TOKEN} if cookies else {}
+            transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+            async with httpx.AsyncClient(transport=transport, base_url="http://page", cookies=jar) as client:
+                return await client.request(method, path, headers={"Host": host, **(headers or {})})
+
+        return asyncio.run(ask())
+
+    return get
+
+
+PAGES = ("/", "/run/run", "/run/run/metrics", "/run/run/config", "/run/run/log", "/run/run/samples", "/run/run/train/1",
+         "/run/run/train/1/u/0", "/run/run/train/1/s/0", "/charts/run", "/metrics", "/compare")  # fmt: skip
+
+
+@pytest.mark.parametrize("path", PAGES)
+def test_every_page_is_served_with_a_strict_policy(get, path):
+    answer = get(path)
+    assert answer.status_code == 200, answer.text[:500]
+    policy = answer.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    assert answer.headers["referrer-policy"] == "no-referrer"
+    assert not re.search(r"\sstyle=|\son[a-z]+=|<script>|https?://(?!www\.w3\.org)", answer.text)
+
+
+class TestGate:
+    def test_a_request_needs_the_token(self, get):
+        assert get("/run/run", cookies=False).status_code == 403
+        assert get("/static/page.css", cookies=False).status_code == 403
+        assert get("/run/run?token=wrong", cookies=False).status_code == 403
+        answer = get(f"/run/run?token={TOKEN}&sort=mean", cookies=False)
+        assert answer.status_code == 303
+        assert answer.headers["location"] == "/run/run?sort=mean"
+        cookie = answer.headers["set-cookie"].lower()
+        assert "httponly" in cookie
+        assert "samesite=strict" in cookie
+        assert get("/metrics", cookies=False, headers={"Authorization": f"Bearer {TOKEN}"}).status_code == 200
+
+    @pytest.mark.parametrize("host", ["evil.example:8000", "evil.example", "127.0.0.1.evil.example", ""])
+    def test_another_name_is_refused(self, get, host):
+        """A page elsewhere could let its own name point to this machine."""
+        assert get("/", host=host).status_code == 421
+
+    @pytest.mark.parametrize("host", ["localhost:8000", "127.0.0.1", "[::1]:8000"])
+    def test_names_of_this_machine_are_let_in(self, get, host):
+        assert get("/", host=host).status_code == 200
+
+    @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
+    def test_nothing_can_be_written(self, get, method):
+        assert get("/run/run", method=method).status_code == 405
+
+    def test_the_redirect_leads_nowhere_else(self, get):
+        answer = get(f"/%2Fevil.example/?token={TOKEN}", cookies=False)
+        assert answer.headers["location"] == "/evil.example/"
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/run/other", "/run/run/train/99", "/run/run/train/1/s/99", "/run/run/train/1/u/nobody", "/run/run/nothing",
+     "/run/run/../../etc/passwd", "/static/../server.py", "/static/%2e%2e/server.py", "/run/run/%2e%2e/1",
+     "/run/run/..%2f..%2fetc/1", "/run/run/train/1/s/" + "9" * 30],
+)  # fmt: skip
+def test_what_is_not_there_is_a_sentence(get, path):
+    answer = get(path)
+    assert answer.status_code == 404
+    assert "Traceback" not in answer.text
+    assert "root:" not in answer.text
+
+
+@pytest.mark.parametrize(
+    "where", ["prompt", "response", "reward_error", "data_source", "uid", "ground_truth", "finish_reason"]
+)
+def test_hostile_text_stays_text(run_folder, site, get, where):
+    rows = [{**sample(0, k), where: HOSTILE} for k in range(2)]
+    rows = [{k: v for k, v in row.items() if k != "ordinal" or where != "uid"} for row in rows]
+    write_samples(run_folder, "train", 1, rows)
+    site.views["run"].index.update()
+    unit = site.views["run"].index.rows("SELECT unit FROM samples JOIN files ON files.id = file WHERE step = 1")[0][
+        "unit"
+    ]
+    from verl.page.pages import segment
+
+    for path in ("train/1", f"train/1/u/{segment(unit)}", "train/1/s/0", "samples", "samples?q=alert"):
+        answer = get(f"/run/run/{path}")
+        assert answer.status_code == 200, path
+        assert "<script>alert" not in answer.text
+        assert "\u202e" not in re.sub(r'="[^"]*"', "", answer.text), path
+        assert answer.content.decode("utf-8")
+    if where in ("prompt", "response"):
+        assert "U+202E" in get(f"/run/run/train/1/u/{segment(unit)}").text
+
+
+def test_hostile_names_of_metrics_stay_text(run_folder, site, get):
+    from tests.page.folders import append
+
+    append(run_folder / "metrics.jsonl", {"step": 4, "time": 1.0, "</script><script>alert(1)</script>": 1.0})
+    site.views["run"].run.refresh(0)
+    assert "<script>alert" not in get("/run/run/metrics").text
+
+
+def test_a_sample_shows_reward_tokens_and_neighbours(get):
+    text = get("/run/run/train/1/s/1").text
+    data = json.loads(re.search(r'id="tokens-data">(.*?)</script>', text, re.DOTALL).group(1))
+    assert data["texts"][:3] == ["The", " answer", " is"]
+    assert data["columns"]["gap"] == pytest.approx([-0.01] * 6)
+    assert data["columns"]["advantage"] == [0.5] * 6
+    assert 'rel="prev" href="/run/run/train/1/s/0"' in text
+    assert 'rel="next" href="/run/run/train/1/s/2"' in text
+    assert "ground truth" in text
+
+
+def test_tokens_that_do_not_train_are_folded(run_folder, site, get):
+    row = sample(0, 0)
+    row["response_mask"] = [True, True, False, False, True, True]
+    row["messages"] = [
+        {"role": "assistant", "content": "hi", "tool_calls": [{"name": "add"}]},
+        {"role": "tool", "content": "9"},
+    ]
+    write_samples(run_folder, "train", 1, [row])
+    text = get("/run/run/train/1/s/0").text
+    assert text.count('<details class="turn env">') == 1
+    assert "2 tokens" in text
+    assert "Conversation" in text
+
+
+def test_groups_are_sorted_by_spread(run_folder, site, get):
+    scores = {0: [1, 1], 1: [1, 0], 2: [0, 0.5]}
+    write_samples(
+        run_folder,
+        "train",
+        1,
+        [sample(o, k, score=float(s)) for o, found in scores.items() for k, s in enumerate(found)],
+    )
+    order = re.findall(r'class="item prompt" href="/run/run/train/1/u/(\d+)"', get("/run/run/train/1").text)
+    assert order == ["1", "2", "0"]
+    order = re.findall(r'class="item prompt" href="/run/run/train/1/u/(\d+)"', get("/run/run/train/1?only=signal").text)
+    assert order == ["1", "2"]
+
+
+def test_charts_follow_the_run(run_folder, get):
+    before = get("/charts/run").json()["panels"][0]
+    add_step(run_folder, 4, reward=0.875)
+    import time
+
+    time.sleep(0.25)  # the reader looks at most every 0.2 s
+    after = get("/charts/run").json()["panels"][0]
+    assert before["x"] == [1, 2, 3]
+    assert after["x"] == [1, 2, 3, 4]
+    assert after["series"][0]["values"][-1] == 0.875
+
+
+def test_the_files_of_others_are_what_their_authors_published():
+    """Each with its license; `sha256sum -c` in that folder checks them too."""
+    import hashlib
+    from pathlib import Path
+
+    import verl.page
+
+    folder = Path(verl.page.__file__).parent / "static" / "vendor"
+    listed = dict(reversed(line.split()) for line in (folder / "SHA256SUMS").read_text().splitlines())
+    assert {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in listed} == listed
+    assert {path.name for path in folder.iterdir()} == {*listed, "SHA256SUMS"}
+    assert {"htmx.LICENSE.txt", "uPlot.LICENSE.txt"} <= set(listed)

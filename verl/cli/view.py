@@ -1,0 +1,71 @@
+"""`verl view RUN ...`: runs in a browser; and the page that a run starts beside itself."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from verl.cli.arguments import Parser
+from verl.config import LoadedConfig
+from verl.errors import ConfigError, MissingExtraError
+
+_ABOUT = "Show runs, running or ended, in a browser: curves, steps, groups, samples, tokens. Reads the folders only."
+
+
+def run_view(argv: list[str]) -> int:
+    """Serve the page until Ctrl-C, or write it to a folder: the exit code."""
+    parser = Parser(prog="verl view", description=_ABOUT)
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders (trainer.default_local_dir)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: this machine only)")
+    parser.add_argument("--port", type=int, default=0, help="port to listen at (default: any that is free)")
+    arguments = parser.parse_args(argv)
+    folders = [_run_folder(name) for name in arguments.runs]
+    from verl.page.server import address_of, listen, new_token, serve_page
+
+    listening, token = listen(arguments.host, arguments.port), new_token()
+    print(f"{address_of(listening, token)}\nCtrl-C ends the page; it only reads, so runs go on.", flush=True)
+    serve_page(folders, listening, token)
+    return 0
+
+
+def _run_folder(name: str) -> Path:
+    folder = Path(name).expanduser()
+    if not any((folder / part).exists() for part in ("config.yaml", "metrics.jsonl", "samples", "run.lock")):
+        raise ConfigError(
+            f"{folder} is not a run folder: it has neither config.yaml nor metrics.jsonl. Give the folder that "
+            "trainer.default_local_dir named."
+        )
+    return folder
+
+
+@contextmanager
+def page_of(loaded: LoadedConfig[Any], *, whole_process: bool) -> Iterator[None]:
+    """While entered, the page of the run is served by a process beside it, if trainer.page asks for one. `whole_process`: this
+    process has no other work; `auto` asks for a page only then. Raises MissingExtraError without the extra `page`, and
+    ConfigError when the address is taken."""
+    rule, trainer = loaded.config.trainer.page, loaded.config.trainer
+    asked = rule.enable is True
+    wanted = asked or (rule.enable == "auto" and whole_process and not trainer.val_only)
+    if not wanted or os.environ.get("RANK", "0") != "0":
+        yield
+        return
+    from verl.page.launch import start_page
+    from verl.parallel.child_processes import spare
+
+    try:
+        page = start_page(Path(trainer.default_local_dir).expanduser(), rule.host, rule.port)
+    except MissingExtraError:
+        if asked:
+            raise
+        yield
+        return
+    spare(page.process.pid)
+    print(f"page: {page.address}", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        page.close()

@@ -1,0 +1,54 @@
+"""Values of single tokens that an update computes anyway, on their way from the ranks into the rows of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from verl.data_proto.proto import DataProto
+
+_SAMPLES = 1 << 20  # above the index of a sample within its prompt
+
+
+def token_keys(batch: DataProto, mask: torch.Tensor) -> list[torch.Tensor]:
+    """[row keys, positions] int64 [tokens] of the tokens in `mask` [batch, response], flat; [] for a batch that does not
+    number its rows."""
+    columns = batch.batch
+    if not {"ordinal", "sample_index"} <= set(columns.keys()):
+        return []
+    mask = mask.cpu()
+    rows, positions = mask.nonzero(as_tuple=True)
+    return [_row_keys(batch)[rows], positions]
+
+
+def _row_keys(batch: DataProto) -> torch.Tensor:
+    columns = batch.batch
+    return columns["ordinal"].cpu().long() * _SAMPLES + columns["sample_index"].cpu().long()
+
+
+def add_token_columns(batch: DataProto, keys: Sequence[torch.Tensor], values: dict[str, torch.Tensor]) -> None:
+    """Add the float32 columns `values` [batch, response] from flat tensors in the order of `keys` (see `token_keys`); NaN where
+    there is none. A key that several rows have goes to the first of them. A column that is there already stays."""
+    if not keys:
+        return
+    wanted, order = _row_keys(batch).sort(stable=True)
+    found = torch.searchsorted(wanted, keys[0]).clamp(max=len(wanted) - 1)
+    known = wanted[found] == keys[0]
+    rows, positions = order[found][known], keys[1][known]
+    width = batch.batch["responses"].shape[1]
+    for name, flat in values.items():
+        if name not in batch.batch.keys():
+            column = torch.full((len(batch), width), float("nan"))
+            column[rows, positions] = flat.float()[known]
+            batch.batch[name] = column
+
+
+def add_observed(batch: DataProto, observed: Sequence[torch.Tensor]) -> None:
+    """Add train_log_probs and entropys from what the objective of a policy has kept: (log-probs, the sampler's, row keys,
+    positions, entropy), of which the last three may be missing."""
+    if len(observed) >= 4:
+        names = {"train_log_probs": observed[0], **dict(zip(["entropys"], observed[4:], strict=False))}
+        add_token_columns(batch, observed[2:4], names)

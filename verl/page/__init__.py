@@ -1,0 +1,7 @@
+"""A live page about runs: metrics, samples and tokens in a browser, read from run folders and never written to them.
+
+    folder ──► reader (reader.py, samples.py, index.py) ──► pages (views.py) ──► server (server.py) or files (export.py)
+
+The page reads only files that the run writes anyway, in a process of its own. A missing, older or damaged file becomes a
+sentence on the page.
+"""

@@ -1,0 +1,84 @@
+"""Two runs beside each other: config, curves, and the same prompt at the same step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from verl.page import panels
+from verl.page.tables import config_rows
+
+if TYPE_CHECKING:
+    from verl.page.pages import View
+
+_MAX_PROMPTS = 30
+_HIDDEN = ("trainer.default_local_dir", "trainer.experiment_name")
+
+
+def compare_context(views: Mapping[str, View], query: Mapping[str, str]) -> dict[str, Any]:
+    """The runs `a` and `b` of the query; by default the first two."""
+    keys = list(views)
+    a = query.get("a") if query.get("a") in views else keys[0]
+    b = query.get("b") if query.get("b") in views else next((key for key in keys if key != a), a)
+    assert a is not None
+    assert b is not None
+    pair = (views[a], views[b])
+    for view in pair:
+        view.run.refresh()
+        view.watch()
+    steps = sorted(set(_steps(pair[0])) & set(_steps(pair[1])))
+    asked = query.get("step", "")
+    step = int(asked) if asked.isdigit() and int(asked) in steps else (steps[-1] if steps else None)
+    return {
+        "a": a, "b": b, "pair": [view.run for view in pair], "charts": charts(*pair), "keys": different_keys(*pair),
+        "steps": steps, "step": step, "prompts": same_prompts(*pair, step) if step is not None else [],
+    }  # fmt: skip
+
+
+def _steps(view: View) -> list[int]:
+    return [step for split, step in view.index.files() if split == "train"]
+
+
+def different_keys(one: View, other: View) -> list[tuple[str, str, str]]:
+    """(key, value here, value there) of the keys that differ."""
+    values = [{row["key"]: row["value"] for row in config_rows(view.run.folder)} for view in (one, other)]
+    return [
+        (key, values[0].get(key, "–"), values[1].get(key, "–"))
+        for key in sorted(values[0].keys() | values[1].keys())
+        if values[0].get(key) != values[1].get(key) and key not in _HIDDEN
+    ]
+
+
+def charts(one: View, other: View) -> dict[str, Any]:
+    """The panels of both runs over each other: the lines of each panel carry the names of their runs."""
+    found: dict[str, panels.Panel] = {}
+    for view in (one, other):
+        for panel in panels.panels(view.run, view.index):
+            lines = [
+                panels.ChartLine(f"{view.run.key}: {line.label}".rstrip(": "), line.steps, line.values, line.style)
+                for line in panel.lines
+                if line.style in ("line", "dots")
+            ]
+            if lines:
+                known = found.get(panel.title)
+                found[panel.title] = panels.Panel(
+                    panel.title, (known.lines if known else []) + lines, panel.unit, panel.help
+                )
+    return panels.charts_json(found.values())
+
+
+def same_prompts(one: View, other: View, step: int) -> list[dict[str, Any]]:
+    """The prompts that both runs trained on at `step`, with the group of each, those of different mean reward first."""
+    a, b = _groups(one, step), _groups(other, step)
+    shared: list[dict[str, Any]] = [{"prompt": prompt, "a": a[prompt], "b": b[prompt]} for prompt in a if prompt in b]
+    shared.sort(key=lambda row: -abs((row["a"]["mean"] or 0.0) - (row["b"]["mean"] or 0.0)))
+    return shared[:_MAX_PROMPTS]
+
+
+def _groups(view: View, step: int) -> dict[str, dict[str, Any]]:
+    rows = view.index.rows(
+        "SELECT t.prompt AS prompt, s.unit AS unit, avg(s.score) AS mean, count(*) AS num, min(s.line) AS line, "
+        "substr(t.response, 1, 300) AS response FROM samples s JOIN files f ON f.id = s.file "
+        "JOIN texts t ON t.rowid = s.id WHERE f.split = 'train' AND f.step = ? GROUP BY s.unit", step,
+    )  # fmt: skip
+    return {row["prompt"]: dict(row) for row in rows}

@@ -1,0 +1,50 @@
+"""Incremental reading of a growing file of JSON lines."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Any
+
+from verl.tracking.files import Check, open_regular, parse_line
+
+_CHUNK_BYTES = 8 << 20
+
+
+class Follower:
+    """The rows of a file of `append_rows`, read as they are appended. A line without its end is read when it has one.
+
+    `num_damaged` counts the lines that are no rows. `generation` grows when the file was replaced or cut, as on resume: the
+    rows are then read again from its start.
+    """
+
+    def __init__(self, path: Path, check: Check):
+        self.path = path
+        self.generation = 0
+        self.num_damaged = 0
+        self._check = check
+        self._offset = 0
+        self._identity: tuple[int, int] | None = None
+
+    def read(self) -> list[dict[str, Any]]:
+        """The rows since the last call; none when the file is missing or cannot be read."""
+        rows: list[dict[str, Any]] = []
+        with contextlib.suppress(OSError), os.fdopen(open_regular(self.path), "rb") as file:
+            status = os.fstat(file.fileno())
+            identity = (status.st_dev, status.st_ino)
+            if identity != self._identity or status.st_size < self._offset:
+                self.generation += self._identity is not None
+                self._identity, self._offset, self.num_damaged = identity, 0, 0
+            file.seek(self._offset)
+            while lines := file.readlines(_CHUNK_BYTES):
+                for line in lines:
+                    if not line.endswith(b"\n"):
+                        return rows
+                    self._offset += len(line)
+                    row = parse_line(line, self._check)
+                    if row is None:
+                        self.num_damaged += 1
+                    else:
+                        rows.append(row)
+        return rows

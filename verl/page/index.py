@@ -1,0 +1,247 @@
+"""The index of all samples of a run: an SQLite file in the user's cache, with full text, built from the samples files.
+
+The run folder is not written to. A file of samples is indexed once, newest first; one that a resumed run replaces is indexed
+again, and what belongs to a file that is gone leaves the index.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import sqlite3
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+from verl.page.summaries import SampleSummary, deviation, hash_of, summary_of
+from verl.tracking.files import open_regular
+
+log = logging.getLogger(__name__)
+
+FORMAT = "1"
+_FILE = re.compile(r"step_(\d{6,15})\.jsonl")
+_BATCH = 500  # rows between two commits, so that a reader sees a large file grow
+MAX_LINE_BYTES = 64 << 20
+
+_SCHEMA = f"""
+CREATE TABLE files (id INTEGER PRIMARY KEY, split TEXT, step INTEGER, stamp TEXT, complete INTEGER, rows INTEGER,
+  damaged INTEGER, mean REAL, low REAL, high REAL, group_spread REAL, without_signal REAL, UNIQUE (split, step));
+CREATE TABLE samples (id INTEGER PRIMARY KEY, file INTEGER, line INTEGER, start INTEGER, size INTEGER,
+  {", ".join(name for name in SampleSummary._fields if name not in ("prompt", "response"))});
+CREATE INDEX samples_file ON samples (file, unit);
+CREATE INDEX samples_ordinal ON samples (ordinal, sample);
+CREATE VIRTUAL TABLE texts USING fts5(prompt, response, tokenize='trigram');
+PRAGMA user_version = {FORMAT};
+"""
+_COLUMNS = [name for name in SampleSummary._fields if name not in ("prompt", "response")]
+_INSERT = (
+    f"INSERT INTO samples (file, line, start, size, {', '.join(_COLUMNS)}) "
+    f"VALUES ({', '.join('?' * (4 + len(_COLUMNS)))})"
+)
+
+
+def cache_folder() -> Path:
+    """The folder of index files: VERL_PAGE_CACHE, else `verl/page` in the user's cache, else a temporary one."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    for folder in (Path(os.environ.get("VERL_PAGE_CACHE") or Path(base) / "verl" / "page"), None):
+        if folder is None:
+            return Path(tempfile.mkdtemp(prefix="verl-page-"))
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with tempfile.TemporaryFile(dir=folder):
+                return folder
+    raise AssertionError
+
+
+class SampleIndex:
+    """The index of the run in `folder`. `update` brings it up to date; the other methods read it, from any thread."""
+
+    def __init__(self, folder: Path, cache: Path | None = None):
+        self.samples = folder / "samples"
+        self.path = (cache or cache_folder()) / f"{folder.name[:60]}-{hash_of(str(folder.resolve()))}.sqlite"
+        self._writing = threading.Lock()
+        self._local = threading.local()
+        try:
+            self._create()
+        except sqlite3.Error:  # damaged, or of another version: it can be built again
+            for part in ("", "-wal", "-shm"):
+                self.path.with_name(self.path.name + part).unlink(missing_ok=True)
+            self._create()
+
+    def _create(self) -> None:
+        with closing(self._connect()) as db:
+            (version,) = db.execute("PRAGMA user_version").fetchone()
+            if version == 0:
+                db.execute("PRAGMA journal_mode=WAL")
+                db.executescript(_SCHEMA)
+            elif str(version) != FORMAT:
+                raise sqlite3.DatabaseError(f"format {version}")
+
+    def _connect(self) -> sqlite3.Connection:
+        db = sqlite3.connect(self.path, isolation_level=None, timeout=30)
+        db.execute("PRAGMA synchronous=OFF")
+        db.row_factory = sqlite3.Row
+        return db
+
+    @property
+    def db(self) -> sqlite3.Connection:
+        """This thread's connection."""
+        if not hasattr(self._local, "db"):
+            self._local.db = self._connect()
+        return self._local.db
+
+    def rows(self, query: str, *values: Any) -> list[sqlite3.Row]:
+        return self.db.execute(query, values).fetchall()
+
+    # -- files -----------------------------------------------------------------------------------------------------------
+
+    def files(self) -> dict[tuple[str, int], Path]:
+        """(split, step) -> file, of all samples files in the folder."""
+        found = {}
+        with suppress(OSError):
+            for split in os.scandir(self.samples):
+                if split.is_dir(follow_symlinks=False):
+                    for entry in os.scandir(split.path):
+                        if match := _FILE.fullmatch(entry.name):
+                            found[split.name, int(match.group(1))] = Path(entry.path)
+        return found
+
+    def file(self, split: str, step: int) -> Path | None:
+        """The samples file of a step."""
+        return self.files().get((split, step))
+
+    def update(self, only: tuple[str, int] | None = None, deadline: Any = None) -> bool:
+        """Index files that are new or were replaced: all of them, the newest first, or `only` one. Stops early when
+        `deadline()` is true. Returns whether anything changed."""
+        files = self.files()
+        known = {(row["split"], row["step"]): row for row in self.rows("SELECT * FROM files")}
+        changed = False
+        for key in known.keys() - files.keys():
+            with self._writing:
+                self._forget(self.db, known[key]["id"])
+            changed = True
+        wanted = [only] if only in files else sorted(files, key=lambda key: -key[1]) if only is None else []
+        for key in wanted:
+            if deadline is not None and deadline():
+                break
+            row = known.get(key)
+            if row is None or not row["complete"] or row["stamp"] != _stamp(files[key]):
+                with self._writing, suppress(OSError):
+                    changed |= self._index(self.db, key, files[key])
+        return changed
+
+    def _forget(self, db: sqlite3.Connection, file: int) -> None:
+        db.execute("BEGIN")
+        db.execute("DELETE FROM texts WHERE rowid IN (SELECT id FROM samples WHERE file = ?)", (file,))
+        db.execute("DELETE FROM samples WHERE file = ?", (file,))
+        db.execute("DELETE FROM files WHERE id = ?", (file,))
+        db.execute("COMMIT")
+
+    def _index(self, db: sqlite3.Connection, key: tuple[str, int], path: Path) -> bool:
+        stamp, (split, step) = _stamp(path), key
+        old = db.execute("SELECT * FROM files WHERE split = ? AND step = ?", key).fetchone()
+        if old is not None:
+            if old["complete"] and old["stamp"] == stamp:
+                return False  # another thread was faster
+            self._forget(db, old["id"])
+        file = db.execute(
+            "INSERT INTO files (split, step, stamp, complete, rows, damaged) VALUES (?, ?, ?, 0, 0, 0)",
+            (split, step, stamp),
+        ).lastrowid
+        num_rows = num_damaged = 0
+        db.execute("BEGIN")
+        for line, start, content in _lines(path):
+            row = _row(content)
+            if row is None:
+                num_damaged += 1
+                continue
+            found = summary_of(row, line)
+            values = [value for name, value in zip(found._fields, found, strict=True) if name in _COLUMNS]
+            at = db.execute(_INSERT, (file, line, start, len(content), *values)).lastrowid
+            db.execute(
+                "INSERT INTO texts (rowid, prompt, response) VALUES (?, ?, ?)", (at, found.prompt, found.response)
+            )
+            num_rows += 1
+            if num_rows % _BATCH == 0:
+                db.execute("UPDATE files SET rows = ? WHERE id = ?", (num_rows, file))
+                db.execute("COMMIT")
+                db.execute("BEGIN")
+        db.execute(
+            "UPDATE files SET complete = 1, rows = ?, damaged = ?, mean = ?, low = ?, high = ?, group_spread = ?, "
+            "without_signal = ? WHERE id = ?", (num_rows, num_damaged, *_statistics(db, file), file),
+        )  # fmt: skip
+        db.execute("COMMIT")
+        return True
+
+    # -- samples -----------------------------------------------------------------------------------------------------------
+
+    def row(self, split: str, step: int, line: int) -> dict[str, Any] | None:
+        """The whole row in line `line` (from 0) of a samples file; None when there is none."""
+        path = self.file(split, step)
+        if path is None:
+            return None
+        known = self.rows(
+            "SELECT start, size FROM samples JOIN files ON files.id = file WHERE split = ? AND step = ? AND line = ? "
+            "AND stamp = ?", split, step, line, _stamp(path),
+        )  # fmt: skip
+        with suppress(OSError), os.fdopen(open_regular(path), "rb") as stream:
+            if known:
+                stream.seek(known[0]["start"])
+                return _row(stream.read(known[0]["size"]))
+            for number, _, content in _lines(path):
+                if number == line:
+                    return _row(content)
+        return None
+
+    def statistics(self) -> dict[str, list[sqlite3.Row]]:
+        """split -> the rows of its indexed files, by step."""
+        found: dict[str, list[sqlite3.Row]] = {}
+        for row in self.rows("SELECT * FROM files ORDER BY split, step"):
+            found.setdefault(row["split"], []).append(row)
+        return found
+
+
+def _stamp(path: Path) -> str:
+    status = path.stat()
+    return f"{status.st_mtime_ns}-{status.st_size}-{status.st_ino}"
+
+
+def _lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
+    """(line, its first byte, content) of each line; one that is too long to be a row is cut."""
+    with os.fdopen(open_regular(path), "rb") as stream:
+        line, start = 0, 0
+        while content := stream.readline(MAX_LINE_BYTES):
+            yield line, start, content
+            line, start = line + 1, start + len(content)
+
+
+def _row(content: bytes) -> dict[str, Any] | None:
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _statistics(db: sqlite3.Connection, file: int | None) -> tuple[float | None, ...]:
+    """Of the scores of a file: mean, 10th and 90th percentile of the group means, mean spread of a group, share of groups of
+    equal scores."""
+    groups: dict[str, list[float]] = {}
+    for unit, score in db.execute("SELECT unit, score FROM samples WHERE file = ? AND score IS NOT NULL", (file,)):
+        groups.setdefault(unit, []).append(score)
+    if not groups:
+        return (None,) * 5
+    means = sorted(sum(scores) / len(scores) for scores in groups.values())
+    several = [scores for scores in groups.values() if len(scores) > 1]
+    return (
+        sum(map(sum, groups.values())) / sum(map(len, groups.values())),
+        means[int(0.1 * (len(means) - 1))],
+        means[int(0.9 * (len(means) - 1) + 0.999)],
+        sum(map(deviation, several)) / len(several) if several else None,
+        sum(deviation(scores) == 0 for scores in several) / len(several) if several else None,
+    )

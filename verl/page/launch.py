@@ -1,0 +1,60 @@
+"""Start of the page beside a run, in a process of its own that ends with this one."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from verl.errors import MissingExtraError
+
+PACKAGES = ("starlette", "uvicorn", "sse_starlette")
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page that was started. `address` has the token."""
+
+    process: subprocess.Popen[bytes]
+    address: str
+    host: str
+    port: int
+    token: str
+    owner: int = field(default_factory=os.getpid)
+
+    def close(self) -> None:
+        """End the process; does nothing in a process that was forked from the one that started it."""
+        if os.getpid() == self.owner:
+            self.process.kill()
+            self.process.wait(30)
+
+
+def missing_package() -> str | None:
+    """A package of the extra `page` that is not installed; None when all are."""
+    return next((name for name in PACKAGES if importlib.util.find_spec(name) is None), None)
+
+
+def start_page(folder: Path, host: str, port: int, labels: Mapping[str, str] | None = None) -> Page:
+    """Start the page about `folder`, which need not exist yet. Raises MissingExtraError, and ConfigError when the address is
+    taken."""
+    missing = missing_package()
+    if missing is not None:
+        raise MissingExtraError("trainer.page", "page", missing, "set trainer.page.enable=False")
+    from verl.page.server import address_of, listen, new_token
+
+    listening, token = listen(host, port), new_token()
+    with listening:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "verl.page", "--parent", str(os.getpid()), "--fd", str(listening.fileno()),
+             "--labels", json.dumps(dict(labels or {})), str(folder)],
+            pass_fds=(listening.fileno(),), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+            env={**os.environ, "VERL_PAGE_TOKEN": token, "OMP_NUM_THREADS": "1"},
+            start_new_session=True,  # a Ctrl-C is for the run: the page ends with its parent
+        )  # fmt: skip
+        bound = listening.getsockname()[:2]
+        return Page(process, address_of(listening, token), bound[0], bound[1], token)

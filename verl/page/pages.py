@@ -1,0 +1,200 @@
+"""The pages as HTML: paths, templates and what they are filled with. Knows no server: `Site.page(path, query)`.
+
+/                                      the runs
+/run/KEY                               a run; also /metrics, /samples, /config and /log below it
+/run/KEY/SPLIT/STEP                    a step; below it /u/UNIT, the group or pair, and /s/LINE, a sample
+/compare                               two runs: a, b
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, unquote, urlencode
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from verl.foreign_text import clean, printable
+from verl.page import compare, panels, search, steps, tables
+from verl.page.index import SampleIndex
+from verl.page.reader import RunReader
+from verl.page.text import shown
+
+_UNSAFE = re.compile(r"[^\w.-]+")
+
+
+class NotFound(Exception):
+    """There is no such page; the message is a sentence."""
+
+
+class View:
+    """A run on the site: its records and the index of its samples, which a thread keeps up to date once it is `watched`."""
+
+    def __init__(self, folder: Path, key: str, cache: Path | None = None):
+        self.run = RunReader(folder, key)
+        self.index = SampleIndex(folder, cache)
+        self._wanted = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def watch(self) -> None:
+        """Index what is new, in a thread of its own."""
+        self._wanted.set()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name=f"index-{self.run.key}", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closed = True
+        self._wanted.set()
+        if self._thread is not None:
+            self._thread.join(10)
+
+    def _work(self) -> None:
+        while not self._closed:
+            self._wanted.wait()
+            self._wanted.clear()
+            try:
+                if self.index.update(deadline=lambda: self._closed):
+                    self.run.version += 1
+            except Exception as error:  # noqa: BLE001 - the thread must live: the next change is indexed again
+                self.run.index_problem = f"The index of samples could not be updated: {clean(error)}."
+
+
+class Site:
+    """All pages about `folders`. `static`: pages are files, so links are relative and what needs a server is left out."""
+
+    def __init__(self, folders: Sequence[Path], *, static: bool = False, cache: Path | None = None):
+        self.static = static
+        self.views: dict[str, View] = {}
+        for folder in folders:
+            key = self._key(folder)
+            self.views[key] = View(folder, key, cache)
+        self.env = Environment(loader=PackageLoader("verl.page"), autoescape=True, undefined=StrictUndefined,
+                               trim_blocks=True, lstrip_blocks=True)  # fmt: skip
+        self.env.filters.update(
+            shown=shown, duration=tables.time_text, number=tables.number, clock=tables.clock, data=_data, marked=search.marked,
+            plain=lambda text: clean(text, 80),
+            when=lambda t: time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(t)),
+        )  # fmt: skip
+
+    def _key(self, folder: Path) -> str:
+        base = _UNSAFE.sub("-", folder.resolve().name).strip("-.") or "run"
+        key, number = base, 2
+        while key in self.views:
+            key, number = f"{base}-{number}", number + 1
+        return key
+
+    def close(self) -> None:
+        """End the threads of the index."""
+        for view in self.views.values():
+            view.close()
+
+    def page(self, path: str, query: Mapping[str, str] | None = None) -> str:
+        """The HTML of a page. Raises NotFound."""
+        parts = [unquote(part) for part in path.strip("/").split("/") if part]
+        query = query or {}
+        if not parts:
+            return self._home(path)
+        if parts[0] == "compare" and len(parts) == 1:
+            return self._render("compare.html", path, **compare.compare_context(self.views, query))
+        if parts[0] != "run" or len(parts) < 2:
+            raise NotFound("There is no such page.")
+        view = self.view(parts[1])
+        return self._of_run(view, parts[2:], path, query)
+
+    def view(self, key: str) -> View:
+        """The run of that name, with what is new read. Raises NotFound."""
+        if key not in self.views:
+            raise NotFound(f"There is no run {clean(key, 60)!r} on this page.")
+        view = self.views[key]
+        view.run.refresh()
+        if not self.static:
+            view.watch()
+        return view
+
+    def _home(self, path: str) -> str:
+        for view in self.views.values():
+            view.run.refresh()
+        return self._render("home.html", path, runs=[view.run for view in self.views.values()])
+
+    def _of_run(self, view: View, rest: list[str], path: str, query: Mapping[str, str]) -> str:
+        common = {"view": view, "run": view.run, "query": query}
+        match rest:
+            case []:
+                found = panels.charts_json(panels.panels(view.run, view.index), view.run.marks())
+                return self._render(
+                    "run.html", path, **common, charts=found, **tables.run_context(view.run, view.index)
+                )
+            case ["metrics"]:
+                found = panels.charts_json(panels.all_metrics(view.run), view.run.marks())
+                return self._render("metrics.html", path, **common, charts=found)
+            case ["config"]:
+                return self._render("config.html", path, **common, keys=tables.config_rows(view.run.folder))
+            case ["log"]:
+                return self._render("log.html", path, **common, **tables.log_context(view.run))
+            case ["samples"]:
+                return self._render("search.html", path, **common, **search.search_context(view.index, query))
+            case [split, step, *inner] if re.fullmatch(r"\d{1,15}", step):
+                return self._of_step(view, split, int(step), inner, path, query)
+        raise NotFound("There is no such page.")
+
+    def _of_step(self, view: View, split: str, step: int, rest: list[str], path: str, query: Mapping[str, str]) -> str:
+        at = steps.Place(view.run, view.index, split, step)
+        match rest:
+            case []:
+                template, context = "step.html", steps.step_context(at, query)
+            case ["u", unit]:
+                template, context = "group.html", steps.group_context(at, unit, query)
+            case ["s", line] if re.fullmatch(r"\d{1,9}", line):
+                template, context = "sample.html", steps.sample_context(at, int(line))
+            case _:
+                raise NotFound("There is no such page.")
+        if context is None:
+            raise NotFound(f"Step {step} of {clean(split, 40)} has no such {'sample' if rest else 'file of samples'}.")
+        return self._render(template, path, view=view, run=view.run, query=query, at=at, **context)
+
+    def message(self, text: str, path: str = "/") -> str:
+        """A page with one sentence."""
+        return self._render("message.html", path, text=printable(text))
+
+    def _render(self, template: str, path: str, **context: Any) -> str:
+        depth = len([part for part in path.strip("/").split("/") if part])
+
+        def link(target: str, **query: Any) -> str:
+            if not self.static:
+                left = {name: value for name, value in query.items() if value not in (None, "")}
+                return target + (f"?{urlencode(left)}" if left else "")
+            return relative(target, max(depth - 1, 0))
+
+        base = {"link": link, "static": self.static, "site": self, "views": self.views, "segment": segment}
+        return self.env.get_template(template).render(**{"run": None, **base, **context})
+
+
+def segment(text: Any) -> str:
+    """One part of a path."""
+    return quote(str(text), safe="")
+
+
+def file_of(path: str) -> str:
+    """The file of a page in an export: /run/a/train/3 -> run/a/train/3.html."""
+    if path.startswith("/static/"):
+        return path.strip("/")
+    return f"{path.strip('/') or 'index'}.html"
+
+
+def relative(target: str, depth: int) -> str:
+    return "../" * depth + quote(file_of(target))
+
+
+def _data(value: Any) -> Markup:
+    """JSON inside a script element: no character can end the element."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))

@@ -1,0 +1,56 @@
+"""The newest metrics of the runs in the text format of Prometheus, and the file that tells Prometheus where they are."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from verl.tracking.files import write_atomically
+
+if TYPE_CHECKING:
+    from verl.page.pages import Site
+
+_NAME = re.compile(r"[^a-zA-Z0-9_]")
+_ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
+
+
+def exposition(site: Site, labels: Mapping[str, str]) -> str:
+    """verl_{metric}{run="..."} of the newest step that has it, for all runs; also verl_step, verl_total_steps, verl_running
+    and verl_seconds_since_step."""
+    found: dict[str, list[str]] = {}
+    for key, view in site.views.items():
+        run = view.run
+        run.refresh()
+        written = run.times.get(run.step)
+        facts = {
+            "step": run.step, "total_steps": run.total_steps, "running": int(run.is_running),
+            "seconds_since_step": None if written is None else max(time.time() - written, 0.0),
+        }  # fmt: skip
+        metrics = {name: series.last for name, series in run.metrics.items()}
+        shown = _labels({"run": key, **labels})
+        for name, value in {**metrics, **facts}.items():
+            if value is not None:
+                found.setdefault(f"verl_{_NAME.sub('_', name)}", []).append(f"{shown} {value!r}")
+    lines = [
+        f"# TYPE {name} gauge\n" + "".join(f"{name}{v}\n" for v in values) for name, values in sorted(found.items())
+    ]
+    return "".join(lines)
+
+
+def _labels(labels: Mapping[str, str]) -> str:
+    return "{" + ",".join(f'{_NAME.sub("_", n)}="{str(v).translate(_ESCAPES)}"' for n, v in labels.items()) + "}"
+
+
+def write_scrape_config(file: Path, host: str, port: int, token: str, interval_s: int = 10) -> None:
+    """Write a settings file of Prometheus that scrapes the page. Only the user can read it: it holds the token."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    text = (
+        f"global:\n  scrape_interval: {interval_s}s\nscrape_configs:\n  - job_name: verl\n    authorization:\n"
+        f"      credentials: {token}\n    static_configs:\n      - targets: ['{host}:{port}']\n"
+    )
+    file.touch(mode=0o600)
+    write_atomically(file, text)
+    file.chmod(0o600)

@@ -1,0 +1,228 @@
+"""The records of one run folder in memory: metrics, timeline, events, status; updated as the run writes them.
+
+Reading never raises because of the content of the folder: `problems` has a sentence for each file that cannot be used.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from array import array
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from verl.foreign_text import clean
+from verl.page.follow import Follower
+from verl.tracking.bottleneck import Bottleneck, find_bottleneck
+from verl.tracking.files import OF_STEP, has, is_count, is_number, is_text
+from verl.tracking.heartbeat import EVENTS, Beat, read_beat
+from verl.tracking.lock import holder_of
+from verl.tracking.progress import EVENT, last_complaints
+from verl.tracking.run_folder import RunFolder
+from verl.tracking.timeline import ROW as TIMELINE_ROW
+from verl.tracking.token_texts import NAME as TOKENS
+from verl.tracking.token_texts import TOKEN
+
+_SPAN = has(name=is_text, start=is_number, seconds=is_number, step=is_count)
+_RESUME_GAP_S = 0.5  # the timeline has no gaps within one process
+# section that only one kind of run has -> that kind; the first one counts
+KINDS = {"algorithm": "rl", "sft": "sft", "rm": "rm", "preference": "preference"}
+
+
+class Series:
+    """One metric: int64 steps and float64 values, in the order in which they were written."""
+
+    def __init__(self) -> None:
+        self.steps = array("q")
+        self.values = array("d")
+
+    def add(self, step: int, value: float) -> None:
+        self.steps.append(step)
+        self.values.append(value)
+
+    @property
+    def last(self) -> float:
+        return self.values[-1]
+
+
+class RunReader:
+    """One run folder. `refresh` reads what is new; `version` changes when there was something. Thread-safe."""
+
+    def __init__(self, folder: Path, key: str):
+        self.folder = folder
+        self.key = key
+        self.version = 0
+        self._lock = threading.RLock()
+        self._checked = 0.0
+        self._config: tuple[float, Mapping[str, Any]] = (-1.0, {})
+        self.index_problem = ""
+        self._start()
+
+    def _start(self) -> None:
+        self._metrics_file = Follower(self.folder / "metrics.jsonl", OF_STEP)
+        self._timeline_file = Follower(self.folder / "timeline.jsonl", TIMELINE_ROW)
+        self._spans_file = Follower(self.folder / "spans.jsonl", _SPAN)
+        self._events_file = Follower(self.folder / EVENTS, EVENT)
+        self._tokens_file = Follower(self.folder / TOKENS, TOKEN)
+        self.metrics: dict[str, Series] = {}
+        self.timeline: list[dict[str, Any]] = []
+        self.spans: dict[int, list[dict[str, Any]]] = {}
+        self.events: list[dict[str, Any]] = []
+        self.tokens: dict[int, tuple[str, bool]] = {}  # id -> its text, and whether it is a special token
+        self.times: dict[int, float] = {}  # step -> seconds since 1970 at which its row was written
+
+    def refresh(self, at_most_every_s: float = 0.2) -> int:
+        """Read what the run has written since the last call; the version."""
+        with self._lock:
+            now = time.monotonic()
+            if now - self._checked < at_most_every_s:
+                return self.version
+            self._checked = now
+            self.version += any([self._read_metrics(), self._read_timeline(), self._read_rest()])
+            return self.version
+
+    def _read_metrics(self) -> bool:
+        before, rows = self._metrics_file.generation, self._metrics_file.read()
+        if self._metrics_file.generation != before:
+            self.metrics, self.times = {}, {}
+        for row in rows:
+            step = int(row["step"])
+            if is_number(row.get("time")):
+                self.times[step] = row["time"]
+            for name, value in row.items():
+                if name not in ("step", "time") and is_number(value):
+                    self.metrics.setdefault(clean(name), Series()).add(step, value)
+        return bool(rows)
+
+    def _read_timeline(self) -> bool:
+        before, rows = self._timeline_file.generation, self._timeline_file.read()
+        self.timeline = rows if self._timeline_file.generation != before else self.timeline + rows
+        before, spans = self._spans_file.generation, self._spans_file.read()
+        if self._spans_file.generation != before:
+            self.spans = {}
+        for span in spans:
+            self.spans.setdefault(span["step"], []).append(span)
+        return bool(rows)
+
+    def _read_rest(self) -> bool:
+        before, rows = self._events_file.generation, self._events_file.read()
+        self.events = rows if self._events_file.generation != before else self.events + rows
+        before, tokens = self._tokens_file.generation, self._tokens_file.read()
+        if self._tokens_file.generation != before:
+            self.tokens = {}
+        self.tokens.update((row["id"], (row["text"], row.get("special") is True)) for row in tokens)
+        return bool(rows)
+
+    # -- what follows from the records ---------------------------------------------------------------------------------
+
+    @property
+    def problems(self) -> list[str]:
+        """A sentence for each file that is missing or damaged."""
+        if not self.folder.is_dir():
+            return [f"There is no folder {clean(self.folder)} yet. It appears here when the run starts."]
+        found = [self.index_problem] if self.index_problem else []
+        if not self.metrics and not self.is_running:
+            found.append("No step has been written to metrics.jsonl.")
+        for file in (self._metrics_file, self._timeline_file, self._spans_file, self._events_file, self._tokens_file):
+            if file.num_damaged:
+                lines = "1 line" if file.num_damaged == 1 else f"{file.num_damaged:,} lines"
+                found.append(f"{file.path.name} is damaged: {lines} cannot be read and are left out.")
+        return found
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The run's config as plain mappings; empty without a readable file."""
+        try:
+            changed = (self.folder / "config.yaml").stat().st_mtime
+        except OSError:
+            return {}
+        if changed != self._config[0]:
+            self._config = (changed, RunFolder(self.folder).read_config())
+        return self._config[1]
+
+    def config_value(self, path: str, default: Any = None) -> Any:
+        node: Any = self.config
+        for name in path.split("."):
+            if not isinstance(node, Mapping) or name not in node:
+                return default
+            node = node[name]
+        return default if node is None else node
+
+    @property
+    def kind(self) -> str:
+        """rl, sft, preference or rm."""
+        return next((kind for section, kind in KINDS.items() if section in self.config), "rl")
+
+    @property
+    def curves(self) -> dict[str, dict[str, str]]:
+        return RunFolder(self.folder).read_curves()
+
+    @property
+    def step(self) -> int:
+        """The newest step that was written."""
+        return max(self.times, default=0)
+
+    @property
+    def total_steps(self) -> int | None:
+        return next((row["of"] for row in reversed(self.timeline) if row.get("of")), None)
+
+    @property
+    def is_running(self) -> bool:
+        return holder_of(self.folder) is not None
+
+    @property
+    def status(self) -> str:
+        """running, finished or stopped."""
+        if self.is_running:
+            return "running"
+        return "finished" if (self.folder / "summary.json").is_file() else "stopped"
+
+    @property
+    def beat(self) -> Beat | None:
+        return read_beat(self.folder)
+
+    @property
+    def step_s(self) -> float | None:
+        """Median seconds of the last 20 steps."""
+        seconds = sorted(row["seconds"] for row in self.timeline[-20:])
+        return seconds[len(seconds) // 2] if seconds else None
+
+    @property
+    def seconds_left(self) -> float | None:
+        if self.step_s is None or not self.total_steps or not self.is_running:
+            return None
+        return self.step_s * (self.total_steps - self.step)
+
+    def bottleneck(self) -> Bottleneck | None:
+        recent = self.timeline[-200:]
+        first = recent[0]["step"] if recent else 0
+        return find_bottleneck(recent, self.metric_rows(first), self.config)
+
+    def metric_rows(self, first_step: int = 0) -> list[dict[str, float]]:
+        """The rows of metrics from `first_step` on, rebuilt from the series."""
+        rows: dict[int, dict[str, float]] = {}
+        for name, series in self.metrics.items():
+            for step, value in zip(reversed(series.steps), reversed(series.values), strict=True):
+                if step < first_step:
+                    break
+                rows.setdefault(step, {"step": step})[name] = value
+        return [rows[step] for step in sorted(rows)]
+
+    def complaints(self, count: int = 200) -> list[str]:
+        """The last warnings and errors of the logs."""
+        return last_complaints(self.folder / "logs", count)
+
+    def marks(self) -> list[dict[str, Any]]:
+        """Crashes and resumptions: {step, kind, text}."""
+        found = []
+        for event in self.events:
+            place = clean(event.get("phase") or "an unknown phase")
+            text = f"crash in {place}: {clean(event.get('cause') or '')}"
+            if is_count(event.get("step")):
+                found.append({"step": event["step"], "kind": "crash", "text": text})
+        for before, row in zip(self.timeline, self.timeline[1:], strict=False):
+            gap = row.get("start", 0) - before.get("start", 0) - before["seconds"]
+            if gap > _RESUME_GAP_S and row["step"] > before["step"]:
+                found.append({"step": row["step"], "kind": "resume", "text": f"resumed before step {row['step']}"})
+        return found

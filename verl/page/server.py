@@ -1,0 +1,224 @@
+"""The web server of the page: Starlette and uvicorn, reading only.
+
+Safe by default: it listens at loopback, every request needs the random token (in a cookie, set by the first address) and a
+Host of this machine, only GET and HEAD exist, and the content security policy forbids anything that is not served here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+import secrets
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+from verl.errors import ConfigError, MissingExtraError
+from verl.page.pages import NotFound, Site
+from verl.page.reader import RunReader
+
+try:
+    import uvicorn
+    from sse_starlette import EventSourceResponse, ServerSentEvent
+    from starlette.applications import Starlette
+    from starlette.concurrency import run_in_threadpool
+    from starlette.requests import Request
+    from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, RedirectResponse, Response
+    from starlette.routing import Mount, Route
+    from starlette.staticfiles import StaticFiles
+except ImportError as error:
+    raise MissingExtraError("The page about runs", "page", error.name or "starlette") from error
+
+_STATIC = Path(__file__).parent / "static"
+_POLL_S = 0.4  # between two looks at a run whose page is open
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+    "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+Next = Callable[[Request], Awaitable[Response]]
+
+
+class Gate:
+    """Lets requests of the user's through: the right Host, method and token."""
+
+    def __init__(self, app: Any, token: str, host: str, port: int):
+        self.app = app
+        self.token = token
+        self.cookie = f"verl_page_{port}"
+        self.names = {"localhost", host.lower(), socket.gethostname().lower()}
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        refusal = self._refusal(Request(scope))
+
+        async def with_headers(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                known = {name.lower() for name, _ in message["headers"]}
+                extra = [
+                    (n.lower().encode(), v.encode()) for n, v in _HEADERS.items() if n.lower().encode() not in known
+                ]
+                caching = [] if b"cache-control" in known else [(b"cache-control", b"no-store")]
+                message["headers"] = [*message["headers"], *extra, *caching]
+            await send(message)
+
+        await (refusal or self.app)(scope, receive, with_headers)
+
+    def _refusal(self, request: Request) -> Response | None:
+        if not self._is_own_name(request.headers.get("host", "")):
+            return PlainTextResponse("This address is not one of this page (Host).", 421)
+        if request.method not in ("GET", "HEAD"):
+            return PlainTextResponse("The page only reads.", 405, {"Allow": "GET, HEAD"})
+        given = request.query_params.get("token")
+        if given is not None and self._is_token(given):
+            left = [(name, value) for name, value in request.query_params.multi_items() if name != "token"]
+            target = "/" + request.url.path.lstrip("/") + (f"?{urlencode(left)}" if left else "")
+            response = RedirectResponse(target, 303)
+            response.set_cookie(self.cookie, self.token, httponly=True, samesite="strict", max_age=30 * 86400)
+            return response
+        bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if self._is_token(request.cookies.get(self.cookie, "")) or self._is_token(bearer):
+            return None
+        text = "Open the page with the address that the run or verl view has printed: its token is missing or old."
+        return PlainTextResponse(text, 403)
+
+    def _is_token(self, given: str) -> bool:
+        return hmac.compare_digest(given.encode(), self.token.encode())
+
+    def _is_own_name(self, host: str) -> bool:
+        """A name of this machine, or a number: a page elsewhere can point its own name here, and never a number."""
+        name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
+        name = name.strip("[]").lower()
+        if name in self.names:
+            return True
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return True
+
+
+def make_app(
+    site: Site, token: str, host: str = "127.0.0.1", port: int = 0, *, labels: dict[str, str] | None = None
+) -> Any:
+    """The ASGI application of `site`."""
+    from verl.page.prometheus import exposition
+
+    async def page(request: Request) -> Response:
+        try:
+            html = await run_in_threadpool(site.page, request.url.path, dict(request.query_params))
+        except NotFound as error:
+            return HTMLResponse(site.message(str(error), request.url.path), 404)
+        return HTMLResponse(html)
+
+    async def metrics(request: Request) -> Response:
+        text = await run_in_threadpool(exposition, site, labels or {})
+        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+
+    async def charts(request: Request) -> Response:
+        from verl.page import panels
+
+        try:
+            view = site.view(request.path_params["key"])
+        except NotFound as error:
+            return JSONResponse({"error": str(error)}, 404)
+        found = panels.all_metrics(view.run) if "all" in request.query_params else None
+        made = await run_in_threadpool(lambda: found if found is not None else panels.panels(view.run, view.index))
+        return JSONResponse(panels.charts_json(made, view.run.marks()))
+
+    async def live(request: Request) -> Response:
+        return EventSourceResponse(_changes(site, request), ping=15)
+
+    app = Starlette(
+        routes=[
+            Mount("/static", StaticFiles(directory=_STATIC)),
+            Route("/metrics", metrics),
+            Route("/live", live),
+            Route("/charts/{key}", charts),
+            Route("/{path:path}", page),
+        ],
+        exception_handlers={Exception: _failed(site)},
+    )
+    return Gate(app, token, host, port)
+
+
+def _failed(site: Site) -> Any:
+    async def handle(request: Request, error: Exception) -> Response:
+        import logging
+
+        logging.getLogger(__name__).error("The page %s failed.", request.url.path, exc_info=error)
+        text = "This page could not be made; the reason is in the log of the page. The run is not affected."
+        return HTMLResponse(site.message(text, request.url.path), 500)
+
+    return handle
+
+
+async def _changes(site: Site, request: Request) -> AsyncIterator[ServerSentEvent]:
+    """An event for each change of a run: its key, step and status."""
+    seen: dict[str, tuple[int, str]] = {}
+    while not await request.is_disconnected():
+        for key, view in site.views.items():
+            version = await run_in_threadpool(view.run.refresh)
+            status = await run_in_threadpool(_status, view.run)
+            if seen.get(key) != (version, status):
+                if key in seen:
+                    view.watch()
+                    yield ServerSentEvent(event="change", data=f'{{"run":"{key}","step":{view.run.step}}}')
+                seen[key] = (version, status)
+        await asyncio.sleep(_POLL_S)
+
+
+def _status(run: RunReader) -> str:
+    beat = run.beat
+    return f"{run.status} {beat.phase if beat else ''}"
+
+
+def listen(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
+    """A listening socket. Raises ConfigError when the address is taken or is none of this machine."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    found = socket.socket(family, socket.SOCK_STREAM)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        found.bind((host, port))
+    except OSError as error:
+        found.close()
+        raise ConfigError(
+            f"The page cannot listen at {host}:{port}: {error.strerror}. Choose another port (0: any that is free)."
+        ) from error
+    found.listen(64)
+    return found
+
+
+def new_token() -> str:
+    """A random token."""
+    return secrets.token_urlsafe(18)
+
+
+def address_of(listening: socket.socket, token: str) -> str:
+    """The address that opens the page."""
+    host, port = listening.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}/?token={token}"
+
+
+def serve_page(
+    folders: Sequence[Path], listening: socket.socket, token: str, labels: dict[str, str] | None = None
+) -> None:
+    """Serve the page about `folders` at a listening socket until the process is interrupted."""
+    host, port = listening.getsockname()[:2]
+    site = Site(folders)
+    app = make_app(site, token, host, port, labels=labels)
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=1, server_header=False
+    )
+    try:
+        uvicorn.Server(config).run(sockets=[listening])
+    finally:
+        site.close()

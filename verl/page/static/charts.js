@@ -1,0 +1,216 @@
+// Panels of curves by uPlot: bands, stacks, dots, marks of crashes; the keyboard chooses a step and opens it.
+(function () {
+  "use strict";
+  const sync = "verl-steps";
+  const plots = [];
+
+  function css(name) { return getComputedStyle(document.documentElement).getPropertyValue(name).trim(); }
+  function color(i) { return css("--s" + (i % 8)); }
+  // as in the timeline of a step
+  const PHASES = { rollout: 0, training: 1, reward: 2, communication: 3, validation: 5, saving: 6, other: 7 };
+  function phaseColor(name, number) { return color(name in PHASES ? PHASES[name] : number); }
+  function faded(hex, alpha) {
+    const n = parseInt(hex.slice(1), 16);
+    return `rgba(${n >> 16}, ${(n >> 8) & 255}, ${n & 255}, ${alpha})`;
+  }
+  function text(value) {
+    if (value === null || value === undefined) return "–";
+    const size = Math.abs(value);
+    if (size !== 0 && (size < 1e-3 || size >= 1e6)) return value.toExponential(1);
+    return String(+value.toPrecision(size >= 1000 ? 5 : 3));
+  }
+  function element(tag, classes, content) {
+    const made = document.createElement(tag);
+    if (classes) made.className = classes;
+    if (content !== undefined) made.textContent = content;
+    return made;
+  }
+
+  // uPlot's columns and series of a panel: a stack becomes sums, a band the area between its two lines
+  function columns(panel) {
+    const stacked = panel.series.filter((s) => s.style === "stack");
+    const base = new Array(panel.x.length).fill(0);
+    const sums = new Map();
+    for (const s of stacked) sums.set(s, s.values.map((v, i) => (base[i] += v || 0)));
+    const ordered = stacked.length ? stacked.slice().reverse() : panel.series;
+    return { ordered, data: [panel.x, ...ordered.map((s) => sums.get(s) || s.values)] };
+  }
+
+  function options(panel, ordered, width, marks) {
+    const bandAt = ordered.map((s, i) => (s.style === "band" ? i + 1 : 0)).filter(Boolean);
+    const main = color(0);
+    let next = 0;
+    const series = ordered.map((s) => {
+      if (s.style === "band") return { stroke: "transparent", points: { show: false }, spanGaps: true };
+      const c = s.style === "stack" ? phaseColor(s.label, panel.series.indexOf(s)) : color(next++);
+      s.color = c;
+      if (s.style === "dots") return { stroke: c, width: 1, dash: [3, 3], points: { show: true, size: 6, fill: c }, spanGaps: true };
+      if (s.style === "stack") return { stroke: c, width: 1, fill: c, points: { show: panel.x.length < 2 } };
+      return { stroke: c, width: 1.6, points: { show: panel.x.length < 40, size: 4, fill: c }, spanGaps: true };
+    });
+    const axis = { stroke: css("--dim"), grid: { stroke: faded(css("--dim"), 0.14), width: 1 }, ticks: { show: false }, font: "11px system-ui" };
+    return {
+      width, height: 150, padding: [6, 8, 0, 0],
+      cursor: { sync: { key: sync, setSeries: false }, points: { size: 6 }, y: false, drag: { x: true, y: false } },
+      scales: { x: { time: false }, y: { range: (u, low, high) => range(low, high, ordered) } },
+      series: [{}, ...series],
+      bands: bandAt.length === 2 ? [{ series: [bandAt[1], bandAt[0]], fill: faded(main, 0.15) }] : [],
+      axes: [
+        { ...axis, size: 24, values: (u, found) => found.map((v) => (Number.isInteger(v) ? v : "")) },
+        { ...axis, size: 48, values: (u, found) => found.map(text) },
+      ],
+      hooks: {
+        draw: [(u) => drawMarks(u, marks)],
+        setCursor: [(u) => showKeys(u, panel, ordered)],
+      },
+    };
+  }
+
+  function range(low, high, ordered) {
+    if (low === null || high === null) return [0, 1];
+    if (ordered.some((s) => s.style === "stack")) low = 0;
+    const room = (high - low || Math.abs(high) || 1) * 0.06;
+    return [low >= 0 && low - room < 0 ? 0 : low - room, high + room];
+  }
+
+  function drawMarks(u, marks) {
+    const { ctx, bbox } = u;
+    for (const mark of marks) {
+      const x = Math.round(u.valToPos(mark.step, "x", true));
+      if (x < bbox.left || x > bbox.left + bbox.width) continue;
+      ctx.save();
+      ctx.strokeStyle = css(mark.kind === "crash" ? "--bad" : "--dim");
+      ctx.setLineDash(mark.kind === "crash" ? [] : [4, 4]);
+      ctx.beginPath();
+      ctx.moveTo(x, bbox.top);
+      ctx.lineTo(x, bbox.top + bbox.height);
+      ctx.stroke();
+      ctx.restore();
+    }
+  }
+
+  function showKeys(u, panel, ordered) {
+    const at = u.cursor.idx;
+    const keys = u.verlKeys;
+    if (!keys) return;
+    keys.replaceChildren();
+    const i = at === null || at === undefined ? panel.x.length - 1 : at;
+    if (panel.x.length) keys.append(element("span", "", "step " + panel.x[i]));
+    for (const s of panel.series) {
+      if (s.style === "band") continue;
+      let value = s.values[i];
+      if ((value === null || value === undefined) && at === null) value = s.values.findLast((v) => v !== null);
+      const label = element("span");
+      const swatch = element("i", s.style === "dots" ? "dot" : "");
+      swatch.style.background = s.color;
+      label.append(swatch, s.label ? s.label + " " : "", element("b", "", text(value)));
+      keys.append(label);
+    }
+  }
+
+  function draw(holder, panel, marks, number) {
+    const box = element("section", "chart" + (panel.series.some((s) => s.style === "stack") ? " wide" : ""));
+    box.tabIndex = 0;
+    box.dataset.title = panel.title;
+    box.setAttribute("role", "group");
+    const title = element("h3", "", panel.title + " ");
+    title.append(element("small", "", panel.unit));
+    if (panel.help) box.title = panel.help;
+    const keys = element("div", "keys");
+    const place = element("div");
+    box.append(title, keys, place);
+    holder.append(box);
+    const made = { box, keys, place, panel, marks };
+    plots.push(made);
+    describe(made);
+    const seen = new IntersectionObserver((found) => {
+      if (found.some((f) => f.isIntersecting)) { seen.disconnect(); build(made); }
+    }, { rootMargin: "400px" });
+    seen.observe(box);
+    box.addEventListener("keydown", (event) => chartKey(event, made));
+    box.addEventListener("click", () => open(made));
+  }
+
+  function describe(made) {
+    const { panel, box } = made;
+    const parts = panel.series.filter((s) => s.style !== "band").map((s) => `${s.label} ${text(s.values.findLast((v) => v !== null))}`);
+    box.setAttribute("aria-label", `${panel.title}: ${parts.join(", ")}; arrow keys choose a step, Enter opens it`);
+  }
+
+  function build(made) {
+    if (made.plot) made.plot.destroy();
+    const { ordered, data } = columns(made.panel);
+    const width = made.place.clientWidth || 330;
+    made.width = width;
+    made.plot = new uPlot(options(made.panel, ordered, width, made.marks), data, made.place);
+    made.plot.verlKeys = made.keys;
+    made.ordered = ordered;
+    showKeys(made.plot, made.panel, ordered);
+  }
+
+  function chartKey(event, made) {
+    const u = made.plot, x = made.panel.x;
+    if (!u || !x.length) return;
+    const now = u.cursor.idx === null || u.cursor.idx === undefined ? x.length - 1 : u.cursor.idx;
+    const moves = { ArrowLeft: now - 1, ArrowRight: now + 1, Home: 0, End: x.length - 1, PageUp: now - 10, PageDown: now + 10 };
+    if (event.key in moves) {
+      const to = Math.max(0, Math.min(x.length - 1, u.verlChosen === undefined && event.key.startsWith("Arrow") ? now : moves[event.key]));
+      u.verlChosen = to;
+      u.setCursor({ left: u.valToPos(x[to], "x"), top: 10 });
+      event.preventDefault();
+    } else if (event.key === "Enter") {
+      open(made);
+    }
+  }
+
+  function open(made) {
+    const holder = made.box.parentElement;
+    const u = made.plot;
+    if (!holder.dataset.base || !u || u.select.width > 0) return;
+    const at = u.cursor.idx === null || u.cursor.idx === undefined ? made.panel.x.length - 1 : u.cursor.idx;
+    const step = made.panel.x[at];
+    if (step > 0) location.href = holder.dataset.base.replace("STEP", step);
+  }
+
+  function show(found) {
+    const holder = document.getElementById("charts");
+    const known = new Map(plots.map((made) => [made.panel.title, made]));
+    found.panels.forEach((panel, number) => {
+      const made = known.get(panel.title);
+      if (!made) { draw(holder, panel, found.marks, number); return; }
+      made.panel = panel;
+      made.marks = found.marks;
+      describe(made);
+      if (made.plot) {
+        const same = made.ordered.length === panel.series.length;
+        const { ordered, data } = columns(panel);
+        if (same) {
+          ordered.forEach((s, i) => { s.color = made.ordered[i].color; });
+          build(made);
+        } else build(made);
+      }
+    });
+  }
+
+  window.verlCharts = {
+    show,
+    redraw() { for (const made of plots) if (made.plot) build(made); },
+    first() { const box = document.querySelector(".chart:not([hidden])"); if (box) box.focus(); return Boolean(box); },
+  };
+
+  document.addEventListener("DOMContentLoaded", () => {
+    const data = document.getElementById("charts-data");
+    if (!data) return;
+    show(JSON.parse(data.textContent));
+    let timer = 0;
+    addEventListener("resize", () => {
+      clearTimeout(timer);
+      timer = setTimeout(() => { for (const made of plots) if (made.plot && made.place.clientWidth !== made.width) build(made); }, 150);
+    });
+    const filter = document.getElementById("metric-filter");
+    if (filter) filter.addEventListener("input", () => {
+      const wanted = filter.value.toLowerCase();
+      for (const made of plots) made.box.hidden = !made.panel.title.toLowerCase().includes(wanted);
+    });
+  });
+})();

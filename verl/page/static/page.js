@@ -1,0 +1,92 @@
+// Keys, theme, live updates, filters of tables.
+(function () {
+  "use strict";
+  const $ = (query) => document.querySelector(query);
+
+  function toggleTheme() {
+    const root = document.documentElement;
+    const dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+    root.dataset.theme = dark ? "light" : "dark";
+    try { localStorage.setItem("verl-theme", root.dataset.theme); } catch (e) { /* no storage */ }
+    if (window.verlCharts) window.verlCharts.redraw();
+  }
+
+  function move(by) {
+    const items = Array.from(document.querySelectorAll("a.item")).filter((item) => item.offsetParent !== null);
+    if (!items.length) return;
+    const now = items.indexOf(document.activeElement);
+    const next = items[now < 0 ? (by > 0 ? 0 : items.length - 1) : Math.max(0, Math.min(items.length - 1, now + by))];
+    next.focus();
+    next.scrollIntoView({ block: "nearest" });
+  }
+
+  function follow(rel) { const link = $(`a[rel="${rel}"]`); if (link) location.href = link.href; }
+
+  const KEYS = {
+    j: () => move(1), k: () => move(-1), u: () => follow("up"), "[": () => follow("prev"), "]": () => follow("next"),
+    c: () => window.verlCharts && window.verlCharts.first(), t: () => window.verlTokens && window.verlTokens.focus(),
+    d: toggleTheme, "?": () => $("#help").showModal(),
+    "/": () => {
+      const field = $("[data-search]");
+      if (field) field.focus();
+      else if (document.body.dataset.run && !("static" in document.body.dataset)) location.href = `/run/${encodeURIComponent(document.body.dataset.run)}/samples`;
+    },
+  };
+
+  document.addEventListener("keydown", (event) => {
+    if (event.ctrlKey || event.metaKey || event.altKey || $("dialog[open]")) return;
+    if (event.target.closest("input, select, textarea")) { if (event.key === "Escape") event.target.blur(); return; }
+    const action = KEYS[event.key];
+    if (action) { action(); event.preventDefault(); }
+  });
+
+  // the run has written something: htmx fetches what listens for `verlchange`, and the charts their points
+  function listen() {
+    const run = document.body.dataset.run;
+    const source = new EventSource("/live");
+    const sign = $(".live");
+    let pending = false, waiting = false;
+    source.addEventListener("open", () => { if (sign) sign.hidden = false; });
+    source.addEventListener("error", () => { if (sign) sign.hidden = true; });
+    source.addEventListener("change", (event) => {
+      const change = JSON.parse(event.data);
+      if (run && change.run !== run) return;
+      document.body.dataset.step = change.step;
+      document.body.dispatchEvent(new CustomEvent("verlchange", { detail: change }));
+      if (pending) { waiting = true; return; }
+      refresh();
+    });
+    async function refresh() {
+      if (!run || !$("#charts") || !window.verlCharts) return;
+      pending = true;
+      try {
+        const all = $("#metric-filter") ? "?all" : "";
+        const answer = await fetch(`/charts/${encodeURIComponent(run)}${all}`);
+        if (answer.ok) window.verlCharts.show(await answer.json());
+      } catch (e) { /* the server has ended; EventSource tries again */ }
+      setTimeout(() => { pending = false; if (waiting) { waiting = false; refresh(); } }, 500);
+    }
+    addEventListener("pagehide", () => source.close());
+  }
+
+  function filterRows() {
+    const field = $("#row-filter"), given = $("#only-given"), table = $("#filtered");
+    if (!field || !table) return;
+    const apply = () => {
+      const wanted = field.value.toLowerCase();
+      for (const row of table.tBodies[0].rows) {
+        row.hidden = !row.textContent.toLowerCase().includes(wanted) || (given.checked && !("given" in row.dataset));
+      }
+    };
+    field.addEventListener("input", apply);
+    given.addEventListener("change", apply);
+  }
+
+  document.addEventListener("DOMContentLoaded", () => {
+    const toggle = $("[data-theme-toggle]"), help = $("[data-help]");
+    if (toggle) toggle.addEventListener("click", toggleTheme);
+    if (help) help.addEventListener("click", () => $("#help").showModal());
+    filterRows();
+    if (!("static" in document.body.dataset) && window.EventSource && $("#live-part, #charts")) listen();
+  });
+})();

@@ -1,0 +1,314 @@
+"""Context of the pages of a step: its groups or pairs, one group, one sample."""
+
+from __future__ import annotations
+
+import math
+import sqlite3
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from verl.page.index import SampleIndex
+from verl.page.life import life_of
+from verl.page.reader import RunReader
+from verl.page.summaries import deviation, last_message, text_of
+from verl.page.text import Tokens, diff_words, tokens_of
+from verl.tracking.files import is_number
+
+PER_PAGE = 60  # groups
+_LEVELS = 10
+PHASES = {  # span -> phase whose colour its bar has
+    "gen": "rollout", "gen_max": "rollout", "rollout_wait": "rollout", "reward": "reward", "old_log_prob": "training",
+    "update_actor": "training", "ref": "training", "teacher": "training", "values": "training", "update_critic": "training",
+    "adv": "training", "update": "training", "reference": "training", "update_weights": "communication",
+    "testing": "validation", "save_checkpoint": "saving",
+}  # fmt: skip
+_GROUP_SORTS = {
+    "spread": ("spread of rewards", lambda group: -group["spread"]),
+    "mean": ("mean reward, lowest first", lambda group: math.inf if group["mean"] is None else group["mean"]),
+    "gap": ("sampler against trainer", lambda group: -(group["gap"] or 0)),
+    "length": ("longest", lambda group: -group["length"]),
+    "order": ("order of the batch", lambda group: group["line"]),
+}
+_SHOWN_APART = {
+    "prompt", "response", "prompt_ids", "response_ids", "log_probs", "old_log_probs", "train_log_probs", "advantages",
+    "entropy", "response_mask", "ref_log_probs", "token_versions", "teacher_ids", "teacher_log_probs", "reward_parts",
+    "reward_error", "messages", "score", "ground_truth",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Place:
+    """A step of a split."""
+
+    run: RunReader
+    index: SampleIndex
+    split: str
+    step: int
+
+    @property
+    def path(self) -> str:
+        return f"/run/{self.run.key}/{self.split}/{self.step}"
+
+    @property
+    def title(self) -> str:
+        names = {"train": "step", "val": "validation after step", "val-greedy": "greedy validation after step"}
+        return f"{names.get(self.split, self.split)} {self.step}"
+
+    def neighbours(self) -> tuple[str | None, str | None]:
+        """Paths of the step before and after."""
+        steps = sorted(step for split, step in self.index.files() if split == self.split)
+        before = max((step for step in steps if step < self.step), default=None)
+        after = min((step for step in steps if step > self.step), default=None)
+        base = f"/run/{self.run.key}/{self.split}"
+        return (None if before is None else f"{base}/{before}", None if after is None else f"{base}/{after}")
+
+    def file_row(self) -> sqlite3.Row | None:
+        found = self.index.rows("SELECT * FROM files WHERE split = ? AND step = ?", self.split, self.step)
+        return found[0] if found else None
+
+    def samples(self, unit: str | None = None) -> list[sqlite3.Row]:
+        """The indexed samples of the step, in the order of the file, with the beginnings of their texts."""
+        return self.index.rows(
+            "SELECT samples.*, substr(prompt, -1500) AS prompt_end, substr(response, 1, 400) AS response_start "
+            "FROM samples JOIN files ON files.id = file JOIN texts ON texts.rowid = samples.id "
+            "WHERE split = ? AND step = ? AND (? IS NULL OR unit = ?) ORDER BY line",
+            *(self.split, self.step, unit, unit),
+        )
+
+    def ensure(self, seconds: float = 0.7) -> None:
+        """Index this step's file now, as far as it goes in that time."""
+        import threading
+
+        worker = threading.Thread(target=self.index.update, args=((self.split, self.step),), daemon=True)
+        worker.start()
+        worker.join(seconds)
+
+
+def step_context(at: Place, query: Mapping[str, str]) -> dict[str, Any] | None:
+    """The groups of a step, its timeline and metrics; None without samples or metrics of that step."""
+    at.ensure()
+    file = at.file_row()
+    spans = at.run.spans.get(at.step, []) if at.split == "train" else []
+    timeline = next((row for row in reversed(at.run.timeline) if row["step"] == at.step), None)
+    written = at.split == "train" and (timeline is not None or at.step in at.run.times)
+    if file is None and not written:
+        return None
+    groups = _groups(at)
+    sort = query.get("sort", "spread" if at.run.kind == "rl" else "order")
+    sort = sort if sort in _GROUP_SORTS else "spread"
+    groups.sort(key=_GROUP_SORTS[sort][1])
+    if query.get("only") == "signal":
+        groups = [group for group in groups if group["spread"] > 0]
+    page = max(int(query.get("page", "0")), 0) if query.get("page", "0").isdigit() else 0
+    before, after = at.neighbours()
+    names = ("actor/", "critic/", "training/", "rollout/", "train/", "val/", "response", "perf/")
+    metrics = {
+        name: value
+        for row in at.run.metric_rows(at.step)[:1] if row["step"] == at.step
+        for name, value in row.items() if name.startswith(names)
+    }  # fmt: skip
+    return {
+        "file": file,
+        "groups": groups[page * PER_PAGE : (page + 1) * PER_PAGE],
+        "num_groups": len(groups),
+        "num_samples": sum(group["count"] for group in groups),
+        "num_errors": sum(group["errors"] for group in groups),
+        "num_cut": sum(group["cut"] for group in groups),
+        "page": page,
+        "num_pages": -(-len(groups) // PER_PAGE),
+        "sort": sort,
+        "sorts": {name: label for name, (label, _) in _GROUP_SORTS.items()},
+        "only": query.get("only", ""),
+        "gantt": gantt(spans, timeline) if at.split == "train" else None,
+        "phases": PHASES,
+        "metrics": dict(sorted(metrics.items())),
+        "before": before,
+        "after": after,
+        "marks": [mark for mark in at.run.marks() if mark["step"] == at.step],
+        "indexing": file is not None and not file["complete"],
+    }
+
+
+def _groups(at: Place) -> list[dict[str, Any]]:
+    members: dict[str, list[sqlite3.Row]] = {}
+    for row in at.samples():
+        members.setdefault(row["unit"], []).append(row)
+    found = [_group(unit, rows) for unit, rows in members.items()]
+    largest = max((group["spread"] for group in found), default=0.0)
+    scores = [score for group in found for score in group["scores"]]
+    low, high = min(scores, default=0.0), max(scores, default=1.0)
+    for group in found:
+        group["level"] = round(_LEVELS * group["spread"] / largest) if largest else 0
+        group["levels"] = [level_of(row["score"], low, high) for row in group["rows"]]
+    return found
+
+
+def level_of(score: float | None, low: float, high: float) -> int | None:
+    """A score as one of 0 to 10 between the lowest and the highest."""
+    if score is None:
+        return None
+    return round(_LEVELS * (score - low) / (high - low)) if high > low else _LEVELS // 2
+
+
+def _group(unit: str, rows: Sequence[sqlite3.Row]) -> dict[str, Any]:
+    scores = [row["score"] for row in rows if row["score"] is not None]
+    gaps = [row["gap"] for row in rows if row["gap"] is not None]
+    answers: dict[str, set[float]] = {}
+    for row in rows:
+        if row["answer"] and row["score"] is not None:
+            answers.setdefault(row["answer"], set()).add(row["score"])
+    return {
+        "unit": unit,
+        "rows": list(rows),
+        "count": len(rows),
+        "line": rows[0]["line"],
+        "scores": scores,
+        "mean": sum(scores) / len(scores) if scores else None,
+        "spread": deviation(scores),
+        "length": sum(row["length"] for row in rows) / len(rows),
+        "cut": sum(row["finish"] == "length" for row in rows),
+        "errors": sum(bool(row["error"]) for row in rows),
+        "gap": max(gaps, default=None),
+        "tag": rows[0]["tag"],
+        "prompt": last_message(rows[0]["prompt_end"]),
+        "response": rows[0]["response_start"],
+        "conflict": any(len(found) > 1 for found in answers.values()),
+        "margin": _margin(rows),
+    }
+
+
+def _margin(rows: Sequence[sqlite3.Row]) -> float | None:
+    """Score of the chosen completion of a pair above that of the rejected one."""
+    by_side = {row["chosen"]: row["score"] for row in rows}
+    if set(by_side) != {0, 1} or None in by_side.values():
+        return None
+    return by_side[1] - by_side[0]
+
+
+def group_context(at: Place, unit: str, query: Mapping[str, str]) -> dict[str, Any] | None:
+    """The samples of a group side by side, and the diff of two of them."""
+    at.ensure()
+    rows = at.samples(unit)
+    if not rows:
+        return None
+    group = _group(unit, rows)
+    whole = [at.index.row(at.split, at.step, row["line"]) or {} for row in rows[:64]]
+    units = list(dict.fromkeys(row["unit"] for row in at.samples()))
+    place = units.index(unit)
+    low, high = min(group["scores"], default=0.0), max(group["scores"], default=1.0)
+    return {
+        "group": group,
+        "samples": [
+            {"summary": row, "row": full, "level": level_of(row["score"], low, high)}
+            for row, full in zip(rows, whole, strict=False)
+        ],
+        "prompt": text_of(whole[0], "prompt"),
+        "truth": whole[0].get("ground_truth"),
+        "parts": list(dict.fromkeys(name for full in whole for name in _parts(full))),
+        "diff": _diff(whole, rows, query),
+        "before": f"{at.path}/u/{units[place - 1]}" if place else None,
+        "after": f"{at.path}/u/{units[place + 1]}" if place + 1 < len(units) else None,
+        "elsewhere": _elsewhere(at, rows[0]),
+    }
+
+
+def _parts(row: Mapping[str, Any]) -> dict[str, Any]:
+    parts = row.get("reward_parts")
+    return {str(name): value for name, value in parts.items()} if isinstance(parts, Mapping) else {}
+
+
+def _diff(whole: Sequence[Mapping[str, Any]], rows: Sequence[sqlite3.Row], query: Mapping[str, str]) -> Any:
+    """The two samples that the query names; else the best against the worst, where they differ."""
+    lines = [row["line"] for row in rows]
+    asked = [query.get("a", ""), query.get("b", "")]
+    if all(name.isdigit() and int(name) in lines for name in asked):
+        one, other = (lines.index(int(name)) for name in asked)
+    else:
+        scored = [i for i, row in enumerate(rows) if row["score"] is not None and i < len(whole)]
+        if len(scored) < 2:
+            return None
+        one = max(scored, key=lambda i: rows[i]["score"])
+        other = min(scored, key=lambda i: rows[i]["score"])
+    if one == other or max(one, other) >= len(whole):
+        return None
+    left, right = diff_words(text_of(whole[one], "response"), text_of(whole[other], "response"))
+    return {"left": left, "right": right, "a": rows[one], "b": rows[other]}
+
+
+def _elsewhere(at: Place, row: sqlite3.Row) -> list[sqlite3.Row]:
+    """Other steps with the same prompt."""
+    return at.index.rows(
+        "SELECT split, step, unit, count(*) AS num, avg(score) AS mean FROM samples JOIN files ON files.id = file "
+        "WHERE samples.id IN (SELECT s.id FROM samples s JOIN texts t ON t.rowid = s.id WHERE t.prompt = "
+        "(SELECT prompt FROM texts WHERE rowid = ?) LIMIT 2000) AND NOT (split = ? AND step = ?) "
+        "GROUP BY split, step, unit ORDER BY split, step LIMIT 50",
+        *(row["id"], at.split, at.step),
+    ) if at.index.rows("SELECT count(*) AS n FROM samples")[0]["n"] <= 20_000 else []  # fmt: skip
+
+
+def sample_context(at: Place, line: int) -> dict[str, Any] | None:
+    """One sample: tokens, turns, reward, life, the rest of its row."""
+    row = at.index.row(at.split, at.step, line)
+    if row is None:
+        return None
+    at.ensure()
+    found = [summary for summary in at.samples() if summary["line"] == line]
+    summary = found[0] if found else None
+    tokens = tokens_of(row, at.run.tokens)
+    siblings = at.samples(summary["unit"]) if summary is not None else []
+    place = next((i for i, other in enumerate(siblings) if other["line"] == line), 0)
+    return {
+        "row": row,
+        "line": line,
+        "summary": summary,
+        "tokens": tokens,
+        "turns": turns_of(row, tokens),
+        "prompt_tokens": tokens_of(row, at.run.tokens, "prompt"),
+        "parts": _parts(row),
+        "messages": row["messages"] if isinstance(row.get("messages"), list) else [],
+        "life": life_of(at.run.folder, row, at.split, at.step),
+        "siblings": siblings,
+        "rest": {str(n): v for n, v in row.items() if n not in _SHOWN_APART},
+        "facts": _facts(row),
+        "before": f"{at.path}/s/{siblings[place - 1]['line']}" if place else None,
+        "after": f"{at.path}/s/{siblings[place + 1]['line']}" if place + 1 < len(siblings) else None,
+    }
+
+
+def turns_of(row: Mapping[str, Any], tokens: Tokens | None) -> list[dict[str, Any]]:
+    """The response as turns: {source, first, texts} of the policy and the environment in turn."""
+    if tokens is None:
+        return []
+    return [
+        {"source": source, "first": first, "texts": tokens.texts[first : first + count], "count": count}
+        for first, count, source in tokens.turns
+    ]
+
+
+def _facts(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Sums over the tokens of a response, by name."""
+    found: dict[str, Any] = {}
+    log_probs = row.get("log_probs")
+    if isinstance(log_probs, list) and (numbers := [v for v in log_probs if is_number(v)]):
+        found["log-probability"] = sum(numbers)
+        found["perplexity"] = math.exp(min(-sum(numbers) / len(numbers), 700))
+    return found
+
+
+def gantt(spans: Sequence[Mapping[str, Any]], timeline: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Bars of a step in thousandths of its time: `rows` of (name, [(start, width, seconds)]) of the controller, `roles`."""
+    if not spans or timeline is None or not timeline.get("seconds"):
+        return None
+    start = timeline.get("start") or min(span["start"] for span in spans)
+    total = timeline["seconds"]
+    rows: dict[str, list[tuple[float, float, float]]] = {}
+    for span in sorted(spans, key=lambda span: span["start"]):
+        left = 1000 * (span["start"] - start) / total
+        width = max(1000 * span["seconds"] / total, 1.0)
+        rows.setdefault(span["name"], []).append((max(min(left, 999.0), 0.0), min(width, 1000.0), span["seconds"]))
+    roles = {
+        name: {"busy": 1000 * min(role["busy_s"] / total, 1.0), "busy_s": role["busy_s"]}
+        for name, role in timeline["roles"].items()
+    }
+    return {"rows": rows, "roles": roles, "seconds": total, "communication": timeline["communication"]}

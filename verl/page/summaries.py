@@ -1,0 +1,144 @@
+"""The columns of the sample index: one line about a row of a samples file."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from verl.foreign_text import valid_utf8
+from verl.tracking.files import is_count, is_number
+
+_MAX_TEXT = 20_000  # characters of a prompt or response that can be searched
+_MAX_ANSWER = 200
+_BOXED = re.compile(r"\\boxed\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}")
+_MARKED = re.compile(r"(?:####|[Aa]nswer(?: is)?:?)\s*([^\n]+)")
+_NAME = re.compile(r"[\w-]{1,60}", re.ASCII)  # part of a path
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+
+
+class SampleSummary(NamedTuple):
+    """Columns of a sample. `unit` is what its step compares it with: the prompt of a group, the pair of a preference."""
+
+    unit: str
+    ordinal: int | None
+    sample: int | None
+    score: float | None
+    length: int
+    finish: str
+    error: str
+    tag: str
+    version: int | None
+    advantage: float | None
+    gap: float | None  # largest |trainer - sampler log-prob| of its tokens
+    chosen: int | None
+    answer: str
+    prompt: str
+    response: str
+
+
+def summary_of(row: Mapping[str, Any], line: int) -> SampleSummary:
+    """The columns of a row; None and "" for what it lacks or what is no value of that kind."""
+    response = text_of(row, "response")
+    chosen = row.get("chosen")
+    ids = row.get("response_ids")
+    return SampleSummary(
+        unit=_unit(row, line),
+        ordinal=row["ordinal"] if is_count(row.get("ordinal")) else None,
+        sample=row["sample_index"] if is_count(row.get("sample_index")) else None,
+        score=float(row["score"]) if is_number(row.get("score")) else None,
+        length=len(ids) if isinstance(ids, list) else len(response.split()),
+        finish=text_of(row, "finish_reason")[:40],
+        error=text_of(row, "reward_error")[:1000],
+        tag=text_of(row, "data_source")[:200],
+        version=row["weight_version"] if is_count(row.get("weight_version")) else None,
+        advantage=_first(row.get("advantages")),
+        gap=largest_gap(row),
+        chosen=int(chosen) if isinstance(chosen, bool) else None,
+        answer=final_answer(response),
+        prompt=text_of(row, "prompt")[:_MAX_TEXT],
+        response=response[:_MAX_TEXT],
+    )
+
+
+def _unit(row: Mapping[str, Any], line: int) -> str:
+    for name in ("ordinal", "uid"):
+        value = row.get(name)
+        if is_count(value) or (isinstance(value, str) and value):
+            return str(value) if _NAME.fullmatch(str(value)) else f"h{hash_of(valid_utf8(str(value)))}"
+    prompt = text_of(row, "prompt")
+    return f"p{hash_of(prompt)}" if prompt else f"line{line}"
+
+
+_TAGS = re.compile(r"<\|[^|<>]{1,40}\|>|</?s>|\[/?INST\]|<(?:start|end)_of_turn>")
+_ROLES = re.compile(r"^(?:user|assistant|model|human|system)\b[:\s]*", re.IGNORECASE)
+
+
+def last_message(prompt: str) -> str:
+    """The last message of a prompt, without the marks of chat templates, for lists."""
+    for part in reversed(_TAGS.split(prompt)):
+        text = _ROLES.sub("", part.strip()).strip()
+        if text and text.lower() not in ("think", "<think>"):
+            return text
+    return prompt.strip()
+
+
+def hash_of(text: str) -> str:
+    import xxhash
+
+    return xxhash.xxh3_64_hexdigest(text.encode())
+
+
+def text_of(row: Mapping[str, Any], name: str) -> str:
+    """The text in a column; "" for anything else."""
+    value = row.get(name)
+    return valid_utf8(value) if isinstance(value, str) else ""
+
+
+def _first(values: Any) -> float | None:
+    """The first of the advantages that is not 0; they are equal over a response where no critic is."""
+    if not isinstance(values, list):
+        return None
+    numbers = [value for value in values if is_number(value)]
+    return next((float(value) for value in numbers if value), 0.0 if numbers else None)
+
+
+def trainer_log_probs(row: Mapping[str, Any]) -> Sequence[Any]:
+    """The trainer's log-probs of the response tokens; [] where the row has none."""
+    for name in ("train_log_probs", "old_log_probs"):
+        if isinstance(row.get(name), list):
+            return row[name]
+    return []
+
+
+def largest_gap(row: Mapping[str, Any]) -> float | None:
+    """Largest |trainer - sampler log-prob|; None where one of the two is missing."""
+    sampled, mask = row.get("log_probs"), row.get("response_mask")
+    if not isinstance(sampled, list):
+        return None
+    trained = [mask is None or bool(m) for m in (mask if isinstance(mask, list) else sampled)]
+    gaps = [
+        abs(a - b)
+        for a, b, used in zip(trainer_log_probs(row), sampled, trained, strict=False)
+        if used and is_number(a) and is_number(b)
+    ]
+    return max(gaps, default=None)
+
+
+def final_answer(response: str) -> str:
+    """The last boxed or marked answer of a response, else its last number, else its last line."""
+    end = response[-4000:]
+    found = _BOXED.findall(end) or _MARKED.findall(end) or _NUMBER.findall(end) or end.strip().splitlines()[-1:]
+    if not found:
+        return ""
+    answer = found[-1].strip().strip("$.*").replace(",", "")
+    return answer[:_MAX_ANSWER]
+
+
+def deviation(scores: Sequence[float]) -> float:
+    """Standard deviation."""
+    if len(scores) < 2:
+        return 0.0
+    mean = math.fsum(scores) / len(scores)
+    return math.sqrt(math.fsum((score - mean) ** 2 for score in scores) / len(scores))

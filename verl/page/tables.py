@@ -1,0 +1,127 @@
+"""Context of the pages of a whole run: header, where the time goes, config, log; and formats of numbers."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+from verl.foreign_text import clean
+from verl.page.index import SampleIndex
+from verl.page.reader import RunReader
+from verl.tracking.files import read_text
+from verl.tracking.ledger.reader import read_counts
+
+_KEY_LINE = re.compile(r"^( *)([^\s:#][^:]*):(?: (.*?))?(?:  # (.*))?$")
+
+
+def time_text(seconds: float | None) -> str:
+    """ "2 h 5 min", "41 s", "0.31 s"."""
+    if seconds is None:
+        return ""
+    if seconds < 10:
+        return f"{max(seconds, 0):.2g} s"
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    if minutes < 90:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
+
+
+def number(value: Any, digits: int = 4) -> str:
+    """A number with `digits` significant digits; "–" for none."""
+    if value is None:
+        return "–"
+    if isinstance(value, int) or (isinstance(value, float) and value.is_integer() and abs(value) < 1e6):
+        return f"{int(value):,}"
+    return f"{value:.{digits}g}".replace("-", "−")
+
+
+def clock(seconds: float | None) -> str:
+    return "" if seconds is None else time.strftime("%H:%M:%S", time.localtime(seconds))
+
+
+def run_context(run: RunReader, index: SampleIndex) -> dict[str, Any]:
+    """Context of the run page beside its charts."""
+    bottleneck = run.bottleneck()
+    rows = index.statistics()
+    splits = {split: [row["step"] for row in found] for split, found in rows.items()}
+    return {
+        "bottleneck": bottleneck,
+        "counts": read_counts(run.folder),
+        "headline": _headline(run),
+        "splits": splits,
+        "recent": _recent(run, rows.get("train", [])),
+        "files": {split: max(step for s, step in index.files() if s == split) for split, _ in index.files()},
+    }
+
+
+_HEADLINES = {
+    "rl": ("critic/score/mean", "val/reward", "val/greedy", "response_length/mean", "response_length/clip_ratio",
+           "training/rollout_probs_diff_max", "perf/throughput"),
+    "sft": ("train/loss", "val/loss", "train/token_accuracy", "val/token_accuracy", "perf/throughput"),
+    "preference": ("train/loss", "train/rewards/accuracies", "train/rewards/margins", "val/rewards/accuracies",
+                   "perf/throughput"),
+    "rm": ("train/loss", "train/accuracy", "val/accuracy", "val/calibration_error", "perf/throughput"),
+}  # fmt: skip
+_SHORT = {
+    "critic/score/mean": "reward", "val/reward": "held-out", "val/greedy": "held-out, greedy",
+    "response_length/mean": "length", "response_length/clip_ratio": "responses cut",
+    "training/rollout_probs_diff_max": "sampler vs trainer", "perf/throughput": "tokens/s", "train/loss": "loss",
+    "val/loss": "held-out loss", "train/token_accuracy": "accuracy", "val/token_accuracy": "held-out accuracy",
+    "train/rewards/accuracies": "ranked as labelled", "train/rewards/margins": "margin",
+    "val/rewards/accuracies": "held-out, as labelled", "train/accuracy": "accuracy", "val/accuracy": "held-out accuracy",
+    "val/calibration_error": "calibration error",
+}  # fmt: skip
+
+
+def _headline(run: RunReader) -> list[dict[str, Any]]:
+    """The newest values of the few metrics that matter most, with the first ones."""
+    found = []
+    for name in _HEADLINES[run.kind]:
+        series = run.metrics.get(name)
+        if series is not None:
+            first = series.values[0] if len(series.values) > 1 else None
+            found.append({"label": _SHORT[name], "name": name, "value": series.last, "first": first})
+    return found
+
+
+def _recent(run: RunReader, files: list[Any]) -> list[dict[str, Any]]:
+    """The newest steps, with what the index knows of them."""
+    known = {row["step"]: row for row in files}
+    found = []
+    for step in sorted(set(run.times) - {0}, reverse=True)[:6]:
+        row = known.get(step)
+        found.append({"step": step, "file": row, "time": run.times.get(step)})
+    return found
+
+
+def log_context(run: RunReader) -> dict[str, Any]:
+    """Events of the supervisor, and warnings and errors, newest first."""
+    return {"events": list(reversed(run.events)), "lines": list(reversed(run.complaints())), "clean": clean}
+
+
+def config_rows(folder: Path) -> list[dict[str, str]]:
+    """The keys of config.yaml with value and origin; none without a readable file."""
+    try:
+        lines = read_text(folder / "config.yaml", 4 << 20).splitlines()
+    except (OSError, ValueError):
+        return []
+    stack: list[tuple[int, str]] = []
+    found = []
+    for line in lines:
+        match = _KEY_LINE.match(line)
+        if match is None:
+            continue
+        indent, name, value, origin = match.groups()
+        while stack and stack[-1][0] >= len(indent):
+            stack.pop()
+        path = ".".join([*(part for _, part in stack), name.strip()])
+        if value is None or value == "":
+            stack.append((len(indent), name.strip()))
+        else:
+            found.append({"key": path, "value": value, "origin": origin or ""})
+    return found

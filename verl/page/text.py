@@ -1,0 +1,121 @@
+"""Foreign text for the page: characters that change how text reads become visible, and colours of tokens."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from markupsafe import Markup, escape
+
+from verl.foreign_text import valid_utf8
+from verl.page.summaries import trainer_log_probs
+from verl.tracking.files import is_count, is_number
+
+MAX_TEXT = 200_000  # characters of one text on a page
+MAX_TOKENS = 20_000
+NUM_SHADES = 8
+_VISIBLE = {"\t": "\t", "\n": "\n"}
+
+
+def shown(text: Any, limit: int = MAX_TEXT) -> Markup:
+    """`text` as HTML: escaped, with control characters and marks of direction as their visible code points."""
+    whole = valid_utf8(text if isinstance(text, str) else "" if text is None else str(text))
+    parts: list[Any] = []
+    plain: list[str] = []
+    for character in whole[:limit]:
+        if character in _VISIBLE or unicodedata.category(character) not in ("Cc", "Cf", "Zl", "Zp"):
+            plain.append(character)
+        else:
+            parts += [escape("".join(plain)), Markup('<span class="ctl">U+{:04X}</span>').format(ord(character))]
+            plain.clear()
+    parts.append(escape("".join(plain)))
+    if len(whole) > limit:
+        parts.append(Markup('<span class="cut">… {:,} more characters</span>').format(len(whole) - limit))
+    return Markup("").join(parts)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The response of a sample, token by token. `texts` [tokens]; `columns`: name -> values [tokens] with None for a token that
+    has none; `turns`: (first token, number of tokens, source), source policy or environment."""
+
+    texts: list[str]
+    ids: list[int]
+    columns: dict[str, list[float | None]]
+    turns: list[tuple[int, int, str]]
+    num_all: int
+
+    def to_json(self) -> dict[str, Any]:
+        """For the browser."""
+        return {"texts": self.texts, "ids": self.ids, "columns": self.columns}
+
+
+def tokens_of(row: Mapping[str, Any], known: Mapping[int, tuple[str, bool]], which: str = "response") -> Tokens | None:
+    """The tokens of a row; None when the row has no ids or the run has not kept the texts of its tokens."""
+    ids = row.get(f"{which}_ids")
+    if not isinstance(ids, list) or not ids or not known or not all(map(is_count, ids)):
+        return None
+    count = min(len(ids), MAX_TOKENS)
+    kept = ids[:count]
+    columns = _columns(row, count) if which == "response" else {}
+    mask = columns.get("mask")
+    texts = [valid_utf8(known[i][0]) if i in known else f"⟨{i}⟩" for i in kept]
+    return Tokens(texts, kept, columns, _turns(mask, count), len(ids))
+
+
+def _columns(row: Mapping[str, Any], count: int) -> dict[str, list[float | None]]:
+    found: dict[str, list[float | None]] = {}
+    sampled = _numbers(row.get("log_probs"), count)
+    trained = _numbers(list(trainer_log_probs(row)), count)
+    named = {
+        "log_prob": sampled or trained,
+        "trainer": trained,
+        "gap": [b - a if a is not None and b is not None else None for a, b in zip(sampled, trained, strict=False)],
+        "entropy": _numbers(row.get("entropy"), count),
+        "advantage": _numbers(row.get("advantages"), count),
+        "reference": _numbers(row.get("ref_log_probs"), count),
+        "version": _numbers(row.get("token_versions"), count),
+        "mask": _numbers([int(bool(v)) for v in row["response_mask"]], count)
+        if isinstance(row.get("response_mask"), list) else [],
+    }  # fmt: skip
+    for name, values in named.items():
+        if any(value is not None for value in values):
+            found[name] = values + [None] * (count - len(values))
+    return found
+
+
+def _numbers(values: Any, count: int) -> list[float | None]:
+    if not isinstance(values, list):
+        return []
+    return [float(value) if is_number(value) else None for value in values[:count]]
+
+
+def _turns(mask: Sequence[float | None] | None, count: int) -> list[tuple[int, int, str]]:
+    turns: list[tuple[int, int, str]] = []
+    for i in range(count):
+        source = "environment" if mask is not None and not mask[i] else "policy"
+        if turns and turns[-1][2] == source:
+            first, size, _ = turns[-1]
+            turns[-1] = (first, size + 1, source)
+        else:
+            turns.append((i, 1, source))
+    return turns
+
+
+def diff_words(one: str, other: str) -> tuple[list[tuple[str, bool]], list[tuple[str, bool]]]:
+    """Both texts as (words, whether they differ) in their order."""
+    import difflib
+    import re
+
+    words = [re.findall(r"\s+|[^\s]+", text[:20_000]) for text in (one, other)]
+    matcher = difflib.SequenceMatcher(None, words[0], words[1], autojunk=False)
+    left: list[tuple[str, bool]] = []
+    right: list[tuple[str, bool]] = []
+    for kind, a, b, c, d in matcher.get_opcodes():
+        if b > a:
+            left.append(("".join(words[0][a:b]), kind != "equal"))
+        if d > c:
+            right.append(("".join(words[1][c:d]), kind != "equal"))
+    return left, right
