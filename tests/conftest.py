@@ -31,6 +31,7 @@ LONGEST = [
 
 
 def pytest_configure(config):
+    os.environ["VERL_PAGE"] = "0"  # no run of a test starts a page unless it asks for one
     if hasattr(config.option, "loadscopereorder"):  # xdist would begin with the files of many tests
         config.option.loadscopereorder = False
 

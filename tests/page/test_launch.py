@@ -84,6 +84,10 @@ def config(folder, *overrides):
 
 
 class TestOfARun:
+    @pytest.fixture(autouse=True)
+    def as_for_users(self, monkeypatch):
+        monkeypatch.delenv("VERL_PAGE")
+
     def test_auto_starts_it_for_a_process_of_its_own(self, tmp_path, capsys):
         with page_of(config(tmp_path / "run"), whole_process=True):
             shown = capsys.readouterr().err
