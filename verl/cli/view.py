@@ -44,9 +44,11 @@ def _run_folder(name: str) -> Path:
 
 @contextmanager
 def page_of(loaded: LoadedConfig[Any], *, whole_process: bool) -> Iterator[None]:
-    """While entered, the page of the run is served by a process beside it, if trainer.page asks for one. `whole_process`: this
-    process has no other work; `auto` asks for a page only then, and not with VERL_PAGE=0 in the environment. Raises MissingExtraError without the extra `page`, and
-    ConfigError when the address is taken."""
+    """While entered, the page of the run is served by a process beside it, if trainer.page asks for one.
+
+    `whole_process`: this process has no other work; `auto` asks for a page only then, and not with VERL_PAGE=0 in the
+    environment. Raises MissingExtraError without the extra `page`, and ConfigError when the address is taken.
+    """
     rule, trainer = loaded.config.trainer.page, loaded.config.trainer
     asked = rule.enable is True
     is_off = os.environ.get("VERL_PAGE") == "0"
