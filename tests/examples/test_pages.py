@@ -26,7 +26,7 @@ OUTPUT = {
     "coming-from-trl": ("rollout.n",),
 }
 # several training runs each
-SLOW = {"export", "distillation", "reward-models", "rejection-sampling"}
+SLOW = {"export", "distillation", "reward-models", "rejection-sampling", "agents"}
 EXPECTED = {
     "first-run",
     "data",
@@ -38,6 +38,7 @@ EXPECTED = {
     "several-gpus",
     "resume",
     "export",
+    "agents",
     "rejection-sampling",
     "reward-models",
     *OUTPUT,

@@ -8,9 +8,7 @@ from tests.house.source import files, room, tree
 from verl.config import SCHEMAS
 
 # Conditions that hold only with a feature that is listed as not available: nothing can read these keys yet.
-NEEDS_A_MISSING_FEATURE = {
-    "actor_rollout_ref.rollout.multi_turn.enable": "actor_rollout_ref.rollout.multi_turn.enable",
-}
+NEEDS_A_MISSING_FEATURE: dict[str, str] = {}
 
 # Keys that verl.config reads itself: those that another key takes its value from (derived_defaults.py), which is read, and
 # how strict it is (checks.py).

@@ -14,6 +14,7 @@ LISTENERS: dict[tuple[str, str], str] = {
     ): "the address of trainer.page.host, loopback by default; every request needs the token",
     ("verl/parallel/collectives.py", "probe.bind"): "asks whether a port is free and closes it at once",
     ("verl/parallel/collectives.py", "socket.create_server"): "for ranks that meet at loopback, and only there",
+    ("verl/agents/gateway/app.py", "made.bind"): "at loopback unless the user gives an address, with a random token",
     ("verl/parallel/collectives.py", "dist.TCPStore"): "listens to other machines only where the ranks are on several",
 }
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -108,13 +109,13 @@ def test_nothing_listens_everywhere_by_a_literal():
 
 
 def test_model_output_is_not_run_in_the_core():
-    """Programs from replies are started by verl/rewards/programs.py alone, which runs inside a scorer's sandbox."""
+    """Programs from replies are started by verl/rewards/programs.py alone, which runs inside a sandbox."""
     users = {
         relative(path)
         for name, path in files().items()
         if "run_program" in path.read_text(encoding="utf-8") and name != "verl.rewards.programs"
     }
-    assert users <= {"verl/rewards/scorers/code.py"}
+    assert users <= {"verl/rewards/scorers/code.py", "verl/agents/tools/python.py"}
 
 
 def test_no_key_of_the_tree_is_taken_for_a_secret():

@@ -31,6 +31,9 @@ def run_show(argv: list[str]) -> int:
     parser = Parser(prog="verl show", description=_ABOUT)
     parser.add_argument("run", help="the run folder (trainer.default_local_dir)")
     parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
+    parser.add_argument(
+        "--episodes", type=int, default=0, metavar="N", help="print the last N conversations of agents too"
+    )
     arguments = parser.parse_args(argv)
     from verl.tracking.progress import read_progress, to_json
 
@@ -40,7 +43,9 @@ def run_show(argv: list[str]) -> int:
         return 0
     from rich.console import Console
 
-    show(progress, Console(highlight=False))
+    console = Console(highlight=False)
+    show(progress, console)
+    _show_episodes(Path(progress.folder), arguments.episodes, console)
     return 0
 
 
@@ -61,6 +66,14 @@ def show(progress: Progress, console: Console) -> None:
         console.print("\n[bold]last warnings and errors[/bold]")
         for line in progress.complaints:
             console.print(f"  {line}", markup=False, soft_wrap=True)
+
+
+def _show_episodes(folder: Path, count: int, console: Console) -> None:
+    from verl.agents.summary import records, summary, transcripts
+
+    found = records(folder)
+    for line in (*summary(found), *(transcripts(found, count) if count > 0 else ())):
+        console.print(line, markup=False, soft_wrap=True)
 
 
 def _state(progress: Progress) -> str:

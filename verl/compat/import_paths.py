@@ -12,11 +12,32 @@ _SHARDING = "verl.compat.sharding_manager"
 _BOXED = "last_boxed_only_string remove_boxed"
 _MATH_SCORER = {"verl.rewards.scorers.math_answers": f"compute_score=score_boxed is_equiv=math_equal {_BOXED}"}
 
+_AGENT_LOOPS = {
+    "verl.agents.loops": "AgentLoopBase AgentLoopMetrics AgentLoopOutput AsyncLLMServerManager DictConfigWrap "
+    "SingleTurnAgentLoop register=register_agent_loop",
+    "verl.agents.tool_agent": "ToolAgentLoop",
+    "verl.compat.agents": "AgentLoopManager AgentLoopWorker get_trajectory_info",
+}
+
 # module -> {module here: its names, as "name" or "name=name_here"}
 IMPORT_PATHS: dict[str, dict[str, str]] = {
     "verl.base_config": {"verl.compat.sections": "BaseConfig"},
+    "verl.experimental.agent_loop": _AGENT_LOOPS,
+    "verl.experimental.agent_loop.agent_loop": _AGENT_LOOPS,
+    "verl.experimental.agent_loop.single_turn_agent_loop": {"verl.agents.loops": "SingleTurnAgentLoop"},
+    "verl.experimental.agent_loop.tool_agent_loop": {"verl.agents.tool_agent": "AgentData AgentState ToolAgentLoop"},
+    "verl.experimental.agent_loop.tool_parser": {
+        "verl.agents.parsers": "GptOssToolParser HermesToolParser ToolParser",
+        "verl.tools.schemas": "FunctionCall",
+    },
     "verl.experimental.dataset.sampler": {"verl.compat.samplers": "AbstractCurriculumSampler AbstractSampler"},
     "verl.experimental.reward_loop": {"verl.compat.sections": "migrate_legacy_reward_impl"},
+    "verl.interactions": {"verl.agents.interactions": "BaseInteraction"},
+    "verl.interactions.base": {"verl.agents.interactions": "BaseInteraction"},
+    "verl.interactions.gsm8k_interaction": {"verl.agents.gsm8k": "Gsm8kInteraction"},
+    "verl.interactions.utils.interaction_registry": {
+        "verl.agents.interactions": "initialize_interactions_from_config=load_interactions",
+    },
     "verl.model_merger": {"verl.compat.commands": "main=model_merger"},
     "verl.single_controller.base": {
         "verl.parallel.register": _REGISTER,
@@ -34,6 +55,9 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
     "verl.single_controller.ray.base": {
         _WORKER_GROUPS: "RayClassWithInitArgs RayResourcePool RayWorkerGroup create_colocated_worker_cls",
     },
+    "verl.tools.gsm8k_tool": {"verl.agents.gsm8k": "Gsm8kTool"},
+    "verl.tools.search_tool": {"verl.agents.search": "SearchTool"},
+    "verl.tools.utils.tool_registry": {"verl.tools.tool_registry": "initialize_tools_from_config load_all_tools"},
     "verl.trainer": {
         "verl.compat.runner": "RLRunner",
         "verl.compat.trainer": "PPOTrainer RLTrainer",
@@ -161,6 +185,7 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
         "FSDPEngineConfig=FSDPConfig FSDPOptimizerConfig=OptimConfig HFModelConfig OptimizerConfig=OptimConfig "
         "PolicyLossConfig RolloutConfig",
     },
+    "verl.workers.rollout.replica": {"verl.agents.loops": "TokenOutput"},
     "verl.workers.sharding_manager": {_SHARDING: "FSDPVLLMShardingManager MegatronVLLMShardingManager"},
     "verl.workers.sharding_manager.fsdp_vllm": {_SHARDING: "FSDPVLLMShardingManager"},
     "verl.workers.sharding_manager.megatron_vllm": {_SHARDING: "MegatronVLLMShardingManager"},

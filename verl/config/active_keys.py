@@ -56,6 +56,19 @@ def runs_on_several_devices(root: Any) -> bool:
     return num_devices > 1 or bool(trainer.placement) or os.environ.get("WORLD_SIZE", "1") != "1"
 
 
+def runs_agents(root: Any) -> bool:
+    """Whether samples are episodes of agents."""
+    rollout = root.actor_rollout_ref.rollout
+    agent = rollout.agent
+    return bool(
+        rollout.multi_turn.enable
+        or agent.agent_loop_config_path
+        or agent.environment
+        or agent.runner
+        or agent.default_agent_loop != "single_turn_agent"
+    )
+
+
 def _starts_engine(root: Any) -> bool:
     """Whether generation is by an engine that may span devices beside those of the run's processes."""
     rollout = root.actor_rollout_ref.rollout
@@ -292,6 +305,11 @@ PPO_CONDITIONS: dict[str, Condition] = {
         ),
         "the run is on one device, which holds the whole model, or its samples come from a service",
         "set trainer.n_gpus_per_node above 1",
+    ),
+    "runs_agents": Condition(
+        lambda root, node: runs_agents(root),
+        "samples are single turns (actor_rollout_ref.rollout.multi_turn.enable=False)",
+        "set actor_rollout_ref.rollout.multi_turn.enable=True",
     ),
     "own_sglang": Condition(
         lambda root, node: root.actor_rollout_ref.rollout.name == "sglang" and _starts_engine(root),

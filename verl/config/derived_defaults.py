@@ -101,12 +101,26 @@ def derive_ppo(values: Mapping[str, Any], given: set[str]) -> Derived:
     temperature = values[f"{val}.temperature"]
     if f"{val}.do_sample" not in given and isinstance(temperature, int | float) and temperature > 0:
         found[f"{val}.do_sample"] = (True, f"follows {val}.temperature")
+    found |= _agent_loop(values, given)
     found |= _ahead(values, given)
     for model in (_MODEL, "critic.model"):
         found |= _adapter(values, given, model)
     if values["algorithm.adv_estimator"] in ("optimal_token_baseline", "tir_optimal_token_baseline"):
         found[f"{_ACTOR}.calculate_sum_pi_squared"] = (True, "follows algorithm.adv_estimator")
     return found
+
+
+def _agent_loop(values: Mapping[str, Any], given: set[str]) -> Derived:
+    """The loop that what is set asks for."""
+    key = f"{_ROLLOUT}.agent.default_agent_loop"
+    for source, loop in (
+        (f"{_ROLLOUT}.agent.environment", "environment_agent"),
+        (f"{_ROLLOUT}.agent.runner", "endpoint_agent"),
+        (f"{_ROLLOUT}.multi_turn.enable", "tool_agent"),
+    ):
+        if key not in given and values[source] not in (None, False):
+            return {key: (loop, f"follows {source}")}
+    return {}
 
 
 def _adapter(values: Mapping[str, Any], given: set[str], model: str) -> Derived:

@@ -63,6 +63,10 @@ LOGGERS = (
 
 REWARD_MANAGERS = ("naive", "batch", "prime", "dapo", "gdpo", "remote", "rate_limited")
 
+TOOL_PARSERS = (
+    "hermes", "qwen3_coder", "gpt-oss", "glm", "seed", "minimax", "kimi", "deepseek", "deepseek_v4", "gemma4",
+)  # fmt: skip
+AGENT_LOOPS = ("single_turn_agent", "tool_agent", "environment_agent", "endpoint_agent")
 ROLLOUT_ENGINES = ("native", "hf", "vllm", "http", "sglang")
 ROLLOUT_IS = ("token", "sequence")
 ROLLOUT_RS = (

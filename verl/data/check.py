@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -58,11 +59,13 @@ class DataReport:
         return not any(report.num_problems for report in (self.train, self.validation) if report)
 
 
-def check_rows(files: Files, tokenizer: Any, config: DataConfig, max_samples: int = -1) -> RowsReport:
+def check_rows(
+    files: Files, tokenizer: Any, config: DataConfig, max_samples: int = -1, agents: Collection[str] = ()
+) -> RowsReport:
     """Check every row: schema, chat template, length against `data.max_prompt_length`. Bad rows are counted and the
     first ones described. Raises DataError when a file itself cannot be read, ConfigError for data.custom_cls."""
     dataset = _unfiltered(files, tokenizer, config, max_samples)
-    rows = PromptRows(dataset, config)
+    rows = PromptRows(dataset, config, agents)
     encoder = PromptEncoder(tokenizer, config)
     controls = control_tokens(tokenizer) if getattr(tokenizer, "chat_template", None) else None
     report = RowsReport(num_rows=len(rows))
@@ -87,10 +90,13 @@ def check_rows(files: Files, tokenizer: Any, config: DataConfig, max_samples: in
     return report
 
 
-def check_data(config: DataConfig, tokenizer: Any) -> DataReport:
+def check_data(config: DataConfig, tokenizer: Any, agents: Collection[str] = ()) -> DataReport:
     """`check_rows` of the training and of the validation files, and how many validation prompts occur in both."""
-    train = check_rows(config.train_files, tokenizer, config, config.train_max_samples) if config.train_files else None
-    validation = check_rows(config.val_files, tokenizer, config, config.val_max_samples) if config.val_files else None
+    train = validation = None
+    if config.train_files:
+        train = check_rows(config.train_files, tokenizer, config, config.train_max_samples, agents)
+    if config.val_files:
+        validation = check_rows(config.val_files, tokenizer, config, config.val_max_samples, agents)
     shared = len(train.prompts & validation.prompts) if train and validation else 0
     return DataReport(train, validation, shared)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -167,9 +167,10 @@ class UnavailableRows:
 class PromptRows:
     """The rows that loaders read, of any data set class; each is checked as it is read."""
 
-    def __init__(self, dataset: Any, config: DataConfig):
+    def __init__(self, dataset: Any, config: DataConfig, agents: Collection[str] = ()):
         self.dataset = dataset
         self.config = config
+        self.agents = agents
 
     @cached_property
     def data_sources(self) -> list[str]:
@@ -203,7 +204,7 @@ class PromptRows:
                 "the chat messages of the prompt."
             )
         with at(self.place(item)):
-            check_row(row, self.config)
+            check_row(row, self.config, self.agents)
         return row
 
     def as_written(self, item: int) -> dict[str, Any]:
@@ -230,14 +231,21 @@ def dataset_class(config: DataConfig | SFTDataConfig) -> Any:
 
 
 def load_dataset(
-    files: Files, tokenizer: Any, config: DataConfig, *, processor: Any = None, max_samples: int = -1
+    files: Files,
+    tokenizer: Any,
+    config: DataConfig,
+    *,
+    processor: Any = None,
+    max_samples: int = -1,
+    agents: Collection[str] = (),
 ) -> PromptRows:
     """Read and check all rows of `files`; with `data.truncation=error` every prompt is measured too, so that a long one
-    does not stop the run in the middle. Raises DataError naming the first bad row, ConfigError for data.custom_cls."""
+    does not stop the run in the middle. `agents`: agent loops that rows may name. Raises DataError naming the first bad
+    row, ConfigError for data.custom_cls."""
     made = dataset_class(config)(
         data_files=files, tokenizer=tokenizer, config=config, processor=processor, max_samples=max_samples
     )
-    rows = PromptRows(made, config)
+    rows = PromptRows(made, config, agents)
     if not rows.data_sources:
         raise DataError(f"{type(made).__name__} has no rows.")
     if config.truncation == "error" and not config.filter_overlong_prompts:

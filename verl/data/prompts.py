@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from verl.data.schema import Messages
 from verl.errors import ConfigError, DataError
 from verl.foreign_text import clean
+from verl.tools.tool_registry import load_all_tools
 
 if TYPE_CHECKING:
     from verl.config import DataConfig
@@ -27,6 +28,9 @@ class PromptEncoder:
         self.max_length = config.max_prompt_length
         self.truncation = config.truncation
         self.template_kwargs = dict(config.apply_chat_template_kwargs or {})
+        if config.tool_config_path or config.function_tool_path:  # read by runs with agents alone
+            tools = load_all_tools(config.tool_config_path, config.function_tool_path)
+            self.template_kwargs["tools"] = [tool.tool_schema.for_template() for tool in tools]
 
     def encode(self, prompt: Messages | str, place: str) -> list[int]:
         """Token ids of a prompt, at most max_prompt_length of them, ending where the answer begins.

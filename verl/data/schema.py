@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -95,9 +95,10 @@ def _no_media(media: str, where: str) -> str:
     )
 
 
-def check_row(row: Mapping[str, Any], config: DataConfig) -> None:
-    """Check all fields but the prompt: scorer, reference answer, extra_info, no media, no agent. Raises DataError."""
-    _check_features(row, config)
+def check_row(row: Mapping[str, Any], config: DataConfig, agents: Collection[str] = ()) -> None:
+    """Check all fields but the prompt: scorer, reference answer, extra_info, no media, no agent but those of `agents`. Raises
+    DataError."""
+    _check_features(row, config, agents)
     source = row.get(config.reward_fn_key)
     if not isinstance(source, str) or not source:
         raise DataError(
@@ -119,16 +120,24 @@ def check_row(row: Mapping[str, Any], config: DataConfig) -> None:
     check_plain(extra, "extra_info")
 
 
-def _check_features(row: Mapping[str, Any], config: DataConfig) -> None:
+def _check_features(row: Mapping[str, Any], config: DataConfig, agents: Collection[str]) -> None:
     """Raise UnavailableRowError for a feature that a row needs and that is not available; empty columns are fine."""
     for key, media in ((config.image_key, "images"), (config.video_key, "videos"), (config.audio_key, "audio")):
         if not _is_nothing(row.get(key)):
             raise UnavailableRowError(_no_media(media, f"field {key!r}"))
     agent = row.get("agent_name")
+    if agents:
+        if agent is not None and agent not in agents:
+            raise DataError(
+                f"the agent loop {quoted(agent)} (field 'agent_name') is not known{nearest(str(agent), agents) or '.'} "
+                "Declare it in actor_rollout_ref.rollout.agent.agent_loop_config_path."
+            )
+        return
     if agent is not None and agent != "single_turn_agent":
         raise UnavailableRowError(
-            f"the agent loop {quoted(agent)} (field 'agent_name') is not available in this version; the row would train "
-            "single-turn, without tools. Leave the field out, or give it the value single_turn_agent, if that is meant."
+            f"the row names the agent loop {quoted(agent)} (field 'agent_name'), but the run has no agents; it would train "
+            "single-turn, without tools. Set actor_rollout_ref.rollout.multi_turn.enable=True, or leave the field out if "
+            "that is meant."
         )
     extra = row.get("extra_info")
     places = {"extra_info.": extra if isinstance(extra, Mapping) else {}, "": row}
@@ -136,8 +145,9 @@ def _check_features(row: Mapping[str, Any], config: DataConfig) -> None:
         for name in ("tools_kwargs", "interaction_kwargs"):
             if not _is_nothing(fields.get(name)):
                 raise UnavailableRowError(
-                    f"tools and interactions (field {prefix + name!r}) are not available in this version; the row would train "
-                    "single-turn, without them. Leave the field out if that is meant."
+                    f"the row has {prefix + name!r} for tools or interactions, but the run has no agents; it would train "
+                    "single-turn, without them. Set actor_rollout_ref.rollout.multi_turn.enable=True, or leave the field out "
+                    "if that is meant."
                 )
 
 

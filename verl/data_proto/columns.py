@@ -53,6 +53,11 @@ COLUMNS: dict[str, Column] = {
         _BR, "int64", "rollout", "version of the weights that made each token, where samples are made ahead of training"
     ),
     "finish_reason": Column(_B, "object", "rollout", "stop, length or abort"),
+    "__num_turns__": Column(_B, "object", "rollout", "turns of an episode, those of tools and users included"),
+    "tool_call_counts": Column(_B, "object", "rollout", "tool calls of an episode"),
+    "episode_reward": Column(_B, "object", "rollout", "reward that an episode brings itself, or None"),
+    "episode_error": Column(_B, "object", "rollout", "why an episode could not be made, or None"),
+    "episode_extra": Column(_B, "object", "rollout", "what an episode adds to extra_info for the scorer, dict"),
     # from the reward
     "token_level_scores": Column(_BR, "float32", "reward", "the score on the last response token, 0 elsewhere"),
     "reward_parts": Column(_B, "object", "reward", "what the reward function returned beside the score, dict"),

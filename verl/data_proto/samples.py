@@ -45,6 +45,7 @@ class PromptRequest:
     first_sample: int = 0  # index of the first of its samples
     num_drawn: int = 0  # tokens at the end of token_ids that belong to the response: the position of the next token
     num_samples: int | None = None  # None: SamplingParams.n
+    max_new_tokens: int | None = None  # of this request, at most that of SamplingParams; None: the same
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class TurnRequest:
     ordinal: int
     sample: int
     token_ids: tuple[int, ...]
+    max_new_tokens: int | None = None  # of this turn, as in PromptRequest
 
 
 @dataclass

@@ -93,8 +93,9 @@ class Trajectory:
 
     @property
     def oldest_version(self) -> int:
-        """The least version of weights that sampled one of its tokens."""
-        return min(segment.weight_version for segment in self.segments if segment.source == "policy")
+        """The least version of weights that sampled one of its tokens; where none was sampled, that of its segments."""
+        sampled = [segment for segment in self.segments if segment.source == "policy"]
+        return min(segment.weight_version for segment in sampled or self.segments)
 
     def to_row(self) -> Row:
         """Its tokens, mask, log-probs and versions."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from verl.agents.agents import known_loops
 from verl.config import PPOConfig
 from verl.data.dataset import load_dataset
 from verl.data.loader import PromptLoader, ValidationLoader
@@ -41,10 +42,11 @@ def load_data(config: PPOConfig, *, train: bool = True) -> PPOData:
     data = config.data
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
     encoder = PromptEncoder(tokenizer, data)
+    agents = known_loops(config)
     found = PPOData(tokenizer, None, None, [])
     sources: set[str] = set()
     if train:
-        rows = load_dataset(data.train_files, tokenizer, data, max_samples=data.train_max_samples)
+        rows = load_dataset(data.train_files, tokenizer, data, max_samples=data.train_max_samples, agents=agents)
         if len(rows) < data.train_batch_size:
             raise ConfigError(
                 f"data.train_batch_size={data.train_batch_size} is more than the {len(rows)} usable rows of "
@@ -65,7 +67,7 @@ def load_data(config: PPOConfig, *, train: bool = True) -> PPOData:
         if config.distillation.enabled:
             check_teachers(config, tokenizer, rows)
     if data.val_files:
-        rows = load_dataset(data.val_files, tokenizer, data, max_samples=data.val_max_samples)
+        rows = load_dataset(data.val_files, tokenizer, data, max_samples=data.val_max_samples, agents=agents)
         found.validation = ValidationLoader(rows, encoder, data.val_batch_size or len(rows))
         sources |= set(rows.data_sources)
     found.data_sources = sorted(sources)

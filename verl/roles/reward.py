@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from verl.data_proto.proto import DataProto
-from verl.data_proto.samples import ScoreRequest
+from verl.data_proto.samples import Score, ScoreRequest
 from verl.parallel.register import Dispatch, register
 from verl.rewards.managers import RewardManager
 
@@ -31,8 +31,15 @@ class RewardWorker:
     needs the policy's `tokenizer`.
     """
 
-    def __init__(self, manager: RewardManager, model: RewardModel | None = None, tokenizer: Any = None):
+    def __init__(
+        self,
+        manager: RewardManager,
+        model: RewardModel | None = None,
+        tokenizer: Any = None,
+        default_score: float = 0.0,
+    ):
         self.manager = manager
+        self.default_score = default_score
         self.model = model
         self.tokenizer = tokenizer
         self._submitted: set[str] = set()
@@ -58,13 +65,13 @@ class RewardWorker:
         Columns token_level_scores [batch, response] with the score on the last response token, reward_parts, reward_error,
         and the reward model's, if there is one.
         """
-        keys = list(batch.non_tensor_batch["sample_key"])
+        keys, given = list(batch.non_tensor_batch["sample_key"]), self._given(batch)
         self._submit_unseen(batch, keys)
         self._submitted.difference_update(keys)
         from_model = None if self.model is None else self.model.score(batch)
         if from_model is not None:
             self._submit_waiting(keys, from_model)
-        found = self.manager.collect(keys)
+        found = {**given, **self.manager.collect([key for key in keys if key not in given])}
         scores = [found[k] for k in keys]
         mask = batch.batch["response_mask"]
         lengths = batch.batch["attention_mask"][:, -mask.shape[1] :].sum(dim=1)
@@ -81,12 +88,29 @@ class RewardWorker:
         )
         return scored if from_model is None else scored.union(from_model)
 
+    def _given(self, batch: DataProto) -> dict[str, Score]:
+        """Scores of episodes that bring them, and the default score of those that failed."""
+        objects = batch.non_tensor_batch
+        if "episode_reward" not in objects:
+            return {}
+        found = {}
+        for key, reward, error in zip(
+            objects["sample_key"], objects["episode_reward"], objects["episode_error"], strict=True
+        ):
+            if error is not None:
+                score = self.default_score
+                found[key] = Score(key, score, error=f"Episode {key} {error}; it gets the default score {score:g}.")
+            elif reward is not None:
+                found[key] = Score(key, float(reward), {"acc": float(reward)})
+        return found
+
     def _submit_unseen(self, batch: DataProto, keys: list[str]) -> None:
         """Samples of a rollout in another process; those of one in this process came while they were generated."""
         width = batch.batch["response_mask"].shape[1]
         exists = batch.batch["attention_mask"][:, -width:].bool()
+        given = self._given(batch)
         for row, key in enumerate(keys):
-            if key not in self._submitted:
+            if key not in self._submitted and key not in given:
                 token_ids = batch.batch["responses"][row][exists[row]].tolist()
                 self.submit(score_request(batch, row, key, token_ids, self.tokenizer))
 
@@ -97,6 +121,8 @@ class RewardWorker:
         }
         for name, values in columns.items():
             for key, value in zip(keys, values.tolist(), strict=True):
+                if key not in self._waiting:  # an episode that brought its reward
+                    continue
                 self.manager.submit(replace(self._waiting.pop(key), from_model={name: value}))
 
     @register(dispatch_mode=Dispatch.ALL_REDUCE)
@@ -110,11 +136,21 @@ class RewardWorker:
             self.model.close()
 
 
-def score_request(rows: DataProto, row: int, key: str, token_ids: Sequence[int], tokenizer: Any) -> ScoreRequest:
+def score_request(
+    rows: DataProto,
+    row: int,
+    key: str,
+    token_ids: Sequence[int],
+    tokenizer: Any,
+    episode: Mapping[str, Any] | None = None,
+) -> ScoreRequest:
     """The request for a response of `token_ids` to the prompt of `row`; data_source, reward_model and extra_info are object
-    columns of `rows`."""
+    columns of `rows`. `episode` is what an agent adds to extra_info, else the column episode_extra."""
     objects = rows.non_tensor_batch
     extra = dict(objects["extra_info"][row] or {}) if "extra_info" in objects else {}
+    if episode is None and "episode_extra" in objects:
+        episode = objects["episode_extra"][row]
+    extra |= episode or {}
     ground_truth = (objects["reward_model"][row] or {}).get("ground_truth") if "reward_model" in objects else None
     return ScoreRequest(
         key=key,

@@ -9,7 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from verl.agents.agents import Agents
+from verl.agents.episode import EpisodeResult
 from verl.config import RolloutConfig
+from verl.data_proto.merge import object_array
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.data_proto.samples import Completion, PromptRequest, SamplingParams, ScoreRequest
@@ -22,7 +25,7 @@ from verl.rollout.rollout_model import Replica, Weights
 ScoreStream = Callable[[ScoreRequest], None]
 
 # ranks generate side by side; their other metrics add up
-_LARGEST_OF_RANKS = ("seconds", "num_decode_steps", "switch_peak_gb", "switch_peak_ratio")
+_LARGEST_OF_RANKS = ("seconds", "num_decode_steps", "busy_s", "idle_s", "switch_peak_gb", "switch_peak_ratio")
 
 
 def _nothing() -> dict[str, float]:
@@ -35,6 +38,7 @@ class RolloutWorker:
     `replica` is None when the engine generates with the training module itself, else the copy that takes the weights of each
     update. Ranks that share one do the same work, and one of them answers and has a `score_stream`. `rank` is this worker's
     among all that generate. `on_generation_end` is called after `end_generation`, before anything trains, and returns metrics.
+    With `agents` each sample is an episode.
     """
 
     def __init__(
@@ -49,6 +53,7 @@ class RolloutWorker:
         replica: Replica | None = None,
         rank: int = 0,
         on_generation_end: Callable[[], dict[str, float]] = _nothing,
+        agents: Agents | None = None,
     ):
         self.engine = engine
         self.tokenizer = tokenizer
@@ -59,6 +64,7 @@ class RolloutWorker:
         self.replica = replica
         self.rank = rank
         self.on_generation_end = on_generation_end
+        self.agents = agents
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
     def exact_log_probs(self) -> bool:
@@ -82,6 +88,8 @@ class RolloutWorker:
         """
         params = params or self.params
         limit = limit or params.max_new_tokens
+        if self.agents is not None:
+            return self._episodes(self.agents, prompts, params, step, split)
         ordinals = prompts.batch["ordinal"].tolist()
         requests = [
             PromptRequest(ordinal, tuple(ids))
@@ -138,17 +146,33 @@ class RolloutWorker:
 
     def close(self) -> None:
         """End an engine that has processes of its own."""
+        if self.agents is not None:
+            self.agents.close()
         if hasattr(self.engine, "close"):
             self.engine.close()
 
     @register(dispatch_mode=Dispatch.ALL_REDUCE, blocking=False)
     def end_generation(self) -> dict[str, Metric]:
         """Free the KV cache if configured; returns the engine's metrics of the last `generate`."""
-        stats = self.engine.stats()
+        stats = self.engine.stats() if self.agents is None else self.agents.metrics()
         if self.free_cache:
             self.engine.release()
         stats = {**stats, **self.on_generation_end()}
         return {k: (Metric.max if k in _LARGEST_OF_RANKS else Metric.sum)(float(v)) for k, v in stats.items()}
+
+    def _episodes(self, agents: Agents, prompts: DataProto, params: SamplingParams, step: int, split: str) -> DataProto:
+        """The same columns as of single turns, and those of episodes."""
+        position = {ordinal: i for i, ordinal in enumerate(prompts.batch["ordinal"].tolist())}
+
+        def on_finish(done: EpisodeResult) -> None:
+            if self.score_stream is not None and done.reward is None and done.error is None:
+                key, row = sample_key(split, done.task.ordinal, done.task.sample), position[done.task.ordinal]
+                ids = done.trajectory.response_ids
+                self.score_stream(score_request(prompts, row, key, ids, self.tokenizer, done.extra))
+
+        found = agents.generate(prompts, params, step=step, split=split, dtype=self._np_dtype(), on_finish=on_finish)
+        columns = self._columns([done.trajectory for done in found], split, params.max_new_tokens)
+        return columns.union(DataProto.from_dict({}, episode_columns(found)))
 
     def _dtype(self) -> torch.dtype | None:
         """The dtype of the weights that generate; None where they are out of reach."""
@@ -181,6 +205,17 @@ def sample_names(found: Sequence[Trajectory], split: str) -> dict[str, np.ndarra
     return {
         "finish_reason": np.array([t.status for t in found], dtype=object),
         "sample_key": np.array([sample_key(split, t.ordinal, t.sample) for t in found], dtype=object),
+    }
+
+
+def episode_columns(found: Sequence[EpisodeResult]) -> dict[str, np.ndarray]:
+    """The object columns of episodes."""
+    return {
+        "__num_turns__": object_array([done.num_turns for done in found]),
+        "tool_call_counts": object_array([int(done.metrics.get("num_tool_calls", 0)) for done in found]),
+        "episode_reward": object_array([done.reward for done in found]),
+        "episode_error": object_array([done.error for done in found]),
+        "episode_extra": object_array([done.extra for done in found]),
     }
 
 

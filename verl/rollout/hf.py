@@ -119,7 +119,7 @@ class HFGeneration:
         if not self.engine.caches:
             _generate_without_cache(view, batch, ids.to(device))
             return
-        config = GenerationConfig(max_new_tokens=self.params.max_new_tokens, do_sample=False, pad_token_id=pad)
+        config = GenerationConfig(max_new_tokens=batch.max_new_tokens, do_sample=False, pad_token_id=pad)
         view.generate(
             ids.to(device),
             attention_mask=mask.to(device),
@@ -164,7 +164,7 @@ def _cache_is_exact(view: Any) -> bool:
 
 def _generate_without_cache(view: Any, batch: _Batch, ids: torch.Tensor) -> None:
     """Sample `batch`, whose prompts are `ids` [rows, tokens], by a forward over all tokens for each new one."""
-    for _ in range(batch.params.max_new_tokens):
+    for _ in range(batch.max_new_tokens):
         tokens = batch.sample(own_logits(view, ids)[:, -1])
         if batch.end_rows().all():
             return
@@ -183,8 +183,10 @@ class _Batch:
             torch.tensor([r.first_sample for r in requests]),
         )
         self.first_positions = torch.tensor([r.num_drawn for r in requests])
-        self.tokens = np.zeros((len(requests), self.params.max_new_tokens), dtype=np.int64)
-        self.log_probs = np.zeros((len(requests), self.params.max_new_tokens))
+        self.limits = np.array([generation.samples.limit_of(r) for r in requests])
+        self.max_new_tokens = int(self.limits.max())
+        self.tokens = np.zeros((len(requests), self.max_new_tokens), dtype=np.int64)
+        self.log_probs = np.zeros((len(requests), self.max_new_tokens))
         self.ended = np.zeros(len(requests), dtype=bool)
         self.finished: list[Completion] = []
         self.num_drawn = 0
@@ -202,7 +204,7 @@ class _Batch:
     def end_rows(self) -> np.ndarray:
         """Finish the rows that end with the last token; bool [rows], true on every row that has ended."""
         stop, length = self.generation.stop, self.num_drawn
-        stopped, finished = stop.finished(self.tokens[:, length - 1], np.full(len(self.tokens), length))
+        stopped, finished = stop.finished(self.tokens[:, length - 1], np.full(len(self.tokens), length), self.limits)
         if stop.has_strings:
             stopped |= np.array([stop.ends_string(row[:length]) for row in self.tokens])
         for row in np.flatnonzero(~self.ended & (stopped | finished)).tolist():

@@ -112,7 +112,17 @@ class OpenSamples:
                 "generation, or was dropped. Use open(keep=True), and add the turn after the sample has finished."
             )
         whole = (*kept.token_ids, *turn.token_ids)
-        return replace(kept, token_ids=whole, num_drawn=kept.num_drawn + len(turn.token_ids))
+        return replace(
+            kept,
+            token_ids=whole,
+            num_drawn=kept.num_drawn + len(turn.token_ids),
+            max_new_tokens=turn.max_new_tokens,
+        )
+
+    def limit_of(self, request: PromptRequest) -> int:
+        """The most tokens that the request may sample."""
+        most = self.params.max_new_tokens
+        return most if request.max_new_tokens is None else max(1, min(request.max_new_tokens, most))
 
     def _check(self, request: PromptRequest) -> None:
         length, ordinal = len(request.token_ids), request.ordinal
@@ -124,10 +134,11 @@ class OpenSamples:
                 f"Prompt {ordinal} has token id {bad}, but the model knows {self._vocab_size} tokens. "
                 "Tokenizer and model do not belong together."
             )
+        num_new = self.limit_of(request)
         for limit, name in self._limits:
-            if length + self.params.max_new_tokens > limit:
+            if length + num_new > limit:
                 raise ModelError(
-                    f"Prompt {ordinal} of {length} tokens plus {self.params.max_new_tokens} new tokens exceeds {name} "
+                    f"Prompt {ordinal} of {length} tokens plus {num_new} new tokens exceeds {name} "
                     f"({limit}). Shorten prompts (data.max_prompt_length) or responses (data.max_response_length)."
                 )
 
@@ -166,11 +177,14 @@ class StopRules:
         self._stops = np.zeros(vocab_size, dtype=bool)
         self._stops[self.token_ids] = True
 
-    def finished(self, tokens: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def finished(
+        self, tokens: np.ndarray, lengths: np.ndarray, limits: np.ndarray | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
         """(stopped, finished), both bool [rows]: after `tokens` [rows] (the newest of each row) made its response
-        `lengths` [rows] tokens long. Stop strings are `ends_string`'s, row by row."""
+        `lengths` [rows] tokens long; `limits` [rows] are those of their requests. Stop strings are `ends_string`'s, row by
+        row."""
         stopped = self._stops[tokens]
-        return stopped, stopped | (lengths >= self._max_new_tokens)
+        return stopped, stopped | (lengths >= (self._max_new_tokens if limits is None else limits))
 
     @property
     def has_strings(self) -> bool:

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from verl.agents.agents import Agents
 from verl.config import AlgorithmConfig, ModelConfig
+from verl.config.active_keys import runs_agents
 from verl.config.names import SCORE_METRICS
 from verl.engines.api import ENGINES as TRAIN_ENGINES
 from verl.engines.api import TrainEngine
@@ -117,7 +119,7 @@ def build_reward(context: RankContext) -> RewardWorker:
                 start_timeout_s=config.trainer.ray_wait_register_center_timeout,
                 call_timeout_s=config.actor_rollout_ref.nccl_timeout,
             )
-        return RewardWorker(manager, model, tokenizer)
+        return RewardWorker(manager, model, tokenizer, config.reward.default_score)
     except BaseException:
         manager.close()
         raise
@@ -175,6 +177,18 @@ def build_rollout(
         pad_token_id=tokenizer.pad_token_id,
         **settings,
     )
+    stop_ids = eos_token_ids(module, tokenizer)
+    agents = None
+    if runs_agents(context.config) and build_engine is not PassiveRollout:
+        folder = Path(context.config.trainer.default_local_dir).expanduser().absolute()
+        agents = Agents(
+            context.config,
+            tokenizer,
+            engine,
+            stop_token_ids=(*stop_ids, *rollout.stop_token_ids),
+            folder=folder,
+            rank=context.rank,
+        )
     streams = devices["reward"] == devices["rollout"] and context.rank in _scoring_ranks(context)
     return RolloutWorker(
         engine,
@@ -186,6 +200,7 @@ def build_rollout(
         replica=replica,
         rank=devices["rollout"].index(context.rank),
         on_generation_end=weights.end_generation,
+        agents=agents,
     )
 
 

@@ -18,13 +18,14 @@ _NUM_CHARACTERS = 300  # of the first prompt
 
 def check_rows_of_data(subject: Subject) -> Iterator[Line]:
     """Counts, lengths, invalid rows, repeated prompts."""
+    from verl.agents.agents import known_loops
     from verl.data.check import check_data
 
     if subject.tokenizer is None:
         yield skip("not checked without a tokenizer")
         return
     config = subject.config.data
-    subject.data = check_data(config, subject.tokenizer)
+    subject.data = check_data(config, subject.tokenizer, known_loops(subject.config))
     for name, key, rows in (
         ("training", "data.train_files", subject.data.train),
         ("validation", "data.val_files", subject.data.validation),

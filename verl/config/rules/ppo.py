@@ -7,6 +7,7 @@ from typing import Any
 
 from verl.config import names
 from verl.config.active_keys import learns_from_pairs, selects_samples, uses_critic, uses_rewards
+from verl.config.rules.agents import check_agents
 from verl.config.rules.distillation import check_distillation
 from verl.config.schema import Problem, error, value_at, warning
 
@@ -362,6 +363,7 @@ def check_rewards(c: Any, given: set[str]) -> Iterator[Problem]:
 
 
 RULES = (
+    check_agents,
     check_distillation,
     check_micro_batches,
     check_batches,

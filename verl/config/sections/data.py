@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.config.keys import Section, section, used
-from verl.config.sections.rollout import MULTI_TURN, TOOLS
+from verl.config.sections.rollout import AGENTS, TOOLS
 
 ROW_FORMATS = (None, "messages", "conversations", "prompt_completion", "text", "alpaca", "prompt_response")
 
@@ -50,8 +50,8 @@ class DataConfig(Section):
     video_key: str = used("videos", "field that holds videos; rows that have any are refused")
     audio_key: str = used("audios", "field that holds audio; rows that have any are refused")
     custom_cls: CustomClassConfig = section(CustomClassConfig, "the user's dataset class")
-    tool_config_path: str | None = used(None, "file that declares tools", when=MULTI_TURN, strict=TOOLS)
-    function_tool_path: str | None = used(None, "file of functions that are tools", when=MULTI_TURN, strict=TOOLS)
+    tool_config_path: str | None = used(None, "file that declares tools", when=AGENTS, strict=TOOLS)
+    function_tool_path: str | None = used(None, "file of functions that are tools", when=AGENTS, strict=TOOLS)
 
 
 @dataclass(frozen=True)

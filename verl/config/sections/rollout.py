@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.config.keys import OURS, Family, Section, section, used
-from verl.config.names import ROLLOUT_ENGINES
+from verl.config.names import ROLLOUT_ENGINES, TOOL_PARSERS
 
 TOOLS = "existing releases put the tools into every prompt"
 _SAMPLED = "existing releases sample whatever do_sample says"
-MULTI_TURN = "actor_rollout_ref.rollout.multi_turn.enable"
+AGENTS = "runs_agents"
 VLLM = "actor_rollout_ref.rollout.name=vllm"
 SERVICE = "actor_rollout_ref.rollout.name=http|sglang"
 
@@ -45,25 +45,88 @@ class ValKwargsConfig(Section):
 
 @dataclass(frozen=True)
 class MultiTurnConfig(Section):
-    enable: bool = used(False, "several turns with tools")
-    max_assistant_turns: int | None = used(None, "most turns of the model", when=MULTI_TURN)
-    max_user_turns: int | None = used(None, "most turns of the other side", when=MULTI_TURN)
-    max_parallel_calls: int = used(1, "tool calls at once", when=MULTI_TURN)
-    max_tool_response_length: int = used(256, "longest tool response", when=MULTI_TURN)
-    tool_response_truncate_side: str = used("middle", "where a longer one is cut", when=MULTI_TURN)
-    tool_config_path: str | None = used(None, "file that declares tools", when=MULTI_TURN, strict=TOOLS)
-    function_tool_path: str | None = used(None, "file of functions that are tools", when=MULTI_TURN, strict=TOOLS)
-    interaction_config_path: str | None = used(None, "file that declares interactions", when=MULTI_TURN)
-    use_inference_chat_template: bool = used(False, "template of inference instead of training", when=MULTI_TURN)
-    tokenization_sanity_check_mode: str = used("strict", "check of turn-wise tokenisation", when=MULTI_TURN)
-    format: str = used("hermes", "format of tool calls", when=MULTI_TURN)
-    num_repeat_rollouts: int | None = used(None, "repeats of one trajectory", when=MULTI_TURN)
+    enable: bool = used(False, "several turns with tools: rows that name no agent loop run tool_agent")
+    max_assistant_turns: int | None = used(None, "most turns of the model in an episode", when=AGENTS, ge=1)
+    max_user_turns: int | None = used(None, "most turns of tools and users in an episode", when=AGENTS, ge=0)
+    max_parallel_calls: int = used(1, "tool calls of one turn that run; further ones are left out", when=AGENTS, ge=1)
+    max_tool_response_length: int = used(256, "longest tool response, in characters", when=AGENTS, ge=1)
+    tool_response_truncate_side: str = used(
+        "middle", "where a longer one is cut", when=AGENTS, choices=("left", "middle", "right")
+    )
+    tool_config_path: str | None = used(None, "YAML file that declares tools", when=AGENTS, strict=TOOLS)
+    function_tool_path: str | None = used(None, "Python file of functions that are tools", when=AGENTS, strict=TOOLS)
+    interaction_config_path: str | None = used(None, "YAML file that declares interactions", when=AGENTS)
+    tokenization_sanity_check_mode: str = used(
+        "strict",
+        "whether a chat template that rewrites earlier turns is looked for at start; what trains was sampled in any case",
+        when=AGENTS,
+        choices=("strict", "ignore_strippable", "disable"),
+    )
+    format: str = used(
+        "hermes", "format of tool calls", when=AGENTS, family=Family("tool parser", TOOL_PARSERS, plugins=True)
+    )
+    num_repeat_rollouts: int | None = used(None, "repeats of one trajectory", when=AGENTS)
+    tool_timeout_s: float = used(
+        60.0,
+        "seconds that one tool call may take; a longer one is answered with an error",
+        when=AGENTS,
+        strict=OURS,
+        gt=0,
+    )
+    tool_sandbox: bool = used(
+        True,
+        "run tools that are functions in sandboxed processes with the limits of reward functions; False: in the process of "
+        "the run. Tools that are classes always run there",
+        when=AGENTS,
+        strict=OURS,
+    )
 
 
 @dataclass(frozen=True)
 class AgentConfig(Section):
-    default_agent_loop: str = used("single_turn_agent", "agent loop of rows that name none")
-    agent_loop_config_path: str | None = used(None, "file that declares agent loops")
+    default_agent_loop: str = used(
+        "single_turn_agent", "agent loop of rows that name none; unless set, tool_agent with multi_turn.enable"
+    )
+    agent_loop_config_path: str | None = used(None, "YAML file that declares agent loops")
+    environment: str | None = used(
+        None,
+        "environment class of environment_agent, as path/to/file.py:Class, or a dict of classes there, of which the column "
+        "`environment` of a row chooses one",
+        strict=OURS,
+    )
+    turn_discount: float = used(
+        1.0,
+        "weight of a turn's reward against that of the turn before it, in environments",
+        when=AGENTS,
+        strict=OURS,
+        ge=0,
+        le=1,
+    )
+    runner: str | None = used(
+        None,
+        "agent that talks to the run's endpoint, as path/to/file.py:function, or a command that begins with `command:`",
+        strict=OURS,
+    )
+    gateway_host: str = used("127.0.0.1", "address of the endpoint for agents", when=AGENTS, strict=OURS)
+    gateway_port: int = used(0, "port of that endpoint; 0: a free one", when=AGENTS, strict=OURS, ge=0, le=65535)
+    max_episodes: int | None = used(
+        None, "episodes of one rank in progress at once; null: four times max_num_seqs", when=AGENTS, strict=OURS, ge=1
+    )
+    episode_timeout_s: float = used(
+        1800.0,
+        "seconds that one episode may take; a longer one gets reward.default_score",
+        when=AGENTS,
+        strict=OURS,
+        gt=0,
+    )
+    kv_cache_mb: int | None = used(
+        2048,
+        "MiB for keys and values of episodes that wait for a tool; beyond it the longest idle are computed again. null: any",
+        when=AGENTS,
+        strict=OURS,
+        sizing=True,
+        ge=0,
+    )
 
 
 @dataclass(frozen=True)

@@ -199,7 +199,8 @@ class HTTPGeneration:
         for request, key in zip(requests, keys, strict=True):
             name = f"sample {request.first_sample} of prompt {request.ordinal}"
             size = vocab_size(self.engine.skeleton)
-            wanted = Wanted(request.token_ids, self.params, self.rules.token_ids, key, request.num_drawn, size, name)
+            params = replace(self.params, max_new_tokens=self.samples.limit_of(request))
+            wanted = Wanted(request.token_ids, params, self.rules.token_ids, key, request.num_drawn, size, name)
             self._asked[request.ordinal, request.first_sample] = request
             self._num_requests += 1
             future = self._pool.submit(sample_by_rules, self.engine.sample, wanted, self.rules)

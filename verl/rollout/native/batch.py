@@ -129,10 +129,12 @@ class BatchRows:
         self.own_start = np.zeros(0, dtype=np.int64)  # prompt tokens in the own store
         self.length = np.zeros(0, dtype=np.int64)  # tokens sampled by this request
         self.num_drawn = np.zeros(0, dtype=np.int64)  # response tokens before this request
+        self.limit = np.zeros(0, dtype=np.int64)  # most tokens of this request
+        self.max_new_tokens = max_new_tokens
         self.tokens = np.zeros((0, max_new_tokens), dtype=np.int64)
         self.log_probs = np.zeros((0, max_new_tokens))
 
-    _COLUMNS = ("sample", "key", "prompt_length", "own_start", "length", "num_drawn", "tokens", "log_probs")
+    _COLUMNS = ("sample", "key", "prompt_length", "own_start", "length", "num_drawn", "limit", "tokens", "log_probs")
 
     @property
     def num_running(self) -> int:
@@ -161,6 +163,8 @@ class BatchRows:
         self.groups[row] = group
         self.sample[row], self.key[row], self.num_drawn[row] = sample, key, group.request.num_drawn
         self.prompt_length[row], self.own_start[row], self.length[row] = group.num_tokens, own_start, 0
+        most = group.request.max_new_tokens
+        self.limit[row] = self.max_new_tokens if most is None else max(1, min(most, self.max_new_tokens))
         return row
 
     def record(self, rows: np.ndarray, tokens: np.ndarray, log_probs: np.ndarray) -> None:

@@ -135,6 +135,7 @@ class NativeGeneration:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             shared=params.n > 1 and not keep,
+            max_saved_bytes=_kept_bytes(config) if keep else None,
         )
         self.is_closed = False
         self._backend: HostBackend | DeviceBackend | None = None
@@ -176,6 +177,8 @@ class NativeGeneration:
             backend = self._backend
             num_computed, more = (0, {}) if backend is None else (backend.num_computed, backend.stats())
             scheduler = self.scheduler
+            if self.samples.keep:
+                more |= {"num_row_steps": scheduler.num_row_steps, "num_evicted": scheduler.num_evicted}
             self._stats = self.samples.stats(num_computed, scheduler.num_decode_steps, scheduler.max_running, **more)
             # they refer to each other, and the backend has a copy of the weights: it would live until a garbage collection
             self._backend = None
@@ -197,3 +200,9 @@ class NativeGeneration:
             invariant = engine.invariance().holds
             self._backend = HostBackend(self.scheduler, engine.module, dense, engine.stores(dense), invariant=invariant)
         self.scheduler.backend = self._backend
+
+
+def _kept_bytes(config: Any) -> int | None:
+    """Memory for the keys and values of samples that wait for their next turn."""
+    most = config.agent.kv_cache_mb
+    return None if most is None else int(most * (1 << 20))

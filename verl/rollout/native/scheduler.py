@@ -65,11 +65,20 @@ class Backend(Protocol):
         """Samples have started or ended, or a prompt has moved."""
 
 
+def num_bytes_of(saved: Any) -> int:
+    """Bytes of what Backend.save returned."""
+    if isinstance(saved, torch.Tensor):
+        return saved.numel() * saved.element_size()
+    return sum(map(num_bytes_of, saved.values() if isinstance(saved, dict) else saved or ()))
+
+
 class Scheduler:
     """Requests in by `add`, finished samples out by `step`. With `shared` prompts the samples of a group read one copy of its
     prompt; else a prompt moves into the slot of each of its samples.
 
     `max_num_seqs` bounds the rows, `max_num_batched_tokens` the tokens of a step; `chunk_tokens`: see Prompts.take_chunks.
+    Keys and values of samples that are kept take at most `max_saved_bytes` (None: no limit): those that are longest idle are
+    dropped, and computed again when their sample continues.
     """
 
     def __init__(
@@ -82,16 +91,19 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         shared: bool,
+        max_saved_bytes: int | None = None,
     ):
         self.samples, self.params, self.stop = samples, samples.params, stop
         self.step_number, self.weight_version, self.shared = step, weight_version, shared
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
+        self.max_saved_bytes = max_saved_bytes
         self.chunk_tokens: int | None = None
         self.backend: Backend
         self.prompts, self.rows = Prompts(), BatchRows(self.params.max_new_tokens)
-        self.longest_prompt = self.num_decode_steps = self.max_running = 0
+        self.longest_prompt = self.num_decode_steps = self.num_row_steps = self.max_running = 0
         self._flight: deque[tuple[np.ndarray, Sampled]] = deque()  # (row of each token, -1 for a sample that ended)
-        self._saved: dict[SampleKey, Any] = {}
+        self._saved: dict[SampleKey, tuple[Any, int]] = {}  # in order of ending; with the number of their tokens
+        self._num_saved_bytes = self.num_evicted = 0
         self._ended: list[Completion] = []
         self._has_new = False
 
@@ -103,7 +115,7 @@ class Scheduler:
     def add(self, request: PromptRequest) -> None:
         """Queue a request of OpenSamples.admit."""
         count = request.num_samples or self.params.n
-        saved, num_computed = self._saved.pop((request.ordinal, request.first_sample), (None, 0))
+        saved, num_computed = self._drop_saved((request.ordinal, request.first_sample))
         group = Group(request, deque(range(count)), count, saved, num_computed=num_computed)
         self.prompts.waiting.append(group)
         self.longest_prompt = max(self.longest_prompt, group.num_tokens)
@@ -113,7 +125,7 @@ class Scheduler:
         """Drop samples, running or saved."""
         wanted = set(keys)
         for key in wanted:
-            self._saved.pop(key, None)
+            self._drop_saved(key)
         for row, group in enumerate(self.rows.groups[: self.rows.end]):
             if group is not None and self._key(group, int(self.rows.sample[row])) in wanted:
                 self._remove(row)
@@ -205,9 +217,22 @@ class Scheduler:
         tokens, log_probs = self.rows.tokens[row, :length].tolist(), self.rows.log_probs[row, :length].tolist()
         done = self.samples.finish(key, tokens, log_probs, StopRules.reason(stopped), self.weight_version)
         if self.samples.keep:
-            self._saved[key] = (self.backend.save(row), group.num_tokens + length - 1)
+            self._save(key, self.backend.save(row), group.num_tokens + length - 1)
         self._remove(row)
         self._ended.append(done)
+
+    def _save(self, key: SampleKey, saved: Any, num_tokens: int) -> None:
+        """Keep keys and values for the next turn, within the budget."""
+        self._saved[key] = (saved, num_tokens)
+        self._num_saved_bytes += num_bytes_of(saved)
+        while self.max_saved_bytes is not None and self._num_saved_bytes > self.max_saved_bytes and self._saved:
+            self._drop_saved(next(iter(self._saved)))
+            self.num_evicted += 1
+
+    def _drop_saved(self, key: SampleKey) -> tuple[Any, int]:
+        saved, num_tokens = self._saved.pop(key, (None, 0))
+        self._num_saved_bytes -= num_bytes_of(saved)
+        return saved, num_tokens
 
     def _remove(self, row: int) -> None:
         group = self.rows.groups[row]
@@ -237,6 +262,7 @@ class Scheduler:
         if sampled is not None:
             self._flight.append((np.arange(self.rows.end), sampled))
             self.num_decode_steps += 1
+            self.num_row_steps += self.rows.end
 
     def _read_all_but(self, num_left: int) -> None:
         """Record the tokens of finished steps; end the samples that they finish."""
@@ -247,7 +273,7 @@ class Scheduler:
                 live = rows >= 0
                 rows, tokens, log_probs = rows[live], tokens[live], log_probs[live]
             self.rows.record(rows, tokens, log_probs)
-            stopped, finished = self.stop.finished(tokens, self.rows.length[rows])
+            stopped, finished = self.stop.finished(tokens, self.rows.length[rows], self.rows.limit[rows])
             if self.stop.has_strings:
                 by_string = [self.stop.ends_string(self.rows.tokens[r, : self.rows.length[r]]) for r in rows]
                 stopped |= np.array(by_string, dtype=bool)

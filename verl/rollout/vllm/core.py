@@ -166,6 +166,8 @@ class _Generation:
             self.running[name] = _Sample(request)
             self._num_requested += len(request.token_ids)
             arguments = request_arguments(self.params, self.stop, draw_arguments(key, request.num_drawn, self.params))
+            if request.max_new_tokens is not None:
+                arguments["max_tokens"] = max(1, min(request.max_new_tokens, self.params.max_new_tokens))
             wanted = self.library.SamplingParams(**arguments, output_kind=kind)
             self.engine.add_request(name, self.library.TokensPrompt(prompt_token_ids=list(request.token_ids)), wanted)
 

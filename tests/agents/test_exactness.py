@@ -1,0 +1,163 @@
+"""Random conversations with every template: what trains is what was sampled, token for token, and the rest is context."""
+
+import hashlib
+import json
+import random
+from functools import cache
+
+import numpy as np
+import pytest
+
+from tests.agents.agents_of_users import TOOLS
+from tests.agents.conftest import TOOLS as TOOL_FILE
+from tests.data.conversations.templates import FAMILIES, tokenizer_of
+from verl.agents.agents import Agents
+from verl.config import load_config
+from verl.data_proto.proto import DataProto
+from verl.data_proto.samples import Completion, PromptRequest, SamplingParams
+
+FAMILY_NAMES = sorted(set(FAMILIES) - {"mistral_last_user"})
+PER_FAMILY = 63  # conversations of each: 504 in all
+ROLLOUT = "actor_rollout_ref.rollout"
+WORDS = ["so", "então", "数", "🙂", "<think>hm</think>", "\n\n", "<tool_call>", "{", "a\tb", "  "]
+
+
+class Scripted:
+    """An engine whose turns are texts of a script: calls, several at once, malformed ones, text in between. It keeps what it
+    sampled."""
+
+    weight_version = 4
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.sampled, self.prompts = tokenizer, {}, {}
+        self._kept, self._queue = {}, []
+
+    def open(self, params, *, step, keep):
+        assert keep
+        return self
+
+    def add(self, request):
+        if isinstance(request, PromptRequest):
+            for i in range(request.num_samples):
+                key = (request.ordinal, request.first_sample + i)
+                self._kept[key], self.sampled[key], self.prompts[key] = (
+                    list(request.token_ids),
+                    [],
+                    len(request.token_ids),
+                )
+                self._queue.append((key, request.max_new_tokens))
+        else:
+            key = (request.ordinal, request.sample)
+            assert request.token_ids
+            self._kept[key] += request.token_ids
+            self._queue.append((key, request.max_new_tokens))
+
+    def poll(self, timeout_s=None):
+        if not self._queue:
+            return []
+        key, limit = self._queue.pop(0)
+        ids = [
+            *self.tokenizer.encode(script(key, len(self.sampled[key])), add_special_tokens=False),
+            self.tokenizer.eos_token_id,
+        ]
+        cut = ids[:limit]
+        log_probs = [-0.5 - (i * 7 + key[0]) % 10 / 16 for i in range(len(cut))]
+        self.sampled[key].append((len(self._kept[key]), cut, log_probs))
+        self._kept[key] += cut
+        return [Completion(*key, cut, log_probs, "stop" if len(ids) <= limit else "length", 4)]
+
+    def abort(self, keys):
+        pass
+
+    def close(self):
+        return {}
+
+
+def script(key, turn):
+    rng = random.Random(hashlib.sha256(repr((key, turn)).encode()).digest())
+    if turn >= rng.randint(1, 7):
+        return " ".join(rng.choices(WORDS[:4], k=3))
+    parts = []
+    for _ in range(rng.randint(1, 3)):
+        parts.append("".join(rng.choices(WORDS, k=rng.randint(0, 3))))
+        kind = rng.random()
+        text = "".join(rng.choices(WORDS, k=2))
+        if kind < 0.6:
+            call = json.dumps({"name": "echo", "arguments": {"text": text}}, ensure_ascii=rng.random() < 0.5)
+            parts.append(f"<tool_call>\n{call}\n</tool_call>")
+        elif kind < 0.75:
+            parts.append('<tool_call>{"name": "echo", "arguments": "{oops"}</tool_call>')
+        elif kind < 0.85:
+            parts.append('<tool_call>{"name": "nothing", "arguments": {}}</tool_call>')
+        elif kind < 0.95:
+            call = json.dumps({"name": "break_things", "arguments": {"how": "control"}})
+            parts.append(f"<tool_call>{call}</tool_call>")
+        else:
+            parts.append('<tool_call>{"name": </tool_call>')
+    return "".join(parts)
+
+
+@cache
+def config(tmp):
+    overrides = [
+        "actor_rollout_ref.model.path=model", "data.train_files=x.jsonl", "data.max_prompt_length=400",
+        "data.max_response_length=1200", f"trainer.default_local_dir={tmp}", f"{ROLLOUT}.multi_turn.enable=True",
+        f"{ROLLOUT}.multi_turn.function_tool_path={TOOL_FILE}", f"{ROLLOUT}.multi_turn.max_parallel_calls=3",
+        f"{ROLLOUT}.multi_turn.tool_sandbox=False", f"{ROLLOUT}.multi_turn.max_tool_response_length=60",
+    ]  # fmt: skip
+    return load_config(overrides).config
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_what_trains_was_sampled(family, tmp_path_factory):
+    tokenizer = tokenizer_of(family)
+    engine = Scripted(tokenizer)
+    agents = Agents(config(tmp_path_factory.getbasetemp()), tokenizer, engine, stop_token_ids=[tokenizer.eos_token_id])
+    prompts = agents.continuity.prompt([{"role": "user", "content": "Go."}], agents.tool_calls.schemas())
+    rows = DataProto.from_single_dict(
+        {
+            "ordinal": np.arange(PER_FAMILY // 3),
+            "prompt_token_ids": objects([prompts] * (PER_FAMILY // 3)),
+            "raw_prompt": objects([[{"role": "user", "content": "Go."}]] * (PER_FAMILY // 3)),
+        }
+    )
+    try:
+        found = agents.generate(
+            rows,
+            SamplingParams(n=3, max_new_tokens=1200),
+            step=1,
+            split="train",
+            dtype=np.float64,
+            on_finish=lambda r: None,
+        )
+    finally:
+        agents.close()
+    assert [r.error for r in found] == [None] * PER_FAMILY
+    num_turns = 0
+    for result in found:
+        row = result.trajectory.to_row()
+        turns = engine.sampled[result.task.ordinal, result.task.sample]
+        whole = [*row.prompt_ids.tolist(), *row.response_ids.tolist()]
+        expected = np.zeros(len(whole), dtype=bool)
+        log_probs = np.zeros(len(whole))
+        for start, ids, values in turns:
+            assert whole[start : start + len(ids)] == ids
+            expected[start : start + len(ids)] = True
+            log_probs[start : start + len(ids)] = values
+        assert (expected[len(prompts) :] == row.response_mask).all()
+        assert (log_probs[len(prompts) :] == row.log_probs).all()
+        context = [t for t, own in zip(whole, expected, strict=True) if not own]
+        stray = tokenizer.decode(context)
+        assert (
+            "I won" not in stray or "\u200b" in stray or not tokenizer.all_special_tokens
+        )  # tools bring no control tokens
+        num_turns += len(turns)
+    assert num_turns > 2 * PER_FAMILY
+    assert len(TOOLS) == 2
+
+
+def objects(values):
+    found = np.empty(len(values), dtype=object)
+    for i, value in enumerate(values):
+        found[i] = value
+    return found

@@ -1,0 +1,238 @@
+"""The endpoint for agents: formats, continuation on the very tokens, branches, rewards, refusals, strangers."""
+
+import json
+import sys
+
+import httpx
+import numpy as np
+import pytest
+
+from tests.agents.agents_of_users import SCHEMAS
+from tests.agents.test_exactness import Scripted, objects
+from tests.data.conversations.templates import tokenizer_of
+from verl.agents.agents import Agents
+from verl.config import load_config
+from verl.data_proto.proto import DataProto
+from verl.data_proto.samples import SamplingParams
+
+pytest.importorskip("starlette", reason="needs the extra agents")
+pytest.importorskip("uvicorn", reason="needs the extra agents")
+
+ROLLOUT = "actor_rollout_ref.rollout"
+ASK = [{"role": "user", "content": "Go."}]
+AGENTS = {}  # name -> function; `run` of this file is the runner
+
+
+def run(task, base_url, api_key):
+    with httpx.Client(base_url=base_url, headers={"Authorization": f"Bearer {api_key}"}, timeout=20) as client:
+        return AGENTS[task["data_source"]](client, task)
+
+
+@pytest.fixture
+def play(tmp_path):
+    """play(function, n=1) -> (results, engine): episodes whose agent is the function of a client and the row."""
+
+    made = []
+
+    def start(function, n=1, *changes):
+        AGENTS["test"] = function
+        config = load_config(
+            [
+                "actor_rollout_ref.model.path=model",
+                "data.train_files=x.jsonl",
+                "data.max_prompt_length=300",
+                "data.max_response_length=900",
+                f"trainer.default_local_dir={tmp_path}",
+                f"{ROLLOUT}.agent.runner={__file__}:run",
+                *changes,
+            ]  # fmt: skip
+        ).config
+        tokenizer = tokenizer_of("qwen2.5")
+        engine = Scripted(tokenizer)
+        agents = Agents(config, tokenizer, engine, stop_token_ids=[tokenizer.eos_token_id])
+        made.append(agents)
+        if not isinstance(agents.runner, list):
+            agents.runner = run  # of this module object, not of a second import of its file
+        columns = {
+            "ordinal": np.arange(1),
+            "prompt_token_ids": objects([agents.continuity.prompt(ASK)]),
+            "raw_prompt": objects([ASK]),
+            "data_source": objects(["test"]),
+        }
+        rows, params = DataProto.from_single_dict(columns), SamplingParams(n=n, max_new_tokens=900)
+        return agents.generate(rows, params, step=1, split="train", dtype=np.float64, on_finish=lambda r: None), engine
+
+    yield start
+    for agents in made:
+        agents.close()
+
+
+def chat(client, messages, **more):
+    answer = client.post("/chat/completions", json={"model": "policy", "messages": messages, **more})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_a_conversation_continues_on_its_tokens(play):
+    seen = []
+
+    def agent(client, task):
+        messages = list(task["raw_prompt"])
+        for _ in range(3):
+            reply = chat(client, messages, tools=SCHEMAS, logprobs=True)
+            seen.append(reply)
+            message = reply["choices"][0]["message"]
+            # as a program may send it back: other ids, other blanks in JSON, no content
+            for i, call in enumerate(message.get("tool_calls") or []):
+                call["id"] = f"mine{i}"
+                try:
+                    call["function"]["arguments"] = json.dumps(json.loads(call["function"]["arguments"]), indent=2)
+                except ValueError:
+                    pass
+            messages.append(message)
+            if message.get("tool_calls"):
+                messages += [{"role": "tool", "tool_call_id": c["id"], "content": "5"} for c in message["tool_calls"]]
+            else:
+                messages.append({"role": "user", "content": "And?"})
+        return {"reward": 2.5, "kind": "x"}
+
+    (result,), engine = play(agent)
+    assert result.error is None
+    assert (result.reward, result.extra["kind"], result.extra["num_branches"]) == (2.5, "x", 1)
+    turns = engine.sampled[0, 0]  # the random numbers of the sample itself
+    assert len(turns) == 3
+    for reply, (start, ids, log_probs) in zip(seen, turns, strict=True):
+        choice = reply["choices"][0]
+        assert choice["token_ids"] == ids
+        assert len(reply["prompt_token_ids"]) == start
+        assert [c["logprob"] for c in choice["logprobs"]["content"]] == log_probs
+    assert seen[1]["prompt_token_ids"][: len(seen[0]["prompt_token_ids"])] == seen[0]["prompt_token_ids"]
+    assert result.trajectory.to_row().response_mask.sum() == sum(len(ids) for _, ids, _ in turns)
+
+
+def test_a_rewritten_history_is_a_branch_and_the_longest_trains(play):
+    def agent(client, task):
+        first = chat(client, ASK)["choices"][0]["message"]
+        chat(client, [*ASK, first, {"role": "user", "content": "more"}])
+        chat(
+            client,
+            [*ASK, {"role": "assistant", "content": "not what was sampled"}, {"role": "user", "content": "more"}],
+        )
+        chat(client, [{"role": "system", "content": "You sum up."}, {"role": "user", "content": "Sum up."}])
+        client.post("/reward", json={"reward": 0.75, "info": {"solved": True}}).raise_for_status()
+
+    (result,), _ = play(agent)
+    assert result.error is None
+    assert (result.reward, result.extra["num_branches"], result.extra["solved"]) == (0.75, 3, True)
+    assert len(result.trajectory.segments) == 3  # sampled, added, sampled
+
+
+def test_every_format_gives_the_same_turn(play):
+    seen = {}
+
+    def agent(client, task):
+        seen["completion"] = client.post(
+            "/completions", json={"prompt": [1, 2, 3], "max_tokens": 4, "logprobs": 0}
+        ).json()
+        seen["models"] = client.get("/models").json()
+        tool = SCHEMAS[0]["function"]
+        seen["responses"] = client.post(
+            "/responses", json={"input": "Go.", "tools": [{"type": "function", **tool}], "instructions": "Be good."}
+        ).json()
+        seen["anthropic"] = client.post(
+            "/messages",
+            json={"messages": [{"role": "user", "content": [{"type": "text", "text": "Go."}]}], "max_tokens": 500,
+                  "tools": [{"name": "echo", "input_schema": tool["parameters"]}]},
+        ).json()  # fmt: skip
+        with client.stream(
+            "POST", "/chat/completions", json={"messages": ASK, "tools": SCHEMAS, "stream": True}
+        ) as answer:
+            seen["stream"] = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+        with client.stream("POST", "/messages", json={"messages": ASK, "max_tokens": 9, "stream": True}) as answer:
+            seen["events"] = [line for line in answer.iter_lines() if line.startswith("event: ")]
+
+    (result,), _ = play(agent)
+    assert result.error is None
+    assert len(seen["completion"]["choices"][0]["token_ids"]) <= 4
+    assert seen["models"]["data"][0]["id"] == "policy"
+    assert seen["responses"]["output"][0]["type"] in ("message", "function_call")
+    assert seen["anthropic"]["stop_reason"] in ("tool_use", "end_turn", "max_tokens")
+    assert seen["stream"][-1] == "[DONE]"
+    assert json.loads(seen["stream"][-2])["choices"][0]["finish_reason"] in ("tool_calls", "stop")
+    assert seen["events"][0] == "event: message_start"
+    assert seen["events"][-1] == "event: message_stop"
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        ({"messages": ASK, "n": 2}, "n must be 1"),
+        ({"messages": ASK, "response_format": {"type": "json_object"}}, "response_format of type json_object"),
+        ({"messages": ASK, "stop": ["x"]}, "set actor_rollout_ref.rollout.stop"),
+        ({"messages": ASK, "tools": SCHEMAS, "tool_choice": "required"}, "tool_choice can be auto or none"),
+        ({"messages": []}, "`messages` must be a list"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "images"),
+        ({"messages": ASK, "tools": [1]}, "`tools` must be a list"),
+        ({"messages": ASK, "max_tokens": 0}, "at least 1"),
+        ({"messages": [{"role": "user", "content": "x" * 5000}]}, "more than data.max_prompt_length=300"),
+        ([1], "not a JSON object"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_with_a_sentence(play, body, sentence):
+    seen = []
+
+    def agent(client, task):
+        seen.append(client.post("/chat/completions", json=body))
+        chat(client, ASK)
+
+    (result,), _ = play(agent)
+    assert result.error is None
+    assert seen[0].status_code == 400
+    assert sentence in seen[0].json()["error"]["message"]
+
+
+def test_strangers_are_kept_out(play):
+    seen = []
+
+    def agent(client, task):
+        chat(client, ASK)
+        base = str(client.base_url)
+        for url, key in ((base, "wrong"), (base, ""), (base.replace("/s/", "/s/x"), None)):
+            headers = client.headers if key is None else {"Authorization": f"Bearer {key}"}
+            seen.append(httpx.post(f"{url}chat/completions", json={"messages": ASK}, headers=headers).status_code)
+
+    (result,), _ = play(agent)
+    assert result.error is None
+    assert seen == [401, 401, 404]
+
+
+@pytest.mark.parametrize(
+    ("function", "sentence"),
+    [
+        (lambda client, task: 1 / 0, "raised ZeroDivisionError"),
+        (lambda client, task: 1.0, "asked the policy for nothing"),
+        (lambda client, task: chat(client, ASK) and float("nan"), "no finite number"),
+    ],
+)
+def test_an_agent_that_fails_is_left_out(play, function, sentence):
+    (result,), _ = play(function)
+    assert sentence in result.error
+
+
+def test_an_agent_may_be_a_command(play, tmp_path):
+    script = tmp_path / "agent.py"
+    script.write_text(
+        "import json, os, urllib.request\n"
+        "def post(path, body):\n"
+        "    headers = {'Authorization': 'Bearer ' + os.environ['OPENAI_API_KEY'], 'Content-Type': 'application/json'}\n"
+        "    url = os.environ['OPENAI_BASE_URL'] + path\n"
+        "    return json.load(urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)))\n"
+        "task = json.loads(os.environ['VERL_TASK'])\n"
+        "reply = post('/chat/completions', {'model': os.environ['OPENAI_MODEL'], 'messages': task['raw_prompt']})\n"
+        "post('/reward', {'reward': len(reply['choices'])})\n"
+    )
+    found, _ = play(None, 2, f"{ROLLOUT}.agent.runner='command:{sys.executable} {script}'")
+    assert [(result.error, result.reward) for result in found] == [(None, 1.0)] * 2
+    script.write_text("raise SystemExit('no key')\n")
+    (result,), _ = play(None, 1, f"{ROLLOUT}.agent.runner='command:{sys.executable} {script}'")
+    assert "its command ended its process with exit code 1: no key" in result.error

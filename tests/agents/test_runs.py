@@ -1,0 +1,126 @@
+"""Training on episodes: GRPO runs whose samples call tools."""
+
+import json
+import logging
+
+import numpy as np
+import pytest
+
+from verl.config import load_config
+from verl.errors import ConfigError
+
+ROLLOUT = "actor_rollout_ref.rollout"
+ENDS = f"{ROLLOUT}.stop_token_ids={list(range(80))}"  # turns of a few tokens
+
+LOOPS = """
+- name: my_loop
+  _target_: tests.agents.loops_of_users.EchoTwice
+  suffix: "!"
+"""
+INTERACTIONS = """
+interaction:
+  - name: judge
+    class_name: tests.agents.loops_of_users.Judge
+    config: {patience: 2}
+"""
+
+
+def episodes(run, kind="episode"):
+    files = sorted((run.folder / "episodes").glob("*.jsonl"))
+    return [r for file in files for r in map(json.loads, file.read_text().splitlines()) if r["kind"] == kind]
+
+
+def test_what_trains_is_what_was_sampled(agent_run):
+    run = agent_run(ENDS)
+    for row in run.training_rows():
+        assert row["training/rollout_probs_diff_max"] < 1e-5
+        assert row["rollout/num_episodes"] == 12
+        assert row["rollout/num_failed_episodes"] == 0
+        assert row["num_turns/max"] > 4
+        assert row["rollout/num_tool_calls"] == 12 * row["tool_call_counts/mean"]
+    transcripts = episodes(run)
+    assert len(transcripts) == 24
+    roles = [message["role"] for message in max(transcripts, key=lambda t: len(t["messages"]))["messages"]]
+    assert roles[:4] == ["user", "assistant", "tool", "assistant"] or roles[2:4] == ["tool", "tool"]
+    results = episodes(run, "tool")
+    assert any(r["result"]["text"].startswith("heard") for r in results)
+    assert any(r["result"]["error"] for r in results)  # malformed ones and unknown names were answered
+
+
+def test_two_runs_are_equal(agent_run):
+    first, second = agent_run(ENDS), agent_run(ENDS, f"{ROLLOUT}.max_num_seqs=3", folder="again")
+    names = ("critic/score/mean", "actor/grad_norm", "response_length/mean", "num_turns/mean")
+    for row, other in zip(first.training_rows(), second.training_rows(), strict=True):
+        assert [row[name] for name in names] == pytest.approx([other[name] for name in names], rel=1e-6)
+
+
+def test_a_loop_of_the_users(agent_run, tmp_path):
+    (tmp_path / "loops.yaml").write_text(LOOPS)
+    run = agent_run(
+        ENDS,
+        f"{ROLLOUT}.agent.agent_loop_config_path={tmp_path}/loops.yaml",
+        f"{ROLLOUT}.agent.default_agent_loop=my_loop",
+    )
+    for row in run.training_rows():
+        assert row["num_turns/mean"] == 4
+        assert row["critic/score/mean"] == pytest.approx(np.mean([0.5, 0.25, 0.125]))  # rewards of the loop, by sample
+        assert row["training/rollout_probs_diff_max"] < 1e-5
+
+
+def test_a_user_answers(agent_run, agent_task, tmp_path):
+    rows = [json.loads(line) for line in (agent_task / "train.jsonl").read_text().splitlines()]
+    for row in rows:
+        row["extra_info"] = {"interaction_kwargs": {"name": "judge", "want": "a"}}
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "users.yaml").write_text(INTERACTIONS)
+    (tmp_path / "reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return sum(extra_info['rollout_reward_scores'].get('turn_scores', [])) + extra_info['num_turns'] / 100\n"
+    )
+    run = agent_run(
+        ENDS, f"data.train_files={tmp_path}/rows.jsonl", f"{ROLLOUT}.multi_turn.function_tool_path=null",
+        f"{ROLLOUT}.multi_turn.interaction_config_path={tmp_path}/users.yaml",
+        f"reward.custom_reward_function.path={tmp_path}/reward.py", "trainer.total_training_steps=1",
+    )  # fmt: skip
+    (row,) = run.training_rows()
+    assert row["num_turns/max"] == 5  # two answers of the user and two turns of the model, and the prompt
+    assert row["critic/score/max"] == pytest.approx(2 * 0.25 + 0.05)
+
+
+def test_tools_in_the_sandbox(agent_run, caplog):
+    with caplog.at_level(logging.WARNING):
+        run = agent_run(ENDS, f"{ROLLOUT}.multi_turn.tool_sandbox=True", "trainer.total_training_steps=1")
+    results = episodes(run, "tool")
+    assert any(r["result"]["text"].startswith("heard") for r in results)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ([f"{ROLLOUT}.agent.default_agent_loop=single_turn_agent"], "every sample would be a single turn"),
+        ([f"{ROLLOUT}.multi_turn.function_tool_path=null"], "neither tools nor interactions"),
+        ([f"{ROLLOUT}.agent.default_agent_loop=tool_agnet"], "is not one of single_turn_agent"),
+        ([f"{ROLLOUT}.multi_turn.enable=False"], "existing releases put the tools into every prompt"),
+        ([f"{ROLLOUT}.prefetch_num=1"], "makes samples ahead of training"),
+        ([f"{ROLLOUT}.multi_turn.tool_response_truncate_side=top"], "left, middle"),
+    ],
+)
+def test_contradictions_are_refused(agent_overrides, tmp_path, changes, sentence):
+    from tests.run.conftest import merge
+
+    with pytest.raises(ConfigError, match=sentence):
+        load_config(merge([*agent_overrides, f"trainer.default_local_dir={tmp_path}/run"], tuple(changes)))
+
+
+def test_show_tells_of_turns_and_tools(agent_run, capsys):
+    from verl.cli.show import run_show
+
+    run = agent_run(ENDS, "trainer.total_training_steps=1")
+    capsys.readouterr()
+    assert run_show([str(run.folder), "--episodes", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "episodes of the last steps: 12" in shown
+    assert "turns each" in shown
+    assert "tool calls: echo" in shown
+    assert "[user] train" in shown
+    assert "calls echo(" in shown or "[assistant]" in shown

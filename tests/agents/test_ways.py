@@ -1,0 +1,104 @@
+"""One agent written three ways trains on the same tokens; environments and endpoints bring rewards; kills lose nothing."""
+
+import json
+
+import pytest
+
+from tests.agents.test_runs import ENDS, ROLLOUT, episodes
+from verl.tracking.ledger.reader import Ledger
+
+HERE = "tests/agents/agents_of_users.py"
+NO_TOOLS = f"{ROLLOUT}.multi_turn.function_tool_path=null"
+ONE_STEP = "trainer.total_training_steps=1"
+
+
+def digest(run):
+    """Of tokens, masks as far as they have log-probs, log-probs and rewards of all that trained."""
+    with Ledger.open(run.folder) as ledger:
+        return ledger.offset().digest
+
+
+def test_three_ways_are_one(agent_run):
+    """Tool loop, environment and a plain OpenAI client: the same tokens, log-probs and rewards, bit for bit."""
+    loop = agent_run(ENDS, ONE_STEP)
+    environment = agent_run(
+        ENDS, ONE_STEP, NO_TOOLS, f"{ROLLOUT}.multi_turn.enable=False", f"{ROLLOUT}.agent.environment={HERE}:Echo",
+        folder="environment",
+    )  # fmt: skip
+    assert digest(environment) == digest(loop)
+    pytest.importorskip("openai", reason="the plain client is not installed")
+    pytest.importorskip("uvicorn", reason="needs the extra agents")
+    endpoint = agent_run(
+        ENDS, ONE_STEP, NO_TOOLS, f"{ROLLOUT}.multi_turn.enable=False", f"{ROLLOUT}.agent.runner={HERE}:run",
+        folder="endpoint",
+    )  # fmt: skip
+    assert digest(endpoint) == digest(loop)
+    rows = [run.training_rows()[0] for run in (loop, environment, endpoint)]
+    assert len({row["actor/grad_norm"] for row in rows}) == 1
+    assert rows[0]["rollout/num_tool_calls"] == rows[1]["rollout/num_tool_calls"] > 0
+
+
+def test_a_game(agent_run):
+    run = agent_run(
+        ENDS, NO_TOOLS, f"{ROLLOUT}.agent.environment={HERE}:Letters", f"{ROLLOUT}.agent.turn_discount=0.5",
+        f"{ROLLOUT}.multi_turn.enable=False",
+    )  # fmt: skip
+    for row in run.training_rows():
+        assert row["training/rollout_probs_diff_max"] < 1e-5
+        assert row["num_turns/max"] <= 7
+        assert 0 < row["critic/score/max"] <= 1.75  # 1 + 0.5 + 0.25
+    games = episodes(run)
+    assert {g["messages"][0]["content"].rsplit("\n", 1)[1] for g in games} == {f"Game {i}." for i in range(8)}
+    assert all(g["reward"] is not None for g in games)
+
+
+def test_a_game_that_breaks_is_left_out(agent_run, agent_task, tmp_path, caplog):
+    rows = [json.loads(line) for line in (agent_task / "train.jsonl").read_text().splitlines()]
+    for number, row in enumerate(rows):
+        row["environment"] = "retry" if number % 4 == 0 else "letters"
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = agent_run(
+        ENDS, NO_TOOLS, f"data.train_files={tmp_path}/rows.jsonl", f"{ROLLOUT}.agent.environment={HERE}:GAMES",
+        f"{ROLLOUT}.multi_turn.enable=False", "data.shuffle=False", "reward.default_score=-1", ONE_STEP,
+    )  # fmt: skip
+    (row,) = run.training_rows()
+    assert row["rollout/num_failed_episodes"] == 3
+    assert row["critic/score/min"] == -1
+    assert "train/0/0 is left out and gets the default score: raised RuntimeError: the board is gone" in caplog.text
+
+
+def test_results_of_tools_outlive_a_kill(agent_run, tmp_path, monkeypatch):
+    """A run that dies within a step calls no tool twice, and ends with the same samples and weights."""
+    from tests.agents import echo_tools
+    from verl.agents.driver import _Session
+
+    def calls(name, folder, *changes):
+        monkeypatch.setattr(echo_tools, "CALLS", tmp_path / name)
+        try:
+            return agent_run(ENDS, "trainer.save_freq=1", "trainer.total_training_steps=3", *changes, folder=folder)
+        finally:
+            monkeypatch.setattr(_Session, "_take", take)
+
+    take = _Session._take
+    whole = calls("whole.txt", "whole")
+
+    def dies(self, arrived):
+        ended = take(self, arrived)
+        dies.count += len(ended)
+        if dies.count > 20:  # of the second step
+            raise RuntimeError("killed")
+        return ended
+
+    dies.count = 0
+    monkeypatch.setattr(_Session, "_take", dies)
+    with pytest.raises(RuntimeError, match="killed"):
+        calls("cut.txt", "cut")
+    cut = calls("cut.txt", "cut")
+    assert digest(cut) == digest(whole)
+    assert sorted((tmp_path / "cut.txt").read_text().split("\n")) == sorted(
+        (tmp_path / "whole.txt").read_text().split("\n")
+    )
+    assert sum(row["rollout/num_replayed_tool_calls"] for row in cut.training_rows()) > 0
+    files = [sorted(run.folder.glob("global_step_3/**/*.safetensors")) for run in (whole, cut)]
+    assert files[0]
+    assert [f.read_bytes() for f in files[0]] == [f.read_bytes() for f in files[1]]

@@ -1,0 +1,278 @@
+"""The agents of a rank: from the config to the episodes of a batch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from verl.agents.continuity import ChatContinuity
+from verl.agents.driver import EpisodeDriver, EventLoop, OnResult
+from verl.agents.environments import load_environments
+from verl.agents.episode import Episode, EpisodeError, EpisodeResult, EpisodeTask, in_dtype
+from verl.agents.gateway.app import Gateway
+from verl.agents.gateway.runner import command_limits, load_runner
+from verl.agents.interactions import load_interactions
+from verl.agents.journal import EPISODE, FOLDER, MAX_TEXT, Journal
+from verl.agents.loops import (
+    AgentLoopBase,
+    AgentLoopOutput,
+    AsyncLLMServerManager,
+    DictConfigWrap,
+    load_loops,
+    loop_named,
+)
+from verl.agents.parsers import ToolParser
+from verl.agents.sandboxed import SandboxedFunctions
+from verl.agents.tool_calls import ToolCalls, ToolResult, ToolSettings
+from verl.config import PPOConfig
+from verl.config.active_keys import runs_agents
+from verl.data.dataset import RLHFDataset
+from verl.data_proto.proto import DataProto
+from verl.data_proto.samples import SamplingParams
+from verl.data_proto.trajectory import Status
+from verl.errors import ConfigError
+from verl.rollout.api import RolloutEngine, Stats
+from verl.tools.function_tool import FunctionTool
+from verl.tools.schemas import Record
+from verl.tools.tool_registry import load_all_tools
+
+log = logging.getLogger(__name__)
+
+_AGENTS = "actor_rollout_ref.rollout"
+PYTHON = "pkg://verl.agents.tools.python"
+
+
+def known_loops(config: PPOConfig) -> frozenset[str]:
+    """Names that the column agent_name may have; empty where the run has no agents."""
+    if not runs_agents(config):
+        return frozenset()
+    return frozenset(load_loops(config.actor_rollout_ref.rollout.agent.agent_loop_config_path))
+
+
+class Agents:
+    """Episodes of one rank. Raises ConfigError for tools, loops or a template that cannot be used.
+
+    `np_dtype` gives the dtype of log-probs. `folder` is that of the run, for transcripts and results of tools.
+    """
+
+    def __init__(
+        self,
+        config: PPOConfig,
+        tokenizer: Any,
+        engine: RolloutEngine,
+        *,
+        stop_token_ids: Sequence[int],
+        folder: Path | None = None,
+        rank: int = 0,
+    ):
+        rollout = config.actor_rollout_ref.rollout
+        self.config, self.tokenizer, self.engine = config, tokenizer, engine
+        multi_turn, agent = rollout.multi_turn, rollout.agent
+        self.loops = load_loops(agent.agent_loop_config_path)
+        loop_named(self.loops, agent.default_agent_loop, f"{_AGENTS}.agent.default_agent_loop")
+        tools = load_all_tools(multi_turn.tool_config_path, multi_turn.function_tool_path)
+        self.interactions = load_interactions(multi_turn.interaction_config_path)
+        self.environments = load_environments(agent.environment)
+        ToolParser.get_tool_parser(multi_turn.format, tokenizer)
+        self.continuity = ChatContinuity(tokenizer, config.data.apply_chat_template_kwargs)
+        self._notice_template(tools)
+        self.journal = Journal(None if folder is None else folder / FOLDER, rank)
+        self.pool: SandboxedFunctions | None = None
+        if multi_turn.tool_sandbox and any(isinstance(tool, FunctionTool) for tool in tools):
+            log_dir = None if folder is None else folder / "logs" / f"tools_rank_{rank}"
+            self.pool = SandboxedFunctions(config.reward, timeout_s=multi_turn.tool_timeout_s, log_dir=log_dir)
+        if self.pool is None and any(getattr(tool, "path", None) == PYTHON for tool in tools):
+            raise ConfigError(
+                f"{_AGENTS}.multi_turn.function_tool_path={PYTHON} runs programs of the model, which needs "
+                f"{_AGENTS}.multi_turn.tool_sandbox=True."
+            )
+        settings = ToolSettings(
+            multi_turn.tool_timeout_s, multi_turn.max_tool_response_length, multi_turn.tool_response_truncate_side
+        )
+        self.tool_calls = ToolCalls(tools, settings, self.journal, self.pool)
+        self.server_manager = AsyncLLMServerManager()
+        self.stop_token_ids = frozenset(stop_token_ids)
+        self.events = EventLoop()
+        self.runner, self.gateway = load_runner(agent.runner), None
+        if self.runner is not None:
+            self.gateway = Gateway(agent.gateway_host, agent.gateway_port)
+            self.events.start(self.gateway.start()).result()
+        filler = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else 0
+        self.driver = EpisodeDriver(
+            engine,
+            self.events,
+            max_episodes=agent.max_episodes or 4 * rollout.max_num_seqs,
+            timeout_s=agent.episode_timeout_s,
+            filler=int(filler),
+        )
+        self._results: list[EpisodeResult] = []
+        self._tool_results: list[ToolResult] = []
+
+    def generate(
+        self,
+        prompts: DataProto,
+        params: SamplingParams,
+        *,
+        step: int,
+        split: str,
+        dtype: type[np.floating[Any]],
+        on_finish: OnResult,
+    ) -> list[EpisodeResult]:
+        """`params.n` episodes of each prompt, ordered by (prompt, sample)."""
+        self.journal.begin(step)
+        fields = {name: list(values) for name, values in prompts.non_tensor_batch.items()}
+        tasks = [
+            EpisodeTask(
+                ordinal=ordinal,
+                sample=sample,
+                step=step,
+                split=split,
+                prompt_ids=tuple(fields["prompt_token_ids"][row]),
+                row={name: values[row] for name, values in fields.items() if name != "prompt_token_ids"},
+                limit=params.max_new_tokens,
+                max_prompt_length=self.config.actor_rollout_ref.rollout.prompt_length,
+            )
+            for row, ordinal in enumerate(prompts.batch["ordinal"].tolist())
+            for sample in range(params.n)
+        ]
+        found = self.driver.run(
+            tasks,
+            partial(self._run_episode, params=params),
+            params,
+            step=step,
+            on_finish=self._finisher(dtype, on_finish),
+        )
+        found = [in_dtype(result, dtype) for result in found]
+        self._results += found
+        return found
+
+    def metrics(self) -> Stats:
+        """Statistics of the episodes since the last call, for the log."""
+        results, tools = self._results, self._tool_results
+        self._results, self._tool_results = [], []
+        found: Stats = {**self.driver.stats, "num_episodes": len(results)}
+        found["num_failed_episodes"] = sum(result.error is not None for result in results)
+        found["num_tool_calls"] = len(tools)
+        found["num_failed_tool_calls"] = sum(result.error is not None for result in tools)
+        found["num_replayed_tool_calls"] = sum(result.replayed for result in tools)
+        found["tool_s"] = sum(result.seconds for result in tools if not result.replayed)
+        return found
+
+    def close(self) -> None:
+        """End the endpoint, the event loop, the journal and the processes of tools."""
+        if self.gateway is not None and self.events.thread.is_alive():
+            self.events.start(self.gateway.stop()).result()
+        self.events.close()
+        self.journal.close()
+        if self.pool is not None:
+            self.pool.close()
+
+    # -- one episode
+
+    async def _run_episode(self, episode: Episode, *, params: SamplingParams) -> EpisodeResult:
+        task = episode.task
+        name = task.row.get("agent_name") or self.config.actor_rollout_ref.rollout.agent.default_agent_loop
+        cls, more = loop_named(self.loops, name, "agent_name")
+        loop = self._loop(cls, more)
+        sampling = {"temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k, "logprobs": True}
+        output = await loop.run(sampling, **task.row)
+        if isinstance(output, list):
+            if len(output) != 1:
+                raise EpisodeError(
+                    f"its loop returned {len(output)} sequences; this version trains one for each episode"
+                )
+            (output,) = output
+        return self._result(episode, AgentLoopOutput.model_validate(_plain_output(output)))
+
+    def _loop(self, cls: type[AgentLoopBase], more: dict[str, Any]) -> AgentLoopBase:
+        loop = cls(
+            trainer_config=DictConfigWrap(self.config),
+            server_manager=self.server_manager,
+            tokenizer=self.tokenizer,
+            processor=None,
+            dataset_cls=RLHFDataset,
+            data_config=DictConfigWrap(self.config.data),
+            **more,
+        )
+        # not arguments: loops written for the existing verl hand on what they know
+        loop.continuity, loop.stop_token_ids = self.continuity, self.stop_token_ids
+        loop.tool_calls = self.tool_calls
+        parts = {"interactions": self.interactions, "environments": self.environments}
+        parts |= {"gateway": self.gateway, "runner": self.runner, "limits": command_limits(self.config.reward)}
+        vars(loop).update(parts)
+        return loop
+
+    def _result(self, episode: Episode, output: AgentLoopOutput) -> EpisodeResult:
+        if not output.response_ids:
+            raise EpisodeError("its response has no tokens")
+        last = output.response_ids[-1]
+        is_full = len(output.response_ids) >= episode.task.limit
+        # "length" asks an asynchronous run to continue a response, so only a full one may say so
+        status: Status = "length" if is_full and last not in self.stop_token_ids else "stop"
+        trajectory = episode.trajectory(output.prompt_ids, output.response_ids, output.response_mask, status)
+        trajectory.messages = episode.messages
+        if len(trajectory.prompt_ids) > episode.task.max_prompt_length:
+            raise EpisodeError(
+                f"its prompt has {len(trajectory.prompt_ids)} tokens, more than "
+                f"data.max_prompt_length={episode.task.max_prompt_length} allows"
+            )
+        fields = dict(output.extra_fields)
+        scores = fields.get("reward_scores") or {
+            name: fields[name] for name in ("turn_scores", "tool_rewards") if fields.get(name)
+        }
+        extra = {**fields, **dict(fields.get("tool_extra_fields") or {})}
+        extra |= {"num_turns": output.num_turns, "rollout_reward_scores": scores}
+        times = output.metrics.model_dump() if isinstance(output.metrics, Record) else dict(output.metrics)
+        self._tool_results += episode.tool_results
+        times |= {"generate_sequences": episode.generate_s, "num_tool_calls": len(episode.tool_results)}
+        reward = None if output.reward_score is None else float(output.reward_score)
+        return EpisodeResult(episode.task, trajectory, reward, extra, output.num_turns, times)
+
+    def _finisher(self, dtype: type[np.floating[Any]], on_finish: OnResult) -> Callable[[EpisodeResult], None]:
+        def finish(result: EpisodeResult) -> None:
+            self._write(result)
+            on_finish(in_dtype(result, dtype))
+
+        return finish
+
+    def _write(self, result: EpisodeResult) -> None:
+        messages = [{**m, "content": str(m.get("content"))[:MAX_TEXT]} for m in result.trajectory.messages]
+        self.journal.write(
+            EPISODE,
+            split=result.task.split,
+            episode=result.task.name,
+            messages=messages,
+            num_turns=result.num_turns,
+            reward=result.reward,
+            metrics=result.metrics,
+            error=result.error,
+        )
+
+    def _notice_template(self, tools: Sequence[Any]) -> None:
+        multi_turn = self.config.actor_rollout_ref.rollout.multi_turn
+        schemas = [tool.tool_schema.for_template() for tool in tools]
+        if schemas and not self.continuity.shows_tools(schemas):
+            log.warning(
+                "The chat template does not write tools into the prompt, so the model reads nothing of them. Describe "
+                "them in the prompts, or set actor_rollout_ref.model.custom_chat_template."
+            )
+        if multi_turn.tokenization_sanity_check_mode == "disable":
+            return
+        if found := self.continuity.rewriting():
+            log.warning(
+                "The chat template renders earlier turns otherwise once others follow: %r becomes %r. Episodes continue "
+                "on the tokens that were sampled, without rewriting.",
+                found.before, found.after,
+            )  # fmt: skip
+
+
+def _plain_output(output: Any) -> Any:
+    """The output of a loop, also of a class of its own with these fields."""
+    if isinstance(output, AgentLoopOutput | dict):
+        return output
+    return {name: getattr(output, name) for name in AgentLoopOutput.__dataclass_fields__ if hasattr(output, name)}

@@ -1,0 +1,193 @@
+"""Token continuity: the prompt of a turn is the very tokens of the turn before, then the new messages as the template renders
+them.
+
+    sampled        ... assistant\nLet me add.<|im_end|>
+    + suffix                                           \n<|im_start|>tool\n5<|im_end|>\n<|im_start|>assistant\n
+
+Nothing that was sampled is ever tokenized again. The suffix is rendered behind a synthetic turn: the text between that turn's
+content and the end, up to the special token that ends a turn where the policy has sampled one. So it does not depend on what
+was sampled, and templates that rewrite earlier turns (Qwen3 drops their <think>) rewrite nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from verl.data.prompts import control_tokens, encode_text, render_chat
+from verl.data.schema import Messages
+from verl.errors import ConfigError, DataError
+
+log = logging.getLogger(__name__)
+
+MARK = "\ue000"  # a private-use character: the content of the synthetic turn
+BREAK = "\u200b"  # a zero-width space, put into control tokens of foreign texts
+PLACE = "a turn of an episode"
+_CALL = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {}}}
+
+
+@dataclass(frozen=True)
+class Rewriting:
+    """A template that renders earlier turns otherwise once later ones follow: the text that differs first."""
+
+    before: str
+    after: str
+
+
+class ChatContinuity:
+    """Token ids of new messages behind a sampled turn, with one tokenizer, its chat template and `template_kwargs`.
+
+    Raises ConfigError when there is no chat template, or it cannot render a turn that follows another.
+    """
+
+    def __init__(self, tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None):
+        if not getattr(tokenizer, "chat_template", None):
+            raise ConfigError(
+                "Episodes of several turns need a chat template, and the tokenizer has none. Set "
+                "actor_rollout_ref.model.custom_chat_template."
+            )
+        self.tokenizer = tokenizer
+        self.template_kwargs = dict(template_kwargs or {})
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        self.special_ids = {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
+        self._control: re.Pattern[str] | None = control_tokens(tokenizer)
+        self.tool_role_as_user = not self._renders_tools()
+        self._split({"role": "user", "content": "x"})
+
+    def prompt(
+        self, messages: Messages, tools: Sequence[dict[str, Any]] | None = None, place: str = PLACE
+    ) -> list[int]:
+        """Token ids of a conversation up to the beginning of the next turn of the assistant. Raises DataError."""
+        kwargs = {**self.template_kwargs, **({"tools": list(tools)} if tools else {})}
+        text = render_chat(self.tokenizer, self._fitted(messages), place, add_generation_prompt=True, **kwargs)
+        return encode_text(self.tokenizer, text, place, add_special_tokens=False)
+
+    def suffix(self, messages: Messages, last_token: int | None, stop_ids: Collection[int] = ()) -> list[int]:
+        """Token ids of `messages` and of the beginning of the next turn, to follow a sampled turn whose last token is
+        `last_token`. Where that is a stop token the turn has ended, else the suffix ends it. Raises DataError."""
+        between, end = self._split(*messages)
+        ids = self._encode(between)
+        if end is None:
+            return ids
+        return ids[1:] if last_token == end or last_token in stop_ids else ids
+
+    def ends_turn(self, token: int) -> bool:
+        """Whether a token is the special token that ends a turn of the template."""
+        return token == self._split({"role": "user", "content": "x"})[1]
+
+    def neutral(self, text: str) -> str:
+        """A foreign text in which no control token is left, such as <|im_end|>: a zero-width space breaks each."""
+        if self._control is None:
+            return text
+        return self._control.sub(lambda found: found[0][:1] + BREAK + found[0][1:], text)
+
+    def rewriting(self) -> Rewriting | None:
+        """The difference in an earlier turn once others follow it; None when the template renders it as before."""
+        turns: Messages = [
+            {"role": "user", "content": "1"},
+            {"role": "assistant", "content": "<think>\n2\n</think>\n\n3"},
+        ]
+        before = self._render(turns, ended=True)
+        after = self._render([*turns, {"role": "user", "content": "4"}], ended=False)
+        at = next(
+            (i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), min(len(before), len(after))
+        )
+        if at >= len(before.rstrip()):
+            return None
+        return Rewriting(before[max(0, at - 20) : at + 20], after[max(0, at - 20) : at + 20])
+
+    def shows_tools(self, tools: Sequence[dict[str, Any]]) -> bool:
+        """Whether the template writes tools into a prompt."""
+        messages = [{"role": "user", "content": "x"}]
+        kwargs = {k: v for k, v in self.template_kwargs.items() if k != "tools"}
+        texts = [
+            render_chat(self.tokenizer, messages, PLACE, add_generation_prompt=True, **kwargs, **more)
+            for more in ({}, {"tools": list(tools)})
+        ]
+        return texts[0] != texts[1]
+
+    def _split(self, *messages: dict[str, Any]) -> tuple[str, int | None]:
+        """(text between the content of the turn before and the beginning of the next turn, the special token with which it
+        begins, if any)."""
+        turn = {"role": "assistant", "content": MARK}
+        try:
+            text = self._render([{"role": "user", "content": "x"}, turn, *messages], ended=False)
+        except DataError:
+            if not any(message["role"] == "tool" for message in messages):
+                raise
+            # templates that have an answer follow a call alone
+            text = self._after_calls(messages)
+        else:
+            text = text.partition(MARK)[2] if MARK in text else self._missing()
+        ids = encode_text(self.tokenizer, text, PLACE, add_special_tokens=False)
+        first = next((i for i in ids if i in self.special_ids), None)
+        if first is None:
+            return text, None
+        name = self.tokenizer.convert_ids_to_tokens(first)
+        start = text.find(name)
+        # what the template writes between content and end, such as a line end, the policy did not sample
+        return text[start:] if start >= 0 else text, first if start >= 0 else None
+
+    def _after_calls(self, messages: Sequence[dict[str, Any]]) -> str:
+        calls = [
+            {**_CALL, "id": message.get("tool_call_id") or _CALL["id"]}
+            for message in messages
+            if message["role"] == "tool"
+        ]
+        turns: Messages = [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": "", "tool_calls": calls},
+        ]
+        before = self._render(turns, ended=True)
+        after = self._render([*turns, *messages], ended=False)
+        if not after.startswith(before):
+            raise DataError(
+                f"{PLACE}: the chat template renders a call otherwise once its answer follows, so the answer cannot be "
+                "appended to what was sampled. Use another template (custom_chat_template)."
+            )
+        ids = encode_text(self.tokenizer, before, PLACE, add_special_tokens=False)
+        last = next((i for i in reversed(ids) if i in self.special_ids), None)
+        name = None if last is None else self.tokenizer.convert_ids_to_tokens(last)
+        return (before[before.rfind(name) :] if name and name in before else "") + after[len(before) :]
+
+    def _render(self, messages: Sequence[dict[str, Any]], *, ended: bool) -> str:
+        kwargs = {k: v for k, v in self.template_kwargs.items() if k != "tools"}
+        fitted = self._fitted(list(messages))
+        return render_chat(self.tokenizer, fitted, PLACE, add_generation_prompt=not ended, **kwargs)
+
+    def _encode(self, text: str) -> list[int]:
+        """Token ids of a text that begins with a special token; that also keeps tokenizers from treating it as the start of
+        a text."""
+        return encode_text(self.tokenizer, text, PLACE, add_special_tokens=False)
+
+    def _fitted(self, messages: Messages) -> Messages:
+        """The messages, with answers of tools as turns of the user where the template has no role for them."""
+        if not getattr(self, "tool_role_as_user", False):
+            return messages
+        found: Messages = []
+        for message in messages:
+            if message["role"] == "tool":
+                text = f"<tool_response>\n{message['content']}\n</tool_response>"
+                if found and found[-1].get("answers"):
+                    found[-1]["content"] += f"\n{text}"  # templates of two roles want them in turn
+                else:
+                    found.append({"role": "user", "content": text, "answers": True})
+            else:
+                found.append(message)
+        return [{k: v for k, v in message.items() if k != "answers"} for message in found]
+
+    def _renders_tools(self) -> bool:
+        try:
+            between, _ = self._split({"role": "tool", "content": BREAK, "name": "f", "tool_call_id": _CALL["id"]})
+        except DataError:
+            return False
+        return BREAK in between
+
+    def _missing(self) -> str:
+        raise ConfigError(
+            "The chat template leaves out the content of an earlier turn of the assistant, so an episode of several turns "
+            "cannot be rendered with it. Use another one (actor_rollout_ref.model.custom_chat_template)."
+        )

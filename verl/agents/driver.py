@@ -1,0 +1,287 @@
+"""The driver of episodes: many agents at once over one open generation.
+
+    event loop (a thread)                     driver (the thread of the rank)
+    episode: await generate(tokens) ──queue──► generation.add
+             await tool              ◄─future─ generation.poll
+             result                  ──queue──► on_finish, keys aborted
+
+An episode that waits for a tool has no row of the batch: others decode meanwhile, and its turn joins at the next step. Only the
+driver computes, so an engine needs no lock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from verl.agents.episode import CURRENT, Episode, EpisodeError, EpisodeResult, EpisodeTask, failed
+from verl.data_proto.samples import Completion, PromptRequest, SampleKey, SamplingParams, TurnRequest
+from verl.errors import DeadlineError, ModelError
+from verl.foreign_text import clean
+from verl.rollout.api import Generation, RolloutEngine, Stats
+
+log = logging.getLogger(__name__)
+
+GATHER_S = 0.05  # longest wait for the first turns of all episodes, which then share their prompts
+POLL_S = 0.002  # while another episode may ask for its next turn
+CLOSE_TIMEOUT_S = 5.0
+GRACE_S = 60.0  # beyond an episode's own time limit, before the event loop is taken for stuck
+
+RunEpisode = Callable[[Episode], Awaitable[EpisodeResult]]
+OnResult = Callable[[EpisodeResult], None]
+
+
+@dataclass
+class _Asked:
+    request: PromptRequest | TurnRequest
+    answer: asyncio.Future[Completion]
+
+    @property
+    def key(self) -> SampleKey:
+        request = self.request
+        return request.ordinal, request.sample if isinstance(request, TurnRequest) else request.first_sample
+
+
+@dataclass
+class _Ended:
+    index: int
+    episode: Episode
+    result: EpisodeResult
+
+
+class EventLoop:
+    """An event loop on a thread of its own, which ends with the process."""
+
+    def __init__(self, name: str = "episodes"):
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.thread.start()
+
+    def start(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """Run a coroutine there; returns its concurrent future."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def close(self) -> None:
+        """Cancel what runs, and stop."""
+        if not self.thread.is_alive():
+            return
+        with contextlib.suppress(
+            concurrent.futures.TimeoutError
+        ):  # an agent that blocks the loop ends with the process
+            self.start(self._cancel_all()).result(CLOSE_TIMEOUT_S)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join(CLOSE_TIMEOUT_S)
+        if not self.thread.is_alive():
+            self.loop.close()
+
+    async def _cancel_all(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        while True:
+            try:
+                self.loop.run_forever()
+                return
+            except (SystemExit, KeyboardInterrupt):  # of an agent's code: its task has ended, and the loop continues
+                log.debug("An episode tried to end the process", exc_info=True)
+
+
+class EpisodeDriver:
+    """Runs episodes with one engine. At most `max_episodes` are in progress, each for at most `timeout_s` seconds. `filler` is
+    the token of a response that could not be made."""
+
+    def __init__(self, engine: RolloutEngine, events: EventLoop, *, max_episodes: int, timeout_s: float, filler: int):
+        self.engine, self.events = engine, events
+        self.max_episodes, self.timeout_s, self.filler = max_episodes, timeout_s, filler
+        self.stats: Stats = {}
+
+    def run(
+        self,
+        tasks: Sequence[EpisodeTask],
+        run_episode: RunEpisode,
+        params: SamplingParams,
+        *,
+        step: int,
+        on_finish: OnResult | None = None,
+    ) -> list[EpisodeResult]:
+        """The result of each task, in order. `on_finish` gets each as soon as it ends. An episode that fails has an `error`;
+        raises NumericsError and ModelError of the engine, and DeadlineError when no episode answers any more."""
+        if not tasks:
+            return []
+        generation = self.engine.open(replace(params, n=1), step=step, keep=True)
+        session = _Session(self, generation, tasks, run_episode)
+        work = self.events.start(session.run_all())
+        try:
+            return session.drive(on_finish)
+        finally:
+            work.cancel()
+            self.stats = {**generation.close(), **session.times()}
+
+
+class _Session:
+    """One `run`."""
+
+    def __init__(
+        self, driver: EpisodeDriver, generation: Generation, tasks: Sequence[EpisodeTask], run_episode: RunEpisode
+    ):
+        self.driver, self.generation, self.tasks, self.run_episode = driver, generation, tasks, run_episode
+        self.inbox: queue.SimpleQueue[_Asked | _Ended] = queue.SimpleQueue()
+        self.waiting: dict[SampleKey, _Asked] = {}
+        self.live: dict[int, Episode] = {}
+        self.busy_s = self.idle_s = 0.0
+
+    # -- on the event loop
+
+    async def run_all(self) -> None:
+        """All episodes, each started as an earlier one ends."""
+        slots = asyncio.Semaphore(self.driver.max_episodes)
+
+        async def one(index: int) -> None:
+            async with slots:
+                await self._run_one(index)
+
+        await asyncio.gather(*(one(index) for index in range(len(self.tasks))))
+
+    async def _run_one(self, index: int) -> None:
+        task = self.tasks[index]
+        episode = self.live[index] = Episode(task, self._submit)
+        CURRENT.set(episode)
+        why = None
+        try:
+            result = await asyncio.wait_for(self.run_episode(episode), self.driver.timeout_s)
+        except asyncio.TimeoutError:
+            limit = self.driver.timeout_s
+            why = f"took longer than actor_rollout_ref.rollout.agent.episode_timeout_s={limit:g} s"
+        except asyncio.CancelledError:
+            raise
+        except EpisodeError as error:
+            why = str(error)
+        except (Exception, SystemExit) as error:  # agents are code of the user's, which may raise anything
+            why = f"raised {type(error).__name__}: {clean(error, 300)}"
+            log.debug("Episode %s", task.name, exc_info=True)
+        if why is not None:
+            log.warning("Episode %s is left out and gets the default score: %s.", task.name, why)
+            result = failed(task, why, self.driver.filler, self.driver.engine.weight_version)
+        self.inbox.put(_Ended(index, episode, result))
+
+    async def _submit(self, episode: Episode, request: PromptRequest | TurnRequest) -> Completion:
+        asked = _Asked(request, asyncio.get_running_loop().create_future())
+        self.inbox.put(asked)
+        return await asked.answer
+
+    # -- on the driver's thread
+
+    def drive(self, on_finish: OnResult | None) -> list[EpisodeResult]:
+        """Compute until all episodes have ended."""
+        results: dict[int, EpisodeResult] = {}
+        arrived = self._first_wave()
+        while True:
+            for ended in self._take(arrived):
+                results[ended.index] = ended.result
+                if on_finish is not None:
+                    on_finish(ended.result)
+            if len(results) == len(self.tasks):
+                return [results[index] for index in range(len(self.tasks))]
+            if self.waiting:
+                self._poll()
+            arrived = self._arrived(block=not self.waiting)
+
+    def times(self) -> Stats:
+        """Seconds in which the engine computed, and in which all episodes waited for something else."""
+        return {"busy_s": self.busy_s, "idle_s": self.idle_s}
+
+    def _first_wave(self) -> list[_Asked | _Ended]:
+        wanted, until = min(len(self.tasks), self.driver.max_episodes), time.monotonic() + GATHER_S
+        found = self._arrived(block=True)
+        while len(found) < wanted and time.monotonic() < until:
+            time.sleep(0.001)
+            found += self._arrived(block=False)
+        return found
+
+    def _arrived(self, *, block: bool) -> list[_Asked | _Ended]:
+        found: list[_Asked | _Ended] = []
+        if block:
+            started_at, limit = time.perf_counter(), self.driver.timeout_s + GRACE_S
+            try:
+                found.append(self.inbox.get(timeout=limit))
+            except queue.Empty:
+                names = ", ".join(episode.task.name for episode in list(self.live.values())[:5])
+                raise DeadlineError(
+                    f"No episode has asked for a turn or ended for {limit:.0f} s. In progress: {names}. An agent loop blocks "
+                    "the event loop, for example by time.sleep in an async function; await instead, or use a plain function."
+                ) from None
+            self.idle_s += time.perf_counter() - started_at
+        while True:
+            try:
+                found.append(self.inbox.get_nowait())
+            except queue.Empty:
+                return found
+
+    def _take(self, arrived: list[_Asked | _Ended]) -> list[_Ended]:
+        """Hand requests to the generation, and drop the samples of episodes that have ended; returns the latter."""
+        asked = [event for event in arrived if isinstance(event, _Asked) and not event.answer.cancelled()]
+        for request, members in _merged(asked):
+            try:
+                self.generation.add(request)
+            except ModelError as error:
+                for member in members:
+                    self._answer(member, error)
+            else:
+                self.waiting.update({member.key: member for member in members})
+        ended = [event for event in arrived if isinstance(event, _Ended)]
+        for event in ended:
+            self.live.pop(event.index, None)
+            keys = event.episode.keys()
+            self.generation.abort(keys)
+            for key in keys:
+                self.waiting.pop(key, None)
+        return ended
+
+    def _poll(self) -> None:
+        others_wait = len(self.live) > len(self.waiting)
+        started_at = time.perf_counter()
+        for done in self.generation.poll(POLL_S if others_wait else None):
+            self._answer(self.waiting.pop(done.key), done)
+        self.busy_s += time.perf_counter() - started_at
+
+    def _answer(self, asked: _Asked, value: Completion | Exception) -> None:
+        def set_answer() -> None:
+            if asked.answer.done():
+                return  # the episode was cancelled
+            if isinstance(value, Exception):
+                asked.answer.set_exception(value)
+            else:
+                asked.answer.set_result(value)
+
+        self.driver.events.loop.call_soon_threadsafe(set_answer)
+
+
+def _merged(asked: list[_Asked]) -> list[tuple[PromptRequest | TurnRequest, list[_Asked]]]:
+    """Requests for the engine: samples of one prompt that begin together are one request, whose prompt is computed once."""
+    found: list[tuple[PromptRequest | TurnRequest, list[_Asked]]] = []
+    for one in sorted(asked, key=lambda a: a.key):
+        last = found[-1][0] if found else None
+        request = one.request
+        if (
+            isinstance(last, PromptRequest)
+            and isinstance(request, PromptRequest)
+            and (last.ordinal, last.token_ids, last.max_new_tokens)
+            == (request.ordinal, request.token_ids, request.max_new_tokens)
+            and request.first_sample == last.first_sample + (last.num_samples or 1)
+        ):
+            found[-1] = (replace(last, num_samples=(last.num_samples or 1) + 1), [*found[-1][1], one])
+        else:
+            found.append((request, [one]))
+    return found

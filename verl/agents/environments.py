@@ -1,0 +1,177 @@
+"""Environments as agents: a class whose objects are one episode each, named by `rollout.agent.environment`.
+
+Two kinds are understood.
+
+Gymnasium's: the model's text is the action.
+
+    class Guess:
+        def reset(self, seed=None, **row): return "Guess a number from 1 to 9.", {}
+        def step(self, text): return observation, reward, terminated, truncated, {}
+
+TRL's: the public methods are tools, and the episode ends when the model calls none.
+
+    class Counter:
+        def reset(self, **row): self.value = 0
+        def add(self, amount: int) -> str: ...
+        def get_reward(self) -> float: ...
+
+The environment is in the process of the run, each call on a thread with multi_turn.tool_timeout_s. A step that is taken again
+after a kill makes its environments again and takes the same actions, so an environment must be a function of its seed.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from verl.agents.episode import CURRENT, EpisodeError
+from verl.agents.journal import Journal
+from verl.agents.loops import AgentLoopOutput, register_agent_loop
+from verl.agents.tool_agent import AgentData, ToolAgentLoop
+from verl.agents.tool_calls import ToolCalls, ToolResult, bounded, truncated
+from verl.errors import ConfigError
+from verl.registry import load_object
+from verl.tools.base_tool import BaseTool
+from verl.tools.function_tool import FunctionTool
+
+_OWN = ("reset", "step", "close", "render", "get_reward")
+
+
+def load_environments(path: str | None) -> dict[str, Callable[..., Any]]:
+    """Name -> class: of `file.py:Class`, whose name is then "", or of a dict in that file. Raises ConfigError."""
+    if path is None:
+        return {}
+    found = load_object(path)
+    classes = dict(found) if isinstance(found, Mapping) else {"": found}
+    for name, cls in classes.items():
+        if not callable(cls) or (isinstance(cls, type) and not callable(getattr(cls, "reset", None))):
+            label = f"{path}, entry {name!r}," if name else path
+            raise ConfigError(
+                f"{label} is no environment: give a class with a method reset, or a function that makes one."
+            )
+    return classes
+
+
+@register_agent_loop("environment_agent")
+class EnvironmentAgentLoop(ToolAgentLoop):
+    """See above. The reward of an episode is the sum of its turns' rewards, each discounted by turn_discount, or that of
+    get_reward; without either the reward function scores it."""
+
+    environments: dict[str, Callable[..., Any]]
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+        """See AgentLoopBase."""
+        environment = self._make(kwargs)
+        row = {k: v for k, v in kwargs.items() if k not in ("raw_prompt", "agent_name")}
+        try:
+            if callable(getattr(environment, "step", None)):
+                return await self._play(environment, row, sampling_params, kwargs["raw_prompt"])
+            return await self._with_tools(environment, row, sampling_params, kwargs)
+        finally:
+            if callable(getattr(environment, "close", None)):
+                await self._bounded(environment.close)
+
+    def _make(self, row: Mapping[str, Any]) -> Any:
+        extra = row.get("extra_info") or {}
+        name = row.get("environment") or extra.get("environment") or ""
+        if len(self.environments) == 1 and not name:
+            name = next(iter(self.environments))
+        if name not in self.environments:
+            known = ", ".join(map(repr, self.environments)) or "none"
+            raise EpisodeError(f"its row names the environment {name!r}; rollout.agent.environment has {known}")
+        return self.environments[name]()
+
+    async def _with_tools(
+        self, environment: Any, row: dict[str, Any], sampling_params: dict[str, Any], kwargs: dict[str, Any]
+    ) -> AgentLoopOutput:
+        """TRL's kind."""
+        first = await self._bounded(environment.reset, **row)
+        # results change with the state of the environment, so that none can stand for a call: no journal
+        self.tool_calls = ToolCalls(tools_of(environment), self.tool_calls.settings, Journal(None))
+        messages = _with_observation(kwargs["raw_prompt"], first)
+        episode = CURRENT.get()
+        data = AgentData(messages, episode.task.name)
+        episode.messages = messages
+        data.prompt_ids = await self.apply_chat_template(messages, self.tool_calls.schemas())
+        await self._turns(data, sampling_params, None, None, {})
+        output = self._output(data)
+        if callable(getattr(environment, "get_reward", None)):
+            output.reward_score = float(await self._bounded(environment.get_reward))
+        return output
+
+    async def _play(
+        self, environment: Any, row: dict[str, Any], sampling_params: dict[str, Any], prompt: list[dict[str, Any]]
+    ) -> AgentLoopOutput:
+        """Gymnasium's kind."""
+        episode, settings = CURRENT.get(), self.rollout_config.multi_turn
+        seed = (row.get("extra_info") or {}).get("seed", episode.task.ordinal)  # the samples of a prompt play one game
+        first = await self._bounded(environment.reset, **_accepted(environment.reset, {**row, "seed": seed}))
+        messages = _with_observation(prompt, first[0] if isinstance(first, tuple) else first)
+        data = AgentData(messages, episode.task.name)
+        episode.messages = messages
+        data.prompt_ids = await self.apply_chat_template(messages)
+        while await self._turn(data, sampling_params, None) and not self._is_cut(data):
+            started_at = time.perf_counter()
+            found = await self._bounded(environment.step, str(messages[-1]["content"]))
+            observation, reward, terminated, is_truncated, info = _five(found)
+            seconds = time.perf_counter() - started_at
+            data.metrics.tool_calls += seconds
+            answer = truncated(
+                str(observation), settings.max_tool_response_length, settings.tool_response_truncate_side
+            )
+            data.turn_scores.append(reward)
+            data.extra_fields.update(info if isinstance(info, dict) else {})
+            episode.tool_results.append(ToolResult("step", answer, reward, seconds=seconds))
+            if terminated or is_truncated or not self._may_continue(data):
+                break
+            if not self._append(data, [{"role": "user", "content": answer}]):
+                break
+        output = self._output(data)
+        discount = self.rollout_config.agent.turn_discount
+        output.reward_score = sum(score * discount**turn for turn, score in enumerate(data.turn_scores))
+        return output
+
+    def _is_cut(self, data: AgentData) -> bool:
+        """Whether the response was full before the model had ended its turn, so that it is no action."""
+        return len(data.response_ids) >= self.response_length and data.response_ids[-1] not in self.stop_token_ids
+
+    async def _bounded(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return await bounded(function, self.rollout_config.multi_turn.tool_timeout_s, *args, **kwargs)
+
+
+def tools_of(environment: Any) -> list[BaseTool]:
+    """The public methods of an environment, but those of the contract."""
+    classes = [cls for cls in reversed(type(environment).__mro__) if cls is not object]
+    names = dict.fromkeys(name for cls in classes for name, value in vars(cls).items() if callable(value))
+    return [FunctionTool(getattr(environment, n)) for n in names if not n.startswith("_") and n not in _OWN]
+
+
+def _with_observation(prompt: list[dict[str, Any]], observation: Any) -> list[dict[str, Any]]:
+    """The prompt with what `reset` returned behind its last message, if that was a text."""
+    messages = [dict(message) for message in prompt]
+    if observation is None or observation == "":
+        return messages
+    if messages and messages[-1]["role"] == "user":
+        content = messages[-1].get("content") or ""
+        messages[-1]["content"] = f"{content}\n\n{observation}" if content else str(observation)
+    else:
+        messages.append({"role": "user", "content": str(observation)})
+    return messages
+
+
+def _accepted(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that a function takes: all of them for one with **kwargs."""
+    parameters = inspect.signature(function).parameters
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        return arguments
+    return {name: value for name, value in arguments.items() if name in parameters}
+
+
+def _five(found: Any) -> tuple[Any, float, bool, bool, Any]:
+    if not isinstance(found, tuple) or len(found) not in (3, 4, 5):
+        raise EpisodeError("its environment's step must return (observation, reward, terminated, truncated, info)")
+    observation, reward, terminated, *more = found
+    is_truncated, info = (more[0], more[1]) if len(more) == 2 else (False, more[0] if more else {})
+    return observation, float(reward), bool(terminated), bool(is_truncated), info

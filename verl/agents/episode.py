@@ -1,0 +1,219 @@
+"""One episode: the turns of an agent on one sample, with the provenance of every token.
+
+A branch is a sequence of tokens that grows turn by turn. A call whose prompt begins with the tokens of a branch continues it,
+and the engine keeps what it has computed; any other call begins a branch of its own. What trains is a branch: its sampled
+tokens carry the log-probs and the weight version with which they were sampled, all others are context.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import hashlib
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from verl.data_proto.samples import Completion, PromptRequest, TurnRequest
+from verl.data_proto.trajectory import Segment, Status, Trajectory
+from verl.errors import VerlError
+
+SAMPLE_BITS = 20  # of a sample's number; the bits above number its branches
+CURRENT: contextvars.ContextVar[Episode] = contextvars.ContextVar("episode")
+
+Submit = Callable[["Episode", PromptRequest | TurnRequest], Awaitable[Completion]]
+
+
+class EpisodeError(VerlError):
+    """An episode cannot continue: it gets the default score and does not train. The run continues."""
+
+
+@dataclass(frozen=True)
+class EpisodeTask:
+    """A sample to make: the row and its prompt. `limit` bounds the response, tool output included."""
+
+    ordinal: int
+    sample: int
+    step: int
+    split: str
+    prompt_ids: tuple[int, ...]
+    row: dict[str, Any]
+    limit: int
+    max_prompt_length: int
+
+    @property
+    def name(self) -> str:
+        """As in messages: train/7/0."""
+        return f"{self.split}/{self.ordinal}/{self.sample}"
+
+
+@dataclass(eq=False)
+class Branch:
+    """A sequence of tokens and how each came about. `number` names it to the engine."""
+
+    number: int
+    num_prompt: int
+    tokens: list[int] = field(default_factory=list)
+    sampled: list[bool] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)  # 0 where not sampled
+    versions: list[int] = field(default_factory=list)  # -1 where not sampled
+    is_kept: bool = False  # the engine can continue it
+    is_busy: bool = False
+
+    def add(self, tokens: Sequence[int], log_probs: Sequence[float] | None, version: int) -> None:
+        """Append tokens; `log_probs` is None for those that were not sampled."""
+        self.tokens += tokens
+        self.sampled += [log_probs is not None] * len(tokens)
+        self.log_probs += [0.0] * len(tokens) if log_probs is None else log_probs
+        self.versions += [version if log_probs is not None else -1] * len(tokens)
+
+
+@dataclass
+class EpisodeResult:
+    """The outcome of an episode. `reward` None: the reward function scores it. `extra` reaches the reward function."""
+
+    task: EpisodeTask
+    trajectory: Trajectory
+    reward: float | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+    num_turns: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    error: str | None = None
+
+
+class Episode:
+    """The state of one episode; used on the event loop alone. `submit` hands a request to the engine."""
+
+    def __init__(self, task: EpisodeTask, submit: Submit):
+        self.task = task
+        self.branches: list[Branch] = []
+        self.num_calls = 0  # of tools
+        self.generate_s = 0.0
+        self.messages: list[dict[str, Any]] = []
+        self.tool_results: list[Any] = []
+        self._submit = submit
+
+    async def generate(
+        self, prompt_ids: Sequence[int], max_new_tokens: int | None = None, *, is_first: bool | None = None
+    ) -> Completion | None:
+        """Sample the tokens after `prompt_ids`; None when the response of the episode is full. `is_first`: whether a
+        new branch has the random numbers of the sample itself (None: the first one has). Raises EpisodeError for a prompt that
+        is too long, ModelError for tokens that the model does not know."""
+        prompt = list(prompt_ids)
+        branch = self._continued(prompt) or self._begin(prompt, is_first)
+        room = self.task.limit - (len(prompt) - branch.num_prompt)
+        room -= max(0, branch.num_prompt - self.task.max_prompt_length)
+        if room <= 0:
+            return None
+        new = tuple(prompt[len(branch.tokens) :])
+        most = min(room, max_new_tokens or room)
+        started_at, branch.is_busy = time.perf_counter(), True
+        if branch.is_kept:
+            turn = TurnRequest(self.task.ordinal, branch.number, new, most)
+            done = await self._submit(self, turn)
+        else:
+            request = PromptRequest(self.task.ordinal, tuple(prompt), branch.number, 0, 1, most)
+            done = await self._submit(self, request)
+        branch.is_busy, branch.is_kept = False, True
+        self.generate_s += time.perf_counter() - started_at
+        branch.add(new, None, done.weight_version)
+        branch.add(done.token_ids, done.log_probs, done.weight_version)
+        return done
+
+    def _continued(self, prompt: list[int]) -> Branch | None:
+        """The longest branch whose tokens are the beginning of a prompt."""
+        fitting = [b for b in self.branches if b.is_kept and not b.is_busy and prompt[: len(b.tokens)] == b.tokens]
+        return max(fitting, key=lambda b: len(b.tokens), default=None)
+
+    def _begin(self, prompt: list[int], is_first: bool | None) -> Branch:
+        task = self.task
+        if not prompt:
+            raise EpisodeError("it asked for tokens after an empty prompt")
+        if len(prompt) > task.max_prompt_length + task.limit or (
+            not self.branches and len(prompt) > task.max_prompt_length
+        ):
+            raise EpisodeError(
+                f"its prompt has {len(prompt)} tokens, more than data.max_prompt_length={task.max_prompt_length} allows"
+            )
+        first = not self.branches if is_first is None else is_first
+        taken = {branch.number for branch in self.branches}
+        number, count = task.sample, 0
+        while not first or number in taken:
+            # of the prompt and not of the order of the calls, which may depend on time
+            content = np.asarray([count, *prompt], dtype="<i8").tobytes()
+            digest = int.from_bytes(hashlib.blake2b(content, digest_size=5).digest(), "little")
+            number, first, count = task.sample | ((digest + 1) << SAMPLE_BITS), True, count + 1
+        self.branches.append(Branch(number, len(prompt)))
+        return self.branches[-1]
+
+    def keys(self) -> list[tuple[int, int]]:
+        """Names of its branches to the engine."""
+        return [(self.task.ordinal, branch.number) for branch in self.branches]
+
+    def digest(self) -> str:
+        """Digest of all tokens so far."""
+        state = hashlib.blake2b(digest_size=12)
+        for branch in sorted(self.branches, key=lambda b: b.number):
+            state.update(np.asarray([branch.number, *branch.tokens], dtype="<i8").tobytes())
+        return state.hexdigest()
+
+    # -- what trains
+
+    def trajectory(
+        self, prompt_ids: Sequence[int], response_ids: Sequence[int], mask: Sequence[int], status: Status
+    ) -> Trajectory:
+        """The trajectory of a response whose tokens with mask 1 train. Raises EpisodeError for one that would train on a
+        token which was not sampled at its place."""
+        whole, start = [*prompt_ids, *response_ids], len(prompt_ids)
+        if len(mask) != len(response_ids):
+            raise EpisodeError(f"its mask has {len(mask)} entries for {len(response_ids)} response tokens")
+        matching = [(_common(branch.tokens, whole), branch) for branch in self.branches]
+        length, branch = max(matching, key=lambda found: found[0], default=(0, Branch(0, 0)))
+        sampled = branch.sampled[:length] + [False] * (len(whole) - length)
+        wrong = next((i for i, train in enumerate(mask) if train and not sampled[start + i]), None)
+        if wrong is not None:
+            raise EpisodeError(
+                f"its response token {wrong} ({whole[start + wrong]}) would train but was not sampled there: the agent loop "
+                "has changed or tokenized again what the model wrote. Return the token ids of generate, and mask 0 elsewhere"
+            )
+        end = min(len(whole), start + self.task.limit)
+        found = Trajectory(self.task.ordinal, self.task.sample, tuple(prompt_ids), status=status)
+        at, newest = start, max((v for v in branch.versions), default=0)
+        while at < end:
+            kind = (bool(mask[at - start]), branch.versions[at] if at < length and mask[at - start] else -1)
+            stop = at
+            while (
+                stop < end and (bool(mask[stop - start]), branch.versions[stop] if mask[stop - start] else -1) == kind
+            ):
+                stop += 1
+            tokens = np.asarray(whole[at:stop], dtype=np.int32)
+            if kind[0]:
+                log_probs = np.asarray(branch.log_probs[at:stop])
+                found.segments.append(Segment(tokens, log_probs, kind[1]))
+            else:
+                found.segments.append(Segment(tokens, None, max(newest, 0), "environment"))
+            at = stop
+        return found
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    """The number of equal tokens at the beginning of both."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def failed(task: EpisodeTask, why: str, filler: int, version: int, **more: Any) -> EpisodeResult:
+    """The result of an episode that cannot train: a response of one token that has mask 0."""
+    prompt = task.prompt_ids[: task.max_prompt_length] or (filler,)
+    empty = Segment(np.asarray([filler], dtype=np.int32), None, version, "environment")
+    trajectory = Trajectory(task.ordinal, task.sample, prompt, [empty], "abort")
+    return EpisodeResult(task, trajectory, error=why, **more)
+
+
+def in_dtype(found: EpisodeResult, dtype: type[np.floating[Any]]) -> EpisodeResult:
+    """The result with log-probs of `dtype`."""
+    segments = [
+        s if s.log_probs is None else replace(s, log_probs=s.log_probs.astype(dtype)) for s in found.trajectory.segments
+    ]
+    return replace(found, trajectory=replace(found.trajectory, segments=segments))

@@ -1,0 +1,162 @@
+"""Games as environments: FrozenLake, Taxi and Blackjack of gymnasium in words, single-player games of textarena, and questions
+with "wrong, try again".
+
+    rollout.agent.environment=verl.agents.games:GAMES      the column `environment` of a row names the game
+    rollout.agent.environment=verl.agents.games:Blackjack  one game
+
+gymnasium and textarena come with the extra `environments`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from verl.errors import MissingExtraError
+
+Step = tuple[str, float, bool, bool, dict[str, Any]]
+
+_COLOURS = re.compile("\x1b\\[(\\d+(?:;\\d+)*)m(.)\x1b\\[0m")
+
+
+class GymnasiumText:
+    """A game of gymnasium with a small number of actions, each with a word. The last such word in the model's text acts."""
+
+    game: ClassVar[str]
+    actions: ClassVar[Mapping[str, int]]
+    rules: ClassVar[str]
+    settings: ClassVar[Mapping[str, Any]] = {}
+    mistake: ClassVar[float] = 0.0  # reward of a text without an action
+
+    def __init__(self) -> None:
+        try:
+            import gymnasium
+        except ImportError:
+            raise MissingExtraError(f"the game {self.game}", "gymnasium", "environments") from None
+        self.env = gymnasium.make(self.game, **self.settings)
+
+    def reset(self, seed: int | None = None, **row: Any) -> tuple[str, dict[str, Any]]:
+        """Begin the game of a seed."""
+        observation, _ = self.env.reset(seed=seed)
+        return f"{self.rules}\n\n{self.describe(observation)}", {}
+
+    def step(self, text: str) -> Step:
+        """Act by the last word of an action in a text."""
+        found = re.findall(rf"\b({'|'.join(self.actions)})\b", text.lower())
+        if not found:
+            return f"Say one of: {', '.join(self.actions)}.", self.mistake, False, False, {}
+        observation, reward, terminated, truncated, _ = self.env.step(self.actions[found[-1]])
+        return self.describe(observation), float(reward), bool(terminated), bool(truncated), {}
+
+    def describe(self, observation: Any) -> str:
+        """The state of the game in words."""
+        return _COLOURS.sub(r"[\2]", str(self.env.render())).strip()
+
+    def close(self) -> None:
+        """End the game."""
+        self.env.close()
+
+
+class FrozenLake(GymnasiumText):
+    """Walk over a lake to the goal, around its holes."""
+
+    game = "FrozenLake-v1"
+    settings: ClassVar[Mapping[str, Any]] = {"is_slippery": False, "render_mode": "ansi"}
+    actions: ClassVar[Mapping[str, int]] = {"left": 0, "down": 1, "right": 2, "up": 3}
+    rules = "Walk from S to the goal G; H is a hole. You are at the letter in brackets. Say left, down, right or up."
+
+
+class Taxi(GymnasiumText):
+    """Fetch a passenger and bring them to the hotel."""
+
+    game = "Taxi-v4"
+    settings: ClassVar[Mapping[str, Any]] = {"render_mode": "ansi"}
+    actions: ClassVar[Mapping[str, int]] = {"south": 0, "north": 1, "east": 2, "west": 3, "pickup": 4, "dropoff": 5}
+    rules = "Drive the taxi to the passenger, say pickup, drive to the destination and say dropoff."
+    places = ("R", "G", "Y", "B", "the taxi")
+
+    def describe(self, observation: Any) -> str:
+        """The map, and who is where."""
+        row, column, passenger, destination = self.env.unwrapped.decode(int(observation))  # type: ignore[attr-defined]
+        where = f"The taxi is in row {row}, column {column}. The passenger is at {self.places[passenger]}"
+        return f"{super().describe(observation)}\n{where} and wants to go to {self.places[destination]}."
+
+
+class Blackjack(GymnasiumText):
+    """Come nearer to 21 than the dealer."""
+
+    game = "Blackjack-v1"
+    actions: ClassVar[Mapping[str, int]] = {"stick": 0, "stand": 0, "hit": 1}
+    rules = "Blackjack: come nearer to 21 than the dealer, but not above. Say hit for a card, or stick."
+
+    def describe(self, observation: Any) -> str:
+        """The cards."""
+        own, dealer, usable = observation
+        ace = ", with an ace that counts 11" if usable else ""
+        return f"You have {own}{ace}. The dealer shows {dealer}."
+
+
+class TextArena:
+    """A game of textarena for one player, of the row's column or extra_info `game` ("GuessTheNumber-v0"). The reward comes at
+    the end, as the game gives it."""
+
+    def __init__(self) -> None:
+        try:
+            import textarena
+        except ImportError:
+            raise MissingExtraError("games of textarena", "textarena", "environments") from None
+        self.library, self.env = textarena, None
+
+    def reset(self, seed: int | None = None, **row: Any) -> tuple[str, dict[str, Any]]:
+        """Begin the game of a seed."""
+        name = row.get("game") or (row.get("extra_info") or {}).get("game")
+        if not isinstance(name, str):
+            raise ValueError("the row names no game; give it a column `game`, such as GuessTheNumber-v0")
+        self.env = self.library.make(name)
+        self.env.reset(num_players=1, seed=seed)
+        return self._observation(), {}
+
+    def step(self, text: str) -> Step:
+        """Say a text to the game."""
+        assert self.env is not None
+        done, _ = self.env.step(action=text)
+        if not done:
+            return self._observation(), 0.0, False, False, {}
+        found = self.env.close()
+        rewards = found[0] if isinstance(found, tuple) else found
+        return "The game is over.", float((rewards or {}).get(0, 0.0)), True, False, {}
+
+    def _observation(self) -> str:
+        assert self.env is not None
+        _, observation = self.env.get_observation()
+        return observation if isinstance(observation, str) else "\n".join(str(part[1]) for part in observation)
+
+
+class TryAgain:
+    """A question of the data set, answered until the scorer of its data_source (GSM8K, reasoning-gym, ...) is content."""
+
+    answer = "That is wrong. Try again."
+
+    def reset(self, **row: Any) -> tuple[None, dict[str, Any]]:
+        """Take the question of a row."""
+        self.row = row
+        return None, {}
+
+    def step(self, text: str) -> Step:
+        """Score an answer."""
+        from verl.rewards.scorers.route import default_compute_score
+
+        truth = (self.row.get("reward_model") or {}).get("ground_truth")
+        found = default_compute_score(str(self.row["data_source"]), text, truth, self.row.get("extra_info") or {})
+        score = float(found["score"] if isinstance(found, dict) else found)
+        return self.answer, score, score >= 1.0, False, {}
+
+
+GAMES = {
+    "frozen_lake": FrozenLake,
+    "taxi": Taxi,
+    "blackjack": Blackjack,
+    "textarena": TextArena,
+    "try_again": TryAgain,
+}

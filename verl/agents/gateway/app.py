@@ -1,0 +1,219 @@
+"""The gateway: an endpoint of OpenAI's and Anthropic's form inside of the run, on which agents of any kind train.
+
+    POST {base}/chat/completions      with tools, streamed or not
+    POST {base}/completions
+    POST {base}/responses             a translation to chat completions
+    POST {base}/messages              Anthropic's, a translation to chat completions
+    GET  {base}/models
+    POST {base}/reward                {"reward": 1.0, "info": {}}
+
+where base is http://127.0.0.1:port/s/SESSION/v1. The policy samples as the run says: temperature and the like of a request are
+not looked at. Built on Starlette and uvicorn, the extra `agents`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import math
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+from verl.agents.gateway import formats
+from verl.agents.gateway.sessions import RequestError, Session, Sessions
+from verl.errors import ConfigError, MissingExtraError, UnreachableError
+
+log = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 30.0
+MAX_BODY = 32 << 20  # bytes
+
+Handler = Callable[[Session, dict[str, Any]], Awaitable[Any]]
+
+
+class Gateway:
+    """The server, on the event loop that runs the episodes. Raises MissingExtraError without Starlette and uvicorn."""
+
+    def __init__(self, host: str, port: int):
+        try:
+            import starlette.applications
+            import uvicorn
+        except ImportError:
+            raise MissingExtraError(
+                "actor_rollout_ref.rollout.agent.runner", "starlette and uvicorn", "agents"
+            ) from None
+        del starlette
+        self.sessions = Sessions()
+        self._socket = _bound(host, port)
+        self.host, self.port = self._socket.getsockname()[:2]
+        config = uvicorn.Config(
+            _application(self), log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=1
+        )
+        self._server = uvicorn.Server(config)
+        self._task: asyncio.Task[None] | None = None
+
+    def base_url(self, session: Session) -> str:
+        """The address of a session, for an OpenAI client."""
+        return f"http://{self.host}:{self.port}/s/{session.id}/v1"
+
+    async def start(self) -> None:
+        """Serve; returns once requests are answered. Raises UnreachableError."""
+        self._task = asyncio.get_running_loop().create_task(self._server.serve(sockets=[self._socket]))
+        try:
+            await asyncio.wait_for(self._started(), START_TIMEOUT_S)
+        except asyncio.TimeoutError:
+            raise UnreachableError(
+                f"The endpoint for agents on {self.host}:{self.port} did not start within {START_TIMEOUT_S:g} s."
+            ) from None
+
+    async def _started(self) -> None:
+        while not self._server.started:
+            if self._task is not None and self._task.done():
+                raise UnreachableError(f"The endpoint for agents on {self.host}:{self.port} did not start.")
+            await asyncio.sleep(0.01)
+
+    async def stop(self) -> None:
+        """End the server."""
+        self._server.should_exit = True
+        if self._task is not None:
+            await asyncio.wait([self._task], timeout=3.0)
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        made.bind((host, port))
+    except OSError as error:
+        made.close()
+        raise ConfigError(
+            f"The endpoint for agents cannot listen on {host}:{port} ({error.strerror}). Set "
+            "actor_rollout_ref.rollout.agent.gateway_port=0 for a free port."
+        ) from error
+    made.listen(2048)
+    made.set_inheritable(False)
+    return made
+
+
+def _application(gateway: Gateway) -> Any:
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import JSONResponse, StreamingResponse
+    from starlette.routing import Route
+
+    def refusal(status: int, sentence: str) -> Any:
+        kind = "authentication_error" if status == 401 else "invalid_request_error"
+        return JSONResponse({"error": {"message": sentence, "type": kind, "code": None}}, status)
+
+    def route(handler: Handler) -> Callable[[Request], Awaitable[Any]]:
+        async def answer(request: Request) -> Any:
+            given = request.headers.get("authorization", "").removeprefix("Bearer ") or request.headers.get(
+                "x-api-key", ""
+            )
+            if not hmac.compare_digest(given.encode(), gateway.sessions.token.encode()):
+                return refusal(401, "The API key is not that of this run.")
+            session = gateway.sessions.get(request.path_params["session"])
+            if session is None:
+                return refusal(404, "There is no such session: its episode has ended.")
+            try:
+                body = await _body(request)
+                found = await handler(session, body)
+            except RequestError as error:
+                return refusal(400, f"{error}.")
+            if isinstance(found, dict):
+                return JSONResponse(found)
+            return StreamingResponse(found, media_type="text/event-stream")
+
+        return answer
+
+    base = "/s/{session}/v1"
+    routes = [Route(f"{base}/{path}", route(handler), methods=["POST"]) for path, handler in HANDLERS.items()]
+    routes.append(Route(f"{base}/models", route(_models), methods=["GET"]))
+    return Starlette(routes=routes)
+
+
+async def _body(request: Any) -> dict[str, Any]:
+    if request.method == "GET":
+        return {}
+    chunks, size = [], 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > MAX_BODY:
+            raise RequestError(f"the request has more than {MAX_BODY >> 20} MiB")
+        chunks.append(chunk)
+    try:
+        body = json.loads(b"".join(chunks))
+    except (ValueError, RecursionError) as error:
+        raise RequestError("the request is not JSON") from error
+    if not isinstance(body, dict):
+        raise RequestError("the request is not a JSON object")
+    return body
+
+
+async def _chat(session: Session, body: dict[str, Any]) -> Any:
+    wanted = formats.chat_request(body)
+    answer = await session.chat(wanted.messages, wanted.tools, wanted.max_tokens)
+    if body.get("stream"):
+        return _events(formats.chat_chunks(answer, body), done=True)
+    return formats.chat_response(answer, body)
+
+
+async def _completions(session: Session, body: dict[str, Any]) -> Any:
+    wanted = formats.completion_request(body, session.continuity.tokenizer)
+    answer = await session.complete(wanted.token_ids, wanted.max_tokens, is_first=False)
+    session.num_turns += 2
+    if body.get("stream"):
+        return _events([formats.completion_response(answer, body)], done=True)
+    return formats.completion_response(answer, body)
+
+
+async def _responses(session: Session, body: dict[str, Any]) -> Any:
+    wanted = formats.responses_request(body)
+    answer = await session.chat(wanted.messages, wanted.tools, wanted.max_tokens)
+    return formats.responses_response(answer, body)
+
+
+async def _anthropic(session: Session, body: dict[str, Any]) -> Any:
+    wanted = formats.anthropic_request(body)
+    answer = await session.chat(wanted.messages, wanted.tools, wanted.max_tokens)
+    if body.get("stream"):
+        return _named_events(formats.anthropic_events(answer, body))
+    return formats.anthropic_response(answer, body)
+
+
+async def _models(session: Session, body: dict[str, Any]) -> dict[str, Any]:
+    return {"object": "list", "data": [{"id": formats.MODEL, "object": "model", "created": 0, "owned_by": "verl"}]}
+
+
+async def _reward(session: Session, body: dict[str, Any]) -> dict[str, Any]:
+    reward, info = body.get("reward"), body.get("info")
+    if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
+        raise RequestError("`reward` must be a finite number")
+    if info is not None and not isinstance(info, dict):
+        raise RequestError("`info` must be an object")
+    session.reward, session.info = float(reward), dict(info or {})
+    return {"ok": True}
+
+
+HANDLERS: dict[str, Handler] = {
+    "chat/completions": _chat,
+    "completions": _completions,
+    "responses": _responses,
+    "messages": _anthropic,
+    "reward": _reward,
+}
+
+
+async def _events(chunks: list[dict[str, Any]], *, done: bool) -> AsyncIterator[str]:
+    for chunk in chunks:
+        yield f"data: {json.dumps(chunk)}\n\n"
+    if done:
+        yield "data: [DONE]\n\n"
+
+
+async def _named_events(events: list[dict[str, Any]]) -> AsyncIterator[str]:
+    for event in events:
+        yield f"event: {event['type']}\ndata: {json.dumps(event)}\n\n"

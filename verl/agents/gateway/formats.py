@@ -1,0 +1,354 @@
+"""Requests and answers in the formats of OpenAI (chat completions, completions, responses) and Anthropic (messages).
+
+What would change the policy's sampling is either harmless and passed over (temperature, top_p, seed, user), or refused with a
+sentence (n above 1, response_format, logit_bias, forced tool calls, stop texts).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl.agents.gateway.sessions import ModelTurn, RequestError, as_message_call
+
+MODEL = "policy"
+
+
+@dataclass
+class ChatRequest:
+    """A turn to sample."""
+
+    messages: Any
+    tools: Any = None
+    max_tokens: int | None = None
+
+
+@dataclass
+class CompletionRequest:
+    """Tokens to continue."""
+
+    token_ids: list[int] = field(default_factory=list)
+    max_tokens: int | None = None
+
+
+def _refuse(body: Mapping[str, Any]) -> None:
+    """Raise RequestError for what the policy cannot do."""
+    if body.get("n") not in (None, 1):
+        raise RequestError("n must be 1: the samples of a prompt are episodes of their own")
+    kind = (
+        (body.get("response_format") or {}).get("type", "text")
+        if isinstance(body.get("response_format"), dict)
+        else "text"
+    )
+    if kind != "text":
+        raise RequestError(f"response_format of type {kind} is not available: the policy samples without constraints")
+    if body.get("logit_bias"):
+        raise RequestError("logit_bias is not available: the policy samples without constraints")
+    if body.get("stop"):
+        raise RequestError("stop is not available in a request; set actor_rollout_ref.rollout.stop for the run")
+    choice = body.get("tool_choice")
+    if choice not in (None, "auto", "none") and not (isinstance(choice, dict) and choice.get("type") == "auto"):
+        raise RequestError("tool_choice can be auto or none: the policy is not forced to call a tool")
+
+
+def _limit(body: Mapping[str, Any], *names: str) -> int | None:
+    value = next((body[name] for name in names if body.get(name) is not None), None)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise RequestError(f"{names[0]} must be a whole number of at least 1")
+    return value
+
+
+# -- chat completions
+
+
+def chat_request(body: Mapping[str, Any]) -> ChatRequest:
+    """Of POST /chat/completions."""
+    _refuse(body)
+    tools = None if body.get("tool_choice") == "none" else body.get("tools")
+    return ChatRequest(body.get("messages"), tools, _limit(body, "max_completion_tokens", "max_tokens"))
+
+
+def chat_response(answer: ModelTurn, body: Mapping[str, Any]) -> dict[str, Any]:
+    """Its answer. `token_ids` and `prompt_token_ids` are ours."""
+    message: dict[str, Any] = {"role": "assistant", "content": answer.text if answer.text or not answer.calls else None}
+    if answer.calls:
+        message["tool_calls"] = [as_message_call(call) for call in answer.calls]
+    choice = {"index": 0, "message": message, "finish_reason": answer.finish_reason, "logprobs": None}
+    if body.get("logprobs"):
+        choice["logprobs"] = {
+            "content": [
+                {"token": f"token_id:{token}", "logprob": log_prob, "bytes": None, "top_logprobs": []}
+                for token, log_prob in zip(answer.token_ids, answer.log_probs, strict=True)
+            ]
+        }
+    return {
+        "id": _id("chatcmpl"),
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": body.get("model") or MODEL,
+        "choices": [{**choice, "token_ids": answer.token_ids}],
+        "prompt_token_ids": answer.prompt_ids,
+        "usage": _usage(answer),
+    }
+
+
+def chat_chunks(answer: ModelTurn, body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The same, streamed: the turn comes in one chunk, since it is read as a whole."""
+    base = {
+        "id": _id("chatcmpl"),
+        "object": "chat.completion.chunk",
+        "created": int(time.time()),
+        "model": body.get("model") or MODEL,
+    }
+    delta: dict[str, Any] = {"role": "assistant", "content": answer.text}
+    if answer.calls:
+        delta["tool_calls"] = [{"index": i, **as_message_call(call)} for i, call in enumerate(answer.calls)]
+    chunks = [
+        {**base, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]},
+        {**base, "choices": [{"index": 0, "delta": {}, "finish_reason": answer.finish_reason}]},
+    ]
+    if (body.get("stream_options") or {}).get("include_usage"):
+        chunks.append({**base, "choices": [], "usage": _usage(answer)})
+    return chunks
+
+
+def _usage(answer: ModelTurn) -> dict[str, int]:
+    prompt, new = len(answer.prompt_ids), len(answer.token_ids)
+    return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+
+
+def _id(kind: str) -> str:
+    return f"{kind}-{uuid.uuid4().hex}"
+
+
+# -- completions
+
+
+def completion_request(body: Mapping[str, Any], tokenizer: Any) -> CompletionRequest:
+    """Of POST /completions: `prompt` is a text or token ids."""
+    _refuse(body)
+    prompt = body.get("prompt")
+    if isinstance(prompt, str):
+        ids = tokenizer.encode(prompt)
+    elif isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
+        ids = prompt
+    else:
+        raise RequestError("`prompt` must be a text or a list of token ids")
+    if not ids:
+        raise RequestError("`prompt` has no tokens")
+    return CompletionRequest(list(ids), _limit(body, "max_tokens"))
+
+
+def completion_response(answer: ModelTurn, body: Mapping[str, Any]) -> dict[str, Any]:
+    """Its answer."""
+    log_probs = {"token_logprobs": answer.log_probs} if body.get("logprobs") is not None else None
+    choice = {"index": 0, "text": answer.raw_text, "finish_reason": answer.finish_reason, "logprobs": log_probs}
+    return {
+        "id": _id("cmpl"),
+        "object": "text_completion",
+        "created": int(time.time()),
+        "model": body.get("model") or MODEL,
+        "choices": [{**choice, "token_ids": answer.token_ids}],
+        "usage": _usage(answer),
+    }
+
+
+# -- responses
+
+
+def responses_request(body: Mapping[str, Any]) -> ChatRequest:
+    """Of POST /responses, as a chat: `instructions`, and `input` as a text or a list of messages, calls and their outputs."""
+    _refuse(body)
+    if body.get("stream") or body.get("previous_response_id"):
+        raise RequestError("stream and previous_response_id are not available in responses; send the whole input")
+    messages: list[dict[str, Any]] = []
+    if body.get("instructions"):
+        messages.append({"role": "system", "content": body["instructions"]})
+    given = body.get("input")
+    for item in [{"role": "user", "content": given}] if isinstance(given, str) else given or []:
+        messages += _of_item(item)
+    tools = [
+        {"type": "function", "function": {k: v for k, v in tool.items() if k in ("name", "description", "parameters")}}
+        for tool in body.get("tools") or []
+        if isinstance(tool, Mapping) and tool.get("type") == "function"
+    ]
+    return ChatRequest(_joined(messages), tools, _limit(body, "max_output_tokens"))
+
+
+def _of_item(item: Any) -> list[dict[str, Any]]:
+    if not isinstance(item, Mapping):
+        raise RequestError("`input` must be a text or a list of objects")
+    kind = item.get("type", "message")
+    if kind == "function_call":
+        function = {"name": item.get("name"), "arguments": item.get("arguments") or "{}"}
+        call = {"id": item.get("call_id"), "type": "function", "function": function}
+        return [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    if kind == "function_call_output":
+        return [{"role": "tool", "tool_call_id": item.get("call_id"), "content": _text(item.get("output"))}]
+    if kind == "message":
+        return [{"role": item.get("role"), "content": _text(item.get("content"))}]
+    return []
+
+
+def _joined(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Text and calls of one turn as one message."""
+    found: list[dict[str, Any]] = []
+    for message in messages:
+        if found and message["role"] == found[-1]["role"] == "assistant":
+            last = found[-1]
+            last["content"] = f"{last['content'] or ''}{message['content'] or ''}"
+            last["tool_calls"] = [*last.get("tool_calls", []), *message.get("tool_calls", [])]
+        else:
+            found.append(dict(message))
+    return found
+
+
+def responses_response(answer: ModelTurn, body: Mapping[str, Any]) -> dict[str, Any]:
+    """Its answer."""
+    output: list[dict[str, Any]] = []
+    if answer.text or not answer.calls:
+        content = [{"type": "output_text", "text": answer.text, "annotations": []}]
+        output.append(
+            {"type": "message", "id": _id("msg"), "role": "assistant", "status": "completed", "content": content}
+        )
+    for call in answer.calls:
+        made = {"call_id": call.id, "name": call.name, "arguments": call.arguments, "status": "completed"}
+        output.append({"type": "function_call", "id": _id("fc"), **made})
+    usage = {"input_tokens": len(answer.prompt_ids), "output_tokens": len(answer.token_ids)}
+    is_cut = answer.finish_reason == "length"
+    return {
+        "id": _id("resp"),
+        "object": "response",
+        "created_at": int(time.time()),
+        "model": body.get("model") or MODEL,
+        "status": "incomplete" if is_cut else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+        "error": None,
+        "instructions": body.get("instructions"),
+        "output": output,
+        "parallel_tool_calls": True,
+        "tool_choice": "auto",
+        "tools": body.get("tools") or [],
+        "usage": {**usage, "total_tokens": sum(usage.values())},
+    }
+
+
+# -- Anthropic's messages
+
+
+def anthropic_request(body: Mapping[str, Any]) -> ChatRequest:
+    """Of POST /messages, as a chat."""
+    if body.get("stop_sequences"):
+        raise RequestError(
+            "stop_sequences are not available in a request; set actor_rollout_ref.rollout.stop for the run"
+        )
+    messages: list[dict[str, Any]] = []
+    if body.get("system"):
+        messages.append({"role": "system", "content": _text(body["system"])})
+    for message in body.get("messages") or []:
+        if not isinstance(message, Mapping):
+            raise RequestError("`messages` must be a list of messages {role, content}")
+        messages += _of_blocks(str(message.get("role")), message.get("content"))
+    tools = [
+        {
+            "type": "function",
+            "function": {
+                "name": tool.get("name"),
+                "description": tool.get("description", ""),
+                "parameters": tool.get("input_schema") or {"type": "object", "properties": {}},
+            },
+        }
+        for tool in body.get("tools") or []
+        if isinstance(tool, Mapping)
+    ]
+    return ChatRequest(messages, tools, _limit(body, "max_tokens"))
+
+
+def _of_blocks(role: str, content: Any) -> list[dict[str, Any]]:
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    blocks = [block for block in content or [] if isinstance(block, Mapping)]
+    results = [
+        {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": _text(block.get("content"))}
+        for block in blocks
+        if block.get("type") == "tool_result"
+    ]
+    text = "".join(str(block.get("text", "")) for block in blocks if block.get("type") == "text")
+    calls = [
+        {
+            "id": b.get("id"),
+            "type": "function",
+            "function": {"name": b.get("name"), "arguments": json.dumps(b.get("input") or {})},
+        }
+        for b in blocks
+        if b.get("type") == "tool_use"
+    ]
+    if calls:
+        return [{"role": role, "content": text, "tool_calls": calls}]
+    return [*results, *([{"role": role, "content": text}] if text or not results else [])]
+
+
+def _text(content: Any) -> str:
+    """The text of a content: a text, or a list of parts."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise RequestError("content must be a text or a list of text parts")
+    parts = []
+    for part in content:
+        if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
+            raise RequestError("only parts with text are available; images and files are not")
+        parts.append(part["text"])
+    return "".join(parts)
+
+
+def anthropic_response(answer: ModelTurn, body: Mapping[str, Any]) -> dict[str, Any]:
+    """Its answer."""
+    content: list[dict[str, Any]] = [{"type": "text", "text": answer.text}] if answer.text or not answer.calls else []
+    for call in answer.calls:
+        try:
+            given = json.loads(call.arguments or "{}")
+        except ValueError:
+            given = {"arguments": call.arguments}
+        content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": given})
+    reason = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}[answer.finish_reason]
+    return {
+        "id": _id("msg"),
+        "type": "message",
+        "role": "assistant",
+        "model": body.get("model") or MODEL,
+        "content": content,
+        "stop_reason": reason,
+        "stop_sequence": None,
+        "usage": {"input_tokens": len(answer.prompt_ids), "output_tokens": len(answer.token_ids)},
+    }
+
+
+def anthropic_events(answer: ModelTurn, body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The same, streamed."""
+    message = anthropic_response(answer, body)
+    events: list[dict[str, Any]] = [
+        {"type": "message_start", "message": {**message, "content": [], "stop_reason": None}}
+    ]
+    for index, block in enumerate(message["content"]):
+        is_text = block["type"] == "text"
+        empty = {**block, "text": ""} if is_text else {**block, "input": {}}
+        delta = (
+            {"type": "text_delta", "text": block["text"]}
+            if is_text
+            else {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+        )
+        events += [
+            {"type": "content_block_start", "index": index, "content_block": empty},
+            {"type": "content_block_delta", "index": index, "delta": delta},
+            {"type": "content_block_stop", "index": index},
+        ]
+    ending = {"stop_reason": message["stop_reason"], "stop_sequence": None}
+    events.append({"type": "message_delta", "delta": ending, "usage": {"output_tokens": len(answer.token_ids)}})
+    return [*events, {"type": "message_stop"}]

@@ -1,0 +1,159 @@
+"""The loop `endpoint_agent`: an agent that knows an endpoint alone, as a function or as a command.
+
+    async def run(task: dict, base_url: str, api_key: str) -> float | dict | None
+
+`task` is the row. A number is the reward, of a dict its entry "reward"; without one the reward that was posted holds, and
+without that the reward function scores the longest conversation. A command gets OPENAI_BASE_URL, OPENAI_API_KEY, OPENAI_MODEL
+and VERL_TASK (the row as JSON) in its environment.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import secrets
+import shlex
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from verl.agents.episode import CURRENT, Branch, Episode, EpisodeError
+from verl.agents.gateway.formats import MODEL
+from verl.agents.gateway.sessions import Session, canonical
+from verl.agents.loops import AgentLoopBase, AgentLoopOutput, register_agent_loop
+from verl.agents.parsers import ToolParser
+from verl.agents.tool_calls import on_thread
+from verl.errors import ConfigError
+from verl.foreign_text import clean
+from verl.registry import load_object
+from verl.rewards.sandbox.launch import Sandbox
+from verl.rewards.sandbox.limits import Limits
+
+COMMAND = "command:"
+KEPT = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "PYTHONPATH", "VIRTUAL_ENV", "HF_HOME", "HF_HUB_OFFLINE")
+OUTPUT_BYTES = 4000  # of a command's prints, in the error
+
+
+def load_runner(runner: str | None) -> Callable[..., Any] | list[str] | None:
+    """The function, or the arguments of a command. Raises ConfigError."""
+    if runner is None:
+        return None
+    if runner.startswith(COMMAND):
+        words = shlex.split(runner.removeprefix(COMMAND))
+        if not words:
+            raise ConfigError("actor_rollout_ref.rollout.agent.runner=command: names no command.")
+        return words
+    found = load_object(runner)
+    if not callable(found):
+        raise ConfigError(f"actor_rollout_ref.rollout.agent.runner={runner} is not a function.")
+    return found  # type: ignore[no-any-return]
+
+
+@register_agent_loop("endpoint_agent")
+class EndpointAgentLoop(AgentLoopBase):
+    """See above. `gateway` and `runner` are set by the run."""
+
+    gateway: Any
+    runner: Any
+    limits: Limits
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+        """See AgentLoopBase."""
+        episode = CURRENT.get()
+        parser = ToolParser.get_tool_parser(self.rollout_config.multi_turn.format, self.tokenizer)
+        first = canonical([dict(message) for message in kwargs["raw_prompt"]], [])
+        session = Session(secrets.token_urlsafe(16), episode, self.continuity, parser, self.stop_token_ids, first)
+        task = _plain({name: value for name, value in kwargs.items() if name != "agent_name"})
+        self.gateway.sessions.add(session)
+        try:
+            base_url, key = self.gateway.base_url(session), self.gateway.sessions.token
+            if isinstance(self.runner, list):
+                found = await on_thread(self._command, self.runner, task, base_url, key)
+            else:
+                found = await on_thread(self.runner, task, base_url, key)
+        finally:
+            self.gateway.sessions.remove(session)
+        return self._output(episode, session, found)
+
+    def _output(self, episode: Episode, session: Session, found: Any) -> AgentLoopOutput:
+        reward, info = _reward(found, session)
+        branch = longest(episode)
+        start, end = branch.num_prompt, len(branch.tokens)
+        return AgentLoopOutput(
+            branch.tokens[:start],
+            branch.tokens[start:end],
+            [int(sampled) for sampled in branch.sampled[start:end]],
+            reward_score=reward,
+            num_turns=session.num_turns,
+            metrics={},
+            extra_fields={**info, "num_branches": len(episode.branches)},
+        )
+
+    def _command(self, words: list[str], task: dict[str, Any], base_url: str, key: str) -> Any:
+        """Run the command in a sandbox that has the network, and wait for its end; the episode's time limit holds."""
+        env = {name: os.environ[name] for name in KEPT if name in os.environ}
+        env |= {
+            "OPENAI_BASE_URL": base_url,
+            "OPENAI_API_KEY": key,
+            "OPENAI_MODEL": MODEL,
+            "VERL_TASK": json.dumps(task),
+        }
+        limit_s = self.rollout_config.agent.episode_timeout_s
+        with tempfile.TemporaryFile() as output:
+            sandbox = Sandbox(
+                words, self.limits, fd=output.fileno(), output=output.fileno(), env=env, needed=[str(Path.cwd())]
+            )
+            try:
+                how = sandbox.how_it_ended(limit_s)
+            finally:
+                sandbox.end()
+            output.seek(0, os.SEEK_END)
+            output.seek(max(0, output.tell() - OUTPUT_BYTES))
+            said = output.read().decode("utf-8", "replace")
+        if how is None:
+            raise EpisodeError(f"its command took longer than {limit_s:g} s")
+        if how != "ended its process with exit code 0":
+            raise EpisodeError(f"its command {how}: {clean(said[-300:], 300)}")
+
+
+def longest(episode: Episode) -> Branch:
+    """The branch that trains: that with the most sampled tokens, of equal ones the first. Raises EpisodeError without one."""
+    if not any(any(branch.sampled) for branch in episode.branches):
+        raise EpisodeError("its agent asked the policy for nothing")
+    # by content where lengths are equal, since the order of the calls may depend on time
+    return max(episode.branches, key=lambda b: (sum(b.sampled), [-token for token in b.tokens]))
+
+
+def _reward(found: Any, session: Session) -> tuple[float | None, dict[str, Any]]:
+    info = dict(session.info)
+    if isinstance(found, Mapping):
+        info |= {k: v for k, v in found.items() if k != "reward"}
+        found = found.get("reward")
+    if found is None:
+        return session.reward, info
+    if isinstance(found, bool | np.bool_):
+        found = float(found)
+    if not isinstance(found, int | float | np.number) or not math.isfinite(float(found)):
+        raise EpisodeError(f"its runner returned {clean(found, 100)}, which is no finite number")
+    return float(found), info
+
+
+def _plain(value: Any) -> Any:
+    """A row as JSON can hold it."""
+    return json.loads(json.dumps(value, default=lambda v: v.tolist() if hasattr(v, "tolist") else str(v)))
+
+
+def command_limits(reward: Any) -> Limits:
+    """The limits of a command: those of reward functions, with the network."""
+    return Limits(
+        memory_mb=None,
+        cpu_s=None,
+        max_file_mb=reward.max_file_mb,
+        max_open_files=reward.max_open_files,
+        max_processes=reward.max_processes,
+        network=True,
+    )

@@ -1,0 +1,204 @@
+"""Sessions of the gateway: the conversations of one episode, and the tokens that each is.
+
+A call whose messages begin with those of an earlier call and its answer continues on the very tokens of that call; any other
+(another system prompt, a shortened history, a sub-agent) begins a branch. The answer that an agent sends back may differ from
+the one it was given only in ids and in how JSON is written.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl.agents.continuity import ChatContinuity
+from verl.agents.episode import Episode, EpisodeError
+from verl.agents.parsers import ToolParser
+from verl.data.schema import Messages, message_of
+from verl.errors import DataError, VerlError
+from verl.tools.schemas import FunctionCall
+
+MAX_MESSAGES = 10_000
+
+
+class RequestError(VerlError):
+    """A request that cannot be answered; the agent receives the reason."""
+
+
+@dataclass
+class ModelTurn:
+    """A turn of the model, for the agent."""
+
+    text: str
+    calls: list[FunctionCall]
+    finish_reason: str  # stop, length or tool_calls
+    prompt_ids: list[int]
+    token_ids: list[int]
+    log_probs: list[float]
+    raw_text: str  # calls included
+
+
+@dataclass
+class Session:
+    """The conversations of one episode."""
+
+    id: str
+    episode: Episode
+    continuity: ChatContinuity
+    parser: ToolParser
+    stop_token_ids: frozenset[int]
+    first_messages: str  # those of the row, canonical
+    reward: float | None = None
+    info: dict[str, Any] = field(default_factory=dict)
+    num_turns: int = 0
+    last_call_at: float = field(default_factory=time.monotonic)
+    _known: dict[str, list[int]] = field(default_factory=dict)  # canonical messages, the answer included -> tokens
+
+    async def chat(self, messages: Any, tools: Any, max_tokens: int | None) -> ModelTurn:
+        """The next turn of a conversation. Raises RequestError for one that cannot be rendered, or does not fit."""
+        said, schemas = _messages(messages), _tools(tools)
+        prompt_ids, is_first = await self._prompt(said, schemas)
+        answer = await self.complete(prompt_ids, max_tokens, is_first=is_first)
+        text, calls = await self.parser.extract_tool_calls(answer.token_ids, schemas)
+        answer.text, answer.calls = (text, calls) if schemas else (answer.raw_text, [])
+        for call in answer.calls:
+            call.id = call.id or f"call_{len(self._known)}_{answer.calls.index(call)}"
+        if answer.calls:
+            answer.finish_reason = "tool_calls"
+        turn = {"role": "assistant", "content": answer.text, "tool_calls": [as_message_call(c) for c in answer.calls]}
+        self._known[canonical([*said, turn], schemas)] = [*answer.prompt_ids, *answer.token_ids]
+        self.episode.messages = [*said, turn]
+        self.num_turns += 2
+        return answer
+
+    async def complete(
+        self, prompt_ids: Sequence[int], max_tokens: int | None, *, is_first: bool | None = None
+    ) -> ModelTurn:
+        """The tokens after others. Raises RequestError when the prompt is too long or unknown to the model."""
+        self.last_call_at = time.monotonic()
+        try:
+            done = await self.episode.generate(prompt_ids, max_tokens, is_first=is_first)
+        except (EpisodeError, VerlError) as error:
+            raise RequestError(str(error)) from error
+        if done is None:
+            raise RequestError(
+                f"the response of this episode is full (data.max_response_length={self.episode.task.limit} tokens, tool output "
+                "included)"
+            )
+        ids = list(done.token_ids)
+        text = self.continuity.tokenizer.decode(
+            ids[:-1] if ids and ids[-1] in self.stop_token_ids else ids, skip_special_tokens=False
+        )
+        reason = "stop" if done.finish_reason == "stop" else "length"
+        return ModelTurn(text, [], reason, list(prompt_ids), ids, list(done.log_probs), text)
+
+    async def _prompt(self, messages: Messages, tools: list[dict[str, Any]]) -> tuple[list[int], bool | None]:
+        """(token ids, whether the conversation has the random numbers of the sample itself)."""
+        try:
+            for end in range(len(messages) - 1, 0, -1):
+                if messages[end - 1]["role"] != "assistant":
+                    continue
+                if tokens := self._known.get(canonical(messages[:end], tools)):
+                    safe = [
+                        {**m, "content": self.continuity.neutral(str(m.get("content") or ""))} for m in messages[end:]
+                    ]
+                    return [*tokens, *self.continuity.suffix(safe, tokens[-1], self.stop_token_ids)], False
+            prompt_ids = self.continuity.prompt(_for_template(messages), tools)
+        except DataError as error:
+            raise RequestError(str(error)) from error
+        return prompt_ids, canonical(messages, []) == self.first_messages
+
+
+def canonical(messages: Messages, tools: Sequence[dict[str, Any]]) -> str:
+    """Messages as a text that is equal for equal conversations."""
+    found = []
+    for message in messages:
+        calls = [
+            [call["function"]["name"], _canonical_json(call["function"].get("arguments"))]
+            for call in message.get("tool_calls") or []
+        ]
+        found.append([message["role"], str(message.get("content") or "").strip(), calls])
+    return json.dumps([found, [tool["function"]["name"] for tool in tools]], sort_keys=True)
+
+
+def _canonical_json(arguments: Any) -> Any:
+    if isinstance(arguments, str):
+        try:
+            return json.loads(arguments)
+        except ValueError:
+            return arguments
+    return arguments
+
+
+def as_message_call(call: FunctionCall) -> dict[str, Any]:
+    """A call in a message of OpenAI's."""
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _for_template(messages: Messages) -> Messages:
+    """Arguments of calls as objects, which templates write as JSON themselves."""
+    found = []
+    for message in messages:
+        if message.get("tool_calls"):
+            calls = [
+                {**c, "function": {**c["function"], "arguments": _canonical_json(c["function"].get("arguments"))}}
+                for c in message["tool_calls"]
+            ]
+            message = {**message, "tool_calls": calls}
+        found.append(message)
+    return found
+
+
+def _messages(messages: Any) -> Messages:
+    if not isinstance(messages, list) or not messages or len(messages) > MAX_MESSAGES:
+        raise RequestError("`messages` must be a list of messages {role, content}")
+    found = []
+    for number, message in enumerate(messages):
+        try:
+            made = message_of(message, f"messages[{number}]")
+        except DataError as error:
+            raise RequestError(str(error)) from error
+        made["role"] = "system" if made["role"] == "developer" else made["role"]
+        made["content"] = made.get("content") or ""
+        for call in made.get("tool_calls") or []:
+            if (
+                not isinstance(call, Mapping)
+                or not isinstance(call.get("function"), Mapping)
+                or "name" not in call["function"]
+            ):
+                raise RequestError(f"messages[{number}].tool_calls has an entry without function.name")
+        found.append(made)
+    return found
+
+
+def _tools(tools: Any) -> list[dict[str, Any]]:
+    if tools is None:
+        return []
+    fits = isinstance(tools, list) and all(
+        isinstance(t, Mapping) and isinstance(t.get("function"), Mapping) and isinstance(t["function"].get("name"), str)
+        for t in tools
+    )
+    if not fits:
+        raise RequestError("`tools` must be a list of {type: function, function: {name, description, parameters}}")
+    return [{"type": "function", "function": {"description": "", **dict(tool["function"])}} for tool in tools]
+
+
+class Sessions:
+    """The sessions that are open, by the id in their addresses."""
+
+    def __init__(self) -> None:
+        self.token = secrets.token_urlsafe(24)
+        self._open: dict[str, Session] = {}
+
+    def add(self, session: Session) -> None:
+        self._open[session.id] = session
+
+    def get(self, name: str) -> Session | None:
+        """The session of an address, while its episode runs."""
+        return self._open.get(name)
+
+    def remove(self, session: Session) -> None:
+        self._open.pop(session.id, None)

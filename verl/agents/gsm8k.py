@@ -1,0 +1,111 @@
+"""The tool and the user of the existing verl for grade-school arithmetic: both tell the model whether its answer is right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from verl.agents.interactions import BaseInteraction
+from verl.rewards.scorers.gsm8k import compute_score
+from verl.tools.base_tool import BaseTool
+from verl.tools.function_tool import Answer
+from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+
+SCHEMA = {
+    "type": "function",
+    "function": {
+        "name": "calc_gsm8k_reward",
+        "description": "A tool for calculating the reward of gsm8k. (1.0 if parsed answer is correct, 0.0 if parsed answer is "
+        "incorrect or not correctly parsed)",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "answer": {
+                    "type": "string",
+                    "description": "The model's answer to the GSM8K math problem, must be a digits",
+                }
+            },
+            "required": ["answer"],
+        },
+    },
+}
+WORSE = -0.05  # reward of a call that improves nothing
+
+
+class Gsm8kTool(BaseTool):
+    """Scores the answer so far. The row gives the truth: extra_info.tools_kwargs.calc_gsm8k_reward.create_kwargs."""
+
+    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None):
+        super().__init__(config, tool_schema or OpenAIFunctionToolSchema.model_validate(SCHEMA))
+        self._truths: dict[str, str] = {}
+        self._best: dict[str, float] = {}
+
+    async def create(
+        self, instance_id: str | None = None, ground_truth: str | None = None, **kwargs: Any
+    ) -> tuple[str, ToolResponse]:
+        """See BaseTool."""
+        made, response = await super().create(instance_id)
+        truth = ground_truth if ground_truth is not None else (kwargs.get("create_kwargs") or {}).get("ground_truth")
+        if truth is None:
+            raise ValueError("the row has no tools_kwargs.calc_gsm8k_reward.create_kwargs.ground_truth")
+        self._truths[made], self._best[made] = str(truth), 0.0
+        return made, response
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Answer:
+        """See BaseTool. The reward is 0 for a better answer than before in the episode, else -0.05."""
+        answer = parameters.get("answer", "")
+        text = answer if isinstance(answer, str) else str(answer)
+        reward = compute_score(
+            text if text.startswith("#### ") else f"#### {text}", self._truths[instance_id], "flexible"
+        )
+        seen = getattr(
+            kwargs.get("agent_data"), "extra_fields", None
+        )  # of the episode, since an instance is of one call
+        best = self._best[instance_id] if seen is None else seen.get("gsm8k_best", 0.0)
+        if seen is not None:
+            seen["gsm8k_best"] = max(best, reward)
+        self._best[instance_id] = max(best, reward)
+        return (
+            ToolResponse(text=f"Current parsed answer={text!r} reward={reward!r}"),
+            0.0 if reward > best else WORSE,
+            {},
+        )
+
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
+        """See BaseTool."""
+        return self._best[instance_id]
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        """See BaseTool."""
+        self._truths.pop(instance_id, None)
+        self._best.pop(instance_id, None)
+
+
+class Gsm8kInteraction(BaseInteraction):
+    """A user who asks to try again until the answer is right. The row gives interaction_kwargs.ground_truth."""
+
+    def __init__(self, config: dict[str, Any]):
+        super().__init__(config)
+        self._truths: dict[str, str] = {}
+
+    async def start_interaction(
+        self, instance_id: str | None = None, ground_truth: str | None = None, **kwargs: Any
+    ) -> str:
+        """See BaseInteraction."""
+        made = await super().start_interaction(instance_id)
+        self._truths[made] = str(ground_truth)
+        return made
+
+    async def generate_response(
+        self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
+    ) -> tuple[bool, str, float, dict[str, Any]]:
+        """See BaseInteraction."""
+        said = next((str(m.get("content") or "") for m in reversed(messages) if m["role"] == "assistant"), "")
+        text = said if said.startswith("#### ") else f"#### {said}"
+        reward = compute_score(text, self._truths[instance_id], "flexible")
+        if reward == 1.0:
+            return True, "Your response is correct!", 1.0, {}
+        return False, "Your response is incorrect! You need to reflect on your answer and try again.", 0.0, {}
+
+    async def finalize_interaction(self, instance_id: str | None = None, **kwargs: Any) -> None:
+        """See BaseInteraction."""
+        self._truths.pop(str(instance_id), None)

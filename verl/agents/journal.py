@@ -1,0 +1,79 @@
+"""Results of tools and transcripts of episodes, one JSON line each, written as they come: `episodes/step_000003.rank0.jsonl`.
+
+A step that is taken again after a kill samples the same tokens, so its calls are the same. Their results are read from here and
+the tools are not called a second time. A result belongs to (split, prompt, sample, number of the call) and to a digest of the
+call and of all tokens before it: where those differ, it is not used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+FOLDER = "episodes"
+TOOL, EPISODE = "tool", "episode"
+MAX_TEXT = 20_000  # characters of a message in a transcript
+
+
+class Journal:
+    """The journal of one rank in `folder`; without a folder nothing is written or found."""
+
+    def __init__(self, folder: Path | None, rank: int = 0):
+        self.folder, self.rank = folder, rank
+        self._step: int | None = None
+        self._found: dict[tuple[str, str, int, str], dict[str, Any]] = {}
+        self._lock = threading.Lock()
+        self._file: Any = None
+
+    def begin(self, step: int) -> None:
+        """Results of `step` are recorded from now on, and those that are recorded already are found."""
+        if self.folder is None or step == self._step:
+            return
+        self.close()
+        self._step, self._found = step, {}
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for file in sorted(self.folder.glob(f"step_{step:06d}.rank*.jsonl")):
+            for record in read(file):
+                if record["kind"] == TOOL:
+                    self._found[record["split"], record["episode"], record["call"], record["digest"]] = record
+        self._file = (self.folder / f"step_{step:06d}.rank{self.rank}.jsonl").open("ab")
+
+    def result(self, split: str, episode: str, call: int, digest: str) -> dict[str, Any] | None:
+        """The recorded result of a call."""
+        return self._found.get((split, episode, call, digest))
+
+    def write(self, kind: str, **fields: Any) -> None:
+        """Append a record; it outlives a kill of this process as soon as this returns."""
+        if self._file is None:
+            return
+        line = json.dumps({"kind": kind, **fields}, ensure_ascii=True, default=str) + "\n"
+        with self._lock:
+            self._file.write(line.encode())
+            self._file.flush()
+
+    def close(self) -> None:
+        """End the file of the step."""
+        if self._file is not None:
+            self._file.close()
+        self._file, self._step = None, None
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    """The records of a file; a last line that a kill has cut is left out."""
+    found = []
+    for line in file.read_bytes().split(b"\n"):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and isinstance(record.get("kind"), str):
+            found.append(record)
+    return found
+
+
+def call_digest(name: str, arguments: str, context: str) -> str:
+    """Digest of a call and of what came before it."""
+    return hashlib.blake2b(json.dumps([name, arguments, context]).encode(), digest_size=12).hexdigest()

@@ -1,0 +1,212 @@
+"""Agent loops: the contract of the existing verl, the registry, and the loop of one turn.
+
+@register_agent_loop("my_loop")
+class MyLoop(AgentLoopBase):
+    async def run(self, sampling_params, **kwargs):
+        prompt_ids = await self.apply_chat_template(kwargs["raw_prompt"])
+        output = await self.server_manager.generate("id", prompt_ids=prompt_ids, sampling_params=sampling_params)
+        return AgentLoopOutput(prompt_ids=prompt_ids, response_ids=output.token_ids,
+                               response_mask=[1] * len(output.token_ids), num_turns=2)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl.agents.continuity import ChatContinuity
+from verl.agents.episode import CURRENT
+from verl.errors import ConfigError, nearest
+from verl.tools.schemas import Record
+from verl.tools.tool_registry import load_class, read_list
+
+log = logging.getLogger(__name__)
+
+_IGNORED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop")  # those of the run hold
+
+
+@dataclass
+class AgentLoopMetrics(Record):
+    """Seconds of an episode by what it did."""
+
+    generate_sequences: float = 0.0
+    tool_calls: float = 0.0
+    compute_score: float = 0.0
+    num_preempted: int = -1
+
+
+@dataclass
+class AgentLoopOutput(Record):
+    """The result of a loop. `response_mask` is 1 on tokens that the policy sampled, 0 on all others. Log-probs are those with
+    which the tokens were sampled, whatever `response_logprobs` says. `reward_score` None: the reward function scores it."""
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+    response_mask: list[int]
+    response_logprobs: list[float] | None = None
+    routed_experts: Any = None
+    multi_modal_data: dict[str, Any] | None = None
+    reward_score: float | None = None
+    num_turns: int = 0
+    metrics: AgentLoopMetrics | dict[str, Any] = field(default_factory=AgentLoopMetrics)
+    extra_fields: dict[str, Any] = field(default_factory=dict)
+    mm_processor_kwargs: dict[str, Any] | None = None
+    mm_processor_output: Any = None
+
+
+@dataclass
+class TokenOutput(Record):
+    """Sampled tokens. `stop_reason`: "stop", or "length" where the episode's response was full."""
+
+    token_ids: list[int]
+    log_probs: list[float] | None = None
+    routed_experts: Any = None
+    stop_reason: str | None = None
+    num_preempted: int = -1
+    extra_fields: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class DictConfigWrap:
+    """A config as an argument of loops."""
+
+    config: Any
+
+
+class AsyncLLMServerManager:
+    """The policy, for loops. Tokens depend on the episode and its tokens so far alone; `request_id` is not looked at."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        self._warned = False
+
+    async def generate(
+        self,
+        request_id: Any = None,
+        *,
+        prompt_ids: Sequence[int],
+        sampling_params: dict[str, Any] | None = None,
+        image_data: Any = None,
+        video_data: Any = None,
+        **_: Any,
+    ) -> TokenOutput:
+        """The tokens after `prompt_ids`, sampled as the run samples; of `sampling_params` only max_tokens or max_new_tokens
+        counts. Empty when the response of the episode is full."""
+        if image_data is not None or video_data is not None:
+            raise ValueError("images and videos are not supported in this version")
+        params = dict(sampling_params or {})
+        most = params.get("max_tokens", params.get("max_new_tokens"))
+        done = await CURRENT.get().generate(prompt_ids, most)
+        if done is None:
+            return TokenOutput([], [], stop_reason="length")
+        return TokenOutput(done.token_ids, done.log_probs, stop_reason=done.finish_reason)
+
+
+class AgentLoopBase(ABC):
+    """An agent: one object for each episode. `self.config` is the config of the run, `self.server_manager` samples."""
+
+    continuity: ChatContinuity
+    tool_calls: Any = None
+
+    def __init__(
+        self,
+        trainer_config: DictConfigWrap,
+        server_manager: AsyncLLMServerManager,
+        tokenizer: Any,
+        processor: Any = None,
+        dataset_cls: Any = None,
+        data_config: DictConfigWrap | None = None,
+        hf_model_type: str | None = None,
+        **kwargs: Any,
+    ):
+        self.config = trainer_config.config
+        self.rollout_config = self.config.actor_rollout_ref.rollout
+        self.data_config = self.config.data if data_config is None else data_config.config
+        self.server_manager, self.tokenizer, self.processor = server_manager, tokenizer, processor
+        self.dataset_cls, self.hf_model_type = dataset_cls, hf_model_type
+        self.prompt_length = self.rollout_config.prompt_length
+        self.response_length = CURRENT.get().task.limit
+        self.loop = asyncio.get_running_loop()
+
+    async def apply_chat_template(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        images: Any = None,
+        videos: Any = None,
+        remove_system_prompt: bool = False,
+    ) -> list[int]:
+        """Token ids of messages up to the next turn of the model. With `remove_system_prompt` those that follow a sampled
+        turn, see ChatContinuity.suffix."""
+        if remove_system_prompt:
+            branches = CURRENT.get().branches
+            return self.suffix(messages, branches[-1].tokens[-1] if branches and branches[-1].tokens else None)
+        return self.continuity.prompt(messages, tools)
+
+    def suffix(self, messages: list[dict[str, Any]], last_token: int | None) -> list[int]:
+        """Token ids of messages behind a sampled turn; control tokens in their texts are broken."""
+        safe = [{**m, "content": self.continuity.neutral(str(m.get("content") or ""))} for m in messages]
+        return self.continuity.suffix(safe, last_token, self.stop_token_ids)
+
+    stop_token_ids: frozenset[int] = frozenset()
+
+    @abstractmethod
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+        """Take the turns of an episode. kwargs has the row's fields, and raw_prompt, its messages."""
+        raise NotImplementedError
+
+
+_REGISTRY: dict[str, tuple[type[AgentLoopBase], dict[str, Any]]] = {}
+
+
+def register_agent_loop(agent_name: str) -> Callable[[type[AgentLoopBase]], type[AgentLoopBase]]:
+    """Decorator: a loop under a name that rows (agent_name) and agent.default_agent_loop can give."""
+
+    def add(loop: type[AgentLoopBase]) -> type[AgentLoopBase]:
+        _REGISTRY[agent_name] = (loop, {})
+        return loop
+
+    return add
+
+
+def load_loops(config_path: str | None) -> dict[str, tuple[type[AgentLoopBase], dict[str, Any]]]:
+    """Name -> (class, further arguments): the loops of this package, those that are registered, and those of the YAML file
+    `agent_loop_config_path`. Raises ConfigError for a file that cannot be used."""
+    for module in ("tool_agent", "environments", "gateway.runner"):
+        importlib.import_module(f"verl.agents.{module}")
+    found = {}
+    for number, row in enumerate(read_list(config_path, "") if config_path else ()):
+        place = f"{config_path}, agent loop {number} (counted from 0)"
+        name = row.get("name")
+        if not isinstance(name, str) or not name:
+            raise ConfigError(f"{place} has no name.")
+        cls = load_class(row.get("_target_"), place)
+        if not callable(getattr(cls, "run", None)):
+            raise ConfigError(f"{place}: {row['_target_']} has no method run; subclass AgentLoopBase.")
+        found[name] = (cls, {k: v for k, v in row.items() if k not in ("name", "_target_")})
+    return {**_REGISTRY, **found}
+
+
+def loop_named(loops: dict[str, Any], name: str, key: str) -> tuple[type[AgentLoopBase], dict[str, Any]]:
+    """The loop of a name. Raises ConfigError for an unknown one."""
+    if name not in loops:
+        raise ConfigError(
+            f"{key}={name} is no agent loop{nearest(name, loops) or '; there are ' + ', '.join(loops) + '.'}"
+        )
+    return loops[name]
+
+
+@register_agent_loop("single_turn_agent")
+class SingleTurnAgentLoop(AgentLoopBase):
+    """One turn of the model, as without agents."""
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+        """See AgentLoopBase."""
+        prompt_ids = list(CURRENT.get().task.prompt_ids)
+        found = await self.server_manager.generate(prompt_ids=prompt_ids, sampling_params=sampling_params)
+        ids = found.token_ids
+        return AgentLoopOutput(prompt_ids, ids, [1] * len(ids), found.log_probs, num_turns=2)

@@ -1,0 +1,262 @@
+"""Tool calls in the text of a turn, in the formats of model families. `multi_turn.format` chooses one.
+
+A call that cannot be read is left in the text, so that the model is not answered for it; a name or arguments that are wrong are
+a matter of the one who runs the call.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import logging
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from verl.errors import ConfigError, nearest
+from verl.tools.schemas import FunctionCall
+
+log = logging.getLogger(__name__)
+
+Schemas = Sequence[dict[str, Any]]  # of the tools, as chat templates read them
+Parsed = tuple[str, list[FunctionCall]]  # (text without the calls, the calls)
+
+
+class ToolParser:
+    """Calls in the tokens of a turn. Subclasses define `extract_tool_calls`, or as those here `parse`."""
+
+    _registry: dict[str, type[ToolParser]] = {}
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer
+        texts = {*tokenizer.all_special_tokens, "<|end|>", "<|return|>", "<|call|>"}
+        self._ends = tuple(sorted((text for text in texts if text), key=len, reverse=True))
+
+    @classmethod
+    def register(cls, name: str) -> Callable[[type[ToolParser]], type[ToolParser]]:
+        """Decorator: a parser of the user's under `name`."""
+
+        def add(parser: type[ToolParser]) -> type[ToolParser]:
+            cls._registry[name] = parser
+            return parser
+
+        return add
+
+    @classmethod
+    def get_tool_parser(cls, name: str, tokenizer: Any) -> ToolParser:
+        """The parser of a format. Raises ConfigError for an unknown one."""
+        if name not in cls._registry:
+            raise ConfigError(
+                f"actor_rollout_ref.rollout.multi_turn.format={name} is no tool parser"
+                f"{nearest(name, cls._registry) or '; there are ' + ', '.join(sorted(cls._registry)) + '.'}"
+            )
+        return cls._registry[name](tokenizer)
+
+    async def extract_tool_calls(self, responses_ids: Sequence[int], tools: Any = None) -> Parsed:
+        """(text of the turn without its calls, the calls), of the tokens of a turn."""
+        text = self.tokenizer.decode(list(responses_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        schemas = [tool if isinstance(tool, dict) else tool.for_template() for tool in tools or ()]
+        return self.parse(self._without_end(text), schemas)
+
+    def parse(self, text: str, tools: Schemas) -> Parsed:
+        """The same of a text, which does not have the token that ended the turn."""
+        raise NotImplementedError
+
+    def _without_end(self, text: str) -> str:
+        end = next((end for end in self._ends if text.endswith(end)), "")
+        return text.removesuffix(end) if end else text
+
+
+class _Pattern(ToolParser):
+    """Calls that a pattern finds; `read` makes one of a match, or none where it raises ValueError."""
+
+    pattern: re.Pattern[str]
+
+    def parse(self, text: str, tools: Schemas) -> Parsed:
+        calls: list[FunctionCall] = []
+
+        def replace(found: re.Match[str]) -> str:
+            try:
+                calls.extend(self.read(found, tools))
+            except (ValueError, SyntaxError, RecursionError) as error:
+                log.debug("A tool call could not be read and stays text: %s", error)
+                return found[0]
+            return ""
+
+        return self.pattern.sub(replace, text).strip(), calls
+
+    def read(self, found: re.Match[str], tools: Schemas) -> list[FunctionCall]:
+        raise NotImplementedError
+
+
+@ToolParser.register("hermes")
+class HermesToolParser(_Pattern):
+    """`<tool_call>{"name": "f", "arguments": {...}}</tool_call>`: Hermes, Qwen2.5, Qwen3."""
+
+    pattern = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+
+    def read(self, found: re.Match[str], tools: Schemas) -> list[FunctionCall]:
+        """The call of a match."""
+        call = json.loads(found[1])
+        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+            raise ValueError("it is no object with a name")
+        arguments = call.get("arguments", call.get("parameters", {}))
+        return [FunctionCall(call["name"], arguments if isinstance(arguments, str) else _dump(arguments))]
+
+
+@ToolParser.register("deepseek")
+class DeepSeekToolParser(_Pattern):
+    """`<｜tool▁call▁begin｜>f<｜tool▁sep｜>{...}<｜tool▁call▁end｜>`: DeepSeek V3.1."""
+
+    pattern = re.compile(
+        r"(?:<｜tool▁calls▁begin｜>)?\s*<｜tool▁call▁begin｜>(.*?)<｜tool▁sep｜>(.*?)<｜tool▁call▁end｜>"
+        r"\s*(?:<｜tool▁calls▁end｜>)?",
+        re.DOTALL,
+    )
+
+    def read(self, found: re.Match[str], tools: Schemas) -> list[FunctionCall]:
+        """The call of a match."""
+        return [FunctionCall(found[1].strip(), found[2].strip())]
+
+
+@ToolParser.register("kimi")
+class KimiToolParser(_Pattern):
+    """`<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{...}<|tool_call_end|>`: Kimi K2, whose calls have ids."""
+
+    pattern = re.compile(
+        r"(?:<\|tool_calls_section_begin\|>)?\s*<\|tool_call_begin\|>\s*([^<]+?)\s*<\|tool_call_argument_begin\|>(.*?)"
+        r"<\|tool_call_end\|>\s*(?:<\|tool_calls_section_end\|>)?",
+        re.DOTALL,
+    )
+
+    def read(self, found: re.Match[str], tools: Schemas) -> list[FunctionCall]:
+        """The call of a match."""
+        name = found[1].removeprefix("functions.").partition(":")[0]
+        return [FunctionCall(name, found[2].strip(), found[1])]
+
+
+@ToolParser.register("gpt-oss")
+class GptOssToolParser(_Pattern):
+    """`<|channel|>commentary to=functions.f <|constrain|>json<|message|>{...}`: the harmony format of gpt-oss."""
+
+    pattern = re.compile(
+        r"(?:<\|start\|>assistant)?(?:<\|channel\|>(?:commentary|analysis))?\s*to=functions\.([\w.-]+)\s*(?:<\|channel\|>\w+\s*)?"
+        r"(?:<\|constrain\|>\w+)?<\|message\|>(.*?)(?=<\|call\|>|<\|start\|>|<\|end\|>|$)(?:<\|call\|>|<\|end\|>)?",
+        re.DOTALL,
+    )
+
+    def read(self, found: re.Match[str], tools: Schemas) -> list[FunctionCall]:
+        """The call of a match."""
+        return [FunctionCall(found[1], found[2].strip())]
+
+
+@ToolParser.register("glm")
+class GlmToolParser(_Pattern):
+    """`<tool_call>f\\n<arg_key>a</arg_key>\\n<arg_value>1</arg_value></tool_call>`: GLM 4.5 and later."""
+
+    pattern = re.compile(r"<tool_call>\s*([\w.-]+)\s*(.*?)</tool_call>", re.DOTALL)
+    pairs = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+
+    def read(self, found: re.Match[str], tools: Schemas) -> list[FunctionCall]:
+        """The call of a match."""
+        return [_typed_call(found[1], self.pairs.findall(found[2]), tools)]
+
+
+class _Tagged(_Pattern):
+    """Calls inside a `wrapper`, each a `call` with parameters."""
+
+    call: re.Pattern[str]
+    parameter: re.Pattern[str]
+
+    def read(self, found: re.Match[str], tools: Schemas) -> list[FunctionCall]:
+        """The calls of a wrapper."""
+        calls = [_typed_call(name, self.parameter.findall(body), tools) for name, body in self.call.findall(found[1])]
+        if not calls:
+            raise ValueError("it holds no call")
+        return calls
+
+
+@ToolParser.register("qwen3_coder")
+class QwenCoderToolParser(_Tagged):
+    """`<tool_call><function=f><parameter=a>1</parameter></function></tool_call>`: Qwen3-Coder."""
+
+    pattern = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+    call = re.compile(r"<function=([^>]+)>(.*?)</function>", re.DOTALL)
+    parameter = re.compile(r"<parameter=([^>]+)>(.*?)</parameter>", re.DOTALL)
+
+
+@ToolParser.register("seed")
+class SeedToolParser(QwenCoderToolParser):
+    """`<seed:tool_call><function=f><parameter=a>1</parameter></function></seed:tool_call>`: Seed-OSS."""
+
+    pattern = re.compile(r"<seed:tool_call>(.*?)</seed:tool_call>", re.DOTALL)
+
+
+@ToolParser.register("minimax")
+class MinimaxToolParser(_Tagged):
+    """`<minimax:tool_call><invoke name="f"><parameter name="a">1</parameter></invoke></minimax:tool_call>`: MiniMax M2."""
+
+    pattern = re.compile(r"<minimax:tool_call>(.*?)</minimax:tool_call>", re.DOTALL)
+    call = re.compile(r'<invoke name="?([^">]+)"?>(.*?)</invoke>', re.DOTALL)
+    parameter = re.compile(r'<parameter name="?([^">]+)"?>(.*?)</parameter>', re.DOTALL)
+
+
+@ToolParser.register("deepseek_v4")
+class DeepSeekV4ToolParser(_Tagged):
+    """`<｜DSML｜invoke name="f"><｜DSML｜parameter name="a">1</｜DSML｜parameter></｜DSML｜invoke>`: DeepSeek V3.2
+    and later."""
+
+    pattern = re.compile(r"<｜DSML｜(?:function|tool)_calls>(.*?)</｜DSML｜(?:function|tool)_calls>", re.DOTALL)
+    call = re.compile(r'<｜DSML｜invoke name="([^"]+)">(.*?)</｜DSML｜invoke>', re.DOTALL)
+    parameter = re.compile(r'<｜DSML｜parameter name="([^"]+)"[^>]*>(.*?)</｜DSML｜parameter>', re.DOTALL)
+
+
+@ToolParser.register("gemma4")
+class GemmaToolParser(_Pattern):
+    """`<|tool_call>call:f{a:<|"|>text<|"|>,b:1}<tool_call|>`: Gemma 4."""
+
+    pattern = re.compile(r"<\|tool_call>\s*call:([\w.-]+)(\{.*?\})<tool_call\|>", re.DOTALL)
+    texts = re.compile(r'<\|"\|>(.*?)<\|"\|>', re.DOTALL)
+    keys = re.compile(r"([{,]\s*)([A-Za-z_]\w*)\s*:")
+
+    def read(self, found: re.Match[str], tools: Schemas) -> list[FunctionCall]:
+        """The call of a match."""
+        texts: list[str] = []
+
+        def keep(match: re.Match[str]) -> str:
+            texts.append(match[1])
+            return f"\ue000{len(texts) - 1}\ue000"
+
+        bare = self.keys.sub(r'\1"\2":', self.texts.sub(keep, found[2]))
+        whole = re.sub("\ue000(\\d+)\ue000", lambda match: json.dumps(texts[int(match[1])]), bare)
+        return [FunctionCall(found[1], _dump(json.loads(whole)))]
+
+
+def _typed_call(name: str, pairs: Sequence[tuple[str, str]], tools: Schemas) -> FunctionCall:
+    """A call whose arguments are texts, each converted to the type that the schema of its tool names."""
+    name = name.strip()
+    schema: dict[str, Any] = next((tool["function"] for tool in tools if tool["function"]["name"] == name), {})
+    properties = (schema.get("parameters") or {}).get("properties") or {}
+    return FunctionCall(name, _dump({k.strip(): _typed(v, properties.get(k.strip())) for k, v in pairs}))
+
+
+def _typed(text: str, schema: Any) -> Any:
+    """A text as the type of the schema, else as JSON if it is that. One line end at each side is layout."""
+    text = text.removeprefix("\n").removesuffix("\n")
+    kind = schema.get("type") if isinstance(schema, dict) else None
+    if kind == "string":
+        return text
+    try:
+        return json.loads(text)
+    except ValueError:
+        pass
+    if kind in ("boolean", "array", "object"):
+        try:
+            return ast.literal_eval(text.strip())  # models write True and single quotes
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            pass
+    return text
+
+
+def _dump(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)

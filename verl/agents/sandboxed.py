@@ -1,0 +1,91 @@
+"""Functions of users as tools, in the sandboxed processes of reward functions: the same limits, the same ends of what hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import inspect
+import itertools
+from collections.abc import Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verl.data_proto.samples import Score, ScoreRequest
+from verl.rewards.functions import RewardFunctionSpec
+from verl.rewards.managers.build import build_pool
+from verl.rewards.pool import RewardPool
+
+if TYPE_CHECKING:
+    from verl.config import RewardConfig
+
+MAX_TEXT = 30_000  # characters of an answer; of a longer one both ends
+_FAULT = "The reward function call_tool of pkg://verl.agents.sandboxed "
+
+
+class SandboxedFunctions:
+    """See FunctionPool. One process runs one call at a time; further processes start as calls wait."""
+
+    def __init__(self, reward: RewardConfig, *, timeout_s: float, log_dir: Path | None = None):
+        section = dataclasses.replace(reward, debug=False, timeout_s=timeout_s, process_per_sample=False)
+        pool = build_pool(section, log_dir=log_dir)
+        assert isinstance(pool, RewardPool)
+        pool.function = RewardFunctionSpec("pkg://verl.agents.sandboxed", "call_tool")
+        self.pool, self._numbers = pool, itertools.count()
+
+    def submit(self, path: str, name: str, arguments: Mapping[str, Any]) -> Future[dict[str, Any]]:
+        """See FunctionPool."""
+        request = ScoreRequest(
+            f"tool/{next(self._numbers)}", name, "", None, {"path": path, "arguments": dict(arguments)}
+        )
+        done: Future[dict[str, Any]] = Future()
+        scored = self.pool.submit([request])
+
+        def finish(scores: Future[list[Score]]) -> None:
+            if not done.set_running_or_notify_cancel():
+                return
+            try:
+                done.set_result(_answer(scores.result()[0]))
+            except Exception as error:  # noqa: BLE001 - handed to the one who waits
+                done.set_exception(error)
+
+        scored.add_done_callback(finish)
+        return done
+
+    def close(self) -> None:
+        """End the processes."""
+        self.pool.close()
+
+
+def _answer(score: Score) -> dict[str, Any]:
+    if score.error is not None:
+        why = score.error.removeprefix(_FAULT).split(", for sample tool/")[0]
+        return {"error": why.replace("reward.timeout_s", "multi_turn.tool_timeout_s")}
+    parts = score.parts
+    if "failure" in parts:
+        return {"error": parts["failure"]}
+    return {"text": parts["text"], "reward": score.score, "metrics": parts["metrics"]}
+
+
+def call_tool(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> dict[str, Any]:
+    """Call the tool `data_source` of the file `extra_info["path"]`; runs inside of the sandbox."""
+    from verl.tools.function_tool import FunctionTool, answer_of
+    from verl.tools.tool_registry import load_function_tools
+
+    tool = next(tool for tool in load_function_tools(extra_info["path"]) if tool.name == data_source)
+    assert isinstance(tool, FunctionTool)
+    try:
+        found = tool.function(**extra_info["arguments"])
+        if inspect.isawaitable(found):
+            found = asyncio.run(_wait(found))
+        response, reward, metrics = answer_of(found)
+    except Exception as error:  # noqa: BLE001 - the model is told
+        return {"score": 0.0, "failure": f"{error}"[:500] or type(error).__name__}
+    text = response.text or ""
+    if len(text) > MAX_TEXT:
+        text = f"{text[: MAX_TEXT // 2]}{text[-MAX_TEXT // 2 :]}"
+    return {"score": reward, "text": text, "metrics": metrics}
+
+
+async def _wait(work: Any) -> Any:
+    return await work

@@ -1,0 +1,216 @@
+"""The loop `tool_agent`: the model calls tools, or answers a user, until it does neither.
+
+PENDING ─► GENERATING ─► calls? ─► PROCESSING_TOOLS ─► GENERATING ─► ... ─► TERMINATED
+                      └► a user? ─► INTERACTING ─────► GENERATING
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl.agents.episode import CURRENT, EpisodeError
+from verl.agents.interactions import BaseInteraction
+from verl.agents.loops import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, register_agent_loop
+from verl.agents.parsers import ToolParser
+from verl.agents.tool_calls import ToolCalls, on_thread
+from verl.tools.schemas import FunctionCall
+
+
+class AgentState(enum.Enum):
+    """The phase of an episode."""
+
+    PENDING = "pending"
+    GENERATING = "generating"
+    PROCESSING_TOOLS = "processing_tools"
+    INTERACTING = "interacting"
+    TERMINATED = "terminated"
+
+
+@dataclass
+class AgentData:
+    """An episode, for tools: `execute` gets it as agent_data."""
+
+    messages: list[dict[str, Any]]
+    request_id: str
+    tools_kwargs: dict[str, Any] = field(default_factory=dict)
+    prompt_ids: list[int] = field(default_factory=list)
+    response_ids: list[int] = field(default_factory=list)
+    response_mask: list[int] = field(default_factory=list)
+    turn_scores: list[float] = field(default_factory=list)
+    tool_rewards: list[float] = field(default_factory=list)
+    extra_fields: dict[str, Any] = field(default_factory=dict)
+    user_turns: int = 0
+    assistant_turns: int = 0
+    tool_calls: list[FunctionCall] = field(default_factory=list)
+    metrics: AgentLoopMetrics = field(default_factory=AgentLoopMetrics)
+
+
+@register_agent_loop("tool_agent")
+class ToolAgentLoop(AgentLoopBase):
+    """See above. `tool_calls` and `interactions` are set by the run."""
+
+    tool_calls: ToolCalls
+    interactions: dict[str, BaseInteraction]
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+        """See AgentLoopBase."""
+        episode = CURRENT.get()
+        extra = kwargs.get("extra_info") or {}
+        selection = extra.get("tool_selection")
+        names = None if selection is None else list(selection)
+        data = AgentData(
+            [dict(m) for m in kwargs["raw_prompt"]], episode.task.name, dict(extra.get("tools_kwargs") or {})
+        )
+        episode.messages = data.messages
+        data.prompt_ids = list(episode.task.prompt_ids)
+        if names is not None:
+            data.prompt_ids = await self.apply_chat_template(data.messages, self.tool_calls.schemas(names))
+        user, user_kwargs = self._user(extra)
+        if user is not None:
+            await on_thread(user.start_interaction, data.request_id, **user_kwargs)
+        try:
+            await self._turns(data, sampling_params, names, user, user_kwargs)
+        finally:
+            if user is not None:
+                await on_thread(user.finalize_interaction, data.request_id)
+        return self._output(data)
+
+    async def _turns(
+        self,
+        data: AgentData,
+        sampling_params: dict[str, Any],
+        names: list[str] | None,
+        user: BaseInteraction | None,
+        user_kwargs: dict[str, Any],
+    ) -> None:
+        while await self._turn(data, sampling_params, names) and self._may_continue(data):
+            if data.tool_calls:
+                answers, ends = await self._call_tools(data, names), False
+            elif user is not None:
+                answers, ends = await self._ask_user(data, user, user_kwargs)
+            else:
+                return
+            if not self._append(data, answers) or ends:
+                return
+
+    async def _turn(self, data: AgentData, sampling_params: dict[str, Any], names: list[str] | None) -> bool:
+        """Sample a turn and read it; False when the response is full."""
+        output = await self.server_manager.generate(
+            data.request_id, prompt_ids=[*data.prompt_ids, *data.response_ids], sampling_params=sampling_params
+        )
+        if not output.token_ids:
+            return False
+        data.response_ids += output.token_ids
+        data.response_mask += [1] * len(output.token_ids)
+        data.assistant_turns += 1
+        text, data.tool_calls = await self._read(output.token_ids, names)
+        data.messages.append(self._message(text, data.tool_calls))
+        return True
+
+    def _may_continue(self, data: AgentData) -> bool:
+        """Whether the limits leave another turn."""
+        settings = self.rollout_config.multi_turn
+        return not (
+            len(data.response_ids) >= self.response_length
+            or _reached(data.assistant_turns, settings.max_assistant_turns)
+            or _reached(data.user_turns, settings.max_user_turns)
+        )
+
+    def _append(self, data: AgentData, answers: list[dict[str, Any]]) -> bool:
+        """Append messages; False when no turn could follow them: then they are left out."""
+        suffix = self.suffix(answers, data.response_ids[-1])
+        data.user_turns += 1
+        data.messages += answers
+        if len(data.response_ids) + len(suffix) >= self.response_length:
+            return False
+        data.response_ids += suffix
+        data.response_mask += [0] * len(suffix)
+        return True
+
+    def _output(self, data: AgentData) -> AgentLoopOutput:
+        data.metrics.generate_sequences = CURRENT.get().generate_s
+        return AgentLoopOutput(
+            data.prompt_ids,
+            data.response_ids,
+            data.response_mask,
+            num_turns=data.user_turns + data.assistant_turns + 1,
+            metrics=data.metrics,
+            extra_fields={"turn_scores": data.turn_scores, "tool_rewards": data.tool_rewards, **data.extra_fields},
+        )
+
+    async def _read(self, token_ids: list[int], names: list[str] | None) -> tuple[str, list[FunctionCall]]:
+        schemas = self.tool_calls.schemas(names)
+        parser = ToolParser.get_tool_parser(self.rollout_config.multi_turn.format, self.tokenizer)
+        text, calls = await parser.extract_tool_calls(token_ids, schemas)
+        return text, calls if schemas else []
+
+    @staticmethod
+    def _message(text: str, calls: list[FunctionCall]) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if calls:
+            message["tool_calls"] = [
+                {
+                    "type": "function",
+                    **({"id": call.id} if call.id else {}),
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for call in calls
+            ]
+        return message
+
+    async def _call_tools(self, data: AgentData, names: list[str] | None) -> list[dict[str, Any]]:
+        """The messages of the tools; the first max_parallel_calls calls run at the same time."""
+        calls, started_at = data.tool_calls[: self.rollout_config.multi_turn.max_parallel_calls], time.perf_counter()
+        episode = CURRENT.get()
+        results = await asyncio.gather(
+            *(
+                self.tool_calls.call(
+                    episode, call, names=names, kwargs=data.tools_kwargs.get(call.name), agent_data=data
+                )
+                for call in calls
+            )
+        )
+        data.metrics.tool_calls += time.perf_counter() - started_at
+        data.tool_rewards += [result.reward for result in results]
+        episode.tool_results += results
+        return [
+            {
+                "role": "tool",
+                "content": result.text,
+                **({"tool_call_id": call.id, "name": call.name} if call.id else {}),
+            }
+            for call, result in zip(calls, results, strict=True)
+        ]
+
+    def _user(self, extra: dict[str, Any]) -> tuple[BaseInteraction | None, dict[str, Any]]:
+        """The interaction that the row names, and its arguments."""
+        kwargs = dict(extra.get("interaction_kwargs") or {})
+        if not self.interactions or not kwargs:
+            return None, {}
+        name = kwargs.get("name")
+        if name is None and len(self.interactions) == 1:
+            name = next(iter(self.interactions))
+        if name not in self.interactions:
+            known = ", ".join(self.interactions)
+            raise EpisodeError(
+                f"extra_info.interaction_kwargs.name is {name!r}; interaction_config_path declares {known}"
+            )
+        return self.interactions[name], kwargs
+
+    async def _ask_user(
+        self, data: AgentData, user: BaseInteraction, kwargs: dict[str, Any]
+    ) -> tuple[list[dict[str, Any]], bool]:
+        started_at = time.perf_counter()
+        ends, text, score, more = await on_thread(user.generate_response, data.request_id, data.messages, **kwargs)
+        data.metrics.tool_calls += time.perf_counter() - started_at
+        data.turn_scores.append(float(score))
+        data.extra_fields.update(more or {})
+        return [{"role": "user", "content": str(text)}], bool(ends)
+
+
+def _reached(count: int, limit: int | None) -> bool:
+    return limit is not None and count >= limit

@@ -1,0 +1,212 @@
+"""Calls of tools: with a time limit, a limit on what they answer, and an answer for each way in which a call can fail."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from verl.agents.episode import Episode, EpisodeError
+from verl.agents.journal import TOOL, Journal, call_digest
+from verl.foreign_text import clean
+from verl.tools.base_tool import BaseTool
+from verl.tools.function_tool import FunctionTool, answer_of
+from verl.tools.schemas import FunctionCall, ToolResponse
+
+log = logging.getLogger(__name__)
+
+MAX_NAME = 100  # characters of a tool's name that a message repeats
+
+
+@dataclass(frozen=True)
+class ToolSettings:
+    """`max_length`: characters of an answer, cut at `side`; `timeout_s`: seconds of a call."""
+
+    timeout_s: float = 60.0
+    max_length: int = 256
+    side: str = "middle"
+
+
+@dataclass
+class ToolResult:
+    """The answer of a call, as the model reads it. `error`: why the call failed, or None."""
+
+    name: str
+    text: str
+    reward: float = 0.0
+    metrics: dict[str, Any] = field(default_factory=dict)
+    error: str | None = None
+    seconds: float = 0.0
+    replayed: bool = False
+
+
+class FunctionPool(Protocol):
+    """Runs functions in sandboxed processes."""
+
+    def submit(self, path: str, name: str, arguments: Mapping[str, Any]) -> Future[dict[str, Any]]:
+        """{"text", "reward", "metrics"}, or {"error"}: what the function did."""
+        ...
+
+
+class ToolCalls:
+    """The tools of a run. `pool` runs functions of files, where there is one; else they run here, on a thread."""
+
+    def __init__(
+        self,
+        tools: Sequence[BaseTool],
+        settings: ToolSettings,
+        journal: Journal | None = None,
+        pool: FunctionPool | None = None,
+    ):
+        self.tools = {tool.name: tool for tool in tools}
+        self.settings, self.journal, self.pool = settings, journal or Journal(None), pool
+
+    def schemas(self, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
+        """The tools, or those of `names`, as chat templates read them."""
+        return [t.tool_schema.for_template() for name, t in self.tools.items() if names is None or name in names]
+
+    async def call(
+        self,
+        episode: Episode,
+        call: FunctionCall,
+        *,
+        names: Sequence[str] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        agent_data: Any = None,
+    ) -> ToolResult:
+        """The result of a call, never an exception. `names` are those that the row may call; `kwargs` its tools_kwargs."""
+        number, context = episode.num_calls, episode.digest()
+        episode.num_calls += 1
+        task, digest = episode.task, call_digest(call.name, call.arguments, context)
+        records = not task.split.startswith("val")  # every validation has the same step number
+        known = self.journal.result(task.split, task.name, number, digest) if records else None
+        if known is not None:
+            return ToolResult(**{**known["result"], "replayed": True})
+        started_at = time.perf_counter()
+        found = await self._called(episode, call, names, dict(kwargs or {}), agent_data)
+        found.seconds = time.perf_counter() - started_at
+        found.text = truncated(found.text, self.settings.max_length, self.settings.side)
+        if found.error is not None:
+            log.debug("Episode %s, call %d of %s: %s", task.name, number, clean(call.name, MAX_NAME), found.error)
+        if records:
+            result = {"name": found.name, "text": found.text, "reward": found.reward, "metrics": found.metrics}
+            result |= {"error": found.error, "seconds": found.seconds}
+            self.journal.write(
+                TOOL, split=task.split, episode=task.name, call=number, digest=digest, result=result,
+                arguments=call.arguments[:2000],
+            )  # fmt: skip
+        return found
+
+    async def _called(
+        self,
+        episode: Episode,
+        call: FunctionCall,
+        names: Sequence[str] | None,
+        kwargs: dict[str, Any],
+        agent_data: Any,
+    ) -> ToolResult:
+        name = clean(call.name, MAX_NAME)
+        known = [n for n in self.tools if names is None or n in names]
+        if call.name not in known:
+            return _failed(name, f"Unknown function '{name}'. Available tools: [{', '.join(known)}]")
+        try:
+            arguments = call.parsed()
+        except (ValueError, RecursionError) as error:
+            return _failed(name, f"Invalid JSON in arguments for '{name}': {clean(error, 200)}")
+        tool = self.tools[call.name]
+        if missing := [n for n in tool.tool_schema.function.parameters.required if n not in arguments]:
+            return _failed(name, f"Error executing tool '{name}': the argument {missing[0]!r} is missing")
+        try:
+            work = self._execute(episode, tool, arguments, kwargs, agent_data)
+            response, reward, metrics = await asyncio.wait_for(work, self.settings.timeout_s)
+        except asyncio.TimeoutError:
+            return _failed(name, f"Error executing tool '{name}': it took longer than {self.settings.timeout_s:g} s")
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - tools are code of the user's, which may raise anything
+            return _failed(name, f"Error executing tool '{name}': {clean(error, 300) or type(error).__name__}")
+        return ToolResult(name, response.text or "", reward, _plain(metrics))
+
+    async def _execute(
+        self, episode: Episode, tool: BaseTool, arguments: dict[str, Any], kwargs: dict[str, Any], agent_data: Any
+    ) -> tuple[ToolResponse, float, dict[str, Any]]:
+        if isinstance(tool, FunctionTool):
+            tool.signature.bind(**arguments)  # TypeError names what does not fit
+            if self.pool is not None and tool.path is not None:
+                done = await asyncio.wrap_future(self.pool.submit(tool.path, tool.name, arguments))
+                if "error" in done:
+                    raise RuntimeError(done["error"])
+                return ToolResponse(text=done["text"]), done["reward"], done["metrics"]
+            return answer_of(await on_thread(tool.function, **arguments))
+        instance_id, _ = await on_thread(tool.create, create_kwargs=kwargs.get("create_kwargs", {}))
+        try:
+            execute_kwargs = kwargs.get("execute_kwargs", {})
+            found = await on_thread(tool.execute, instance_id, arguments, agent_data=agent_data, **execute_kwargs)
+        finally:
+            await on_thread(tool.release, instance_id, **kwargs.get("release_kwargs", {}))
+        return answer_of(found)
+
+
+def _failed(name: str, why: str) -> ToolResult:
+    return ToolResult(name, why, error=why)
+
+
+def _plain(metrics: Any) -> dict[str, Any]:
+    """Metrics as JSON can hold them."""
+    found: dict[str, Any] = json.loads(json.dumps(metrics, default=str)) if isinstance(metrics, dict) else {}
+    return found
+
+
+async def on_thread(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Await an async function; run a plain one on a thread, which is left behind when its time is over."""
+    if inspect.iscoroutinefunction(function):
+        return await function(*args, **kwargs)
+    done: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            value = function(*args, **kwargs)
+        except BaseException as error:  # noqa: BLE001 - handed to the one who waits
+            _finish(done, error=error)
+        else:
+            _finish(done, value)
+
+    # a daemon: no hanging tool keeps the run from ending
+    threading.Thread(target=run, name=f"tool-{getattr(function, '__name__', 'call')}", daemon=True).start()
+    value = await asyncio.wrap_future(done)
+    return await value if inspect.isawaitable(value) else value
+
+
+async def bounded(function: Callable[..., Any], timeout_s: float, *args: Any, **kwargs: Any) -> Any:
+    """`on_thread` for at most `timeout_s` seconds. Raises EpisodeError naming the function."""
+    name = getattr(function, "__qualname__", str(function))
+    try:
+        return await asyncio.wait_for(on_thread(function, *args, **kwargs), timeout_s)
+    except asyncio.TimeoutError:
+        raise EpisodeError(f"{name} took longer than multi_turn.tool_timeout_s={timeout_s:g} s") from None
+
+
+def _finish(done: Future[Any], value: Any = None, error: BaseException | None = None) -> None:
+    if done.cancelled() or not done.set_running_or_notify_cancel():
+        return
+    if error is not None:
+        done.set_exception(error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}"))
+    else:
+        done.set_result(value)
+
+
+def truncated(text: str, limit: int, side: str) -> str:
+    """A text of at most `limit` characters and a mark where it was cut: its beginning (side left), end (right) or both."""
+    if len(text) <= limit:
+        return text
+    if side == "left":
+        return f"{text[:limit]}...(truncated)"
+    if side == "right":
+        return f"(truncated)...{text[-limit:]}"
+    half = max(1, limit // 2)
+    return f"{text[:half]}...(truncated)...{text[-half:]}"

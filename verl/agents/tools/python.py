@@ -1,0 +1,22 @@
+"""Python as a tool: `multi_turn.function_tool_path=pkg://verl.agents.tools.python`. Each program has a process of its own with
+limits on time and memory; with multi_turn.tool_sandbox it runs inside of the sandbox of tools."""
+
+from __future__ import annotations
+
+from verl.rewards.programs import ProgramLimits, run_program
+from verl.tools.function_tool import function_tool
+
+LIMITS = ProgramLimits(time_s=10.0, memory_mb=1024)
+MAX_OUTPUT = 20_000  # characters
+
+
+@function_tool
+def python(code: str) -> str:
+    """Run a Python program and return what it prints.
+
+    Args:
+        code: the program
+    """
+    done = run_program(code, limits=LIMITS)
+    text = done.stdout[:MAX_OUTPUT]
+    return text if done.ok else f"{text}\n{done.stderr[-MAX_OUTPUT:]}\nThe program {done.failure}.".strip()

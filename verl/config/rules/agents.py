@@ -1,0 +1,57 @@
+"""Keys of agents that contradict one another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from verl.config import names
+from verl.config.active_keys import runs_agents
+from verl.config.schema import Problem, error
+
+ROLLOUT = "actor_rollout_ref.rollout"
+ENABLE = f"{ROLLOUT}.multi_turn.enable"
+LOOP = f"{ROLLOUT}.agent.default_agent_loop"
+
+
+def check_agents(c: Any, given: set[str]) -> Iterator[Problem]:
+    """Agents that could not act, and what does not work with them."""
+    if not runs_agents(c):
+        return
+    rollout = c.actor_rollout_ref.rollout
+    multi_turn, agent = rollout.multi_turn, rollout.agent
+    loop = agent.default_agent_loop
+    if multi_turn.enable and loop == "single_turn_agent" and not agent.agent_loop_config_path:
+        yield error(
+            LOOP,
+            f"{ENABLE}=True, but {LOOP}=single_turn_agent: every sample would be a single turn, without tools. Remove the "
+            "second, or set it to tool_agent.",
+        )
+    if loop not in names.AGENT_LOOPS and not agent.agent_loop_config_path:
+        yield error(
+            LOOP,
+            f"{LOOP}={loop} is not one of {', '.join(names.AGENT_LOOPS)}. Declare it in "
+            f"{ROLLOUT}.agent.agent_loop_config_path.",
+        )
+    for name, wanted in (("environment_agent", "environment"), ("endpoint_agent", "runner")):
+        if loop == name and not agent[wanted]:
+            yield error(LOOP, f"{LOOP}={name} needs {ROLLOUT}.agent.{wanted}.")
+    files = (multi_turn.tool_config_path, multi_turn.function_tool_path, multi_turn.interaction_config_path)
+    if loop == "tool_agent" and not any(files) and not agent.agent_loop_config_path:
+        yield error(
+            ENABLE,
+            f"{ENABLE}=True, but there are neither tools nor interactions, so every sample would be a single turn. Set "
+            f"{ROLLOUT}.multi_turn.tool_config_path, function_tool_path or interaction_config_path.",
+        )
+    if rollout.partial_rollout or rollout.prefetch_num:
+        yield error(
+            f"{ROLLOUT}.prefetch_num",
+            f"{ROLLOUT}.prefetch_num={rollout.prefetch_num} makes samples ahead of training, which episodes of agents do not "
+            "support in this version. Set it to 0.",
+        )
+    if rollout.name == "native" and rollout.tensor_model_parallel_size > 1:
+        yield error(
+            f"{ROLLOUT}.tensor_model_parallel_size",
+            f"Episodes of agents need a whole model on each device with {ROLLOUT}.name=native. Set "
+            f"{ROLLOUT}.tensor_model_parallel_size=1, or name=vllm.",
+        )

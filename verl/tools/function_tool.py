@@ -1,0 +1,105 @@
+"""Tools from plain functions: `@function_tool` in the file that multi_turn.function_tool_path names.
+
+@function_tool
+def add(a: float, b: float) -> str:
+    '''Add two numbers.
+
+    Args:
+        a: the first
+        b: the second
+    '''
+    return str(a + b)
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable
+from typing import Any
+
+from verl.errors import ConfigError
+from verl.tools.base_tool import BaseTool
+from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+
+MARK = "__verl_tool__"
+Answer = tuple[ToolResponse, float, dict[str, Any]]
+
+
+def function_tool(function: Any = None, /, *, name: str | None = None, schema: Any = None) -> Any:
+    """Mark a function as a tool: `@function_tool`, `@function_tool("name")` or `@function_tool("name", schema={...})`. Without
+    a schema its type hints and its docstring with `Args:` make one."""
+    if isinstance(function, str) or function is None:
+        given = function if isinstance(function, str) else name
+
+        def mark(wrapped: Callable[..., Any]) -> Callable[..., Any]:
+            return function_tool(wrapped, name=given, schema=schema)
+
+        return mark
+    setattr(function, MARK, FunctionTool(function, name, schema))
+    return function
+
+
+class FunctionTool(BaseTool):
+    """A function as a tool. `path` is the file that it was loaded from, so that a sandboxed process can load it too."""
+
+    def __init__(self, function: Callable[..., Any], name: str | None = None, schema: Any = None):
+        self.function = function
+        self.path: str | None = None
+        super().__init__({}, function_schema(function, name, schema))
+        self.signature = inspect.signature(function)
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Answer:
+        """Call the function, here."""
+        found = self.function(**parameters)
+        return answer_of(await found if inspect.isawaitable(found) else found)
+
+
+def function_schema(
+    function: Callable[..., Any], name: str | None = None, schema: Any = None
+) -> OpenAIFunctionToolSchema:
+    """The schema of a function. Raises ConfigError for one whose arguments cannot be described."""
+    label = name or getattr(function, "__name__", str(function))
+    kinds = [p.kind for p in inspect.signature(function).parameters.values()]
+    if inspect.Parameter.VAR_POSITIONAL in kinds or inspect.Parameter.VAR_KEYWORD in kinds:
+        raise ConfigError(
+            f"The tool {label} takes *args or **kwargs, which no schema can describe; name its arguments."
+        )
+    if schema is None:
+        from transformers.utils import get_json_schema
+
+        try:
+            schema = get_json_schema(function)
+        except Exception as error:  # its own exception types, and any of an odd annotation
+            raise ConfigError(
+                f"The tool {label} has no usable signature: {error}. Give each argument a type hint and a line under Args: in "
+                "the docstring, or pass schema= to function_tool."
+            ) from error
+    try:
+        found = OpenAIFunctionToolSchema.model_validate(schema)
+    except ValueError as error:
+        raise ConfigError(f"The schema of the tool {label} cannot be used: {error}") from error
+    if name is not None:
+        found.function.name = name
+    return found
+
+
+def answer_of(found: Any) -> Answer:
+    """The result of a function as (answer, reward, metrics): a text, an object, a ToolResponse, or one of them with a reward
+    and metrics. Raises ValueError for a reward or metrics of another type."""
+    reward: Any = 0.0
+    metrics: Any = {}
+    if isinstance(found, tuple):
+        if not 1 <= len(found) <= 3:
+            raise ValueError(f"it returned {len(found)} values; return the answer, the reward and metrics")
+        reward = found[1] if len(found) > 1 and found[1] is not None else 0.0
+        metrics = found[2] if len(found) > 2 and found[2] is not None else {}
+        found = found[0]
+    if not isinstance(reward, int | float) or not isinstance(metrics, dict):
+        raise ValueError("its second value must be a number, the reward, and its third a dict of metrics")
+    if not isinstance(found, ToolResponse):
+        text = found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, default=str)
+        found = ToolResponse(text=text)
+    if found.image or found.video:
+        raise ValueError("it returned images or videos, which are not supported in this version")
+    return found, float(reward), metrics

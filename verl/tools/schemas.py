@@ -1,0 +1,134 @@
+"""Records of tools: the JSON schema that the model reads, a call that it made, and the answer of a tool.
+
+Fields and methods are those of the existing verl's pydantic models, so that tools written for it run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+R = TypeVar("R", bound="Record")
+
+
+class Record:
+    """A dataclass that reads and writes plain objects."""
+
+    @classmethod
+    def model_validate(cls: type[R], values: Any) -> R:
+        """The record of an object; fields that it does not know are left out. Raises ValueError for anything else."""
+        if isinstance(values, cls):
+            return values
+        if not isinstance(values, dict):
+            raise ValueError(f"{cls.__name__} must be an object, not a {type(values).__name__}.")
+        known = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        try:
+            return cls(**{name: value for name, value in values.items() if name in known})
+        except TypeError as error:
+            raise ValueError(f"{cls.__name__}: {error}") from error
+
+    def model_dump(self, *, exclude_none: bool = False, exclude_unset: bool = False, **_: Any) -> dict[str, Any]:
+        """As an object; `exclude_unset` leaves out None as well, since what was set is not recorded."""
+        found = dataclasses.asdict(self)  # type: ignore[call-overload]
+        return _without_none(found) if exclude_none or exclude_unset else found
+
+    def model_dump_json(self, **settings: Any) -> str:
+        """As JSON."""
+        return json.dumps(self.model_dump(**settings), ensure_ascii=False)
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_none(inner) for name, inner in value.items() if inner is not None}
+    return [_without_none(inner) for inner in value] if isinstance(value, list) else value
+
+
+@dataclass
+class OpenAIFunctionPropertySchema(Record):
+    """One argument. Anything else that a JSON schema may hold is kept in `more`."""
+
+    type: str | list[str] | None = None
+    description: str | None = None
+    enum: list[Any] | None = None
+
+
+@dataclass
+class OpenAIFunctionParametersSchema(Record):
+    """The arguments of a function as a JSON schema; `properties` holds the schema of each argument as it was written."""
+
+    type: str = "object"
+    properties: dict[str, Any] = field(default_factory=dict)
+    required: list[str] = field(default_factory=list)
+
+
+@dataclass
+class OpenAIFunctionSchema(Record):
+    """Name, description and arguments of a function."""
+
+    name: str
+    description: str = ""
+    parameters: OpenAIFunctionParametersSchema = field(default_factory=OpenAIFunctionParametersSchema)
+    strict: bool = False
+
+    def __post_init__(self) -> None:
+        if self.parameters is None or isinstance(self.parameters, dict):
+            self.parameters = OpenAIFunctionParametersSchema.model_validate(self.parameters or {})
+
+
+@dataclass
+class OpenAIFunctionToolSchema(Record):
+    """A tool as chat templates and OpenAI's service know it: {"type": "function", "function": {...}}."""
+
+    type: str = "function"
+    function: OpenAIFunctionSchema = field(default_factory=lambda: OpenAIFunctionSchema(""))
+
+    def __post_init__(self) -> None:
+        if isinstance(self.function, dict):
+            self.function = OpenAIFunctionSchema.model_validate(self.function)
+
+    def for_template(self) -> dict[str, Any]:
+        """The object that a chat template reads."""
+        function = self.function
+        return {
+            "type": self.type,
+            "function": {
+                "name": function.name,
+                "description": function.description,
+                "parameters": function.parameters.model_dump(exclude_none=True),
+            },
+        }
+
+
+@dataclass
+class FunctionCall(Record):
+    """A call as the model wrote it. `arguments` is JSON text, which may be wrong; `id` is that of formats which have one."""
+
+    name: str
+    arguments: str
+    id: str | None = None
+
+    def parsed(self) -> dict[str, Any]:
+        """The arguments. Raises ValueError with the reason when they are not a JSON object."""
+        found = json.loads(self.arguments) if self.arguments.strip() else {}
+        if not isinstance(found, dict):
+            raise ValueError(f"they are a {type(found).__name__}, not an object")
+        return found
+
+
+@dataclass
+class ToolResponse(Record):
+    """The answer of a tool. Images and videos are not supported in this version."""
+
+    text: str | None = None
+    image: list[Any] | None = None
+    video: list[Any] | None = None
+
+    def is_empty(self) -> bool:
+        """Whether it holds nothing."""
+        return not (self.text or self.image or self.video)
+
+    def is_text_only(self) -> bool:
+        """Whether it holds text alone."""
+        return bool(self.text) and not (self.image or self.video)

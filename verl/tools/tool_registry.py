@@ -1,0 +1,105 @@
+"""Loading of tools: the YAML file of tool classes, and the Python file of functions."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from verl.errors import ConfigError, nearest
+from verl.registry import load_module, user_file
+from verl.tools.base_tool import BaseTool
+from verl.tools.function_tool import MARK, FunctionTool
+from verl.tools.schemas import OpenAIFunctionToolSchema
+
+
+class SameNameError(ConfigError, ValueError):
+    """Two tools have one name."""
+
+
+def load_all_tools(tool_config_path: str | None, function_tool_path: str | None = None) -> list[BaseTool]:
+    """The tools of both files, in the order in which they are written; made once for a file as it is. Raises ConfigError for
+    a file that cannot be used, and where two tools have one name."""
+    stamps = tuple(
+        (path, user_file(path).stat().st_mtime_ns) if path and user_file(path).is_file() else (path, 0)
+        for path in (tool_config_path, function_tool_path)
+    )
+    return list(_load_all_tools(*stamps))
+
+
+@functools.cache
+def _load_all_tools(classes: tuple[str | None, int], functions: tuple[str | None, int]) -> tuple[BaseTool, ...]:
+    found = [
+        *(initialize_tools_from_config(classes[0]) if classes[0] else ()),
+        *(load_function_tools(functions[0]) if functions[0] else ()),
+    ]
+    names = [tool.name for tool in found]
+    if double := next((name for name in names if names.count(name) > 1), None):
+        raise SameNameError(f"Two tools are named {double!r}; the model could not tell them apart. Rename one.")
+    return tuple(found)
+
+
+def load_function_tools(path: str) -> list[BaseTool]:
+    """The functions of a Python file or module that `@function_tool` marks."""
+    found: list[BaseTool] = []
+    for value in vars(load_module(path)).values():
+        tool = getattr(value, MARK, None)
+        if isinstance(tool, FunctionTool) and tool not in found:
+            tool.path = path
+            found.append(tool)
+    if not found:
+        raise ConfigError(f"{path} has no tools: put @function_tool (verl.tools.function_tool) above a function.")
+    return found
+
+
+def initialize_tools_from_config(tools_config_file: str) -> list[BaseTool]:
+    """The tools of a YAML file: `tools: [{class_name, config: {type: native}, tool_schema}]`."""
+    rows = read_list(tools_config_file, "tools")
+    found: list[BaseTool] = []
+    for number, row in enumerate(rows):
+        place = f"{tools_config_file}, tool {number} (counted from 0)"
+        config = dict(row.get("config") or {})
+        kind = config.get("type", "native")
+        if kind != "native":
+            raise ConfigError(
+                f"{place} has type {kind!r}; this version has tools of type native alone, which are classes or functions."
+            )
+        schema = row.get("tool_schema")
+        cls = load_class(row.get("class_name"), place)
+        try:
+            found.append(cls(config, None if schema is None else OpenAIFunctionToolSchema.model_validate(schema)))
+        except Exception as error:  # the user's class may raise anything
+            raise ConfigError(f"{place} could not be made: {type(error).__name__}: {error}") from error
+    return found
+
+
+def read_list(path: str, key: str) -> list[dict[str, Any]]:
+    """The list under `key` of a YAML file (with key "": of the file itself). Raises ConfigError."""
+    import yaml
+
+    file = user_file(path)
+    try:
+        content = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    rows = content.get(key) if key and isinstance(content, Mapping) else content
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        what = f"a list of objects under {key!r}" if key else "a list of objects"
+        raise ConfigError(f"{path} must hold {what}.")
+    return rows
+
+
+def load_class(name: Any, place: str) -> Any:
+    """The class `package.module.Class`. Raises ConfigError with `place`."""
+    if not isinstance(name, str) or "." not in name:
+        raise ConfigError(f"{place} names no class: give it as package.module.Class, not {name!r}.")
+    module, _, attribute = name.rpartition(".")
+    try:
+        loaded = importlib.import_module(module)
+    except Exception as error:  # a user's module may raise anything
+        raise ConfigError(f"{place}: importing {module} failed: {type(error).__name__}: {error}") from error
+    if not hasattr(loaded, attribute):
+        raise ConfigError(f"{place}: {module} has no {attribute!r}{nearest(attribute, vars(loaded)) or '.'}")
+    return getattr(loaded, attribute)
