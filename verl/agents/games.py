@@ -106,7 +106,8 @@ class TextArena:
             import textarena
         except ImportError:
             raise MissingExtraError("games of textarena", "textarena", "environments") from None
-        self.library, self.env = textarena, None
+        self.library: Any = textarena
+        self.env: Any = None
 
     def reset(self, seed: int | None = None, **row: Any) -> tuple[str, dict[str, Any]]:
         """Begin the game of a seed."""
