@@ -87,7 +87,7 @@ class PressedVictim(Victim):
             place = f"disk: {self._place()}"
         else:
             self._starve(beat.pid, beat.step, until)
-        if self._process.poll() == 0:
+        if self.process.poll() == 0:
             return None
         self._first_was_killed = True  # by us: the same command is run again
         began, by_hand = time.monotonic(), self._num_by_hand
@@ -98,11 +98,11 @@ class PressedVictim(Victim):
         return Kill(RUNTIME, self.folder.name, place, beat.pid, beat.step, phase, by, found.at - began, again)
 
     def _wait_for_end(self, until: float) -> None:
-        while self._process.poll() is None:
+        while self.process.poll() is None:
             self._check(until, "it did not end on a full disk")
             time.sleep(0.01)
         said = self._words()
-        if self._process.poll() != 0 and ("Traceback" in said or "bug in verl" in said):
+        if self.process.poll() != 0 and ("Traceback" in said or "bug in verl" in said):
             raise Lost(f"a full disk was not said in a sentence: {said[-1500:]}")
 
     def _words(self) -> str:
@@ -121,7 +121,7 @@ class PressedVictim(Victim):
             process.rlimit(psutil.RLIMIT_AS, (process.memory_info().vms, psutil.RLIM_INFINITY))
             while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
                 beat = self.beat()
-                if self._process.poll() is not None:
+                if self.process.poll() is not None:
                     return
                 if beat is not None and beat.step > step + _STEPS_WITHOUT_MEMORY:
                     process.kill()
