@@ -4,6 +4,7 @@
 #   make train CONFIG=ppo_smollm2          the same with a critic
 #   make train CONFIG=distill_smollm2      the trained policy teaches the model that it started from
 #   make train CONFIG=sft_smollm2          supervised fine-tuning on counting letters; CONFIG=grpo_char_count continues with GRPO
+#   make train CONFIG=rm_smollm2           a reward model on pairs of rated sentences; dpo_smollm2: DPO on the same pairs
 #   make train ARGS="data.seed=2"          any key of docs/config.md
 #   make test TORCH=torch==2.12.0          with another PyTorch; TORCH_FLAGS="--index-url ..." chooses where it comes from: on
 #                                          Linux the default build carries CUDA, PyTorch's own index has a smaller one for CPUs
@@ -31,6 +32,10 @@ STAMPS := $(VENV)/stamps
 MODEL := $(WORK)/models/SmolLM2-135M-Instruct
 DATA := $(WORK)/data/arithmetic
 LETTERS := $(WORK)/data/char_count
+SENTIMENT := $(WORK)/data/sentiment
+# verb and data of a config follow from the first part of its name
+VERB := $(or $(filter sft rm dpo,$(firstword $(subst _, ,$(CONFIG)))),train)
+DATASET := $(if $(filter rm dpo,$(VERB)),$(SENTIMENT)/train.parquet,$(DATA)/test.parquet $(LETTERS)/train.parquet)
 
 # slow mirrors are common: wait, try again, and ask nothing
 export PIP_DEFAULT_TIMEOUT ?= 180
@@ -101,8 +106,13 @@ letters: $(LETTERS)/train.parquet
 $(LETTERS)/train.parquet: | $(STAMPS)/package
 	@$(BIN)/verl data char_count --output $(LETTERS) --min-length 4 --max-length 10
 
-train: $(STAMPS)/package $(MODEL)/config.json $(DATA)/test.parquet $(LETTERS)/train.parquet
-	@$(BIN)/verl $(if $(filter sft%,$(CONFIG)),sft,train) --config-name $(CONFIG) $(ARGS)
+# rated sentences come with the source archive of a package alone
+$(SENTIMENT)/train.parquet: | $(STAMPS)/package
+	@$(PIP) download --quiet --no-deps --no-binary :all: --dest $(SENTIMENT) vaderSentiment==3.3.2
+	@$(BIN)/verl data sentiment --source $(SENTIMENT)/vaderSentiment-3.3.2.tar.gz --output $(SENTIMENT)
+
+train: $(STAMPS)/package $(MODEL)/config.json $(DATASET)
+	@$(BIN)/verl $(VERB) --config-name $(CONFIG) $(ARGS)
 
 test: lint types unit
 

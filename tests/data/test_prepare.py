@@ -1,8 +1,10 @@
+import io
 import itertools
 import json
 import os
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from tests.data.rows import config
 from verl.data import prepare
 from verl.data.dataset import load_dataset
 from verl.data.files import read_rows
-from verl.data.tasks import char_count, gsm8k, reasoning_gym
+from verl.data.tasks import char_count, gsm8k, reasoning_gym, sentiment
 from verl.errors import DataError
 from verl.models.tiny import make_tokenizer
 from verl.rewards.scorers.route import default_compute_score
@@ -207,3 +209,55 @@ class TestCharCount:
             char_count.prepare(tmp_path, num_train=30, num_test=10, min_length=1, max_length=1, seed=1)
         with pytest.raises(DataError, match="Word lengths from 5 to 3 are not a range"):
             char_count.prepare(tmp_path, num_train=3, num_test=1, min_length=5, max_length=3, seed=1)
+
+
+class TestSentiment:
+    @pytest.fixture
+    def archive(self, tmp_path):
+        """An archive with the files of the package's, and sentences whose rating is the number of times they say good."""
+        inner = io.BytesIO()
+        with tarfile.open(fileobj=inner, mode="w:gz") as tar:
+            lines = [f"{i}\t{i % 5 - 2}\t{'good ' * (i % 5)}&amp; no. {i}" for i in range(60)]
+            files = {
+                f"{kind}_GroundTruth.txt": "\n".join([*lines, "61\t1.0\t" + "x" * 500]) for kind in sentiment.KINDS
+            }
+            for name, text in {**files, sentiment.WORDS: "good\t1.9\t0.5\nbad\t-2.1\t0.5"}.items():
+                add(tar, f"hutto_ICWSM_2014/{name}", text.encode())
+        file = tmp_path / "source.tar.gz"
+        with tarfile.open(file, "w:gz") as tar:
+            add(tar, "vaderSentiment-3.3.2/additional_resources/hutto_ICWSM_2014.tar.gz", inner.getvalue())
+        return file
+
+    def test_pairs_follow_the_ratings_and_share_no_sentence(self, archive, tmp_path):
+        said = sentiment.prepare(archive, tmp_path, num_train=100, num_test=20, seed=1)
+        assert "the sum of word ratings orders 1.000 of the test pairs as people did" in said
+        train, test = read(tmp_path, "train"), read(tmp_path, "test")
+        assert (len(train), len(test)) == (100, 20)
+        for row in train + test:
+            assert row["chosen"].count("good") - row["rejected"].count("good") == row["margin"] >= sentiment.MIN_MARGIN
+            assert "& no." in row["chosen"]
+        texts = [
+            {(row["prompt"], row[side]) for row in rows for side in ("chosen", "rejected")} for rows in (train, test)
+        ]
+        assert not texts[0] & texts[1]
+        again = sentiment.prepare(archive, tmp_path / "again", num_train=100, num_test=20, seed=1)
+        assert read(tmp_path / "again", "train") == train
+        assert len(again) == 3
+
+    def test_another_file_is_named(self, archive, tmp_path):
+        archive.write_bytes(b"not an archive")
+        with pytest.raises(DataError, match="is not the source archive of vaderSentiment 3.3.2.*pip download"):
+            sentiment.prepare(archive, tmp_path, num_train=1, num_test=1, seed=1)
+
+    @pytest.mark.parametrize(("name", "schema"), [("rm_smollm2", "rm"), ("dpo_smollm2", "preference")])
+    def test_the_main_jobs_read_these_rows(self, name, schema):
+        from verl.config import SCHEMAS, load_config
+
+        config = load_config([], schema=SCHEMAS[schema], config_name=name).config
+        assert config.data.train_files == "work/data/sentiment/train.parquet"
+
+
+def add(tar, name, content):
+    member = tarfile.TarInfo(name)
+    member.size = len(content)
+    tar.addfile(member, io.BytesIO(content))

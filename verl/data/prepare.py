@@ -1,4 +1,4 @@
-"""Commands that make training data: `python -m verl.data.prepare {gsm8k,reasoning_gym,char_count} ...`."""
+"""Commands that make training data: `python -m verl.data.prepare {gsm8k,reasoning_gym,char_count,sentiment} ...`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.data.files import parse_json
-from verl.data.tasks import char_count, gsm8k, reasoning_gym
+from verl.data.tasks import char_count, gsm8k, reasoning_gym, sentiment
 from verl.errors import DataError, VerlError
 from verl.foreign_text import clean
 
@@ -55,6 +55,10 @@ def _parser() -> argparse.ArgumentParser:
     _add_counts(command, train=9000, test=1000)
     command.add_argument("--min-length", type=_count, default=5, help="letters of a word (default %(default)s)")
     command.add_argument("--max-length", type=_count, default=20, help="letters of a word (default %(default)s)")
+    command = commands.add_parser("sentiment", help="pairs of rated sentences, for verl rm and verl dpo")
+    command.add_argument("--source", type=Path, required=True, help="source archive of vaderSentiment 3.3.2 (.tar.gz)")
+    command.add_argument("--output", type=Path, required=True, help="folder to write to")
+    _add_counts(command, train=2000, test=200)
     return parser
 
 
@@ -100,6 +104,9 @@ _PREPARE: dict[str, Callable[[argparse.Namespace], list[str]]] = {
     "gsm8k": lambda args: gsm8k.prepare(args.source, args.output),
     "reasoning_gym": _reasoning_gym,
     "char_count": _char_count,
+    "sentiment": lambda args: sentiment.prepare(
+        args.source, args.output, num_train=args.train, num_test=args.test, seed=args.seed
+    ),
 }
 
 
