@@ -51,7 +51,7 @@ def test_unknown_verb_names_the_nearest(verl):
     assert "did you mean 'train'?" in said
 
 
-@pytest.mark.parametrize(("verb", "words"), [("merge", "verl export"), ("grpo", "verl train"), ("plan", "check")])
+@pytest.mark.parametrize(("verb", "words"), [("merge", "verl export"), ("grpo", "verl train"), ("bench", "verl plan")])
 def test_verbs_known_elsewhere_say_what_to_do(verb, words, verl):
     code, said = verl(verb, "--help")
     assert code == 2

@@ -39,6 +39,7 @@ EXPECTED = {
     "resume",
     "export",
     "agents",
+    "planner",
     "rejection-sampling",
     "reward-models",
     *OUTPUT,

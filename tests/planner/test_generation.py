@@ -112,7 +112,7 @@ def test_shapes_from_configs(tmp_path):
     shape = ModelShape.from_config(config)
     assert shape == known_shape("Qwen/Qwen2.5-7B-Instruct").__class__(**{**vars_of("Qwen2.5-7B"), "name": ""})
     assert shape.num_parameters == pytest.approx(7.615e9, rel=1e-3)
-    with pytest.raises(ConfigError, match="no positive num_hidden_layers"):
+    with pytest.raises(ConfigError, match="no positive whole number as num_hidden_layers"):
         ModelShape.from_config({"hidden_size": 8})
 
 

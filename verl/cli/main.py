@@ -47,6 +47,7 @@ VERBS = {
     "show": Verb("verl.cli.show:run_show", "show a run: progress, bottleneck, advice, learning curves"),
     "view": Verb("verl.cli.view:run_view", "show runs in a browser: curves, groups, samples, tokens"),
     "check": Verb("verl.cli.check:run_check", "check a config, its model and its data before training"),
+    "plan": Verb("verl.cli.plan:run_plan", "plan placement, layouts, memory and time of a run on a cluster"),
     "import-check": Verb(
         "verl.cli.import_check:run_import_check", "report which scripts and files of other verl releases run here"
     ),
@@ -60,11 +61,8 @@ VERBS = {
 
 # verbs of other releases and trainers -> what to do here
 _ELSEWHERE = {
-    **dict.fromkeys(
-        ("plan", "bench"),
-        "is not available in this version. verl check estimates the memory of a run, and verl show reports where its "
-        "time goes",
-    ),
+    "bench": "is not available in this version. verl plan predicts the time of a run, and verl show reports where its time "
+    "goes",
     "dashboard": "is verl view RUN",
     **dict.fromkeys(("ppo", "grpo"), "is verl train with algorithm.adv_estimator=gae (PPO) or grpo"),
     "merge": "is not needed: actor/huggingface in a checkpoint loads as it is, and verl export writes it elsewhere",

@@ -15,6 +15,13 @@ from typing import Any
 
 from verl.errors import ConfigError, nearest
 
+# the first three are needed
+_SIZES = (
+    "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
+    "vocab_size", "num_experts", "n_routed_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size",
+    "shared_expert_intermediate_size", "n_shared_experts", "first_k_dense_replace", "kv_lora_rank", "q_lora_rank",
+    "qk_rope_head_dim", "v_head_dim", "max_position_embeddings",
+)  # fmt: skip
 _MODELS = Path(__file__).with_name("models.yaml")
 
 
@@ -56,10 +63,11 @@ class ModelShape:
         Raises ConfigError when a size is missing."""
         found = _as_mapping(config)
         found = {**found, **_as_mapping(found.get("text_config") or {})}
-        for size in ("num_hidden_layers", "hidden_size", "num_attention_heads"):
-            if not isinstance(found.get(size), int) or found[size] < 1:
+        for size in _SIZES:
+            needed = size in _SIZES[:3]
+            if not isinstance(found.get(size) or (None if needed else 0), int) or (needed and found[size] < 1):
                 raise ConfigError(
-                    f"The model's config has no positive {size}; the planner needs the config of a decoder. "
+                    f"The model's config has no positive whole number as {size}; the planner needs the config of a decoder. "
                     "Give a folder with a config.json, or the name of a published model."
                 )
         sizes = {**_dense_sizes(found), **_expert_sizes(found), **_latent_sizes(found)}

@@ -1,0 +1,110 @@
+"""`verl plan`: tables, JSON, overrides that load, refusals."""
+
+import json
+
+import pytest
+
+from verl.config import load_config
+from verl.planner import Cluster
+from verl.planner.request import PlanRequest, shape_of
+
+ARGUMENTS = (
+    "actor_rollout_ref.model.path=Qwen/Qwen2.5-1.5B-Instruct",
+    "algorithm.adv_estimator=grpo",
+    "actor_rollout_ref.actor.use_kl_loss=True",
+    "data.train_batch_size=64",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=64",
+    "actor_rollout_ref.rollout.n=4",
+    "data.max_response_length=1024",
+    "plan.cluster={gpu: h100_sxm, nodes: 1, gpus_per_node: 4}",
+)
+
+
+def test_a_plan_as_tables(verl):
+    code, said = verl("plan", *ARGUMENTS, "plan.async=off", "plan.workload.response=[100, 300, 700, 1024]")
+    assert code == 0, said
+    for words in (
+        "a step takes about",
+        "placement: actor, reference on 4",
+        "runner-up: ",
+        "GB per device",
+        "bound by",
+        "overrides",
+    ):
+        assert words in said
+
+
+def test_overrides_load(verl):
+    code, said = verl("plan", *ARGUMENTS, "--json", "plan.async=off")
+    assert code == 0, said
+    plans = json.loads(said)
+    best = plans["best"]
+    own = [a for a in ARGUMENTS if not a.startswith("plan.")]
+    config = load_config([*own, *best["overrides"], "data.train_files=x.parquet"], check=False).config
+    assert config.trainer.n_gpus_per_node == 4
+    choice = best["placement"][0]["choices"]["actor"]
+    assert config.actor_rollout_ref.rollout.tensor_model_parallel_size == choice["rollout"]["tensor"]
+    assert config.actor_rollout_ref.actor.fsdp_config.tensor_parallel_size == choice["layout"]["tensor"]
+    assert best["step_s"] <= plans["runner_up"]["step_s"]
+
+
+def test_the_overrides_of_a_disaggregated_plan_load(verl):
+    code, said = verl("plan", *ARGUMENTS, "--json", "plan.async=on")
+    assert code == 0, said
+    best = json.loads(said)["best"]
+    own = [a for a in ARGUMENTS if not a.startswith("plan.")]
+    config = load_config([*own, *best["overrides"]], check=False).config
+    assert best["asynchronous"]
+    assert set(config.trainer.placement) == {"actor", "reference", "rollout"}
+    assert config.trainer.v1.trainer_mode == "separate_async"
+
+
+def test_a_simulated_run_can_be_shown(verl, tmp_path):
+    code, said = verl("plan", *ARGUMENTS, "--simulate", tmp_path / "run", "--steps", "12")
+    assert code == 0, said
+    assert "simulated 12 steps" in said
+    code, said = verl("show", tmp_path / "run")
+    assert code == 0, said
+    assert "a step takes" in said
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("plan.clustr.nodes=2", "There is no key plan.clustr.nodes; did you mean 'cluster'?"),
+        ("plan.cluster.gpu=h100", "is no known device; did you mean 'h100_sxm'"),
+        ("plan.cluster.nodes=0", "plan.cluster.nodes=0 does not fit"),
+        ("plan.cluster.nodes=many", "does not fit: it takes a positive number"),
+        ("plan.workload.response=[500, 100, 900, 1000]", "does not ascend"),
+        ("plan.workload.response=7", "four lengths"),
+        ("plan.engine=nccl", "none of fsdp, megatron"),
+        ("plan.workload.samples=no/file.jsonl", "is no file"),
+        ("actor_rollout_ref.model.path=Qwen/Qwen25-7B", "did you mean 'Qwen2.5-7B'"),
+    ],
+)
+def test_refusals(verl, setting, words):
+    code, said = verl("plan", *ARGUMENTS, setting)
+    assert code == 2, said
+    assert words in " ".join(said.split())
+
+
+def test_a_model_that_does_not_fit(verl):
+    code, said = verl("plan", *ARGUMENTS, "actor_rollout_ref.model.path=Llama-3.1-70B")
+    assert code == 2
+    assert "It fits on 16: set plan.cluster.nodes" in " ".join(said.split())
+
+
+def test_on_and_off_are_words():
+    assert PlanRequest.parse(["plan.async=off"]).asynchronous == "off"
+    assert PlanRequest.parse(["plan.asynchronous=on", "plan.apply=true"]).apply is True
+
+
+def test_a_folder_with_a_config(tmp_path, tiny_llama):
+    assert shape_of(str(tiny_llama)).num_layers == 2
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(Exception, match="holds no mapping"):
+        shape_of(str(tmp_path))
+
+
+def test_network_of_a_node_is_shared_by_its_devices():
+    assert Cluster.of("a100_sxm", 16, inter_gbps=200).inter_bytes_s == 200e9 / 8 / 8

@@ -1,0 +1,93 @@
+"""The simulator: the plan's own time without disturbance, stragglers, failures, queues, and the files of a run."""
+
+from functools import cache
+
+import pytest
+
+from verl.planner import Cluster, Dataflow, Lengths, Rules, Space, Workload, known_shape, search
+from verl.planner.simulate import Conditions, simulate
+from verl.tracking.progress import read_progress
+from verl.tracking.timeline import read_timeline
+
+QUIET = Conditions(steps=20, jitter=0.0)
+
+
+@cache
+def plan(devices=16, asynchronous="off"):
+    shape = known_shape("Qwen2.5-7B")
+    work = Workload(64 * devices, 4, 300, Lengths.of(1000, 4096))
+    space = Space(zero=(3,), pipelines=(1,), tensors=(1, 2), offload=False)
+    rules = Rules(asynchronous=asynchronous, space=space)
+    return search(Dataflow.ppo(shape, None, shape), Cluster.of("h100_sxm", devices), work, rules)[0]
+
+
+def test_without_disturbance_a_step_takes_what_the_plan_says():
+    run = simulate(plan(), QUIET)
+    assert len(run.rows) == 20
+    assert run.total_s / 20 == pytest.approx(plan().step_s)
+    assert all(sum(row["phases"].values()) == pytest.approx(row["seconds"]) for row in run.rows)
+
+
+def test_a_rollout_ahead_hides_behind_training_after_the_first_step():
+    run = simulate(plan(asynchronous="on"), QUIET)
+    steady = [row["seconds"] for row in run.rows[2:]]
+    assert max(steady) == pytest.approx(plan(asynchronous="on").step_s, rel=0.02)
+    assert run.rows[0]["seconds"] > max(steady)
+
+
+def test_without_staleness_generation_and_training_take_turns():
+    turns = simulate(plan(asynchronous="on"), Conditions(steps=20, jitter=0.0, staleness=0))
+    ahead = simulate(plan(asynchronous="on"), QUIET)
+    each = plan(asynchronous="on")
+    serial = sum(each.option("rollout").seconds) + sum(each.stages) - each.option("rollout").seconds[0] + each.sync_s
+    assert turns.total_s / 20 == pytest.approx(serial)
+    assert turns.total_s > 1.3 * ahead.total_s
+
+
+def test_stragglers_cost_more_on_more_devices():
+    """The slowest of n devices decides: for normal jitter that grows with n."""
+    conditions = Conditions(steps=20, jitter=0.05)
+    slow = [simulate(plan(n), conditions).total_s / 20 / plan(n).step_s for n in (16, 128)]
+    assert 1.03 < slow[0] < slow[1] < 1.3
+    one = simulate(plan(), Conditions(steps=20, jitter=0.0, slow_share=1.0, slow_factor=1.5))
+    assert one.total_s / 20 == pytest.approx(1.5 * plan().step_s)
+
+
+def test_failures_cost_the_work_since_the_checkpoint_and_the_restart():
+    conditions = Conditions(
+        steps=60, jitter=0.0, hours_between_failures=10, checkpoint_every=5, restart_s=300, checkpoint_s=10
+    )
+    run = simulate(plan(), conditions, seed=3)
+    assert [row["step"] for row in run.rows] == list(range(1, 61))
+    assert len(run.failures) > 1
+    lost = sum(f.lost_s for f in run.failures)
+    assert run.total_s == pytest.approx(60 * plan().step_s + 12 * 10 + lost)
+    assert all(f.from_step % 5 == 0 for f in run.failures)
+
+
+def test_the_same_seed_gives_the_same_run():
+    conditions = Conditions(steps=10, jitter=0.05, hours_between_failures=50)
+    assert simulate(plan(), conditions, seed=1) == simulate(plan(), conditions, seed=1)
+    assert simulate(plan(), conditions, seed=1).total_s != simulate(plan(), conditions, seed=2).total_s
+
+
+def test_ten_thousand_devices_for_a_hundred_steps():
+    """Events are calls of groups, not of devices: their number does not grow with the cluster."""
+    from dataclasses import replace
+
+    small = plan()
+    large = replace(small, devices=(10_000,), cluster=small.cluster.with_devices(10_000))
+    conditions = Conditions(steps=100, jitter=0.02, slow_share=0.001, hours_between_failures=50_700)
+    run = simulate(large, conditions)
+    assert len(run.rows) == 100
+    assert run.num_events < 1000
+
+
+def test_verl_show_reads_a_simulated_run(tmp_path):
+    run = simulate(plan(), QUIET)
+    run.write(tmp_path)
+    assert [row["step"] for row in read_timeline(tmp_path / "timeline.jsonl")] == list(range(1, 21))
+    progress = read_progress(tmp_path)
+    assert progress.step == 20
+    assert progress.bottleneck.name in ("rollout-bound", "training-bound")
+    assert progress.bottleneck.step_s == pytest.approx(plan().step_s)

@@ -1,0 +1,175 @@
+"""`verl plan`: the placement, the layouts, the memory and the time of a run, before a device is rented."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verl.cli.arguments import parse
+from verl.errors import ConfigError
+from verl.foreign_text import clean
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from verl.planner.search import RunPlan
+
+_ABOUT = """Plan a run of verl train: which roles share devices, how each divides its model, how much memory and how long.
+Takes the keys of verl train, and plan.*: plan.cluster={gpu: h100_sxm, nodes: 4}, plan.workload={prompt_mean: 300, response:
+[p10, p50, p90, longest]}, plan.objective=step_s|gpu_hours, plan.async=off|auto|on, plan.engine=fsdp|megatron,
+plan.apply=true. The model needs a config.json or a published name; its weights are not read."""
+_JSON = {"action": "store_true", "help": "print the best plan and the runner-up as one JSON object"}
+_SIMULATE = {
+    "metavar": "FOLDER",
+    "help": "also simulate the run, with jitter and failures of devices, and write its timeline there for verl show",
+}
+_STEPS = {"type": int, "default": 100, "metavar": "N", "help": "steps to simulate (100)"}
+_OPTIONS: Mapping[str, Mapping[str, Any]] = {"--json": _JSON, "--simulate": _SIMULATE, "--steps": _STEPS}
+
+
+def run_plan(argv: list[str]) -> int:
+    """Print the plan; with plan.apply=true start the run with it: the exit code."""
+    own = [a for a in argv if a.startswith("plan.")]
+    arguments = parse("plan", _ABOUT, [a for a in argv if not a.startswith("plan.")], _OPTIONS)
+    from verl.planner.overrides import overrides, plan_as_json
+    from verl.planner.request import PlanRequest, cluster_of, dataflow_of, rules_of, workload_of
+    from verl.planner.search import search
+
+    request = PlanRequest.parse(own)
+    if arguments.options.simulate:
+        _check_simulation(Path(arguments.options.simulate).expanduser(), arguments.options.steps)
+    config = arguments.load(check=False).config
+    cluster = cluster_of(request.cluster)
+    plans = search(dataflow_of(config), cluster, workload_of(config, request.workload), rules_of(request))
+    best, second = plans[0], plans[1] if len(plans) > 1 else None
+    if arguments.options.json:
+        shown = {
+            "best": plan_as_json(best, request.engine),
+            "runner_up": plan_as_json(second, request.engine) if second else None,
+        }
+        print(json.dumps(shown, indent=2))
+    else:
+        from rich.console import Console
+
+        show_plan(best, second, request.engine, Console(highlight=False))
+    if arguments.options.simulate:
+        _simulate(best, Path(arguments.options.simulate).expanduser(), arguments.options.steps)
+    if not request.apply:
+        return 0
+    from verl.cli.train import run_train
+
+    given = ["--config-path", arguments.config_path] if arguments.config_path else []
+    given += ["--config-name", arguments.config_name] if arguments.config_name else []
+    return run_train([*given, *arguments.overrides, *overrides(best, request.engine)])
+
+
+def _check_simulation(folder: Path, steps: int) -> None:
+    if steps < 1:
+        raise ConfigError(f"--steps {steps}: simulate at least one step.")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"--simulate {folder}: it exists and is no empty folder. Name a new one.")
+
+
+def _simulate(plan: RunPlan, folder: Path, steps: int) -> None:
+    """Write a simulated run to `folder`, which is new or empty."""
+    from verl.planner.simulate import Conditions, simulate
+
+    run = simulate(plan, Conditions(steps=steps, jitter=0.02, hours_between_failures=50_700))
+    run.write(folder)
+    print(
+        f"simulated {steps} steps: {run.total_s / steps:.1f} s a step with jitter and {len(run.failures)} failures of devices; "
+        f"verl show {folder} displays them",
+        file=sys.stderr,
+    )
+
+
+def show_plan(plan: RunPlan, second: RunPlan | None, engine: str, console: Console) -> None:
+    """Print a plan as tables."""
+    from verl.planner.overrides import overrides
+
+    device = plan.cluster.device
+    mode = "rollout a step ahead of training" if plan.asynchronous else "synchronous"
+    model = clean(plan.flow.shapes["actor"].name) or "model"
+    console.print(
+        f"{plan.flow.name}, {model} on {plan.cluster.num_devices} x {device.name}: "
+        f"a step takes about {plan.step_s:.1f} s, {mode}",
+        soft_wrap=True,
+        markup=False,
+    )
+    console.print(f"placement: {plan.placement()}", soft_wrap=True, markup=False)
+    _show_layouts(plan, console)
+    _show_memory(plan, console)
+    _show_time(plan, console)
+    if second is not None:
+        console.print(f"\nrunner-up: {why_it_lost(plan, second)}", soft_wrap=True, markup=False)
+    console.print("\n[bold]overrides[/bold]")
+    console.print(" \\\n".join(f"  {line}" for line in overrides(plan, engine)), soft_wrap=True, markup=False)
+    console.print(
+        "\nTimes are predictions from kernels measured one by one; published RL steps took 1.1 to 3.2 times as long.",
+        soft_wrap=True,
+    )
+
+
+def _show_layouts(plan: RunPlan, console: Console) -> None:
+    table = _table("role", "devices", "training", "rollout")
+    for count, chosen in zip(plan.devices, plan.options, strict=True):
+        for option in chosen:
+            layout = f"{option.layout.text()}, {option.layout.micro_batch:,} tokens" if option.layout else ""
+            table.add_row(option.role, str(count), layout, option.rollout.text() if option.rollout else "")
+    console.print(table)
+
+
+def _show_memory(plan: RunPlan, console: Console) -> None:
+    names = ("weights", "grads", "optimizer", "activations", "kv", "buffers")
+    table = _table("GB per device", *names, "sum")
+    for chosen in plan.options:
+        for option in chosen:
+            for kind, part in option.parts.items():
+                sizes = [getattr(part, name) / 1e9 for name in names]
+                table.add_row(f"{option.role} {kind}", *(f"{s:.1f}" for s in sizes), f"{sum(sizes):.1f}")
+    console.print(table)
+    for roles, chosen in zip(plan.groups, plan.options, strict=True):
+        kept, most = sum(o.resident for o in chosen), max(o.peak for o in chosen)
+        console.print(
+            f"  peak of {', '.join(roles)}: {(kept + most) / 1e9:.1f} of {plan.cluster.memory / 1e9:.1f} GB "
+            f"({kept / 1e9:.1f} stay between calls)",
+            soft_wrap=True,
+            markup=False,
+        )
+
+
+def _show_time(plan: RunPlan, console: Console) -> None:
+    table = _table("phase", "seconds", "bound by", "parts")
+    for chosen in plan.options:
+        for option in chosen:
+            for kind, time in option.times.items():
+                largest = sorted(time.parts.items(), key=lambda item: -item[1])[:3]
+                parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in largest if seconds >= 0.05)
+                table.add_row(f"{option.role} {kind}", f"{time.seconds:.1f}", time.bound, parts)
+    if plan.sync_s:
+        table.add_row("weight sync", f"{plan.sync_s:.1f}", "network", "")
+    console.print(table)
+
+
+def why_it_lost(best: RunPlan, second: RunPlan) -> str:
+    """One sentence: the stage in which the second plan is slowest against the best one."""
+    mode = ", rollout ahead" if second.asynchronous else ""
+    head = f"{second.placement()}{mode}: {second.step_s:.1f} s ({second.step_s / best.step_s - 1:+.0%})"
+    names = [" and ".join(call.name for call in stage) for stage in best.flow.stages]
+    slower = max(range(len(names)), key=lambda i: second.stages[i] - best.stages[i])
+    if second.stages[slower] <= best.stages[slower]:
+        return f"{head}; no stage is slower, but they take turns"
+    return f"{head}; {names[slower]} takes {second.stages[slower]:.1f} s instead of {best.stages[slower]:.1f} s"
+
+
+def _table(first: str, *others: str):
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(first)
+    for name in others:
+        table.add_column(name, justify="left" if name in ("training", "rollout", "bound by", "parts") else "right")
+    return table

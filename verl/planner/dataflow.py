@@ -1,0 +1,83 @@
+"""Programs as dataflows of calls on roles, for the search and the simulator.
+
+Dataflow.ppo(actor=shape, critic=shape, reference=shape, reward=shape)
+stages: generate | values, reference log-probs, scores | updates        calls of a stage may run at the same time
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from verl.planner.shapes import ModelShape
+
+Kind = Literal["generate", "forward", "train"]
+ROLLOUT = "rollout"
+
+
+class Call(NamedTuple):
+    role: str
+    kind: Kind
+
+    @property
+    def name(self) -> str:
+        return {"generate": "generation", "forward": f"{self.role} forward", "train": f"{self.role} update"}[self.kind]
+
+
+@dataclass(frozen=True)
+class Dataflow:
+    """`shapes` of the roles that have a model; `stages` in order, each of calls that do not wait for one another. The
+    rollout is a part of the actor's devices unless a placement gives it its own."""
+
+    name: str
+    shapes: Mapping[str, ModelShape]
+    stages: tuple[tuple[Call, ...], ...]
+    trainable: int | None = None  # parameters of the actor that train; None: all
+
+    def __hash__(self) -> int:
+        return hash(
+            (self.name, tuple(sorted(self.shapes.items(), key=lambda item: item[0])), self.stages, self.trainable)
+        )
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return tuple(self.shapes)
+
+    @property
+    def generates(self) -> bool:
+        return any(call.kind == "generate" for stage in self.stages for call in stage)
+
+    def calls(self, role: str) -> list[tuple[int, Kind]]:
+        """(stage, kind) of the calls on `role`."""
+        return [(i, call.kind) for i, stage in enumerate(self.stages) for call in stage if call.role == role]
+
+    def trains(self, role: str) -> bool:
+        return any(kind == "train" for _, kind in self.calls(role))
+
+    @classmethod
+    def ppo(
+        cls,
+        actor: ModelShape,
+        critic: ModelShape | None = None,
+        reference: ModelShape | None = None,
+        reward: ModelShape | None = None,
+        *,
+        old_log_probs: bool = False,
+        trainable: int | None = None,
+    ) -> Dataflow:
+        """PPO, and with neither critic nor reward model GRPO and its family. `old_log_probs`: the actor computes those of the
+        samples before it trains."""
+        given = {"critic": critic, "reference": reference, "reward": reward}
+        shapes = {"actor": actor, **{name: shape for name, shape in given.items() if shape is not None}}
+        annotate = [Call(name, "forward") for name in given if name in shapes]
+        annotate += [Call("actor", "forward")] if old_log_probs else []
+        update = [Call(name, "train") for name in ("actor", "critic") if name in shapes]
+        stages = ((Call("actor", "generate"),), tuple(annotate), tuple(update))
+        name = "ppo" if critic is not None else "grpo"
+        return cls(name, shapes, tuple(stage for stage in stages if stage), trainable)
+
+    @classmethod
+    def sft(cls, model: ModelShape, trainable: int | None = None) -> Dataflow:
+        """Fine-tuning on given rows."""
+        return cls("sft", {"actor": model}, ((Call("actor", "train"),),), trainable)

@@ -1,0 +1,262 @@
+"""Layouts of one role on a number of devices, with their times and memory; those that another one beats are left out.
+
+An option is dominated when another needs no more time in any call, keeps no more between calls and needs no more at its peak.
+The search over placements (search.py) only combines options of the front, so it loses nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from verl.planner.cluster import Cluster
+from verl.planner.dataflow import Dataflow
+from verl.planner.generation import generation_memory, time_generate
+from verl.planner.layout import EngineLayout, ParallelLayout
+from verl.planner.memory import Bytes, forward_memory, memory, training_state
+from verl.planner.shapes import ModelShape
+from verl.planner.step_time import Time, time_forward, time_train
+from verl.planner.transition import time_transition
+from verl.planner.workload import SequenceBatch, Workload
+
+_GRID = 1.02
+_LOGIT_CHUNK = 1024
+_LONG = 16384  # tokens from which a sequence may be divided over devices
+_SLOTS = (8, 16, 32, 64, 128, 256, 512, 1024)
+
+
+@dataclass(frozen=True)
+class Space:
+    """Choices of the search. `pipelines`: (1,) for an engine that does not divide layers into stages (FSDP). `efficiency`:
+    measured time / predicted time of a family of runs."""
+
+    zero: tuple[int, ...] = (1, 3)
+    offload: bool = True
+    recompute: tuple[str, ...] = ("none", "full")
+    tensors: tuple[int, ...] = (1, 2, 4, 8)
+    pipelines: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+    efficiency: float = 1.0
+
+
+@dataclass(frozen=True)
+class Option:
+    """A layout of a role. `resident` bytes stay between its calls, `peak` bytes come beside them while it works. `parts` is the
+    memory by part at the peak of each kind of call."""
+
+    role: str
+    seconds: tuple[float, ...]  # by stage of the dataflow
+    resident: float
+    peak: float
+    layout: ParallelLayout | None
+    rollout: EngineLayout | None = None
+    times: Mapping[str, Time] = field(default_factory=dict, compare=False)
+    parts: Mapping[str, Bytes] = field(default_factory=dict, compare=False)
+
+    @property
+    def offloads(self) -> bool:
+        return self.layout is not None and self.layout.offload
+
+    @property
+    def key(self) -> tuple[float, ...]:
+        return (*self.seconds, self.resident, self.peak)
+
+
+def front(options: Iterable[Option]) -> list[Option]:
+    """The options that no other one dominates, the fastest first."""
+    ordered = sorted(options, key=lambda o: (sum(o.seconds), o.offloads, o.resident + o.peak, o.key))
+    return [ordered[i] for i in undominated([o.key for o in ordered])]
+
+
+def undominated(keys: Sequence[Sequence[float]]) -> list[int]:
+    """Places of the keys that no earlier one equals or beats in every part; `keys` ascend by their sum or by a prefix of it."""
+    if not keys:
+        return []
+    kept = np.empty((len(keys), len(keys[0])))
+    places: list[int] = []
+    for place, key in enumerate(keys):
+        if not (kept[: len(places)] <= np.asarray(key)).all(axis=1).any():
+            kept[len(places)] = key
+            places.append(place)
+    return places
+
+
+def round_up(value: float) -> float:
+    """Up to the next power of 1.02: differences that the model cannot tell apart would only make fronts longer."""
+    return _GRID ** math.ceil(math.log(value) / math.log(_GRID) - 1e-9) if value > 0 else 0.0
+
+
+@lru_cache(maxsize=4096)
+def options(
+    flow: Dataflow, role: str, cluster: Cluster, workload: Workload, space: Space, alone: bool
+) -> tuple[Option, ...]:
+    """The front of `role` on all devices of `cluster` (a part of the whole one). The actor generates there too, unless the
+    rollout is `alone` on devices of its own; the role "rollout" is that."""
+    if role == "rollout":
+        return tuple(front(_rollouts(flow, cluster, workload, space)))
+    trained = front(_trained(flow, role, cluster, workload, space))
+    if role != "actor" or not flow.generates or alone:
+        return tuple(trained)
+    rollouts = front(_rollouts(flow, cluster, workload, space))
+    return tuple(front(_together(flow, cluster, trained, rollouts, space)))
+
+
+def _trained(flow: Dataflow, role: str, cluster: Cluster, workload: Workload, space: Space) -> Iterator[Option]:
+    """Options of the role's calls that are no generation."""
+    shape, trains = flow.shapes[role], flow.trains(role)
+    for layout in parallel_layouts(shape, cluster, workload, space, trains=trains):
+        state = training_state(shape, layout, _trained_parameters(flow, role))
+        if (state.weights if layout.offload else state.state) > cluster.memory:
+            continue
+        found = _option(flow, role, layout, cluster, workload, space)
+        if found.resident + found.peak <= cluster.memory:
+            yield found
+
+
+def _trained_parameters(flow: Dataflow, role: str) -> int | None:
+    if not flow.trains(role):
+        return 0
+    return flow.trainable if role == "actor" else None
+
+
+def _option(
+    flow: Dataflow, role: str, layout: ParallelLayout, cluster: Cluster, workload: Workload, space: Space
+) -> Option:
+    shape, batch = flow.shapes[role], workload.batch
+    trained = _trained_parameters(flow, role)
+    seconds = [0.0] * len(flow.stages)
+    times: dict[str, Time] = {}
+    parts: dict[str, Bytes] = {}
+    for stage, kind in flow.calls(role):
+        if kind == "generate":
+            continue
+        if kind == "train":
+            tokens = layout.micro_batch
+            parts[kind] = memory(shape, layout, tokens=tokens, sequence=batch.attended, trained=trained)
+            time = time_train(shape, layout, cluster, batch, workload.updates).times(workload.epochs)
+            if trained:
+                time = time.times(_FROZEN_SHARE)  # no gradients of the weights that stay
+        else:
+            parts[kind] = forward_memory(shape, layout, tokens=layout.micro_batch)
+            time = time_forward(shape, layout, cluster, batch)
+        if layout.offload:
+            moved = parts[kind].state * (2 if kind == "train" else 1)
+            time = time + Time.of(offload=cluster.to_host(moved))
+        times[kind] = time.times(space.efficiency)
+        seconds[stage] += times[kind].seconds
+    resident = 0.0 if layout.offload else max(part.state for part in parts.values())
+    peak = max(part.total for part in parts.values()) - resident
+    grid = tuple(map(round_up, seconds))
+    return Option(role, grid, round_up(resident), round_up(peak), layout, None, times, parts)
+
+
+_FROZEN_SHARE = (
+    0.75  # of a LoRA step to a full one: of three matmuls a layer, gradients of weights are left out; adapters add some
+)
+
+
+def _rollouts(flow: Dataflow, cluster: Cluster, workload: Workload, space: Space) -> Iterator[Option]:
+    shape, n = flow.shapes["actor"], cluster.num_devices
+    stage = next(i for i, calls in enumerate(flow.stages) for c in calls if c.kind == "generate")
+    for tensor, pipeline in _rollout_sizes(shape, cluster, space):
+        replicas = n // (tensor * pipeline)
+        if replicas > workload.num_samples:
+            continue
+        each = -(-workload.num_samples // replicas)
+        for slots in sorted({min(s, each) for s in _SLOTS}):
+            layout = EngineLayout(replicas, tensor, pipeline, slots)
+            part = generation_memory(shape, layout, workload)
+            if part.total > cluster.memory:
+                break
+            time = time_generate(shape, layout, cluster, workload).times(space.efficiency)
+            seconds = tuple(round_up(time.seconds) if i == stage else 0.0 for i in range(len(flow.stages)))
+            yield Option(
+                "rollout", seconds, 0.0, round_up(part.total), None, layout, {"generate": time}, {"generate": part}
+            )
+
+
+def _rollout_sizes(shape: ModelShape, cluster: Cluster, space: Space) -> Iterator[tuple[int, int]]:
+    n = cluster.num_devices
+    for tensor in _powers(n):
+        if n % tensor or not _divides_heads(shape, tensor):
+            continue
+        if tensor > cluster.domain and not shape.is_mixture:
+            continue
+        yield tensor, 1
+
+
+def _together(
+    flow: Dataflow, cluster: Cluster, trained: list[Option], rollouts: list[Option], space: Space
+) -> Iterator[Option]:
+    """The actor's training with a rollout on the same devices: the state stays (or is on the host), all else takes turns."""
+    shape = flow.shapes["actor"]
+    for own in trained:
+        for other in rollouts:
+            assert own.layout is not None
+            assert other.rollout is not None
+            if own.resident + max(own.peak, other.peak) > cluster.memory:
+                continue
+            moved = time_transition(shape, own.layout, other.rollout, cluster, colocated=True) * space.efficiency
+            generate = other.times["generate"] + Time.of(weight_sync=moved)
+            seconds = tuple(a + b for a, b in zip(own.seconds, other.seconds, strict=True))
+            stage = max(range(len(other.seconds)), key=lambda i: other.seconds[i])
+            seconds = tuple(round_up(s + (moved if i == stage else 0.0)) for i, s in enumerate(seconds))
+            times = {**own.times, "generate": generate}
+            parts = {**own.parts, **other.parts}
+            yield Option(
+                "actor", seconds, own.resident, max(own.peak, other.peak), own.layout, other.rollout, times, parts
+            )
+
+
+def parallel_layouts(
+    shape: ModelShape, cluster: Cluster, workload: Workload, space: Space, *, trains: bool
+) -> Iterator[ParallelLayout]:
+    """Every layout of a role on all devices of `cluster` whose sizes divide."""
+    n, batch = cluster.num_devices, workload.batch
+    most = max(1, int(batch.num / (workload.updates if trains else 1)))  # sequences that data parallel ranks can divide
+    contexts = [c for c in (1, 2, 4, 8) if c == 1 or workload.longest >= _LONG]
+    for tensor in (t for t in space.tensors if t <= cluster.domain):
+        for pipeline in (p for p in space.pipelines if p <= shape.num_layers):
+            for context in contexts:
+                rest, left = divmod(n, tensor * pipeline * context)
+                if left or rest < 1 or rest > most or not _divides_heads(shape, tensor):
+                    continue
+                base = ParallelLayout(rest, tensor, pipeline, context, logit_chunk=_LOGIT_CHUNK)
+                yield from _variants(shape, base, batch, workload, space, trains)
+
+
+def _variants(
+    shape: ModelShape, base: ParallelLayout, batch: SequenceBatch, workload: Workload, space: Space, trains: bool
+) -> Iterator[ParallelLayout]:
+    each = batch.tokens / (workload.updates if trains else 1) / base.data
+    sizes = {min(each, max(workload.longest, 2048) * k) for k in ((1, 2, 4, 8) if trains else (4,))}
+    zeros = [z for z in space.zero if z < 3 or base.pipeline == 1]
+    recompute = space.recompute if trains else ("selective",)
+    for expert in _expert_sizes(shape, base):
+        for zero in zeros:
+            for again in recompute:
+                for size in sorted(sizes):
+                    for offload in (False, True) if space.offload else (False,):
+                        changes: dict[str, Any] = {"recompute": again, "micro_batch": round(size)}
+                        yield base.replace(expert=expert, zero=zero, offload=offload, **changes)
+
+
+def _expert_sizes(shape: ModelShape, base: ParallelLayout) -> list[int]:
+    if not shape.is_mixture:
+        return [1]
+    ranks = base.data * base.context * base.tensor
+    return [e for e in _powers(min(shape.num_experts, ranks)) if ranks % e == 0 and shape.num_experts % e == 0]
+
+
+def _divides_heads(shape: ModelShape, tensor: int) -> bool:
+    if shape.heads % tensor:
+        return False
+    return shape.is_latent or shape.kv_heads % tensor == 0 or tensor % shape.kv_heads == 0
+
+
+def _powers(limit: int) -> list[int]:
+    return [1 << i for i in range(max(1, limit).bit_length()) if 1 << i <= limit]
