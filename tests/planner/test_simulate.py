@@ -57,7 +57,7 @@ def test_failures_cost_the_work_since_the_checkpoint_and_the_restart():
     conditions = Conditions(
         steps=60, jitter=0.0, hours_between_failures=10, checkpoint_every=5, restart_s=300, checkpoint_s=10
     )
-    run = simulate(plan(), conditions, seed=3)
+    run = simulate(plan(), conditions, seed=1)
     assert [row["step"] for row in run.rows] == list(range(1, 61))
     assert len(run.failures) > 1
     lost = sum(f.lost_s for f in run.failures)
