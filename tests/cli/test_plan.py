@@ -5,8 +5,9 @@ import json
 import pytest
 
 from verl.config import load_config
-from verl.planner import Cluster
-from verl.planner.request import PlanRequest, shape_of
+from verl.errors import ConfigError
+from verl.planner import Cluster, Lengths
+from verl.planner.request import PlanRequest, read_lengths, shape_of
 
 ARGUMENTS = (
     "actor_rollout_ref.model.path=Qwen/Qwen2.5-1.5B-Instruct",
@@ -104,6 +105,15 @@ def test_a_folder_with_a_config(tmp_path, tiny_llama):
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(Exception, match="holds no mapping"):
         shape_of(str(tmp_path))
+
+
+def test_lengths_of_an_earlier_run(tmp_path):
+    file = tmp_path / "10.jsonl"
+    file.write_text("".join(json.dumps({"response_ids": [0] * n}) + "\n" for n in (10, 20, 30)) + "cut sho")
+    assert read_lengths(file) == [10, 20, 30]
+    file.write_text('{"response": "x"}\n')
+    with pytest.raises(ConfigError, match="no response lengths"):
+        Lengths.from_samples(read_lengths(file))
 
 
 def test_network_of_a_node_is_shared_by_its_devices():

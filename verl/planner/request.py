@@ -186,7 +186,7 @@ def workload_of(config: PPOConfig, asked: WorkloadRequest) -> Workload:
 
 
 def read_lengths(file: Path) -> list[float]:
-    """`response_length` of each row of a JSON-lines file of samples, such as samples/train/10.jsonl of a run."""
+    """Tokens of the response in each row of samples/train/STEP.jsonl of a run (`response_ids`), or its `response_length`."""
     if not file.is_file():
         raise ConfigError(f"plan.workload.samples={file} is no file; give samples/train/STEP.jsonl of an earlier run.")
     if file.stat().st_size > _SAMPLE_BYTES:
@@ -197,7 +197,10 @@ def read_lengths(file: Path) -> list[float]:
             row = json.loads(line)
         except ValueError:
             continue
-        length = row.get("response_length") if isinstance(row, dict) else None
+        if not isinstance(row, dict):
+            continue
+        tokens = row.get("response_ids")
+        length = len(tokens) if isinstance(tokens, list) else row.get("response_length")
         if isinstance(length, int | float) and length > 0:
             found.append(float(length))
     return found

@@ -69,7 +69,7 @@ class Lengths:
         """Of an earlier run. Raises ConfigError without any."""
         if not lengths:
             raise ConfigError(
-                "The samples file has no response lengths; give a JSON-lines file with response_length in each row."
+                "The samples file has no response lengths; give samples/train/STEP.jsonl of an earlier run."
             )
         ordered = sorted(lengths)
         return cls(tuple(float(ordered[int((i + 0.5) / _POINTS * len(ordered))]) for i in range(_POINTS)))
