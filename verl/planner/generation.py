@@ -43,7 +43,10 @@ def decode_step(shape: ModelShape, tensor: int, pipeline: int, cluster: Cluster,
         experts = shape.num_mixture_layers * float(once)
     small = shape.num_layers * _SMALL_KERNELS * device.kernels.matmul.latency_us / 2 * 1e-6
     messages = shape.num_layers * 2 * _all_reduce(cluster, kernels.WIDTH * rows * shape.hidden, t)
-    messages += (pipeline - 1) * cluster.send(kernels.WIDTH * rows * shape.hidden, across=t * pipeline > cluster.domain)
+    if pipeline > 1:
+        messages += (pipeline - 1) * cluster.send(
+            kernels.WIDTH * rows * shape.hidden, across=t * pipeline > cluster.domain
+        )
     return Time.of(
         weights=matmul, experts=experts, kv_cache=attention, tensor_parallel=messages, overhead=small + STEP_HOST_S
     )
