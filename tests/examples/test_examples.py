@@ -13,8 +13,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPTS = sorted(EXAMPLES.glob("0*.py"))
 
 
-def test_there_are_eight_and_the_readme_lists_them():
-    assert len(SCRIPTS) == 8
+def test_there_are_nine_and_the_readme_lists_them():
+    assert len(SCRIPTS) == 9
     listed = (EXAMPLES / "README.md").read_text()
     assert all(script.name in listed for script in SCRIPTS)
 
@@ -35,7 +35,7 @@ def forked(script, folder):
 @pytest.mark.seed("A6")
 @pytest.mark.parametrize(
     "script",
-    [pytest.param(s, marks=pytest.mark.slow) if s.name[:2] in ("03", "04", "06", "08") else s for s in SCRIPTS],
+    [pytest.param(s, marks=pytest.mark.slow) if s.name[:2] in ("03", "04", "06", "08", "09") else s for s in SCRIPTS],
     ids=lambda s: s.stem,
 )
 def test_example_runs(script, tmp_path):

@@ -414,6 +414,17 @@ def test_a_sample_that_resumes_is_the_unbroken_one(name, make_engine):
         assert torch.allclose(torch.tensor(a.log_probs + b.log_probs), torch.tensor(unbroken.log_probs), atol=1e-4)
 
 
+def test_a_request_may_have_a_limit_of_its_own(name, make_engine):
+    engine, params = make_engine(name), SamplingParams(n=2, max_new_tokens=9, ignore_eos=True)
+    prompts = make_prompts([9, 4])
+    whole = engine.generate(prompts, params, step=1)
+    limited = [dataclasses.replace(prompt, max_new_tokens=most) for prompt, most in zip(prompts, (3, 20), strict=True)]
+    found = engine.generate(limited, params, step=1)
+    assert [len(c.token_ids) for c in found] == [3, 3, 9, 9]
+    assert [c.token_ids for c in found] == [c.token_ids[: len(f.token_ids)] for c, f in zip(whole, found, strict=True)]
+    assert {c.finish_reason for c in found} == {"length"}
+
+
 def test_aborted_samples_do_not_come_back(name, make_engine):
     prompts, params = make_prompts(LENGTHS), SamplingParams(n=2, max_new_tokens=10, ignore_eos=True)
     engine = make_engine(name, max_num_seqs=4)

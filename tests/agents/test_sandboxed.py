@@ -1,0 +1,44 @@
+"""Hostile tools in the sandbox: each failure is an answer, and the next call works."""
+
+import asyncio
+import json
+
+import pytest
+
+from tests.agents.conftest import TOOLS
+from tests.agents.test_tools import TASK
+from verl.agents.episode import Episode
+from verl.agents.sandboxed import SandboxedFunctions
+from verl.agents.tool_calls import ToolCalls, ToolSettings
+from verl.config import RewardConfig
+from verl.tools.schemas import FunctionCall
+from verl.tools.tool_registry import load_all_tools
+
+
+@pytest.fixture(scope="module")
+def calls():
+    pool = SandboxedFunctions(RewardConfig(num_workers=1), timeout_s=3.0)
+    yield ToolCalls(load_all_tools(None, str(TOOLS)), ToolSettings(timeout_s=30.0, max_length=200), pool=pool)
+    pool.close()
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("hang", "took longer than 3 s"),
+        ("exit", "ended its process with exit code 3"),
+        ("raise", "it is broken"),
+        ("long", "...(truncated)..."),
+        ("object", '{"a": "<object'),
+        ("control", "I won"),
+    ],
+)
+def test_a_tool_that_fails_is_answered(calls, how, text):
+    def call(name, **arguments):
+        return asyncio.run(calls.call(Episode(TASK, None), FunctionCall(name, json.dumps(arguments))))
+
+    found = call("break_things", how=how)
+    assert text in found.text
+    assert len(found.text) < 450
+    assert "tool/" not in found.text  # names of ours mean nothing to the model
+    assert call("echo", text="still here").text == "heard still here"
