@@ -7,6 +7,7 @@ from functools import cache
 
 import numpy as np
 import pytest
+import torch
 
 from tests.agents.agents_of_users import TOOLS
 from tests.agents.conftest import TOOLS as TOOL_FILE
@@ -116,7 +117,7 @@ def test_what_trains_was_sampled(family, tmp_path_factory):
     prompts = agents.continuity.prompt([{"role": "user", "content": "Go."}], agents.tool_calls.schemas())
     rows = DataProto.from_single_dict(
         {
-            "ordinal": np.arange(PER_FAMILY // 3),
+            "ordinal": torch.arange(PER_FAMILY // 3),
             "prompt_token_ids": objects([prompts] * (PER_FAMILY // 3)),
             "raw_prompt": objects([[{"role": "user", "content": "Go."}]] * (PER_FAMILY // 3)),
         }

@@ -6,6 +6,7 @@ import sys
 import httpx
 import numpy as np
 import pytest
+import torch
 
 from tests.agents.agents_of_users import SCHEMAS
 from tests.agents.test_exactness import Scripted, objects
@@ -54,7 +55,7 @@ def play(tmp_path):
         if not isinstance(agents.runner, list):
             agents.runner = run  # of this module object, not of a second import of its file
         columns = {
-            "ordinal": np.arange(1),
+            "ordinal": torch.arange(1),
             "prompt_token_ids": objects([agents.continuity.prompt(ASK)]),
             "raw_prompt": objects([ASK]),
             "data_source": objects(["test"]),

@@ -130,7 +130,7 @@ def test_games_of_gymnasium():
 
 
 def test_games_of_textarena():
-    pytest.importorskip("textarena", reason="needs the extra environments")
+    pytest.importorskip("textarena", reason="needs the extra environments", exc_type=ImportError)
     game = games.TextArena()
     first, _ = game.reset(seed=1, game="GuessTheNumber-v0")
     assert "number" in first

@@ -69,8 +69,11 @@ def test_a_game_that_breaks_is_left_out(agent_run, agent_task, tmp_path, caplog)
 
 def test_results_of_tools_outlive_a_kill(agent_run, tmp_path, monkeypatch):
     """A run that dies within a step calls no tool twice, and ends with the same samples and weights."""
-    from tests.agents import echo_tools
+    from tests.agents.conftest import TOOLS
     from verl.agents.driver import _Session
+    from verl.registry import load_module
+
+    echo_tools = load_module(str(TOOLS))
 
     def calls(name, folder, *changes):
         monkeypatch.setattr(echo_tools, "CALLS", tmp_path / name)

@@ -51,7 +51,7 @@ UNREAD_THERE_TOO = [
     (f"+{ACTOR}.optim.min_lr=1e-7",),
     (f"{ROLLOUT}.val_kwargs.do_sample=False", f"{ROLLOUT}.val_kwargs.temperature=0.7"),
     (f"{ROLLOUT}.val_kwargs.top_p=0.7",),
-    (f"{ROLLOUT}.multi_turn.format=llama",),
+    (f"{ROLLOUT}.multi_turn.format=glm",),
     ("reward.custom_reward_function.name=score",),
     ("reward.custom_reward_function.name=null",),
     ("custom_reward_function.name=null",),

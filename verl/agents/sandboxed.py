@@ -15,6 +15,8 @@ from verl.data_proto.samples import Score, ScoreRequest
 from verl.rewards.functions import RewardFunctionSpec
 from verl.rewards.managers.build import build_pool
 from verl.rewards.pool import RewardPool
+from verl.tools.function_tool import answer_of
+from verl.tools.tool_registry import load_function_tools
 
 if TYPE_CHECKING:
     from verl.config import RewardConfig
@@ -69,11 +71,11 @@ def _answer(score: Score) -> dict[str, Any]:
 
 def call_tool(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> dict[str, Any]:
     """Call the tool `data_source` of the file `extra_info["path"]`; runs inside of the sandbox."""
-    from verl.tools.function_tool import FunctionTool, answer_of
-    from verl.tools.tool_registry import load_function_tools
-
-    tool = next(tool for tool in load_function_tools(extra_info["path"]) if tool.name == data_source)
-    assert isinstance(tool, FunctionTool)
+    tools = load_function_tools(extra_info["path"])
+    # a schema may give another name, and takes long to make
+    tool = next((t for t in tools if t.name == data_source), None) or next(
+        t for t in tools if t.tool_schema.function.name == data_source
+    )
     try:
         found = tool.function(**extra_info["arguments"])
         if inspect.isawaitable(found):

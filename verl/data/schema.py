@@ -145,7 +145,7 @@ def _check_features(row: Mapping[str, Any], config: DataConfig, agents: Collecti
         for name in ("tools_kwargs", "interaction_kwargs"):
             if not _is_nothing(fields.get(name)):
                 raise UnavailableRowError(
-                    f"the row has {prefix + name!r} for tools or interactions, but the run has no agents; it would train "
+                    f"the row has tools or interactions (field {prefix + name!r}), but the run has no agents; it would train "
                     "single-turn, without them. Set actor_rollout_ref.rollout.multi_turn.enable=True, or leave the field out "
                     "if that is meant."
                 )

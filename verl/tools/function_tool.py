@@ -13,6 +13,7 @@ def add(a: float, b: float) -> str:
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 from collections.abc import Callable
@@ -44,10 +45,18 @@ class FunctionTool(BaseTool):
     """A function as a tool. `path` is the file that it was loaded from, so that a sandboxed process can load it too."""
 
     def __init__(self, function: Callable[..., Any], name: str | None = None, schema: Any = None):
-        self.function = function
+        self.function, self.config, self._schema = function, {}, schema
         self.path: str | None = None
-        super().__init__({}, function_schema(function, name, schema))
+        self._given_name = name
+        self.name = name or getattr(function, "__name__", str(function))
         self.signature = inspect.signature(function)
+
+    @functools.cached_property
+    def tool_schema(self) -> OpenAIFunctionToolSchema:  # type: ignore[override]
+        """Made when it is first read: a sandboxed process calls the function without it, and starts faster."""
+        found = function_schema(self.function, self._given_name, self._schema)
+        self.name = found.function.name
+        return found
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Answer:
         """Call the function, here."""

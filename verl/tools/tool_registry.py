@@ -35,15 +35,15 @@ def _load_all_tools(classes: tuple[str | None, int], functions: tuple[str | None
         *(initialize_tools_from_config(classes[0]) if classes[0] else ()),
         *(load_function_tools(functions[0]) if functions[0] else ()),
     ]
-    names = [tool.name for tool in found]
+    names = [tool.tool_schema.function.name for tool in found]
     if double := next((name for name in names if names.count(name) > 1), None):
         raise SameNameError(f"Two tools are named {double!r}; the model could not tell them apart. Rename one.")
     return tuple(found)
 
 
-def load_function_tools(path: str) -> list[BaseTool]:
-    """The functions of a Python file or module that `@function_tool` marks."""
-    found: list[BaseTool] = []
+def load_function_tools(path: str) -> list[FunctionTool]:
+    """The functions of a Python file or module that `@function_tool` marks. Raises ConfigError when there are none."""
+    found: list[FunctionTool] = []
     for value in vars(load_module(path)).values():
         tool = getattr(value, MARK, None)
         if isinstance(tool, FunctionTool) and tool not in found:
