@@ -101,7 +101,7 @@ def script(key, turn):
 @cache
 def config(tmp):
     overrides = [
-        "actor_rollout_ref.model.path=model", "data.train_files=x.jsonl", "data.max_prompt_length=400",
+        "actor_rollout_ref.model.path=model", "data.train_files=x.jsonl", "data.max_prompt_length=700",
         "data.max_response_length=1200", f"trainer.default_local_dir={tmp}", f"{ROLLOUT}.multi_turn.enable=True",
         f"{ROLLOUT}.multi_turn.function_tool_path={TOOL_FILE}", f"{ROLLOUT}.multi_turn.max_parallel_calls=3",
         f"{ROLLOUT}.multi_turn.tool_sandbox=False", f"{ROLLOUT}.multi_turn.max_tool_response_length=60",

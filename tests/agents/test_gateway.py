@@ -41,7 +41,7 @@ def play(tmp_path):
             [
                 "actor_rollout_ref.model.path=model",
                 "data.train_files=x.jsonl",
-                "data.max_prompt_length=300",
+                "data.max_prompt_length=700",
                 "data.max_response_length=900",
                 f"trainer.default_local_dir={tmp_path}",
                 f"{ROLLOUT}.agent.runner={__file__}:run",
@@ -122,10 +122,12 @@ def test_a_rewritten_history_is_a_branch_and_the_longest_trains(play):
         chat(client, [{"role": "system", "content": "You sum up."}, {"role": "user", "content": "Sum up."}])
         client.post("/reward", json={"reward": 0.75, "info": {"solved": True}}).raise_for_status()
 
-    (result,), _ = play(agent)
+    (result,), engine = play(agent)
     assert result.error is None
     assert (result.reward, result.extra["num_branches"], result.extra["solved"]) == (0.75, 3, True)
-    assert len(result.trajectory.segments) == 3  # sampled, added, sampled
+    sizes = [sum(len(ids) for _, ids, _ in turns) for turns in engine.sampled.values()]
+    assert len(engine.sampled[0, 0]) == 2  # the first conversation, which continued
+    assert result.trajectory.to_row().response_mask.sum() == max(sizes)
 
 
 def test_every_format_gives_the_same_turn(play):
@@ -175,7 +177,7 @@ def test_every_format_gives_the_same_turn(play):
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "images"),
         ({"messages": ASK, "tools": [1]}, "`tools` must be a list"),
         ({"messages": ASK, "max_tokens": 0}, "at least 1"),
-        ({"messages": [{"role": "user", "content": "x" * 5000}]}, "more than data.max_prompt_length=300"),
+        ({"messages": [{"role": "user", "content": "x" * 8000}]}, "more than data.max_prompt_length=700"),
         ([1], "not a JSON object"),
     ],
 )
@@ -198,7 +200,7 @@ def test_strangers_are_kept_out(play):
     def agent(client, task):
         chat(client, ASK)
         base = str(client.base_url)
-        for url, key in ((base, "wrong"), (base, ""), (base.replace("/s/", "/s/x"), None)):
+        for url, key in ((base, "wrong"), (base, "x"), (base.replace("/s/", "/s/x"), None)):
             headers = client.headers if key is None else {"Authorization": f"Bearer {key}"}
             seen.append(httpx.post(f"{url}chat/completions", json={"messages": ASK}, headers=headers).status_code)
 
