@@ -92,7 +92,8 @@ class Core(Model):
                 log_probs.append(log_prob)
                 stopped = token in self.stop.token_ids
                 stopped |= self.stop.has_strings and self.stop.ends_string(torch.tensor(tokens).numpy())
-                if stopped or len(tokens) == self.params.max_new_tokens:
+                limit = min(request.max_new_tokens or self.params.max_new_tokens, self.params.max_new_tokens)
+                if stopped or len(tokens) == limit:
                     ended.append(Completion(*name, tokens, log_probs, StopRules.reason(stopped), -1))
                     del self.running[name]
             if timeout_s is not None:
