@@ -48,7 +48,7 @@ class FunctionTool(BaseTool):
         self.function, self.config, self._schema = function, {}, schema
         self.path: str | None = None
         self._given_name = name
-        self.name = name or getattr(function, "__name__", str(function))
+        self.name: str = name or str(getattr(function, "__name__", function))
         self.signature = inspect.signature(function)
 
     @functools.cached_property
