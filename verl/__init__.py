@@ -22,6 +22,7 @@ from verl.parallel.process_settings import spin_briefly
 if TYPE_CHECKING:
     from verl.compat.runner import RLRunner
     from verl.data_proto.proto import DataProto, DataProtoItem
+    from verl.page.notebook import Run
     from verl.parallel.placement import DataParallelConfig
     from verl.programs.experience_buffer import ExperienceBuffer
     from verl.runtime.dataflow import Controller
@@ -36,6 +37,7 @@ _LAZY = {
     "DataProtoItem": "verl.data_proto.proto",
     "ExperienceBuffer": "verl.programs.experience_buffer",
     "RLRunner": "verl.compat.runner",
+    "Run": "verl.page.notebook",
 }
 
 __all__ = [
@@ -45,6 +47,7 @@ __all__ = [
     "DataProtoItem",
     "ExperienceBuffer",
     "RLRunner",
+    "Run",
     "__version__",
 ]
 

@@ -22,13 +22,27 @@ def run_view(argv: list[str]) -> int:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders (trainer.default_local_dir)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: this machine only)")
     parser.add_argument("--port", type=int, default=0, help="port to listen at (default: any that is free)")
+    parser.add_argument("--export", metavar="FOLDER", help="write the pages to a new folder, and serve nothing")
+    parser.add_argument("--steps", type=int, default=20, help="with --export: newest steps of each run (default: 20)")
     arguments = parser.parse_args(argv)
+    if arguments.steps < 1:
+        raise ConfigError(f"--steps={arguments.steps} leaves no step to export. Give a number from 1 on.")
     folders = [_run_folder(name) for name in arguments.runs]
+    if arguments.export is not None:
+        return _export(folders, Path(arguments.export).expanduser(), arguments.steps)
     from verl.page.server import address_of, listen, new_token, serve_page
 
     listening, token = listen(arguments.host, arguments.port), new_token()
     print(f"{address_of(listening, token)}\nCtrl-C ends the page; it only reads, so runs go on.", flush=True)
     serve_page(folders, listening, token)
+    return 0
+
+
+def _export(folders: list[Path], out: Path, num_steps: int) -> int:
+    from verl.page.export import export_pages
+
+    count = export_pages(folders, out, num_steps=num_steps, say=lambda text: print(text, file=sys.stderr, flush=True))
+    print(f"{count} pages; open {out / 'index.html'}")
     return 0
 
 
@@ -50,7 +64,8 @@ def page_of(loaded: LoadedConfig[Any], *, whole_process: bool) -> Iterator[None]
     environment. Raises MissingExtraError without the extra `page`, and ConfigError when the address is taken.
     """
     rule, trainer = loaded.config.trainer.page, loaded.config.trainer
-    asked = rule.enable is True
+    prometheus = _prometheus(loaded.config)
+    asked = rule.enable is True or prometheus is not None
     is_off = os.environ.get("VERL_PAGE") == "0"
     wanted = asked or (rule.enable == "auto" and whole_process and not trainer.val_only and not is_off)
     if not wanted or os.environ.get("RANK", "0") != "0":
@@ -60,7 +75,8 @@ def page_of(loaded: LoadedConfig[Any], *, whole_process: bool) -> Iterator[None]
     from verl.parallel.child_processes import spare
 
     try:
-        page = start_page(Path(trainer.default_local_dir).expanduser(), rule.host, rule.port)
+        labels = {"model_name": str(prometheus.served_model_name)} if prometheus is not None else {}
+        page = start_page(Path(trainer.default_local_dir).expanduser(), rule.host, rule.port, labels)
     except MissingExtraError:
         if asked:
             raise
@@ -69,6 +85,18 @@ def page_of(loaded: LoadedConfig[Any], *, whole_process: bool) -> Iterator[None]
     spare(page.process.pid)
     print(f"page: {page.address}", file=sys.stderr, flush=True)
     try:
+        if prometheus is not None:
+            from verl.page.prometheus import reload_prometheus, write_scrape_config
+
+            write_scrape_config(Path(prometheus.file).expanduser(), page.host, page.port, page.token)
+            if not reload_prometheus(prometheus.port):
+                print(f"Start Prometheus with --config.file={prometheus.file} to collect them.", file=sys.stderr)
         yield
     finally:
         page.close()
+
+
+def _prometheus(config: Any) -> Any:
+    """The section rollout.prometheus where it is enabled, else None."""
+    group = getattr(config, "actor_rollout_ref", None)
+    return group.rollout.prometheus if group is not None and group.rollout.prometheus.enable else None

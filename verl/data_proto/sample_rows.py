@@ -58,7 +58,9 @@ def sample_rows(batch: DataProto, tokenizer: Any) -> list[dict[str, Any]]:
         if scores is not None:
             row["score"] = scores[i]
         row |= {"prompt_ids": prompt_ids[i], "response_ids": response_ids[i]}
-        row |= _token_values({name: values[i][:length] for name, values in per_token.items()})
+        row |= _token_values(
+            {name: values[i][:length] for name, values in per_token.items()}, row.get("weight_version")
+        )
         if "teacher_ids" in row:
             # such rows can train another student, see docs/distillation.md
             row |= {name: objects[name][i] for name in ("raw_prompt", "reward_model") if name in objects}
@@ -66,8 +68,11 @@ def sample_rows(batch: DataProto, tokenizer: Any) -> list[dict[str, Any]]:
     return rows
 
 
-def _token_values(found: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """Without columns that say nothing: a mask of all tokens, values that were computed for none. NaN becomes None."""
+def _token_values(found: dict[str, list[Any]], version: Any) -> dict[str, list[Any]]:
+    """Without columns that say nothing: a mask of all tokens, the version of the sample as that of each token, values that were
+    computed for none. NaN becomes None."""
+    if set(found.get("token_versions", ())) <= {version}:
+        found.pop("token_versions", None)
     if all(found.get("response_mask", ())):
         found.pop("response_mask", None)
     for name in ("train_log_probs", "entropy"):

@@ -52,10 +52,12 @@ def different_keys(one: View, other: View) -> list[tuple[str, str, str]]:
 def charts(one: View, other: View) -> dict[str, Any]:
     """The panels of both runs over each other: the lines of each panel carry the names of their runs."""
     found: dict[str, panels.Panel] = {}
-    for view in (one, other):
+    for number, view in enumerate((one, other)):
         for panel in panels.panels(view.run, view.index):
             lines = [
-                panels.ChartLine(f"{view.run.key}: {line.label}".rstrip(": "), line.steps, line.values, line.style)
+                panels.ChartLine(
+                    f"{view.run.key}: {line.label}".rstrip(": "), line.steps, line.values, line.style, number
+                )
                 for line in panel.lines
                 if line.style in ("line", "dots")
             ]

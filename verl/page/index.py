@@ -102,9 +102,14 @@ class SampleIndex:
 
     def files(self) -> dict[tuple[str, int], Path]:
         """(split, step) -> file, of all samples files in the folder."""
+        return self.files_of(self.samples.parent)
+
+    @staticmethod
+    def files_of(folder: Path) -> dict[tuple[str, int], Path]:
+        """(split, step) -> file, of all samples files in a run folder."""
         found = {}
         with suppress(OSError):
-            for split in os.scandir(self.samples):
+            for split in os.scandir(folder / "samples"):
                 if split.is_dir(follow_symlinks=False):
                     for entry in os.scandir(split.path):
                         if match := _FILE.fullmatch(entry.name):
@@ -197,6 +202,33 @@ class SampleIndex:
                 if number == line:
                     return _row(content)
         return None
+
+    def is_complete(self, split: str, step: int) -> bool:
+        """Whether the file of a step is indexed to its end."""
+        return bool(self.rows("SELECT 1 FROM files WHERE split = ? AND step = ? AND complete = 1", split, step))
+
+    def head(self, split: str, step: int, count: int) -> list[dict[str, Any]]:
+        """The columns of the first `count` samples of a file, read from it."""
+        path, found = self.file(split, step), []
+        with suppress(OSError):
+            for line, _, content in _lines(path) if path is not None else ():
+                row = _row(content)
+                if row is not None:
+                    found.append({"line": line, **summary_of(row, line)._asdict()})
+                if line + 1 >= count:
+                    break
+        return found
+
+    def summary(self, split: str, step: int, line: int) -> Any:
+        """The columns of one sample; None when the file has no such row."""
+        found = self.rows(
+            "SELECT samples.* FROM samples JOIN files ON files.id = file WHERE split = ? AND step = ? AND line = ?",
+            split, step, line,
+        )  # fmt: skip
+        if found:
+            return found[0]
+        row = self.row(split, step, line)
+        return None if row is None else {"line": line, **summary_of(row, line)._asdict()}
 
     def statistics(self) -> dict[str, list[sqlite3.Row]]:
         """split -> the rows of its indexed files, by step."""

@@ -18,6 +18,7 @@ class ChartLine:
     steps: Sequence[int]
     values: Sequence[float]
     style: str = "line"  # line, dots, band (the values between two of them), stack
+    run: int | None = None  # on a page of several runs, which one: it decides the colour
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class _Spec:
     band: tuple[str, str] | None = None
 
 
+_FAILURES = "Scorers that failed"
 _SPECS = (
     _Spec(
         "Response length", {"response_length/mean": "mean"}, "tokens", "mean, shortest and longest of a step",
@@ -80,7 +82,7 @@ _SPECS = (
     ),
     _Spec("Age of the samples", {"training/off_policy/trajectory_staleness/mean": "mean",
                                  "training/off_policy/trajectory_staleness/max": "largest"}, "weight versions"),
-    _Spec("Scorers that failed", {"reward/num_defaulted": "samples with the default score"}, "samples"),
+    _Spec(_FAILURES, {"reward/num_defaulted": "samples with the default score"}, "samples"),
 )  # fmt: skip
 
 
@@ -95,7 +97,12 @@ def panels(run: RunReader, index: SampleIndex) -> list[Panel]:
     specs = [spec for spec in specs if not set(spec.metrics) <= ours]
     own = [spec for spec in _SPECS if not set(spec.metrics) <= covered - ours]
     found = reward + [_panel(run, spec) for spec in (*specs, *own)] + [_signal(index), _phases(run)]
-    return [panel for panel in found if panel.lines]
+    return [panel for panel in found if panel.lines and not _says_nothing(panel)]
+
+
+def _says_nothing(panel: Panel) -> bool:
+    """A panel of failures without one."""
+    return panel.title == _FAILURES and not any(any(line.values) for line in panel.lines)
 
 
 def _panel(run: RunReader, spec: _Spec) -> Panel:
@@ -158,7 +165,12 @@ def _aligned(panel: Panel) -> dict[str, Any]:
     thinned = [thin(line.steps, line.values) for line in panel.lines]
     x = sorted({step for points in thinned for step in points})
     series = [
-        {"label": line.label, "style": line.style, "values": [_rounded(points.get(step)) for step in x]}
+        {
+            "label": line.label,
+            "style": line.style,
+            "run": line.run,
+            "values": [_rounded(points.get(step)) for step in x],
+        }
         for line, points in zip(panel.lines, thinned, strict=True)
     ]
     return {"title": panel.title, "unit": panel.unit, "help": panel.help, "x": x, "series": series}

@@ -13,6 +13,7 @@ from verl.tracking.files import write_atomically
 if TYPE_CHECKING:
     from verl.page.pages import Site
 
+_RELOAD_S = 2.0
 _NAME = re.compile(r"[^a-zA-Z0-9_]")
 _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 
@@ -42,6 +43,16 @@ def exposition(site: Site, labels: Mapping[str, str]) -> str:
 
 def _labels(labels: Mapping[str, str]) -> str:
     return "{" + ",".join(f'{_NAME.sub("_", n)}="{str(v).translate(_ESCAPES)}"' for n, v in labels.items()) + "}"
+
+
+def reload_prometheus(port: int) -> bool:
+    """Ask Prometheus on this machine to read its settings again; whether it did (it needs --web.enable-lifecycle)."""
+    import httpx
+
+    try:
+        return httpx.post(f"http://127.0.0.1:{port}/-/reload", timeout=_RELOAD_S, trust_env=False).is_success
+    except httpx.HTTPError:
+        return False
 
 
 def write_scrape_config(file: Path, host: str, port: int, token: str, interval_s: int = 10) -> None:

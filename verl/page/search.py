@@ -11,7 +11,7 @@ from verl.page.index import SampleIndex
 
 PER_PAGE = 50
 _SORTS = {
-    "newest": "step DESC, line",
+    "newest": "step DESC, split, line",
     "score": "score ASC, step DESC",
     "best": "score DESC, step DESC",
     "longest": "length DESC",
@@ -71,15 +71,28 @@ def find_samples(index: SampleIndex, query: Mapping[str, str], *, limit: int, of
     order = _SORTS.get(query.get("sort", ""), _SORTS["newest"])
     where = f"WHERE {' AND '.join(conditions)}" if conditions else ""
     prefix = _CONFLICTS if query.get("conflict") else ""
-    # the newest first by the index of files: without words or another order only a page of rows is read
-    return index.rows(
-        f"{prefix}SELECT samples.*, split, step, {excerpt} AS excerpt, substr(texts.prompt, -200) AS prompt_end "
-        f"FROM samples JOIN files ON files.id = samples.file JOIN texts ON texts.rowid = samples.id {where} "
-        f"ORDER BY {order} LIMIT ? OFFSET ?",
-        *values,
-        limit,
-        offset,
+    searched = "JOIN texts ON texts.rowid = samples.id" if text else ""
+    # the texts of the found page alone are read
+    ids = [
+        row["id"]
+        for row in index.rows(
+            f"{prefix}SELECT samples.id AS id FROM samples JOIN files ON files.id = samples.file {searched} {where} "
+            f"ORDER BY {order} LIMIT ? OFFSET ?",
+            *values,
+            limit,
+            offset,
+        )
+    ]
+    match, term = ("AND texts MATCH ?", [values[-1]]) if len(text) >= 3 else ("", [])
+    rows = index.rows(
+        f"SELECT samples.*, split, step, {excerpt} AS excerpt, substr(texts.prompt, -1500) AS prompt_end, "
+        "substr(texts.response, 1, 300) AS response_start FROM texts JOIN samples ON samples.id = texts.rowid "
+        f"JOIN files ON files.id = samples.file WHERE texts.rowid IN ({','.join('?' * len(ids))}) {match}",
+        *ids,
+        *term,
     )
+    place = {number: i for i, number in enumerate(ids)}
+    return sorted(rows, key=lambda row: place[row["id"]])
 
 
 def _conditions(query: Mapping[str, str]) -> tuple[list[str], list[Any]]:

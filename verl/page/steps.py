@@ -17,6 +17,7 @@ from verl.tracking.files import is_number
 
 PER_PAGE = 60  # groups
 _LEVELS = 10
+_HEAD = 240  # samples shown of a file that is not indexed yet
 PHASES = {  # span -> phase whose colour its bar has
     "gen": "rollout", "gen_max": "rollout", "rollout_wait": "rollout", "reward": "reward", "old_log_prob": "training",
     "update_actor": "training", "ref": "training", "teacher": "training", "values": "training", "update_critic": "training",
@@ -67,16 +68,32 @@ class Place:
         found = self.index.rows("SELECT * FROM files WHERE split = ? AND step = ?", self.split, self.step)
         return found[0] if found else None
 
-    def samples(self, unit: str | None = None) -> list[sqlite3.Row]:
-        """The indexed samples of the step, in the order of the file, with the beginnings of their texts."""
-        return self.index.rows(
-            "SELECT samples.*, substr(prompt, -1500) AS prompt_end, substr(response, 1, 400) AS response_start "
-            "FROM samples JOIN files ON files.id = file JOIN texts ON texts.rowid = samples.id "
-            "WHERE split = ? AND step = ? AND (? IS NULL OR unit = ?) ORDER BY line",
+    def samples(self, unit: str | None = None) -> list[Any]:
+        """The indexed samples of the step or of one unit, in the order of the file; of a file that is not indexed yet the first
+        ones, read from it."""
+        found = self.index.rows(
+            "SELECT samples.* FROM samples JOIN files ON files.id = file WHERE split = ? AND step = ? "
+            "AND (? IS NULL OR unit = ?) ORDER BY line",
             *(self.split, self.step, unit, unit),
         )
+        if found or self.index.is_complete(self.split, self.step):
+            return found
+        return [row for row in self.index.head(self.split, self.step, _HEAD) if unit in (None, row["unit"])]
 
-    def ensure(self, seconds: float = 0.7) -> None:
+    def units(self) -> list[str]:
+        """The units of the step, in the order of the file."""
+        return list(dict.fromkeys(row["unit"] for row in self.samples()))
+
+    def texts(self, row: Any) -> tuple[str, str]:
+        """End of the prompt and start of the response of a sample."""
+        if "prompt" in row.keys():  # read from the file
+            return row["prompt"][-1500:], row["response"][:400]
+        found = self.index.rows(
+            "SELECT substr(prompt, -1500) AS p, substr(response, 1, 400) AS r FROM texts WHERE rowid = ?", row["id"]
+        )
+        return (found[0]["p"], found[0]["r"]) if found else ("", "")
+
+    def ensure(self, seconds: float = 0.25) -> None:
         """Index this step's file now, as far as it goes in that time."""
         import threading
 
@@ -101,6 +118,10 @@ def step_context(at: Place, query: Mapping[str, str]) -> dict[str, Any] | None:
     if query.get("only") == "signal":
         groups = [group for group in groups if group["spread"] > 0]
     page = max(int(query.get("page", "0")), 0) if query.get("page", "0").isdigit() else 0
+    shown = groups[page * PER_PAGE : (page + 1) * PER_PAGE]
+    for group in shown:
+        end, group["response"] = at.texts(group["rows"][0])
+        group["prompt"] = last_message(end)
     before, after = at.neighbours()
     names = ("actor/", "critic/", "training/", "rollout/", "train/", "val/", "response", "perf/")
     metrics = {
@@ -110,7 +131,7 @@ def step_context(at: Place, query: Mapping[str, str]) -> dict[str, Any] | None:
     }  # fmt: skip
     return {
         "file": file,
-        "groups": groups[page * PER_PAGE : (page + 1) * PER_PAGE],
+        "groups": shown,
         "num_groups": len(groups),
         "num_samples": sum(group["count"] for group in groups),
         "num_errors": sum(group["errors"] for group in groups),
@@ -126,12 +147,12 @@ def step_context(at: Place, query: Mapping[str, str]) -> dict[str, Any] | None:
         "before": before,
         "after": after,
         "marks": [mark for mark in at.run.marks() if mark["step"] == at.step],
-        "indexing": file is not None and not file["complete"],
+        "indexing": not at.index.is_complete(at.split, at.step) and at.index.file(at.split, at.step) is not None,
     }
 
 
 def _groups(at: Place) -> list[dict[str, Any]]:
-    members: dict[str, list[sqlite3.Row]] = {}
+    members: dict[str, list[Any]] = {}
     for row in at.samples():
         members.setdefault(row["unit"], []).append(row)
     found = [_group(unit, rows) for unit, rows in members.items()]
@@ -151,7 +172,7 @@ def level_of(score: float | None, low: float, high: float) -> int | None:
     return round(_LEVELS * (score - low) / (high - low)) if high > low else _LEVELS // 2
 
 
-def _group(unit: str, rows: Sequence[sqlite3.Row]) -> dict[str, Any]:
+def _group(unit: str, rows: Sequence[Any]) -> dict[str, Any]:
     scores = [row["score"] for row in rows if row["score"] is not None]
     gaps = [row["gap"] for row in rows if row["gap"] is not None]
     answers: dict[str, set[float]] = {}
@@ -171,14 +192,14 @@ def _group(unit: str, rows: Sequence[sqlite3.Row]) -> dict[str, Any]:
         "errors": sum(bool(row["error"]) for row in rows),
         "gap": max(gaps, default=None),
         "tag": rows[0]["tag"],
-        "prompt": last_message(rows[0]["prompt_end"]),
-        "response": rows[0]["response_start"],
+        "prompt": "",
+        "response": "",
         "conflict": any(len(found) > 1 for found in answers.values()),
         "margin": _margin(rows),
     }
 
 
-def _margin(rows: Sequence[sqlite3.Row]) -> float | None:
+def _margin(rows: Sequence[Any]) -> float | None:
     """Score of the chosen completion of a pair above that of the rejected one."""
     by_side = {row["chosen"]: row["score"] for row in rows}
     if set(by_side) != {0, 1} or None in by_side.values():
@@ -194,8 +215,8 @@ def group_context(at: Place, unit: str, query: Mapping[str, str]) -> dict[str, A
         return None
     group = _group(unit, rows)
     whole = [at.index.row(at.split, at.step, row["line"]) or {} for row in rows[:64]]
-    units = list(dict.fromkeys(row["unit"] for row in at.samples()))
-    place = units.index(unit)
+    units = at.units()
+    place = units.index(unit) if unit in units else 0
     low, high = min(group["scores"], default=0.0), max(group["scores"], default=1.0)
     return {
         "group": group,
@@ -218,7 +239,7 @@ def _parts(row: Mapping[str, Any]) -> dict[str, Any]:
     return {str(name): value for name, value in parts.items()} if isinstance(parts, Mapping) else {}
 
 
-def _diff(whole: Sequence[Mapping[str, Any]], rows: Sequence[sqlite3.Row], query: Mapping[str, str]) -> Any:
+def _diff(whole: Sequence[Mapping[str, Any]], rows: Sequence[Any], query: Mapping[str, str]) -> Any:
     """The two samples that the query names; else the best against the worst, where they differ."""
     lines = [row["line"] for row in rows]
     asked = [query.get("a", ""), query.get("b", "")]
@@ -236,8 +257,10 @@ def _diff(whole: Sequence[Mapping[str, Any]], rows: Sequence[sqlite3.Row], query
     return {"left": left, "right": right, "a": rows[one], "b": rows[other]}
 
 
-def _elsewhere(at: Place, row: sqlite3.Row) -> list[sqlite3.Row]:
+def _elsewhere(at: Place, row: Any) -> list[sqlite3.Row]:
     """Other steps with the same prompt."""
+    if "id" not in row.keys():
+        return []
     return at.index.rows(
         "SELECT split, step, unit, count(*) AS num, avg(score) AS mean FROM samples JOIN files ON files.id = file "
         "WHERE samples.id IN (SELECT s.id FROM samples s JOIN texts t ON t.rowid = s.id WHERE t.prompt = "
@@ -253,8 +276,7 @@ def sample_context(at: Place, line: int) -> dict[str, Any] | None:
     if row is None:
         return None
     at.ensure()
-    found = [summary for summary in at.samples() if summary["line"] == line]
-    summary = found[0] if found else None
+    summary = at.index.summary(at.split, at.step, line)
     tokens = tokens_of(row, at.run.tokens)
     siblings = at.samples(summary["unit"]) if summary is not None else []
     place = next((i for i, other in enumerate(siblings) if other["line"] == line), 0)

@@ -168,6 +168,22 @@ class ServiceConfig(Section):
 
 
 @dataclass(frozen=True)
+class PrometheusConfig(Section):
+    enable: bool = used(
+        False, "serve metrics for Prometheus at /metrics of the run's page, which is then started (trainer.page)"
+    )
+    port: int = used(
+        9090, "port of Prometheus on this machine, which is asked to read `file`", when=".enable=True", ge=0, le=65535
+    )
+    file: str = used(
+        "/tmp/ray/session_latest/metrics/prometheus/prometheus.yml",
+        "settings file for Prometheus that is written then: it names the page and holds its token",
+        when=".enable=True",
+    )
+    served_model_name: str | None = used(None, "label model_name of the metrics", when=".enable=True")
+
+
+@dataclass(frozen=True)
 class RolloutConfig(Section):
     name: str = used("native", "rollout engine", family=Family("rollout engine", ROLLOUT_ENGINES, plugins=True))
     n: int = used(1, "samples per prompt; above 1 for estimators that compare a group", ge=1, le=1_000_000)
@@ -306,6 +322,7 @@ class RolloutConfig(Section):
         True, "compute equal prompts once (vLLM; the native engine always does)", when=VLLM, sizing=True
     )
     engine_kwargs: EngineKwargsConfig = section(EngineKwargsConfig, "further settings by engine")
+    prometheus: PrometheusConfig = section(PrometheusConfig, "metrics for Prometheus")
     checkpoint_engine: CheckpointEngineConfig = section(CheckpointEngineConfig, "how weights reach the engine")
     enable_rollout_routing_replay: bool = used(False, "train with the experts that rollout chose")
     quantization: str | None = used(None, "quantised weights in the engine")

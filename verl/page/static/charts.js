@@ -40,13 +40,15 @@
     const bandAt = ordered.map((s, i) => (s.style === "band" ? i + 1 : 0)).filter(Boolean);
     const main = color(0);
     let next = 0;
+    const seen = [0, 0];
     const series = ordered.map((s) => {
       if (s.style === "band") return { stroke: "transparent", points: { show: false }, spanGaps: true };
-      const c = s.style === "stack" ? phaseColor(s.label, panel.series.indexOf(s)) : color(next++);
+      const c = s.style === "stack" ? phaseColor(s.label, panel.series.indexOf(s)) : color(s.run === null || s.run === undefined ? next++ : s.run);
       s.color = c;
-      if (s.style === "dots") return { stroke: c, width: 1, dash: [3, 3], points: { show: true, size: 6, fill: c }, spanGaps: true };
+      const dash = s.run === null || s.run === undefined ? undefined : [[], [7, 3], [2, 3], [9, 3, 2, 3]][seen[s.run]++ % 4];
+      if (s.style === "dots") return { stroke: c, width: 1, dash: dash || [3, 3], points: { show: true, size: 6, fill: c }, spanGaps: true };
       if (s.style === "stack") return { stroke: c, width: 1, fill: c, points: { show: panel.x.length < 2 } };
-      return { stroke: c, width: 1.6, points: { show: panel.x.length < 40, size: 4, fill: c }, spanGaps: true };
+      return { stroke: c, width: 1.6, dash, points: { show: panel.x.length < 40, size: 4, fill: c }, spanGaps: true };
     });
     const axis = { stroke: css("--dim"), grid: { stroke: faded(css("--dim"), 0.14), width: 1 }, ticks: { show: false }, font: "11px system-ui" };
     return {

@@ -1,0 +1,94 @@
+"""Search over samples, and two runs beside each other."""
+
+import pytest
+
+from tests.page.folders import make_run, sample, write_samples
+from verl.page import compare, search
+from verl.page.index import SampleIndex
+from verl.page.pages import Site
+from verl.page.summaries import final_answer, last_message
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory):
+    folder = make_run(tmp_path_factory.mktemp("runs") / "run", steps=1)
+    rows = [
+        sample(0, 0, score=1.0, response="The answer is \\boxed{42}."),
+        sample(0, 1, score=0.0, response="so: \\boxed{42}"),
+        sample(1, 0, score=0.0, response='say "quoted" 100% of_it', finish_reason="length"),
+        sample(1, 1, score=0.5, response="中文回答", reward_error="ValueError: no number"),
+        sample(2, 0, score=0.25, response="zz", response_ids=[1] * 50),
+    ]
+    write_samples(folder, "train", 1, rows)
+    write_samples(folder, "val", 1, [sample(9, 0, score=1.0, response="held out 42")])
+    found = SampleIndex(folder, folder.parent)
+    found.update()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("query", "expected"),
+    [
+        ({"q": "boxed{42}"}, [("train", 0), ("train", 1)]),
+        ({"q": '"quoted"'}, [("train", 2)]),
+        ({"q": "100% of_it"}, [("train", 2)]),
+        ({"q": "zz"}, [("train", 4)]),
+        ({"q": "0%"}, [("train", 2)]),
+        ({"q": "文回"}, [("train", 3)]),
+        ({"q": "42", "split": "val"}, [("val", 0)]),
+        ({"conflict": "1"}, [("train", 0), ("train", 1)]),
+        ({"cut": "1"}, [("train", 2)]),
+        ({"failed": "1"}, [("train", 3)]),
+        ({"min": "0.25", "max": "0.5", "sort": "score"}, [("train", 4), ("train", 3)]),
+        ({"longer": "40"}, [("train", 4)]),
+        ({"from": "2"}, []),
+        ({"min": "x", "q": "zz"}, [("train", 4)]),
+        ({"q": "' OR 1=1 --"}, []),
+    ],
+)
+def test_samples_are_found(index, query, expected):
+    found = search.find_samples(index, query, limit=10)
+    assert [(row["split"], row["line"]) for row in found] == expected
+
+
+def test_the_place_is_marked(index):
+    (row, _) = search.find_samples(index, {"q": "boxed"}, limit=10)
+    assert ("boxed", True) in search.marked(row["excerpt"])
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [("\\boxed{a{b}c} then \\boxed{7}", "7"), ("#### 1,234", "1234"), ("The answer is 5.\nso", "5"), ("3 and 4", "4"),
+     ("first\nlast line", "last line"), ("", ""), ("\n\n", "")],
+)  # fmt: skip
+def test_final_answers(response, answer):
+    assert final_answer(response) == answer
+
+
+@pytest.mark.parametrize(
+    ("prompt", "shown"),
+    [("<|im_start|>system\nBe kind<|im_end|>\n<|im_start|>user\nHow?<|im_end|>\n<|im_start|>assistant\n", "How?"),
+     ("[INST] How? [/INST]", "How?"), ("How?", "How?"), ("<|user|>", "<|user|>")],
+)  # fmt: skip
+def test_the_last_message_of_a_prompt(prompt, shown):
+    assert last_message(prompt) == shown
+
+
+def test_two_runs(tmp_path):
+    one, other = make_run(tmp_path / "one"), make_run(tmp_path / "other", steps=2)
+    config = (other / "config.yaml").read_text()
+    (other / "config.yaml").write_text(config.replace("grpo", "rloo"))
+    site = Site([one, other], cache=tmp_path)
+    try:
+        for view in site.views.values():
+            view.index.update()
+        found = compare.compare_context(site.views, {"a": "one", "b": "other"})
+        assert found["keys"] == [("algorithm.adv_estimator", "grpo", "rloo")]
+        assert found["steps"] == [1, 2]
+        assert len(found["prompts"]) == 4
+        reward = found["charts"]["panels"][0]
+        assert {series["run"] for series in reward["series"]} == {0, 1}
+        assert "rloo" in site.page("/compare", {"a": "one", "b": "other", "step": "1"})
+        assert "one" in site.page("/compare", {"a": "nobody"})
+    finally:
+        site.close()
