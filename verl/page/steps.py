@@ -69,8 +69,10 @@ class Place:
         return found[0] if found else None
 
     def samples(self, unit: str | None = None) -> list[Any]:
-        """The indexed samples of the step or of one unit, in the order of the file; of a file that is not indexed yet the first
-        ones, read from it."""
+        """The indexed samples of the step or of one unit, in the order of the file.
+
+        Of a file that is not indexed yet they are the first ones, read from it.
+        """
         found = self.index.rows(
             "SELECT samples.* FROM samples JOIN files ON files.id = file WHERE split = ? AND step = ? "
             "AND (? IS NULL OR unit = ?) ORDER BY line",
