@@ -116,10 +116,10 @@ def test_a_step_arrives_by_itself(tab, run_folder):
     tab.wait_for_timeout(800)
     before = (run_folder / "metrics.jsonl").read_text().count("\n")
     add_step(run_folder, before + 1, samples=False)
-    tab.wait_for_function(f"document.querySelector('.state b').textContent === '{before + 1}'", timeout=20_000)
-    tab.wait_for_function(
-        f"document.querySelector('.chart .keys').textContent.includes('step {before + 1}')", timeout=20_000
-    )
+    # a function that waits would be refused by the content security policy
+    step = playwright.expect(tab.locator(".state b").first)
+    step.to_have_text(str(before + 1), timeout=20_000)
+    playwright.expect(tab.locator(".chart .keys").first).to_contain_text(f"step {before + 1}", timeout=20_000)
 
 
 def test_the_keyboard_leads_from_a_curve_to_a_token(tab):
