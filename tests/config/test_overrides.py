@@ -231,10 +231,6 @@ def test_an_absurd_key_is_refused_without_a_guess():
     assert "docs/config.md" in refused("zzzzqqqq=1")
 
 
-def test_keys_of_features_to_come_say_so():
-    assert "manages its own" in refused("kv_cache_config.enable_paged_attention=True")
-
-
 def test_a_section_is_no_key():
     assert "is a section" in refused("actor_rollout_ref.actor=3")
     assert "There is no key" in refused("trainer.total_epochs.foo=3")

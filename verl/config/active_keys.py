@@ -299,6 +299,11 @@ PPO_CONDITIONS: dict[str, Condition] = {
         "samples are made right before they train (actor_rollout_ref.rollout.prefetch_num=0)",
         "set actor_rollout_ref.rollout.prefetch_num above 0",
     ),
+    "pages": Condition(
+        lambda root, node: node.enable_paged_attention,
+        "the KV cache is not paged (kv_cache_config.enable_paged_attention=False)",
+        "set actor_rollout_ref.rollout.kv_cache_config.enable_paged_attention=True",
+    ),
     "spans_devices": Condition(
         lambda root, node: (
             _starts_engine(root) or (runs_on_several_devices(root) and root.actor_rollout_ref.rollout.name != "http")

@@ -70,7 +70,6 @@ class Compat:
     other_values: Mapping[str, Mapping[str, str]]
     unavailable: tuple[Unavailable, ...]
     only_elsewhere: Mapping[str, str]
-    announced: Mapping[str, str]
     differences: tuple[tuple[str, str, str, str], ...]
     unavailable_configs: Mapping[str, str]
 
@@ -130,7 +129,6 @@ def load_compat(name: str, classes: Mapping[str, list[str]]) -> Compat:
             for row in rows.get("only_elsewhere", ())
             for pattern in row["keys"]
         },
-        announced=own.get("announced", {}),
         differences=tuple((row["key"], row["theirs"], row["ours"], row["why"]) for row in own.get("differences", ())),
         unavailable_configs=own.get("unavailable_configs", {}),
     )

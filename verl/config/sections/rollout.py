@@ -184,6 +184,23 @@ class PrometheusConfig(Section):
 
 
 @dataclass(frozen=True)
+class KVCacheConfig(Section):
+    enable_paged_attention: bool = used(
+        False, "keys and values in pages that come and go with their tokens (native engine on a CPU; vLLM always pages)"
+    )
+    block_size: int = used(
+        16, "tokens of a block, the unit of allocation", when="pages", choices=(16, 32, 64, 128, 256)
+    )
+    max_tokens: int | None = used(
+        None,
+        "most tokens in all blocks; samples beyond wait, and the last to start goes back to the queue when others need its "
+        "blocks, without a change of any sample. null: as many as max_num_seqs samples need",
+        when="pages",
+        ge=16,
+    )
+
+
+@dataclass(frozen=True)
 class RolloutConfig(Section):
     name: str = used("native", "rollout engine", family=Family("rollout engine", ROLLOUT_ENGINES, plugins=True))
     n: int = used(1, "samples per prompt; above 1 for estimators that compare a group", ge=1, le=1_000_000)
@@ -215,6 +232,9 @@ class RolloutConfig(Section):
     max_num_seqs: int = used(256, "samples in generation at once (slots of the native engine)", sizing=True, ge=1)
     max_num_batched_tokens: int = used(
         8192, "prompt tokens computed at once (prefill of the native engine)", sizing=True, ge=1
+    )
+    kv_cache_config: KVCacheConfig = section(
+        KVCacheConfig, "paged KV cache", when="actor_rollout_ref.rollout.name=native", sizing=True
     )
     free_cache_engine: bool = used(True, "free the KV cache while training", sizing=True)
     prepack_weights: bool = used(

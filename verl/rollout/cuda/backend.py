@@ -176,6 +176,10 @@ class DeviceBackend:
         if self.stores is not None:
             self.stores.prefix.put(target, self.stores.prefix.take(source, length))
 
+    def room(self) -> int:
+        """See Backend: every row has room for its longest sequence."""
+        return self.rows.num_rows
+
     def rows_changed(self) -> None:
         """See Backend."""
         self._changed = True

@@ -31,6 +31,9 @@ class Group:
     saved: Any = None  # keys and values of a sample that continues, until they are back in the prefix store
     slot: int = -1  # of the prefix store
     num_computed: int = 0  # tokens whose keys and values are stored
+    drawn: tuple[np.ndarray, np.ndarray] | None = (
+        None  # tokens and log-probs of a sample that was preempted; its prompt's end
+    )
     logits: torch.Tensor | None = field(
         default=None, repr=False
     )  # [vocab], after the last token, while samples are pending
@@ -165,6 +168,12 @@ class BatchRows:
         self.prompt_length[row], self.own_start[row], self.length[row] = group.num_tokens, own_start, 0
         most = group.request.max_new_tokens
         self.limit[row] = self.max_new_tokens if most is None else max(1, min(most, self.max_new_tokens))
+        if group.drawn is not None:  # it continues as if it had never left its row
+            tokens, log_probs = group.drawn
+            count = len(tokens)
+            self.tokens[row, :count], self.log_probs[row, :count], self.length[row] = tokens, log_probs, count
+            self.prompt_length[row] -= count
+            self.own_start[row] -= count
         return row
 
     def record(self, rows: np.ndarray, tokens: np.ndarray, log_probs: np.ndarray) -> None:

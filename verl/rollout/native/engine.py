@@ -15,17 +15,19 @@ from typing import Any
 import torch
 
 from verl.data_proto.samples import Completion, PromptRequest, SampleKey, SamplingParams, TurnRequest
-from verl.errors import ModelError
+from verl.errors import ConfigError, ModelError
 from verl.models.cuda.varlen import FLASH, VarlenKernel
 from verl.models.randomness import eval_mode
 from verl.rollout.api import BaseRollout, Stats
 from verl.rollout.cpu.forward import CpuForward
+from verl.rollout.cpu.paged_store import PagedStore
 from verl.rollout.cpu.store import BlockStore
 from verl.rollout.cuda.backend import DeviceBackend
 from verl.rollout.native.batch_invariance import Invariance, examine
 from verl.rollout.native.forward import DenseForward
 from verl.rollout.native.host_backend import HostBackend
 from verl.rollout.native.kv_cache import SlotStore, rounded
+from verl.rollout.native.paging import Paging
 from verl.rollout.native.scheduler import Scheduler
 from verl.rollout.requests import OpenSamples, StopRules, vocab_size
 
@@ -35,10 +37,11 @@ class NativeRollout(BaseRollout):
     one (verl.rollout.rollout_model); then all ranks of its group make the same calls, and their own forward computes.
 
     Reads from `config`: max_num_seqs (rows), max_num_batched_tokens (tokens of one forward while prompts are computed),
-    max_model_len, prepack_weights (whether a copy of the weights may be kept that multiplies faster, until `publish` or
-    `release`), batch_invariant and, on a GPU, enforce_eager (no CUDA graphs, nothing compiled). Where `invariance` holds,
-    samples do not depend on max_num_seqs nor on each other; elsewhere but for the rounding of matmuls of other shapes. Raises
-    ConfigError when batch_invariant=require cannot be kept. `device_kernel` is the attention of the GPU backend.
+    max_model_len, kv_cache_config (pages, on a CPU), prepack_weights (whether a copy of the weights may be kept that multiplies
+    faster, until `publish` or `release`), batch_invariant and, on a GPU, enforce_eager (no CUDA graphs, nothing compiled).
+    Where `invariance` holds, samples do not depend on max_num_seqs nor on each other; elsewhere but for the rounding of matmuls
+    of other shapes. Raises ConfigError when batch_invariant=require cannot be kept. `device_kernel` is the attention of the GPU
+    backend.
     """
 
     def __init__(
@@ -97,9 +100,23 @@ class NativeRollout(BaseRollout):
         """The stores of rows and of prompts, in the form that `dense` reads."""
         shape = dense.store_shape if isinstance(dense, CpuForward) else None
         if shape != getattr(self.own, "shape", None):
-            self.own = SlotStore(keys_as_columns=True) if shape is None else BlockStore(shape)
-            self.prefix = SlotStore() if shape is None else BlockStore(shape)
+            kind = PagedStore if self.config.kv_cache_config.enable_paged_attention else BlockStore
+            self.own = SlotStore(keys_as_columns=True) if shape is None else kind(shape)
+            self.prefix = SlotStore() if shape is None else kind(shape)
         return self.own, self.prefix
+
+    def paging(self, dense: DenseForward | CpuForward | None) -> Paging | None:
+        """The bookkeeping of a paged cache, None without. Raises ConfigError where nothing reads pages."""
+        config = self.config.kv_cache_config
+        if not config.enable_paged_attention:
+            return None
+        if not isinstance(dense, CpuForward):
+            raise ConfigError(
+                "kv_cache_config.enable_paged_attention=True needs the compiled decoder for CPUs, which does not compute "
+                f"{type(self.module).__name__} on {next(self.module.parameters()).device} here. Set it to False, or use "
+                "actor_rollout_ref.rollout.name=vllm, which always pages its cache."
+            )
+        return Paging(config.block_size, config.max_tokens)
 
     def dense(self) -> DenseForward | CpuForward | None:
         """The hand-written forward of the module as it is now, or None when the module's own must be called."""
@@ -192,13 +209,16 @@ class NativeGeneration:
         longest = rounded(self.scheduler.longest_prompt + self.params.max_new_tokens)
         if self.samples.keep or engine.config.max_model_len is not None:
             longest = self.samples.longest_sequence
-        if engine.device.fits(engine.module, longest):
+        if engine.device.fits(engine.module, longest) and not engine.config.kv_cache_config.enable_paged_attention:
             engine.device.open(self.scheduler)
             self._backend = engine.device
         else:
             dense = engine.dense()
             invariant = engine.invariance().holds
-            self._backend = HostBackend(self.scheduler, engine.module, dense, engine.stores(dense), invariant=invariant)
+            stores, paging = engine.stores(dense), engine.paging(dense)
+            self._backend = HostBackend(
+                self.scheduler, engine.module, dense, stores, invariant=invariant, paging=paging
+            )
         self.scheduler.backend = self._backend
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from verl.rollout.cpu.forward import CpuForward
+from verl.rollout.cpu.paged_store import PagedStore
 from verl.rollout.cpu.store import BlockStore
 from verl.rollout.cpu.tokens import DecodeTiles, StepTokens
 from verl.rollout.layout import Chunk, StepLayout
@@ -19,6 +20,7 @@ from verl.rollout.native.batch import Group
 from verl.rollout.native.decode_attention import DecodeRows, Members
 from verl.rollout.native.forward import DenseForward
 from verl.rollout.native.kv_cache import SlotStore
+from verl.rollout.native.paging import Paging
 from verl.rollout.native.scheduler import Scheduler
 from verl.rollout.sampling import sample
 from verl.rollout.uniforms import uniforms_at
@@ -36,8 +38,8 @@ class HostSampled(NamedTuple):
 
 class HostBackend:
     """See Backend. `dense` is the hand-written forward of `module`, or None when the module's own is called; `stores` are the
-    own and the prefix store, which outlive a generation. With `invariant`, rows and prompts are computed so that their bits
-    do not depend on each other."""
+    own and the prefix store, which outlive a generation; `paging` bounds what both hold. With `invariant`, rows and prompts are
+    computed so that their bits do not depend on each other."""
 
     lag = 0
 
@@ -49,7 +51,9 @@ class HostBackend:
         stores: tuple[SlotStore, SlotStore],
         *,
         invariant: bool,
+        paging: Paging | None = None,
     ):
+        self.paging = paging
         self.scheduler, self.rows, self.prompts = scheduler, scheduler.rows, scheduler.prompts
         self.module, self.dense, self.invariant = module, dense, invariant
         self.own, self.prefix = stores
@@ -61,11 +65,23 @@ class HostBackend:
 
     def reserve(self, num_rows: int, longest_prompt: int) -> int:
         """See Backend: stores grow as they are written."""
+        if self.paging is not None:
+            self.paging.require(longest_prompt, self.scheduler.params.max_new_tokens, shared=self.scheduler.shared)
         return num_rows
 
     def admits(self, group: Group) -> bool:
         """See Backend."""
-        return True
+        return (
+            self.paging is None
+            or self._free_blocks() >= self.paging.blocks([group.num_tokens]) + self.rows.num_running + 1
+        )
+
+    def room(self) -> int:
+        """See Backend."""
+        if self.paging is None:
+            return self.rows.num_rows
+        prompt = 0 if self.scheduler.shared else self.paging.blocks([self.scheduler.longest_prompt])
+        return self._free_blocks() // (prompt + 1)
 
     def load(self, group: Group) -> None:
         """See Backend."""
@@ -92,6 +108,8 @@ class HostBackend:
         if num_rows:
             self._reserve_own(int(own_lengths.max()) + 1)
         self._reserve_prefix()
+        if self.paging is not None:
+            self._keep(own_lengths)
         self.num_bytes = max(self.num_bytes, self.own.num_bytes + self.prefix.num_bytes)
         layout = self._layout(own_lengths, positions, [c for _, c in chunks])
         ids = [self.rows.newest(), *(np.array(g.request.token_ids[c.start : c.end]) for g, c in chunks)]
@@ -115,18 +133,43 @@ class HostBackend:
         """See Backend."""
         self._decoding = None
 
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> dict[str, float]:
         """Bytes of the KV cache at its largest, and of the copy of the weights."""
         copied = self.dense.num_copied_bytes if self.dense is not None else 0
-        return {"kv_cache_bytes": self.num_bytes, "weight_copy_bytes": copied}
+        found: dict[str, float] = {"kv_cache_bytes": self.num_bytes, "weight_copy_bytes": copied}
+        if self.paging is not None:
+            found |= {"kv_fragmentation": self.paging.fragmentation, "num_preempted": self.scheduler.num_preempted}
+        return found
+
+    def _lengths(self, own_lengths: np.ndarray) -> np.ndarray:
+        """Tokens of all sequences in both stores, each row with its next one."""
+        prompts = [group.num_tokens for group in self.prompts.by_slot]
+        return np.concatenate([own_lengths + 1, np.array(prompts, dtype=np.int64)])
+
+    def _free_blocks(self) -> int:
+        assert self.paging is not None
+        running = np.array([group is not None for group in self.rows.groups[: self.rows.end]], dtype=bool)
+        return self.paging.num_blocks - self.paging.blocks(self._lengths(self.rows.own_lengths()[running]))
+
+    def _keep(self, own_lengths: np.ndarray) -> None:
+        """Tell the stores which tokens they have."""
+        assert self.paging is not None
+        assert isinstance(self.own, PagedStore)
+        assert isinstance(self.prefix, PagedStore)
+        lengths = self._lengths(own_lengths)
+        self.own.keep(lengths[: len(own_lengths)])
+        self.prefix.keep(lengths[len(own_lengths) :])
+        self.paging.record(lengths)
 
     def _reserve_own(self, length: int) -> None:
         longest_prompt = 0 if self.scheduler.shared else self.scheduler.longest_prompt
         self.own.reserve(self.rows.num_rows, length, self.scheduler.params.max_new_tokens + longest_prompt)
 
     def _reserve_prefix(self) -> None:
-        longest = self.scheduler.longest_prompt
-        self.prefix.reserve(len(self.prompts.by_slot), longest, longest)
+        longest, slots = self.scheduler.longest_prompt, len(self.prompts.by_slot)
+        if self.paging is not None:  # a preempted sample is a prompt with its tokens; addresses cost nothing
+            longest, slots = longest + self.scheduler.params.max_new_tokens, max(slots, self.rows.num_rows)
+        self.prefix.reserve(slots, longest, longest)
 
     def _layout(self, own_lengths: np.ndarray, positions: np.ndarray, chunks: list[Chunk]) -> StepLayout | StepTokens:
         num_rows, shared = self.rows.end, self.scheduler.shared

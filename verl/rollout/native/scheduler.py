@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -61,6 +62,9 @@ class Backend(Protocol):
     def move_prompt(self, source: int, target: int, length: int) -> None:
         """Move a prompt to another prefix slot."""
 
+    def room(self) -> int:
+        """Samples that can start beside those that run; below 0, so many blocks are missing for the next tokens of these."""
+
     def rows_changed(self) -> None:
         """Samples have started or ended, or a prompt has moved."""
 
@@ -100,7 +104,7 @@ class Scheduler:
         self.chunk_tokens: int | None = None
         self.backend: Backend
         self.prompts, self.rows = Prompts(), BatchRows(self.params.max_new_tokens)
-        self.longest_prompt = self.num_decode_steps = self.num_row_steps = self.max_running = 0
+        self.longest_prompt = self.num_decode_steps = self.num_row_steps = self.max_running = self.num_preempted = 0
         self._flight: deque[tuple[np.ndarray, Sampled]] = deque()  # (row of each token, -1 for a sample that ended)
         self._saved: dict[SampleKey, tuple[Any, int]] = {}  # in order of ending; with the number of their tokens
         self._num_saved_bytes = self.num_evicted = 0
@@ -142,6 +146,7 @@ class Scheduler:
         self._ended = []
         if self._has_new or (self.prompts.waiting and not self.rows.num_running and not self.prompts.prefilling):
             self._reserve()
+        self._make_room()
         self._start()
         budget = max(self.max_num_batched_tokens - self.rows.num_running, 0)
         if self.rows.num_running == 0:
@@ -168,8 +173,8 @@ class Scheduler:
 
     def _start(self) -> None:
         """Start samples whose prompt is computed, as many as rows are free; sample their first tokens."""
-        while self.prompts.ready and self.rows.num_free:
-            started = self.prompts.start(self.rows.num_free)
+        while self.prompts.ready and self.rows.num_free and (room := self.backend.room()) > 0:
+            started = self.prompts.start(min(self.rows.num_free, room))
             logits = torch.stack([g.logits for g, _ in started if g.logits is not None])
             rows = self._place(started)
             self._flight.append((rows, self.backend.start(rows, logits)))
@@ -187,6 +192,32 @@ class Scheduler:
             self.backend.move_rows(sources, targets)
             self.backend.rows_changed()
 
+    def _make_room(self) -> None:
+        """Preempt until the running samples' next tokens fit: prompts that no sample reads yet, the last one first, then the
+        sample that started last. It is computed again up to its last token, and continues with the same random numbers."""
+        while (room := self.backend.room()) < 0 or (room == 0 and not self.rows.num_running and self.prompts.ready):
+            begun = [g for g in (*self.prompts.ready, *self.prompts.prefilling) if g.num_live == len(g.pending)]
+            if begun and (len(begun) > 1 or self.rows.num_running):
+                self.prompts.drop(begun[-1])
+                begun[-1].num_computed, begun[-1].logits = 0, None
+                self._free_prefix(begun[-1])
+                self.prompts.waiting.appendleft(begun[-1])
+            else:
+                self._preempt()
+
+    def _preempt(self) -> None:
+        running = [row for row, group in enumerate(self.rows.groups[: self.rows.end]) if group is not None]
+        row = min(running, key=lambda r: int(self.rows.length[r]))
+        group, length = self.rows.groups[row], int(self.rows.length[row])
+        assert group is not None
+        tokens, log_probs = self.rows.tokens[row, :length].copy(), self.rows.log_probs[row, :length].copy()
+        prompt = group.request.token_ids[: int(self.rows.prompt_length[row])]
+        first = group.request.first_sample + int(self.rows.sample[row])
+        request = replace(group.request, token_ids=(*prompt, *tokens.tolist()), first_sample=first, num_samples=1)
+        self._remove(row)
+        self.prompts.waiting.appendleft(Group(request, deque([0]), 1, drawn=(tokens, log_probs)))
+        self.num_preempted += 1
+
     def _place(self, started: list[tuple[Group, int]]) -> np.ndarray:
         ordinals = torch.tensor([g.request.ordinal for g, _ in started])
         numbers = torch.tensor([g.request.first_sample + s for g, s in started])
@@ -203,6 +234,9 @@ class Scheduler:
         """Give the group's prefix slot back when nothing reads it any more."""
         if group.slot < 0 or group.pending or (self.shared and group.num_live):
             return
+        self._free_prefix(group)
+
+    def _free_prefix(self, group: Group) -> None:
         last_slot = len(self.prompts.by_slot) - 1
         moved = self.prompts.leave_slot(group)
         if moved is not None:
@@ -217,7 +251,7 @@ class Scheduler:
         tokens, log_probs = self.rows.tokens[row, :length].tolist(), self.rows.log_probs[row, :length].tolist()
         done = self.samples.finish(key, tokens, log_probs, StopRules.reason(stopped), self.weight_version)
         if self.samples.keep:
-            self._save(key, self.backend.save(row), group.num_tokens + length - 1)
+            self._save(key, self.backend.save(row), int(self.rows.prompt_length[row]) + length - 1)
         self._remove(row)
         self._ended.append(done)
 

@@ -1,0 +1,96 @@
+"""A paged store of keys and values: the pages are those of the operating system.
+
+    slot 0  |██████████░░░░░░░░░░░░░░░░░░░|     █ tokens that are there, in pages of memory
+    slot 1  |███░░░░░░░░░░░░░░░░░░░░░░░░░░|     ░ addresses without memory behind them
+    slot 2  |░░░░░░░░░░░░░░░░░░░░░░░░░░░░░|
+
+Every slot has the addresses of its longest sequence from the start. Memory comes with the first write to a page and goes back
+when the slot's sample ends, so that a short sample takes no more than its length (vAttention, Prabhu et al. 2024,
+arXiv:2405.04437). The kernels read a sequence at consecutive addresses, as ever.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+
+import numpy as np
+import torch
+
+from verl.rollout.cpu.library import BLOCK
+from verl.rollout.cpu.store import BlockStore, Shape
+
+_MAP_NORESERVE = 0x4000  # Linux; Python names it from 3.13 on
+_PAGE = mmap.PAGESIZE
+
+
+class PagedStore(BlockStore):
+    """See BlockStore. `keep` says before each forward how many tokens every slot has."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__(shape)
+        self._maps: list[mmap.mmap] = []
+        self._held = np.zeros(0, dtype=np.int64)  # blocks of each slot that may have memory
+
+    def reserve(self, num_slots: int, length: int, limit: int) -> None:
+        """See SlotStore: addresses for `limit` tokens at once, since they cost nothing."""
+        super().reserve(num_slots, max(length, limit), limit)
+
+    def keep(self, lengths: np.ndarray) -> None:
+        """Slot i holds `lengths[i]` tokens from now on, of which those that were there before stay; memory behind them and of
+        further slots goes back."""
+        wanted = np.zeros(max(len(self._held), len(lengths)), dtype=np.int64)
+        wanted[: len(lengths)] = -(-lengths // BLOCK)
+        held = np.zeros_like(wanted)
+        held[: len(self._held)] = self._held
+        for slot in np.flatnonzero(held > wanted).tolist():
+            self._give_back(slot, int(wanted[slot]), int(held[slot]))
+        self._held = wanted
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the blocks that hold tokens."""
+        return int(self._held.sum()) * self._block_bytes * self.shape.kv_heads * self.shape.num_layers
+
+    def clear(self) -> None:
+        super().clear()
+        self._maps, self._held = [], np.zeros(0, dtype=np.int64)
+
+    @property
+    def _block_bytes(self) -> int:
+        """Bytes of the keys and values of 16 tokens, of one head in one layer."""
+        _, _, head_dim, dtype = self.shape
+        return 2 * BLOCK * (-(-head_dim // 16) * 16) * dtype.itemsize
+
+    def _grown(self, old: torch.Tensor, slots: int, blocks: int) -> torch.Tensor:
+        if old.numel():
+            slots, blocks = max(slots, old.shape[0]), max(blocks, old.shape[2])
+        _, kv_heads, head_dim, dtype = self.shape
+        shape = (slots, kv_heads, blocks, 2, BLOCK * (-(-head_dim // 16) * 16))
+        if not math.prod(shape):
+            return torch.zeros(shape, dtype=dtype)
+        pages = mmap.mmap(
+            -1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        )
+        pages.madvise(mmap.MADV_NOHUGEPAGE)  # a huge page is longer than most samples
+        new = torch.frombuffer(pages, dtype=dtype).view(shape)
+        for slot, count in enumerate(self._held.tolist() if old.numel() else ()):
+            new[slot, :, :count] = old[slot, :, :count]
+        if len(self._maps) == self.shape.num_layers:
+            self._maps = self._maps[1:]  # layers grow in order: this is the one that `old` lies in
+        self._maps.append(pages)
+        return new
+
+    def _give_back(self, slot: int, first: int, end: int) -> None:
+        """Free blocks [first, end) of every head of a slot; pages that others share stay."""
+        if not self._blocks:
+            return
+        _, heads, blocks, _, _ = self._blocks[0].shape
+        size = self._block_bytes
+        # a whole slot is one range of addresses, the end of one a range for each head
+        ranges = [(0, heads * blocks)] if not first else [(h * blocks + first, h * blocks + end) for h in range(heads)]
+        for start, stop in ranges:
+            begin = -(-(slot * heads * blocks + start) * size // _PAGE) * _PAGE
+            length = (slot * heads * blocks + stop) * size // _PAGE * _PAGE - begin
+            for pages in self._maps if length > 0 else ():
+                pages.madvise(mmap.MADV_DONTNEED, begin, length)
