@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,6 +23,7 @@ from verl.engines.api import (
     StepCheck,
     WeightLayout,
 )
+from verl.engines.headroom import Headroom
 from verl.engines.hybrid_3d import Dimensions, check_change, require_3d_hybrid
 from verl.engines.micro_batches import batch_totals, plan_micro_batches, sizes_of
 from verl.engines.shards import local
@@ -72,6 +73,7 @@ class TrainedEngine(ABC):
         self.spec = LoRASpec.of(model) if self.optim is not None else None
         self.neftune_alpha = model.neftune_alpha or 0.0 if isinstance(model, SFTModelConfig) else 0.0
         self.share_prompts = share_prompts and not self.neftune_alpha
+        self.headroom = Headroom(device) if engine.adapt_micro_batches and self.optim is not None else None
         self.pads = False
         self.num_lr_steps = 0
 
@@ -116,6 +118,8 @@ class TrainedEngine(ABC):
         reads = positions_read(outputs, self.head)
         totals = batch_totals(self._sum_over_ranks(torch.tensor(sizes_of(batch, rows, unit))).tolist())
         metrics: list[dict[str, Metric]] = [{"loss": Metric.sum(0.0)}]
+        headroom = self.headroom
+        micro = micro if headroom is None else headroom.adapted(micro)
         with self._ready(trains=True):
             plan = self._plan(batch, micro, reads, rows, unit)
             for number, members in enumerate(plan):
@@ -125,8 +129,12 @@ class TrainedEngine(ABC):
                 if self.neftune_alpha:
                     size = self.module.config.get_text_config().hidden_size
                     packed = with_noise(packed, self.neftune_alpha, size, seed=self.num_steps)
-                found = self._outputs(packed, outputs, temperature)
-                metrics.append(self._backward(found, part, loss, totals))
+                with nullcontext() if headroom is None else headroom.measuring(packed.input_ids.numel()):
+                    found = self._outputs(packed, outputs, temperature)
+                    metrics.append(self._backward(found, part, loss, totals))
+                    del found
+            if headroom is not None and headroom.limit is not None:
+                metrics.append({"micro_batch_tokens": Metric.last(headroom.limit)})
             self._complete_gradients(totals)
             return self._step(metrics, check, before)
 
