@@ -16,12 +16,7 @@ from verl.parallel.mesh import Mesh
 
 def mesh_of(config: FSDPConfig, num_ranks: int) -> Mesh:
     """The arrangement of ranks 0 ... that a `fsdp_config` section asks for. Raises ConfigError when sizes do not divide."""
-    return Mesh.of(
-        num_ranks,
-        fsdp_size=config.fsdp_size,
-        sequence_parallel=config.ulysses_sequence_parallel_size,
-        tensor_parallel=config.tensor_parallel_size,
-    )
+    return Mesh.of(num_ranks, **config.mesh_sizes(num_ranks))
 
 
 class ProcessGroups:

@@ -54,13 +54,7 @@ class RankContext:
         ranks = self.ranks(role)
         if len(ranks) == 1:
             return None
-        config = self.spec(role).engine
-        return Mesh.of(
-            ranks,
-            fsdp_size=config.fsdp_size,
-            sequence_parallel=config.ulysses_sequence_parallel_size,
-            tensor_parallel=config.tensor_parallel_size,
-        )
+        return Mesh.of(ranks, **self.spec(role).engine.mesh_sizes(len(ranks)))
 
     def holds(self, role: str) -> bool:
         return self.rank in self.ranks(role)

@@ -71,7 +71,20 @@ class FSDPConfig(Section):
     ulysses_sequence_parallel_size: int = used(
         1, "devices that share one packed row of tokens", when="several_devices", sizing=True
     )
+    adapt_micro_batches: bool = used(
+        False,
+        "let the limit of tokens in a micro-batch follow the memory that is free, from the configured one on, by the measured "
+        "memory of a token; losses stay, and sums round as the split has them",
+    )
     use_3d_hybrid: bool = used(False, "divide training work in three dimensions: layers, sequence, batch")
+    model_dimension: str = used(
+        "layer",
+        "how the devices of a shard group divide the model: by layer (each holds a shard of every parameter, and gathers layer "
+        "by layer) or by head (each holds and computes some attention heads, and its part of the feed-forward, of every layer)",
+        when=".use_3d_hybrid",
+        strict=OURS,
+        choices=("layer", "head"),
+    )
     layer_per_group: int = used(
         1,
         "decoder layers whose parameters several devices gather together, and send at a time to those that generate; fixed "
@@ -95,6 +108,16 @@ class FSDPConfig(Section):
         strict=OURS,
     )
 
+    def mesh_sizes(self, num_ranks: int) -> dict[str, int]:
+        """Arguments of Mesh.of for an engine on `num_ranks` devices."""
+        sequence = self.ulysses_sequence_parallel_size
+        if not (self.use_3d_hybrid and self.model_dimension == "head"):
+            sizes = (self.fsdp_size, self.tensor_parallel_size)
+        else:
+            shared = num_ranks if self.fsdp_size < 1 else self.fsdp_size
+            sizes = (1, max(1, shared // sequence))
+        return {"fsdp_size": sizes[0], "sequence_parallel": sequence, "tensor_parallel": sizes[1]}
+
     def sentence(self) -> str:
         """The sharding policy, for the header of a run."""
         sizes = {"tensor": self.tensor_parallel_size, "sequence": self.ulysses_sequence_parallel_size,
@@ -102,6 +125,7 @@ class FSDPConfig(Section):
         offloaded = {"parameters": self.param_offload, "optimizer": self.optimizer_offload, "all": self.offload_policy}
         parts = [
             "all data-parallel devices" if self.fsdp_size < 1 else f"groups of {self.fsdp_size} devices",
+            *(["divided by head"] if self.use_3d_hybrid and self.model_dimension == "head" else []),
             *(f"{name} parallel {size}" for name, size in sizes.items() if size > 1),
             f"gradients summed in {self.mixed_precision.reduce_dtype}",
             f"parameters {'freed' if self.reshard_after_forward else 'kept'} after the forward",
