@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +12,9 @@ import torch
 from verl.config import ModelConfig
 from verl.engines.base import TrainedEngine
 from verl.engines.loading import build_module
+from verl.engines.mapped import MappedWeights
 from verl.engines.state import Parameters, TrainedState
+from verl.errors import ConfigError
 from verl.models.chunked_mlp import chunked_feed_forward
 from verl.models.forward import fused_decoder, packed_outputs
 from verl.models.optim import MasterOptimizer
@@ -36,18 +39,33 @@ class LocalEngine(TrainedEngine):
         self._keep_prompts_apart(forward_kind(self.module))
         parameters = Parameters(self.module, self.optimizer)
         self._trained = TrainedState(self.module, parameters, self.optimizer, self.spec, model.path, rounding)
+        self._mapped: MappedWeights | None = None
+
+    def map_weights(self, folder: Path, kind: str) -> None:
+        """Keep the weights of this frozen engine in a file below `folder`, on a file system of `kind`, in place of memory.
+        Raises ConfigError on a GPU, and where they cannot be there."""
+        if self.device.type != "cpu":
+            raise ConfigError(
+                "actor_rollout_ref.ref.memory_map=True maps weights into the memory of the CPU, and the reference computes on "
+                f"{self.device}. Set actor_rollout_ref.ref.fsdp_config.param_offload=True there."
+            )
+        self._mapped = MappedWeights(self.module, folder, kind)
 
     def local_weights(self) -> dict[str, torch.Tensor]:
         """See TrainEngine."""
         masters = self.optimizer.masters if self.optimizer is not None and self.spec is not None else {}
         return {name: masters.get(name, p).detach() for name, p in self.module.named_parameters()}
 
-    def _ready(self, *, trains: bool = False) -> AbstractContextManager[None]:
+    @contextmanager
+    def _ready(self, *, trains: bool = False) -> Iterator[None]:
         """The fused decoder reads the chunks from the layout; modules are made to compute in chunks."""
         chunk_tokens = self.dimensions.chunk_tokens
         if chunk_tokens is not None and fused_decoder(self.module, self.device) is not None:
             chunk_tokens = None
-        return chunked_feed_forward(self.module, chunk_tokens)
+        with chunked_feed_forward(self.module, chunk_tokens):
+            yield
+        if self._mapped is not None:
+            self._mapped.release()
 
     def _outputs(self, packed: PackedBatch, outputs: Sequence[str], temperature: float) -> dict[str, torch.Tensor]:
         gradients = self.optimizer.gradients if self.optimizer else None

@@ -154,6 +154,7 @@ def _reference(config: PPOConfig) -> RoleSpec:
         group.model,
         group.ref.fsdp_config,
         shares="actor" if group.model.lora_rank > 0 else None,
+        memory_map=group.ref.memory_map,
         strategy=group.ref.strategy,
         engine_keys=("actor_rollout_ref.ref.fsdp_config",),
         forward_micro=micro_batching(group.ref, "log_prob_"),

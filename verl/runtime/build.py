@@ -19,6 +19,7 @@ from verl.config.names import SCORE_METRICS
 from verl.engines.api import ENGINES as TRAIN_ENGINES
 from verl.engines.api import TrainEngine
 from verl.engines.groups import ProcessGroups
+from verl.errors import ConfigError
 from verl.models.load import eos_token_ids, load_tokenizer
 from verl.models.padded import forward_kind
 from verl.rewards.managers import build_reward_manager
@@ -34,6 +35,7 @@ from verl.rollout.weight_version import PassiveRollout
 from verl.runtime.rank import RankContext
 from verl.runtime.weight_copies import load_replica, skeleton, weight_transfer
 from verl.runtime.weight_sync import RankWeightSync
+from verl.tracking.files import file_system_of
 
 
 def set_determinism(deterministic: bool) -> None:
@@ -73,6 +75,11 @@ def _join_groups(context: RankContext, spec: RoleSpec) -> None:
 def _engine(context: RankContext, spec: RoleSpec) -> TrainEngine:
     """The local engine where one device holds the model, else the engine of the spec's strategy."""
     mesh = context.mesh(spec.name)
+    if mesh is not None and spec.memory_map:
+        raise ConfigError(
+            f"actor_rollout_ref.ref.memory_map=True maps the weights of one device, and the reference is on {mesh.size}. Place "
+            "it on one (trainer.placement), or set actor_rollout_ref.ref.fsdp_config.param_offload=True."
+        )
     settings: dict[str, Any] = {
         "model": spec.model,
         "engine": spec.engine,
@@ -83,7 +90,12 @@ def _engine(context: RankContext, spec: RoleSpec) -> TrainEngine:
         "trainable": spec.trains,
     }
     if mesh is None:
-        return TRAIN_ENGINES.get("local")(**settings, build=spec.build)
+        engine = TRAIN_ENGINES.get("local")(**settings, build=spec.build)
+        if spec.memory_map:
+            folder = Path(context.config.trainer.default_local_dir).expanduser().absolute()
+            folder.mkdir(parents=True, exist_ok=True)
+            engine.map_weights(folder, file_system_of(folder))
+        return engine
     return TRAIN_ENGINES.get(spec.strategy)(mesh=mesh, timeout_s=context.specs.collective_timeout_s, **settings)
 
 

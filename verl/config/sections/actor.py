@@ -91,6 +91,13 @@ class ActorConfig(Section):
 class RefConfig(Section):
     strategy: str = used("fsdp", "training engine of the reference policy", family=TRAINING_ENGINES)
     fsdp_config: FSDPConfig = section(FSDPConfig, "PyTorch-native engine", defaults={"forward_only": True})
+    memory_map: bool = used(
+        False,
+        "read the reference's weights from a file in the run folder that is mapped into memory, in place of a second copy of "
+        "the model there; on one device without a GPU",
+        when="reference",
+        sizing=True,
+    )
     log_prob_micro_batch_size: int | None = used(None, "older form of log_prob_micro_batch_size_per_gpu", sizing=True)
     log_prob_micro_batch_size_per_gpu: int | None = used(
         None, "samples per forward pass; null: cut by token count", when="ref_fixed_bsz", sizing=True, ge=1
