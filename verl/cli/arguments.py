@@ -145,9 +145,12 @@ def parse(
     parser.add_argument(
         "--config-name", "-cn", metavar="NAME", help="YAML file without its suffix, in that folder or built in"
     )
+    parser.add_argument("--log-dir", metavar="PATH", help="folder for a log file of each rank (trainer.log_dir)")
     for flag, settings in (options or {}).items():
         parser.add_argument(flag, **settings)
     found = parser.parse_intermixed_args(argv)
+    if found.log_dir is not None:
+        found.overrides.append(f"trainer.log_dir={found.log_dir}")
     return ConfigArguments(schema, found.overrides, found.config_path, found.config_name, found)
 
 

@@ -53,7 +53,7 @@ def open_run(loaded: LoadedConfig, program: str = "ppo") -> Iterator[tuple[Loop,
     kind: type[Program] = PROGRAMS.get(program).select(config)
     with ExitStack() as stack:
         runtime = stack.enter_context(open_runtime(config, kind))
-        folder = stack.enter_context(RunFolder(config.trainer.default_local_dir, runtime.rank))
+        folder = stack.enter_context(RunFolder(config.trainer.default_local_dir, runtime.rank, config.trainer.log_dir))
         folder.require_free_gb(config.trainer.min_free_disk_gb)
         console = stack.enter_context(_console(runtime, steps="console" in config.trainer.logger))
         data = kind.load_data(config)

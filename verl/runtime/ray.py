@@ -120,7 +120,8 @@ class RayRuntime:
         self.cluster.close()
 
     def _start_processes(self) -> None:
-        folder = Path(self.config.trainer.default_local_dir).expanduser().absolute() / "logs"
+        trainer = self.config.trainer
+        folder = Path(trainer.log_dir or Path(trainer.default_local_dir) / "logs").expanduser().absolute()
         schema = schema_of(self.config)
         values = pack([schema.name, schema.flatten(self.config)])
         environment = {"OMP_NUM_THREADS": str(_threads(self.placement.devices_per_node))}

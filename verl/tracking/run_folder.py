@@ -51,11 +51,12 @@ Curves = Mapping[str, Mapping[str, str]]  # title of a panel -> metric -> label;
 
 
 class RunFolder:
-    """While entered, rank 0 of the run holds the folder, and the log of this process goes to logs/rank_{rank}.log. Ranks
-    above 0 take every step too, and write only their log and stacks."""
+    """While entered, rank 0 of the run holds the folder, and the log of this process goes to logs/rank_{rank}.log,
+    and to `log_dir` too. Ranks above 0 take every step too, and write only their log and stacks."""
 
-    def __init__(self, root: str | Path, rank: int = 0):
+    def __init__(self, root: str | Path, rank: int = 0, log_dir: str | None = None):
         self.rank = rank
+        self._log_dir = None if log_dir is None else Path(log_dir).expanduser()
         self.root = Path(root).expanduser()
         self.metrics = self.root / "metrics.jsonl"
         self.samples = self.root / "samples"
@@ -69,13 +70,15 @@ class RunFolder:
         self.learning_curve = self.root / "learning_curve.png"
         self.heartbeat = Heartbeat(self.root, rank, writes=rank == 0)
         self._lock = FolderLock(self.root)
-        self._log_handler: logging.Handler | None = None
+        self._log_handlers: list[logging.Handler] = []
 
     def __enter__(self) -> RunFolder:
         """Raises ConfigError when the folder cannot be written or another run holds it."""
         try:
             self.samples.mkdir(parents=True, exist_ok=True)
             self.logs.mkdir(exist_ok=True)
+            if self._log_dir is not None:
+                self._log_dir.mkdir(parents=True, exist_ok=True)
             if self.rank == 0:
                 self._lock.acquire()
             self.heartbeat.start()
@@ -85,7 +88,9 @@ class RunFolder:
                 f"The run folder {self.root} cannot be written ({error.strerror or error}). "
                 "Set trainer.default_local_dir to a folder that can."
             ) from error
-        self._log_handler = add_log_file(self.logs, self.rank)
+        self._log_handlers.append(add_log_file(self.logs, self.rank))
+        if self._log_dir is not None:
+            self._log_handlers.append(add_log_file(self._log_dir, self.rank))
         return self
 
     def __exit__(
@@ -96,9 +101,8 @@ class RunFolder:
             if isinstance(error, OSError | CheckpointError):
                 self._explain(error)
         finally:
-            if self._log_handler is not None:
-                remove_handler(self._log_handler)
-                self._log_handler = None
+            while self._log_handlers:
+                remove_handler(self._log_handlers.pop())
             self.heartbeat.end(failed=kind is not None)
             self._lock.release()
 

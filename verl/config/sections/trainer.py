@@ -76,6 +76,11 @@ class TrainerConfig(Section):
     total_training_steps: int | None = used(None, "stop after this many steps; null: total_epochs decides", ge=1)
     logger: list[str] = used(["console", "file"], "where metrics go", family=Family("tracker", LOGGERS))
     default_local_dir: str = used("checkpoints/verl_examples/gsm8k", "the run folder")
+    log_dir: str | None = used(
+        None,
+        "further folder for a log file of each rank (--log-dir); those of the run folder are in logs/",
+        sizing=True,
+    )
     save_freq: int = used(-1, "steps between checkpoints, and one at the end; -1: only when the run is interrupted")
     test_freq: int = used(-1, "steps between validations, and one at the end; -1: none while training")
     val_before_train: bool = used(True, "validate before the first step")
