@@ -1,0 +1,54 @@
+"""The sides of benchmarks/whole_loop.py, and what is concluded from their metrics."""
+
+import pytest
+from report import Report
+from whole_loop import DEVICES, SERIAL, SIDES, bounds, fill, utilisation
+
+from verl.config import load_config
+from verl.parallel.placement import Placement
+
+pytestmark = pytest.mark.seed("D4", "D5")
+TIMES = {
+    "gen": 2.0,
+    "reward": 1.0,
+    "ref": 0.5,
+    "values": 0.5,
+    "update_actor": 2.0,
+    "update_critic": 1.5,
+    "update_weights": 0.5,
+}
+
+
+def metrics(step_s, num_steps=4):
+    spans = {f"timing_s/{name}": seconds for name, seconds in TIMES.items()}
+    return [
+        {"step": n, "time": 50 + n * step_s, "perf/time_per_step": step_s, "rollout/seconds": 2.0, **spans}
+        for n in range(1, num_steps + 1)
+    ]
+
+
+def test_the_sides_differ_in_devices_and_in_being_ahead():
+    keys = ["algorithm.adv_estimator=gae", "actor_rollout_ref.actor.use_kl_loss=True"]
+    for side in SIDES:
+        count = [f"trainer.n_gpus_per_node={side.devices}"]
+        config = load_config([*keys, *side.changes, *count], check=False).config
+        devices = Placement.of(config).devices
+        assert [tuple(r for r in roles if devices[r] == (n,)) for n, roles in enumerate(DEVICES[side.name])] == list(
+            map(tuple, DEVICES[side.name])
+        )
+        assert config.actor_rollout_ref.rollout.prefetch_num == ("ahead" in side.name)
+
+
+def test_bounds_are_those_of_the_serial_runs_own_times():
+    assert bounds([metrics(8.0)]) == pytest.approx(
+        {SERIAL: 1, "ahead": 8 / 7, "groups": 8 / 6.5, "groups, ahead": 8 / 5.5, "rollout apart, ahead": 8 / 5}
+    )
+
+
+def test_shares_and_utilisation():
+    report = Report("a")
+    fill(report, {side.name: [metrics(8.0 if side.name == SERIAL else 6.4)] for side in SIDES})
+    assert report.results[SERIAL]["share_of_bound"] == 1
+    assert report.results["rollout apart, ahead"]["times_faster"] == pytest.approx(1.25)
+    assert report.results["rollout apart, ahead"]["share_of_bound"] == pytest.approx(1.25 / 1.6)
+    assert utilisation([metrics(8.0)], DEVICES["groups"]) == pytest.approx([0.5, 2.5 / 8])
