@@ -40,6 +40,8 @@ _LAZY = {
     "Run": "verl.page.notebook",
 }
 
+_MODULES = ("trainer", "utils", "worker", "workers")  # of other releases: `import verl; verl.utils.benchmark_nccl()`
+
 __all__ = [
     "Controller",
     "DataParallelConfig",
@@ -57,4 +59,8 @@ def __getattr__(name: str) -> Any:
         import importlib
 
         return getattr(importlib.import_module(_LAZY[name]), name)
+    if name in _MODULES:
+        import importlib
+
+        return importlib.import_module(f"verl.{name}")
     raise AttributeError(f"module 'verl' has no attribute {name!r}")

@@ -1,0 +1,125 @@
+"""Snippets of seed document 000 (3D resharding in practice), as written but for model, data, devices and counts.
+
+Its YAML (3.2, 3.3, 4.2) is in test_yaml.py.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.letters_task import write_task
+
+# 4.4: warm-up, the steady phase, the late one
+PHASES = [
+    {"from_step": 1, "changes": {"batch_group_size": 1}},
+    {"from_step": 3, "changes": {"batch_group_size": 4}},
+    {"from_step": 5, "changes": {"enable_chunked_attention": False}},
+]
+
+
+def shell(script, folder, **environment):
+    done = subprocess.run(
+        ["sh", "-ec", script], cwd=folder, capture_output=True, text=True, timeout=150, check=False,
+        env={**os.environ, "PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}", **environment},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def settings(tiny_llama, tmp_path_factory):
+    task = write_task(tmp_path_factory.mktemp("task"))
+    return [
+        f"actor_rollout_ref.model.path={tiny_llama}", f"data.train_files={task}/train.jsonl", "data.train_batch_size=2",
+        f"data.val_files={task}/val.jsonl", "data.max_response_length=4", "actor_rollout_ref.rollout.n=2",
+        f"reward.custom_reward_function.path={task}/reward.py", "algorithm.adv_estimator=grpo", "reward.num_workers=1",
+        "trainer.total_training_steps=1", "trainer.logger=[file]", "trainer.val_before_train=False",
+        "trainer.resume_mode=disable",
+    ]  # fmt: skip
+
+
+@pytest.mark.seed("E1")
+def test_2_the_installation(tmp_path):
+    said = shell("python <<'END'\nimport verl\nprint(verl.__version__)\nEND", tmp_path, PYTHONPATH=_root())
+    assert said.strip().count(".") >= 2
+
+
+@pytest.mark.slow
+@pytest.mark.seed("E6", "F5")
+def test_3_1_the_links(tmp_path):
+    script = """
+export NCCL_IB_DISABLE=1 && export NCCL_P2P_DISABLE=1
+python -c 'import verl; verl.utils.benchmark_nccl(num_repeats=1)'
+"""
+    assert "all-gather by" in shell(script, tmp_path, PYTHONPATH=_root())
+
+
+@pytest.mark.seed("G3", "D2")
+def test_3_2_a_step_and_its_queue(settings, tmp_path, no_pictures):
+    from verl.trainer.rl_trainer import RLTrainer
+
+    ahead = ["rollout_config.prefetch_num=2", "trainer.total_training_steps=2"]
+    with RLTrainer([*settings, *ahead, f"trainer.default_local_dir={tmp_path}"]) as trainer:
+        rollout_queue = trainer.program.rollout_queue
+        metrics = trainer.step()
+        assert rollout_queue.qsize() == 2
+        assert 0 < metrics["share/rollout_step"] <= 1
+
+
+@pytest.mark.seed("C9")
+def test_3_3_fragments(settings, tmp_path, no_pictures):
+    from verl.config import load_config
+    from verl.rollout.cpu.library import kernels
+    from verl.run.host import train
+    from verl.tracking.files import read_metrics
+
+    statistics = torch.cuda.memory_stats() if torch.cuda.is_available() else {}
+    assert statistics.get("allocated_bytes.all.current", 0) <= statistics.get("reserved_bytes.all.current", 0)
+    if kernels() is None:
+        pytest.skip("the decoding kernels are not compiled for this processor")
+    keys = ["kv_cache_config.enable_paged_attention=True", "max_prompt_length=64"]
+    assert train(load_config([*settings, *keys, f"trainer.default_local_dir={tmp_path}"])) == 0
+    (row,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert 0 < row["rollout/kv_fragmentation"] < 1
+    assert row["rollout/num_preempted"] == 0
+
+
+@pytest.mark.seed("C6")
+def test_4_4_phases_of_training():
+    from verl.trainer import DynamicConfigScheduler
+
+    scheduler = DynamicConfigScheduler(PHASES)
+    assert [scheduler.values(step).get("batch_group_size") for step in (1, 2, 3, 4, 9)] == [1, 1, 4, 4, 4]
+    assert [scheduler.values(step).get("enable_chunked_attention") for step in (4, 5)] == [None, False]
+
+
+@pytest.mark.seed("F2")
+def test_5_2_logs_of_ranks(settings, tmp_path, no_pictures):
+    from verl.cli.main import main
+    from verl.trainer.logger import RLLogger
+
+    assert main(["train", "--log-dir", f"{tmp_path}/logs", *settings, f"trainer.default_local_dir={tmp_path}/run"]) == 0
+    for folder in ("logs", "run/logs"):
+        assert "Loaded" in (tmp_path / folder / "rank_0.log").read_text()
+    log = RLLogger(log_dir=str(tmp_path / "own"), rank=3)
+    log.warning("a line")
+    log.close()
+    assert "a line" in (tmp_path / "own" / "rank_3.log").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.seed("E6")
+def test_6_a_short_load_test(tmp_path):
+    code = "import verl; verl.utils.benchmark_throughput(['data.max_response_length=8'], num_steps=2)"
+    assert "tokens per second" in shell(f'python -c "{code}"', tmp_path, PYTHONPATH=_root())
+
+
+def _root():
+    from pathlib import Path
+
+    import verl
+
+    return str(Path(verl.__file__).parents[1])

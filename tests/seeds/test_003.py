@@ -1,0 +1,78 @@
+"""Snippets of seed document 003 (placement on GPUs in three steps), as written but for model, data, devices and counts."""
+
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.letters_task import write_task
+
+
+@pytest.mark.seed("E1")
+def test_2_3_the_version():
+    import verl
+
+    print(verl.__version__)
+    assert verl.__version__
+
+
+@pytest.mark.seed("E9", "F8")
+def test_2_2_the_package_that_pip_installs():
+    """`pip list | grep verl` and `python -m pip`: the interpreter that runs has the package that it imports."""
+    done = subprocess.run(
+        [sys.executable, "-c", "import verl, sys; print(verl.__file__)"], capture_output=True, text=True, timeout=60,
+        check=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    import verl
+
+    assert done.stdout.strip() == verl.__file__
+
+
+@pytest.mark.seed("E3")
+def test_3_3_devices_of_roles(capsys):
+    from verl import DataParallelConfig
+    from verl.config import load_config
+    from verl.parallel.placement import Placement
+    from verl.utils import set_device_map
+
+    dp_config = DataParallelConfig(
+        actor_devices=[0, 1],
+        critic_devices=[2],
+        reward_model_devices=[3],
+    )
+    set_device_map(dp_config)
+    try:
+        keys = ["algorithm.adv_estimator=gae", "trainer.n_gpus_per_node=4"]
+        found = Placement.of(load_config(keys, check=False).config).devices
+        assert (found["actor"], found["critic"], found["reward"]) == ((0, 1), (2,), (3,))
+    finally:
+        set_device_map(None)
+
+
+@pytest.mark.seed("E4", "G9")
+def test_4_logs_and_trackers(tiny_llama, tmp_path, no_pictures, caplog):
+    """4.2: one sample at a time, ZeRO's second stage, an emptied cache; 4.3: standard logging, and a tracker by its name."""
+    import torch
+
+    from verl.trainer import PPOTrainer
+
+    logging.basicConfig(level=logging.INFO)
+    task = write_task(tmp_path)
+    torch.cuda.empty_cache()
+    trainer = PPOTrainer(
+        [
+            f"actor_rollout_ref.model.path={tiny_llama}", f"data.train_files={task}/train.jsonl", "data.train_batch_size=2",
+            f"data.val_files={task}/val.jsonl", "data.max_response_length=4", "actor_rollout_ref.rollout.n=2",
+            f"reward.custom_reward_function.path={task}/reward.py", "algorithm.adv_estimator=grpo", "reward.num_workers=1",
+            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1", "actor_rollout_ref.actor.fsdp_config.param_offload=True",
+            "actor_rollout_ref.actor.fsdp_config.reshard_after_forward=False", "trainer.total_training_steps=1",
+            "model.enable_gradient_checkpointing=True", f"trainer.default_local_dir={tmp_path}/run", "trainer.logger=[file]",
+            "trainer.val_before_train=False",
+        ],
+        log_with="tensorboard",  # or "wandb"
+    )  # fmt: skip
+    pytest.importorskip("tensorboard")
+    trainer.train()
+    assert list((tmp_path / "run").rglob("events.out.tfevents*"))
