@@ -25,7 +25,9 @@ from verl.rollout.rollout_model import Replica, Weights
 ScoreStream = Callable[[ScoreRequest], None]
 
 # ranks generate side by side; their other metrics add up
-_LARGEST_OF_RANKS = ("seconds", "num_decode_steps", "busy_s", "idle_s", "switch_peak_gb", "switch_peak_ratio")
+_LARGEST_OF_RANKS = (
+    "seconds", "num_decode_steps", "busy_s", "idle_s", "kv_fragmentation", "switch_peak_gb", "switch_peak_ratio",
+)  # fmt: skip
 
 
 def _nothing() -> dict[str, float]:
