@@ -78,7 +78,7 @@ def test_3_3_a_dataflow():
         def __init__(self, factor):
             self.factor = factor
 
-    controller = Controller({"rollout_group": Group(2), "update_group": Group(10)})
+    controller = Controller(rollout_group=Group(2), update_group=Group(10))
     prompts = [1, 2, 3]
 
     def responses(group, batch):
