@@ -16,7 +16,16 @@ from verl.parallel.mesh import Mesh
 
 def mesh_of(config: FSDPConfig, num_ranks: int) -> Mesh:
     """The arrangement of ranks 0 ... that a `fsdp_config` section asks for. Raises ConfigError when sizes do not divide."""
-    return Mesh.of(num_ranks, **config.mesh_sizes(num_ranks))
+    return Mesh.of(num_ranks, **mesh_sizes(config, num_ranks))
+
+
+def mesh_sizes(config: FSDPConfig, num_ranks: int) -> dict[str, int]:
+    """Arguments of Mesh.of for an engine on `num_ranks` devices."""
+    sequence, fsdp_size, tensor = config.ulysses_sequence_parallel_size, config.fsdp_size, config.tensor_parallel_size
+    if config.use_3d_hybrid and config.model_dimension == "head":
+        shared = num_ranks if fsdp_size < 1 else fsdp_size
+        fsdp_size, tensor = 1, max(1, shared // sequence)
+    return {"fsdp_size": fsdp_size, "sequence_parallel": sequence, "tensor_parallel": tensor}
 
 
 class ProcessGroups:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from verl.config import PPOConfig
+from verl.engines.groups import mesh_sizes
 from verl.errors import ConfigError
 from verl.models.load import load_model_config
 from verl.models.parallel.tensor import check_divisible
@@ -54,7 +55,7 @@ class RankContext:
         ranks = self.ranks(role)
         if len(ranks) == 1:
             return None
-        return Mesh.of(ranks, **self.spec(role).engine.mesh_sizes(len(ranks)))
+        return Mesh.of(ranks, **mesh_sizes(self.spec(role).engine, len(ranks)))
 
     def holds(self, role: str) -> bool:
         return self.rank in self.ranks(role)

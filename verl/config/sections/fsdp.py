@@ -108,16 +108,6 @@ class FSDPConfig(Section):
         strict=OURS,
     )
 
-    def mesh_sizes(self, num_ranks: int) -> dict[str, int]:
-        """Arguments of Mesh.of for an engine on `num_ranks` devices."""
-        sequence = self.ulysses_sequence_parallel_size
-        if not (self.use_3d_hybrid and self.model_dimension == "head"):
-            sizes = (self.fsdp_size, self.tensor_parallel_size)
-        else:
-            shared = num_ranks if self.fsdp_size < 1 else self.fsdp_size
-            sizes = (1, max(1, shared // sequence))
-        return {"fsdp_size": sizes[0], "sequence_parallel": sequence, "tensor_parallel": sizes[1]}
-
     def sentence(self) -> str:
         """The sharding policy, for the header of a run."""
         sizes = {"tensor": self.tensor_parallel_size, "sequence": self.ulysses_sequence_parallel_size,
