@@ -26,7 +26,7 @@ VALUES = {
     "distillation.distillation_loss.log_prob_min_clamp": ("-10.0", "-5.0"),
     f"{ROLLOUT}.name": ("hf", "trtllm"),
     f"{ROLLOUT}.agent.default_agent_loop": ("tool_agent", "mine"),
-    **dict.fromkeys((f"{ACTOR}.strategy", "actor_rollout_ref.ref.strategy", "critic.strategy"), ("fsdp2", "megatron")),
+    **dict.fromkeys((f"{ACTOR}.strategy", "actor_rollout_ref.ref.strategy", "critic.strategy"), ("fsdp2", "veomni")),
     "trainer.logger": ("[console,wandb]", "tensorboard"),
     "trainer.device": ("cpu", "npu"),
     "reward.reward_manager.name": ("dapo", "rate_limited"),

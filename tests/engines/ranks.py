@@ -54,7 +54,7 @@ def _rank(checks: str, rank: int, num_ranks: int, store: str, folder: str) -> No
     current = ""
     try:
         for current, function in vars(module).items():
-            if callable(function) and num_ranks in getattr(function, "ranks", ()):
+            if current.startswith("check_") and num_ranks in getattr(function, "ranks", ()):
                 found[current] = function(Path(folder))
         if rank == 0:
             (Path(folder) / f"results-{num_ranks}.json").write_text(json.dumps(found))

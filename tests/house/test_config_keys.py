@@ -14,6 +14,12 @@ NEEDS_A_MISSING_FEATURE: dict[str, str] = {}
 # how strict it is (checks.py).
 WORKED_OUT_IN_CONFIG = {
     "trainer.strict_config",
+    "trainer.engine_fallback",
+    *(  # MegatronConfig.contradictions
+        f"{role}.megatron.{key}"
+        for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic", "engine")
+        for key in ("use_megatron_fsdp", "context_parallel_size")
+    ),
     "trainer.v1.trainer_mode",
     "trainer.v1.colocate_async.num_warmup_batches",
     "trainer.v1.separate_async.num_warmup_batches",

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from verl.config.schema import Derived
+
+log = logging.getLogger(__name__)
 
 _ACTOR = "actor_rollout_ref.actor"
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -22,6 +26,10 @@ def _same(section: str, source: str, names: str) -> tuple[tuple[str, str], ...]:
 
 
 # (key, the key it follows); a followed key stands above its followers
+_MEGATRON = (  # what roles share, since they share process groups
+    "tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size expert_model_parallel_size "
+    "expert_tensor_parallel_size sequence_parallel param_offload override_transformer_config"
+)
 PPO_FOLLOWS: tuple[tuple[str, str], ...] = (
     (f"{_ROLLOUT}.prompt_length", "data.max_prompt_length"),
     (f"{_ROLLOUT}.response_length", "data.max_response_length"),
@@ -42,6 +50,8 @@ PPO_FOLLOWS: tuple[tuple[str, str], ...] = (
     *_same(f"{_REF}.fsdp_config", f"{_ACTOR}.fsdp_config", "dtype master_rounding pad_to_length_bucket"),
     *_same(f"{_REF}.fsdp_config", f"{_ACTOR}.fsdp_config", "tensor_parallel_size expert_parallel_size"),
     *_same(f"{_REF}.fsdp_config", f"{_ACTOR}.fsdp_config", "ulysses_sequence_parallel_size"),
+    *_same(f"{_REF}.megatron", f"{_ACTOR}.megatron", _MEGATRON),
+    *_same(f"{_REF}.deepspeed", f"{_ACTOR}.deepspeed", "zero_stage offload_param"),
     ("critic.rollout_n", f"{_ROLLOUT}.n"),
     *_same(
         "critic", _ACTOR, "strategy ppo_mini_batch_size use_dynamic_bsz ppo_epochs shuffle checkpoint.save_contents"
@@ -49,6 +59,8 @@ PPO_FOLLOWS: tuple[tuple[str, str], ...] = (
     *_same("critic", _ACTOR, "loss_agg_mode loss_scale_factor"),
     *_same("critic.model", _MODEL, "path trust_remote_code"),
     *_same("critic.fsdp", f"{_ACTOR}.fsdp_config", "dtype master_rounding"),
+    *_same("critic.megatron", f"{_ACTOR}.megatron", f"{_MEGATRON} use_distributed_optimizer optimizer_offload"),
+    *_same("critic.deepspeed", f"{_ACTOR}.deepspeed", "zero_stage offload_optimizer offload_param config"),
     ("critic.forward_max_token_len_per_gpu", "critic.ppo_max_token_len_per_gpu"),
     ("critic.forward_micro_batch_size", "critic.ppo_micro_batch_size"),
     ("critic.forward_micro_batch_size_per_gpu", "critic.ppo_micro_batch_size_per_gpu"),
@@ -75,7 +87,12 @@ def _folder(values: Mapping[str, Any], given: set[str]) -> Derived:
 
 def derive_sft(values: Mapping[str, Any], given: set[str]) -> Derived:
     """Keys of `verl sft` that are worked out from several others, or from the launcher. `given` are the keys the user set."""
-    return _folder(values, given) | _launched(given) | _adapter(values, given, "model")
+    return (
+        _folder(values, given)
+        | _launched(given)
+        | _adapter(values, given, "model")
+        | _fallback(values, "engine.strategy", "")
+    )
 
 
 def _launched(given: set[str]) -> Derived:
@@ -105,6 +122,11 @@ def derive_ppo(values: Mapping[str, Any], given: set[str]) -> Derived:
     found |= _ahead(values, given)
     for model in (_MODEL, "critic.model"):
         found |= _adapter(values, given, model)
+    strategies = {f"{_ACTOR}.strategy": "fsdp_config", f"{_REF}.strategy": "fsdp_config", "critic.strategy": "fsdp"}
+    if values["model_engine"] == "megatron":
+        found |= {key: ("megatron", "follows model_engine") for key in strategies if key not in given}
+    for key, section in strategies.items():
+        found |= _fallback({**values, **{path: value for path, (value, _) in found.items()}}, key, section)
     if values["algorithm.adv_estimator"] in ("optimal_token_baseline", "tir_optimal_token_baseline"):
         found[f"{_ACTOR}.calculate_sum_pi_squared"] = (True, "follows algorithm.adv_estimator")
     return found
@@ -121,6 +143,40 @@ def _agent_loop(values: Mapping[str, Any], given: set[str]) -> Derived:
         if key not in given and values[source] not in (None, False):
             return {key: (loop, f"follows {source}")}
     return {}
+
+
+_ELSEWHERE = ("fsdp_turbo", "veomni", "torchtitan", "automodel", "mindspeed")  # engines that are not built
+_PACKAGES = {"megatron": "megatron.core", "deepspeed": "deepspeed"}
+_SIZES = {  # of Megatron -> of FSDP2
+    "tensor_model_parallel_size": "tensor_parallel_size",
+    "context_parallel_size": "ulysses_sequence_parallel_size",
+    "expert_model_parallel_size": "expert_parallel_size",
+}
+
+
+def _fallback(values: Mapping[str, Any], key: str, section: str) -> Derived:
+    """FSDP2 in place of an engine that is not there, where trainer.engine_fallback asks for it, with the sizes of Megatron."""
+    asked, role = values[key], key.rpartition(".")[0]
+    if values["trainer.engine_fallback"] != "fsdp" or not (asked in _ELSEWHERE or _is_missing(_PACKAGES.get(asked))):
+        return {}
+    origin, place = f"falls back from {asked}", ".".join(filter(None, (role, section)))
+    sizes = {name: values[f"{role}.megatron.{name}"] for name in _SIZES} if asked == "megatron" else {}
+    sizes = {name: size for name, size in sizes.items() if size != 1}
+    stages = values[f"{role}.megatron.pipeline_model_parallel_size"] if asked == "megatron" else 1
+    mapped = [f"{name}={size} as {_SIZES[name]}" for name, size in sizes.items()]
+    mapped += [f"{stages} stages as data-parallel shards"] * (stages > 1)
+    log.warning("%s=%s is not available: fsdp2 instead%s.", key, asked, f", with {', '.join(mapped)}" if mapped else "")
+    return {
+        key: ("fsdp2", origin),
+        **{f"{place}.{_SIZES[name]}": (size, origin) for name, size in sizes.items()},
+    }
+
+
+def _is_missing(package: str | None) -> bool:
+    if package is None:
+        return False
+    top = importlib.util.find_spec(package.partition(".")[0])
+    return top is None or importlib.util.find_spec(package) is None
 
 
 def _adapter(values: Mapping[str, Any], given: set[str], model: str) -> Derived:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from verl.errors import MissingExtraError
 from verl.registry import Registry
 
 if TYPE_CHECKING:
@@ -22,8 +24,25 @@ ENGINES = Registry(
         "local": "verl.engines.local:LocalEngine",
         "fsdp": "verl.engines.fsdp:FSDPEngine",
         "fsdp2": "verl.engines.fsdp:FSDPEngine",
+        "megatron": "verl.engines.megatron.engine:MegatronEngine",
+        "deepspeed": "verl.engines.deepspeed.engine:DeepSpeedEngine",
     },
 )
+
+
+_LIBRARIES = {
+    "deepspeed": ("deepspeed", "deepspeed"),
+    "megatron": ("megatron.core", "megatron-core"),
+}  # engine -> its module, its package
+
+
+def require_library(engine: str) -> None:
+    """Raise MissingExtraError where the library of a training engine is not installed."""
+    module, package = _LIBRARIES.get(engine, ("torch", ""))
+    if importlib.util.find_spec(module.partition(".")[0]) is None or importlib.util.find_spec(module) is None:
+        raise MissingExtraError(
+            f"strategy={engine}", engine, package, "set strategy=fsdp2 or trainer.engine_fallback=fsdp"
+        )
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,7 @@ class TrainedEngine(ABC):
             plan = self._plan(batch, micro, reads)
             for number, rows in enumerate(plan):
                 self._before_micro_batch(number, len(plan), trains=False)
-                packed = self._pack(_select(batch, rows), reads)
+                packed = self._pack(select_rows(batch, rows), reads)
                 for name, values in self._outputs(packed, outputs, temperature).items():
                     if name not in found:
                         wide = values.dtype if values.dtype in (torch.float64, torch.int64) else torch.float32
@@ -124,7 +124,7 @@ class TrainedEngine(ABC):
             plan = self._plan(batch, micro, reads, rows, unit)
             for number, members in enumerate(plan):
                 self._before_micro_batch(number, len(plan), trains=True)
-                part = _select(batch, members)
+                part = select_rows(batch, members)
                 packed = self._pack(part, reads)
                 if self.neftune_alpha:
                     size = self.module.config.get_text_config().hidden_size
@@ -322,5 +322,6 @@ class TrainedEngine(ABC):
         return check({**found, "grad_norm": grad_norm})
 
 
-def _select(batch: DataProto, rows: list[int]) -> DataProto:
+def select_rows(batch: DataProto, rows: list[int]) -> DataProto:
+    """The rows `rows` of a batch."""
     return batch if len(rows) == len(batch) else batch.select_idxs(rows)

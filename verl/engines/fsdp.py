@@ -34,7 +34,7 @@ from verl.engines.state import TrainedState
 from verl.errors import ConfigError
 from verl.models.chunked_mlp import chunked_feed_forward
 from verl.models.load import load_external, load_model_config
-from verl.models.optim import MasterOptimizer
+from verl.models.optim import ELEMENTWISE, MasterOptimizer
 from verl.models.packing import PackedBatch
 from verl.models.padded import KINDS, forward_kind, require_packed
 from verl.models.parallel.experts import check_experts
@@ -42,9 +42,6 @@ from verl.models.parallel.forward import empty_batch
 from verl.models.parallel.sequence import check_heads
 from verl.models.parallel.tensor import check_divisible
 from verl.parallel.mesh import Mesh
-
-# optimizers that treat each element by itself, so that a part of a matrix is enough for them
-_ELEMENTWISE = ("AdamW", "Adam", "SGD", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD")
 
 
 class FSDPEngine(TrainedEngine):
@@ -199,7 +196,7 @@ def _check_layout(model: ModelConfig, engine: FSDPConfig, mesh: Mesh, optim: Opt
     check_divisible(config, tensor)
     check_heads(config, sizes.get("sp", 1), tensor)
     check_experts(config, engine.expert_parallel_size)
-    if optim is not None and optim.optimizer not in _ELEMENTWISE and tensor * engine.expert_parallel_size > 1:
+    if optim is not None and optim.optimizer not in ELEMENTWISE and tensor * engine.expert_parallel_size > 1:
         raise ConfigError(
             f"optim.optimizer={optim.optimizer} may look at whole matrices, which tensor and expert parallel ranks do not "
             "have. Use AdamW, or shard with FSDP alone."

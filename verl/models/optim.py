@@ -21,6 +21,8 @@ from verl.models.visible import VisibleUpdate
 
 log = logging.getLogger(__name__)
 
+# optimizers that treat each element by itself, so that any part of a tensor is enough for them
+ELEMENTWISE = ("AdamW", "Adam", "SGD", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD")
 _FUSED = ("AdamW", "Adam", "SGD", "Adagrad")  # several times faster than a loop over tensors, on CPU too
 _FUSED_SHARDED = ("AdamW", "Adam")  # those of them that take DTensors
 
@@ -116,7 +118,7 @@ class MasterOptimizer:
         }
         self.gradients = GradientBuffers({p: self.masters[name] for name, p in self.parameters.items()})
         self.copied = [name for name, p in self.parameters.items() if self.masters[name] is not p]
-        self.optimizer = _build(config, self.masters.values())
+        self.optimizer = build_optimizer(config, self.masters.values())
         self._visible = VisibleUpdate(self.rounded())
 
     def step(self, lr: float, accept: Callable[[float], bool] | None = None) -> OptimizerStep:
@@ -227,7 +229,7 @@ def _make_master(name: str, parameter: nn.Parameter, compute_dtype: torch.dtype,
     return master
 
 
-def _build(config: OptimConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+def build_optimizer(config: OptimConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """The class `optim.optimizer` of the module `optim.optimizer_impl`."""
     try:
         module = importlib.import_module(config.optimizer_impl)
@@ -253,9 +255,10 @@ def _build(config: OptimConfig, parameters: Iterable[nn.Parameter]) -> torch.opt
 
 
 def _groups(parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
-    """One parameter group for each mesh that parameters are sharded over: a fused step takes no two of them."""
+    """One parameter group for each mesh that parameters are sharded over, and each dtype: a fused step takes no two of
+    them."""
     found: dict[Any, list[nn.Parameter]] = {}
     for parameter in parameters:
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        found.setdefault(mesh, []).append(parameter)
+        found.setdefault((mesh, parameter.dtype), []).append(parameter)
     return [{"params": members} for members in found.values()]

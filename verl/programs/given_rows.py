@@ -30,7 +30,7 @@ from verl.models.load import load_tokenizer
 from verl.parallel.placement import Placement
 from verl.programs.api import Program, RollBack, RunContext, StepResult
 from verl.programs.guards import Guards, RollBackPrompts, StepBatch
-from verl.roles.api import Objective, Roles, RoleSpec, RoleSpecs
+from verl.roles.api import Objective, Roles, RoleSpec, RoleSpecs, settings_of
 from verl.roles.step_guard import StepGuard
 from verl.tracking.files import Check, is_count
 
@@ -200,6 +200,7 @@ def model_spec(config: Any, objective: Callable[[StepGuard], Objective], *, trai
         config.optim if train else None,
         objective,
         strategy=config.engine.strategy,
+        settings=settings_of(config.engine),
         engine_keys=("engine",),
         micro=micro,
         forward_micro=micro,

@@ -13,7 +13,7 @@ from verl.config.active_keys import uses_critic, uses_reference, uses_rewards
 from verl.config.sections.distillation import TeacherConfig
 from verl.engines.api import MicroBatching
 from verl.parallel.placement import Placement
-from verl.roles.api import ModelHandle, RewardHandle, Roles, RoleSpec, RoleSpecs, RolloutHandle, WeightSync
+from verl.roles.api import ModelHandle, RewardHandle, Roles, RoleSpec, RoleSpecs, RolloutHandle, WeightSync, settings_of
 from verl.roles.objectives.distillation import DistillationObjective
 from verl.roles.objectives.policy import PolicyObjective, all_rows, rows_with_advantage, skips_zero_advantages
 from verl.roles.objectives.value import ValueObjective
@@ -134,6 +134,7 @@ def _actor(config: PPOConfig) -> RoleSpec:
         actor.optim,
         objective,
         strategy=actor.strategy,
+        settings=settings_of(actor),
         engine_keys=("actor_rollout_ref.actor.fsdp_config", "actor_model.fsdp_config", "fsdp_config", ""),
         micro=micro_batching(actor, "ppo_"),
         forward_micro=micro_batching(group.rollout, "log_prob_"),
@@ -156,6 +157,7 @@ def _reference(config: PPOConfig) -> RoleSpec:
         shares="actor" if group.model.lora_rank > 0 else None,
         memory_map=group.ref.memory_map,
         strategy=group.ref.strategy,
+        settings=settings_of(group.ref),
         engine_keys=("actor_rollout_ref.ref.fsdp_config",),
         forward_micro=micro_batching(group.ref, "log_prob_"),
         temperature=group.rollout.temperature or 1.0,
@@ -185,6 +187,7 @@ def _teacher(config: PPOConfig, name: str, teacher: TeacherConfig) -> RoleSpec:
         ),
         replace(ref.fsdp_config, dtype=teacher.inference.dtype),
         strategy=ref.strategy,
+        settings=settings_of(ref),
         engine_keys=(f"{key}.inference", "actor_rollout_ref.ref.fsdp_config"),
         forward_micro=MicroBatching(max_tokens=teacher.inference.max_num_batched_tokens),
         temperature=teacher.inference.temperature or 1.0,
@@ -207,6 +210,7 @@ def _critic(config: PPOConfig) -> RoleSpec:
         critic.optim,
         objective,
         strategy=critic.strategy,
+        settings=settings_of(critic),
         engine_keys=("critic.fsdp", "critic.fsdp_config"),
         micro=micro_batching(critic, "ppo_"),
         forward_micro=MicroBatching(max_tokens=critic.forward_max_token_len_per_gpu)

@@ -155,7 +155,7 @@ class TrainingLayout:
         return self._size("shard") * self._size("sp")
 
     def stages_of(self, tensor: Tensor) -> tuple[int, ...]:
-        return _stages(tensor.layers, self.layers_per_stage)
+        return stages_of_layers(tensor.layers, self.layers_per_stage)
 
     def coordinates(self, rank: int) -> Coordinates:
         """Position of `rank`, one of `ranks`."""
@@ -176,7 +176,7 @@ class TrainingLayout:
             rows = sum(stop - first for first, stop in spans[0])
             shard = chunk_span(rows, num_shards, at.expert_fsdp if by_expert else at.fsdp)
             spans[0] = take(spans[0], *shard)
-        return _part(spans)
+        return part_of(spans)
 
     @property
     def _num_expert_fsdp(self) -> int:
@@ -231,7 +231,7 @@ class RolloutLayout:
         return len(self.engines[0][0])
 
     def stages_of(self, tensor: Tensor) -> tuple[int, ...]:
-        return _stages(tensor.layers, self.layers_per_stage)
+        return stages_of_layers(tensor.layers, self.layers_per_stage)
 
     def part(self, tensor: Tensor, rank: int) -> Part | None:
         place = self._places.get(rank)
@@ -242,7 +242,7 @@ class RolloutLayout:
             spans[0] = (even_span(tensor.shape[0], *self._expert_places[rank]),)
         elif tensor.tensor_dim is not None:
             spans[tensor.tensor_dim] = tensor.tensor_spans(self.tensor_parallel, place[1])
-        return _part(spans)
+        return part_of(spans)
 
     @cached_property
     def _places(self) -> dict[int, tuple[int, int]]:
@@ -258,7 +258,8 @@ class RolloutLayout:
         return {rank: (len(group), index) for group in self.expert_groups for index, rank in enumerate(group)}
 
 
-def _part(spans: Sequence[tuple[Span, ...]]) -> Part | None:
+def part_of(spans: Sequence[tuple[Span, ...]]) -> Part | None:
+    """The product of `spans`; None where it is empty."""
     part = Part(tuple(tuple(span for span in dim if span[0] < span[1]) for dim in spans))
     return part if part.numel else None
 
@@ -271,7 +272,7 @@ def _check_stages(num_stages: int, layers_per_stage: tuple[int, ...]) -> None:
         )
 
 
-def _stages(layers: tuple[int, ...], layers_per_stage: tuple[int, ...]) -> tuple[int, ...]:
+def stages_of_layers(layers: tuple[int, ...], layers_per_stage: tuple[int, ...]) -> tuple[int, ...]:
     """The stages that hold `layers`; tensors before the first and after the last layer are on the first and last stage."""
     found = set()
     for layer in layers:

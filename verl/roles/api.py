@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from verl.checkpoint.files import FileRecord
     from verl.config import CheckpointConfig, FSDPConfig, ModelConfig, OptimConfig, StepGuardsConfig
+    from verl.config.sections.deepspeed import DeepSpeedConfig
+    from verl.config.sections.megatron import MegatronConfig
     from verl.data_proto.future import Future
     from verl.data_proto.metrics import Metric
     from verl.data_proto.proto import DataProto
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from verl.roles.step_guard import StepGuard
     from verl.roles.updates import MiniBatchSchedule, Updates
 
+ENGINES_WITH_SETTINGS = ("megatron", "deepspeed")
 _WHOLE = MicroBatching()  # all rows at once
 
 
@@ -82,6 +85,9 @@ class RoleSpec:
     shares: str | None = None
     follows: str | None = None
     strategy: str = "fsdp"  # the training engine when the role is on several devices
+    settings: MegatronConfig | DeepSpeedConfig | None = (
+        None  # the section of that engine beside `engine`, see `settings_of`
+    )
     engine_keys: tuple[str, ...] = ()  # config paths of `engine`, the first one for messages; "" for bare keys
     micro: MicroBatching = _WHOLE  # of `update`
     forward_micro: MicroBatching = _WHOLE  # of `forward`
@@ -102,6 +108,11 @@ class RoleSpec:
     def changes(self) -> bool:
         """Whether its weights do not stay those of its model's files."""
         return self.trains or self.follows is not None
+
+
+def settings_of(section: Any) -> Any:
+    """The section of the engine that `section.strategy` names, where it is another one than FSDP."""
+    return getattr(section, section.strategy, None) if section.strategy in ENGINES_WITH_SETTINGS else None
 
 
 @dataclass(frozen=True)

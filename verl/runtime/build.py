@@ -68,7 +68,7 @@ def build_models(context: RankContext) -> dict[str, ModelRole]:
 def _join_groups(context: RankContext, spec: RoleSpec) -> None:
     """Process groups are made by all processes of a run, those that will not be in them too."""
     mesh = context.mesh(spec.name)
-    if mesh is not None and spec.shares is None:
+    if mesh is not None and spec.shares is None and spec.settings is None:
         ProcessGroups(mesh, context.device.type, spec.engine.expert_parallel_size, context.specs.collective_timeout_s)
 
 
@@ -96,6 +96,8 @@ def _engine(context: RankContext, spec: RoleSpec) -> TrainEngine:
             folder.mkdir(parents=True, exist_ok=True)
             engine.map_weights(folder, file_system_of(folder))
         return engine
+    if spec.settings is not None:
+        settings["section"] = spec.settings
     return TRAIN_ENGINES.get(spec.strategy)(mesh=mesh, timeout_s=context.specs.collective_timeout_s, **settings)
 
 

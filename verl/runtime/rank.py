@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from verl.config import PPOConfig
+from verl.config.sections.megatron import MegatronConfig
+from verl.engines.api import require_library
 from verl.engines.groups import mesh_sizes
 from verl.errors import ConfigError
 from verl.models.load import load_model_config
@@ -18,6 +20,7 @@ from verl.parallel.mesh import Mesh
 from verl.parallel.placement import Placement
 from verl.reshard.grouping import interval_engines
 from verl.reshard.layout import TrainingLayout
+from verl.reshard.megatron_layout import MegatronLayout
 from verl.roles.api import RoleSpec, RoleSpecs
 from verl.rollout.api import holds_weights
 
@@ -55,7 +58,25 @@ class RankContext:
         ranks = self.ranks(role)
         if len(ranks) == 1:
             return None
-        return Mesh.of(ranks, **mesh_sizes(self.spec(role).engine, len(ranks)))
+        spec = self.spec(role)
+        if spec.settings is not None:
+            return Mesh.grid(ranks, **spec.settings.sizes(len(ranks)))
+        return Mesh.of(ranks, **mesh_sizes(spec.engine, len(ranks)))
+
+    def training_layout(self, role: str) -> TrainingLayout:
+        """The part of each tensor that a rank of `role` trains."""
+        spec, mesh = self.spec(role), self.mesh(role)
+        if mesh is None:
+            return TrainingLayout(Mesh.flat(self.ranks(role)))
+        if not isinstance(spec.settings, MegatronConfig):
+            return TrainingLayout(mesh, spec.engine.expert_parallel_size)
+        model = load_model_config(spec.model.path, spec.model.trust_remote_code, spec.model.override_config)
+        return MegatronLayout(
+            mesh,
+            spec.settings.expert_model_parallel_size,
+            spec.settings.layers_per_stage(model.get_text_config().num_hidden_layers),
+            expert_tensor_parallel=spec.settings.expert_tensor_size(),
+        )
 
     def holds(self, role: str) -> bool:
         return self.rank in self.ranks(role)
@@ -70,10 +91,8 @@ class RankContext:
         if self.has_own_weights or training is None or set(training.ranks) != set(plan.ranks):
             return plan
         nodes = {rank: rank // self.placement.devices_per_node for rank in plan.ranks}
-        experts = self.spec(POLICY).engine.expert_parallel_size
-        copies = interval_engines(
-            TrainingLayout(training, experts), plan.sizes.tensor, hosts=nodes, by_experts=experts > 1
-        )
+        layout = self.training_layout(POLICY)
+        copies = interval_engines(layout, plan.sizes.tensor, hosts=nodes, by_experts=layout.expert_parallel > 1)
         order = [rank for (group,) in copies for rank in sorted(group)]  # as process groups number theirs
         return EnginePlan.of(self.config, self.placement, order)
 
@@ -106,6 +125,7 @@ def check_meshes(config: Any, specs: RoleSpecs, placement: Placement) -> EngineP
     if specs.generates:
         _check_rollout(config, context.engine_plan)
     for spec in specs.models:
+        _check_engine(context, spec)
         context.mesh(spec.name)
         if spec.shares is not None and placement.devices[spec.name] != placement.devices[spec.shares]:
             raise ConfigError(
@@ -113,6 +133,22 @@ def check_meshes(config: Any, specs: RoleSpecs, placement: Placement) -> EngineP
                 f"{spec.name!r} out of trainer.placement."
             )
     return context.engine_plan if specs.generates else None
+
+
+def _check_engine(context: RankContext, spec: RoleSpec) -> None:
+    """Raise ConfigError for an engine that is not installed, or that needs all devices of the run and does not have them."""
+    num_ranks, num_devices = len(context.ranks(spec.name)), context.placement.num_devices
+    if spec.settings is None or num_devices == 1:
+        return
+    require_library(spec.strategy)
+    if isinstance(spec.settings, MegatronConfig):
+        model = load_model_config(spec.model.path, spec.model.trust_remote_code, spec.model.override_config)
+        spec.settings.check_model(model.get_text_config())
+    if num_ranks != num_devices:
+        raise ConfigError(
+            f"strategy={spec.strategy} takes all {num_devices} devices of a run, and the role {spec.name} is placed on "
+            f"{num_ranks}. Leave it out of trainer.placement, or set strategy=fsdp2 for it."
+        )
 
 
 def _check_rollout(config: PPOConfig, plan: EnginePlan) -> None:

@@ -26,7 +26,7 @@ def make_groups(
     if roles.num_devices > 1:
         roles.facts = {**facts, "devices": context.placement.sentence(specs.names)}
         if (main := specs.main) is not None:
-            roles.facts["sharding"] = f"{main.strategy}, {main.engine.sentence()}"
+            roles.facts["sharding"] = f"{main.strategy}, {(main.settings or main.engine).sentence()}"
     for spec in specs.models:
         mesh = context.mesh(spec.name) or Mesh.flat(context.ranks(spec.name))
         group = WorkerGroup(

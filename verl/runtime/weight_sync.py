@@ -15,7 +15,6 @@ import torch
 
 from verl.engines.api import TrainEngine
 from verl.parallel.collectives import Collectives
-from verl.parallel.mesh import Mesh
 from verl.parallel.serialize import from_bytes, to_bytes
 from verl.reshard.grouping import consecutive_engines
 from verl.reshard.layout import RolloutLayout, TrainingLayout
@@ -127,10 +126,9 @@ class RankWeightSync:
 
 def layouts(context: RankContext) -> tuple[TrainingLayout, RolloutLayout]:
     """Layouts of the policy in training, and in the rollout replicas, whose ranks divide the experts."""
-    mesh, copies = context.mesh(POLICY), context.rollout_mesh()
-    experts = 1 if mesh is None else context.spec(POLICY).engine.expert_parallel_size
+    copies = context.rollout_mesh()
     engines = consecutive_engines(copies.ranks, dict(copies.axes)["tp"])
     return (
-        TrainingLayout(mesh or Mesh.flat(context.placement.devices[POLICY]), experts),
+        context.training_layout(POLICY),
         RolloutLayout(engines, expert_groups=tuple(group for copy in engines for group in copy)),
     )

@@ -56,7 +56,12 @@ PPO = Schema(
     root=PPOConfig,
     command="verl train",
     title="Reinforcement learning (`verl train`)",
-    config_names={"ppo_trainer": "", "_generated_ppo_trainer": ""},
+    config_names={
+        "ppo_trainer": "",
+        "_generated_ppo_trainer": "",
+        "ppo_megatron_trainer": "ppo_megatron_trainer",
+        "_generated_ppo_megatron_trainer": "ppo_megatron_trainer",
+    },
     config_prefixes=("ppo", "grpo", "distill"),
     conditions=PPO_CONDITIONS,
     rules=RULES,

@@ -8,10 +8,13 @@ from typing import Any
 
 from verl.config.active_keys import uses_critic
 from verl.config.schema import Problem, SectionRule, error, value_at
+from verl.config.sections.deepspeed import DeepSpeedConfig, contradictions, read_ds_config
 from verl.config.sections.guards import StepGuardsConfig
+from verl.config.sections.megatron import MegatronConfig
 from verl.config.sections.model import ModelConfig
 from verl.config.sections.optim import OptimConfig
 from verl.config.sections.trainer import TrainerConfig
+from verl.errors import ConfigError
 
 # Megatron's memory settings can be left out without changing a result; anything else there would be lost
 _OFFLOAD_SETTINGS = {
@@ -94,9 +97,35 @@ def _check_guards(path: str, guards: StepGuardsConfig, root: Any) -> Iterator[Pr
             )
 
 
+def _check_deepspeed(path: str, deepspeed: DeepSpeedConfig, root: Any) -> Iterator[Problem]:
+    role = value_at(root, path.rpartition(".")[0])
+    if role.strategy != "deepspeed":
+        return
+    optim = getattr(role, "optim", None) or getattr(root, "optim", None) or OptimConfig()
+    try:
+        found = contradictions(
+            deepspeed,
+            read_ds_config(deepspeed.config),
+            bfloat16=None,
+            clip_grad=optim.clip_grad,
+            optimizer=optim.optimizer,
+        )
+        yield from (error(f"{path}.config", f"{path}: {sentence}") for sentence in found)
+    except ConfigError as caught:
+        yield error(f"{path}.config", str(caught))
+
+
+def _check_megatron(path: str, megatron: MegatronConfig, root: Any) -> Iterator[Problem]:
+    role = value_at(root, path.rpartition(".")[0])
+    if role.strategy == "megatron":
+        yield from (error(path, f"{path}: {sentence}") for sentence in megatron.contradictions())
+
+
 SECTION_RULES: dict[type, SectionRule] = {
     ModelConfig: _check_model,
     OptimConfig: _check_optim,
+    DeepSpeedConfig: _check_deepspeed,
+    MegatronConfig: _check_megatron,
     TrainerConfig: _check_trainer,
     StepGuardsConfig: _check_guards,
 }

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 from verl.config.keys import Family, Section, section, used
 from verl.config.names import KL_KINDS, LOSS_AGG_MODES, POLICY_LOSSES
+from verl.config.sections.deepspeed import DeepSpeedConfig
 from verl.config.sections.fsdp import TRAINING_ENGINES, FSDPConfig
+from verl.config.sections.megatron import MegatronConfig
 from verl.config.sections.model import ModelConfig
 from verl.config.sections.optim import OptimConfig
 
@@ -48,6 +50,8 @@ class ActorConfig(Section):
     strategy: str = used("fsdp", "training engine; fsdp and fsdp2 are the PyTorch-native one", family=TRAINING_ENGINES)
     optim: OptimConfig = section(OptimConfig, "optimizer of the policy")
     fsdp_config: FSDPConfig = section(FSDPConfig, "PyTorch-native engine")
+    megatron: MegatronConfig = section(MegatronConfig, "Megatron engine", when=".strategy=megatron", sizing=True)
+    deepspeed: DeepSpeedConfig = section(DeepSpeedConfig, "DeepSpeed engine", when=".strategy=deepspeed", sizing=True)
     ppo_mini_batch_size: int = used(256, "prompts per optimizer step (times rollout.n samples)", ge=1)
     ppo_micro_batch_size: int | None = used(None, "older form of ppo_micro_batch_size_per_gpu", sizing=True, ge=1)
     ppo_micro_batch_size_per_gpu: int | None = used(
@@ -98,6 +102,8 @@ class RefConfig(Section):
         when="reference",
         sizing=True,
     )
+    megatron: MegatronConfig = section(MegatronConfig, "Megatron engine", when=".strategy=megatron", sizing=True)
+    deepspeed: DeepSpeedConfig = section(DeepSpeedConfig, "DeepSpeed engine", when=".strategy=deepspeed", sizing=True)
     log_prob_micro_batch_size: int | None = used(None, "older form of log_prob_micro_batch_size_per_gpu", sizing=True)
     log_prob_micro_batch_size_per_gpu: int | None = used(
         None, "samples per forward pass; null: cut by token count", when="ref_fixed_bsz", sizing=True, ge=1
@@ -115,6 +121,8 @@ class CriticConfig(Section):
     model: ModelConfig = section(ModelConfig, "the model that the value head is put on", when="critic")
     optim: OptimConfig = section(OptimConfig, "optimizer of the critic", when="critic", defaults={"lr": 1e-5})
     fsdp: FSDPConfig = section(FSDPConfig, "PyTorch-native engine", when="critic")
+    megatron: MegatronConfig = section(MegatronConfig, "Megatron engine", when=".strategy=megatron", sizing=True)
+    deepspeed: DeepSpeedConfig = section(DeepSpeedConfig, "DeepSpeed engine", when=".strategy=deepspeed", sizing=True)
     checkpoint: CheckpointConfig = section(CheckpointConfig, "parts of a checkpoint", when="critic")
     ppo_mini_batch_size: int = used(256, "prompts per optimizer step", when="critic", ge=1)
     ppo_micro_batch_size: int | None = used(

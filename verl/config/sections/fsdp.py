@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from verl.config.keys import OURS, Family, Section, section, used
+from verl.config.sections.deepspeed import DeepSpeedConfig
+from verl.config.sections.megatron import MegatronConfig
 
-TRAINING_ENGINES = Family("training engine", ("fsdp", "fsdp2"), plugins=True)
+TRAINING_ENGINES = Family("training engine", ("fsdp", "fsdp2", "megatron", "deepspeed"), plugins=True)
 MASTER_ROUNDINGS = ("dithered", "nearest")
 DTYPES = ("auto", "bfloat16", "bf16", "float32", "fp32", "float16", "fp16", "float64")
 
@@ -129,3 +131,5 @@ class SFTEngineConfig(FSDPConfig):
     """`engine` of supervised fine-tuning: the training engine by name, and the settings of the PyTorch-native one."""
 
     strategy: str = used("fsdp", "training engine; fsdp and fsdp2 are the PyTorch-native one", family=TRAINING_ENGINES)
+    megatron: MegatronConfig = section(MegatronConfig, "Megatron engine", when=".strategy=megatron", sizing=True)
+    deepspeed: DeepSpeedConfig = section(DeepSpeedConfig, "DeepSpeed engine", when=".strategy=deepspeed", sizing=True)

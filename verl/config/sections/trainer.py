@@ -92,6 +92,12 @@ class TrainerConfig(Section):
         None, "folder global_step_N to continue", when="trainer.resume_mode=resume_path"
     )
     device: str = used("auto", "device of the run", choices=("auto", "cpu", "cuda"))
+    engine_fallback: str | None = used(
+        None,
+        "fsdp: where a training engine is not available or not installed, use FSDP2 with its tensor, sequence and expert "
+        "parallel sizes; stages of a pipeline become data-parallel shards",
+        choices=(None, "fsdp"),
+    )
     deterministic: bool = used(
         True,
         "the same run gives the same bits, on the same kind of node with as many threads: sums in a fixed order only. It "

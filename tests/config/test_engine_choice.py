@@ -1,0 +1,72 @@
+"""The choice of a training engine by scripts: names that stand for Megatron, its sections, and what stands in for an engine."""
+
+import importlib.util
+
+import pytest
+
+from verl.config import SCHEMAS, load_config
+from verl.errors import ConfigError
+
+ACTOR = "actor_rollout_ref.actor"
+BASE = ["actor_rollout_ref.model.path=x"]
+
+
+def actor(*overrides):
+    return load_config([*BASE, *overrides], check=False).config.actor_rollout_ref.actor
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name"),
+    [([], "ppo_megatron_trainer"), (["model_engine=megatron"], None), ([f"{ACTOR}.strategy=megatron"], None)],
+)
+def test_three_spellings_of_the_megatron_engine(overrides, name):
+    sizes = [f"{ACTOR}.megatron.tensor_model_parallel_size=2", "++critic.megatron.tensor_model_parallel_size=4"]
+    config = load_config([*BASE, *overrides, *sizes], None, name, check=False).config
+    group = config.actor_rollout_ref
+    assert [group.actor.strategy, group.ref.strategy, config.critic.strategy] == ["megatron"] * 3
+    found = [role.megatron.tensor_model_parallel_size for role in (group.actor, group.ref, config.critic)]
+    assert found == [2, 2, 4]
+
+
+def test_the_engine_group_of_fine_tuning():
+    overrides = ["model.path=x", "engine=megatron", "engine.pipeline_model_parallel_size=2", "engine.use_mbridge=True"]
+    engine = load_config(overrides, schema=SCHEMAS["sft"], check=False).config.engine
+    assert (engine.strategy, engine.megatron.pipeline_model_parallel_size) == ("megatron", 2)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["context_parallel_size=2"], "sequence_parallel with tensor_model_parallel_size"),
+        (["use_megatron_fsdp=True"], "use_megatron_fsdp"),
+        (["override_transformer_config.num_layers=3"], "num_layers is not read"),
+        (["virtual_pipeline_model_parallel_size=2"], "needs pipeline_model_parallel_size of at least 3"),
+    ],
+)
+def test_what_the_megatron_engine_does_not_do_is_refused(overrides, words):
+    keys = [f"+{ACTOR}.megatron.{override}" for override in overrides]
+    with pytest.raises(ConfigError, match=words):
+        load_config([*BASE, "data.train_files=x", "data.val_files=x", f"{ACTOR}.strategy=megatron", *keys])
+
+
+def test_an_engine_that_is_not_built_falls_back_to_fsdp(caplog):
+    assert actor(f"{ACTOR}.strategy=veomni", "trainer.engine_fallback=fsdp").strategy == "fsdp2"
+    assert "veomni is not available: fsdp2 instead." in caplog.text
+    assert actor(f"{ACTOR}.strategy=veomni").strategy == "veomni"  # which checks refuse
+
+
+def test_sizes_of_megatron_become_those_of_fsdp(monkeypatch, caplog):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if n.startswith("megatron") else find(n))
+    sizes = {"tensor": 2, "expert": 4, "pipeline": 3}
+    keys = [f"{ACTOR}.megatron.{name}_model_parallel_size={size}" for name, size in sizes.items()]
+    found = actor("model_engine=megatron", "trainer.engine_fallback=fsdp", *keys)
+    assert found.strategy == "fsdp2"
+    assert (found.fsdp_config.tensor_parallel_size, found.fsdp_config.expert_parallel_size) == (2, 4)
+    assert "tensor_model_parallel_size=2 as tensor_parallel_size" in caplog.text
+    assert "3 stages as data-parallel shards" in caplog.text
+
+
+def test_an_engine_that_is_there_does_not_fall_back(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    assert actor("model_engine=megatron", "trainer.engine_fallback=fsdp").strategy == "megatron"

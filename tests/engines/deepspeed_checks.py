@@ -1,0 +1,260 @@
+"""What is run on two ranks at once by test_deepspeed.py: steps of the DeepSpeed engine beside those of one device."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+import torch.distributed as dist
+
+from tests.engines.parallel_checks import OUTPUTS, imitation_loss, load, model_folder, num_different, on, save
+from tests.engines.test_contract import largest_gap, make_batch, make_pairs, pair_loss, policy_loss, value_loss
+from verl.config import FSDPConfig, ModelConfig, OptimConfig
+from verl.config.sections.deepspeed import DeepSpeedConfig
+from verl.engines.api import MicroBatching, TrainEngine, whole
+from verl.engines.deepspeed.engine import DeepSpeedEngine
+from verl.engines.local import LocalEngine
+from verl.parallel.mesh import Mesh
+from verl.reshard.hf_sharding import decoder_tensors
+from verl.reshard.layout import TrainingLayout
+
+MICRO = MicroBatching(max_tokens=24)
+LOSSES = {"lm": policy_loss, "token_value": value_loss}
+
+
+def make(cls, path, *, head="lm", dtype="float32", trainable=True, **section):
+    settings = {"section": DeepSpeedConfig(**section)} if cls is DeepSpeedEngine else {}
+    return cls(
+        model=ModelConfig(path=str(path), enable_gradient_checkpointing=False),
+        engine=FSDPConfig(dtype=dtype),
+        optim=OptimConfig(lr=1e-2),
+        head=head,
+        device=torch.device("cpu"),
+        total_steps=10,
+        trainable=trainable,
+        **settings,
+    )
+
+
+def own_rows(batch):
+    """A third of the rows for the first rank, which then has an empty micro-batch."""
+    cut = len(batch) // 3
+    return list(range(cut)) if dist.get_rank() == 0 else list(range(cut, len(batch)))
+
+
+def summed(metric):
+    total = torch.tensor(metric.value, dtype=torch.float64)
+    dist.all_reduce(total)
+    return total.item()
+
+
+def step(engine, seed, head="lm"):
+    """Metrics of one optimizer step on this rank's rows of a batch."""
+    batch = make_batch(seed, (3, 1, 4, 2))
+    share = batch.select_idxs(own_rows(batch)) if isinstance(engine, DeepSpeedEngine) else batch
+    return engine.train_batch(share, LOSSES[head], OUTPUTS[head], MICRO, 1.2)
+
+
+def compare(folder, family="llama", head="lm", **section):
+    """Largest relative differences of losses, norms, outputs and states over three steps."""
+    path = model_folder(folder, family)
+    one, many = make(LocalEngine, path, head=head), make(DeepSpeedEngine, path, head=head, **section)
+    assert isinstance(many, TrainEngine)
+    gaps = {"loss": 0.0, "grad_norm": 0.0, "outputs": 0.0}
+    for seed in range(3):
+        batch = make_batch(seed, (3, 1, 4, 2))
+        rows = own_rows(batch)
+        a = one.forward(batch, OUTPUTS[head], MICRO, 1.2)
+        b = many.forward(batch.select_idxs(rows), OUTPUTS[head], MICRO, 1.2)
+        gaps["outputs"] = max(gaps["outputs"], *((a[n][rows] - b[n]).abs().max().item() for n in b))
+        expected, found = step(one, seed, head), step(many, seed, head)
+        gaps["loss"] = max(gaps["loss"], abs(summed(found["loss"]) / expected["loss"].value - 1))
+        gaps["grad_norm"] = max(gaps["grad_norm"], abs(found["grad_norm"].value / expected["grad_norm"].value - 1))
+    states = [
+        {**{n: whole(t) for n, t in s.model.items()}, **{n: whole(t) for n, t in s.optimizer.items()}}
+        for s in (many.state(), one.state())
+    ]
+    gaps["state"] = largest_gap(*states)
+    gaps["weights"] = largest_gap(dict(many.gather_weights()), dict(one.gather_weights()))
+    return gaps
+
+
+@on(2)
+def check_stage_0(folder):
+    return compare(folder, zero_stage=0)
+
+
+@on(2)
+def check_stage_1(folder):
+    return compare(folder, zero_stage=1)
+
+
+@on(2)
+def check_stage_2(folder):
+    return compare(folder, zero_stage=2)
+
+
+@on(2)
+def check_stage_2_offload(folder):
+    return compare(folder, zero_stage=2, offload_optimizer=True)
+
+
+@on(2)
+def check_stage_2_value(folder):
+    return compare(folder, head="token_value", zero_stage=2)
+
+
+@on(2)
+def check_stage_3(folder):
+    return compare(folder, zero_stage=3)
+
+
+@on(2)
+def check_stage_3_experts(folder):
+    return compare(folder, "qwen3_moe", zero_stage=3)
+
+
+@on(2)
+def check_stage_3_offload(folder):
+    return compare(folder, zero_stage=3, offload_optimizer=True, offload_param=True)
+
+
+@on(2)
+def check_pairs(folder):
+    path = model_folder(folder, "llama")
+    one, many = make(LocalEngine, path, head="sequence_score"), make(DeepSpeedEngine, path, head="sequence_score")
+    gaps = {"loss": 0.0, "grad_norm": 0.0}
+    for seed in range(2):
+        batch = make_pairs(seed)
+        share = batch.select_idxs((batch.batch["pair"] == 3) == bool(dist.get_rank()))
+        arguments = (pair_loss, ("sequence_scores",), MICRO)
+        expected = one.train_batch(batch, *arguments, unit="pair")
+        found = many.train_batch(share, *arguments, unit="pair")
+        gaps["grad_norm"] = max(gaps["grad_norm"], abs(found["grad_norm"].value / expected["grad_norm"].value - 1))
+        gaps["loss"] = max(gaps["loss"], abs(summed(found["loss"]) / expected["loss"].value - 1))
+    return gaps
+
+
+@on(2)
+def check_bfloat16_rounding(folder):
+    """The weights that compute are the masters as every engine rounds them, on all ranks, with each stage."""
+    path, different = model_folder(folder, "llama"), {}
+    for stage in (1, 2, 3):
+        many = make(DeepSpeedEngine, path, dtype="bfloat16", zero_stage=stage)
+        for seed in range(2):
+            step(many, seed)
+        masters = {name: whole(tensor) for name, tensor in many.state().model.items()}
+        assert {tensor.dtype for tensor in masters.values()} == {torch.float32}
+        weights = dict(many.gather_weights())
+        rounded = {n: many.rounding.rounded(n, masters[n], torch.bfloat16) for n in masters}
+        different[stage] = num_different(weights, rounded)
+        different[f"{stage} exact"] = int(all(torch.equal(masters[n], rounded[n].float()) for n in masters))
+        assert many.visible_update_ratio() > 0.9
+    return different
+
+
+@on(2)
+def check_declared_weights(folder):
+    """Each rank's part is where the layout of a weight sync says, and a snapshot brings it back."""
+    path, gaps = model_folder(folder, "llama"), {}
+    for stage in (2, 3):
+        many = make(DeepSpeedEngine, path, dtype="bfloat16", zero_stage=stage)
+        step(many, 0)
+        declared, held = many.weight_layout(), many.local_weights()
+        shape = {"num_layers": declared.num_layers, "num_heads": declared.num_heads}
+        tensors = decoder_tensors(declared.shapes, num_kv_heads=declared.num_kv_heads, **shape)
+        layout = TrainingLayout(Mesh.grid((0, 1), **many.section.sizes(2)))
+        whole_weights = {name: t.clone() for name, t in many.gather_weights()}
+        for tensor in tensors:
+            part = layout.part(tensor, dist.get_rank())
+            expected = whole_weights[tensor.name][tuple(slice(*span) for (span,) in part.spans)]
+            assert torch.equal(held[tensor.name], expected), tensor.name
+        saved = many.snapshot()
+        step(many, 1)
+        gaps[f"{stage} moved"] = largest_gap(dict(many.gather_weights()), whole_weights)
+        many.restore(saved)
+        gaps[f"{stage} back"] = largest_gap(dict(many.gather_weights()), whole_weights)
+    return gaps
+
+
+@on(2)
+def check_refused_steps(folder):
+    """A step that a check refuses, and one whose gradient is not finite, change nothing; the next one is as without them."""
+    path, different = model_folder(folder, "llama"), {}
+
+    class Refuse:
+        names = {"loss": "sum"}
+
+        def __call__(self, metrics):
+            self.seen = dict(metrics)
+            return False
+
+    def broken(outputs, part, totals):
+        return outputs["log_probs"].sum() * float("nan"), {}
+
+    for stage in (1, 2, 3):
+        ours, plain, check = (
+            make(DeepSpeedEngine, path, zero_stage=stage),
+            make(DeepSpeedEngine, path, zero_stage=stage),
+            Refuse(),
+        )
+        batch = make_batch(5, (2, 2))
+        for engine in (ours, plain):
+            step(engine, 0)
+        refused = ours.train_batch(batch, imitation_loss, ("log_probs",), MICRO, check=check)
+        assert refused["num_skipped_updates"].value == 1
+        assert check.seen["grad_norm"] == refused["grad_norm"].value > 0
+        assert ours.train_batch(batch, broken, ("log_probs",), MICRO)["num_skipped_updates"].value == 1
+        nothing = batch.select_idxs(torch.arange(len(batch)))
+        nothing.batch["response_mask"] = torch.zeros_like(nothing.batch["response_mask"])
+        ours.train_batch(nothing, lambda o, b, t: (o["log_probs"].sum(), {}), ("log_probs",), MICRO)
+        assert ours.num_steps == plain.num_steps == 1
+        for engine in (ours, plain):
+            step(engine, 1)
+        different[stage] = num_different(whole_state(ours), whole_state(plain))
+    return different
+
+
+def whole_state(engine):
+    state = engine.state()
+    return {
+        n: whole(t) for n, t in {**state.model, **{f"optimizer/{k}": v for k, v in state.optimizer.items()}}.items()
+    }
+
+
+@on(2)
+def check_checkpoint(folder):
+    """A run that resumes goes on bit for bit, with each stage; with another stage or engine its losses are equal."""
+    path, found = model_folder(folder, "llama"), {}
+    for stage in (1, 2, 3):
+        unbroken = make(DeepSpeedEngine, path, zero_stage=stage)
+        for seed in range(2):
+            step(unbroken, seed)
+            unbroken.end_step()
+        save(unbroken, folder / f"zero-{stage}", 2)
+        resumed = load(make(DeepSpeedEngine, path, zero_stage=stage), folder / f"zero-{stage}", 2)
+        other = load(make(DeepSpeedEngine, path, zero_stage=stage % 3 + 1), folder / f"zero-{stage}", 2)
+        one = load(make(LocalEngine, path), folder / f"zero-{stage}", 2)
+        found[f"{stage} loaded"] = num_different(whole_state(resumed), whole_state(unbroken))
+        losses = [[summed(step(e, s)["loss"]) for s in (2, 3)] for e in (unbroken, resumed, other)]
+        expected = [step(one, s)["loss"].value for s in (2, 3)]
+        found[f"{stage} continued"] = num_different(whole_state(resumed), whole_state(unbroken))
+        found[f"{stage} gap"] = max(abs(a / b - 1) for row in losses for a, b in zip(row, expected, strict=True))
+    return found
+
+
+@on(2)
+def check_user_config(folder):
+    """A file of a user's with "auto" and settings of his own."""
+    file = folder / "ds_config.json"
+    if dist.get_rank() == 0:
+        content = {
+            "train_batch_size": "auto",
+            "zero_optimization": {"stage": 3, "sub_group_size": 1000, "stage3_param_persistence_threshold": 100},
+            "bf16": {"enabled": "auto"},
+            "gradient_clipping": "auto",
+            "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+        }
+        file.write_text(json.dumps(content))
+    dist.barrier()
+    return compare(folder, config=str(file))

@@ -1,0 +1,312 @@
+"""What is run on two and four ranks at once by test_megatron.py: steps of the Megatron engine beside those of one device."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from tests.engines.parallel_checks import (
+    OUTPUTS,
+    imitation_loss,
+    load,
+    model_folder,
+    num_different,
+    on,
+    save,
+    whole_state,
+)
+from tests.engines.test_contract import largest_gap, make_batch, make_pairs, pair_loss, policy_loss, value_loss
+from verl.config import FSDPConfig, ModelConfig, OptimConfig
+from verl.config.sections.megatron import MegatronConfig
+from verl.engines.api import MicroBatching, TrainEngine, whole
+from verl.engines.fsdp import FSDPEngine
+from verl.engines.local import LocalEngine
+from verl.engines.megatron.engine import MegatronEngine
+from verl.parallel.mesh import Mesh
+from verl.reshard.hf_sharding import decoder_tensors
+from verl.reshard.megatron_layout import MegatronLayout
+
+MICRO = MicroBatching(max_tokens=24)
+LOSSES = {"lm": policy_loss, "token_value": value_loss}
+TENSOR, PIPELINE, EXPERT = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
+
+
+def make(cls, path, *, head="lm", dtype="float32", trainable=True, checkpointing=False, **section):
+    settings = {"section": MegatronConfig(**section)} if cls is MegatronEngine else {}
+    return cls(
+        model=ModelConfig(path=str(path), enable_gradient_checkpointing=checkpointing),
+        engine=FSDPConfig(dtype=dtype),
+        optim=OptimConfig(lr=1e-3),  # small: Adam scales noise of gradients near zero to it
+        head=head,
+        device=torch.device("cpu"),
+        total_steps=10,
+        trainable=trainable,
+        **settings,
+    )
+
+
+def rows_of(engine, num_rows):
+    """Uneven shares of data-parallel ranks, the first of which then has an empty micro-batch."""
+    if isinstance(engine, LocalEngine):
+        return list(range(num_rows))
+    size, rank = engine.data.size(), engine.data.rank()
+    cuts = [num_rows * i * (i + 1) // (size * (size + 1)) for i in range(size + 1)]
+    return list(range(cuts[rank], cuts[rank + 1]))
+
+
+def summed(engine, metric):
+    total = torch.tensor(metric.value, dtype=torch.float64)
+    if not isinstance(engine, LocalEngine):
+        dist.all_reduce(total, group=engine.data)
+    return total.item()
+
+
+def step(engine, seed, head="lm"):
+    batch = make_batch(seed, (3, 1, 4, 2))
+    share = batch.select_idxs(rows_of(engine, len(batch)))
+    return engine.train_batch(share, LOSSES[head], OUTPUTS[head], MICRO, 1.2)
+
+
+def compare(folder, family="llama", head="lm", model=None, checkpointing=False, **section):
+    """Largest relative differences of losses, norms and outputs over three steps, and of the states after them."""
+    path = model_folder(folder, family, **{"num_hidden_layers": 4, **(model or {})})
+    one = make(LocalEngine, path, head=head)
+    many = make(MegatronEngine, path, head=head, checkpointing=checkpointing, **section)
+    assert isinstance(many, TrainEngine)
+    gaps = {"start": largest_gap(dict(many.gather_weights()), dict(one.gather_weights()))}
+    gaps |= {"loss": 0.0, "grad_norm": 0.0, "outputs": 0.0}
+    for seed in range(3):
+        batch = make_batch(seed, (3, 1, 4, 2))
+        rows = rows_of(many, len(batch))
+        a = one.forward(batch, OUTPUTS[head], MICRO, 1.2)
+        b = many.forward(batch.select_idxs(rows), OUTPUTS[head], MICRO, 1.2)
+        gaps["outputs"] = max(gaps["outputs"], *((a[n][rows] - b[n]).abs().max().item() for n in b))
+        expected, found = step(one, seed, head), step(many, seed, head)
+        gaps["loss"] = max(gaps["loss"], abs(summed(many, found["loss"]) / expected["loss"].value - 1))
+        gaps["grad_norm"] = max(gaps["grad_norm"], abs(found["grad_norm"].value / expected["grad_norm"].value - 1))
+    gaps["weights"] = largest_gap(dict(many.gather_weights()), dict(one.gather_weights()))
+    gaps["state"] = largest_gap(whole_state(many), whole_state(one))
+    return gaps
+
+
+@on(2)
+def check_data(folder):
+    return compare(folder)
+
+
+@on(2)
+def check_data_without_distributed_optimizer(folder):
+    return compare(folder, "qwen3", use_distributed_optimizer=False)
+
+
+@on(2)
+def check_tensor(folder):
+    return compare(folder, **{TENSOR: 2})
+
+
+@on(2)
+def check_tensor_without_sequence(folder):
+    return compare(folder, "qwen3", sequence_parallel=False, **{TENSOR: 2})
+
+
+@on(2)
+def check_tensor_qwen3(folder):
+    return compare(folder, "qwen3", **{TENSOR: 2})
+
+
+@on(2)
+def check_tensor_qwen2_untied_recomputed(folder):
+    return compare(folder, "qwen2", model={"tie_word_embeddings": False}, checkpointing=True, **{TENSOR: 2})
+
+
+@on(2)
+def check_odd_vocabulary(folder):
+    return compare(folder, "mistral", model={"vocab_size": 265, "tie_word_embeddings": False}, **{TENSOR: 2})
+
+
+@on(2)
+def check_pipeline(folder):
+    return compare(folder, **{PIPELINE: 2})
+
+
+@on(2)
+def check_pipeline_untied(folder):
+    return compare(folder, model={"tie_word_embeddings": False}, **{PIPELINE: 2})
+
+
+@on(2)
+def check_value(folder):
+    return compare(folder, head="token_value", **{PIPELINE: 2})
+
+
+@on(2)
+def check_value_tensor(folder):
+    return compare(folder, head="token_value", **{TENSOR: 2})
+
+
+@on(2)
+def check_experts(folder):
+    return compare(folder, "qwen3_moe", **{EXPERT: 2})
+
+
+@on(2)
+def check_experts_tensor(folder):
+    return compare(folder, "mixtral", **{TENSOR: 2})
+
+
+@on(2)
+def check_experts_apart(folder):
+    return compare(folder, "qwen3_moe", expert_tensor_parallel_size=1, **{TENSOR: 2, EXPERT: 2})
+
+
+@on(4)
+def check_tensor_pipeline(folder):
+    return compare(folder, **{TENSOR: 2, PIPELINE: 2})
+
+
+@on(4)
+def check_pipeline_data(folder):
+    return compare(folder, **{PIPELINE: 2})
+
+
+@on(4)
+def check_interleaved(folder):
+    return compare(folder, model={"num_hidden_layers": 8}, virtual_pipeline_model_parallel_size=2, **{PIPELINE: 4})
+
+
+@on(4)
+def check_expert_tensor(folder):
+    return compare(folder, "qwen3_moe", **{EXPERT: 2, TENSOR: 2})
+
+
+@on(4)
+def check_expert_pipeline(folder):
+    return compare(folder, "mixtral", **{EXPERT: 2, PIPELINE: 2})
+
+
+@on(2)
+def check_pairs(folder):
+    path = model_folder(folder, "llama", num_hidden_layers=4)
+    one = make(LocalEngine, path, head="sequence_score")
+    many = make(MegatronEngine, path, head="sequence_score", **{PIPELINE: 2})
+    gaps = {"loss": 0.0, "grad_norm": 0.0}
+    for seed in range(2):
+        arguments = (make_pairs(seed), pair_loss, ("sequence_scores",), MICRO)
+        expected, found = (engine.train_batch(*arguments, unit="pair") for engine in (one, many))
+        for name in gaps:
+            gaps[name] = max(gaps[name], abs(found[name].value / expected[name].value - 1))
+    return gaps
+
+
+@on(2, 4)
+def check_rounding(folder):
+    """In bfloat16 the weights that compute are the masters as every engine rounds them."""
+    shapes = [{}, {TENSOR: 2}, {PIPELINE: 2}, {"use_distributed_optimizer": False}]
+    path, different = model_folder(folder, "qwen3_moe", num_hidden_layers=4), {}
+    for number, section in enumerate(shapes):
+        many = make(MegatronEngine, path, dtype="bfloat16", **section)
+        for seed in range(2):
+            step(many, seed)
+        masters = {name: whole(tensor) for name, tensor in many.state().model.items()}
+        assert {tensor.dtype for tensor in masters.values()} == {torch.float32}
+        rounded = {n: many.rounding.rounded(n, masters[n], torch.bfloat16) for n in masters}
+        different[number] = num_different(dict(many.gather_weights()), rounded)
+        different[f"{number} exact"] = int(all(torch.equal(masters[n], rounded[n].float()) for n in masters))
+        assert many.visible_update_ratio() > 0.9
+        frozen = make(MegatronEngine, path, dtype="bfloat16", trainable=False, **section)
+        expected = make(LocalEngine, path, dtype="bfloat16", trainable=False)
+        different[f"{number} frozen"] = num_different(dict(frozen.gather_weights()), dict(expected.gather_weights()))
+        del many, frozen
+    return different
+
+
+@on(2, 4)
+def check_declared_weights(folder):
+    """Each rank's part is where the layout of a weight sync says, is no copy, and a snapshot brings it back."""
+    path, different = model_folder(folder, "qwen3_moe", num_hidden_layers=4), {}
+    for number, section in enumerate(({TENSOR: 2}, {PIPELINE: 2}, {EXPERT: 2, "expert_tensor_parallel_size": 1})):
+        many = make(MegatronEngine, path, dtype="bfloat16", **section)
+        step(many, 0)
+        declared, held = many.weight_layout(), many.local_weights()
+        counts = {"num_layers": declared.num_layers, "num_heads": declared.num_heads}
+        size = dist.get_world_size()
+        layout = MegatronLayout(
+            Mesh.grid(range(size), **many.section.sizes(size)),
+            many.section.expert_model_parallel_size,
+            many.section.layers_per_stage(4),
+            expert_tensor_parallel=many.section.expert_tensor_size(),
+        )
+        before, wrong = {name: t.clone() for name, t in many.gather_weights()}, 0
+        for tensor in decoder_tensors(declared.shapes, num_kv_heads=declared.num_kv_heads, **counts):
+            part = layout.part(tensor, dist.get_rank())
+            assert (part is None) == (tensor.name not in held), tensor.name
+            expected = before[tensor.name]
+            for dim, spans in enumerate(part.spans if part is not None else ()):
+                expected = torch.cat([expected.narrow(dim, a, b - a) for a, b in spans], dim)
+            wrong += int(part is not None and not torch.equal(held[tensor.name], expected))
+        saved = many.snapshot()
+        step(many, 1)
+        moved = largest_gap(dict(many.gather_weights()), before)
+        many.restore(saved)
+        wrong += num_different(dict(many.gather_weights()), before)
+        different[number] = wrong if moved > 0 else -1
+        del many
+    return different
+
+
+@on(2)
+def check_refused_steps(folder):
+    path, different = model_folder(folder, "llama", num_hidden_layers=4), {}
+
+    class Refuse:
+        names = {"loss": "sum"}
+
+        def __call__(self, metrics):
+            self.seen = dict(metrics)
+            return False
+
+    for number, section in enumerate(({}, {PIPELINE: 2})):
+        ours, plain = (make(MegatronEngine, path, **section) for _ in range(2))
+        check, batch = Refuse(), make_batch(5, (2, 2))
+        for engine in (ours, plain):
+            step(engine, 0)
+        refused = ours.train_batch(batch, imitation_loss, ("log_probs",), MICRO, check=check)
+        assert refused["num_skipped_updates"].value == 1
+        assert check.seen["grad_norm"] == refused["grad_norm"].value > 0
+        nothing = batch.select_idxs(torch.arange(len(batch)))
+        nothing.batch["response_mask"] = torch.zeros_like(nothing.batch["response_mask"])
+        ours.train_batch(nothing, lambda o, b, t: (o["log_probs"].sum(), {}), ("log_probs",), MICRO)
+        assert ours.num_steps == plain.num_steps == 1
+        for engine in (ours, plain):
+            step(engine, 1)
+        different[number] = num_different(whole_state(ours), whole_state(plain))
+        del ours, plain, engine
+    return different
+
+
+@on(2)
+def check_checkpoint(folder):
+    """A run that resumes goes on bit for bit; with another layout or engine its losses are equal, and back again."""
+    path, found = model_folder(folder, "llama", num_hidden_layers=4), {}
+    shapes = [{}, {TENSOR: 2}, {PIPELINE: 2}]
+    for number, section in enumerate(shapes):
+        unbroken = make(MegatronEngine, path, **section)
+        for seed in range(2):
+            step(unbroken, seed)
+            unbroken.end_step()
+        save(unbroken, folder / f"megatron-{number}", 2)
+        resumed = load(make(MegatronEngine, path, **section), folder / f"megatron-{number}", 2)
+        one = load(make(LocalEngine, path), folder / f"megatron-{number}", 2)
+        fsdp = load(make(FSDPEngine, path), folder / f"megatron-{number}", 2)
+        found[f"{number} loaded"] = num_different(whole_state(resumed), whole_state(unbroken))
+        found[f"{number} fsdp"] = num_different(whole_state(fsdp), whole_state(unbroken))
+        save(fsdp, folder / f"fsdp-{number}", 2)
+        losses = [[summed(e, step(e, s)["loss"]) for s in (2, 3)] for e in (unbroken, resumed)]
+        found[f"{number} continued"] = num_different(whole_state(resumed), whole_state(unbroken))
+        del unbroken, resumed
+        back = load(make(MegatronEngine, path, **shapes[number - 1]), folder / f"fsdp-{number}", 2)
+        losses += [[summed(back, step(back, s)["loss"]) for s in (2, 3)]]
+        expected = [step(one, s)["loss"].value for s in (2, 3)]
+        found[f"{number} gap"] = max(abs(a / b - 1) for row in losses for a, b in zip(row, expected, strict=True))
+        del back
+    return found

@@ -1,0 +1,118 @@
+"""The Megatron engine: sizes that are refused, and on two and four ranks the losses, norms and states of one device."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from tests.engines.ranks import run_ranks
+from verl.config.sections.megatron import MegatronConfig
+from verl.errors import ConfigError
+
+pytestmark = pytest.mark.seed("B3")
+
+OTHER = {"check_rounding", "check_declared_weights", "check_refused_steps", "check_checkpoint"}
+
+
+def model(**changes):
+    return SimpleNamespace(
+        **{
+            "model_type": "qwen3_moe",
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "intermediate_size": 48,
+            "moe_intermediate_size": 16,
+            "num_experts": 6,
+            "num_hidden_layers": 6,
+            **changes,
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("section", "changes", "words"),
+    [
+        ({"tensor_model_parallel_size": 3}, {}, "does not divide the model's 8 attention heads"),
+        ({"tensor_model_parallel_size": 8}, {}, "does not divide the model's 4 key-value heads"),
+        ({"pipeline_model_parallel_size": 4}, {}, "does not divide the model's 6 layers"),
+        ({"expert_model_parallel_size": 4}, {}, "does not divide the model's 6 experts"),
+        ({"expert_model_parallel_size": 2}, {"num_experts": None, "model_type": "qwen3"}, "qwen3 has no experts"),
+        ({"expert_tensor_parallel_size": 3}, {}, "does not divide the 16 columns of an expert"),
+        ({"tensor_model_parallel_size": 2, "sequence_parallel": False}, {}, "Megatron needs it for experts"),
+        ({}, {"model_type": "gemma"}, "no name map for gemma"),
+    ],
+)
+def test_sizes_that_a_model_forbids_are_refused(section, changes, words):
+    with pytest.raises(ConfigError, match=words):
+        MegatronConfig(**section).check_model(model(**changes))
+
+
+def test_stages_of_unequal_layers():
+    uneven = {"num_layers_in_first_pipeline_stage": 1, "num_layers_in_last_pipeline_stage": 1}
+    section = MegatronConfig(pipeline_model_parallel_size=4, override_transformer_config=uneven)
+    section.check_model(model())
+    assert section.layers_per_stage(6) == (1, 2, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("section", "num_ranks", "words"),
+    [
+        ({"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, 6, "6 devices do not divide"),
+        ({"expert_model_parallel_size": 3}, 4, "does not divide the 4 devices of a stage"),
+    ],
+)
+def test_sizes_that_do_not_divide_the_devices_are_refused(section, num_ranks, words):
+    with pytest.raises(ConfigError, match=words):
+        MegatronConfig(**section).sizes(num_ranks)
+
+
+def test_settings_that_are_not_read_are_refused():
+    def found(**settings):
+        return list(MegatronConfig(override_transformer_config=settings).contradictions())
+
+    assert "hidden_size is not read" in found(hidden_size=4)[0]
+    assert not found(recompute_granularity="full", apply_rope_fusion=True, moe_aux_loss_coeff=0.0)
+    assert "moe_aux_loss_coeff is not read" in found(moe_aux_loss_coeff=0.1)[0]
+    assert "needs pipeline" in next(MegatronConfig(virtual_pipeline_model_parallel_size=2).contradictions())
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    pytest.importorskip("megatron.core", reason="needs the extra megatron")
+    results = {}
+
+    def of(num_ranks):
+        if num_ranks not in results:
+            folder = tmp_path_factory.mktemp("ranks")
+            run_ranks("tests.engines.megatron_checks", num_ranks, folder, timeout_s=280.0)
+            results[num_ranks] = json.loads((folder / f"results-{num_ranks}.json").read_text())
+        return results[num_ranks]
+
+    return of
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_several_ranks_equal_one_device(found, num_ranks):
+    gaps = {check: gaps for check, gaps in found(num_ranks).items() if check not in OTHER}
+    assert len(gaps) == {2: 15, 4: 5}[num_ranks]
+    assert {(check, n): gap for check, row in gaps.items() for n, gap in row.items() if gap > 1e-5} == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_rounding_and_parts_are_those_of_every_engine(found, num_ranks):
+    for check in ("check_rounding", "check_declared_weights"):
+        assert {name: n for name, n in found(num_ranks)[check].items() if n} == {}, check
+
+
+@pytest.mark.slow
+def test_refused_steps_leave_no_trace(found):
+    assert set(found(2)["check_refused_steps"].values()) == {0}
+
+
+@pytest.mark.slow
+def test_checkpoints_continue_bit_for_bit_and_with_other_engines(found):
+    results = found(2)["check_checkpoint"]
+    assert {name: n for name, n in results.items() if n and "gap" not in name} == {}
+    assert all(gap < 1e-5 for name, gap in results.items() if "gap" in name)

@@ -1,0 +1,143 @@
+"""`*.deepspeed`: the DeepSpeed training engine, and the merge of a user's DeepSpeed configuration with the keys of a run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl.config.keys import Section, used
+from verl.errors import ConfigError
+
+STAGES = (0, 1, 2, 3)
+_DEFAULT_STAGE = 2
+_DECIDED = {  # by keys of the run, which differ from DeepSpeed's in meaning: only "auto" can stand in a file
+    "train_batch_size": "the mini-batch size",
+    "train_micro_batch_size_per_gpu": "the micro-batch size",
+    "gradient_accumulation_steps": "mini-batch and micro-batch size",
+    "scheduler": "the keys of optim",
+}
+_OFFLOADS = ("offload_optimizer", "offload_param")
+
+
+@dataclass(frozen=True)
+class DeepSpeedConfig(Section):
+    zero_stage: int | None = used(
+        None,
+        "what devices share: 0 nothing, 1 the optimizer state, 2 gradients too, 3 parameters too; null: that of config, else 2",
+        choices=(None, *STAGES),
+    )
+    offload_optimizer: bool = used(False, "keep masters and optimizer state on the CPU, and step there", sizing=True)
+    offload_param: bool = used(False, "with stage 3: keep parameters on the CPU between uses", sizing=True)
+    config: str | None = used(None, "a DeepSpeed configuration (JSON) that is merged with the keys of the run")
+
+    def stage(self) -> int:
+        """The stage of ZeRO. Raises ConfigError for a file that cannot be read."""
+        if self.zero_stage is not None:
+            return self.zero_stage
+        given = read_ds_config(self.config).get("zero_optimization", {}).get("stage", "auto")
+        return given if given in STAGES else _DEFAULT_STAGE
+
+    def sizes(self, num_ranks: int) -> dict[str, int]:
+        """Axes of the mesh: with stage 3 all devices share one copy of the parameters."""
+        shard = num_ranks if self.stage() == 3 else 1
+        return {"replicate": num_ranks // shard, "shard": shard}
+
+    def sentence(self) -> str:
+        """The sharding policy, for the header of a run."""
+        offloaded = {"optimizer": self.offload_optimizer, "parameters": self.offload_param}
+        return ", ".join([f"ZeRO {self.stage()}", *(f"offload of {name}" for name, on in offloaded.items() if on)])
+
+
+def read_ds_config(path: str | None) -> dict[str, Any]:
+    """The DeepSpeed configuration in `path`; {} for None. Raises ConfigError."""
+    if path is None:
+        return {}
+    file = Path(path).expanduser()
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as caught:
+        raise ConfigError(f"deepspeed.config={path} cannot be read: {caught.strerror}. Name a JSON file.") from caught
+    except ValueError as caught:
+        raise ConfigError(f"deepspeed.config={path} is not JSON: {caught}. Correct the file.") from caught
+    if not isinstance(found, dict):
+        raise ConfigError(f"deepspeed.config={path} holds no mapping. Name a DeepSpeed configuration.")
+    return found
+
+
+def ds_config(section: DeepSpeedConfig, *, bfloat16: bool, clip_grad: float, optimizer: str) -> dict[str, Any]:
+    """The configuration that DeepSpeed gets: that of the file with the keys of the run. `optimizer` is the class that
+    steps. Raises ConfigError where the two contradict each other; "auto" in the file agrees with everything."""
+    given = read_ds_config(section.config)
+    problem = next(contradictions(section, given, bfloat16=bfloat16, clip_grad=clip_grad, optimizer=optimizer), None)
+    if problem:
+        raise ConfigError(f"deepspeed.config={section.config}: {problem}")
+    stage = section.stage()
+    zero = {k: v for k, v in given.get("zero_optimization", {}).items() if v != "auto"}
+    for name in _OFFLOADS:
+        device = (zero.pop(name, None) or {}).get("device", "none")
+        if getattr(section, name) or device == "cpu":
+            zero[name] = {"device": "cpu", "pin_memory": False}
+    if stage == 3:
+        # small parameters would stay whole on every device, and weights that are sent must lie where the plan says
+        zero.setdefault("stage3_param_persistence_threshold", 0)
+    rest = {k: v for k, v in given.items() if k not in (*_DECIDED, "optimizer", "zero_optimization", "fp16", "bf16")}
+    return {
+        "steps_per_print": 1 << 40,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "communication_data_type": "fp32",
+        **{k: v for k, v in rest.items() if v != "auto"},
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 2,  # any number above 1: some buffers exist only then
+        "gradient_clipping": clip_grad,
+        "zero_optimization": {**zero, "stage": stage},
+        **({"bf16": {"enabled": True, "check_grad_overflow": True}} if bfloat16 else {}),
+    }
+
+
+def contradictions(
+    section: DeepSpeedConfig, given: Mapping[str, Any], *, bfloat16: bool | None, clip_grad: float, optimizer: str
+) -> Iterator[str]:
+    """Sentences about values of the file that the run's keys contradict. `bfloat16` None: not known yet."""
+    zero = given.get("zero_optimization", {})
+    stage, theirs = section.zero_stage, zero.get("stage", "auto")
+    if theirs not in ("auto", *STAGES):
+        yield f"zero_optimization.stage={theirs} is none of 0, 1, 2, 3. Correct it."
+    elif stage is not None and theirs not in ("auto", stage):
+        yield f"zero_optimization.stage={theirs} contradicts deepspeed.zero_stage={stage}. Remove one of the two."
+    for name in _OFFLOADS:
+        device = (zero.get(name) or {}).get("device", "none")
+        if device not in ("none", "cpu"):
+            yield f"zero_optimization.{name}.device={device} is not available; use cpu."
+    if section.offload_param and section.stage() != 3:
+        yield f"offload_param needs ZeRO stage 3, and this is stage {section.stage()}. Set deepspeed.zero_stage=3."
+    if _on(given, "fp16") is True:
+        yield "fp16 is not available, since it needs loss scaling. Set bf16, or compute in float32."
+    if bfloat16 is not None and _on(given, "bf16") not in (None, "auto", bfloat16):
+        yield (
+            f"bf16.enabled={_on(given, 'bf16')} contradicts fsdp_config.dtype={'bfloat16' if bfloat16 else 'float32'}. "
+            "Remove one of the two."
+        )
+    if given.get("gradient_clipping", "auto") not in ("auto", clip_grad):
+        yield f"gradient_clipping={given['gradient_clipping']} contradicts optim.clip_grad={clip_grad}. Remove it."
+    kind = (given.get("optimizer") or {}).get("type", "auto")
+    if kind not in ("auto", optimizer):
+        yield f"optimizer.type={kind} contradicts optim.optimizer={optimizer}. Remove the section optimizer."
+    fixed = {k: v for k, v in (given.get("optimizer") or {}).get("params", {}).items() if v != "auto"}
+    if fixed:
+        yield f"optimizer.params.{next(iter(fixed))} is set by the keys of optim. Remove the section optimizer."
+    for name, decider in _DECIDED.items():
+        if given.get(name, "auto") != "auto" and not _is_auto(given[name]):
+            yield f'{name} is decided by {decider}. Remove it, or write "auto".'
+
+
+def _on(given: Mapping[str, Any], name: str) -> Any:
+    return (given.get(name) or {}).get("enabled")
+
+
+def _is_auto(value: Any) -> bool:
+    """Whether every value of a section is "auto"."""
+    return isinstance(value, dict) and all(v == "auto" for v in (value.get("params") or {}).values())

@@ -1,0 +1,170 @@
+"""`*.megatron`: the Megatron-core training engine, and the sizes that a model and a number of devices allow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from verl.config.keys import Section, used
+from verl.errors import ConfigError
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
+_RECOMPUTE = ("recompute_granularity", "recompute_modules", "recompute_method", "recompute_num_layers")
+_STAGES = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+# how layers are computed and not what: kernels of Transformer Engine and Apex, and orders that cost or save memory
+_KERNELS = (
+    "attention_backend apply_rope_fusion attention_softmax_in_fp32 bias_activation_fusion bias_dropout_fusion "
+    "bias_swiglu_fusion cross_entropy_fusion_impl cross_entropy_loss_fusion deallocate_pipeline_outputs "
+    "gradient_accumulation_fusion "
+    "masked_softmax_fusion moe_enable_deepep moe_grouped_gemm moe_permute_fusion moe_router_dtype moe_shared_expert_overlap "
+    "moe_token_dispatcher_type overlap_moe_expert_parallel_comm persist_layer_norm tp_comm_overlap variable_seq_lengths"
+).split()
+# of the router's balancing, which is not trained, as in every engine here
+_BALANCING = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_load_balancing_type")
+
+
+@dataclass(frozen=True)
+class MegatronConfig(Section):
+    tensor_model_parallel_size: int = used(1, "devices that share one layer", ge=1)
+    pipeline_model_parallel_size: int = used(1, "stages of layers", ge=1)
+    virtual_pipeline_model_parallel_size: int | None = used(None, "interleaved stages per device", ge=1)
+    expert_model_parallel_size: int = used(1, "devices that share the experts", ge=1)
+    expert_tensor_parallel_size: int | None = used(
+        None, "devices that share one expert; null: tensor_model_parallel_size", ge=1
+    )
+    context_parallel_size: int = used(1, "only 1: tokens of a sequence are divided by sequence_parallel alone", ge=1)
+    use_megatron_fsdp: bool = used(False, "only False: Megatron's own FSDP")
+    sequence_parallel: bool = used(True, "with tensor parallelism: split activations along the sequence", sizing=True)
+    use_distributed_optimizer: bool = used(
+        True, "divide masters and optimizer state over data-parallel devices", sizing=True
+    )
+    param_offload: bool = used(False, "keep parameters on the CPU between uses", sizing=True)
+    optimizer_offload: bool = used(False, "keep optimizer state on the CPU between uses", sizing=True)
+    override_transformer_config: dict[str, Any] = used(
+        {},
+        f"settings of Megatron's TransformerConfig: {', '.join((*_RECOMPUTE, *_STAGES))}; those of kernels have no effect",
+    )
+
+    def sizes(self, num_ranks: int) -> dict[str, int]:
+        """Axes of the mesh, as Megatron numbers its ranks. Raises ConfigError where they do not divide."""
+        tensor, pipeline = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
+        if num_ranks % (tensor * pipeline):
+            raise ConfigError(
+                f"{num_ranks} devices do not divide into megatron.tensor_model_parallel_size={tensor} x "
+                f"pipeline_model_parallel_size={pipeline}. Change the sizes, or the number of devices."
+            )
+        experts = self.expert_model_parallel_size * self.expert_tensor_size()
+        if (num_ranks // pipeline) % experts:
+            raise ConfigError(
+                f"megatron.expert_model_parallel_size={self.expert_model_parallel_size} x expert_tensor_parallel_size="
+                f"{self.expert_tensor_size()} does not divide the {num_ranks // pipeline} devices of a stage. Change one."
+            )
+        return {"pp": pipeline, "replicate": num_ranks // tensor // pipeline, "tp": tensor}
+
+    def expert_tensor_size(self) -> int:
+        """Devices that share one expert."""
+        return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
+
+    def divides_sequence(self) -> bool:
+        """Whether activations are split along the sequence."""
+        return self.sequence_parallel and self.tensor_model_parallel_size > 1
+
+    def transformer_settings(self) -> dict[str, Any]:
+        """Those of override_transformer_config that act."""
+        return {
+            k: v for k, v in self.override_transformer_config.items() if k in (*_RECOMPUTE, *_STAGES) and v is not None
+        }
+
+    def layers_per_stage(self, num_layers: int) -> tuple[int, ...]:
+        """Layers of each stage of the pipeline, in the model's order: with interleaved stages, stage i of the result is on
+        device i % pipeline_model_parallel_size."""
+        stages = self.pipeline_model_parallel_size * (self.virtual_pipeline_model_parallel_size or 1)
+        first, last = (self.override_transformer_config.get(name) for name in _STAGES)
+        middle = num_layers - (first or 0) - (last or 0)
+        equal = middle // max(1, stages - (first is not None) - (last is not None))
+        counts = [equal] * stages
+        if first is not None:
+            counts[0] = first
+        if last is not None:
+            counts[-1] = last
+        return tuple(counts)
+
+    def check_model(self, model: Any) -> None:
+        """Raise ConfigError for sizes that the shape of `model`, a transformers config, forbids."""
+        problem = next(self._misfits(model), None)
+        if problem:
+            raise ConfigError(problem)
+
+    def _misfits(self, model: Any) -> Iterator[str]:
+        tensor, experts = self.tensor_model_parallel_size, getattr(model, "num_local_experts", None)
+        experts = experts or getattr(model, "num_experts", None)
+        if model.model_type not in FAMILIES:
+            yield f"strategy=megatron has no name map for {model.model_type}; it has {', '.join(FAMILIES)}. Set strategy=fsdp2."
+            return
+        if getattr(model, "mlp_bias", False) or (
+            model.model_type == "llama" and getattr(model, "attention_bias", False)
+        ):
+            yield "strategy=megatron has no biases of the projections after attention and MLP. Set strategy=fsdp2."
+        heads = {
+            "attention heads": model.num_attention_heads,
+            "key-value heads": getattr(model, "num_key_value_heads", None) or model.num_attention_heads,
+            "columns of an MLP": model.intermediate_size,
+        }
+        for what, count in heads.items():
+            if count % tensor:
+                yield f"megatron.tensor_model_parallel_size={tensor} does not divide the model's {count} {what}. Change it."
+        counts = self.layers_per_stage(model.num_hidden_layers)
+        if sum(counts) != model.num_hidden_layers or min(counts) < 1:
+            yield (
+                f"megatron.pipeline_model_parallel_size={self.pipeline_model_parallel_size} (virtual "
+                f"{self.virtual_pipeline_model_parallel_size}) does not divide the model's {model.num_hidden_layers} layers. "
+                f"Choose a divisor, or set {' or '.join(_STAGES)} in override_transformer_config."
+            )
+        if self.expert_model_parallel_size > 1 and not experts:
+            size = self.expert_model_parallel_size
+            yield f"megatron.expert_model_parallel_size={size}: {model.model_type} has no experts. Set it to 1."
+        if experts and experts % self.expert_model_parallel_size:
+            yield (
+                f"megatron.expert_model_parallel_size={self.expert_model_parallel_size} does not divide the model's {experts} "
+                "experts. Choose a divisor."
+            )
+        width = getattr(model, "moe_intermediate_size", None) or model.intermediate_size
+        if experts and width % self.expert_tensor_size():
+            size = self.expert_tensor_size()
+            yield f"megatron.expert_tensor_parallel_size={size} does not divide the {width} columns of an expert."
+        if experts and tensor > 1 and not self.sequence_parallel:
+            yield "megatron.sequence_parallel=False: Megatron needs it for experts with tensor parallelism. Set it to True."
+
+    def contradictions(self) -> Iterator[str]:
+        """Sentences about settings that exclude one another, whatever the model is."""
+        if self.context_parallel_size > 1:
+            yield (
+                f"context_parallel_size={self.context_parallel_size} is not available. Remove it; sequence_parallel with "
+                "tensor_model_parallel_size divides activations, and strategy=fsdp2 has ulysses_sequence_parallel_size."
+            )
+        if self.use_megatron_fsdp:
+            yield "use_megatron_fsdp=True is not available. Remove it, or set strategy=fsdp2."
+        virtual, pipeline = self.virtual_pipeline_model_parallel_size, self.pipeline_model_parallel_size
+        if virtual and pipeline < 3:  # with two ranks, several messages between the same two would mix
+            yield f"virtual_pipeline_model_parallel_size={virtual} needs pipeline_model_parallel_size of at least 3. Remove it."
+        for name, value in self.override_transformer_config.items():
+            if name in (*_RECOMPUTE, *_STAGES, *_KERNELS):
+                continue
+            if name in _BALANCING and value in (None, 0, 0.0, "none", False):
+                continue
+            yield (
+                f"override_transformer_config.{name} is not read: the model's config decides what its layers compute. Remove "
+                f"it; {', '.join((*_RECOMPUTE, *_STAGES))} act."
+            )
+
+    def sentence(self) -> str:
+        """The layout, for the header of a run."""
+        sizes = {
+            "tensor": self.tensor_model_parallel_size,
+            "pipeline": self.pipeline_model_parallel_size,
+            "expert": self.expert_model_parallel_size,
+        }
+        parts = [f"{name} parallel {size}" for name, size in sizes.items() if size > 1]
+        parts += ["sequence parallel"] * self.divides_sequence()
+        return ", ".join([*parts, f"distributed optimizer {'on' if self.use_distributed_optimizer else 'off'}"])

@@ -1,0 +1,273 @@
+"""The training engine on DeepSpeed."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from verl.config import FSDPConfig, ModelConfig
+from verl.config.sections.deepspeed import DeepSpeedConfig, ds_config
+from verl.data_proto.metrics import Metric
+from verl.data_proto.proto import DataProto
+from verl.engines.api import BatchTotals, Deferred, LossFn, require_library
+from verl.engines.base import TrainedEngine
+from verl.engines.deepspeed.library import load_deepspeed, start_deepspeed
+from verl.engines.deepspeed.zero import ZeroOptimizer, partition, partition_slice, shape_of
+from verl.engines.flat_shards import FlatShards
+from verl.engines.loading import build_module
+from verl.engines.state import Parameters, TrainedState
+from verl.errors import ConfigError
+from verl.models.chunked_mlp import chunked_feed_forward
+from verl.models.forward import decoder_states, head_transform, packed_outputs
+from verl.models.log_probs import TokenStats, token_log_probs
+from verl.models.optim import ELEMENTWISE, MasterOptimizer, build_optimizer
+from verl.models.outputs import HeadInputs, output_kind, statistics_wanted
+from verl.models.packing import PackedBatch
+from verl.models.padded import forward_kind
+from verl.models.parallel.forward import empty_batch
+from verl.parallel.mesh import Mesh
+
+log = logging.getLogger(__name__)
+
+
+class DeepSpeedEngine(TrainedEngine):
+    """The TrainEngine on all ranks of the default process group, each with rows of its own. `settings` is a section
+    `deepspeed`. Every rank reads the model, and holds it whole in float32 while the masters are filled."""
+
+    def __init__(
+        self,
+        *,
+        model: ModelConfig,
+        engine: FSDPConfig,
+        device: torch.device,
+        section: DeepSpeedConfig | None = None,
+        mesh: Mesh | None = None,
+        timeout_s: float | None = None,
+        **settings: Any,
+    ):
+        """Other settings: see TrainedEngine. Waits end with the timeout of the default group."""
+        super().__init__(model=model, engine=engine, device=device, **settings)
+        self.section = section or DeepSpeedConfig()
+        self.stage, self.num_ranks = self.section.stage(), dist.get_world_size()
+        config = self._check(mesh)
+        trains = self.optim is not None
+        self.module = build_module(model, self.head, device, self.compute_dtype, self.rounding, trains=trains)
+        self._keep_prompts_apart(forward_kind(self.module))
+        if not trains:
+            self.module.requires_grad_(False)
+        self.computed = _Computed(self.module, by_modules=self.stage > 0)
+        self.deepspeed: Any = None
+        self.optimizer: MasterOptimizer | None = None
+        shapes = {name: tuple(p.shape) for name, p in self.module.named_parameters()}
+        if self.optim is not None and self.stage == 0:
+            self.optimizer = MasterOptimizer(self.module, self.optim, self.compute_dtype, rounding=self.rounding)
+        elif self.stage > 0 and (trains or self.stage == 3):
+            self._start(config)
+        flat = self.optimizer.flat if isinstance(self.optimizer, ZeroOptimizer) else None
+        if not trains and self.stage == 3:
+            flat = FlatShards(shapes, {name: partition_slice(p) for name, p in self.module.named_parameters()})
+        parameters = _Parameters(self.module, self.optimizer, shapes, flat, device)
+        self._trained = TrainedState(self.module, parameters, self.optimizer, self.spec, model.path, self.rounding)
+
+    def _check(self, mesh: Mesh | None) -> dict[str, Any]:
+        """The configuration of DeepSpeed. Raises ConfigError for what it cannot do, before a weight is read."""
+        require_library("deepspeed")
+        name = self.optim.optimizer if self.optim is not None else "AdamW"
+        if mesh is not None and len(mesh.ranks) != self.num_ranks:
+            raise ConfigError(
+                f"The DeepSpeed engine takes all {self.num_ranks} devices of a run, and this role is placed on "
+                f"{len(mesh.ranks)}. Leave it out of trainer.placement, or set strategy=fsdp2."
+            )
+        if self.stage and self.compute_dtype not in (torch.float32, torch.bfloat16):
+            raise ConfigError(f"The DeepSpeed engine computes in float32 or bfloat16, not in {self.compute_dtype}.")
+        if self.stage and name not in ELEMENTWISE:
+            raise ConfigError(
+                f"optim.optimizer={name} may look at whole matrices, which ZeRO {self.stage} takes apart. Use AdamW, or "
+                "deepspeed.zero_stage=0."
+            )
+        if self.spec is not None and self.stage:
+            raise ConfigError(
+                f"model.lora_rank with ZeRO {self.stage}: adapters train with deepspeed.zero_stage=0 or strategy=fsdp2."
+            )
+        clip = self.optim.clip_grad if self.optim is not None else 1.0
+        narrow = self.compute_dtype == torch.bfloat16
+        return ds_config(self.section, bfloat16=narrow, clip_grad=clip, optimizer=name)
+
+    def _start(self, config: dict[str, Any]) -> None:
+        """Hand the module to DeepSpeed, which casts and divides its parameters in place."""
+        named, section = dict(self.module.named_parameters()), self.section
+        log.info(
+            "ZeRO %d (deepspeed.zero_stage=%s), offload of optimizer %s, of parameters %s.",
+            *(self.stage, section.zero_stage, section.offload_optimizer, section.offload_param),
+        )
+        if self.optim is None:
+            self.deepspeed = start_deepspeed(self.computed, None, config, self.device)
+        else:
+            initial = {name: p.data for name, p in named.items()}
+            for name, p in named.items():
+                if not name.startswith("score."):
+                    p.data = self.rounding.rounded(name, p.data, self.compute_dtype)
+            optimizer = build_optimizer(self.optim, named.values())
+            self.deepspeed = start_deepspeed(self.computed, optimizer, config, self.device)
+            self.optimizer = ZeroOptimizer(self.deepspeed, named, initial, self.optim, self.rounding)
+        if self.stage == 3:
+            head = self.module.get_output_embeddings() if self.head == "lm" else self.module.score
+            for parameter in head.parameters():
+                load_deepspeed(self.device).zero.register_external_parameter(self.computed, parameter)
+
+    @torch.no_grad()
+    def local_weights(self) -> dict[str, torch.Tensor]:
+        """See TrainEngine; with stage 3 whole rows, where the ranks divide them."""
+        masters = self.optimizer.masters if self.optimizer is not None and self.spec is not None else {}
+        found = {name: masters.get(name, p).detach() for name, p in self.module.named_parameters()}
+        if self.stage < 3:
+            return found
+        return {name: _rows(p) for name, p in self.module.named_parameters()}
+
+    def trained_weights(self) -> dict[str, torch.Tensor]:
+        """See TrainEngine."""
+        held = self.local_weights()
+        return {} if self.optimizer is None else {name: held[name] for name in self.optimizer.parameters}
+
+    def _ready(self, *, trains: bool = False) -> AbstractContextManager[None]:
+        return chunked_feed_forward(self.module, self.dimensions.chunk_tokens)
+
+    def _outputs(self, packed: PackedBatch, outputs: Sequence[str], temperature: float) -> dict[str, torch.Tensor]:
+        packed = packed if packed.num_tokens else empty_batch(packed)
+        found = (self.deepspeed or self.computed)(packed, outputs, temperature)
+        # DeepSpeed holds one dtype, so that a scalar head computes in that of the decoder; losses get float32 all the same
+        return {name: v.float() if v.dtype == torch.bfloat16 else v for name, v in found.items()}
+
+    def _before_micro_batch(self, number: int, count: int, *, trains: bool) -> None:
+        if trains and self.deepspeed is not None:
+            self.deepspeed.set_gradient_accumulation_boundary(number == count - 1)
+
+    def _backward(
+        self, found: dict[str, torch.Tensor], part: DataProto, loss: LossFn, totals: BatchTotals
+    ) -> dict[str, Metric]:
+        """Every rank goes backward through the whole model, with a gradient of zero where nothing trains."""
+        value, metrics = loss(found, part, totals) if len(part) else (None, {})
+        graph = value
+        if value is None or not value.requires_grad:
+            graph = torch.stack([v.sum() * 0 for v in found.values() if v.requires_grad]).sum()
+        assert graph is not None
+        if self.deepspeed is None:
+            graph.backward()
+        else:
+            self.deepspeed.backward(graph * self.num_ranks, scale_wrt_gas=False)  # which divides by them
+        return metrics if value is None else {**metrics, "loss": Metric.sum(value.detach())}
+
+    def _complete_gradients(self, totals: BatchTotals) -> None:
+        assert self.optimizer is not None
+        nothing = not totals.num_tokens
+        if isinstance(self.optimizer, ZeroOptimizer):
+            self.optimizer.skips_step = nothing
+            return
+        masters = self.optimizer.masters.values()
+        for master in masters:
+            if nothing:
+                master.grad = None
+            elif master.grad is not None:
+                dist.all_reduce(master.grad)
+
+    def _sum_over_parameters(self, sums: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        total = super()._sum_over_parameters(sums).to(self.device)
+        return self._sum_over_ranks(total) if self.stage else total
+
+    def _sum_over_ranks(self, numbers: torch.Tensor) -> torch.Tensor:
+        numbers = numbers.to(self.device)
+        dist.all_reduce(numbers)
+        return numbers
+
+    def _largest_of_ranks(self, numbers: torch.Tensor) -> torch.Tensor:
+        numbers = numbers.to(self.device)
+        dist.all_reduce(numbers, dist.ReduceOp.MAX)
+        return numbers
+
+
+class _Computed(nn.Module):
+    """A model with everything that a loss needs of it in one `forward`. `by_modules`: through its modules, since DeepSpeed
+    gathers parameters around them, and reduces gradients in an order that must be the same on all ranks."""
+
+    def __init__(self, model: Any, by_modules: bool):
+        super().__init__()
+        self.model, self.by_modules = model, by_modules
+
+    def forward(self, packed: PackedBatch, outputs: Sequence[str], temperature: float) -> dict[str, torch.Tensor]:
+        """As verl.models.forward.packed_outputs."""
+        by_modules = self.by_modules or not len(
+            packed.hidden_index
+        )  # which has a graph even where nothing is predicted
+        if not by_modules or forward_kind(self.model) != "packed":
+            return packed_outputs(self.model, packed, outputs, temperature)
+        hidden = decoder_states(self.model.get_decoder(), packed).index_select(0, packed.hidden_index)
+
+        def statistics() -> TokenStats:
+            head = self.model.get_output_embeddings()
+            wanted: dict[str, Any] = {
+                **statistics_wanted(outputs, packed.columns, head.weight.shape[0]),
+                **head_transform(self.model.config),
+            }
+            bias = getattr(head, "bias", None)
+            return token_log_probs(hidden, head.weight, packed.targets, temperature, bias=bias, **wanted)
+
+        inputs = HeadInputs(self.model, hidden, packed.targets, temperature, statistics)
+        kinds = {name: output_kind(name) for name in outputs}
+        return {name: kind.scatter(packed, kind.compute(inputs)) for name, kind in kinds.items()}
+
+
+class _Parameters(Parameters):
+    """Parameters of which the masters, and with stage 3 the weights, are slices of the flattened tensor: those of `flat`.
+    None: every rank has all of everything."""
+
+    def __init__(
+        self,
+        module: Any,
+        optimizer: MasterOptimizer | None,
+        shapes: Mapping[str, tuple[int, ...]],
+        flat: FlatShards | None,
+        device: torch.device,
+    ):
+        self.module, self.optimizer, self.shapes = module, optimizer, dict(shapes)
+        self.flat, self.device = flat, device
+
+    def named(self) -> dict[str, torch.Tensor]:
+        masters = self.optimizer.masters if self.optimizer is not None else {}
+        return {name: masters[name].detach() if name in masters else self.computing(name) for name in self.shapes}
+
+    def computing(self, name: str) -> torch.Tensor:
+        parameter = self.module.get_parameter(name)
+        return partition(parameter) if hasattr(parameter, "ds_tensor") else parameter.detach()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.shapes[name]
+
+    def whole(self, name: str, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        parameter = self.module.get_parameter(name)
+        is_whole = not hasattr(parameter, "ds_tensor") and value.data_ptr() == parameter.data_ptr()
+        if self.flat is None or is_whole:
+            return value.to(dtype)
+        return self.flat.whole(name, value, self.device, dtype)
+
+    def deferred(self, name: str, value: torch.Tensor) -> torch.Tensor | Deferred:
+        if self.flat is None:
+            return value
+        return Deferred(self.shape(name), value.dtype, partial(self.whole, name, value, value.dtype))
+
+    def part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        return whole if self.flat is None else self.flat.part(name, whole)
+
+
+def _rows(parameter: Any) -> torch.Tensor:
+    """The slice of a parameter as rows where it consists of them, else as it is."""
+    held, shape = partition(parameter), shape_of(parameter)
+    row = math.prod(shape[1:])
+    return held.view(-1, *shape[1:]) if row and held.numel() % row == 0 else held

@@ -1,0 +1,225 @@
+"""The optimizers of ZeRO 1 to 3 as a MasterOptimizer: masters and state by name of parameter, a step that can be refused, and
+our rounding of the masters."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from verl.config import OptimConfig
+from verl.engines.deepspeed.library import combined_norm
+from verl.engines.flat_shards import FlatShards, FlatSlice
+from verl.errors import CheckpointError
+from verl.models.grad_buffers import GradientBuffers
+from verl.models.optim import MasterOptimizer, OptimizerStep, Rounded
+from verl.models.rounding import Rounding
+from verl.models.visible import VisibleUpdate
+
+log = logging.getLogger(__name__)
+
+
+class ZeroOptimizer(MasterOptimizer):
+    """The optimizer of `engine`, DeepSpeed's, over `parameters` by name. `initial` are their float32 values; DeepSpeed has
+    rounded its own before it took masters from them. `masters` are this rank's slices, views of DeepSpeed's buffers."""
+
+    def __init__(
+        self,
+        engine: Any,
+        parameters: Mapping[str, nn.Parameter],
+        initial: Mapping[str, torch.Tensor],
+        config: OptimConfig,
+        rounding: Rounding,
+    ):
+        self.config, self.rounding, self.num_steps = config, rounding, 0
+        self.engine, self.zero = engine, engine.optimizer
+        self.partitions_parameters = engine.zero_optimization_partition_weights()
+        self.parameters = dict(parameters)
+        self.gradients = GradientBuffers({})
+        self.skips_step = False  # nothing has trained
+        shapes = {name: shape_of(p) for name, p in self.parameters.items()}
+        self.shards, self.flat = {}, FlatShards(shapes, dict(self._slices()))
+        self._accept: Callable[[float], bool] | None = None
+        self._grad_norm: float | None = None
+        self._exact: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._intercept()
+        for name, value in initial.items():
+            self.masters[name].copy_(self.flat.part(name, value))
+        self.round_masters()
+        self._visible = VisibleUpdate(self.rounded())
+
+    @property
+    def masters(self) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        """This rank's slices of the masters, by name; empty tensors of parameters of which it has none."""
+        buffers = self._buffers()
+        parts = self.flat.own.items()
+        return {n: buffers[part.buffer].detach().narrow(0, part.offset, part.size) for n, part in parts}
+
+    def step(self, lr: float, accept: Callable[[float], bool] | None = None) -> OptimizerStep:
+        """See MasterOptimizer. DeepSpeed reports every norm that is not finite as infinite."""
+        for group in self.zero.param_groups:
+            group["lr"] = lr
+        self._accept, self._grad_norm = accept, None
+        with self._exact_afterwards():
+            self.engine.step()
+        grad_norm = math.inf if self._grad_norm is None else self._grad_norm
+        taken = not self.zero.overflow
+        self.num_steps += int(taken)
+        if not taken and not math.isfinite(grad_norm):
+            log.warning("The gradient norm is %s; this optimizer step is skipped and no weight changes.", grad_norm)
+        self.skips_step = False
+        return OptimizerStep(grad_norm, taken)
+
+    @torch.no_grad()
+    def round_masters(self) -> None:
+        """Write the masters into the module, on all ranks together."""
+        with self._exact_afterwards():
+            for number in range(len(self._buffers())):
+                self._round(number)
+            if not self.partitions_parameters:
+                self.zero.update_lp_params()
+                return
+            self.zero._partition_all_parameters()
+            for number in range(len(self._buffers())):
+                self.zero._reassign_or_swap_out_partitioned_parameters(number)
+            if self.zero.persistent_parameters:
+                self.zero.persistent_parameters[0].all_gather(self.zero.persistent_parameters)
+
+    def rounded(self) -> Iterator[Rounded]:
+        """See MasterOptimizer: this rank's slices."""
+        for name, master in self.masters.items():
+            weights = self.computing(name)
+            if weights.dtype != master.dtype:
+                yield Rounded(name, weights, master, self.flat.region(name))
+
+    def computing(self, name: str) -> torch.Tensor:
+        """This rank's slice of the weights that compute."""
+        parameter, own = self.parameters[name], self.flat.own[name]
+        if self.partitions_parameters:
+            return partition(parameter)
+        return parameter.detach().view(-1).narrow(0, own.start, own.size)
+
+    def move_state(self, device: torch.device) -> None:
+        """DeepSpeed's offload decides where its state is."""
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """See MasterOptimizer; slots of slices are this rank's."""
+        buffers, found = self._buffers(), {}
+        for name, part in self.flat.own.items():
+            for slot, value in self.zero.optimizer.state.get(buffers[part.buffer], {}).items():
+                if isinstance(value, torch.Tensor) and value.dim():
+                    value = value.detach().narrow(0, part.offset, part.size)
+                found[f"{name}/{slot}"] = torch.as_tensor(value)
+        return found
+
+    def load_state(self, tensors: dict[str, torch.Tensor], num_steps: int) -> None:
+        """The inverse of `state`. Raises CheckpointError."""
+        state, buffers = self.zero.optimizer.state, self._buffers()
+        state.clear()
+        self.num_steps = num_steps
+        own = self.flat.own
+        for key, value in tensors.items():
+            name, _, slot = key.rpartition("/")
+            if name not in own:
+                raise CheckpointError(
+                    f"The checkpoint has optimizer state for {name!r}, which this model does not train; it "
+                    "belongs to another model."
+                )
+            buffer = buffers[own[name].buffer]
+            slots = state[buffer]
+            if not value.dim():
+                slots[slot] = value.to(buffer.device, copy=True) if slot == "step" else value.clone()
+                continue
+            if slot not in slots:
+                slots[slot] = torch.zeros_like(buffer.detach(), dtype=value.dtype)
+            slots[slot].narrow(0, own[name].offset, own[name].size).copy_(value)
+
+    def _buffers(self) -> list[torch.Tensor]:
+        """DeepSpeed's flat masters, in float32."""
+        if self.partitions_parameters:
+            return self.zero.fp32_partitioned_groups_flat
+        return self.zero.single_partition_of_fp32_groups
+
+    def _slices(self) -> Iterator[tuple[str, FlatSlice]]:
+        for name, p in self.parameters.items():
+            if self.partitions_parameters:
+                buffer, offset, _ = self.zero.grad_position[self.zero.get_param_id(p)]
+                yield name, partition_slice(p)._replace(buffer=buffer, offset=offset)
+                continue
+            buffer = next(i for i, group in enumerate(self.zero.bit16_groups) if any(q is p for q in group))
+            found = cast(Any, p)._hp_mapping
+            if found is None:
+                yield name, FlatSlice(0, 0, buffer, 0)
+            else:
+                here, there = found.lp_fragment_address, found.get_hp_fragment_address()
+                yield name, FlatSlice(here.start, here.numel, buffer, there.start)
+
+    def _intercept(self) -> None:
+        """DeepSpeed leaves a step out where the norm is not finite: it is made so where the step is refused."""
+        step = self.zero._optimizer_step
+
+        def rounding_step(number: int) -> None:
+            step(number)
+            self._round(number)
+
+        self.zero._optimizer_step = rounding_step
+        if self.partitions_parameters:
+            norms = self.zero._get_norm_groups
+            self.zero._get_norm_groups = lambda: [self._checked(combined_norm(norms()))]
+            return
+        norm = self.zero.scaled_global_norm
+        self.zero.check_overflow = lambda partition_gradients=True: None  # the norm shows it
+        self.zero.scaled_global_norm = lambda norm_type=2: self._checked(norm())
+
+    def _checked(self, norm: torch.Tensor) -> torch.Tensor:
+        self._grad_norm = norm.item()
+        accepted = self._accept is None or self._accept(self._grad_norm)  # asked on every rank
+        if accepted and math.isfinite(self._grad_norm) and not self.skips_step:
+            return norm
+        return torch.full_like(norm, math.inf)
+
+    @torch.no_grad()
+    def _round(self, number: int) -> None:
+        """Put rounded values into a buffer of masters, from which DeepSpeed takes its compute weights; the masters are kept."""
+        buffer = self._buffers()[number].detach()
+        mine = [(n, part) for n, part in self.flat.own.items() if part.buffer == number]
+        dtype = next(iter(self.parameters[name].dtype for name, _ in mine))
+        if dtype == buffer.dtype:
+            return
+        self._exact.append((buffer, buffer.clone()))
+        for name, part in mine:
+            master = buffer.narrow(0, part.offset, part.size)
+            master.copy_(self.rounding.rounded(name, master, dtype, self.flat.region(name)))
+
+    @contextmanager
+    def _exact_afterwards(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            for buffer, exact in self._exact:
+                buffer.copy_(exact)
+            self._exact = []
+
+
+def shape_of(parameter: Any) -> tuple[int, ...]:
+    """The shape of a whole parameter, which stage 3 has taken apart."""
+    return tuple(parameter.ds_shape if hasattr(parameter, "ds_shape") else parameter.shape)
+
+
+def partition_slice(parameter: Any) -> FlatSlice:
+    """This rank's slice of a parameter of stage 3."""
+    size, numel = parameter.partition_numel(), int(parameter.ds_numel)
+    start = min(dist.get_rank() * size, numel)
+    return FlatSlice(start, min(size, numel - start))
+
+
+def partition(parameter: Any) -> torch.Tensor:
+    """Its weights [size], without padding."""
+    held: torch.Tensor = parameter.ds_tensor
+    return held.detach().narrow(0, 0, partition_slice(parameter).size)

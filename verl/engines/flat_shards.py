@@ -1,0 +1,49 @@
+"""Parameters that are divided over ranks as slices of the flattened tensor, wherever the cuts fall."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from verl.models.parallel.collectives import gather_rows
+from verl.models.rounding import Region
+
+
+class FlatSlice(NamedTuple):
+    """`size` elements from `start` on of a flattened tensor; they lie at `offset` of the flat buffer number `buffer`."""
+
+    start: int
+    size: int
+    buffer: int = 0
+    offset: int = 0
+
+
+class FlatShards:
+    """The slices of this rank, `own`, and of the others of `group`. Slices of a tensor lie in rank order and cover it."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], own: Mapping[str, FlatSlice], group: Any = None):
+        """Collective over `group` (default: all ranks)."""
+        self.shapes, self.own = dict(shapes), dict(own)
+        world: Any = dist.group.WORLD
+        self.group: Any = group or world
+        sizes: list[dict[str, int]] = [{}] * self.group.size()
+        dist.all_gather_object(sizes, {name: part.size for name, part in own.items()}, group=self.group)
+        self.sizes = {name: [of_rank[name] for of_rank in sizes] for name in own}
+        assert all(sum(found) == math.prod(self.shapes[name]) for name, found in self.sizes.items())
+
+    def region(self, name: str) -> Region:
+        """The place of this rank's slice in the flattened tensor."""
+        return Region((math.prod(self.shapes[name]),), (self.own[name].start,))
+
+    def whole(self, name: str, value: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+        """The tensor of which `value` [size] is this rank's slice. Collective; every rank gets it."""
+        return gather_rows(value.to(device, dtype), self.sizes[name], self.group).view(self.shapes[name])
+
+    def part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's slice of `whole`."""
+        own = self.own[name]
+        return whole.reshape(-1)[own.start : own.start + own.size]

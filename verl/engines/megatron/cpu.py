@@ -1,0 +1,110 @@
+"""Megatron-core on a CPU over gloo, for tests and small runs: names of torch and Megatron that stand for a GPU, replaced while
+the engine computes. Nothing of it is used where there is a GPU.
+
+torch.cuda        current_device is "cpu"; synchronize, empty_cache, nvtx ranges, streams and events do nothing; random state
+                  is that of the CPU
+torch functions   a device "cuda" or a number is "cpu", pin_memory is off
+torch.Tensor      cuda returns the tensor, record_stream does nothing, type() has the name of a CUDA tensor
+megatron.core     random state of the tensor parallel tracker; counts of tokens per expert as numpy arrays; gathers and sums of
+                  unequal parts, which gloo has not
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+
+from verl.models.parallel.collectives import gather_rows
+
+
+class _DeviceIsCpu(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        device = kwargs.get("device")
+        if device is not None and (isinstance(device, int) or str(device).startswith("cuda")):
+            kwargs["device"] = "cpu"
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        return func(*args, **kwargs)
+
+
+class _Nothing:
+    """A stream or an event: every method returns it."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: self
+
+
+@contextlib.contextmanager
+def cpu_as_device() -> Iterator[None]:
+    """Inside, Megatron-core computes on the CPU. May be nested."""
+    replaced = []
+    for owner, name, value in _replacements():
+        replaced.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, value)
+    try:
+        with _DeviceIsCpu():
+            yield
+    finally:
+        for owner, name, value in reversed(replaced):
+            setattr(owner, name, value)
+
+
+def _replacements() -> Iterator[tuple[Any, str, Any]]:
+    from verl.engines.megatron.library import mappings
+    from verl.engines.megatron.library import random_tracker as tracker
+    from verl.engines.megatron.library import token_dispatcher as dispatcher
+
+    cuda, nothing = torch.cuda, _Nothing()
+    quiet = {name: lambda *args, **kwargs: None for name in ("synchronize", "empty_cache")}
+    streams = {name: lambda *args, **kwargs: nothing for name in ("current_stream", "default_stream")}
+    states = {
+        "get_rng_state": lambda *args, **kwargs: torch.get_rng_state(),
+        "set_rng_state": lambda state, *args, **kwargs: torch.set_rng_state(state),
+        "manual_seed": torch.manual_seed,
+    }
+    kinds = {"Stream": _Nothing, "Event": _Nothing, "stream": lambda stream: contextlib.nullcontext()}
+    for name, value in {"current_device": lambda: "cpu", **quiet, **streams, **states, **kinds}.items():
+        yield cuda, name, value
+    for name in ("range_push", "range_pop"):
+        yield cuda.nvtx, name, lambda *args: None
+    plain = torch.Tensor.type
+
+    def cuda_type(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = plain(self, *args, **kwargs)
+        is_name = isinstance(found, str) and not found.startswith("torch.cuda")
+        return found.replace("torch.", "torch.cuda.", 1) if is_name else found
+
+    yield torch.Tensor, "type", cuda_type
+    yield torch.Tensor, "cuda", lambda self, *args, **kwargs: self
+    yield torch.Tensor, "record_stream", lambda self, stream: None
+    yield tracker, "_set_cuda_rng_state", lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+    yield tracker, "_get_cuda_rng_state", lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
+
+    def counts(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    yield dispatcher, "maybe_move_tensor_to_cpu", counts
+    gather, scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def unequal_gather(x: torch.Tensor, group: Any = None, sizes: Any = None, *rest: Any, **named: Any) -> Any:
+        sizes = named.pop("output_split_sizes", sizes)
+        return gather(x, group, None, *rest, **named) if sizes is None else gather_rows(x, list(sizes), group)
+
+    def unequal_scatter(x: torch.Tensor, group: Any = None, sizes: Any = None, *rest: Any, **named: Any) -> Any:
+        sizes = named.pop("input_split_sizes", sizes)
+        if sizes is None:
+            return scatter(x, group, None, *rest, **named)
+        dist.all_reduce(total := x.contiguous().clone(), group=group)
+        return total.narrow(0, sum(sizes[: group.rank()]), sizes[group.rank()]).clone()
+
+    yield mappings, "_gather_along_first_dim", unequal_gather
+    yield mappings, "_reduce_scatter_along_first_dim", unequal_scatter

@@ -1,0 +1,360 @@
+"""The training engine on Megatron-core."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from verl.config import FSDPConfig, ModelConfig
+from verl.config.sections.megatron import MegatronConfig
+from verl.data_proto.metrics import Metric
+from verl.data_proto.proto import DataProto
+from verl.engines.api import EngineState, LossFn, MicroBatching, StepCheck, WeightLayout, require_library
+from verl.engines.base import TrainedEngine, select_rows
+from verl.engines.loading import build_module, build_skeleton
+from verl.engines.megatron.groups import computing, use_groups
+from verl.engines.megatron.placement import Grid, Placed, place
+from verl.engines.micro_batches import batch_totals, sizes_of
+from verl.engines.state import TrainedState
+from verl.engines.step_check import random_state
+from verl.errors import ConfigError, ModelError, VerlError
+from verl.models.load import load_external, load_model_config
+from verl.models.optim import ELEMENTWISE
+from verl.models.outputs import positions_read
+from verl.models.packing import PackedBatch, Reads
+from verl.parallel.mesh import Mesh
+
+log = logging.getLogger(__name__)
+
+Part = tuple[DataProto, PackedBatch]  # the rows of a micro-batch, and their layout
+
+
+class MegatronEngine(TrainedEngine):
+    """The TrainEngine on all ranks of the default process group, numbered as Megatron numbers them: tensor parallel ranks are
+    neighbours, then data-parallel ones, then stages of the pipeline. `section` is a section `megatron`.
+
+    `module` has names, shapes and the config of the whole model, and no weights. The first rank reads the model and sends it to
+    the others tensor by tensor. Losses are computed on the last stage; the others then compute them from its outputs, for
+    metrics and for what an objective remembers.
+    """
+
+    optimizer: Any
+
+    def __init__(
+        self,
+        *,
+        model: ModelConfig,
+        engine: FSDPConfig,
+        device: torch.device,
+        section: MegatronConfig | None = None,
+        mesh: Mesh | None = None,
+        timeout_s: float | None = None,
+        **settings: Any,
+    ):
+        """Other settings: see TrainedEngine."""
+        super().__init__(model=model, engine=engine, device=device, **settings)
+        self.section = section or MegatronConfig()
+        self.checkpointing = model.enable_gradient_checkpointing
+        load_external(model.external_lib)
+        hf = load_model_config(model.path, model.trust_remote_code, model.override_config).get_text_config()
+        self._check(hf, mesh)
+        require_library("megatron")
+        with computing(device):
+            use_groups(self, self._group_sizes(), timeout_s)
+            self._join_groups()
+            self._build(model, hf)
+        self._leave_device()
+
+    def _check(self, hf: Any, mesh: Mesh | None) -> None:
+        """Raise ConfigError for what this engine cannot do, before a weight is read."""
+        num_ranks = dist.get_world_size()
+        self.section.sizes(num_ranks)
+        self.section.check_model(hf)
+        if mesh is not None and tuple(mesh.ranks) != tuple(range(num_ranks)):
+            raise ConfigError(
+                f"The Megatron engine takes all {num_ranks} devices of a run, and this role is placed on {len(mesh.ranks)}. "
+                "Leave it out of trainer.placement, or set strategy=fsdp2."
+            )
+        for key, given in (("model.lora_rank", self.spec), ("model.neftune_alpha", self.neftune_alpha)):
+            if given:
+                raise ConfigError(f"{key} is not available with strategy=megatron. Remove it, or set strategy=fsdp2.")
+        if self.config.use_3d_hybrid:
+            raise ConfigError(
+                "fsdp_config.use_3d_hybrid is of strategy=fsdp2. Remove it; pipeline stages divide layers here."
+            )
+        if self.optim is not None and self.optim.optimizer not in ELEMENTWISE:
+            raise ConfigError(
+                f"optim.optimizer={self.optim.optimizer} may look at whole matrices, which these ranks do not have. Use AdamW."
+            )
+
+    def _group_sizes(self) -> dict[str, int | None]:
+        section = self.section
+        return {
+            "tensor_model_parallel_size": section.tensor_model_parallel_size,
+            "pipeline_model_parallel_size": section.pipeline_model_parallel_size,
+            "virtual_pipeline_model_parallel_size": section.virtual_pipeline_model_parallel_size,
+            "expert_model_parallel_size": section.expert_model_parallel_size,
+            "expert_tensor_parallel_size": section.expert_tensor_size(),
+        }
+
+    def _join_groups(self) -> None:
+        from verl.engines.megatron.library import parallel_state as groups
+
+        self.data = groups.get_data_parallel_group()
+        self.pipeline = groups.get_pipeline_model_parallel_group()
+        self.grid = Grid(
+            groups.get_tensor_model_parallel_world_size(),
+            groups.get_tensor_model_parallel_rank(),
+            groups.get_expert_model_parallel_world_size(),
+            groups.get_expert_model_parallel_rank(),
+            groups.get_expert_tensor_parallel_world_size(),
+            groups.get_expert_tensor_parallel_rank(),
+        )
+        self.coordinates = {
+            "tensor": self.grid.tensor_rank,
+            "data": self.data.rank(),
+            "expert_data": groups.get_expert_data_parallel_group().rank(),
+        }
+
+    def _build(self, model: ModelConfig, hf: Any) -> None:
+        """Stages on the meta device of names, filled from the first rank, and what trains them."""
+        from verl.engines.megatron.library import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+            finalize_model_grads,
+        )
+        from verl.engines.megatron.model import build_stages, transformer_config
+        from verl.engines.megatron.optimizer import MegatronOptimizer, MegatronParameters, shares_of
+        from verl.engines.megatron.schedule import PipelineSchedule
+
+        trains, narrow = self.optim is not None, self.compute_dtype
+        wide = torch.promote_types(narrow, torch.float32)
+        self.module = build_skeleton(model, self.head, narrow, trains=trains)
+        shapes = {name: tuple(p.shape) for name, p in self.module.named_parameters()}
+        prefix = next(name for name in shapes if "embed_tokens" in name).removesuffix("embed_tokens.weight")
+        decoder = self.module.get_decoder()
+        rotary = type(decoder.rotary_emb)(config=decoder.config)
+        if getattr(rotary, "attention_scaling", 1.0) != 1.0:
+            raise ConfigError("strategy=megatron has no rotary embedding with attention_scaling. Set strategy=fsdp2.")
+        config = transformer_config(hf, self.section, narrow, recomputes=self.checkpointing and trains)
+        self.stages = build_stages(config, hf, self.head, rotary)
+        for stage in self.stages:
+            stage.to(self.device).train(trains).requires_grad_(trains)
+        tied = self.head == "lm" and bool(hf.tie_word_embeddings)
+        placed = place(self.stages, shapes, self.grid, prefix=prefix, tied=tied)
+        self.placed = {p.name: p for p in placed if not p.is_copy}
+        self.has_copies = tied and self.pipeline.size() > 1
+        masters = self._fill(model, placed, shapes, wide)
+        self.chunks: list[Any] = list(self.stages)
+        if self.section.override_transformer_config:
+            log.info("Settings of Megatron's layers that act: %s.", self.section.transformer_settings() or "none")
+        self.optimizer = None
+        shares = shares_of(placed, None, self.coordinates)
+        if self.optim is not None:
+            divided = DistributedDataParallelConfig(
+                use_distributed_optimizer=self.section.use_distributed_optimizer,
+                grad_reduce_in_fp32=narrow != torch.float64,
+                overlap_grad_reduce=False,
+            )
+            last = len(self.stages) - 1
+            self.chunks = [
+                DistributedDataParallel(config, divided, stage, disable_bucketing=number < last or last > 0)
+                for number, stage in enumerate(self.stages)
+            ]
+            config.finalize_model_grads_func = lambda models, num_tokens=None, **kwargs: finalize_model_grads(
+                models, None, **kwargs
+            )
+            shares = shares_of(placed, self.chunks, self.coordinates)
+            self.optimizer = MegatronOptimizer(
+                shares, list(shapes), self.optim, self.rounding, self.chunks, self.device
+            )
+            for key, share in self.optimizer.by_key.items():
+                if key in masters:
+                    self.optimizer.masters[key].detach().copy_(masters[key].reshape(-1)[share.start : share.stop])
+            self.optimizer.round_masters()
+            self.optimizer.restart_measure()
+        divides = self.grid.tensor if self.section.divides_sequence() else 1
+        self.schedule = PipelineSchedule(self.chunks, self.stages, self.pipeline, divides, self.device)
+        parameters = MegatronParameters(shares, shapes, self.optimizer, self.device, narrow)
+        self._trained = TrainedState(self.module, parameters, self.optimizer, None, model.path, self.rounding)
+        self._keep_prompts_apart("packed")
+
+    @torch.no_grad()
+    def _fill(
+        self, model: ModelConfig, placed: list[Placed], shapes: Mapping[str, tuple[int, ...]], wide: torch.dtype
+    ) -> dict[str, torch.Tensor]:
+        """Weights from the first rank, tensor by tensor; returns this rank's parts in `wide` where they compute in less."""
+        trains = self.optim is not None
+        here: dict[str, list[Placed]] = {}
+        for part in placed:
+            here.setdefault(part.name, []).append(part)
+        source, error = {}, ""
+        if dist.get_rank() == 0:
+            try:
+                cpu = torch.device("cpu")
+                module = build_module(model, self.head, cpu, self.compute_dtype, self.rounding, trains=trains)
+                source = dict(module.named_parameters())
+            except VerlError as caught:
+                error = str(caught)
+        said = [error]
+        dist.broadcast_object_list(said, src=0)
+        if said[0]:
+            raise ModelError(said[0])
+        masters: dict[str, torch.Tensor] = {}
+        for name, shape in shapes.items():
+            sent = torch.empty(shape, dtype=wide, device=self.device)
+            if source:
+                sent.copy_(source.pop(name))
+            dist.broadcast(sent, src=0)
+            for part in here.get(name, []):
+                own = part.take(sent)
+                part.view().copy_(own)
+                if trains and part.parameter.dtype != wide:
+                    masters[f"{name}@end" if part.is_copy else name] = own.clone()
+        return masters
+
+    # -- one call: micro-batches through the pipeline --------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def forward(
+        self, batch: DataProto, outputs: Sequence[str], micro: MicroBatching, temperature: float = 1.0
+    ) -> dict[str, torch.Tensor]:
+        """See TrainEngine."""
+        reads, found = positions_read(outputs, self.head), {}
+        with self._ready():
+            plan = self.schedule.filled(self._plan(batch, micro, reads))
+            parts = self._parts(batch, plan, reads)
+            for rows, result in zip(plan, self.schedule.forward(parts, outputs, temperature), strict=True):
+                for name, values in result.items():
+                    kind = values.dtype if values.dtype in (torch.float64, torch.int64) else torch.float32
+                    if name not in found:
+                        found[name] = torch.zeros(len(batch), *values.shape[1:], dtype=kind)
+                    if rows:
+                        found[name][rows] = values.to("cpu", kind)
+        return found
+
+    def train_batch(
+        self,
+        batch: DataProto,
+        loss: LossFn,
+        outputs: Sequence[str],
+        micro: MicroBatching,
+        temperature: float = 1.0,
+        check: StepCheck | None = None,
+        rows: Sequence[int] | None = None,
+        unit: str = "row",
+    ) -> dict[str, Metric]:
+        """See TrainEngine."""
+        assert self.optimizer is not None, "a frozen model cannot be trained"
+        before = random_state(self.device)
+        reads = positions_read(outputs, self.head)
+        totals = batch_totals(self._sum_over_ranks(torch.tensor(sizes_of(batch, rows, unit))).tolist())
+        metrics: list[dict[str, Metric]] = [{"loss": Metric.sum(0.0)}]
+        with self._ready(trains=True):
+            for chunk in self.chunks:
+                chunk.zero_grad_buffer()
+            plan = self.schedule.filled(self._plan(batch, micro, reads, rows, unit))
+            metrics += self.schedule.train(self._parts(batch, plan, reads), outputs, temperature, loss, totals)
+            if totals.num_tokens:
+                self.optimizer.take_gradients()
+            return self._step(metrics, check, before)
+
+    def _parts(self, batch: DataProto, plan: list[list[int]], reads: Reads) -> list[Part]:
+        rows = [select_rows(batch, members) if members else batch.slice(0, 0) for members in plan]
+        return [(part, self.schedule.padded(self._pack(part, reads))) for part in rows]
+
+    # -- the device layout, see TrainedEngine ------------------------------------------------------------------------------
+
+    def _outputs(self, packed: PackedBatch, outputs: Sequence[str], temperature: float) -> dict[str, torch.Tensor]:
+        raise AssertionError("a pipeline computes micro-batches together")
+
+    @torch.no_grad()
+    def local_weights(self) -> dict[str, torch.Tensor]:
+        """See TrainEngine."""
+        return {name: part.view() for name, part in self.placed.items()}
+
+    def trained_weights(self) -> dict[str, torch.Tensor]:
+        """See TrainEngine."""
+        return {} if self.optimizer is None else self.local_weights()
+
+    def weight_layout(self) -> WeightLayout | None:
+        """See TrainEngine."""
+        found = super().weight_layout()
+        assert found is not None
+        return replace(found, dtype=self.compute_dtype)
+
+    def load_state(self, state: EngineState) -> None:
+        """See TrainEngine. The copy of a tied embedding at the end of the pipeline gets what the first one has."""
+        with computing(self.device), self._on_device(trains=True):
+            super().load_state(state)
+            self._copy_embedding()
+
+    def restore(self, snapshot: Mapping[str, torch.Tensor]) -> None:
+        """See TrainEngine."""
+        with computing(self.device), self._on_device(trains=True):
+            super().restore(snapshot)
+
+    def _copy_embedding(self) -> None:
+        parameters = self._trained.parameters
+        for name in [n for n in parameters.named() if "embed_tokens" in n] if self.has_copies else ():
+            if self.optimizer is not None:
+                self.optimizer.copy_from(name, lambda n, value: parameters.whole(n, value, value.dtype))
+                self.optimizer.round_masters()
+
+    def _sum_over_parameters(self, sums: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        total = torch.stack(list(sums.values())).sum(0) if sums else torch.zeros(2, dtype=torch.float64)
+        dist.all_reduce(total := total.to(self.device))
+        return total
+
+    def visible_update_ratio(self) -> float | None:
+        """See TrainEngine; a rank may have nothing to measure."""
+        from verl.models.visible import ratio
+
+        if self.optimizer is None or self.compute_dtype == torch.promote_types(self.compute_dtype, torch.float32):
+            return None
+        return ratio(self._sum_over_parameters(self.optimizer.movement()))
+
+    def _sum_over_ranks(self, numbers: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(numbers := numbers.to(self.device), group=self.data)
+        return numbers
+
+    def _largest_of_ranks(self, numbers: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(numbers := numbers.to(self.device), dist.ReduceOp.MAX, group=self.data)
+        return numbers
+
+    @contextmanager
+    def _ready(self, *, trains: bool = False) -> Iterator[None]:
+        with computing(self.device), self._on_device(trains=trains):
+            yield
+
+    @contextmanager
+    def _on_device(self, *, trains: bool = False) -> Iterator[None]:
+        """Bring back what `param_offload` and `optimizer_offload` keep on the CPU between calls."""
+        if self.device.type != "cpu" and self.section.param_offload:
+            self._move_parameters(self.device)
+        if self.device.type != "cpu" and trains and self.optimizer is not None and self.section.optimizer_offload:
+            self.optimizer.move_state(self.device)
+        try:
+            yield
+        finally:
+            self._leave_device()
+
+    def _leave_device(self) -> None:
+        if self.device.type == "cpu":
+            return
+        if self.section.param_offload:
+            self._move_parameters(torch.device("cpu"))
+        if self.section.optimizer_offload and self.optimizer is not None:
+            self.optimizer.move_state(torch.device("cpu"))
+
+    def _move_parameters(self, device: torch.device) -> None:
+        """Buffers keep their addresses in views, so that only a frozen model moves whole."""
+        if self.optimizer is None:
+            for stage in self.stages:
+                stage.to(device)

@@ -1,0 +1,58 @@
+"""Megatron's process groups, which live in the process, and the context in which it computes."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from verl.errors import ConfigError
+
+_engines: weakref.WeakSet[Any] = weakref.WeakSet()  # those that use the process groups
+
+
+def computing(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """The context in which Megatron-core is called on `device`."""
+    if device.type != "cpu":
+        return contextlib.nullcontext()
+    from verl.engines.megatron.cpu import cpu_as_device
+
+    return cpu_as_device()
+
+
+def use_groups(engine: Any, sizes: dict[str, int | None], timeout_s: float | None) -> None:
+    """Make Megatron's process groups, on all ranks of the default group together; they live in the process. Raises ConfigError
+    where another engine of the process uses them in other sizes."""
+    from verl.engines.megatron.library import parallel_state, random_tracker
+
+    is_other_run = bool(_world) and _world[0] is not dist.group.WORLD
+    if parallel_state.model_parallel_is_initialized() and (sizes != _sizes or is_other_run):
+        gc.collect()
+        if _engines and not is_other_run:
+            raise ConfigError(
+                f"Roles with strategy=megatron share their process groups, and ask for {sizes} beside {_sizes}. Give their "
+                "sections megatron the same sizes, or the smaller one strategy=fsdp2."
+            )
+        parallel_state.destroy_model_parallel()
+    if not parallel_state.model_parallel_is_initialized():
+        minutes = max(1, round((timeout_s or 1800.0) / 60))
+        parallel_state.initialize_model_parallel(
+            **sizes, create_gloo_process_groups=False, distributed_timeout_minutes=minutes
+        )
+        state = torch.get_rng_state()
+        random_tracker.model_parallel_cuda_manual_seed(
+            0
+        )  # for trackers that exist and are not used: nothing here is random
+        torch.set_rng_state(state)
+        _sizes.clear()
+        _sizes.update(sizes)
+        _world[:] = [dist.group.WORLD]
+    _engines.add(engine)
+
+
+_sizes: dict[str, int | None] = {}
+_world: list[Any] = []  # the default group for which they were made

@@ -1,0 +1,123 @@
+"""Modules that enter Megatron's decoder layers by its specification."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from verl.engines.megatron.library import (
+    MegatronModule,
+    ModuleSpec,
+    PackedSeqParams,
+    SelfAttention,
+    TransformerBlockSubmodules,
+    get_gpt_layer_local_spec,
+)
+from verl.models.packed import PackedLayout
+
+
+@dataclass
+class PackedTokens(PackedSeqParams):
+    """A packed batch on its way through the layers, recomputation included."""
+
+    layout: PackedLayout | None = None
+
+
+class RMSNorm(nn.Module):
+    """As transformers computes it, in at least float32. Megatron's own refuses sequence parallelism without its kernels."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+class OrderedSelfAttention(SelfAttention):
+    """Its projection has the rows [queries | keys | values] of this rank, so that each is a block of the checkpoint's tensor.
+    Megatron's interleaves them by group, which would take a copy in every weight sync."""
+
+    def get_query_key_value_tensors(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        mixed, _ = self.linear_qkv(hidden_states)
+        size, groups = self.hidden_size_per_attention_head, self.num_query_groups_per_partition
+        heads = self.num_attention_heads_per_partition
+        query, key, value = (
+            part.unflatten(-1, (-1, size)) for part in mixed.split([heads * size, groups * size, groups * size], dim=-1)
+        )
+        if self.q_layernorm is not None:
+            query = self.q_layernorm(query)
+        if self.k_layernorm is not None:
+            key = self.k_layernorm(key)
+        return query, key, value
+
+
+class PackedAttention(MegatronModule):
+    """Attention of a packed batch. `config.sliding_windows` has the window of each layer, None for none."""
+
+    def __init__(self, config: Any, layer_number: int, **_: Any):
+        super().__init__(config=config)
+        self.layer = layer_number - 1
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        packed_seq_params: Any = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """query [tokens, 1, heads, size], key and value [tokens, 1, groups, size] -> [tokens, 1, heads * size]."""
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        out = packed_seq_params.layout.attend(
+            self.layer, q, k, v, scale=None, sliding_window=self.config.sliding_windows[self.layer], softcap=None
+        )
+        return out.flatten(2).transpose(0, 1)
+
+
+class Experts(MegatronModule):
+    """This rank's experts as two tensors with the dimensions of the checkpoint's."""
+
+    def __init__(self, num_local_experts: int, config: Any, submodules: Any = None, pg_collection: Any = None):
+        super().__init__(config=config)
+        width = config.moe_ffn_hidden_size // pg_collection.expt_tp.size()
+        shapes = {"gate_up_proj": (2 * width, config.hidden_size), "down_proj": (config.hidden_size, width)}
+        for name, shape in shapes.items():
+            parameter = nn.Parameter(torch.zeros(num_local_experts, *shape, dtype=config.params_dtype))
+            parameter.allreduce = False  # type: ignore[attr-defined]  # summed over ranks with the same experts alone
+            self.register_parameter(name, parameter)
+
+    def forward(self, hidden: torch.Tensor, tokens_per_expert: Any, probs: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """hidden [tokens, hidden_size], ordered by expert; the probability of each token's choice [tokens]."""
+        counts = [int(count) for count in tokens_per_expert]
+        parts = []
+        # every expert takes part, with no tokens too: then each parameter has a gradient on every rank
+        for expert, (x, weight) in enumerate(zip(hidden.split(counts), probs.split(counts), strict=True)):
+            gate, up = F.linear(x, self.gate_up_proj[expert]).chunk(2, dim=-1)
+            weighted = self.config.activation_func(gate) * up * weight.unsqueeze(-1).to(x.dtype)
+            parts.append(F.linear(weighted, self.down_proj[expert]))
+        return torch.cat(parts), None
+
+
+def block_spec(config: Any, num_layers: int) -> TransformerBlockSubmodules:
+    """The specification of `num_layers` layers of one stage."""
+    spec = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+    )
+    layer = spec.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    layer.self_attention.module = OrderedSelfAttention
+    attention = layer.self_attention.submodules
+    attention.core_attention = PackedAttention
+    attention.q_layernorm = attention.k_layernorm = RMSNorm if config.qk_layernorm else None
+    if config.num_moe_experts:
+        layer.mlp.submodules.experts = ModuleSpec(module=Experts)
+    return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=RMSNorm)

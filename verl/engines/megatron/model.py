@@ -1,0 +1,181 @@
+"""Megatron's GPT model for a decoder of transformers: its configuration, its stages on this rank, and their heads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from verl.config.sections.megatron import MegatronConfig
+from verl.engines.megatron.layers import PackedTokens, block_spec
+from verl.engines.megatron.library import (
+    GPTModel,
+    TransformerConfig,
+    gather_from_sequence_parallel_region,
+    get_num_layers_to_build,
+    parallel_state,
+)
+from verl.models.forward import head_transform
+from verl.models.log_probs import TokenStats, token_log_probs
+from verl.models.outputs import HeadInputs, output_kind, statistics_wanted
+from verl.models.packing import PackedBatch
+from verl.models.parallel.vocabulary import parallel_log_probs
+
+
+def transformer_config(hf: Any, section: MegatronConfig, dtype: torch.dtype, recomputes: bool) -> TransformerConfig:
+    """Megatron's configuration of the decoder that the transformers config `hf` describes. Its kernels that need CUDA
+    extensions are off."""
+    experts = getattr(hf, "num_local_experts", None) or getattr(hf, "num_experts", None)
+    settings: dict[str, Any] = {}
+    if experts:
+        settings = {
+            "num_moe_experts": experts,
+            "moe_router_topk": hf.num_experts_per_tok,
+            "moe_ffn_hidden_size": getattr(hf, "moe_intermediate_size", None) or hf.intermediate_size,
+            "moe_router_pre_softmax": not getattr(hf, "norm_topk_prob", True),
+            "moe_router_load_balancing_type": "none",
+            "expert_model_parallel_size": section.expert_model_parallel_size,
+            "expert_tensor_parallel_size": section.expert_tensor_size(),
+        }
+    if recomputes:
+        settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    config = TransformerConfig(
+        num_layers=hf.num_hidden_layers,
+        hidden_size=hf.hidden_size,
+        num_attention_heads=hf.num_attention_heads,
+        num_query_groups=getattr(hf, "num_key_value_heads", None) or hf.num_attention_heads,
+        kv_channels=getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
+        ffn_hidden_size=hf.intermediate_size,
+        activation_func=F.silu,
+        layernorm_epsilon=hf.rms_norm_eps,
+        add_qkv_bias=hf.model_type == "qwen2" or bool(getattr(hf, "attention_bias", False)),
+        qk_layernorm=hf.model_type in ("qwen3", "qwen3_moe"),
+        tensor_model_parallel_size=section.tensor_model_parallel_size,
+        pipeline_model_parallel_size=section.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=section.virtual_pipeline_model_parallel_size,
+        sequence_parallel=section.divides_sequence(),
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",
+        calculate_per_token_loss=True,  # losses are divided by totals already: nothing is averaged
+        gated_linear_unit=True,
+        add_bias_linear=False,
+        normalization="RMSNorm",
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        use_cpu_initialization=True,
+        perform_initialization=False,
+        masked_softmax_fusion=False,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        **{**settings, **section.transformer_settings()},
+    )
+    windows = getattr(hf, "layer_types", None) or ["sliding_attention"] * hf.num_hidden_layers
+    window = getattr(hf, "sliding_window", None)
+    config.sliding_windows = [window if kind == "sliding_attention" else None for kind in windows]
+    return config
+
+
+class DecoderStage(GPTModel):
+    """The part of a model on one stage of the pipeline. It takes packed batches, and the last stage returns hidden states
+    [tokens of this rank, 1, hidden_size] that `outputs` reads."""
+
+    def __init__(
+        self, config: TransformerConfig, hf: Any, head: str, rotary: Any, first: bool, last: bool, vp: int | None
+    ):
+        tp = parallel_state.get_tensor_model_parallel_world_size()
+        tied = head == "lm" and bool(hf.tie_word_embeddings)
+        num_layers = get_num_layers_to_build(
+            config, vp_stage=vp, pp_rank=parallel_state.get_pipeline_model_parallel_rank()
+        )
+        super().__init__(
+            config,
+            block_spec(config, num_layers),
+            vocab_size=-(-hf.vocab_size // tp) * tp,
+            max_sequence_length=hf.max_position_embeddings,
+            pre_process=first,
+            post_process=last,
+            share_embeddings_and_output_weights=tied,
+            position_embedding_type="none",
+            vp_stage=vp,
+        )
+        self.hf, self.head = hf, head
+        self.register_buffer("inv_freq", rotary.inv_freq.clone(), persistent=False)
+        if head != "lm":
+            self.output_layer = None
+            if last:
+                wide = torch.promote_types(config.params_dtype, torch.float32)
+                self.score = nn.Linear(hf.hidden_size, 1, bias=head == "token_value", dtype=wide)
+
+    def _preprocess(self, input_ids: torch.Tensor, position_ids: torch.Tensor, **_: Any) -> tuple[Any, ...]:
+        embedded = self.embedding(input_ids=input_ids, position_ids=position_ids) if self.pre_process else None
+        angles = torch.outer(position_ids[0].to(self.inv_freq.dtype), self.inv_freq)
+        return embedded, torch.cat([angles, angles], dim=-1)[:, None, None, :], None, None, None, None
+
+    def _postprocess(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
+        return hidden_states
+
+    def value(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[tokens, hidden_size] -> [tokens]."""
+        return self.score(hidden.to(self.score.weight.dtype)).squeeze(-1)
+
+    def outputs(
+        self, states: torch.Tensor, packed: PackedBatch, names: Sequence[str], temperature: float
+    ) -> dict[str, torch.Tensor]:
+        """The named outputs of hidden states, of the last stage; every rank of a tensor parallel group has all of them."""
+        if self.config.sequence_parallel:
+            states = gather_from_sequence_parallel_region(states, tensor_parallel_output_grad=False)
+        hidden = states[:, 0].index_select(0, packed.hidden_index)
+        statistics = partial(self._statistics, hidden, packed, names, temperature)
+        inputs = HeadInputs(self, hidden, packed.targets, temperature, statistics)
+        kinds = {name: output_kind(name) for name in names}
+        found = {name: kind.scatter(packed, kind.compute(inputs)) for name, kind in kinds.items()}
+        anchor = states.sum() * 0  # a graph even where nothing is predicted
+        return {name: value + anchor if value.is_floating_point() else value for name, value in found.items()}
+
+    def _statistics(
+        self, hidden: torch.Tensor, packed: PackedBatch, names: Sequence[str], temperature: float
+    ) -> TokenStats:
+        group, vocabulary = self.pg_collection.tp, self.hf.vocab_size
+        wanted: dict[str, Any] = {
+            **statistics_wanted(names, packed.columns, vocabulary),
+            **head_transform(self.hf),
+        }
+        shares = self.share_embeddings_and_output_weights
+        own: Any = self.output_layer
+        weight = self.shared_embedding_or_output_weight() if shares else own.weight
+        if group.size() == 1:
+            return token_log_probs(hidden, weight[:vocabulary], packed.targets, temperature, **wanted)
+        first = group.rank() * len(weight)
+        rows = weight[: min(len(weight), vocabulary - first)]  # the rest is padding
+        return parallel_log_probs(hidden, rows, packed.targets, temperature, group, first, **wanted)
+
+
+def build_stages(config: TransformerConfig, hf: Any, head: str, rotary: Any) -> list[DecoderStage]:
+    """The stages of this rank: one, or as many as there are interleaved ones."""
+    virtual = config.virtual_pipeline_model_parallel_size
+    found = []
+    for vp in range(virtual or 1):
+        stage = vp if virtual else None
+        first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage)
+        last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage)
+        found.append(DecoderStage(config, hf, head, rotary, first, last, stage))
+    return found
+
+
+def tokens_of(packed: PackedBatch) -> dict[str, Any]:
+    """The arguments of a stage for a packed batch."""
+    return {
+        "input_ids": packed.input_ids,
+        "position_ids": packed.position_ids,
+        "attention_mask": None,
+        "packed_seq_params": PackedTokens(qkv_format="sbhd", layout=packed.layout),
+    }

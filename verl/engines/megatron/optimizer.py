@@ -1,0 +1,237 @@
+"""Masters and optimizer over Megatron's buffers, by Hugging Face name: on each rank the elements that its share of the
+distributed optimizer holds, or all of its part without it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from verl.config import OptimConfig
+from verl.engines.api import Deferred
+from verl.engines.megatron.placement import Placed
+from verl.engines.state import Parameters
+from verl.models.optim import MasterOptimizer, Rounded
+from verl.models.rounding import Rounding
+from verl.models.visible import VisibleUpdate
+
+_COPY = "@end"  # of the second tensor of a tied embedding, at the end of the pipeline
+
+
+class Share(NamedTuple):
+    """Elements `start` to `stop` of the flattened local part of a tensor, which this rank's optimizer steps. `counts`: of the
+    ranks that hold the same elements, this one is asked."""
+
+    placed: Placed
+    start: int
+    stop: int
+    counts: bool
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The elements in `tensor`, which lies as the parameter does."""
+        offset = self.placed.offset
+        return tensor.view(-1)[offset + self.start : offset + self.stop]
+
+
+def shares_of(placed: list[Placed], ddp: Any, ranks: Mapping[str, int]) -> list[Share]:
+    """What this rank steps. `ranks`: its coordinates `tensor`, `data` and `expert_data`."""
+    if ddp is None or not ddp[0].ddp_config.use_distributed_optimizer:
+        return [Share(p, 0, _size(p), _counts(p, ranks, divided=False)) for p in placed]
+    owned: dict[nn.Parameter, tuple[int, int]] = {}
+    for chunk in ddp:
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+            for parameter, (begin, end, bucket_id) in buffer.param_index_map.items():
+                first, stop = buffer.bucket_indices[bucket_id]
+                size = (stop - first) // buffer.data_parallel_world_size
+                low = first + size * buffer.data_parallel_group.rank()
+                owned[parameter] = (max(low, begin) - begin, min(low + size, end) - begin)
+    found = []
+    for p in placed:
+        low, high = owned[p.parameter]
+        start, stop = max(0, low - p.offset), min(_size(p), high - p.offset)
+        found.append(Share(p, start, max(start, stop), _counts(p, ranks, divided=True)))
+    return found
+
+
+def _size(placed: Placed) -> int:
+    return placed.view().numel()
+
+
+def _counts(placed: Placed, ranks: Mapping[str, int], *, divided: bool) -> bool:
+    """Whether this rank speaks for its elements; `divided`: data-parallel ranks hold different ones."""
+    replica = ranks["expert_data"] if placed.is_expert else ranks["data"]
+    alone = placed.is_expert or placed.is_divided or ranks["tensor"] == 0
+    return alone and not placed.is_copy and (divided or replica == 0)
+
+
+class MegatronOptimizer(MasterOptimizer):
+    """Steps the masters of `shares`; gradients come from Megatron's buffers. `names` are all tensors of the model, in an order
+    that is equal on all ranks."""
+
+    def __init__(
+        self,
+        shares: list[Share],
+        names: list[str],
+        config: OptimConfig,
+        rounding: Rounding,
+        ddp: list[Any],
+        device: torch.device,
+    ):
+        self.ddp, self.names, self.device = ddp, names, device
+        self.by_key = {_key(s.placed): s for s in shares if s.stop > s.start}
+        masters = {}
+        for key, share in self.by_key.items():
+            held = share.of(share.placed.parameter.detach())
+            wide = torch.promote_types(held.dtype, torch.float32)
+            masters[key] = nn.Parameter(held if held.dtype == wide else held.to(wide))
+        holder: Any = SimpleNamespace(named_parameters=masters.items)
+        super().__init__(holder, config, next(iter(masters.values())).dtype, self._norm, rounding)
+
+    def restart_measure(self) -> None:
+        """Take the weights as they are for those of the start of the run."""
+        self._visible = VisibleUpdate(self.rounded())
+
+    def take_gradients(self) -> None:
+        """Give the masters this rank's gradients, which Megatron has summed over ranks."""
+        for key, share in self.by_key.items():
+            self.masters[key].grad = share.of(cast(Any, share.placed.parameter).main_grad).to(self.masters[key].dtype)
+
+    @torch.no_grad()
+    def round_masters(self) -> None:
+        """See MasterOptimizer; afterwards every data-parallel rank has the weights of all."""
+        for key, share in self.by_key.items():
+            master, weights = self.masters[key].detach(), share.of(share.placed.parameter.detach())
+            if weights.dtype != master.dtype:
+                self._round(share, master, weights)
+        for chunk in self.ddp:
+            if chunk.ddp_config.use_distributed_optimizer:
+                chunk.start_param_sync(force_sync=True)
+
+    def _round(self, share: Share, master: torch.Tensor, weights: torch.Tensor) -> None:
+        done = 0
+        for region, shape in share.placed.blocks(share.start, share.stop):
+            block = slice(done, done + math.prod(shape))
+            self.rounding.write(weights[block].view(shape), share.placed.name, master[block].view(shape), region)
+            done = block.stop
+
+    def rounded(self) -> Iterator[Rounded]:
+        """See MasterOptimizer, of the elements for which this rank speaks."""
+        for key, share in self.by_key.items():
+            weights = share.of(share.placed.parameter.detach())
+            if share.counts and weights.dtype != self.masters[key].dtype:
+                yield Rounded(key, weights, self.masters[key].detach(), None)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """See MasterOptimizer, of all tensors: empty ones of those that lie elsewhere."""
+        held, found = super().state(), {}
+        kinds = {key.rpartition("/")[2]: value for key, value in held.items()}
+        for name in self.names if held else ():
+            for slot, like in kinds.items():
+                empty = like if not like.dim() else like.new_empty(0)
+                found[f"{name}/{slot}"] = held.get(f"{name}/{slot}", empty)
+        return found
+
+    def load_state(self, tensors: dict[str, torch.Tensor], num_steps: int) -> None:
+        """See MasterOptimizer; of tensors that lie elsewhere nothing is taken."""
+        unknown = {key for key in tensors if key.rpartition("/")[0] not in self.names}
+        here = {
+            key: value for key, value in tensors.items() if key.rpartition("/")[0] in self.masters or key in unknown
+        }
+        super().load_state(here, num_steps)
+
+    def copy_from(self, name: str, whole: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
+        """Make master and state of this rank's copy of tensor `name`, if it has one, those of the tensor. `whole` gathers it,
+        on all ranks together."""
+        share, held = self.by_key.get(f"{name}{_COPY}"), super().state()
+        empty = torch.empty(0, dtype=next(iter(self.masters.values())).dtype)
+        values = {"": whole(name, self.masters[name].detach() if name in self.masters else empty)}
+        slots = {key.rpartition("/")[2]: value for key, value in held.items()}
+        for slot, like in slots.items():
+            values[slot] = like if not like.dim() else whole(name, held.get(f"{name}/{slot}", empty))
+        if share is None:
+            return
+        master = self.masters[f"{name}{_COPY}"]
+        for slot, value in values.items():
+            part = value if not value.dim() else share.placed.take(value).reshape(-1)[share.start : share.stop]
+            if slot:
+                self.optimizer.state[master][slot] = part.to(self.device, copy=True)
+            else:
+                master.detach().copy_(part)
+
+    def _norm(self, masters: Mapping[str, nn.Parameter]) -> torch.Tensor:
+        total = torch.zeros((), dtype=torch.float64)
+        for key, master in masters.items():
+            if self.by_key[key].counts and master.grad is not None:
+                wide = torch.promote_types(master.grad.dtype, torch.float32)
+                total = total.to(master.device) + master.grad.to(wide).square().sum().double()
+        total = total.to(self.device)
+        dist.all_reduce(total)
+        return total.sqrt().to(next(iter(masters.values())).dtype)
+
+
+def _key(placed: Placed) -> str:
+    return f"{placed.name}{_COPY}" if placed.is_copy else placed.name
+
+
+class MegatronParameters(Parameters):
+    """The tensors of a model by Hugging Face name, in an order that is equal on all ranks; empty where this one has none."""
+
+    def __init__(
+        self,
+        shares: list[Share],
+        shapes: Mapping[str, tuple[int, ...]],
+        optimizer: MegatronOptimizer | None,
+        device: torch.device,
+        dtype: torch.dtype,
+    ):
+        self.shares = {s.placed.name: s for s in shares if not s.placed.is_copy}
+        self.shapes, self.optimizer, self.device, self.dtype = dict(shapes), optimizer, device, dtype
+
+    def named(self) -> dict[str, torch.Tensor]:
+        return {name: self._held(name) for name in self.shapes}
+
+    def _held(self, name: str) -> torch.Tensor:
+        masters = self.optimizer.masters if self.optimizer is not None else {}
+        if name in masters:
+            return masters[name].detach()
+        dtype = self.dtype
+        if self.optimizer is not None or name.startswith("score."):
+            dtype = torch.promote_types(dtype, torch.float32)
+        if name in self.shares and self.optimizer is None:
+            return self.computing(name)
+        return torch.empty(0, dtype=dtype, device=self.device)
+
+    def computing(self, name: str) -> torch.Tensor:
+        share = self.shares.get(name)
+        if share is None:
+            return torch.empty(0, dtype=self.dtype, device=self.device)
+        return share.of(share.placed.parameter.detach())
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.shapes[name]
+
+    def whole(self, name: str, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Collective over all ranks. Bits are summed, so that negative zeros stay what they are."""
+        wide = torch.promote_types(value.dtype, torch.float32)
+        bits = torch.int64 if wide == torch.float64 else torch.int32
+        out = torch.zeros(self.shapes[name], dtype=wide, device=self.device)
+        share = self.shares.get(name)
+        if share is not None and share.counts and value.numel():
+            share.placed.put(out, value.to(self.device, wide), share.start)
+        dist.all_reduce(out.view(bits))
+        return out.to(dtype)
+
+    def deferred(self, name: str, value: torch.Tensor) -> Deferred:
+        return Deferred(self.shape(name), value.dtype, partial(self.whole, name, value, value.dtype))
+
+    def part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        share = self.shares.get(name)
+        if share is None:
+            return whole.new_empty(0)
+        return share.placed.take(whole).reshape(-1)[share.start : share.stop]

@@ -1,0 +1,118 @@
+"""Micro-batches through Megatron's schedule of the pipeline: forward, or forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from verl.data_proto.metrics import Metric
+from verl.data_proto.proto import DataProto
+from verl.engines.api import BatchTotals, LossFn
+from verl.engines.megatron.library import (
+    get_forward_backward_func,
+)
+from verl.engines.megatron.model import DecoderStage, tokens_of
+from verl.models.packed import PackedLayout, PackedSegment
+from verl.models.packing import PackedBatch
+from verl.models.parallel.forward import empty_batch
+
+Part = tuple[DataProto, PackedBatch]  # the rows of a micro-batch, and their layout
+Outputs = dict[str, torch.Tensor]
+
+
+class PipelineSchedule:
+    """Runs `chunks`, the stages of this rank or what sums their gradients, with the other ranks of `pipeline`. The tokens of a
+    micro-batch are a multiple of `divides`."""
+
+    def __init__(
+        self, chunks: list[Any], stages: list[DecoderStage], pipeline: Any, divides: int, device: torch.device
+    ):
+        self.chunks, self.pipeline, self.divides, self.device = chunks, pipeline, divides, device
+        self.stage_of = dict(zip(map(id, chunks), stages, strict=True))
+        self.is_last = pipeline.rank() == pipeline.size() - 1
+
+    def filled(self, plan: list[list[int]]) -> list[list[int]]:
+        """Interleaved stages take as many micro-batches at a time as the pipeline has ranks: the last ones are empty."""
+        return plan + [[] for _ in range(-len(plan) % self.pipeline.size())] if len(self.chunks) > 1 else plan
+
+    def padded(self, packed: PackedBatch) -> PackedBatch:
+        """At least one token; padding is a segment by itself."""
+        packed = packed if packed.num_tokens else empty_batch(packed)
+        missing = -packed.num_tokens % self.divides
+        if not missing:
+            return packed
+        zeros = packed.input_ids.new_zeros(1, missing)
+        return replace(
+            packed,
+            input_ids=torch.cat([packed.input_ids, zeros], 1),
+            position_ids=torch.cat([packed.position_ids, zeros], 1),
+            layout=PackedLayout([*packed.layout.segments, PackedSegment(packed.num_tokens, missing)]),
+        )
+
+    def forward(self, parts: list[Part], outputs: Sequence[str], temperature: float) -> list[Outputs]:
+        """The outputs of all micro-batches, equal on all stages."""
+
+        def read(stage: DecoderStage, states: torch.Tensor, part: Part) -> Outputs:
+            return stage.outputs(states, part[1], outputs, temperature)
+
+        return self._from_last(self._run(parts, read, trains=False))
+
+    def train(
+        self, parts: list[Part], outputs: Sequence[str], temperature: float, loss: LossFn, totals: BatchTotals
+    ) -> list[dict[str, Metric]]:
+        """Sum the gradients of the losses; returns their metrics, equal on all stages. The last stage computes them, and the
+        others once more from its outputs: then an objective remembers the same on all of them."""
+        metrics: list[dict[str, Metric]] = []
+
+        def add_loss(
+            stage: DecoderStage, states: torch.Tensor, part: Part
+        ) -> tuple[torch.Tensor, torch.Tensor, Outputs]:
+            found = stage.outputs(states, part[1], outputs, temperature)
+            value = states.sum() * 0  # every stage goes backward, whether something trains or not
+            if len(part[0]):
+                computed, shown = loss(found, part[0], totals)
+                metrics.append({**shown, "loss": Metric.sum(computed.detach())})
+                value = computed if computed.requires_grad else value
+            one = torch.ones((), dtype=torch.int, device=states.device)  # tokens by which Megatron would divide
+            return value, one, {name: v.detach() for name, v in found.items()}
+
+        results = self._from_last(self._run(parts, add_loss, trains=True))
+        for (rows, _), found in zip(parts, results, strict=True) if not self.is_last else ():
+            if len(rows):
+                value, shown = loss(found, rows, totals)
+                metrics.append({**shown, "loss": Metric.sum(value.detach())})
+        return metrics
+
+    def _run(self, parts: list[Part], read: Any, *, trains: bool) -> list[Any]:
+        def step(iterator: Iterator[Part], chunk: Any) -> tuple[torch.Tensor, Any]:
+            part = next(iterator)
+
+            def end(states: torch.Tensor, non_loss_data: bool = False) -> Any:
+                return read(self.stage_of[id(chunk)], states, part)
+
+            return chunk(**tokens_of(part[1])), end
+
+        found: list[Any] = get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=[iter(parts) for _ in self.chunks],
+            model=self.chunks,
+            num_microbatches=len(parts),
+            seq_length=1,  # shapes are sent along
+            micro_batch_size=1,
+            forward_only=not trains,
+            collect_non_loss_data=not trains,
+        )
+        return found
+
+    def _from_last(self, results: list[Outputs]) -> list[Outputs]:
+        if self.pipeline.size() == 1:
+            return results
+        sent = [[{name: v.cpu() for name, v in found.items()} for found in results] if self.is_last else None]
+        last = dist.get_global_rank(self.pipeline, self.pipeline.size() - 1)
+        dist.broadcast_object_list(sent, src=last, group=self.pipeline)
+        assert sent[0] is not None
+        return [{name: v.to(self.device) for name, v in found.items()} for found in sent[0]]
