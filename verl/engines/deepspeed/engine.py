@@ -20,7 +20,7 @@ from verl.data_proto.proto import DataProto
 from verl.engines.api import BatchTotals, Deferred, LossFn, require_library
 from verl.engines.base import TrainedEngine
 from verl.engines.deepspeed.library import load_deepspeed, start_deepspeed
-from verl.engines.deepspeed.zero import ZeroOptimizer, partition, partition_slice, shape_of
+from verl.engines.deepspeed.zero import ZeroOptimizer, partition, partition_slice, whole_shape
 from verl.engines.flat_shards import FlatShards
 from verl.engines.loading import build_module
 from verl.engines.state import Parameters, TrainedState
@@ -268,6 +268,6 @@ class _Parameters(Parameters):
 
 def _rows(parameter: Any) -> torch.Tensor:
     """The slice of a parameter as rows where it consists of them, else as it is."""
-    held, shape = partition(parameter), shape_of(parameter)
+    held, shape = partition(parameter), whole_shape(parameter)
     row = math.prod(shape[1:])
     return held.view(-1, *shape[1:]) if row and held.numel() % row == 0 else held

@@ -43,7 +43,7 @@ class ZeroOptimizer(MasterOptimizer):
         self.parameters = dict(parameters)
         self.gradients = GradientBuffers({})
         self.skips_step = False  # nothing has trained
-        shapes = {name: shape_of(p) for name, p in self.parameters.items()}
+        shapes = {name: whole_shape(p) for name, p in self.parameters.items()}
         self.shards, self.flat = {}, FlatShards(shapes, dict(self._slices()))
         self._accept: Callable[[float], bool] | None = None
         self._grad_norm: float | None = None
@@ -207,7 +207,7 @@ class ZeroOptimizer(MasterOptimizer):
             self._exact = []
 
 
-def shape_of(parameter: Any) -> tuple[int, ...]:
+def whole_shape(parameter: Any) -> tuple[int, ...]:
     """The shape of a whole parameter, which stage 3 has taken apart."""
     return tuple(parameter.ds_shape if hasattr(parameter, "ds_shape") else parameter.shape)
 

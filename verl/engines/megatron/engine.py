@@ -124,11 +124,6 @@ class MegatronEngine(TrainedEngine):
 
     def _build(self, model: ModelConfig, hf: Any) -> None:
         """Stages on the meta device of names, filled from the first rank, and what trains them."""
-        from verl.engines.megatron.library import (
-            DistributedDataParallel,
-            DistributedDataParallelConfig,
-            finalize_model_grads,
-        )
         from verl.engines.megatron.model import build_stages, transformer_config
         from verl.engines.megatron.optimizer import MegatronOptimizer, MegatronParameters, shares_of
         from verl.engines.megatron.schedule import PipelineSchedule
@@ -157,19 +152,7 @@ class MegatronEngine(TrainedEngine):
         self.optimizer = None
         shares = shares_of(placed, None, self.coordinates)
         if self.optim is not None:
-            divided = DistributedDataParallelConfig(
-                use_distributed_optimizer=self.section.use_distributed_optimizer,
-                grad_reduce_in_fp32=narrow != torch.float64,
-                overlap_grad_reduce=False,
-            )
-            last = len(self.stages) - 1
-            self.chunks = [
-                DistributedDataParallel(config, divided, stage, disable_bucketing=number < last or last > 0)
-                for number, stage in enumerate(self.stages)
-            ]
-            config.finalize_model_grads_func = lambda models, num_tokens=None, **kwargs: finalize_model_grads(
-                models, None, **kwargs
-            )
+            self._sum_gradients(config)
             shares = shares_of(placed, self.chunks, self.coordinates)
             self.optimizer = MegatronOptimizer(
                 shares, list(shapes), self.optim, self.rounding, self.chunks, self.device
@@ -184,6 +167,28 @@ class MegatronEngine(TrainedEngine):
         parameters = MegatronParameters(shares, shapes, self.optimizer, self.device, narrow)
         self._trained = TrainedState(self.module, parameters, self.optimizer, None, model.path, self.rounding)
         self._keep_prompts_apart("packed")
+
+    def _sum_gradients(self, config: Any) -> None:
+        """Put the stages into Megatron's buffers, which sum gradients over ranks once per optimizer step."""
+        from verl.engines.megatron.library import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+            finalize_model_grads,
+        )
+
+        divided = DistributedDataParallelConfig(
+            use_distributed_optimizer=self.section.use_distributed_optimizer,
+            grad_reduce_in_fp32=self.compute_dtype != torch.float64,
+            overlap_grad_reduce=False,
+        )
+        last = len(self.stages) - 1
+        self.chunks = [
+            DistributedDataParallel(config, divided, stage, disable_bucketing=number < last or last > 0)
+            for number, stage in enumerate(self.stages)
+        ]
+        config.finalize_model_grads_func = lambda models, num_tokens=None, **kwargs: finalize_model_grads(
+            models, None, **kwargs
+        )
 
     @torch.no_grad()
     def _fill(

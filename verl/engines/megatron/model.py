@@ -171,7 +171,7 @@ def build_stages(config: TransformerConfig, hf: Any, head: str, rotary: Any) -> 
     return found
 
 
-def tokens_of(packed: PackedBatch) -> dict[str, Any]:
+def stage_inputs(packed: PackedBatch) -> dict[str, Any]:
     """The arguments of a stage for a packed batch."""
     return {
         "input_ids": packed.input_ids,

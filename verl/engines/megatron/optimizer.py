@@ -40,7 +40,7 @@ class Share(NamedTuple):
 
 
 def shares_of(placed: list[Placed], ddp: Any, ranks: Mapping[str, int]) -> list[Share]:
-    """What this rank steps. `ranks`: its coordinates `tensor`, `data` and `expert_data`."""
+    """The elements that this rank steps. `ranks`: its coordinates `tensor`, `data` and `expert_data`."""
     if ddp is None or not ddp[0].ddp_config.use_distributed_optimizer:
         return [Share(p, 0, _size(p), _counts(p, ranks, divided=False)) for p in placed]
     owned: dict[nn.Parameter, tuple[int, int]] = {}

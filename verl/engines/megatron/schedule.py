@@ -15,7 +15,7 @@ from verl.engines.api import BatchTotals, LossFn
 from verl.engines.megatron.library import (
     get_forward_backward_func,
 )
-from verl.engines.megatron.model import DecoderStage, tokens_of
+from verl.engines.megatron.model import DecoderStage, stage_inputs
 from verl.models.packed import PackedLayout, PackedSegment
 from verl.models.packing import PackedBatch
 from verl.models.parallel.forward import empty_batch
@@ -94,7 +94,7 @@ class PipelineSchedule:
             def end(states: torch.Tensor, non_loss_data: bool = False) -> Any:
                 return read(self.stage_of[id(chunk)], states, part)
 
-            return chunk(**tokens_of(part[1])), end
+            return chunk(**stage_inputs(part[1])), end
 
         found: list[Any] = get_forward_backward_func()(
             forward_step_func=step,
