@@ -64,10 +64,9 @@ def figures_block(rows: list[Row]) -> str:
 
 
 def _change(ends: list[tuple[list[Any], list[Any]]], column: int) -> str:
-    """ "0.150 -> 0.700": means over the seeds before training and after the last step."""
-    if any(end[column] is None for pair in ends for end in pair):
-        return "-"
-    return " -> ".join(f"{mean(pair[i][column] for pair in ends):.3f}" for i in (0, 1))
+    """ "0.150 -> 0.700": means over the seeds with both values, before training and after the last step."""
+    known = [pair for pair in ends if all(end[column] is not None for end in pair)]
+    return " -> ".join(f"{mean(pair[i][column] for pair in known):.3f}" for i in (0, 1)) if known else "-"
 
 
 def page() -> str:
