@@ -26,6 +26,7 @@ VALUES = {
     "distillation.distillation_loss.log_prob_min_clamp": ("-10.0", "-5.0"),
     f"{ROLLOUT}.name": ("hf", "trtllm"),
     f"{ROLLOUT}.agent.default_agent_loop": ("tool_agent", "mine"),
+    f"{ROLLOUT}.multi_turn.format": ("qwen3_coder", "glm"),
     **dict.fromkeys((f"{ACTOR}.strategy", "actor_rollout_ref.ref.strategy", "critic.strategy"), ("fsdp2", "veomni")),
     "trainer.logger": ("[console,wandb]", "tensorboard"),
     "trainer.device": ("cpu", "npu"),
@@ -48,7 +49,7 @@ VALUES = {
 # what a refusal may say: the sentences of policy.py, of values, and of keys that contradict one another
 REASONS = (
     "is not available in this version", "is not read: ", "has no effect: ", "must be", "must lie", "is not one of", "needs",
-    "is not an existing folder", "is no folder", "is smaller than",
+    "is not an existing folder", "is no folder", "is smaller than", "but there a",
 )  # fmt: skip
 CONDITION_REASONS = {PPO.condition(name).because for leaf in PPO.leaves.values() for name, _ in leaf.conditions}
 

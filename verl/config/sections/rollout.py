@@ -92,7 +92,6 @@ class AgentConfig(Section):
         None,
         "environment class of environment_agent, as path/to/file.py:Class, or a dict of classes there, of which the column "
         "`environment` of a row chooses one",
-        strict=OURS,
     )
     turn_discount: float = used(
         1.0,
@@ -105,7 +104,6 @@ class AgentConfig(Section):
     runner: str | None = used(
         None,
         "agent that talks to the run's endpoint, as path/to/file.py:function, or a command that begins with `command:`",
-        strict=OURS,
     )
     gateway_host: str = used("127.0.0.1", "address of the endpoint for agents", when=AGENTS, strict=OURS)
     gateway_port: int = used(0, "port of that endpoint; 0: a free one", when=AGENTS, strict=OURS, ge=0, le=65535)
