@@ -105,9 +105,6 @@ CASES = {
     "several Pythons": (
         {"package_changes": {"virtual_environment": False, "other_pythons": ["/usr/bin/python3.9"]}}, "warn", "python -m venv",
     ),
-    "engine without adapter": (
-        {"package_changes": {"optional": {**PACKAGES["optional"], "megatron": "0.9"}}}, "info", "megatron 0.9 is installed",
-    ),
 }  # fmt: skip
 
 

@@ -46,9 +46,13 @@ def add_token_columns(batch: DataProto, keys: Sequence[torch.Tensor], values: di
             batch.batch[name] = column
 
 
-def add_observed(batch: DataProto, observed: Sequence[torch.Tensor]) -> None:
+def add_observed(batch: DataProto, observed: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Add train_log_probs and entropys from what the objective of a policy has kept: (log-probs, the sampler's, row keys,
-    positions, entropy), of which the last three may be missing."""
+    positions, entropy), of which the last three may be missing. Returns the first two; nothing for another objective, which
+    keeps its keys first."""
+    if not observed or not observed[0].is_floating_point():
+        return ()
     if len(observed) >= 4:
         names = {"train_log_probs": observed[0], **dict(zip(["entropys"], observed[4:], strict=False))}
         add_token_columns(batch, observed[2:4], names)
+    return observed[:2]

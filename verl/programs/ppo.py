@@ -53,8 +53,7 @@ class PPO(PPOProgram):
         self.actor, self.critic, self.reference, self.weights = (
             found.actor, found.critic, found.reference, found.weights,
         )  # fmt: skip
-        self.needs = Needs.of(config)
-        self.max_age = 0  # of a sample that trains, in versions of the weights
+        self.needs, self.max_age = Needs.of(config), 0  # max_age: of a sample that trains, in versions of the weights
         exact = found.rollout.exact_log_probs()
         self.old_log_probs = old_log_prob_source(config, self.needs, sampler_is_exact=exact)
         self.teachers = Teachers(config, found.teachers) if config.distillation.enabled and found.actor else None
@@ -187,9 +186,9 @@ class PPO(PPOProgram):
                 updates = self.actor.update(batch, step).get()
             found = self.guards.record(updates).metrics()
             metrics.update({name.replace("actor/distillation/", "distillation/"): m for name, m in found.items()})
-            if self.old_log_probs != "recompute" and updates.observed:  # else all tokens were compared already
-                metrics.update(rollout_gap_metrics(*updates.observed[:2]))
-            add_observed(batch, updates.observed)  # for the samples files
+            compared = add_observed(batch, updates.observed)  # for the samples files
+            if compared and self.old_log_probs != "recompute":  # else all tokens were compared already
+                metrics.update(rollout_gap_metrics(*compared))
         if critic is not None:
             with self.spans("update_critic"):
                 metrics.update(self.guards.record(critic.get()).metrics())

@@ -144,18 +144,6 @@ def _pythons(host: Facts, packages: Facts) -> Iterator[Line]:
         )
 
 
-def _engines(host: Facts, packages: Facts) -> Iterator[Line]:
-    from verl.engines.api import ENGINES as TRAINING
-    from verl.rollout.api import ENGINES as ROLLOUT
-
-    for name in ("vllm", "sglang", "megatron", "deepspeed"):
-        if packages["optional"][name] and name not in ROLLOUT and name not in TRAINING:
-            yield info(
-                f"{name} {packages['optional'][name]} is installed, but this version has no engine for it: use "
-                "rollout.name=native and strategy=fsdp"
-            )
-
-
 def _links(host: Facts, packages: Facts) -> Iterator[Line]:
     return advice(host["links"])
 
@@ -168,6 +156,5 @@ RULES: tuple[Callable[[Facts, Facts], Iterator[Line]], ...] = (
     _memory,
     _file_system,
     _pythons,
-    _engines,
     _links,
 )
