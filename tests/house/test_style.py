@@ -94,6 +94,11 @@ FORBIDDEN_CALLS = {
     "__import__": "hides what is imported",
     "yaml.load": "may build any object; use safe_load",
     "os.system": "goes through a shell",
+    **{
+        f"{module}.{name}": "pickles between processes"
+        for module in ("dist", "torch.distributed")
+        for name in ("broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list")
+    },
 }
 
 

@@ -4,7 +4,7 @@ weights and state."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -91,14 +91,13 @@ class TrainedEngine(ABC):
         found: dict[str, torch.Tensor] = {}
         with self._ready():
             plan = self._plan(batch, micro, reads)
-            for number, rows in enumerate(plan):
-                self._before_micro_batch(number, len(plan), trains=False)
-                packed = self._pack(select_rows(batch, rows), reads)
-                for name, values in self._outputs(packed, outputs, temperature).items():
+            for rows, result in zip(plan, self._computed(batch, plan, reads, outputs, temperature), strict=True):
+                for name, values in result.items():
                     if name not in found:
                         wide = values.dtype if values.dtype in (torch.float64, torch.int64) else torch.float32
                         found[name] = torch.zeros(len(batch), *values.shape[1:], dtype=wide)
-                    found[name][rows] = values.to("cpu", found[name].dtype)
+                    if rows:
+                        found[name][rows] = values.to("cpu", found[name].dtype)
         return found
 
     def train_batch(
@@ -118,23 +117,12 @@ class TrainedEngine(ABC):
         reads = positions_read(outputs, self.head)
         totals = batch_totals(self._sum_over_ranks(torch.tensor(sizes_of(batch, rows, unit))).tolist())
         metrics: list[dict[str, Metric]] = [{"loss": Metric.sum(0.0)}]
-        headroom = self.headroom
-        micro = micro if headroom is None else headroom.adapted(micro)
+        micro = micro if self.headroom is None else self.headroom.adapted(micro)
         with self._ready(trains=True):
             plan = self._plan(batch, micro, reads, rows, unit)
-            for number, members in enumerate(plan):
-                self._before_micro_batch(number, len(plan), trains=True)
-                part = select_rows(batch, members)
-                packed = self._pack(part, reads)
-                if self.neftune_alpha:
-                    size = self.module.config.get_text_config().hidden_size
-                    packed = with_noise(packed, self.neftune_alpha, size, seed=self.num_steps)
-                with nullcontext() if headroom is None else headroom.measuring(packed.input_ids.numel()):
-                    found = self._outputs(packed, outputs, temperature)
-                    metrics.append(self._backward(found, part, loss, totals))
-                    del found
-            if headroom is not None and headroom.limit is not None:
-                metrics.append({"micro_batch_tokens": Metric.last(headroom.limit)})
+            metrics += self._sum_gradients(batch, plan, reads, outputs, temperature, loss, totals)
+            if self.headroom is not None and self.headroom.limit is not None:
+                metrics.append({"micro_batch_tokens": Metric.last(self.headroom.limit)})
             self._complete_gradients(totals)
             return self._step(metrics, check, before)
 
@@ -288,6 +276,42 @@ class TrainedEngine(ABC):
             chunk_tokens=self.dimensions.chunk_tokens,
             reads=reads,
         )
+
+    def _computed(
+        self,
+        batch: DataProto,
+        plan: list[list[int]],
+        reads: Reads,
+        outputs: Sequence[str],
+        temperature: float,
+    ) -> Iterable[dict[str, torch.Tensor]]:
+        """The named outputs of each micro-batch of `plan`, in its order."""
+        for number, rows in enumerate(plan):
+            self._before_micro_batch(number, len(plan), trains=False)
+            yield self._outputs(self._pack(select_rows(batch, rows), reads), outputs, temperature)
+
+    def _sum_gradients(
+        self,
+        batch: DataProto,
+        plan: list[list[int]],
+        reads: Reads,
+        outputs: Sequence[str],
+        temperature: float,
+        loss: LossFn,
+        totals: BatchTotals,
+    ) -> list[dict[str, Metric]]:
+        """Forward and backward of each micro-batch of `plan`; returns their metrics."""
+        metrics = []
+        for number, members in enumerate(plan):
+            self._before_micro_batch(number, len(plan), trains=True)
+            part = select_rows(batch, members)
+            packed = self._pack(part, reads)
+            if self.neftune_alpha:
+                size = self.module.config.get_text_config().hidden_size
+                packed = with_noise(packed, self.neftune_alpha, size, seed=self.num_steps)
+            with nullcontext() if self.headroom is None else self.headroom.measuring(packed.input_ids.numel()):
+                metrics.append(self._backward(self._outputs(packed, outputs, temperature), part, loss, totals))
+        return metrics
 
     def _backward(
         self, found: dict[str, torch.Tensor], part: DataProto, loss: LossFn, totals: BatchTotals

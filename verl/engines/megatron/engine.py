@@ -15,18 +15,15 @@ from verl.config import FSDPConfig, ModelConfig
 from verl.config.sections.megatron import MegatronConfig
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
-from verl.engines.api import EngineState, LossFn, MicroBatching, StepCheck, WeightLayout, require_library
+from verl.engines.api import BatchTotals, EngineState, LossFn, WeightLayout, require_library
 from verl.engines.base import TrainedEngine, select_rows
 from verl.engines.loading import build_module, build_skeleton
-from verl.engines.megatron.groups import computing, use_groups
+from verl.engines.megatron.groups import broadcast_value, computing, use_groups
 from verl.engines.megatron.placement import Grid, Placed, place
-from verl.engines.micro_batches import batch_totals, sizes_of
 from verl.engines.state import TrainedState
-from verl.engines.step_check import random_state
 from verl.errors import ConfigError, ModelError, VerlError
 from verl.models.load import load_external, load_model_config
 from verl.models.optim import ELEMENTWISE
-from verl.models.outputs import positions_read
 from verl.models.packing import PackedBatch, Reads
 from verl.parallel.mesh import Mesh
 
@@ -81,7 +78,12 @@ class MegatronEngine(TrainedEngine):
                 f"The Megatron engine takes all {num_ranks} devices of a run, and this role is placed on {len(mesh.ranks)}. "
                 "Leave it out of trainer.placement, or set strategy=fsdp2."
             )
-        for key, given in (("model.lora_rank", self.spec), ("model.neftune_alpha", self.neftune_alpha)):
+        refused = {
+            "model.lora_rank": self.spec,
+            "model.neftune_alpha": self.neftune_alpha,
+            "fsdp_config.adapt_micro_batches": self.headroom,
+        }
+        for key, given in refused.items():
             if given:
                 raise ConfigError(f"{key} is not available with strategy=megatron. Remove it, or set strategy=fsdp2.")
         if self.config.use_3d_hybrid:
@@ -152,7 +154,7 @@ class MegatronEngine(TrainedEngine):
         self.optimizer = None
         shares = shares_of(placed, None, self.coordinates)
         if self.optim is not None:
-            self._sum_gradients(config)
+            self._buffer_gradients(config)
             shares = shares_of(placed, self.chunks, self.coordinates)
             self.optimizer = MegatronOptimizer(
                 shares, list(shapes), self.optim, self.rounding, self.chunks, self.device
@@ -168,7 +170,7 @@ class MegatronEngine(TrainedEngine):
         self._trained = TrainedState(self.module, parameters, self.optimizer, None, model.path, self.rounding)
         self._keep_prompts_apart("packed")
 
-    def _sum_gradients(self, config: Any) -> None:
+    def _buffer_gradients(self, config: Any) -> None:
         """Put the stages into Megatron's buffers, which sum gradients over ranks once per optimizer step."""
         from verl.engines.megatron.library import (
             DistributedDataParallel,
@@ -207,10 +209,8 @@ class MegatronEngine(TrainedEngine):
                 source = dict(module.named_parameters())
             except VerlError as caught:
                 error = str(caught)
-        said = [error]
-        dist.broadcast_object_list(said, src=0)
-        if said[0]:
-            raise ModelError(said[0])
+        if said := broadcast_value(error, 0, None, self.device):
+            raise ModelError(said)
         masters: dict[str, torch.Tensor] = {}
         for name, shape in shapes.items():
             sent = torch.empty(shape, dtype=wide, device=self.device)
@@ -224,57 +224,37 @@ class MegatronEngine(TrainedEngine):
                     masters[f"{name}@end" if part.is_copy else name] = own.clone()
         return masters
 
-    # -- one call: micro-batches through the pipeline --------------------------------------------------------------------------
+    # -- the device layout, see TrainedEngine ------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def forward(
-        self, batch: DataProto, outputs: Sequence[str], micro: MicroBatching, temperature: float = 1.0
-    ) -> dict[str, torch.Tensor]:
-        """See TrainEngine."""
-        reads, found = positions_read(outputs, self.head), {}
-        with self._ready():
-            plan = self.schedule.filled(self._plan(batch, micro, reads))
-            parts = self._parts(batch, plan, reads)
-            for rows, result in zip(plan, self.schedule.forward(parts, outputs, temperature), strict=True):
-                for name, values in result.items():
-                    kind = values.dtype if values.dtype in (torch.float64, torch.int64) else torch.float32
-                    if name not in found:
-                        found[name] = torch.zeros(len(batch), *values.shape[1:], dtype=kind)
-                    if rows:
-                        found[name][rows] = values.to("cpu", kind)
-        return found
-
-    def train_batch(
-        self,
-        batch: DataProto,
-        loss: LossFn,
-        outputs: Sequence[str],
-        micro: MicroBatching,
-        temperature: float = 1.0,
-        check: StepCheck | None = None,
-        rows: Sequence[int] | None = None,
-        unit: str = "row",
-    ) -> dict[str, Metric]:
-        """See TrainEngine."""
-        assert self.optimizer is not None, "a frozen model cannot be trained"
-        before = random_state(self.device)
-        reads = positions_read(outputs, self.head)
-        totals = batch_totals(self._sum_over_ranks(torch.tensor(sizes_of(batch, rows, unit))).tolist())
-        metrics: list[dict[str, Metric]] = [{"loss": Metric.sum(0.0)}]
-        with self._ready(trains=True):
-            for chunk in self.chunks:
-                chunk.zero_grad_buffer()
-            plan = self.schedule.filled(self._plan(batch, micro, reads, rows, unit))
-            metrics += self.schedule.train(self._parts(batch, plan, reads), outputs, temperature, loss, totals)
-            if totals.num_tokens:
-                self.optimizer.take_gradients()
-            return self._step(metrics, check, before)
+    def _plan(self, *args: Any) -> list[list[int]]:
+        return self.schedule.filled(super()._plan(*args))
 
     def _parts(self, batch: DataProto, plan: list[list[int]], reads: Reads) -> list[Part]:
         rows = [select_rows(batch, members) if members else batch.slice(0, 0) for members in plan]
         return [(part, self.schedule.padded(self._pack(part, reads))) for part in rows]
 
-    # -- the device layout, see TrainedEngine ------------------------------------------------------------------------------
+    def _computed(
+        self, batch: DataProto, plan: list[list[int]], reads: Reads, outputs: Sequence[str], temperature: float
+    ) -> list[dict[str, torch.Tensor]]:
+        return self.schedule.forward(self._parts(batch, plan, reads), outputs, temperature)
+
+    def _sum_gradients(
+        self,
+        batch: DataProto,
+        plan: list[list[int]],
+        reads: Reads,
+        outputs: Sequence[str],
+        temperature: float,
+        loss: LossFn,
+        totals: BatchTotals,
+    ) -> list[dict[str, Metric]]:
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        return self.schedule.train(self._parts(batch, plan, reads), outputs, temperature, loss, totals)
+
+    def _complete_gradients(self, totals: BatchTotals) -> None:
+        if totals.num_tokens:
+            self.optimizer.take_gradients()
 
     def _outputs(self, packed: PackedBatch, outputs: Sequence[str], temperature: float) -> dict[str, torch.Tensor]:
         raise AssertionError("a pipeline computes micro-batches together")

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from verl.errors import ConfigError
+from verl.parallel.serialize import from_bytes, to_bytes
 
 _engines: weakref.WeakSet[Any] = weakref.WeakSet()  # those that use the process groups
 
@@ -44,14 +45,25 @@ def use_groups(engine: Any, sizes: dict[str, int | None], timeout_s: float | Non
             **sizes, create_gloo_process_groups=False, distributed_timeout_minutes=minutes
         )
         state = torch.get_rng_state()
-        random_tracker.model_parallel_cuda_manual_seed(
-            0
-        )  # for trackers that exist and are not used: nothing here is random
+        # for trackers that must exist and are not used: nothing here is random
+        random_tracker.model_parallel_cuda_manual_seed(0)
         torch.set_rng_state(state)
         _sizes.clear()
         _sizes.update(sizes)
         _world[:] = [dist.group.WORLD]
     _engines.add(engine)
+
+
+def broadcast_value(value: Any, source: int, group: Any, device: torch.device) -> Any:
+    """The value of rank `source` (of the default group) on every rank of `group`; `None` is the default group. The values are
+    those of verl.parallel.serialize."""
+    sent = torch.frombuffer(bytearray(to_bytes(value)), dtype=torch.uint8).to(device)
+    size = torch.tensor([sent.numel()], device=device)
+    dist.broadcast(size, source, group=group)
+    if dist.get_rank() != source:
+        sent = torch.empty(int(size), dtype=torch.uint8, device=device)
+    dist.broadcast(sent, source, group=group)
+    return from_bytes(sent.cpu().numpy().tobytes())
 
 
 _sizes: dict[str, int | None] = {}

@@ -12,9 +12,8 @@ import torch.distributed as dist
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.engines.api import BatchTotals, LossFn
-from verl.engines.megatron.library import (
-    get_forward_backward_func,
-)
+from verl.engines.megatron.groups import broadcast_value
+from verl.engines.megatron.library import get_forward_backward_func
 from verl.engines.megatron.model import DecoderStage, stage_inputs
 from verl.models.packed import PackedLayout, PackedSegment
 from verl.models.packing import PackedBatch
@@ -111,8 +110,7 @@ class PipelineSchedule:
     def _from_last(self, results: list[Outputs]) -> list[Outputs]:
         if self.pipeline.size() == 1:
             return results
-        sent = [[{name: v.cpu() for name, v in found.items()} for found in results] if self.is_last else None]
+        sent = [{name: v.cpu() for name, v in found.items()} for found in results] if self.is_last else None
         last = dist.get_global_rank(self.pipeline, self.pipeline.size() - 1)
-        dist.broadcast_object_list(sent, src=last, group=self.pipeline)
-        assert sent[0] is not None
-        return [{name: v.to(self.device) for name, v in found.items()} for found in sent[0]]
+        found: list[Outputs] = broadcast_value(sent, last, self.pipeline, self.device)
+        return [{name: v.to(self.device) for name, v in values.items()} for values in found]
