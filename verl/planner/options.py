@@ -40,6 +40,7 @@ class Space:
     recompute: tuple[str, ...] = ("none", "full")
     tensors: tuple[int, ...] = (1, 2, 4, 8)
     pipelines: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+    contexts: tuple[int, ...] = (1, 2, 4, 8)
     efficiency: float = 1.0
 
 
@@ -218,7 +219,7 @@ def parallel_layouts(
     """Every layout of a role on all devices of `cluster` whose sizes divide."""
     n, batch = cluster.num_devices, workload.batch
     most = max(1, int(batch.num / (workload.updates if trains else 1)))  # sequences that data parallel ranks can divide
-    contexts = [c for c in (1, 2, 4, 8) if c == 1 or workload.longest >= _LONG]
+    contexts = [c for c in space.contexts if c == 1 or workload.longest >= _LONG]
     for tensor in (t for t in space.tensors if t <= cluster.domain):
         for pipeline in (p for p in space.pipelines if p <= shape.num_layers):
             for context in contexts:

@@ -62,10 +62,7 @@ def _fsdp(role: str, layout: ParallelLayout) -> Iterator[str]:
     ):
         if size > 1:
             yield f"{key}.{name}={size}"
-    if layout.offload:
-        yield f"{key}.param_offload=True"
-        if role != "reference":
-            yield f"{key}.optimizer_offload=True"
+    yield from _offload(key, role, layout)
 
 
 def _megatron(role: str, layout: ParallelLayout) -> Iterator[str]:
@@ -74,11 +71,14 @@ def _megatron(role: str, layout: ParallelLayout) -> Iterator[str]:
     for name, size in (
         ("tensor_model_parallel_size", layout.tensor),
         ("pipeline_model_parallel_size", layout.pipeline),
-        ("context_parallel_size", layout.context),
         ("expert_model_parallel_size", layout.expert),
     ):
         if size > 1:
             yield f"{key}.{name}={size}"
+    yield from _offload(key, role, layout)
+
+
+def _offload(key: str, role: str, layout: ParallelLayout) -> Iterator[str]:
     if layout.offload:
         yield f"{key}.param_offload=True"
         if role != "reference":

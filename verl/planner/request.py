@@ -26,7 +26,7 @@ from verl.planner.workload import Lengths, Workload
 
 _SPACES = {
     "fsdp": Space(zero=(3,), pipelines=(1,)),
-    "megatron": Space(zero=(1,)),
+    "megatron": Space(zero=(1,), contexts=(1,)),
 }
 _CHOICES = {"objective": ("step_s", "gpu_hours"), "asynchronous": ("off", "auto", "on"), "engine": tuple(_SPACES)}
 _SPELLINGS = {"async": "asynchronous"}
