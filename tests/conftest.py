@@ -9,6 +9,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("WANDB_MODE", "offline")
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# how long an example takes says how busy the machine is, and nothing about the code
+settings.register_profile("verl", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("verl")
 
 # Files that take longest, the longest first: begun early they leave no core without work at the end.
 LONGEST = [

@@ -199,7 +199,7 @@ class Agents:
             data_config=DictConfigWrap(self.config.data),
             **more,
         )
-        # not arguments: loops written for the existing verl hand on what they know
+        # attributes, since loops written for the existing verl pass on only the arguments that they know
         loop.continuity, loop.stop_token_ids = self.continuity, self.stop_token_ids
         loop.tool_calls = self.tool_calls
         parts = {"interactions": self.interactions, "environments": self.environments}
