@@ -25,14 +25,21 @@ class FlatSlice(NamedTuple):
 class FlatShards:
     """The slices of this rank, `own`, and of the others of `group`. Slices of a tensor lie in rank order and cover it."""
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], own: Mapping[str, FlatSlice], group: Any = None):
-        """Collective over `group` (default: all ranks)."""
+    def __init__(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        own: Mapping[str, FlatSlice],
+        device: torch.device,
+        group: Any = None,
+    ):
+        """Collective over `group` (default: all ranks), on `device`. All ranks name the same tensors in `own`."""
         self.shapes, self.own = dict(shapes), dict(own)
         world: Any = dist.group.WORLD
         self.group: Any = group or world
-        sizes: list[dict[str, int]] = [{}] * self.group.size()
-        dist.all_gather_object(sizes, {name: part.size for name, part in own.items()}, group=self.group)
-        self.sizes = {name: [of_rank[name] for of_rank in sizes] for name in own}
+        mine = torch.tensor([part.size for part in own.values()], device=device)
+        sizes = [torch.empty_like(mine) for _ in range(self.group.size())]
+        dist.all_gather(sizes, mine, group=self.group)
+        self.sizes = dict(zip(own, torch.stack(sizes, 1).tolist(), strict=True))
         assert all(sum(found) == math.prod(self.shapes[name]) for name, found in self.sizes.items())
 
     def region(self, name: str) -> Region:

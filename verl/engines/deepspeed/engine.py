@@ -73,7 +73,8 @@ class DeepSpeedEngine(TrainedEngine):
             self._start(config)
         flat = self.optimizer.flat if isinstance(self.optimizer, ZeroOptimizer) else None
         if not trains and self.stage == 3:
-            flat = FlatShards(shapes, {name: partition_slice(p) for name, p in self.module.named_parameters()})
+            slices = {name: partition_slice(p) for name, p in self.module.named_parameters()}
+            flat = FlatShards(shapes, slices, device)
         parameters = _Parameters(self.module, self.optimizer, shapes, flat, device)
         self._trained = TrainedState(self.module, parameters, self.optimizer, self.spec, model.path, self.rounding)
 

@@ -44,7 +44,8 @@ class ZeroOptimizer(MasterOptimizer):
         self.gradients = GradientBuffers({})
         self.skips_step = False  # nothing has trained
         shapes = {name: whole_shape(p) for name, p in self.parameters.items()}
-        self.shards, self.flat = {}, FlatShards(shapes, dict(self._slices()))
+        device = next(iter(self.parameters.values())).device
+        self.shards, self.flat = {}, FlatShards(shapes, dict(self._slices()), device)
         self._accept: Callable[[float], bool] | None = None
         self._grad_norm: float | None = None
         self._exact: list[tuple[torch.Tensor, torch.Tensor]] = []
