@@ -9,9 +9,9 @@ The sides take turns; figures are medians over the rounds, after one to warm up:
 - step: seconds of an optimizer step (all micro-batches, gradients, AdamW) of the slower rank.
 - sent: bytes that leave a rank for gathers of parameters and sums of gradients.
 - waits: seconds in which a rank waits for these exchanges, and their share of the step.
-- hidden: share of the exchange that the step does not show, 1 - (step - computing alone) / exchange. Computing alone is the
-  same step of each rank with whole parameters and without any exchange; the exchange is what a rank waits with nothing to hide
-  behind (plain FSDP). 0 where nothing overlaps, which is what gloo gives: its calls return when they are done.
+- hidden: share of a side's own exchange that no rank waits for, 1 - waits / exchange. The exchange is what its bytes take with
+  nothing to hide behind, at the rate of plain FSDP. 0 where nothing overlaps, which is what gloo gives: its calls return when
+  they are done. Computing alone is the same step of each rank with whole parameters and without any exchange.
 - peak: most memory that tensors of a step take beyond what lies there between steps, by their allocations, on the larger rank.
 
 Exit code 1: a side's loss is not that of plain FSDP to 1e-5.
@@ -220,16 +220,17 @@ def fill(report: Report, found: list[dict[str, Any]]) -> bool:
     """The table and results; returns whether losses agree."""
     steps = {name: Series(tuple(map(max, zip(*(r[name]["seconds"] for r in found), strict=True)))) for name in found[0]}
     waits = {name: Series(tuple(map(max, zip(*(r[name]["waits"] for r in found), strict=True)))) for name in found[0]}
-    exchange, alone = waits[PLAIN].median, steps[ALONE].median
+    plain_bytes = max(r[PLAIN]["sent"] for r in found)
     lines, is_right = [], True
     for name in SIDES:
         peak, sent = max(r[name]["peak"] for r in found), max(r[name]["sent"] for r in found)
-        hidden = 1 - max(0.0, steps[name].median - alone) / exchange if exchange else 0.0
+        exchange = waits[PLAIN].median * sent / plain_bytes
+        hidden = max(0.0, 1 - waits[name].median / exchange) if exchange else 0.0
         is_right &= all(abs(r[name]["loss"] - r[PLAIN]["loss"]) < 1e-5 * abs(r[PLAIN]["loss"]) for r in found)
         lines.append(
             [
                 name, steps[name].text("s"), f"{ratio(steps[PLAIN], steps[name]):.2f}", f"{sent / 1e6:.1f} MB",
-                f"{number(waits[name].median)} s, {waits[name].median / steps[name].median:.0%}", f"{max(0.0, hidden):.0%}",
+                f"{number(waits[name].median)} s, {waits[name].median / steps[name].median:.0%}", f"{hidden:.0%}",
                 f"{peak / 1e6:.0f} MB",
             ]
         )  # fmt: skip

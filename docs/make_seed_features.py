@@ -18,10 +18,11 @@ HEAD = """# Features of the seed documents
 
 Written by `python docs/make_seed_features.py`. The seed documents are four articles about HybridFlow and verl; the letters and
 numbers of their features are those of this table. Their numbers were measured on other machines and models: one says what is
-compared, not what to expect. A test runs with `pytest -m "slow or not slow" PATH`.
+compared, not what to expect. Ours are of two processor cores, from [benchmarks.md](benchmarks.md) or the tests beside them. A
+test runs with `pytest -m "slow or not slow" PATH`.
 
-| row | feature | shown by | their number |
-|---|---|---|---|
+| row | feature | shown by | their number | ours |
+|---|---|---|---|---|
 """
 
 
@@ -66,7 +67,7 @@ def page() -> str:
         shown = [f"`{test}`" for test in tests.get(name, [])]
         shown += [f"`{row['benchmark']}`"] if "benchmark" in row else []
         shown += [f"**open**: {row['open']}"] if "open" in row else []
-        lines.append(f"| {name} | {row['asks']} | {', '.join(shown)} | {row.get('seed', '')} |")
+        lines.append(f"| {name} | {row['asks']} | {', '.join(shown)} | {row.get('seed', '')} | {row.get('ours', '')} |")
     return HEAD + "\n".join(lines) + "\n"
 
 

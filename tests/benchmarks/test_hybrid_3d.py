@@ -7,7 +7,7 @@ from report import Report
 from verl.config import FSDPConfig
 from verl.engines.hybrid_3d import Dimensions
 
-pytestmark = pytest.mark.seed("C5", "C7")
+pytestmark = pytest.mark.seed("C5", "C7", "G4")
 
 
 def test_the_sides_are_one_dimension_each_and_all():
@@ -25,12 +25,14 @@ def test_what_is_hidden_and_what_differs(capsys):
     ranks = []
     for slower in (0.0, 0.1):
         sides = {name: rank([1.0 + slower] * 3, [0.5] * 3) for name in SIDES}
+        sides["batch: groups of 4"] = rank([0.7] * 3, [0.125] * 3) | {"sent": 10**6 // 4}
         sides |= {"prefetch": rank([0.85] * 3, [0.2] * 3), ALONE: rank([0.6] * 3, [0.0] * 3)}
         ranks.append(sides)
     report = Report("a")
     assert fill(report, ranks)
     assert report.results[PLAIN]["hidden"] == pytest.approx(0.0)
-    assert report.results["prefetch"]["hidden"] == pytest.approx(0.5)
+    assert report.results["prefetch"]["hidden"] == pytest.approx(0.6)
+    assert report.results["batch: groups of 4"]["hidden"] == 0.0  # a quarter of the bytes, none of them hidden
     assert report.results["prefetch"]["times_plain"] == pytest.approx(1.1 / 0.85)
     ranks[1]["all three"]["loss"] = 2.1
     assert not fill(Report("a"), ranks)
