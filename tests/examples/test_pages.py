@@ -26,7 +26,10 @@ OUTPUT = {
     "coming-from-trl": ("rollout.n",),
 }
 # several training runs each
-SLOW = {"export", "distillation", "reward-models", "rejection-sampling", "agents"}
+SLOW = {
+    *("export", "distillation", "reward-models", "rejection-sampling", "agents"),
+    *("stages", "algorithms", "sft", "resume", "preferences", "several-gpus"),
+}
 EXPECTED = {
     "first-run",
     "data",

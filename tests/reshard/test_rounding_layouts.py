@@ -8,7 +8,7 @@ import pytest
 from tests.engines.ranks import run_ranks
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_layout_has_the_weights_of_one_device(num_ranks, tmp_path):
     run_ranks("tests.reshard.rounding_checks", num_ranks, tmp_path)
     found = json.loads((tmp_path / f"results-{num_ranks}.json").read_text())

@@ -60,7 +60,7 @@ def test_the_compiled_kernels_are_invariant(family, dtype, load, make_engine):
 
 @pytest.mark.usefixtures("torch_computes")
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", *(pytest.param(f, marks=pytest.mark.slow) for f in ("qwen2", "qwen3"))])
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_plain_decoder_can_be_required_to_be_invariant(family, n, dtype, load, make_engine):
     made = engines(make_engine, load, family, dtype, batch_invariant="require")

@@ -89,6 +89,7 @@ def assert_same(program, rows, expected):
         assert found == pytest.approx(compared, rel=1e-6), row["step"]
 
 
+@pytest.mark.slow
 def test_two_ranks_under_torchrun_are_one_process(alone, job, folder):
     jobs = [job(program, name, *changes) for program in METRICS for name, changes in SPMD.items()]
     run(2, "tests.runtime.several_runs", write(folder, "spmd", jobs), timeout_s=180)

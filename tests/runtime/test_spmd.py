@@ -124,6 +124,7 @@ def test_two_ranks(two_ranks, alone, name, algorithm):
     assert_equal(two_ranks.run(f"{algorithm}_{name}"), reference, algorithm)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 @pytest.mark.parametrize("name", ON_FOUR)
 def test_four_ranks(four_ranks, alone, name, algorithm):

@@ -36,6 +36,7 @@ def letters(data_source, solution_str, ground_truth, extra_info=None):
     return sum(c.isalpha() for c in solution_str) / max(len(solution_str), 1)
 
 
+@pytest.mark.slow
 @pytest.mark.seed("G3")
 def test_the_parts_of_a_step_by_their_names(settings, tmp_path, no_pictures):
     from verl.trainer.rl_trainer import RLTrainer
