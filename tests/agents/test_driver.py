@@ -15,6 +15,7 @@ from verl.config.sections.rollout import AgentConfig
 from verl.data_proto.samples import PromptRequest, SamplingParams
 from verl.errors import DeadlineError
 from verl.models.tiny import make_tokenizer
+from verl.rollout.cpu.library import kernels
 from verl.rollout.hf import HFRollout
 from verl.rollout.native.engine import NativeRollout
 
@@ -100,7 +101,9 @@ def test_time_slots_and_memory_change_no_sample(module, events):
         {"cls": HFRollout},
     ):
         found, its_stats = run(module, events, **changes)
-        same(reference, found, exact=invariant and "cls" not in changes)
+        # PyTorch's attention rounds a turn that is computed again otherwise than its tokens one by one
+        rounds = "cls" in changes or ("kv_cache_mb" in changes and kernels() is None)
+        same(reference, found, exact=invariant and not rounds)
         if changes.get("kv_cache_mb") == 0:
             assert its_stats["num_evicted"] > 0
             assert its_stats["num_prompt_tokens_computed"] > stats["num_prompt_tokens_computed"]
@@ -188,7 +191,7 @@ def test_an_episode_that_fails_costs_no_other(module, events, caplog, what, sent
             episode.task, episode.trajectory(prompt, [*done.token_ids, 5], [1] * (len(done.token_ids) + 1), "stop")
         )
 
-    timeout = 0.5 if what == "hangs" else 60.0
+    timeout = 2.0 if what == "hangs" else 60.0
     driver = EpisodeDriver(engine_of(module), events, max_episodes=100, timeout_s=timeout, filler=258)
     found = driver.run(tasks(3), run_one, PARAMS, step=1)
     (failed,) = [r for r in found if r.error]

@@ -136,6 +136,7 @@ def test_roles_on_ranks_of_their_own(two_ranks, alone):
     assert_equal(two_ranks.run("split2"), alone["ppo"], "ppo")
 
 
+@pytest.mark.slow
 def test_roles_on_several_ranks_each(four_ranks, alone):
     assert_equal(four_ranks.run("ppo_apart4"), alone["ppo"], "ppo")
 
