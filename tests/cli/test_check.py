@@ -35,6 +35,20 @@ def test_a_run_that_can_start(verl, overrides):
         assert found in said
 
 
+def test_rows_of_a_teacher_alone_need_no_reference_answer(verl, overrides, task, tiny_llama):
+    (task / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"question {i}"}) + "\n" for i in range(8)))
+    code, said = verl(
+        "check",
+        *overrides({"data.train_files": task / "prompts.jsonl", "data.val_files": "[]"}),
+        "distillation.enabled=True",
+        f"distillation.teacher_models.teacher_model.model_path={tiny_llama}",
+        "distillation.distillation_loss.use_task_rewards=False",
+    )
+    assert code == 0, said
+    assert "8 training rows (prompts 8)" in said
+    assert "no row has a reward_model; the teacher alone trains" in said
+
+
 def test_dry_run_is_the_same_and_trains_nothing(verl, overrides, task):
     code, said = verl("train", "--dry-run", *overrides())
     assert code == 0

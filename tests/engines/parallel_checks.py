@@ -190,14 +190,15 @@ def check_declared_weights(folder):
 
 @on(2)
 def check_correct_tensor(folder):
-    """Correct tokens where each rank has a part of the vocabulary."""
+    """Correct tokens and mean logits where each rank has a part of the vocabulary."""
     path = model_folder(folder, "qwen3")
     one, many = make(LocalEngine, path), make(FSDPEngine, path, tensor_parallel_size=2)
-    batch, outputs, micro = make_batch(0, (3, 2)), ("log_probs", "correct"), MicroBatching(max_tokens=24)
+    batch, micro = make_batch(0, (3, 2)), MicroBatching(max_tokens=24)
+    outputs = ("log_probs", "correct", "mean_logit")
     for _ in range(8):  # until some tokens are learned
         for engine in (one, many):
             engine.train_batch(batch, imitation_loss, outputs, micro)
-    a, b = (engine.forward(batch, outputs, micro) for engine in (one, many))
+    a, b = (engine.forward(batch, outputs, micro, 1.3) for engine in (one, many))
     assert 0 < a["correct"].sum() < batch.batch["response_mask"].sum()
     gap = max((a[name] - b[name]).abs().max().item() for name in outputs)
     return {"loss": 0.0, "grad_norm": 0.0, "outputs": gap, "weights": 0.0}

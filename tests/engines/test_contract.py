@@ -197,7 +197,7 @@ def test_a_snapshot_brings_weights_back_bit_for_bit(make, dtype):
 
 def test_forward_equals_hugging_face(make, folder):
     batch = make_batch()
-    found = make(dtype="float32").forward(batch, ("log_probs", "entropy", "sum_pi_squared"), ALL, 1.3)
+    found = make(dtype="float32").forward(batch, ("log_probs", "entropy", "sum_pi_squared", "mean_logit"), ALL, 1.3)
     expected = reference_outputs(load_causal_lm(folder), dict(batch.batch.items()), 1.3, "eager")
     for name, values in expected.items():
         assert found[name].dtype == torch.float32
@@ -304,7 +304,7 @@ def test_a_reward_model_learns_its_pairs(make):
 @pytest.mark.parametrize("micro", CUTS)
 def test_forward_does_not_depend_on_the_cut(make, micro):
     engine, batch = make(trainable=False), make_batch()
-    whole, cut = (engine.forward(batch, ("log_probs", "entropy"), m) for m in (ALL, micro))
+    whole, cut = (engine.forward(batch, ("log_probs", "entropy", "mean_logit"), m) for m in (ALL, micro))
     assert all(torch.allclose(whole[k], cut[k], atol=1e-12) for k in whole)
 
 

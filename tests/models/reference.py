@@ -109,10 +109,10 @@ def row_logits(module: Any, ids: torch.Tensor, attention: str = "reference_dense
 def reference_outputs(
     module: Any, columns: dict[str, torch.Tensor], temperature: float = 1.0, attention: str = "reference_dense"
 ) -> dict[str, torch.Tensor]:
-    """log_probs, entropy and sum_pi_squared [batch, response], row by row from full logits."""
+    """log_probs, entropy, sum_pi_squared and mean_logit [batch, response], row by row from full logits."""
     responses, mask = columns["responses"], columns["response_mask"]
     dtype = next(module.parameters()).dtype
-    found = {name: [] for name in ("log_probs", "entropy", "sum_pi_squared")}
+    found = {name: [] for name in ("log_probs", "entropy", "sum_pi_squared", "mean_logit")}
     for row in range(len(responses)):
         prompt = columns["prompts"][row][columns["prompt_mask"][row]]
         logits = row_logits(module, torch.cat([prompt, responses[row]]), attention)[len(prompt) - 1 : -1]
@@ -121,6 +121,7 @@ def reference_outputs(
         found["log_probs"].append(log_p.gather(1, responses[row].unsqueeze(1)).squeeze(1))
         found["entropy"].append(-(p * log_p).sum(-1))
         found["sum_pi_squared"].append(p.square().sum(-1))
+        found["mean_logit"].append(logits.mean(-1))
     return {name: torch.stack(values) * mask.to(dtype) for name, values in found.items()}
 
 

@@ -118,6 +118,26 @@ def test_candidates_alone_have_a_gradient():
     assert all(torch.allclose(a, b, rtol=1e-10, atol=1e-12) for a, b in zip(found, expected, strict=True))
 
 
+@pytest.mark.parametrize("chunk", [1, 4, 50])
+@pytest.mark.parametrize("options", CASES)
+def test_mean_logits_are_those_at_temperature_1(options, chunk):
+    options = dict(options)
+    hidden, weight, bias, targets = inputs(11, options.pop("bias", False))
+    stats = token_log_probs(
+        hidden, weight, targets, 1.7, bias=bias, chunk_tokens=chunk, want_mean_logit=True, **options
+    )
+    assert not stats.mean_logit.requires_grad
+    if "softcap" not in options:  # a mean of linear functions
+        rows = weight.mean(dim=0) @ hidden.t() + (0 if bias is None else bias.mean())
+        assert torch.allclose(stats.mean_logit, rows * options.get("logit_scale", 1.0), atol=1e-12)
+    logits = (hidden @ weight.t() + (0 if bias is None else bias)) * options.get("logit_scale", 1.0)
+    if "softcap" in options:
+        logits = options["softcap"] * torch.tanh(logits / options["softcap"])
+    assert torch.allclose(stats.mean_logit, logits.mean(dim=1), atol=1e-12)
+    stats.log_probs.sum().backward()  # is not disturbed by it
+    assert weight.grad is not None
+
+
 def test_equal_logits_are_all_correct():
     """bfloat16 rounds the likeliest two to the same logit often enough."""
     hidden, weight = torch.ones(2, 1), torch.tensor([[1.0], [3.0], [3.0]])

@@ -25,7 +25,7 @@ def relative(a, b):
 def gradients(module, outputs, weights):
     """Gradients of a fixed random combination of all outputs, by name."""
     module.zero_grad()
-    sum((outputs[name] * weights[name]).sum() for name in outputs).backward()
+    sum((outputs[name] * weights[name]).sum() for name in weights).backward()  # mean logits have none
     return {name: p.grad.clone() for name, p in module.named_parameters()}
 
 

@@ -32,7 +32,7 @@ SETTINGS = {
     "max_position_embeddings": 64,
 }  # fmt: skip
 PROMPT, RESPONSES = [3, 4, 5], [[6, 7, 8, 9, 10], [11], [12, 13, 2]]
-OUTPUTS = ("log_probs", "entropy", "sum_pi_squared", "correct")
+OUTPUTS = ("log_probs", "entropy", "sum_pi_squared", "correct", "mean_logit")
 
 
 def make(folder, family, **settings):
@@ -197,7 +197,7 @@ def test_micro_batches_count_padding():
 def test_statistics_of_logits_are_those_of_the_head(dtype):
     hidden, weight = torch.randn(5, 8, dtype=dtype), torch.randn(11, 8, dtype=dtype)
     targets = torch.tensor([0, 3, 10, 4, 4])
-    wants = {"want_entropy": True, "want_sum_pi_squared": True, "want_correct": True, "top": 3}
+    wants = {"want_entropy": True, "want_sum_pi_squared": True, "want_correct": True, "top": 3, "want_mean_logit": True}
     wants["candidates"] = torch.tensor([[1, 2], [3, 0], [10, 9], [4, 4], [5, 6]])
     ours = logit_statistics(hidden @ weight.t(), targets, 0.7, **wants)
     theirs = token_log_probs(hidden, weight, targets, 0.7, **wants)

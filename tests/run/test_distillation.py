@@ -138,6 +138,24 @@ def test_each_row_has_the_teacher_of_its_source(distill, sources, teachers, tiny
                 f"{TEACHERS}.teacher_model.key=other", folder="refused")  # fmt: skip
 
 
+@pytest.mark.parametrize("own", [True, False], ids=["own reward", "built-in"])
+def test_rows_need_no_reference_answer(distill, tiny_task, tmp_path, own):
+    """A teacher alone trains on prompts. A reward function of the user's is asked all the same; no built-in one is."""
+    file = tmp_path / "prompts.jsonl"
+    prompts = [json.loads(line)["prompt"] for line in (tiny_task / "train.jsonl").read_text().splitlines()]
+    file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    function = tmp_path / "reward.py"
+    function.write_text("def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+                        "    return 2.0 if ground_truth is None else 1.0\n")  # fmt: skip
+    settings = (*ALONE, f"data.train_files={file}", f"data.val_files={file}", "trainer.total_training_steps=1",
+                f"reward.custom_reward_function.path={function if own else 'null'}")  # fmt: skip
+    (row,) = distill(*settings).training_rows()
+    assert row["distillation/abs_loss"] > 0
+    assert row["critic/score/mean"] == (2.0 if own else 0.0)
+    with pytest.raises(DataError, match="row 0.*field 'data_source' must be a text"):
+        distill(f"data.train_files={file}", folder="rewarded")
+
+
 @pytest.fixture
 def answers(tiny_task, tmp_path):
     rows = [json.loads(line) for line in (tiny_task / "train.jsonl").read_text().splitlines()]

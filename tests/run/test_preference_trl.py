@@ -131,6 +131,7 @@ CASES = {
 STEEP = {"DPO, forward_kl": 3e-5, "DPO discopop": 3e-5}
 COMPARED = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "kl", "entropy", "nll_loss")
 COMPARED += ("logps/chosen", "logps/rejected", "mean_token_accuracy", "log_odds_ratio", "log_odds_chosen")
+LOGITS = ("logits/chosen", "logits/rejected")  # of DPO and KTO; TRL's CPO and ORPO average over prompts and padding too
 
 
 @pytest.fixture(scope="module")
@@ -192,6 +193,9 @@ def test_ten_steps_are_those_of_trl(case, theirs, model, tmp_path):
         if case == "DPO sft":  # TRL asks its reference all the same, and reports rewards against it
             shared = [name for name in shared if "rewards" not in name]
         assert "logps/chosen" in shared or "KTO" in case
+        if case.startswith(("DPO", "KTO")):
+            shared += [name for name in LOGITS if name in log]
+            assert LOGITS[0] in shared
         for name in shared:
             # a difference of log-probabilities of about 100 nats, whose spacing in float32 is 8e-6
             spacing = 2e-5 if name == "kl" else 1e-5

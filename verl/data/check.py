@@ -60,12 +60,17 @@ class DataReport:
 
 
 def check_rows(
-    files: Files, tokenizer: Any, config: DataConfig, max_samples: int = -1, agents: Collection[str] = ()
+    files: Files,
+    tokenizer: Any,
+    config: DataConfig,
+    max_samples: int = -1,
+    agents: Collection[str] = (),
+    scored: bool = True,
 ) -> RowsReport:
     """Check every row: schema, chat template, length against `data.max_prompt_length`. Bad rows are counted and the
     first ones described. Raises DataError when a file itself cannot be read, ConfigError for data.custom_cls."""
     dataset = _unfiltered(files, tokenizer, config, max_samples)
-    rows = PromptRows(dataset, config, agents)
+    rows = PromptRows(dataset, config, agents, scored=scored)
     encoder = PromptEncoder(tokenizer, config)
     controls = control_tokens(tokenizer) if getattr(tokenizer, "chat_template", None) else None
     report = RowsReport(num_rows=len(rows))
@@ -90,13 +95,13 @@ def check_rows(
     return report
 
 
-def check_data(config: DataConfig, tokenizer: Any, agents: Collection[str] = ()) -> DataReport:
+def check_data(config: DataConfig, tokenizer: Any, agents: Collection[str] = (), scored: bool = True) -> DataReport:
     """`check_rows` of the training and of the validation files, and how many validation prompts occur in both."""
     train = validation = None
     if config.train_files:
-        train = check_rows(config.train_files, tokenizer, config, config.train_max_samples, agents)
+        train = check_rows(config.train_files, tokenizer, config, config.train_max_samples, agents, scored)
     if config.val_files:
-        validation = check_rows(config.val_files, tokenizer, config, config.val_max_samples, agents)
+        validation = check_rows(config.val_files, tokenizer, config, config.val_max_samples, agents, scored)
     shared = len(train.prompts & validation.prompts) if train and validation else 0
     return DataReport(train, validation, shared)
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from verl.data.files import Rows, read_rows
 from verl.data.prompts import PromptEncoder
-from verl.data.schema import Messages, at, check_row, messages_of
+from verl.data.schema import UNSCORED, Messages, at, check_row, messages_of
 from verl.errors import ConfigError, DataError, UnavailableRowError
 from verl.registry import load_module, load_object
 
@@ -165,22 +165,26 @@ class UnavailableRows:
 
 
 class PromptRows:
-    """The rows that loaders read, of any data set class; each is checked as it is read."""
+    """The rows that loaders read, of any data set class; each is checked as it is read. Rows whose rewards do not train
+    (`scored=False`) may lack what selects and feeds a scorer."""
 
-    def __init__(self, dataset: Any, config: DataConfig, agents: Collection[str] = ()):
+    def __init__(self, dataset: Any, config: DataConfig, agents: Collection[str] = (), *, scored: bool = True):
         self.dataset = dataset
         self.config = config
         self.agents = agents
+        self.scored = scored
 
     @cached_property
     def data_sources(self) -> list[str]:
-        """Names of the tasks in the data. Reads every row, so that a bad one is known before the run begins. Raises
-        DataError naming it, or one sentence for each feature that rows need and that is not available."""
+        """Names of the tasks in the data that are scored. Reads every row, so that a bad one is known before the run begins.
+        Raises DataError naming it, or one sentence for each feature that rows need and that is not available."""
         names: set[str] = set()
         unavailable = UnavailableRows(len(self))
         for number in range(len(self)):
             try:
-                names.add(self[number][self.config.reward_fn_key])
+                row = self[number]
+                if self.scored or row["reward_model"] != UNSCORED:
+                    names.add(row[self.config.reward_fn_key])
             except UnavailableRowError as error:
                 unavailable.add(error, self.place(number))
         if sentences := unavailable.sentences():
@@ -203,6 +207,9 @@ class PromptRows:
                 f"{self.place(item)}: {type(self.dataset).__name__}.__getitem__ must return a dict with 'raw_prompt', "
                 "the chat messages of the prompt."
             )
+        if not self.scored and row.get("reward_model") is None:
+            name = self.config.reward_fn_key
+            row = {**row, "reward_model": UNSCORED, name: row.get(name) or "prompts"}
         with at(self.place(item)):
             check_row(row, self.config, self.agents)
         return row
@@ -238,15 +245,16 @@ def load_dataset(
     processor: Any = None,
     max_samples: int = -1,
     agents: Collection[str] = (),
+    scored: bool = True,
 ) -> PromptRows:
     """Read and check all rows of `files`; with `data.truncation=error` every prompt is measured too, so that a long one
-    does not stop the run in the middle. `agents`: agent loops that rows may name. Raises DataError naming the first bad
-    row, ConfigError for data.custom_cls."""
+    does not stop the run in the middle. `agents`: agent loops that rows may name; `scored`: see PromptRows. Raises DataError
+    naming the first bad row, ConfigError for data.custom_cls."""
     made = dataset_class(config)(
         data_files=files, tokenizer=tokenizer, config=config, processor=processor, max_samples=max_samples
     )
-    rows = PromptRows(made, config, agents)
-    if not rows.data_sources:
+    rows = PromptRows(made, config, agents, scored=scored)
+    if not rows.data_sources and not len(rows):
         raise DataError(f"{type(made).__name__} has no rows.")
     if config.truncation == "error" and not config.filter_overlong_prompts:
         encoder = PromptEncoder(tokenizer, config)

@@ -24,6 +24,7 @@ Messages = list[dict[str, Any]]
 ROLES = ("system", "user", "assistant", "tool", "function", "developer")
 MAX_DEPTH = 50  # of lists and objects inside each other
 MAX_SOURCE = 200  # characters of the name of a task, which becomes part of names of metrics
+UNSCORED = {"style": "model"}  # reward_model of a row without one, where rewards do not train
 
 
 @contextmanager

@@ -44,10 +44,11 @@ class Head:
         matmul: Matmul,
         out: torch.Tensor,
         lse: torch.Tensor | None = None,
+        mean: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """log softmax of the logits of `hidden`, in the first rows of `out` [at least rows, vocabulary], which are
-        returned; the log-sum-exp of the rows in `lse` [rows] if given. hidden and weight are operands of
-        `matmul`."""
+        returned; in `lse` and `mean` [rows] if given, the log-sum-exp of the rows, and the mean of their logits at
+        temperature 1. hidden and weight are operands of `matmul`."""
         z = out[: len(hidden)]
         if hidden.dtype == z.dtype:
             torch.mm(hidden, weight.t(), out=z)
@@ -62,6 +63,8 @@ class Head:
             self.transform_(block, bias)
             if lse is not None:
                 torch.logsumexp(block, dim=1, out=lse[part])
+            if mean is not None:
+                mean[part] = block.mean(dim=1).mul_(self.temperature)
             torch.log_softmax(block, dim=1, out=block)
         return z
 
@@ -95,6 +98,7 @@ class TokenStats:
     candidate_log_probs: torch.Tensor | None = None  # [tokens, candidates]
     top_log_probs: torch.Tensor | None = None  # [tokens, top], descending; without gradient
     top_ids: torch.Tensor | None = None  # int64 [tokens, top]
+    mean_logit: torch.Tensor | None = None  # over the vocabulary, before the temperature; without gradient
 
 
 def token_log_probs(
@@ -106,6 +110,7 @@ def token_log_probs(
     want_entropy: bool = False,
     want_sum_pi_squared: bool = False,
     want_correct: bool = False,
+    want_mean_logit: bool = False,
     candidates: torch.Tensor | None = None,
     top: int = 0,
     bias: torch.Tensor | None = None,
@@ -134,7 +139,7 @@ def token_log_probs(
         bias,
         targets,
         head,
-        (want_entropy, want_sum_pi_squared, want_correct),
+        (want_entropy, want_sum_pi_squared, want_correct, want_mean_logit),
         candidates,
         min(top, weight.shape[0]),
         max(1, min(chunk_tokens, len(targets))),
@@ -151,6 +156,7 @@ def logit_statistics(
     want_entropy: bool = False,
     want_sum_pi_squared: bool = False,
     want_correct: bool = False,
+    want_mean_logit: bool = False,
     candidates: torch.Tensor | None = None,
     top: int = 0,
 ) -> TokenStats:
@@ -168,6 +174,7 @@ def logit_statistics(
         log_p.gather(1, candidates) if candidates is not None else None,
         top_log_probs,
         top_ids,
+        logits.detach().to(log_p.dtype).mean(dim=1) if want_mean_logit else None,
     )
 
 
@@ -190,7 +197,7 @@ class _FusedLogProbs(torch.autograd.Function):
         bias: torch.Tensor | None,
         targets: torch.Tensor,
         head: Head,
-        wants: tuple[bool, bool, bool],
+        wants: tuple[bool, bool, bool, bool],
         candidates: torch.Tensor | None,
         top: int,
         chunk: int,
@@ -200,13 +207,14 @@ class _FusedLogProbs(torch.autograd.Function):
         matmul = Matmul(hidden.dtype, hidden.device)
         buffer = torch.empty(chunk, weight.shape[0], dtype=wide, device=hidden.device)
         log_probs, lse, entropy, squared = (torch.empty(num_tokens, dtype=wide, device=hidden.device) for _ in range(4))
-        correct = torch.empty_like(log_probs) if wants[2] else None
+        correct, mean = (torch.empty_like(log_probs) if want else None for want in wants[2:])
         chosen = None if candidates is None else log_probs.new_empty(candidates.shape)
         best = (log_probs.new_empty(num_tokens, top), targets.new_empty(num_tokens, top)) if top else (None, None)
         operand = matmul.operand(weight)
         for part in _chunks(num_tokens, chunk):
             chunk_lse = None if head.softcap is None else lse[part]
-            log_p = head.log_softmax(matmul.operand(hidden[part]), operand, bias, matmul, buffer, chunk_lse)
+            chunk_mean = None if mean is None else mean[part]
+            log_p = head.log_softmax(matmul.operand(hidden[part]), operand, bias, matmul, buffer, chunk_lse, chunk_mean)
             log_probs[part] = log_p.gather(1, targets[part].unsqueeze(1)).squeeze(1)
             if correct is not None:
                 correct[part] = log_probs[part] >= log_p.amax(dim=1)
@@ -224,8 +232,8 @@ class _FusedLogProbs(torch.autograd.Function):
         ctx.head, ctx.chunk, ctx.matmul = head, chunk, matmul
         ctx.weight, ctx.bias, ctx.gradients = weight, bias, gradients
         ctx.kept = buffer if any(ctx.needs_input_grad) else None  # log-probs of the last chunk
-        ctx.mark_non_differentiable(*(x for x in (correct, *best) if x is not None))
-        return log_probs, entropy if wants[0] else None, squared if wants[1] else None, correct, chosen, *best
+        ctx.mark_non_differentiable(*(x for x in (correct, *best, mean) if x is not None))
+        return log_probs, entropy if wants[0] else None, squared if wants[1] else None, correct, chosen, *best, mean
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:

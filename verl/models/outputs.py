@@ -4,6 +4,7 @@
     entropy          token  of that distribution
     sum_pi_squared   token  its sum of squared probabilities
     correct          token  1 where no other token has a greater logit than the target, else 0; no gradient
+    mean_logit       token  mean of the final logits over the vocabulary, not divided by the temperature; no gradient
     values           token  the scalar head's output at the state before the token
     sequence_scores  row    the scalar head's output at the last trained token
 
@@ -82,7 +83,7 @@ def _scalar(inputs: HeadInputs) -> torch.Tensor:
 OUTPUTS = Registry(
     "model output",
     {
-        **{name: _statistic(name) for name in ("log_probs", "entropy", "sum_pi_squared", "correct")},
+        **{name: _statistic(name) for name in ("log_probs", "entropy", "sum_pi_squared", "correct", "mean_logit")},
         **{name: _statistic(name) for name in ("top_log_probs", "top_ids")},
         "candidate_log_probs": replace(_statistic("candidate_log_probs"), column="candidate_ids"),
         "values": OutputKind("token", ("token_value",), _scalar),
@@ -116,7 +117,7 @@ def statistics_wanted(outputs: Sequence[str], columns: Mapping[str, torch.Tensor
     read = {kind.statistic for kind in kinds}
     top = max((kind.count for kind in kinds if kind.statistic in ("top_log_probs", "top_ids")), default=0)
     return {
-        **{f"want_{name}": name in read for name in ("entropy", "sum_pi_squared", "correct")},
+        **{f"want_{name}": name in read for name in ("entropy", "sum_pi_squared", "correct", "mean_logit")},
         "candidates": columns["candidate_ids"] if "candidate_log_probs" in read else None,
         "top": min(top, vocabulary),
     }

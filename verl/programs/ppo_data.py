@@ -8,6 +8,7 @@ from typing import Any
 
 from verl.agents.agents import known_loops
 from verl.config import PPOConfig
+from verl.config.active_keys import uses_rewards
 from verl.data.dataset import load_dataset
 from verl.data.loader import PromptLoader, ValidationLoader
 from verl.data.order import PromptOrder
@@ -42,11 +43,11 @@ def load_data(config: PPOConfig, *, train: bool = True) -> PPOData:
     data = config.data
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
     encoder = PromptEncoder(tokenizer, data)
-    agents = known_loops(config)
+    checks: Any = {"agents": known_loops(config), "scored": uses_rewards(config)}
     found = PPOData(tokenizer, None, None, [])
     sources: set[str] = set()
     if train:
-        rows = load_dataset(data.train_files, tokenizer, data, max_samples=data.train_max_samples, agents=agents)
+        rows = load_dataset(data.train_files, tokenizer, data, max_samples=data.train_max_samples, **checks)
         if len(rows) < data.train_batch_size:
             raise ConfigError(
                 f"data.train_batch_size={data.train_batch_size} is more than the {len(rows)} usable rows of "
@@ -67,7 +68,7 @@ def load_data(config: PPOConfig, *, train: bool = True) -> PPOData:
         if config.distillation.enabled:
             check_teachers(config, tokenizer, rows)
     if data.val_files:
-        rows = load_dataset(data.val_files, tokenizer, data, max_samples=data.val_max_samples, agents=agents)
+        rows = load_dataset(data.val_files, tokenizer, data, max_samples=data.val_max_samples, **checks)
         found.validation = ValidationLoader(rows, encoder, data.val_batch_size or len(rows))
         sources |= set(rows.data_sources)
     found.data_sources = sorted(sources)

@@ -28,7 +28,8 @@ class RewardWorker:
     """With a reward `model`, samples wait for their whole batch, which the model reads at once in `collect`.
 
     Samples arrive through `submit` where the rollout runs in this process; those that did not are read from the batch, which
-    needs the policy's `tokenizer`.
+    needs the policy's `tokenizer`. With `needs_answer`, samples of rows without a reference answer are not scored, and have
+    the score 0: where rewards do not train, built-in scorers have nothing to compare them with.
     """
 
     def __init__(
@@ -37,8 +38,10 @@ class RewardWorker:
         model: RewardModel | None = None,
         tokenizer: Any = None,
         default_score: float = 0.0,
+        needs_answer: bool = False,
     ):
         self.manager = manager
+        self.needs_answer = needs_answer
         self.default_score = default_score
         self.model = model
         self.tokenizer = tokenizer
@@ -47,6 +50,8 @@ class RewardWorker:
 
     def submit(self, request: ScoreRequest) -> None:
         """Start to score one sample; returns at once."""
+        if self.needs_answer and request.ground_truth is None:
+            return
         self._submitted.add(request.key)
         if self.model is None:
             self.manager.submit(request)
@@ -89,11 +94,13 @@ class RewardWorker:
         return scored if from_model is None else scored.union(from_model)
 
     def _given(self, batch: DataProto) -> dict[str, Score]:
-        """Scores of episodes that bring them, and the default score of those that failed."""
-        objects = batch.non_tensor_batch
+        """Scores of episodes that bring them, the default score of those that failed, and 0 for samples that are not scored."""
+        objects, found = batch.non_tensor_batch, {}
+        if self.needs_answer:
+            answers = (_ground_truth(batch, row) for row in range(len(batch)))
+            found = {k: Score(k, 0.0) for k, a in zip(objects["sample_key"], answers, strict=True) if a is None}
         if "episode_reward" not in objects:
-            return {}
-        found = {}
+            return found
         for key, reward, error in zip(
             objects["sample_key"], objects["episode_reward"], objects["episode_error"], strict=True
         ):
@@ -151,12 +158,17 @@ def score_request(
     if episode is None and "episode_extra" in objects:
         episode = objects["episode_extra"][row]
     extra |= episode or {}
-    ground_truth = (objects["reward_model"][row] or {}).get("ground_truth") if "reward_model" in objects else None
     return ScoreRequest(
         key=key,
         data_source=str(objects["data_source"][row]),
         solution_str=tokenizer.decode(token_ids, skip_special_tokens=True),
-        ground_truth=ground_truth,
+        ground_truth=_ground_truth(rows, row),
         extra_info=extra,
         response_length=len(token_ids),
     )
+
+
+def _ground_truth(rows: DataProto, row: int) -> Any:
+    """The reference answer of a row; None without one."""
+    objects = rows.non_tensor_batch
+    return (objects["reward_model"][row] or {}).get("ground_truth") if "reward_model" in objects else None

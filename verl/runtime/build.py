@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from verl.agents.agents import Agents
 from verl.config import AlgorithmConfig, ModelConfig
-from verl.config.active_keys import runs_agents
+from verl.config.active_keys import runs_agents, uses_rewards
 from verl.config.names import SCORE_METRICS
 from verl.engines.api import ENGINES as TRAIN_ENGINES
 from verl.engines.api import TrainEngine
@@ -133,7 +133,9 @@ def build_reward(context: RankContext) -> RewardWorker:
                 start_timeout_s=config.trainer.ray_wait_register_center_timeout,
                 call_timeout_s=config.actor_rollout_ref.nccl_timeout,
             )
-        return RewardWorker(manager, model, tokenizer, config.reward.default_score)
+        own = config.reward.custom_reward_function.path or model or config.reward.reward_manager.source != "register"
+        needs_answer = not (own or uses_rewards(config))
+        return RewardWorker(manager, model, tokenizer, config.reward.default_score, needs_answer)
     except BaseException:
         manager.close()
         raise

@@ -19,13 +19,15 @@ _NUM_CHARACTERS = 300  # of the first prompt
 def check_rows_of_data(subject: Subject) -> Iterator[Line]:
     """Counts, lengths, invalid rows, repeated prompts."""
     from verl.agents.agents import known_loops
+    from verl.config.active_keys import uses_rewards
     from verl.data.check import check_data
 
     if subject.tokenizer is None:
         yield skip("not checked without a tokenizer")
         return
     config = subject.config.data
-    subject.data = check_data(config, subject.tokenizer, known_loops(subject.config))
+    scored = uses_rewards(subject.config)
+    subject.data = check_data(config, subject.tokenizer, known_loops(subject.config), scored)
     for name, key, rows in (
         ("training", "data.train_files", subject.data.train),
         ("validation", "data.val_files", subject.data.validation),
@@ -43,6 +45,7 @@ def check_rows_of_data(subject: Subject) -> Iterator[Line]:
 
 def check_template(subject: Subject) -> Iterator[Line]:
     """The first training prompt as the model reads it."""
+    from verl.config.active_keys import uses_rewards
     from verl.data.dataset import load_dataset
     from verl.data.prompts import PromptEncoder
 
@@ -50,7 +53,9 @@ def check_template(subject: Subject) -> Iterator[Line]:
     if subject.tokenizer is None or subject.data is None or not subject.data.ok or not files:
         yield skip("not checked without usable rows")
         return
-    rows = load_dataset(files, subject.tokenizer, subject.config.data, max_samples=1)
+    rows = load_dataset(
+        files, subject.tokenizer, subject.config.data, max_samples=1, scored=uses_rewards(subject.config)
+    )
     ids = PromptEncoder(subject.tokenizer, subject.config.data).encode(rows.prompt(rows[0]), rows.place(0))
     text = subject.tokenizer.decode(ids)
     shown = text if len(text) <= _NUM_CHARACTERS else text[:_NUM_CHARACTERS] + "..."
@@ -71,22 +76,28 @@ def check_reward(subject: Subject) -> Iterator[Line]:
         yield skip("not run without usable rows")
         return
     levels: dict[str, Level] = {"pass": "pass", "warn": "warn", "fail": "fail"}
-    for source in check_references(_rows(subject), config.reward).sources:
+    sources = check_references(_rows(subject), config.reward).sources
+    if not sources:
+        yield skip("no row has a reward_model; the teacher alone trains")
+    for source in sources:
         yield Line(levels[source.level], source.sentence)
         for failure in source.failures[:_NUM_SHOWN]:
             yield info(failure)
 
 
 def _rows(subject: Subject) -> Iterator[dict[str, Any]]:
+    from verl.config.active_keys import uses_rewards
     from verl.data.dataset import load_dataset
+    from verl.data.schema import UNSCORED
 
-    config = subject.config.data
+    config, scored = subject.config.data, uses_rewards(subject.config)
     for files, most in ((config.train_files, config.train_max_samples), (config.val_files, config.val_max_samples)):
         if files:
-            rows = load_dataset(files, subject.tokenizer, config, max_samples=most)
+            rows = load_dataset(files, subject.tokenizer, config, max_samples=most, scored=scored)
             for number in range(len(rows)):
                 row = rows[number]
-                yield {**row, "data_source": row[config.reward_fn_key]}
+                if scored or row["reward_model"] != UNSCORED:
+                    yield {**row, "data_source": row[config.reward_fn_key]}
 
 
 def _rows_lines(name: str, rows: RowsReport, config: DataConfig) -> Iterator[Line]:

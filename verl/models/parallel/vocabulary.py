@@ -30,6 +30,7 @@ def parallel_log_probs(
     want_entropy: bool = False,
     want_sum_pi_squared: bool = False,
     want_correct: bool = False,
+    want_mean_logit: bool = False,
     candidates: torch.Tensor | None = None,
     top: int = 0,
     bias: torch.Tensor | None = None,
@@ -41,7 +42,7 @@ def parallel_log_probs(
     arguments as those of verl.models.log_probs.token_log_probs, `top` at most the whole vocabulary."""
     head = Head(temperature, logit_scale, softcap)
     chunk = max(1, min(len(targets), _CHUNK_ELEMENTS // weight.shape[0]))
-    wants = (want_entropy, want_sum_pi_squared, want_correct)
+    wants = (want_entropy, want_sum_pi_squared, want_correct, want_mean_logit)
     here = None if candidates is None else candidates - first_token
     return TokenStats(
         *_ParallelLogProbs.apply(
@@ -59,15 +60,15 @@ class _ParallelLogProbs(torch.autograd.Function):
         bias: torch.Tensor | None,
         targets: torch.Tensor,
         head: Head,
-        wants: tuple[bool, bool, bool],
+        wants: tuple[bool, bool, bool, bool],
         candidates: torch.Tensor | None,
         top: tuple[int, int],
         chunk: int,
         group: dist.ProcessGroup,
     ) -> tuple[torch.Tensor | None, ...]:
         wide = torch.promote_types(hidden.dtype, torch.float32)
-        # rows: log-prob, log-sum-exp, entropy, sum of squares, whether no logit is greater
-        stats = torch.zeros(5, len(hidden), dtype=wide, device=hidden.device)
+        # rows: log-prob, log-sum-exp, entropy, sum of squares, whether no logit is greater, mean logit
+        stats = torch.zeros(6, len(hidden), dtype=wide, device=hidden.device)
         chosen = None if candidates is None else stats.new_zeros(candidates.shape)
         listed: list[tuple[torch.Tensor, torch.Tensor]] = []
         buffer = torch.empty(chunk, weight.shape[0], dtype=wide, device=hidden.device)
@@ -79,7 +80,7 @@ class _ParallelLogProbs(torch.autograd.Function):
                 chosen[part] = z.gather(1, column).where(owned, 0.0)
             listed += [_top(z, *top, group)] if top[0] else []
             stats[:, part] = _statistics(z, targets[part], group, wants)
-        log_probs, lse, entropy, squared, correct = stats.unbind()
+        log_probs, lse, entropy, squared, correct, mean = stats.unbind()
         if chosen is not None:
             dist.all_reduce(chosen, group=group)
             chosen -= lse.unsqueeze(1)
@@ -89,9 +90,10 @@ class _ParallelLogProbs(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy, squared, candidates)
         ctx.head, ctx.chunk, ctx.group = head, chunk, group
-        optional = [x.clone() if want else None for x, want in zip((entropy, squared, correct), wants, strict=True)]
-        ctx.mark_non_differentiable(*(x for x in (optional[2], *best) if x is not None))
-        return log_probs.clone(), *optional, chosen, *best
+        each = (entropy, squared, correct, mean * head.temperature)
+        *optional, mean = (x.clone() if want else None for x, want in zip(each, wants, strict=True))
+        ctx.mark_non_differentiable(*(x for x in (optional[2], *best, mean) if x is not None))
+        return log_probs.clone(), *optional, chosen, *best, mean
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -136,24 +138,27 @@ def _logits(
 
 
 def _statistics(
-    z: torch.Tensor, targets: torch.Tensor, group: dist.ProcessGroup, wants: tuple[bool, bool, bool]
+    z: torch.Tensor, targets: torch.Tensor, group: dist.ProcessGroup, wants: tuple[bool, bool, bool, bool]
 ) -> torch.Tensor:
-    """[5, tokens] of logits z [tokens, part of the vocabulary]: two reductions, one for the peak and one for sums."""
+    """[6, tokens] of logits z [tokens, part of the vocabulary]: two reductions, one for the peak and one for sums."""
     peak = z.amax(dim=1)
     dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
     exp = (z - peak.unsqueeze(1)).exp_()
     column, owned = _owned(targets.unsqueeze(1), z.shape[1])
-    sums = torch.zeros(4, len(z), dtype=z.dtype, device=z.device)
+    sums = torch.zeros(6, len(z), dtype=z.dtype, device=z.device)
     sums[0] = exp.sum(dim=1)
     sums[1] = z.gather(1, column).where(owned, 0.0).squeeze(1)
     if wants[1]:
         sums[3] = exp.square().sum(dim=1)
     if wants[0]:
         sums[2] = exp.mul_(z).sum(dim=1)
+    if wants[3]:
+        sums[4], sums[5] = z.sum(dim=1), z.shape[1]
     dist.all_reduce(sums, group=group)
-    total, chosen, weighted, squared = sums.unbind()
-    lse = total.log() + peak
-    return torch.stack([chosen - lse, lse, lse - weighted / total, squared / total.square(), (chosen >= peak).to(z)])
+    total, chosen, weighted, squared, logits, vocabulary = sums.unbind()
+    lse, correct = total.log() + peak, (chosen >= peak).to(z)
+    mean = logits / vocabulary.clamp(min=1)
+    return torch.stack([chosen - lse, lse, lse - weighted / total, squared / total.square(), correct, mean])
 
 
 def _top(z: torch.Tensor, count: int, first_token: int, group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:

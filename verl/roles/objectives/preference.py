@@ -45,8 +45,9 @@ class PreferenceObjective(Objective):
 
     Reads the columns response_mask and chosen; with a reference ref_logp [batch], its log pi_ref(y) (see `row_sums`); and
     the constants [batch] of the losses in use: num_chosen_tokens of the whole batch, shift, matched_margin, matched_ratio.
-    Metrics have TRL's names: rewards/{chosen,rejected,accuracies,margins}, logps/{chosen,rejected}, entropy,
-    mean_token_accuracy (of chosen completions); nll_loss, log_odds_chosen, log_odds_ratio and kl of the losses that have them.
+    Metrics have TRL's names: rewards/{chosen,rejected,accuracies,margins}, logps/{chosen,rejected}, logits/{chosen,rejected}
+    (means over the vocabulary and the tokens of completions), entropy, mean_token_accuracy (of chosen completions);
+    nll_loss, log_odds_chosen, log_odds_ratio and kl of the losses that have them.
     """
 
     def __init__(self, config: PreferenceLossConfig, guard: StepGuard | None = None):
@@ -57,7 +58,8 @@ class PreferenceObjective(Objective):
         self.paired = all(is_paired(name) for name, _ in self.losses)
         self.has_reference = any(needs_reference(name) for name, _ in self.losses)
         self.unit = "ordinal" if self.paired else "row"
-        self.outputs = ("log_probs", "entropy", "correct", *(("sum_pi_squared",) if config.use_weighting else ()))
+        weighting = ("sum_pi_squared",) if config.use_weighting else ()
+        self.outputs = ("log_probs", "entropy", "correct", "mean_logit", *weighting)
         # ORPO, CPO-IPO and SimPO score completions per token
         self.per_token = "chosen_mean" in self.wants
 
@@ -135,6 +137,7 @@ class PreferenceObjective(Objective):
             if len(rewards[rows]):
                 found[f"rewards/{name}"] = _mean(rewards[rows])
                 found[f"logps/{name}"] = _mean(logps[rows])
+                found[f"logits/{name}"] = _share((outputs["mean_logit"] * mask)[rows].sum(), lengths[rows].sum())
         if len(rewards[chosen]):
             found["mean_token_accuracy"] = _share((outputs["correct"] * mask)[chosen].sum(), lengths[chosen].sum())
         found["entropy"] = _share((outputs["entropy"].detach() * mask).sum(), lengths.sum())
