@@ -3,8 +3,8 @@
     - trainer = Trainer(model=model, args=args, train_dataset=rows, processing_class=tokenizer)
     + trainer = RLRunner(model=model, args=args, train_dataset=rows, processing_class=tokenizer)
 
-The script's model, rows and arguments become a run of `verl sft` or `verl train` in this process; its model has the trained
-weights afterwards.
+The script's model, rows and arguments become a run of `verl sft`, `verl dpo` or `verl train` in this process; its model has
+the trained weights afterwards.
 """
 
 from __future__ import annotations
@@ -18,16 +18,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl.compat.runner_arguments import Arguments
+from verl.compat.runner_arguments import GIVEN_ROWS, Arguments
+from verl.compat.runner_models import is_peft, take_weights, with_adapters, write_merged, write_model
 from verl.compat.runner_programs import Script, trainer_order
-from verl.config import PPO, SFT, LoadedConfig, load_config
+from verl.config import PPO, PREFERENCE, SFT, LoadedConfig, load_config
+from verl.config.active_keys import uses_reference_policy
 from verl.data.conversations.dataset import tokenized
 from verl.errors import ConfigError, DataError
 from verl.models.load import load_tokenizer
 from verl.run.host import evaluate, train
 
-_PROGRAMS = {"sft": "verl.compat.runner_programs:RunnerSFT", "grpo": "verl.compat.runner_programs:RunnerPPO"}
-_PROGRAMS["ppo"] = _PROGRAMS["grpo"]
+_KINDS = {"sft": "RunnerSFT", "grpo": "RunnerPPO", "ppo": "RunnerPPO", "dpo": "RunnerPreference"}
+_PROGRAMS = {name: f"verl.compat.runner_programs:{kind}" for name, kind in _KINDS.items()}
+_SCHEMAS: dict[str, Any] = {"sft": SFT, "dpo": PREFERENCE}
 _TOKENIZED = ("input_ids", "labels", "loss_mask", "completion_mask")
 
 
@@ -35,12 +38,15 @@ class RLRunner:
     """Arguments are those of transformers.Trainer and of TRL's trainers, and:
 
     `reward_funcs`: functions f(prompts, completions, **columns) -> list of numbers (TRL), verl's compute_score, or the path
-    of a sequence classification model. `algorithm`: sft, grpo or ppo (default: grpo with `reward_funcs`, else sft).
+    of a sequence classification model. `algorithm`: sft, dpo, grpo or ppo (default: grpo with `reward_funcs`, dpo where rows
+    have chosen and rejected, else sft). `ref_model`: another reference for dpo than the model at the start. `model` may be a
+    PeftModel with one LoRA adapter, which trains alone; `peft_config` makes one of a plain module.
     `config`: keys of docs/config.md as `key=value` texts or a mapping, which must not contradict `args`.
 
     Rows for sft have input_ids (and labels), or the columns of docs/sft.md; `data_collator` is applied to each row alone. Rows
-    for the others have `prompt`, a text or messages. `args` may be a TrainingArguments or a config of TRL; a field that is set
-    and has no meaning here is refused. Raises ConfigError and DataError before anything is trained.
+    for dpo have those of docs/preferences.md, rows for the others `prompt`, a text or messages. `args` may be a
+    TrainingArguments or a config of TRL; a field that is set and has no meaning here is refused. Raises ConfigError and
+    DataError before anything is trained.
     """
 
     def __init__(
@@ -57,39 +63,44 @@ class RLRunner:
         callbacks: Sequence[Any] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
         reward_funcs: Any = None,
+        ref_model: Any = None,
+        peft_config: Any = None,
         algorithm: str | None = None,
         config: Mapping[str, Any] | Sequence[str] | None = None,
     ):
         from transformers import TrainingArguments
 
         self.args: Any = TrainingArguments(output_dir="tmp_trainer") if args is None else args
-        self.algorithm = algorithm or ("grpo" if reward_funcs is not None else "sft")
+        self.train_dataset = None if train_dataset is None else list(train_dataset)
+        self.eval_dataset = None if eval_dataset is None else list(eval_dataset)
+        self.algorithm = algorithm or ("grpo" if reward_funcs is not None else "dpo" if self._has_pairs else "sft")
         if self.algorithm not in _PROGRAMS:
             raise ConfigError(f"RLRunner has no algorithm {self.algorithm!r}; there are {', '.join(_PROGRAMS)}.")
         if any(part is not None for part in optimizers):
             raise ConfigError(
                 "RLRunner makes its own optimizer: leave `optimizers` out and set args.optim, or config=[...]."
             )
-        if hasattr(model, "peft_config"):
-            raise ConfigError(
-                "RLRunner trains adapters of its own: pass the base model, and config=['model.lora_rank=16'] (sft) or "
-                "['actor_rollout_ref.model.lora_rank=16']."
-            )
+        if self.algorithm == "dpo" and (compute_metrics or data_collator):
+            given = "compute_metrics" if compute_metrics else "data_collator"
+            raise ConfigError(f"RLRunner has no {given} for algorithm='dpo': it tokenizes pairs, and keeps no logits.")
+        if self.algorithm != "dpo" and ref_model is not None:
+            raise ConfigError(f"RLRunner reads ref_model for algorithm='dpo' alone; this is {self.algorithm!r}.")
+        model = with_adapters(model, peft_config)
+        self.ref_model = ref_model
         self.data_collator, self.compute_metrics = data_collator, compute_metrics
         rank = os.environ.get("RANK", "0")
         self.inputs = Path(str(self.args.output_dir), "inputs", rank)  # each rank of torchrun has its own
         is_path = isinstance(model, str | os.PathLike)
         self._path = str(model if is_path else model.config._name_or_path)
         self._module: Any = None if is_path else model
+        self._start: Path | None = None  # the model from before dpo
         self.processing_class = processing_class if processing_class is not None else tokenizer
         if self.processing_class is None:
             self.processing_class = load_tokenizer(self._path)
         elif is_path:
             self._module = self.model  # model and tokenizer are written into one folder
-        self.train_dataset = None if train_dataset is None else list(train_dataset)
-        self.eval_dataset = None if eval_dataset is None else list(eval_dataset)
         self.rewards = _reward_list(reward_funcs)
-        if self.algorithm != "sft" and not self.rewards:
+        if self.algorithm not in GIVEN_ROWS and not self.rewards:
             raise ConfigError(f"algorithm={self.algorithm!r} needs reward_funcs.")
         self.overrides = (
             [f"{k}={_text(v)}" for k, v in config.items()] if isinstance(config, Mapping) else list(config or [])
@@ -120,6 +131,7 @@ class RLRunner:
             raise ConfigError("RLRunner.train needs train_dataset.")
         script = Script.current = self.script
         loaded = self._load(_resume(resume_from_checkpoint))
+        self._keep_start()
         script.call("on_train_begin")
         try:
             train(loaded, program=_PROGRAMS[self.algorithm])
@@ -132,13 +144,21 @@ class RLRunner:
 
     def evaluate(self, eval_dataset: Iterable[Mapping[str, Any]] | None = None) -> dict[str, float]:
         """Metrics of the current weights on `eval_dataset` (default: that of the runner), eval_loss and others; with
-        compute_metrics also its own."""
+        compute_metrics also its own. The reference of dpo is ref_model, or the model at the start of training; raises
+        ConfigError where that has moved (sync_ref_model)."""
         rows = self.eval_dataset if eval_dataset is None else list(eval_dataset)
         if not rows:
             raise ConfigError("RLRunner.evaluate needs eval_dataset.")
         before, self.eval_dataset, Script.current = self.eval_dataset, rows, self.script
         try:
-            evaluate(self._load({"trainer.val_only": True}), program=_PROGRAMS[self.algorithm])
+            loaded = self._load({"trainer.val_only": True})
+            if self._start is not None and self.ref_model is None and uses_reference_policy(loaded.config):
+                if loaded.config.ref.sync_steps:
+                    raise ConfigError(
+                        "sync_ref_model has moved the reference; set eval_strategy to evaluate in training."
+                    )
+                loaded = self._load({"trainer.val_only": True, "ref.model_path": self._start})
+            evaluate(loaded, program=_PROGRAMS[self.algorithm])
         finally:
             self.eval_dataset, Script.current = before, None
         metrics = {n: v for n, v in self.state.log_history[-1].items() if n.startswith("eval_")}
@@ -150,8 +170,14 @@ class RLRunner:
 
     @torch.no_grad()
     def predict(self, test_dataset: Iterable[Mapping[str, Any]]) -> Any:
-        """transformers' PredictionOutput: logits [rows, tokens, vocabulary] and labels [rows, tokens], padded with -100."""
+        """transformers' PredictionOutput: logits [rows, tokens, vocabulary] and labels [rows, tokens], padded with -100.
+        Raises ConfigError for dpo, whose rows are pairs."""
         from transformers.trainer_utils import EvalPrediction, PredictionOutput
+
+        if self.algorithm == "dpo":
+            raise ConfigError(
+                "RLRunner.predict has no meaning for algorithm='dpo'; evaluate() has the metrics of pairs."
+            )
 
         rows = [tokenized(self._tokens(row, place), f"row {place}") for place, row in enumerate(test_dataset)]
         ids, masks = (_padded([np.asarray(getattr(row, name)) for row in rows]) for name in ("input_ids", "loss_mask"))
@@ -207,28 +233,56 @@ class RLRunner:
     def _load(self, more: Mapping[str, Any]) -> LoadedConfig[Any]:
         """The config of a run on the files that it writes."""
         self.inputs.mkdir(parents=True, exist_ok=True)
-        prefix = "" if self.algorithm == "sft" else "actor_rollout_ref."
-        keys: dict[str, Any] = {**self._write_model(f"{prefix}model"), **more}
+        given = self.algorithm in GIVEN_ROWS
+        keys: dict[str, Any] = {
+            **self._write_model("model" if given else "actor_rollout_ref.model", "trainer.val_only" in more),
+            **more,
+        }
         for split, rows in (("train", self.train_dataset), ("val", self.eval_dataset)):
             keys[f"data.{split}_files"] = "[]" if not rows else self._write_rows(split, rows)
-        keys |= self._loss_on() if self.algorithm == "sft" else self._reward_keys()
+        keys |= {"sft": self._loss_on, "dpo": self._reference}.get(self.algorithm, self._reward_keys)()
         if self._module is not None and self._module.dtype == torch.float32 and not self.args.bf16:
-            keys["engine.dtype" if self.algorithm == "sft" else "actor_rollout_ref.actor.fsdp_config.dtype"] = "float32"
+            keys["engine.dtype" if given else "actor_rollout_ref.actor.fsdp_config.dtype"] = "float32"
         made = [*(self._mapped.overrides() if self._mapped else []), *(f"{key}={value}" for key, value in keys.items())]
-        return load_config(_joined(made, self.overrides), schema=SFT if self.algorithm == "sft" else PPO)
+        return load_config(_joined(made, self.overrides), schema=_SCHEMAS.get(self.algorithm, PPO))
+
+    @property
+    def _has_pairs(self) -> bool:
+        rows = self.train_dataset or self.eval_dataset
+        return bool(rows) and "chosen" in rows[0] and "rejected" in rows[0]  # type: ignore[index]
 
     @property
     def _is_tokenized(self) -> bool:
         rows = self.train_dataset or self.eval_dataset
         return self.algorithm == "sft" and bool(rows) and any(name in rows[0] for name in _TOKENIZED)  # type: ignore[index]
 
-    def _write_model(self, section: str) -> dict[str, Any]:
-        folder = self.inputs / "model"
+    def _write_model(self, section: str, frozen: bool) -> dict[str, Any]:
         if self._module is None:
             return {f"{section}.path": self._path}
-        self._module.save_pretrained(folder)
+        folder = self.inputs / ("model" if self._start is None else "trained")
         self.processing_class.save_pretrained(folder)
-        return {f"{section}.path": folder}
+        if frozen and is_peft(self._module):  # a frozen model takes no adapters
+            return {f"{section}.path": write_merged(self._module, folder)}
+        return {f"{section}.{name}": path for name, path in write_model(self._module, folder).items()}
+
+    def _reference(self) -> dict[str, Any]:
+        """The key of ref_model, a module or a path."""
+        if self.ref_model is None:
+            return {}
+        if isinstance(self.ref_model, str | os.PathLike):
+            return {"ref.model_path": self.ref_model}
+        folder = self.inputs / "reference"
+        self.ref_model.save_pretrained(folder)
+        return {"ref.model_path": folder}
+
+    def _keep_start(self) -> None:
+        """Keep the weights from before training: evaluate() compares with them."""
+        if self.algorithm != "dpo" or self._start is not None:
+            return
+        if is_peft(self._module):
+            self._start = write_merged(self._module, self.inputs / "start")
+        else:
+            self._start = Path(self._path) if self._module is None else self.inputs / "model"
 
     def _loss_on(self) -> dict[str, Any]:
         """TRL's defaults, where a config of TRL is given: all tokens of messages train, and of a prompt with completion the
@@ -241,9 +295,9 @@ class RLRunner:
 
     def _write_rows(self, split: str, rows: Sequence[Mapping[str, Any]]) -> str:
         file = self.inputs / f"{split}.jsonl"
-        write = self._tokens if self._is_tokenized else self._prompt if self.algorithm != "sft" else _plain
+        write = self._tokens if self._is_tokenized else _plain if self.algorithm in GIVEN_ROWS else self._prompt
         order: Iterable[int] = range(len(rows))
-        if split == "train" and self.algorithm == "sft":
+        if split == "train" and self.algorithm in GIVEN_ROWS:
             order = self._order(len(rows))
         with file.open("w", encoding="utf-8") as out:
             out.writelines(json.dumps(write(rows[place], place)) + "\n" for place in order)
@@ -294,16 +348,12 @@ class RLRunner:
 
     def _take_weights(self) -> None:
         """Put the trained weights into the script's module; a path's module is loaded from them."""
-        from safetensors.torch import load_file
-
-        role = "model" if self.algorithm == "sft" else "actor"
-        folder = Path(self.args.output_dir) / f"global_step_{self.state.global_step}" / role / "huggingface"
+        role = "model" if self.algorithm in GIVEN_ROWS else "actor"
+        folder = Path(self.args.output_dir) / f"global_step_{self.state.global_step}" / role
         if self._module is None:
-            self._path = str(folder)
-            return
-        weights = {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
-        found = self._module.load_state_dict(weights, strict=False)
-        assert not found.unexpected_keys, found.unexpected_keys
+            self._path = str(folder / "huggingface")
+        else:
+            take_weights(self._module, folder)
 
 
 def _resume(asked: str | bool | None) -> dict[str, Any]:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
+from verl.config.roots.preference import ReferenceConfig
+from verl.config.sections.preference import PreferenceLossConfig
 from verl.errors import ConfigError
 
+GIVEN_ROWS = ("sft", "dpo")  # algorithms that sample nothing
 _LOGGERS = ("tensorboard", "wandb", "mlflow", "swanlab", "clearml", "trackio")
 _OPTIMIZERS = {
     "adamw_torch": "AdamW",
@@ -49,6 +53,17 @@ _GRPO = {
     "epsilon", "epsilon_high", "loss_type", "num_iterations", "scale_rewards", "reward_weights", "steps_per_generation",
     "generation_batch_size",
 }  # fmt: skip
+# key of ours -> field of TRL's DPOConfig, with the same meaning
+_LOSS_FIELDS = {
+    "loss": "loss_type", "f_divergence": "f_divergence_type", "f_alpha": "f_alpha_divergence_coef",
+    **{n: n for n in ("loss_weights", "beta", "label_smoothing", "ld_alpha", "use_weighting", "discopop_tau")},
+}  # fmt: skip
+# the reference's log-probabilities are always computed once, which changes no result
+_DPO = {
+    *_LOSS_FIELDS.values(), "sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps", "precompute_ref_log_probs",
+    "precompute_ref_batch_size", "pad_to_multiple_of",
+}  # fmt: skip
+_OF_ALGORITHM: dict[str, set[str]] = {"sft": set(), "dpo": _DPO}
 
 
 class Arguments:
@@ -82,7 +97,7 @@ class Arguments:
 
     def overrides(self) -> list[str]:
         """The keys of the arguments, for load_config."""
-        of_program = self._sft() if self.algorithm == "sft" else self._rl()
+        of_program = {"sft": self._sft, "dpo": self._dpo}.get(self.algorithm, self._rl)()
         return [f"{key}={value}" for key, value in {**self._host(), **of_program}.items() if value is not None]
 
     def _host(self) -> dict[str, Any]:
@@ -93,7 +108,7 @@ class Arguments:
         if unknown:
             raise ConfigError(f"report_to={unknown[0]} has no tracker here; there are {', '.join(_LOGGERS)}.")
         keep, section = "max_ckpt_to_keep", "checkpoint"
-        if self.algorithm != "sft":
+        if self.algorithm not in GIVEN_ROWS:
             keep, section = "max_actor_ckpt_to_keep", "actor_rollout_ref.actor.checkpoint"
         never = getattr(args.save_strategy, "value", args.save_strategy) == "no"  # beside the last step
         return {
@@ -144,6 +159,22 @@ class Arguments:
             "engine.dtype": "bfloat16" if args.bf16 else None,
         }
 
+    def _dpo(self) -> dict[str, Any]:
+        args, loss, ref = self.args, PreferenceLossConfig(), ReferenceConfig()
+        given = {ours: getattr(args, theirs, None) for ours, theirs in _LOSS_FIELDS.items()}
+        if isinstance(given["loss"], list) and len(given["loss"]) == 1:
+            given["loss"] = given["loss"][0]
+        keys = {f"preference.{name}": (value, getattr(loss, name)) for name, value in given.items()}
+        keys["ref.sync_steps"] = (getattr(args, "sync_ref_model", False) and args.ref_model_sync_steps, 0)
+        keys["ref.mixup_alpha"] = (getattr(args, "ref_model_mixup_alpha", None), ref.mixup_alpha)
+        # a default is left out, since a key that has no effect with this loss is refused
+        changed = {key: value for key, (value, default) in keys.items() if value not in (None, default)}
+        return {
+            **self._sft(),
+            "data.micro_batch_size_per_gpu": 2 * args.per_device_train_batch_size,
+            **{key: json.dumps(value) if isinstance(value, list) else value for key, value in changed.items()},
+        }
+
     def _rl(self) -> dict[str, Any]:
         args, actor, rollout = self.args, "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
         beta, loss = getattr(args, "beta", 0.0), getattr(args, "loss_type", None)
@@ -180,7 +211,7 @@ class Arguments:
 def _refuse(args: Any, algorithm: str) -> None:
     """Raise ConfigError for the first field that was set to another value than its default and is not read."""
     default = type(args)(output_dir=args.output_dir, use_cpu=args.use_cpu, bf16=args.bf16, report_to="none")
-    known = _READ | _WITHOUT_EFFECT | (_GRPO if algorithm != "sft" else set())
+    known = _READ | _WITHOUT_EFFECT | _OF_ALGORITHM.get(algorithm, _GRPO)
     for field in fields(args):
         value = getattr(args, field.name)
         if (

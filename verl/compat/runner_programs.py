@@ -20,15 +20,22 @@ from verl.errors import ConfigError, RewardError
 from verl.programs.api import Program, StepResult
 from verl.programs.ppo import PPO
 from verl.programs.ppo_async import AsyncPPO
+from verl.programs.preference import PreferenceOptimization
 from verl.programs.sft import SFT
 from verl.rewards.pool import RewardPool
 
 _LOGGED = {
     "loss": ("train/loss", "actor/loss"), "grad_norm": ("train/grad_norm", "actor/grad_norm"),
-    "learning_rate": ("train/lr", "actor/lr"), "mean_token_accuracy": ("train/token_accuracy",),
+    "learning_rate": ("train/lr", "actor/lr"), "mean_token_accuracy": ("train/token_accuracy", "train/mean_token_accuracy"),
     "entropy": ("train/entropy", "actor/entropy"), "reward": ("critic/score/mean",), "kl": ("actor/kl_loss",),
     "completions/mean_length": ("response_length/mean",),
 }  # fmt: skip
+_LOGGED |= {
+    f"{name}/{side}": (f"train/{name}/{side}",)
+    for name in ("rewards", "logps", "logits")
+    for side in ("chosen", "rejected")
+}
+_LOGGED |= {f"rewards/{name}": (f"train/rewards/{name}",) for name in ("accuracies", "margins")}
 
 
 @dataclass
@@ -142,6 +149,10 @@ def _link_checkpoints(folder: Path, step: int, state: Any) -> None:
 
 class RunnerSFT(WithCallbacks, SFT):
     """Supervised fine-tuning with callbacks."""
+
+
+class RunnerPreference(WithCallbacks, PreferenceOptimization):
+    """Preference optimization with callbacks."""
 
 
 class RunnerPPO(WithCallbacks, PPO):

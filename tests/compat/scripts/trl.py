@@ -1,6 +1,6 @@
 """Configs with the names and defaults of TRL 1.16 that the scripts beside this file set; TRL itself is not needed."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from transformers import TrainingArguments
 
@@ -26,3 +26,23 @@ class GRPOConfig(TrainingArguments):
     scale_rewards: str = "group"
     reward_weights: list[float] | None = None
     sync_ref_model: bool = False
+
+
+@dataclass
+class DPOConfig(TrainingArguments):
+    beta: float = 0.1
+    loss_type: list[str] = field(default_factory=lambda: ["sigmoid"])
+    loss_weights: list[float] | None = None
+    label_smoothing: float = 0.0
+    ld_alpha: float | None = None
+    f_divergence_type: str = "reverse_kl"
+    f_alpha_divergence_coef: float = 0.5
+    use_weighting: bool = False
+    discopop_tau: float = 0.05
+    max_length: int | None = 1024
+    truncation_mode: str = "keep_start"
+    disable_dropout: bool = True
+    precompute_ref_log_probs: bool = False
+    sync_ref_model: bool = False
+    ref_model_mixup_alpha: float = 0.6
+    ref_model_sync_steps: int = 512

@@ -91,9 +91,9 @@ class _ParallelLogProbs(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy, squared, candidates)
         ctx.head, ctx.chunk, ctx.group = head, chunk, group
         each = (entropy, squared, correct, mean * head.temperature)
-        *optional, mean = (x.clone() if want else None for x, want in zip(each, wants, strict=True))
-        ctx.mark_non_differentiable(*(x for x in (optional[2], *best, mean) if x is not None))
-        return log_probs.clone(), *optional, chosen, *best, mean
+        *optional, last = (x.clone() if want else None for x, want in zip(each, wants, strict=True))
+        ctx.mark_non_differentiable(*(x for x in (optional[2], *best, last) if x is not None))
+        return log_probs.clone(), *optional, chosen, *best, last
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:

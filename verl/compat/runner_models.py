@@ -1,0 +1,98 @@
+"""Models of a script: their weights and adapters of peft as files of a run, and the trained weights back in the module."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl.errors import ConfigError
+from verl.models.lora import CONFIG_FILE, WEIGHTS_FILE
+
+# fields of peft's LoraConfig whose adapters are computed otherwise than y = W x + (alpha / r) B A x, or train something else
+_REFUSED = (
+    "lora_dropout", "use_rslora", "use_dora", "use_qalora", "lora_bias", "rank_pattern", "alpha_pattern", "modules_to_save",
+    "layer_replication", "trainable_token_indices", "target_parameters", "alora_invocation_tokens", "arrow_config",
+    "velora_config", "monteclora_config", "use_bdlora", "kasa_config", "ensure_weight_tying",
+)  # fmt: skip
+
+
+def with_adapters(model: Any, peft_config: Any) -> Any:
+    """The module to train, with new adapters if `peft_config` is given. Raises ConfigError for adapters that verl has not."""
+    if peft_config is not None:
+        from peft import get_peft_model
+
+        if isinstance(model, str):
+            raise ConfigError("RLRunner puts the adapters of peft_config on a module: load the model, and pass that.")
+        model = get_peft_model(model, peft_config)
+    if not is_peft(model):
+        return model
+    if not hasattr(model, "get_base_model"):
+        raise ConfigError(
+            "The model has adapters by add_adapter. RLRunner takes those of peft: model = peft.get_peft_model(model, config)."
+        )
+    (name, *others), config = model.active_adapters, model.peft_config[model.active_adapter]
+    kind = str(getattr(config.peft_type, "value", config.peft_type))
+    if kind != "LORA" or others:
+        raise ConfigError(
+            f"The model has adapters of type {', '.join([kind, *others])}; RLRunner trains a single one of type LORA. "
+            "Merge the others, or train with peft's own trainers."
+        )
+    wrong = next((field for field in _REFUSED if getattr(config, field, None)), None)
+    wrong = "bias" if config.bias != "none" else wrong
+    if wrong:
+        raise ConfigError(
+            f"LoraConfig.{wrong}={getattr(config, wrong)!r} of adapter {name!r} has no meaning for RLRunner, whose adapters "
+            "are y = W x + (lora_alpha / r) B A x. Leave it out."
+        )
+    return model
+
+
+def is_peft(module: Any) -> bool:
+    """Whether the module has adapters of peft."""
+    return bool(getattr(module, "peft_config", None))
+
+
+def write_model(module: Any, folder: Path) -> dict[str, Path]:
+    """Write the weights for from_pretrained, adapters beside them; returns keys of the config's section `model`."""
+    if not is_peft(module):
+        module.save_pretrained(folder)
+        return {"path": folder}
+    base, adapter = module.get_base_model(), folder / "adapter"
+    weights = {n.replace(".base_layer.", "."): t for n, t in base.state_dict().items() if ".lora_" not in n}
+    base.save_pretrained(folder, state_dict=weights)
+    module.save_pretrained(adapter, selected_adapters=[module.active_adapter], save_embedding_layers=False)
+    if module.active_adapter != "default":  # peft makes a folder for it
+        adapter = adapter / module.active_adapter
+    file = adapter / CONFIG_FILE
+    # by their names, since peft has further rules which modules get an adapter
+    adapted = [name for name, part in base.named_modules() if module.active_adapter in getattr(part, "lora_A", ())]
+    file.write_text(json.dumps({**json.loads(file.read_text()), "target_modules": adapted}))
+    return {"path": folder, "lora_adapter_path": adapter}
+
+
+def write_merged(module: Any, folder: Path) -> Path:
+    """Write the weights with adapters added to them, as one model."""
+    copy.deepcopy(module).merge_and_unload().save_pretrained(folder)
+    return folder
+
+
+def take_weights(module: Any, role: Path) -> None:
+    """Put the weights of a checkpoint's role into `module`: of a model with adapters those alone, else all."""
+    from safetensors.torch import load_file
+
+    if is_peft(module):
+        mine, suffix = dict(module.named_parameters()), f".{module.active_adapter}.weight"
+        trained = load_file(role / "lora_adapter" / WEIGHTS_FILE)
+        with torch.no_grad():
+            for name, value in trained.items():
+                mine[name.removesuffix(".weight") + suffix].copy_(value)
+        return
+    weights = {
+        name: t for file in sorted((role / "huggingface").glob("*.safetensors")) for name, t in load_file(file).items()
+    }
+    found = module.load_state_dict(weights, strict=False)
+    assert not found.unexpected_keys, found.unexpected_keys
