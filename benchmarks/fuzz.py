@@ -42,6 +42,7 @@ SECTIONS = {
         "tests.test_foreign_text:cases", 10_000, "foreign texts in rows, configs, templates, errors and logs"
     ),
     "rewards": Section("tests.rewards.returns:cases", 10_000, "returns of a reward function"),
+    "steps": Section("tests.run.hostile_steps:cases", 200, "training steps beside one hostile sample, timed"),
     "checkpoints": Section("tests.checkpoint.damage:cases", 1_000, "damaged checkpoints"),
     "models": Section("tests.models.damaged_folders:cases", 2_000, "damaged model folders"),
     "run-folders": Section("tests.tracking.run_folders:cases", 2_000, "damaged run folders"),

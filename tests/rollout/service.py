@@ -46,9 +46,10 @@ class Service:
                     self.close_connection = True
                     return
                 status, text = found if isinstance(found, tuple) else (200, json.dumps(found))
-                self.send_response(status)
-                self.end_headers()
-                self.wfile.write(text.encode())
+                with contextlib.suppress(OSError):  # the client has gone
+                    self.send_response(status)
+                    self.end_headers()
+                    self.wfile.write(text.encode())
 
             def log_message(self, *args):
                 pass

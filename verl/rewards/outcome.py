@@ -34,10 +34,13 @@ def outcome(result: Any, limits: Limits) -> Outcome:
         if not isinstance(result, dict):
             score = _score(result, limits)
             return {"score": score, "parts": {"acc": score}}
+        num_parts = len(result) - ("score" in result)
+        if num_parts > limits.max_parts:  # before anything is copied
+            raise _Refused(f"returned a dict with {num_parts} parts; reward.max_parts={limits.max_parts} are allowed")
         if "score" not in result:
             raise _Refused(f"returned a dict without 'score' (it has {sorted(map(str, result))})")
         parts = {k: v for k, v in result.items() if not (isinstance(k, str) and k == "score")}
-        return {"score": _score(result["score"], limits), "parts": _parts(parts, limits)}
+        return {"score": _score(result["score"], limits), "parts": dict(_entries(parts, limits, MAX_DEPTH))}
     except _Refused as refused:
         return {"error": clean(refused, _MAX_ERROR)}
 
@@ -79,12 +82,6 @@ def _number(value: float, name: str, limits: Limits) -> float:
             "statistics of its group"
         )
     return value
-
-
-def _parts(given: dict[Any, Any], limits: Limits) -> dict[str, Any]:
-    if len(given) > limits.max_parts:
-        raise _Refused(f"returned a dict with {len(given)} parts; reward.max_parts={limits.max_parts} are allowed")
-    return dict(_entries(given, limits, MAX_DEPTH))
 
 
 def _entries(given: dict[Any, Any], limits: Limits, depth: int) -> Iterator[tuple[str, Any]]:

@@ -35,8 +35,9 @@ class Prints:
         with contextlib.suppress(OSError, AttributeError):  # Linux has it, up to a limit for each user
             fcntl.fcntl(self.write_fd, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
 
-    def read(self) -> None:
-        """Take what is in the pipe, no more than one pipe full: a scorer that prints without end is not waited for."""
+    def read(self) -> bool:
+        """Take what is in the pipe, no more than one pipe full: a scorer that prints without end is not waited for. Whether it
+        was full."""
         num_read = 0
         with contextlib.suppress(BlockingIOError):
             while num_read < _PIPE_BYTES and (printed := os.read(self._read_fd, _PIPE_BYTES)):
@@ -46,6 +47,7 @@ class Prints:
                 self._room -= len(printed)
         lines, end, self._unwritten = self._unwritten.rpartition(b"\n")
         self._write(lines + end)
+        return num_read >= _PIPE_BYTES
 
     def end_call(self) -> None:
         """Read the last prints of a call. Those that come later count towards the next."""

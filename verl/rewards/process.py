@@ -36,6 +36,7 @@ from verl.rewards.sandbox.processes import now_tick
 START_TIMEOUT_S = 120.0  # a reward function may import torch and more on a cold disk
 FORGED = "wrote to the channel on which its result is sent"
 _LOOK_EVERY_S = 0.025  # at what a working scorer uses
+_FULL_PIPE_S = 0.001  # the scorer waits meanwhile
 _LATE_LOOK_S = 1.0  # between two looks: then this process was stopped itself
 _ENDING_TIMEOUT_S = 1.0
 _MAX_ERROR = 2000  # characters of the reason why a function cannot be used
@@ -187,7 +188,6 @@ class WorkerProcess:
                 raise self._late(timeout_s, was_stopped, began_tick)
             if now >= look_at:
                 look_at = now + _LOOK_EVERY_S
-                self._prints.read()
                 if not self.alive:
                     self._ending()
                 was_stopped |= self.sandbox.is_stopped()
@@ -195,7 +195,8 @@ class WorkerProcess:
                 if watched and (excess := self.sandbox.excess(used_s)):
                     raise self._lost(excess)
             poll.register(self._channel, select.POLLIN | (select.POLLOUT if unsent else 0))
-            events = dict(poll.poll(_LOOK_EVERY_S * 1000)).get(self._channel.fileno(), 0)
+            wait_s = _FULL_PIPE_S if self._prints.read() else _LOOK_EVERY_S
+            events = dict(poll.poll(wait_s * 1000)).get(self._channel.fileno(), 0)
             try:
                 if events & ~select.POLLOUT:
                     received += self._channel.recv(MIB) or self._ending()

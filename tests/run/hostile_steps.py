@@ -1,0 +1,173 @@
+"""Training steps beside one hostile sample, timed against the steps without one in the same run.
+
+`cases` is the section `steps` of benchmarks/fuzz.py. A step goes from one row of metrics to the next, so that it has in it
+whatever a sample costs: its worker, its sentence in the log, its records on disk. Left out is the processor time of the call
+itself, which `reward.timeout_s` and `reward.cpu_s` allow it.
+"""
+
+import json
+from statistics import median
+
+from tests.rewards.returns import FUNCTION
+from verl.config import load_config
+from verl.models.tiny import make_tiny_model
+from verl.run.host import train
+
+ROWS, SAMPLES = 4, 4  # of a step
+MOST = 2.0  # times the median of the steps without a hostile sample
+MAX_MB = 2.0  # in the run folder for one hostile sample: reward.max_result_kb and max_output_kb, and what says so
+_TRIES = 3  # a busy machine is no fault of a sample
+_STEPS = 12  # hostile ones of one run, with one beside each
+_TEXT = 10**6  # characters in a large row, which each sample of its prompt gets
+
+KINDS = (
+    "large number", "large part", "many parts", "long part", "deep part", "no number", "no JSON", "raises", "prints",
+    "huge dict", "huge list", "part of 100 MB", "name of 100 MB", "error of 100 MB", "print of 100 MB", "flood of the log",
+    "kept memory", "kept threads", "kept files", "allocation", "segfault", "exit", "forged answer", "fork bomb", "large row",
+)  # fmt: skip
+HOSTILE = r"""
+import os, signal, struct, threading, time
+
+def keep(what):
+    globals().setdefault("kept", []).append(what)
+    return 0.5
+
+def fork_bomb(rng):
+    while True:
+        os.fork()
+
+def raise_text(rng):
+    raise ValueError("x\n" * (50 << 20))
+
+def flood(rng):
+    for _ in range(20_000):
+        print("2026-01-01 ERROR verl: " + "y" * 200)
+    return 0.5
+
+def forge(rng):
+    for fd in range(3, 64):
+        try:
+            os.write(fd, struct.pack(">I", 24) + bytes(16) + b'{"id":1}')
+        except OSError:
+            pass
+    return 1e9
+
+def start_threads(rng):
+    return keep([threading.Thread(target=time.sleep, args=(60,), daemon=True).start() for _ in range(50)])
+
+KINDS |= {
+    "huge dict": lambda rng: {"score": 0.5, **{f"part {i}": i for i in range(10**6)}},
+    "huge list": lambda rng: {"score": 0.5, "x": [0.5] * 10**7},
+    "part of 100 MB": lambda rng: {"score": 0.5, "x": "x" * (100 << 20)},
+    "name of 100 MB": lambda rng: {"score": 0.5, "\x1b" * (100 << 20): 1},
+    "error of 100 MB": raise_text,
+    "print of 100 MB": lambda rng: print("z" * (100 << 20)),
+    "flood of the log": flood,
+    "kept memory": lambda rng: keep(bytearray(500 << 20)),
+    "kept threads": start_threads,
+    "kept files": lambda rng: keep([open("/dev/null") for _ in range(900)]),
+    "allocation": lambda rng: len(bytearray(100 << 30)),
+    "segfault": lambda rng: os.kill(os.getpid(), signal.SIGSEGV),
+    "exit": lambda rng: os._exit(0),
+    "forged answer": forge,
+    "fork bomb": fork_bomb,
+    "large row": lambda rng: 0.5,
+}
+
+def of_row(data_source, solution_str, ground_truth, extra_info=None):
+    kind, _, seed = ground_truth.partition("|")
+    if kind:
+        try:
+            os.close(os.open(extra_info["once"], os.O_CREAT | os.O_EXCL))  # the first sample of the group alone
+        except FileExistsError:
+            pass
+        else:
+            began = time.process_time()
+            try:
+                return KINDS[kind](random.Random(seed))
+            finally:
+                open(extra_info["once"], "w").write(str(time.process_time() - began))
+    return sum(c.isalpha() for c in solution_str) / max(len(solution_str), 1)
+"""
+
+
+def cases(rng, count, folder):
+    """(kind of sample, "in time"). Raises AssertionError for a kind that makes a step slower than MOST times the median."""
+    model = make_tiny_model(folder / "model")
+    left = [KINDS[i % len(KINDS)] for i in range(count)]
+    rng.shuffle(left)
+    slowest = dict.fromkeys(left, 0.0)
+    for number in range(_TRIES):
+        slow = []
+        for first in range(0, len(left), _STEPS):
+            where = folder / f"{number}_{first}"
+            for kind, ratio in steps_of(where, model, left[first : first + _STEPS], rng):
+                if ratio > MOST:
+                    slow.append((kind, ratio))
+                else:
+                    slowest[kind] = max(slowest[kind], ratio)
+                    yield kind, "in time"
+        left = [kind for kind, _ in slow]
+    print("slowest step over the median:", ", ".join(f"{kind} {ratio:.2f}" for kind, ratio in sorted(slowest.items())))
+    assert not slow, f"steps that one sample made slower than {MOST} times the median, {_TRIES} times: {slow}"
+
+
+def steps_of(folder, model, kinds, rng):
+    """(kind, seconds over the median of the steps without one) of the step with each hostile sample, less what the call
+    itself computed, or of the step after it where that took longer."""
+    folder.mkdir()
+    (folder / "reward.py").write_text(FUNCTION + HOSTILE)
+    order = [
+        "",
+        "",
+        *(kind for each in kinds for kind in (each, "")),
+    ]  # the first step is slower, for reasons of its own
+    rows = [row(folder, step, place, kind, rng) for step, kind in enumerate(order) for place in range(ROWS)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    assert train(load_config(keys(folder, model, len(order)))) == 0
+    found = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    seconds = [after["time"] - before["time"] for before, after in zip(found, found[1:], strict=False)]
+    assert len(seconds) == len(order) - 1
+    written_mb = (
+        sum(file.stat().st_size for file in (folder / "run").rglob("*") if "global_step" not in str(file)) / 2**20
+    )
+    assert written_mb < MAX_MB * (1 + len(kinds)), f"the run wrote {written_mb:.1f} MB beside {kinds}"
+    usual = median(seconds[0::2])
+    own = [float((folder / f"once_{step}").read_text() or 0) for step, kind in enumerate(order) if kind]
+    times = zip(kinds, own, seconds[1::2], seconds[2::2], strict=True)
+    return [(kind, max(took - own_s, after) / usual) for kind, own_s, took, after in times]
+
+
+def row(folder, step, place, kind, rng):
+    is_hostile = kind and place == 0
+    more = {"text": "\u4e2d" * _TEXT} if is_hostile and kind == "large row" else {}
+    return {
+        "data_source": "letters",
+        "prompt": [{"role": "user", "content": f"{step} {place}"}],
+        "reward_model": {"style": "rule", "ground_truth": f"{kind}|{rng.random()}" if is_hostile else "|"},
+        "extra_info": {"index": step * ROWS + place, "once": str(folder / f"once_{step}"), **more},
+    }
+
+
+def keys(folder, model, steps):
+    return [
+        "algorithm.adv_estimator=grpo",
+        f"actor_rollout_ref.model.path={model}",
+        f"data.train_files={folder}/train.jsonl",
+        "data.val_files=[]",
+        "data.shuffle=False",
+        f"data.train_batch_size={ROWS}",
+        "data.max_prompt_length=64",
+        "data.max_response_length=256",  # a step of a second
+        f"actor_rollout_ref.rollout.n={SAMPLES}",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={ROWS}",
+        "actor_rollout_ref.actor.fsdp_config.dtype=float32",
+        f"reward.custom_reward_function.path={folder}/reward.py",
+        "reward.custom_reward_function.name=of_row",
+        "reward.num_workers=1",
+        "trainer.logger=[file]",
+        f"trainer.total_training_steps={steps}",
+        "trainer.val_before_train=False",
+        "trainer.save_freq=-1",
+        f"trainer.default_local_dir={folder}/run",
+    ]
