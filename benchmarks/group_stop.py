@@ -2,6 +2,7 @@
 
     python benchmarks/group_stop.py                     10 runs each on local, torchrun and ray
     python benchmarks/group_stop.py ray --times 3
+    python benchmarks/group_stop.py --each              to each of its processes instead, as systemd sends it
 
 The signal comes at a random moment of a step. A run has stopped well when it has saved after the last step that it wrote down,
 has ended within 30 s, and has left no process behind.
@@ -10,6 +11,7 @@ has ended within 30 s, and has left no process behind.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import random
 import signal
@@ -21,6 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import psutil
 from chaos_run import LIMIT_S, Victim
 from chaos_task import Task, make_task
 
@@ -54,8 +57,9 @@ def endless_task(folder: Path) -> Task:
     return replace(task, keys=tuple(key for key in task.keys if not key.startswith("trainer.save_freq=")))
 
 
-def stop(task: Task, kind: str, name: str, rng: random.Random) -> Stop:
-    """Start a run of `kind`, send the signal after its first step, and wait for its end."""
+def stop(task: Task, kind: str, name: str, rng: random.Random, *, each: bool = False) -> Stop:
+    """Start a run of `kind`, send the signal after its first step, and wait for its end. `each`: to all processes of the run,
+    whatever their group, in a random order."""
     run = Victim(task, kind, name)
     try:
         until = time.monotonic() + LIMIT_S
@@ -65,7 +69,10 @@ def stop(task: Task, kind: str, name: str, rng: random.Random) -> Stop:
             time.sleep(0.01)
         time.sleep(rng.random() * _STEP_S)
         sent = time.monotonic()
-        os.killpg(run.process.pid, signal.SIGTERM)
+        if each:
+            terminate_each(run, rng)
+        else:
+            os.killpg(run.process.pid, signal.SIGTERM)
         while run.process.poll() is None and time.monotonic() < sent + LIMIT_S:
             time.sleep(0.01)
         seconds, left = time.monotonic() - sent, tuple(run.left_in_the_end())
@@ -77,10 +84,21 @@ def stop(task: Task, kind: str, name: str, rng: random.Random) -> Stop:
     return Stop(seconds, saved, taken, run.process.poll(), left)
 
 
+def terminate_each(run: Victim, rng: random.Random) -> None:
+    """SIGTERM for every process of the run; Ray's agents overwrite the environment by which others are found."""
+    first = psutil.Process(run.process.pid)
+    processes = list({first, *first.children(recursive=True), *run.left_over()})
+    rng.shuffle(processes)
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.terminate()
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kinds", nargs="*", metavar="KIND", help=f"of {', '.join(KINDS)}; default: all")
     parser.add_argument("--times", type=int, default=10)
+    parser.add_argument("--each", action="store_true", help="signal every process, not the group")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(argv)
     if unknown := sorted(set(options.kinds) - set(KINDS)):
@@ -89,15 +107,15 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         task = endless_task(Path(folder))
         for kind in options.kinds or KINDS:
-            found = [stop(task, kind, str(number), rng) for number in range(options.times)]
+            found = []
+            for number in range(options.times):
+                found.append(stop(task, kind, str(number), rng, each=options.each))
+                print(f"  {kind} {number}: {found[-1]}", flush=True)
             good, slowest = sum(one.is_good for one in found), max(one.seconds for one in found)
             num_bad += len(found) - good
             print(
                 f"{kind}: {good} of {len(found)} saved and ended within {IN_TIME_S:.0f} s, the slowest in {slowest:.1f} s"
             )
-            for one in found:
-                if not one.is_good:
-                    print(f"  {one}")
     return min(num_bad, 1)
 
 

@@ -1,4 +1,4 @@
-"""benchmarks/group_stop.py: a SIGTERM for the process group of a run on each runtime."""
+"""benchmarks/group_stop.py: a SIGTERM for the process group of a run on each runtime, and one for each of its processes."""
 
 import random
 
@@ -7,7 +7,8 @@ import pytest
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("each", [False, True], ids=["group", "each"])
 @pytest.mark.parametrize("kind", group_stop.KINDS)
-def test_a_run_saves_and_ends_when_its_group_is_asked_to(kind, tmp_path):
-    found = group_stop.stop(group_stop.endless_task(tmp_path), kind, "run", random.Random(1))
+def test_a_run_saves_and_ends_when_it_is_asked_to(kind, each, tmp_path):
+    found = group_stop.stop(group_stop.endless_task(tmp_path), kind, "run", random.Random(1), each=each)
     assert found.is_good, found

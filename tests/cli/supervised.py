@@ -105,6 +105,16 @@ class Work:
         pdb.set_trace()
         return 0
 
+    def loses_its_raylet(self):
+        """As Ray ends a process whose raylet has ended; the name of a process may be set by itself."""
+        if self.attempt == 1:
+            self.heart.begin_step(2)
+            named = "import ctypes, os; ctypes.CDLL(None).prctl(15, b'raylet', 0, 0, 0); os.kill(os.getpid(), 9)"
+            raylet = subprocess.Popen([sys.executable, "-c", named])
+            os.waitid(os.P_PID, raylet.pid, os.WEXITED | os.WNOWAIT)
+            os._exit(1)
+        return 0
+
     def leaves_children(self):
         if self.attempt == 1:
             child = subprocess.Popen(["sleep", "600"], start_new_session=True)

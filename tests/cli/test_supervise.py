@@ -74,6 +74,14 @@ def test_a_good_run_has_its_input_and_output(supervised):
     assert not (run.folder / "events.jsonl").exists()
 
 
+def test_a_lost_raylet_is_named(supervised):
+    code, said = supervised("loses_its_raylet").end()
+    assert code == 0, said
+    assert re.search(r"The run ended in step 2 \(.*\) with the end of Ray's raylet \(pid \d+\), without which", said), (
+        said
+    )
+
+
 def test_a_crash_is_gone_on_from(supervised):
     run = supervised("killed_once")
     code, said = run.end()

@@ -60,6 +60,14 @@ def test_an_engine_that_dies_is_named_at_once(method, words):
     assert has_ended(engine.pid)
 
 
+def test_a_sigterm_for_every_process_of_a_run_leaves_the_engine():
+    engine = process()
+    psutil.Process(engine.pid).terminate()
+    assert engine.call("add", 2, 3) == 5
+    engine.close()
+    assert has_ended(engine.pid)
+
+
 def test_what_hinders_the_start_is_said():
     with pytest.raises(ModelError, match="It cannot start"):
         process(refuse=True)

@@ -24,7 +24,8 @@ pytestmark = pytest.mark.seed("A3")
 
 ray = pytest.importorskip("ray")
 
-from verl.runtime.ray_cluster import RayCluster, Request, apart_from_signals, services  # noqa: E402 - needs ray
+from verl.runtime.ray_cluster import RayCluster, Request, services  # noqa: E402 - needs ray
+from verl.runtime.ray_node import apart_from_signals  # noqa: E402 - needs ray
 from verl.single_controller.ray import (  # noqa: E402 - needs ray
     RayClassWithInitArgs,
     RayResourcePool,
@@ -199,25 +200,41 @@ class TestUserGroups:
             group.fail(0, "die")
 
 
-def test_rays_own_processes_do_not_get_signals_of_the_group():
+def test_rays_own_processes_do_not_get_signals_of_the_run():
     before = signal.getsignal(signal.SIGTERM)
-    with apart_from_signals():
+    with apart_from_signals(services):
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))  # as ray.init does
         process = services.ConsolePopen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    try:
-        assert os.getsid(process.pid) == process.pid != os.getsid(0)
-    finally:
-        process.communicate(timeout=10)
+    assert os.getsid(process.pid) == process.pid != os.getsid(0)
+    os.kill(process.pid, signal.SIGTERM)
+    process.communicate(b"\n", timeout=10)
+    assert process.returncode == 0
     assert signal.getsignal(signal.SIGTERM) == before
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
     assert services.ConsolePopen.__name__ == "ConsolePopen"
 
 
+def test_the_end_of_ray_ends_its_processes():
+    with apart_from_signals(services):
+        process = services.ConsolePopen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    process.terminate()  # as ray.shutdown does
+    process.communicate(timeout=10)
+    assert process.returncode == -signal.SIGKILL
+
+
 @pytest.mark.slow
-def test_a_process_is_killed_while_training(jobs):
-    """A driver with a cluster of its own says which rank died, ends, and leaves nothing behind."""
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("rank", "ERROR WorkerLostError: Rank .*actor, rollout.* died in "),
+        ("raylet", r"Ray's process raylet \(pid \d+\) has ended"),
+    ],
+)
+def test_a_process_is_killed_while_training(jobs, target, words):
+    """A driver with a cluster of its own says which process died, ends, and leaves nothing behind."""
     changes = [*TWO, "trainer.total_training_steps=500", "trainer.test_freq=-1", "trainer.save_freq=-1"]
-    jobs.add("killed_ray", *changes, may_fail=True)
-    folder = jobs.run("killed_ray").folder
+    jobs.add(f"killed_{target}", *changes, may_fail=True)
+    folder = jobs.run(f"killed_{target}").folder
     command = [sys.executable, "-m", "tests.runtime.several_runs", str(jobs.file())]
     driver = subprocess.Popen(
         command, cwd=ROOT, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
@@ -231,11 +248,12 @@ def test_a_process_is_killed_while_training(jobs):
         family = psutil.Process(driver.pid).children(recursive=True)
         mine = [p.pid for p in family if "RankProcess" in " ".join(cmdline(p))]
         assert len(mine) == 2
-        os.kill(mine[1], signal.SIGKILL)
+        raylets = [p.pid for p in family if p.name() == "raylet"]
+        os.kill({"rank": mine[1], "raylet": raylets[0]}[target], signal.SIGKILL)
         text, _ = driver.communicate(timeout=60)
     finally:
         end_tree(driver.pid)
-    assert re.search("ERROR WorkerLostError: Rank .*actor, rollout.* died in ", text), text[-3000:]
+    assert re.search(words, text), text[-3000:]
     until = time.monotonic() + 10
     while any(psutil.pid_exists(pid) for pid in mine) and time.monotonic() < until:
         time.sleep(0.2)

@@ -14,7 +14,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ _TICK_S = 0.25
 _MAX_TICK_S = 5.0  # a longer tick means that this process was stopped, and the run with it
 _DUMP_S = 3.0
 _MAX_BACKOFF_S = 300.0
+_RAYLET = "raylet"
 _BUG = 70  # exit code of the command line for an unexpected error
 _MAX_CAUSE_CHARS = 300
 _MAX_NOTE_BYTES = 3000
@@ -134,8 +135,8 @@ class Supervisor:
     def watch(self, child: int, reader: int) -> Ending:
         """Wait for the child's end. Signals that stop the run are forwarded to it; a child that hangs is killed."""
         pulse = Pulse(self.folder, child, self.rules.hang_timeout_s)
-        hang = ""
-        while (status := _reap(child)) is None:
+        hang, others = "", {}
+        while (status := _reap(child, others)) is None:
             found = signal.sigtimedwait(_WATCHED, _TICK_S)
             if found is not None and found.si_signo != signal.SIGCHLD:
                 self._forward(found, child)
@@ -146,7 +147,7 @@ class Supervisor:
         last = beat if beat is not None and beat.pid == child else None
         if hang:
             return Ending(DeadlineError.exit_code, hang, False, last)
-        return _ending(os.waitstatus_to_exitcode(status), _receive(reader), last)
+        return _ending(os.waitstatus_to_exitcode(status), _receive(reader), last, others)
 
     def _forward(self, found: Any, child: int) -> None:
         self._stop_requested = True
@@ -265,18 +266,23 @@ def newest_saved(folder: Path, since: float) -> Path | None:
     return max(found)[1] if found else None
 
 
-def _reap(child: int) -> int | None:
-    """Collect the processes that have ended, adopted ones too; the child's status if it is among them."""
+def _reap(child: int, others: dict[str, int]) -> int | None:
+    """Collect the processes that have ended, adopted ones too; the child's status if it is among them. `others` gets the names
+    and ids of the rest."""
     found = None
     with contextlib.suppress(ChildProcessError):
-        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            if ended[0] == child:
-                found = ended[1]
+        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+            with contextlib.suppress(OSError):
+                others[Path(f"/proc/{ended.si_pid}/comm").read_text().strip()] = ended.si_pid
+            _, status = os.waitpid(ended.si_pid, 0)
+            found = status if ended.si_pid == child else found
     return found
 
 
-def _ending(code: int, note: dict[str, str] | None, beat: Beat | None) -> Ending:
-    """The ending of an exit code, or of a signal given as a negative code."""
+def _ending(
+    code: int, note: dict[str, str] | None, beat: Beat | None, others: Mapping[str, int] | None = None
+) -> Ending:
+    """The ending of an exit code, or of a signal given as a negative code. `others`: see `_reap`."""
     shown = 128 - code if code < 0 else code
     if note is not None and not note["error"]:
         return Ending(shown, "", True, beat)  # the work was complete; a crash of the interpreter's exit does not matter
@@ -286,6 +292,8 @@ def _ending(code: int, note: dict[str, str] | None, beat: Beat | None) -> Ending
         cause = clean(f"{note['error']}: {first[0].split('. ')[0]}", limit=_MAX_CAUSE_CHARS).rstrip(".: ")
     else:
         cause = signal.Signals(-code).name if code < 0 else f"exit code {code} and no error"
+        if code == 1 and (raylet := (others or {}).get(_RAYLET)):  # Ray's library ends a process whose raylet is lost
+            cause = f"the end of Ray's {_RAYLET} (pid {raylet}), without which Ray lets no run continue"
     return Ending(shown, cause, not crash, beat)
 
 

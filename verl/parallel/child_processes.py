@@ -11,6 +11,9 @@ import ctypes
 import os
 import signal
 import sys
+import threading
+from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 # operations of prctl, from linux/prctl.h
@@ -27,6 +30,33 @@ def die_with(parent: int, signal_number: int = signal.SIGKILL) -> None:
 def adopt_orphans() -> bool:
     """From now on this process becomes the parent of descendants whose own parent has died, and can end them."""
     return prctl(_SET_CHILD_SUBREAPER, 1)
+
+
+@contextlib.contextmanager
+def unheard_sigterm() -> Iterator[None]:
+    """Processes that this thread starts meanwhile never get SIGTERM, nor do their own. systemd and SLURM send it to every
+    process of a job, and a stop needs some of them to save. SIGKILL ends them, and the end of their parent."""
+    if sys.platform != "linux":
+        yield
+        return
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # which programs inherit, unlike handlers
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def hear_sigterm() -> None:
+    """Undo `unheard_sigterm` for what this thread starts from now on; this process itself ignores the signal. Call it on
+    the main thread first."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _ignore)  # no SIG_IGN: programs would inherit it
+    if signal.getsignal(signal.SIGTERM) is _ignore:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """The process that started this one decides when it ends."""
 
 
 _spared: set[int] = set()

@@ -22,6 +22,7 @@ from typing import Any
 
 import verl.errors
 from verl.errors import DeadlineError, VerlError, WorkerLostError
+from verl.parallel.child_processes import unheard_sigterm
 from verl.parallel.framing import ChannelClosed, ChannelCorrupt, receive_bytes, send
 from verl.parallel.serialize import from_bytes, to_bytes
 from verl.parallel.stack_dump import dump_of, innermost
@@ -37,15 +38,16 @@ class Child:
 
     def __init__(self, command: Sequence[str], environment: dict[str, str], pass_fds: tuple[int, ...] = ()):
         self.log = tempfile.TemporaryFile("ab+")
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=self.log,
-            stderr=self.log,
-            pass_fds=pass_fds,
-            env=_environment(environment),
-            start_new_session=True,
-        )
+        with unheard_sigterm():
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=self.log,
+                stderr=self.log,
+                pass_fds=pass_fds,
+                env=_environment(environment),
+                start_new_session=True,
+            )
 
     @property
     def pid(self) -> int:

@@ -22,6 +22,7 @@ from verl.config import SCHEMAS, schema_of
 from verl.config.secrets import remember_secrets
 from verl.errors import VerlError
 from verl.parallel import dev_shm
+from verl.parallel.child_processes import hear_sigterm
 from verl.parallel.collectives import Collectives, Peer, free_port
 from verl.parallel.device import resolve_device
 from verl.parallel.dispatch import CallPlan
@@ -182,6 +183,7 @@ class RankProcess:
     """The actor of one device. Every method answers with a packed result, or with an error that the driver raises again."""
 
     def __init__(self, rank: int, size: int, values: Packed, log_dir: str):
+        hear_sigterm()
         setup_logging(Path(log_dir), rank)
         keep_freed_memory(one_arena=True)
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -290,6 +292,7 @@ def unpack(packed: Packed) -> Any:
 
 def answer_call(run: Callable[[], Any]) -> Any:
     """The packed result of `run`, or its error: VerlError as it is, others with their traceback."""
+    hear_sigterm()  # Ray runs calls on several threads
     try:
         return pack(run())
     except VerlError as error:

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import logging
 import os
-import signal
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # a process without a GPU keeps CUDA_VISIBLE_DEVICES
 
-import psutil
 import ray
-from ray._private import services
+from ray._private import services, worker
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from verl.errors import ConfigError, DeadlineError, VerlError, WorkerLostError
 from verl.parallel.dispatch import CallPlan
+from verl.runtime import ray_node
 from verl.runtime.ray_request import Request, ask_for_token, is_short, passed_environment
 
 log = logging.getLogger(__name__)
@@ -80,15 +75,18 @@ class RayCluster:
 
     def _start(self, settings: dict[str, Any], address: str | None) -> None:
         environment = {k: v for k, v in (settings.pop("runtime_env", None) or {}).items() if v is not None}
-        own: dict[str, Any] = {"include_dashboard": False} if address is None else {"address": address}
+        own: dict[str, Any] = {
+            "address": address or "local"
+        }  # by None it would join what `ray start` left on this node
         if address is None:
+            own["include_dashboard"] = False
             ask_for_token()
             own["num_cpus"] = settings.pop("num_cpus", None) or os.cpu_count()
         else:
             settings.pop("num_cpus", None)
         started = time.monotonic()
         try:
-            with apart_from_signals():
+            with ray_node.apart_from_signals(services):
                 ray.init(
                     **own,
                     runtime_env=environment or None,
@@ -104,8 +102,7 @@ class RayCluster:
             # a process of our own cluster may have been killed: worth another attempt
             raise WorkerLostError(f"{problem} Look at /tmp/ray, and run the same command again.") from error
         self._started = True
-        if address is None:
-            _node.extend(p for p in psutil.Process().children() if p.name() in ("raylet", "gcs_server"))
+        ray_node.watch(worker.global_worker.node)
 
     def _check_resources(self) -> None:
         """Refuse a run for which the whole cluster is too small."""
@@ -192,13 +189,13 @@ class RayCluster:
         handles, self._handles = self._handles, []
         groups, self._groups = self._groups, []
         if ray.is_initialized():
-            for handle in handles if not _lost() else ():
+            for handle in handles if not ray_node.lost() else ():
                 ray.kill(handle, no_restart=True)
-            for group in groups if not _lost() else ():
+            for group in groups if not ray_node.lost() else ():
                 remove_placement_group(group)
             if self._started:
+                ray_node.forget()
                 ray.shutdown()
-                _node.clear()
         self._started = False
 
 
@@ -245,16 +242,14 @@ class Pending:
             if left <= 0:
                 raise DeadlineError(self._late(list(waiting.values())))
             done, _ = ray.wait(list(waiting), num_returns=1, timeout=min(left, _LOOK_S))
-            if not done and (lost := _lost()):
-                raise WorkerLostError(
-                    f"Ray's process {lost} has ended during {self.call}, and the run with it: it was killed, or has crashed "
-                    "(see /tmp/ray/session_latest/logs). Run the same command again to resume from the last checkpoint."
-                )
+            if not done:
+                ray_node.require(self.call)
             for ref in done:
                 process = waiting.pop(ref)
                 try:
                     results[process.rank] = self._fetch(process, ref)
                 except (WorkerLostError, DeadlineError) as error:
+                    ray_node.require(self.call)  # whose end takes the ranks with it
                     raise self._root_cause(waiting, error) from error
         return [results[process.rank] for process, _ in self.refs]
 
@@ -293,33 +288,6 @@ class Pending:
             f"{names} did not finish {self.call} within {self.timeout_s:.0f} s. It hangs or is slow: look at its log"
             f"{''.join(f' {p.log_file}' for p in processes[:1] if p.log_file)}; raise {self.limit_key} if it is slow."
         )
-
-
-_node: list[psutil.Process] = []  # Ray's own, of the cluster that this process started
-
-
-def _lost() -> str:
-    """One of Ray's own processes that has ended, where this process started them; "" while there is none."""
-    for process in _node:
-        if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
-            return f"{process.name()} (pid {process.pid})"
-    return ""
-
-
-@contextlib.contextmanager
-def apart_from_signals() -> Iterator[None]:
-    """Processes that Ray starts meanwhile have a session of their own. `timeout`, SLURM and terminals send SIGTERM to the
-    process group of the run: a raylet that heeds it would take the ranks with it before they have saved. On Linux, where they
-    end with this process all the same. The handler of SIGTERM stays; Ray would set one that exits."""
-    plain, handler = services.ConsolePopen, signal.getsignal(signal.SIGTERM)
-    if sys.platform == "linux":
-        services.ConsolePopen = functools.partial(plain, start_new_session=True)  # type: ignore[misc, assignment]
-    try:
-        yield
-    finally:
-        services.ConsolePopen = plain  # type: ignore[misc]
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, handler)
 
 
 def _stuck(process: Process) -> str:
