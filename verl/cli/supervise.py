@@ -135,7 +135,8 @@ class Supervisor:
     def watch(self, child: int, reader: int) -> Ending:
         """Wait for the child's end. Signals that stop the run are forwarded to it; a child that hangs is killed."""
         pulse = Pulse(self.folder, child, self.rules.hang_timeout_s)
-        hang, others = "", {}
+        hang = ""
+        others: dict[str, int] = {}
         while (status := _reap(child, others)) is None:
             found = signal.sigtimedwait(_WATCHED, _TICK_S)
             if found is not None and found.si_signo != signal.SIGCHLD:
@@ -269,7 +270,7 @@ def newest_saved(folder: Path, since: float) -> Path | None:
 def _reap(child: int, others: dict[str, int]) -> int | None:
     """Collect the processes that have ended, adopted ones too; the child's status if it is among them. `others` gets the names
     and ids of the rest."""
-    found = None
+    found: int | None = None
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
             with contextlib.suppress(OSError):

@@ -94,7 +94,7 @@ class RayCluster:
                     log_to_driver=True,
                     **settings,
                 )
-        except (RayError, ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+        except Exception as error:  # Ray raises bare ones too, as for a node that starts slowly
             problem = f"Ray did not start after {time.monotonic() - started:.0f} s ({_first_line(error)})."
             if address or isinstance(error, ValueError):
                 key = "ray_kwargs.ray_init.address" if address else "ray_kwargs.ray_init"
