@@ -10,6 +10,7 @@ hit a living process. What comes back by itself is left to itself. Only when the
 supervisor or launcher, is the same command run again, as a person would; a command that ends with an error of its own has
 failed. At its end every run must have the files of the last checkpoint (weights, optimizer) of the run that was left alone,
 bit for bit, must have trained on the same multiset of samples, and must have left nothing behind. Exit code 1: one did not.
+Of agents, no result of a tool may be recorded twice, and only calls that a kill has cut may be made again.
 
 Time to recover is from the kill until the step in which it came is being taken again; work lost is the number of steps that
 were taken again. All runs are of a tiny model whose steps take a part of a second, so the time is that of starting.
@@ -32,14 +33,18 @@ from statistics import fmean
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from chaos_compare import differences, idleness
+from chaos_compare import differences, idleness, repeated_calls
 from chaos_pressure import RUNTIME, PressedVictim, enter_own_mounts, mount_small_disk, plan_pressure, unmount_small_disk
 from chaos_run import Kill, Lost, Victim
 from chaos_task import PROGRAMS, RUNTIMES, Task, make_task, plan
+from chaos_tools import CALLS
 from report import number, table
 
 # how many of the kills a runtime gets for each of another's
-_SHARES = {"local": 30, "engine": 16, "async": 16, "torchrun": 18, "ray": 10, "ray-apart": 10}
+_SHARES = {
+    "local": 30, "engine": 16, "async": 16, "torchrun": 18, "ray": 10, "ray-apart": 10,
+    "agents": 8, "agents-ahead": 8, "agents-engine": 6, "agents-endpoint": 8,
+}  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -143,6 +148,8 @@ def attack(
             victim.to_the_end()
             left = [f"a process is left: {command}" for command in victim.left_in_the_end()]
             wrong = differences(task, victim.folder, alone.folder) + left
+            if (alone.folder / CALLS).exists():
+                wrong += repeated_calls(victim.folder, alone.folder, len(kills) - before)
         except Lost as error:
             wrong = [str(error)]
         finally:

@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 from chaos_task import PROMPTS, SAMPLES, Task
+from chaos_tools import CALLS
 from safetensors.numpy import load_file
 
+from verl.agents.journal import FOLDER, TOOL, read
 from verl.tracking.ledger.reader import Ledger
 
 _OF_A_RUN = ("manifest.json", "trainer_state.json", "ledger.sqlite")  # files in which a run is named, or times are
@@ -39,6 +41,24 @@ def differences(task: Task, ours: Path, theirs: Path) -> list[str]:
     if (steps := _steps(ours)) != list(range(1, task.steps + 1)):
         wrong.append(f"metrics.jsonl has the steps {steps}")
     wrong += [f"{path.name} is left" for path in sorted(ours.glob(".global_step_*"))]
+    return wrong
+
+
+def repeated_calls(ours: Path, theirs: Path, num_kills: int) -> list[str]:
+    """What the tools of `ours`, a run with so many kills, did otherwise than those of `theirs`. A result is recorded once. A
+    call that a kill cut before its result was recorded is made again; each of the two tool processes has at most one."""
+    found, wanted = (Counter((folder / CALLS).read_text().split()) for folder in (ours, theirs))
+    wrong = [f"{(wanted - found).total()} calls of the tool were not made"] if wanted - found else []
+    if (more := (found - wanted).total()) > 2 * num_kills:
+        wrong.append(f"{more} calls of the tool were made again after {num_kills} kills")
+    recorded = Counter(
+        (record["split"], record["episode"], record["call"], record["digest"])
+        for file in sorted((ours / FOLDER).glob("*.jsonl"))
+        for record in read(file)
+        if record["kind"] == TOOL
+    )
+    if twice := [key for key, count in recorded.items() if count > 1]:
+        wrong.append(f"{len(twice)} calls of the tool have several results: {twice[0]}")
     return wrong
 
 

@@ -69,7 +69,8 @@ class _Back:
 
 class Family:
     """The processes of a run by kind: supervisor or launcher, driver (rank 0 under torchrun), rank, engine, reward worker (the
-    scorer and the processes between it and the run), node (of Ray: raylet, gcs_server), other."""
+    scorer and the processes between it and the run), tool process,
+    runner (a program behind the endpoint), node (of Ray: raylet, gcs_server), other."""
 
     def __init__(self, root: psutil.Process, runtime: str):
         self._root, self._runtime = root, runtime
@@ -100,7 +101,8 @@ class Family:
             generates = self._runtime == "ray-apart" and _has_open(process, "rank_1.log")
             return "engine" if generates else "rank"
         marks = {
-            "verl.rewards.": "reward worker",
+            "chaos_runner.py": "runner",
+            "verl.rewards.": "tool process" if self._runtime.startswith("agents") else "reward worker",
             "verl.rollout.process_main": "engine",
             "raylet/raylet": "node",
             "gcs_server": "node",

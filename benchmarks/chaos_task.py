@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,20 @@ _TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"
 _ONE = ("supervisor", "driver", "driver", "reward worker", "any")
 _RAY = ("trainer.n_gpus_per_node=2", "ray_kwargs.ray_init.num_cpus=2")
 _ENGINE = Path(__file__).with_name("chaos_engine.py")
+_TOOLS = Path(__file__).with_name("chaos_tools.py")
+_RUNNER = Path(__file__).with_name("chaos_runner.py")
+_ROLLOUT = "actor_rollout_ref.rollout"
+_LONGER = ("data.max_response_length=96", f"{_ROLLOUT}.stop_token_ids={list(range(80))}")  # turns of some tokens each
+# scores are computed in the process of the run, so that all processes beside it are those of tools
+_AGENTS = (
+    *_LONGER,
+    "reward.debug=True",
+    f"actor_rollout_ref.model.external_lib={_TOOLS}",
+    f"{_ROLLOUT}.multi_turn.enable=True",
+    f"{_ROLLOUT}.multi_turn.function_tool_path={_TOOLS}",
+    f"{_ROLLOUT}.multi_turn.format=chaos",
+    f"{_ROLLOUT}.multi_turn.max_assistant_turns=4",
+)
 # local: the engine is the process that trains; torchrun, ray: every rank trains and generates
 RUNTIMES = {
     "local": Runtime((), _ONE),
@@ -43,6 +58,19 @@ RUNTIMES = {
     ),
     "async": Runtime(
         ("actor_rollout_ref.rollout.prefetch_num=2", "actor_rollout_ref.rollout.partial_rollout=True"), _ONE
+    ),
+    "agents": Runtime(_AGENTS, ("tool process", "tool process", "driver", "driver", "supervisor")),
+    "agents-ahead": Runtime(
+        (*_AGENTS, f"{_ROLLOUT}.prefetch_num=2", f"{_ROLLOUT}.partial_rollout=True"),
+        ("tool process", "driver", "driver", "supervisor"),
+    ),
+    "agents-engine": Runtime(
+        (*_AGENTS, f"{_ROLLOUT}.name={_ENGINE}:EngineOfItsOwn"), ("engine", "engine", "tool process", "driver")
+    ),
+    # the gateway is in the driver's process
+    "agents-endpoint": Runtime(
+        (*_LONGER, f"{_ROLLOUT}.agent.runner=command:{sys.executable} {_RUNNER}", f"{_ROLLOUT}.agent.max_episodes=4"),
+        ("runner", "runner", "driver", "supervisor"),
     ),
     "torchrun": Runtime((), ("launcher", "driver", "rank", "rank", "reward worker", "any"), _TORCHRUN),
     "ray": Runtime(_RAY, ("supervisor", "driver", "rank", "rank", "node", "reward worker", "any")),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from verl.agents.driver import EpisodeDriver, EventLoop
-from verl.agents.episode import EpisodeError, EpisodeResult, EpisodeTask
+from verl.agents.episode import AgentKilled, EpisodeError, EpisodeResult, EpisodeTask
 from verl.config import RolloutConfig
 from verl.config.sections.rollout import AgentConfig
 from verl.data_proto.samples import PromptRequest, SamplingParams
@@ -160,6 +160,28 @@ def test_branches_have_tokens_of_their_own(module, events):
     one, other = branching((0, 1)), branching((1, 0))
     assert one == other
     assert any(extra["again"] != extra["first"] for extra in one)
+
+
+def test_an_episode_whose_agent_is_killed_is_made_again(module, events, caplog):
+    """With the same tokens; an agent that is killed again and again is left out."""
+    whole, takes = agent(), []
+
+    async def dies(episode):
+        takes.append(episode.task.name)
+        times = {"train/10/1": 1, "train/11/0": 99}.get(episode.task.name, 0)
+        if takes.count(episode.task.name) <= times:
+            await episode.generate(list(episode.task.prompt_ids))
+            raise AgentKilled("its command ended its process by SIGKILL")
+        return await whole(episode)
+
+    driver = EpisodeDriver(engine_of(module), events, max_episodes=100, timeout_s=60.0, filler=258)
+    expected = driver.run(tasks(2), whole, PARAMS, step=1)
+    found = driver.run(tasks(2), dies, PARAMS, step=1)
+    assert [r.task.name for r in found if r.error] == ["train/11/0"]
+    assert takes.count("train/11/0") == 3
+    for a, b in zip(expected, found, strict=True):
+        assert b.error or a.trajectory.response_ids == b.trajectory.response_ids
+    assert "train/10/1 is made again: its command ended its process by SIGKILL" in caplog.text
 
 
 @pytest.mark.parametrize(

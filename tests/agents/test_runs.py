@@ -47,6 +47,7 @@ def test_what_trains_is_what_was_sampled(agent_run):
     assert any(r["result"]["error"] for r in results)  # malformed ones and unknown names were answered
 
 
+@pytest.mark.slow
 def test_two_runs_are_equal(agent_run):
     first, second = agent_run(ENDS), agent_run(ENDS, f"{ROLLOUT}.max_num_seqs=3", folder="again")
     names = ("critic/score/mean", "actor/grad_norm", "response_length/mean", "num_turns/mean")
@@ -101,7 +102,10 @@ def test_tools_in_the_sandbox(agent_run, caplog):
         ([f"{ROLLOUT}.multi_turn.function_tool_path=null"], "neither tools nor interactions"),
         ([f"{ROLLOUT}.agent.default_agent_loop=tool_agnet"], "is not one of single_turn_agent"),
         ([f"{ROLLOUT}.multi_turn.enable=False"], "existing releases put the tools into every prompt"),
-        ([f"{ROLLOUT}.prefetch_num=1"], "makes samples ahead of training"),
+        (
+            [f"{ROLLOUT}.prefetch_num=1", f"{ROLLOUT}.partial_rollout=True", f"{ROLLOUT}.agent.runner=a.py:run"],
+            "may not repeat",
+        ),
         ([f"{ROLLOUT}.multi_turn.tool_response_truncate_side=top"], "left, middle"),
     ],
 )

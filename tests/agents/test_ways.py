@@ -67,6 +67,7 @@ def test_a_game_that_breaks_is_left_out(agent_run, agent_task, tmp_path, caplog)
     assert "train/0/0 is left out and gets the default score: raised RuntimeError: the board is gone" in caplog.text
 
 
+@pytest.mark.slow
 def test_results_of_tools_outlive_a_kill(agent_run, tmp_path, monkeypatch):
     """A run that dies within a step calls no tool twice, and ends with the same samples and weights."""
     from tests.agents.conftest import TOOLS

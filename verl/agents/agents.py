@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,9 @@ from verl.agents.driver import EpisodeDriver, EventLoop, OnResult
 from verl.agents.environments import load_environments
 from verl.agents.episode import Episode, EpisodeError, EpisodeResult, EpisodeTask, in_dtype
 from verl.agents.gateway.app import Gateway
-from verl.agents.gateway.runner import command_limits, load_runner
+from verl.agents.gateway.runner import command_limits, load_runner, plain
 from verl.agents.interactions import load_interactions
-from verl.agents.journal import EPISODE, FOLDER, MAX_TEXT, Journal
+from verl.agents.journal import EPISODE, FOLDER, MAX_TEXT, PART, Journal
 from verl.agents.loops import (
     AgentLoopBase,
     AgentLoopOutput,
@@ -32,9 +33,10 @@ from verl.agents.tool_calls import ToolCalls, ToolResult, ToolSettings
 from verl.config import PPOConfig
 from verl.config.active_keys import runs_agents
 from verl.data.dataset import RLHFDataset
+from verl.data_proto.columns import COLUMNS
 from verl.data_proto.proto import DataProto
 from verl.data_proto.samples import SamplingParams
-from verl.data_proto.trajectory import Status
+from verl.data_proto.trajectory import Status, Trajectory
 from verl.errors import ConfigError
 from verl.rollout.api import RolloutEngine, Stats
 from verl.tools.function_tool import FunctionTool
@@ -122,28 +124,26 @@ class Agents:
         split: str,
         dtype: type[np.floating[Any]],
         on_finish: OnResult,
+        limit: int | None = None,
+        before: Sequence[Trajectory] | None = None,
     ) -> list[EpisodeResult]:
-        """`params.n` episodes of each prompt, ordered by (prompt, sample)."""
+        """`params.n` episodes of each prompt, ordered by (prompt, sample), of up to `limit` tokens each (None: those of
+        `params`). One that has sampled params.max_new_tokens tokens by then pauses: its trajectory can resume. With
+        `before`, one for each row of `prompts`, those episodes continue, under the `step` in which they began.
+        `on_finish` gets finished ones."""
         self.journal.begin(step)
-        fields = {name: list(values) for name, values in prompts.non_tensor_batch.items()}
-        tasks = [
-            EpisodeTask(
-                ordinal=ordinal,
-                sample=sample,
-                step=step,
-                split=split,
-                prompt_ids=tuple(fields["prompt_token_ids"][row]),
-                row={name: values[row] for name, values in fields.items() if name != "prompt_token_ids"},
-                limit=params.max_new_tokens,
-                max_prompt_length=self.config.actor_rollout_ref.rollout.prompt_length,
-            )
-            for row, ordinal in enumerate(prompts.batch["ordinal"].tolist())
-            for sample in range(params.n)
-        ]
+        limit = limit or params.max_new_tokens
+        rows = range(len(prompts))
+        wanted = (
+            [(row, sample, None) for row in rows for sample in range(params.n)]
+            if before is None
+            else [(row, before[row].sample, before[row]) for row in rows]
+        )
+        tasks = self._tasks(prompts, wanted, params, step=step, split=split, limit=limit)
         found = self.driver.run(
             tasks,
             partial(self._run_episode, params=params),
-            params,
+            replace(params, max_new_tokens=limit),
             step=step,
             on_finish=self._finisher(dtype, on_finish),
         )
@@ -151,11 +151,49 @@ class Agents:
         self._results += found
         return found
 
+    def _tasks(
+        self,
+        prompts: DataProto,
+        wanted: Sequence[tuple[int, int, Trajectory | None]],
+        params: SamplingParams,
+        *,
+        step: int,
+        split: str,
+        limit: int,
+    ) -> list[EpisodeTask]:
+        """The tasks of (row of `prompts`, sample, what it has so far)."""
+        ordinals = prompts.batch["ordinal"].tolist()
+        objects = prompts.non_tensor_batch
+        names = [
+            n for n in objects if n != "prompt_token_ids" and (n not in COLUMNS or COLUMNS[n].producer != "rollout")
+        ]
+        return [
+            EpisodeTask(
+                ordinal=ordinals[row],
+                sample=sample,
+                step=step,
+                split=split,
+                prompt_ids=tuple(objects["prompt_token_ids"][row]),
+                row={name: objects[name][row] for name in names},
+                limit=limit,
+                max_prompt_length=self.config.actor_rollout_ref.rollout.prompt_length,
+                part=params.max_new_tokens if params.max_new_tokens < limit else None,
+                so_far=so_far,
+                stop_token_ids=self.stop_token_ids,
+            )
+            for row, sample, so_far in wanted
+        ]
+
     def metrics(self) -> Stats:
         """Statistics of the episodes since the last call, for the log."""
         results, tools = self._results, self._tool_results
         self._results, self._tool_results = [], []
-        found: Stats = {**self.driver.stats, "num_episodes": len(results)}
+        num_paused = sum(is_paused(result) for result in results)
+        found: Stats = {
+            **self.driver.stats,
+            "num_episodes": len(results) - num_paused,
+            "num_paused_episodes": num_paused,
+        }
         found["num_failed_episodes"] = sum(result.error is not None for result in results)
         found["num_tool_calls"] = len(tools)
         found["num_failed_tool_calls"] = sum(result.error is not None for result in tools)
@@ -226,7 +264,8 @@ class Agents:
             name: fields[name] for name in ("turn_scores", "tool_rewards") if fields.get(name)
         }
         extra = {**fields, **dict(fields.get("tool_extra_fields") or {})}
-        extra |= {"num_turns": output.num_turns, "rollout_reward_scores": scores}
+        # as JSON holds it: a resumed run reads it from the journal
+        extra = plain({**extra, "num_turns": output.num_turns, "rollout_reward_scores": scores})
         times = output.metrics.model_dump() if isinstance(output.metrics, Record) else dict(output.metrics)
         self._tool_results += episode.tool_results
         times |= {"generate_sequences": episode.generate_s, "num_tool_calls": len(episode.tool_results)}
@@ -236,20 +275,28 @@ class Agents:
     def _finisher(self, dtype: type[np.floating[Any]], on_finish: OnResult) -> Callable[[EpisodeResult], None]:
         def finish(result: EpisodeResult) -> None:
             self._write(result)
-            on_finish(in_dtype(result, dtype))
+            if not is_paused(result):
+                on_finish(in_dtype(result, dtype))
 
         return finish
 
     def _write(self, result: EpisodeResult) -> None:
+        task, own = result.task, tuple(result.trajectory.prompt_ids)
+        prompt = {} if own == task.prompt_ids else {"prompt_ids": list(own)}
+        if is_paused(result):
+            self.journal.write(PART, split=task.split, episode=task.name, **prompt)
+            return
         messages = [{**m, "content": str(m.get("content"))[:MAX_TEXT]} for m in result.trajectory.messages]
         self.journal.write(
             EPISODE,
-            split=result.task.split,
-            episode=result.task.name,
+            split=task.split,
+            episode=task.name,
+            **prompt,
             messages=messages,
             num_turns=result.num_turns,
             reward=result.reward,
-            metrics=result.metrics,
+            extra=result.extra,
+            metrics=plain(result.metrics),
             error=result.error,
         )
 
@@ -269,6 +316,11 @@ class Agents:
                 "on the tokens that were sampled, without rewriting.",
                 found.before, found.after,
             )  # fmt: skip
+
+
+def is_paused(result: EpisodeResult) -> bool:
+    """Whether the episode goes on under the next weights."""
+    return result.error is None and result.trajectory.can_resume(result.task.limit)
 
 
 def _plain_output(output: Any) -> Any:

@@ -22,7 +22,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from verl.agents.episode import CURRENT, Episode, EpisodeError, EpisodeResult, EpisodeTask, failed
+from verl.agents.episode import CURRENT, AgentKilled, Episode, EpisodeError, EpisodeResult, EpisodeTask, failed
 from verl.data_proto.samples import Completion, PromptRequest, SampleKey, SamplingParams, TurnRequest
 from verl.errors import DeadlineError, ModelError
 from verl.foreign_text import clean
@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 GATHER_S = 0.05  # longest wait for the first turns of all episodes, which then share their prompts
 POLL_S = 0.002  # while another episode may ask for its next turn
 CLOSE_TIMEOUT_S = 5.0
+MAX_TAKES = 3  # of an episode whose agent is killed from outside
 GRACE_S = 60.0  # beyond an episode's own time limit, before the event loop is taken for stuck
 
 RunEpisode = Callable[[Episode], Awaitable[EpisodeResult]]
@@ -55,6 +56,14 @@ class _Ended:
     index: int
     episode: Episode
     result: EpisodeResult
+
+
+@dataclass
+class _Dropped:
+    """An episode that is made again."""
+
+    episode: Episode
+    answer: asyncio.Future[Any]
 
 
 class EventLoop:
@@ -98,6 +107,9 @@ class EventLoop:
                 log.debug("An episode tried to end the process", exc_info=True)
 
 
+_Event = _Asked | _Ended | _Dropped
+
+
 class EpisodeDriver:
     """Runs episodes with one engine. At most `max_episodes` are in progress, each for at most `timeout_s` seconds. `filler` is
     the token of a response that could not be made."""
@@ -137,7 +149,7 @@ class _Session:
         self, driver: EpisodeDriver, generation: Generation, tasks: Sequence[EpisodeTask], run_episode: RunEpisode
     ):
         self.driver, self.generation, self.tasks, self.run_episode = driver, generation, tasks, run_episode
-        self.inbox: queue.SimpleQueue[_Asked | _Ended] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[_Asked | _Ended | _Dropped] = queue.SimpleQueue()
         self.waiting: dict[SampleKey, _Asked] = {}
         self.live: dict[int, Episode] = {}
         self.busy_s = self.idle_s = 0.0
@@ -155,30 +167,55 @@ class _Session:
         await asyncio.gather(*(one(index) for index in range(len(self.tasks))))
 
     async def _run_one(self, index: int) -> None:
+        for _ in range(1, MAX_TAKES):
+            try:
+                return await self._take_one(index, is_last=False)
+            except AgentKilled as error:
+                log.warning("Episode %s is made again: %s.", self.tasks[index].name, error)
+                await self._drop(self.live[index])
+        await self._take_one(index, is_last=True)
+
+    async def _drop(self, episode: Episode) -> None:
+        """Return when the engine has forgotten the episode's samples, so that they can be made again."""
+        episode.is_dropped = True
+        dropped = _Dropped(episode, asyncio.get_running_loop().create_future())
+        self.inbox.put(dropped)
+        await dropped.answer
+
+    async def _take_one(self, index: int, *, is_last: bool) -> None:
+        """Run an episode and hand in its result. Raises AgentKilled unless `is_last`."""
         task = self.tasks[index]
         episode = self.live[index] = Episode(task, self._submit)
         CURRENT.set(episode)
+        agent = asyncio.ensure_future(self.run_episode(episode))
+        episode.end_agent = agent.cancel
         why = None
         try:
-            result = await asyncio.wait_for(self.run_episode(episode), self.driver.timeout_s)
+            result = await asyncio.wait_for(agent, self.driver.timeout_s)
         except asyncio.TimeoutError:
             limit = self.driver.timeout_s
             why = f"took longer than actor_rollout_ref.rollout.agent.episode_timeout_s={limit:g} s"
         except asyncio.CancelledError:
-            raise
+            if not episode.is_paused:
+                raise
         except EpisodeError as error:
+            if isinstance(error, AgentKilled) and not is_last:
+                raise
             why = str(error)
         except (Exception, SystemExit) as error:  # agents are code of the user's, which may raise anything
             why = f"raised {type(error).__name__}: {clean(error, 300)}"
             log.debug("Episode %s", task.name, exc_info=True)
-        if why is not None:
+        if episode.is_paused:  # whatever its agent made of its end
+            result = EpisodeResult(task, episode.so_far())
+        elif why is not None:
             log.warning("Episode %s is left out and gets the default score: %s.", task.name, why)
             result = failed(task, why, self.driver.filler, self.driver.engine.weight_version)
         self.inbox.put(_Ended(index, episode, result))
 
     async def _submit(self, episode: Episode, request: PromptRequest | TurnRequest) -> Completion:
         asked = _Asked(request, asyncio.get_running_loop().create_future())
-        self.inbox.put(asked)
+        if not episode.is_dropped:  # else it is a late call of a killed agent, which nobody answers
+            self.inbox.put(asked)
         return await asked.answer
 
     # -- on the driver's thread
@@ -202,7 +239,7 @@ class _Session:
         """Seconds in which the engine computed, and in which all episodes waited for something else."""
         return {"busy_s": self.busy_s, "idle_s": self.idle_s}
 
-    def _first_wave(self) -> list[_Asked | _Ended]:
+    def _first_wave(self) -> list[_Event]:
         wanted, until = min(len(self.tasks), self.driver.max_episodes), time.monotonic() + GATHER_S
         found = self._arrived(block=True)
         while len(found) < wanted and time.monotonic() < until:
@@ -210,8 +247,8 @@ class _Session:
             found += self._arrived(block=False)
         return found
 
-    def _arrived(self, *, block: bool) -> list[_Asked | _Ended]:
-        found: list[_Asked | _Ended] = []
+    def _arrived(self, *, block: bool) -> list[_Event]:
+        found: list[_Event] = []
         if block:
             started_at, limit = time.perf_counter(), self.driver.timeout_s + GRACE_S
             try:
@@ -229,7 +266,7 @@ class _Session:
             except queue.Empty:
                 return found
 
-    def _take(self, arrived: list[_Asked | _Ended]) -> list[_Ended]:
+    def _take(self, arrived: list[_Event]) -> list[_Ended]:
         """Hand requests to the generation, and drop the samples of episodes that have ended; returns the latter."""
         asked = [event for event in arrived if isinstance(event, _Asked) and not event.answer.cancelled()]
         for request, members in _merged(asked):
@@ -240,14 +277,21 @@ class _Session:
                     self._answer(member, error)
             else:
                 self.waiting.update({member.key: member for member in members})
+        for event in arrived:
+            if not isinstance(event, _Asked):
+                self._forget(event.episode)
+            if isinstance(event, _Dropped):
+                self._answer(event, None)
         ended = [event for event in arrived if isinstance(event, _Ended)]
         for event in ended:
             self.live.pop(event.index, None)
-            keys = event.episode.keys()
-            self.generation.abort(keys)
-            for key in keys:
-                self.waiting.pop(key, None)
         return ended
+
+    def _forget(self, episode: Episode) -> None:
+        keys = episode.keys()
+        self.generation.abort(keys)
+        for key in keys:
+            self.waiting.pop(key, None)
 
     def _poll(self) -> None:
         others_wait = len(self.live) > len(self.waiting)
@@ -256,7 +300,7 @@ class _Session:
             self._answer(self.waiting.pop(done.key), done)
         self.busy_s += time.perf_counter() - started_at
 
-    def _answer(self, asked: _Asked, value: Completion | Exception) -> None:
+    def _answer(self, asked: _Asked | _Dropped, value: Completion | Exception | None) -> None:
         def set_answer() -> None:
             if asked.answer.done():
                 return  # the episode was cancelled

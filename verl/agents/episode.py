@@ -3,10 +3,15 @@
 A branch is a sequence of tokens that grows turn by turn. A call whose prompt begins with the tokens of a branch continues it,
 and the engine keeps what it has computed; any other call begins a branch of its own. What trains is a branch: its sampled
 tokens carry the log-probs and the weight version with which they were sampled, all others are context.
+
+An episode may pause while the weights change (`EpisodeTask.part`). Then it is taken from its beginning again: the agent acts as
+before, its turns are answered with the tokens that were sampled (`EpisodeTask.so_far`), its tools with their recorded results.
+So it continues after a pause as it does after a kill.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextvars
 import hashlib
 import time
@@ -16,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from verl.data_proto.samples import Completion, PromptRequest, TurnRequest
+from verl.data_proto.samples import Completion, FinishReason, PromptRequest, TurnRequest
 from verl.data_proto.trajectory import Segment, Status, Trajectory
 from verl.errors import VerlError
 
@@ -30,9 +35,14 @@ class EpisodeError(VerlError):
     """An episode cannot continue: it gets the default score and does not train. The run continues."""
 
 
+class AgentKilled(EpisodeError):
+    """The process of an agent was killed from outside: the episode is made again from its beginning."""
+
+
 @dataclass(frozen=True)
 class EpisodeTask:
-    """A sample to make: the row and its prompt. `limit` bounds the response, tool output included."""
+    """A sample to make: the row and its prompt. `limit` bounds the response, tool output included. After `part` sampled tokens
+    (None: any number) it pauses; `so_far` is what earlier parts have made. `stop_token_ids` end a turn."""
 
     ordinal: int
     sample: int
@@ -42,6 +52,9 @@ class EpisodeTask:
     row: dict[str, Any]
     limit: int
     max_prompt_length: int
+    part: int | None = None
+    so_far: Trajectory | None = None
+    stop_token_ids: frozenset[int] = frozenset()
 
     @property
     def name(self) -> str:
@@ -59,8 +72,26 @@ class Branch:
     sampled: list[bool] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)  # 0 where not sampled
     versions: list[int] = field(default_factory=list)  # -1 where not sampled
-    is_kept: bool = False  # the engine can continue it
+    is_kept: bool = False  # the engine can continue it; else it gets all of its tokens again
     is_busy: bool = False
+
+    @classmethod
+    def of(cls, found: Trajectory) -> Branch:
+        """The branch that a trajectory is."""
+        branch = cls(found.sample, len(found.prompt_ids))
+        branch.add(found.prompt_ids, None, -1)
+        for segment in found.segments:
+            log_probs = None if segment.log_probs is None else segment.log_probs.tolist()
+            branch.add(segment.token_ids.tolist(), log_probs, segment.weight_version)
+        return branch
+
+    def copy(self, other: Branch, end: int) -> None:
+        """Append the tokens of another branch from its own length on, up to `end`."""
+        taken = slice(len(self.tokens), end)
+        self.tokens += other.tokens[taken]
+        self.sampled += other.sampled[taken]
+        self.log_probs += other.log_probs[taken]
+        self.versions += other.versions[taken]
 
     def add(self, tokens: Sequence[int], log_probs: Sequence[float] | None, version: int) -> None:
         """Append tokens; `log_probs` is None for those that were not sampled."""
@@ -93,38 +124,97 @@ class Episode:
         self.generate_s = 0.0
         self.messages: list[dict[str, Any]] = []
         self.tool_results: list[Any] = []
+        self.is_paused = self.is_dropped = False
+        self.end_agent: Callable[[], Any] = lambda: None  # cancels the agent; set by the driver
         self._submit = submit
+        self._num_left = task.part
+        self._past = None if task.so_far is None else Branch.of(task.so_far)
 
     async def generate(
         self, prompt_ids: Sequence[int], max_new_tokens: int | None = None, *, is_first: bool | None = None
     ) -> Completion | None:
         """Sample the tokens after `prompt_ids`; None when the response of the episode is full. `is_first`: whether a
         new branch has the random numbers of the sample itself (None: the first one has). Raises EpisodeError for a prompt that
-        is too long, ModelError for tokens that the model does not know."""
+        is too long, ModelError for tokens that the model does not know. Does not return where the episode pauses."""
         prompt = list(prompt_ids)
         branch = self._continued(prompt) or self._begin(prompt, is_first)
         room = self.task.limit - (len(prompt) - branch.num_prompt)
         room -= max(0, branch.num_prompt - self.task.max_prompt_length)
         if room <= 0:
             return None
-        new = tuple(prompt[len(branch.tokens) :])
         most = min(room, max_new_tokens or room)
-        started_at, branch.is_busy = time.perf_counter(), True
+        branch.is_busy = True
+        if len(self.branches) > 1 or (branch.tokens and len(prompt) == len(branch.tokens)):
+            self._num_left = (
+                None  # only turns of one branch, with other tokens between them, can be told from its tokens
+            )
+        reason = self._repeat(branch, prompt, most)
+        while reason is None:
+            done = await self._sample(branch, prompt[len(branch.tokens) :], len(prompt) + most)
+            if done.finish_reason != "length" or len(branch.tokens) == len(prompt) + most:
+                reason = done.finish_reason
+        branch.is_busy = False
+        tokens, log_probs, versions = (
+            values[len(prompt) :] for values in (branch.tokens, branch.log_probs, branch.versions)
+        )
+        return Completion(self.task.ordinal, branch.number, tokens, log_probs, reason, max(versions))
+
+    def _repeat(self, branch: Branch, prompt: list[int], most: int) -> FinishReason | None:
+        """Answer a turn with what it sampled in an earlier part. Returns how it ended; None where it goes on, or is new."""
+        past, start = self._past, len(prompt)
+        if past is None:
+            return None
+        stop, end = start, min(len(past.tokens), start + most)
+        while stop < end and past.sampled[stop]:
+            stop += 1
+        is_last = stop == len(past.tokens)
+        added = past.sampled[len(branch.tokens) : start]
+        if (
+            branch is not self.branches[0]
+            or past.tokens[:start] != prompt
+            or any(added)
+            or (stop == start and not is_last)
+        ):
+            raise EpisodeError(
+                "its agent did not do again what it had done before it paused or was cut by a kill. Agents and environments "
+                "must be functions of their row, the model's turns and the results of tools"
+            )
+        branch.copy(past, stop)
+        if is_last:
+            self._past = None
+        if stop - start == most:
+            return "stop" if past.tokens[stop - 1] in self.task.stop_token_ids else "length"
+        return None if is_last else "stop"
+
+    async def _sample(self, branch: Branch, new: list[int], end: int) -> Completion:
+        """Sample behind a branch and `new`, up to `end` tokens in all. Pauses where the part is used up."""
+        most = end - len(branch.tokens) - len(new)
+        if self._num_left is not None:
+            most = min(most, self._num_left)
+        if most == 0:
+            branch.add(new, None, -1)
+            self.is_paused = True
+            self.end_agent()
+            await asyncio.get_running_loop().create_future()  # until the agent is cancelled
+        started_at = time.perf_counter()
+        request: PromptRequest | TurnRequest
         if branch.is_kept:
-            turn = TurnRequest(self.task.ordinal, branch.number, new, most)
-            done = await self._submit(self, turn)
+            request = TurnRequest(self.task.ordinal, branch.number, tuple(new), most)
         else:
-            request = PromptRequest(self.task.ordinal, tuple(prompt), branch.number, 0, 1, most)
-            done = await self._submit(self, request)
-        branch.is_busy, branch.is_kept = False, True
+            whole = (*branch.tokens, *new)
+            request = PromptRequest(self.task.ordinal, whole, branch.number, len(whole) - branch.num_prompt, 1, most)
+        done = await self._submit(self, request)
         self.generate_s += time.perf_counter() - started_at
-        branch.add(new, None, done.weight_version)
+        branch.is_kept = True
+        branch.add(new, None, -1)
         branch.add(done.token_ids, done.log_probs, done.weight_version)
+        if self._num_left is not None:
+            self._num_left -= len(done.token_ids)
         return done
 
     def _continued(self, prompt: list[int]) -> Branch | None:
         """The longest branch whose tokens are the beginning of a prompt."""
-        fitting = [b for b in self.branches if b.is_kept and not b.is_busy and prompt[: len(b.tokens)] == b.tokens]
+        fitting = [b for b in self.branches if b.tokens and not b.is_busy and prompt[: len(b.tokens)] == b.tokens]
         return max(fitting, key=lambda b: len(b.tokens), default=None)
 
     def _begin(self, prompt: list[int], is_first: bool | None) -> Branch:
@@ -161,6 +251,12 @@ class Episode:
 
     # -- what trains
 
+    def so_far(self) -> Trajectory:
+        """The trajectory of an episode that has paused."""
+        branch = self.branches[0]
+        start = branch.num_prompt
+        return self.trajectory(branch.tokens[:start], branch.tokens[start:], branch.sampled[start:], "length")
+
     def trajectory(
         self, prompt_ids: Sequence[int], response_ids: Sequence[int], mask: Sequence[int], status: Status
     ) -> Trajectory:
@@ -180,7 +276,7 @@ class Episode:
             )
         end = min(len(whole), start + self.task.limit)
         found = Trajectory(self.task.ordinal, self.task.sample, tuple(prompt_ids), status=status)
-        at, newest = start, max((v for v in branch.versions), default=0)
+        at, newest = start, next((v for v in branch.versions if v >= 0), 0)
         while at < end:
             kind = (bool(mask[at - start]), branch.versions[at] if at < length and mask[at - start] else -1)
             stop = at
@@ -191,9 +287,10 @@ class Episode:
             tokens = np.asarray(whole[at:stop], dtype=np.int32)
             if kind[0]:
                 log_probs = np.asarray(branch.log_probs[at:stop])
+                newest = max(newest, kind[1])
                 found.segments.append(Segment(tokens, log_probs, kind[1]))
             else:
-                found.segments.append(Segment(tokens, None, max(newest, 0), "environment"))
+                found.segments.append(Segment(tokens, None, newest, "environment"))
             at = stop
         return found
 
@@ -204,11 +301,20 @@ def _common(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def failed(task: EpisodeTask, why: str, filler: int, version: int, **more: Any) -> EpisodeResult:
-    """The result of an episode that cannot train: a response of one token that has mask 0."""
+    """The result of an episode that cannot train: a response of one token that has mask 0, behind those of earlier parts, which
+    do not train either."""
     prompt = task.prompt_ids[: task.max_prompt_length] or (filler,)
     empty = Segment(np.asarray([filler], dtype=np.int32), None, version, "environment")
     trajectory = Trajectory(task.ordinal, task.sample, prompt, [empty], "abort")
+    if task.so_far is not None:
+        trajectory = replace(untrained(task.so_far), status="abort")
+        trajectory.segments.append(empty)
     return EpisodeResult(task, trajectory, error=why, **more)
+
+
+def untrained(found: Trajectory) -> Trajectory:
+    """The same tokens, none of which trains."""
+    return replace(found, segments=[replace(s, log_probs=None, source="environment") for s in found.segments])
 
 
 def in_dtype(found: EpisodeResult, dtype: type[np.floating[Any]]) -> EpisodeResult:

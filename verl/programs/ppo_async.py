@@ -23,6 +23,7 @@ from collections.abc import Sequence
 import torch
 
 from verl.config import PPOConfig
+from verl.config.active_keys import runs_agents
 from verl.data.loader import PromptLoader
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
@@ -110,6 +111,7 @@ class AheadCollector(Collector):
             count=prompts_per_generation(config),
             depth=rollout.prefetch_num + 1,
             partial=rollout.partial_rollout,
+            agents_folder=run.folder if runs_agents(config) else None,
         )
         self.max_age = config.trainer.v1.sampler.max_off_policy_threshold
         self.version = 0

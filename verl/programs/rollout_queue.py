@@ -17,11 +17,13 @@ import logging
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
 
+from verl.agents.journal import recorded
 from verl.data.loader import PromptLoader
 from verl.data_proto.future import Finished, Future
 from verl.data_proto.metrics import Metric
@@ -29,7 +31,7 @@ from verl.data_proto.proto import DataProto
 from verl.data_proto.samples import SamplingParams
 from verl.data_proto.trajectory import Segment, Source, Status, Trajectory, response_lengths, to_columns
 from verl.roles.api import RewardHandle, RolloutHandle
-from verl.roles.rollout import sample_names
+from verl.roles.rollout import episode_columns, sample_names
 from verl.tracking.ledger.records import OpenSample, issued_prompts, prompt_digest, segments_of
 from verl.tracking.ledger.tracker import SampleTracker
 
@@ -89,7 +91,7 @@ class Batch:
 
 class RolloutQueue:
     """Holds `depth` batches of `count` prompts after `advance`, of which the oldest is about to train. With `partial`,
-    responses are made in `depth` parts."""
+    responses are made in `depth` parts. `agents_folder`: of the run, where samples are episodes of agents."""
 
     def __init__(
         self,
@@ -101,8 +103,10 @@ class RolloutQueue:
         count: int,
         depth: int,
         partial: bool,
+        agents_folder: Path | None = None,
     ):
         self.samples = samples
+        self.agents_folder = agents_folder
         self.rollout = rollout
         self.loader = loader
         self.params = params
@@ -174,13 +178,13 @@ class RolloutQueue:
         return Batch(ordinal, self.count, step, step, split, prompts, self.samples, pending=pending, pending_step=step)
 
     def _resume(self, batch: Batch, max_new_tokens: int, step: int) -> bool:
-        """Resume the unfinished responses; they are equally long, since each part was as long for all. Returns whether there
-        are any."""
+        """Resume the unfinished responses; returns whether there are any. But for those of agents they are equally long, since
+        each part was as long for all."""
         chosen = batch.unfinished(self.limit)
         if len(chosen) == 0:
             return False
         rows = self._joined(batch).select_idxs(chosen)
-        done = int(response_lengths(rows.batch)[0])
+        done = int(response_lengths(rows.batch).min())
         batch.resumed, batch.pending_step = chosen, step
         batch.pending = self.rollout.resume_generation(
             rows, step=batch.step, split=batch.split, max_new_tokens=min(max_new_tokens, self.limit - done),
@@ -215,7 +219,11 @@ class RolloutQueue:
                 )  # fmt: skip
                 return
             first = found[0][0]
-            rows = self._rows([sample for group in found for sample in group], prompts)
+            try:
+                rows = self._rows([sample for group in found for sample in group], prompts)
+            except LookupError as error:
+                log.warning("%s; from prompt %d on samples ahead of training are made again.", error, ordinal)
+                return
             self._batches.append(
                 Batch(
                     ordinal, self.count, first.step, self.samples.offset.step, first.split, prompts, self.samples, rows
@@ -233,10 +241,15 @@ class RolloutQueue:
         return len({(sample.step, sample.split) for samples in found for sample in samples}) == 1
 
     def _rows(self, samples: Sequence[OpenSample], prompts: DataProto) -> DataProto:
-        """The rollout's columns as they were, see RolloutWorker."""
+        """The rollout's columns as they were, see RolloutWorker. Raises LookupError when the journal of agents lacks one."""
         ids = prompts.repeat(self.params.n, interleave=True).non_tensor_batch["prompt_token_ids"]
         found = [_trajectory(sample, prompt_ids) for sample, prompt_ids in zip(samples, ids, strict=True)]
-        log_probs = next(s.log_probs for s in samples[0].segments if s.log_probs is not None)
+        episodes: dict[str, np.ndarray] = {}
+        if self.agents_folder is not None:
+            known = recorded(self.agents_folder, found, step=samples[0].step, split=samples[0].split, limit=self.limit)
+            found, episodes = [done.trajectory for done in known], episode_columns(known)
+        sampled = (s.log_probs for sample in samples for s in sample.segments if s.log_probs is not None)
+        log_probs = next(sampled, np.empty(0, np.float32))
         columns = to_columns(
             found,
             pad_token_id=self.loader.pad_token_id,
@@ -245,7 +258,7 @@ class RolloutQueue:
             dtype=torch.float64 if log_probs.dtype == np.float64 else torch.float32,
         )
         columns["rollout_rank"] = torch.tensor([sample.segments[-1].rank for sample in samples])
-        return DataProto.from_dict(columns, sample_names(found, samples[0].split))
+        return DataProto.from_dict(columns, {**sample_names(found, samples[0].split), **episodes})
 
 
 def _trajectory(sample: OpenSample, prompt_ids: Sequence[int]) -> Trajectory:

@@ -91,7 +91,7 @@ class RolloutWorker:
         params = params or self.params
         limit = limit or params.max_new_tokens
         if self.agents is not None:
-            return self._episodes(self.agents, prompts, params, step, split)
+            return self._episodes(self.agents, prompts, params, step, split, limit)
         ordinals = prompts.batch["ordinal"].tolist()
         requests = [
             PromptRequest(ordinal, tuple(ids))
@@ -115,11 +115,12 @@ class RolloutWorker:
         """Continue unfinished samples (prompts' and rollout's columns of `generate`, called with this `step`) by up to
         `max_new_tokens` under the current weights. Returns all their rollout columns."""
         before = [
-            trajectory_of(rows.batch, i, ordinal=ordinal, status="open", prompt_ids=tuple(prompt_ids))
-            for i, (ordinal, prompt_ids) in enumerate(
-                zip(rows.batch["ordinal"].tolist(), rows.non_tensor_batch["prompt_token_ids"], strict=True)
-            )
+            trajectory_of(rows.batch, i, ordinal=ordinal, status="open", prompt_ids=_prompt(rows, i))
+            for i, ordinal in enumerate(rows.batch["ordinal"].tolist())
         ]
+        params = replace(self.params, n=1, max_new_tokens=max_new_tokens)
+        if self.agents is not None:
+            return self._episodes(self.agents, rows, params, step, split, limit, before)
         requests = [
             PromptRequest(
                 t.ordinal, (*t.prompt_ids, *t.response_ids), first_sample=t.sample, num_drawn=t.num_response_tokens
@@ -134,7 +135,6 @@ class RolloutWorker:
         def on_finish(done: Completion) -> None:
             self._send_to_scorer(rows, row_of[done.key], split, trajectory(done), limit)
 
-        params = replace(self.params, n=1, max_new_tokens=max_new_tokens)
         made = self.engine.generate(requests, params, step=step, on_finish=on_finish) if requests else []
         return self._columns([trajectory(done) for done in made], split, limit)  # none on a rank that only takes part
 
@@ -162,7 +162,16 @@ class RolloutWorker:
         stats = {**stats, **self.on_generation_end()}
         return {k: (Metric.max if k in _LARGEST_OF_RANKS else Metric.sum)(float(v)) for k, v in stats.items()}
 
-    def _episodes(self, agents: Agents, prompts: DataProto, params: SamplingParams, step: int, split: str) -> DataProto:
+    def _episodes(
+        self,
+        agents: Agents,
+        prompts: DataProto,
+        params: SamplingParams,
+        step: int,
+        split: str,
+        limit: int,
+        before: Sequence[Trajectory] | None = None,
+    ) -> DataProto:
         """The same columns as of single turns, and those of episodes."""
         position = {ordinal: i for i, ordinal in enumerate(prompts.batch["ordinal"].tolist())}
 
@@ -172,8 +181,17 @@ class RolloutWorker:
                 ids = done.trajectory.response_ids
                 self.score_stream(score_request(prompts, row, key, ids, self.tokenizer, done.extra))
 
-        found = agents.generate(prompts, params, step=step, split=split, dtype=self._np_dtype(), on_finish=on_finish)
-        columns = self._columns([done.trajectory for done in found], split, params.max_new_tokens)
+        found = agents.generate(
+            prompts,
+            params,
+            step=step,
+            split=split,
+            limit=limit,
+            dtype=self._np_dtype(),
+            on_finish=on_finish,
+            before=before,
+        )
+        columns = self._columns([done.trajectory for done in found], split, limit)
         return columns.union(DataProto.from_dict({}, episode_columns(found)))
 
     def _dtype(self) -> torch.dtype | None:
@@ -200,6 +218,11 @@ class RolloutWorker:
         )
         columns["rollout_rank"] = torch.full((len(found),), self.rank)
         return DataProto.from_dict(columns, sample_names(found, split))
+
+
+def _prompt(rows: DataProto, row: int) -> tuple[int, ...]:
+    """The prompt of a sample, which of an episode may be another than that of its row of the data."""
+    return tuple(rows.batch["prompts"][row][rows.batch["prompt_mask"][row]].tolist())
 
 
 def sample_names(found: Sequence[Trajectory], split: str) -> dict[str, np.ndarray]:

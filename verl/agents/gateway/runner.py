@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from verl.agents.episode import CURRENT, Branch, Episode, EpisodeError
+from verl.agents.episode import CURRENT, AgentKilled, Branch, Episode, EpisodeError
 from verl.agents.gateway.formats import MODEL
 from verl.agents.gateway.sessions import Session, canonical
 from verl.agents.loops import AgentLoopBase, AgentLoopOutput, register_agent_loop
@@ -67,7 +67,7 @@ class EndpointAgentLoop(AgentLoopBase):
         parser = ToolParser.get_tool_parser(self.rollout_config.multi_turn.format, self.tokenizer)
         first = canonical([dict(message) for message in kwargs["raw_prompt"]], [])
         session = Session(secrets.token_urlsafe(16), episode, self.continuity, parser, self.stop_token_ids, first)
-        task = _plain({name: value for name, value in kwargs.items() if name != "agent_name"})
+        task = plain({name: value for name, value in kwargs.items() if name != "agent_name"})
         self.gateway.sessions.add(session)
         try:
             base_url, key = self.gateway.base_url(session), self.gateway.sessions.token
@@ -116,6 +116,8 @@ class EndpointAgentLoop(AgentLoopBase):
             said = output.read().decode("utf-8", "replace")
         if how is None:
             raise EpisodeError(f"its command took longer than {limit_s:g} s")
+        if how.endswith(("by SIGKILL", "by SIGTERM")):
+            raise AgentKilled(f"its command {how}")
         if how != "ended its process with exit code 0":
             raise EpisodeError(f"its command {how}: {clean(said[-300:], 300)}")
 
@@ -142,8 +144,8 @@ def _reward(found: Any, session: Session) -> tuple[float | None, dict[str, Any]]
     return float(found), info
 
 
-def _plain(value: Any) -> Any:
-    """A row as JSON can hold it."""
+def plain(value: Any) -> Any:
+    """A value as JSON can hold it."""
     return json.loads(json.dumps(value, default=lambda v: v.tolist() if hasattr(v, "tolist") else str(v)))
 
 

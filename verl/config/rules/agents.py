@@ -43,11 +43,12 @@ def check_agents(c: Any, given: set[str]) -> Iterator[Problem]:
             f"{ENABLE}=True, but there are neither tools nor interactions, so every sample would be a single turn. Set "
             f"{ROLLOUT}.multi_turn.tool_config_path, function_tool_path or interaction_config_path.",
         )
-    if rollout.partial_rollout or rollout.prefetch_num:
+    if rollout.prefetch_num and rollout.partial_rollout and agent.runner:
         yield error(
-            f"{ROLLOUT}.prefetch_num",
-            f"{ROLLOUT}.prefetch_num={rollout.prefetch_num} makes samples ahead of training, which episodes of agents do not "
-            "support in this version. Set it to 0.",
+            f"{ROLLOUT}.partial_rollout",
+            f"{ROLLOUT}.partial_rollout=True pauses episodes while the weights change and takes them from their beginning "
+            f"again, which a program of {ROLLOUT}.agent.runner may not repeat. Set partial_rollout=False; prefetch_num alone "
+            "makes its episodes ahead of training.",
         )
     if rollout.name == "native" and rollout.tensor_model_parallel_size > 1:
         yield error(
