@@ -59,6 +59,21 @@ def test_equals_full_logits_with_gradients(options, chunk):
         assert torch.allclose(a, b, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("options", CASES)
+def test_whole_logits_equal_chunks_with_gradients(options):
+    options = dict(options)
+    hidden, weight, bias, targets = inputs(11, options.pop("bias", False))
+    leaves = [x for x in (hidden, weight, bias) if x is not None]
+    ours = fused(hidden, weight, bias, targets, 1.7, 4, fused=False, **options)
+    theirs = fused(hidden, weight, bias, targets, 1.7, 4, **options)
+    upstream = [torch.randn_like(x) for x in ours]
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.allclose(a, b, rtol=1e-12, atol=1e-13)
+    expected = torch.autograd.grad(theirs, leaves, upstream)
+    for a, b in zip(torch.autograd.grad(ours, leaves, upstream), expected, strict=True):
+        assert torch.allclose(a, b, rtol=1e-10, atol=1e-12)
+
+
 @pytest.mark.parametrize("chunk", [1, 4, 50])
 @pytest.mark.parametrize("options", CASES)
 def test_correct_says_whether_the_target_is_the_likeliest(options, chunk):

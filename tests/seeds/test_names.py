@@ -1,6 +1,7 @@
 """Names that the seed documents write, and what they do here."""
 
 import ast
+import json
 import logging
 import subprocess
 import sys
@@ -165,10 +166,36 @@ def test_the_implementation_that_runs_is_said(settings, tiny_llama, tmp_path, ca
     files = [f"reward.custom_reward_function.path={task}/reward.py", f"trainer.default_local_dir={tmp_path}/run"]
     loaded = load_config([*settings, *keys, *files, "trainer.logger=[console]"])
     (notice,) = (notice for notice in loaded.notices if "impl_backend" in notice)
-    assert "verl's own implementation in torch runs, whatever the name" in notice
+    assert "the fused implementation here is verl's own in torch, whatever the name" in notice
     assert train(loaded) == 0
     words = "kernels: verl's decoder for CPUs; log-probs in chunks of torch matmuls, without whole logits"
     assert words in capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.seed("B8")
+def test_use_fused_kernels_chooses(settings, tiny_llama, tmp_path, capsys, no_pictures):
+    """Whole logits by torch or chunks of them: the header says which, and a step of training is the same."""
+    from verl.run.host import train
+
+    task, rows = letters_task.write_task(tmp_path), {}
+    for fused, words in (
+        ("True", "log-probs in chunks of torch matmuls"),
+        ("False", "log-probs from whole logits by torch"),
+    ):
+        run = tmp_path / fused
+        files = [f"reward.custom_reward_function.path={task}/reward.py", f"trainer.default_local_dir={run}"]
+        keys = [
+            f"model.use_fused_kernels={fused}",
+            "trainer.logger=[console,file]",
+            "actor_rollout_ref.actor.fsdp_config.dtype=float32",
+        ]
+        assert train(load_config([*settings, *keys, *files])) == 0
+        assert words in capsys.readouterr().out
+        rows[fused] = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
+    for name in ("actor/grad_norm", "actor/pg_loss", "rollout/log_prob_sum", "training/rollout_probs_diff_max"):
+        if name in rows["True"]:
+            assert rows["False"][name] == pytest.approx(rows["True"][name], rel=1e-4, abs=1e-6), name
+    assert rows["True"]["actor/grad_norm"] > 0
 
 
 @pytest.mark.seed("B8")

@@ -44,6 +44,7 @@ def build_module(
         for name, parameter in module.named_parameters():
             parameter.data = rounding.rounded(name, parameter.data, compute_dtype)
         module.to(device)
+    module.fused_log_probs = model.use_fused_kernels
     _adapt(module, model, spec, wide)
     if spec is not None and model.lora_adapter_path:
         load_adapter(module, read_adapter(model.lora_adapter_path, spec))
@@ -59,6 +60,7 @@ def build_skeleton(
     wide = torch.promote_types(compute_dtype, torch.float32)
     dtype = wide if trains and spec is None else compute_dtype
     module = empty_model(model, head, dtype, model.enable_gradient_checkpointing and trains, forward)
+    module.fused_log_probs = model.use_fused_kernels
     _adapt(module, model, spec, wide)
     return module
 

@@ -63,7 +63,14 @@ def computed_by(module: Any, device: torch.device) -> str:
         forward = "verl's decoder for CPUs"
     else:
         forward = "transformers' modules with verl's packed attention"
+    if not fuses_log_probs(module):
+        return f"{forward}; log-probs from whole logits by torch"
     return f"{forward}; log-probs in chunks of torch matmuls, without whole logits"
+
+
+def fuses_log_probs(module: Any) -> bool:
+    """Whether whole logits of `module` are never computed (model.use_fused_kernels)."""
+    return bool(getattr(module, "fused_log_probs", True))
 
 
 def packed_outputs(
@@ -94,6 +101,7 @@ def packed_outputs(
             bias=getattr(head, "bias", None),
             chunk_tokens=chunk_tokens,
             gradients=gradients,
+            fused=fuses_log_probs(module),
             **statistics_wanted(outputs, packed.columns, head.weight.shape[0]),
             **head_transform(module.config),
         )

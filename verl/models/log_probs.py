@@ -68,6 +68,14 @@ class Head:
             torch.log_softmax(block, dim=1, out=block)
         return z
 
+    def logits(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Final logits [rows, vocabulary], float32 or wider, by autograd."""
+        z = torch.nn.functional.linear(hidden, weight, bias)
+        z = z.to(torch.promote_types(z.dtype, torch.float32)) * self.logit_scale
+        if self.softcap is not None:
+            z = (z / self.softcap).tanh() * self.softcap
+        return z / self.temperature
+
     def transform_(self, z: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Final logits of `z` = h W^T, in place."""
         if bias is not None:
@@ -118,6 +126,7 @@ def token_log_probs(
     logit_scale: float = 1.0,
     chunk_tokens: int | None = None,
     gradients: GradientBuffers | None = None,
+    fused: bool = True,
 ) -> TokenStats:
     """Statistics of `softmax(logits / temperature)` at `targets` [tokens], for hidden [tokens, hidden_size] and the
     output projection weight [vocabulary, hidden_size]. Differentiable in hidden, weight and bias through log-probs,
@@ -128,7 +137,17 @@ def token_log_probs(
 
     `chunk_tokens` is how many tokens' logits exist at a time (default: as many as fit 256 MiB, 1 GiB on CUDA). The
     last chunk's are kept for the backward, the others are computed again there.
+
+    Without `fused` torch computes the whole logits and autograd their gradients, also that of the weight.
     """
+    if not fused:
+        logits = Head(temperature, logit_scale, softcap).logits(hidden, weight, bias)
+        wanted = {
+            "want_entropy": want_entropy,
+            "want_sum_pi_squared": want_sum_pi_squared,
+            "want_correct": want_correct,
+        }
+        return logit_statistics(logits, targets, candidates=candidates, top=min(top, weight.shape[0]), **wanted)
     if chunk_tokens is None:
         elements = _CHUNK_ELEMENTS_CUDA if weight.device.type == "cuda" else _CHUNK_ELEMENTS
         chunk_tokens = max(1, elements // weight.shape[0])

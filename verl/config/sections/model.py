@@ -19,6 +19,9 @@ class ModelConfig(Section):
     )
     override_config: dict[str, Any] = used({}, "entries of the model's config.json to replace")
     enable_gradient_checkpointing: bool = used(True, "recompute activations in the backward pass, for memory")
+    use_fused_kernels: bool = used(
+        True, "compute log-probabilities in chunks, without whole logits; false: whole logits by torch, for comparison"
+    )
     lora_rank: int = used(0, "rank of LoRA adapters; 0: train all weights")
     lora_alpha: int = used(16, "scale of LoRA adapters", when="lora")
     target_modules: Any = used("all-linear", "modules that get an adapter", when="lora")

@@ -26,7 +26,7 @@ from verl.engines.loading import build_module
 from verl.engines.state import Parameters, TrainedState
 from verl.errors import ConfigError
 from verl.models.chunked_mlp import chunked_feed_forward
-from verl.models.forward import decoder_states, head_transform, packed_outputs
+from verl.models.forward import decoder_states, fuses_log_probs, head_transform, packed_outputs
 from verl.models.log_probs import TokenStats, token_log_probs
 from verl.models.optim import ELEMENTWISE, MasterOptimizer, build_optimizer
 from verl.models.outputs import HeadInputs, output_kind, statistics_wanted
@@ -217,8 +217,8 @@ class _Computed(nn.Module):
                 **statistics_wanted(outputs, packed.columns, head.weight.shape[0]),
                 **head_transform(self.model.config),
             }
-            bias = getattr(head, "bias", None)
-            return token_log_probs(hidden, head.weight, packed.targets, temperature, bias=bias, **wanted)
+            wanted |= {"bias": getattr(head, "bias", None), "fused": fuses_log_probs(self.model)}
+            return token_log_probs(hidden, head.weight, packed.targets, temperature, **wanted)
 
         inputs = HeadInputs(self.model, hidden, packed.targets, temperature, statistics)
         kinds = {name: output_kind(name) for name in outputs}

@@ -57,7 +57,7 @@ class MegatronEngine(TrainedEngine):
         """Other settings: see TrainedEngine."""
         super().__init__(model=model, engine=engine, device=device, **settings)
         self.section = section or MegatronConfig()
-        self.checkpointing = model.enable_gradient_checkpointing
+        self.checkpointing, self.fuses = model.enable_gradient_checkpointing, model.use_fused_kernels
         load_external(model.external_lib)
         hf = load_model_config(model.path, model.trust_remote_code, model.override_config).get_text_config()
         self._check(hf, mesh)
@@ -81,6 +81,7 @@ class MegatronEngine(TrainedEngine):
         refused = {
             "model.lora_rank": self.spec,
             "model.neftune_alpha": self.neftune_alpha,
+            "model.use_fused_kernels=False": not self.fuses,
             "fsdp_config.adapt_micro_batches": self.headroom,
         }
         for key, given in refused.items():

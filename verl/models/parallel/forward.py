@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from verl.models.forward import decoder_states, head_transform, logit_outputs
+from verl.models.forward import decoder_states, fuses_log_probs, head_transform, logit_outputs
 from verl.models.log_probs import TokenStats, token_log_probs
 from verl.models.outputs import HeadInputs, output_kind, statistics_wanted
 from verl.models.packed import PackedLayout, PackedSegment
@@ -55,7 +55,8 @@ class ParallelModel(nn.Module):
             **head_transform(self.model.config),
         }
         if self.tensor.size() == 1:
-            return token_log_probs(hidden, head.weight, part.targets, temperature, **wanted)
+            fused = fuses_log_probs(self.model)
+            return token_log_probs(hidden, head.weight, part.targets, temperature, fused=fused, **wanted)
         first, _ = own_range(num_tokens, self.tensor)
         return parallel_log_probs(hidden, head.weight, part.targets, temperature, self.tensor, first, **wanted)
 
