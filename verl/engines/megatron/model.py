@@ -116,9 +116,19 @@ class DecoderStage(GPTModel):
                 self.score = nn.Linear(hf.hidden_size, 1, bias=head == "token_value", dtype=wide)
 
     def _preprocess(self, input_ids: torch.Tensor, position_ids: torch.Tensor, **_: Any) -> tuple[Any, ...]:
-        embedded = self.embedding(input_ids=input_ids, position_ids=position_ids) if self.pre_process else None
+        embedded = None
+        if self.pre_process:
+            embedded = self._without_padding_gradient(self.embedding(input_ids, position_ids), input_ids)
         angles = torch.outer(position_ids[0].to(self.inv_freq.dtype), self.inv_freq)
         return embedded, torch.cat([angles, angles], dim=-1)[:, None, None, :], None, None, None, None
+
+    def _without_padding_gradient(self, embedded: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:
+        """transformers gives the embedding of the padding token no gradient, also where the token is sampled. Its weights are
+        zeros at the start, of which a norm makes very large gradients."""
+        is_padding = input_ids[0] == (-1 if self.hf.pad_token_id is None else self.hf.pad_token_id)
+        if self.config.sequence_parallel:
+            is_padding = is_padding.chunk(self.pg_collection.tp.size())[self.pg_collection.tp.rank()]
+        return embedded.where(~is_padding[:, None, None], embedded.detach())
 
     def _postprocess(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
         return hidden_states
