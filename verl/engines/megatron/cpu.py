@@ -6,7 +6,7 @@ torch.cuda        current_device is "cpu"; synchronize, empty_cache, nvtx ranges
 torch functions   a device "cuda" or a number is "cpu", pin_memory is off
 torch.Tensor      cuda returns the tensor, record_stream does nothing, type() has the name of a CUDA tensor
 megatron.core     random state of the tensor parallel tracker; counts of tokens per expert as numpy arrays; gathers and sums of
-                  unequal parts, which gloo has not
+                  unequal parts, which gloo has not; shapes sent between stages without waiting for the other side
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def cpu_as_device() -> Iterator[None]:
 
 
 def _replacements() -> Iterator[tuple[Any, str, Any]]:
-    from verl.engines.megatron.library import mappings
+    from verl.engines.megatron.library import P2PCommunicator, mappings
     from verl.engines.megatron.library import random_tracker as tracker
     from verl.engines.megatron.library import token_dispatcher as dispatcher
 
@@ -108,3 +108,31 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
 
     yield mappings, "_gather_along_first_dim", unequal_gather
     yield mappings, "_reduce_scatter_along_first_dim", unequal_scatter
+    yield P2PCommunicator, "_communicate_shapes", _exchange_shapes
+
+
+def _exchange_shapes(
+    self: Any, send_next: torch.Tensor | None, send_prev: torch.Tensor | None, recv_prev: bool, recv_next: bool
+) -> tuple[list[int], list[int]]:
+    """Waits for what is received alone. A send over gloo ends when the other side receives, and between interleaved stages that
+    one may first wait for the tensor of this one."""
+    for work in self.__dict__.pop(
+        "shapes_sent", ()
+    ):  # received before the tensors of the last call, which were waited for
+        work.wait()
+    ranks = (self.prev_rank, self.next_rank)
+    sent = [
+        dist.isend(torch.tensor(tensor.shape), rank, self.pp_group)
+        for tensor, rank in zip((send_prev, send_next), ranks, strict=True)
+        if tensor is not None
+    ]
+    shapes = [torch.zeros(3, dtype=torch.int64) for _ in ranks]
+    works = [
+        dist.irecv(shape, rank, self.pp_group)
+        for shape, rank, wanted in zip(shapes, ranks, (recv_prev, recv_next), strict=True)
+        if wanted
+    ]
+    for work in filter(None, works):
+        work.wait()
+    self.shapes_sent = [work for work in sent if work is not None]
+    return shapes[0].tolist(), shapes[1].tolist()

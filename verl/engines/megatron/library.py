@@ -19,6 +19,7 @@ with warnings.catch_warnings():
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
     from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
     from megatron.core.transformer.attention import SelfAttention
@@ -36,6 +37,7 @@ __all__ = [
     "GPTModel",
     "MegatronModule",
     "ModuleSpec",
+    "P2PCommunicator",
     "PackedSeqParams",
     "SelfAttention",
     "TransformerBlockSubmodules",
