@@ -5,7 +5,9 @@ import json
 import pytest
 
 from tests.engines.ranks import run_ranks
+from verl.config import FSDPConfig, ModelConfig, OptimConfig
 from verl.config.sections.deepspeed import DeepSpeedConfig, ds_config
+from verl.engines.deepspeed.engine import DeepSpeedEngine
 from verl.errors import ConfigError
 
 pytestmark = pytest.mark.seed("B4")
@@ -95,6 +97,22 @@ def test_a_file_that_is_no_configuration_is_refused(tmp_path, text, words):
         (tmp_path / "ds.json").write_text(text)
     with pytest.raises(ConfigError, match=words):
         settings(DeepSpeedConfig(config=str(tmp_path / "ds.json")))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model": {"lora_rank": 4}}, "adapters train with deepspeed.zero_stage=0"),
+        ({"engine": {"dtype": "float64"}}, "float32 or bfloat16, not in float64"),
+        ({"optim": {"optimizer": "Muon"}}, "which ZeRO 2 takes apart"),
+    ],
+)
+def test_roles_that_the_engine_cannot_have_are_refused(changes, words):
+    model, engine = ModelConfig(path="x", **changes.get("model", {})), FSDPConfig(**changes.get("engine", {}))
+    roles = (model, engine, OptimConfig(**changes.get("optim", {})))
+    with pytest.raises(ConfigError, match=words):
+        DeepSpeedEngine.check_role(*roles, DeepSpeedConfig(), 2)
+    DeepSpeedEngine.check_role(*roles, DeepSpeedConfig(zero_stage=0), 2)
 
 
 @pytest.fixture(scope="module")

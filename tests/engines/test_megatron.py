@@ -6,7 +6,9 @@ from types import SimpleNamespace
 import pytest
 
 from tests.engines.ranks import run_ranks
+from verl.config import FSDPConfig, OptimConfig, SFTModelConfig
 from verl.config.sections.megatron import MegatronConfig
+from verl.engines.megatron.engine import MegatronEngine
 from verl.errors import ConfigError
 
 pytestmark = pytest.mark.seed("B3")
@@ -74,6 +76,32 @@ def test_settings_that_are_not_read_are_refused():
     assert not found(recompute_granularity="full", apply_rope_fusion=True, moe_aux_loss_coeff=0.0)
     assert "moe_aux_loss_coeff is not read" in found(moe_aux_loss_coeff=0.1)[0]
     assert "needs pipeline" in next(MegatronConfig(virtual_pipeline_model_parallel_size=2).contradictions())
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model": {"lora_rank": 4}}, r"model\.lora_rank is not available"),
+        ({"model": {"neftune_alpha": 5.0}}, r"model\.neftune_alpha is not available"),
+        ({"engine": {"adapt_micro_batches": True}}, "adapt_micro_batches is not available"),
+        ({"engine": {"use_3d_hybrid": True}}, "use_3d_hybrid is of strategy=fsdp2"),
+        ({"optim": {"optimizer": "Muon"}}, "optimizer=Muon may look at whole matrices"),
+        ({"section": {"tensor_model_parallel_size": 8}}, "2 devices do not divide"),
+        ({"section": {"expert_model_parallel_size": 2}}, "llama has no experts"),
+    ],
+)
+def test_roles_that_the_engine_cannot_have_are_refused(tiny_llama, changes, words):
+    model = SFTModelConfig(path=str(tiny_llama), **changes.get("model", {}))
+    optim, section = OptimConfig(**changes.get("optim", {})), MegatronConfig(**changes.get("section", {}))
+    with pytest.raises(ConfigError, match=words):
+        MegatronEngine.check_role(model, FSDPConfig(**changes.get("engine", {})), optim, section, 2)
+
+
+def test_roles_share_the_sizes_of_their_groups():
+    actor, critic = MegatronConfig(pipeline_model_parallel_size=2), MegatronConfig(tensor_model_parallel_size=2)
+    actor.check_groups(MegatronConfig(pipeline_model_parallel_size=2, use_distributed_optimizer=False))
+    with pytest.raises(ConfigError, match="tensor_model_parallel_size=1 and 2, pipeline_model_parallel_size=2 and 1"):
+        actor.check_groups(critic)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import torch
 
 from verl.config import PPOConfig
 from verl.config.sections.megatron import MegatronConfig
-from verl.engines.api import require_library
+from verl.engines.api import ENGINES, require_library
 from verl.engines.groups import mesh_sizes
 from verl.errors import ConfigError
 from verl.models.load import load_model_config
@@ -136,19 +136,20 @@ def check_meshes(config: Any, specs: RoleSpecs, placement: Placement) -> EngineP
 
 
 def _check_engine(context: RankContext, spec: RoleSpec) -> None:
-    """Raise ConfigError for an engine that is not installed, or that needs all devices of the run and does not have them."""
+    """Raise ConfigError for an engine that is not installed, has not all devices of the run, or cannot have the role."""
     num_ranks, num_devices = len(context.ranks(spec.name)), context.placement.num_devices
     if spec.settings is None or num_devices == 1:
         return
     require_library(spec.strategy)
-    if isinstance(spec.settings, MegatronConfig):
-        model = load_model_config(spec.model.path, spec.model.trust_remote_code, spec.model.override_config)
-        spec.settings.check_model(model.get_text_config())
     if num_ranks != num_devices:
         raise ConfigError(
             f"strategy={spec.strategy} takes all {num_devices} devices of a run, and the role {spec.name} is placed on "
             f"{num_ranks}. Leave it out of trainer.placement, or set strategy=fsdp2 for it."
         )
+    ENGINES.get(spec.strategy).check_role(spec.model, spec.engine, spec.optim, spec.settings, num_ranks)
+    for other in context.specs.models:
+        if isinstance(spec.settings, MegatronConfig) and isinstance(other.settings, MegatronConfig):
+            spec.settings.check_groups(other.settings)
 
 
 def _check_rollout(config: PPOConfig, plan: EnginePlan) -> None:

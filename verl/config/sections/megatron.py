@@ -66,6 +66,26 @@ class MegatronConfig(Section):
         """Devices that share one expert."""
         return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
 
+    def group_sizes(self) -> dict[str, int | None]:
+        """Arguments of Megatron's process groups, which all roles of a run share."""
+        return {
+            "tensor_model_parallel_size": self.tensor_model_parallel_size,
+            "pipeline_model_parallel_size": self.pipeline_model_parallel_size,
+            "virtual_pipeline_model_parallel_size": self.virtual_pipeline_model_parallel_size,
+            "expert_model_parallel_size": self.expert_model_parallel_size,
+            "expert_tensor_parallel_size": self.expert_tensor_size(),
+        }
+
+    def check_groups(self, other: MegatronConfig) -> None:
+        """Raise ConfigError where another role asks for process groups of other sizes."""
+        ours, theirs = self.group_sizes(), other.group_sizes()
+        asked = [f"{name}={size} and {theirs[name]}" for name, size in ours.items() if size != theirs[name]]
+        if asked:
+            raise ConfigError(
+                f"Roles with strategy=megatron share their process groups, and ask for {', '.join(asked)}. Give their "
+                "sections megatron the same sizes, or one of the roles strategy=fsdp2."
+            )
+
     def divides_sequence(self) -> bool:
         """Whether activations are split along the sequence."""
         return self.sequence_parallel and self.tensor_model_parallel_size > 1

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from verl.config import FSDPConfig, ModelConfig
+from verl.config import FSDPConfig, ModelConfig, OptimConfig
 from verl.config.sections.deepspeed import DeepSpeedConfig, ds_config
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
@@ -33,6 +33,7 @@ from verl.models.outputs import HeadInputs, output_kind, statistics_wanted
 from verl.models.packing import PackedBatch
 from verl.models.padded import forward_kind
 from verl.models.parallel.forward import empty_batch
+from verl.parallel.device import parse_dtype
 from verl.parallel.mesh import Mesh
 
 log = logging.getLogger(__name__)
@@ -57,7 +58,14 @@ class DeepSpeedEngine(TrainedEngine):
         super().__init__(model=model, engine=engine, device=device, **settings)
         self.section = section or DeepSpeedConfig()
         self.stage, self.num_ranks = self.section.stage(), dist.get_world_size()
-        config = self._check(mesh)
+        self.check_role(model, engine, self.optim, self.section, self.num_ranks)
+        if mesh is not None and len(mesh.ranks) != self.num_ranks:
+            raise ConfigError(
+                f"The DeepSpeed engine takes all {self.num_ranks} devices of a run, and this role is placed on "
+                f"{len(mesh.ranks)}. Leave it out of trainer.placement, or set strategy=fsdp2."
+            )
+        require_library("deepspeed")
+        config = self._settings()
         trains = self.optim is not None
         self.module = build_module(model, self.head, device, self.compute_dtype, self.rounding, trains=trains)
         self._keep_prompts_apart(forward_kind(self.module))
@@ -78,29 +86,30 @@ class DeepSpeedEngine(TrainedEngine):
         parameters = _Parameters(self.module, self.optimizer, shapes, flat, device)
         self._trained = TrainedState(self.module, parameters, self.optimizer, self.spec, model.path, self.rounding)
 
-    def _check(self, mesh: Mesh | None) -> dict[str, Any]:
-        """The configuration of DeepSpeed. Raises ConfigError for what it cannot do, before a weight is read."""
-        require_library("deepspeed")
-        name = self.optim.optimizer if self.optim is not None else "AdamW"
-        if mesh is not None and len(mesh.ranks) != self.num_ranks:
+    @classmethod
+    def check_role(
+        cls, model: ModelConfig, engine: FSDPConfig, optim: OptimConfig | None, section: Any, num_ranks: int
+    ) -> None:
+        """Raise ConfigError for a role that this engine cannot have on `num_ranks` devices, before anything is started or a
+        weight is read. `section` is the engine's own; `optim` None: the role is frozen."""
+        stage, name = section.stage(), optim.optimizer if optim is not None else "AdamW"
+        if stage and engine.dtype != "auto" and parse_dtype(engine.dtype) not in (torch.float32, torch.bfloat16):
+            raise ConfigError(f"The DeepSpeed engine computes in float32 or bfloat16, not in {engine.dtype}.")
+        if stage and name not in ELEMENTWISE:
             raise ConfigError(
-                f"The DeepSpeed engine takes all {self.num_ranks} devices of a run, and this role is placed on "
-                f"{len(mesh.ranks)}. Leave it out of trainer.placement, or set strategy=fsdp2."
-            )
-        if self.stage and self.compute_dtype not in (torch.float32, torch.bfloat16):
-            raise ConfigError(f"The DeepSpeed engine computes in float32 or bfloat16, not in {self.compute_dtype}.")
-        if self.stage and name not in ELEMENTWISE:
-            raise ConfigError(
-                f"optim.optimizer={name} may look at whole matrices, which ZeRO {self.stage} takes apart. Use AdamW, or "
+                f"optim.optimizer={name} may look at whole matrices, which ZeRO {stage} takes apart. Use AdamW, or "
                 "deepspeed.zero_stage=0."
             )
-        if self.spec is not None and self.stage:
+        if stage and optim is not None and model.lora_rank > 0:
             raise ConfigError(
-                f"model.lora_rank with ZeRO {self.stage}: adapters train with deepspeed.zero_stage=0 or strategy=fsdp2."
+                f"model.lora_rank with ZeRO {stage}: adapters train with deepspeed.zero_stage=0 or strategy=fsdp2."
             )
+
+    def _settings(self) -> dict[str, Any]:
+        """The configuration of DeepSpeed."""
         clip = self.optim.clip_grad if self.optim is not None else 1.0
-        narrow = self.compute_dtype == torch.bfloat16
-        return ds_config(self.section, bfloat16=narrow, clip_grad=clip, optimizer=name)
+        name = self.optim.optimizer if self.optim is not None else "AdamW"
+        return ds_config(self.section, bfloat16=self.compute_dtype == torch.bfloat16, clip_grad=clip, optimizer=name)
 
     def _start(self, config: dict[str, Any]) -> None:
         """Hand the module to DeepSpeed, which casts and divides its parameters in place."""

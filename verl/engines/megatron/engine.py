@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from verl.config import FSDPConfig, ModelConfig
+from verl.config import FSDPConfig, ModelConfig, OptimConfig
 from verl.config.sections.megatron import MegatronConfig
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
@@ -57,54 +57,49 @@ class MegatronEngine(TrainedEngine):
         """Other settings: see TrainedEngine."""
         super().__init__(model=model, engine=engine, device=device, **settings)
         self.section = section or MegatronConfig()
-        self.checkpointing, self.fuses = model.enable_gradient_checkpointing, model.use_fused_kernels
+        self.checkpointing = model.enable_gradient_checkpointing
         load_external(model.external_lib)
-        hf = load_model_config(model.path, model.trust_remote_code, model.override_config).get_text_config()
-        self._check(hf, mesh)
-        require_library("megatron")
-        with computing(device):
-            use_groups(self, self._group_sizes(), timeout_s)
-            self._join_groups()
-            self._build(model, hf)
-        self._leave_device()
-
-    def _check(self, hf: Any, mesh: Mesh | None) -> None:
-        """Raise ConfigError for what this engine cannot do, before a weight is read."""
         num_ranks = dist.get_world_size()
-        self.section.sizes(num_ranks)
-        self.section.check_model(hf)
+        self.check_role(model, engine, self.optim, self.section, num_ranks)
         if mesh is not None and tuple(mesh.ranks) != tuple(range(num_ranks)):
             raise ConfigError(
                 f"The Megatron engine takes all {num_ranks} devices of a run, and this role is placed on {len(mesh.ranks)}. "
                 "Leave it out of trainer.placement, or set strategy=fsdp2."
             )
+        require_library("megatron")
+        hf = load_model_config(model.path, model.trust_remote_code, model.override_config).get_text_config()
+        with computing(device):
+            use_groups(self, self.section.group_sizes(), timeout_s)
+            self._join_groups()
+            self._build(model, hf)
+        self._leave_device()
+
+    @classmethod
+    def check_role(
+        cls, model: ModelConfig, engine: FSDPConfig, optim: OptimConfig | None, section: Any, num_ranks: int
+    ) -> None:
+        """Raise ConfigError for a role that this engine cannot have on `num_ranks` devices, before anything is started or a
+        weight is read. `section` is the engine's own; `optim` None: the role is frozen."""
+        section.sizes(num_ranks)
+        found = load_model_config(model.path, model.trust_remote_code, model.override_config)
+        section.check_model(found.get_text_config())
         refused = {
-            "model.lora_rank": self.spec,
-            "model.neftune_alpha": self.neftune_alpha,
-            "model.use_fused_kernels=False": not self.fuses,
-            "fsdp_config.adapt_micro_batches": self.headroom,
+            "model.lora_rank": optim is not None and model.lora_rank > 0,
+            "model.neftune_alpha": bool(getattr(model, "neftune_alpha", None)),
+            "model.use_fused_kernels=False": not model.use_fused_kernels,
+            "fsdp_config.adapt_micro_batches": optim is not None and engine.adapt_micro_batches,
         }
         for key, given in refused.items():
             if given:
                 raise ConfigError(f"{key} is not available with strategy=megatron. Remove it, or set strategy=fsdp2.")
-        if self.config.use_3d_hybrid:
+        if engine.use_3d_hybrid:
             raise ConfigError(
                 "fsdp_config.use_3d_hybrid is of strategy=fsdp2. Remove it; pipeline stages divide layers here."
             )
-        if self.optim is not None and self.optim.optimizer not in ELEMENTWISE:
+        if optim is not None and optim.optimizer not in ELEMENTWISE:
             raise ConfigError(
-                f"optim.optimizer={self.optim.optimizer} may look at whole matrices, which these ranks do not have. Use AdamW."
+                f"optim.optimizer={optim.optimizer} may look at whole matrices, which these ranks do not have. Use AdamW."
             )
-
-    def _group_sizes(self) -> dict[str, int | None]:
-        section = self.section
-        return {
-            "tensor_model_parallel_size": section.tensor_model_parallel_size,
-            "pipeline_model_parallel_size": section.pipeline_model_parallel_size,
-            "virtual_pipeline_model_parallel_size": section.virtual_pipeline_model_parallel_size,
-            "expert_model_parallel_size": section.expert_model_parallel_size,
-            "expert_tensor_parallel_size": section.expert_tensor_size(),
-        }
 
     def _join_groups(self) -> None:
         from verl.engines.megatron.library import parallel_state as groups
