@@ -53,7 +53,7 @@ def _rank(checks: str, rank: int, num_ranks: int, store: str, folder: str) -> No
     module = importlib.import_module(checks)
     current = ""
     try:
-        for current, function in vars(module).items():
+        for current, function in list(vars(module).items()):  # a warning adds a name
             if current.startswith("check_") and num_ranks in getattr(function, "ranks", ()):
                 found[current] = function(Path(folder))
         if rank == 0:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from tests.models.reference import make_columns, random_rows, reference_outputs, row_logits, widen_norms
 from verl.config import FSDPConfig, OptimConfig, SFTModelConfig
+from verl.config.sections.deepspeed import DeepSpeedConfig
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.engines.api import ENGINES, BatchTotals, MicroBatching, TrainEngine, whole
@@ -20,7 +21,15 @@ from verl.models.outputs import OUTPUTS, OutputKind
 from verl.models.rounding import Rounding
 from verl.models.tiny import make_tiny_model
 
-ENGINE_ROWS = ["local", "fsdp"]
+# row -> engine, the library that it needs. DeepSpeed's ZeRO has no float64: stage 0 computes it
+ROWS = {
+    "local": ("local", None),
+    "fsdp": ("fsdp", None),
+    "megatron": ("megatron", "megatron.core"),
+    "zero2": ("deepspeed", "deepspeed"),
+    "zero3": ("deepspeed", "deepspeed"),
+}
+ENGINE_ROWS = [pytest.param(name, marks=pytest.mark.slow if row[1] else ()) for name, row in ROWS.items()]
 ALL = MicroBatching(max_tokens=10**6)
 CUTS = [
     pytest.param(MicroBatching(max_tokens=24), id="tokens"),
@@ -46,13 +55,22 @@ def one_rank(tmp_path_factory):
 @pytest.fixture(params=ENGINE_ROWS)
 def make(request, folder):
     """Builds an engine of the row under test; float64 ones have norms that keep float64."""
-    if request.param != "local":
+    engine_name, library = ROWS[request.param]
+    if library:
+        pytest.importorskip(library, reason=f"needs the extra {engine_name}")
+    if engine_name != "local":
         request.getfixturevalue("one_rank")
 
     def build(
         *, head="lm", dtype="float64", trainable=True, checkpointing=False, share_prompts=True, noise=None, **optim
     ):
-        engine = ENGINES.get(request.param)(
+        if noise and engine_name == "megatron":
+            pytest.skip("strategy=megatron refuses model.neftune_alpha")
+        settings = {}
+        if engine_name == "deepspeed":
+            stage = 0 if dtype == "float64" else int(request.param[-1])
+            settings["section"] = DeepSpeedConfig(zero_stage=stage)
+        engine = ENGINES.get(engine_name)(
             model=SFTModelConfig(path=str(folder), enable_gradient_checkpointing=checkpointing, neftune_alpha=noise),
             engine=FSDPConfig(dtype=dtype),
             optim=OptimConfig(**{"lr": 1e-2, **optim}) if trainable else None,
@@ -61,6 +79,7 @@ def make(request, folder):
             total_steps=10,
             trainable=trainable,
             share_prompts=share_prompts,
+            **settings,
         )
         if dtype == "float64":
             widen_norms(engine.module)
