@@ -1,100 +1,161 @@
 """Whole runs with engines that need an extra, on several ranks: tokens, losses and weights are those of one process."""
 
 import json
+from functools import cache
 
 import pytest
 
 from tests.runtime.conftest import PPO, assert_same, assert_same_weights, train_here
 from tests.runtime.ranks import run
 from verl.config import SCHEMAS, load_config
+from verl.models.tiny import make_tiny_model
 from verl.run.host import train
 
 pytestmark = pytest.mark.slow
 
 MODULES = {"deepspeed": "deepspeed", "megatron": "megatron.core"}
 FLOAT32 = ("actor_rollout_ref.actor.fsdp_config.dtype=float32", "actor_rollout_ref.actor.optim.lr=0.00002")
-ACTOR = "actor_rollout_ref.actor"
-DEEPSPEED = [f"{ACTOR}.strategy=deepspeed"]
-
-
-def megatron(**sizes):
-    return ["model_engine=megatron", *(f"{ACTOR}.megatron.{name}_model_parallel_size={n}" for name, n in sizes.items())]
-
-
-ON_TWO = {  # library -> name -> changes of the config; each runs GRPO and PPO
-    "deepspeed": {f"zero{stage}": [*DEEPSPEED, f"{ACTOR}.deepspeed.zero_stage={stage}"] for stage in (0, 1, 2, 3)},
-    "megatron": {
-        "data2": megatron(),
-        "tensor2": [*megatron(tensor=2), "actor_rollout_ref.rollout.tensor_model_parallel_size=2"],
-        "pipeline2": megatron(pipeline=2),
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+TENSOR, STAGES, EXPERTS = (f"{name}_model_parallel_size" for name in ("tensor", "pipeline", "expert"))
+FAMILIES = ("llama", "qwen3_moe")
+ROWS = {  # library, ranks -> name -> keys of the engine's section
+    ("deepspeed", 2): {f"zero{stage}": {"zero_stage": stage} for stage in (0, 1, 2, 3)},
+    ("megatron", 2): {
+        "data2": {},
+        "data2_whole_optimizer": {"use_distributed_optimizer": False},
+        "tensor2": {TENSOR: 2},
+        "pipeline2": {STAGES: 2},
+        "experts2": {EXPERTS: 2},
+        "experts2_whole_optimizer": {EXPERTS: 2, "use_distributed_optimizer": False},
     },
+    ("megatron", 4): {"tensor2_pipeline2": {TENSOR: 2, STAGES: 2}, "pipeline2_data2": {STAGES: 2}},
 }
-ON_FOUR = {
-    "tensor2_pipeline2": megatron(tensor=2, pipeline=2),
-    "pipeline2_data2": [*megatron(pipeline=2), "actor_rollout_ref.rollout.tensor_model_parallel_size=2"],
-}
-SFT = {
-    "deepspeed": ["engine.strategy=deepspeed", "engine.deepspeed.zero_stage=3"],
-    "megatron": ["engine=megatron", "engine.pipeline_model_parallel_size=2"],
-}
+DIVIDES_ROLLOUT = ("tensor2", "pipeline2_data2")  # which then generate on two ranks together
+FOUR_LAYERS = {"num_hidden_layers": 4}
+
+
+def rows(library, num_ranks, family):
+    """Those that `family` can have."""
+    found = ROWS[library, num_ranks]
+    return {name: keys for name, keys in found.items() if EXPERTS not in keys or family == "qwen3_moe"}
+
+
+def reinforcement(library, name, keys):
+    """Overrides of a run that generates."""
+    engine = "model_engine=megatron" if library == "megatron" else f"{ACTOR}.strategy=deepspeed"
+    divided = [f"{ROLLOUT}.tensor_model_parallel_size=2"] if name in DIVIDES_ROLLOUT else []
+    return [engine, *(f"{ACTOR}.{library}.{key}={value}" for key, value in keys.items()), *divided]
+
+
+def fine_tuning(library, keys):
+    """The same for a run on given rows, in the spelling of scripts."""
+    if library == "megatron":
+        return ["engine=megatron", *(f"engine.{key}={value}" for key, value in keys.items())]
+    return ["engine.strategy=deepspeed", *(f"engine.deepspeed.{key}={value}" for key, value in keys.items())]
 
 
 @pytest.fixture(scope="module")
-def alone(jobs):
-    """GRPO and PPO in one process, in float32."""
-    changes = {"grpo": [], "ppo": PPO}
-    return {name: train_here(jobs, f"alone_{name}", *more, *FLOAT32) for name, more in changes.items()}
+def models(tmp_path_factory):
+    """Family -> folder of a model of four layers."""
+    root = tmp_path_factory.mktemp("models")
+    return {
+        "llama": make_tiny_model(root / "llama", **FOUR_LAYERS),
+        "qwen3_moe": make_tiny_model(root / "moe", "qwen3_moe", moe_intermediate_size=16, **FOUR_LAYERS),
+    }
 
 
-def check(jobs, alone, num_ranks, rows):
-    for name, changes in rows.items():
-        jobs.add(f"grpo_{name}", *FLOAT32, *changes)
-        jobs.add(f"ppo_{name}", *PPO, *FLOAT32, *changes)
-    run(num_ranks, "tests.runtime.several_runs", jobs.file(), timeout_s=280)
-    for name in rows:
-        for program in ("grpo", "ppo"):
-            found = jobs.run(f"{program}_{name}")
-            assert_same(found, alone[program], 2e-5)
-            assert_same_weights(found, alone[program], 3, 1e-5)
+@pytest.fixture(scope="module")
+def alone(jobs, models, given_rows):
+    """(program, family) -> the run in one process, in float32."""
+
+    @cache
+    def of(program, family):
+        if program == "sft":
+            folder = jobs.run(f"alone_sft_{family}").folder
+            assert train(load_config(given_rows(models[family], folder), schema=SCHEMAS["sft"]), "sft") == 0
+            return jobs.run(folder.name)
+        changes = [f"actor_rollout_ref.model.path={models[family]}", *FLOAT32, *(PPO if program == "ppo" else [])]
+        return train_here(jobs, f"alone_{program}_{family}", *changes)
+
+    return of
 
 
-@pytest.mark.parametrize("library", sorted(ON_TWO))
-def test_runs_on_two_ranks_are_those_of_one_process(alone, jobs, library):
-    pytest.importorskip(MODULES[library], reason=f"needs the extra {library}")
-    check(jobs, alone, 2, ON_TWO[library])
-
-
-def test_runs_on_four_ranks_are_those_of_one_process(alone, jobs):
-    pytest.importorskip("megatron.core", reason="needs the extra megatron")
-    check(jobs, alone, 4, ON_FOUR)
-
-
-@pytest.mark.parametrize("library", sorted(SFT))
-def test_fine_tuning_on_two_ranks_is_that_of_one_process(tiny_llama, tmp_path, library):
-    pytest.importorskip(MODULES[library], reason=f"needs the extra {library}")
-    rows = [{"prompt": f"{i}?", "completion": "ab" * (i % 5 + 1)} for i in range(11)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    common = [
-        f"model.path={tiny_llama}",
+@pytest.fixture(scope="module")
+def given_rows(tmp_path_factory):
+    """Overrides of fine-tuning, by model and run folder."""
+    file = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    file.write_text(
+        "".join(json.dumps({"prompt": f"{i}?", "completion": "ab" * (i % 5 + 1)}) + "\n" for i in range(15))
+    )
+    return lambda model, folder: [
+        f"model.path={model}",
+        f"data.train_files={file}",
+        f"data.val_files={file}",
         "data.train_batch_size=5",
         "engine.dtype=float32",
         "optim.lr=0.0002",
         "trainer.logger=[file]",
-        "trainer.total_epochs=2",
-        *(f"data.{split}_files={tmp_path}/rows.jsonl" for split in ("train", "val")),
+        "trainer.total_epochs=1",
+        f"trainer.default_local_dir={folder}",
     ]
-    settings = {name: [*common, f"trainer.default_local_dir={tmp_path / name}"] for name in ("alone", "many")}
-    assert train(load_config(settings["alone"], schema=SCHEMAS["sft"]), "sft") == 0
-    job = {"program": "sft", "overrides": [*settings["many"], *SFT[library]]}
-    (tmp_path / "jobs.json").write_text(json.dumps([job]))
-    run(2, "tests.runtime.several_runs", tmp_path / "jobs.json", timeout_s=120)
-    found, wanted = (
-        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        for name in ("many", "alone")
-    )
-    assert [row["step"] for row in found] == [row["step"] for row in wanted]
-    for row, expected in zip(found, wanted, strict=True):
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("library", "num_ranks"), ROWS)
+def test_runs_on_several_ranks_are_those_of_one_process(alone, jobs, models, given_rows, library, num_ranks, family):
+    """GRPO, PPO with a critic, and fine-tuning."""
+    pytest.importorskip(MODULES[library], reason=f"needs the extra {library}")
+    names = rows(library, num_ranks, family)
+    for name, keys in names.items():
+        changes = [f"actor_rollout_ref.model.path={models[family]}", *FLOAT32, *reinforcement(library, name, keys)]
+        jobs.add(f"grpo_{name}_{family}", *changes)
+        jobs.add(f"ppo_{name}_{family}", *PPO, *changes)
+        folder = jobs.run(f"sft_{name}_{family}").folder
+        settings = [*given_rows(models[family], folder), *fine_tuning(library, keys)]
+        jobs.noted.append({"program": "sft", "overrides": settings})
+    run(num_ranks, "tests.runtime.several_runs", jobs.file(), timeout_s=580)
+    for name in names:
+        for program in ("grpo", "ppo"):
+            found = jobs.run(f"{program}_{name}_{family}")
+            assert_same(found, alone(program, family), 1e-5)
+            assert_same_weights(found, alone(program, family), 3, 1e-5)
+        assert_same_losses(jobs.run(f"sft_{name}_{family}"), alone("sft", family))
+
+
+CONTINUED = {  # library -> keys of its section before, and after the other engine has trained
+    "deepspeed": ({"zero_stage": 3}, {"zero_stage": 2}),
+    "megatron": ({STAGES: 2}, {TENSOR: 2}),
+}
+
+
+@pytest.mark.parametrize("library", CONTINUED)
+def test_a_run_resumes_bit_for_bit_and_continues_on_the_other_engine(jobs, models, library):
+    """With FSDP for two steps of six, and back."""
+    pytest.importorskip(MODULES[library], reason=f"needs the extra {library}")
+    common = [
+        f"actor_rollout_ref.model.path={models['llama']}",
+        *FLOAT32,
+        "trainer.save_freq=2",
+        "trainer.test_freq=-1",
+    ]
+    first, last = (reinforcement(library, "", keys) for keys in CONTINUED[library])
+    legs = {"unbroken": [(6, first)], "resumed": [(4, first), (6, first)], "changed": [(2, first), (4, []), (6, last)]}
+    for name, parts in legs.items():
+        for steps, engine in parts:
+            jobs.add(f"{library}_{name}", *common, f"trainer.total_training_steps={steps}", *engine)
+    run(2, "tests.runtime.several_runs", jobs.file(), timeout_s=280)
+    unbroken, resumed, changed = (jobs.run(f"{library}_{name}") for name in legs)
+    assert_same(resumed, unbroken, 0.0)
+    assert_same_weights(resumed, unbroken, 6, 0.0)
+    assert_same(changed, unbroken, 1e-5)
+    assert_same_weights(changed, unbroken, 6, 1e-5)
+
+
+def assert_same_losses(found, wanted):
+    """Of fine-tuning, step by step."""
+    assert [row["step"] for row in found.rows] == [row["step"] for row in wanted.rows]
+    for row, expected in zip(found.rows, wanted.rows, strict=True):
         for name in ("train/loss", "train/grad_norm", "val/loss"):
             assert (name in row) == (name in expected)
             if name in expected:
-                assert row[name] == pytest.approx(expected[name], rel=1e-5), (row["step"], name)
+                assert row[name] == pytest.approx(expected[name], rel=1e-5), (found.folder.name, row["step"], name)
