@@ -3,6 +3,7 @@
     python benchmarks/reshard.py                          # three or four minutes on two cores
     python benchmarks/reshard.py --rounds 9 --hidden 1024 --json out.json
     python benchmarks/reshard.py --messages               # as between hosts: no memory that ranks share
+    python benchmarks/reshard.py --engine megatron --layers 8   # layouts of Megatron, with stages of layers
 
 Processes of one thread each on gloo (with a GPU for each: on NCCL), 2 and then 4 of them, with the real training engine (a
 random Llama, float32 masters) and real copies for generation, in bfloat16 and in float32. For each pair of layouts the two ways
@@ -29,46 +30,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from report import Report, Series, number, ratio
+from reshard_pairs import MEGATRON_PAIRS, PAIRS, Pair, build_engine
 
 _LIMIT_S = 600.0
 _FORMATS = ("bfloat16", "float32")  # of the copies
 _MOE = {"num_experts": 8, "moe_intermediate_size": 256, "num_experts_per_tok": 2}
-
-
-@dataclass(frozen=True)
-class Pair:
-    """Training layout (keys of fsdp_config) -> copies of `size` ranks each. `interval`: a copy's ranks are those that hold
-    neighbouring parts in training (HybridFlow's grouping), else neighbours."""
-
-    name: str
-    num_ranks: int
-    training: dict[str, int] = field(default_factory=dict)
-    size: int = 1
-    interval: bool = False
-    is_mixture: bool = False  # whose experts are divided over the ranks of a copy
-
-
-PAIRS = (
-    Pair("FSDP 2 -> TP 2", 2, size=2),
-    Pair("FSDP 2 -> 2 copies", 2),
-    Pair("TP 2 -> TP 2", 2, {"tensor_parallel_size": 2}, size=2),
-    Pair("TP 2 -> 2 copies", 2, {"tensor_parallel_size": 2}),
-    Pair("EP 2 -> TP 2", 2, {"expert_parallel_size": 2}, size=2, is_mixture=True),
-    Pair("TP 4 -> TP 2 x 2, neighbours", 4, {"tensor_parallel_size": 4}, size=2),
-    Pair("TP 4 -> TP 2 x 2, intervals", 4, {"tensor_parallel_size": 4}, size=2, interval=True),
-    Pair("TP 2 x FSDP 2 -> TP 2 x 2", 4, {"tensor_parallel_size": 2}, size=2),
-    Pair("FSDP 4 -> TP 2 x 2, intervals", 4, size=2, interval=True),
-    Pair("FSDP 2 x 2 replicas -> 4 copies", 4, {"fsdp_size": 2}),
-    Pair("EP 2 x FSDP 2 -> TP 2 x 2", 4, {"expert_parallel_size": 2}, size=2, interval=True, is_mixture=True),
-    Pair("EP 2 x FSDP 2 -> 4 copies", 4, {"expert_parallel_size": 2}, is_mixture=True),
-)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="verl-reshard-") as scratch:
         models = make_models(Path(scratch), arguments)
         found: dict[str, list[dict[str, Any]]] = {}
-        for num_ranks in sorted({pair.num_ranks for pair in PAIRS}):
+        for num_ranks in sorted({pair.num_ranks for pair in pairs_of(arguments)}):
             found |= launch(num_ranks, models, arguments, Path(scratch))
     report = Report("Weights by plan against gathering them whole", facts=_facts(arguments))
     is_right = fill(report, found)
@@ -89,6 +61,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, help="updates each way, after one to warm up")
     parser.add_argument("--hidden", type=int, default=512, help="hidden size of the model")
     parser.add_argument("--layers", type=int, default=6, help="of the model")
+    parser.add_argument(
+        "--engine", choices=("fsdp", "megatron"), default="fsdp", help="megatron needs the extra of that name"
+    )
     parser.add_argument("--messages", action="store_true", help="exchange through connections alone, as hosts do")
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), help="cuda: a GPU for each rank (default: where there are four)"
@@ -97,11 +72,15 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if arguments.rounds < 1 or arguments.layers < 1 or arguments.hidden % 64:
         parser.error("at least --rounds 1 and --layers 1 are needed, and a --hidden that is a multiple of 64")
-    num_gpus, num_ranks = count_gpus(), max(pair.num_ranks for pair in PAIRS)
+    num_gpus, num_ranks = count_gpus(), max(pair.num_ranks for pair in pairs_of(arguments))
     arguments.device = arguments.device or ("cuda" if num_gpus >= num_ranks else "cpu")
     if arguments.device == "cuda" and num_gpus < num_ranks:
         parser.error(f"--device cuda needs {num_ranks} GPUs, one for each rank, and {num_gpus} are here; leave it away")
     return arguments
+
+
+def pairs_of(arguments: argparse.Namespace) -> tuple[Pair, ...]:
+    return MEGATRON_PAIRS if arguments.engine == "megatron" else PAIRS
 
 
 def count_gpus() -> int:
@@ -187,7 +166,7 @@ def serve(
     device = torch.device(arguments.device, rank) if arguments.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    pairs = [pair for pair in PAIRS if pair.num_ranks == num_ranks]
+    pairs = [pair for pair in pairs_of(arguments) if pair.num_ranks == num_ranks]
     found = {
         f"{pair.name}, {dtype}": measure(pair, models[pair.is_mixture], dtype, arguments.rounds, comm, device)
         for dtype in _FORMATS
@@ -246,13 +225,13 @@ def expected(engine: Any, training: Any, target: Any, itemsize: int, rank: int) 
     from verl.reshard.hf_sharding import decoder_tensors
     from verl.reshard.plan import full_gather, lower_bound
 
-    config = engine.module.config
-    sizes = {name: math.prod(shard.shape) for name, shard in engine.shards.items()}
+    declared = engine.weight_layout()
+    sizes = {name: math.prod(shape) for name, shape in declared.shapes.items()}
     tensors = decoder_tensors(
-        {name: tuple(shard.shape) for name, shard in engine.shards.items()},
-        num_layers=config.num_hidden_layers,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
+        declared.shapes,
+        num_layers=declared.num_layers,
+        num_heads=declared.num_heads,
+        num_kv_heads=declared.num_kv_heads,
         itemsize=itemsize,
     )
     return {
@@ -267,23 +246,13 @@ def build(pair: Pair, model: str, dtype: str, device: Any) -> tuple[Any, Any, An
     """Training engine, copies for generation (one for each way, as what is gathered is not shared), and the layouts of both."""
     import torch
 
-    from verl.config import FSDPConfig, ModelConfig, OptimConfig
-    from verl.engines.fsdp import FSDPEngine
     from verl.models.load import load_causal_lm
     from verl.parallel.mesh import Mesh
     from verl.reshard.grouping import consecutive_engines, interval_engines
-    from verl.reshard.layout import RolloutLayout, TrainingLayout
+    from verl.reshard.layout import RolloutLayout
     from verl.rollout.rollout_model import Replica, copy_group
 
-    engine = FSDPEngine(
-        model=ModelConfig(path=model, enable_gradient_checkpointing=False),
-        engine=FSDPConfig(dtype=dtype, **pair.training),
-        optim=OptimConfig(),
-        head="lm",
-        device=device,
-        total_steps=1,
-    )
-    training = TrainingLayout(engine.groups.mesh, pair.training.get("expert_parallel_size", 1))
+    engine, training = build_engine(pair, model, dtype, device)
     ranks = range(pair.num_ranks)
     if pair.interval:
         engines = interval_engines(training, pair.size, by_experts=pair.is_mixture)
