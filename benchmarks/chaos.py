@@ -2,6 +2,7 @@
 
     python benchmarks/chaos.py --kills 100 --seed 1 --json chaos.json
     python benchmarks/chaos.py --kills 10 --runtimes local --kills-per-run 10
+    python benchmarks/chaos.py --kills 24 --runtimes megatron zero3   with the extras of these engines
     python benchmarks/chaos.py --kills 12 --program preference     DPO; reward_model: a reward model
     python benchmarks/chaos.py --kills 0 --pressure 24     full disks and lack of memory, see chaos_pressure.py
 
@@ -44,6 +45,7 @@ from report import number, table
 _SHARES = {
     "local": 30, "engine": 16, "async": 16, "torchrun": 18, "ray": 10, "ray-apart": 10,
     "agents": 8, "agents-ahead": 8, "agents-engine": 6, "agents-endpoint": 8,
+    "megatron": 18, "zero3": 18,
 }  # fmt: skip
 
 
@@ -93,7 +95,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--pressure", type=int, default=0, help="ends by a full disk or lack of memory, beside the kills"
     )
     parser.add_argument("--program", choices=sorted(PROGRAMS), default="ppo")
-    parser.add_argument("--runtimes", nargs="+", choices=sorted(RUNTIMES), help="default: all of the program")
+    parser.add_argument("--runtimes", nargs="+", choices=sorted(RUNTIMES), help="default: all that need no extra")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kills-per-run", type=int, default=10)
     parser.add_argument("--targets", nargs="+", help="kill only these (default: what the runtime has)")
@@ -103,7 +105,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--keep", metavar="FOLDER", help="leave the run folders there")
     parser.add_argument("--json", help="file for the figures, written after each runtime")
     arguments = parser.parse_args(argv)
-    arguments.runtimes = arguments.runtimes or list(PROGRAMS[arguments.program].runtimes)
+    arguments.runtimes = arguments.runtimes or [
+        name for name in PROGRAMS[arguments.program].runtimes if not RUNTIMES[name].needs
+    ]
     if unknown := [name for name in arguments.runtimes if name not in PROGRAMS[arguments.program].runtimes]:
         parser.error(f"the program {arguments.program} generates nothing, so it has no runtime {', '.join(unknown)}")
     return arguments

@@ -24,15 +24,18 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 @dataclass(frozen=True)
 class Runtime:
-    """`launcher`: arguments of Python before the module; `targets`: what can be killed (see chaos_run.Family)."""
+    """`launcher`: arguments of Python before the module; `targets`: what can be killed (see chaos_run.Family); `needs`: a
+    module that is not installed with verl."""
 
     keys: tuple[str, ...]
     targets: tuple[str, ...]
     launcher: tuple[str, ...] = ()
+    needs: str = ""
 
 
 _TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1000")
 _ONE = ("supervisor", "driver", "driver", "reward worker", "any")
+_RANKS = ("launcher", "driver", "rank", "rank", "reward worker", "any")
 _RAY = ("trainer.n_gpus_per_node=2", "ray_kwargs.ray_init.num_cpus=2")
 _ENGINE = Path(__file__).with_name("chaos_engine.py")
 _TOOLS = Path(__file__).with_name("chaos_tools.py")
@@ -72,12 +75,25 @@ RUNTIMES = {
         (*_LONGER, f"{_ROLLOUT}.agent.runner=command:{sys.executable} {_RUNNER}", f"{_ROLLOUT}.agent.max_episodes=4"),
         ("runner", "runner", "driver", "supervisor"),
     ),
-    "torchrun": Runtime((), ("launcher", "driver", "rank", "rank", "reward worker", "any"), _TORCHRUN),
+    "torchrun": Runtime((), _RANKS, _TORCHRUN),
     "ray": Runtime(_RAY, ("supervisor", "driver", "rank", "rank", "node", "reward worker", "any")),
     # rank 0 trains, rank 1 only generates, a batch ahead
     "ray-apart": Runtime(
         (*_RAY, "trainer.placement={actor: [0], rollout: [1]}", "actor_rollout_ref.rollout.prefetch_num=1"),
         ("engine", "engine", "rank", "driver", "supervisor", "node", "reward worker"),
+    ),
+    # other training engines, which are asked for by name
+    "megatron": Runtime(
+        ("model_engine=megatron", "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2"),
+        _RANKS,
+        _TORCHRUN,
+        needs="megatron.core",
+    ),
+    "zero3": Runtime(
+        ("actor_rollout_ref.actor.strategy=deepspeed", "actor_rollout_ref.actor.deepspeed.zero_stage=3"),
+        _RANKS,
+        _TORCHRUN,
+        needs="deepspeed",
     ),
 }
 # phases of a step (verl/tracking/spans.py); "any": wherever the step is
