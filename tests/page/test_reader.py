@@ -120,7 +120,9 @@ class TestIndex:
         (run_folder / "samples" / "train" / "step_000003.jsonl").unlink()
         assert index.update()
         assert [row["step"] for row in index.statistics()["train"]] == [1, 2]
-        assert index.rows("SELECT count(*) AS n FROM texts")[0]["n"] == 16 + 1
+        assert index.rows("SELECT count(*) AS n FROM shown")[0]["n"] == 16 + 1
+        assert not list(index.containing("8 + "))  # of the lost file
+        assert [len(found) for found in index.containing("something ELSE")] == [1]
         assert index.row("train", 2, 0)["response"] == "something else"
         assert index.row("train", 2, 7) is None
         assert index.row("train", 3, 0) is None

@@ -72,15 +72,17 @@ def charts(one: View, other: View) -> dict[str, Any]:
 def same_prompts(one: View, other: View, step: int) -> list[dict[str, Any]]:
     """The prompts that both runs trained on at `step`, with the group of each, those of different mean reward first."""
     a, b = _groups(one, step), _groups(other, step)
-    shared: list[dict[str, Any]] = [{"prompt": prompt, "a": a[prompt], "b": b[prompt]} for prompt in a if prompt in b]
+    shared: list[dict[str, Any]] = [
+        {"prompt": a[prompt]["prompt"], "a": a[prompt], "b": b[prompt]} for prompt in a if prompt in b
+    ]
     shared.sort(key=lambda row: -abs((row["a"]["mean"] or 0.0) - (row["b"]["mean"] or 0.0)))
     return shared[:_MAX_PROMPTS]
 
 
 def _groups(view: View, step: int) -> dict[str, dict[str, Any]]:
     rows = view.index.rows(
-        "SELECT t.prompt AS prompt, s.unit AS unit, avg(s.score) AS mean, count(*) AS num, min(s.line) AS line, "
-        "substr(t.response, 1, 300) AS response FROM samples s JOIN files f ON f.id = s.file "
-        "JOIN texts t ON t.rowid = s.id WHERE f.split = 'train' AND f.step = ? GROUP BY s.unit", step,
+        "SELECT prompt_hash, t.prompt AS prompt, s.unit AS unit, avg(s.score) AS mean, count(*) AS num, "
+        "min(s.line) AS line, t.response AS response FROM samples s JOIN files f ON f.id = s.file "
+        "JOIN shown t ON t.id = s.id WHERE f.split = 'train' AND f.step = ? GROUP BY s.unit", step,
     )  # fmt: skip
-    return {row["prompt"]: dict(row) for row in rows}
+    return {row["prompt_hash"]: dict(row) for row in rows}

@@ -1,4 +1,4 @@
-"""The index of all samples of a run: an SQLite file in the user's cache, with full text, built from the samples files.
+"""The index of all samples of a run: an SQLite file in the user's cache, with their texts, built from the samples files.
 
 The run folder is not written to. A file of samples is indexed once, newest first; one that a resumed run replaces is indexed
 again, and what belongs to a file that is gone leaves the index.
@@ -6,6 +6,7 @@ again, and what belongs to a file that is gone leaves the index.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
@@ -13,36 +14,44 @@ import re
 import sqlite3
 import tempfile
 import threading
-from collections.abc import Iterator
-from contextlib import closing, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from verl.page.summaries import SampleSummary, deviation, hash_of, summary_of
+from verl.page.summaries import SampleSummary, deviation, hash_of, last_message, summary_of
+from verl.page.texts import PackedTexts, fold, owners_with, pack
 from verl.tracking.files import open_regular
 
 log = logging.getLogger(__name__)
 
-FORMAT = "1"
+FORMAT = "2"
 _FILE = re.compile(r"step_(\d{6,15})\.jsonl")
 _BATCH = 500  # rows between two commits, so that a reader sees a large file grow
+_SHOWN = 400  # characters of prompt and response in a list
 MAX_LINE_BYTES = 64 << 20
 
+_COLUMNS = [name for name in SampleSummary._fields if name not in ("prompt", "response")]
 _SCHEMA = f"""
 CREATE TABLE files (id INTEGER PRIMARY KEY, split TEXT, step INTEGER, stamp TEXT, complete INTEGER, rows INTEGER,
-  damaged INTEGER, mean REAL, low REAL, high REAL, group_spread REAL, without_signal REAL, UNIQUE (split, step));
-CREATE TABLE samples (id INTEGER PRIMARY KEY, file INTEGER, line INTEGER, start INTEGER, size INTEGER,
-  {", ".join(name for name in SampleSummary._fields if name not in ("prompt", "response"))});
-CREATE INDEX samples_file ON samples (file, unit);
+  damaged INTEGER, mean REAL, low REAL, high REAL, group_spread REAL, without_signal REAL);
+CREATE UNIQUE INDEX files_newest ON files (step DESC, split);
+CREATE TABLE samples (id INTEGER PRIMARY KEY, file INTEGER, line INTEGER, start INTEGER, size INTEGER, prompt_hash TEXT,
+  {", ".join(_COLUMNS)});
+CREATE INDEX samples_file ON samples (file, unit, answer, score);
+CREATE INDEX samples_line ON samples (file, line);
 CREATE INDEX samples_ordinal ON samples (ordinal, sample);
-CREATE VIRTUAL TABLE texts USING fts5(prompt, response, tokenize='trigram');
+CREATE INDEX samples_prompt ON samples (prompt_hash);
+CREATE TABLE shown (id INTEGER PRIMARY KEY, prompt TEXT, response TEXT);
+CREATE TABLE texts (id INTEGER PRIMARY KEY, file INTEGER, owners BLOB, ends BLOB, folded BLOB);
+CREATE INDEX texts_file ON texts (file);
 PRAGMA user_version = {FORMAT};
 """
-_COLUMNS = [name for name in SampleSummary._fields if name not in ("prompt", "response")]
 _INSERT = (
-    f"INSERT INTO samples (file, line, start, size, {', '.join(_COLUMNS)}) "
-    f"VALUES ({', '.join('?' * (4 + len(_COLUMNS)))})"
+    f"INSERT INTO samples (id, file, line, start, size, prompt_hash, {', '.join(_COLUMNS)}) "
+    f"VALUES ({', '.join('?' * (6 + len(_COLUMNS)))})"
 )
+_Line = tuple[int, int, int, SampleSummary]  # line, its first byte, its bytes, what it says
 
 
 def cache_folder() -> Path:
@@ -64,7 +73,7 @@ class SampleIndex:
     def __init__(self, folder: Path, cache: Path | None = None):
         self.samples = folder / "samples"
         self.path = (cache or cache_folder()) / f"{folder.name[:60]}-{hash_of(str(folder.resolve()))}.sqlite"
-        self._writing = threading.Lock()
+        self._writing_here = threading.Lock()
         self._local = threading.local()
         try:
             self._create()
@@ -120,6 +129,13 @@ class SampleIndex:
         """The samples file of a step."""
         return self.files().get((split, step))
 
+    @contextmanager
+    def _writing(self) -> Iterator[sqlite3.Connection]:
+        """This thread's connection, while no other thread or process writes: a run's page and `verl view` share the file."""
+        with self._writing_here, self.path.with_suffix(".lock").open("ab") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield self.db
+
     def update(self, only: tuple[str, int] | None = None, deadline: Any = None) -> bool:
         """Index files that are new or were replaced: all of them, the newest first, or `only` one. Stops early when
         `deadline()` is true. Returns whether anything changed."""
@@ -127,8 +143,8 @@ class SampleIndex:
         known = {(row["split"], row["step"]): row for row in self.rows("SELECT * FROM files")}
         changed = False
         for key in known.keys() - files.keys():
-            with self._writing:
-                self._forget(self.db, known[key]["id"])
+            with self._writing() as db:
+                self._forget(db, known[key]["id"])
             changed = True
         wanted = [only] if only in files else sorted(files, key=lambda key: -key[1]) if only is None else []
         for key in wanted:
@@ -136,13 +152,14 @@ class SampleIndex:
                 break
             row = known.get(key)
             if row is None or not row["complete"] or row["stamp"] != _stamp(files[key]):
-                with self._writing, suppress(OSError):
-                    changed |= self._index(self.db, key, files[key])
+                with self._writing() as db, suppress(OSError):
+                    changed |= self._index(db, key, files[key])
         return changed
 
     def _forget(self, db: sqlite3.Connection, file: int) -> None:
         db.execute("BEGIN")
-        db.execute("DELETE FROM texts WHERE rowid IN (SELECT id FROM samples WHERE file = ?)", (file,))
+        db.execute("DELETE FROM texts WHERE file = ?", (file,))
+        db.execute("DELETE FROM shown WHERE id IN (SELECT id FROM samples WHERE file = ?)", (file,))
         db.execute("DELETE FROM samples WHERE file = ?", (file,))
         db.execute("DELETE FROM files WHERE id = ?", (file,))
         db.execute("COMMIT")
@@ -152,36 +169,41 @@ class SampleIndex:
         old = db.execute("SELECT * FROM files WHERE split = ? AND step = ?", key).fetchone()
         if old is not None:
             if old["complete"] and old["stamp"] == stamp:
-                return False  # another thread was faster
+                return False  # another thread or process was faster
             self._forget(db, old["id"])
         file = db.execute(
             "INSERT INTO files (split, step, stamp, complete, rows, damaged) VALUES (?, ?, ?, 0, 0, 0)",
             (split, step, stamp),
         ).lastrowid
+        assert file is not None
         num_rows = num_damaged = 0
-        db.execute("BEGIN")
+        batch: list[_Line] = []
         for line, start, content in _lines(path):
             row = _row(content)
             if row is None:
                 num_damaged += 1
                 continue
-            found = summary_of(row, line)
-            values = [value for name, value in zip(found._fields, found, strict=True) if name in _COLUMNS]
-            at = db.execute(_INSERT, (file, line, start, len(content), *values)).lastrowid
-            db.execute(
-                "INSERT INTO texts (rowid, prompt, response) VALUES (?, ?, ?)", (at, found.prompt, found.response)
-            )
-            num_rows += 1
-            if num_rows % _BATCH == 0:
-                db.execute("UPDATE files SET rows = ? WHERE id = ?", (num_rows, file))
-                db.execute("COMMIT")
-                db.execute("BEGIN")
+            batch.append((line, start, len(content), summary_of(row, line)))
+            if len(batch) == _BATCH:
+                num_rows += _insert(db, file, batch)
+                batch = []
+        num_rows += _insert(db, file, batch)
         db.execute(
             "UPDATE files SET complete = 1, rows = ?, damaged = ?, mean = ?, low = ?, high = ?, group_spread = ?, "
             "without_signal = ? WHERE id = ?", (num_rows, num_damaged, *_statistics(db, file), file),
         )  # fmt: skip
-        db.execute("COMMIT")
         return True
+
+    def containing(self, text: str) -> Iterator[list[int]]:
+        """The ids of the samples whose prompt or response has `text`, whatever its case: those of one samples file at a time,
+        the newest first."""
+        needle = fold(text)
+        for file in self.rows("SELECT id FROM files ORDER BY step DESC, split"):
+            found: set[int] = set()
+            for row in self.db.execute("SELECT owners, ends, folded FROM texts WHERE file = ?", (file["id"],)):
+                found.update(owners_with(needle, PackedTexts(*row)))
+            if found:
+                yield list(found)
 
     # -- samples -----------------------------------------------------------------------------------------------------------
 
@@ -194,13 +216,22 @@ class SampleIndex:
             "SELECT start, size FROM samples JOIN files ON files.id = file WHERE split = ? AND step = ? AND line = ? "
             "AND stamp = ?", split, step, line, _stamp(path),
         )  # fmt: skip
-        with suppress(OSError), os.fdopen(open_regular(path), "rb") as stream:
-            if known:
-                stream.seek(known[0]["start"])
-                return _row(stream.read(known[0]["size"]))
+        if known:
+            return self.read(path, known[0]["start"], known[0]["size"])
+        with suppress(OSError):
             for number, _, content in _lines(path):
                 if number == line:
                     return _row(content)
+        return None
+
+    @staticmethod
+    def read(path: Path | None, start: int, size: int) -> dict[str, Any] | None:
+        """The row of `size` bytes at `start` of a samples file; None when there is none."""
+        with suppress(OSError):
+            if path is not None:
+                with os.fdopen(open_regular(path), "rb") as stream:
+                    stream.seek(start)
+                    return _row(stream.read(size))
         return None
 
     def is_complete(self, split: str, step: int) -> bool:
@@ -236,6 +267,30 @@ class SampleIndex:
         for row in self.rows("SELECT * FROM files ORDER BY split, step"):
             found.setdefault(row["split"], []).append(row)
         return found
+
+
+def _insert(db: sqlite3.Connection, file: int, batch: Sequence[_Line]) -> int:
+    """Insert some rows of a file; their number."""
+    db.execute("BEGIN IMMEDIATE")
+    first = 1 + (db.execute("SELECT max(id) FROM samples").fetchone()[0] or 0)
+    ends: dict[
+        str, tuple[str, str]
+    ] = {}  # prompt -> its hash and what lists show of it; the samples of a group share it
+    rows, shown = [], []
+    for number, (line, start, size, found) in enumerate(batch, first):
+        if found.prompt not in ends:
+            ends[found.prompt] = (hash_of(found.prompt), last_message(found.prompt[-1500:])[:_SHOWN])
+        prompt_hash, prompt = ends[found.prompt]
+        rows.append((number, file, line, start, size, prompt_hash, *found[: len(_COLUMNS)]))
+        shown.append((number, prompt, found.response[:_SHOWN]))
+    db.executemany(_INSERT, rows)
+    db.executemany("INSERT INTO shown VALUES (?, ?, ?)", shown)
+    for which in ("prompt", "response"):
+        packed = pack((number, getattr(found, which)) for number, (*_, found) in enumerate(batch, first))
+        db.execute("INSERT INTO texts (file, owners, ends, folded) VALUES (?, ?, ?, ?)", (file, *packed))
+    db.execute("UPDATE files SET rows = rows + ? WHERE id = ?", (len(batch), file))
+    db.execute("COMMIT")
+    return len(batch)
 
 
 def _stamp(path: Path) -> str:

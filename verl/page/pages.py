@@ -24,7 +24,6 @@ from verl.foreign_text import clean, printable
 from verl.page import compare, panels, search, steps, tables
 from verl.page.index import SampleIndex
 from verl.page.reader import RunReader
-from verl.page.summaries import last_message
 from verl.page.text import shown
 
 _UNSAFE = re.compile(r"[^\w.-]+")
@@ -81,9 +80,8 @@ class Site:
         self.env = Environment(loader=PackageLoader("verl.page"), autoescape=True, undefined=StrictUndefined,
                                trim_blocks=True, lstrip_blocks=True)  # fmt: skip
         self.env.filters.update(
-            shown=shown, duration=tables.time_text, number=tables.number, clock=tables.clock, data=_data, marked=search.marked,
+            shown=shown, duration=tables.time_text, number=tables.number, clock=tables.clock, data=_data,
             plain=lambda text: clean(text, 80),
-            last_message=last_message,
             when=lambda t: time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(t)),
         )  # fmt: skip
 

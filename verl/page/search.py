@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import re
 import sqlite3
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from verl.foreign_text import clean
 from verl.page.index import SampleIndex
+from verl.page.summaries import text_of
 
 PER_PAGE = 50
+_AROUND = 80  # characters of an excerpt on each side of what was searched
+_MAX_QUERY = 500  # characters
 _SORTS = {
     "newest": "step DESC, split, line",
     "score": "score ASC, step DESC",
@@ -55,44 +61,69 @@ def search_context(index: SampleIndex, query: Mapping[str, str]) -> dict[str, An
     }  # fmt: skip
 
 
-def find_samples(index: SampleIndex, query: Mapping[str, str], *, limit: int, offset: int = 0) -> list[sqlite3.Row]:
-    """The samples that fit, with `excerpt`: the place of the searched text. Raises sqlite3.Error."""
-    text = query.get("q", "").strip()[:500]
-    conditions, values = _conditions(query)
-    excerpt = "substr(texts.response, 1, 300)"
-    if len(text) >= 3:
-        conditions.append("texts MATCH ?")
-        values.append('"' + text.replace('"', '""') + '"')
-        excerpt = "snippet(texts, -1, char(2), char(3), '…', 40)"
-    elif text:
-        conditions.append("(texts.prompt LIKE ? ESCAPE '\\' OR texts.response LIKE ? ESCAPE '\\')")
-        escaped = text.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_")
-        values += [f"%{escaped}%"] * 2
-    order = _SORTS.get(query.get("sort", ""), _SORTS["newest"])
-    where = f"WHERE {' AND '.join(conditions)}" if conditions else ""
-    prefix = _CONFLICTS if query.get("conflict") else ""
-    searched = "JOIN texts ON texts.rowid = samples.id" if text else ""
-    # the texts of the found page alone are read
-    ids = [
-        row["id"]
-        for row in index.rows(
-            f"{prefix}SELECT samples.id AS id FROM samples JOIN files ON files.id = samples.file {searched} {where} "
-            f"ORDER BY {order} LIMIT ? OFFSET ?",
-            *values,
-            limit,
-            offset,
-        )
-    ]
-    match, term = ("AND texts MATCH ?", [values[-1]]) if len(text) >= 3 else ("", [])
+def find_samples(index: SampleIndex, query: Mapping[str, str], *, limit: int, offset: int = 0) -> list[dict[str, Any]]:
+    """The samples that fit: their columns, `prompt` and `response` as lists show them, and `excerpt`, the place of the
+    searched text as (text, whether it is the searched one). Raises sqlite3.Error."""
+    text = query.get("q", "").strip()[:_MAX_QUERY]
+    if not text:
+        ids = _ids(index, query, None, limit, offset)
+    elif query.get("sort", "newest") == "newest" and not query.get("conflict"):
+        ids = []
+        for found in index.containing(text):  # those of the newest files come first, so the rest need not be read
+            ids += _ids(index, query, found, limit + offset - len(ids), 0)
+            if len(ids) == limit + offset:
+                break
+        ids = ids[offset:]
+    else:
+        ids = _ids(index, query, list(chain.from_iterable(index.containing(text))), limit, offset)
     rows = index.rows(
-        f"SELECT samples.*, split, step, {excerpt} AS excerpt, substr(texts.prompt, -1500) AS prompt_end, "
-        "substr(texts.response, 1, 300) AS response_start FROM texts JOIN samples ON samples.id = texts.rowid "
-        f"JOIN files ON files.id = samples.file WHERE texts.rowid IN ({','.join('?' * len(ids))}) {match}",
-        *ids,
-        *term,
+        "SELECT samples.*, split, step, prompt, response FROM samples JOIN files ON files.id = file "
+        "JOIN shown ON shown.id = samples.id WHERE samples.id IN (SELECT value FROM json_each(?))",
+        json.dumps(ids),
     )
     place = {number: i for i, number in enumerate(ids)}
-    return sorted(rows, key=lambda row: place[row["id"]])
+    return _with_excerpts(index, sorted(rows, key=lambda row: place[row["id"]]), text)
+
+
+def _ids(
+    index: SampleIndex, query: Mapping[str, str], among: Sequence[int] | None, limit: int, offset: int
+) -> list[int]:
+    """The samples that the filters let through, of those in `among` or of all, in the order of the query."""
+    conditions, values = _conditions(query)
+    if among is not None:
+        conditions.append("samples.id IN (SELECT value FROM json_each(?))")
+        values.append(json.dumps(among))
+    order = _SORTS.get(query.get("sort", ""), _SORTS["newest"])
+    where = f"WHERE {' AND '.join(conditions)}" if conditions else ""
+    rows = index.rows(
+        f"{_CONFLICTS if query.get('conflict') else ''}SELECT samples.id AS id FROM files CROSS JOIN samples "
+        f"ON samples.file = files.id {where} ORDER BY {order} LIMIT ? OFFSET ?",
+        *(*values, limit, offset),
+    )
+    return [row["id"] for row in rows]
+
+
+def _with_excerpts(index: SampleIndex, rows: Sequence[sqlite3.Row], text: str) -> list[dict[str, Any]]:
+    if not text:
+        return [{**dict(row), "excerpt": []} for row in rows]
+    files = index.files()
+    found = []
+    for row in rows:
+        whole = index.read(files.get((row["split"], row["step"])), row["start"], row["size"]) or {}
+        texts = (text_of(whole, "response"), text_of(whole, "prompt"))
+        found.append({**dict(row), "excerpt": next(filter(None, (excerpt_of(t, text) for t in texts)), [])})
+    return found
+
+
+def excerpt_of(whole: str, text: str) -> list[tuple[str, bool]]:
+    """The first place of `text` in `whole` with some characters around it: (text, whether it is the searched one)."""
+    match = re.search(re.escape(text), whole, re.IGNORECASE)
+    if match is None:
+        return []
+    start, end = max(match.start() - _AROUND, 0), match.end() + _AROUND
+    before = ("…" if start else "") + whole[start : match.start()]
+    after = whole[match.end() : end] + ("…" if end < len(whole) else "")
+    return [(part, is_hit) for part, is_hit in ((before, False), (match.group(), True), (after, False)) if part]
 
 
 def _conditions(query: Mapping[str, str]) -> tuple[list[str], list[Any]]:
@@ -110,12 +141,3 @@ def _conditions(query: Mapping[str, str]) -> tuple[list[str], list[Any]]:
             conditions.append(f"{name} = ?")
             values.append(query[name])
     return conditions, values
-
-
-def marked(excerpt: str) -> list[tuple[str, bool]]:
-    """An excerpt as (text, whether it is the searched one)."""
-    found = []
-    for part in excerpt.split("\x02"):
-        hit, mark, rest = part.partition("\x03")
-        found += [(hit, True), (rest, False)] if mark else [(part, False)]
-    return [(text, is_hit) for text, is_hit in found if text]

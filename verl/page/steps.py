@@ -87,13 +87,11 @@ class Place:
         return list(dict.fromkeys(row["unit"] for row in self.samples()))
 
     def texts(self, row: Any) -> tuple[str, str]:
-        """End of the prompt and start of the response of a sample."""
+        """The last message of the prompt and the start of the response of a sample."""
         if "prompt" in row.keys():  # read from the file
-            return row["prompt"][-1500:], row["response"][:400]
-        found = self.index.rows(
-            "SELECT substr(prompt, -1500) AS p, substr(response, 1, 400) AS r FROM texts WHERE rowid = ?", row["id"]
-        )
-        return (found[0]["p"], found[0]["r"]) if found else ("", "")
+            return last_message(row["prompt"][-1500:]), row["response"][:400]
+        found = self.index.rows("SELECT prompt, response FROM shown WHERE id = ?", row["id"])
+        return (found[0]["prompt"], found[0]["response"]) if found else ("", "")
 
     def ensure(self, seconds: float = 0.25) -> None:
         """Index this step's file now, as far as it goes in that time."""
@@ -122,8 +120,7 @@ def step_context(at: Place, query: Mapping[str, str]) -> dict[str, Any] | None:
     page = max(int(query.get("page", "0")), 0) if query.get("page", "0").isdigit() else 0
     shown = groups[page * PER_PAGE : (page + 1) * PER_PAGE]
     for group in shown:
-        end, group["response"] = at.texts(group["rows"][0])
-        group["prompt"] = last_message(end)
+        group["prompt"], group["response"] = at.texts(group["rows"][0])
     before, after = at.neighbours()
     names = ("actor/", "critic/", "training/", "rollout/", "train/", "val/", "response", "perf/")
     metrics = {
@@ -265,11 +262,9 @@ def _elsewhere(at: Place, row: Any) -> list[sqlite3.Row]:
         return []
     return at.index.rows(
         "SELECT split, step, unit, count(*) AS num, avg(score) AS mean FROM samples JOIN files ON files.id = file "
-        "WHERE samples.id IN (SELECT s.id FROM samples s JOIN texts t ON t.rowid = s.id WHERE t.prompt = "
-        "(SELECT prompt FROM texts WHERE rowid = ?) LIMIT 2000) AND NOT (split = ? AND step = ?) "
-        "GROUP BY split, step, unit ORDER BY split, step LIMIT 50",
-        *(row["id"], at.split, at.step),
-    ) if at.index.rows("SELECT count(*) AS n FROM samples")[0]["n"] <= 20_000 else []  # fmt: skip
+        "WHERE prompt_hash = ? AND NOT (split = ? AND step = ?) GROUP BY split, step, unit ORDER BY split, step LIMIT 50",
+        *(row["prompt_hash"], at.split, at.step),
+    )
 
 
 def sample_context(at: Place, line: int) -> dict[str, Any] | None:

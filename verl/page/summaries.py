@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from verl.foreign_text import valid_utf8
@@ -100,8 +103,8 @@ def _first(values: Any) -> float | None:
     """The first of the advantages that is not 0; they are equal over a response where no critic is."""
     if not isinstance(values, list):
         return None
-    numbers = [value for value in values if is_number(value)]
-    return next((float(value) for value in numbers if value), 0.0 if numbers else None)
+    found = next((float(value) for value in values if value and is_number(value)), None)
+    return 0.0 if found is None and any(map(is_number, values)) else found
 
 
 def trainer_log_probs(row: Mapping[str, Any]) -> Sequence[Any]:
@@ -114,22 +117,23 @@ def trainer_log_probs(row: Mapping[str, Any]) -> Sequence[Any]:
 
 def largest_gap(row: Mapping[str, Any]) -> float | None:
     """Largest |trainer - sampler log-prob|; None where one of the two is missing."""
-    sampled, mask = row.get("log_probs"), row.get("response_mask")
+    sampled, trained, mask = row.get("log_probs"), trainer_log_probs(row), row.get("response_mask")
     if not isinstance(sampled, list):
         return None
-    trained = [mask is None or bool(m) for m in (mask if isinstance(mask, list) else sampled)]
-    gaps = [
-        abs(a - b)
-        for a, b, used in zip(trainer_log_probs(row), sampled, trained, strict=False)
-        if used and is_number(a) and is_number(b)
-    ]
+    used = mask if isinstance(mask, list) else itertools.repeat(True)
+    with suppress(TypeError):  # a value that is no number; else this is the fast way for most rows
+        largest = max(map(abs, itertools.compress(map(operator.sub, trained, sampled), used)), default=None)
+        if largest is None or is_number(largest):
+            return largest
+    gaps = [abs(a - b) for a, b, m in zip(trained, sampled, used, strict=False) if m and is_number(a) and is_number(b)]
     return max(gaps, default=None)
 
 
 def final_answer(response: str) -> str:
     """The last boxed or marked answer of a response, else its last number, else its last line."""
     end = response[-4000:]
-    found = _BOXED.findall(end) or _MARKED.findall(end) or _NUMBER.findall(end) or end.strip().splitlines()[-1:]
+    marked = _MARKED.findall(end) if "####" in end or "nswer" in end else []
+    found = _BOXED.findall(end) or marked or _NUMBER.findall(end) or end.strip().splitlines()[-1:]
     if not found:
         return ""
     answer = found[-1].strip().strip("$.*").replace(",", "")
