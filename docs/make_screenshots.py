@@ -1,6 +1,7 @@
-"""The pictures of docs/page.md: `python docs/make_screenshots.py RUN` with a GRPO run; needs playwright and chromium.
+"""The pictures of docs/page.md: `python docs/make_screenshots.py RUN [OTHER]` with GRPO runs; needs playwright and chromium.
 
-It shows the step whose groups differ most, its first group, and of that the sample with the best score.
+They show the step of RUN whose groups differ most, its first group, and of that the sample with the best score; the answers
+to common questions in three clicks; and RUN compared with OTHER.
 """
 
 from __future__ import annotations
@@ -8,46 +9,76 @@ from __future__ import annotations
 import re
 import shutil
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from playwright.sync_api import sync_playwright
 
-from verl.page.launch import start_page
+from verl.page.pages import Site
+from verl.page.server import address_of, listen, new_token, serve_page
 
 OUT = Path(__file__).resolve().parent / "images"
 
 
-def main(folder: Path) -> None:
-    """Write the pictures of the run in `folder`."""
+def main(folders: list[Path]) -> None:
+    """Write the pictures of the runs in `folders`."""
     OUT.mkdir(exist_ok=True)
-    page = start_page(folder, "127.0.0.1", 0)
-    base = page.address.partition("/?")[0]
-    try:
-        with sync_playwright() as driver:
-            browser = driver.chromium.launch(
-                executable_path=shutil.which("chromium") or "/usr/bin/chromium", args=["--no-sandbox"]
-            )
-            tab = browser.new_page(viewport={"width": 1280, "height": 860})
-            tab.goto(page.address)
-            tab.wait_for_timeout(3000)  # the index of samples is built
-            run = f"{base}/run/{folder.resolve().name}"
-            tab.goto(run)
-            step = _best_step(tab.inner_text(".steps tbody"))
-            for name, address, keys in (
-                ("run", run, ""),
-                ("step", f"{run}/train/{step}", ""),
-                ("group", "", "j\n"),
-                ("sample", "", "j\nt"),
-            ):
-                if address:
-                    tab.goto(address)
-                for key in keys:
-                    tab.keyboard.press("Enter" if key == "\n" else key)
-                    tab.wait_for_timeout(700)
-                tab.wait_for_timeout(700)
-                tab.screenshot(path=OUT / f"page-{name}.png")
-    finally:
-        page.close()
+    site = Site(folders)
+    for view in site.views.values():
+        view.index.update()
+    keys = list(site.views)
+    site.close()
+    listening, token = listen(), new_token()
+    threading.Thread(target=serve_page, args=(folders, listening, token), daemon=True).start()
+    address = address_of(listening, token)
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(
+            executable_path=shutil.which("chromium") or "/usr/bin/chromium", args=["--no-sandbox"]
+        )
+        tab = browser.new_page(viewport={"width": 1280, "height": 860})
+        tab.goto(address)
+        for name in _views(tab, address.partition("/?")[0], keys):
+            tab.wait_for_timeout(800)
+            tab.screenshot(path=OUT / f"page-{name}.png")
+
+
+def _views(tab: Any, base: str, keys: list[str]) -> Iterator[str]:
+    """Opens one view after the other; yields the name of each."""
+    run = f"{base}/run/{keys[0]}"
+    tab.goto(run)
+    step = _best_step(tab.inner_text(".steps tbody"))
+    yield "run"
+    tab.goto(f"{run}/train/{step}")
+    yield "step"
+    tab.keyboard.press("j")
+    tab.keyboard.press("Enter")
+    tab.wait_for_url("**/u/*")
+    yield "group"
+    tab.keyboard.press("j")
+    tab.keyboard.press("Enter")
+    tab.wait_for_url("**/s/*")
+    tab.keyboard.press("t")
+    yield "sample"
+    for name, question in (("cut", "cut at"), ("reward", "same answer"), ("difference", "sampler/trainer")):
+        tab.goto(run)
+        tab.click(".tabs a:has-text('Samples')")
+        tab.click(f"nav[aria-label='Common questions'] a:has-text('{question}')")
+        yield f"samples-{name}"
+        if tab.locator("a.item").count():
+            tab.click("a.item >> nth=0")
+            tab.wait_for_url("**/s/*")
+            yield f"found-{name}"
+    for name in ("metrics", "config", "log"):
+        tab.goto(f"{run}/{name}")
+        yield name
+    if len(keys) > 1:
+        tab.goto(f"{base}/compare?a={keys[0]}&b={keys[1]}")
+        yield "compare"
+    tab.emulate_media(color_scheme="dark")
+    tab.goto(run)
+    yield "dark"
 
 
 def _best_step(table: str) -> str:
@@ -56,4 +87,4 @@ def _best_step(table: str) -> str:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main([Path(name) for name in sys.argv[1:]])

@@ -118,3 +118,17 @@ def test_lengths_of_an_earlier_run(tmp_path):
 
 def test_network_of_a_node_is_shared_by_its_devices():
     assert Cluster.of("a100_sxm", 16, inter_gbps=200).inter_bytes_s == 200e9 / 8 / 8
+
+
+def test_the_plan_beside_a_run(verl, tmp_path):
+    from verl.page.reader import RunReader
+
+    code, said = verl("plan", *ARGUMENTS, "plan.async=off", "--beside", str(tmp_path / "run"), "--steps", "3")
+    assert code == 0, said
+    run = RunReader(tmp_path / "run", "run")
+    run.refresh(0)
+    assert [row["step"] for row in run.planned] == [1, 2, 3]
+    assert run.problems == ["No step has been written to metrics.jsonl."]
+    for row in run.planned:
+        assert sum(row["phases"].values()) == pytest.approx(row["seconds"])
+        assert row["phases"]["rollout"] > 0

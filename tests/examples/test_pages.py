@@ -42,6 +42,7 @@ EXPECTED = {
     "resume",
     "export",
     "agents",
+    "page",
     "planner",
     "rejection-sampling",
     "reward-models",

@@ -1,13 +1,17 @@
 """The page as a process: it serves while its parent lives, and the commands that start it."""
 
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 
+from tests.letters_task import write_task
 from tests.page.folders import make_run
 
 pytest.importorskip("starlette", reason="the extra `page` is not installed")
@@ -115,6 +119,52 @@ class TestOfARun:
             page_of(config(tmp_path / "run", "trainer.page.enable=True"), whole_process=True),
         ):
             pass
+
+
+@pytest.mark.slow
+def test_killing_the_page_changes_nothing(tiny_llama, tmp_path):
+    task = write_task(tmp_path)
+    rows = [trained(tiny_llama, task, tmp_path / name, kill=name == "killed") for name in ("left", "killed")]
+    assert len(rows[0]) == len(rows[1]) == NUM_STEPS
+    for left, killed in zip(*rows, strict=True):
+        same = [name for name in left if not name.startswith(("time", "timing", "perf/"))]
+        assert {name: killed[name] for name in same} == {name: left[name] for name in same}
+        assert left["actor/grad_norm"] > 0
+
+
+NUM_STEPS = 12
+
+
+def trained(model, task, folder, *, kill):
+    """The rows of metrics of a run in a process of its own, whose page is asked for pages, and killed after a step."""
+    command = [
+        sys.executable, "-m", "verl", "train", "algorithm.adv_estimator=grpo", f"actor_rollout_ref.model.path={model}",
+        f"data.train_files={task}/train.jsonl", "data.val_files=[]", "data.train_batch_size=4", "data.max_prompt_length=64",
+        "data.max_response_length=6", "actor_rollout_ref.rollout.n=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "actor_rollout_ref.actor.fsdp_config.dtype=float32", f"reward.custom_reward_function.path={task}/reward.py",
+        f"trainer.total_training_steps={NUM_STEPS}", "trainer.page.enable=True", f"trainer.default_local_dir={folder}",
+        "trainer.logger=[file]",
+    ]  # fmt: skip
+    said = folder.with_suffix(".log")
+    environment = {**os.environ, "VERL_PAGE_CACHE": f"{folder}-cache"}
+    with said.open("w") as log, subprocess.Popen(command, stdout=log, stderr=log, env=environment) as process:
+        try:
+            metrics = folder / "metrics.jsonl"
+            wait_for(
+                "a step", lambda: process.poll() is not None or (metrics.is_file() and metrics.read_text().count("\n"))
+            )
+            base, _, token = re.search(r"page: (\S+)", said.read_text()).group(1).partition("/?token=")
+            key = {"Authorization": f"Bearer {token}"}
+            with httpx.stream("GET", f"{base}/live", headers=key, timeout=_DEADLINE_S):
+                assert httpx.get(f"{base}/run/{folder.name}", headers=key, timeout=_DEADLINE_S).status_code == 200
+                if kill:
+                    (page,) = [p for p in psutil.Process(process.pid).children() if "verl.page" in p.cmdline()]
+                    page.kill()
+                    assert metrics.read_text().count("\n") < NUM_STEPS, "the run had ended before the kill"
+            assert process.wait(_DEADLINE_S) == 0, said.read_text()[-2000:]
+        finally:
+            process.kill()
+    return [json.loads(line) for line in metrics.read_text().splitlines()]
 
 
 def test_the_supervisor_spares_the_page():

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from tests.page.folders import add_step, append, make_run, sample, write_samples
-from verl.page import panels
+from verl.page import life, panels, steps
 from verl.page.index import SampleIndex
 from verl.page.reader import RunReader
 
@@ -167,3 +167,69 @@ def test_thinned_curves_keep_their_peaks():
     assert points[4321] == 5.0
     assert points[7777] == -3.0
     assert panels.thin(steps[:10], values[:10]) == dict(zip(steps[:10], values[:10], strict=True))
+
+
+class TestPlan:
+    def test_the_plan_stands_beside_the_measured_step(self, run_folder, tmp_path):
+        from verl.page.pages import Site
+
+        for step, seconds in ((1, 1.0), (2, 3.0)):
+            append(
+                run_folder / "planned.jsonl",
+                {"step": step, "seconds": seconds, "phases": {"rollout": 0.5, "communication": seconds - 0.5},
+                 "roles": {"rollout": {"busy_s": 0.5}}, "communication": {"seconds": 0.1, "bytes": 8}},
+            )  # fmt: skip
+        run = read(run_folder)
+        bars = steps.plan_bars(run.planned_row(2), run.timeline[1])
+        name, total, parts = bars["sides"][0]
+        assert (name, total) == ("planned", 3.0)
+        assert [(phase, round(left), round(width)) for phase, left, width, _ in parts] == [
+            ("rollout", 0, 167),
+            ("communication", 167, 833),
+        ]
+        assert bars["sides"][1][2][0] == ("rollout", 0.0, pytest.approx(1000 / 3), 1.0)
+        assert ("training", None, 0.9) in bars["rows"]
+        assert ("rollout busy", 0.5, 1.0) in bars["rows"]
+        assert run.planned_row(3)["seconds"] == 3.0  # beyond the plan its last step
+        assert steps.plan_bars(None, run.timeline[0]) is None
+        panel = next(p for p in panels.panels(run, SampleIndex(run_folder, tmp_path)) if p.title.endswith("the plan"))
+        assert [line.label for line in panel.lines] == ["measured", "planned"]
+        site = Site([run_folder], cache=tmp_path)
+        try:
+            page = site.page("/run/run/train/1")
+            assert "Plan against measured" in page
+            assert 'aria-label="planned: rollout 0.5 s, communication 0.5 s"' in page
+        finally:
+            site.close()
+
+
+class TestEpisodes:
+    def test_the_transcript_of_an_agent(self, run_folder, tmp_path):
+        from verl.page.pages import Site
+
+        journal = run_folder / "episodes" / "step_000001.rank0.jsonl"
+        journal.parent.mkdir()
+        name = {"split": "train", "episode": "train/0/1"}
+        messages = [{"role": "user", "content": "go"}, {"role": "tool", "content": "heard <b>"}]
+        for text in ("first", "again"):  # a step that was taken again after a kill
+            result = {"name": "echo", "text": text, "error": None, "seconds": 0.25}
+            append(journal, {"kind": "tool", **name, "call": 0, "result": result, "arguments": '{"a": 1}'})
+        append(journal, {"kind": "episode", **name, "messages": messages, "error": "it took too long"})
+        append(
+            journal, {"kind": "episode", "episode": "train/0/11", "messages": [{"role": "user", "content": "other"}]}
+        )
+        journal.write_bytes(journal.read_bytes() + b'{"kind": "epis')
+        found = life.episode_of(run_folder, {"ordinal": 0, "sample_index": 1}, "train", 1)
+        assert found["messages"] == messages
+        assert [call["text"] for call in found["calls"]] == ["again"]
+        assert life.episode_of(run_folder, {"ordinal": 5, "sample_index": 1}, "train", 1) is None
+        site = Site([run_folder], cache=tmp_path)
+        try:
+            page = site.page("/run/run/train/1/s/1")
+            assert "Conversation" in page
+            assert "heard &lt;b&gt;" in page
+            assert "The episode failed: it took too long" in page
+            assert "250 ms" in page or "0.25 s" in page
+            assert "Conversation" not in site.page("/run/run/train/1/s/0")
+        finally:
+            site.close()

@@ -92,3 +92,24 @@ def test_two_runs(tmp_path):
         assert "one" in site.page("/compare", {"a": "nobody"})
     finally:
         site.close()
+
+
+def test_rows_are_read_without_the_numbers_that_no_summary_needs():
+    import json
+
+    from verl.page.summaries import summary_of, without_arrays
+
+    row = sample(
+        3, 0, response='"entropy": [1, 2] \\" \\"prompt_ids\\": [3]', entropy=[0.5, 1.5], reward_parts={"entropy": [1]}
+    )
+    for more in ({}, {"old_log_probs": [0.0] * 6}, {"train_log_probs": None, "old_log_probs": [-9.0] * 6},
+                 {"token_versions": [[1, 2], [3]]}, {"ref_log_probs": ["a] b"]}, {"entropy": []}):  # fmt: skip
+        content = json.dumps({**row, **more}).encode()
+        short = without_arrays(content)
+        assert len(short) < len(content)
+        try:
+            read = json.loads(short)
+        except ValueError:
+            assert more == {"token_versions": [[1, 2], [3]]}  # the caller reads the whole row
+            continue
+        assert summary_of(read, 0) == summary_of({**row, **more}, 0)

@@ -26,8 +26,14 @@ _SIMULATE = {
     "metavar": "FOLDER",
     "help": "also simulate the run, with jitter and failures of devices, and write its timeline there for verl show",
 }
+_BESIDE = {
+    "metavar": "RUN",
+    "help": "write the simulated steps into this run folder too: verl view shows them beside the measured ones "
+    "(plan.apply=true does so for the run that it starts)",
+}
 _STEPS = {"type": int, "default": 100, "metavar": "N", "help": "steps to simulate (100)"}
-_OPTIONS: Mapping[str, Mapping[str, Any]] = {"--json": _JSON, "--simulate": _SIMULATE, "--steps": _STEPS}
+_OPTIONS: Mapping[str, Mapping[str, Any]] = {"--json": _JSON, "--simulate": _SIMULATE, "--beside": _BESIDE,
+                                           "--steps": _STEPS}  # fmt: skip
 
 
 def run_plan(argv: list[str]) -> int:
@@ -39,8 +45,7 @@ def run_plan(argv: list[str]) -> int:
     from verl.planner.search import search
 
     request = PlanRequest.parse(own)
-    if arguments.options.simulate:
-        _check_simulation(Path(arguments.options.simulate).expanduser(), arguments.options.steps)
+    _check_simulation(arguments.options.simulate, arguments.options.steps)
     config = arguments.load(check=False).config
     cluster = cluster_of(request.cluster)
     plans = search(dataflow_of(config), cluster, workload_of(config, request.workload), rules_of(request))
@@ -55,8 +60,8 @@ def run_plan(argv: list[str]) -> int:
         from rich.console import Console
 
         show_plan(best, second, request.engine, Console(highlight=False))
-    if arguments.options.simulate:
-        _simulate(best, Path(arguments.options.simulate).expanduser(), arguments.options.steps)
+    beside = arguments.options.beside or (config.trainer.default_local_dir if request.apply else None)
+    _simulate(best, arguments.options.simulate, beside, arguments.options.steps)
     if not request.apply:
         return 0
     from verl.cli.train import run_train
@@ -66,24 +71,31 @@ def run_plan(argv: list[str]) -> int:
     return run_train([*given, *arguments.overrides, *overrides(best, request.engine)])
 
 
-def _check_simulation(folder: Path, steps: int) -> None:
+def _check_simulation(name: str | None, steps: int) -> None:
     if steps < 1:
         raise ConfigError(f"--steps {steps}: simulate at least one step.")
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    folder = Path(name or "").expanduser()
+    if name and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"--simulate {folder}: it exists and is no empty folder. Name a new one.")
 
 
-def _simulate(plan: RunPlan, folder: Path, steps: int) -> None:
-    """Write a simulated run to `folder`, which is new or empty."""
+def _simulate(plan: RunPlan, name: str | None, beside: str | None, steps: int) -> None:
+    """Write a simulated run to the folder `name`, which is new or empty, and its steps into that of the run `beside`."""
     from verl.planner.simulate import Conditions, simulate
 
-    run = simulate(plan, Conditions(steps=steps, jitter=0.02, hours_between_failures=50_700))
-    run.write(folder)
-    print(
-        f"simulated {steps} steps: {run.total_s / steps:.1f} s a step with jitter and {len(run.failures)} failures of devices; "
-        f"verl show {folder} displays them",
-        file=sys.stderr,
-    )
+    if beside:
+        folder = Path(beside).expanduser()
+        simulate(plan, Conditions(steps=steps, jitter=0.0)).write_plan(folder)
+        print(f"simulated {steps} steps beside {folder}; verl view {folder} shows them", file=sys.stderr)
+    if name:
+        folder = Path(name).expanduser()
+        run = simulate(plan, Conditions(steps=steps, jitter=0.02, hours_between_failures=50_700))
+        run.write(folder)
+        print(
+            f"simulated {steps} steps: {run.total_s / steps:.1f} s a step with jitter and {len(run.failures)} failures of "
+            f"devices; verl show {folder} displays them",
+            file=sys.stderr,
+        )
 
 
 def show_plan(plan: RunPlan, second: RunPlan | None, engine: str, console: Console) -> None:

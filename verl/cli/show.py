@@ -34,7 +34,12 @@ def run_show(argv: list[str]) -> int:
     parser.add_argument(
         "--episodes", type=int, default=0, metavar="N", help="print the last N conversations of agents too"
     )
+    parser.add_argument("--tui", action="store_true", help="browse steps, groups, samples and tokens (extra 'tui')")
     arguments = parser.parse_args(argv)
+    if arguments.tui:
+        from verl.page.tui import browse
+
+        return browse(Path(arguments.run).expanduser())
     from verl.tracking.progress import read_progress, to_json
 
     progress = read_progress(Path(arguments.run).expanduser())

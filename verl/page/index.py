@@ -19,7 +19,7 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from verl.page.summaries import SampleSummary, deviation, hash_of, last_message, summary_of
+from verl.page.summaries import SampleSummary, deviation, hash_of, last_message, summary_of, without_arrays
 from verl.page.texts import PackedTexts, fold, owners_with, pack
 from verl.tracking.files import open_regular
 
@@ -179,7 +179,7 @@ class SampleIndex:
         num_rows = num_damaged = 0
         batch: list[_Line] = []
         for line, start, content in _lines(path):
-            row = _row(content)
+            row = _row(without_arrays(content)) or _row(content)
             if row is None:
                 num_damaged += 1
                 continue

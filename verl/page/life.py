@@ -1,15 +1,17 @@
-"""The history of one sample, from the ledger of its run."""
+"""The history of one sample: from the ledger of its run, and for an agent its episode, from the journal."""
 
 from __future__ import annotations
 
+import json
+import os
 import sqlite3
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
 from verl.foreign_text import clean
-from verl.tracking.files import is_count
+from verl.tracking.files import is_count, open_regular
 from verl.tracking.ledger.file import NAME, connect_read_only
 
 
@@ -61,3 +63,37 @@ def _events(attempt: sqlite3.Row, segments: list[sqlite3.Row]) -> list[tuple[int
         meaning = {"dropped": "left out by a filter", "evicted": "sampled again"}.get(attempt["fate"], attempt["fate"])
         found.append((attempt["ended_step"], f"{meaning}{times}"))
     return found
+
+
+def episode_of(folder: Path, row: Mapping[str, Any], split: str, step: int) -> dict[str, Any] | None:
+    """{messages, calls, error} of the episode that a sample of an agent is: `calls` are the results of its tools, with
+    name, arguments, seconds and error. None where the run has no journal (`episodes/`), or the sample is not in it.
+
+    The journal names an episode train/7/0: split, prompt and sample.
+    """
+    name = f"{split.partition('-')[0]}/{row.get('ordinal')}/{row.get('sample_index')}"
+    found: dict[str, Any] = {}
+    calls: dict[int, dict[str, Any]] = {}  # a step that is taken again writes them again
+    for file in sorted((folder / "episodes").glob(f"step_{step:06d}.rank*.jsonl")):
+        with suppress(OSError), os.fdopen(open_regular(file), "rb") as stream:
+            for line in stream:
+                record = _record(line, name)
+                if record.get("kind") == "episode" and isinstance(record.get("messages"), list):
+                    found = record
+                elif record.get("kind") == "tool" and isinstance(record.get("result"), dict):
+                    calls[int(record["call"]) if is_count(record.get("call")) else len(calls)] = record
+    if not found:
+        return None
+    results = [{"arguments": record.get("arguments"), **record["result"]} for _, record in sorted(calls.items())]
+    return {"messages": found["messages"], "calls": results, "error": found.get("error")}
+
+
+def _record(line: bytes, name: str) -> dict[str, Any]:
+    """The record in a line of a journal if it is of the episode `name`, else an empty one."""
+    if name.encode() not in line:
+        return {}
+    with suppress(ValueError, RecursionError):
+        found = json.loads(line)
+        if isinstance(found, dict) and found.get("episode") == name:
+            return found
+    return {}

@@ -96,7 +96,7 @@ def panels(run: RunReader, index: SampleIndex) -> list[Panel]:
     # a panel of ours shows more than one that the program declares for the same metrics
     specs = [spec for spec in specs if not set(spec.metrics) <= ours]
     own = [spec for spec in _SPECS if not set(spec.metrics) <= covered - ours]
-    found = reward + [_panel(run, spec) for spec in (*specs, *own)] + [_signal(index), _phases(run)]
+    found = reward + [_panel(run, spec) for spec in (*specs, *own)] + [_signal(index), _plan(run), _phases(run)]
     return [panel for panel in found if panel.lines and not _says_nothing(panel)]
 
 
@@ -149,6 +149,15 @@ def _phases(run: RunReader) -> Panel:
     steps = [row["step"] for row in run.timeline]
     lines = [ChartLine(n, steps, [row["phases"].get(n, 0.0) for row in run.timeline], "stack") for n in names]
     return Panel("Seconds of a step by phase", lines, "s", "they add up to the time of the step")
+
+
+def _plan(run: RunReader) -> Panel:
+    """Seconds of a step, simulated and measured; nothing without a plan."""
+    sides = {"measured": run.timeline, "planned": [row for row in run.planned if row["step"] <= max(run.step, 1)]}
+    lines = [
+        ChartLine(name, [r["step"] for r in rows], [r["seconds"] for r in rows]) for name, rows in sides.items() if rows
+    ]
+    return Panel("Step time against the plan", lines if run.planned else [], "s", "planned: simulated by verl plan")
 
 
 def all_metrics(run: RunReader) -> list[Panel]:

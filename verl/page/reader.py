@@ -20,6 +20,7 @@ from verl.tracking.heartbeat import EVENTS, Beat, read_beat
 from verl.tracking.lock import holder_of
 from verl.tracking.progress import EVENT, last_complaints
 from verl.tracking.run_folder import RunFolder
+from verl.tracking.timeline import PLANNED
 from verl.tracking.timeline import ROW as TIMELINE_ROW
 from verl.tracking.token_texts import NAME as TOKENS
 from verl.tracking.token_texts import TOKEN
@@ -62,11 +63,13 @@ class RunReader:
     def _start(self) -> None:
         self._metrics_file = Follower(self.folder / "metrics.jsonl", OF_STEP)
         self._timeline_file = Follower(self.folder / "timeline.jsonl", TIMELINE_ROW)
+        self._planned_file = Follower(self.folder / PLANNED, TIMELINE_ROW)
         self._spans_file = Follower(self.folder / "spans.jsonl", _SPAN)
         self._events_file = Follower(self.folder / EVENTS, EVENT)
         self._tokens_file = Follower(self.folder / TOKENS, TOKEN)
         self.metrics: dict[str, Series] = {}
         self.timeline: list[dict[str, Any]] = []
+        self.planned: list[dict[str, Any]] = []  # steps as `verl plan` has simulated them
         self.spans: dict[int, list[dict[str, Any]]] = {}
         self.events: list[dict[str, Any]] = []
         self.tokens: dict[int, tuple[str, bool]] = {}  # id -> its text, and whether it is a special token
@@ -98,6 +101,8 @@ class RunReader:
     def _read_timeline(self) -> bool:
         before, rows = self._timeline_file.generation, self._timeline_file.read()
         self.timeline = rows if self._timeline_file.generation != before else self.timeline + rows
+        before, planned = self._planned_file.generation, self._planned_file.read()
+        self.planned = planned if self._planned_file.generation != before else self.planned + planned
         before, spans = self._spans_file.generation, self._spans_file.read()
         if self._spans_file.generation != before:
             self.spans = {}
@@ -124,7 +129,9 @@ class RunReader:
         found = [self.index_problem] if self.index_problem else []
         if not self.metrics and not self.is_running:
             found.append("No step has been written to metrics.jsonl.")
-        for file in (self._metrics_file, self._timeline_file, self._spans_file, self._events_file, self._tokens_file):
+        for file in (
+            self._metrics_file, self._timeline_file, self._planned_file, self._spans_file, self._events_file, self._tokens_file
+        ):  # fmt: skip
             if file.num_damaged:
                 lines = "1 line" if file.num_damaged == 1 else f"{file.num_damaged:,} lines"
                 found.append(f"{file.path.name} is damaged: {lines} cannot be read and are left out.")
@@ -166,6 +173,10 @@ class RunReader:
     @property
     def total_steps(self) -> int | None:
         return next((row["of"] for row in reversed(self.timeline) if row.get("of")), None)
+
+    def planned_row(self, step: int) -> dict[str, Any] | None:
+        """The simulated step of that number; the last one for a step beyond them, and None without a plan."""
+        return next((row for row in self.planned if row["step"] == step), self.planned[-1] if self.planned else None)
 
     @property
     def is_running(self) -> bool:

@@ -32,6 +32,12 @@ _FLAGS = {
     "failed": ("scorer failed", "error != ''"),
     "conflict": ("same answer, different score", "samples.id IN (SELECT id FROM conflicting)"),
 }
+QUESTIONS = [  # label, query
+    ("all", {}),
+    *((label, {name: "1"}) for name, (label, _) in _FLAGS.items()),
+    ("largest sampler/trainer difference", {"sort": "gap"}),
+    ("longest", {"sort": "longest"}),
+]
 # samples of one group whose final answers are equal and whose scores are not
 _CONFLICTS = """WITH conflicting AS (SELECT s.id FROM samples s JOIN (
   SELECT file, unit, answer FROM samples WHERE answer != '' AND score IS NOT NULL
@@ -55,6 +61,7 @@ def search_context(index: SampleIndex, query: Mapping[str, str]) -> dict[str, An
     done = index.rows("SELECT count(*) AS files, sum(rows) AS samples FROM files WHERE complete = 1")[0]
     return {
         "q": text, "rows": rows, "more": more, "page": page, "flags": {n: label for n, (label, _) in _FLAGS.items()},
+        "questions": QUESTIONS, "asked": {name: value for name, value in query.items() if value and name != "page"},
         "chosen": flags, "tags": tags, "splits": splits, "sorts": list(_SORTS), "problem": problem,
         "num_files": num_files, "num_indexed": done["files"], "num_samples": done["samples"] or 0,
         "filters": {name: query.get(name, "") for name in _NUMBERS},

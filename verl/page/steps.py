@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.page.index import SampleIndex
-from verl.page.life import life_of
+from verl.page.life import episode_of, life_of
 from verl.page.reader import RunReader
 from verl.page.summaries import deviation, last_message, text_of
 from verl.page.text import Tokens, diff_words, tokens_of
@@ -141,7 +141,9 @@ def step_context(at: Place, query: Mapping[str, str]) -> dict[str, Any] | None:
         "sorts": {name: label for name, (label, _) in _GROUP_SORTS.items()},
         "only": query.get("only", ""),
         "gantt": gantt(spans, timeline) if at.split == "train" else None,
+        "plan": plan_bars(at.run.planned_row(at.step), timeline) if at.split == "train" else None,
         "phases": PHASES,
+        "shades": set(PHASES.values()),
         "metrics": dict(sorted(metrics.items())),
         "before": before,
         "after": after,
@@ -277,6 +279,11 @@ def sample_context(at: Place, line: int) -> dict[str, Any] | None:
     tokens = tokens_of(row, at.run.tokens)
     siblings = at.samples(summary["unit"]) if summary is not None else []
     place = next((i for i, other in enumerate(siblings) if other["line"] == line), 0)
+    episode = episode_of(at.run.folder, row, at.split, at.step) or {
+        "messages": row.get("messages"),
+        "calls": [],
+        "error": "",
+    }
     return {
         "row": row,
         "line": line,
@@ -285,7 +292,9 @@ def sample_context(at: Place, line: int) -> dict[str, Any] | None:
         "turns": turns_of(row, tokens),
         "prompt_tokens": tokens_of(row, at.run.tokens, "prompt"),
         "parts": _parts(row),
-        "messages": row["messages"] if isinstance(row.get("messages"), list) else [],
+        "messages": episode["messages"] if isinstance(episode["messages"], list) else [],
+        "calls": episode["calls"],
+        "episode_error": episode["error"],
         "life": life_of(at.run.folder, row, at.split, at.step),
         "siblings": siblings,
         "rest": {str(n): v for n, v in row.items() if n not in _SHOWN_APART},
@@ -331,3 +340,24 @@ def gantt(spans: Sequence[Mapping[str, Any]], timeline: Mapping[str, Any] | None
         for name, role in timeline["roles"].items()
     }
     return {"rows": rows, "roles": roles, "seconds": total, "communication": timeline["communication"]}
+
+
+def plan_bars(planned: Mapping[str, Any] | None, measured: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """A step as simulated by `verl plan` against the measured one: `sides` of (name, seconds, [(phase, start, width,
+    seconds)]) on one scale in thousandths, and `rows` of (phase or busy role, planned, measured seconds)."""
+    if planned is None or measured is None:
+        return None
+    sides = {"planned": planned, "measured": measured}
+    scale = 1000 / max(*(row["seconds"] for row in sides.values()), 1e-9)
+    bars = []
+    for name, row in sides.items():
+        left, parts = 0.0, []
+        for phase, seconds in row["phases"].items():
+            parts.append((phase, left, seconds * scale, seconds))
+            left += seconds * scale
+        bars.append((name, row["seconds"], parts))
+    phases = dict.fromkeys([*measured["phases"], *planned["phases"]])
+    rows = [(phase, *(row["phases"].get(phase) for row in sides.values())) for phase in phases]
+    roles = dict.fromkeys([*measured["roles"], *planned["roles"]])
+    rows += [(f"{role} busy", *(row["roles"].get(role, {}).get("busy_s") for row in sides.values())) for role in roles]
+    return {"sides": bars, "rows": rows}

@@ -18,6 +18,10 @@ _MAX_ANSWER = 200
 _BOXED = re.compile(r"\\boxed\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}")
 _MARKED = re.compile(r"(?:####|[Aa]nswer(?: is)?:?)\s*([^\n]+)")
 _NAME = re.compile(r"[\w-]{1,60}", re.ASCII)  # part of a path
+# the first one stands for the trainer's log-probs where a row has no others
+_UNUSED_ARRAYS = [
+    f'"{name}": ['.encode() for name in ("old_log_probs", "prompt_ids", "entropy", "ref_log_probs", "token_versions")
+]
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
@@ -63,6 +67,26 @@ def summary_of(row: Mapping[str, Any], line: int) -> SampleSummary:
         prompt=text_of(row, "prompt")[:_MAX_TEXT],
         response=response[:_MAX_TEXT],
     )
+
+
+def without_arrays(content: bytes) -> bytes:
+    """The JSON of a row with the arrays of numbers empty that no summary needs: most of the time of reading a row is the
+    conversion of its numbers.
+
+    A key is never found within a text, where quotes are escaped. Arrays within an array leave no JSON: then the caller
+    reads the whole row.
+    """
+    parts, at = [], 0
+    for name in _UNUSED_ARRAYS if b'"train_log_probs": [' in content else _UNUSED_ARRAYS[1:]:
+        key = content.find(name)
+        end = content.find(b"]", key)
+        if key >= 0 and end >= 0 and content.find(b'"', key + len(name), end) < 0:
+            parts.append((key + len(name), end))
+    kept = []
+    for start, end in sorted(parts):
+        kept.append(content[at:start])
+        at = end
+    return b"".join([*kept, content[at:]])
 
 
 def _unit(row: Mapping[str, Any], line: int) -> str:

@@ -2,6 +2,7 @@
 
     run = simulate(plan, Conditions(steps=100, jitter=0.02, hours_between_failures=50_000), seed=0)
     run.write(folder)                 timeline.jsonl and metrics.jsonl in the format of a real run, for `verl show`
+    run.write_plan(folder)            planned.jsonl in the folder of a real run, which its page shows beside the measured steps
 
 Two processes run against one clock. The trainer takes a batch from the queue, runs the stages of a step, and syncs the
 weights; the rollout fills the queue, at most `staleness` batches ahead. A call on a group ends when the slowest of its
@@ -24,7 +25,8 @@ import numpy as np
 from verl.planner.dataflow import ROLLOUT
 from verl.planner.search import RunPlan
 from verl.planner.transition import received_bytes
-from verl.tracking.files import append_rows
+from verl.tracking.files import append_rows, json_text, write_atomically
+from verl.tracking.timeline import PLANNED
 
 _PHASES = {"generate": "rollout", "forward": "training", "train": "training"}
 _ROLE_PHASES = {"reward": "reward"}
@@ -75,6 +77,11 @@ class SimulatedRun:
             for row in self.rows
         ]
         append_rows(folder / "metrics.jsonl", metrics)
+
+    def write_plan(self, folder: Path) -> None:
+        """planned.jsonl of the run in `folder`; replaces an earlier plan."""
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / PLANNED, "".join(json_text(row) + "\n" for row in self.rows))
 
 
 # a process of the simulation yields seconds to wait, or a condition to wait for, which is tried again after every event

@@ -20,6 +20,8 @@ from typing import Any
 from verl.parallel.traffic import TRAFFIC, Traffic
 from verl.tracking.files import append_rows, each, has, is_count, is_number, maybe, read_json_rows
 
+PLANNED = "planned.jsonl"  # steps as `verl plan` has simulated them, in a run folder, with the rows of timeline.jsonl
+
 SpanPhases = Mapping[str, tuple[str, str | None]]  # span -> (phase of the step, role that is busy in it, or None)
 
 ROW = has(

@@ -134,6 +134,7 @@
     const asked = decodeURIComponent(location.hash.slice(1));
     const names = modes.map((m) => m[0]);
     paint(names.includes(asked) ? asked : names.includes(chosen) ? chosen : names.includes("log_prob") ? "log_prob" : "none");
+    if (asked === "gap" && names.includes(asked)) extreme();
     holder.addEventListener("mouseover", (event) => {
       const i = spans.indexOf(event.target.closest(".k"));
       if (i >= 0) choose(i, false);

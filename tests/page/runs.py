@@ -1,0 +1,60 @@
+"""Runs of every kind on a tiny model, of two steps each."""
+
+import json
+from pathlib import Path
+
+from tests.letters_task import write_task
+from verl.config import PREFERENCE, RM, SFT, load_config
+from verl.run.host import train
+
+COMMON = ["data.train_batch_size=4", "trainer.logger=[file]", "trainer.total_training_steps=2"]
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+TOOLS = Path(__file__).parents[1] / "agents" / "echo_tools.py"
+# kind -> (program, schema, rows that it reads)
+ON_ROWS = {"sft": ("sft", SFT, "sft"), "dpo": ("preference", PREFERENCE, "pairs"), "rm": ("rm", RM, "pairs")}
+ON_PROMPTS = {
+    "grpo": ["algorithm.adv_estimator=grpo"],
+    "ppo": ["algorithm.adv_estimator=gae"],
+    "agent": [
+        "algorithm.adv_estimator=grpo", "actor_rollout_ref.model.external_lib=tests.agents.echo_tools",
+        f"{ROLLOUT}.multi_turn.enable=True", f"{ROLLOUT}.multi_turn.function_tool_path={TOOLS}",
+        f"{ROLLOUT}.multi_turn.format=every_turn", f"{ROLLOUT}.multi_turn.tool_sandbox=False",
+        f"{ROLLOUT}.stop_token_ids={list(range(80))}", "data.max_response_length=160",
+    ],
+}  # fmt: skip
+KINDS = (*ON_PROMPTS, *ON_ROWS)
+
+
+def conversation(i):
+    return {"messages": [{"role": "user", "content": f"say {i}"}, {"role": "assistant", "content": "ab" * (i % 3 + 1)}]}
+
+
+def pair(i):
+    return {"prompt": f"say {i}", "chosen": "ab" * (i % 3 + 1), "rejected": "x" * (i % 2 + 1)}
+
+
+def write_rows(folder):
+    """sft.jsonl and pairs.jsonl."""
+    for name, made in (("sft", conversation), ("pairs", pair)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(made(i)) + "\n" for i in range(12)))
+    return folder
+
+
+def train_kind(kind, folder, model, *more):
+    """Train in `folder`/run; the folder of the run."""
+    run = [*COMMON, f"trainer.default_local_dir={folder / 'run'}", "trainer.test_freq=1"]
+    if kind in ON_ROWS:
+        program, schema, rows = ON_ROWS[kind]
+        file = write_rows(folder) / f"{rows}.jsonl"
+        given = [f"model.path={model}", f"data.train_files={file}", f"data.val_files={file}"]
+        assert train(load_config([*run, *given, *more], schema=schema), program=program) == 0
+    else:
+        task = write_task(folder)
+        given = [
+            f"actor_rollout_ref.model.path={model}", f"critic.model.path={model}", f"data.train_files={task}/train.jsonl",
+            f"data.val_files={task}/val.jsonl", "data.max_prompt_length=64", "data.max_response_length=6", f"{ROLLOUT}.n=4",
+            f"{ACTOR}.ppo_mini_batch_size=4", f"{ACTOR}.fsdp_config.dtype=float32", f"{ACTOR}.entropy_coeff=0.001",
+            f"reward.custom_reward_function.path={task}/reward.py", "reward.num_workers=1",
+        ]  # fmt: skip
+        assert train(load_config([*run, *given, *ON_PROMPTS[kind], *more])) == 0
+    return folder / "run"
