@@ -117,11 +117,13 @@ class RunScreen(TableScreen):
 
     def on_mount(self) -> None:
         super().on_mount()
+        self._seen = self.app.reader.version
         self.set_interval(_REFRESH_S, self._look)
 
     def _look(self) -> None:
-        before = self.app.reader.version
-        if self.app.reader.refresh() != before and self.is_current:
+        version = self.app.reader.refresh()
+        if version != self._seen and self.is_current:
+            self._seen = version
             self.fill()
 
     def head(self) -> Text:
