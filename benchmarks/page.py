@@ -42,6 +42,7 @@ from report import Report, number
 
 ROW_LIMIT_S, SEARCH_LIMIT_S = 1.0, 0.3
 _DEADLINE_S = 900.0
+_END_LIMIT_S = 60.0
 _DOCS = Path(__file__).resolve().parents[1] / "docs"
 _ERROR_OF_A_MEDIAN = math.sqrt(math.pi / 2)  # times that of the mean
 SEARCHES = {
@@ -225,6 +226,8 @@ def _slowest(client: Client, path: str) -> tuple[float, int]:
 
 def measure_load(arguments: argparse.Namespace, scratch: Path) -> Report:
     """Step times of a run with and without load on its page, in windows that take turns."""
+    from verl.tracking.timeline import read_timeline
+
     folder = scratch / "run"
     with (scratch / "log").open("w+") as log:
         process = subprocess.Popen(
@@ -238,8 +241,11 @@ def measure_load(arguments: argparse.Namespace, scratch: Path) -> Report:
             windows = list(take_turns(arguments, (address[1], int(address[2]), address[3])))
         finally:
             process.terminate()
-            process.wait(60)
-    rows = [json.loads(line) for line in (folder / "timeline.jsonl").read_text().splitlines()]
+            try:
+                process.wait(_END_LIMIT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+    rows = list(read_timeline(folder / "timeline.jsonl"))
     steps = [[row["seconds"] for row in rows if inside(row, window)] for window in windows]
     return load_report(arguments, windows, steps)
 

@@ -7,7 +7,7 @@ import pytest
 from tests.page.browsing import assert_accessible, open_browser, watched_tab
 from tests.page.runs import KINDS, train_kind
 from verl.page.launch import start_page
-from verl.planner import Cluster, Dataflow, Workload, known_shape, search
+from verl.planner import Cluster, Dataflow, Lengths, Workload, known_shape, search
 from verl.planner.simulate import Conditions, simulate
 
 pytestmark = pytest.mark.slow
@@ -52,8 +52,8 @@ def pages_of(tab):
 def test_every_page_of_a_kind(kind, browser, tiny_llama, no_pictures, tmp_path, monkeypatch):
     folder = train_kind(kind, tmp_path, tiny_llama)
     shape = known_shape("Qwen2.5-0.5B")
-    work = Workload(num_prompts=8, samples=4, prompt_mean=64)
-    plan = search(Dataflow.grpo(shape, shape), Cluster.of("h100_sxm", 2), work)[0]
+    work = Workload(num_prompts=8, samples=4, prompt_mean=64, response=Lengths.of(mean=32, longest=64))
+    plan = search(Dataflow.ppo(shape, None, shape), Cluster.of("h100_sxm", 2), work)[0]
     simulate(plan, Conditions(steps=2)).write_plan(folder)
     monkeypatch.setenv("VERL_PAGE_CACHE", str(tmp_path / "cache"))
     page = start_page(folder, "127.0.0.1", 0)

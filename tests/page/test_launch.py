@@ -158,7 +158,9 @@ def trained(model, task, folder, *, kill):
             with httpx.stream("GET", f"{base}/live", headers=key, timeout=_DEADLINE_S):
                 assert httpx.get(f"{base}/run/{folder.name}", headers=key, timeout=_DEADLINE_S).status_code == 200
                 if kill:
-                    (page,) = [p for p in psutil.Process(process.pid).children() if "verl.page" in p.cmdline()]
+                    (page,) = [
+                        p for p in psutil.Process(process.pid).children(recursive=True) if "verl.page" in p.cmdline()
+                    ]
                     page.kill()
                     assert metrics.read_text().count("\n") < NUM_STEPS, "the run had ended before the kill"
             assert process.wait(_DEADLINE_S) == 0, said.read_text()[-2000:]
