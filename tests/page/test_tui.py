@@ -41,6 +41,16 @@ def drive(tui, folder, steps):
     asyncio.run(asyncio.wait_for(all_of_it(), 60))
 
 
+async def opened(app, pilot, key, screen):
+    """Press a key and wait for the screen that it opens."""
+    await pilot.press(key)
+    for _ in range(100):
+        if isinstance(app.screen, screen) and app.screen.focused is not None:
+            return
+        await pilot.pause(0.05)
+    raise AssertionError(f"{key} has opened {app.screen}")
+
+
 def table_of(app):
     from textual.widgets import DataTable
 
@@ -92,7 +102,8 @@ def test_words_and_flags_are_searched(tui, run_folder):
     async def steps(app, pilot):
         await pilot.press("c")
         assert [row[0] for row in table_of(app)] == ["train 3"]
-        await pilot.press("u", "slash")
+        await pilot.press("u")
+        await opened(app, pilot, "slash", tui.SearchScreen)
         await pilot.press(*"ANSWER", "space", *"is", "space", "8", "enter")
         assert "so the answer is 8" in table_of(app)[0][5]
         await pilot.press("enter")
@@ -103,7 +114,8 @@ def test_words_and_flags_are_searched(tui, run_folder):
 
 def test_foreign_text_stays_text(tui, run_folder):
     async def steps(app, pilot):
-        await pilot.press("slash", *"red", "enter")
+        await opened(app, pilot, "slash", tui.SearchScreen)
+        await pilot.press(*"red", "enter")
         assert table_of(app)[0][5] == "\\x1b[31mred\\u202e [bold]x[/bold]"
         await pilot.press("enter")
         assert "\x1b" not in text_of(app, "#sample")

@@ -57,6 +57,7 @@ class TableScreen(Screen[None]):
         Binding("k", "move(-1)", "Up", show=False),
         Binding("q", "app.quit", "Quit"),
     ]
+    AUTO_FOCUS = ""  # each screen says itself which of its parts gets the keys
     app: RunApp
     columns: tuple[str, ...] = ()
 
@@ -69,7 +70,7 @@ class TableScreen(Screen[None]):
         table = self.query_one(DataTable)
         table.add_columns(*self.columns)
         self.fill()
-        table.focus()
+        self.set_focus(table)
 
     def fill(self) -> None:
         """Write head and table anew; the cursor stays in its row."""
@@ -256,12 +257,12 @@ class SearchScreen(TableScreen):
         self.app.index.update(deadline=_deadline(_INDEX_S))
         super().on_mount()
         if not self.flag:
-            self.query_one(Input).focus()
+            self.set_focus(self.query_one(Input))
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
         self.words = event.value
         self.fill()
-        self.query_one(DataTable).focus()
+        self.set_focus(self.query_one(DataTable))
 
     def head(self) -> Text:
         label = next((label for label, name in FILTERS.values() if name == self.flag), "")
