@@ -60,6 +60,7 @@ class TableScreen(Screen[None]):
     AUTO_FOCUS = ""  # each screen says itself which of its parts gets the keys
     app: RunApp
     columns: tuple[str, ...] = ()
+    first_focus: type[Any] = DataTable
 
     def compose(self) -> ComposeResult:
         yield Static(id="head")
@@ -67,10 +68,13 @@ class TableScreen(Screen[None]):
         yield Footer()
 
     def on_mount(self) -> None:
-        table = self.query_one(DataTable)
-        table.add_columns(*self.columns)
+        self.prepare()
+        self.query_one(DataTable).add_columns(*self.columns)
         self.fill()
-        self.set_focus(table)
+        self.set_focus(self.query_one(self.first_focus))
+
+    def prepare(self) -> None:
+        """Work before the first `fill`; not `on_mount`, which textual calls of each class on its own."""
 
     def fill(self) -> None:
         """Write head and table anew; the cursor stays in its row."""
@@ -116,8 +120,7 @@ class RunScreen(TableScreen):
     ]
     columns = ("step", "at", "samples", "reward", "spread in a group", "groups without signal")
 
-    def on_mount(self) -> None:
-        super().on_mount()
+    def prepare(self) -> None:
         self._seen = self.app.reader.version
         self.set_interval(_REFRESH_S, self._look)
 
@@ -173,9 +176,8 @@ class StepScreen(TableScreen):
         self.at = steps.Place(self.app.reader, self.app.index, "train", step)
         self.sort = "spread"
 
-    def on_mount(self) -> None:
+    def prepare(self) -> None:
         self.at.ensure(_INDEX_S)
-        super().on_mount()
 
     def head(self) -> Text:
         return Text(f"Step {self.at.step}, {self.labels.get(self.sort, '')}. Enter opens a group, s changes the order.")
@@ -248,16 +250,14 @@ class SearchScreen(TableScreen):
     def __init__(self, flag: str):
         super().__init__()
         self.flag, self.words = flag, ""
+        self.first_focus = DataTable if flag else Input
 
     def compose(self) -> ComposeResult:
         yield Input(placeholder="Words of a prompt or response; Enter searches")
         yield from super().compose()
 
-    def on_mount(self) -> None:
+    def prepare(self) -> None:
         self.app.index.update(deadline=_deadline(_INDEX_S))
-        super().on_mount()
-        if not self.flag:
-            self.set_focus(self.query_one(Input))
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
         self.words = event.value
