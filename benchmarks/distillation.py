@@ -19,11 +19,12 @@ from typing import Any
 from peer_env import ROOT
 
 LOSS = "distillation.distillation_loss"
+_NO_JSD = f"{LOSS}.jsd_beta=0.5"  # the default: a key that acts only on jsd is refused beside other losses
 STUDENTS = {
     "reverse KL, top 32": [],
-    "forward KL, top 32": [f"{LOSS}.loss_mode=forward_kl_topk"],
+    "forward KL, top 32": [f"{LOSS}.loss_mode=forward_kl_topk", _NO_JSD],
     "JSD 0.5, top 32": [f"{LOSS}.jsd_beta=0.5"],
-    "k1, policy gradient": [f"{LOSS}.loss_mode=k1", f"{LOSS}.use_policy_gradient=True"],
+    "k1, policy gradient": [f"{LOSS}.loss_mode=k1", f"{LOSS}.use_policy_gradient=True", _NO_JSD],
     "reverse KL, bfloat16 dithered": ["actor_rollout_ref.actor.fsdp_config.dtype=bfloat16"],
     "reverse KL, bfloat16 nearest": [
         "actor_rollout_ref.actor.fsdp_config.dtype=bfloat16",
