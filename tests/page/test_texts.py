@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from verl.page.texts import fold, owners_with, pack
+from verl.page.texts import fold, owners_with, pack_texts
 
 ALPHABET = "aAbÄß \n中%_'\0"
 
@@ -15,7 +15,7 @@ def test_a_scan_finds_what_a_loop_finds(seed):
     texts = [("".join(rng.choices(ALPHABET, k=rng.randrange(12)))) for _ in range(40)]
     texts = [text for text in texts for _ in range(rng.randrange(1, 4))]  # samples of a group share their prompt
     pairs = [(1000 + 3 * i, text) for i, text in enumerate(texts)]
-    packed = pack(pairs)
+    packed = pack_texts(pairs)
     assert len(packed.folded) < sum(len(fold(text)) + 1 for text in texts)
     for _ in range(60):
         needle = "".join(rng.choices(ALPHABET, k=rng.randrange(1, 4)))
@@ -24,6 +24,6 @@ def test_a_scan_finds_what_a_loop_finds(seed):
 
 
 def test_no_match_reaches_from_one_text_into_the_next():
-    packed = pack([(1, "ab"), (2, "cd"), (3, "")])
+    packed = pack_texts([(1, "ab"), (2, "cd"), (3, "")])
     assert list(owners_with(fold("bc"), packed)) == []
     assert list(owners_with(fold("D"), packed)) == [2]

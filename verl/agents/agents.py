@@ -319,7 +319,7 @@ class Agents:
 
 
 def is_paused(result: EpisodeResult) -> bool:
-    """Whether the episode goes on under the next weights."""
+    """Whether the episode continues under the next weights."""
     return result.error is None and result.trajectory.can_resume(result.task.limit)
 
 

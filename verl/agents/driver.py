@@ -300,7 +300,7 @@ class _Session:
             self._answer(self.waiting.pop(done.key), done)
         self.busy_s += time.perf_counter() - started_at
 
-    def _answer(self, asked: _Asked | _Dropped, value: Completion | Exception | None) -> None:
+    def _answer(self, asked: _Asked | _Dropped, value: Any) -> None:
         def set_answer() -> None:
             if asked.answer.done():
                 return  # the episode was cancelled

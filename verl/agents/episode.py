@@ -154,13 +154,12 @@ class Episode:
             if done.finish_reason != "length" or len(branch.tokens) == len(prompt) + most:
                 reason = done.finish_reason
         branch.is_busy = False
-        tokens, log_probs, versions = (
-            values[len(prompt) :] for values in (branch.tokens, branch.log_probs, branch.versions)
-        )
-        return Completion(self.task.ordinal, branch.number, tokens, log_probs, reason, max(versions))
+        start = len(prompt)
+        tokens, log_probs = branch.tokens[start:], branch.log_probs[start:]
+        return Completion(self.task.ordinal, branch.number, tokens, log_probs, reason, max(branch.versions[start:]))
 
     def _repeat(self, branch: Branch, prompt: list[int], most: int) -> FinishReason | None:
-        """Answer a turn with what it sampled in an earlier part. Returns how it ended; None where it goes on, or is new."""
+        """Answer a turn with what it sampled in an earlier part. Returns how it ended; None where it continues, or is new."""
         past, start = self._past, len(prompt)
         if past is None:
             return None

@@ -91,9 +91,9 @@ def recorded(folder: Path, found: Sequence[Trajectory], *, step: int, split: str
     for one in found:
         task = EpisodeTask(one.ordinal, one.sample, step, split, tuple(one.prompt_ids), {}, limit, len(one.prompt_ids))
         kind = PART if one.can_resume(limit) else EPISODE
-        record = newest.get((task.name, kind))
-        if record is None:
+        if (task.name, kind) not in newest:
             raise LookupError(f"The folder {FOLDER} of the run has no record of the episode {task.name} of step {step}")
+        record = newest[task.name, kind]
         own = replace(one, prompt_ids=tuple(record.get("prompt_ids") or one.prompt_ids))
         if record.get("error") is not None:
             own = untrained(own)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.page.summaries import SampleSummary, deviation, hash_of, last_message, summary_of, without_arrays
-from verl.page.texts import PackedTexts, fold, owners_with, pack
+from verl.page.texts import PackedTexts, fold, owners_with, pack_texts
 from verl.tracking.files import open_regular
 
 log = logging.getLogger(__name__)
@@ -286,7 +286,7 @@ def _insert(db: sqlite3.Connection, file: int, batch: Sequence[_Line]) -> int:
     db.executemany(_INSERT, rows)
     db.executemany("INSERT INTO shown VALUES (?, ?, ?)", shown)
     for which in ("prompt", "response"):
-        packed = pack((number, getattr(found, which)) for number, (*_, found) in enumerate(batch, first))
+        packed = pack_texts((number, getattr(found, which)) for number, (*_, found) in enumerate(batch, first))
         db.execute("INSERT INTO texts (file, owners, ends, folded) VALUES (?, ?, ?, ?)", (file, *packed))
     db.execute("UPDATE files SET rows = rows + ? WHERE id = ?", (len(batch), file))
     db.execute("COMMIT")

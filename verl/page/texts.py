@@ -30,7 +30,7 @@ def fold(text: str) -> bytes:
     return text.lower().encode().replace(_END, b" ")
 
 
-def pack(texts: Iterable[tuple[int, str]]) -> PackedTexts:
+def pack_texts(texts: Iterable[tuple[int, str]]) -> PackedTexts:
     """The texts of (sample, text), in that order."""
     owners, ends, parts, size = array("q"), array("q"), [], 0
     last: str | None = None

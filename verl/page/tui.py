@@ -77,7 +77,7 @@ class TableScreen(Screen[None]):
         """Work before the first `fill`; not `on_mount`, which textual calls of each class on its own."""
 
     def fill(self) -> None:
-        """Write head and table anew; the cursor stays in its row."""
+        """Write head and table again; the cursor stays in its row."""
         table = self.query_one(DataTable)
         at = table.cursor_row
         table.clear()
