@@ -186,6 +186,18 @@ def test_training_starts_from_given_adapters(folder, tmp_path):
         engine(folder, lora_adapter_path=str(tmp_path))
 
 
+def test_a_frozen_model_has_given_adapters(folder, tmp_path):
+    """`verl eval` and validation alone compute with the policy that was trained, not with its base."""
+    trained = train(engine(folder))
+    write_adapter(trained.state(), tmp_path / "adapter")
+    frozen = engine(folder, trainable=False, lora_adapter_path=str(tmp_path / "adapter"))
+    base = engine(folder, trainable=False)
+    a, b, c = (e.forward(make_batch(5), ("log_probs",), ALL)["log_probs"] for e in (trained, frozen, base))
+    assert torch.allclose(a, b, atol=1e-5)
+    assert not torch.allclose(a, c, atol=1e-3)
+    assert dict(frozen.gather_weights()).keys() == dict(base.gather_weights()).keys()
+
+
 def test_names_that_choose_nothing_are_refused(plain):
     with pytest.raises(ModelError, match=r"q_prj.*q_proj"):
         add_adapters(plain, LoRASpec(4, 8, ("q_prj",)), torch.float32)

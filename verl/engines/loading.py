@@ -9,7 +9,7 @@ import torch
 
 from verl.config import ModelConfig
 from verl.models.load import adopt_model, empty_model, load_external, load_model, load_model_config
-from verl.models.lora import LoRASpec, add_adapters, load_adapter, read_adapter
+from verl.models.lora import LoRASpec, add_adapters, load_adapter, merge_adapters, read_adapter
 from verl.models.padded import ForwardKind
 from verl.models.rounding import Rounding
 
@@ -25,7 +25,8 @@ def build_module(
     build: Callable[[], Any] | None = None,
 ) -> Any:
     """The module of a role, of the model's folder or by `build`. What trains is held in at least float32, what is frozen in
-    the compute dtype: rounded as masters are, so that a reference policy has the weights that training starts with."""
+    the compute dtype: rounded as masters are, so that a reference policy has the weights that training starts with. Adapters
+    at `model.lora_adapter_path` are merged into a frozen model."""
     load_external(model.external_lib)
     spec = LoRASpec.of(model) if trains else None
     wide = torch.promote_types(compute_dtype, torch.float32)
@@ -48,6 +49,10 @@ def build_module(
     _adapt(module, model, spec, wide)
     if spec is not None and model.lora_adapter_path:
         load_adapter(module, read_adapter(model.lora_adapter_path, spec))
+    elif not trains and model.lora_adapter_path and (frozen := LoRASpec.of(model)):
+        add_adapters(module, frozen, wide)
+        load_adapter(module, read_adapter(model.lora_adapter_path, frozen))
+        merge_adapters(module, lambda name, weight: rounding.rounded(name, weight, compute_dtype))
     return module
 
 

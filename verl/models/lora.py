@@ -186,6 +186,18 @@ def load_adapter(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None
         mine[name].copy_(value)
 
 
+@torch.no_grad()
+def merge_adapters(module: Any, rounded: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
+    """Replace the adapted layers of `module` by plain ones with frozen merged weights; `rounded` (name, wide weight) gives the
+    weight that is kept."""
+    for name, layer in lora_layers(module).items():
+        plain = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
+        weight = merged(f"{name}.weight", module.get_parameter, {name: layer.scale})
+        plain.weight, plain.bias = nn.Parameter(rounded(f"{name}.weight", weight)), layer.bias
+        module.set_submodule(name, plain)
+    module.requires_grad_(False)
+
+
 def _names(value: Any) -> str | tuple[str, ...]:
     """A list as a tuple; text stays text."""
     if value is None:
