@@ -78,7 +78,8 @@ SCRIPTS = {  # name -> ranks, family of the model, overrides
         "+reward_model.reward_kwargs.overlong_buffer_cfg.len=2",
         "+reward_model.reward_kwargs.overlong_buffer_cfg.penalty_factor=1.0",
         "+reward_model.reward_kwargs.max_resp_len=6",
-        f"{ROLLOUT}.val_kwargs.n=2", f"{ROLLOUT}.val_kwargs.do_sample=True", f"{ROLLOUT}.val_kwargs.top_p=0.7",
+        f"{ROLLOUT}.val_kwargs.n=2", f"{ROLLOUT}.val_kwargs.do_sample=True", f"{ROLLOUT}.val_kwargs.temperature=1.0",
+        f"{ROLLOUT}.val_kwargs.top_p=0.7",
         *DYNAMIC,
     ]),
     "mixture, experts over devices": (4, "qwen3_moe", [
