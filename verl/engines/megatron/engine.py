@@ -128,7 +128,7 @@ class MegatronEngine(TrainedEngine):
 
         trains, narrow = self.optim is not None, self.compute_dtype
         wide = torch.promote_types(narrow, torch.float32)
-        self.module = build_skeleton(model, self.head, narrow, trains=trains)
+        self.module = build_skeleton(model, self.head, narrow, trains=trains).requires_grad_(trains)
         shapes = {name: tuple(p.shape) for name, p in self.module.named_parameters()}
         prefix = next(name for name in shapes if "embed_tokens" in name).removesuffix("embed_tokens.weight")
         decoder = self.module.get_decoder()
