@@ -12,7 +12,8 @@ from .helpers import fixture_lines
 from .test_groups import FOLDER
 
 KNOWN = [line.partition("=")[::2] for line in fixture_lines("sft_keys.txt")]
-DIFFERENT = {"trainer.logger", "trainer.device", "engine.dtype"}  # in compat.yaml, with their reasons
+# in compat.yaml or docs/differences.md, with their reasons
+DIFFERENT = {"trainer.logger", "trainer.device", "engine.dtype", "model.use_fused_kernels"}
 
 
 def load(*overrides, **sources):

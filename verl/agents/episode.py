@@ -17,10 +17,12 @@ import hashlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from verl.agents.journal import EPISODE, FOLDER, PART, read
 from verl.data_proto.samples import Completion, FinishReason, PromptRequest, TurnRequest
 from verl.data_proto.trajectory import Segment, Status, Trajectory
 from verl.errors import VerlError
@@ -322,3 +324,26 @@ def in_dtype(found: EpisodeResult, dtype: type[np.floating[Any]]) -> EpisodeResu
         s if s.log_probs is None else replace(s, log_probs=s.log_probs.astype(dtype)) for s in found.trajectory.segments
     ]
     return replace(found, trajectory=replace(found.trajectory, segments=segments))
+
+
+def recorded(folder: Path, found: Sequence[Trajectory], *, step: int, split: str, limit: int) -> list[EpisodeResult]:
+    """The episodes that the ledger has as `found`, with what it does not have of them: prompts, rewards, errors, what reaches
+    the reward function. They began in `step`; `folder` is that of the run. Raises LookupError when one is not recorded."""
+    newest = {}
+    for file in sorted((folder / FOLDER).glob(f"step_{step:06d}.rank*.jsonl")):
+        for record in read(file):
+            if record["kind"] in (EPISODE, PART) and record.get("split") == split:
+                newest[record["episode"], record["kind"]] = record
+    results = []
+    for one in found:
+        task = EpisodeTask(one.ordinal, one.sample, step, split, tuple(one.prompt_ids), {}, limit, len(one.prompt_ids))
+        kind = PART if one.can_resume(limit) else EPISODE
+        if (task.name, kind) not in newest:
+            raise LookupError(f"The folder {FOLDER} of the run has no record of the episode {task.name} of step {step}")
+        record = newest[task.name, kind]
+        own = replace(one, prompt_ids=tuple(record.get("prompt_ids") or one.prompt_ids))
+        if record.get("error") is not None:
+            own = untrained(own)
+        more = {name: record[name] for name in ("reward", "extra", "num_turns", "metrics", "error") if name in record}
+        results.append(EpisodeResult(task, own, **more))
+    return results

@@ -10,13 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-from verl.agents.episode import EpisodeResult, EpisodeTask, untrained
-from verl.data_proto.trajectory import Trajectory
 
 FOLDER = "episodes"
 TOOL, EPISODE, PART = "tool", "episode", "part"  # a part: an episode that paused
@@ -79,29 +74,6 @@ def read(file: Path) -> list[dict[str, Any]]:
         if isinstance(record, dict) and isinstance(record.get("kind"), str):
             found.append(record)
     return found
-
-
-def recorded(folder: Path, found: Sequence[Trajectory], *, step: int, split: str, limit: int) -> list[EpisodeResult]:
-    """The episodes that the ledger has as `found`, with what it does not have of them: prompts, rewards, errors, what reaches
-    the reward function. They began in `step`; `folder` is that of the run. Raises LookupError when one is not recorded."""
-    newest = {}
-    for file in sorted((folder / FOLDER).glob(f"step_{step:06d}.rank*.jsonl")):
-        for record in read(file):
-            if record["kind"] in (EPISODE, PART) and record.get("split") == split:
-                newest[record["episode"], record["kind"]] = record
-    results = []
-    for one in found:
-        task = EpisodeTask(one.ordinal, one.sample, step, split, tuple(one.prompt_ids), {}, limit, len(one.prompt_ids))
-        kind = PART if one.can_resume(limit) else EPISODE
-        if (task.name, kind) not in newest:
-            raise LookupError(f"The folder {FOLDER} of the run has no record of the episode {task.name} of step {step}")
-        record = newest[task.name, kind]
-        own = replace(one, prompt_ids=tuple(record.get("prompt_ids") or one.prompt_ids))
-        if record.get("error") is not None:
-            own = untrained(own)
-        more = {name: record[name] for name in ("reward", "extra", "num_turns", "metrics", "error") if name in record}
-        results.append(EpisodeResult(task, own, **more))
-    return results
 
 
 def call_digest(name: str, arguments: str, context: str) -> str:

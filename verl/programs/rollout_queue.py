@@ -23,7 +23,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from verl.agents.journal import recorded
+from verl.agents.episode import recorded
 from verl.data.loader import PromptLoader
 from verl.data_proto.future import Finished, Future
 from verl.data_proto.metrics import Metric
