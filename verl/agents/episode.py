@@ -147,9 +147,8 @@ class Episode:
         most = min(room, max_new_tokens or room)
         branch.is_busy = True
         if len(self.branches) > 1 or (branch.tokens and len(prompt) == len(branch.tokens)):
-            self._num_left = (
-                None  # only turns of one branch, with other tokens between them, can be told from its tokens
-            )
+            # turns can be told from tokens in one branch alone, with other tokens between them
+            self._num_left = None
         reason = self._repeat(branch, prompt, most)
         while reason is None:
             done = await self._sample(branch, prompt[len(branch.tokens) :], len(prompt) + most)
