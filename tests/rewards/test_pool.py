@@ -1,5 +1,6 @@
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -157,6 +158,17 @@ def test_prints_go_to_the_log(make_pool, tmp_path):
     text = (tmp_path / "logs" / "reward_worker_0.log").read_text()
     assert "to stdout" in text
     assert "child" in text
+
+
+def test_prints_begin_nothing_in_a_folder_that_is_gone(make_pool, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    pool = make_pool(log_dir=run / "logs")
+    pool.start()
+    shutil.rmtree(run)
+    (score,) = pool.score_all([request("print")])
+    assert score.error is None
+    assert not run.exists()
 
 
 def test_limits_do_not_count_what_importing_took(make_pool):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import math
@@ -77,6 +78,9 @@ class RewardPool:
         if self._queue.closed:
             raise RewardError("The reward workers are closed already.")
         self._data_sources = sorted(set(data_sources))
+        if self._log_dir is not None:
+            with contextlib.suppress(OSError):  # costs the logs alone
+                self._log_dir.mkdir(parents=True, exist_ok=True)
         ready: Future[None] = Future()
         self._add_thread(ready)
         try:

@@ -79,8 +79,8 @@ class Prints:
 
 
 def _open_log(path: Path) -> int:
-    """Open a file for more lines. A scorer may have put a link or a pipe in its place, which is removed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Open a file of an existing folder for more lines. A scorer may have put a link or a pipe in its place, which is removed.
+    A folder that is gone stays so: a run whose folder was removed begins nothing there."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     with contextlib.suppress(OSError):
         fd = os.open(path, flags, 0o666)
