@@ -57,6 +57,11 @@ def test_files_are_short():
     assert not long, f"more than {MAX_FILE_LINES} lines; something wants a room of its own: {long}"
 
 
+def test_no_conflict_of_a_merge_is_left():
+    marks = re.compile(rb"^(<{7}|>{7}) ", re.MULTILINE)
+    assert not [relative(p) for p in tracked_files() if p.is_file() and marks.search(p.read_bytes())]
+
+
 def test_functions_are_short():
     long = {
         (relative(path), node.name): lines
