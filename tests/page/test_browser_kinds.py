@@ -85,11 +85,13 @@ def look(tab, kind, path):
     text = tab.inner_text("main")
     if re.fullmatch(r"/run/run/train/\d+", path):
         assert "Plan against measured" in text
+    logged = "val" if kind == "rm" else "train"  # a reward model shows its scores of held-out rows
+    if re.fullmatch(rf"/run/run/{logged}/\d+", path):
         assert {"sft": "Rows", "dpo": "Pairs", "rm": "Pairs"}.get(kind, "Groups") in text
     if "/train/" in path and "/s/" in path:
         assert ("Conversation" in text) == (kind == "agent")
         if kind == "agent":
             assert tab.locator("details.turn summary:has-text('assistant')").count() > 0
             assert tab.locator("#tokens .masked").count() > 0, "what tools said does not train"
-    if "/train/" in path and "/u/" in path and kind in ("dpo", "rm"):
+    if f"/{logged}/" in path and "/u/" in path and kind in ("dpo", "rm"):
         assert "margin" in text
