@@ -1,11 +1,13 @@
 """The fused head against full float64 logits."""
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.models.log_probs import token_log_probs
+from verl.models.log_probs import TokenStats, token_log_probs
 
 CASES = [
     pytest.param({}, id="plain"),
@@ -43,6 +45,15 @@ def fused(hidden, weight, bias, targets, temperature, chunk, **options):
     return stats.log_probs, stats.entropy, stats.sum_pi_squared
 
 
+def assert_equal_with_gradients(ours, theirs, leaves):
+    upstream = [torch.randn_like(x) for x in ours]
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.allclose(a, b, rtol=1e-12, atol=1e-13)
+    expected = torch.autograd.grad(theirs, leaves, upstream)
+    for a, b in zip(torch.autograd.grad(ours, leaves, upstream), expected, strict=True):
+        assert torch.allclose(a, b, rtol=1e-10, atol=1e-12)
+
+
 @pytest.mark.parametrize("chunk", [1, 4, 11, 50])
 @pytest.mark.parametrize("options", CASES)
 def test_equals_full_logits_with_gradients(options, chunk):
@@ -51,12 +62,7 @@ def test_equals_full_logits_with_gradients(options, chunk):
     leaves = [x for x in (hidden, weight, bias) if x is not None]
     ours = fused(hidden, weight, bias, targets, 1.7, chunk, **options)
     theirs = reference(hidden, weight, bias, targets, 1.7, **options)
-    upstream = [torch.randn_like(x) for x in ours]
-    for a, b in zip(ours, theirs, strict=True):
-        assert torch.allclose(a, b, rtol=1e-12, atol=1e-13)
-    expected = torch.autograd.grad(theirs, leaves, upstream)
-    for a, b in zip(torch.autograd.grad(ours, leaves, upstream), expected, strict=True):
-        assert torch.allclose(a, b, rtol=1e-10, atol=1e-12)
+    assert_equal_with_gradients(ours, theirs, leaves)
 
 
 @pytest.mark.parametrize("options", CASES)
@@ -66,12 +72,33 @@ def test_whole_logits_equal_chunks_with_gradients(options):
     leaves = [x for x in (hidden, weight, bias) if x is not None]
     ours = fused(hidden, weight, bias, targets, 1.7, 4, fused=False, **options)
     theirs = fused(hidden, weight, bias, targets, 1.7, 4, **options)
-    upstream = [torch.randn_like(x) for x in ours]
-    for a, b in zip(ours, theirs, strict=True):
-        assert torch.allclose(a, b, rtol=1e-12, atol=1e-13)
-    expected = torch.autograd.grad(theirs, leaves, upstream)
-    for a, b in zip(torch.autograd.grad(ours, leaves, upstream), expected, strict=True):
-        assert torch.allclose(a, b, rtol=1e-10, atol=1e-12)
+    assert_equal_with_gradients(ours, theirs, leaves)
+
+
+@pytest.mark.parametrize("options", CASES)
+def test_whole_logits_have_every_statistic_of_chunks(options):
+    options = dict(options)
+    hidden, weight, bias, targets = inputs(11, options.pop("bias", False))
+    wants = {f"want_{name}": True for name in ("entropy", "sum_pi_squared", "correct", "mean_logit")}
+    candidates = torch.stack([targets, (targets + 1) % len(weight)], 1)
+    whole, chunks = (
+        token_log_probs(
+            hidden,
+            weight,
+            targets,
+            1.7,
+            bias=bias,
+            candidates=candidates,
+            top=3,
+            chunk_tokens=4,
+            fused=fused,
+            **wants,
+            **options,
+        )
+        for fused in (False, True)
+    )
+    for field in dataclasses.fields(TokenStats):
+        torch.testing.assert_close(getattr(whole, field.name), getattr(chunks, field.name), msg=field.name)
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 50])

@@ -33,6 +33,7 @@ from verl.engines.shards import (
 from verl.engines.state import TrainedState
 from verl.errors import ConfigError
 from verl.models.chunked_mlp import chunked_feed_forward
+from verl.models.forward import keep_fused
 from verl.models.load import load_external, load_model_config
 from verl.models.optim import ELEMENTWISE, MasterOptimizer
 from verl.models.packing import PackedBatch
@@ -77,6 +78,8 @@ class FSDPEngine(TrainedEngine):
         if self.groups.tensor.size() * self.groups.sequence.size() * engine.expert_parallel_size > 1:
             keys = "tensor_parallel_size, ulysses_sequence_parallel_size or expert_parallel_size"
             require_packed(self.module, f"fsdp_config.{keys}")
+        if self.groups.tensor.size() > 1:
+            keep_fused(self.module, "tensor parallel ranks have parts of the vocabulary")
         self._keep_prompts_apart(forward)
         if not trains:
             self.module.requires_grad_(False)

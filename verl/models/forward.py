@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -16,6 +17,8 @@ from verl.models.outputs import HeadInputs, output_kind, statistics_wanted
 from verl.models.packed import PackedLayout
 from verl.models.packing import PackedBatch
 from verl.models.padded import forward_kind, padded_logits, padded_states
+
+log = logging.getLogger(__name__)
 
 _FUSED_DEVICES = ("cpu",)  # on which the fused decoder has been measured and checked
 # In float64 the modules' norms still round to float32, those of the fused decoder do not, so that modules are compared.
@@ -71,6 +74,13 @@ def computed_by(module: Any, device: torch.device) -> str:
 def fuses_log_probs(module: Any) -> bool:
     """Whether whole logits of `module` are never computed (model.use_fused_kernels)."""
     return bool(getattr(module, "fused_log_probs", True))
+
+
+def keep_fused(module: Any, why: str) -> None:
+    """Never compute whole logits of `module`, whatever model.use_fused_kernels says; a line in the log says `why`."""
+    if not fuses_log_probs(module):
+        log.info("model.use_fused_kernels=False: log-probs stay in chunks, since %s.", why)
+    module.fused_log_probs = True
 
 
 def packed_outputs(

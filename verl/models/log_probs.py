@@ -69,12 +69,12 @@ class Head:
         return z
 
     def logits(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Final logits [rows, vocabulary], float32 or wider, by autograd."""
+        """Final logits [rows, vocabulary] at temperature 1, float32 or wider, by autograd."""
         z = torch.nn.functional.linear(hidden, weight, bias)
         z = z.to(torch.promote_types(z.dtype, torch.float32)) * self.logit_scale
         if self.softcap is not None:
             z = (z / self.softcap).tanh() * self.softcap
-        return z / self.temperature
+        return z
 
     def transform_(self, z: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Final logits of `z` = h W^T, in place."""
@@ -140,14 +140,11 @@ def token_log_probs(
 
     Without `fused` torch computes the whole logits and autograd their gradients, also that of the weight.
     """
+    wants = (want_entropy, want_sum_pi_squared, want_correct, want_mean_logit)
+    top = min(top, weight.shape[0])
     if not fused:
         logits = Head(temperature, logit_scale, softcap).logits(hidden, weight, bias)
-        wanted = {
-            "want_entropy": want_entropy,
-            "want_sum_pi_squared": want_sum_pi_squared,
-            "want_correct": want_correct,
-        }
-        return logit_statistics(logits, targets, candidates=candidates, top=min(top, weight.shape[0]), **wanted)
+        return logit_statistics(logits, targets, temperature, *wants, candidates=candidates, top=top)
     if chunk_tokens is None:
         elements = _CHUNK_ELEMENTS_CUDA if weight.device.type == "cuda" else _CHUNK_ELEMENTS
         chunk_tokens = max(1, elements // weight.shape[0])
@@ -158,9 +155,9 @@ def token_log_probs(
         bias,
         targets,
         head,
-        (want_entropy, want_sum_pi_squared, want_correct, want_mean_logit),
+        wants,
         candidates,
-        min(top, weight.shape[0]),
+        top,
         max(1, min(chunk_tokens, len(targets))),
         gradients,
     )
@@ -171,11 +168,11 @@ def logit_statistics(
     logits: torch.Tensor,
     targets: torch.Tensor,
     temperature: float = 1.0,
-    *,
     want_entropy: bool = False,
     want_sum_pi_squared: bool = False,
     want_correct: bool = False,
     want_mean_logit: bool = False,
+    *,
     candidates: torch.Tensor | None = None,
     top: int = 0,
 ) -> TokenStats:
