@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -40,6 +40,14 @@ from verl.models.rounding import Rounding
 from verl.models.visible import ratio
 from verl.parallel.balance import unit_ids
 from verl.parallel.device import compute_dtype
+
+
+class Wanted(NamedTuple):
+    """What a call asks of a forward pass, and the positions that it reads for that."""
+
+    outputs: Sequence[str]
+    reads: Reads
+    temperature: float
 
 
 class TrainedEngine(ABC):
@@ -87,11 +95,11 @@ class TrainedEngine(ABC):
         self, batch: DataProto, outputs: Sequence[str], micro: MicroBatching, temperature: float = 1.0
     ) -> dict[str, torch.Tensor]:
         """See TrainEngine."""
-        reads = positions_read(outputs, self.head)
+        wanted = Wanted(outputs, positions_read(outputs, self.head), temperature)
         found: dict[str, torch.Tensor] = {}
         with self._ready():
-            plan = self._plan(batch, micro, reads)
-            for rows, result in zip(plan, self._computed(batch, plan, reads, outputs, temperature), strict=True):
+            plan = self._plan(batch, micro, wanted.reads)
+            for rows, result in zip(plan, self._computed(batch, plan, wanted), strict=True):
                 for name, values in result.items():
                     if name not in found:
                         wide = values.dtype if values.dtype in (torch.float64, torch.int64) else torch.float32
@@ -114,13 +122,13 @@ class TrainedEngine(ABC):
         """See TrainEngine. `num_skipped_updates` is added when the step was not taken."""
         assert self.optimizer is not None, "a frozen model cannot be trained"
         before = random_state(self.device)
-        reads = positions_read(outputs, self.head)
+        wanted = Wanted(outputs, positions_read(outputs, self.head), temperature)
         totals = batch_totals(self._sum_over_ranks(torch.tensor(sizes_of(batch, rows, unit))).tolist())
         metrics: list[dict[str, Metric]] = [{"loss": Metric.sum(0.0)}]
         micro = micro if self.headroom is None else self.headroom.adapted(micro)
         with self._ready(trains=True):
-            plan = self._plan(batch, micro, reads, rows, unit)
-            metrics += self._sum_gradients(batch, plan, reads, outputs, temperature, loss, totals)
+            plan = self._plan(batch, micro, wanted.reads, rows, unit)
+            metrics += self._sum_gradients(batch, plan, wanted, loss, totals)
             if self.headroom is not None and self.headroom.limit is not None:
                 metrics.append({"micro_batch_tokens": Metric.last(self.headroom.limit)})
             self._complete_gradients(totals)
@@ -277,40 +285,29 @@ class TrainedEngine(ABC):
             reads=reads,
         )
 
-    def _computed(
-        self,
-        batch: DataProto,
-        plan: list[list[int]],
-        reads: Reads,
-        outputs: Sequence[str],
-        temperature: float,
-    ) -> Iterable[dict[str, torch.Tensor]]:
+    def _computed(self, batch: DataProto, plan: list[list[int]], wanted: Wanted) -> Iterable[dict[str, torch.Tensor]]:
         """The named outputs of each micro-batch of `plan`, in its order."""
         for number, rows in enumerate(plan):
             self._before_micro_batch(number, len(plan), trains=False)
-            yield self._outputs(self._pack(select_rows(batch, rows), reads), outputs, temperature)
+            packed = self._pack(select_rows(batch, rows), wanted.reads)
+            yield self._outputs(packed, wanted.outputs, wanted.temperature)
 
     def _sum_gradients(
-        self,
-        batch: DataProto,
-        plan: list[list[int]],
-        reads: Reads,
-        outputs: Sequence[str],
-        temperature: float,
-        loss: LossFn,
-        totals: BatchTotals,
+        self, batch: DataProto, plan: list[list[int]], wanted: Wanted, loss: LossFn, totals: BatchTotals
     ) -> list[dict[str, Metric]]:
         """Forward and backward of each micro-batch of `plan`; returns their metrics."""
         metrics = []
         for number, members in enumerate(plan):
             self._before_micro_batch(number, len(plan), trains=True)
             part = select_rows(batch, members)
-            packed = self._pack(part, reads)
+            packed = self._pack(part, wanted.reads)
             if self.neftune_alpha:
                 size = self.module.config.get_text_config().hidden_size
                 packed = with_noise(packed, self.neftune_alpha, size, seed=self.num_steps)
             with nullcontext() if self.headroom is None else self.headroom.measuring(packed.input_ids.numel()):
-                metrics.append(self._backward(self._outputs(packed, outputs, temperature), part, loss, totals))
+                found = self._outputs(packed, wanted.outputs, wanted.temperature)
+                metrics.append(self._backward(found, part, loss, totals))
+                del found
         return metrics
 
     def _backward(

@@ -273,9 +273,8 @@ def _insert(db: sqlite3.Connection, file: int, batch: Sequence[_Line]) -> int:
     """Insert some rows of a file; their number."""
     db.execute("BEGIN IMMEDIATE")
     first = 1 + (db.execute("SELECT max(id) FROM samples").fetchone()[0] or 0)
-    ends: dict[
-        str, tuple[str, str]
-    ] = {}  # prompt -> its hash and what lists show of it; the samples of a group share it
+    # prompt -> its hash and what lists show of it; the samples of a group share it
+    ends: dict[str, tuple[str, str]] = {}
     rows, shown = [], []
     for number, (line, start, size, found) in enumerate(batch, first):
         if found.prompt not in ends:

@@ -116,9 +116,8 @@ def _exchange_shapes(
 ) -> tuple[list[int], list[int]]:
     """Waits for what is received alone. A send over gloo ends when the other side receives, and between interleaved stages that
     one may first wait for the tensor of this one."""
-    for work in self.__dict__.pop(
-        "shapes_sent", ()
-    ):  # received before the tensors of the last call, which were waited for
+    # those of the last call were received before its tensors, which were waited for
+    for work in self.__dict__.pop("shapes_sent", ()):
         work.wait()
     ranks = (self.prev_rank, self.next_rank)
     sent = [

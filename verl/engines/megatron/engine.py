@@ -16,12 +16,13 @@ from verl.config.sections.megatron import MegatronConfig
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.engines.api import BatchTotals, EngineState, LossFn, WeightLayout, require_library
-from verl.engines.base import TrainedEngine, select_rows
+from verl.engines.base import TrainedEngine, Wanted, select_rows
 from verl.engines.loading import build_module, build_skeleton
 from verl.engines.megatron.groups import broadcast_value, computing, use_groups
 from verl.engines.megatron.placement import Grid, Placed, place
 from verl.engines.state import TrainedState
 from verl.errors import ConfigError, ModelError, VerlError
+from verl.models.forward import keep_fused
 from verl.models.load import load_external, load_model_config
 from verl.models.optim import ELEMENTWISE
 from verl.models.packing import PackedBatch, Reads
@@ -86,7 +87,6 @@ class MegatronEngine(TrainedEngine):
         refused = {
             "model.lora_rank": optim is not None and model.lora_rank > 0,
             "model.neftune_alpha": bool(getattr(model, "neftune_alpha", None)),
-            "model.use_fused_kernels=False": not model.use_fused_kernels,
             "fsdp_config.adapt_micro_batches": optim is not None and engine.adapt_micro_batches,
         }
         for key, given in refused.items():
@@ -129,6 +129,7 @@ class MegatronEngine(TrainedEngine):
         trains, narrow = self.optim is not None, self.compute_dtype
         wide = torch.promote_types(narrow, torch.float32)
         self.module = build_skeleton(model, self.head, narrow, trains=trains).requires_grad_(trains)
+        keep_fused(self.module, "Megatron's ranks may have parts of the vocabulary")
         shapes = {name: tuple(p.shape) for name, p in self.module.named_parameters()}
         prefix = next(name for name in shapes if "embed_tokens" in name).removesuffix("embed_tokens.weight")
         decoder = self.module.get_decoder()
@@ -229,24 +230,16 @@ class MegatronEngine(TrainedEngine):
         rows = [select_rows(batch, members) if members else batch.slice(0, 0) for members in plan]
         return [(part, self.schedule.padded(self._pack(part, reads))) for part in rows]
 
-    def _computed(
-        self, batch: DataProto, plan: list[list[int]], reads: Reads, outputs: Sequence[str], temperature: float
-    ) -> list[dict[str, torch.Tensor]]:
-        return self.schedule.forward(self._parts(batch, plan, reads), outputs, temperature)
+    def _computed(self, batch: DataProto, plan: list[list[int]], wanted: Wanted) -> list[dict[str, torch.Tensor]]:
+        return self.schedule.forward(self._parts(batch, plan, wanted.reads), wanted.outputs, wanted.temperature)
 
     def _sum_gradients(
-        self,
-        batch: DataProto,
-        plan: list[list[int]],
-        reads: Reads,
-        outputs: Sequence[str],
-        temperature: float,
-        loss: LossFn,
-        totals: BatchTotals,
+        self, batch: DataProto, plan: list[list[int]], wanted: Wanted, loss: LossFn, totals: BatchTotals
     ) -> list[dict[str, Metric]]:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
-        return self.schedule.train(self._parts(batch, plan, reads), outputs, temperature, loss, totals)
+        parts = self._parts(batch, plan, wanted.reads)
+        return self.schedule.train(parts, wanted.outputs, wanted.temperature, loss, totals)
 
     def _complete_gradients(self, totals: BatchTotals) -> None:
         if totals.num_tokens:
