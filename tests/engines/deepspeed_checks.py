@@ -224,7 +224,7 @@ def whole_state(engine):
 
 @on(2)
 def check_checkpoint(folder):
-    """A run that resumes goes on bit for bit, with each stage; with another stage or engine its losses are equal."""
+    """A resumed run is the unbroken one bit for bit, with each stage; with another stage or engine its losses are equal."""
     path, found = model_folder(folder, "llama"), {}
     for stage in (1, 2, 3):
         unbroken = make(DeepSpeedEngine, path, zero_stage=stage)

@@ -299,7 +299,7 @@ def check_refused_steps(folder):
 
 @on(2)
 def check_checkpoint(folder):
-    """A run that resumes goes on bit for bit; with another layout or engine its losses are equal, and back again."""
+    """A resumed run is the unbroken one bit for bit; with another layout or engine its losses are equal, and back again."""
     path, found = model_folder(folder, "llama", num_hidden_layers=4), {}
     shapes = [{}, {TENSOR: 2}, {PIPELINE: 2}]
     for number, section in enumerate(shapes):

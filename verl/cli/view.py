@@ -33,7 +33,7 @@ def run_view(argv: list[str]) -> int:
     from verl.page.server import address_of, listen, new_token, serve_page
 
     listening, token = listen(arguments.host, arguments.port), new_token()
-    print(f"{address_of(listening, token)}\nCtrl-C ends the page; it only reads, so runs go on.", flush=True)
+    print(f"{address_of(listening, token)}\nCtrl-C ends the page; it only reads, so runs continue.", flush=True)
     serve_page(folders, listening, token)
     return 0
 

@@ -235,7 +235,7 @@ class RLRunner:
         self.inputs.mkdir(parents=True, exist_ok=True)
         given = self.algorithm in GIVEN_ROWS
         keys: dict[str, Any] = {
-            **self._write_model("model" if given else "actor_rollout_ref.model", "trainer.val_only" in more),
+            **self._write_model("model" if given else "actor_rollout_ref.model"),
             **more,
         }
         for split, rows in (("train", self.train_dataset), ("val", self.eval_dataset)):
@@ -256,13 +256,11 @@ class RLRunner:
         rows = self.train_dataset or self.eval_dataset
         return self.algorithm == "sft" and bool(rows) and any(name in rows[0] for name in _TOKENIZED)  # type: ignore[index]
 
-    def _write_model(self, section: str, frozen: bool) -> dict[str, Any]:
+    def _write_model(self, section: str) -> dict[str, Any]:
         if self._module is None:
             return {f"{section}.path": self._path}
         folder = self.inputs / ("model" if self._start is None else "trained")
         self.processing_class.save_pretrained(folder)
-        if frozen and is_peft(self._module):  # a frozen model takes no adapters
-            return {f"{section}.path": write_merged(self._module, folder)}
         return {f"{section}.{name}": path for name, path in write_model(self._module, folder).items()}
 
     def _reference(self) -> dict[str, Any]:

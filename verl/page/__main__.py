@@ -27,7 +27,10 @@ def main() -> None:
     arguments = parser.parse_args()
     die_with(arguments.parent)
     with contextlib.suppress(OSError):  # the run comes first
-        os.nice(15)
+        os.nice(19)
+        Path("/proc/self/autogroup").write_text(
+            "19"
+        )  # where Linux shares time by session, nice has no effect beyond one
     logging.basicConfig(level=logging.ERROR)
     serve_page(
         arguments.folders, socket.socket(fileno=arguments.fd), os.environ.pop("VERL_PAGE_TOKEN"),

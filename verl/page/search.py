@@ -75,12 +75,7 @@ def find_samples(index: SampleIndex, query: Mapping[str, str], *, limit: int, of
     if not text:
         ids = _ids(index, query, None, limit, offset)
     elif query.get("sort", "newest") == "newest" and not query.get("conflict"):
-        ids = []
-        for found in index.containing(text):  # those of the newest files come first, so the rest need not be read
-            ids += _ids(index, query, found, limit + offset - len(ids), 0)
-            if len(ids) == limit + offset:
-                break
-        ids = ids[offset:]
+        ids = _newest_ids(index, query, text, limit + offset)[offset:]
     else:
         ids = _ids(index, query, list(chain.from_iterable(index.containing(text))), limit, offset)
     rows = index.rows(
@@ -90,6 +85,20 @@ def find_samples(index: SampleIndex, query: Mapping[str, str], *, limit: int, of
     )
     place = {number: i for i, number in enumerate(ids)}
     return _with_excerpts(index, sorted(rows, key=lambda row: place[row["id"]]), text)
+
+
+def _newest_ids(index: SampleIndex, query: Mapping[str, str], text: str, wanted: int) -> list[int]:
+    """The newest samples with `text` that the filters let through; older files than they are in are not read."""
+    ids: list[int] = []
+    found: list[int] = []
+    for of_file in index.containing(text):
+        found += of_file
+        if len(found) >= wanted - len(ids):
+            ids += _ids(index, query, found, wanted - len(ids), 0)
+            found = []
+            if len(ids) == wanted:
+                return ids
+    return ids + _ids(index, query, found, wanted - len(ids), 0)
 
 
 def _ids(
