@@ -42,8 +42,8 @@ from verl.parallel.balance import unit_ids
 from verl.parallel.device import compute_dtype
 
 
-class Wanted(NamedTuple):
-    """What a call asks of a forward pass, and the positions that it reads for that."""
+class RequestedOutputs(NamedTuple):
+    """Outputs that a call asks of a forward pass, and the positions that it reads for them."""
 
     outputs: Sequence[str]
     reads: Reads
@@ -95,7 +95,7 @@ class TrainedEngine(ABC):
         self, batch: DataProto, outputs: Sequence[str], micro: MicroBatching, temperature: float = 1.0
     ) -> dict[str, torch.Tensor]:
         """See TrainEngine."""
-        wanted = Wanted(outputs, positions_read(outputs, self.head), temperature)
+        wanted = RequestedOutputs(outputs, positions_read(outputs, self.head), temperature)
         found: dict[str, torch.Tensor] = {}
         with self._ready():
             plan = self._plan(batch, micro, wanted.reads)
@@ -122,7 +122,7 @@ class TrainedEngine(ABC):
         """See TrainEngine. `num_skipped_updates` is added when the step was not taken."""
         assert self.optimizer is not None, "a frozen model cannot be trained"
         before = random_state(self.device)
-        wanted = Wanted(outputs, positions_read(outputs, self.head), temperature)
+        wanted = RequestedOutputs(outputs, positions_read(outputs, self.head), temperature)
         totals = batch_totals(self._sum_over_ranks(torch.tensor(sizes_of(batch, rows, unit))).tolist())
         metrics: list[dict[str, Metric]] = [{"loss": Metric.sum(0.0)}]
         micro = micro if self.headroom is None else self.headroom.adapted(micro)
@@ -285,7 +285,9 @@ class TrainedEngine(ABC):
             reads=reads,
         )
 
-    def _computed(self, batch: DataProto, plan: list[list[int]], wanted: Wanted) -> Iterable[dict[str, torch.Tensor]]:
+    def _computed(
+        self, batch: DataProto, plan: list[list[int]], wanted: RequestedOutputs
+    ) -> Iterable[dict[str, torch.Tensor]]:
         """The named outputs of each micro-batch of `plan`, in its order."""
         for number, rows in enumerate(plan):
             self._before_micro_batch(number, len(plan), trains=False)
@@ -293,7 +295,7 @@ class TrainedEngine(ABC):
             yield self._outputs(packed, wanted.outputs, wanted.temperature)
 
     def _sum_gradients(
-        self, batch: DataProto, plan: list[list[int]], wanted: Wanted, loss: LossFn, totals: BatchTotals
+        self, batch: DataProto, plan: list[list[int]], wanted: RequestedOutputs, loss: LossFn, totals: BatchTotals
     ) -> list[dict[str, Metric]]:
         """Forward and backward of each micro-batch of `plan`; returns their metrics."""
         metrics = []

@@ -79,8 +79,11 @@ class Prints:
 
 
 def _open_log(path: Path) -> int:
-    """Open a file of an existing folder for more lines. A scorer may have put a link or a pipe in its place, which is removed.
-    A folder that is gone stays so: a run whose folder was removed begins nothing there."""
+    """Open a file for more lines, after the removal of a link or a pipe that a scorer has put in its place.
+
+    Raises:
+        FileNotFoundError: The folder is gone. It stays so: a run whose folder was removed begins nothing there.
+    """
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     with contextlib.suppress(OSError):
         fd = os.open(path, flags, 0o666)

@@ -16,7 +16,7 @@ from verl.config.sections.megatron import MegatronConfig
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.engines.api import BatchTotals, EngineState, LossFn, WeightLayout, require_library
-from verl.engines.base import TrainedEngine, Wanted, select_rows
+from verl.engines.base import RequestedOutputs, TrainedEngine, select_rows
 from verl.engines.loading import build_module, build_skeleton
 from verl.engines.megatron.groups import broadcast_value, computing, use_groups
 from verl.engines.megatron.placement import Grid, Placed, place
@@ -230,11 +230,13 @@ class MegatronEngine(TrainedEngine):
         rows = [select_rows(batch, members) if members else batch.slice(0, 0) for members in plan]
         return [(part, self.schedule.padded(self._pack(part, reads))) for part in rows]
 
-    def _computed(self, batch: DataProto, plan: list[list[int]], wanted: Wanted) -> list[dict[str, torch.Tensor]]:
+    def _computed(
+        self, batch: DataProto, plan: list[list[int]], wanted: RequestedOutputs
+    ) -> list[dict[str, torch.Tensor]]:
         return self.schedule.forward(self._parts(batch, plan, wanted.reads), wanted.outputs, wanted.temperature)
 
     def _sum_gradients(
-        self, batch: DataProto, plan: list[list[int]], wanted: Wanted, loss: LossFn, totals: BatchTotals
+        self, batch: DataProto, plan: list[list[int]], wanted: RequestedOutputs, loss: LossFn, totals: BatchTotals
     ) -> list[dict[str, Metric]]:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
