@@ -278,6 +278,20 @@ def test_a_disk_that_lies_is_found_before_the_checkpoint_counts(store, monkeypat
     assert store.candidates() == [1]
 
 
+def test_a_folder_that_takes_the_place_of_the_run_meanwhile_gets_no_file(store, monkeypatch):
+    from verl.checkpoint import store as module
+
+    def renamed(source, target):
+        source.rename(target)
+        store.root.rename(store.root.with_name("moved"))
+        store.root.mkdir()
+
+    monkeypatch.setattr(module, "rename", renamed)
+    with pytest.raises(CheckpointError, match="Checkpoint 1 could not be saved"):
+        store.save(1, make_roles(1), {})
+    assert not list(store.root.iterdir())
+
+
 def test_state_that_json_cannot_hold(store):
     with pytest.raises(CheckpointError, match="trainer's state cannot be saved as JSON"):
         store.save(1, make_roles(1), {"x": object()})

@@ -41,7 +41,7 @@ from verl.checkpoint.retention import LATEST, Retention, candidates, clean_up, n
 from verl.checkpoint.role import ALL_CONTENTS, RoleCheckpoint, read_role
 from verl.engines.api import EngineState
 from verl.errors import CheckpointError
-from verl.tracking.files import write_atomically
+from verl.tracking.files import replacing
 
 __all__ = [
     "CheckpointStore",
@@ -176,12 +176,12 @@ class CheckpointStore:
 
     def _put_in_place(self, temporary: Path, step: int) -> None:
         final = self.path(step)
-        set_aside_later(self.root, step)
-        if is_there(final):  # a damaged one, or one of an earlier run
-            rename(final, self.root / f".{final.name}.old-{os.getpid()}")
-        rename(temporary, final)
-        sync_folder(self.root)
-        write_atomically(self.root / LATEST, str(step))
+        with replacing(self.root / LATEST, str(step)):
+            set_aside_later(self.root, step)
+            if is_there(final):  # a damaged one, or one of an earlier run
+                rename(final, self.root / f".{final.name}.old-{os.getpid()}")
+            rename(temporary, final)
+            sync_folder(self.root)
         sync_folder(self.root)
 
     def _failure(self, step: int, wanted: int, error: OSError) -> str:

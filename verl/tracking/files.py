@@ -213,18 +213,34 @@ def truncate_rows(path: Path, step: int, *, complete: bool = False) -> int:
 
 def write_atomically(path: Path, text: str) -> None:
     """Replace `path` atomically: a reader sees the old document or the new one."""
+    with replacing(path, text):
+        pass
+
+
+@contextlib.contextmanager
+def replacing(path: Path, text: str) -> Iterator[None]:
+    """Replace `path` atomically at the end of the block. The text is written beside it before, so that the end creates no
+    file: another folder that has taken the place of the parent meanwhile gets none, and OSError is raised."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
+        with _naming(path), temporary.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+        yield
+        with _naming(path):
+            os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         error.filename = str(path)
         raise
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def file_system_of(path: Path) -> str:
