@@ -1,11 +1,12 @@
-"""The pictures of docs/page.md: `python docs/make_screenshots.py RUN [OTHER]` with GRPO runs; needs playwright and chromium.
+"""The pictures of docs/page.md: `python docs/make_screenshots.py RUN [OTHER]` with GRPO runs (playwright, pillow, chromium).
 
 They show the step of RUN whose groups differ most, its first group, and of that the sample with the best score; the answers
-to common questions in three clicks; and RUN compared with OTHER.
+to common questions in three clicks (wrong rewards are looked for in OTHER); and RUN compared with OTHER.
 """
 
 from __future__ import annotations
 
+import io
 import re
 import shutil
 import sys
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
 from playwright.sync_api import sync_playwright
 
 from verl.page.pages import Site
@@ -41,7 +43,8 @@ def main(folders: list[Path]) -> None:
         tab.goto(address)
         for name in _views(tab, address.partition("/?")[0], keys):
             tab.wait_for_timeout(800)
-            tab.screenshot(path=OUT / f"page-{name}.png")
+            picture = Image.open(io.BytesIO(tab.screenshot()))
+            picture.convert("RGB").quantize(128, dither=Image.Dither.NONE).save(OUT / f"page-{name}.png", optimize=True)
 
 
 def _views(tab: Any, base: str, keys: list[str]) -> Iterator[str]:
@@ -62,16 +65,15 @@ def _views(tab: Any, base: str, keys: list[str]) -> Iterator[str]:
     tab.keyboard.press("t")
     yield "sample"
     for name, question in (("cut", "cut at"), ("reward", "same answer"), ("difference", "sampler/trainer")):
-        tab.goto(run)
+        tab.goto(f"{base}/run/{keys[-1]}" if name == "reward" else run)
         tab.click(".tabs a:has-text('Samples')")
         tab.click(f"nav[aria-label='Common questions'] a:has-text('{question}')")
-        yield f"samples-{name}"
-        if tab.locator("a.item").count():
+        if name == "difference":
             tab.click("a.item >> nth=0")
             tab.wait_for_url("**/s/*")
-            yield f"found-{name}"
-    for name in ("metrics", "config", "log"):
-        tab.goto(f"{run}/{name}")
+        yield f"found-{name}"
+    for name in ("metrics", "config"):
+        tab.goto(f"{base}/run/{keys[-1]}/{name}")
         yield name
     if len(keys) > 1:
         tab.goto(f"{base}/compare?a={keys[0]}&b={keys[1]}")

@@ -55,7 +55,7 @@ def _given(schema: Schema[Any], overrides: Sequence[str], config_path: str | Non
     given = Given(schema)
     file = sources.find(schema, config_path, config_name)
     for path, tree in sources.read_tree(schema, file, given.notices) if file is not None else ():
-        given.add_file(f"file {path}", tree)
+        given.add_file(f"config {path.stem}" if path.parent == sources.BUILT_IN else f"file {path}", tree)
     given.add_overrides(overrides)
     return given
 

@@ -20,11 +20,12 @@ from verl.foreign_text import printable
 class LoadedConfig(Generic[R]):
     """A resolved configuration.
 
-    `origins` has for every key where its value comes from: "default", "file X", "command line", "follows <key>", with
-    ", renamed from <spelling>" where the user wrote an older name. `given` holds the keys the user set, and for those
-    that would follow another key, `followed` the value they would have had. `entries` holds every setting of a key, which are
-    several for a free-form one. What went wrong on the way: `faults`; `misfits` are the values that do not fit their key, for
-    which the default stands in; `without_effect` are keys that the tree has not, each with the reason why that is no fault.
+    `origins` has for every key where its value comes from: "default", "config X" (of verl's own), "file X",
+    "command line", "follows <key>", with ", renamed from <spelling>" where the user wrote an older name. `given`
+    holds the keys the user set, and for those that would follow another key, `followed` the value they would have
+    had. `entries` holds every setting of a key, which are several for a free-form one. What went wrong on the way:
+    `faults`; `misfits` are the values that do not fit their key, for which the default stands in; `without_effect`
+    are keys that the tree has not, each with the reason why that is no fault.
     """
 
     schema: Schema[R]

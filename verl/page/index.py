@@ -194,7 +194,7 @@ class SampleIndex:
         )  # fmt: skip
         return True
 
-    def containing(self, text: str) -> Iterator[list[int]]:
+    def containing(self, text: str) -> Iterator[set[int]]:
         """The ids of the samples whose prompt or response has `text`, whatever its case: those of one samples file at a time,
         the newest first."""
         needle = fold(text)
@@ -203,7 +203,7 @@ class SampleIndex:
             for row in self.db.execute("SELECT owners, ends, folded FROM texts WHERE file = ?", (file["id"],)):
                 found.update(owners_with(needle, PackedTexts(*row)))
             if found:
-                yield list(found)
+                yield found
 
     # -- samples -----------------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sqlite3
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from itertools import chain
 from typing import Any
 
@@ -77,7 +77,7 @@ def find_samples(index: SampleIndex, query: Mapping[str, str], *, limit: int, of
     elif query.get("sort", "newest") == "newest" and not query.get("conflict"):
         ids = _newest_ids(index, query, text, limit + offset)[offset:]
     else:
-        ids = _ids(index, query, list(chain.from_iterable(index.containing(text))), limit, offset)
+        ids = _ids(index, query, set(chain.from_iterable(index.containing(text))), limit, offset)
     rows = index.rows(
         "SELECT samples.*, split, step, prompt, response FROM samples JOIN files ON files.id = file "
         "JOIN shown ON shown.id = samples.id WHERE samples.id IN (SELECT value FROM json_each(?))",
@@ -90,25 +90,24 @@ def find_samples(index: SampleIndex, query: Mapping[str, str], *, limit: int, of
 def _newest_ids(index: SampleIndex, query: Mapping[str, str], text: str, wanted: int) -> list[int]:
     """The newest samples with `text` that the filters let through; older files than they are in are not read."""
     ids: list[int] = []
-    found: list[int] = []
+    found: set[int] = set()
     for of_file in index.containing(text):
-        found += of_file
+        found |= of_file
         if len(found) >= wanted - len(ids):
             ids += _ids(index, query, found, wanted - len(ids), 0)
-            found = []
+            found = set()
             if len(ids) == wanted:
                 return ids
     return ids + _ids(index, query, found, wanted - len(ids), 0)
 
 
-def _ids(
-    index: SampleIndex, query: Mapping[str, str], among: Sequence[int] | None, limit: int, offset: int
-) -> list[int]:
+def _ids(index: SampleIndex, query: Mapping[str, str], among: Set[int] | None, limit: int, offset: int) -> list[int]:
     """The samples that the filters let through, of those in `among` or of all, in the order of the query."""
     conditions, values = _conditions(query)
     if among is not None:
-        conditions.append("samples.id IN (SELECT value FROM json_each(?))")
-        values.append(json.dumps(among))
+        # of many samples much faster than IN with their ids
+        index.db.create_function("is_among", 1, among.__contains__)
+        conditions.append("is_among(samples.id)")
     order = _SORTS.get(query.get("sort", ""), _SORTS["newest"])
     where = f"WHERE {' AND '.join(conditions)}" if conditions else ""
     rows = index.rows(
