@@ -45,6 +45,34 @@ class Letters:
         return f"{self.turns} so far", reward, self.turns == 3, False, {"seed": self.seed}
 
 
+class Duel:
+    """Two players say a letter each in turn, the first one twice; who has said more vowels wins."""
+
+    num_players = 2
+    length = 3
+
+    def reset(self, seed=None, **row):
+        self.said, self.seed = [], seed
+
+    def observe(self):
+        return len(self.said) % 2, f"Game {self.seed}, move {len(self.said)}."
+
+    def step(self, text):
+        self.said.append(text)
+        return len(self.said) == self.length
+
+    def rewards(self):
+        count = [sum(c in "aeiou" for text in self.said[player::2] for c in text) for player in (0, 1)]
+        return {0: float(count[0] > count[1]), 1: float(count[1] > count[0])}
+
+
+class BrokenDuel(Duel):
+    def step(self, text):
+        if len(self.said) == 1:
+            raise RuntimeError("the board is gone")
+        return super().step(text)
+
+
 class Retry:
     def reset(self, **row):
         return "Again."

@@ -38,6 +38,9 @@ def test_what_trains_is_what_was_sampled(agent_run):
         assert row["rollout/num_failed_episodes"] == 0
         assert row["num_turns/max"] > 4
         assert row["rollout/num_tool_calls"] == 12 * row["tool_call_counts/mean"]
+        times = {kind: row[f"timing_s/agent_loop/generate_sequences/{kind}"] for kind in ("min", "mean", "max")}
+        assert 0 < times["min"] <= times["mean"] <= times["max"]
+        assert 0 < row["timing_s/agent_loop/slowest/tool_calls"] <= row["timing_s/agent_loop/tool_calls/max"]
     transcripts = episodes(run)
     assert len(transcripts) == 24
     roles = [message["role"] for message in max(transcripts, key=lambda t: len(t["messages"]))["messages"]]

@@ -133,7 +133,8 @@ def test_results_are_replayed_for_the_same_call_after_the_same_tokens(tools, tmp
         ("tools: [{class_name: Counter}]", "names no class"),
         ("tools: [{class_name: tests.agents.test_tools.Countr}]", "did you mean 'Counter'"),
         ("tools: [{class_name: tests.agents.test_tools.Counter}]", "has no schema"),
-        ("tools: [{class_name: x.y, config: {type: mcp}}]", "type 'mcp'"),
+        ("tools: [{class_name: x.y, config: {type: mpc}}]", "neither native nor mcp"),
+        ("tools: [{config: {type: mcp}}]", "no mcp.mcp_servers_config_path"),
         ("tools: [", "cannot be read"),
     ],
 )

@@ -176,3 +176,73 @@ def tir_optimal_token_baseline(columns, handle_zero_tail=True, **_):
     _, mask, *_ = _lists(columns)
     slots = [list(enumerate(t for t, k in enumerate(m) if k)) for m in mask]
     return _token_baseline(columns, slots, handle_zero_tail)
+
+
+def _turns(columns, gamma):
+    """For each row the list of (tokens of the turn, return, tokens between it and the turn before)."""
+    rewards, _, batch, width = _lists(columns)
+    numbers, tokens = columns["turn_ids"].tolist(), columns["responses"].tolist()
+    found = []
+    for i in range(batch):
+        places = [[t for t in range(width) if numbers[i][t] == k] for k in range(max(numbers[i]) + 1)]
+        own = [sum(rewards[i][t] for t in place) for place in places]
+        turns = []
+        for k, place in enumerate(places):
+            value = sum(gamma**j * r for j, r in enumerate(own[k:]))
+            before = tuple(tokens[i][t] for t in range(places[k - 1][-1] + 1, place[0])) if k else "prompt"
+            turns.append((place, value, before))
+        found.append(turns)
+    return found
+
+
+def _fill(columns, values):
+    """[batch][turn] values to the trained tokens of the turns."""
+    _, mask, batch, width = _lists(columns)
+    out = [[0.0] * width for _ in range(batch)]
+    for i, turns in enumerate(_turns(columns, 1.0)):
+        for (place, _, _), value in zip(turns, values[i]):
+            for t in place:
+                out[i][t] = value if mask[i][t] else 0.0
+    return out
+
+
+def turn_gae(columns, gamma=1.0, lam=1.0, **_):
+    values = columns["values"].tolist()
+    raw, returns = [], []
+    for i, turns in enumerate(_turns(columns, 0.0)):  # a discount of 0: the rewards themselves
+        before = [values[i][place[0]] for place, _, _ in turns] + [0.0]
+        deltas = [r + gamma * before[k + 1] - before[k] for k, (_, r, _) in enumerate(turns)]
+        raw.append([sum((gamma * lam) ** j * d for j, d in enumerate(deltas[k:])) for k in range(len(turns))])
+        returns.append([a + v for a, v in zip(raw[-1], before)])
+    return _whiten(_fill(columns, raw), columns["response_mask"].tolist()), _fill(columns, returns)
+
+
+def _among_equals(turns, label, by_std):
+    seen = {}
+    for i, row in enumerate(turns):
+        for k, (_, value, before) in enumerate(row):
+            seen.setdefault(label(i, k, before), []).append(value)
+    out = []
+    for i, row in enumerate(turns):
+        out.append([])
+        for k, (_, value, before) in enumerate(row):
+            others = seen[label(i, k, before)]
+            scale = _std(others) + 1e-6 if by_std and len(others) > 1 else 1.0
+            out[-1].append((value - _mean(others)) / scale)
+    return out
+
+
+def turn_grpo(columns, gamma=1.0, norm_adv_by_std_in_grpo=True, **_):
+    uids = columns["uid"]
+    a = _among_equals(_turns(columns, gamma), lambda i, k, before: (uids[i], k), norm_adv_by_std_in_grpo)
+    a = _fill(columns, a)
+    return a, a
+
+
+def gigpo(columns, gamma=1.0, step_advantage_w=1.0, norm_adv_by_std_in_grpo=True, **_):
+    uids = columns["uid"]
+    steps = _among_equals(_turns(columns, gamma), lambda i, k, before: (uids[i], before), norm_adv_by_std_in_grpo)
+    steps = _fill(columns, steps)
+    episodes, _ = grpo(columns, norm_adv_by_std_in_grpo)
+    a = [[e + step_advantage_w * s for e, s in zip(*rows)] for rows in zip(episodes, steps)]
+    return a, a

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-PAD_VALUES = {"token_level_rewards": 0.0, "response_mask": False}
+PAD_VALUES = {"token_level_rewards": 0.0, "response_mask": False, "turn_ids": -1, "responses": 0}
 
 
 def ragged_mask(generator, batch, width, holes):
@@ -28,7 +28,7 @@ def advantage_columns(seed, *, holes=True, singles=True):
     noise = lambda: torch.randn(batch, width, generator=generator, dtype=torch.float64)  # noqa: E731
     probs = torch.rand(batch, width, generator=generator, dtype=torch.float64) * 0.8 + 0.1
     rewards = torch.where(mask & (noise() > 0), noise(), 0.0)
-    return {
+    columns = {
         "uid": uids,
         "token_level_rewards": rewards,
         "response_mask": mask,
@@ -39,6 +39,12 @@ def advantage_columns(seed, *, holes=True, singles=True):
         "rollout_is_weights": torch.exp(0.3 * noise()),
         "reward_parts": {"x": noise()[:, 0], "y": noise()[:, 1]},
     }
+    begins = torch.rand(batch, width, generator=generator) < 0.3  # a turn, also right behind another one
+    begins = mask & (begins | ~torch.nn.functional.pad(mask[:, :-1], (1, 0)))
+    columns["turn_ids"] = torch.where(mask, begins.cumsum(1) - 1, -1)
+    # few tokens, so that states are met again
+    columns["responses"] = torch.randint(0, 2, (batch, width), generator=generator)
+    return columns
 
 
 def policy_inputs(seed, *, batch=5, width=6, holes=True, spread=0.4):

@@ -21,10 +21,15 @@ from tests.algorithms.batches import (
 )
 from verl.algorithms.advantages import ADVANTAGES, compute_advantage, register_adv_est, requires
 from verl.algorithms.advantages.returns import move_rewards_to_trained_tokens
+from verl.algorithms.advantages.turns import turn_numbers
+from verl.algorithms.masked import masked_whiten
 from verl.errors import ConfigError
 
 T = 0.5773502691896258  # 1/sqrt(3)
 GRPO = 0.5 / (math.sqrt(0.5) + 1e-6)
+TURN = 0.25 / (math.sqrt(0.125) + 1e-6)  # of returns 0.5 and 0
+GAE = 1 / math.sqrt(147)
+HALF = {"gamma": 0.5}
 
 
 class Row(NamedTuple):
@@ -71,7 +76,24 @@ TABLE = {
         [[1, 1], [0, 0]],
         {"handle_zero_tail": False},
     ),
+    "turn_gae": Row(
+        reference.turn_gae,
+        [[-2 * GAE, 13 * GAE], [-11 * GAE, 0]],
+        [[0.375, 1], [0, 0]],
+        {"gamma": 0.5, "lam": 0.5},
+        {"gamma": 0.9, "lam": 0.8},
+    ),
+    "turn_grpo": Row(reference.turn_grpo, *same([[TURN, 0], [-TURN, 0]]), HALF, {"gamma": 0.8}),
+    "gigpo": Row(
+        reference.gigpo,
+        *same([[GRPO + 2 * TURN, GRPO], [-GRPO - 2 * TURN, 0]]),
+        {"gamma": 0.5, "step_advantage_w": 2.0},
+        {"gamma": 0.8, "step_advantage_w": 0.5, "norm_adv_by_std_in_grpo": False},
+        slides=False,
+    ),
 }
+
+TURNS = ("turn_gae", "turn_grpo", "gigpo")
 
 # one prompt, two samples: the first has two tokens and is right, the second one token and wrong
 HAND = {
@@ -83,6 +105,8 @@ HAND = {
     "old_log_probs": torch.full((2, 2), math.log(0.5), dtype=torch.float64),
     "sum_pi_squared": torch.full((2, 2), 0.5, dtype=torch.float64),
     "reward_parts": {"x": torch.tensor([1.0, 0.0]), "y": torch.tensor([0.0, 1.0])},
+    "turn_ids": torch.tensor([[0, 1], [0, -1]]),
+    "responses": torch.tensor([[4, 5], [6, 0]]),
 }
 
 estimators = pytest.mark.parametrize("name", sorted(TABLE))
@@ -154,7 +178,7 @@ def test_group_labels_are_only_labels(name):
 @estimators
 def test_tool_output_in_the_middle_does_not_matter(name):
     if not TABLE[name].slides:
-        pytest.skip("compares rows position by position; the tir_ variant is for tool output")
+        pytest.skip("compares rows by position (the tir_ variant is for tool output), or by what the tools said")
     columns, more = columns_for(name, 4), TABLE[name].settings
     positions = [1, 3, 0, 2, 1, 1, 4]
 
@@ -210,6 +234,52 @@ def test_a_reward_on_tool_output_goes_to_the_last_trained_token():
     close(move_rewards_to_trained_tokens(rewards, mask), [[0, 1, 0, 0], [0, 0, 5, 0]])
     columns = {"token_level_rewards": rewards[:1], "response_mask": mask[:1], "reward_baselines": torch.zeros(1)}
     close(run("remax", columns)[0], [[1, 1, 0, 0]])
+
+
+def test_turns_are_the_runs_of_trained_tokens():
+    mask = torch.tensor([[1, 1, 0, 1, 0, 0, 1, 0], [0, 0, 1, 1, 1, 0, 0, 0], [0] * 8]).bool()
+    assert turn_numbers(mask).tolist() == [[0, 0, -1, 1, -1, -1, 2, -1], [-1, -1, 0, 0, 0, -1, -1, -1], [-1] * 8]
+    columns = {**columns_for("turn_gae", 10), "responses": torch.zeros(7, 6, dtype=torch.long)}
+    for name in TURNS:
+        derived = run(name, {k: v for k, v in columns.items() if k != "turn_ids"})
+        given = run(name, {**columns, "turn_ids": turn_numbers(columns["response_mask"])})
+        for one, other in zip(derived, given):
+            close(one, other)
+
+
+def test_of_one_turn_the_estimators_are_those_of_responses():
+    columns = advantage_columns(11, holes=False)
+    one_turn = {**columns, "turn_ids": turn_numbers(columns["response_mask"])}
+    pairs = torch.tensor([0, 2, 3, 6, 1, 5])  # groups of more than one sample
+    several = map_columns(one_turn, lambda _, x: x[pairs])
+    several["uid"] = [columns["uid"][i] for i in pairs]
+    expected = run("grpo", several)[0]
+    close(run("turn_grpo", several, gamma=0.5)[0], expected)
+    close(run("gigpo", several, gamma=0.5, step_advantage_w=3.0)[0], 4 * expected)
+    whole = {**one_turn, "values": torch.zeros_like(columns["values"])}
+    scores = whole["token_level_rewards"].sum(-1, keepdim=True).expand(-1, 6)
+    close(run("turn_gae", whole)[0], masked_whiten(scores, whole["response_mask"]))
+
+
+@pytest.mark.parametrize("name", TURNS)
+def test_a_token_that_the_correction_rejects_splits_no_turn(name):
+    columns = advantage_columns(12, holes=False)
+    columns["turn_ids"] = turn_numbers(columns["response_mask"])
+    columns["token_level_rewards"] = columns["token_level_rewards"].clone()
+    rejected = columns["response_mask"].clone()
+    rejected[0, 2] = False
+    names = {"norm_adv_by_std_in_grpo": False} if name != "turn_gae" else {}
+    whole, cut = run(name, columns, **names), run(name, {**columns, "response_mask": rejected}, **names)
+    close(cut[1], torch.where(rejected, whole[1], 0.0))
+
+
+def test_a_turn_without_a_like_trains_nothing():
+    columns = {**HAND, "uid": np.array(["p", "q"], dtype=object)}
+    assert not run("turn_grpo", columns)[0].any()
+    close(run("gigpo", columns)[0], run("grpo", columns)[0])
+    nobody = {**HAND, "response_mask": torch.zeros(2, 2), "turn_ids": torch.full((2, 2), -1)}
+    for name in TURNS:
+        assert not run(name, nobody)[0].any()
 
 
 def test_requirements_follow_the_signature():

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from verl.data_proto.batch_metrics import data_metrics, span_tokens
+from verl.data_proto.merge import object_array
 from verl.data_proto.proto import DataProto
 from verl.tracking.spans import span_metrics, throughput
 from verl.trainer.ppo.metric_utils import compute_data_metrics, compute_throughout_metrics, compute_timing_metrics
@@ -50,6 +51,21 @@ def test_values_by_hand(batch):
     assert (found["prompt_length/mean"], found["prompt_length/clip_ratio"]) == (2.0, pytest.approx(1 / 3))
     assert (found["num_turns/min"], found["num_turns/max"]) == (2.0, 4.0)
     assert all(isinstance(value, float) for value in found.values())
+
+
+def test_times_of_episodes(batch):
+    times = [{"generate_sequences": 1.0, "tool_calls": 4.0}, {"generate_sequences": 3.0}, {}]
+    batch.non_tensor_batch["episode_times"] = object_array(times)
+    found = data_metrics(batch, max_prompt_length=3, max_response_length=4)
+    name = "timing_s/agent_loop"
+    assert [found[f"{name}/generate_sequences/{kind}"] for kind in ("min", "max", "mean")] == [
+        0,
+        3,
+        pytest.approx(4 / 3),
+    ]
+    assert [found[f"{name}/tool_calls/{kind}"] for kind in ("min", "max", "mean")] == [0, 4, pytest.approx(4 / 3)]
+    slowest = ("generate_sequences", "tool_calls", "prompt_length", "response_length")
+    assert [found[f"{name}/slowest/{kind}"] for kind in slowest] == [1, 4, 1, 2]
 
 
 def test_columns_that_are_absent_leave_their_figures_out(batch):

@@ -14,7 +14,7 @@ import numpy as np
 from verl.agents.continuity import ChatContinuity
 from verl.agents.driver import EpisodeDriver, EventLoop, OnResult
 from verl.agents.environments import load_environments
-from verl.agents.episode import Episode, EpisodeError, EpisodeResult, EpisodeTask, in_dtype
+from verl.agents.episode import Episode, EpisodeError, EpisodeResult, EpisodeTask, in_dtype, untrained
 from verl.agents.gateway.app import Gateway
 from verl.agents.gateway.runner import command_limits, load_runner, plain
 from verl.agents.interactions import load_interactions
@@ -27,6 +27,7 @@ from verl.agents.loops import (
     load_loops,
     loop_named,
 )
+from verl.agents.matches import Matches, num_players
 from verl.agents.parsers import ToolParser
 from verl.agents.sandboxed import SandboxedFunctions
 from verl.agents.tool_calls import ToolCalls, ToolResult, ToolSettings
@@ -79,7 +80,9 @@ class Agents:
         loop_named(self.loops, agent.default_agent_loop, f"{_AGENTS}.agent.default_agent_loop")
         tools = load_all_tools(multi_turn.tool_config_path, multi_turn.function_tool_path)
         self.interactions = load_interactions(multi_turn.interaction_config_path)
-        self.environments = load_environments(agent.environment)
+        self.environments, self.matches = load_environments(agent.environment), Matches()
+        self.num_players = max((num_players(cls) for cls in self.environments.values()), default=1)
+        self._check_players()
         ToolParser.get_tool_parser(multi_turn.format, tokenizer)
         self.continuity = ChatContinuity(tokenizer, config.data.apply_chat_template_kwargs)
         self._notice_template(tools)
@@ -99,10 +102,12 @@ class Agents:
         self.tool_calls = ToolCalls(tools, settings, self.journal, self.pool)
         self.server_manager = AsyncLLMServerManager()
         self.stop_token_ids = frozenset(stop_token_ids)
+        self.mask_unfinished = agent.mask_unfinished_episodes
         self.events = EventLoop()
         self.runner, self.gateway = load_runner(agent.runner), None
         if self.runner is not None:
-            self.gateway = Gateway(agent.gateway_host, agent.gateway_port)
+            port = agent.gateway_port + rank if agent.gateway_port else 0  # ranks of one machine need their own
+            self.gateway = Gateway(agent.gateway_host, port)
             self.events.start(self.gateway.start()).result()
         filler = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else 0
         self.driver = EpisodeDriver(
@@ -240,7 +245,7 @@ class Agents:
         # attributes, since loops written for the existing verl pass on only the arguments that they know
         loop.continuity, loop.stop_token_ids = self.continuity, self.stop_token_ids
         loop.tool_calls = self.tool_calls
-        parts = {"interactions": self.interactions, "environments": self.environments}
+        parts = {"interactions": self.interactions, "environments": self.environments, "matches": self.matches}
         parts |= {"gateway": self.gateway, "runner": self.runner, "limits": command_limits(self.config.reward)}
         vars(loop).update(parts)
         return loop
@@ -260,6 +265,11 @@ class Agents:
                 f"data.max_prompt_length={episode.task.max_prompt_length} allows"
             )
         fields = dict(output.extra_fields)
+        num_turns = sum(s.source == "policy" for s in trajectory.segments)
+        if len(of_turns := [float(reward) for reward in fields.get("turn_rewards") or []]) > num_turns:
+            raise EpisodeError(f"its turn_rewards has {len(of_turns)} numbers for {num_turns} turns that train")
+        if self.mask_unfinished and not fields.get("finished", status != "length"):
+            trajectory = untrained(trajectory)
         scores = fields.get("reward_scores") or {
             name: fields[name] for name in ("turn_scores", "tool_rewards") if fields.get(name)
         }
@@ -299,6 +309,28 @@ class Agents:
             metrics=plain(result.metrics),
             error=result.error,
         )
+
+    def _check_players(self) -> None:
+        """Raises ConfigError where games of several players could not begin."""
+        rollout, count = self.config.actor_rollout_ref.rollout, self.num_players
+        if count == 1:
+            return
+        samples = {"n": rollout.n} | ({"val_kwargs.n": rollout.val_kwargs.n} if self.config.data.val_files else {})
+        for key, num_samples in samples.items():
+            if num_samples % count:
+                raise ConfigError(
+                    f"{_AGENTS}.agent.environment has games of {count} players, each a sample of one prompt, and "
+                    f"{_AGENTS}.{key}={num_samples}. Set it to a multiple of {count}."
+                )
+        if rollout.partial_rollout and rollout.prefetch_num:
+            raise ConfigError(
+                f"{_AGENTS}.partial_rollout=True pauses single episodes, and games of {count} players need all of theirs. Set "
+                "it to False."
+            )
+        if (rollout.agent.max_episodes or count) < count:
+            raise ConfigError(
+                f"{_AGENTS}.agent.max_episodes={rollout.agent.max_episodes} is less than the {count} players of a game."
+            )
 
     def _notice_template(self, tools: Sequence[Any]) -> None:
         multi_turn = self.config.actor_rollout_ref.rollout.multi_turn

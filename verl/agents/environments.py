@@ -1,6 +1,6 @@
 """Environments as agents: a class whose objects are one episode each, named by `rollout.agent.environment`.
 
-Two kinds are understood.
+Two kinds are understood, and games of several players (verl/agents/matches.py).
 
 Gymnasium's: the model's text is the action.
 
@@ -24,11 +24,13 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
-from verl.agents.episode import CURRENT, EpisodeError
+from verl.agents.episode import CURRENT, EpisodeError, EpisodeTask
 from verl.agents.journal import Journal
 from verl.agents.loops import AgentLoopOutput, register_agent_loop
+from verl.agents.matches import Match, Matches, num_players
 from verl.agents.tool_agent import AgentData, ToolAgentLoop
 from verl.agents.tool_calls import ToolCalls, ToolResult, bounded, truncated
 from verl.errors import ConfigError
@@ -60,11 +62,15 @@ class EnvironmentAgentLoop(ToolAgentLoop):
     get_reward; without either the reward function scores it."""
 
     environments: dict[str, Callable[..., Any]]
+    matches: Matches
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         """See AgentLoopBase."""
-        environment = self._make(kwargs)
+        make = self._class(kwargs)
         row = {k: v for k, v in kwargs.items() if k not in ("raw_prompt", "agent_name")}
+        if num_players(make) > 1:
+            return await self._play_match(make, row, sampling_params, kwargs["raw_prompt"])
+        environment = make()
         try:
             if callable(getattr(environment, "step", None)):
                 return await self._play(environment, row, sampling_params, kwargs["raw_prompt"])
@@ -73,7 +79,7 @@ class EnvironmentAgentLoop(ToolAgentLoop):
             if callable(getattr(environment, "close", None)):
                 await self._bounded(environment.close)
 
-    def _make(self, row: Mapping[str, Any]) -> Any:
+    def _class(self, row: Mapping[str, Any]) -> Callable[..., Any]:
         extra = row.get("extra_info") or {}
         name = row.get("environment") or extra.get("environment") or ""
         if len(self.environments) == 1 and not name:
@@ -81,7 +87,7 @@ class EnvironmentAgentLoop(ToolAgentLoop):
         if name not in self.environments:
             known = ", ".join(map(repr, self.environments)) or "none"
             raise EpisodeError(f"its row names the environment {name!r}; rollout.agent.environment has {known}")
-        return self.environments[name]()
+        return self.environments[name]
 
     async def _with_tools(
         self, environment: Any, row: dict[str, Any], sampling_params: dict[str, Any], kwargs: dict[str, Any]
@@ -105,9 +111,8 @@ class EnvironmentAgentLoop(ToolAgentLoop):
         self, environment: Any, row: dict[str, Any], sampling_params: dict[str, Any], prompt: list[dict[str, Any]]
     ) -> AgentLoopOutput:
         """Gymnasium's kind."""
-        episode, settings = CURRENT.get(), self.rollout_config.multi_turn
-        seed = (row.get("extra_info") or {}).get("seed", episode.task.ordinal)  # the samples of a prompt play one game
-        first = await self._bounded(environment.reset, **_accepted(environment.reset, {**row, "seed": seed}))
+        episode, discount = CURRENT.get(), self.rollout_config.agent.turn_discount
+        first = await self._bounded(environment.reset, **_seeded(environment, row, episode.task))
         messages = _with_observation(prompt, first[0] if isinstance(first, tuple) else first)
         data = AgentData(messages, episode.task.name)
         episode.messages = messages
@@ -118,10 +123,10 @@ class EnvironmentAgentLoop(ToolAgentLoop):
             observation, reward, terminated, is_truncated, info = _five(found)
             seconds = time.perf_counter() - started_at
             data.metrics.tool_calls += seconds
-            answer = truncated(
-                str(observation), settings.max_tool_response_length, settings.tool_response_truncate_side
-            )
+            answer = self._answer(observation)
+            data.turn_rewards[-1] = reward * discount ** len(data.turn_scores)
             data.turn_scores.append(reward)
+            data.is_finished = terminated
             data.extra_fields.update(info if isinstance(info, dict) else {})
             episode.tool_results.append(ToolResult("step", answer, reward, seconds=seconds))
             if terminated or is_truncated or not self._may_continue(data):
@@ -129,13 +134,65 @@ class EnvironmentAgentLoop(ToolAgentLoop):
             if not self._append(data, [{"role": "user", "content": answer}]):
                 break
         output = self._output(data)
-        discount = self.rollout_config.agent.turn_discount
-        output.reward_score = sum(score * discount**turn for turn, score in enumerate(data.turn_scores))
+        output.reward_score = sum(data.turn_rewards)
         return output
 
-    def _is_cut(self, data: AgentData) -> bool:
-        """Whether the response was full before the model had ended its turn, so that it is no action."""
-        return len(data.response_ids) >= self.response_length and data.response_ids[-1] not in self.stop_token_ids
+    async def _play_match(
+        self,
+        make: Callable[..., Any],
+        row: dict[str, Any],
+        sampling_params: dict[str, Any],
+        prompt: list[dict[str, Any]],
+    ) -> AgentLoopOutput:
+        """One player of a game that others play too, see verl/agents/matches.py."""
+        task, count = CURRENT.get().task, num_players(make)
+
+        def begin() -> Match:
+            game = make()
+            return Match(game, self._bounded, partial(game.reset, **_seeded(game, row, task)))
+
+        match, player = self.matches.join(task, count, begin)
+        try:
+            data = await self._moves(match, player, sampling_params, prompt)
+            reward = await match.reward(player)
+        finally:
+            if self.matches.leave(task, count) and callable(getattr(match.game, "close", None)):
+                await self._bounded(match.game.close)
+        data.is_finished = not match.is_cut
+        data.turn_rewards[-1] = reward * self.rollout_config.agent.turn_discount ** (data.assistant_turns - 1)
+        data.turn_scores = [0.0] * (data.assistant_turns - 1) + [reward]
+        output = self._output(data)
+        output.reward_score = sum(data.turn_rewards)
+        return output
+
+    async def _moves(
+        self, match: Match, player: int, sampling_params: dict[str, Any], prompt: list[dict[str, Any]]
+    ) -> AgentData:
+        """The turns of a player. Raises EpisodeError when the game ends before the first."""
+        episode, data = CURRENT.get(), None
+        while (observation := await match.turn(player)) is not None:
+            if data is None:
+                data = AgentData(_with_observation(prompt, observation), episode.task.name)
+                episode.messages = data.messages
+                data.prompt_ids = await self.apply_chat_template(data.messages)
+            else:
+                answer = {"role": "user", "content": self._answer(observation)}
+                if not self._may_continue(data) or not self._append(data, [answer]):
+                    match.cut()
+                    break
+            if not await self._turn(data, sampling_params, None) or self._is_cut(data):
+                match.cut()
+                break
+            started_at = time.perf_counter()
+            await match.act(str(data.messages[-1]["content"]))
+            data.metrics.tool_calls += time.perf_counter() - started_at
+        if data is None or not data.assistant_turns:
+            raise EpisodeError("its game ended before its first turn")
+        return data
+
+    def _answer(self, observation: Any) -> str:
+        settings = self.rollout_config.multi_turn
+        return truncated(str(observation), settings.max_tool_response_length, settings.tool_response_truncate_side)
 
     async def _bounded(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return await bounded(function, self.rollout_config.multi_turn.tool_timeout_s, *args, **kwargs)
@@ -146,6 +203,12 @@ def tools_of(environment: Any) -> list[BaseTool]:
     classes = [cls for cls in reversed(type(environment).__mro__) if cls is not object]
     names = dict.fromkeys(name for cls in classes for name, value in vars(cls).items() if callable(value))
     return [FunctionTool(getattr(environment, n)) for n in names if not n.startswith("_") and n not in _OWN]
+
+
+def _seeded(environment: Any, row: dict[str, Any], task: EpisodeTask) -> dict[str, Any]:
+    """The arguments of reset. The samples of a prompt play one game: its seed is that of the row, else the prompt's number."""
+    seed = (row.get("extra_info") or {}).get("seed", task.ordinal)
+    return _accepted(environment.reset, {**row, "seed": seed})
 
 
 def _with_observation(prompt: list[dict[str, Any]], observation: Any) -> list[dict[str, Any]]:

@@ -1,8 +1,9 @@
-"""Games as environments: FrozenLake, Taxi and Blackjack of gymnasium in words, single-player games of textarena, and questions
-with "wrong, try again".
+"""Games as environments: FrozenLake, Taxi and Blackjack of gymnasium in words, games of textarena for one player and for two,
+and questions with "wrong, try again".
 
     rollout.agent.environment=verl.agents.games:GAMES      the column `environment` of a row names the game
     rollout.agent.environment=verl.agents.games:Blackjack  one game
+    rollout.agent.environment=verl.agents.games:TextArenaSelfPlay
 
 gymnasium and textarena come with the extra `environments`.
 """
@@ -33,7 +34,7 @@ class GymnasiumText:
         try:
             import gymnasium
         except ImportError:
-            raise MissingExtraError(f"the game {self.game}", "gymnasium", "environments") from None
+            raise MissingExtraError(f"The game {self.game}", "environments", "gymnasium") from None
         self.env = gymnasium.make(self.game, **self.settings)
 
     def reset(self, seed: int | None = None, **row: Any) -> tuple[str, dict[str, Any]]:
@@ -105,33 +106,70 @@ class TextArena:
         try:
             import textarena
         except ImportError:
-            raise MissingExtraError("games of textarena", "textarena", "environments") from None
+            raise MissingExtraError("A game of textarena", "environments", "textarena") from None
         self.library: Any = textarena
         self.env: Any = None
+        self.seen: dict[int, str] = {}  # by each player
+        self.found: dict[int, float] = {}  # rewards
 
     def reset(self, seed: int | None = None, **row: Any) -> tuple[str, dict[str, Any]]:
         """Begin the game of a seed."""
-        name = row.get("game") or (row.get("extra_info") or {}).get("game")
-        if not isinstance(name, str):
-            raise ValueError("the row names no game; give it a column `game`, such as GuessTheNumber-v0")
-        self.env = self.library.make(name)
-        self.env.reset(num_players=1, seed=seed)
-        return self._observation(), {}
+        self._begin(row, seed, 1)
+        return self._observation()[1], {}
 
     def step(self, text: str) -> Step:
         """Say a text to the game."""
         assert self.env is not None
         done, _ = self.env.step(action=text)
         if not done:
-            return self._observation(), 0.0, False, False, {}
-        found = self.env.close()
-        rewards = found[0] if isinstance(found, tuple) else found
-        return "The game is over.", float((rewards or {}).get(0, 0.0)), True, False, {}
+            return self._observation()[1], 0.0, False, False, {}
+        return "The game is over.", float(self._rewards().get(0, 0.0)), True, False, {}
 
-    def _observation(self) -> str:
+    def _begin(self, row: Mapping[str, Any], seed: int | None, num_players: int) -> None:
+        name = row.get("game") or (row.get("extra_info") or {}).get("game")
+        if not isinstance(name, str):
+            raise ValueError("the row names no game; give it a column `game`, such as GuessTheNumber-v0")
+        self.env, self.seen = self.library.make(name), dict.fromkeys(range(num_players), "")
+        self.env.reset(num_players=num_players, seed=seed)
+
+    def _observation(self) -> tuple[int, str]:
+        """Whose turn it is, and what is new to that player: observations repeat the game from its beginning."""
         assert self.env is not None
-        _, observation = self.env.get_observation()
-        return observation if isinstance(observation, str) else "\n".join(str(part[1]) for part in observation)
+        player, observation = self.env.get_observation()
+        text = observation if isinstance(observation, str) else "\n".join(str(part[1]) for part in observation)
+        known, self.seen[player] = self.seen[player], text
+        return player, text.removeprefix(known).strip()
+
+    def _rewards(self) -> dict[int, float]:
+        assert self.env is not None
+        found = self.env.close()
+        return (found[0] if isinstance(found, tuple) else found) or {}
+
+
+class TextArenaSelfPlay(TextArena):
+    """A game of textarena for two ("TicTacToe-v0"): samples 2i and 2i + 1 of a prompt play each other, and each gets the reward
+    of its player."""
+
+    num_players: ClassVar[int] = 2
+
+    def reset(self, seed: int | None = None, **row: Any) -> None:  # type: ignore[override]
+        """Begin the game of a seed."""
+        self._begin(row, seed, self.num_players)
+
+    def observe(self) -> tuple[int, str]:
+        """Whose turn it is, and what that player reads."""
+        return self._observation()
+
+    def step(self, text: str) -> bool:  # type: ignore[override]
+        """Make a move; returns whether the game is over."""
+        assert self.env is not None
+        return bool(self.env.step(action=text)[0])
+
+    def rewards(self) -> dict[int, float]:
+        """Of each player, once the game is over."""
+        if not self.found:
+            self.found = self._rewards()
+        return self.found
 
 
 class TryAgain:

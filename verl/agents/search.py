@@ -90,7 +90,7 @@ class BM25Index:
         try:
             import bm25s
         except ImportError:
-            raise MissingExtraError("a search tool with a corpus", "bm25s", "search") from None
+            raise MissingExtraError("A search tool with a corpus", "search", "bm25s") from None
         self.texts, self._bm25s = texts, bm25s
         self._index = bm25s.BM25()
         self._index.index(bm25s.tokenize(texts, stopwords="en", show_progress=False), show_progress=False)

@@ -42,6 +42,8 @@ class AgentData:
     response_mask: list[int] = field(default_factory=list)
     turn_scores: list[float] = field(default_factory=list)
     tool_rewards: list[float] = field(default_factory=list)
+    turn_rewards: list[float] = field(default_factory=list)  # of each turn of the model, by tools, user or game
+    is_finished: bool = False  # the agent has ended, and no limit has cut it
     extra_fields: dict[str, Any] = field(default_factory=dict)
     user_turns: int = 0
     assistant_turns: int = 0
@@ -87,14 +89,18 @@ class ToolAgentLoop(AgentLoopBase):
         user: BaseInteraction | None,
         user_kwargs: dict[str, Any],
     ) -> None:
-        while await self._turn(data, sampling_params, names) and self._may_continue(data):
-            if data.tool_calls:
-                answers, ends = await self._call_tools(data, names), False
-            elif user is not None:
-                answers, ends = await self._ask_user(data, user, user_kwargs)
-            else:
+        while await self._turn(data, sampling_params, names):
+            if not data.tool_calls and user is None:
+                data.is_finished = not self._is_cut(data)
                 return
-            if not self._append(data, answers) or ends:
+            if not self._may_continue(data):
+                return
+            if data.tool_calls:
+                answers = await self._call_tools(data, names)
+            else:
+                assert user is not None
+                answers, data.is_finished = await self._ask_user(data, user, user_kwargs)
+            if not self._append(data, answers) or data.is_finished:
                 return
 
     async def _turn(self, data: AgentData, sampling_params: dict[str, Any], names: list[str] | None) -> bool:
@@ -107,6 +113,7 @@ class ToolAgentLoop(AgentLoopBase):
         data.response_ids += output.token_ids
         data.response_mask += [1] * len(output.token_ids)
         data.assistant_turns += 1
+        data.turn_rewards.append(0.0)
         text, data.tool_calls = await self._read(output.token_ids, names)
         data.messages.append(self._message(text, data.tool_calls))
         return True
@@ -119,6 +126,10 @@ class ToolAgentLoop(AgentLoopBase):
             or _reached(data.assistant_turns, settings.max_assistant_turns)
             or _reached(data.user_turns, settings.max_user_turns)
         )
+
+    def _is_cut(self, data: AgentData) -> bool:
+        """Whether the response was full before the model had ended its turn, so that it is no action."""
+        return len(data.response_ids) >= self.response_length and data.response_ids[-1] not in self.stop_token_ids
 
     def _append(self, data: AgentData, answers: list[dict[str, Any]]) -> bool:
         """Append messages; False when no turn could follow them: then they are left out."""
@@ -133,13 +144,17 @@ class ToolAgentLoop(AgentLoopBase):
 
     def _output(self, data: AgentData) -> AgentLoopOutput:
         data.metrics.generate_sequences = CURRENT.get().generate_s
+        fields: dict[str, Any] = {"turn_scores": data.turn_scores, "tool_rewards": data.tool_rewards}
+        fields["finished"] = data.is_finished
+        if any(data.turn_rewards):
+            fields["turn_rewards"] = data.turn_rewards
         return AgentLoopOutput(
             data.prompt_ids,
             data.response_ids,
             data.response_mask,
             num_turns=data.user_turns + data.assistant_turns + 1,
             metrics=data.metrics,
-            extra_fields={"turn_scores": data.turn_scores, "tool_rewards": data.tool_rewards, **data.extra_fields},
+            extra_fields={**fields, **data.extra_fields},
         )
 
     async def _read(self, token_ids: list[int], names: list[str] | None) -> tuple[str, list[FunctionCall]]:
@@ -176,6 +191,7 @@ class ToolAgentLoop(AgentLoopBase):
         )
         data.metrics.tool_calls += time.perf_counter() - started_at
         data.tool_rewards += [result.reward for result in results]
+        data.turn_rewards[-1] += sum(result.reward for result in results)
         episode.tool_results += results
         return [
             {
@@ -208,6 +224,7 @@ class ToolAgentLoop(AgentLoopBase):
         ends, text, score, more = await on_thread(user.generate_response, data.request_id, data.messages, **kwargs)
         data.metrics.tool_calls += time.perf_counter() - started_at
         data.turn_scores.append(float(score))
+        data.turn_rewards[-1] += float(score)
         data.extra_fields.update(more or {})
         return [{"role": "user", "content": str(text)}], bool(ends)
 

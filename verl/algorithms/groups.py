@@ -10,6 +10,14 @@ import torch
 from torch import Tensor
 
 
+def without_failed(labels: Sequence[Any] | Any, errors: Sequence[Any]) -> list[Any]:
+    """Labels of groups in which each row with an error is alone: it takes no part in the statistics of its group."""
+    return [
+        label if error is None else ("failed", row)
+        for row, (label, error) in enumerate(zip(labels, errors, strict=True))
+    ]
+
+
 @dataclass(frozen=True)
 class RowGroups:
     """Rows by group: `ids` [batch] counts groups from 0 in order of first appearance, `sizes` [groups] their rows.

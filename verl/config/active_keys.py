@@ -34,7 +34,7 @@ def uses_critic(root: Any) -> bool:
         return False
     if root.critic.enable is not None:
         return bool(root.critic.enable)
-    return _estimator(root, "gae") and uses_rewards(root)
+    return _estimator(root, *names.CRITIC_ESTIMATORS) and uses_rewards(root)
 
 
 def uses_rewards(root: Any) -> bool:
@@ -265,19 +265,24 @@ PPO_CONDITIONS: dict[str, Condition] = {
     "ref_fixed_bsz": _fixed_bsz("log_prob_use_dynamic_bsz"),
     "rollout_fixed_bsz": _fixed_bsz("log_prob_use_dynamic_bsz"),
     "gae": Condition(
-        lambda root, node: _estimator(root, "gae"),
-        "only algorithm.adv_estimator=gae has a lambda",
+        lambda root, node: _estimator(root, *names.CRITIC_ESTIMATORS),
+        "only algorithm.adv_estimator=gae and turn_gae have a lambda",
         "set algorithm.adv_estimator=gae",
     ),
     "discounts": Condition(
-        lambda root, node: _estimator(root, "gae", "reinforce_plus_plus"),
+        lambda root, node: _estimator(root, "gae", "reinforce_plus_plus", *names.TURN_ESTIMATORS),
         "this algorithm.adv_estimator does not discount",
-        "set algorithm.adv_estimator=gae or reinforce_plus_plus",
+        "set algorithm.adv_estimator=gae, reinforce_plus_plus, turn_gae, turn_grpo or gigpo",
     ),
     "std_norm": Condition(
         lambda root, node: _estimator(root, *names.STD_NORM_ESTIMATORS),
         "this algorithm.adv_estimator never divides by the group's standard deviation",
         "set algorithm.adv_estimator=grpo",
+    ),
+    "gigpo": Condition(
+        lambda root, node: _estimator(root, "gigpo"),
+        "only algorithm.adv_estimator=gigpo weighs turns against episodes",
+        "set algorithm.adv_estimator=gigpo",
     ),
     "gdpo": Condition(
         lambda root, node: _estimator(root, "gdpo"),

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from verl.config.names import TURN_ESTIMATORS
 from verl.config.schema import Derived
 
 log = logging.getLogger(__name__)
@@ -119,6 +120,9 @@ def derive_ppo(values: Mapping[str, Any], given: set[str]) -> Derived:
     if f"{val}.do_sample" not in given and isinstance(temperature, int | float) and temperature > 0:
         found[f"{val}.do_sample"] = (True, f"follows {val}.temperature")
     found |= _agent_loop(values, given)
+    turn_rewards = f"{_ROLLOUT}.agent.turn_rewards"
+    if turn_rewards not in given and values["algorithm.adv_estimator"] in TURN_ESTIMATORS:
+        found[turn_rewards] = (True, "follows algorithm.adv_estimator")
     found |= _ahead(values, given)
     for model in (_MODEL, "critic.model"):
         found |= _adapter(values, given, model)

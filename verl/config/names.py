@@ -19,9 +19,14 @@ ADV_ESTIMATORS = (
     "gpg",
     "optimal_token_baseline",
     "tir_optimal_token_baseline",
+    "turn_gae",
+    "turn_grpo",
+    "gigpo",
 )
-GROUP_ESTIMATORS = tuple(n for n in ADV_ESTIMATORS if n not in ("gae", "reinforce_plus_plus", "remax"))
-STD_NORM_ESTIMATORS = ("grpo", "grpo_vectorized", "gdpo", "grpo_passk")
+CRITIC_ESTIMATORS = ("gae", "turn_gae")
+TURN_ESTIMATORS = ("turn_gae", "turn_grpo", "gigpo")
+GROUP_ESTIMATORS = tuple(n for n in ADV_ESTIMATORS if n not in (*CRITIC_ESTIMATORS, "reinforce_plus_plus", "remax"))
+STD_NORM_ESTIMATORS = ("grpo", "grpo_vectorized", "gdpo", "grpo_passk", "turn_grpo", "gigpo")
 TOKEN_BASELINE_ESTIMATORS = ("optimal_token_baseline", "tir_optimal_token_baseline")
 
 POLICY_LOSSES = (

@@ -19,7 +19,8 @@ _PER_TOKEN = ("ref", "values", "adv", "update_critic", "update_actor")
 def data_metrics(
     batch: DataProto, *, max_prompt_length: int, max_response_length: int, use_critic: bool | None = None
 ) -> dict[str, float]:
-    """critic/*, response_length/*, prompt_length/*, num_turns/* and tool_call_counts/* of the rows that trained.
+    """critic/*, response_length/*, prompt_length/*, and of episodes num_turns/*, tool_call_counts/* and
+    timing_s/agent_loop/* of the rows that trained.
 
     Rows without a response token (aborted) count in the ratios and lengths, but not in score and rewards. Metrics whose
     columns are absent are left out; `use_critic` None means: if there are values.
@@ -45,11 +46,40 @@ def data_metrics(
     found |= _length_metrics("response_length_non_aborted", responses[alive], max_response_length)
     found["response/aborted_ratio"] = float((~alive).double().mean())
     found |= _length_metrics("prompt_length", prompts, max_prompt_length)
-    for name, column in (("num_turns", "__num_turns__"), ("tool_call_counts", "tool_call_counts")):
-        if column in batch.non_tensor_batch:
-            counts = np.asarray(batch.non_tensor_batch[column], dtype=np.float64)
-            found |= {f"{name}/min": counts.min(), f"{name}/max": counts.max(), f"{name}/mean": counts.mean()}
+    found |= count_metrics(batch, "num_turns", "__num_turns__")
+    found |= count_metrics(batch, "tool_call_counts", "tool_call_counts")
+    found |= _episode_times(batch, prompts, responses)
     return {name: float(value) for name, value in found.items()}
+
+
+def count_metrics(batch: DataProto, name: str, column: str) -> dict[str, float]:
+    """{name}/min, max and mean of an object column of numbers; {} where it is absent."""
+    if column not in batch.non_tensor_batch:
+        return {}
+    counts = np.asarray(batch.non_tensor_batch[column], dtype=np.float64)
+    return {
+        f"{name}/min": float(counts.min()),
+        f"{name}/max": float(counts.max()),
+        f"{name}/mean": float(counts.mean()),
+    }
+
+
+def _episode_times(batch: DataProto, prompts: torch.Tensor, responses: torch.Tensor) -> dict[str, float]:
+    """Seconds that episodes waited for the policy and for tools, and the episode that took longest."""
+    times = batch.non_tensor_batch.get("episode_times")
+    if times is None:
+        return {}
+    parts = ("generate_sequences", "tool_calls")
+    seconds = np.array([[float(own.get(part, 0.0)) for part in parts] for own in times])
+    found: dict[str, float] = {}
+    slowest = int(seconds.sum(axis=1).argmax())
+    for number, part in enumerate(parts):
+        values, name = seconds[:, number], f"timing_s/agent_loop/{part}"
+        found |= {f"{name}/min": values.min(), f"{name}/max": values.max(), f"{name}/mean": values.mean()}
+        found[f"timing_s/agent_loop/slowest/{part}"] = values[slowest]
+    found["timing_s/agent_loop/slowest/prompt_length"] = float(prompts[slowest])
+    found["timing_s/agent_loop/slowest/response_length"] = float(responses[slowest])
+    return found
 
 
 def span_tokens(batch: DataProto) -> dict[str, int]:

@@ -55,6 +55,7 @@ COLUMNS: dict[str, Column] = {
     "finish_reason": Column(_B, "object", "rollout", "stop, length or abort"),
     "__num_turns__": Column(_B, "object", "rollout", "turns of an episode, those of tools and users included"),
     "tool_call_counts": Column(_B, "object", "rollout", "tool calls of an episode"),
+    "episode_times": Column(_B, "object", "rollout", "seconds of an episode by what it did, dict"),
     "episode_reward": Column(_B, "object", "rollout", "reward that an episode brings itself, or None"),
     "episode_error": Column(_B, "object", "rollout", "why an episode could not be made, or None"),
     "episode_extra": Column(_B, "object", "rollout", "what an episode adds to extra_info for the scorer, dict"),
@@ -77,6 +78,7 @@ COLUMNS: dict[str, Column] = {
     "teacher_top_log_probs": Column(_BRK, "float32", "teacher", "their log-probs under the teacher"),
     # from the algorithms
     "token_level_rewards": Column(_BR, "float32", "algorithm", "scores less the KL penalty"),
+    "turn_ids": Column(_BR, "int64", "algorithm", "number of the turn of each token that trains, -1 elsewhere"),
     "advantages": Column(_BR, "float32", "algorithm", "advantage of each response token"),
     "returns": Column(_BR, "float32", "algorithm", "target of the value function"),
     "rollout_is_weights": Column(_BR, "float32", "algorithm", "importance weight of trainer over sampler"),

@@ -21,14 +21,18 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 
+import numpy as np
 import torch
 
 from verl.algorithms.advantages import compute_advantage
+from verl.algorithms.advantages.turns import turn_numbers
 from verl.algorithms.correction import require_fresh, rollout_correction, rollout_gap_metrics
 from verl.algorithms.filters import pf_ppo_indices
+from verl.algorithms.groups import without_failed
 from verl.algorithms.kl import apply_kl_penalty
 from verl.config import PPOConfig
 from verl.data_proto.future import Future
+from verl.data_proto.merge import object_array
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.data_proto.token_values import add_observed
@@ -127,19 +131,22 @@ class PPO(PPOProgram):
             if not self.needs.credit:
                 columns["advantages"] = columns["returns"] = torch.zeros_like(columns["token_level_scores"])
                 return
+            if self.needs.turn_ids:  # of all sampled tokens, before the correction rejects some
+                columns["turn_ids"] = turn_numbers(columns["response_mask"])
             if algorithm.use_kl_in_reward:
                 result.metrics.update(self._penalise_kl(batch))
             if self.old_log_probs == "recompute":
                 result.metrics.update(self._correct(batch))
             columns["advantages"], columns["returns"] = compute_advantage(
                 algorithm.adv_estimator,
-                {**dict(columns.items()), **batch.non_tensor_batch},
+                {**dict(columns.items()), **batch.non_tensor_batch, **_groups(batch)},
                 config=algorithm,
                 gamma=algorithm.gamma,
                 lam=algorithm.lam,
                 norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
                 gdpo_reward_keys=algorithm.gdpo_reward_keys,
                 gdpo_reward_weights=algorithm.gdpo_reward_weights,
+                step_advantage_w=algorithm.gigpo.step_advantage_w,
             )
             if algorithm.use_pf_ppo:
                 rule, generator = algorithm.pf_ppo, torch.Generator().manual_seed(step)
@@ -197,3 +204,11 @@ class PPO(PPOProgram):
         with self.spans("update_weights"):
             self.weight_version += 1
             self.weights.sync(self.weight_version)
+
+
+def _groups(batch: DataProto) -> dict[str, np.ndarray]:
+    """The column uid of episodes, of which failed ones are compared with nothing."""
+    objects = batch.non_tensor_batch
+    if "episode_error" not in objects:
+        return {}
+    return {"uid": object_array(without_failed(objects["uid"], objects["episode_error"]))}

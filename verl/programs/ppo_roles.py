@@ -31,6 +31,7 @@ class Needs:
     reference: bool
     greedy_baseline: bool  # one greedy sample per prompt (ReMax)
     sum_pi_squared: bool  # optimal token baseline
+    turn_ids: bool  # credit to turns
     correction: bool  # importance weights or rejection between sampler and trainer
     bypass: bool  # the sampler's log-probs are the old ones
     credit: bool  # advantages; not where a teacher alone trains
@@ -46,6 +47,7 @@ class Needs:
             reference=uses_reference(config),
             greedy_baseline="reward_baselines" in columns,
             sum_pi_squared="sum_pi_squared" in columns,
+            turn_ids="turn_ids" in columns,
             correction=bool(correction.rollout_is or correction.rollout_rs),
             bypass=bool(correction.bypass_mode),
             credit=uses_rewards(config),

@@ -12,6 +12,7 @@ import numpy as np
 from verl.algorithms.validation_metrics import validation_metrics
 from verl.config import PPOConfig
 from verl.data.loader import ValidationLoader
+from verl.data_proto.batch_metrics import count_metrics
 from verl.data_proto.proto import DataProto
 from verl.data_proto.sample_rows import sample_rows
 from verl.data_proto.samples import SamplingParams
@@ -49,6 +50,7 @@ class Validator:
         """Metrics of the held-out prompts under the current weights; the samples are logged."""
         sampled = self._collect(self.params, "val")
         metrics = _summarise(sampled)
+        metrics |= count_metrics(sampled, "val-aux/num_turns", "__num_turns__")
         metrics["val/reward"] = float(np.mean(_scores(sampled)))
         self.log_samples("val", step, sample_rows(sampled, self.tokenizer))
         if self.params.temperature == 0:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from verl.algorithms.advantages.turns import turn_numbers
 from verl.data_proto.proto import DataProto
 from verl.data_proto.samples import Score, ScoreRequest
 from verl.parallel.register import Dispatch, register
@@ -29,7 +30,8 @@ class RewardWorker:
 
     Samples arrive through `submit` where the rollout runs in this process; those that did not are read from the batch, which
     needs the policy's `tokenizer`. With `needs_answer`, samples of rows without a reference answer are not scored, and have
-    the score 0: where rewards do not train, built-in scorers have nothing to compare them with.
+    the score 0: where rewards do not train, built-in scorers have nothing to compare them with. With `turn_rewards` the turns
+    of episodes are rewarded at their ends, see `_reward_turns`.
     """
 
     def __init__(
@@ -39,9 +41,11 @@ class RewardWorker:
         tokenizer: Any = None,
         default_score: float = 0.0,
         needs_answer: bool = False,
+        turn_rewards: bool = False,
     ):
         self.manager = manager
         self.needs_answer = needs_answer
+        self.turn_rewards = turn_rewards
         self.default_score = default_score
         self.model = model
         self.tokenizer = tokenizer
@@ -84,6 +88,8 @@ class RewardWorker:
         token_scores[torch.arange(len(scores)), lengths - 1] = torch.tensor(
             [s.score for s in scores], dtype=torch.float32
         )
+        if self.turn_rewards and "episode_extra" in batch.non_tensor_batch:
+            _reward_turns(token_scores, batch, lengths - 1)
         parts = np.empty(len(scores), dtype=object)
         errors = np.empty(len(scores), dtype=object)
         for i, score in enumerate(scores):
@@ -141,6 +147,22 @@ class RewardWorker:
         self.manager.close()
         if self.model is not None:
             self.model.close()
+
+
+def _reward_turns(token_scores: torch.Tensor, batch: DataProto, ends: torch.Tensor) -> None:
+    """Add what episodes have in extra["turn_rewards"] to the last token of each turn. Where an episode brings its reward they
+    are parts of it, and only the rest stays on its last token, of `ends` [batch]; else they count beside the score."""
+    objects, numbers = batch.non_tensor_batch, turn_numbers(batch.batch["response_mask"])
+    for row, (extra, reward) in enumerate(zip(objects["episode_extra"], objects["episode_reward"], strict=True)):
+        of_turns = (extra or {}).get("turn_rewards") or []
+        if objects["episode_error"][row] is not None or not of_turns:
+            continue
+        if reward is not None:
+            token_scores[row, ends[row]] = float(reward) - sum(of_turns)
+        for turn, of_turn in enumerate(of_turns):
+            places = (numbers[row] == turn).nonzero()
+            # an episode that does not train has none
+            token_scores[row, places[-1] if len(places) else ends[row]] += of_turn
 
 
 def score_request(

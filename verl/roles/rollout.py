@@ -238,6 +238,7 @@ def episode_columns(found: Sequence[EpisodeResult]) -> dict[str, np.ndarray]:
     return {
         "__num_turns__": object_array([done.num_turns for done in found]),
         "tool_call_counts": object_array([int(done.metrics.get("num_tool_calls", 0)) for done in found]),
+        "episode_times": object_array([done.metrics for done in found]),
         "episode_reward": object_array([done.reward for done in found]),
         "episode_error": object_array([done.error for done in found]),
         "episode_extra": object_array([done.extra for done in found]),

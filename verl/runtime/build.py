@@ -135,7 +135,8 @@ def build_reward(context: RankContext) -> RewardWorker:
             )
         own = config.reward.custom_reward_function.path or model or config.reward.reward_manager.source != "register"
         needs_answer = not (own or uses_rewards(config))
-        return RewardWorker(manager, model, tokenizer, config.reward.default_score, needs_answer)
+        turn_rewards = config.actor_rollout_ref.rollout.agent.turn_rewards
+        return RewardWorker(manager, model, tokenizer, config.reward.default_score, needs_answer, turn_rewards)
     except BaseException:
         manager.close()
         raise

@@ -12,6 +12,7 @@ from verl.errors import ConfigError, nearest
 from verl.registry import load_module, user_file
 from verl.tools.base_tool import BaseTool
 from verl.tools.function_tool import MARK, FunctionTool
+from verl.tools.mcp_client import load_servers
 from verl.tools.schemas import OpenAIFunctionToolSchema
 
 
@@ -55,23 +56,53 @@ def load_function_tools(path: str) -> list[FunctionTool]:
 
 
 def initialize_tools_from_config(tools_config_file: str) -> list[BaseTool]:
-    """The tools of a YAML file: `tools: [{class_name, config: {type: native}, tool_schema}]`."""
+    """The tools of a YAML file: `tools: [{class_name, config: {type: native}, tool_schema}]`; of type mcp with
+    `mcp: {mcp_servers_config_path, tool_selected_list}` in place of the schema, see verl/tools/mcp_client.py."""
     rows = read_list(tools_config_file, "tools")
     found: list[BaseTool] = []
     for number, row in enumerate(rows):
         place = f"{tools_config_file}, tool {number} (counted from 0)"
         config = dict(row.get("config") or {})
         kind = config.get("type", "native")
+        if kind == "mcp":
+            found += _mcp_tools(row, config, place)
+            continue
         if kind != "native":
-            raise ConfigError(
-                f"{place} has type {kind!r}; this version has tools of type native alone, which are classes or functions."
-            )
+            raise ConfigError(f"{place} has type {kind!r}, which is neither native nor mcp.")
         schema = row.get("tool_schema")
         cls = load_class(row.get("class_name"), place)
         try:
             found.append(cls(config, None if schema is None else OpenAIFunctionToolSchema.model_validate(schema)))
         except Exception as error:  # the user's class may raise anything
             raise ConfigError(f"{place} could not be made: {type(error).__name__}: {error}") from error
+    return found
+
+
+def _mcp_tools(row: dict[str, Any], config: dict[str, Any], place: str) -> list[BaseTool]:
+    """The tools of the servers that an entry names, or those of its `tool_selected_list`."""
+    section = dict(row.get("mcp") or {})
+    if not isinstance(section.get("mcp_servers_config_path"), str):
+        raise ConfigError(f"{place} has type 'mcp' but no mcp.mcp_servers_config_path, the JSON file of its servers.")
+    cls = load_class(row.get("class_name") or "verl.tools.mcp_base_tool.MCPBaseTool", place)
+    offered = {
+        t["name"]: (t, server)
+        for server in load_servers(section["mcp_servers_config_path"]).values()
+        for t in server.tools
+    }
+    wanted = section.get("tool_selected_list") or list(offered)
+    if unknown := next((name for name in wanted if name not in offered), None):
+        raise ConfigError(f"{place}: its servers have no tool {unknown!r}{nearest(unknown, offered) or '.'}")
+    found: list[BaseTool] = []
+    for name in wanted:
+        described, server = offered[name]
+        function = {
+            "name": name,
+            "description": described.get("description") or "",
+            "parameters": described.get("inputSchema") or {},
+        }
+        tool = cls(config, OpenAIFunctionToolSchema.model_validate({"function": function}))
+        tool.server = server
+        found.append(tool)
     return found
 
 

@@ -101,6 +101,6 @@ def _phases(metrics_file: Path) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {}
     for row in read_metrics(metrics_file):
         for name, value in row.items():
-            if name.startswith("timing_s/"):
+            if name.startswith("timing_s/") and not name.startswith("timing_s/agent_loop/"):  # those are of episodes
                 found.setdefault(name.removeprefix("timing_s/"), []).append(value)
     return found

@@ -43,7 +43,7 @@ class Gateway:
             import uvicorn
         except ImportError:
             raise MissingExtraError(
-                "actor_rollout_ref.rollout.agent.runner", "starlette and uvicorn", "agents"
+                "actor_rollout_ref.rollout.agent.runner", "agents", "starlette and uvicorn"
             ) from None
         del starlette
         self.sessions = Sessions()

@@ -4,7 +4,7 @@
 
 `task` is the row. A number is the reward, of a dict its entry "reward"; without one the reward that was posted holds, and
 without that the reward function scores the longest conversation. A command gets OPENAI_BASE_URL, OPENAI_API_KEY, OPENAI_MODEL
-and VERL_TASK (the row as JSON) in its environment.
+and VERL_TASK (the row as JSON) in its environment; {prompt} in it becomes the row's last message.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from verl.registry import load_object
 from verl.rewards.sandbox.launch import Sandbox
 from verl.rewards.sandbox.limits import Limits
 
-COMMAND = "command:"
+COMMAND, PROMPT = "command:", "{prompt}"
 KEPT = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "PYTHONPATH", "VIRTUAL_ENV", "HF_HOME", "HF_HUB_OFFLINE")
 OUTPUT_BYTES = 4000  # of a command's prints, in the error
 
@@ -72,7 +72,9 @@ class EndpointAgentLoop(AgentLoopBase):
         try:
             base_url, key = self.gateway.base_url(session), self.gateway.sessions.token
             if isinstance(self.runner, list):
-                found = await on_thread(self._command, self.runner, task, base_url, key)
+                said = str(kwargs["raw_prompt"][-1].get("content") or "")
+                words = [word.replace(PROMPT, said) for word in self.runner]
+                found = await on_thread(self._command, words, task, base_url, key)
             else:
                 found = await on_thread(self.runner, task, base_url, key)
         finally:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from verl.algorithms.advantages.turns import turn_numbers
 from verl.algorithms.user_functions import ConfigView
 from verl.data_proto.columns import COLUMNS
 from verl.errors import ConfigError
@@ -20,6 +21,7 @@ from verl.registry import Registry
 F = TypeVar("F", bound=Callable[..., Any])
 
 _GROUP = "verl.algorithms.advantages.group"
+_TURNS = "verl.algorithms.advantages.turns"
 ADVANTAGES = Registry(
     "advantage estimator",
     {
@@ -37,6 +39,9 @@ ADVANTAGES = Registry(
         "gpg": f"{_GROUP}:gpg",
         "optimal_token_baseline": "verl.algorithms.advantages.returns:optimal_token_baseline",
         "tir_optimal_token_baseline": "verl.algorithms.advantages.returns:tir_optimal_token_baseline",
+        "turn_gae": f"{_TURNS}:turn_gae",
+        "turn_grpo": f"{_TURNS}:turn_grpo",
+        "gigpo": f"{_TURNS}:gigpo",
     },
 )
 
@@ -51,6 +56,8 @@ COLUMN_ARGUMENTS = (
     "sum_pi_squared",
     "rollout_is_weights",
     "reward_parts",
+    "turn_ids",
+    "responses",
 )
 
 
@@ -79,9 +86,9 @@ def compute_advantage(
     """(advantages, returns) of the estimator `name`, each [batch, response].
 
     `columns` are by column name (the groups as `uid`, else `index`; None counts as absent); `settings` are gamma, lam,
-    norm_adv_by_std_in_grpo, handle_zero_tail, gdpo_reward_keys, gdpo_reward_weights: each estimator gets those that
-    it reads. Raises ConfigError when the estimator is unknown, when a column that it needs is missing, or when a
-    user's estimator returns something else.
+    norm_adv_by_std_in_grpo, handle_zero_tail, gdpo_reward_keys, gdpo_reward_weights, step_advantage_w: each estimator gets
+    those that it reads. Without a column turn_ids, turns are the runs of trained tokens. Raises ConfigError when the
+    estimator is unknown, when a column that it needs is missing, or when a user's estimator returns something else.
     """
     estimator = ADVANTAGES.get(name)
     available = {a: _column(columns, a) for a in COLUMN_ARGUMENTS}
@@ -92,6 +99,8 @@ def compute_advantage(
         available["response_mask"] = available["response_mask"].to(rewards.dtype)
     available = {**settings, **available, "config": ConfigView(config, {})}
     parameters = inspect.signature(estimator).parameters
+    if "turn_ids" in parameters and "response_mask" in available:
+        available.setdefault("turn_ids", turn_numbers(available["response_mask"]))
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     chosen = {k: v for k, v in available.items() if takes_all or k in parameters}
     for p in parameters.values():

@@ -118,10 +118,10 @@ def grpo_passk(
     epsilon: float = 1e-6,
 ) -> tuple[Tensor, Tensor]:
     """Pass@k training (2503.19595): the best sample of a group gets (R_max - R_second) [/ (sigma + epsilon)], the
-    others 0. Raises ConfigError when a group has one sample."""
+    others 0. A sample without another has advantage 0; raises ConfigError when no group has two."""
     scores = token_level_rewards.sum(-1)
     groups = RowGroups.of(index, scores)
-    if bool(groups.is_single.any()):
+    if bool(groups.is_single.all()):
         raise ConfigError(
             "grpo_passk compares the two best samples of a prompt; set actor_rollout_ref.rollout.n to 2 or more."
         )
@@ -132,7 +132,7 @@ def grpo_passk(
     gap = scores - second
     if norm_adv_by_std_in_grpo:
         gap = gap / (groups.std(scores) + epsilon)
-    advantages = _to_tokens(torch.where(first_max, gap, 0.0), response_mask)
+    advantages = _to_tokens(torch.where(first_max & ~groups.is_single, gap, 0.0), response_mask)
     return advantages, advantages
 
 

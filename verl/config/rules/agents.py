@@ -7,7 +7,7 @@ from typing import Any
 
 from verl.config import names
 from verl.config.active_keys import runs_agents
-from verl.config.schema import Problem, error
+from verl.config.schema import Problem, error, warning
 
 ROLLOUT = "actor_rollout_ref.rollout"
 ENABLE = f"{ROLLOUT}.multi_turn.enable"
@@ -16,7 +16,14 @@ LOOP = f"{ROLLOUT}.agent.default_agent_loop"
 
 def check_agents(c: Any, given: set[str]) -> Iterator[Problem]:
     """Agents that could not act, and what does not work with them."""
+    estimator = c.algorithm.adv_estimator
     if not runs_agents(c):
+        if estimator in names.TURN_ESTIMATORS:
+            yield warning(
+                "algorithm.adv_estimator",
+                f"algorithm.adv_estimator={estimator} gives credit to turns, and the samples of this run have one each. Set "
+                f"{ENABLE}=True with tools, or {ROLLOUT}.agent.environment.",
+            )
         return
     rollout = c.actor_rollout_ref.rollout
     multi_turn, agent = rollout.multi_turn, rollout.agent

@@ -125,13 +125,13 @@ def check_estimator(c: Any, given: set[str]) -> Iterator[Problem]:
             "algorithm.use_pf_ppo",
             "algorithm.use_pf_ppo=True resamples rows of PPO with a critic. Set algorithm.adv_estimator=gae, or remove it.",
         )
-    if estimator == "gae" and c.critic.enable is False and uses_rewards(c):
+    if estimator in names.CRITIC_ESTIMATORS and c.critic.enable is False and uses_rewards(c):
         yield error(
             "critic.enable",
-            "algorithm.adv_estimator=gae needs the critic that critic.enable=False leaves out. Remove critic.enable, or "
-            "choose an estimator without a critic, such as grpo.",
+            f"algorithm.adv_estimator={estimator} needs the critic that critic.enable=False leaves out. Remove critic.enable, "
+            "or choose an estimator without a critic, such as grpo.",
         )
-    if c.critic.enable is True and estimator in names.ADV_ESTIMATORS and estimator != "gae":
+    if c.critic.enable is True and estimator in names.ADV_ESTIMATORS and estimator not in names.CRITIC_ESTIMATORS:
         yield warning(
             "critic.enable",
             f"critic.enable=True trains a critic whose values algorithm.adv_estimator={estimator} does not use.",

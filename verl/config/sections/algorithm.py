@@ -84,6 +84,11 @@ class OnlineConfig(Section):
 
 
 @dataclass(frozen=True)
+class GiGPOConfig(Section):
+    step_advantage_w: float = used(1.0, "weight of a turn's advantage beside that of its episode", when="gigpo", ge=0)
+
+
+@dataclass(frozen=True)
 class AlgorithmConfig(Section):
     program: str = used(
         "ppo",
@@ -96,9 +101,12 @@ class AlgorithmConfig(Section):
         "advantage estimator, a name or path/to/file.py:function",
         family=Family("advantage estimator", ADV_ESTIMATORS, plugins=True),
     )
-    gamma: float = used(1.0, "discount", when="discounts", ge=0, le=1)
+    gamma: float = used(
+        1.0, "discount of a token; with turn_gae, turn_grpo and gigpo of a turn", when="discounts", ge=0, le=1
+    )
     lam: float = used(1.0, "lambda of GAE", when="gae", ge=0, le=1)
     norm_adv_by_std_in_grpo: bool = used(True, "divide by the group's standard deviation", when="std_norm")
+    gigpo: GiGPOConfig = section(GiGPOConfig, "settings of gigpo")
     gdpo_reward_keys: list[str] | None = used(None, "reward parts of gdpo", when="gdpo")
     gdpo_reward_weights: list[float] | None = used(None, "their weights; null: all 1", when="gdpo")
     use_kl_in_reward: bool = used(False, "subtract a KL penalty from the reward of each token")

@@ -101,12 +101,32 @@ class AgentConfig(Section):
         ge=0,
         le=1,
     )
+    turn_rewards: bool = used(
+        False,
+        "reward each turn at its end: of environments, tools and interactions. False: the rewards of an environment count at "
+        "the end of the episode, those of tools and interactions only reach the reward function",
+        when=AGENTS,
+        strict=OURS,
+    )
+    mask_unfinished_episodes: bool = used(
+        False,
+        "train no token of an episode that a limit has cut: of the response, or of turns",
+        when=AGENTS,
+        strict=OURS,
+    )
     runner: str | None = used(
         None,
         "agent that talks to the run's endpoint, as path/to/file.py:function, or a command that begins with `command:`",
     )
     gateway_host: str = used("127.0.0.1", "address of the endpoint for agents", when=AGENTS, strict=OURS)
-    gateway_port: int = used(0, "port of that endpoint; 0: a free one", when=AGENTS, strict=OURS, ge=0, le=65535)
+    gateway_port: int = used(
+        0,
+        "port of that endpoint on the first rank, the next one on the second, ...; 0: a free one",
+        when=AGENTS,
+        strict=OURS,
+        ge=0,
+        le=65535,
+    )
     max_episodes: int | None = used(
         None, "episodes of one rank in progress at once; null: four times max_num_seqs", when=AGENTS, strict=OURS, ge=1
     )

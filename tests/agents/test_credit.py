@@ -1,0 +1,139 @@
+"""Credit over turns: rewards at the ends of turns, estimators of turns, episodes that do not train."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from tests.agents.test_runs import ENDS, ROLLOUT, episodes
+from tests.agents.test_ways import HERE, NO_TOOLS, ONE_STEP, digest
+from tests.config.helpers import load
+from verl.algorithms.groups import without_failed
+from verl.data_proto.merge import object_array
+from verl.data_proto.proto import DataProto
+from verl.data_proto.samples import Score
+from verl.roles.reward import RewardWorker
+
+LETTERS = [NO_TOOLS, f"{ROLLOUT}.multi_turn.enable=False", f"{ROLLOUT}.agent.environment={HERE}:Letters"]
+USERS = """
+interaction:
+  - name: judge
+    class_name: tests.agents.loops_of_users.Judge
+    config: {patience: 2}
+"""
+
+
+class FixedScores:
+    """A reward manager that gives every sample 0.5."""
+
+    def submit(self, request):
+        pass
+
+    def collect(self, keys):
+        return {key: Score(key, 0.5) for key in keys}
+
+
+def collected(turn_rewards, reward, error=None, mask=(1, 1, 0, 1, 0, 0), config=True):
+    """Token scores of one episode of five tokens: two turns, and two tokens of a tool."""
+    batch = DataProto.from_dict(
+        {
+            "responses": torch.arange(6)[None],
+            "response_mask": torch.tensor([mask], dtype=torch.bool),
+            "attention_mask": torch.tensor([[1, 1, 1, 1, 1, 1, 1, 0]], dtype=torch.bool),
+        },
+        {
+            "sample_key": object_array(["train/0/0"]),
+            "data_source": object_array(["x"]),
+            "episode_reward": object_array([reward]),
+            "episode_error": object_array([error]),
+            "episode_extra": object_array([{"turn_rewards": turn_rewards}]),
+        },
+    )
+    tokenizer = type("Tokenizer", (), {"decode": lambda self, ids, **_: ""})()
+    worker = RewardWorker(FixedScores(), None, tokenizer, -1.0, turn_rewards=config)
+    return worker.collect(batch).batch["token_level_scores"][0].tolist()
+
+
+def test_turns_are_rewarded_at_their_ends():
+    assert collected([0.25, 0.5], 0.75) == [0, 0.25, 0, 0.5, 0, 0]
+    assert collected([0.25, 0.5], 1.0) == [0, 0.25, 0, 0.5, 0.25, 0]  # 0.25 beside those of the turns
+    assert collected([0.25], None) == [0, 0.25, 0, 0, 0.5, 0]  # and the score of the reward function
+    assert collected([0.25, 0.5], 0.75, config=False) == [0, 0, 0, 0, 0.75, 0]
+    assert collected([0.25, 0.5], None, error="broke") == [0, 0, 0, 0, -1, 0]
+    assert collected([0.25, 0.5], 0.75, mask=(0,) * 6) == [0, 0, 0, 0, 0.75, 0]
+
+
+def test_failed_episodes_are_compared_with_nothing():
+    labels = without_failed(np.array(["a", "a", "b"], dtype=object), [None, "broke", None])
+    assert labels[0] == "a"
+    assert labels[2] == "b"
+    assert labels[1] not in labels[::2]
+
+
+@pytest.mark.parametrize("estimator", ["turn_grpo", "gigpo", "turn_gae"])
+def test_a_game_trains_by_turns(agent_run, estimator):
+    critic = ["critic.optim.lr=0.001", "critic.ppo_micro_batch_size_per_gpu=4"] if estimator == "turn_gae" else []
+    run = agent_run(
+        ENDS, *LETTERS, f"algorithm.adv_estimator={estimator}", "algorithm.gamma=0.9", ONE_STEP, *critic,
+        f"{ROLLOUT}.agent.turn_discount=0.5",
+    )  # fmt: skip
+    (row,) = run.training_rows()
+    assert row["training/rollout_probs_diff_max"] < 1e-5
+    assert row["actor/grad_norm"] > 0
+    games = episodes(run)
+    for game in games:
+        scores, turns = game["extra"]["rollout_reward_scores"]["turn_scores"], game["extra"].get("turn_rewards", [])
+        assert turns == pytest.approx([0.5**k * score for k, score in enumerate(scores)] if any(scores) else [])
+    assert row["critic/score/mean"] == pytest.approx(np.mean([game["reward"] for game in games]))
+    if estimator == "turn_gae":
+        assert row["critic/returns/max"] > row["critic/returns/min"] >= 0
+        assert row["critic/grad_norm"] > 0
+
+
+def test_where_a_reward_is_changes_no_sample(agent_run):
+    at_end, by_turn = (
+        agent_run(ENDS, *LETTERS, ONE_STEP, f"{ROLLOUT}.agent.turn_rewards={on}", folder=str(on))
+        for on in (False, True)
+    )
+    assert digest(at_end) == digest(by_turn)
+    first, second = at_end.training_rows()[0], by_turn.training_rows()[0]
+    assert second["critic/score/mean"] == pytest.approx(first["critic/score/mean"], rel=1e-6)
+    assert second["actor/grad_norm"] == pytest.approx(first["actor/grad_norm"], rel=1e-3)  # GRPO reads their sum
+
+
+def test_answers_of_a_user_reward_turns(agent_run, agent_task, tmp_path):
+    rows = [json.loads(line) for line in (agent_task / "train.jsonl").read_text().splitlines()]
+    for row in rows:
+        row["extra_info"] = {"interaction_kwargs": {"name": "judge", "want": "a"}}
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "users.yaml").write_text(USERS)
+    run = agent_run(
+        ENDS, NO_TOOLS, f"data.train_files={tmp_path}/rows.jsonl", ONE_STEP, f"{ROLLOUT}.agent.turn_rewards=True",
+        f"{ROLLOUT}.multi_turn.interaction_config_path={tmp_path}/users.yaml", "reward.num_workers=1",
+    )  # fmt: skip
+    (row,) = run.training_rows()
+    finished = [e for e in episodes(run) if e["extra"]["finished"]]
+    assert finished
+    assert all(e["extra"]["turn_rewards"] == [0.25, 0.25] for e in finished)
+    assert row["critic/score/min"] >= 0.25  # the share of letters, and what the user gave
+
+
+def test_unfinished_episodes_do_not_train(agent_run):
+    run = agent_run(
+        ENDS, *LETTERS, ONE_STEP, f"{ROLLOUT}.agent.mask_unfinished_episodes=True",
+        f"{ROLLOUT}.multi_turn.max_assistant_turns=2",  # of the three that the game has
+    )  # fmt: skip
+    (row,) = run.training_rows()
+    assert row["actor/grad_norm"] == 0
+    assert row["rollout/num_failed_episodes"] == 0
+    assert row["critic/score/max"] > 0
+
+
+def test_estimators_of_turns_want_turns():
+    assert any(
+        "the samples of this run have one each" in notice for notice in load("algorithm.adv_estimator=gigpo").notices
+    )
+    config = load("algorithm.adv_estimator=gigpo", f"{ROLLOUT}.n=2", f"{ROLLOUT}.agent.environment=a.py:Game").config
+    assert config.actor_rollout_ref.rollout.agent.turn_rewards
+    assert not load("algorithm.adv_estimator=grpo").config.actor_rollout_ref.rollout.agent.turn_rewards

@@ -1,0 +1,152 @@
+"""Servers of tools that speak the Model Context Protocol: started or connected to once in a process, asked by all its episodes.
+
+The file that `mcp.mcp_servers_config_path` names is that of other clients:
+
+    {"mcpServers": {"clock": {"command": "python", "args": ["clock.py"], "env": {}},
+                    "web":   {"url": "https://example.org/mcp", "auth_token": "..."}}}
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import functools
+import json
+import logging
+import os
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from verl.errors import ConfigError, MissingExtraError
+
+log = logging.getLogger(__name__)
+
+START_S = 60.0  # that a server may take until it has listed its tools
+
+
+class ToolServer:
+    """One server and its `tools`, objects with name, description and inputSchema. Raises ConfigError when it does not start."""
+
+    def __init__(self, name: str, settings: Mapping[str, Any]):
+        self.name, self.settings = name, settings
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, name=f"mcp-{name}", daemon=True).start()
+        self._client: Any = None
+        self._lock = asyncio.Lock()
+        try:
+            self.tools: list[dict[str, Any]] = self._run(self._list()).result(START_S)
+        except concurrent.futures.TimeoutError:
+            raise ConfigError(f"The MCP server {name!r} did not list its tools within {START_S:g} s.") from None
+        except Exception as error:  # of the server's or the client's
+            raise ConfigError(f"The MCP server {name!r} could not be used: {_why(error)}.") from error
+
+    async def call(self, tool: str, arguments: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+        """The result as the protocol has it: {"content": [...], "isError": bool}. Callable on any event loop. A server that has
+        ended is started again."""
+        return await asyncio.wrap_future(self._run(self._call(tool, dict(arguments), timeout_s)))
+
+    def _run(self, work: Any) -> concurrent.futures.Future[Any]:
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    async def _list(self) -> list[dict[str, Any]]:
+        client, cursor = await self._connected(), None
+        found: list[dict[str, Any]] = []
+        while True:
+            page = (await client.list_tools(cursor=cursor)).model_dump(by_alias=True, mode="json")
+            found += page["tools"]
+            if not (cursor := page.get("nextCursor")):
+                return found
+
+    async def _call(self, tool: str, arguments: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        client = await self._connected()
+        result = await client.call_tool(tool, arguments, read_timeout_seconds=timeout_s)
+        found: dict[str, Any] = result.model_dump(by_alias=True, mode="json")
+        return found
+
+    async def _connected(self) -> Any:
+        async with self._lock:
+            if self._client is None:
+                ready = asyncio.get_running_loop().create_future()
+                self._task = asyncio.ensure_future(self._serve(ready))
+                self._client = await ready
+            return self._client
+
+    async def _serve(self, ready: asyncio.Future[Any]) -> None:
+        """Hold the connection; it must be closed by the task that opened it."""
+        from mcp import Client
+
+        try:
+            async with Client(_transport(self.settings)) as client:
+                ready.set_result(client)
+                while True:
+                    await asyncio.sleep(1.0)
+                    await client.send_ping()
+        except Exception as error:  # noqa: BLE001 - handed to the one who waits, or logged
+            if ready.done():
+                log.warning("The MCP server %r has ended (%s); its next call starts it again.", self.name, _why(error))
+            else:
+                ready.set_exception(error)
+        finally:
+            self._client = None
+
+
+def load_servers(path: str) -> dict[str, ToolServer]:
+    """The servers of a file, running; made once for a file as it is. Raises ConfigError; MissingExtraError without `mcp`."""
+    file = Path(path).expanduser()
+    try:
+        return _load_servers(str(file), file.stat().st_mtime_ns)
+    except OSError as error:
+        raise ConfigError(f"mcp_servers_config_path={path} cannot be read: {error}.") from error
+
+
+@functools.cache
+def _load_servers(path: str, _modified: int) -> dict[str, ToolServer]:
+    try:
+        import mcp  # noqa: F401
+    except ImportError:
+        raise MissingExtraError("A tool of type mcp", "mcp", "mcp") from None
+    try:
+        rows = json.loads(Path(path).read_text(encoding="utf-8"))["mcpServers"]
+        rows = {str(name): dict(settings) for name, settings in rows.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path} must be JSON with an object 'mcpServers' of servers by name: {error!r}.") from error
+    for name, settings in rows.items():
+        if not (settings.get("url") or settings.get("command")):
+            raise ConfigError(f"{path}: the server {name!r} has neither url nor command.")
+    return {name: ToolServer(name, settings) for name, settings in rows.items()}
+
+
+def _transport(settings: Mapping[str, Any]) -> Any:
+    """What a client connects to. A command ends with this process, however that ends."""
+    if settings.get("url"):
+        headers = dict(settings.get("headers") or {})
+        if token := settings.get("auth_token"):
+            headers["Authorization"] = f"Bearer {token}"
+        url = str(settings["url"])
+        if settings.get("transport") == "sse" or url.rstrip("/").endswith("/sse"):
+            from mcp.client.sse import sse_client
+
+            return sse_client(url, headers=headers)
+        import httpx2
+        from mcp.client.streamable_http import streamable_http_client
+
+        return streamable_http_client(url, http_client=httpx2.AsyncClient(headers=headers))
+    from mcp import StdioServerParameters
+
+    guard = ["-m", "verl.parallel.child_processes", str(os.getpid())]
+    return StdioServerParameters(
+        command=sys.executable,
+        args=[*guard, str(settings["command"]), *map(str, settings.get("args") or [])],
+        env={name: str(value) for name, value in (settings.get("env") or {}).items()},
+        cwd=settings.get("cwd"),
+    )
+
+
+def _why(error: BaseException) -> str:
+    """The first cause in a group of errors."""
+    while causes := getattr(error, "exceptions", None):
+        error = causes[0]
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
