@@ -51,7 +51,8 @@ def tools(tmp_path):
 
     def write(*selection, config="{type: mcp, timeout: 20}", **settings):
         (tmp_path / "server.py").write_text(SERVER)
-        settings = settings or {"command": sys.executable, "args": [str(tmp_path / "server.py")]}
+        env = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}  # a server gets what its entry says
+        settings = settings or {"command": sys.executable, "args": [str(tmp_path / "server.py")], "env": env}
         (tmp_path / "servers.json").write_text(json.dumps({"mcpServers": {"words": settings}}))
         section = {"mcp_servers_config_path": str(tmp_path / "servers.json"), "tool_selected_list": list(selection)}
         file = tmp_path / "tools.yaml"

@@ -169,7 +169,8 @@ class EnvironmentAgentLoop(ToolAgentLoop):
         self, match: Match, player: int, sampling_params: dict[str, Any], prompt: list[dict[str, Any]]
     ) -> AgentData:
         """The turns of a player. Raises EpisodeError when the game ends before the first."""
-        episode, data = CURRENT.get(), None
+        episode = CURRENT.get()
+        data: AgentData | None = None
         while (observation := await match.turn(player)) is not None:
             if data is None:
                 data = AgentData(_with_observation(prompt, observation), episode.task.name)
