@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 
-def without_failed(labels: Sequence[Any] | Any, errors: Sequence[Any]) -> list[Any]:
+def without_failed(labels: Sequence[Any] | Any, errors: Sequence[Any] | Any) -> list[Any]:
     """Labels of groups in which each row with an error is alone: it takes no part in the statistics of its group."""
     return [
         label if error is None else ("failed", row)
