@@ -133,7 +133,7 @@ class TextArena:
         self.env.reset(num_players=num_players, seed=seed)
 
     def _observation(self) -> tuple[int, str]:
-        """Whose turn it is, and what is new to that player: observations repeat the game from its beginning."""
+        """The player whose turn it is, and what is new to them: observations repeat the game from its beginning."""
         assert self.env is not None
         player, observation = self.env.get_observation()
         text = observation if isinstance(observation, str) else "\n".join(str(part[1]) for part in observation)
@@ -157,7 +157,7 @@ class TextArenaSelfPlay(TextArena):
         self._begin(row, seed, self.num_players)
 
     def observe(self) -> tuple[int, str]:
-        """Whose turn it is, and what that player reads."""
+        """The player whose turn it is, and what they read."""
         return self._observation()
 
     def step(self, text: str) -> bool:  # type: ignore[override]
@@ -166,7 +166,7 @@ class TextArenaSelfPlay(TextArena):
         return bool(self.env.step(action=text)[0])
 
     def rewards(self) -> dict[int, float]:
-        """Of each player, once the game is over."""
+        """The reward of each player, once the game is over."""
         if not self.found:
             self.found = self._rewards()
         return self.found
