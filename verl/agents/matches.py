@@ -41,7 +41,8 @@ class Match:
         self._begun = asyncio.ensure_future(self._begin(reset))
 
     async def turn(self, player: int) -> str | None:
-        """The text that a player reads, once it is their turn; None when the game is over. Raises EpisodeError when it has failed."""
+        """The text that a player reads, once it is their turn; None when the game is over.
+        Raises EpisodeError when it has failed."""
         await asyncio.shield(self._begun)  # one player's time limit ends no other's game
         while not self.is_over and self._failure is None and self._mover != player:
             await self._changed.wait()

@@ -120,7 +120,7 @@ def _load_servers(path: str, _modified: int) -> dict[str, ToolServer]:
 
 
 def _transport(settings: Mapping[str, Any]) -> Any:
-    """What a client connects to. A command ends with this process, however that ends."""
+    """The transport of a client. A command ends with this process, however that ends."""
     if settings.get("url"):
         headers = dict(settings.get("headers") or {})
         if token := settings.get("auth_token"):

@@ -1,6 +1,6 @@
 """Estimators of episodes: the turn is the action, and all tokens of a turn have its advantage.
 
-`turn_ids` [batch, response] numbers the turns of a row from 0, and is -1 on tokens that nobody sampled. r_k is the sum of the
+`turn_ids` [batch, response] numbers the turns of a row from 0, and is -1 on tokens that were not sampled. r_k is the sum of the
 rewards of turn k, those on tool output behind it included; G_k = r_k + gamma G_{k+1} is its return.
 """
 
