@@ -34,7 +34,7 @@ class ToolServer:
         self.name, self.settings = name, settings
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, name=f"mcp-{name}", daemon=True).start()
-        self._client: Any = None
+        self._connection: tuple[Any, asyncio.Event] | None = None  # a client, and what ends its task
         self._lock = asyncio.Lock()
         try:
             self.tools: list[dict[str, Any]] = self._run(self._list()).result(START_S)
@@ -52,7 +52,7 @@ class ToolServer:
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     async def _list(self) -> list[dict[str, Any]]:
-        client, cursor = await self._connected(), None
+        (client, _), cursor = await self._connected(), None
         found: list[dict[str, Any]] = []
         while True:
             page = (await client.list_tools(cursor=cursor)).model_dump(by_alias=True, mode="json")
@@ -61,36 +61,42 @@ class ToolServer:
                 return found
 
     async def _call(self, tool: str, arguments: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        client = await self._connected()
-        result = await client.call_tool(tool, arguments, read_timeout_seconds=timeout_s)
+        from mcp import MCPError
+        from mcp_types import CONNECTION_CLOSED
+
+        client, ended = await self._connected()
+        try:
+            result = await client.call_tool(tool, arguments, read_timeout_seconds=timeout_s)
+        except MCPError as error:
+            if error.code == CONNECTION_CLOSED:  # not asked again, since it may have acted already
+                log.warning("The MCP server %r has ended; its next call starts it again.", self.name)
+                self._connection = None
+                ended.set()
+            raise
         found: dict[str, Any] = result.model_dump(by_alias=True, mode="json")
         return found
 
-    async def _connected(self) -> Any:
+    async def _connected(self) -> tuple[Any, asyncio.Event]:
         async with self._lock:
-            if self._client is None:
-                ready = asyncio.get_running_loop().create_future()
+            connection = self._connection
+            if connection is None:
+                ready: asyncio.Future[tuple[Any, asyncio.Event]] = asyncio.get_running_loop().create_future()
                 self._task = asyncio.ensure_future(self._serve(ready))
-                self._client = await ready
-            return self._client
+                connection = self._connection = await ready
+            return connection
 
-    async def _serve(self, ready: asyncio.Future[Any]) -> None:
-        """Hold the connection; it must be closed by the task that opened it."""
+    async def _serve(self, ready: asyncio.Future[tuple[Any, asyncio.Event]]) -> None:
+        """Hold the connection until it ends: the task that opened it must close it."""
         from mcp import Client
 
+        ended = asyncio.Event()
         try:
             async with Client(_transport(self.settings)) as client:
-                ready.set_result(client)
-                while True:
-                    await asyncio.sleep(1.0)
-                    await client.send_ping()
-        except Exception as error:  # noqa: BLE001 - handed to the one who waits, or logged
-            if ready.done():
-                log.warning("The MCP server %r has ended (%s); its next call starts it again.", self.name, _why(error))
-            else:
+                ready.set_result((client, ended))
+                await ended.wait()
+        except Exception as error:  # noqa: BLE001 - handed to the one who waits
+            if not ready.done():
                 ready.set_exception(error)
-        finally:
-            self._client = None
 
 
 def load_servers(path: str) -> dict[str, ToolServer]:
