@@ -14,6 +14,7 @@ from verl.page.index import SampleIndex
 from verl.page.summaries import text_of
 
 PER_PAGE = 50
+_FEW = 5000  # samples that are looked up one by one
 _AROUND = 80  # characters of an excerpt on each side of what was searched
 _MAX_QUERY = 500  # characters
 _SORTS = {
@@ -104,15 +105,18 @@ def _newest_ids(index: SampleIndex, query: Mapping[str, str], text: str, wanted:
 def _ids(index: SampleIndex, query: Mapping[str, str], among: Set[int] | None, limit: int, offset: int) -> list[int]:
     """The samples that the filters let through, of those in `among` or of all, in the order of the query."""
     conditions, values = _conditions(query)
-    if among is not None:
-        # of many samples much faster than IN with their ids
+    tables = "files CROSS JOIN samples ON samples.file = files.id"
+    if among is not None and len(among) <= _FEW:  # found by their ids
+        tables = "json_each(?) CROSS JOIN samples ON samples.id = value JOIN files ON files.id = samples.file"
+        values.insert(0, json.dumps(list(among)))
+    elif among is not None:  # all are read, which is faster then
         index.db.create_function("is_among", 1, among.__contains__)
         conditions.append("is_among(samples.id)")
     order = _SORTS.get(query.get("sort", ""), _SORTS["newest"])
     where = f"WHERE {' AND '.join(conditions)}" if conditions else ""
     rows = index.rows(
-        f"{_CONFLICTS if query.get('conflict') else ''}SELECT samples.id AS id FROM files CROSS JOIN samples "
-        f"ON samples.file = files.id {where} ORDER BY {order} LIMIT ? OFFSET ?",
+        f"{_CONFLICTS if query.get('conflict') else ''}SELECT samples.id AS id FROM {tables} {where} "
+        f"ORDER BY {order} LIMIT ? OFFSET ?",
         *(*values, limit, offset),
     )
     return [row["id"] for row in rows]
@@ -124,10 +128,16 @@ def _with_excerpts(index: SampleIndex, rows: Sequence[sqlite3.Row], text: str) -
     files = index.files()
     found = []
     for row in rows:
-        whole = index.read(files.get((row["split"], row["step"])), row["start"], row["size"]) or {}
-        texts = (text_of(whole, "response"), text_of(whole, "prompt"))
-        found.append({**dict(row), "excerpt": next(filter(None, (excerpt_of(t, text) for t in texts)), [])})
+        excerpt = _first_excerpt((row["response"], row["prompt"]), text)
+        if not excerpt:  # beyond what lists show
+            whole = index.read(files.get((row["split"], row["step"])), row["start"], row["size"]) or {}
+            excerpt = _first_excerpt((text_of(whole, "response"), text_of(whole, "prompt")), text)
+        found.append({**dict(row), "excerpt": excerpt})
     return found
+
+
+def _first_excerpt(texts: Sequence[str], text: str) -> list[tuple[str, bool]]:
+    return next(filter(None, (excerpt_of(whole, text) for whole in texts)), [])
 
 
 def excerpt_of(whole: str, text: str) -> list[tuple[str, bool]]:

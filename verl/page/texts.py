@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import NamedTuple
 
 _END = b"\0"
@@ -43,17 +43,16 @@ def pack_texts(texts: Iterable[tuple[int, str]]) -> PackedTexts:
     return PackedTexts(owners.tobytes(), ends.tobytes(), b"".join(part + _END for part in parts))
 
 
-def owners_with(needle: bytes, packed: PackedTexts) -> Iterator[int]:
+def owners_with(needle: bytes, packed: PackedTexts) -> list[int]:
     """The samples whose text has the folded `needle`."""
-    folded = packed.folded
-    at = folded.find(needle)
+    find = packed.folded.find
+    at = find(needle)
     if at < 0:
-        return
+        return []
     owners, ends = array("q", packed.owners), array("q", packed.ends)
+    found, place = set(), 0  # ends of texts
     while at >= 0:
-        i = bisect_right(ends, at)
-        end = ends[i]
-        while i < len(ends) and ends[i] == end:
-            yield owners[i]
-            i += 1
-        at = folded.find(needle, end)
+        place = bisect_right(ends, at, place)
+        found.add(ends[place])
+        at = find(needle, ends[place])
+    return [owner for owner, end in zip(owners, ends, strict=True) if end in found]
