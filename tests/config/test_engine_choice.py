@@ -5,7 +5,9 @@ import importlib.util
 import pytest
 
 from verl.config import SCHEMAS, load_config
-from verl.errors import ConfigError
+from verl.errors import ConfigError, MissingExtraError
+from verl.programs.ppo_roles import ppo_roles
+from verl.runtime.rank import check_meshes
 
 ACTOR = "actor_rollout_ref.actor"
 BASE = ["actor_rollout_ref.model.path=x"]
@@ -47,6 +49,17 @@ def test_what_the_megatron_engine_does_not_do_is_refused(overrides, words):
     keys = [f"+{ACTOR}.megatron.{override}" for override in overrides]
     with pytest.raises(ConfigError, match=words):
         load_config([*BASE, "data.train_files=x", "data.val_files=x", f"{ACTOR}.strategy=megatron", *keys])
+
+
+@pytest.mark.parametrize(("engine", "package"), [("megatron", "megatron-core"), ("deepspeed", "deepspeed")])
+def test_a_library_that_is_missing_is_named_before_anything_starts(monkeypatch, engine, package):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if n.startswith(engine) else find(n))
+    config = load_config([*BASE, f"{ACTOR}.strategy={engine}"], check=False).config
+    specs = ppo_roles(config)
+    words = rf"strategy={engine} needs the package '{package}'.*verl\[{engine}\].*engine_fallback=fsdp"
+    with pytest.raises(MissingExtraError, match=words):
+        check_meshes(config, specs, specs.place(2))
 
 
 def test_an_engine_that_is_not_built_falls_back_to_fsdp(caplog):

@@ -122,10 +122,12 @@ def check_meshes(config: Any, specs: RoleSpecs, placement: Placement) -> EngineP
     """The layout of the rollout engine, if there is one. Raises ConfigError, before anything is started, when devices do not
     divide as the engines ask."""
     context = RankContext(config, specs, placement, 0, torch.device("cpu"), 1, [])
+    # before the layout of the rollout engine, which reads the model's config where Megatron trains
+    for spec in specs.models:
+        _check_engine(context, spec)
     if specs.generates:
         _check_rollout(config, context.engine_plan)
     for spec in specs.models:
-        _check_engine(context, spec)
         context.mesh(spec.name)
         if spec.shares is not None and placement.devices[spec.name] != placement.devices[spec.shares]:
             raise ConfigError(
@@ -136,7 +138,8 @@ def check_meshes(config: Any, specs: RoleSpecs, placement: Placement) -> EngineP
 
 
 def _check_engine(context: RankContext, spec: RoleSpec) -> None:
-    """Raise ConfigError for an engine that is not installed, has not all devices of the run, or cannot have the role."""
+    """Raise MissingExtraError for an engine that is not installed, ConfigError for one that has not all devices of the run or
+    cannot have the role."""
     num_ranks, num_devices = len(context.ranks(spec.name)), context.placement.num_devices
     if spec.settings is None or num_devices == 1:
         return
