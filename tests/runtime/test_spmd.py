@@ -115,9 +115,7 @@ def assert_equal(run_of_ranks, reference, algorithm):
         assert_same_weights(run_of_ranks, reference, 3, rel=1e-10, role=role)
 
 
-@pytest.mark.parametrize(
-    ("name", "algorithm"), [("fsdp2", "grpo"), *((name, "ppo") for name in (*ON_TWO, "experts2"))]
-)
+@pytest.mark.parametrize(("name", "algorithm"), [("fsdp2", "grpo"), *((name, "ppo") for name in (*ON_TWO, "experts2"))])
 def test_two_ranks(two_ranks, alone, name, algorithm):
     reference = alone.get(f"{algorithm}_{name}", alone[algorithm])
     assert_equal(two_ranks.run(f"{algorithm}_{name}"), reference, algorithm)
