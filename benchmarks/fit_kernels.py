@@ -14,6 +14,7 @@ import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from importlib import util
 from pathlib import Path
 from typing import Any
@@ -36,12 +37,19 @@ SHEET = {
     "gb200": ((2500e12, 8.0e12, 189471 * 2**20, 152), ("vllm/0.24.0", "nccl/2.29.2")),
 }
 _STARTS = {
-    MatmulFit: (3, 0.8, 0.8, 0.3, 200, 0.6, 4),
-    PrefillFit: (11, 1.0, 0.5, 0.5, 70, 0.1),
-    DecodeFit: (11, 0.9, 20),
-    ExpertsFit: (30, 0.6, 0.8, 0.5, 1.5),
-    CollectiveFit: (8, 1, 330, 1),
+    "matmul": (3, 0.8, 0.8, 0.3, 200, 0.6, 4),
+    "prefill": (11, 1.0, 0.5, 0.5, 70, 0.1, 100),
+    "decode": (11, 0.9, 1, 300, 5, 0.5),
+    "experts": (30, 0.6, 0.8, 0.5, 1.5),
+    "experts in tiles": (30, 0.6, 0.8, 0.5, 1.5, 0.5),
+    "collective": (8, 1, 330, 1),
+    # sends and receives have a protocol for small messages; the other collectives change theirs step by step
+    "alltoall": (8, 1, 330, 0.1, 0.5, 20, 5),
 }
+_BLACKWELL = ("b200_sxm", "gb200")  # whose attention computes two tiles of 128 queries at a time
+# whose decode attention (FlashAttention-2) does not pack the queries of a KV head, and whose experts are SGLang's Triton
+# kernel with tiles of 16 rows, or of 64
+_AMPERE = ("a100_sxm",)
 _SOURCE = "# Written by benchmarks/fit_kernels.py. Measurements: NVIDIA, aiconfigurator-core 0.12.0, Apache-2.0."
 Predict = Callable[..., np.ndarray]
 _SAMPLES: list[list[list[str]]] = []  # of the fits so far, in order
@@ -72,8 +80,11 @@ def columns(rows: Any, *names: str) -> list[np.ndarray]:
     return [rows[name].to_numpy(float) for name in names]
 
 
-def fit(kind: type, predict: Predict, points: list[Any], measured: np.ndarray, held: np.ndarray) -> tuple[Any, dict]:
-    """The constants of `kind` with which `predict(constants, *points)` fits `measured` best, and the errors."""
+def fit(
+    kind: Callable[..., Any], start: str, predict: Predict, points: list[Any], measured: np.ndarray, held: np.ndarray
+) -> tuple[Any, dict]:
+    """The constants of `kind` (its first ones, as many as _STARTS has) with which `predict(constants, *points)` fits
+    `measured` best, and the errors."""
     from scipy.optimize import minimize
 
     def make(point: np.ndarray) -> Any:
@@ -84,11 +95,11 @@ def fit(kind: type, predict: Predict, points: list[Any], measured: np.ndarray, h
             ratio = np.log(predict(make(point), *points) / measured)[~held]
         return float(np.mean(np.abs(np.where(np.isfinite(ratio), ratio, 10))))
 
-    best = np.array(_STARTS[kind], float)
+    best = np.array(_STARTS[start], float)
     for evaluations in (4000, 2000):
         options = {"maxiter": evaluations, "maxfev": evaluations, "adaptive": True}
         best = minimize(loss, best, method="Nelder-Mead", options=options).x
-    found = kind(*(float(f"{v:.4g}") for v in vars(make(best)).values()))
+    found = make(np.array([float(f"{v:.4g}") for v in best]))
     error = np.abs(predict(found, *points) / measured - 1)
     _keep_sample(points, measured, held)
     return found, {
@@ -111,7 +122,11 @@ def fit_matmul(base: Device, folder: Path) -> tuple[Any, dict]:
     rows = read(folder / "gemm_perf.parquet", gemm_dtype="bfloat16")
     m, n, k = columns(rows, "m", "n", "k")
     held = ((n * 7 + k * 13) // 32 % 5) < 2
-    return fit(MatmulFit, lambda c, *p: kernels.matmul_time(_with(base, matmul=c), *p), [m, n, k], seconds(rows), held)
+
+    def predict(c: MatmulFit, *points: Any) -> np.ndarray:
+        return kernels.matmul_time(_with(base, matmul=c), *points)
+
+    return fit(MatmulFit, "matmul", predict, [m, n, k], seconds(rows), held)
 
 
 def fit_prefill(base: Device, folder: Path) -> tuple[Any, dict]:
@@ -124,7 +139,8 @@ def fit_prefill(base: Device, folder: Path) -> tuple[Any, dict]:
     def predict(c: PrefillFit, *points: Any) -> np.ndarray:
         return kernels.prefill_time(_with(base, prefill=c), *points)
 
-    return fit(PrefillFit, predict, [batch, length, heads, kv, dim], seconds(rows), held)
+    kind = partial(PrefillFit, block=256 if base.name in _BLACKWELL else 128)
+    return fit(kind, "prefill", predict, [batch, length, heads, kv, dim], seconds(rows), held)
 
 
 def fit_decode(base: Device, folder: Path) -> tuple[Any, dict]:
@@ -136,7 +152,8 @@ def fit_decode(base: Device, folder: Path) -> tuple[Any, dict]:
     def predict(c: DecodeFit, *points: Any) -> np.ndarray:
         return kernels.decode_time(_with(base, decode=c), *points)
 
-    return fit(DecodeFit, predict, [batch, step + 1, 2 * kv * dim, kv], seconds(rows), held)
+    kind = partial(DecodeFit, packs_queries=base.name not in _AMPERE)
+    return fit(kind, "decode", predict, [batch, step + 1, 2 * kv * dim, kv, heads], seconds(rows), held)
 
 
 def fit_experts(base: Device, folder: Path) -> tuple[Any, dict]:
@@ -149,7 +166,12 @@ def fit_experts(base: Device, folder: Path) -> tuple[Any, dict]:
     def predict(c: ExpertsFit, *points: Any) -> np.ndarray:
         return kernels.experts_time(_with(base, experts=c), *points, even=True)
 
-    return fit(ExpertsFit, predict, [tokens, hidden, inner, top_k, num, ranks], seconds(rows), held)
+    points = [tokens, hidden, inner, top_k, num, ranks]
+    if base.name in _AMPERE:
+        return fit(
+            partial(ExpertsFit, small_tile=16.0, tile=64.0), "experts in tiles", predict, points, seconds(rows), held
+        )
+    return fit(ExpertsFit, "experts", predict, points, seconds(rows), held)
 
 
 def fit_small_all_reduce(path: Path) -> tuple[Any, dict]:
@@ -162,7 +184,7 @@ def fit_small_all_reduce(path: Path) -> tuple[Any, dict]:
     def predict(c: CollectiveFit, *points: Any) -> np.ndarray:
         return kernels.collective_time(c, "all_reduce", *points)
 
-    return fit(CollectiveFit, predict, [2 * elements, ranks], seconds(rows), held)
+    return fit(CollectiveFit, "collective", predict, [2 * elements, ranks], seconds(rows), held)
 
 
 def fit_collective(path: Path, operation: str) -> tuple[Any, dict]:
@@ -173,7 +195,8 @@ def fit_collective(path: Path, operation: str) -> tuple[Any, dict]:
     def predict(c: CollectiveFit, *points: Any) -> np.ndarray:
         return kernels.collective_time(c, operation, *points)
 
-    return fit(CollectiveFit, predict, [2 * elements, ranks], seconds(rows), held)
+    start = operation if operation in _STARTS else "collective"
+    return fit(CollectiveFit, start, predict, [2 * elements, ranks], seconds(rows), held)
 
 
 def seconds(rows: Any) -> np.ndarray:

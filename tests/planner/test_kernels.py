@@ -41,20 +41,11 @@ def test_held_out_kernels(device):
 
 
 def test_recorded_errors_of_all_held_out_points():
-    """devices.yaml has the median error of each fit on every held-out kernel; these few are above a tenth."""
-    recorded = {
-        (d, k): e["held_out_median"] for d, row in _rows("devices.yaml").items() for k, e in row["errors"].items()
-    }
-    above = {key for key, value in recorded.items() if value > 0.1}
-    assert above == {
-        ("a100_sxm", "decode"),
-        ("a100_sxm", "experts"),
-        ("b200_sxm", "prefill"),
-        ("gb200", "prefill"),
-        ("gb200", "alltoall"),
-    }
-    assert statistics.median(recorded.values()) <= 0.075
-    assert max(recorded.values()) < 0.2
+    """devices.yaml has the median error of each of the 45 fits on every held-out kernel: none is above a tenth."""
+    recorded = [e["held_out_median"] for row in _rows("devices.yaml").values() for e in row["errors"].values()]
+    assert len(recorded) == 45
+    assert max(recorded) <= 0.1
+    assert statistics.median(recorded) <= 0.065
 
 
 def test_the_sample_is_of_the_recorded_fits():

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from verl.errors import ConfigError
-from verl.planner import Cluster, Dataflow, Lengths, Rules, Space, Workload, known_shape, search
+from verl.planner import Cluster, Dataflow, Lengths, ParallelLayout, Rules, Space, Workload, known_shape, search
+from verl.planner.memory import rollout_weights, training_state
 from verl.planner.request import lora_parameters
 from verl.planner.search import Statistics, allocations, partitions
 
@@ -14,7 +15,8 @@ LLAMA = {"7B": "Llama-2-7b", "13B": "Llama-2-13b", "34B": "CodeLlama-34b", "70B"
 COLOCATE = (("actor", "critic", "reference", "reward"),)
 SPLIT = (("actor", "reference"), ("critic", "reward"))
 PAPER = Workload(1024, 1, 1024, Lengths.constant(1024), updates=8)
-MEGATRON = Space(zero=(1,), offload=False)
+# the longest pipeline of the layouts in figure 14 is 8
+MEGATRON = Space(zero=(1,), offload=False, pipelines=(1, 2, 4, 8))
 
 
 def seconds(model, devices, groups, even=False):
@@ -34,9 +36,15 @@ def test_colocation_is_best_on_few_devices(model, devices):
     assert seconds(model, devices, COLOCATE) < seconds(model, devices, SPLIT, even=True)
 
 
-def test_a_split_is_best_on_many_devices():
-    """HybridFlow, figure 12: 34B on 128 devices, actor and reference on one half, critic and reward model on the other."""
-    assert seconds("34B", 128, SPLIT, even=True) < seconds("34B", 128, COLOCATE)
+@pytest.mark.parametrize("devices", [96, 128])
+def test_a_split_is_best_on_many_devices(devices):
+    """HybridFlow, figure 12: 34B, actor and reference on one half, critic and reward model on the other."""
+    assert seconds("34B", devices, SPLIT, even=True) < seconds("34B", devices, COLOCATE)
+
+
+def test_13b_on_96_devices_is_a_tie():
+    """Published: the split is best. Predicted: 3% behind colocation, less than the error of the model."""
+    assert 1 < seconds("13B", 96, SPLIT, even=True) / seconds("13B", 96, COLOCATE) < 1.05
 
 
 @pytest.mark.parametrize("model", ["7B", "13B", "34B", "70B"])
@@ -166,6 +174,20 @@ def test_known_to_fit(model, gpu, devices, lora):
 def test_half_as_many_devices_do_not_fit(model, gpu, devices, offload):
     """Where all parameters train. 70B on 16 fits with offload, and not without."""
     assert fits(model, gpu, devices, False, offload) is None
+
+
+@pytest.mark.parametrize(("model", "devices"), [("Qwen2.5-14B", 2), ("Qwen2.5-32B", 4), ("Qwen2.5-72B", 8)])
+def test_lora_on_half_as_many_devices_needs_a_frozen_model_in_bfloat16(model, devices):
+    """The existing verl holds it in float32 (0.9.1, engine/fsdp.yaml, model_dtype): with the rollout's copy half of the known
+    devices are too few, without any other bytes. Ours is in bfloat16, and fits."""
+    shape, most = known_shape(model), Cluster.of("h100_sxm", 8).memory
+
+    def needed(n, width):
+        state = training_state(shape, ParallelLayout(data=n, zero=3), lora_parameters(shape, 32), width).state
+        return state + rollout_weights(shape, n)
+
+    assert needed(devices, 4) < most < needed(devices // 2, 4)
+    assert needed(devices // 2, 2) < most
 
 
 def test_what_does_not_fit_names_what_would():

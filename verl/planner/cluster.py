@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from verl.errors import ConfigError, nearest
 from verl.planner.kernels import (
+    BF16,
     CollectiveFit,
     DecodeFit,
     Device,
@@ -163,7 +164,7 @@ def device_from(row: Mapping[str, Any], name: str) -> Device:
         DecodeFit(**given["decode"]),
         ExpertsFit(**given["experts"]),
         collectives,
-        **{key: given[key] for key in ("elementwise", "launch_us") if key in given},
+        **{key: given[key] for key in ("elementwise", "launch_us", "step_host_s") if key in given},
     )
     peak, bandwidth, size = (float(row[key]) for key in ("peak", "bandwidth", "memory"))
-    return Device(name, peak, bandwidth, size, int(row["num_processors"]), kernels)
+    return Device(name, peak, bandwidth, size, int(row["num_processors"]), kernels, int(row.get("width", BF16)))

@@ -1,20 +1,61 @@
 """The constants of this machine's processor, by a micro-benchmark of about ten seconds: the device `cpu` of the planner.
 
-float32, as runs on a processor compute. The kernels of planner/kernels.py count two bytes an element, so the bandwidth is given
-per two bytes. What a benchmark of single operations cannot know (the engine's own overhead) comes from another run:
-benchmarks/planner.py.
+    cluster = measure_cpu(memory=16e9)                     kernels alone, in float32
+    calibrated(cluster, {"train": CallFit(...)})           with what runs take beside them, by kind of call
+
+Kernels: the rate of matmuls at a short and at a long inner size, the memory's rate at a matrix that no cache holds, attention,
+and operations on elements. What a benchmark of single operations cannot know (the engine's overhead by layer and by step)
+comes from runs: `fit_call` solves for it, benchmarks/planner.py makes the runs.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from verl.planner.cluster import Cluster
-from verl.planner.kernels import WIDTH, DecodeFit, Device, ExpertsFit, KernelFits, MatmulFit, PrefillFit
+from verl.planner.kernels import CallFit, DecodeFit, Device, ExpertsFit, KernelFits, MatmulFit, PrefillFit
 
 _LONG_S = 0.3  # of a measurement
+_WIDTH = 4  # float32, as runs on a processor compute
+_ROWS, _SHORT, _LONG = 2048, 128, 1024  # of the matmuls
+_TILE, _BLOCK = 8, 32  # rows that a matmul computes at once; queries of attention
+
+
+class CallMeasured(NamedTuple):
+    """A call of a run: seconds of its kernels by the cost model, its layers, its passes (of generation: steps of decoding), and
+    the seconds that it took."""
+
+    kernels_s: float
+    layers: int
+    passes: float
+    seconds: float
+
+
+def fit_call(calls: Sequence[CallMeasured]) -> CallFit:
+    """The constants, none below 0, with the least sum of squared relative errors: factor kernels + passes (call_s + layers
+    layer_s) = seconds. Needs calls of models of several sizes; a term that they do not need is 0."""
+    rows = np.array([(c.kernels_s, c.passes * c.layers, c.passes) for c in calls]) / [[c.seconds] for c in calls]
+    best, least = np.zeros(3), np.inf
+    for size in (1, 2, 3):
+        for used in map(list, itertools.combinations(range(3), size)):
+            found = np.linalg.lstsq(rows[:, used], np.ones(len(calls)), rcond=None)[0]
+            error = float(np.square(rows[:, used] @ found - 1).sum())
+            if (found >= 0).all() and error < least - 1e-12:
+                best, least = np.zeros(3), error
+                best[used] = found
+    return CallFit(*best.tolist())
+
+
+def calibrated(cluster: Cluster, calls: Mapping[str, CallFit]) -> Cluster:
+    """`cluster` with constants of calls: "generate", "forward", "train"."""
+    kernels = replace(cluster.device.kernels, calls=dict(calls))
+    return replace(cluster, device=replace(cluster.device, kernels=kernels))
 
 
 def measure_cpu(memory: float, threads: int | None = None) -> Cluster:
@@ -30,43 +71,50 @@ def measure_cpu(memory: float, threads: int | None = None) -> Cluster:
 
 
 def _measure(torch: Any, memory: float) -> Cluster:
-    large = torch.randn(768, 768)
-    peak = 2 * 768**3 / _seconds(lambda: large @ large)
+    # seconds of a matmul ascend with k + prologue: the prologue packs operands and stores the result
+    short, long = (_matmul_seconds(torch, k) for k in (_SHORT, _LONG))
+    slope = (long - short) / (_LONG - _SHORT)
+    prologue = max(0.0, short / slope - _SHORT)
+    peak = 2 * _ROWS * 768 / slope
     # a matrix that no cache holds, times one row: the time of reading it
     matrix, row = torch.randn(4096, 4096), torch.randn(4096, 1)
-    bandwidth = matrix.numel() * WIDTH / _seconds(lambda: matrix @ row)
-    few = torch.randn(8, 64)
-    small = torch.randn(64, 64)
+    bandwidth = matrix.numel() * _WIDTH / _seconds(lambda: matrix @ row)
+    few, small = torch.randn(8, 64), torch.randn(64, 64)
     latency_us = _seconds(lambda: few @ small) * 1e6
     vector, out = torch.randn(1 << 22), torch.empty(1 << 22)
-    moved = 2 * vector.numel() * WIDTH / _seconds(lambda: torch.add(vector, 1.0, out=out))
-    flops = _attention_flops(torch)
+    moved = 2 * vector.numel() * _WIDTH / _seconds(lambda: torch.add(vector, 1.0, out=out))
     kernels = KernelFits(
-        MatmulFit(latency_us, 1.0, 1.0, 0.0, 0.0, 1.0, 6.0),
-        PrefillFit(latency_us, flops / peak, 1.0, 0.0, 0.0, 1.0),
+        MatmulFit(latency_us, 1.0, 1.0, 0.0, prologue, 1.0, 6.0, _TILE),
+        PrefillFit(latency_us, _attention_flops(torch) / peak, 1.0, 0.0, 0.0, 1.0, block=_BLOCK),
         DecodeFit(latency_us, 1.0, 0.0),
         ExpertsFit(latency_us, 1.0, 1.0, 1.0, 6.0),
         {},
         elementwise=moved / bandwidth,
-        launch_us=latency_us,
+        launch_us=0.0,  # in the time of a layer, by `fit_call`
+        step_host_s=0.0,
     )
-    return Cluster(Device("cpu", peak, bandwidth, memory, 1, kernels), 1, 1, 1, 1e9, bandwidth)
+    return Cluster(Device("cpu", peak, bandwidth, memory, 1, kernels, _WIDTH), 1, 1, 1, 1e9, bandwidth)
+
+
+def _matmul_seconds(torch: Any, inner: int) -> float:
+    a, b = torch.randn(_ROWS, inner), torch.randn(inner, 768)
+    return _seconds(lambda: a @ b)
 
 
 def _attention_flops(torch: Any) -> float:
     """Operations per second of causal attention, counted as in `prefill_time`."""
-    length, heads, dim = 256, 4, 64
-    q = torch.randn(2, heads, length, dim)
+    length, heads, dim = 128, 4, 64
+    q = torch.randn(8, heads, length, dim)
     seconds = _seconds(lambda: torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True))
-    return 2 * 2 * heads * dim * length * (length + 128) / seconds
+    return 2 * 8 * heads * dim * length * (length + _BLOCK) / seconds
 
 
 def _seconds(run: Callable[[], Any]) -> float:
-    """The median of calls that take `_LONG_S` together, after one that warms up."""
+    """The fastest of the calls that take `_LONG_S` together, after one that warms up."""
     run()
     times: list[float] = []
     while sum(times) < _LONG_S or len(times) < 5:
         began = time.perf_counter()
         run()
         times.append(time.perf_counter() - began)
-    return sorted(times)[len(times) // 2]
+    return min(times)  # other processes can only add to it

@@ -15,12 +15,11 @@ from functools import lru_cache
 from verl.planner import kernels
 from verl.planner.cluster import Cluster
 from verl.planner.layout import EngineLayout, ParallelLayout
-from verl.planner.memory import Bytes, forward_memory, kv_bytes_per_token, rollout_weights
+from verl.planner.memory import WEIGHT, Bytes, forward_memory, kv_bytes_per_token, rollout_weights
 from verl.planner.shapes import ModelShape
-from verl.planner.step_time import Time, layer_matmuls, mlp_matmuls, time_forward
+from verl.planner.step_time import Time, layer_matmuls, mlp_matmuls, time_pass, with_host
 from verl.planner.workload import SequenceBatch, Workload
 
-STEP_HOST_S = 1e-3  # scheduling and sampling, beside the graph of a step
 _SMALL_KERNELS = 5  # of a layer in the graph: norms, rotation, cache, activation
 _PREFILL_TOKENS = 8192  # of a forward over prompts
 
@@ -42,13 +41,18 @@ def decode_step(shape: ModelShape, tensor: int, pipeline: int, cluster: Cluster,
         once = kernels.experts_time(device, rows, shape.hidden, inner, top, shape.num_experts, t)
         experts = shape.num_mixture_layers * float(once)
     small = shape.num_layers * _SMALL_KERNELS * device.kernels.matmul.latency_us / 2 * 1e-6
-    messages = shape.num_layers * 2 * _all_reduce(cluster, kernels.WIDTH * rows * shape.hidden, t)
+    host = small + device.kernels.step_host_s
+    messages = shape.num_layers * 2 * _all_reduce(cluster, device.width * rows * shape.hidden, t)
     if pipeline > 1:
         messages += (pipeline - 1) * cluster.send(
-            kernels.WIDTH * rows * shape.hidden, across=t * pipeline > cluster.domain
+            device.width * rows * shape.hidden, across=t * pipeline > cluster.domain
         )
     return Time.of(
-        weights=matmul, experts=experts, kv_cache=attention, tensor_parallel=messages, overhead=small + STEP_HOST_S
+        weights=matmul,
+        experts=experts,
+        kv_cache=attention,
+        tensor_parallel=messages,
+        overhead=host,
     )
 
 
@@ -57,10 +61,11 @@ def _read(cluster: Cluster, rows: float, sizes: Sequence[tuple[float, float]]) -
 
 
 def _decode_attention(shape: ModelShape, tensor: int, cluster: Cluster, rows: float, context: float) -> float:
-    elements, heads = float(shape.kv_elements), 1.0
+    elements, kv_heads = float(shape.kv_elements), 1.0
     if not shape.is_latent:
-        elements, heads = elements / min(tensor, shape.kv_heads), max(shape.kv_heads / tensor, 1.0)
-    return shape.num_layers * float(kernels.decode_time(cluster.device, rows, context, elements, heads))
+        elements, kv_heads = elements / min(tensor, shape.kv_heads), max(shape.kv_heads / tensor, 1.0)
+    heads = shape.heads / tensor
+    return shape.num_layers * float(kernels.decode_time(cluster.device, rows, context, elements, kv_heads, heads))
 
 
 def _all_reduce(cluster: Cluster, num_bytes: float, tensor: int) -> float:
@@ -78,7 +83,7 @@ def time_generate(shape: ModelShape, layout: EngineLayout, cluster: Cluster, wor
     """Seconds until the last sample of a step has ended, on the replica with the most samples."""
     samples = -(-workload.num_samples // layout.replicas)
     prompts = max(1.0, workload.num_prompts / layout.replicas)
-    prefill = time_forward(
+    prefill = time_pass(
         shape,
         ParallelLayout(
             tensor=layout.tensor,
@@ -89,30 +94,32 @@ def time_generate(shape: ModelShape, layout: EngineLayout, cluster: Cluster, wor
         ),
         cluster,
         SequenceBatch.equal(prompts, workload.prompt_mean),
+        backward=False,
     )
-    total = Time.of(prefill=prefill.seconds)
+    total, num_steps = Time.of(prefill=prefill.seconds), 0.0
     for segment in workload.response.profile(samples, layout.slots):
         context = workload.prompt_mean + segment.context
         step = decode_step(shape, layout.tensor, layout.pipeline, cluster, round(segment.active, 1), round(context))
-        total = total + step.times(segment.steps)
-    return total
+        total, num_steps = total + step.times(segment.steps), num_steps + segment.steps
+    return with_host(total, "generate", shape, cluster, num_steps)
 
 
 def _experts(shape: ModelShape, layout: EngineLayout) -> int:
     return layout.tensor if shape.is_mixture else 1
 
 
-def generation_memory(shape: ModelShape, layout: EngineLayout, workload: Workload) -> Bytes:
+def generation_memory(shape: ModelShape, layout: EngineLayout, workload: Workload, width: int = WEIGHT) -> Bytes:
     """Memory of one rank: weights, keys and values of all slots at nine tenths of the lengths, and a forward over prompts."""
     slots = min(layout.slots, -(-workload.num_samples // layout.replicas))
     shared = workload.prompt_mean / workload.samples
     own = (workload.response.mean + workload.response.quantile(0.9)) / 2
     tokens = max(slots * (shared + own), workload.longest)
+    prompts = workload.num_prompts * workload.prompt_mean / layout.replicas
     each = ParallelLayout(
         tensor=layout.tensor, pipeline=layout.pipeline, zero=0, expert=_experts(shape, layout), logit_chunk=1024
     )
     return Bytes(
-        weights=rollout_weights(shape, layout.tensor, layout.pipeline),
-        kv=tokens * kv_bytes_per_token(shape, layout.tensor, layout.pipeline),
-        buffers=forward_memory(shape, each, tokens=_PREFILL_TOKENS).buffers,
+        weights=rollout_weights(shape, layout.tensor, layout.pipeline) * width / WEIGHT,
+        kv=tokens * kv_bytes_per_token(shape, layout.tensor, layout.pipeline) * width / WEIGHT,
+        buffers=forward_memory(shape, each, tokens=min(_PREFILL_TOKENS, prompts), width=width).buffers,
     )

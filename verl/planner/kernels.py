@@ -1,15 +1,19 @@
 """Time of single kernels on a device: matmuls, attention, experts, collectives. Closed forms with fitted constants.
 
-All functions take numbers or numpy arrays, in elements, and return seconds; the dtype is bfloat16 (2 bytes). With peak P
-(FLOP/s), memory bandwidth B (bytes/s), a number of processors S, and a tile of 128 rows (64 for up to 64 rows) by 128 columns:
+All functions take numbers or numpy arrays, in elements of `device.width` bytes, and return seconds. With peak P (FLOP/s),
+memory bandwidth B (bytes/s), a number of processors S, and a tile of 128 rows (64 for up to 64 rows) by 128 columns:
 
     matmul      latency + ((compute)^q + (memory)^q)^(1/q);  compute = waves * time of a tile with k + `prologue`;
                 waves = w + `wave` (ceil(w) - w) for w = tiles / S >= 1, else w^`occupancy`;  memory = bytes / (`memory` B)
-    prefill     latency + flops (causal half, blocks of 128) / (`compute` P d / (d + `head_dim`)) * waves / w + bytes /
-    (`memory` B) decode      latency + KV bytes / (`memory` B) + rows * `row`
+    prefill     latency + flops (causal half, blocks of `block` queries, `prologue` keys more) / (`compute` P d /
+                (d + `head_dim`)) * waves / w + bytes / (`memory` B)
+    decode      latency + the larger of KV bytes / (`memory` B) and waves * blocks of 128 keys in a part * `block` +
+                rows * `row` + `combine` where sequences are read in parts: S / rows of them, so that all processors read
     experts     latency + ((bytes of the experts in use / (`memory` B))^q + (flops / (`compute` P))^q)^(1/q)
-                + bytes of all rows / (`token` B)
-    collective  latency + bytes on the wire / bandwidth + `ramp` sqrt(bytes)
+                + bytes of all rows / (`token` B);  an expert's rows fill tiles, of the rows of other ranks a share `others` is
+                computed too
+    collective  latency + bytes / bandwidth + `ramp` sqrt(bytes);  bytes = those on the wire + `own` of a rank's own part; where
+                small messages have a protocol of their own the faster of: bytes / `small`, `bulk` + bytes / bandwidth
 
 The constants are in devices.yaml, with the error of each fit on kernels that it has not seen; benchmarks/fit_kernels.py fits
 them.
@@ -17,12 +21,13 @@ them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-WIDTH = 2  # bytes of an element
+BF16 = 2  # bytes of an element
 Number = Any  # a float, or an array of them
 
 
@@ -35,6 +40,7 @@ class MatmulFit:
     prologue: float  # columns of k
     occupancy: float
     blend: float
+    tile: float = 128  # rows and columns
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,8 @@ class PrefillFit:
     wave: float
     head_dim: float
     occupancy: float
+    prologue: float = 0.0  # keys
+    block: float = 128  # queries of a tile: two tiles of 128 on Blackwell
 
 
 @dataclass(frozen=True)
@@ -52,6 +60,10 @@ class DecodeFit:
     latency_us: float
     memory: float
     row_ns: float
+    block_ns: float = 0.0  # of 128 keys of a row on one processor
+    combine_us: float = 0.0
+    wave: float = 0.0
+    packs_queries: bool = True  # all queries of a KV head are one row; else each is
 
 
 @dataclass(frozen=True)
@@ -61,6 +73,9 @@ class ExpertsFit:
     memory: float
     token: float  # share of the bandwidth for the rows of the tokens
     blend: float
+    others: float = 0.0
+    small_tile: float = 1.0  # rows, up to a token for each expert
+    tile: float = 1.0  # rows beyond
 
 
 @dataclass(frozen=True)
@@ -69,12 +84,26 @@ class CollectiveFit:
     rank_us: float  # per rank beyond two
     gb_per_s: float  # on the wire, each direction
     ramp_ns: float  # per square root of a byte
+    own: float = 0.0  # share of a byte on the wire that copying a byte of the rank's own part takes
+    small_gb_per_s: float = 0.0  # of the protocol for small messages; 0: there is one protocol
+    bulk_us: float = 0.0  # latency of the other one, beside `latency_us`
+
+
+@dataclass(frozen=True)
+class CallFit:
+    """Time of a call beside its kernels, calibrated by runs: `factor` times the kernels, `layer_s` for each layer and `call_s`
+    for each pass (of generation: each step of decoding)."""
+
+    factor: float = 1.0
+    layer_s: float = 0.0
+    call_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class KernelFits:
     """The fitted constants of a device. `elementwise` is the share of the bandwidth that normalisations, activations and
-    optimizers reach; `launch_us` the time between two kernels that the host launches one by one."""
+    optimizers reach; `launch_us` the time between two kernels that the host launches one by one; `step_host_s` the host's
+    scheduling and sampling of a decode step, beside its graph; `calls` what runs take beside kernels, by kind of call."""
 
     matmul: MatmulFit
     prefill: PrefillFit
@@ -83,11 +112,14 @@ class KernelFits:
     collectives: dict[str, CollectiveFit] = field(hash=False)
     elementwise: float = 0.8
     launch_us: float = 5.0
+    step_host_s: float = 1e-3
+    calls: Mapping[str, CallFit] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator. `peak` in FLOP/s of dense bfloat16, `bandwidth` of its memory in bytes/s, `memory` in bytes."""
+    """One accelerator. `peak` in FLOP/s of dense matmuls, `bandwidth` of its memory in bytes/s, `memory` in bytes, `width` in
+    bytes of an element (2: bfloat16, 4: float32)."""
 
     name: str
     peak: float
@@ -95,6 +127,7 @@ class Device:
     memory: float
     num_processors: int
     kernels: KernelFits = field(hash=False)
+    width: int = BF16
 
     def __hash__(self) -> int:
         return hash((self.name, self.peak, self.bandwidth, self.memory))
@@ -103,29 +136,38 @@ class Device:
 def matmul_time(device: Device, m: Number, n: Number, k: Number) -> Number:
     """A matmul [m, k] x [k, n]."""
     fit = device.kernels.matmul
-    rows = np.where(np.asarray(m) <= 64, 64, 128)
-    waves = _waves(np.ceil(m / rows) * np.ceil(n / 128) / device.num_processors, fit.wave, fit.occupancy)
-    compute = waves * device.num_processors * 2 * rows * 128 * (k + fit.prologue) / (device.peak * fit.compute)
-    memory = WIDTH * (m * k + k * n + m * n) / (device.bandwidth * fit.memory)
+    rows = np.where(np.asarray(m) <= fit.tile / 2, fit.tile / 2, fit.tile)
+    waves = _waves(np.ceil(m / rows) * np.ceil(n / fit.tile) / device.num_processors, fit.wave, fit.occupancy)
+    compute = waves * device.num_processors * 2 * rows * fit.tile * (k + fit.prologue) / (device.peak * fit.compute)
+    memory = device.width * (m * k + k * n + m * n) / (device.bandwidth * fit.memory)
     return fit.latency_us * 1e-6 + _blend(compute, memory, fit.blend)
 
 
 def prefill_time(device: Device, batch: Number, length: Number, heads: Number, kv_heads: Number, dim: Number) -> Number:
     """Causal attention of `batch` sequences of `length` tokens to themselves."""
     fit = device.kernels.prefill
-    blocks = np.ceil(length / 128)
+    blocks = np.ceil(length / fit.block)
     w = batch * heads * blocks / device.num_processors
-    flops = 2 * batch * heads * dim * blocks * 128 * (length + 128)
+    flops = 2 * batch * heads * dim * blocks * fit.block * (length + fit.block + fit.prologue)
     compute = flops / (device.peak * fit.compute * dim / (dim + fit.head_dim)) * _waves(w, fit.wave, fit.occupancy) / w
-    memory = WIDTH * 2 * batch * length * dim * (heads + kv_heads) / (device.bandwidth * fit.memory)
+    memory = device.width * 2 * batch * length * dim * (heads + kv_heads) / (device.bandwidth * fit.memory)
     return fit.latency_us * 1e-6 + compute + memory
 
 
-def decode_time(device: Device, batch: Number, context: Number, kv_elements: Number, kv_heads: Number) -> Number:
-    """Attention of one new token of each of `batch` samples to `context` cached ones of `kv_elements` elements each."""
+def decode_time(
+    device: Device, batch: Number, context: Number, kv_elements: Number, kv_heads: Number, heads: Number
+) -> Number:
+    """Attention of one new token of each of `batch` samples, with `heads` queries, to `context` cached ones of `kv_elements`
+    elements each."""
     fit = device.kernels.decode
-    read = WIDTH * batch * context * kv_elements / (device.bandwidth * fit.memory)
-    return fit.latency_us * 1e-6 + read + batch * kv_heads * fit.row_ns * 1e-9
+    read = device.width * batch * context * kv_elements / (device.bandwidth * fit.memory)
+    rows, blocks = batch * kv_heads, np.maximum(np.ceil(context / 128), 1)
+    parts = np.clip(np.ceil(device.num_processors / rows), 1, blocks)
+    waves = _waves(rows * parts / device.num_processors, fit.wave, 0.0)
+    computed = waves * np.ceil(blocks / parts) * fit.block_ns * 1e-9
+    combined = np.where(parts > 1, fit.combine_us * 1e-6, 0.0)
+    last = rows if fit.packs_queries else batch * heads
+    return fit.latency_us * 1e-6 + combined + np.maximum(read, computed) + last * fit.row_ns * 1e-9
 
 
 def experts_time(
@@ -144,9 +186,14 @@ def experts_time(
     fit = device.kernels.experts
     rows = tokens * top_k / ranks
     used = np.minimum(rows, num / ranks) if even else num / ranks * (1 - (1 - np.minimum(top_k / num, 1)) ** tokens)
-    memory = WIDTH * 3 * hidden * inner * np.maximum(used, 1) / (device.bandwidth * fit.memory)
-    compute = 2 * 3 * hidden * inner * rows / (device.peak * fit.compute)
-    moved = WIDTH * tokens * top_k * hidden / (device.bandwidth * fit.token)
+    used = np.maximum(used, 1)
+    tile = np.where(tokens <= num / ranks, fit.small_tile, fit.tile)
+    tiles = np.ceil(np.maximum(rows / used / tile, 1e-9)) * tile * used if fit.tile > 1 else rows
+    slots = tokens * np.minimum(1, top_k / ranks) * top_k if fit.others else tokens * top_k  # of the tokens that arrive
+    computed = tiles + fit.others * (slots - rows)
+    memory = device.width * 3 * hidden * inner * used / (device.bandwidth * fit.memory)
+    compute = 2 * 3 * hidden * inner * computed / (device.peak * fit.compute)
+    moved = device.width * slots * hidden / (device.bandwidth * fit.token)
     return fit.latency_us * 1e-6 + _blend(memory, compute, fit.blend) + moved
 
 
@@ -157,9 +204,12 @@ def wire_bytes(operation: str, num_bytes: Number, ranks: Number) -> Number:
 
 def collective_time(fit: CollectiveFit, operation: str, num_bytes: Number, ranks: Number, scale: float = 1.0) -> Number:
     """A collective among the devices of one node, whose links have `scale` times the bandwidth of the fit."""
-    wire = wire_bytes(operation, num_bytes, ranks) / scale
+    moved = (wire_bytes(operation, num_bytes, ranks) + fit.own * num_bytes / ranks) / scale
     latency = (fit.latency_us + fit.rank_us * (ranks - 2)) * 1e-6
-    return latency + wire / (fit.gb_per_s * 1e9) + fit.ramp_ns * 1e-9 * np.sqrt(num_bytes / scale)
+    sent = fit.bulk_us * 1e-6 + moved / (fit.gb_per_s * 1e9) + fit.ramp_ns * 1e-9 * np.sqrt(num_bytes / scale)
+    if fit.small_gb_per_s:
+        sent = np.minimum(sent, moved / (fit.small_gb_per_s * 1e9))
+    return latency + sent
 
 
 def elementwise_time(device: Device, num_bytes: Number) -> Number:

@@ -3,6 +3,7 @@
     memory(shape, layout, tokens=4096, sequence=4096)      Bytes(weights, grads, optimizer, activations, kv, buffers)
 
 Training state by mixed precision (bfloat16 weights, float32 gradients, masters and two moments of AdamW): 18 bytes a parameter.
+With `width` 4 (bytes of an element) weights are float32 and their own masters: 16 bytes.
 Activations of a layer per token (Korthikanti et al., arXiv:2205.05198, section 4): inputs of both norms, of attention and of
 the MLP lie whole on every tensor parallel rank unless the sequence is divided too; queries, keys, values, outputs and the inner
 vectors of the MLP are divided. Attention that keeps its scores holds 5 a s bytes more per token. For GPT these are the paper's
@@ -18,8 +19,8 @@ from functools import lru_cache
 from verl.planner.layout import ParallelLayout
 from verl.planner.shapes import ModelShape
 
-WEIGHT, GRAD, OPTIMIZER = 2, 4, 12  # bytes of a parameter in training
-_LOGIT = 10  # bytes kept per logit: bfloat16, and the float32 copy with its gradient
+WEIGHT, GRAD = 2, 4  # bytes of a parameter in training
+FLOAT32 = 4
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,13 @@ def parameters_per_device(shape: ModelShape, layout: ParallelLayout, *, embeddin
     return (stage * shape.block_parameters + embedding) / layout.tensor, experts
 
 
+def optimizer_bytes(width: int) -> int:
+    """Bytes of a parameter that AdamW keeps: two moments in float32, and a master where weights are narrower."""
+    return 2 * FLOAT32 + (FLOAT32 if width < FLOAT32 else 0)
+
+
 @lru_cache(maxsize=1 << 14)
-def training_state(shape: ModelShape, layout: ParallelLayout, trained: int | None = None) -> Bytes:
+def training_state(shape: ModelShape, layout: ParallelLayout, trained: int | None = None, width: int = WEIGHT) -> Bytes:
     """Weights, gradients and optimizer of one device. `trained`: parameters that are trained, when not all (LoRA); 0 for a
     frozen model."""
     dense, experts = parameters_per_device(shape, layout)
@@ -75,7 +81,8 @@ def training_state(shape: ModelShape, layout: ParallelLayout, trained: int | Non
             return dense + experts
         return dense / ranks + experts / expert_ranks
 
-    return Bytes(weights=WEIGHT * divided(3), grads=GRAD * share * divided(2), optimizer=OPTIMIZER * share * divided(1))
+    optimizer = optimizer_bytes(width) * share * divided(1)
+    return Bytes(weights=width * divided(3), grads=GRAD * share * divided(2), optimizer=optimizer)
 
 
 def activation_bytes_of_layer(shape: ModelShape, layout: ParallelLayout, sequence: float) -> float:
@@ -112,42 +119,56 @@ def kept_activations(shape: ModelShape, layout: ParallelLayout, tokens: float, s
     return layers * tokens / layout.context * activation_bytes_of_layer(shape, layout, sequence)
 
 
-def training_buffers(shape: ModelShape, layout: ParallelLayout, tokens: float, sequence: float) -> float:
+def training_buffers(
+    shape: ModelShape, layout: ParallelLayout, tokens: float, sequence: float, width: int = WEIGHT
+) -> float:
     """Bytes that live for a moment: a layer that is recomputed, the logits of a micro-batch or of a chunk of it, and two whole
     layers where ZeRO-3 gathers them."""
     rows = tokens / layout.context
     again = 0.0
     if layout.recompute == "full":
-        again = rows * activation_bytes_of_layer(shape, layout.replace(recompute="selective"), sequence)
-    logits = min(rows, layout.logit_chunk or rows) * shape.vocab / layout.tensor * _LOGIT
+        again = (
+            rows * activation_bytes_of_layer(shape, layout.replace(recompute="selective"), sequence) * width / WEIGHT
+        )
+    # as they are computed, and a float32 copy with its gradient
+    logits = min(rows, layout.logit_chunk or rows) * shape.vocab / layout.tensor * (width + 2 * FLOAT32)
     gathered = 0.0
     if layout.zero == 3:
         layer = (shape.block_parameters + shape.routed_parameters / layout.expert) / shape.num_layers
-        gathered = WEIGHT * (2 * layer + shape.vocab * shape.hidden) / layout.tensor
+        gathered = width * (2 * layer + shape.vocab * shape.hidden) / layout.tensor
     return max(again, logits) + gathered
 
 
 def memory(
-    shape: ModelShape, layout: ParallelLayout, *, tokens: float = 0, sequence: float = 0, trained: int | None = None
+    shape: ModelShape,
+    layout: ParallelLayout,
+    *,
+    tokens: float = 0,
+    sequence: float = 0,
+    trained: int | None = None,
+    width: int = WEIGHT,
 ) -> Bytes:
     """Memory of a model that trains with micro-batches of `tokens` tokens in sequences of `sequence` tokens. `trained` as in
     `training_state`."""
-    state = training_state(shape, layout, trained)
+    state = training_state(shape, layout, trained, width)
     if not tokens:
         return state
     return state + Bytes(
-        activations=kept_activations(shape, layout, tokens, sequence),
-        buffers=training_buffers(shape, layout, tokens, sequence),
+        activations=kept_activations(shape, layout, tokens, sequence) * width / WEIGHT,
+        buffers=training_buffers(shape, layout, tokens, sequence, width),
     )
 
 
-def forward_memory(shape: ModelShape, layout: ParallelLayout, *, tokens: float) -> Bytes:
+def forward_memory(shape: ModelShape, layout: ParallelLayout, *, tokens: float, width: int = WEIGHT) -> Bytes:
     """Memory of a frozen model that computes micro-batches of `tokens` tokens: its weights, the vectors of one layer, and the
     logits of a chunk."""
-    state = training_state(shape, layout, 0)
-    one = tokens / layout.context * activation_bytes_of_layer(shape, layout.replace(recompute="selective"), 0)
-    logits = min(tokens / layout.context, layout.logit_chunk or math.inf) * shape.vocab / layout.tensor * (2 + 4)
-    gathered = training_buffers(shape, layout.replace(recompute="selective"), 0, 0)
+    state = training_state(shape, layout, 0, width)
+    one = activation_bytes_of_layer(shape, layout.replace(recompute="selective"), 0) * width / WEIGHT
+    one *= tokens / layout.context
+    logits = (
+        min(tokens / layout.context, layout.logit_chunk or math.inf) * shape.vocab / layout.tensor * (width + FLOAT32)
+    )
+    gathered = training_buffers(shape, layout.replace(recompute="selective"), 0, 0, width)
     return Bytes(weights=state.weights, buffers=max(one, logits) + gathered)
 
 

@@ -28,8 +28,8 @@ _ATTENTION_BACKWARD = 3.0  # 2.5 times the operations, at a lower rate
 _SCORE_BYTES = 13  # moved per score of attention that is not fused: product, softmax, dropout with its mask
 _KERNELS = 24  # that the host launches for the forward pass of a dense layer
 _MIXTURE_KERNELS = 20  # more for a router, its permutation and its experts
-_OPTIMIZER_BYTES = 30  # moved per parameter by AdamW with float32 masters
-WIDTH = kernels.WIDTH
+# moved per parameter by AdamW, by the width of a weight: with float32 masters, and in float32 with the norm of the gradients
+_OPTIMIZER_BYTES = {2: 30, 4: 36}
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,15 @@ class Time:
 
 
 ZERO = Time(0.0)
+
+
+def with_host(kernels_: Time, kind: str, shape: ModelShape, cluster: Cluster, num_passes: float = 1.0) -> Time:
+    """The time of a call with what it takes beside its kernels, where runs have calibrated the device."""
+    fit = cluster.device.kernels.calls.get(kind)
+    if fit is None:
+        return kernels_
+    host = num_passes * (fit.call_s + shape.num_layers * fit.layer_s)
+    return kernels_.times(fit.factor) + Time.of(host=host)
 
 
 def layer_matmuls(shape: ModelShape, tensor: int) -> list[tuple[float, float]]:
@@ -107,7 +116,7 @@ def _layer(
     matmul = _matmuls(cluster, tokens, sizes, backward=backward)
     experts = _experts(shape, layout, cluster, tokens, backward) if mixture else ZERO
     attention = _attention(shape, layout, cluster, tokens, length, backward)
-    moved = _moved_bytes(shape, layout, mixture) * tokens * (2 if backward else 1)
+    moved = _moved_bytes(shape, layout, mixture) * tokens * (2 if backward else 1) * cluster.device.width / kernels.BF16
     elementwise = float(kernels.elementwise_time(cluster.device, moved))
     messages = _tensor_messages(shape, layout, cluster, tokens, backward)
     messages += _context_messages(shape, layout, cluster, tokens)
@@ -165,7 +174,7 @@ def _experts(shape: ModelShape, layout: ParallelLayout, cluster: Cluster, tokens
             shape.num_experts / layout.expert,
         )
     )
-    size = WIDTH * rows * shape.experts_per_token * shape.hidden
+    size = cluster.device.width * rows * shape.experts_per_token * shape.hidden
     group = cluster.group(layout.expert)
     return Time.of(
         experts=once * (2 if backward else 1), expert_parallel=2 * cluster.collective("alltoall", size, group)
@@ -177,7 +186,7 @@ def _tensor_messages(
 ) -> float:
     """Two all-reduces of the hidden vectors, or as many pairs of gather and scatter; a backward pass gathers the inputs of both
     blocks again, which each rank has kept in part (arXiv:2205.05198, section 4.2.2)."""
-    group, size = cluster.group(layout.tensor), WIDTH * tokens * shape.hidden
+    group, size = cluster.group(layout.tensor), cluster.device.width * tokens * shape.hidden
     if not layout.sequence_parallel:
         return 2 * cluster.collective("all_reduce", size, group)
     gathers = 2 * cluster.collective("all_gather", size, group)
@@ -187,7 +196,8 @@ def _tensor_messages(
 def _context_messages(shape: ModelShape, layout: ParallelLayout, cluster: Cluster, tokens: float) -> float:
     """All-to-alls of queries, keys, values and outputs over the ranks that divide a sequence (Ulysses, arXiv:2309.14509)."""
     elements = (2 * shape.query_size + 2 * shape.kv_heads * shape.head_dim) / layout.tensor
-    return cluster.collective("alltoall", WIDTH * tokens * elements, cluster.group(layout.context, layout.tensor))
+    size = cluster.device.width * tokens * elements
+    return cluster.collective("alltoall", size, cluster.group(layout.context, layout.tensor))
 
 
 @lru_cache(maxsize=1 << 16)
@@ -225,9 +235,12 @@ def _micro_batches(layout: ParallelLayout, tokens: float) -> tuple[float, float]
     return number, tokens / number
 
 
-def _pass(shape: ModelShape, layout: ParallelLayout, cluster: Cluster, batch: SequenceBatch, *, backward: bool) -> Time:
-    """All micro-batches of one pass, with the pipeline's bubble and messages."""
-    number, tokens = _micro_batches(layout, batch.tokens / layout.data)
+def time_pass(
+    shape: ModelShape, layout: ParallelLayout, cluster: Cluster, batch: SequenceBatch, *, backward: bool
+) -> Time:
+    """Kernels of all micro-batches of one pass, with the pipeline's bubble and messages."""
+    # sequences are whole: 128 of them on 96 ranks take as long as 192
+    number, tokens = _micro_batches(layout, math.ceil(batch.num / layout.data - 1e-9) * batch.mean)
     rows = tokens / layout.context
     length = min(batch.attended, tokens)
     once = _stage(shape, layout, cluster, rows, length, False)
@@ -239,7 +252,7 @@ def _pass(shape: ModelShape, layout: ParallelLayout, cluster: Cluster, batch: Se
     p = layout.pipeline
     if p > 1:
         across = layout.tensor * layout.context * layout.data >= cluster.domain
-        size = WIDTH * rows * shape.hidden / (layout.tensor if layout.sequence_parallel else 1)
+        size = cluster.device.width * rows * shape.hidden / (layout.tensor if layout.sequence_parallel else 1)
         sends = layout.chunks * (2 if backward else 1) * number
         bubble = once.seconds * (p - 1) / layout.chunks
         total = total + Time.of(bubble=bubble, pipeline_parallel=sends * cluster.send(size, across=across))
@@ -275,7 +288,7 @@ def _update(shape: ModelShape, layout: ParallelLayout, cluster: Cluster) -> Time
             seconds += cluster.collective("reduce_scatter", GRAD * size, group)
             seconds += cluster.collective("all_gather", WEIGHT * size, group) if layout.zero < 3 else 0.0
     own = dense / layout.data_ranks + experts / layout.expert_data_ranks if layout.zero else dense + experts
-    step = float(kernels.elementwise_time(cluster.device, _OPTIMIZER_BYTES * own))
+    step = float(kernels.elementwise_time(cluster.device, _OPTIMIZER_BYTES[cluster.device.width] * own))
     return Time.of(data_parallel=seconds, optimizer=step)
 
 
@@ -285,11 +298,11 @@ def time_train(
 ) -> Time:
     """Seconds of `updates` optimizer steps that together train once on `batch`."""
     part = SequenceBatch(batch.num / updates, batch.mean, batch.square)
-    one = _pass(shape, layout, cluster, part, backward=True) + _update(shape, layout, cluster)
-    return one.times(updates)
+    one = time_pass(shape, layout, cluster, part, backward=True) + _update(shape, layout, cluster)
+    return with_host(one, "train", shape, cluster).times(updates)
 
 
 @lru_cache(maxsize=1 << 16)
 def time_forward(shape: ModelShape, layout: ParallelLayout, cluster: Cluster, batch: SequenceBatch) -> Time:
     """Seconds of a forward pass over `batch` that keeps nothing: log-probabilities, values, scores."""
-    return _pass(shape, layout, cluster, batch, backward=False)
+    return with_host(time_pass(shape, layout, cluster, batch, backward=False), "forward", shape, cluster)

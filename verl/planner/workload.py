@@ -158,7 +158,7 @@ def _segments(spans: list[tuple[float, float]], weight: float) -> tuple[DecodeSe
 @dataclass(frozen=True)
 class Workload:
     """One step of a program: `num_prompts` prompts, `samples` responses of each, divided into `updates` optimizer steps for
-    each of `epochs` passes."""
+    each of `epochs` passes. `shares_prompts`: a prompt of several samples is computed once."""
 
     num_prompts: int
     samples: int
@@ -167,6 +167,7 @@ class Workload:
     updates: int = 1
     epochs: int = 1
     prompt_longest: float = 0.0
+    shares_prompts: bool = False
 
     @property
     def num_samples(self) -> int:
@@ -180,8 +181,8 @@ class Workload:
     @property
     def batch(self) -> SequenceBatch:
         """All sequences of the step."""
-        p, r = self.prompt_mean, self.response
-        return SequenceBatch(self.num_samples, p + r.mean, p * p + 2 * p * r.mean + r.mean_square)
+        p, r, share = self.prompt_mean, self.response, 1 / self.samples if self.shares_prompts else 1.0
+        return SequenceBatch(self.num_samples, share * p + r.mean, share * p * p + 2 * p * r.mean + r.mean_square)
 
 
 class SequenceBatch(NamedTuple):

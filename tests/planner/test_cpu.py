@@ -1,0 +1,85 @@
+"""The device `cpu`: constants of calls from runs, float32, and prompts that are computed once."""
+
+from dataclasses import replace
+
+import pytest
+
+from verl.planner import (
+    Cluster,
+    Lengths,
+    ParallelLayout,
+    SequenceBatch,
+    Workload,
+    known_shape,
+    memory,
+    time_forward,
+    time_train,
+)
+from verl.planner.cpu import CallMeasured, calibrated, fit_call, measure_cpu
+from verl.planner.kernels import CallFit, matmul_time
+
+SHAPE, LAYOUT, BATCH = known_shape("Qwen2.5-0.5B"), ParallelLayout(zero=0), SequenceBatch.equal(8, 512)
+
+
+def calls(factor, layer_s, call_s):
+    sizes = [(0.01, 2, 48), (0.1, 8, 48), (0.3, 3, 96), (0.05, 4, 40)]
+    return [CallMeasured(k, n, p, factor * k + p * (call_s + n * layer_s)) for k, n, p in sizes]
+
+
+@pytest.mark.parametrize("constants", [(1.5, 2e-5, 1e-3), (1.0, 0.0, 5e-4), (0.8, 1e-4, 0.0)])
+def test_calls_are_fitted_exactly_where_they_follow_the_form(constants):
+    found = fit_call(calls(*constants))
+    assert (found.factor, found.layer_s, found.call_s) == pytest.approx(constants, abs=1e-12)
+
+
+def test_no_constant_is_negative():
+    """Runs that grow faster than their kernels would ask for a negative time of a step."""
+    found = fit_call([CallMeasured(k, 2, 1, 2 * k - 0.01) for k in (0.02, 0.1, 0.5)])
+    assert found.call_s == found.layer_s == 0
+    assert 1.5 < found.factor < 2
+
+
+def test_a_calibrated_device_adds_the_time_beside_its_kernels():
+    plain = Cluster.of("h100_sxm", 1)
+    host = calibrated(plain, {"train": CallFit(2.0, 1e-3, 5e-3)})
+    kernels = time_train(SHAPE, LAYOUT, plain, BATCH).seconds
+    found = time_train(SHAPE, LAYOUT, host, BATCH)
+    assert found.seconds == pytest.approx(2 * kernels + SHAPE.num_layers * 1e-3 + 5e-3)
+    assert found.seconds == pytest.approx(sum(found.parts.values()))
+    assert time_forward(SHAPE, LAYOUT, host, BATCH) == time_forward(SHAPE, LAYOUT, plain, BATCH)
+
+
+def test_float32_state_is_16_bytes_a_parameter_and_activations_are_doubled():
+    narrow, wide = (memory(SHAPE, LAYOUT, tokens=1024, sequence=512, width=width) for width in (2, 4))
+    assert (narrow.state, wide.state) == (18 * narrow.weights / 2, 16 * wide.weights / 4)
+    assert wide.activations == 2 * narrow.activations
+
+
+def test_a_shared_prompt_is_computed_once():
+    apart = Workload(4, 8, 100, Lengths.constant(50))
+    shared = replace(apart, shares_prompts=True)
+    assert apart.batch.tokens == 4 * 8 * 150
+    assert shared.batch.tokens == 4 * (100 + 8 * 50)
+    # each response token attends to the prompt and to half of the response, in both cases
+    pairs = 4 * (100**2 + 8 * (2 * 100 * 50 + 50**2))
+    assert shared.batch.num * shared.batch.square == pytest.approx(pairs)
+
+
+def test_sequences_are_whole():
+    """96 ranks take as long for 128 sequences as for 192: the slowest has two."""
+    cluster, layout = Cluster.of("h100_sxm", 96), ParallelLayout(data=96)
+    one, most, two = (
+        time_forward(SHAPE, layout, cluster, SequenceBatch.equal(n, 8192)).seconds for n in (96, 128, 192)
+    )
+    assert most == two > 1.8 * one
+
+
+@pytest.mark.slow
+def test_this_processor():
+    """The micro-benchmark's own sizes: a matmul of twice the rows takes twice the time."""
+    device = measure_cpu(16e9, threads=1).device
+    assert device.width == 4
+    assert 1e9 < device.bandwidth < 1e12
+    assert 1e9 < device.peak < 1e13
+    large, small = (float(matmul_time(device, m, 768, 768)) for m in (4096, 2048))
+    assert large == pytest.approx(2 * small, rel=0.05)
