@@ -122,21 +122,21 @@ def kept_activations(shape: ModelShape, layout: ParallelLayout, tokens: float, s
 def training_buffers(
     shape: ModelShape, layout: ParallelLayout, tokens: float, sequence: float, width: int = WEIGHT
 ) -> float:
-    """Bytes that live for a moment: a layer that is recomputed, the logits of a micro-batch or of a chunk of it, and two whole
-    layers where ZeRO-3 gathers them."""
+    """Bytes that live for a moment: gradients of a layer and what is recomputed of it, or the logits of a micro-batch or of a
+    chunk of it; and two whole layers where ZeRO-3 gathers them."""
     rows = tokens / layout.context
-    again = 0.0
+    # gradients of the layer whose backward runs: of the MLP's inner vector before and after its activation, and of two others
+    layer = rows * width * 2 * (_inner_size(shape) + shape.hidden) / layout.tensor
     if layout.recompute == "full":
-        again = (
-            rows * activation_bytes_of_layer(shape, layout.replace(recompute="selective"), sequence) * width / WEIGHT
-        )
+        again = layout.replace(recompute="selective")
+        layer += rows * activation_bytes_of_layer(shape, again, sequence) * width / WEIGHT
     # as they are computed, and a float32 copy with its gradient
     logits = min(rows, layout.logit_chunk or rows) * shape.vocab / layout.tensor * (width + 2 * FLOAT32)
     gathered = 0.0
     if layout.zero == 3:
-        layer = (shape.block_parameters + shape.routed_parameters / layout.expert) / shape.num_layers
-        gathered = width * (2 * layer + shape.vocab * shape.hidden) / layout.tensor
-    return max(again, logits) + gathered
+        weights = (shape.block_parameters + shape.routed_parameters / layout.expert) / shape.num_layers
+        gathered = width * (2 * weights + shape.vocab * shape.hidden) / layout.tensor
+    return max(layer, logits) + gathered
 
 
 def memory(
