@@ -233,7 +233,7 @@ def rest(job: Job, runs: Mapping[str, Figures]) -> float:
     """Seconds of a step outside its phases, for each sample as in the calibration runs of its program."""
     alike = [c for c in CALIBRATION if not c.split and ("update" in c.spans) == ("update" in job.spans)]
     each = [(runs[c.name]["step"] - sum(runs[c.name][s] for s in c.spans)) / c.work.num_samples for c in alike]
-    return statistics.median(each) * job.work.num_samples
+    return max(0.0, statistics.median(each)) * job.work.num_samples
 
 
 def predict(job: Job, cluster: Cluster, runs: Mapping[str, Figures]) -> dict[str, float]:
