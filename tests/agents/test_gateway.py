@@ -236,6 +236,9 @@ def test_an_agent_may_be_a_command(play, tmp_path):
     )
     found, _ = play(None, 2, f"{ROLLOUT}.agent.runner='command:{sys.executable} {script}'")
     assert [(result.error, result.reward) for result in found] == [(None, 1.0)] * 2
+    script.write_text(script.read_text() + "import sys\nif sys.argv[1:] != ['Go.']: raise SystemExit(str(sys.argv))\n")
+    (result,), _ = play(None, 1, f"{ROLLOUT}.agent.runner='command:{sys.executable} {script} {{prompt}}'")
+    assert result.error is None  # a script that takes its question as an argument
     script.write_text("raise SystemExit('no key')\n")
     (result,), _ = play(None, 1, f"{ROLLOUT}.agent.runner='command:{sys.executable} {script}'")
     assert "its command ended its process with exit code 1: no key" in result.error
