@@ -130,6 +130,11 @@ def test_unfinished_episodes_do_not_train(agent_run):
     assert row["critic/score/max"] > 0
 
 
+def test_a_game_needs_no_reward_function(agent_run):
+    run = agent_run(ENDS, *LETTERS, ONE_STEP, "reward.custom_reward_function.path=null")
+    assert run.training_rows()[0]["critic/score/max"] > 0  # no built-in scorer knows the rows' data_source
+
+
 def test_estimators_of_turns_want_turns():
     assert any(
         "the samples of this run have one each" in notice for notice in load("algorithm.adv_estimator=gigpo").notices

@@ -69,6 +69,16 @@ def runs_agents(root: Any) -> bool:
     )
 
 
+def brings_reward(root: Any) -> bool:
+    """Whether episodes are games of an environment, which reward themselves, and no reward function is given."""
+    agent = root.actor_rollout_ref.rollout.agent
+    return (
+        bool(agent.environment)
+        and agent.default_agent_loop == "environment_agent"
+        and not root.reward.custom_reward_function.path
+    )
+
+
 def _starts_engine(root: Any) -> bool:
     """Whether generation is by an engine that may span devices beside those of the run's processes."""
     rollout = root.actor_rollout_ref.rollout

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from verl.agents.agents import Agents
 from verl.config import AlgorithmConfig, ModelConfig
-from verl.config.active_keys import runs_agents, uses_rewards
+from verl.config.active_keys import brings_reward, runs_agents, uses_rewards
 from verl.config.names import SCORE_METRICS
 from verl.engines.api import ENGINES as TRAIN_ENGINES
 from verl.engines.api import TrainEngine
@@ -23,6 +23,7 @@ from verl.errors import ConfigError
 from verl.models.load import eos_token_ids, load_tokenizer
 from verl.models.padded import forward_kind
 from verl.rewards.managers import build_reward_manager
+from verl.rewards.scorers.route import find_scorer
 from verl.roles.api import RoleSpec
 from verl.roles.model import ModelRole
 from verl.roles.reward import RewardWorker
@@ -122,7 +123,10 @@ def build_reward(context: RankContext) -> RewardWorker:
         log_dir=Path(config.trainer.default_local_dir).expanduser().absolute() / "logs" / f"reward_rank_{context.rank}",
         parts=_parts_read(config.algorithm),
     )
-    manager.start(context.data_sources)
+    sources = context.data_sources
+    if brings_reward(config):  # its rows need no scorer, but other agents of the run may
+        sources = [source for source in sources if find_scorer(source) is not None]
+    manager.start(sources)
     try:
         model = None
         if config.reward.reward_model.enable:

@@ -64,6 +64,7 @@ def check_template(subject: Subject) -> Iterator[Line]:
 
 def check_reward(subject: Subject) -> Iterator[Line]:
     """The reward function loads, its manager can be built, and it scores the reference answer of every row."""
+    from verl.config.active_keys import brings_reward
     from verl.rewards.check import check_references
     from verl.rewards.managers import build_reward_manager
 
@@ -71,6 +72,9 @@ def check_reward(subject: Subject) -> Iterator[Line]:
     build_reward_manager(config.reward, max_response_length=config.actor_rollout_ref.rollout.response_length).close()
     if config.reward.reward_model.enable:
         yield skip("reference answers are not scored: that needs the reward model")
+        return
+    if brings_reward(subject.config):
+        yield skip("reference answers are not scored: the environment gives the rewards")
         return
     if subject.data is None or not subject.data.ok:
         yield skip("not run without usable rows")
