@@ -43,7 +43,9 @@ class AgentLoopMetrics(Record):
 @dataclass
 class AgentLoopOutput(Record):
     """The result of a loop. `response_mask` is 1 on tokens that the policy sampled, 0 on all others. Log-probs are those with
-    which the tokens were sampled, whatever `response_logprobs` says. `reward_score` None: the reward function scores it."""
+    which the tokens were sampled, whatever `response_logprobs` says. `reward_score` None: the reward function scores it.
+    `extra_fields` reach the reward function; `turn_rewards` there has a number for each turn, and `finished` says whether the
+    episode has ended without a limit."""
 
     prompt_ids: list[int]
     response_ids: list[int]
