@@ -94,23 +94,6 @@ def answer(call):
         return f"Invalid JSON in arguments for '{name}': {error}"
 
 
-def ask(task, base_url, api_key):
-    """Two turns without any client's package; the reward is the share of vowels in the second."""
-    import urllib.request
-
-    messages = list(task["raw_prompt"])
-    for _ in range(2):
-        request = urllib.request.Request(
-            f"{base_url}/chat/completions",
-            json.dumps({"model": "policy", "messages": messages, "max_tokens": 8}).encode(),
-            {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"},
-        )
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            said = json.load(answer)["choices"][0]["message"]["content"] or ""
-        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "More."}]
-    return {"reward": sum(c in "aeiou" for c in said) / 8, "turn_rewards": [0.0, 0.125 * len(said)]}
-
-
 def run(task, base_url, api_key):
     """An agent that knows nothing of the run."""
     import openai

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -69,25 +68,6 @@ def test_grpo_on_two_processes(driven, jobs):
     reference = train_here(jobs, "grpo_here")
     assert_same(run, reference, rel=1e-10)
     assert_same_weights(run, reference, 3, rel=1e-10)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind", ["environment=tests/agents/agents_of_users.py:Letters", "runner=tests/agents/agents_of_users.py:ask"]
-)
-def test_agents_on_two_processes(driven, jobs, kind):
-    """Each rank runs the episodes of its prompts, behind an endpoint of its own; the samples and their credit are the same."""
-    key, _, path = kind.partition("=")
-    agents = [
-        "algorithm.adv_estimator=gigpo", "algorithm.gamma=0.9", f"actor_rollout_ref.rollout.agent.{key}={ROOT}/{path}",
-        f"actor_rollout_ref.rollout.stop_token_ids={list(range(80))}", "data.max_response_length=96",
-    ]  # fmt: skip
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    run = train_here(jobs, f"agents_{key}_ray", *agents, f"actor_rollout_ref.rollout.agent.gateway_port={port}", *TWO)
-    reference = train_here(jobs, f"agents_{key}_here", *agents)
-    assert_same(run, reference, rel=1e-9)
-    assert max(len(rows[0]["response_ids"]) for rows in run.samples().values()) > 10
 
 
 @pytest.fixture(scope="module")
