@@ -2,9 +2,11 @@
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from verl.engines.fsdp import FSDPEngine
+from verl.engines.local import LocalEngine
 
 
 def test_a_state_is_loaded_where_the_optimizer_steps(monkeypatch):
@@ -26,3 +28,17 @@ def test_a_state_is_loaded_where_the_optimizer_steps(monkeypatch):
         ("moments", "cpu"),
         ("freed", ""),
     ]
+
+
+@pytest.mark.seed("C8")
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_a_reference_on_one_gpu_is_there_during_its_calls(is_frozen):
+    calls = []
+    engine = object.__new__(LocalEngine)
+    engine.device, engine.optimizer, engine._mapped = torch.device("cuda", 0), None if is_frozen else object(), None
+    engine.config = SimpleNamespace(param_offload=True)
+    engine.dimensions = SimpleNamespace(chunk_tokens=None)
+    engine.module = SimpleNamespace(to=lambda to: calls.append(torch.device(to).type))
+    with engine._ready():
+        calls.append("call")
+    assert calls == (["cuda", "call", "cpu"] if is_frozen else ["call"])

@@ -40,6 +40,7 @@ class LocalEngine(TrainedEngine):
         parameters = Parameters(self.module, self.optimizer)
         self._trained = TrainedState(self.module, parameters, self.optimizer, self.spec, model.path, rounding)
         self._mapped: MappedWeights | None = None
+        self._leave_device()
 
     def map_weights(self, folder: Path, kind: str) -> None:
         """Keep the weights of this frozen engine in a file below `folder`, on a file system of `kind`, in place of memory.
@@ -59,13 +60,27 @@ class LocalEngine(TrainedEngine):
     @contextmanager
     def _ready(self, *, trains: bool = False) -> Iterator[None]:
         """The fused decoder reads the chunks from the layout; modules are made to compute in chunks."""
+        if self._offloads:
+            self.module.to(self.device)
         chunk_tokens = self.dimensions.chunk_tokens
         if chunk_tokens is not None and fused_decoder(self.module, self.device) is not None:
             chunk_tokens = None
-        with chunked_feed_forward(self.module, chunk_tokens):
-            yield
+        try:
+            with chunked_feed_forward(self.module, chunk_tokens):
+                yield
+        finally:
+            self._leave_device()
+
+    def _leave_device(self) -> None:
+        if self._offloads:
+            self.module.to("cpu")
         if self._mapped is not None:
             self._mapped.release()
+
+    @property
+    def _offloads(self) -> bool:
+        """A frozen model alone: the rollout of this process generates with the weights of a trained one."""
+        return self.config.param_offload and self.optimizer is None and self.device.type != "cpu"
 
     def _outputs(self, packed: PackedBatch, outputs: Sequence[str], temperature: float) -> dict[str, torch.Tensor]:
         gradients = self.optimizer.gradients if self.optimizer else None

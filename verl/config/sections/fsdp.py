@@ -51,7 +51,9 @@ class FSDPConfig(Section):
         "bool, or a function without arguments that returns one",
         sizing=True,
     )
-    param_offload: bool = used(False, "keep parameters on the CPU between uses", sizing=True)
+    param_offload: bool = used(
+        False, "keep parameters on the CPU between uses; on one device, those of a frozen model alone", sizing=True
+    )
     optimizer_offload: bool = used(False, "keep optimizer state on the CPU between uses", sizing=True)
     offload_policy: bool = used(
         False, "FSDP2's own CPU offload: parameters, gradients and the step are there", sizing=True
