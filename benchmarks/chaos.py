@@ -3,6 +3,7 @@
     python benchmarks/chaos.py --kills 100 --seed 1 --json chaos.json
     python benchmarks/chaos.py --kills 10 --runtimes local --kills-per-run 10
     python benchmarks/chaos.py --kills 24 --runtimes megatron zero3   with the extras of these engines
+    python benchmarks/chaos.py --kills 12 --runtimes ray-scaled --kills-per-run 12   see chaos_scale.py
     python benchmarks/chaos.py --kills 12 --program preference     DPO; reward_model: a reward model
     python benchmarks/chaos.py --kills 0 --pressure 24     full disks and lack of memory, see chaos_pressure.py
 
@@ -37,6 +38,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from chaos_compare import differences, idleness, repeated_calls
 from chaos_pressure import RUNTIME, PressedVictim, enter_own_mounts, mount_small_disk, plan_pressure, unmount_small_disk
 from chaos_run import Kill, Lost, Victim
+from chaos_scale import RUNTIME as SCALED
+from chaos_scale import ScaledVictim
 from chaos_task import PROGRAMS, RUNTIMES, Task, make_task, plan
 from chaos_tools import CALLS
 from report import number, table
@@ -45,7 +48,7 @@ from report import number, table
 _SHARES = {
     "local": 30, "engine": 16, "async": 16, "torchrun": 18, "ray": 10, "ray-apart": 10,
     "agents": 8, "agents-ahead": 8, "agents-engine": 6, "agents-endpoint": 8,
-    "megatron": 18, "zero3": 18,
+    "ray-scaled": 8, "megatron": 18, "zero3": 18,
 }  # fmt: skip
 
 
@@ -58,10 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="verl-chaos-") as scratch:
         folder = Path(arguments.keep or scratch)
-        steps = 3 * arguments.kills_per_run + 2
         task = make_task(
             folder,
-            steps=steps,
+            steps=3 * arguments.kills_per_run + 2,
             model=arguments.model,
             warm=arguments.warm,
             dtype=arguments.dtype,
@@ -131,7 +133,8 @@ def attack(
     wrong is added to `failures`. Raises Lost when the run that is left alone does not end."""
     if count == 0:
         return
-    kind = PressedVictim if pressed else Victim
+    kind = PressedVictim if pressed else ScaledVictim if runtime == SCALED else Victim
+    task = task.lasting(RUNTIMES[runtime].steps_of_a_kill * arguments.kills_per_run + 2)
     alone = kind(task, runtime, "alone")
     try:
         alone.to_the_end()
@@ -167,6 +170,9 @@ def attack(
 
 def strikes(victim: Victim, rng: random.Random, count: int, targets: Sequence[str] | None) -> Iterator[list[Kill]]:
     """The kills of one run, until it has ended."""
+    if isinstance(victim, ScaledVictim):
+        yield from victim.strikes(rng, count)
+        return
     if isinstance(victim, PressedVictim):
         for kind, moment in plan_pressure(rng, count):
             if (kill := victim.press(kind, moment, rng)) is None:

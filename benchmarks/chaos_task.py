@@ -6,17 +6,20 @@ import json
 import random
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 PROMPTS, SAMPLES = 4, 4  # of a step
 _ROWS = 24
+_STEPS = "trainer.total_training_steps="
+SLOW = "slow"  # while a file of this name is in the folder of the task, steps are long enough for processes to start
 _REWARD = """
-import time
+import pathlib, time
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    time.sleep(0.003)  # long enough to be killed in
+    # long enough to be killed in
+    time.sleep(0.3 if pathlib.Path(__file__).with_name("slow").exists() else 0.003)
     share = sum(c.isalpha() for c in solution_str) / max(len(solution_str), 1)
     return {"score": share + 0.1 * len(solution_str), "letters": share}
 """
@@ -25,12 +28,13 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 @dataclass(frozen=True)
 class Runtime:
     """`launcher`: arguments of Python before the module; `targets`: what can be killed (see chaos_run.Family); `needs`: a
-    module that is not installed with verl."""
+    module that is not installed with verl; `steps_of_a_kill`: how long a run is for each that it gets."""
 
     keys: tuple[str, ...]
     targets: tuple[str, ...]
     launcher: tuple[str, ...] = ()
     needs: str = ""
+    steps_of_a_kill: int = 3
 
 
 _TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1000")
@@ -82,6 +86,17 @@ RUNTIMES = {
         (*_RAY, "trainer.placement={actor: [0], rollout: [1]}", "actor_rollout_ref.rollout.prefetch_num=1"),
         ("engine", "engine", "rank", "driver", "supervisor", "node", "reward worker"),
     ),
+    # rank 0 trains, 1 generates, 2 scores, and others join and leave the latter two, see chaos_scale.py
+    "ray-scaled": Runtime(
+        (
+            "trainer.n_gpus_per_node=3",
+            "ray_kwargs.ray_init.num_cpus=8",
+            "trainer.placement={actor: [0], rollout: [1], reward: [2]}",
+            f"{_ROLLOUT}.prefetch_num=1",
+        ),
+        ("starting", "at work", "at work", "driver"),
+        steps_of_a_kill=20,
+    ),
     # other training engines, which are asked for by name
     "megatron": Runtime(
         ("model_engine=megatron", "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2"),
@@ -132,6 +147,11 @@ class Task:
     warm: bool
     program: Program = PROGRAMS["ppo"]
 
+    def lasting(self, steps: int) -> Task:
+        """The same of so many steps."""
+        keys = (key for key in self.keys if not key.startswith(_STEPS))
+        return replace(self, steps=steps, keys=(*keys, f"{_STEPS}{steps}"))
+
 
 @dataclass(frozen=True)
 class Moment:
@@ -168,7 +188,7 @@ def make_task(
         f"data.train_batch_size={PROMPTS}",
         "trainer.logger=[file]",
         "trainer.val_before_train=False",
-        f"trainer.total_training_steps={steps}",
+        f"{_STEPS}{steps}",
         "trainer.save_freq=3",
         "trainer.max_restarts=10",
         "trainer.restart_backoff_s=0.05",

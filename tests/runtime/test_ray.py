@@ -306,7 +306,7 @@ def test_strangers_do_not_get_into_a_cluster_of_our_own():
 
 def test_the_config_travels_whole(base):
     from verl.config import PPO, load_config
-    from verl.runtime.ray import pack, unpack
+    from verl.runtime.ray_process import pack, unpack
 
     config = load_config([*base, "actor_rollout_ref.rollout.stop=[a,b]"]).config
     sent = unpack(pack(PPO.flatten(config)))

@@ -44,6 +44,7 @@ VERBS = {
     ),
     "eval": Verb("verl.cli.train:run_eval", "validate a model on held-out prompts"),
     "generate": Verb("verl.cli.train:run_generate", "write samples of a model as JSON lines"),
+    "scale": Verb("verl.cli.scale:run_scale", "change the devices of rollout or reward of a run on Ray while it runs"),
     "show": Verb("verl.cli.show:run_show", "show a run: progress, bottleneck, advice, learning curves"),
     "view": Verb("verl.cli.view:run_view", "show runs in a browser: curves, groups, samples, tokens"),
     "check": Verb("verl.cli.check:run_check", "check a config, its model and its data before training"),

@@ -101,7 +101,8 @@ def _all_reduce(group: GroupShape, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _reduced(results: list[Any]) -> Any:
-    """Numbers are added, dicts of Metrics merged by their reductions."""
+    """Numbers are added, dicts of Metrics merged by their reductions; a rank that was lost has None."""
+    results = [found for found in results if found is not None]
     return merge_metrics(results) if isinstance(results[0], dict) else sum(results)
 
 
@@ -193,10 +194,9 @@ def _nd_owner(declared: Registered, group: GroupShape, args: tuple[Any, ...], kw
     if not group.beside_rollout:
         return _nd_scatter(declared, group, args, kwargs)
     batch = _first_batch(args)
-    owner = batch.batch["rollout_rank"].tolist()
+    # rows of a rank that the group has no longer are scored by another
+    owner = (batch.batch["rollout_rank"] % group.mesh.dp_size).tolist()
     shares: list[Rows] = [[i for i, rank in enumerate(owner) if rank == part] for part in range(group.mesh.dp_size)]
-    if sum(map(len, shares)) != len(owner):
-        raise ValueError(f"Column rollout_rank names ranks that a group of {group.mesh.dp_size} does not have.")
     return _scattered(declared, group, batch, shares, args, kwargs)
 
 

@@ -146,6 +146,10 @@ class RolloutWorker:
             copy.load(weights)
         self.engine.publish(version)
 
+    def set_rank(self, rank: int) -> None:
+        """This worker's among all that generate, when others have joined or left."""
+        self.rank = rank
+
     def close(self) -> None:
         """End an engine that has processes of its own."""
         if self.agents is not None:
@@ -159,7 +163,7 @@ class RolloutWorker:
         stats = self.engine.stats() if self.agents is None else self.agents.metrics()
         if self.free_cache:
             self.engine.release()
-        stats = {**stats, **self.on_generation_end()}
+        stats = {**stats, **self.on_generation_end(), "num_replicas": 1}
         return {k: (Metric.max if k in _LARGEST_OF_RANKS else Metric.sum)(float(v)) for k, v in stats.items()}
 
     def _episodes(

@@ -9,18 +9,16 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from verl.config import SCHEMAS, schema_of
 from verl.config.secrets import remember_secrets
-from verl.errors import VerlError
 from verl.parallel import dev_shm
 from verl.parallel.child_processes import hear_sigterm
 from verl.parallel.collectives import Collectives, Peer, free_port
@@ -28,7 +26,6 @@ from verl.parallel.device import resolve_device
 from verl.parallel.dispatch import CallPlan
 from verl.parallel.placement import Placement
 from verl.parallel.process_settings import keep_freed_memory
-from verl.parallel.serialize import decode, encode
 from verl.parallel.stack_dump import all_stacks, calls, longest_call
 from verl.registry import load_object
 from verl.roles.api import ProgramClass, Roles
@@ -38,12 +35,13 @@ from verl.runtime.ray_cluster import (
     CALL_LIMIT,
     START_LIMIT,
     Pending,
-    Process,
     RayCluster,
     Request,
     own_address,
     store_value,
 )
+from verl.runtime.ray_process import Packed, Process, answer_call, open_answer, pack, unpack
+from verl.runtime.ray_scaling import RoleScaling
 from verl.runtime.role_groups import make_groups
 from verl.runtime.worker_group import WorkerGroup
 from verl.tracking.logs import setup_logging
@@ -52,8 +50,6 @@ log = logging.getLogger(__name__)
 
 _SCORING = "scoring"  # the thread that waits for scores while the process generates or trains
 _WATCHING = "watching"  # the thread that reports the stack of a call that hangs
-
-Packed = list[Any]  # the document and the buffers of verl/parallel/serialize.py, which Ray carries without copying
 
 
 class RayWeightSync:
@@ -64,7 +60,12 @@ class RayWeightSync:
 
     def sync(self, version: int) -> None:
         """See WeightSync."""
+        scaling = self._runtime.scaling
+        if scaling is not None:
+            scaling.wait_all()
         self._runtime.everywhere("weights.sync", "sync_weights", version)
+        if scaling is not None:
+            scaling.apply(version)
 
 
 class RayRuntime:
@@ -91,6 +92,7 @@ class RayRuntime:
         if len(self.cluster.request.nodes) > len(nodes):
             self.placement = replace(self.placement, devices_per_node=max(apart))
         self.processes: list[Process] = []
+        self.scaling: RoleScaling | None = None
 
     def build_roles(self, *, total_steps: int, data_sources: list[str], train: bool = True) -> Roles:
         """See Runtime."""
@@ -108,7 +110,10 @@ class RayRuntime:
         facts = self.everywhere("building the roles", "build", pack(task))
         first = specs.models[0].name if specs.models else POLICY
         weights = RayWeightSync(self) if specs.generates else None
-        return make_groups(context, self._run, facts[context.ranks(first)[0]], weights, self._end)
+        roles = make_groups(context, self._run, facts[context.ranks(first)[0]], weights, self._end)
+        if train and specs.generates:
+            self.scaling = RoleScaling(self, roles, task)
+        return roles
 
     def any(self, flag: bool) -> bool:
         return flag
@@ -121,23 +126,12 @@ class RayRuntime:
         self.cluster.close()
 
     def _start_processes(self) -> None:
-        trainer = self.config.trainer
-        folder = Path(trainer.log_dir or Path(trainer.default_local_dir) / "logs").expanduser().absolute()
-        schema = schema_of(self.config)
-        values = pack([schema.name, schema.flatten(self.config)])
-        environment = {"OMP_NUM_THREADS": str(_threads(self.placement.devices_per_node))}
         self.cluster.reserve()
-        size = self.placement.num_devices
-        found = self.cluster.spawn(
-            RankProcess, environment, lambda rank: (rank, size, values, str(folder)), beside=(_SCORING, _WATCHING)
-        )
-        for process in found:
-            process.roles = ", ".join(self.placement.roles_of(process.rank))
-            process.log_file = folder / f"rank_{process.rank}.log"
-            process.watched_by = _WATCHING
-        self.processes = found
+        self.processes = self.cluster.spawn(RankProcess, *self._settings(), beside=(_SCORING, _WATCHING))
+        for process in self.processes:
+            self._describe(process, ", ".join(self.placement.roles_of(process.rank)))
         places = self.everywhere("starting", "place", starts=True)
-        for process, (node, address, _, pid) in zip(found, places, strict=True):
+        for process, (node, address, _, pid) in zip(self.processes, places, strict=True):
             process.node, process.pid = f"{node} {address}", pid
         _, address, port, _ = places[0]
         # in a local cluster all processes are on this node
@@ -145,6 +139,28 @@ class RayRuntime:
         self.everywhere(
             "meeting the other ranks", "join", pack((address, port, self.collective_timeout_s)), starts=True
         )
+
+    def add_process(self, rank: int, roles: str) -> Process:
+        """A process that meets no other rank; its calls wait for a free device."""
+        environment, arguments = self._settings()
+        process = self.cluster.add(RankProcess, rank, environment, arguments(rank), beside=(_SCORING, _WATCHING))
+        self._describe(process, roles)
+        return process
+
+    def _settings(self) -> tuple[dict[str, str], Callable[[int], tuple[Any, ...]]]:
+        """The environment of a rank's process, and the arguments of its constructor."""
+        schema = schema_of(self.config)
+        values = pack([schema.name, schema.flatten(self.config)])
+        environment = {"OMP_NUM_THREADS": str(_threads(self.placement.devices_per_node))}
+        return environment, lambda rank: (rank, self.placement.num_devices, values, str(self._logs()))
+
+    def _describe(self, process: Process, roles: str) -> None:
+        process.roles, process.watched_by = roles, _WATCHING
+        process.log_file = self._logs() / f"rank_{process.rank}.log"
+
+    def _logs(self) -> Path:
+        trainer = self.config.trainer
+        return Path(trainer.log_dir or Path(trainer.default_local_dir) / "logs").expanduser().absolute()
 
     def everywhere(self, call: str, method: str, *arguments: Any, starts: bool = False) -> list[Any]:
         """A method of every process, and all results in rank order. What `starts` a run has the deadline of a start."""
@@ -157,21 +173,45 @@ class RayRuntime:
         """A call on the ranks of a group. What several ranks get is stored once."""
         packed: dict[int, Any] = {}
 
-        def send(index: int) -> tuple[Process, Any]:
+        def call(process: Process, index: int) -> tuple[Process, Any]:
             arguments = plan.calls[index]
             if id(arguments) not in packed:
                 packed[id(arguments)] = store_value(pack(arguments))
-            process = self.processes[group.mesh.ranks[index]]
             run = process.handle.call
             if group.name == "reward":
                 run = process.handle.score.options(concurrency_group=_SCORING)
             return process, run.remote(group.name, method, packed[id(arguments)], index in plan.answering)
 
-        pending = Pending.of_plan(f"{group.name}.{method}", plan, send, self.timeout_s, unpack)
+        def send(index: int) -> tuple[Process, Any]:
+            return call(self._process(group.mesh.ranks[index]), index)
+
+        first = self.processes[group.mesh.ranks[0]]
+
+        def retry(number: int) -> tuple[Process, Any]:
+            """On the first rank. Metrics and counts of a process are lost with it."""
+            if not plan.rows:
+                return first, store_value(pack(None))
+            again = call(first, plan.ranks()[number])
+            if group.name == "rollout":  # its generation had ended
+                first.handle.call.remote(group.name, "end_generation", store_value(pack(((), {}))), False)
+            return again
+
+        pending = Pending.of_plan(f"{group.name}.{method}", plan, send, self.timeout_s, unpack, retry)
+        if self.scaling is not None and group.name == "rollout":
+            self.scaling.watch(pending)
         return pending.get() if blocking else pending
+
+    def _process(self, rank: int) -> Process:
+        if rank < len(self.processes):
+            return self.processes[rank]
+        assert self.scaling is not None
+        return self.scaling.process(rank)
 
     def _end(self) -> None:
         processes, self.processes = self.processes, []
+        if self.scaling is not None:
+            processes += self.scaling.all_processes()
+            self.scaling = None
         if processes:
             file = self.config.ray_kwargs.timeline_json_file
             if file:
@@ -216,14 +256,23 @@ class RankProcess:
         """Make the workers; the facts of the model."""
         return answer_call(lambda: self._build(**unpack(task)))
 
+    def build_added(self, task: Packed) -> Any:
+        """`build` for a process that meets no other; (node name, process id)."""
+
+        def run() -> Any:
+            log.info("This process joins a running run.")
+            self._build(**unpack(task))
+            return socket.gethostname(), os.getpid()
+
+        return answer_call(run)
+
     def _build(
         self, program: str, devices: dict[str, Any], devices_per_node: int, train: bool, **task: Any
     ) -> dict[str, Any]:
-        assert self.comm is not None
         specs = load_object(program).roles(self.config, train=train)
         placement = Placement(devices, devices_per_node)
         device = resolve_device(self.config.trainer.device)
-        with self.comm.doing("building the roles"):
+        with nullcontext() if self.comm is None else self.comm.doing("building the roles"):
             context = RankContext(self.config, specs, placement, self.rank, device, **task)
             self.workers = RankWorkers(context, self.comm)
         return self.workers.facts()
@@ -259,6 +308,30 @@ class RankProcess:
         weights = self.workers.weights
         return answer_call(lambda: weights.sync(version))
 
+    def rollout_weights(self) -> Any:
+        """[(name, tensor), ...] that this process generates with, for `load`."""
+
+        def run() -> list[tuple[str, torch.Tensor]]:
+            assert self.workers is not None
+            assert self.workers.rollout is not None
+            assert self.workers.rollout.replica is not None
+            module = self.workers.rollout.replica.module
+            return [(name, p.detach().cpu()) for name, p in module.named_parameters()]
+
+        return answer_call(run)
+
+    def load(self, version: int, place: int, weights: Packed) -> Any:
+        """`weights` of `version` for a process that was added, and its place among those that generate."""
+
+        def run() -> None:
+            assert self.workers is not None
+            assert self.workers.rollout is not None
+            assert self.workers.weights is not None
+            self.workers.rollout.set_rank(place)
+            self.workers.weights.sync(version, unpack(open_answer(weights, "the first rank of the rollout")))
+
+        return answer_call(run)
+
     def stuck(self) -> str:
         """The call that has been running longest, with its innermost frames."""
         log.info("A call is late. The stacks of this process:\n%s", all_stacks())
@@ -277,30 +350,6 @@ def _pools(config: Any) -> list[int]:
     """Devices of the training and of the rollout pool, where each asks for one node."""
     trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
     return [trainer.n_gpus_per_node, rollout.n_gpus_per_node] if trainer.nnodes == rollout.nnodes == 1 else []
-
-
-def pack(value: Any) -> Packed:
-    """A value as Ray carries it."""
-    document, buffers = encode(value)
-    return [document, *buffers]
-
-
-def unpack(packed: Packed) -> Any:
-    """Inverse of `pack`."""
-    return decode(packed[0], [np.asarray(b) for b in packed[1:]])
-
-
-def answer_call(run: Callable[[], Any]) -> Any:
-    """The packed result of `run`, or its error: VerlError as it is, others with their traceback."""
-    hear_sigterm()  # Ray runs calls on several threads
-    try:
-        return pack(run())
-    except VerlError as error:
-        log.error("%s", error)
-        return {"error": type(error).__name__, "text": str(error)}
-    except Exception as error:  # any error is sent to the caller
-        log.exception("A call failed.")
-        return {"error": type(error).__name__, "text": traceback.format_exc()}
 
 
 def _threads(processes_per_node: int) -> int:

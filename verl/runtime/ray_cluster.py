@@ -21,6 +21,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from verl.errors import ConfigError, DeadlineError, VerlError, WorkerLostError
 from verl.parallel.dispatch import CallPlan
 from verl.runtime import ray_node
+from verl.runtime.ray_process import Process, first_line, last_lines, open_answer
 from verl.runtime.ray_request import Request, ask_for_token, is_short, passed_environment
 
 log = logging.getLogger(__name__)
@@ -31,25 +32,6 @@ _STACK_S = 5.0  # for the stack of a process that is late
 _LOOK_S = 2.0  # between two looks at Ray's own processes
 # the keys with the deadline of a call, and of starting the processes
 CALL_LIMIT, START_LIMIT = "trainer.call_timeout_s", "trainer.ray_wait_register_center_timeout"
-
-
-@dataclass
-class Process:
-    """One actor with its place; `roles` name it in errors."""
-
-    rank: int
-    handle: Any
-    roles: str = ""
-    node: str = "?"
-    node_id: str = ""  # Ray's name of the node
-    pid: int = 0
-    log_file: Path | None = None
-    watched_by: str = ""  # the concurrency group of its method `stuck`, which reports the running call
-
-    def __str__(self) -> str:
-        node = f"node {self.node}, Ray's {self.node_id[:8]}" if self.node_id else f"node {self.node}"
-        place = f"{node}, process {self.pid}" if self.pid else "not yet started"
-        return f"rank {self.rank} ({self.roles}; {place})"
 
 
 class RayCluster:
@@ -95,7 +77,7 @@ class RayCluster:
                     **settings,
                 )
         except Exception as error:  # Ray raises bare ones too, as for a node that starts slowly
-            problem = f"Ray did not start after {time.monotonic() - started:.0f} s ({_first_line(error)})."
+            problem = f"Ray did not start after {time.monotonic() - started:.0f} s ({first_line(error)})."
             if address or isinstance(error, ValueError):
                 key = "ray_kwargs.ray_init.address" if address else "ray_kwargs.ray_init"
                 raise ConfigError(f"{problem} Check {key}.") from error
@@ -150,33 +132,52 @@ class RayCluster:
         """An actor of `cls` for every place, in rank order; `arguments(rank)` are for its constructor. It takes `share` of the
         place, so that several fit. Calls run in the order in which they are made; those of a group named in `beside` run on a
         thread of their own, beside the others."""
-        remote: Any = ray.remote
-        actor = remote(concurrency_groups=dict.fromkeys(beside, 1))(cls) if beside else remote(cls)
         processes: list[Process] = []
         for group in self._groups:
             node_id = _node_of(group).rpartition("/")[2]
             for bundle in range(group.bundle_count):
-                rank = len(processes)
-                options = {
-                    "num_cpus": share,
-                    "num_gpus": share if self.request.gpus else 0,
-                    "max_restarts": 0,
-                    "runtime_env": {"env_vars": {**passed_environment(), **environment}},
-                    "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                        placement_group=group, placement_group_bundle_index=bundle
-                    ),
-                }
-                handle = actor.options(**options).remote(*arguments(rank))
-                self._handles.append(handle)
+                place = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=bundle)
+                rank, given = len(processes), arguments(len(processes))
+                handle = self._actor(cls, given, environment, share, beside, scheduling_strategy=place)
                 processes.append(Process(rank, handle, node_id=node_id))
         return processes
+
+    def add(
+        self,
+        cls: type,
+        rank: int,
+        environment: Mapping[str, str],
+        arguments: tuple[Any, ...],
+        beside: Sequence[str] = (),
+    ) -> Process:
+        """One more, on any device of the cluster; its calls wait until one is free."""
+        return Process(rank, self._actor(cls, arguments, environment, 1.0, beside), is_added=True)
+
+    def _actor(
+        self, cls: type, arguments: tuple[Any, ...], environment: Mapping[str, str], share: float, beside: Sequence[str],
+        **place: Any,
+    ) -> Any:  # fmt: skip
+        remote: Any = ray.remote
+        actor = remote(concurrency_groups=dict.fromkeys(beside, 1))(cls) if beside else remote(cls)
+        variables = {"env_vars": {**passed_environment(), **environment}}
+        num_gpus = share if self.request.gpus else 0
+        options = {"num_cpus": share, "num_gpus": num_gpus, "max_restarts": 0, "runtime_env": variables, **place}
+        handle = actor.options(**options).remote(*arguments)
+        self._handles.append(handle)
+        return handle
 
     def end(self, processes: Sequence[Process]) -> None:
         """Ask processes to end their children, with a deadline; then kill them."""
         refs = [process.handle.end.remote() for process in processes]
         ray.wait(refs, num_returns=len(refs), timeout=_END_S)
         for process in processes:
-            ray.kill(process.handle, no_restart=True)
+            self.kill(process)
+
+    def kill(self, process: Process) -> None:
+        """End a process at once; its device is free again."""
+        ray.kill(process.handle, no_restart=True)
+        if process.handle in self._handles:
+            self._handles.remove(process.handle)
 
     def timeline(self, file: str) -> None:
         """Ray's timeline of the run, for chrome://tracing."""
@@ -208,6 +209,8 @@ class Pending:
     timeout_s: float
     collect: Callable[[list[Any]], Any]
     limit_key: str = CALL_LIMIT  # the key with the value of timeout_s
+    # makes call i of `refs` on another process, when an added one has died
+    retry: Callable[[int], tuple[Process, Any]] | None = None
     _started: float = field(default_factory=time.monotonic)
     _value: Any = None
     _done: bool = False
@@ -216,12 +219,16 @@ class Pending:
     def of_plan(
         cls, call: str, plan: CallPlan, send: Callable[[int], tuple[Process, Any]], timeout_s: float,
         opened: Callable[[Any], Any] = lambda answer: answer,
+        retry: Callable[[int], tuple[Process, Any]] | None = None,
     ) -> Pending:  # fmt: skip
-        """The call of a plan, which `send(index)` makes on the process of a rank of the group; `opened` answers are joined."""
+        """The call of a plan, which `send(index)` makes on the process of a rank of the group; `opened` answers are joined. For
+        `retry` see Pending."""
         ranks = plan.ranks()
         order = [ranks.index(index) for index in plan.answering]
         refs = [send(index) for index in ranks]
-        return cls(call, refs, timeout_s, lambda answers: plan.collect([opened(answers[i]) for i in order]))
+        return cls(
+            call, refs, timeout_s, lambda answers: plan.collect([opened(answers[i]) for i in order]), retry=retry
+        )  # fmt: skip
 
     def ready(self) -> bool:
         """Whether every process has answered."""
@@ -236,22 +243,29 @@ class Pending:
 
     def _wait(self) -> list[Any]:
         results: dict[int, Any] = {}
-        waiting = {ref: process for process, ref in self.refs}
+        waiting = {ref: index for index, (_, ref) in enumerate(self.refs)}
         while waiting:
             left = self._started + self.timeout_s - time.monotonic()
             if left <= 0:
-                raise DeadlineError(self._late(list(waiting.values())))
+                raise DeadlineError(self._late([self.refs[index][0] for index in waiting.values()]))
             done, _ = ray.wait(list(waiting), num_returns=1, timeout=min(left, _LOOK_S))
             if not done:
                 ray_node.require(self.call)
             for ref in done:
-                process = waiting.pop(ref)
+                index = waiting.pop(ref)
+                process = self.refs[index][0]
                 try:
-                    results[process.rank] = self._fetch(process, ref)
+                    results[index] = self._fetch(process, ref)
                 except (WorkerLostError, DeadlineError) as error:
                     ray_node.require(self.call)  # whose end takes the ranks with it
-                    raise self._root_cause(waiting, error) from error
-        return [results[process.rank] for process, _ in self.refs]
+                    if self.retry is None or not process.is_added or not isinstance(error.__cause__, RayError):
+                        others = {ref: self.refs[i][0] for ref, i in waiting.items()}
+                        raise self._root_cause(others, error) from error
+                    process.is_lost = True
+                    log.warning("%s died in %s; another rank does its work.", str(process).capitalize(), self.call)
+                    self.refs[index] = self.retry(index)
+                    waiting[self.refs[index][1]] = index
+        return [results[index] for index in range(len(self.refs))]
 
     def _fetch(self, process: Process, ref: Any) -> Any:
         elapsed_s = time.monotonic() - self._started
@@ -259,8 +273,8 @@ class Pending:
             return open_answer(ray.get(ref), f"{process}, {self.call}")
         except (RayActorError, ActorUnavailableError) as error:
             raise WorkerLostError(
-                f"{str(process).capitalize()} died in {self.call} after {elapsed_s:.1f} s ({_first_line(error)}). "
-                f"{_last_lines(process)}Run the same command again to resume from the last checkpoint; if it was killed for "
+                f"{str(process).capitalize()} died in {self.call} after {elapsed_s:.1f} s ({first_line(error)}). "
+                f"{last_lines(process)}Run the same command again to resume from the last checkpoint; if it was killed for "
                 "its memory, lower ppo_max_token_len_per_gpu or use more devices."
             ) from error
         except RayTaskError as error:
@@ -316,34 +330,8 @@ def remote_function(function: Callable[..., Any], **options: Any) -> Any:
     return ray.remote(**options)(function)
 
 
-def open_answer(answer: Any, place: str) -> Any:
-    """The packed result of a process, or its error raised here with its place."""
-    if not isinstance(answer, dict) or "error" not in answer:
-        return answer
-    kind, text = answer["error"], answer["text"]
-    import verl.errors
-
-    found = getattr(verl.errors, kind, None)
-    if isinstance(found, type) and issubclass(found, VerlError):
-        error = VerlError.__new__(found)
-        Exception.__init__(error, f"{text} [{place}]")
-        raise error
-    raise RuntimeError(f"{place} failed:\n{text}")
-
-
 def _node_of(group: PlacementGroup) -> str:
     table = ray.util.placement_group_table(group)
     nodes = {n["NodeID"]: n["NodeManagerAddress"] for n in ray.nodes()}
     node = next(iter(table["bundles_to_node_id"].values()), "")
     return f"{nodes.get(node, '')}/{node}"
-
-
-def _last_lines(process: Process, count: int = 3) -> str:
-    if process.log_file is None or not process.log_file.exists():
-        return ""
-    lines = process.log_file.read_text(encoding="utf-8", errors="replace").splitlines()[-count:]
-    return f"The end of its log: {' | '.join(lines)}. " if lines else ""
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]

@@ -25,7 +25,8 @@ from verl.parallel.stack_dump import calls, longest_call
 from verl.runtime.worker_group import WorkerGroup
 
 try:
-    from verl.runtime.ray_cluster import Pending, Process, RayCluster, Request, own_address, remote_function
+    from verl.runtime.ray_cluster import Pending, RayCluster, Request, own_address, remote_function
+    from verl.runtime.ray_process import Process
 except ModuleNotFoundError as error:
     if error.name != "ray":
         raise

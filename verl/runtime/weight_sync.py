@@ -20,6 +20,7 @@ from verl.reshard.grouping import consecutive_engines
 from verl.reshard.layout import RolloutLayout, TrainingLayout
 from verl.reshard.update import PlannedUpdate, plan_update
 from verl.roles.rollout import RolloutWorker
+from verl.rollout.api import Weights
 from verl.runtime.mode_switch import ModeSwitch
 from verl.runtime.rank import POLICY, RankContext
 from verl.runtime.switch_memory import SwitchMemory
@@ -53,12 +54,12 @@ class RankWeightSync:
         if not context.shares_weights:
             self.memory = SwitchMemory(context.device, self._weight_bytes())
 
-    def sync(self, version: int) -> None:
-        """See WeightSync."""
+    def sync(self, version: int, weights: Weights | None = None) -> None:
+        """See WeightSync. A rank that is in no process group is given whole `weights`, by name."""
         with self._doing("weights.sync"):
             self.switch.to_generation()
             with nullcontext() if self.memory is None else self.memory.measuring():
-                self._transfer(version)
+                self._transfer(version, weights)
             self.switch.free_training_memory()
 
     def end_generation(self) -> dict[str, float]:
@@ -78,11 +79,10 @@ class RankWeightSync:
         layout = self.engine.weight_layout()
         return 0 if layout is None else sum(map(math.prod, layout.shapes.values())) * layout.dtype.itemsize
 
-    def _transfer(self, version: int) -> None:
-        weights = None
+    def _transfer(self, version: int, weights: Weights | None) -> None:
         if self.update is not None:
             self.update()
-        elif not self.context.shares_weights:
+        elif not self.context.shares_weights and weights is None:
             weights = self._whole_weights()
         if self.rollout is not None:
             self.rollout.set_weights(version, weights)

@@ -53,6 +53,10 @@ class WorkerGroup:
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *self._methods]
 
+    def set_mesh(self, mesh: Mesh) -> None:
+        """The ranks that later calls run on."""
+        self.mesh = mesh
+
     @property
     def world_size(self) -> int:
         """Ranks of the group."""

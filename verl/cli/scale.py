@@ -1,0 +1,39 @@
+"""`verl scale RUN rollout=3`: devices of a role of a running run."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from verl.cli.arguments import Parser
+from verl.errors import ConfigError
+
+_ABOUT = """Ask a running run on Ray for another number of devices that generate or score, those of its placement included. It
+follows with its next weight sync, once Ray has free devices; samples, weights and the ledger are the same at any size."""
+
+
+def run_scale(argv: list[str]) -> int:
+    """Write the request and print what is asked for: the exit code."""
+    parser = Parser(prog="verl scale", description=_ABOUT)
+    parser.add_argument("run", help="the run folder (trainer.default_local_dir)")
+    parser.add_argument(
+        "sizes", nargs="*", metavar="ROLE=N", help="rollout=N, reward=N; none: print what was asked for"
+    )
+    arguments = parser.parse_args(argv)
+    from verl.tracking.progress import read_progress
+    from verl.tracking.role_sizes import ask_role_sizes, read_role_sizes
+
+    folder = Path(arguments.run).expanduser()
+    sizes = dict(map(_size, arguments.sizes))
+    found = ask_role_sizes(folder, sizes) if sizes else read_role_sizes(folder)
+    print(", ".join(f"{role}={size}" for role, size in found.items()) or "nothing was asked for")
+    if sizes and read_progress(folder).status != "running":
+        print(f"verl: no process holds {folder}; the run follows when it is resumed.", file=sys.stderr)
+    return 0
+
+
+def _size(text: str) -> tuple[str, int]:
+    role, sign, size = text.partition("=")
+    if not sign or not size.isdecimal():
+        raise ConfigError(f"{text!r} is no size of a role; write rollout=3.")
+    return role, int(size)

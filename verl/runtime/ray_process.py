@@ -1,0 +1,92 @@
+"""A process of a run on Ray as its driver sees it: its place, and the answers of its calls."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import verl.errors
+from verl.errors import VerlError
+from verl.parallel.child_processes import hear_sigterm
+from verl.parallel.serialize import decode, encode
+
+log = logging.getLogger(__name__)
+
+Packed = list[Any]  # the document and the buffers of verl/parallel/serialize.py, which Ray carries without copying
+
+
+@dataclass
+class Process:
+    """One actor with its place; `roles` name it in errors."""
+
+    rank: int
+    handle: Any
+    roles: str = ""
+    node: str = "?"
+    node_id: str = ""  # Ray's name of the node
+    pid: int = 0
+    log_file: Path | None = None
+    is_added: bool = False  # after the start of the run, see verl/runtime/ray_scaling.py
+    is_lost: bool = False  # it has died, and the run continues without it
+    watched_by: str = ""  # the concurrency group of its method `stuck`, which reports the running call
+
+    def __str__(self) -> str:
+        node = f"node {self.node}, Ray's {self.node_id[:8]}" if self.node_id else f"node {self.node}"
+        place = f"{node}, process {self.pid}" if self.pid else "not yet started"
+        return f"rank {self.rank} ({self.roles}; {place})"
+
+
+def open_answer(answer: Any, place: str) -> Any:
+    """The packed result of a process, or its error raised here with its place."""
+    if not isinstance(answer, dict) or "error" not in answer:
+        return answer
+    kind, text = answer["error"], answer["text"]
+    found = getattr(verl.errors, kind, None)
+    if isinstance(found, type) and issubclass(found, VerlError):
+        error = VerlError.__new__(found)
+        Exception.__init__(error, f"{text} [{place}]")
+        raise error
+    raise RuntimeError(f"{place} failed:\n{text}")
+
+
+def last_lines(process: Process, count: int = 3) -> str:
+    """The end of its log, as a part of an error; "" without one."""
+    if process.log_file is None or not process.log_file.exists():
+        return ""
+    lines = process.log_file.read_text(encoding="utf-8", errors="replace").splitlines()[-count:]
+    return f"The end of its log: {' | '.join(lines)}. " if lines else ""
+
+
+def first_line(error: BaseException) -> str:
+    """Of the text of an error, or its type."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+
+
+def pack(value: Any) -> Packed:
+    """A value as Ray carries it."""
+    document, buffers = encode(value)
+    return [document, *buffers]
+
+
+def unpack(packed: Packed) -> Any:
+    """Inverse of `pack`."""
+    return decode(packed[0], [np.asarray(b) for b in packed[1:]])
+
+
+def answer_call(run: Callable[[], Any]) -> Any:
+    """The packed result of `run`, or its error: VerlError as it is, others with their traceback."""
+    hear_sigterm()  # Ray runs calls on several threads
+    try:
+        return pack(run())
+    except VerlError as error:
+        log.error("%s", error)
+        return {"error": type(error).__name__, "text": str(error)}
+    except Exception as error:  # any error is sent to the caller
+        log.exception("A call failed.")
+        return {"error": type(error).__name__, "text": traceback.format_exc()}
