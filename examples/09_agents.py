@@ -79,6 +79,7 @@ if __name__ == "__main__":
                 "algorithm.adv_estimator=grpo",
                 f"actor_rollout_ref.model.path={make_tiny_model(HERE / 'model')}",
                 f"data.train_files={HERE}/train.jsonl",
+                "data.val_files=[]",
                 "data.train_batch_size=16",
                 "data.max_prompt_length=96",
                 "data.max_response_length=64",

@@ -2,7 +2,7 @@
 
 It runs against any service, and trains without a change, as a command of the run:
 
-    verl train algorithm.adv_estimator=grpo actor_rollout_ref.model.path=MODEL data.train_files=ROWS \
+    verl train algorithm.adv_estimator=grpo actor_rollout_ref.model.path=MODEL data.train_files=ROWS data.val_files=[] \
         "actor_rollout_ref.rollout.agent.runner=command:python examples/agents/openai_agent.py {prompt}" \
         reward.custom_reward_function.path=examples/agents/tool.py
 

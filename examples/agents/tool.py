@@ -1,6 +1,6 @@
 """A tool from a function; the reward function is in the same file.
 
-    verl train algorithm.adv_estimator=grpo actor_rollout_ref.model.path=MODEL data.train_files=ROWS \
+    verl train algorithm.adv_estimator=grpo actor_rollout_ref.model.path=MODEL data.train_files=ROWS data.val_files=[] \
         actor_rollout_ref.rollout.multi_turn.enable=True \
         actor_rollout_ref.rollout.multi_turn.function_tool_path=examples/agents/tool.py \
         reward.custom_reward_function.path=examples/agents/tool.py

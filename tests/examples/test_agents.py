@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -39,7 +40,7 @@ def test_they_train(name, tmp_path, monkeypatch):
     ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     text = (AGENTS / f"{name}.py").read_text()
-    command = text[text.index("verl train") :].partition("\n\n")[0].replace("\\\n", " ")
+    command = re.split(r'\n\n|"""', text[text.index("verl train") :])[0].replace("\\\n", " ")
     names = {"MODEL": f"{tmp_path}/model", "ROWS": f"{tmp_path}/rows.jsonl"}
     for given, value in names.items():
         command = command.replace(f"={given}", f"={value}")
