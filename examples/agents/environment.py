@@ -1,7 +1,8 @@
 """An environment: find a number by "higher" and "lower".
 
-    verl train algorithm.adv_estimator=gigpo algorithm.gamma=0.95 actor_rollout_ref.model.path=MODEL data.train_files=ROWS data.val_files=[] \
-        actor_rollout_ref.rollout.n=8 actor_rollout_ref.rollout.multi_turn.max_assistant_turns=8 \
+    verl train algorithm.adv_estimator=gigpo algorithm.gamma=0.95 data.train_files=ROWS data.val_files=[] \
+        actor_rollout_ref.model.path=MODEL actor_rollout_ref.rollout.n=8 \
+        actor_rollout_ref.rollout.multi_turn.max_assistant_turns=8 \
         actor_rollout_ref.rollout.agent.environment=examples/agents/environment.py:HigherLower
 
 The rows hold prompts such as "Play a game."; what `reset` returns follows them.
