@@ -21,18 +21,15 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 
-import numpy as np
 import torch
 
 from verl.algorithms.advantages import compute_advantage
 from verl.algorithms.advantages.turns import turn_numbers
 from verl.algorithms.correction import require_fresh, rollout_correction, rollout_gap_metrics
 from verl.algorithms.filters import pf_ppo_indices
-from verl.algorithms.groups import without_failed
 from verl.algorithms.kl import apply_kl_penalty
 from verl.config import PPOConfig
 from verl.data_proto.future import Future
-from verl.data_proto.merge import object_array
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.data_proto.token_values import add_observed
@@ -138,16 +135,11 @@ class PPO(PPOProgram):
             if self.old_log_probs == "recompute":
                 result.metrics.update(self._correct(batch))
             columns["advantages"], columns["returns"] = compute_advantage(
-                algorithm.adv_estimator,
-                {**dict(columns.items()), **batch.non_tensor_batch, **_groups(batch)},
-                config=algorithm,
-                gamma=algorithm.gamma,
-                lam=algorithm.lam,
-                norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
-                gdpo_reward_keys=algorithm.gdpo_reward_keys,
-                gdpo_reward_weights=algorithm.gdpo_reward_weights,
+                algorithm.adv_estimator, {**dict(columns.items()), **batch.non_tensor_batch}, config=algorithm,
+                gamma=algorithm.gamma, lam=algorithm.lam, norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
+                gdpo_reward_keys=algorithm.gdpo_reward_keys, gdpo_reward_weights=algorithm.gdpo_reward_weights,
                 step_advantage_w=algorithm.gigpo.step_advantage_w,
-            )
+            )  # fmt: skip
             if algorithm.use_pf_ppo:
                 rule, generator = algorithm.pf_ppo, torch.Generator().manual_seed(step)
                 scores = columns["token_level_scores"].sum(dim=1)
@@ -204,11 +196,3 @@ class PPO(PPOProgram):
         with self.spans("update_weights"):
             self.weight_version += 1
             self.weights.sync(self.weight_version)
-
-
-def _groups(batch: DataProto) -> dict[str, np.ndarray]:
-    """The column uid of episodes, of which failed ones are compared with nothing."""
-    objects = batch.non_tensor_batch
-    if "episode_error" not in objects:
-        return {}
-    return {"uid": object_array(without_failed(objects["uid"], objects["episode_error"]))}

@@ -107,7 +107,7 @@ def _module_facts(engine: Any, device: torch.device) -> dict[str, Any]:
     return {
         "device": str(device),
         "dtype": str(getattr(engine, "compute_dtype", next(module.parameters()).dtype)).removeprefix("torch."),
-        "parameters": sum(p.numel() for p in module.parameters()),
+        "parameters": sum(getattr(p, "ds_numel", p.numel()) for p in module.parameters()),  # ZeRO 3 empties tensors
         "threads": torch.get_num_threads(),
         "kernels": computed_by(module, device),
     }
