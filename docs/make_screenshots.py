@@ -1,7 +1,8 @@
-"""The pictures of docs/page.md: `python docs/make_screenshots.py RUN [OTHER]` with GRPO runs (playwright, pillow, chromium).
+"""The pictures of docs/page.md: `python docs/make_screenshots.py RUN OTHER [MORE ...]` (playwright, pillow, chromium).
 
 They show the step of RUN whose groups differ most, its first group, and of that the sample with the best score; the answers
 to common questions in three clicks (wrong rewards are looked for in OTHER); and RUN compared with OTHER.
+MORE are runs of other kinds, of which a step is shown, or the conversation of an agent.
 """
 
 from __future__ import annotations
@@ -49,38 +50,49 @@ def main(folders: list[Path]) -> None:
 
 def _views(tab: Any, base: str, keys: list[str]) -> Iterator[str]:
     """Opens one view after the other; yields the name of each."""
-    run = f"{base}/run/{keys[0]}"
+    run, other = (f"{base}/run/{key}" for key in keys[:2])
     tab.goto(run)
     step = _best_step(tab.inner_text(".steps tbody"))
     yield "run"
     tab.goto(f"{run}/train/{step}")
     yield "step"
-    tab.keyboard.press("j")
-    tab.keyboard.press("Enter")
-    tab.wait_for_url("**/u/*")
+    _open_next(tab, "u")
     yield "group"
-    tab.keyboard.press("j")
-    tab.keyboard.press("Enter")
-    tab.wait_for_url("**/s/*")
+    _open_next(tab, "s")
     tab.keyboard.press("t")
     yield "sample"
     for name, question in (("cut", "cut at"), ("reward", "same answer"), ("difference", "sampler/trainer")):
-        tab.goto(f"{base}/run/{keys[-1]}" if name == "reward" else run)
+        tab.goto(other if name == "reward" else run)
         tab.click(".tabs a:has-text('Samples')")
         tab.click(f"nav[aria-label='Common questions'] a:has-text('{question}')")
         if name == "difference":
             tab.click("a.item >> nth=0")
             tab.wait_for_url("**/s/*")
         yield f"found-{name}"
-    for name in ("metrics", "config"):
-        tab.goto(f"{base}/run/{keys[-1]}/{name}")
+    for name in ("metrics", "config", "log"):
+        tab.goto(f"{other}/{name}")
         yield name
-    if len(keys) > 1:
-        tab.goto(f"{base}/compare?a={keys[0]}&b={keys[1]}")
-        yield "compare"
+    tab.goto(f"{base}/compare?a={keys[0]}&b={keys[1]}")
+    yield "compare"
+    for key in keys[2:]:
+        tab.goto(f"{base}/run/{key}")
+        tab.click(".steps tbody a >> nth=0")
+        if tab.locator("text=validation after step").count():  # where the rows of training are not kept
+            tab.click("text=validation after step")
+        if tab.locator("h2:has-text('Groups')").count():  # of agents: a conversation
+            _open_next(tab, "u")
+            _open_next(tab, "s")
+        yield f"of-{key}"
     tab.emulate_media(color_scheme="dark")
     tab.goto(run)
     yield "dark"
+
+
+def _open_next(tab: Any, kind: str) -> None:
+    """Opens the first item of a list, by keys: a unit of samples (u) or a sample (s)."""
+    tab.keyboard.press("j")
+    tab.keyboard.press("Enter")
+    tab.wait_for_url(f"**/{kind}/*")
 
 
 def _best_step(table: str) -> str:

@@ -58,6 +58,10 @@ def test_sft_keeps_rows_with_the_log_probs_of_their_tokens(made):
     assert trained
     assert all(value < 0 for value in trained)
     assert any(text.strip() for text in data["texts"])
+    step = site.page("/run/run/train/1")
+    assert "longest" in step
+    assert "spread of rewards" not in step  # rows have neither rewards nor a sampler
+    assert "sampler against trainer" not in step
 
 
 def test_the_margins_of_pairs_are_those_of_the_metrics(made):
@@ -83,6 +87,7 @@ def test_the_margins_of_pairs_are_those_of_the_metrics(made):
 @pytest.mark.slow
 def test_reward_models_show_held_out_pairs(made):
     site = made("rm")
+    assert 'href="/run/run/val/2"' in site.page("/run/run/train/2")  # its rows alone are kept
     visit(site)
     row = site.views["run"].index.rows("SELECT unit FROM samples WHERE chosen = 1 LIMIT 1")[0]
     assert "margin" in site.page(f"/run/run/val/1/u/{row['unit']}")

@@ -162,8 +162,9 @@ def _failed(site: Site) -> Any:
 
 
 async def _changes(site: Site, request: Request) -> AsyncIterator[ServerSentEvent]:
-    """An event for each change of a run: its key, step and status."""
+    """A comment once the runs have been looked at, then an event for each change of one: its key and step."""
     seen: dict[str, tuple[int, str]] = {}
+    is_first = True
     while not await request.is_disconnected():
         for key, view in site.views.items():
             version = await run_in_threadpool(view.run.refresh)
@@ -173,6 +174,9 @@ async def _changes(site: Site, request: Request) -> AsyncIterator[ServerSentEven
                     view.watch()
                     yield ServerSentEvent(event="change", data=f'{{"run":"{key}","step":{view.run.step}}}')
                 seen[key] = (version, status)
+        if is_first:
+            yield ServerSentEvent(comment="watching")
+            is_first = False
         await asyncio.sleep(_POLL_S)
 
 

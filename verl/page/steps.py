@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sqlite3
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from verl.page.index import SampleIndex
@@ -24,13 +24,15 @@ PHASES = {  # span -> phase whose colour its bar has
     "adv": "training", "update": "training", "reference": "training", "update_weights": "communication",
     "testing": "validation", "save_checkpoint": "saving",
 }  # fmt: skip
-_GROUP_SORTS = {
-    "spread": ("spread of rewards", lambda group: -group["spread"]),
-    "mean": ("mean reward, lowest first", lambda group: math.inf if group["mean"] is None else group["mean"]),
-    "gap": ("sampler against trainer", lambda group: -(group["gap"] or 0)),
-    "length": ("longest", lambda group: -group["length"]),
-    "order": ("order of the batch", lambda group: group["line"]),
-}
+_GROUP_SORTS = {  # name -> label, what a group of the step must have for it, and its key
+    "spread": ("spread of rewards", "mean", lambda group: -group["spread"]),
+    "mean": (
+        "mean reward, lowest first", "mean", lambda group: math.inf if group["mean"] is None else group["mean"]
+    ),
+    "gap": ("sampler against trainer", "gap", lambda group: -(group["gap"] or 0)),
+    "length": ("longest", "length", lambda group: -group["length"]),
+    "order": ("order of the batch", "line", lambda group: group["line"]),
+}  # fmt: skip
 _SHOWN_APART = {
     "prompt", "response", "prompt_ids", "response_ids", "log_probs", "old_log_probs", "train_log_probs", "advantages",
     "entropy", "response_mask", "ref_log_probs", "token_versions", "teacher_ids", "teacher_log_probs", "reward_parts",
@@ -63,6 +65,11 @@ class Place:
         after = min((step for step in steps if step > self.step), default=None)
         base = f"/run/{self.run.key}/{self.split}"
         return (None if before is None else f"{base}/{before}", None if after is None else f"{base}/{after}")
+
+    def others(self) -> list[Place]:
+        """The places of the same step in other splits."""
+        found = sorted(split for split, step in self.index.files() if step == self.step and split != self.split)
+        return [replace(self, split=split) for split in found]
 
     def file_row(self) -> sqlite3.Row | None:
         found = self.index.rows("SELECT * FROM files WHERE split = ? AND step = ?", self.split, self.step)
@@ -114,7 +121,7 @@ def step_context(at: Place, query: Mapping[str, str]) -> dict[str, Any] | None:
     groups = _groups(at)
     sort = query.get("sort", "spread" if at.run.kind == "rl" else "order")
     sort = sort if sort in _GROUP_SORTS else "spread"
-    groups.sort(key=_GROUP_SORTS[sort][1])
+    groups.sort(key=_GROUP_SORTS[sort][2])
     if query.get("only") == "signal":
         groups = [group for group in groups if group["spread"] > 0]
     page = max(int(query.get("page", "0")), 0) if query.get("page", "0").isdigit() else 0
@@ -138,7 +145,11 @@ def step_context(at: Place, query: Mapping[str, str]) -> dict[str, Any] | None:
         "page": page,
         "num_pages": -(-len(groups) // PER_PAGE),
         "sort": sort,
-        "sorts": {name: label for name, (label, _) in _GROUP_SORTS.items()},
+        "sorts": {
+            name: label
+            for name, (label, needed, _) in _GROUP_SORTS.items()
+            if any(group[needed] is not None for group in groups)
+        },
         "only": query.get("only", ""),
         "gantt": gantt(spans, timeline) if at.split == "train" else None,
         "plan": plan_bars(at.run.planned_row(at.step), timeline) if at.split == "train" else None,
@@ -147,6 +158,7 @@ def step_context(at: Place, query: Mapping[str, str]) -> dict[str, Any] | None:
         "metrics": dict(sorted(metrics.items())),
         "before": before,
         "after": after,
+        "others": at.others(),
         "marks": [mark for mark in at.run.marks() if mark["step"] == at.step],
         "indexing": not at.index.is_complete(at.split, at.step) and at.index.file(at.split, at.step) is not None,
     }

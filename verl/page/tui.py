@@ -196,9 +196,9 @@ class StepScreen(TableScreen):
         return GroupScreen(self.at, key)
 
     def action_sort(self) -> None:
-        names = list(self.labels)
-        self.sort = names[(names.index(self.sort) + 1) % len(names)]
-        self.fill()
+        if names := list(self.labels):
+            self.sort = names[(names.index(self.sort) + 1) % len(names) if self.sort in names else 0]
+            self.fill()
 
 
 def _cells(row: Mapping[str, Any], response: str) -> list[Any]:
