@@ -136,9 +136,8 @@ class Agents:
         `params`). One that has sampled params.max_new_tokens tokens by then pauses: its trajectory can resume. With
         `before`, one for each row of `prompts`, those episodes continue, under the `step` in which they began.
         `on_finish` gets finished ones."""
-        if (
-            before is None and params.n % self.num_players
-        ):  # greedy samples of ReMax or of validation, one of each prompt
+        # greedy samples, of ReMax or of validation, are one of each prompt
+        if before is None and params.n % self.num_players:
             raise ConfigError(
                 f"{_AGENTS}.agent.environment has games of {self.num_players} players, and the samples named {split!r} are "
                 f"{params.n} of each prompt. Choose an advantage estimator without greedy samples, or set "

@@ -10,6 +10,11 @@ import torch
 from torch import Tensor
 
 
+def labels_of(index: Sequence[Any] | Any) -> list[Any]:
+    """The labels of groups in a list, an array or a tensor, as Python's own values."""
+    return index.tolist() if hasattr(index, "tolist") else list(index)
+
+
 def without_failed(labels: Sequence[Any] | Any, errors: Sequence[Any] | Any) -> list[Any]:
     """Labels of groups in which each row with an error is alone: it takes no part in the statistics of its group."""
     return [
@@ -31,7 +36,7 @@ class RowGroups:
     @classmethod
     def of(cls, index: Sequence[Any] | Any, like: Tensor) -> RowGroups:
         """Group by the labels `index` (list, array or tensor of length batch), on the device of `like` [batch, ...]."""
-        labels = index.tolist() if hasattr(index, "tolist") else list(index)
+        labels = labels_of(index)
         if len(labels) != like.shape[0]:
             raise ValueError(f"index names the group of {len(labels)} rows, but the batch has {like.shape[0]}.")
         seen: dict[Any, int] = {}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from verl.algorithms.advantages.group import grpo
 from verl.algorithms.advantages.returns import move_rewards_to_trained_tokens
-from verl.algorithms.groups import RowGroups
+from verl.algorithms.groups import RowGroups, labels_of
 from verl.algorithms.masked import masked_whiten
 
 
@@ -64,8 +64,7 @@ def turn_grpo(
     A turn that one sample of the group alone has reached has advantage 0. Of one turn, it is GRPO.
     """
     found = _turn_returns(token_level_rewards, turn_ids, gamma)
-    groups = index.tolist() if hasattr(index, "tolist") else list(index)
-    labels = [[(group, k) for k in range(found.shape[1])] for group in groups]
+    labels = [[(group, k) for k in range(found.shape[1])] for group in labels_of(index)]
     relative = _compared(found, turn_ids, labels, norm_adv_by_std_in_grpo, epsilon)
     advantages = _to_tokens(relative, turn_ids, response_mask)
     return advantages, advantages
@@ -145,9 +144,8 @@ def _compared(found: Tensor, turn_ids: Tensor, labels: list[list[Any]], by_std: 
 
 def _states(responses: Tensor, turn_ids: Tensor, index: Any) -> list[list[Any]]:
     """For each row and turn a label of its group and of the tokens since the turn before it."""
-    groups = index.tolist() if hasattr(index, "tolist") else list(index)
     found: list[list[Any]] = []
-    for group, tokens, numbers in zip(groups, responses.tolist(), turn_ids.tolist(), strict=True):
+    for group, tokens, numbers in zip(labels_of(index), responses.tolist(), turn_ids.tolist(), strict=True):
         labels: list[Any] = []
         between: list[int] = []
         for token, number in zip(tokens, numbers, strict=True):
