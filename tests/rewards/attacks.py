@@ -51,6 +51,13 @@ def ignore_sigterm():
     time.sleep(1000)
 
 
+def answer_from_fork():  # the fork raises, and is a copy of the scorer that would say so
+    if os.fork() == 0:
+        raise ValueError("of the fork")
+    time.sleep(0.2)
+    return 0.75
+
+
 def sleep_beside():
     os.fork()
     time.sleep(1000)

@@ -129,4 +129,4 @@ def attacked(make_pool, tmp_path):
 @pytest.fixture
 def no_namespaces(monkeypatch):
     """As if the kernel granted none."""
-    monkeypatch.setattr(launch, "namespace_command", lambda network, hidden: ())
+    monkeypatch.setattr(launch, "namespace_command", lambda *_: ())

@@ -91,7 +91,7 @@ def environment_of(folder, namespaces):
     found = {**os.environ, **SECRETS, "RUN_OF": str(folder)}
     if not namespaces:
         (folder / "sitecustomize.py").write_text(
-            "import verl.rewards.sandbox.launch as launch\nlaunch.namespace_command = lambda network, hidden: ()\n"
+            "import verl.rewards.sandbox.launch as launch\nlaunch.namespace_command = lambda *_: ()\n"
         )
         found["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
     return found

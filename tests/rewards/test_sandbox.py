@@ -44,6 +44,26 @@ def test_no_way_out_by_paths_namespaces_or_process_1(attacked, tmp_path):
     assert "PermissionError" in traced.error
 
 
+def test_the_kernel_limits_the_processes_of_a_namespace():
+    """Those of root too. The ids of processes that have ended are given again."""
+    command = launch.namespace_command(False, (), 40)
+    if not (command and launch._linux_is_at_least(6, 14)):
+        pytest.skip("the kernel limits no process ids by namespace")
+    count = """
+import os
+for _ in range(500):
+    os.waitpid(os.posix_spawn("/bin/true", ["true"], os.environ), 0)
+try:
+    for started in range(1000):
+        os.posix_spawn("/bin/sleep", ["sleep", "60"], os.environ)
+except BlockingIOError:
+    print(started)
+"""
+    done = subprocess.run([*command, sys.executable, "-c", count], capture_output=True, text=True, timeout=60)
+    assert 30 <= int(done.stdout) <= 40, done.stderr
+    assert int(Path("/proc/sys/kernel/pid_max").read_text()) > 400, "the machine keeps its own limit"
+
+
 def test_credentials_and_sockets_are_not_there(attacked, tmp_path, monkeypatch):
     """In the scorer's mount namespace: keys in the home, the socket of an agent, and shared memory of other processes."""
     (tmp_path / ".ssh").mkdir()

@@ -69,6 +69,7 @@ class WorkerProcess:
         self._forks = bool(setup["process_per_sample"])  # then no sample leaves anything behind
         self._is_used = False
         self._idle_cpu_s: float | None = None
+        self._began_tick = 0  # of the last call
         self._prints = Prints(log, limits.max_output_kb)
         self._folder = tempfile.mkdtemp(prefix="verl_reward_")
         self._channel, channel = socket.socketpair()
@@ -135,9 +136,12 @@ class WorkerProcess:
             raise self._lost(f"Between two samples the scorer {behaviour}.", again=True)
 
     def _lost(self, what: str, *, again: bool | None = None) -> WorkerLost:
-        """Kill the worker; the error to raise."""
+        """Kill the worker; the error to raise. By default a sample is scored again unless its worker was fresh, or it has
+        filled the sandbox with processes by itself."""
+        if again is None:
+            again = self._is_used and not self.sandbox.has_too_many_since(self._began_tick)
         self.kill()
-        return WorkerLost(what, again=self._is_used if again is None else again)
+        return WorkerLost(what, again=again)
 
     def _is_readable(self) -> bool:
         poll = select.poll()
@@ -174,7 +178,7 @@ class WorkerProcess:
         """Send `unsent` and receive one message of at most `max_bytes`; enforces the time limit and, if `watched`, the
         limits of the sandbox."""
         received = bytearray()
-        began_tick, was_stopped, used_s = now_tick(), False, -1.0
+        self._began_tick, was_stopped, used_s = now_tick(), False, -1.0
         seen = time.monotonic()
         deadline, look_at = seen + timeout_s, seen + _LOOK_EVERY_S
         poll = select.poll()
@@ -185,7 +189,7 @@ class WorkerProcess:
             deadline += now - seen if now - seen > _LATE_LOOK_S else 0.0
             seen = now
             if now >= deadline:
-                raise self._late(timeout_s, was_stopped, began_tick)
+                raise self._late(timeout_s, was_stopped)
             if now >= look_at:
                 look_at = now + _LOOK_EVERY_S
                 if not self.alive:
@@ -217,14 +221,12 @@ class WorkerProcess:
         last = self._prints.last_line()
         # unshare 2.38 reports a process 1 that was killed as an error of its own
         from_outside = behaviour.endswith(_SIGNALS_FROM_OUTSIDE) or last.startswith("unshare: ")
-        raise self._lost(
-            behaviour + (f" (its last words: {last})" if last else ""), again=from_outside or self._is_used
-        )
+        raise self._lost(behaviour + (f" (its last words: {last})" if last else ""), again=from_outside or None)
 
-    def _late(self, timeout_s: float, was_stopped: bool, began_tick: int) -> WorkerLost:
+    def _late(self, timeout_s: float, was_stopped: bool) -> WorkerLost:
         if was_stopped:
             return self._lost(f"was stopped by a signal and did not answer within {timeout_s:g} s", again=True)
-        is_shared = self._is_used and self.sandbox.has_tasks_older_than(began_tick)
+        is_shared = self._is_used and self.sandbox.has_tasks_older_than(self._began_tick)
         return self._lost(f"took longer than {timeout_s:g} s", again=is_shared)
 
 

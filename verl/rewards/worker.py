@@ -9,7 +9,6 @@ the channel.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import faulthandler
@@ -21,7 +20,7 @@ import socket
 import sys
 import time
 import traceback
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.errors import RewardError
 from verl.foreign_text import clean
@@ -41,6 +40,9 @@ from verl.rewards.sandbox.launch import describe_exit
 from verl.rewards.sandbox.limits import KIB, Limits
 from verl.rewards.sandbox.prctl import filter_system_calls, hide_memory
 from verl.rewards.sandbox.processes import kill_descendants
+
+if TYPE_CHECKING:
+    from asyncio import AbstractEventLoop
 
 _END_TIMEOUT_S = 4.0
 # errors of the kernel when a limit is reached, towards which may count what earlier samples left behind
@@ -65,7 +67,7 @@ class Caller:
         self.limits = limits
         self.was_limited = False
         self.raised: tuple[type[BaseException], ...] = ()  # exceptions that are the caller's, not the function's
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop: AbstractEventLoop | None = None
 
     def score(self, samples: list[list[Any]]) -> list[Outcome]:
         """One outcome per sample. A sample is [data_source, solution_str, ground_truth, extra_info, {argument: output
@@ -106,6 +108,8 @@ class Caller:
         result = self.function(**arguments, **self.spec.kwargs)
         if inspect.isawaitable(result):
             if self._loop is None:
+                import asyncio  # half of what a worker imports, which starts beside a step
+
                 self._loop = asyncio.new_event_loop()
             return self._loop.run_until_complete(_finish(result))
         return result
@@ -261,8 +265,10 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # one from outside is no exception of the function's
     fd = int(sys.argv[1])
     os.set_inheritable(fd, False)
+    channel = socket.socket(fileno=fd)
+    os.register_at_fork(after_in_child=channel.close)  # a process that the function forks answers nothing
     with contextlib.suppress(ChannelClosed):
-        run(socket.socket(fileno=fd))
+        run(channel)
 
 
 if __name__ == "__main__":

@@ -29,9 +29,15 @@ _KILL_TIMEOUT_S = 5.0
 _NUM_LIBRARY_THREADS = 64  # the kernel counts threads as processes
 _NUM_OTHER_TASKS = 1024  # that the user may start outside of the sandbox later
 _KEPT_CAPABILITIES = "+chown,+dac_override,+dac_read_search,+fowner,+fsetid"  # what root's files need
-# Process 1 keeps the capabilities that the scorer loses, so that the scorer cannot trace it, nor undo its mounts: a shared
-# memory of its own, and empty folders and files in the place of its other arguments up to --.
+_RESERVED_IDS = 300  # the kernel gives none of them twice
+# Process 1 keeps the capabilities that the scorer loses, so that the scorer cannot trace it, nor undo what it sets: as many
+# process ids as its first argument says; a shared memory of its own; and empty folders and files in the place of its other
+# arguments up to --.
 _PROCESS_1 = """
+if [ "$1" != 0 ]; then
+  { echo %d > /proc/sys/kernel/ns_last_pid; echo $((%d + 1 + $1)) > /proc/sys/kernel/pid_max; } 2> /dev/null
+fi
+shift
 while [ "$1" != -- ]; do
   if [ "$1" = /dev/shm ]; then mount -t tmpfs -o mode=1777,size=256m none "$1"
   elif [ -d "$1" ]; then mount -t tmpfs -o mode=555,size=4k none "$1"
@@ -40,15 +46,15 @@ while [ "$1" != -- ]; do
 done
 shift
 "$@"; exit $?
-"""
+""" % (_RESERVED_IDS, _RESERVED_IDS)
 _SOCKETS = (
     "/run/containerd",
     "/run/dbus",
     "/run/docker.sock",
     "/run/user",
     "/tmp/.X11-unix",
-    "/tmp/ray/session_*/sockets",
 )
+_RAY = "/tmp/ray"
 _CREDENTIALS = (
     *(".aws", ".azure", ".cache/huggingface/stored_tokens", ".cache/huggingface/token", ".config/gcloud", ".config/gh"),
     *(".docker", ".git-credentials", ".gnupg", ".kube", ".netrc", ".pypirc", ".ssh"),
@@ -61,9 +67,11 @@ def _drop_privileges(setpriv: str) -> tuple[str, ...]:
 
 
 @functools.cache
-def namespace_command(network: bool, hidden: tuple[str, ...]) -> tuple[str, ...]:
+def namespace_command(network: bool, hidden: tuple[str, ...], max_tasks: int | None = None) -> tuple[str, ...]:
     """Command that runs its arguments in new PID, mount, IPC and (unless `network`) network namespaces; () if refused.
-    `hidden`: paths that are empty there."""
+    `hidden`: paths that are empty there. `max_tasks`: threads and processes there, where the kernel keeps that number for
+    each namespace."""
+    num_ids = max_tasks if max_tasks and _linux_is_at_least(6, 14) else 0  # an older kernel would limit the machine
     unshare, setpriv = shutil.which("unshare"), shutil.which("setpriv")
     if not (unshare and setpriv):
         return ()
@@ -71,7 +79,7 @@ def namespace_command(network: bool, hidden: tuple[str, ...]) -> tuple[str, ...]
     in_user_namespace = ("--user", "--map-current-user", "--keep-caps")
     for user in ((), in_user_namespace) if os.geteuid() == 0 else (in_user_namespace,):
         start = (setpriv, "--pdeathsig", "KILL", unshare, *user, *separate)
-        command = (*start, "sh", "-c", _PROCESS_1, "sandbox", *hidden, "--", *_drop_privileges(setpriv))
+        command = (*start, "sh", "-c", _PROCESS_1, "sandbox", str(num_ids), *hidden, "--", *_drop_privileges(setpriv))
         if _succeeds(command):
             return command
     return ()
@@ -80,12 +88,17 @@ def namespace_command(network: bool, hidden: tuple[str, ...]) -> tuple[str, ...]
 def hidden_paths(needed: Iterable[str]) -> tuple[str, ...]:
     """Shared memory, sockets of other programs (Ray's among them), and credentials in this user's home; as far as they exist
     and nothing `needed` is inside them."""
+    places = [os.path.abspath(path) for path in needed]
+
+    def is_needed(path: str) -> bool:
+        return any(f"{place}/".startswith(f"{path}/") for place in places)
+
     home = glob.escape(os.path.expanduser("~"))
     agent = glob.escape(os.environ.get("SSH_AUTH_SOCK", ""))
-    patterns = ("/dev/shm", agent, *_SOCKETS, *(os.path.join(home, name) for name in _CREDENTIALS))
+    ray = f"{_RAY}/session_*/sockets" if is_needed(_RAY) else _RAY  # one mount in place of one for each old session
+    patterns = ("/dev/shm", agent, ray, *_SOCKETS, *(os.path.join(home, name) for name in _CREDENTIALS))
     paths = [path for pattern in patterns for path in glob.glob(pattern)]
-    places = [os.path.abspath(path) for path in needed]
-    return tuple(path for path in paths if not any(f"{place}/".startswith(f"{path}/") for place in places))
+    return tuple(path for path in paths if not is_needed(path))
 
 
 @functools.cache
@@ -124,7 +137,7 @@ class Sandbox:
         """Run `command`, which inherits `fd`, prints to `output` and reads the paths `needed`. Raises OSError when it
         cannot be started."""
         self.limits = limits
-        prefix = namespace_command(limits.network, () if limits.network else hidden_paths(needed))
+        prefix = namespace_command(limits.network, () if limits.network else hidden_paths(needed), self._most_tasks)
         self.has_namespaces = bool(prefix)
         self._in_user_namespace = "--user" in prefix
         if not prefix:
@@ -174,34 +187,53 @@ class Sandbox:
     def max_tasks(self) -> int | None:
         """RLIMIT_NPROC of the scorer, threads included, which stops a fork bomb before it is seen.
 
-        None for root, which the kernel does not limit, and where the kernel would count processes of other sandboxes.
+        None for root, whom the kernel limits by the process ids of the namespace, or not at all; and where the kernel
+        would count processes of other sandboxes.
         """
-        most = self.limits.max_processes
-        if most is None:
-            return None
         if self._in_user_namespace:
-            return most + _NUM_LIBRARY_THREADS if _counts_by_namespace() else None
-        return num_tasks_of_user() + most + _NUM_OTHER_TASKS if os.geteuid() != 0 else None
+            return self._most_tasks if _linux_is_at_least(5, 14) else None
+        if os.geteuid() == 0 or self.limits.max_processes is None:
+            return None
+        return num_tasks_of_user() + self.limits.max_processes + _NUM_OTHER_TASKS
+
+    @property
+    def _most_tasks(self) -> int | None:
+        most = self.limits.max_processes
+        return None if most is None else most + _NUM_LIBRARY_THREADS
 
     def started(self) -> None:
         """Remember the first process below ours: process 1 of the namespace, or the scorer, which leads its group; and
         the number of threads of a scorer that has not been called."""
-        found = descendants(self.pid)
-        self._first = next(iter(found), self._first)
-        self._num_own_tasks = len(start_ticks(found))
+        self._first = next(iter(descendants(self.pid, 1)), self._first)
+        self._num_own_tasks = len(start_ticks(self._processes()))
 
     def has_tasks_older_than(self, tick: int) -> bool:
         """Whether the scorer has threads or processes that were started by a call before clock tick `tick`."""
-        return sum(0 < start <= tick for start in start_ticks(descendants(self.pid))) > self._num_own_tasks
+        return sum(0 < start <= tick for start in start_ticks(self._processes())) > self._num_own_tasks
+
+    def has_too_many_since(self, tick: int) -> bool:
+        """Whether more processes than the limit allows were started in clock tick `tick` or after it."""
+        most = self.limits.max_processes
+        found = self._processes(math.inf if most is None else 2 * (most + self._num_own))  # half of them may be older
+        return most is not None and sum(start >= tick for start in start_ticks(found)) > most
 
     def cpu_seconds(self) -> float:
         """Processor seconds of all processes so far."""
-        return cpu_seconds(descendants(self.pid))
+        return cpu_seconds(self._processes())
+
+    def _processes(self, most: float = math.inf) -> list[str]:
+        """Folders in /proc of the processes below ours, perhaps no more than are past `most`. A namespace lists its own
+        at once; a walk from parents to children falls behind a fork bomb."""
+        if self.has_namespaces and self._first:
+            proc = f"/proc/{self._first}/root/proc"
+            with contextlib.suppress(OSError):
+                return [f"{proc}/{name}" for name in os.listdir(proc) if name.isdigit()]
+        return [f"/proc/{pid}" for pid in descendants(self.pid, most)]
 
     def excess(self, used_s: float) -> str | None:
         """The limit that the scorer exceeds since its processes had used `used_s` seconds, as a sentence, or None."""
         most, cpu_s = self.limits.max_processes, self.limits.cpu_s
-        processes = descendants(self.pid, math.inf if most is None else most + self._num_own)
+        processes = self._processes(math.inf if most is None else most + self._num_own)
         if most is not None and len(processes) - self._num_own > most:
             return f"started more processes than reward.max_processes={most} allows"
         if cpu_s is not None and cpu_seconds(processes) - used_s > cpu_s:
@@ -258,10 +290,10 @@ def _kill(send: Callable[[int, int], None], pid: int, number: int) -> None:
         send(pid, number)
 
 
-def _counts_by_namespace() -> bool:
-    """Whether a limit on processes counts those of its namespace alone: from Linux 5.14 on."""
+def _linux_is_at_least(*least: int) -> bool:
+    """Whether the kernel counts by namespace: RLIMIT_NPROC from Linux 5.14 on, kernel.pid_max from 6.14 on."""
     version = [int(part) for part in os.uname().release.split("-")[0].split(".")[:2] if part.isdigit()]
-    return sys.platform == "linux" and version >= [5, 14]
+    return sys.platform == "linux" and version >= list(least)
 
 
 def remove_folder(folder: str) -> None:

@@ -50,9 +50,9 @@ def num_tasks_of_user() -> int:
     return found
 
 
-def cpu_seconds(pids: Iterable[int]) -> float:
-    """Processor time of these processes and of those below them that have ended, in seconds."""
-    return sum(sum(map(int, _stat(f"/proc/{pid}")[11:15])) for pid in pids) / _TICKS_PER_S
+def cpu_seconds(folders: Iterable[str]) -> float:
+    """Processor time of the processes of these folders in /proc and of those below them that have ended, in seconds."""
+    return sum(sum(map(int, _stat(folder)[11:15])) for folder in folders) / _TICKS_PER_S
 
 
 def now_tick() -> int:
@@ -61,12 +61,12 @@ def now_tick() -> int:
     return 0 if boot_time is None else int(time.clock_gettime(boot_time) * _TICKS_PER_S)
 
 
-def start_ticks(pids: Iterable[int]) -> list[int]:
-    """Start of every thread of these processes, in clock ticks since the machine started."""
+def start_ticks(folders: Iterable[str]) -> list[int]:
+    """Start of every thread of the processes of these folders in /proc, in clock ticks since the machine started."""
     found = []
-    for pid in pids:
+    for folder in folders:
         with contextlib.suppress(OSError):
-            found += [int(_stat(f"/proc/{pid}/task/{thread}")[19]) for thread in os.listdir(f"/proc/{pid}/task")]
+            found += [int(_stat(f"{folder}/task/{thread}")[19]) for thread in os.listdir(f"{folder}/task")]
     return found
 
 
