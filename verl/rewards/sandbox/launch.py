@@ -29,13 +29,12 @@ _KILL_TIMEOUT_S = 5.0
 _NUM_LIBRARY_THREADS = 64  # the kernel counts threads as processes
 _NUM_OTHER_TASKS = 1024  # that the user may start outside of the sandbox later
 _KEPT_CAPABILITIES = "+chown,+dac_override,+dac_read_search,+fowner,+fsetid"  # what root's files need
-_RESERVED_IDS = 300  # the kernel gives none of them twice
 # Process 1 keeps the capabilities that the scorer loses, so that the scorer cannot trace it, nor undo what it sets: as many
-# process ids as its first argument says; a shared memory of its own; and empty folders and files in the place of its other
+# process ids as its first argument says (the kernel gives none up to 300 twice); a shared memory of its own; and empty folders and files in the place of its other
 # arguments up to --.
 _PROCESS_1 = """
 if [ "$1" != 0 ]; then
-  { echo %d > /proc/sys/kernel/ns_last_pid; echo $((%d + 1 + $1)) > /proc/sys/kernel/pid_max; } 2> /dev/null
+  { echo 300 > /proc/sys/kernel/ns_last_pid; echo $((301 + $1)) > /proc/sys/kernel/pid_max; } 2> /dev/null
 fi
 shift
 while [ "$1" != -- ]; do
@@ -46,7 +45,7 @@ while [ "$1" != -- ]; do
 done
 shift
 "$@"; exit $?
-""" % (_RESERVED_IDS, _RESERVED_IDS)
+"""
 _SOCKETS = (
     "/run/containerd",
     "/run/dbus",
@@ -225,7 +224,7 @@ class Sandbox:
         """Folders in /proc of the processes below ours, perhaps no more than are past `most`. A namespace lists its own
         at once; a walk from parents to children falls behind a fork bomb."""
         if self.has_namespaces and self._first:
-            proc = f"/proc/{self._first}/root/proc"
+            proc = os.path.join("/proc", str(self._first), "root", "proc")
             with contextlib.suppress(OSError):
                 return [f"{proc}/{name}" for name in os.listdir(proc) if name.isdigit()]
         return [f"/proc/{pid}" for pid in descendants(self.pid, most)]
