@@ -40,7 +40,7 @@ from chaos_pressure import RUNTIME, PressedVictim, enter_own_mounts, mount_small
 from chaos_run import Kill, Lost, Victim
 from chaos_scale import RUNTIME as SCALED
 from chaos_scale import ScaledVictim
-from chaos_task import PROGRAMS, RUNTIMES, Task, make_task, plan
+from chaos_task import PHASES, PROGRAMS, RUNTIMES, Task, make_task, plan
 from chaos_tools import CALLS
 from report import number, table
 
@@ -101,6 +101,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kills-per-run", type=int, default=10)
     parser.add_argument("--targets", nargs="+", help="kill only these (default: what the runtime has)")
+    parser.add_argument("--phases", nargs="+", choices=PHASES, help="kill only in these (default: all of a step)")
     parser.add_argument("--model", help="model folder (default: a tiny random one)")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="of the computation")
     parser.add_argument("--warm", action="store_true", help="the supervisor imports torch once, for all restarts")
@@ -149,7 +150,8 @@ def attack(
         rng, before = random.Random(seed), len(kills)
         victim = kind(task, runtime, f"killed-{index}", usual_s)
         try:
-            for found in strikes(victim, rng, min(arguments.kills_per_run, wanted - len(kills)), arguments.targets):
+            most = min(arguments.kills_per_run, wanted - len(kills))
+            for found in strikes(victim, rng, most, arguments.targets, arguments.phases):
                 kills += found
                 _tell(found)
             victim.to_the_end()
@@ -168,7 +170,9 @@ def attack(
             break
 
 
-def strikes(victim: Victim, rng: random.Random, count: int, targets: Sequence[str] | None) -> Iterator[list[Kill]]:
+def strikes(
+    victim: Victim, rng: random.Random, count: int, targets: Sequence[str] | None, phases: Sequence[str] | None
+) -> Iterator[list[Kill]]:
     """The kills of one run, until it has ended."""
     if isinstance(victim, ScaledVictim):
         yield from victim.strikes(rng, count)
@@ -179,7 +183,7 @@ def strikes(victim: Victim, rng: random.Random, count: int, targets: Sequence[st
                 return
             yield [kill]
         return
-    for moment in plan(rng, victim.runtime, count, targets, victim.task.program):
+    for moment in plan(rng, victim.runtime, count, targets, victim.task.program, phases):
         if not (found := victim.strike(moment, rng)):
             return
         yield found

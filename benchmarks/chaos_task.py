@@ -238,8 +238,10 @@ def plan(
     count: int,
     targets: Sequence[str] | None = None,
     program: Program = PROGRAMS["ppo"],
+    phases: Sequence[str] | None = None,
 ) -> list[Moment]:
-    """`count` kills, those while the run comes back among them, in step after step."""
+    """`count` kills, those while the run comes back among them, in step after step. `phases`: those of a step in which to
+    kill (None: all of the program)."""
     choices = [t for t in RUNTIMES[runtime].targets if targets is None or t in targets]
     if not program.has_ledger:
         choices = [target for target in choices if target != "reward worker"]
@@ -247,6 +249,6 @@ def plan(
     while count > 0:
         again = rng.random() if count > 1 and rng.random() < _AGAIN else None
         count -= 1 if again is None else 2
-        phase, target, share = rng.choice(program.phases), rng.choice(choices), rng.random()
+        phase, target, share = rng.choice(phases or program.phases), rng.choice(choices), rng.random()
         found.append(Moment(len(found) + 1, phase, target, share, again, rng.choice(choices)))
     return found

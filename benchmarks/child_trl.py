@@ -77,13 +77,7 @@ class TimedTrainer:
         self.prompts: list[list[int]] = []
         self.lengths: list[int] = []
         self.matmul_dtypes: set[str] = set()
-        self.trainer = GRPOTrainer(
-            model=work.model,
-            reward_funcs=reward,
-            args=config_of(work, micro_batch, settings, folder),
-            train_dataset=Dataset.from_list([{"prompt": text} for text in work.prompts]),
-            processing_class=AutoTokenizer.from_pretrained(work.model, padding_side="left"),
-        )
+        self.trainer = self._make(work, micro_batch, settings, folder)
         self.trainer.add_callback(Gate(channel, self))
         self._never_stop()
         self.trainer._generate = self._clocked("generate_s", self.trainer._generate, self._note)
@@ -92,6 +86,15 @@ class TimedTrainer:
         )
         self.probe = WeightProbe(self.trainer.model)
         self._watch_dtype()
+
+    def _make(self, work: Workload, micro_batch: int, settings: dict[str, Any], folder: str) -> GRPOTrainer:
+        return GRPOTrainer(
+            model=work.model,
+            reward_funcs=reward,
+            args=config_of(work, micro_batch, settings, folder),
+            train_dataset=Dataset.from_list([{"prompt": text} for text in work.prompts]),
+            processing_class=AutoTokenizer.from_pretrained(work.model, padding_side="left"),
+        )
 
     def take(self, step_s: float) -> dict[str, Any]:
         """The figures of the step that has just ended."""

@@ -9,6 +9,7 @@ import torch
 from tests.agents.test_runs import ENDS, ROLLOUT, episodes
 from tests.agents.test_ways import HERE, NO_TOOLS, ONE_STEP, digest
 from tests.config.helpers import load
+from verl.algorithms.advantages import compute_advantage
 from verl.algorithms.groups import without_failed
 from verl.data_proto.merge import object_array
 from verl.data_proto.proto import DataProto
@@ -62,6 +63,21 @@ def test_turns_are_rewarded_at_their_ends():
     assert collected([0.25, 0.5], 0.75, config=False) == [0, 0, 0, 0, 0.75, 0]
     assert collected([0.25, 0.5], None, error="broke") == [0, 0, 0, 0, -1, 0]
     assert collected([0.25, 0.5], 0.75, mask=(0,) * 6) == [0, 0, 0, 0, 0.75, 0]
+
+
+def test_players_are_compared_with_their_own_seat():
+    """The first player of each game wins: that is of the seat, and not of what it did."""
+    mask = torch.ones(4, 2, dtype=torch.bool)
+    rewards = torch.tensor([[0.0, 1.0], [0.0, 0.0], [0.0, 0.75], [0.0, 0.25]])
+    extras = object_array([{"player": row % 2} for row in range(4)])
+    columns = {
+        "token_level_rewards": rewards,
+        "response_mask": mask,
+        "uid": object_array(["a"] * 4),
+        "episode_extra": extras,
+    }
+    found, _ = compute_advantage("grpo", columns, norm_adv_by_std_in_grpo=False)
+    assert found[:, 0].tolist() == [0.125, -0.125, -0.125, 0.125]
 
 
 def test_failed_episodes_are_compared_with_nothing():

@@ -110,6 +110,11 @@ def test_tools_in_the_sandbox(agent_run, caplog):
             "may not repeat",
         ),
         ([f"{ROLLOUT}.multi_turn.tool_response_truncate_side=top"], "left, middle"),
+        ([f"{ROLLOUT}.tensor_model_parallel_size=2", "trainer.n_gpus_per_node=2"], "a whole model on each device"),
+        (
+            [f"{ROLLOUT}.agent.runner=a.py:run", f"{ROLLOUT}.agent.gateway_port=65535", "trainer.n_gpus_per_node=2"],
+            "the last one would be 65536. Choose at most 65534",
+        ),
     ],
 )
 def test_contradictions_are_refused(agent_overrides, tmp_path, changes, sentence):

@@ -121,6 +121,9 @@ def test_games_of_gymnasium():
     steps = [lake.step(word) for word in way]
     assert [reward for _, reward, *_ in steps] == [0, 0, 0, 0, 0, 1]
     assert steps[-1][2] is True
+    lakes = games.FrozenLakes()
+    maps = [lakes.reset(seed=seed)[0] for seed in (3, 4, 3)]
+    assert maps[0] == maps[2] != maps[1]
     jack = games.Blackjack()
     assert jack.reset(seed=1)[0] == jack.reset(seed=1)[0]
     assert jack.step("stick")[2] is True

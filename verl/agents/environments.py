@@ -159,6 +159,7 @@ class EnvironmentAgentLoop(ToolAgentLoop):
             if self.matches.leave(task, count) and callable(getattr(match.game, "close", None)):
                 await self._bounded(match.game.close)
         data.is_finished = not match.is_cut
+        data.extra_fields["player"] = player  # by whom advantages are compared
         data.turn_rewards[-1] = reward * self.rollout_config.agent.turn_discount ** (data.assistant_turns - 1)
         data.turn_scores = [0.0] * (data.assistant_turns - 1) + [reward]
         output = self._output(data)

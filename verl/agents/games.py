@@ -68,6 +68,18 @@ class FrozenLake(GymnasiumText):
     rules = "Walk from S to the goal G; H is a hole. You are at the letter in brackets. Say left, down, right or up."
 
 
+class FrozenLakes(FrozenLake):
+    """A lake of its own for each seed, whose goal can be reached."""
+
+    def reset(self, seed: int | None = None, **row: Any) -> tuple[str, dict[str, Any]]:
+        """Begin on the lake of a seed."""
+        from gymnasium import make
+        from gymnasium.envs.toy_text.frozen_lake import generate_random_map
+
+        self.env = make(self.game, desc=generate_random_map(size=4, seed=seed), **self.settings)
+        return super().reset(seed, **row)
+
+
 class Taxi(GymnasiumText):
     """Fetch a passenger and bring them to the hotel."""
 
@@ -194,6 +206,7 @@ class TryAgain:
 
 GAMES = {
     "frozen_lake": FrozenLake,
+    "frozen_lakes": FrozenLakes,
     "taxi": Taxi,
     "blackjack": Blackjack,
     "textarena": TextArena,

@@ -23,6 +23,13 @@ def without_failed(labels: Sequence[Any] | Any, errors: Sequence[Any] | Any) -> 
     ]
 
 
+def by_player(labels: Sequence[Any] | Any, extras: Sequence[dict[str, Any]] | Any) -> list[Any]:
+    """Labels of groups in which rows with a `player` are grouped with those of that player alone: the seats of a game differ in
+    what can be won."""
+    pairs = zip(labels_of(labels), (extra.get("player") for extra in extras), strict=True)
+    return [label if player is None else (label, player) for label, player in pairs]
+
+
 @dataclass(frozen=True)
 class RowGroups:
     """Rows by group: `ids` [batch] counts groups from 0 in order of first appearance, `sizes` [groups] their rows.

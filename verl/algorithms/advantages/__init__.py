@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from verl.algorithms.advantages.turns import turn_numbers
-from verl.algorithms.groups import without_failed
+from verl.algorithms.groups import by_player, without_failed
 from verl.algorithms.user_functions import ConfigView
 from verl.data_proto.columns import COLUMNS
 from verl.data_proto.merge import object_array
@@ -99,6 +99,8 @@ def compute_advantage(
     if rewards is not None and "response_mask" in available:
         # users' functions compute with the mask, and torch does not subtract booleans
         available["response_mask"] = available["response_mask"].to(rewards.dtype)
+    if "index" in available and columns.get("episode_extra") is not None:
+        available["index"] = object_array(by_player(available["index"], columns["episode_extra"]))
     if "index" in available and columns.get("episode_error") is not None:  # failed episodes are compared with nothing
         available["index"] = object_array(without_failed(available["index"], columns["episode_error"]))
     available = {**settings, **available, "config": ConfigView(config, {})}

@@ -11,6 +11,7 @@ from verl.config.schema import Problem, error, warning
 
 ROLLOUT = "actor_rollout_ref.rollout"
 ENABLE = f"{ROLLOUT}.multi_turn.enable"
+LAST_PORT = 65535
 LOOP = f"{ROLLOUT}.agent.default_agent_loop"
 
 
@@ -56,6 +57,13 @@ def check_agents(c: Any, given: set[str]) -> Iterator[Problem]:
             f"{ROLLOUT}.partial_rollout=True pauses episodes while the weights change and takes them from their beginning "
             f"again, which a program of {ROLLOUT}.agent.runner may not repeat. Set partial_rollout=False; prefetch_num alone "
             "makes its episodes ahead of training.",
+        )
+    num_ranks = c.trainer.nnodes * c.trainer.n_gpus_per_node
+    if agent.runner and agent.gateway_port and agent.gateway_port + num_ranks - 1 > LAST_PORT:
+        yield error(
+            f"{ROLLOUT}.agent.gateway_port",
+            f"{ROLLOUT}.agent.gateway_port={agent.gateway_port} is the port of the first of {num_ranks} ranks, and that of the "
+            f"last one would be {agent.gateway_port + num_ranks - 1}. Choose at most {LAST_PORT + 1 - num_ranks}, or 0.",
         )
     if rollout.name == "native" and rollout.tensor_model_parallel_size > 1:
         yield error(
