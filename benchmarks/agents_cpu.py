@@ -6,8 +6,9 @@
 Each episode has `--turns` turns of `--tokens` tokens; a tool answers `--answer` tokens after its latency. The baseline has
 turns in step: all episodes take a turn, then all tools are called at once, then the next turn, on the same engine. Both make
 the same tokens, which is checked. Occupancy: rows decoded by slots that there were, times the share of time in which the engine
-computed; the end of a run, when episodes run out, counts too. The last column is prompt tokens computed by those of the
-conversations' prompts and answers: 1 means that each is computed once. Exit code 1: tokens differ.
+computed; the end of a run, when episodes run out, counts. Slots can be busy only where `--live` / `--slots` turns last longer
+than a turn and its tool. The last column is prompt tokens computed by those of the conversations' prompts and answers: 1 means
+that each is computed once. Exit code 1: tokens differ.
 """
 
 from __future__ import annotations
@@ -165,8 +166,8 @@ def _in_step(engine: Any, arguments: Any, latency_s: float) -> Tokens:
 def _parse(argv: Sequence[str] | None) -> Any:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--latency", type=int, nargs="+", default=[0, 50, 500], help="of a tool, ms")
-    parser.add_argument("--episodes", type=int, default=192)
-    parser.add_argument("--live", type=int, default=96, help="episodes in progress at once")
+    parser.add_argument("--episodes", type=int, default=384)
+    parser.add_argument("--live", type=int, default=192, help="episodes in progress at once")
     parser.add_argument("--slots", type=int, default=16)
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=32, help="of a turn")

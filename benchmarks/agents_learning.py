@@ -30,6 +30,10 @@ from workload import DEFAULT_MODEL
 
 ROLLOUT = "actor_rollout_ref.rollout"
 NUM_TRACES = 300
+DEFAULTS = {
+    "calculator": {"steps": 16, "prompts": 8, "samples": 8, "held_out": 100, "lr": 1e-5},
+    "lake": {"steps": 60, "prompts": 16, "samples": 16, "held_out": 200, "lr": 5e-4},
+}
 SYSTEM = "Use the calculator, then say the number."
 TWO = (
     ("What is {a} + {b}?", "{a} + {b}"),
@@ -68,7 +72,7 @@ def _calculator(options: Any) -> int:
     _write(folder / "traces.jsonl", [question(rng, TWO) for _ in range(NUM_TRACES)])
     _write(folder / "train.jsonl", [question(rng, THREE) for _ in range(2000)])
     _write(folder / "held_out.jsonl", [question(rng, THREE) for _ in range(options.held_out)])
-    start, sft_s = _fine_tune(options, DEFAULT_MODEL, epochs=1, lr=options.sft_lr or 2e-5)
+    start, sft_s = _fine_tune(options, DEFAULT_MODEL, epochs=1, lr=2e-5)
     common = (f"reward.custom_reward_function.path={__file__}", "data.max_prompt_length=80", *_keys(options, 96))
     tool = (
         f"{ROLLOUT}.multi_turn.enable=True",
@@ -79,7 +83,7 @@ def _calculator(options: Any) -> int:
     before, after, grpo_s = _train(options, start, *common, *tool)
     last = folder / "grpo" / f"global_step_{options.steps}" / "actor" / "huggingface"
     _verl("eval", f"actor_rollout_ref.model.path={last}", *common, f"trainer.default_local_dir={folder}/without")
-    without = _held_out(folder / "without")[-1]
+    without = _held_out([json.loads((folder / "without" / "eval" / "eval.json").read_text())])[0]
     _show(
         "held-out accuracy",
         options,
@@ -101,7 +105,7 @@ def _lake(options: Any) -> int:
     _write(folder / "traces.jsonl", [random_walk(rng, seed) for seed in range(NUM_TRACES)])
     _write(folder / "train.jsonl", [_map(seed) for seed in range(1000, 3000)])
     _write(folder / "held_out.jsonl", [_map(seed) for seed in range(5000, 5000 + options.held_out)])
-    start, sft_s = _fine_tune(options, model, epochs=options.sft_epochs, lr=options.sft_lr or 3e-3)
+    start, sft_s = _fine_tune(options, model, epochs=3, lr=3e-3)
     environment = f"{ROLLOUT}.agent.environment=verl.agents.games:FrozenLakes"
     turns = f"{ROLLOUT}.multi_turn.max_assistant_turns={_MOVES}"
     before, after, grpo_s = _train(
@@ -217,17 +221,13 @@ def _train(options: Any, model: Path, *keys: str) -> tuple[float, float, float]:
         f"trainer.default_local_dir={folder}",
         *keys,
     )
-    found = _held_out(folder)
+    found = _held_out([json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()])
     return found[0], found[-1], time.monotonic() - began
 
 
-def _held_out(folder: Path) -> list[float]:
-    """The held-out rewards in the order of steps."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    names = ("val-core/", "mean@1")
-    return [
-        float(v) for row in rows for name, v in row.items() if name.startswith(names[0]) and name.endswith(names[1])
-    ]
+def _held_out(rows: Sequence[dict[str, Any]]) -> list[float]:
+    """The held-out rewards in rows of metrics."""
+    return [float(v) for row in rows for name, v in row.items() if name.startswith("val-core/") and "mean@1" in name]
 
 
 def _verl(verb: str, *keys: str) -> None:
@@ -253,15 +253,15 @@ def _parse(argv: Sequence[str] | None) -> Any:
     parser.add_argument(
         "--folder", type=lambda text: Path(text).resolve(), required=True, help="for data and run folders"
     )
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--prompts", type=int, default=8, help="of a step")
-    parser.add_argument("--samples", type=int, default=8, help="of a prompt")
-    parser.add_argument("--held-out", type=int, default=100)
+    parser.add_argument("--steps", type=int, help="of GRPO")
+    parser.add_argument("--prompts", type=int, help="of a step")
+    parser.add_argument("--samples", type=int, help="of a prompt")
+    parser.add_argument("--held-out", type=int, help="episodes")
     parser.add_argument("--test-freq", type=int, default=0, help="steps between held-out rewards")
-    parser.add_argument("--lr", type=float, default=1e-5)
-    parser.add_argument("--sft-lr", type=float)
-    parser.add_argument("--sft-epochs", type=int, default=3)
-    return parser.parse_args(argv)
+    parser.add_argument("--lr", type=float, help="of GRPO")
+    options = parser.parse_args(argv)
+    given = {name: value for name, value in vars(options).items() if value is not None}
+    return argparse.Namespace(**{**vars(options), **DEFAULTS[options.task], **given})
 
 
 if __name__ == "__main__":

@@ -69,8 +69,7 @@ class _Back:
 
 class Family:
     """The processes of a run by kind: supervisor or launcher, driver (rank 0 under torchrun), rank, engine, reward worker (the
-    scorer and the processes between it and the run), tool process,
-    runner (a program behind the endpoint), node (of Ray: raylet, gcs_server), other."""
+    scorer and the processes around it), tool process, runner (a program behind the endpoint), node (of Ray), other."""
 
     def __init__(self, root: psutil.Process, runtime: str):
         self._root, self._runtime = root, runtime
@@ -123,9 +122,7 @@ class Victim:
         self._log = self.folder.parent / f"{name}.log"
         self._first_was_killed = False
         self._num_by_hand = 0
-        self._struck_step = (
-            0  # a second end of the same kind in the same step would be the last: the supervisor gives up
-        )
+        self._struck_step = 0  # a second such end in the same step would be the last: the supervisor gives up
         self.folder.mkdir(parents=True)
         self._start()
 
@@ -203,8 +200,16 @@ class Victim:
             chosen = None if family is None else family.choose(moment.target, rng) or family.choose("any", rng)
             if chosen is not None and self._wait_for_phase(moment):
                 time.sleep(moment.delay_s(self.usual_s))
+                chosen = (moment.target == "runner" and self._runner(rng)) or chosen
                 if (hit := self._hit(*chosen)) is not None:
                     return hit
+        return None
+
+    def _runner(self, rng: random.Random) -> tuple[str, psutil.Process] | None:
+        """A program behind the endpoint that runs now: one lives for an episode, so that none of them was there before."""
+        for _ in range(300):  # looks of some milliseconds
+            if (family := self.family()) is not None and (found := family.choose("runner", rng)) is not None:
+                return found
         return None
 
     def _hit_again(self, first: _Hit, moment: Moment, rng: random.Random) -> _Hit | None:
