@@ -128,6 +128,11 @@ def vars_of(name):
         ("Qwen3-30B-A3B", 30.5e9, 3.3e9),
         ("Qwen3-235B-A22B", 235e9, 22e9),
         ("Llama-3.1-405B", 405.8e9, 405e9),
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", 1.777e9, 1.5e9),
+        ("Qwen/Qwen2-7B-Instruct", 7.616e9, 7.1e9),
+        ("deepseek-ai/deepseek-llm-7b-chat", 6.91e9, 6.5e9),
+        ("google/gemma-2-2b-it", 2.614e9, 2.6e9),
+        ("HuggingFaceTB/SmolLM2-135M-Instruct", 134.5e6, 134.5e6),
     ],
 )
 def test_published_sizes(name, total, active):
@@ -139,6 +144,12 @@ def test_published_sizes(name, total, active):
 def test_an_unknown_model_names_the_nearest():
     with pytest.raises(ConfigError, match="did you mean 'Qwen2.5-7B'"):
         known_shape("Qwen/Qwen25-7B")
+
+
+def test_a_larger_name_is_no_smaller_model():
+    """What follows a known name may be no size: R1's distillations are not R1."""
+    with pytest.raises(ConfigError, match="is not known"):
+        known_shape("deepseek-ai/DeepSeek-R1-Distill-Other-9B")
 
 
 def test_without_torch():

@@ -12,7 +12,7 @@ from verl.errors import ConfigError, VerlError
 
 _ABOUT = """Check before training: the config, the model folder and tokenizer, every row of the data with its template and
 length, the reward on each reference answer, trackers, memory and disk. `verl VERB --dry-run` does the same."""
-_PROGRAM = {
+PROGRAM = {
     "choices": tuple(SCHEMAS),
     "help": "program of the config, by default that of --config-name, else ppo: "
     + ", ".join(f"{name} ({schema.command})" for name, schema in SCHEMAS.items()),
@@ -21,10 +21,10 @@ _PROGRAM = {
 
 def run_check(argv: list[str]) -> int:
     """Print the checklist of a command line: the exit code."""
-    return check(parse("check", _ABOUT, argv, {"--program": _PROGRAM}, schema=_schema_of(argv)))
+    return check(parse("check", _ABOUT, argv, {"--program": PROGRAM}, schema=schema_of(argv)))
 
 
-def _schema_of(argv: list[str]) -> Schema[Any]:
+def schema_of(argv: list[str]) -> Schema[Any]:
     """The schema of --program, or that with the built-in config --config-name."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--program", nargs="?")  # `parse` reports a missing value

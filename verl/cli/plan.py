@@ -6,9 +6,11 @@ import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
-from verl.cli.arguments import parse
+from verl.cli.arguments import ConfigArguments, parse
+from verl.cli.check import PROGRAM, schema_of
 from verl.errors import ConfigError
 from verl.foreign_text import clean
 
@@ -17,10 +19,11 @@ if TYPE_CHECKING:
 
     from verl.planner.search import RunPlan
 
-_ABOUT = """Plan a run of verl train: which roles share devices, how each divides its model, how much memory and how long.
-Takes the keys of verl train, and plan.*: plan.cluster={gpu: h100_sxm, nodes: 4}, plan.workload={prompt_mean: 300, response:
-[p10, p50, p90, longest]}, plan.objective=step_s|gpu_hours, plan.async=off|auto|on, plan.engine=fsdp|megatron,
-plan.apply=true. The model needs a config.json or a published name; its weights are not read."""
+_ABOUT = """Plan a run: which roles share devices, how each divides its model, how much memory and how long.
+Takes the keys of verl train (--program: of verl sft, preference or rm), and plan.*: plan.cluster={gpu: h100_sxm, nodes: 4},
+plan.workload={prompt_mean: 300, response: [p10, p50, p90, longest]}, plan.objective=step_s|gpu_hours,
+plan.async=off|auto|on, plan.engine=fsdp|megatron, plan.apply=true. The model needs a config.json or a published name; its
+weights are not read."""
 _JSON = {"action": "store_true", "help": "print the best plan and the runner-up as one JSON object"}
 _SIMULATE = {
     "metavar": "FOLDER",
@@ -32,43 +35,51 @@ _BESIDE = {
     "(plan.apply=true does so for the run that it starts)",
 }
 _STEPS = {"type": int, "default": 100, "metavar": "N", "help": "steps to simulate (100)"}
-_OPTIONS: Mapping[str, Mapping[str, Any]] = {"--json": _JSON, "--simulate": _SIMULATE, "--beside": _BESIDE,
-                                           "--steps": _STEPS}  # fmt: skip
+_OPTIONS: Mapping[str, Mapping[str, Any]] = {"--program": PROGRAM, "--json": _JSON, "--simulate": _SIMULATE,
+                                           "--beside": _BESIDE, "--steps": _STEPS}  # fmt: skip
 
 
 def run_plan(argv: list[str]) -> int:
     """Print the plan; with plan.apply=true start the run with it: the exit code."""
     own = [a for a in argv if a.startswith("plan.")]
-    arguments = parse("plan", _ABOUT, [a for a in argv if not a.startswith("plan.")], _OPTIONS)
-    from verl.planner.overrides import overrides, plan_as_json
-    from verl.planner.request import PlanRequest, cluster_of, dataflow_of, rules_of, workload_of
+    others = [a for a in argv if not a.startswith("plan.")]
+    arguments = parse("plan", _ABOUT, others, _OPTIONS, schema=schema_of(others))
+    from verl.planner.overrides import contradicted, overrides, plan_as_json
+    from verl.planner.programs import dataflow_of, workload_of
+    from verl.planner.request import PlanRequest, cluster_of, engine_of, rules_of
     from verl.planner.search import search
 
     request = PlanRequest.parse(own)
     _check_simulation(arguments.options.simulate, arguments.options.steps)
-    config = arguments.load(check=False).config
-    cluster = cluster_of(request.cluster)
-    plans = search(dataflow_of(config), cluster, workload_of(config, request.workload), rules_of(request))
+    loaded = arguments.load(check=False)
+    config, flow, engine = loaded.config, dataflow_of(loaded.config), engine_of(request, loaded.config)
+    rules = rules_of(request, config, flow.roles)
+    plans = search(flow, cluster_of(request.cluster, loaded), workload_of(config, request.workload), rules)
     best, second = plans[0], plans[1] if len(plans) > 1 else None
+    chosen = [*overrides(best, engine), *contradicted(config, best)]
     if arguments.options.json:
         shown = {
-            "best": plan_as_json(best, request.engine),
-            "runner_up": plan_as_json(second, request.engine) if second else None,
+            "best": {**plan_as_json(best), "overrides": chosen},
+            "runner_up": {**plan_as_json(second), "overrides": overrides(second, engine)} if second else None,
         }
         print(json.dumps(shown, indent=2))
     else:
         from rich.console import Console
 
-        show_plan(best, second, request.engine, Console(highlight=False))
+        show_plan(best, second, chosen, Console(highlight=False))
     beside = arguments.options.beside or (config.trainer.default_local_dir if request.apply else None)
     _simulate(best, arguments.options.simulate, beside, arguments.options.steps)
-    if not request.apply:
-        return 0
-    from verl.cli.train import run_train
+    return _start(arguments, chosen) if request.apply else 0
+
+
+def _start(arguments: ConfigArguments, chosen: list[str]) -> int:
+    """Run the program with the overrides of its plan."""
+    from verl.cli import train
 
     given = ["--config-path", arguments.config_path] if arguments.config_path else []
     given += ["--config-name", arguments.config_name] if arguments.config_name else []
-    return run_train([*given, *arguments.overrides, *overrides(best, request.engine)])
+    run = {"ppo": train.run_train, "sft": train.run_sft, "preference": train.run_preference, "rm": train.run_rm}
+    return run[arguments.schema.name]([*given, *arguments.overrides, *chosen])
 
 
 def _check_simulation(name: str | None, steps: int) -> None:
@@ -98,10 +109,8 @@ def _simulate(plan: RunPlan, name: str | None, beside: str | None, steps: int) -
         )
 
 
-def show_plan(plan: RunPlan, second: RunPlan | None, engine: str, console: Console) -> None:
-    """Print a plan as tables."""
-    from verl.planner.overrides import overrides
-
+def show_plan(plan: RunPlan, second: RunPlan | None, chosen: list[str], console: Console) -> None:
+    """Print a plan as tables, with its overrides `chosen`."""
     device = plan.cluster.device
     mode = "rollout a step ahead of training" if plan.asynchronous else "synchronous"
     model = clean(plan.flow.shapes["actor"].name) or "model"
@@ -118,7 +127,7 @@ def show_plan(plan: RunPlan, second: RunPlan | None, engine: str, console: Conso
     if second is not None:
         console.print(f"\nrunner-up: {why_it_lost(plan, second)}", soft_wrap=True, markup=False)
     console.print("\n[bold]overrides[/bold]")
-    console.print(" \\\n".join(f"  {line}" for line in overrides(plan, engine)), soft_wrap=True, markup=False)
+    console.print(" \\\n".join(f"  {quote(line)}" for line in chosen), soft_wrap=True, markup=False)
     console.print(
         "\nTimes are predictions from kernels measured one by one; published RL steps took 1.1 to 3.2 times as long.",
         soft_wrap=True,

@@ -62,13 +62,14 @@ class Dataflow:
         critic: ModelShape | None = None,
         reference: ModelShape | None = None,
         reward: ModelShape | None = None,
+        teachers: Mapping[str, ModelShape] | None = None,
         *,
         old_log_probs: bool = False,
         trainable: int | None = None,
     ) -> Dataflow:
-        """PPO, and with neither critic nor reward model GRPO and its family. `old_log_probs`: the actor computes those of the
-        samples before it trains."""
-        given = {"critic": critic, "reference": reference, "reward": reward}
+        """PPO, and with neither critic nor reward model GRPO and its family. `teachers`, by role, are what distillation learns
+        from. `old_log_probs`: the actor computes those of the samples before it trains."""
+        given = {"critic": critic, "reference": reference, "reward": reward, **(teachers or {})}
         shapes = {"actor": actor, **{name: shape for name, shape in given.items() if shape is not None}}
         annotate = [Call(name, "forward") for name in given if name in shapes]
         annotate += [Call("actor", "forward")] if old_log_probs else []
@@ -78,6 +79,16 @@ class Dataflow:
         return cls(name, shapes, tuple(stage for stage in stages if stage), trainable)
 
     @classmethod
-    def sft(cls, model: ModelShape, trainable: int | None = None) -> Dataflow:
-        """Fine-tuning on given rows."""
-        return cls("sft", {"actor": model}, ((Call("actor", "train"),),), trainable)
+    def sft(cls, model: ModelShape, trainable: int | None = None, name: str = "sft") -> Dataflow:
+        """Training on given rows."""
+        return cls(name, {"actor": model}, ((Call("actor", "train"),),), trainable)
+
+    @classmethod
+    def preference(
+        cls, model: ModelShape, reference: ModelShape | None = None, trainable: int | None = None
+    ) -> Dataflow:
+        """Training on given pairs, with a reference that computes them in each step, or without."""
+        if reference is None:
+            return cls.sft(model, trainable, "preference")
+        stages = ((Call("reference", "forward"),), (Call("actor", "train"),))
+        return cls("preference", {"actor": model, "reference": reference}, stages, trainable)

@@ -127,7 +127,7 @@ def _trained_parameters(flow: Dataflow, role: str) -> int | None:
 def _option(
     flow: Dataflow, role: str, layout: ParallelLayout, cluster: Cluster, workload: Workload, space: Space
 ) -> Option:
-    shape, batch = flow.shapes[role], workload.batch
+    shape = flow.shapes[role]
     trained = _trained_parameters(flow, role)
     seconds = [0.0] * len(flow.stages)
     times: dict[str, Time] = {}
@@ -136,6 +136,7 @@ def _option(
         if kind == "generate":
             continue
         if kind == "train":
+            batch = workload.computed(layout.data, layout.micro_batch, workload.updates)
             tokens = layout.micro_batch
             parts[kind] = memory(shape, layout, tokens=tokens, sequence=batch.attended, trained=trained)
             time = time_train(shape, layout, cluster, batch, workload.updates).times(workload.epochs)
@@ -143,7 +144,7 @@ def _option(
                 time = time.times(_FROZEN_SHARE)  # no gradients of the weights that stay
         else:
             parts[kind] = forward_memory(shape, layout, tokens=layout.micro_batch)
-            time = time_forward(shape, layout, cluster, batch)
+            time = time_forward(shape, layout, cluster, workload.computed(layout.data, layout.micro_batch))
         if layout.offload:
             moved = parts[kind].state * (2 if kind == "train" else 1)
             time = time + Time.of(offload=cluster.to_host(moved))

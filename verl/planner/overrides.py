@@ -1,4 +1,4 @@
-"""The overrides of `verl train` that a plan stands for, and the plan as JSON."""
+"""The overrides that a plan stands for, and the plan as JSON."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
+from verl.config import PPOConfig
 from verl.planner.dataflow import ROLLOUT
 from verl.planner.layout import ParallelLayout
 from verl.planner.search import RunPlan
@@ -13,16 +14,22 @@ from verl.planner.search import RunPlan
 _GROUP = "actor_rollout_ref"
 _ENGINE = {"actor": f"{_GROUP}.actor", "reference": f"{_GROUP}.ref", "critic": "critic"}
 _FSDP = {"actor": f"{_GROUP}.actor.fsdp_config", "reference": f"{_GROUP}.ref.fsdp_config", "critic": "critic.fsdp"}
-_PLACES = {"reference": "reference", "actor": "actor", "critic": "critic", "reward": "reward", ROLLOUT: "rollout"}
+_ON_GIVEN_ROWS = ("sft", "preference", "rm")  # programs with one engine, whose keys are engine.* and data.*
 
 
 def overrides(plan: RunPlan, engine: str) -> list[str]:
     """`key=value` for every choice of the plan."""
-    found = [*_devices(plan), *_rollout(plan)]
+    found = [*_devices(plan)]
+    if plan.flow.name in _ON_GIVEN_ROWS:
+        layout = plan.option("actor").layout
+        assert layout is not None
+        return [*found, *_one_engine(layout, engine)]
+    found += _rollout(plan)
     for role in plan.flow.roles:
         layout = plan.option(role).layout
         if layout is not None and role in _ENGINE:
-            found += _fsdp(role, layout) if engine == "fsdp" else _megatron(role, layout)
+            found += _fsdp(_FSDP[role], layout) if engine == "fsdp" else _megatron(_ENGINE[role], layout)
+            found += _offload(_FSDP[role] if engine == "fsdp" else f"{_ENGINE[role]}.megatron", role, layout)
             found += _batches(role, layout)
     return found
 
@@ -38,7 +45,7 @@ def _devices(plan: RunPlan) -> Iterator[str]:
     places = []
     for roles, count in zip(plan.groups, plan.devices, strict=True):
         listed = ",".join(str(first + i) for i in range(count))
-        places += [f"{_PLACES[role]}:[{listed}]" for role in roles]
+        places += [f"{role}:[{listed}]" for role in roles]
         first += count
     yield f"trainer.placement={{{','.join(places)}}}"
     if plan.asynchronous:
@@ -53,8 +60,16 @@ def _rollout(plan: RunPlan) -> Iterator[str]:
     yield f"{_GROUP}.rollout.max_num_seqs={option.rollout.slots}"
 
 
-def _fsdp(role: str, layout: ParallelLayout) -> Iterator[str]:
-    key = _FSDP[role]
+def _one_engine(layout: ParallelLayout, engine: str) -> Iterator[str]:
+    """Of a program that trains on given rows."""
+    yield from _fsdp("engine", layout) if engine == "fsdp" else _megatron("engine", layout)
+    yield from _offload("engine" if engine == "fsdp" else "engine.megatron", "actor", layout)
+    yield "data.use_dynamic_bsz=True"
+    yield f"data.max_token_len_per_gpu={max(layout.micro_batch // layout.context, 1)}"
+    yield f"model.enable_gradient_checkpointing={layout.recompute == 'full'}"
+
+
+def _fsdp(key: str, layout: ParallelLayout) -> Iterator[str]:
     for name, size in (
         ("tensor_parallel_size", layout.tensor),
         ("expert_parallel_size", layout.expert),
@@ -62,20 +77,17 @@ def _fsdp(role: str, layout: ParallelLayout) -> Iterator[str]:
     ):
         if size > 1:
             yield f"{key}.{name}={size}"
-    yield from _offload(key, role, layout)
 
 
-def _megatron(role: str, layout: ParallelLayout) -> Iterator[str]:
-    key = f"{_ENGINE[role]}.megatron"
-    yield f"{_ENGINE[role]}.strategy=megatron"
+def _megatron(key: str, layout: ParallelLayout) -> Iterator[str]:
+    yield f"{key}.strategy=megatron"
     for name, size in (
         ("tensor_model_parallel_size", layout.tensor),
         ("pipeline_model_parallel_size", layout.pipeline),
         ("expert_model_parallel_size", layout.expert),
     ):
         if size > 1:
-            yield f"{key}.{name}={size}"
-    yield from _offload(key, role, layout)
+            yield f"{key}.megatron.{name}={size}"
 
 
 def _offload(key: str, role: str, layout: ParallelLayout) -> Iterator[str]:
@@ -99,8 +111,19 @@ def _batches(role: str, layout: ParallelLayout) -> Iterator[str]:
     yield f"{model}.enable_gradient_checkpointing={layout.recompute == 'full'}"
 
 
-def plan_as_json(plan: RunPlan, engine: str) -> dict[str, Any]:
-    """Everything of a plan, in seconds, bytes and overrides."""
+def contradicted(config: Any, plan: RunPlan) -> list[str]:
+    """`key=value` for keys of `config` that would start other devices or another mode than the plan."""
+    if not isinstance(config, PPOConfig):
+        return []
+    found = [f"{_GROUP}.rollout.nnodes=0"] if config.actor_rollout_ref.rollout.nnodes else []
+    found += ["distillation.nnodes=0"] if config.distillation.enabled and config.distillation.nnodes else []
+    if not plan.asynchronous and config.trainer.v1.trainer_mode == "separate_async":
+        found.append("trainer.v1.trainer_mode=sync")
+    return found
+
+
+def plan_as_json(plan: RunPlan) -> dict[str, Any]:
+    """Everything of a plan but its overrides, in seconds and bytes."""
     groups = []
     for roles, count, chosen in zip(plan.groups, plan.devices, plan.options, strict=True):
         found = {
@@ -122,5 +145,4 @@ def plan_as_json(plan: RunPlan, engine: str) -> dict[str, Any]:
         "weight_sync_s": plan.sync_s,
         "stages_s": list(plan.stages),
         "placement": groups,
-        "overrides": overrides(plan, engine),
     }

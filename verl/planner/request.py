@@ -1,4 +1,4 @@
-"""From a training config and the `plan.*` keys to what the search needs: dataflow, cluster, workload, choices.
+"""The `plan.*` keys, and what they stand for beside a training config: cluster, choices of the search, model shapes.
 
 plan.cluster: {gpu: h100_sxm, nodes: 4, gpus_per_node: 8, hbm_gb, inter_gbps}
 plan.workload: {prompt_mean: 300, response: [200, 800, 2000, 4096]}     or {samples: earlier/run/samples/train/10.jsonl}
@@ -13,16 +13,13 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from verl.config import PPOConfig
-from verl.config.active_keys import uses_critic, uses_reference
+from verl.config import LoadedConfig, PPOConfig
+from verl.config.overrides import parse_override
 from verl.errors import ConfigError, nearest
-from verl.planner.cluster import Cluster
-from verl.planner.dataflow import Dataflow
+from verl.planner.cluster import Cluster, cluster_facts
 from verl.planner.options import Space
 from verl.planner.search import Rules
 from verl.planner.shapes import ModelShape, known_shape
-from verl.planner.step_time import layer_matmuls, mlp_matmuls
-from verl.planner.workload import Lengths, Workload
 
 _SPACES = {
     "fsdp": Space(zero=(3,), pipelines=(1,)),
@@ -36,7 +33,7 @@ _SAMPLE_BYTES, _CONFIG_BYTES = 1 << 30, 1 << 24
 @dataclass
 class ClusterRequest:
     gpu: str = "h100_sxm"
-    nodes: int = 1
+    nodes: int | None = None
     gpus_per_node: int | None = None
     hbm_gb: float | None = None
     inter_gbps: float | None = None
@@ -57,24 +54,17 @@ class PlanRequest:
     workload: WorkloadRequest = field(default_factory=WorkloadRequest)
     objective: str = "step_s"
     asynchronous: str = "auto"
-    engine: str = "fsdp"
+    engine: str | None = None
     apply: bool = False
 
     @classmethod
     def parse(cls, settings: Sequence[str]) -> PlanRequest:
-        """From `plan.key=value`, values in YAML. Raises ConfigError for an unknown key and a value that does not fit."""
-        import yaml
-
+        """From `plan.key=value`, written as other overrides. Raises ConfigError for an unknown key and a value that does not
+        fit."""
         found = cls()
         for setting in settings:
-            path, _, text = setting.partition("=")
-            try:
-                value = yaml.safe_load(text)
-            except yaml.YAMLError:
-                raise ConfigError(f"{setting}: the value is not YAML.") from None
-            # YAML 1.1 reads on and off as booleans
-            value = text if text in ("on", "off") else value
-            found._set(path.removeprefix("plan.").split("."), value, path)
+            given = parse_override(setting)
+            found._set(given.key.removeprefix("plan.").split("."), given.value, given.key)
         return found
 
     def _set(self, names: list[str], value: Any, path: str) -> None:
@@ -138,53 +128,6 @@ def shape_of(path: str) -> ModelShape:
     return ModelShape.from_config(config, Path(path).name)
 
 
-def lora_parameters(shape: ModelShape, rank: int) -> int:
-    """Parameters of adapters of `rank` on all matrices of attention and of the dense MLP."""
-    sizes = [*layer_matmuls(shape, 1), *mlp_matmuls(shape, shape.shared_intermediate or shape.intermediate, 1)]
-    return round(shape.num_layers * sum(rank * (n + k) for n, k in sizes))
-
-
-def dataflow_of(config: PPOConfig) -> Dataflow:
-    """The roles and calls of a config of `verl train`."""
-    group = config.actor_rollout_ref
-    actor = shape_of(group.model.path)
-    rank = group.model.lora_rank
-    critic = shape_of(config.critic.model.path) if uses_critic(config) else None
-    reference = actor if uses_reference(config) and not rank else None
-    judged = config.reward.reward_model
-    reward = shape_of(judged.model_path) if judged.enable and judged.model_path else None
-    several = config.data.train_batch_size > group.actor.ppo_mini_batch_size or group.actor.ppo_epochs > 1
-    return Dataflow.ppo(
-        actor,
-        critic,
-        reference,
-        reward,
-        old_log_probs=several,
-        trainable=lora_parameters(actor, rank) if rank else None,
-    )
-
-
-def workload_of(config: PPOConfig, asked: WorkloadRequest) -> Workload:
-    """The step of a config. Lengths that are not given are half the limits, with a wide distribution."""
-    rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
-    if asked.samples is not None:
-        response = Lengths.from_samples(read_lengths(Path(asked.samples).expanduser()))
-    elif asked.response is not None:
-        response = Lengths.through(*asked.response)
-    else:
-        response = Lengths.of(rollout.response_length / 2, rollout.response_length)
-    prompts = config.data.train_batch_size
-    return Workload(
-        prompts,
-        rollout.n,
-        asked.prompt_mean or rollout.prompt_length / 2,
-        response,
-        updates=max(1, prompts // actor.ppo_mini_batch_size),
-        epochs=actor.ppo_epochs,
-        prompt_longest=rollout.prompt_length,
-    )
-
-
 def read_lengths(file: Path) -> list[float]:
     """Tokens of the response in each row of samples/train/STEP.jsonl of a run (`response_ids`), or its `response_length`."""
     if not file.is_file():
@@ -206,18 +149,35 @@ def read_lengths(file: Path) -> list[float]:
     return found
 
 
-def cluster_of(asked: ClusterRequest) -> Cluster:
-    from verl.planner.cluster import cluster_facts
-
-    per_node = asked.gpus_per_node or int(cluster_facts(asked.gpu)["gpus_per_node"])
+def cluster_of(asked: ClusterRequest, loaded: LoadedConfig[Any]) -> Cluster:
+    """The cluster of `plan.cluster`; numbers of nodes and devices that it does not give are those that the config gives."""
+    trainer, given = loaded.config.trainer, loaded.given
+    per_node = asked.gpus_per_node
+    if per_node is None:
+        listed = "trainer.n_gpus_per_node" in given and trainer.n_gpus_per_node
+        per_node = trainer.n_gpus_per_node if listed else int(cluster_facts(asked.gpu)["gpus_per_node"])
+    nodes = asked.nodes
+    if nodes is None:
+        nodes = trainer.nnodes if "trainer.nnodes" in given else 1
+        if isinstance(loaded.config, PPOConfig):  # a pool of the rollout's own
+            nodes += loaded.config.actor_rollout_ref.rollout.nnodes
     return Cluster.of(
-        asked.gpu, asked.nodes * per_node, gpus_per_node=per_node, hbm_gb=asked.hbm_gb, inter_gbps=asked.inter_gbps
+        asked.gpu, nodes * per_node, gpus_per_node=per_node, hbm_gb=asked.hbm_gb, inter_gbps=asked.inter_gbps
     )
 
 
-def rules_of(asked: PlanRequest) -> Rules:
+def engine_of(asked: PlanRequest, config: Any) -> str:
+    """The family of layouts: as `plan.engine` says, else that of the config's training engine."""
+    strategy = config.actor_rollout_ref.actor.strategy if isinstance(config, PPOConfig) else config.engine.strategy
+    return asked.engine or ("megatron" if strategy == "megatron" else "fsdp")
+
+
+def rules_of(asked: PlanRequest, config: Any, roles: tuple[str, ...]) -> Rules:
+    """The choices of a search. Programs that train on given rows run all roles on the same devices."""
+    alike = not isinstance(config, PPOConfig)
     return Rules(
-        asynchronous=asked.asynchronous,  # type: ignore[arg-type]
+        asynchronous="off" if alike else asked.asynchronous,  # type: ignore[arg-type]
         objective=asked.objective,  # type: ignore[arg-type]
-        space=_SPACES[asked.engine],
+        space=_SPACES[engine_of(asked, config)],
+        placements=((roles,),) if alike else None,
     )

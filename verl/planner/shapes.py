@@ -7,6 +7,7 @@ ModelShape.gpt(num_layers=96, hidden=12288, heads=96)         GPT: GELU, no grou
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache, cached_property
@@ -22,6 +23,7 @@ _SIZES = (
     "shared_expert_intermediate_size", "n_shared_experts", "first_k_dense_replace", "kv_lora_rank", "q_lora_rank",
     "qk_rope_head_dim", "v_head_dim", "max_position_embeddings",
 )  # fmt: skip
+_SIZE = re.compile(r"-\d+(\.\d+)?[bm](-|$)")  # of a model in its name, as in -7b
 _MODELS = Path(__file__).with_name("models.yaml")
 
 
@@ -221,9 +223,10 @@ def known_shape(name: str) -> ModelShape:
     ConfigError."""
     shapes = known_shapes()
     short = name.rstrip("/").split("/")[-1].lower()
-    # the longest name that begins it: Qwen2.5-1.5B-Instruct is Qwen2.5-1.5B, and no Qwen2.5-1
+    # the longest name that begins it, if what follows is no size: DeepSeek-R1-Distill-X-9B is no DeepSeek-R1
     for known in sorted(shapes, key=len, reverse=True):
-        if short == known.lower() or short.startswith(known.lower() + "-"):
+        rest = short.removeprefix(known.lower())
+        if rest == "" or (rest != short and rest.startswith("-") and not _SIZE.search(rest)):
             return shapes[known]
     raise ConfigError(
         f"The shape of {name!r} is not known: it is no folder with a config.json, and no published model of "

@@ -158,7 +158,8 @@ def _segments(spans: list[tuple[float, float]], weight: float) -> tuple[DecodeSe
 @dataclass(frozen=True)
 class Workload:
     """One step of a program: `num_prompts` prompts, `samples` responses of each, divided into `updates` optimizer steps for
-    each of `epochs` passes. `shares_prompts`: a prompt of several samples is computed once."""
+    each of `epochs` passes. `shares_prompts`: a micro-batch computes a prompt of several samples once, as packed batches do
+    (verl/models/packing.py)."""
 
     num_prompts: int
     samples: int
@@ -180,8 +181,24 @@ class Workload:
 
     @property
     def batch(self) -> SequenceBatch:
-        """All sequences of the step."""
-        p, r, share = self.prompt_mean, self.response, 1 / self.samples if self.shares_prompts else 1.0
+        """All sequences of the step; where prompts are shared, each is computed once."""
+        return self._batch(self.samples if self.shares_prompts else 1)
+
+    def computed(self, data: int, micro_batch: float, updates: int = 1) -> SequenceBatch:
+        """All sequences of the step as `data` data parallel ranks compute them in micro-batches of `micro_batch` tokens (0: one
+        for each rank). The samples of a prompt stay on one rank, unless an optimizer step has fewer prompts than ranks, and in
+        one micro-batch as far as they fit; each further one computes the prompt again (verl/engines/micro_batches.py)."""
+        if not self.shares_prompts or data > self.num_prompts / updates:
+            return self._batch(1)
+        sharing = float(self.samples)
+        if micro_batch:
+            fitting = max(1, int((micro_batch - self.prompt_mean) / self.response.mean + 1e-9))
+            sharing /= math.ceil(sharing / fitting)
+        return self._batch(sharing)
+
+    def _batch(self, sharing: float) -> SequenceBatch:
+        """All sequences, where `sharing` samples have the prompt of one."""
+        p, r, share = self.prompt_mean, self.response, 1 / sharing
         return SequenceBatch(self.num_samples, share * p + r.mean, share * p * p + 2 * p * r.mean + r.mean_square)
 
 
