@@ -35,7 +35,7 @@ def row(name: str, devices: int, space: Space) -> str:
     """One line of the table, in Markdown."""
     shape = known_shape(name)
     prompts, samples = (128, 16) if name == "DeepSeek-V3" else (512, 8)
-    work = Workload(prompts, samples, 300, Lengths.of(1000, 4096), prompt_longest=512)
+    work = Workload(prompts, samples, 300, Lengths.of(1000, 4096), prompt_longest=512, shares_prompts=True)
     plan = search(Dataflow.ppo(shape, None, shape), Cluster.of("h100_sxm", devices), work, Rules(space=space))[0]
     actor = plan.option("actor")
     assert actor.layout is not None

@@ -50,6 +50,7 @@ from verl.planner import (
 from verl.planner.cluster import device_from
 from verl.planner.cpu import CallMeasured, calibrated, fit_call, measure_cpu
 from verl.planner.memory import FLOAT32, training_state
+from verl.rollout.cpu.library import state as decoding_kernels
 
 WARM_UP = 3
 LIMIT_S = 900
@@ -310,6 +311,7 @@ def compare(kept: Mapping[str, Figures]) -> Report:
     for kind, fit in cluster.device.kernels.calls.items():
         text = f"{fit.factor:.2f} x kernels + {1e3 * fit.call_s:.2f} ms a pass + {1e3 * fit.layer_s:.2f} ms a layer"
         report.facts[kind] = text
+    report.facts["decoding"] = decoding_kernels()["name"] or "by torch: the compiled kernels are missing"
     report.facts["process without a model, MB"] = [round(process_bytes(split, kept) / 1e6) for split in (False, True)]
     for job in (*CALIBRATION, *JOBS):
         measured, found = kept[job.name], predict(job, cluster, kept)

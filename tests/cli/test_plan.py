@@ -1,10 +1,11 @@
 """`verl plan`: tables, JSON, overrides that load, refusals."""
 
 import json
+import re
 
 import pytest
 
-from verl.config import load_config
+from verl.config import SCHEMAS, load_config
 from verl.errors import ConfigError
 from verl.planner import Cluster, Lengths
 from verl.planner.request import PlanRequest, read_lengths, shape_of
@@ -64,9 +65,91 @@ def test_a_simulated_run_can_be_shown(verl, tmp_path):
     code, said = verl("plan", *ARGUMENTS, "--simulate", tmp_path / "run", "--steps", "12")
     assert code == 0, said
     assert "simulated 12 steps" in said
+    verl("plan", *ARGUMENTS, "plan.cluster.hbm_gb=60", "--beside", tmp_path / "run")
     code, said = verl("show", tmp_path / "run")
     assert code == 0, said
     assert "a step takes" in said
+    assert re.search(r"planned were \S+ s a step, .*, measured \S+ s \([+-]\d+%\); \w+ differs most: ", said)
+
+
+@pytest.mark.parametrize(
+    ("program", "settings", "words"),
+    [
+        ("sft", ("model.path=Qwen/Qwen2.5-0.5B", "model.lora_rank=8"), ("sft, Qwen2.5-0.5B on 4", "actor train")),
+        ("rm", ("model.path=Qwen/Qwen2.5-7B-Instruct",), ("rm, Qwen2.5-7B on 4", "actor train")),
+        ("preference", ("model.path=Qwen/Qwen2.5-7B", "ref.precompute=False"), ("reference forward", "actor train")),
+    ],
+)
+def test_programs_on_given_rows(verl, program, settings, words):
+    given = ("--program", program, *settings, "trainer.n_gpus_per_node=4", "data.max_length=4096")
+    code, said = verl("plan", *given)
+    assert code == 0, said
+    assert all(w in said for w in words)
+    code, said = verl("plan", *given, "--json")
+    best = json.loads(said)["best"]
+    config = load_config([*settings, *best["overrides"]], schema=SCHEMAS[program], check=False).config
+    assert config.trainer.n_gpus_per_node == 4
+    assert config.data.max_token_len_per_gpu == best["placement"][0]["choices"]["actor"]["layout"]["micro_batch"]
+
+
+def test_nodes_devices_and_engine_follow_the_config(verl):
+    own = [a for a in ARGUMENTS if not a.startswith("plan.")]
+    given = ("trainer.nnodes=2", "trainer.n_gpus_per_node=4", "actor_rollout_ref.actor.strategy=megatron")
+    code, said = verl("plan", *own, *given, "actor_rollout_ref.rollout.nnodes=1", "plan.async=off")
+    assert code == 0, said
+    assert "on 12 x h100_sxm" in said
+    assert "actor_rollout_ref.actor.strategy=megatron" in said
+    assert "actor_rollout_ref.rollout.nnodes=0" in said
+
+
+def test_a_plan_that_is_applied_runs_beside_its_prediction(verl, overrides, task):
+    asked = ("plan.cluster={gpu:h100_sxm,gpus_per_node:1}", "plan.async=off", "plan.apply=true")
+    code, said = verl("plan", *overrides({"trainer.total_training_steps": 1}), *asked, "--steps", "2")
+    assert code == 0, said
+    assert (task / "run" / "metrics.jsonl").is_file()
+    code, said = verl("show", task / "run")
+    assert "planned were" in said
+
+
+@pytest.mark.slow
+def test_this_processor_as_the_cluster(verl, overrides):
+    code, said = verl("plan", *overrides(), "plan.cluster.gpu=cpu")
+    assert code == 0, said
+    assert "on 1 x cpu" in said
+    code, said = verl("plan", *overrides({"actor_rollout_ref.model.path": "Llama-3.1-405B"}), "plan.cluster.gpu=cpu")
+    assert code == 2, said
+    assert "Take a smaller model" in " ".join(said.split())
+
+
+def test_overrides_undo_what_the_command_says_otherwise(verl):
+    own = [a for a in ARGUMENTS if not a.startswith("plan.")]
+    given = ("actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=4",
+             "actor_rollout_ref.actor.fsdp_config.param_offload=True", "trainer.n_gpus_per_node=4")  # fmt: skip
+    code, said = verl("plan", *own, *given, "plan.async=off", "--json")
+    assert code == 0, said
+    best = json.loads(said)["best"]
+    config = load_config([*own, *given, *best["overrides"]], check=False).config
+    layout = best["placement"][0]["choices"]["actor"]["layout"]
+    fsdp = config.actor_rollout_ref.actor.fsdp_config
+    assert (
+        (fsdp.ulysses_sequence_parallel_size, fsdp.param_offload)
+        == (layout["context"], layout["offload"])
+        == (1, False)
+    )
+
+
+def test_a_teacher_has_a_role(verl):
+    given = ("distillation.enabled=True", "distillation.teacher_models.teacher_model.model_path=Qwen/Qwen2.5-7B")
+    code, said = verl("plan", *ARGUMENTS, *given, "plan.async=on")
+    assert code == 0, said
+    assert "teacher forward" in said
+    # braces are for the shell to leave alone
+    assert "'trainer.placement={" in said
+
+
+def test_mappings_without_blanks():
+    asked = PlanRequest.parse(["plan.cluster={gpu:h20,nodes:2}", "plan.workload.response=[1,2,3,4]"])
+    assert (asked.cluster.gpu, asked.cluster.nodes, asked.workload.response) == ("h20", 2, [1, 2, 3, 4])
 
 
 @pytest.mark.parametrize(

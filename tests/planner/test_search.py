@@ -54,6 +54,52 @@ def test_splitting_gains_with_scale(model):
     assert ratios == sorted(ratios, reverse=True)
 
 
+# the most stages of a pipeline by model in HybridFlow's own layouts (figure 14), which all have tensor parallel size 8
+STAGES = {"7B": 1, "13B": 1, "34B": 4, "70B": 8}
+APART = (("actor", "reference", "reward"), ("critic",))
+
+
+def own_layouts(actor, critic, devices, groups=None, allocation=None):
+    """The best step within HybridFlow's own layouts; `critic` is the critic's and the reward model's size."""
+    spaces = {name: Space((1,), False, tensors=(8,), pipelines=tuple(range(1, STAGES[name] + 1))) for name in STAGES}
+    policy, judge = known_shape(LLAMA[actor]), known_shape(LLAMA[critic])
+    rules = Rules(
+        placements=groups and (groups,),
+        allocations=allocation and (allocation,),
+        space=replace(spaces[actor], roles=(("critic", spaces[critic]), ("reward", spaces[critic]))),
+    )
+    cluster = Cluster.of("a100_sxm", devices, inter_gbps=200)
+    return search(Dataflow.ppo(policy, judge, policy, judge), cluster, PAPER, rules)[0].step_s
+
+
+@pytest.mark.parametrize(
+    ("actor", "critic", "devices", "groups", "allocation", "most"),
+    [
+        ("13B", "13B", 16, COLOCATE, None, 1.0),
+        ("13B", "13B", 32, COLOCATE, None, 1.0),
+        ("13B", "13B", 64, COLOCATE, None, 1.07),
+        ("13B", "13B", 96, SPLIT, (48, 48), 1.05),
+        ("34B", "34B", 32, COLOCATE, None, 1.0),
+        ("34B", "34B", 64, COLOCATE, None, 1.0),
+        ("34B", "34B", 96, SPLIT, (48, 48), 1.02),
+        ("34B", "34B", 128, SPLIT, (64, 64), 1.02),
+        ("13B", "70B", 32, COLOCATE, None, 1.0),
+        ("13B", "70B", 64, COLOCATE, None, 1.0),
+        ("13B", "70B", 96, SPLIT, None, 1.06),
+        ("13B", "70B", 128, APART, (64, 64), 1.03),
+    ],
+)
+def test_published_placements_within_the_papers_layouts(actor, critic, devices, groups, allocation, most):
+    """HybridFlow, figures 12 and 13: the published best placement takes at most `most` times the best that is found."""
+    best = own_layouts(actor, critic, devices)
+    assert own_layouts(actor, critic, devices, groups, allocation) <= most * best * 1.0001
+
+
+def test_throughput_within_the_papers_layouts():
+    """HybridFlow, figure 9: 7B on 128 devices processes about 38,000 tokens a second (read from a bar)."""
+    assert 1024 * 2048 / own_layouts("7B", "7B", 128, COLOCATE) == pytest.approx(38_000, rel=0.1)
+
+
 def test_partitions_and_allocations():
     assert len(list(partitions("abcd"))) == 15
     groups = (("a",), ("b",), ("c",))

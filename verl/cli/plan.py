@@ -44,7 +44,7 @@ def run_plan(argv: list[str]) -> int:
     own = [a for a in argv if a.startswith("plan.")]
     others = [a for a in argv if not a.startswith("plan.")]
     arguments = parse("plan", _ABOUT, others, _OPTIONS, schema=schema_of(others))
-    from verl.planner.overrides import contradicted, overrides, plan_as_json
+    from verl.planner.overrides import overrides, plan_as_json
     from verl.planner.programs import dataflow_of, workload_of
     from verl.planner.request import PlanRequest, cluster_of, engine_of, rules_of
     from verl.planner.search import search
@@ -56,11 +56,11 @@ def run_plan(argv: list[str]) -> int:
     rules = rules_of(request, config, flow.roles)
     plans = search(flow, cluster_of(request.cluster, loaded), workload_of(config, request.workload), rules)
     best, second = plans[0], plans[1] if len(plans) > 1 else None
-    chosen = [*overrides(best, engine), *contradicted(config, best)]
+    chosen = overrides(best, engine, config)
     if arguments.options.json:
         shown = {
             "best": {**plan_as_json(best), "overrides": chosen},
-            "runner_up": {**plan_as_json(second), "overrides": overrides(second, engine)} if second else None,
+            "runner_up": {**plan_as_json(second), "overrides": overrides(second, engine, config)} if second else None,
         }
         print(json.dumps(shown, indent=2))
     else:
@@ -112,11 +112,11 @@ def _simulate(plan: RunPlan, name: str | None, beside: str | None, steps: int) -
 def show_plan(plan: RunPlan, second: RunPlan | None, chosen: list[str], console: Console) -> None:
     """Print a plan as tables, with its overrides `chosen`."""
     device = plan.cluster.device
-    mode = "rollout a step ahead of training" if plan.asynchronous else "synchronous"
+    mode = ", rollout a step ahead of training" if plan.asynchronous else ", synchronous" if plan.flow.generates else ""
     model = clean(plan.flow.shapes["actor"].name) or "model"
     console.print(
         f"{plan.flow.name}, {model} on {plan.cluster.num_devices} x {device.name}: "
-        f"a step takes about {plan.step_s:.1f} s, {mode}",
+        f"a step takes about {plan.step_s:.1f} s{mode}",
         soft_wrap=True,
         markup=False,
     )

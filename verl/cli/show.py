@@ -65,6 +65,8 @@ def show(progress: Progress, console: Console) -> None:
         console.print(_samples(progress.samples), soft_wrap=True)
     if progress.bottleneck is not None:
         show_time(progress.bottleneck, console)
+    if progress.planned is not None:
+        console.print(f"  {clean(progress.planned)}", markup=False, soft_wrap=True)
     if progress.curves:
         _show_curves(list(progress.curves.values()), console)
     if progress.complaints:

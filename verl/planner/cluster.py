@@ -141,9 +141,8 @@ def cluster_facts(gpu: str) -> dict[str, Any]:
     """The row of clusters.yaml. Raises ConfigError for an unknown device."""
     rows = _rows("clusters.yaml")
     if gpu not in rows:
-        raise ConfigError(
-            f"plan.cluster.gpu={gpu} is no known device{nearest(gpu, rows) or '.'} Known are: {', '.join(rows)}."
-        )
+        known = f"Known are: {', '.join(rows)}, and cpu, this machine's processor."
+        raise ConfigError(f"plan.cluster.gpu={gpu} is no known device{nearest(gpu, rows) or '.'} {known}")
     return rows[gpu]
 
 

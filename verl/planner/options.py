@@ -33,7 +33,7 @@ _SLOTS = (8, 16, 32, 64, 128, 256, 512, 1024)
 @dataclass(frozen=True)
 class Space:
     """Choices of the search. `pipelines`: (1,) for an engine that does not divide layers into stages (FSDP). `efficiency`:
-    measured time / predicted time of a family of runs."""
+    measured time / predicted time of a family of runs. `roles` have choices of their own."""
 
     zero: tuple[int, ...] = (1, 3)
     offload: bool = True
@@ -42,6 +42,10 @@ class Space:
     pipelines: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
     contexts: tuple[int, ...] = (1, 2, 4, 8)
     efficiency: float = 1.0
+    roles: tuple[tuple[str, Space], ...] = ()
+
+    def of(self, role: str) -> Space:
+        return dict(self.roles).get(role, self)
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,7 @@ def options(
 ) -> tuple[Option, ...]:
     """The front of `role` on all devices of `cluster` (a part of the whole one). The actor generates there too, unless the
     rollout is `alone` on devices of its own; the role "rollout" is that."""
+    space = space.of(role)
     if role == "rollout":
         return tuple(front(_rollouts(flow, cluster, workload, space)))
     trained = front(_trained(flow, role, cluster, workload, space))
@@ -110,7 +115,7 @@ def _trained(flow: Dataflow, role: str, cluster: Cluster, workload: Workload, sp
     """Options of the role's calls that are no generation."""
     shape, trains = flow.shapes[role], flow.trains(role)
     for layout in parallel_layouts(shape, cluster, workload, space, trains=trains):
-        state = training_state(shape, layout, _trained_parameters(flow, role))
+        state = training_state(shape, layout, _trained_parameters(flow, role), cluster.device.width)
         if (state.weights if layout.offload else state.state) > cluster.memory:
             continue
         found = _option(flow, role, layout, cluster, workload, space)
@@ -127,7 +132,7 @@ def _trained_parameters(flow: Dataflow, role: str) -> int | None:
 def _option(
     flow: Dataflow, role: str, layout: ParallelLayout, cluster: Cluster, workload: Workload, space: Space
 ) -> Option:
-    shape = flow.shapes[role]
+    shape, width = flow.shapes[role], cluster.device.width
     trained = _trained_parameters(flow, role)
     seconds = [0.0] * len(flow.stages)
     times: dict[str, Time] = {}
@@ -138,12 +143,12 @@ def _option(
         if kind == "train":
             batch = workload.computed(layout.data, layout.micro_batch, workload.updates)
             tokens = layout.micro_batch
-            parts[kind] = memory(shape, layout, tokens=tokens, sequence=batch.attended, trained=trained)
+            parts[kind] = memory(shape, layout, tokens=tokens, sequence=batch.attended, trained=trained, width=width)
             time = time_train(shape, layout, cluster, batch, workload.updates).times(workload.epochs)
             if trained:
                 time = time.times(_FROZEN_SHARE)  # no gradients of the weights that stay
         else:
-            parts[kind] = forward_memory(shape, layout, tokens=layout.micro_batch)
+            parts[kind] = forward_memory(shape, layout, tokens=layout.micro_batch, width=width)
             time = time_forward(shape, layout, cluster, workload.computed(layout.data, layout.micro_batch))
         if layout.offload:
             moved = parts[kind].state * (2 if kind == "train" else 1)
@@ -171,7 +176,7 @@ def _rollouts(flow: Dataflow, cluster: Cluster, workload: Workload, space: Space
         each = -(-workload.num_samples // replicas)
         for slots in sorted({min(s, each) for s in _SLOTS}):
             layout = EngineLayout(replicas, tensor, pipeline, slots)
-            part = generation_memory(shape, layout, workload)
+            part = generation_memory(shape, layout, workload, cluster.device.width)
             if part.total > cluster.memory:
                 break
             time = time_generate(shape, layout, cluster, workload).times(space.efficiency)

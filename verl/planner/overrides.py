@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import Any
 
-from verl.config import PPOConfig
+from verl.config.schema import value_at
 from verl.planner.dataflow import ROLLOUT
 from verl.planner.layout import ParallelLayout
 from verl.planner.search import RunPlan
@@ -17,20 +17,42 @@ _FSDP = {"actor": f"{_GROUP}.actor.fsdp_config", "reference": f"{_GROUP}.ref.fsd
 _ON_GIVEN_ROWS = ("sft", "preference", "rm")  # programs with one engine, whose keys are engine.* and data.*
 
 
-def overrides(plan: RunPlan, engine: str) -> list[str]:
-    """`key=value` for every choice of the plan."""
-    found = [*_devices(plan)]
+def overrides(plan: RunPlan, engine: str, config: Any = None) -> list[str]:
+    """`key=value` for every choice of the plan. Sizes of 1 and what is off are left out, unless `config` (of the run, if given)
+    says something else."""
+    found = list(_devices(plan))
     if plan.flow.name in _ON_GIVEN_ROWS:
         layout = plan.option("actor").layout
         assert layout is not None
-        return [*found, *_one_engine(layout, engine)]
+        return [*found, *_needed(_one_engine(layout, engine), config)]
     found += _rollout(plan)
     for role in plan.flow.roles:
         layout = plan.option(role).layout
         if layout is not None and role in _ENGINE:
-            found += _fsdp(_FSDP[role], layout) if engine == "fsdp" else _megatron(_ENGINE[role], layout)
-            found += _offload(_FSDP[role] if engine == "fsdp" else f"{_ENGINE[role]}.megatron", role, layout)
+            found += _needed(_layout(role, layout, engine), config)
             found += _batches(role, layout)
+    return [*found, *([] if config is None else _contradicted(config, plan))]
+
+
+def _needed(settings: Iterable[tuple[str, Any]], config: Any) -> list[str]:
+    """Those that are not the default, or not what `config` has."""
+    found = []
+    for key, value in settings:
+        same = ("fsdp", "fsdp2") if value == "fsdp" else (value,)  # two names of one engine
+        default = value is False or value == "fsdp" or (value == 1 and value is not True)
+        if not default or (config is not None and value_at(config, key) not in same):
+            found.append(f"{key}={value}")
+    return found
+
+
+def _contradicted(config: Any, plan: RunPlan) -> list[str]:
+    """`key=value` for keys of `config` that would start other devices or another mode than the plan."""
+    rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
+    found = [f"{_GROUP}.rollout.nnodes=0"] if rollout.nnodes else []
+    found += ["distillation.nnodes=0"] if config.distillation.enabled and config.distillation.nnodes else []
+    found += ["trainer.placement={}"] if trainer.placement and len(plan.groups) == 1 else []
+    if not plan.asynchronous and trainer.v1.trainer_mode == "separate_async":
+        found.append("trainer.v1.trainer_mode=sync")
     return found
 
 
@@ -60,41 +82,33 @@ def _rollout(plan: RunPlan) -> Iterator[str]:
     yield f"{_GROUP}.rollout.max_num_seqs={option.rollout.slots}"
 
 
-def _one_engine(layout: ParallelLayout, engine: str) -> Iterator[str]:
+def _one_engine(layout: ParallelLayout, engine: str) -> Iterator[tuple[str, Any]]:
     """Of a program that trains on given rows."""
-    yield from _fsdp("engine", layout) if engine == "fsdp" else _megatron("engine", layout)
-    yield from _offload("engine" if engine == "fsdp" else "engine.megatron", "actor", layout)
-    yield "data.use_dynamic_bsz=True"
-    yield f"data.max_token_len_per_gpu={max(layout.micro_batch // layout.context, 1)}"
-    yield f"model.enable_gradient_checkpointing={layout.recompute == 'full'}"
+    yield from _sizes("engine", "engine", "actor", layout, engine)
+    yield "data.use_dynamic_bsz", "True"
+    yield "data.max_token_len_per_gpu", max(layout.micro_batch // layout.context, 1)
+    yield "model.enable_gradient_checkpointing", str(layout.recompute == "full")
 
 
-def _fsdp(key: str, layout: ParallelLayout) -> Iterator[str]:
-    for name, size in (
-        ("tensor_parallel_size", layout.tensor),
-        ("expert_parallel_size", layout.expert),
-        ("ulysses_sequence_parallel_size", layout.context),
-    ):
-        if size > 1:
-            yield f"{key}.{name}={size}"
+def _layout(role: str, layout: ParallelLayout, engine: str) -> Iterator[tuple[str, Any]]:
+    return _sizes(_ENGINE[role], _FSDP[role], role, layout, engine)
 
 
-def _megatron(key: str, layout: ParallelLayout) -> Iterator[str]:
-    yield f"{key}.strategy=megatron"
-    for name, size in (
-        ("tensor_model_parallel_size", layout.tensor),
-        ("pipeline_model_parallel_size", layout.pipeline),
-        ("expert_model_parallel_size", layout.expert),
-    ):
-        if size > 1:
-            yield f"{key}.megatron.{name}={size}"
-
-
-def _offload(key: str, role: str, layout: ParallelLayout) -> Iterator[str]:
-    if layout.offload:
-        yield f"{key}.param_offload=True"
-        if role != "reference":
-            yield f"{key}.optimizer_offload=True"
+def _sizes(section: str, fsdp: str, role: str, layout: ParallelLayout, engine: str) -> Iterator[tuple[str, Any]]:
+    """Sizes and offload of a role, whose keys are in `section` and, of the PyTorch-native engine, in `fsdp`."""
+    yield f"{section}.strategy", engine
+    key = fsdp if engine == "fsdp" else f"{section}.megatron"
+    if engine == "fsdp":
+        yield f"{key}.tensor_parallel_size", layout.tensor
+        yield f"{key}.expert_parallel_size", layout.expert
+        yield f"{key}.ulysses_sequence_parallel_size", layout.context
+    else:
+        yield f"{key}.tensor_model_parallel_size", layout.tensor
+        yield f"{key}.pipeline_model_parallel_size", layout.pipeline
+        yield f"{key}.expert_model_parallel_size", layout.expert
+    yield f"{key}.param_offload", layout.offload
+    if role != "reference":
+        yield f"{key}.optimizer_offload", layout.offload
 
 
 def _batches(role: str, layout: ParallelLayout) -> Iterator[str]:
@@ -109,17 +123,6 @@ def _batches(role: str, layout: ParallelLayout) -> Iterator[str]:
     yield f"{key}.ppo_max_token_len_per_gpu={tokens}"
     model = f"{_GROUP}.model" if role == "actor" else "critic.model"
     yield f"{model}.enable_gradient_checkpointing={layout.recompute == 'full'}"
-
-
-def contradicted(config: Any, plan: RunPlan) -> list[str]:
-    """`key=value` for keys of `config` that would start other devices or another mode than the plan."""
-    if not isinstance(config, PPOConfig):
-        return []
-    found = [f"{_GROUP}.rollout.nnodes=0"] if config.actor_rollout_ref.rollout.nnodes else []
-    found += ["distillation.nnodes=0"] if config.distillation.enabled and config.distillation.nnodes else []
-    if not plan.asynchronous and config.trainer.v1.trainer_mode == "separate_async":
-        found.append("trainer.v1.trainer_mode=sync")
-    return found
 
 
 def plan_as_json(plan: RunPlan) -> dict[str, Any]:

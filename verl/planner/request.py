@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from verl.config import LoadedConfig, PPOConfig
 from verl.config.overrides import parse_override
 from verl.errors import ConfigError, nearest
+from verl.parallel.memory import available_memory
 from verl.planner.cluster import Cluster, cluster_facts
+from verl.planner.cpu import measure_cpu
 from verl.planner.options import Space
 from verl.planner.search import Rules
 from verl.planner.shapes import ModelShape, known_shape
@@ -151,6 +153,12 @@ def read_lengths(file: Path) -> list[float]:
 
 def cluster_of(asked: ClusterRequest, loaded: LoadedConfig[Any]) -> Cluster:
     """The cluster of `plan.cluster`; numbers of nodes and devices that it does not give are those that the config gives."""
+    if asked.gpu == "cpu":
+        if asked.gpus_per_node not in (None, 1) or asked.nodes not in (None, 1):
+            raise ConfigError(
+                "plan.cluster.gpu=cpu is this machine's processor, one device. Leave out nodes and gpus_per_node."
+            )
+        return measure_cpu(asked.hbm_gb * 1e9 if asked.hbm_gb else available_memory())
     trainer, given = loaded.config.trainer, loaded.given
     per_node = asked.gpus_per_node
     if per_node is None:
@@ -175,9 +183,10 @@ def engine_of(asked: PlanRequest, config: Any) -> str:
 def rules_of(asked: PlanRequest, config: Any, roles: tuple[str, ...]) -> Rules:
     """The choices of a search. Programs that train on given rows run all roles on the same devices."""
     alike = not isinstance(config, PPOConfig)
+    space = _SPACES[engine_of(asked, config)]
     return Rules(
         asynchronous="off" if alike else asked.asynchronous,  # type: ignore[arg-type]
         objective=asked.objective,  # type: ignore[arg-type]
-        space=_SPACES[engine_of(asked, config)],
+        space=replace(space, offload=False) if asked.cluster.gpu == "cpu" else space,
         placements=((roles,),) if alike else None,
     )

@@ -278,6 +278,8 @@ def nothing_fits(flow: Dataflow, cluster: Cluster, workload: Workload, rules: Ru
     asked = f"{cluster.num_devices} x {cluster.device.name} ({cluster.device.memory / 1e9:.0f} GB)"
     where = f"{shape.name or 'The model'} ({shape.num_parameters / 1e9:.1f}B parameters) does not fit on {asked}"
     colocated = Rules(placements=((flow.roles,),), space=rules.space)
+    if not cluster.device.kernels.collectives:  # a processor, which is one device
+        return f"{where}. Take a smaller model, or shorten the responses (now {workload.longest:.0f} tokens with the prompt)."
     for factor in (2, 4, 8, 16, 32, 64):
         larger = cluster.with_devices(cluster.num_devices * factor)
         if _plans(flow, larger, workload, colocated, Statistics()):

@@ -61,6 +61,8 @@ def time_transition(
         # training devices send every slice to one replica each; replicas pass it on in a pipeline of messages
         return max(needed, first) / network
     received = received_bytes(shape, train, rollout)
+    if not received:
+        return 0.0
     within = train.tensor * train.pipeline * (train.data_ranks if train.zero == 3 else 1) <= cluster.domain
     fast = cluster.device.kernels.collectives["all_gather"].gb_per_s * 1e9 * cluster.link_scale
     if within:

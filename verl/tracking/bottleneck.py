@@ -86,6 +86,27 @@ def find_bottleneck(
     )
 
 
+def beside_plan(timeline: Sequence[Mapping[str, Any]], planned: Sequence[Mapping[str, Any]]) -> str | None:
+    """The measured step beside the one that `verl plan` has predicted, and the phase that differs most; None without either.
+    The first step of each is left out where there are more: it includes warm-up, and nothing is made ahead of it."""
+    if not timeline or not planned:
+        return None
+    measured, plan = (_median_phases(rows[1:] or rows) for rows in (timeline, planned))
+    step_s, planned_s = sum(measured.values()), sum(plan.values())
+    names = dict.fromkeys([*plan, *measured])
+    worst = max(names, key=lambda name: abs(measured.get(name, 0.0) - plan.get(name, 0.0)))
+    return (
+        f"planned were {planned_s:.3g} s a step, without validation and saving, measured {step_s:.3g} s "
+        f"({step_s / max(planned_s, 1e-9) - 1:+.0%}); {worst} differs most: {measured.get(worst, 0.0):.3g} s instead of "
+        f"{plan.get(worst, 0.0):.3g} s"
+    )
+
+
+def _median_phases(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    names = [name for name in _phase_names(rows) if name not in ("validation", "saving")]
+    return {name: statistics.median(row["phases"].get(name, 0.0) for row in rows) for name in names}
+
+
 def _phase_names(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return list(dict.fromkeys(name for row in rows for name in row["phases"]))
 

@@ -14,13 +14,13 @@ from typing import Any
 
 from verl.errors import ConfigError
 from verl.foreign_text import clean
-from verl.tracking.bottleneck import Bottleneck, find_bottleneck
+from verl.tracking.bottleneck import Bottleneck, beside_plan, find_bottleneck
 from verl.tracking.files import has, is_count, is_number, is_text, maybe, open_regular, read_json_rows, read_metrics
 from verl.tracking.heartbeat import EVENTS, read_beat
 from verl.tracking.ledger.reader import Counts, read_counts
 from verl.tracking.lock import holder_of
 from verl.tracking.run_folder import Curves, RunFolder
-from verl.tracking.timeline import read_timeline
+from verl.tracking.timeline import PLANNED, read_timeline
 
 _LOG_BYTES = 1 << 16  # looked at from the end of a log
 _LINE_CHARS = 1000
@@ -61,6 +61,7 @@ class Progress:
     doing_s: float | None = None  # seconds in that phase
     crashes: list[dict[str, Any]] = field(default_factory=list)  # recorded by the supervisor, oldest first
     samples: Counts | None = None  # None without a readable ledger
+    planned: str | None = None  # the measured step beside that of `verl plan`, where there is a plan
 
 
 def read_progress(folder: Path, num_complaints: int = 5) -> Progress:
@@ -94,6 +95,7 @@ def read_progress(folder: Path, num_complaints: int = 5) -> Progress:
         doing_s=time.time() - beat.since if beat else None,
         crashes=[{name: clean(v) if isinstance(v, str) else v for name, v in row.items()} for row in events],
         samples=read_counts(folder),
+        planned=beside_plan(timeline, list(read_timeline(folder / PLANNED))),
     )
 
 

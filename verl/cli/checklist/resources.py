@@ -18,7 +18,7 @@ from verl.config.roots.preference import has_reference_role
 from verl.config.sections.trainer import AFTER_EACH_EPOCH
 from verl.parallel.memory import available_memory
 from verl.planner.layout import ParallelLayout
-from verl.planner.memory import WEIGHT, activation_bytes_of_layer, kv_bytes_per_token
+from verl.planner.memory import WEIGHT, kv_bytes_per_token, memory
 from verl.planner.shapes import ModelShape
 
 FLOAT32 = 4
@@ -26,6 +26,7 @@ ADAM_STATES = 2 * FLOAT32
 # a Python process with PyTorch and transformers; a reward worker with its scorers
 PROCESS_BYTES = 700_000_000
 REWARD_WORKER_BYTES = 60_000_000
+_CHUNK_ELEMENTS = 1 << 26  # of logits that exist at once (verl/models/log_probs.py)
 _TIGHT = 0.8  # share of the free memory above which the estimate may be too low
 
 
@@ -52,12 +53,14 @@ def cache_bytes(
 
 
 def activation_bytes(model: ModelShape, num_tokens: int, width: int, *, checkpointing: bool) -> int:
-    """Bytes that a micro-batch of `num_tokens` tokens keeps for its backward pass; with checkpointing the layers' inputs, and
-    one layer in full."""
-    layer = activation_bytes_of_layer(model, ParallelLayout(), 0) * width / WEIGHT
-    if checkpointing:
-        return int(num_tokens * (model.num_layers * model.hidden * width + layer))
-    return int(num_tokens * model.num_layers * layer)
+    """Bytes that a micro-batch of `num_tokens` tokens adds: what it keeps for its backward pass (with checkpointing the layers'
+    inputs), and what the layer at work and a chunk of logits take."""
+    layout = ParallelLayout(
+        zero=0,
+        recompute="full" if checkpointing else "none",
+        logit_chunk=_CHUNK_ELEMENTS // max(model.vocab, 1) or 1,
+    )
+    return int(memory(model, layout, tokens=num_tokens, width=width).transient)
 
 
 def memory_needed(config: PPOConfig, policy: ModelShape, critic: ModelShape | None, width: int) -> dict[str, int]:
