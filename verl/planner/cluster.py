@@ -27,7 +27,7 @@ from verl.planner.kernels import (
 )
 
 _FOLDER = Path(__file__).parent
-_NETWORK_LATENCY_S = 10e-6  # of a message between nodes
+_NETWORK_LATENCY_S = 20e-6  # of a message between nodes, as in the system files of Calculon (Isaev et al., SC 2023)
 _NETWORK_SHARE = 0.8  # of the network's bandwidth that a collective reaches
 RESERVED_BYTES = 2_500_000_000  # of a GPU: the context, NCCL's buffers and what an allocator cannot use
 
