@@ -30,8 +30,8 @@ _NUM_LIBRARY_THREADS = 64  # the kernel counts threads as processes
 _NUM_OTHER_TASKS = 1024  # that the user may start outside of the sandbox later
 _KEPT_CAPABILITIES = "+chown,+dac_override,+dac_read_search,+fowner,+fsetid"  # what root's files need
 # Process 1 keeps the capabilities that the scorer loses, so that the scorer cannot trace it, nor undo what it sets: as many
-# process ids as its first argument says (the kernel gives none up to 300 twice); a shared memory of its own; and empty folders and files in the place of its other
-# arguments up to --.
+# process ids as its first argument says (the kernel gives none up to 300 twice); a shared memory of its own; and empty folders
+# and files in the place of its other arguments up to --.
 _PROCESS_1 = """
 if [ "$1" != 0 ]; then
   { echo 300 > /proc/sys/kernel/ns_last_pid; echo $((301 + $1)) > /proc/sys/kernel/pid_max; } 2> /dev/null
