@@ -21,10 +21,10 @@ PROGRAM = {
 
 def run_check(argv: list[str]) -> int:
     """Print the checklist of a command line: the exit code."""
-    return check(parse("check", _ABOUT, argv, {"--program": PROGRAM}, schema=schema_of(argv)))
+    return check(parse("check", _ABOUT, argv, {"--program": PROGRAM}, schema=schema_asked(argv)))
 
 
-def schema_of(argv: list[str]) -> Schema[Any]:
+def schema_asked(argv: list[str]) -> Schema[Any]:
     """The schema of --program, or that with the built-in config --config-name."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--program", nargs="?")  # `parse` reports a missing value

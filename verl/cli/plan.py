@@ -10,7 +10,7 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from verl.cli.arguments import ConfigArguments, parse
-from verl.cli.check import PROGRAM, schema_of
+from verl.cli.check import PROGRAM, schema_asked
 from verl.errors import ConfigError
 from verl.foreign_text import clean
 
@@ -43,7 +43,7 @@ def run_plan(argv: list[str]) -> int:
     """Print the plan; with plan.apply=true start the run with it: the exit code."""
     own = [a for a in argv if a.startswith("plan.")]
     others = [a for a in argv if not a.startswith("plan.")]
-    arguments = parse("plan", _ABOUT, others, _OPTIONS, schema=schema_of(others))
+    arguments = parse("plan", _ABOUT, others, _OPTIONS, schema=schema_asked(others))
     from verl.planner.overrides import overrides, plan_as_json
     from verl.planner.programs import dataflow_of, workload_of
     from verl.planner.request import PlanRequest, cluster_of, engine_of, rules_of
