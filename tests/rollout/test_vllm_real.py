@@ -14,12 +14,15 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 import torch
 
+from tests.agents.test_driver import PARAMS, agent, tasks
 from tests.rollout.conftest import EOS, make_prompts
 from tests.runtime.ranks import still_there
+from verl.agents.driver import EpisodeDriver, EventLoop
 from verl.config import RolloutConfig
 from verl.data_proto.samples import PromptRequest, SamplingParams
 from verl.errors import ModelError, WorkerLostError
@@ -129,6 +132,30 @@ def test_samples_are_the_native_ones_before_and_after_updates(engine, folder, to
     stats = engine.stats()
     assert stats["num_prompt_tokens_computed"] < stats["num_prompt_tokens"] * 4  # computed once, but for the last block
     assert engine.generate([PromptRequest(3, (5, 6, 7), first_sample=2, num_drawn=1)], DRAWS["plain"], step=0)
+
+
+def played(engine):
+    """Episodes of several turns, each behind what a tool said, over one generation."""
+    events = EventLoop()
+    try:
+        driver = EpisodeDriver(engine, events, max_episodes=100, timeout_s=120.0, filler=EOS)
+        return driver.run(tasks(), agent(), PARAMS, step=1)
+    finally:
+        events.close()
+
+
+def test_conversations_are_the_native_ones(engine, folder, tokenizer):
+    module = changed(folder, 4)
+    engine.load(module.named_parameters())
+    engine.publish(20)
+    made, expected = played(engine), played(native(module, tokenizer))
+    assert [e.trajectory.response_ids for e in made] == [e.trajectory.response_ids for e in expected]
+    for one, other in zip(made, expected, strict=True):
+        assert one.error is None
+        row, wanted = one.trajectory.to_row(), other.trajectory.to_row()
+        assert (row.response_mask == wanted.response_mask).all()
+        np.testing.assert_allclose(row.log_probs, wanted.log_probs, atol=TOLERANCE)
+    assert max(sum(s.source == "policy" for s in e.trajectory.segments) for e in made) > 2
 
 
 def test_weights_that_do_not_fit_are_refused_and_the_next_update_succeeds(engine, folder, tokenizer):
