@@ -83,6 +83,7 @@ class Agents:
         self.environments, self.matches = load_environments(agent.environment), Matches()
         self.num_players = max((num_players(cls) for cls in self.environments.values()), default=1)
         self._check_players()
+        self.runner, self.gateway = load_runner(agent.runner), None  # its file may register a parser
         ToolParser.get_tool_parser(multi_turn.format, tokenizer)
         self.continuity = ChatContinuity(tokenizer, config.data.apply_chat_template_kwargs)
         self._notice_template(tools)
@@ -104,7 +105,6 @@ class Agents:
         self.stop_token_ids = frozenset(stop_token_ids)
         self.mask_unfinished = agent.mask_unfinished_episodes
         self.events = EventLoop()
-        self.runner, self.gateway = load_runner(agent.runner), None
         if self.runner is not None:
             port = agent.gateway_port + rank if agent.gateway_port else 0  # ranks of one machine need their own
             self.gateway = Gateway(agent.gateway_host, port)
