@@ -29,7 +29,7 @@ import statistics
 import string
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -166,6 +166,7 @@ def overrides(model: Path, folder: Path, lengths: Sequence[Sequence[int]], respo
         "reward.custom_reward_function.reward_kwargs.seconds": 0,
         "reward.num_workers": 1,
         "trainer.device": "cpu",
+        "trainer.page.enable": False,  # a process more beside those that are measured
         "trainer.logger": "[file]",
         "trainer.val_before_train": False,
         "trainer.total_training_steps": len(lengths),
@@ -197,16 +198,17 @@ def launch(side: Side, runtime: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def measure(
-    sides: Sequence[Side], common: Sequence[str], arguments: argparse.Namespace, folder: Path
-) -> dict[str, list[list[Row]]]:
-    """The metrics of every run of every side, the first of which is the baseline."""
+    sides: Sequence[Side], common: Sequence[str], arguments: argparse.Namespace, folder: Path,
+    make: Callable[..., list[Row]] | None = None,
+) -> dict[str, list[list[Row]]]:  # fmt: skip
+    """The metrics of every run of every side, the first of which is the baseline. `make` runs one, in place of `train`."""
     found: dict[str, list[list[Row]]] = {side.name: [] for side in sides}
     baseline: list[Row] = []
     for number in range(arguments.rounds):
         for side in sides if number % 2 == 0 else sides[::-1]:
             launcher, more = launch(side, arguments.runtime)
             run = folder / f"{number}-{side.name.replace(' ', '-').replace(',', '')}"
-            rows = train(run, [*common, *side.changes, *more], threads=side.threads, launcher=launcher)
+            rows = (make or train)(run, [*common, *side.changes, *more], threads=side.threads, launcher=launcher)
             baseline = baseline or rows
             if unlike := difference(baseline, rows):
                 raise SystemExit(f"{side.name} did not do the work of {sides[0].name}: {unlike}")

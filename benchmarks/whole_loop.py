@@ -1,7 +1,8 @@
 """The whole PPO loop on two devices against one: placement, rollout on a device of its own, samples ahead of training.
 
-    python benchmarks/whole_loop.py                       # five to eight minutes on two cores; needs the extra `ray`
-    python benchmarks/whole_loop.py --rounds 3 --reward-seconds 0.5 --json out.json
+    python benchmarks/whole_loop.py                       # seven to nine minutes on two cores; needs the extra `ray`
+    python benchmarks/whole_loop.py --reward program      # each sample is run as a program, with its tests
+    python benchmarks/whole_loop.py --sides serial "groups, ahead" --rounds 3 --json out.json
 
 A device is a process with one thread. Every side is a whole run of `verl train` of the same work (actor, critic, reference
 policy, a reward that takes its time) with a random Llama of 4 million parameters in float32; they take turns.
@@ -10,51 +11,78 @@ policy, a reward that takes its time) with a random Llama of 4 million parameter
 - ahead: the same with samples one step ahead, so that rewards are waited for while others train.
 - groups: actor and rollout on one device, critic and reference on the other.
 - groups, ahead: both.
-- rollout apart, ahead: generation and rewards on a device of their own, which generates while the other trains; new weights
-  travel by the resharding plan.
+- rollout apart: generation and rewards on a device of their own; new weights travel by the resharding plan. They wait for one
+  another.
+- rollout apart, ahead: one generates while the other trains.
+- rollout apart, ahead, gathered: the same, with whole weights gathered instead of the plan.
 
-"bound" is how many times faster the serial run's own times allow that side to be: what runs at the same time counts as the
-longer of the two. "share" is the part of the bound that is reached. Utilisation is the time in which a device's roles work, of
-the steps that count. With samples ahead of training old log-probs are computed again and importance weights are on, which the
-serial side does not do; its bound leaves them out.
+Old log-probs are those of the sampler on all sides (rollout_correction.bypass_mode where samples are ahead), so that all do the
+same work. "bound" is how many times faster the serial run's own times allow that side to be: what runs at the same time counts
+as the longer of the two. "share" is the part of the bound that is reached. "busy" is the processor time of each device's
+process, of the steps that count; waiting for scores is not busy. "generation": seconds in which a step waits for samples.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import statistics
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from placement import PROMPT_TOKENS, PROMPTS, RESPONSE_TOKENS, Side, _make_model, by_tokens, measure, overrides
-from prefetch import WARM_UP, Row, step_seconds
-from report import Report, Series, ratio
+from prefetch import WARM_UP, Row, step_seconds, train
+from report import Report, Series, number, ratio
 
-_AHEAD = ("actor_rollout_ref.rollout.prefetch_num=1",)
+_AHEAD = (
+    "actor_rollout_ref.rollout.prefetch_num=1",
+    "algorithm.rollout_correction.bypass_mode=True",
+    "algorithm.rollout_correction.rollout_is=null",
+)
 _GROUPS = ("trainer.placement={actor:[0],rollout:[0],reward:[0],critic:[1],reference:[1]}",)
 _APART = ("trainer.placement={actor:[0],critic:[0],reference:[0],rollout:[1],reward:[1]}",)
-SERIAL = "serial"
+SERIAL, APART = "serial", "rollout apart"
 SIDES = (
     Side(SERIAL),
     Side("ahead", changes=_AHEAD),
     Side("groups", 2, changes=_GROUPS),
     Side("groups, ahead", 2, changes=(*_GROUPS, *_AHEAD)),
-    Side("rollout apart, ahead", 2, changes=(*_APART, *_AHEAD)),
+    Side(APART, 2, changes=_APART),
+    Side(f"{APART}, ahead", 2, changes=(*_APART, *_AHEAD)),
+    Side(
+        f"{APART}, ahead, gathered", 2, changes=(*_APART, *_AHEAD, "actor_rollout_ref.model.external_lib=gathers_whole")
+    ),
 )
-# roles on each device, by side
-DEVICES = {
-    SERIAL: (("rollout", "actor", "critic", "reference"),),
-    "ahead": (("rollout", "actor", "critic", "reference"),),
-    "groups": (("rollout", "actor"), ("critic", "reference")),
-    "groups, ahead": (("rollout", "actor"), ("critic", "reference")),
-    "rollout apart, ahead": (("actor", "critic", "reference"), ("rollout",)),
-}
 _SPANS = ("gen", "reward", "ref", "values", "update_actor", "update_critic")
+_GATHERS_WHOLE = """
+import verl.runtime.weight_sync as weight_sync
+
+weight_sync.plan_update = lambda *_, **__: None
+"""
+PROGRAM = """
+import json, subprocess, sys
+
+TESTS = '''
+import itertools, math
+found = [n for n in range(2, {size}) if all(n % d for d in range(2, math.isqrt(n) + 1))]
+assert found[:4] == [2, 3, 5, 7]
+'''
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, seconds=0.3):
+    program = f"answer = {{json.dumps(solution_str)}}\\n" + TESTS
+    done = subprocess.run([sys.executable, "-I", "-c", program], timeout=20, check=False)
+    share = sum(c.isalpha() for c in solution_str) / max(len(solution_str), 1)
+    return share if done.returncode == 0 else -1.0
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,16 +96,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         common += (
             f"reward.custom_reward_function.reward_kwargs.seconds={arguments.reward_seconds}", f"reward.num_workers={PROMPTS}",
         )  # fmt: skip
-        fill(report, measure(SIDES, common, arguments, folder / "runs"))
+        if arguments.reward == "program":
+            (folder / "task" / "reward.py").write_text(PROGRAM.format(size=arguments.program_size))
+        (folder / "gathers_whole.py").write_text(_GATHERS_WHOLE)
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+        sides = [side for side in SIDES if side.name in (SERIAL, *arguments.sides)]
+        fill(report, measure(sides, common, arguments, folder / "runs", watched))
     report.finish(arguments.json)
     return 0
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [side.name for side in SIDES]
     parser.add_argument("--runtime", choices=("ray",), default="ray", help="of the sides with two devices")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each side")
     parser.add_argument("--steps", type=int, default=7, help="of each run, warm-up included")
+    parser.add_argument("--sides", nargs="+", choices=names, default=names, metavar="SIDE", help="beside serial")
+    parser.add_argument("--reward", choices=("service", "program"), default="service", help="waits for, or computes")
+    parser.add_argument("--program-size", type=int, default=10_000, help="numbers that a program of --reward tests")
     parser.add_argument("--reward-seconds", type=float, default=0.3, help="seconds that the reward of a sample takes")
     parser.add_argument("--json", type=Path, help="file for the figures")
     arguments = parser.parse_args(argv)
@@ -87,12 +124,52 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
+    reward = f"of {arguments.reward_seconds} s" if arguments.reward == "service" else "that runs a program"
     return {
         "a device": "a process with one thread",
-        "step": f"{PROMPTS} samples of {PROMPT_TOKENS} + {RESPONSE_TOKENS} tokens, a reward of {arguments.reward_seconds} s",
+        "step": f"{PROMPTS} samples of {PROMPT_TOKENS} + {RESPONSE_TOKENS} tokens, a reward {reward}",
         "rounds": arguments.rounds,
         "steps that count": arguments.steps - WARM_UP,
     }
+
+
+def watched(run: Path, changes: Sequence[str], **how: Any) -> list[Row]:
+    """`train`, with `busy` [device] in each row: processor seconds of each device's process in that step."""
+    seen: dict[int, list[float]] = {}
+    ended = threading.Event()
+
+    def watch() -> None:
+        processes: list[psutil.Process] = []
+        while not ended.wait(0.02):
+            try:
+                num_rows = (run / "metrics.jsonl").read_bytes().count(b"\n")
+            except OSError:
+                continue
+            processes = processes or devices()
+            if num_rows not in seen:
+                with contextlib.suppress(psutil.Error):
+                    seen[num_rows] = [sum(p.cpu_times()[:2]) for p in processes]
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        rows = train(run, changes, **how)
+    finally:
+        ended.set()
+        thread.join(timeout=5)
+    for row in rows:
+        before, after = seen.get(row["step"] - 1), seen.get(row["step"])
+        row["busy"] = [b - a for a, b in zip(before, after, strict=True)] if before and after else None
+    return rows
+
+
+def devices() -> list[psutil.Process]:
+    """The processes of the devices of the run below this one, by rank; that of the run itself where it has one device."""
+    below = psutil.Process().children(recursive=True)
+    ranks = [process for process in below if "RankProcess" in " ".join(process.cmdline())]
+    if ranks:
+        return sorted(ranks, key=lambda p: next((f.path for f in p.open_files() if "rank_" in f.path), ""))
+    return [max(below, key=lambda p: sum(p.cpu_times()[:2]))]
 
 
 def fill(report: Report, found: Mapping[str, Sequence[Sequence[Row]]]) -> None:
@@ -101,19 +178,16 @@ def fill(report: Report, found: Mapping[str, Sequence[Sequence[Row]]]) -> None:
     allowed = bounds(found[SERIAL])
     lines = []
     for name, series in steps.items():
-        gained, used = ratio(steps[SERIAL], series), utilisation(found[name], DEVICES[name])
-        samples = PROMPTS / series.median
-        lines.append(
-            [
-                name, series.text("s"), f"{samples:.2f}", f"{gained:.2f}", f"{allowed[name]:.2f}",
-                f"{gained / allowed[name]:.0%}", " ".join(f"{share:.0%}" for share in used),
-            ]
-        )  # fmt: skip
+        gained, used = ratio(steps[SERIAL], series), utilisation(found[name])
+        samples, waited = PROMPTS / series.median, generation_s(found[name])
+        share, shown = gained / allowed[name], f"{number(waited)} s, {waited / series.median:.0%}"
+        cells = [f"{samples:.2f}", shown, f"{gained:.2f}", f"{allowed[name]:.2f}", f"{share:.0%}"]
+        lines.append([name, series.text("s"), *cells, " ".join(f"{part:.0%}" for part in used)])
         report.results[name] = {
-            "step_s": series.to_json(), "samples_per_s": samples, "times_faster": gained, "bound": allowed[name],
-            "share_of_bound": gained / allowed[name], "utilisation": used,
+            "step_s": series.to_json(), "samples_per_s": samples, "generation_s": waited, "times_faster": gained,
+            "bound": allowed[name], "share_of_bound": share, "busy": used,
         }  # fmt: skip
-    report.add_table(["", "step", "samples/s", "times serial", "bound", "share", "utilisation"], lines)
+    report.add_table(["", "step", "samples/s", "generation", "times serial", "bound", "share", "busy"], lines)
 
 
 def bounds(serial: Sequence[Sequence[Row]]) -> dict[str, float]:
@@ -128,26 +202,26 @@ def bounds(serial: Sequence[Sequence[Row]]) -> dict[str, float]:
         "ahead": step - t["reward"],
         "groups": step - updates,
         "groups, ahead": step - updates - t["reward"],
-        "rollout apart, ahead": max(step - generation, generation),
+        APART: step,
+        f"{APART}, ahead": max(step - generation, generation),
+        f"{APART}, ahead, gathered": max(step - generation, generation),
     }
     return {name: step / max(seconds, 1e-9) for name, seconds in best.items()}
 
 
-def utilisation(runs: Sequence[Sequence[Row]], devices: Sequence[Sequence[str]]) -> list[float]:
-    """Share of the counted steps in which the roles of each device work."""
-    of_role = {
-        "rollout": ("gen",), "actor": ("old_log_prob", "update_actor"), "critic": ("values", "update_critic"),
-        "reference": ("ref",),
-    }  # fmt: skip
-    counted = [row for rows in runs for row in rows if row["step"] > WARM_UP]
+def utilisation(runs: Sequence[Sequence[Row]]) -> list[float]:
+    """Share of the counted steps in which the process of each device works."""
+    counted = [row for rows in runs for row in rows if row["step"] > WARM_UP and row.get("busy")]
     total = sum(row["perf/time_per_step"] for row in counted)
-    shares = []
-    for roles in devices:
-        spans = [span for role in roles for span in of_role[role]]
-        generated = sum(row.get("rollout/seconds", 0.0) for row in counted) if "rollout" in roles else 0.0
-        trained = sum(row.get(f"timing_s/{span}", 0.0) for row in counted for span in spans if span != "gen")
-        shares.append(min(1.0, (generated + trained) / total) if total else 0.0)
-    return shares
+    return [min(1.0, sum(device) / total) for device in zip(*(row["busy"] for row in counted), strict=True)]
+
+
+def generation_s(runs: Sequence[Sequence[Row]]) -> float:
+    """Median seconds in which a step waits for samples."""
+    counted = [row for rows in runs for row in rows if row["step"] > WARM_UP]
+    return statistics.median(
+        sum(row.get(f"timing_s/{span}", 0.0) for span in ("gen", "rollout_wait")) for row in counted
+    )
 
 
 if __name__ == "__main__":

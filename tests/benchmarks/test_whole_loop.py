@@ -2,12 +2,14 @@
 
 import pytest
 from report import Report
-from whole_loop import DEVICES, SERIAL, SIDES, bounds, fill, utilisation
+from whole_loop import APART, SERIAL, SIDES, bounds, fill, utilisation
 
 from verl.config import load_config
 from verl.parallel.placement import Placement
 
 pytestmark = pytest.mark.seed("D4", "D5")
+SAME = [["actor", "rollout"], ["reference", "critic"]]
+APARTS = [["actor", "reference", "critic"], ["rollout"]]
 TIMES = {
     "gen": 2.0,
     "reward": 1.0,
@@ -22,7 +24,8 @@ TIMES = {
 def metrics(step_s, num_steps=4):
     spans = {f"timing_s/{name}": seconds for name, seconds in TIMES.items()}
     return [
-        {"step": n, "time": 50 + n * step_s, "perf/time_per_step": step_s, "rollout/seconds": 2.0, **spans}
+        {"step": n, "time": 50 + n * step_s, "perf/time_per_step": step_s, "rollout/seconds": 2.0, "busy": [4.0, 1.6]}
+        | spans
         for n in range(1, num_steps + 1)
     ]
 
@@ -33,16 +36,18 @@ def test_the_sides_differ_in_devices_and_in_being_ahead():
         count = [f"trainer.n_gpus_per_node={side.devices}"]
         config = load_config([*keys, *side.changes, *count], check=False).config
         devices = Placement.of(config).devices
-        assert [tuple(r for r in roles if devices[r] == (n,)) for n, roles in enumerate(DEVICES[side.name])] == list(
-            map(tuple, DEVICES[side.name])
-        )
+        expected = [[*SAME[0], *SAME[1]]] if side.devices == 1 else APARTS if side.name.startswith(APART) else SAME
+        assert [[r for r in devices if devices[r] == (n,) and r != "reward"] for n in range(side.devices)] == expected
         assert config.actor_rollout_ref.rollout.prefetch_num == ("ahead" in side.name)
 
 
 def test_bounds_are_those_of_the_serial_runs_own_times():
     assert bounds([metrics(8.0)]) == pytest.approx(
-        {SERIAL: 1, "ahead": 8 / 7, "groups": 8 / 6.5, "groups, ahead": 8 / 5.5, "rollout apart, ahead": 8 / 5}
-    )
+        {
+            SERIAL: 1, "ahead": 8 / 7, "groups": 8 / 6.5, "groups, ahead": 8 / 5.5, APART: 1, f"{APART}, ahead": 8 / 5,
+            f"{APART}, ahead, gathered": 8 / 5,
+        }
+    )  # fmt: skip
 
 
 def test_shares_and_utilisation():
@@ -51,4 +56,5 @@ def test_shares_and_utilisation():
     assert report.results[SERIAL]["share_of_bound"] == 1
     assert report.results["rollout apart, ahead"]["times_faster"] == pytest.approx(1.25)
     assert report.results["rollout apart, ahead"]["share_of_bound"] == pytest.approx(1.25 / 1.6)
-    assert utilisation([metrics(8.0)], DEVICES["groups"]) == pytest.approx([0.5, 2.5 / 8])
+    assert utilisation([metrics(8.0)]) == pytest.approx([0.5, 0.2])
+    assert report.results[SERIAL]["generation_s"] == pytest.approx(2.0)

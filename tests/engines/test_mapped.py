@@ -16,24 +16,32 @@ from verl.errors import ConfigError
 pytestmark = pytest.mark.seed("C8")
 
 MEMORY = """
+import ctypes
+import gc
 import sys
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from tests.engines.test_contract import make_batch
 from verl.config import FSDPConfig, ModelConfig
-from verl.engines.api import MicroBatching
-from verl.engines.local import LocalEngine
+from verl.engines.api import ENGINES, MicroBatching
+
+model, folder, rank, num_ranks = sys.argv[1:]
+if int(num_ranks) > 1:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=int(rank), world_size=int(num_ranks))
 
 
 def resident(kind):
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # freed blocks of the allocator are not what is measured
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith(kind)).split()[1]) / 1e3
 
 
-engine = LocalEngine(
-    model=ModelConfig(path=sys.argv[1]), engine=FSDPConfig(dtype="float32"), optim=None, head="lm", device=torch.device("cpu"),
+engine = ENGINES.get("fsdp" if int(num_ranks) > 1 else "local")(
+    model=ModelConfig(path=model), engine=FSDPConfig(dtype="float32"), optim=None, head="lm", device=torch.device("cpu"),
     total_steps=1, trainable=False,
 )
 
@@ -42,11 +50,14 @@ def log_probs():
     return engine.forward(make_batch(1), ("log_probs",), MicroBatching(max_tokens=100))["log_probs"]
 
 
-before, anonymous, mapped = log_probs(), resident("RssAnon"), resident("RssFile")
-engine.map_weights(Path(sys.argv[2]), "ext4")
+before = [log_probs() for _ in range(3)][-1]
+anonymous, mapped = resident("RssAnon"), resident("RssFile")
+engine.map_weights(Path(folder), "ext4")
 for _ in range(2):
     assert torch.equal(log_probs(), before)
 print(engine._mapped.num_bytes / 1e6, anonymous - resident("RssAnon"), resident("RssFile") - mapped)
+if int(num_ranks) > 1:
+    dist.destroy_process_group()
 """
 
 
@@ -73,22 +84,32 @@ def test_the_numbers_are_those_of_a_copy(folder, tmp_path, dtype):  # noqa: F811
     assert list(tmp_path.iterdir()) == [], "the file has no name, and goes with the process"
 
 
-def test_memory_is_given_back(tmp_path):
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_memory_is_given_back(tmp_path, num_ranks):
+    """Two ranks have half of the weights each, and a gathered layer that FSDP keeps for its next gather."""
     from verl.models.tiny import make_tiny_model
 
-    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 12}
-    model = make_tiny_model(tmp_path / "model", **sizes)
-    root = str(Path(__file__).parents[2])
-    done = subprocess.run(
-        [sys.executable, "-c", MEMORY, str(model), str(tmp_path / "run")], capture_output=True, text=True, timeout=120,
-        check=False, env={"PYTHONPATH": root, "OMP_NUM_THREADS": "1", "PATH": ""},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    weights, anonymous, mapped = map(float, done.stdout.split())
-    assert weights > 30
-    assert mapped < 0.2 * weights, "pages of the file are not resident between two calls"
-    assert anonymous - mapped > 0.8 * weights, "of the loaded weights some are pages of the model's file already"
-    assert anonymous > 0.4 * weights
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 12 * num_ranks}
+    model, root = make_tiny_model(tmp_path / "model", **sizes), str(Path(__file__).parents[2])
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", MEMORY, str(model), str(tmp_path), str(rank), str(num_ranks)], text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={"PYTHONPATH": root, "OMP_NUM_THREADS": "1", "PATH": ""},
+        )
+        for rank in range(num_ranks)
+    ]  # fmt: skip
+    try:
+        said = [rank.communicate(timeout=120) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0] * num_ranks, said[0][1][-2000:]
+    for out, _ in said:
+        weights, anonymous, mapped = map(float, out.split())
+        assert weights > 40
+        assert mapped < 0.2 * weights, "pages of the file are not resident between two calls"
+        assert anonymous - mapped > 0.8 * weights, "of the loaded weights some are pages of the model's file already"
+        assert anonymous > 0.4 * weights
 
 
 def test_folders_and_devices_that_cannot(folder, tmp_path):  # noqa: F811
@@ -123,7 +144,7 @@ def test_a_run_with_a_mapped_reference(tiny_llama, tmp_path, no_pictures):
     assert found[0][1][0] != 0
 
 
-def test_several_devices_are_refused():
+def test_other_engines_of_several_devices_are_refused():
     from verl.config import load_config
     from verl.programs.ppo_roles import ppo_roles
     from verl.runtime.build import _engine
@@ -131,6 +152,7 @@ def test_several_devices_are_refused():
 
     keys = [
         "actor_rollout_ref.ref.memory_map=True",
+        "actor_rollout_ref.ref.strategy=deepspeed",
         "actor_rollout_ref.actor.use_kl_loss=True",
         "trainer.n_gpus_per_node=2",
     ]
@@ -138,5 +160,7 @@ def test_several_devices_are_refused():
     specs = ppo_roles(config)
     context = RankContext(config, specs, specs.place(None), 0, torch.device("cpu"), 1, [])
     assert replace(context.spec("reference"), memory_map=False) != context.spec("reference")
-    with pytest.raises(ConfigError, match="maps the weights of one device, and the reference is on 2"):
+    with pytest.raises(
+        ConfigError, match="maps weights of strategy=fsdp, and the reference on 2 devices has deepspeed"
+    ):
         _engine(context, context.spec("reference"))

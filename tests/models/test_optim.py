@@ -120,6 +120,22 @@ def test_a_norm_that_is_not_finite_skips_the_step(bad, caplog):
     assert all(p.grad is None for p in net.parameters())
 
 
+@pytest.mark.seed("F7")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_dtype_of_gradients_that_are_not_finite_is_named(dtype, caplog):
+    """Float16 ends at 65504: the loss is finite, and its gradients are not."""
+    net = network()
+    optimizer = MasterOptimizer(net, OptimConfig(), dtype)
+    x = torch.ones(16, 4, dtype=dtype)
+    loss = net(x).float().sum() * (6e4 if dtype == torch.float16 else 1e39)
+    loss.backward()
+    assert not optimizer.step(1e-2).taken
+    computes = str(dtype).removeprefix("torch.")
+    assert "of 4 gradients are not finite, nearest to the loss that of 2.bias" in caplog.text
+    assert f"which computes in {computes} and trains in float32" in caplog.text
+    assert ("fsdp_config.dtype=float32 shows" in caplog.text) == (dtype != torch.float32)
+
+
 @pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_state_continues_bit_for_bit(name, dtype):

@@ -32,6 +32,7 @@ CALLS = {  # of torch.cuda
     "memory_reserved": lambda *args: 0,
     "memory_allocated": lambda *args: 0,
     "max_memory_allocated": lambda *args: 0,
+    "max_memory_reserved": lambda *args: 0,
     "reset_peak_memory_stats": lambda *args: None,
     "get_device_capability": lambda *args: (9, 0),
     "is_available": lambda: True,

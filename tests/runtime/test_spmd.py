@@ -28,6 +28,7 @@ ON_TWO = {
     "replicas2": both("fsdp_size", 1),
     "tensor2": both("tensor_parallel_size", 2),
     "sequence2": both("ulysses_sequence_parallel_size", 2),
+    "mapped2": ["actor_rollout_ref.ref.memory_map=True"],
 }
 ON_FOUR = {
     "fsdp4": [],

@@ -138,6 +138,23 @@ def test_log_level(level, shown, monkeypatch, capsys):
     assert ("a detail" in capsys.readouterr().out) == bool(shown)
 
 
+@pytest.mark.seed("E10")
+def test_the_log_of_a_run_for_debugging(settings, tmp_path, monkeypatch, no_pictures):
+    """LOG_LEVEL=DEBUG: phases with their seconds, calls of roles, optimizer steps, micro-batches, weights, generation."""
+    from verl.run.host import train
+
+    monkeypatch.setenv("LOG_LEVEL", "DEBUG")
+    task = letters_task.write_task(tmp_path)
+    files = [f"reward.custom_reward_function.path={task}/reward.py", f"trainer.default_local_dir={tmp_path}/run"]
+    assert train(load_config([*settings, *files])) == 0
+    text = (tmp_path / "run" / "logs" / "rank_0.log").read_text()
+    for words in (
+        "DEBUG", "gen took 0.", "actor.update on 1 ranks, rows", "Step 1, actor: optimizer steps of [4] rows",
+        "Micro-batches of [4] rows", "Weights of version 1 are shared", "Generation: {",
+    ):  # fmt: skip
+        assert words in text, words
+
+
 @pytest.mark.seed("E10", "G9")
 def test_lines_appear_once_with_basic_config():
     code = """

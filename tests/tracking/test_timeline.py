@@ -143,6 +143,45 @@ def test_what_bounds_a_run_and_what_to_change(phases, roles, metrics, name, keys
         assert key in advice, found.advice
 
 
+@pytest.mark.parametrize(
+    ("metrics", "words"),
+    [
+        ({"perf__all_gather_ms": 4.9}, ""),
+        ({"perf__all_gather_ms": 7.24}, "An all-gather of parameters takes 7.2 ms"),
+        ({"perf__memory_fragmentation": 0.19}, ""),
+        ({"perf__memory_fragmentation": 0.31}, "31% of the GPU memory that PyTorch reserves is not allocated"),
+        ({"rollout__kv_fragmentation": 0.4}, "Lower actor_rollout_ref.rollout.kv_cache_config.block_size (now 64)"),
+        (
+            {"timing_s__rollout_wait": 3.0, "training__rollout_queue__qsize": 2.0},
+            "for 30% of a step, though the queue has 2",
+        ),
+    ],
+)
+def test_what_is_measured_beside_the_phases(metrics, words):
+    """All-gathers, fragments and the queue, each with what to change, whatever phase takes the time."""
+    rollout = {"prefetch_num": 1, "kv_cache_config": {"block_size": 64}}
+    config = {"actor_rollout_ref": {"rollout": rollout}}
+    found = find_bottleneck(rows_of({"other": 10.0}), metrics_of(**metrics), config)
+    assert words in " ".join(found.advice)
+    assert bool(found.advice) == bool(words)
+
+
+@pytest.mark.parametrize(("seconds", "words"), [(0.9, ""), (1.1, "takes 11% of the time; below 10% is usual")])
+def test_exchange_of_more_than_a_tenth(seconds, words):
+    rows = [{**row, "communication": {"seconds": seconds, "bytes": 1}} for row in rows_of({"other": 10.0})]
+    advice = " ".join(find_bottleneck(rows, metrics_of(), CONFIG).advice)
+    assert words in advice
+    assert bool(advice) == bool(words)
+
+
+def test_show_names_what_was_measured(run_folder, capsys):
+    row = {"step": 6, "time": 2.0, "perf/all_gather_ms": 7.24, "training/rollout_queue/qsize": 2, "timing_s/step": 2.0}
+    with (run_folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    assert main(["show", str(run_folder)]) == 0
+    assert "all-gather of parameters 7.2 ms, batches in the queue 2" in capsys.readouterr().out
+
+
 def test_keys_in_the_advice_exist():
     """A key that is named as something to set is one."""
     import re
@@ -151,8 +190,9 @@ def test_keys_in_the_advice_exist():
     from verl.tracking import bottleneck
 
     every = find_bottleneck(
-        rows_of(dict.fromkeys(bottleneck.RULES, 1.0)),
-        metrics_of(**{"timing_s/old_log_prob": 5.0, "timing_s/ref": 5.0, "rollout/max_running": 32,
+        [{**row, "communication": {"seconds": 9.0, "bytes": 1}} for row in rows_of(dict.fromkeys(bottleneck.RULES, 1.0))],
+        metrics_of(**{"perf/all_gather_ms": 9.0, "perf/memory_fragmentation": 0.5,
+                      "timing_s/old_log_prob": 5.0, "timing_s/ref": 5.0, "rollout/max_running": 32,
                       "rollout/num_decode_steps": 100, "rollout/num_generated_tokens": 100}), CONFIG,
     )  # fmt: skip
     known = set(PPO.leaves)

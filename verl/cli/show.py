@@ -140,6 +140,10 @@ def show_time(found: Bottleneck, console: Console) -> None:
             f"  exchanged per step: {found.communication_bytes / 1e6:.1f} MB in {duration(found.communication_s)} "
             f"({speed:.0f} MB/s)"
         )
+    if found.measured:
+        from verl.tracking.bottleneck import MEASURED
+
+        console.print(f"  {', '.join(MEASURED[name].format(value) for name, value in found.measured.items())}")
     if found.advice:
         console.print("[bold]what to change[/bold]")
     for sentence in found.advice:

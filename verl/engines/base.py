@@ -3,6 +3,7 @@ weights and state."""
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -40,6 +41,8 @@ from verl.models.rounding import Rounding
 from verl.models.visible import ratio
 from verl.parallel.balance import unit_ids
 from verl.parallel.device import compute_dtype
+
+log = logging.getLogger(__name__)
 
 
 class RequestedOutputs(NamedTuple):
@@ -274,6 +277,11 @@ class TrainedEngine(ABC):
             unpadded_rows(batch.batch, rows, reads), micro, self.share_prompts, unit_ids(batch, unit), pads=self.pads
         )
         count = int(self._largest_of_ranks(torch.tensor([len(plan)])))
+        log.debug(
+            "Micro-batches of %s rows%s",
+            [len(part) for part in plan],
+            f", {count} on other ranks" * (count > len(plan)),
+        )
         return plan + [[] for _ in range(count - len(plan))]
 
     def _pack(self, part: DataProto, reads: Reads) -> PackedBatch:

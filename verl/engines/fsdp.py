@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,9 +20,10 @@ from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.engines.api import BatchTotals, EngineState, LossFn
 from verl.engines.base import TrainedEngine
-from verl.engines.fsdp_units import Gathering, sharded_units
+from verl.engines.fsdp_units import Gathering, shard_places, sharded_units
 from verl.engines.groups import ProcessGroups, mesh_of
 from verl.engines.loading import build_module, build_skeleton
+from verl.engines.mapped import MappedWeights, check_place
 from verl.engines.sharding import from_first, shard_model
 from verl.engines.shards import (
     GradientNorm,
@@ -52,6 +54,8 @@ class FSDPEngine(TrainedEngine):
     The first rank reads the model and sends it to the others layer by layer, so no other rank ever has more than its part
     and one layer. `module` has the shards; call it through the engine only.
     """
+
+    _mapped: MappedWeights | None = None
 
     def __init__(
         self,
@@ -95,6 +99,11 @@ class FSDPEngine(TrainedEngine):
         parameters = ShardedParameters(self.shards, self.groups, device)
         self._trained = TrainedState(self.module, parameters, self.optimizer, self.spec, model.path, rounding)
         self._leave_device()
+
+    def map_weights(self, folder: Path, kind: str) -> None:
+        """See LocalEngine: every rank keeps its shards in a file of its own, and gathers layers from it."""
+        check_place(self.device, folder, kind)
+        self._mapped = MappedWeights(shard_places(self.model), folder)
 
     @torch.no_grad()  # a local part is then had without a graph, which takes a tenth of the time
     def local_weights(self) -> dict[str, torch.Tensor]:
@@ -173,6 +182,9 @@ class FSDPEngine(TrainedEngine):
             self._leave_device()
 
     def _leave_device(self) -> None:
+        if self._mapped is not None:
+            self._free_gathered()
+            self._mapped.release()
         if self._may_offload and self.config.param_offload:
             self._move_parameters(torch.device("cpu"))
         if self._may_offload and self.config.optimizer_offload and self.optimizer is not None:

@@ -62,7 +62,7 @@ class _CountedGather(DefaultAllGather):
     def __call__(self, output_tensor: Any, input_tensor: Any, group: dist.ProcessGroup, async_op: bool = False) -> Any:
         began = time.perf_counter()
         work = super().__call__(output_tensor, input_tensor, group, async_op)
-        TRAFFIC.add(time.perf_counter() - began, input_tensor.nbytes * (group.size() - 1))
+        TRAFFIC.add_gather(time.perf_counter() - began, input_tensor.nbytes * (group.size() - 1))
         return work
 
 
@@ -79,6 +79,17 @@ class _CountedScatter(DefaultReduceScatter):
 def sharded_units(model: nn.Module) -> list[FSDPModule]:
     """Every module that is sharded by itself or heads a group, the root included."""
     return [part for part in model.modules() if isinstance(part, FSDPModule)]
+
+
+def shard_places(model: nn.Module) -> list[tuple[Any, str]]:
+    """The attributes (object, name) that hold this rank's part of each parameter: padded, as FSDP gathers it, and as the
+    parameter shows it."""
+    found: list[tuple[Any, str]] = []
+    for unit in sharded_units(model):
+        group = unit._get_fsdp_state()._fsdp_param_group
+        for parameter in group.fsdp_params if group is not None else ():
+            found += [(parameter, "_sharded_param_data"), (parameter.sharded_param, "_local_tensor")]
+    return found
 
 
 def _ends_group(number: int, count: int, group_size: int) -> bool:

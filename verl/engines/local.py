@@ -12,10 +12,10 @@ import torch
 from verl.config import ModelConfig
 from verl.engines.base import TrainedEngine
 from verl.engines.loading import build_module
-from verl.engines.mapped import MappedWeights
+from verl.engines.mapped import MappedWeights, check_place
 from verl.engines.state import Parameters, TrainedState
-from verl.errors import ConfigError
 from verl.models.chunked_mlp import chunked_feed_forward
+from verl.models.cpu.weights import DenseDecoder
 from verl.models.forward import fused_decoder, packed_outputs
 from verl.models.optim import MasterOptimizer
 from verl.models.packing import PackedBatch
@@ -45,12 +45,9 @@ class LocalEngine(TrainedEngine):
     def map_weights(self, folder: Path, kind: str) -> None:
         """Keep the weights of this frozen engine in a file below `folder`, on a file system of `kind`, in place of memory.
         Raises ConfigError on a GPU, and where they cannot be there."""
-        if self.device.type != "cpu":
-            raise ConfigError(
-                "actor_rollout_ref.ref.memory_map=True maps weights into the memory of the CPU, and the reference computes on "
-                f"{self.device}. Set actor_rollout_ref.ref.fsdp_config.param_offload=True there."
-            )
-        self._mapped = MappedWeights(self.module, folder, kind)
+        check_place(self.device, folder, kind)
+        DenseDecoder.of(self.module)  # which lays projections back to back: once mapped, they cannot move
+        self._mapped = MappedWeights([(p, "data") for p in self.module.parameters()], folder)
 
     def local_weights(self) -> dict[str, torch.Tensor]:
         """See TrainEngine."""

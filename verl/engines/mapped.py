@@ -10,13 +10,13 @@ import logging
 import mmap
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from verl.errors import ConfigError
-from verl.models.cpu.weights import DenseDecoder
 
 log = logging.getLogger(__name__)
 
@@ -25,36 +25,44 @@ _IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 
 
 class MappedWeights:
-    """The parameters of `module`, which is frozen and on the CPU, moved into a file below `folder` that ends with the process.
-    Raises ConfigError for a folder in memory, or on a full disk."""
+    """The tensors of a frozen model on the CPU, moved into a file below `folder` that ends with the process. `places` are the
+    attributes (object, name) that hold them; those that share memory still do. Raises ConfigError on a full disk."""
 
-    def __init__(self, module: Any, folder: Path, kind: str):
-        if kind in _IN_MEMORY:
-            raise ConfigError(
-                f"actor_rollout_ref.ref.memory_map=True keeps the reference's weights in {folder}, which is {kind}: in memory "
-                "too. Set trainer.default_local_dir to a folder on a disk."
-            )
-        DenseDecoder.of(module)  # which lays projections back to back: once mapped, they cannot move
-        parameters = list(module.parameters())
-        storages = {p.untyped_storage().data_ptr(): p.untyped_storage() for p in parameters}
+    def __init__(self, places: Sequence[tuple[Any, str]], folder: Path):
+        tensors = [getattr(owner, name) for owner, name in places]
+        storages = {s.data_ptr(): s for s in (t.untyped_storage() for t in tensors) if s.nbytes()}
         starts, size = {}, 0
         for address, storage in storages.items():
             starts[address], size = size, -(-(size + storage.nbytes()) // _ALIGNMENT) * _ALIGNMENT
         self.num_bytes = size
         self._map = _mapped_file(folder, size, [(starts[address], storage) for address, storage in storages.items()])
         whole = torch.frombuffer(self._map, dtype=torch.uint8)
-        with torch.no_grad():
-            for p in parameters:
-                start = starts[p.untyped_storage().data_ptr()] + p.storage_offset() * p.element_size()
-                there = whole[start : start + p.numel() * p.element_size()].view(p.dtype)
-                assert p.is_contiguous()
-                p.data = there.view(p.shape)
+        for (owner, name), t in zip(places, tensors, strict=True):
+            if t.untyped_storage().nbytes() == 0:  # a rank's part of a tensor with few rows
+                continue
+            start = starts[t.untyped_storage().data_ptr()] + t.storage_offset() * t.element_size()
+            assert t.is_contiguous()
+            setattr(owner, name, whole[start : start + t.numel() * t.element_size()].view(t.dtype).view(t.shape))
         log.info("The reference's %.2f GB of weights are mapped from a file in %s.", size / 1e9, folder)
         self.release()
 
     def release(self) -> None:
         """Take the pages from this process; the next call reads them again."""
         self._map.madvise(mmap.MADV_DONTNEED)
+
+
+def check_place(device: torch.device, folder: Path, kind: str) -> None:
+    """Raise ConfigError for a model on a GPU, and for a folder on a file system of `kind` that is in memory."""
+    if device.type != "cpu":
+        raise ConfigError(
+            "actor_rollout_ref.ref.memory_map=True maps weights into the memory of the CPU, and the reference computes on "
+            f"{device}. Set actor_rollout_ref.ref.fsdp_config.param_offload=True there."
+        )
+    if kind in _IN_MEMORY:
+        raise ConfigError(
+            f"actor_rollout_ref.ref.memory_map=True keeps the reference's weights in {folder}, which is {kind}: in memory "
+            "too. Set trainer.default_local_dir to a folder on a disk."
+        )
 
 
 def _mapped_file(folder: Path, size: int, parts: list[tuple[int, torch.UntypedStorage]]) -> mmap.mmap:
@@ -68,7 +76,7 @@ def _mapped_file(folder: Path, size: int, parts: list[tuple[int, torch.UntypedSt
                 file.write(torch.empty(0, dtype=torch.uint8).set_(storage).numpy().data)
             file.flush()
             os.fsync(file.fileno())
-            return mmap.mmap(file.fileno(), size, flags=mmap.MAP_PRIVATE)
+            return mmap.mmap(file.fileno(), max(1, size), flags=mmap.MAP_PRIVATE)
     except OSError as error:
         raise ConfigError(
             f"actor_rollout_ref.ref.memory_map=True needs {size / 1e9:.2f} GB in {folder}: {error.strerror}. Free some space, "

@@ -173,7 +173,9 @@ def load_model_config(path: str | Path, trust_remote_code: bool, override: dict[
     for key, value in (override or {}).items():
         if key == "attn_implementation":
             log.info(
-                "model.override_config.attn_implementation=%s is not used: verl brings its own exact attention.", value
+                "model.override_config.attn_implementation=%s chooses nothing: packed batches take FlashAttention-2 on a GPU, "
+                "verl's exact attention on a CPU; models with a padded forward sdpa where their class has it.",
+                value,
             )
         elif key == "output_router_logits" and value:
             raise ModelError(

@@ -140,10 +140,33 @@ class MasterOptimizer:
             self.num_steps += 1
             self.round_masters()
         elif grads and not math.isfinite(grad_norm):
-            log.warning("The gradient norm is %s; this optimizer step is skipped and no weight changes.", grad_norm)
+            log.warning(
+                "The gradient norm is %s; this optimizer step is skipped and no weight changes. %s.",
+                grad_norm, self._broken_gradients(),
+            )  # fmt: skip
         self.optimizer.zero_grad(set_to_none=True)
         self.gradients.release()
         return OptimizerStep(grad_norm, taken)
+
+    @torch.no_grad()
+    def _broken_gradients(self) -> str:
+        """The gradients that are not finite, and the dtypes that may be the cause."""
+        grads = {name: _here(p.grad) for name, p in self.masters.items() if p.grad is not None}
+        broken = [name for name, grad in grads.items() if not torch.isfinite(grad).all()]
+        if not broken:
+            return (
+                "All gradients of this rank are finite: look at the other ranks, or for values whose squares overflow"
+            )
+        nearest = broken[-1]  # backward goes from the last parameters to the first
+        computes = (self.shards[nearest].weights if nearest in self.shards else self.parameters[nearest]).dtype
+        kinds = sorted({str(p.dtype).removeprefix("torch.") for p in self.parameters.values()})
+        found = (
+            f"{len(broken)} of {len(grads)} gradients are not finite, nearest to the loss that of {nearest}, which computes in "
+            f"{str(computes).removeprefix('torch.')} and trains in {str(self.masters[nearest].dtype).removeprefix('torch.')}"
+        )
+        mixed = f"; the model's parameters are of {' and '.join(kinds)}" if len(kinds) > 1 else ""
+        advice = "" if computes == torch.float32 else ". fsdp_config.dtype=float32 shows whether the dtype is the cause"
+        return found + mixed + advice
 
     @torch.no_grad()
     def round_masters(self) -> None:

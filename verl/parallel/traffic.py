@@ -15,6 +15,18 @@ class Exchanged:
     num_bytes: int = 0
 
 
+@dataclass(frozen=True)
+class Gathers:
+    """All-gathers of sharded parameters."""
+
+    seconds: float = 0.0
+    count: int = 0
+
+    @property
+    def mean_ms(self) -> float:
+        return 1e3 * self.seconds / self.count if self.count else 0.0
+
+
 class Traffic:
     """A counter that any thread may add to."""
 
@@ -22,11 +34,24 @@ class Traffic:
         self._lock = threading.Lock()
         self._seconds = 0.0
         self._num_bytes = 0
+        self._gathers = Gathers()
 
     def add(self, seconds: float, num_bytes: int) -> None:
         with self._lock:
             self._seconds += seconds
             self._num_bytes += num_bytes
+
+    def add_gather(self, seconds: float, num_bytes: int) -> None:
+        """As `add`, for an all-gather of parameters."""
+        self.add(seconds, num_bytes)
+        with self._lock:
+            self._gathers = Gathers(self._gathers.seconds + seconds, self._gathers.count + 1)
+
+    def take_gathers(self) -> Gathers:
+        """Those since the last call of this method."""
+        with self._lock:
+            found, self._gathers = self._gathers, Gathers()
+        return found
 
     @contextmanager
     def exchanging(self, num_bytes: int) -> Iterator[None]:

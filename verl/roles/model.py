@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -19,12 +20,16 @@ from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.engines.api import TrainEngine
 from verl.errors import CheckpointError
+from verl.parallel.memory import resident_bytes
 from verl.parallel.process_settings import give_back_holes
 from verl.parallel.register import Dispatch, Execute, register
 from verl.parallel.serialize import record
+from verl.parallel.traffic import TRAFFIC
 from verl.roles.api import RoleSpec
 from verl.roles.step_guard import StepGuard
 from verl.roles.updates import MiniBatchSchedule, Updates
+
+log = logging.getLogger(__name__)
 
 record(FileRecord)
 
@@ -71,12 +76,14 @@ class ModelRole:
         """
         assert self.objective is not None, "a frozen role is not updated"
         rows = self.schedule.rows(batch, step) if mini_batches is None else mini_batches
+        log.debug("Step %d, %s: optimizer steps of %s rows", step, self.spec.name, [len(mini) for mini in rows])
         found = [self._train(mini, step, index) for index, mini in enumerate(_mini_batches(batch, rows))]
         observed = self.objective.pop_observed()
         self._measure(step, found)
         rate = self.engine.end_step(advance=not self.guard.refused_all(len(found)))
         give_back_holes(step)
-        return Updates(self.spec.name, found, rate, observed, self.guard.pop_findings())
+        findings = self.guard.pop_findings()
+        return Updates(self.spec.name, found, rate, observed, findings, _device_metrics(self.engine.device))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def follow(self, share: float) -> None:
@@ -175,6 +182,21 @@ def schedule_of(spec: RoleSpec) -> MiniBatchSchedule:
     """The mini-batches of a role, with the unit of its objective."""
     schedule = spec.schedule or MiniBatchSchedule()
     return schedule if spec.objective is None else replace(schedule, unit=spec.objective(_guard_of(spec)).unit)
+
+
+def _device_metrics(device: torch.device) -> dict[str, Metric]:
+    """perf/*, the largest over ranks: memory in GB of this process, or of its allocator on a GPU, and milliseconds of an
+    all-gather of parameters since the last update."""
+    found = {"perf/cpu_memory_used_gb": resident_bytes() / 1e9}
+    if device.type == "cuda":
+        found["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated(device) / 1e9
+        found["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved(device) / 1e9
+        reserved = torch.cuda.memory_reserved(device)
+        found["perf/memory_fragmentation"] = 1 - torch.cuda.memory_allocated(device) / reserved if reserved else 0.0
+    gathers = TRAFFIC.take_gathers()
+    if gathers.count:
+        found["perf/all_gather_ms"] = gathers.mean_ms
+    return {name: Metric.max(value) for name, value in found.items()}
 
 
 def _guard_of(spec: RoleSpec) -> StepGuard:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,6 +22,8 @@ from verl.parallel.register import Dispatch, Execute, register
 from verl.roles.reward import score_request
 from verl.rollout.api import RolloutEngine
 from verl.rollout.rollout_model import Replica, Weights
+
+log = logging.getLogger(__name__)
 
 ScoreStream = Callable[[ScoreRequest], None]
 
@@ -164,6 +167,7 @@ class RolloutWorker:
         if self.free_cache:
             self.engine.release()
         stats = {**stats, **self.on_generation_end(), "num_replicas": 1}
+        log.debug("Generation: %s", {name: float(value) for name, value in stats.items()})
         return {k: (Metric.max if k in _LARGEST_OF_RANKS else Metric.sum)(float(v)) for k, v in stats.items()}
 
     def _episodes(

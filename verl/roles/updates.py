@@ -64,7 +64,8 @@ class Updates:
     """The result of a role's `update`. `steps` holds the metrics of each optimizer step. On a rank they are of its rows; merged
     over ranks they are those of the mini-batch, because losses are divided by the totals of all ranks.
 
-    `observed` are the tensors of Objective.pop_observed. `findings` are guards that optimizer steps have set off.
+    `observed` are the tensors of Objective.pop_observed. `findings` are guards that optimizer steps have set off. `device` has
+    metrics of the process that do not belong to a role's step: perf/*.
     """
 
     role: str
@@ -72,6 +73,7 @@ class Updates:
     lr: float
     observed: list[torch.Tensor] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
+    device: dict[str, Metric] = field(default_factory=dict)
 
     def merge(self, others: Sequence[Updates]) -> Updates:
         """The call on all ranks, in their order."""
@@ -81,11 +83,12 @@ class Updates:
         steps = [merge_metrics(found) for found in zip(*(part.steps for part in parts), strict=True)]
         with_tokens = [part.observed for part in parts if part.observed]
         observed = [torch.cat(tensors) for tensors in zip(*with_tokens, strict=True)]
-        return Updates(self.role, steps, self.lr, observed, merge_findings([part.findings for part in parts]))
+        findings, device = merge_findings([part.findings for part in parts]), merge_metrics([p.device for p in parts])
+        return Updates(self.role, steps, self.lr, observed, findings, device)
 
     def metrics(self) -> dict[str, Metric]:
-        """`{role}/*`: the mean over the optimizer steps, whose metrics are totals of a mini-batch."""
+        """`{role}/*`: the mean over the optimizer steps, whose metrics are totals of a mini-batch; and those of `device`."""
         steps = [{k: Metric.mean(m.value) for k, m in found.items()} for found in self.steps]
         metrics = {f"{self.role}/{k}": v for k, v in merge_metrics(steps).items()}
         metrics[f"{self.role}/lr"] = Metric.last(self.lr)
-        return metrics
+        return metrics | self.device

@@ -38,6 +38,8 @@ from verl.runtime.weight_copies import load_replica, skeleton, weight_transfer
 from verl.runtime.weight_sync import RankWeightSync
 from verl.tracking.files import file_system_of
 
+_MAP_WEIGHTS = ("fsdp", "fsdp2")  # strategies of several devices that can have their weights in a mapped file
+
 
 def set_determinism(deterministic: bool) -> None:
     """Deterministic kernels for this process, where they were asked for."""
@@ -76,10 +78,10 @@ def _join_groups(context: RankContext, spec: RoleSpec) -> None:
 def _engine(context: RankContext, spec: RoleSpec) -> TrainEngine:
     """The local engine where one device holds the model, else the engine of the spec's strategy."""
     mesh = context.mesh(spec.name)
-    if mesh is not None and spec.memory_map:
+    if mesh is not None and spec.memory_map and spec.strategy not in _MAP_WEIGHTS:
         raise ConfigError(
-            f"actor_rollout_ref.ref.memory_map=True maps the weights of one device, and the reference is on {mesh.size}. Place "
-            "it on one (trainer.placement), or set actor_rollout_ref.ref.fsdp_config.param_offload=True."
+            f"actor_rollout_ref.ref.memory_map=True maps weights of strategy=fsdp, and the reference on {mesh.size} "
+            f"devices has {spec.strategy}. Set actor_rollout_ref.ref.strategy=fsdp, or memory_map=False."
         )
     settings: dict[str, Any] = {
         "model": spec.model,
@@ -92,14 +94,15 @@ def _engine(context: RankContext, spec: RoleSpec) -> TrainEngine:
     }
     if mesh is None:
         engine = TRAIN_ENGINES.get("local")(**settings, build=spec.build)
-        if spec.memory_map:
-            folder = Path(context.config.trainer.default_local_dir).expanduser().absolute()
-            folder.mkdir(parents=True, exist_ok=True)
-            engine.map_weights(folder, file_system_of(folder))
-        return engine
-    if spec.settings is not None:
-        settings["section"] = spec.settings
-    return TRAIN_ENGINES.get(spec.strategy)(mesh=mesh, timeout_s=context.specs.collective_timeout_s, **settings)
+    else:
+        if spec.settings is not None:
+            settings["section"] = spec.settings
+        engine = TRAIN_ENGINES.get(spec.strategy)(mesh=mesh, timeout_s=context.specs.collective_timeout_s, **settings)
+    if spec.memory_map:
+        folder = Path(context.config.trainer.default_local_dir).expanduser().absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+        engine.map_weights(folder, file_system_of(folder))
+    return engine
 
 
 def _hf_files(module: Any, model: ModelConfig, folder: Path) -> None:

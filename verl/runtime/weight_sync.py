@@ -6,6 +6,7 @@ end_generation()    the rollout still holds what it was sent; the rank is back a
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -24,6 +25,8 @@ from verl.rollout.api import Weights
 from verl.runtime.mode_switch import ModeSwitch
 from verl.runtime.rank import POLICY, RankContext
 from verl.runtime.switch_memory import SwitchMemory
+
+log = logging.getLogger(__name__)
 
 _BUCKET_BYTES = 64 << 20  # weights that travel to another process at a time
 
@@ -80,6 +83,10 @@ class RankWeightSync:
         return 0 if layout is None else sum(map(math.prod, layout.shapes.values())) * layout.dtype.itemsize
 
     def _transfer(self, version: int, weights: Weights | None) -> None:
+        way = (
+            "are shared" if self.context.shares_weights else "come by plan" if self.update is not None else "come whole"
+        )
+        log.debug("Weights of version %d %s.", version, way)
         if self.update is not None:
             self.update()
         elif not self.context.shares_weights and weights is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,6 +11,8 @@ from verl.parallel.balance import TokenCost
 from verl.parallel.dispatch import CallPlan, Schedule, plan_call
 from verl.parallel.mesh import Mesh
 from verl.parallel.register import Registered, registered
+
+log = logging.getLogger(__name__)
 
 # (group, method name, plan, whether the caller waits) -> the collected result, or a future of it
 Runner = Callable[["WorkerGroup", str, CallPlan, bool], Any]
@@ -65,7 +68,9 @@ class WorkerGroup:
     def _call(self, method: str, declared: Registered, *args: Any, **kwargs: Any) -> Any:
         if declared.materialize_futures:
             args, kwargs = tuple(map(resolve, args)), {k: resolve(v) for k, v in kwargs.items()}
-        return self._runner(self, method, plan_call(declared, self, args, kwargs), declared.blocking)
+        plan = plan_call(declared, self, args, kwargs)
+        log.debug("%s.%s on %d ranks, rows %s", self.name, method, self.world_size, plan.rows or "all")
+        return self._runner(self, method, plan, declared.blocking)
 
 
 def resolve(argument: Any) -> Any:

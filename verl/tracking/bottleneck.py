@@ -24,6 +24,8 @@ NAMES = {
     "other": "bound by work outside the phases",
 }
 _MIN_SHARE = 0.1  # of the time; advice about less is noise
+_GATHER_MS = 5.0  # of an all-gather of parameters, as seed document 002 has it
+_EMPTY_SHARE = 0.2  # of reserved memory or of blocks of the KV cache, as seed document 000 has it
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class Bottleneck:
     communication_s: float  # per step
     communication_bytes: float  # per step
     advice: list[str]
+    measured: dict[str, float]  # name in metrics.jsonl -> median, of those that `verl show` prints beside the phases
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,7 @@ class _Facts:
     metrics: Mapping[str, float]  # medians over the steps
     config: Mapping[str, Any]
     utilisation: Mapping[str, float]
+    exchanging: float = 0.0  # share of the time in exchanges with other processes
 
     def key(self, path: str, default: Any = None) -> Any:
         node: Any = self.config
@@ -73,16 +77,20 @@ def find_bottleneck(
     phases = {name: sum(row["phases"].get(name, 0.0) for row in rows) / total for name in _phase_names(rows)}
     shares = dict(sorted(phases.items(), key=lambda item: -item[1]))
     trained = [row for row in metrics if row.get("step", 0) > 0][-len(rows) :]
-    facts = _Facts(shares, _span_shares(trained), _medians(trained), config, _utilisation(rows, total))
+    exchanged_s = sum(row["communication"]["seconds"] for row in rows)
+    facts = _Facts(
+        shares, _span_shares(trained), _medians(trained), config, _utilisation(rows, total), exchanged_s / total
+    )
     worst = next(iter(shares))
     return Bottleneck(
         name=NAMES.get(worst, f"{worst}-bound"),
         shares=shares,
         utilisation=dict(facts.utilisation),
         step_s=statistics.median(_step_seconds(row) for row in rows),
-        communication_s=sum(row["communication"]["seconds"] for row in rows) / len(rows),
+        communication_s=exchanged_s / len(rows),
         communication_bytes=sum(row["communication"]["bytes"] for row in rows) / len(rows),
         advice=advise(facts),
+        measured={name: facts.metrics[name] for name in MEASURED if name in facts.metrics},
     )
 
 
@@ -140,14 +148,9 @@ Rule = Callable[[_Facts], str | None]
 
 
 def advise(facts: _Facts) -> list[str]:
-    """Advice on phases that take a tenth of the time or more, the largest phase first."""
-    return [
-        sentence
-        for phase, share in facts.shares.items()
-        if share >= _MIN_SHARE
-        for rule in RULES.get(phase, ())
-        if (sentence := rule(facts)) is not None
-    ]
+    """Advice on phases that take a tenth of the time or more, the largest phase first, and on what is measured beside them."""
+    rules = [rule for phase, share in facts.shares.items() if share >= _MIN_SHARE for rule in RULES.get(phase, ())]
+    return [sentence for rule in (*rules, *BESIDE) if (sentence := rule(facts)) is not None]
 
 
 def _overlap(facts: _Facts) -> str | None:
@@ -268,6 +271,55 @@ def _saving(facts: _Facts) -> str | None:
     return f"{_less_often(facts, 'save_freq', 'saving')} makes saving about a twentieth of the time."
 
 
+def _exchange(facts: _Facts) -> str | None:
+    if facts.exchanging < _MIN_SHARE:
+        return None
+    return (
+        f"Exchange with other processes takes {facts.exchanging:.0%} of the time; below 10% is usual. Gather parameters once "
+        f"for several micro-batches ({_ACTOR}.fsdp_config.use_3d_hybrid=True, {_ACTOR}.fsdp_config.batch_group_size=4), use "
+        f"larger micro-batches, or shard over fewer devices ({_ACTOR}.fsdp_config.fsdp_size). verl doctor shows the links."
+    )
+
+
+def _gather_time(facts: _Facts) -> str | None:
+    found = facts.metric("perf/all_gather_ms")
+    if found < _GATHER_MS:
+        return None
+    return (
+        f"An all-gather of parameters takes {found:.1f} ms; below {_GATHER_MS:.0f} ms is usual. "
+        f"{_ACTOR}.fsdp_config.forward_prefetch=True hides it behind computation on GPUs, "
+        f"{_ACTOR}.fsdp_config.layer_per_group makes it fewer and larger. verl.utils.benchmark_nccl() measures the links."
+    )
+
+
+def _fragments(facts: _Facts) -> str | None:
+    found = facts.metric("perf/memory_fragmentation")
+    if found < _EMPTY_SHARE:
+        return None
+    return (
+        f"{found:.0%} of the GPU memory that PyTorch reserves is not allocated. Set "
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, and cut long prompts (data.max_prompt_length)."
+    )
+
+
+def _empty_blocks(facts: _Facts) -> str | None:
+    found, size = facts.metric("rollout/kv_fragmentation"), facts.key(f"{_ROLLOUT}.kv_cache_config.block_size", 16)
+    if found < _EMPTY_SHARE or size <= 16:
+        return None
+    return f"{found:.0%} of the KV cache's blocks is empty. Lower {_ROLLOUT}.kv_cache_config.block_size (now {size})."
+
+
+def _queue(facts: _Facts) -> str | None:
+    ahead, waits = facts.key(f"{_ROLLOUT}.prefetch_num", 0), facts.spans.get("rollout_wait", 0.0)
+    if not ahead or waits < _MIN_SHARE:
+        return None
+    return (
+        f"Training waits for samples for {waits:.0%} of a step, though the queue has "
+        f"{facts.metric('training/rollout_queue/qsize'):.0f} batches: generation is slower than training. Give it more devices "
+        f"(trainer.placement, verl scale), or shorten responses (data.max_response_length)."
+    )
+
+
 def _less_often(facts: _Facts, key: str, phase: str) -> str:
     """ "trainer.save_freq=12 (now 2)": the number of steps with which `phase` takes a twentieth of the time."""
     given = facts.key(f"trainer.{key}")
@@ -284,4 +336,11 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "communication": (_fewer_exchanges,),
     "validation": (_validation,),
     "saving": (_saving,),
+}
+BESIDE: tuple[Rule, ...] = (_exchange, _gather_time, _fragments, _empty_blocks, _queue)
+MEASURED = {
+    "perf/all_gather_ms": "all-gather of parameters {:.1f} ms",
+    "perf/memory_fragmentation": "reserved GPU memory that is not allocated {:.0%}",
+    "rollout/kv_fragmentation": "empty part of the KV cache's blocks {:.0%}",
+    "training/rollout_queue/qsize": "batches in the queue {:.0f}",
 }

@@ -8,6 +8,7 @@ spans.take()  # {"gen": 1.93}
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -16,6 +17,8 @@ from typing import Any
 from verl.tracking.files import append_rows
 from verl.tracking.heartbeat import Heartbeat
 from verl.tracking.timeline import Timeline
+
+log = logging.getLogger(__name__)
 
 
 class Spans:
@@ -55,6 +58,7 @@ class Spans:
         finally:
             seconds = time.perf_counter() - began
             self._open.pop()
+            log.debug("%s took %.3f s", name, seconds)
             if not repeated:  # a span inside one of the same name is counted there
                 self._seconds[name] = self._seconds.get(name, 0.0) + seconds
             if self._path is not None or self.timeline is not None:
