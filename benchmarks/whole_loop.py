@@ -19,7 +19,9 @@ policy, a reward that takes its time) with a random Llama of 4 million parameter
 Old log-probs are those of the sampler on all sides (rollout_correction.bypass_mode where samples are ahead), so that all do the
 same work. "bound" is how many times faster the serial run's own times allow that side to be: what runs at the same time counts
 as the longer of the two. "share" is the part of the bound that is reached. "busy" is the processor time of each device's
-process, of the steps that count; waiting for scores is not busy. "generation": seconds in which a step waits for samples.
+process, of the steps that count; waiting for scores is not busy. "cores" is that of all processes of the run, of the cores of
+the machine: near 100% nothing is left for the driver and Ray beside two devices, which no bound counts. "generation": seconds
+in which a step waits for samples.
 """
 
 from __future__ import annotations
@@ -134,8 +136,8 @@ def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def watched(run: Path, changes: Sequence[str], **how: Any) -> list[Row]:
-    """`train`, with `busy` [device] in each row: processor seconds of each device's process in that step."""
-    seen: dict[int, list[float]] = {}
+    """`train`, with processor seconds of the step in each row: `busy` [device] of each device's process, `run_s` of all."""
+    seen: dict[int, list[float]] = {}  # rows -> all, then each device
     ended = threading.Event()
 
     def watch() -> None:
@@ -148,7 +150,8 @@ def watched(run: Path, changes: Sequence[str], **how: Any) -> list[Row]:
             processes = processes or devices()
             if num_rows not in seen:
                 with contextlib.suppress(psutil.Error):
-                    seen[num_rows] = [sum(p.cpu_times()[:2]) for p in processes]
+                    family = psutil.Process().children(recursive=True)
+                    seen[num_rows] = [sum(map(processor_s, family)), *map(processor_s, processes)]
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
@@ -159,8 +162,13 @@ def watched(run: Path, changes: Sequence[str], **how: Any) -> list[Row]:
         thread.join(timeout=5)
     for row in rows:
         before, after = seen.get(row["step"] - 1), seen.get(row["step"])
-        row["busy"] = [b - a for a, b in zip(before, after, strict=True)] if before and after else None
+        if before and after:
+            row["run_s"], *row["busy"] = [b - a for a, b in zip(before, after, strict=True)]
     return rows
+
+
+def processor_s(process: psutil.Process) -> float:
+    return float(sum(process.cpu_times()[:2]))
 
 
 def devices() -> list[psutil.Process]:
@@ -169,7 +177,7 @@ def devices() -> list[psutil.Process]:
     ranks = [process for process in below if "RankProcess" in " ".join(process.cmdline())]
     if ranks:
         return sorted(ranks, key=lambda p: next((f.path for f in p.open_files() if "rank_" in f.path), ""))
-    return [max(below, key=lambda p: sum(p.cpu_times()[:2]))]
+    return [max(below, key=processor_s)]
 
 
 def fill(report: Report, found: Mapping[str, Sequence[Sequence[Row]]]) -> None:
@@ -182,12 +190,13 @@ def fill(report: Report, found: Mapping[str, Sequence[Sequence[Row]]]) -> None:
         samples, waited = PROMPTS / series.median, generation_s(found[name])
         share, shown = gained / allowed[name], f"{number(waited)} s, {waited / series.median:.0%}"
         cells = [f"{samples:.2f}", shown, f"{gained:.2f}", f"{allowed[name]:.2f}", f"{share:.0%}"]
-        lines.append([name, series.text("s"), *cells, " ".join(f"{part:.0%}" for part in used)])
+        cores = cores_used(found[name])
+        lines.append([name, series.text("s"), *cells, " ".join(f"{part:.0%}" for part in used), f"{cores:.0%}"])
         report.results[name] = {
             "step_s": series.to_json(), "samples_per_s": samples, "generation_s": waited, "times_faster": gained,
-            "bound": allowed[name], "share_of_bound": share, "busy": used,
+            "bound": allowed[name], "share_of_bound": share, "busy": used, "cores": cores,
         }  # fmt: skip
-    report.add_table(["", "step", "samples/s", "generation", "times serial", "bound", "share", "busy"], lines)
+    report.add_table(["", "step", "samples/s", "generation", "times serial", "bound", "share", "busy", "cores"], lines)
 
 
 def bounds(serial: Sequence[Sequence[Row]]) -> dict[str, float]:
@@ -214,6 +223,13 @@ def utilisation(runs: Sequence[Sequence[Row]]) -> list[float]:
     counted = [row for rows in runs for row in rows if row["step"] > WARM_UP and row.get("busy")]
     total = sum(row["perf/time_per_step"] for row in counted)
     return [min(1.0, sum(device) / total) for device in zip(*(row["busy"] for row in counted), strict=True)]
+
+
+def cores_used(runs: Sequence[Sequence[Row]]) -> float:
+    """Processor time of all processes of the run, of that of the machine."""
+    counted = [row for rows in runs for row in rows if row["step"] > WARM_UP and row.get("run_s")]
+    total = sum(row["perf/time_per_step"] for row in counted) * (os.cpu_count() or 1)
+    return sum(row["run_s"] for row in counted) / total if total else 0.0
 
 
 def generation_s(runs: Sequence[Sequence[Row]]) -> float:

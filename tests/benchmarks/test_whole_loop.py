@@ -1,8 +1,10 @@
 """The sides of benchmarks/whole_loop.py, and what is concluded from their metrics."""
 
+import os
+
 import pytest
 from report import Report
-from whole_loop import APART, SERIAL, SIDES, bounds, fill, utilisation
+from whole_loop import APART, SERIAL, SIDES, bounds, cores_used, fill, utilisation
 
 from verl.config import load_config
 from verl.parallel.placement import Placement
@@ -24,7 +26,14 @@ TIMES = {
 def metrics(step_s, num_steps=4):
     spans = {f"timing_s/{name}": seconds for name, seconds in TIMES.items()}
     return [
-        {"step": n, "time": 50 + n * step_s, "perf/time_per_step": step_s, "rollout/seconds": 2.0, "busy": [4.0, 1.6]}
+        {
+            "step": n,
+            "time": 50 + n * step_s,
+            "perf/time_per_step": step_s,
+            "rollout/seconds": 2.0,
+            "busy": [4.0, 1.6],
+            "run_s": 6.0,
+        }
         | spans
         for n in range(1, num_steps + 1)
     ]
@@ -57,4 +66,5 @@ def test_shares_and_utilisation():
     assert report.results["rollout apart, ahead"]["times_faster"] == pytest.approx(1.25)
     assert report.results["rollout apart, ahead"]["share_of_bound"] == pytest.approx(1.25 / 1.6)
     assert utilisation([metrics(8.0)]) == pytest.approx([0.5, 0.2])
+    assert cores_used([metrics(8.0)]) == pytest.approx(0.75 / os.cpu_count())
     assert report.results[SERIAL]["generation_s"] == pytest.approx(2.0)
