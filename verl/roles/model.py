@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 
 from verl.checkpoint.background import RoleSave, write_and_report
@@ -20,7 +21,6 @@ from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.engines.api import TrainEngine
 from verl.errors import CheckpointError
-from verl.parallel.memory import resident_bytes
 from verl.parallel.process_settings import give_back_holes
 from verl.parallel.register import Dispatch, Execute, register
 from verl.parallel.serialize import record
@@ -187,7 +187,7 @@ def schedule_of(spec: RoleSpec) -> MiniBatchSchedule:
 def _device_metrics(device: torch.device) -> dict[str, Metric]:
     """perf/*, the largest over ranks: memory in GB of this process, or of its allocator on a GPU, and milliseconds of an
     all-gather of parameters since the last update."""
-    found = {"perf/cpu_memory_used_gb": resident_bytes() / 1e9}
+    found = {"perf/cpu_memory_used_gb": psutil.Process().memory_info().rss / 1e9}
     if device.type == "cuda":
         found["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated(device) / 1e9
         found["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved(device) / 1e9
