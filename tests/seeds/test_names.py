@@ -150,7 +150,7 @@ def test_the_log_of_a_run_for_debugging(settings, tmp_path, monkeypatch, no_pict
     text = (tmp_path / "run" / "logs" / "rank_0.log").read_text()
     for words in (
         "DEBUG", "gen took 0.", "actor.update on 1 ranks, rows", "Step 1, actor: optimizer steps of [4] rows",
-        "Micro-batches of [4] rows", "Weights of version 1 are shared", "Generation: {",
+        "Micro-batches of [", "Weights of version 1 are shared", "Generation: {",
     ):  # fmt: skip
         assert words in text, words
 
