@@ -83,7 +83,7 @@ class ModelRole:
         rate = self.engine.end_step(advance=not self.guard.refused_all(len(found)))
         give_back_holes(step)
         findings = self.guard.pop_findings()
-        return Updates(self.spec.name, found, rate, observed, findings, _device_metrics(self.engine.device))
+        return Updates(self.spec.name, found, rate, observed, findings, _device_metrics())
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def follow(self, share: float) -> None:
@@ -184,11 +184,12 @@ def schedule_of(spec: RoleSpec) -> MiniBatchSchedule:
     return schedule if spec.objective is None else replace(schedule, unit=spec.objective(_guard_of(spec)).unit)
 
 
-def _device_metrics(device: torch.device) -> dict[str, Metric]:
+def _device_metrics() -> dict[str, Metric]:
     """perf/*, the largest over ranks: memory in GB of this process, or of its allocator on a GPU, and milliseconds of an
     all-gather of parameters since the last update."""
     found = {"perf/cpu_memory_used_gb": psutil.Process().memory_info().rss / 1e9}
-    if device.type == "cuda":
+    if torch.cuda.is_initialized():  # the device of this process
+        device = torch.cuda.current_device()
         found["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated(device) / 1e9
         found["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved(device) / 1e9
         reserved = torch.cuda.memory_reserved(device)
