@@ -6,7 +6,7 @@ import torch
 from verl.errors import ConfigError
 from verl.models.matmul import Matmul
 from verl.parallel import device as room
-from verl.parallel.device import compute_dtype, make_current, native_bf16, parse_dtype, resolve_device
+from verl.parallel.device import compute_dtype, make_current, native_bf16, parse_dtype, prefers_onednn, resolve_device
 
 pytestmark = pytest.mark.seed("E1")
 
@@ -68,6 +68,19 @@ def test_bf16_follows_the_instructions_of_the_cpu(tmp_path, monkeypatch, maker, 
     monkeypatch.delenv(room.CPU_BF16, raising=False)
     assert native_bf16(CPU) is native
     assert compute_dtype("auto", CPU) == (torch.bfloat16 if native else torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("flags", "prefers"),
+    [({"AuthenticAMD", "avx512f"}, True), ({"AuthenticAMD", "avx2"}, False), ({"GenuineIntel", "avx512f"}, False)],
+)
+def test_float32_matmuls_follow_the_maker_of_the_cpu(monkeypatch, flags, prefers):
+    monkeypatch.setattr(room, "_cpu_flags", lambda: flags)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    assert prefers_onednn(CPU) is prefers
+    assert Matmul(torch.float32, CPU).by_onednn is prefers
+    assert not Matmul(torch.float64, CPU).by_onednn
+    assert not prefers_onednn(torch.device("cuda"))
 
 
 @pytest.mark.parametrize(("forced", "native"), [("native", True), ("widened", False)])

@@ -26,6 +26,7 @@ from verl.models.matmul import Matmul
 _CHUNK_ELEMENTS = 1 << 26  # logits held at a time; 256 MiB in float32
 _CHUNK_ELEMENTS_CUDA = 1 << 28  # a product of fewer tokens is bound by reading the weights
 _BLOCK_ELEMENTS = 1 << 19  # of a chunk, worked on at a time on a CPU
+_PRODUCT_ELEMENTS = 1 << 24  # of a chunk, where a matmul cannot write into it
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,10 @@ class Head:
         returned; in `lse` and `mean` [rows] if given, the log-sum-exp of the rows, and the mean of their logits at
         temperature 1. hidden and weight are operands of `matmul`."""
         z = out[: len(hidden)]
-        if hidden.dtype == z.dtype:
+        if matmul.by_onednn:
+            for part in _chunks(len(z), max(1, _PRODUCT_ELEMENTS // z.shape[1])):
+                z[part] = matmul.product(hidden[part], weight)
+        elif hidden.dtype == z.dtype:
             torch.mm(hidden, weight.t(), out=z)
         elif z.device.type == "cuda":
             z.copy_(torch.mm(hidden, weight.t(), out_dtype=z.dtype))  # not rounded, as in generation
@@ -195,8 +199,9 @@ def logit_statistics(
 
 
 def _chunks(num_tokens: int, size: int) -> Iterator[slice]:
-    for start in range(0, num_tokens, size):
-        yield slice(start, min(start + size, num_tokens))
+    """Slices of `size` tokens after one of the rest: the last is kept for the backward, so it is to be a whole one."""
+    for end in range(num_tokens % size or size, num_tokens + 1, size):
+        yield slice(max(0, end - size), end)
 
 
 def _blocks(z: torch.Tensor) -> Iterator[slice]:
@@ -280,7 +285,7 @@ class _FusedLogProbs(torch.autograd.Function):
                 logit_grad_(z[block], columns[part][block], here, stats, ctx.head, matmul)
             dz = z.to(inputs.dtype)
             if d_hidden is not None:
-                d_hidden[part] = torch.mm(dz, operand)
+                d_hidden[part] = matmul.product(dz, operand.t())
             for buffers in (apart, ctx.gradients):
                 if buffers is not None:
                     buffers.add_matmul((ctx.weight,), dz, inputs, matmul)

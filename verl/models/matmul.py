@@ -1,14 +1,15 @@
 """Matmuls of the hand-written passes, and the one place that decides in which dtype they run.
 
 A bfloat16 matmul sums exact products in float32 and rounds once. A CPU without fast instructions for it takes longer than for
-float32, up to four times, so there the operands are widened first: the same sums, rounded the same way.
+float32, up to four times, so there the operands are widened first: the same sums, rounded the same way. A CPU on which oneDNN
+multiplies float32 matrices faster than the library behind `torch.mm` takes oneDNN.
 """
 
 from __future__ import annotations
 
 import torch
 
-from verl.parallel.device import native_bf16
+from verl.parallel.device import native_bf16, prefers_onednn
 
 
 class Matmul:
@@ -18,10 +19,17 @@ class Matmul:
     def __init__(self, dtype: torch.dtype, device: torch.device):
         self.dtype = dtype
         self.widens = dtype == torch.bfloat16 and device.type == "cpu" and not native_bf16(device)
+        self.by_onednn = (self.widens or dtype == torch.float32) and prefers_onednn(device)
 
     def operand(self, x: torch.Tensor) -> torch.Tensor:
         """`x` in the dtype of the operands."""
         return x.float() if self.widens else x
+
+    def product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """x [tokens, inputs] weight^T [inputs, outputs] of two operands, in their dtype."""
+        if self.by_onednn:
+            return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+        return torch.mm(x, weight.t())
 
     def linear(
         self,
@@ -32,17 +40,21 @@ class Matmul:
     ) -> torch.Tensor:
         """x [tokens, inputs] weight^T [inputs, outputs] + bias, and the sum of that with `residual`. In bfloat16 the
         matmul is rounded before the residual is added, as when a module computes them."""
-        x, weight = self.operand(x), self.operand(weight).t()
-        if residual is not None and self.dtype != torch.bfloat16:
-            y = torch.addmm(residual, x, weight)
+        x, weight = self.operand(x), self.operand(weight)
+        if self.by_onednn:
+            y = self.product(x, weight)
+            y = y if bias is None else y.add_(self.operand(bias))
+        elif residual is not None and self.dtype != torch.bfloat16:
+            y = torch.addmm(residual, x, weight.t())
             return y if bias is None else y.add_(bias)
-        y = torch.mm(x, weight) if bias is None else torch.addmm(self.operand(bias), x, weight)
+        else:
+            y = torch.mm(x, weight.t()) if bias is None else torch.addmm(self.operand(bias), x, weight.t())
         y = y.to(self.dtype)
         return y if residual is None else y.add_(residual)
 
     def input_gradient(self, d_y: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """d_y [tokens, outputs] weight [outputs, inputs]."""
-        return torch.mm(self.operand(d_y), self.operand(weight)).to(self.dtype)
+        return self.product(self.operand(d_y), self.operand(weight).t()).to(self.dtype)
 
     def add_outer(self, total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, overwrite: bool) -> None:
         """total += a^T b, or = with `overwrite`; total [outputs, inputs] is float32 or wider, and the matmul is not
