@@ -1,10 +1,15 @@
 """The endpoint for agents: formats, continuation on the very tokens, branches, rewards, refusals, strangers."""
 
+import itertools
 import json
+import os
 import sys
+import threading
+import time
 
 import httpx
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -222,18 +227,21 @@ def test_an_agent_that_fails_is_left_out(play, function, sentence):
     assert sentence in result.error
 
 
+COMMAND = """
+import json, os, urllib.request
+def post(path, body):
+    headers = {'Authorization': 'Bearer ' + os.environ['OPENAI_API_KEY'], 'Content-Type': 'application/json'}
+    url = os.environ['OPENAI_BASE_URL'] + path
+    return json.load(urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)))
+task = json.loads(os.environ['VERL_TASK'])
+reply = post('/chat/completions', {'model': os.environ['OPENAI_MODEL'], 'messages': task['raw_prompt']})
+post('/reward', {'reward': len(reply['choices'])})
+"""
+
+
 def test_an_agent_may_be_a_command(play, tmp_path):
     script = tmp_path / "agent.py"
-    script.write_text(
-        "import json, os, urllib.request\n"
-        "def post(path, body):\n"
-        "    headers = {'Authorization': 'Bearer ' + os.environ['OPENAI_API_KEY'], 'Content-Type': 'application/json'}\n"
-        "    url = os.environ['OPENAI_BASE_URL'] + path\n"
-        "    return json.load(urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)))\n"
-        "task = json.loads(os.environ['VERL_TASK'])\n"
-        "reply = post('/chat/completions', {'model': os.environ['OPENAI_MODEL'], 'messages': task['raw_prompt']})\n"
-        "post('/reward', {'reward': len(reply['choices'])})\n"
-    )
+    script.write_text(COMMAND)
     found, _ = play(None, 2, f"{ROLLOUT}.agent.runner='command:{sys.executable} {script}'")
     assert [(result.error, result.reward) for result in found] == [(None, 1.0)] * 2
     script.write_text(script.read_text() + "import sys\nif sys.argv[1:] != ['Go.']: raise SystemExit(str(sys.argv))\n")
@@ -242,3 +250,25 @@ def test_an_agent_may_be_a_command(play, tmp_path):
     script.write_text("raise SystemExit('no key')\n")
     (result,), _ = play(None, 1, f"{ROLLOUT}.agent.runner='command:{sys.executable} {script}'")
     assert "its command ended its process with exit code 1: no key" in result.error
+
+
+@pytest.mark.parametrize("place", [0, 1, 2], ids=["program", "process 1", "unshare"])
+def test_a_command_that_is_killed_from_outside_is_run_again(play, tmp_path, place):
+    script, begun = tmp_path / "agent.py", tmp_path / "begun"
+    wait = f"import pathlib, time\nbegun = pathlib.Path({str(begun)!r})\nif not begun.exists(): begun.touch(); time.sleep(60)\n"
+    script.write_text(wait + COMMAND)
+
+    def kill():
+        deadline = time.monotonic() + 30
+        while not begun.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        below = psutil.Process().children(recursive=True)
+        (program,) = [p for p in below if p.cmdline()[1:] == [str(script)]]  # the others have more words
+        chain = [program, *itertools.takewhile(lambda p: p.pid != os.getpid(), program.parents())]
+        chain[min(place, len(chain) - 1)].kill()
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    (result,), _ = play(None, 1, f"{ROLLOUT}.agent.runner='command:{sys.executable} {script}'")
+    killer.join(30)
+    assert (result.error, result.reward) == (None, 1.0)

@@ -29,7 +29,7 @@ from verl.parallel.framing import encode_frame, frame, read_header
 from verl.rewards.jobs import Job
 from verl.rewards.outcome import Outcome, checked_outcome
 from verl.rewards.prints import Prints
-from verl.rewards.sandbox.launch import Sandbox, remove_folder
+from verl.rewards.sandbox.launch import Sandbox, perhaps_from_outside, remove_folder
 from verl.rewards.sandbox.limits import KIB, MIB, Limits
 from verl.rewards.sandbox.processes import now_tick
 
@@ -41,8 +41,6 @@ _LATE_LOOK_S = 1.0  # between two looks: then this process was stopped itself
 _ENDING_TIMEOUT_S = 1.0
 _MAX_ERROR = 2000  # characters of the reason why a function cannot be used
 _ERROR_KB = 16  # of the answer for a sample whatever its result: an error, as JSON
-# A person, the system (for its memory) or a job scheduler may have sent these.
-_SIGNALS_FROM_OUTSIDE = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 
 
 class WorkerLost(Exception):
@@ -219,9 +217,8 @@ class WorkerProcess:
         behaviour = self.sandbox.how_it_ended(_ENDING_TIMEOUT_S) or "closed the channel on which its result is sent"
         self._prints.read()
         last = self._prints.last_line()
-        # unshare 2.38 reports a process 1 that was killed as an error of its own
-        from_outside = behaviour.endswith(_SIGNALS_FROM_OUTSIDE) or last.startswith("unshare: ")
-        raise self._lost(behaviour + (f" (its last words: {last})" if last else ""), again=from_outside or None)
+        again = perhaps_from_outside(behaviour, last) or None
+        raise self._lost(behaviour + (f" (its last words: {last})" if last else ""), again=again)
 
     def _late(self, timeout_s: float, was_stopped: bool) -> WorkerLost:
         if was_stopped:

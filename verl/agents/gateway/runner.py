@@ -30,7 +30,7 @@ from verl.agents.tool_calls import on_thread
 from verl.errors import ConfigError
 from verl.foreign_text import clean
 from verl.registry import load_object
-from verl.rewards.sandbox.launch import Sandbox
+from verl.rewards.sandbox.launch import Sandbox, perhaps_from_outside
 from verl.rewards.sandbox.limits import Limits
 
 COMMAND, PROMPT = "command:", "{prompt}"
@@ -118,7 +118,7 @@ class EndpointAgentLoop(AgentLoopBase):
             said = output.read().decode("utf-8", "replace")
         if how is None:
             raise EpisodeError(f"its command took longer than {limit_s:g} s")
-        if how.endswith(("by SIGKILL", "by SIGTERM")):
+        if perhaps_from_outside(how, said.rstrip().rpartition("\n")[2]):
             raise AgentKilled(f"its command {how}")
         if how != "ended its process with exit code 0":
             raise EpisodeError(f"its command {how}: {clean(said[-300:], 300)}")

@@ -28,6 +28,7 @@ _PROBE_TIMEOUT_S = 10.0
 _KILL_TIMEOUT_S = 5.0
 _NUM_LIBRARY_THREADS = 64  # the kernel counts threads as processes
 _NUM_OTHER_TASKS = 1024  # that the user may start outside of the sandbox later
+_SIGNALS_FROM_OUTSIDE = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 _KEPT_CAPABILITIES = "+chown,+dac_override,+dac_read_search,+fowner,+fsetid"  # what root's files need
 # Process 1 keeps the capabilities that the scorer loses, so that the scorer cannot trace it, nor undo what it sets: as many
 # process ids as its first argument says (the kernel gives none up to 300 twice); a shared memory of its own; and empty folders
@@ -282,6 +283,12 @@ def describe_exit(code: int) -> str:
     with contextlib.suppress(ValueError):
         return f"ended its process by {signal.Signals(number).name}"
     return f"ended its process by signal {number}" if code < 0 else f"ended its process with exit code {code}"
+
+
+def perhaps_from_outside(end: str, last_line: str) -> bool:
+    """Whether an end, as `describe_exit` says it, after this last line of output may be a person's, a job scheduler's or the
+    system's work (for its memory). unshare 2.38 reports a process 1 that was killed as an error of its own."""
+    return end.endswith(_SIGNALS_FROM_OUTSIDE) or last_line.startswith("unshare: ")
 
 
 def _kill(send: Callable[[int, int], None], pid: int, number: int) -> None:
