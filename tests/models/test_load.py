@@ -199,7 +199,7 @@ def test_override_config(tiny_folder, caplog):
         load_causal_lm(
             tiny_folder("llama"), override_config={"embd_pdrop": 0.0}
         )  # as scripts for several families set it
-    assert "attn_implementation=flash_attention_2 is not used" in caplog.text
+    assert "attn_implementation=flash_attention_2 chooses nothing" in caplog.text
     assert "embd_pdrop=0.0 has no effect" in caplog.text
 
 
