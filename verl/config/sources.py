@@ -129,10 +129,16 @@ def _parse(file: Path) -> dict[str, Any]:
         raise
     except Exception as error:
         # PyYAML raises what Python does for the values of tags, such as !!int
+        if "maximum nesting depth" in str(error):  # libyaml's own limit, met while it reads ahead
+            raise _too_deep(file) from error
         raise ConfigError(f"The config file {file} cannot be read: {clean(error)}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"The config file {file} does not hold sections (key: value).")
     return {str(k): v for k, v in tree.items()}
+
+
+def _too_deep(file: Path) -> ConfigError:
+    return ConfigError(f"The config file {file} is nested more than {MAX_DEPTH} deep; make it flat.")
 
 
 def _require_small(text: str, file: Path) -> None:
@@ -152,7 +158,7 @@ def _require_small(text: str, file: Path) -> None:
         elif isinstance(event, yaml.NodeEvent):
             size += sizes.get(event.anchor, 1) if isinstance(event, yaml.AliasEvent) else 1
         if len(parents) > MAX_DEPTH:
-            raise ConfigError(f"The config file {file} is nested more than {MAX_DEPTH} deep; make it flat.")
+            raise _too_deep(file)
         if size > _MAX_VALUES:
             raise ConfigError(
                 f"The config file {file} has more than {_MAX_VALUES:,} values, counting aliases each time."
