@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 
 import pytest
 import torch
@@ -200,6 +201,39 @@ class TestReference:
         (tmp_path / "other.jsonl").write_text(lines)
         with pytest.raises(DataError, match="rows that it did not have when the run began"):
             preference_run("trainer.save_freq=1", f"data.train_files={tmp_path}/other.jsonl")
+
+
+class TestKeptReference:
+    """The file of the reference's log-probabilities lies outside of the checkpoints, whose state has its digest."""
+
+    FILE = "reference_log_probs.safetensors"
+    SETTINGS = ("trainer.save_freq=1", "trainer.total_epochs=1")
+
+    @pytest.mark.parametrize("damage", ["values", "tensors", "text", "gone", "fifo"])
+    def test_another_file_is_refused(self, preference_run, damage):
+        from safetensors.torch import load_file, save_file
+
+        from verl.errors import DataError
+
+        file = preference_run(*self.SETTINGS, "trainer.total_training_steps=1").folder / self.FILE
+        tensors = load_file(file)
+        file.unlink()
+        if damage == "values":
+            save_file({**tensors, "log_probs": tensors["log_probs"] + 1}, file)
+        elif damage == "tensors":
+            save_file({"log_probs": tensors["log_probs"]}, file)
+        elif damage == "text":
+            file.write_text("no")
+        elif damage == "fifo":
+            os.mkfifo(file)
+        sentence = "is gone" if damage in ("gone", "fifo") else "is not the file that this run has written"
+        with pytest.raises(DataError, match=f"{self.FILE} {sentence}, and the policy has changed"):
+            preference_run(*self.SETTINGS)
+
+    def test_what_a_killed_start_has_left_is_replaced(self, preference_run, tmp_path):
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / f"{self.FILE}.new").write_text("half a file")
+        assert (preference_run("trainer.total_training_steps=1").folder / self.FILE).exists()
 
 
 class TestResuming:

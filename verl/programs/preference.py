@@ -31,7 +31,7 @@ from verl.programs.reference_log_probs import FILE, ReferenceLogProbs, completio
 from verl.roles.api import Objective, Roles, RoleSpec, RoleSpecs
 from verl.roles.objectives.preference import PreferenceObjective
 from verl.roles.step_guard import StepGuard
-from verl.tracking.files import is_count, is_number
+from verl.tracking.files import is_count, is_number, is_text, maybe
 from verl.tracking.summary import Result
 
 REFERENCE = "reference"
@@ -58,7 +58,9 @@ class PreferenceOptimization(GivenRowsProgram):
     }  # fmt: skip
     span_phases = {**GivenRowsProgram.span_phases, "reference": ("training", REFERENCE)}
 
-    state_schema = {**GivenRowsProgram.state_schema, "num_rewards": is_count, "mean_reward": is_number}
+    state_schema = {
+        **GivenRowsProgram.state_schema, "num_rewards": is_count, "mean_reward": is_number, "reference": maybe(is_text),
+    }  # fmt: skip
 
     @classmethod
     def load_rows(cls, config: PreferenceConfig, files: Any, tokenizer: Any, **selects: Any) -> PreferenceDataset:
@@ -218,7 +220,7 @@ class PreferenceOptimization(GivenRowsProgram):
         if not self.keeps or rolled_back is not None:
             return
         if state is not None:
-            self.reference.read(self.run.folder, self.run.is_rank_zero, self.run.broadcast)
+            self.reference.read(self.run.folder, state.get("reference"), self.run.is_rank_zero, self.run.broadcast)
             return
         self.reference.keep(self._all_parts())
         if self.run.is_rank_zero:
@@ -237,7 +239,8 @@ class PreferenceOptimization(GivenRowsProgram):
                         yield from self._mismatched(rows, [chunk])
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "num_rewards": self.num_rewards, "mean_reward": self.mean_reward}
+        rewards = {"num_rewards": self.num_rewards, "mean_reward": self.mean_reward}
+        return {**super().state_dict(), **rewards, "reference": self.reference.digest}
 
     def header(self) -> dict[str, Any]:
         facts = super().header()

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from verl.checkpoint.files import record_of, remove_tree
 from verl.checkpoint.tensor_files import read_tensors, write_tensors
 from verl.data.preferences.dataset import PreferenceSequence
 from verl.data_proto.proto import DataProto
@@ -30,6 +31,7 @@ class ReferenceLogProbs:
     def __init__(self, model: ModelHandle, ld_alpha: float | None):
         self.model, self.ld_alpha = model, ld_alpha
         self._kept: dict[bytes, float] | None = None
+        self.digest: str | None = None  # of the kept file, on rank 0
 
     def of(self, batch: DataProto, sequences: Sequence[PreferenceSequence]) -> torch.Tensor:
         """[batch], for the `sequences` that are the rows of `batch`. Raises DataError for one that was not kept."""
@@ -60,19 +62,23 @@ class ReferenceLogProbs:
             "log_probs": torch.tensor(list(self._kept.values()), dtype=torch.float64),
         }
         temporary = folder / f"{FILE}.new"
-        write_tensors(temporary, tensors)
+        remove_tree(temporary)  # of a start that was killed
+        self.digest = write_tensors(temporary, tensors).blake2b
         os.replace(temporary, folder / FILE)
 
-    def read(self, folder: Path, is_rank_zero: bool, broadcast: Callable[[Any], Any]) -> None:
-        """Read what `write` has written; on rank 0, for all ranks. Raises DataError when it is not there."""
-        found = None
-        if is_rank_zero and (folder / FILE).is_file():
-            tensors = read_tensors(folder / FILE)
-            found = [tensors["digests"].numpy(), tensors["log_probs"].numpy()]
-        found = broadcast(found)
+    def read(self, folder: Path, wanted: str | None, is_rank_zero: bool, broadcast: Callable[[Any], Any]) -> None:
+        """Read what `write` has written, with the digest `wanted` (None: any); on rank 0, for all ranks. Raises DataError when
+        it is not there or has changed."""
+        found, file, state = None, folder / FILE, "gone"
+        if is_rank_zero and file.is_file():
+            self.digest, state = record_of(file).blake2b, "not the file that this run has written"
+            if wanted in (None, self.digest):
+                tensors = read_tensors(file)
+                found = [tensors["digests"].numpy(), tensors["log_probs"].numpy()]
+        found, state = broadcast((found, state))
         if found is None:
             raise DataError(
-                f"{folder / FILE} is gone, and the policy has changed since it was written. Bring it back, set "
+                f"{file} is {state}, and the policy has changed since then. Bring it back, set "
                 "ref.precompute=False, or start a new run."
             )
         self._kept = {name.tobytes(): value for name, value in zip(found[0], found[1].tolist(), strict=True)}
