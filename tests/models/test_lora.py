@@ -186,6 +186,37 @@ def test_training_starts_from_given_adapters(folder, tmp_path):
         engine(folder, lora_adapter_path=str(tmp_path))
 
 
+DAMAGED_ADAPTERS = {
+    "other kind": (
+        lambda config, tensors: config.update(peft_type="IA3"),
+        "of a kind that verl has not: peft_type='IA3'",
+    ),
+    "scales of layers": (lambda config, tensors: config.update(alpha_pattern={"q_proj": 64}), "alpha_pattern=.*q_proj"),
+    "biases": (lambda config, tensors: config.update(bias=["\x1b[31m"]), r"bias=\['\\x1b\[31m'\]"),
+    "rank": (lambda config, tensors: config.update(r="4"), "have rank '4' and alpha"),
+    "NaN": (lambda config, tensors: next(iter(tensors.values())).fill_(float("nan")), "has NaN or infinite values"),
+    "integers": (
+        lambda config, tensors: tensors.update({n: t.char() for n, t in tensors.items()}),
+        "of type torch.int8",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED_ADAPTERS)
+def test_adapters_that_would_compute_something_else_are_refused(folder, tmp_path, damage):
+    from safetensors.torch import load_file, save_file
+
+    adapter = tmp_path / "adapter"
+    write_adapter(engine(folder).state(), adapter)
+    config, tensors = json.loads((adapter / CONFIG_FILE).read_text()), load_file(adapter / WEIGHTS_FILE)
+    change, sentence = DAMAGED_ADAPTERS[damage]
+    change(config, tensors)
+    (adapter / CONFIG_FILE).write_text(json.dumps(config))
+    save_file(tensors, adapter / WEIGHTS_FILE)
+    with pytest.raises(ModelError, match=sentence):
+        engine(folder, lora_adapter_path=str(adapter))
+
+
 def test_a_frozen_model_has_given_adapters(folder, tmp_path):
     """`verl eval` and validation alone compute with the policy that was trained, not with its base."""
     trained = train(engine(folder))

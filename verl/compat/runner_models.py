@@ -10,14 +10,9 @@ from typing import Any
 import torch
 
 from verl.errors import ConfigError
-from verl.models.lora import CONFIG_FILE, WEIGHTS_FILE
+from verl.models.lora import CONFIG_FILE, OTHER_KINDS, WEIGHTS_FILE
 
-# fields of peft's LoraConfig whose adapters are computed otherwise than y = W x + (alpha / r) B A x, or train something else
-_REFUSED = (
-    "lora_dropout", "use_rslora", "use_dora", "use_qalora", "lora_bias", "rank_pattern", "alpha_pattern", "modules_to_save",
-    "layer_replication", "trainable_token_indices", "target_parameters", "alora_invocation_tokens", "arrow_config",
-    "velora_config", "monteclora_config", "use_bdlora", "kasa_config", "ensure_weight_tying",
-)  # fmt: skip
+_REFUSED = ("lora_dropout", "modules_to_save", "ensure_weight_tying", *OTHER_KINDS)  # fields of peft's LoraConfig
 
 
 def with_adapters(model: Any, peft_config: Any) -> Any:

@@ -19,9 +19,16 @@ from torch import nn
 
 from verl.config import ModelConfig
 from verl.errors import ModelError, nearest
+from verl.foreign_text import clean, quoted
 from verl.models.folder import opened, read_json_object
 
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
+# entries of adapter_config.json, fields of peft's LoraConfig, of adapters that are computed otherwise
+OTHER_KINDS = (
+    "use_rslora", "use_dora", "use_qalora", "lora_bias", "rank_pattern", "alpha_pattern", "fan_in_fan_out",
+    "layer_replication", "trainable_token_indices", "target_parameters", "alora_invocation_tokens", "arrow_config",
+    "velora_config", "monteclora_config", "use_bdlora", "kasa_config",
+)  # fmt: skip
 _PREFIX = "base_model.model."
 
 
@@ -155,21 +162,31 @@ def own_names(tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_adapter(folder: str | Path, spec: LoRASpec) -> dict[str, torch.Tensor]:
-    """Adapters saved by peft or here, under our names. Raises ModelError when there are none or they are of another
-    kind than `spec`."""
+    """Adapters saved by peft or here, under our names. Raises ModelError when there are none, when they are of another kind
+    than `spec`, and for values that are not finite fractions."""
     path = Path(folder).expanduser()
     if not (path / CONFIG_FILE).is_file() or not (path / WEIGHTS_FILE).is_file():
         raise ModelError(f"model.lora_adapter_path={folder} holds no adapters ({CONFIG_FILE} and {WEIGHTS_FILE}).")
     config = read_json_object(path / CONFIG_FILE)
     if config.get("r") != spec.rank or config.get("lora_alpha") != spec.alpha:
         raise ModelError(
-            f"The adapters in {path} have rank {config.get('r')} and alpha {config.get('lora_alpha')}; set "
-            "model.lora_rank and model.lora_alpha to that."
+            f"The adapters in {path} have rank {quoted(config.get('r'), 40)} and alpha "
+            f"{quoted(config.get('lora_alpha'), 40)}; set model.lora_rank and model.lora_alpha to that."
         )
-    if config.get("use_dora") or config.get("use_rslora") or config.get("bias", "none") != "none":
-        raise ModelError(f"The adapters in {path} are of a kind (DoRA, rsLoRA or trained biases) that verl has not.")
+    other = next((name for name in OTHER_KINDS if config.get(name)), None)
+    other = other or next((n for n, v in (("peft_type", "LORA"), ("bias", "none")) if config.get(n, v) != v), None)
+    if other:
+        raise ModelError(
+            f"The adapters in {path} are of a kind that verl has not: {other}={quoted(config[other], 80)} in {CONFIG_FILE}. "
+            "They are not computed as y = W x + (alpha / rank) B A x."
+        )
     with opened(path / WEIGHTS_FILE) as tensors:
-        return own_names({name: tensors.get_tensor(name) for name in tensors.keys()})
+        found = {name: tensors.get_tensor(name) for name in tensors.keys()}
+    for name, value in found.items():
+        if not value.is_floating_point() or not value.isfinite().all():
+            kind = "NaN or infinite values" if value.is_floating_point() else f"values of type {value.dtype}"
+            raise ModelError(f"The adapters in {path} are damaged: {clean(name, 80)} has {kind}. Use an earlier copy.")
+    return own_names(found)
 
 
 @torch.no_grad()
