@@ -13,7 +13,7 @@ from tests.data.rows import config
 from verl.data import prepare
 from verl.data.dataset import load_dataset
 from verl.data.files import read_rows
-from verl.data.tasks import char_count, gsm8k, reasoning_gym, sentiment
+from verl.data.tasks import char_count, gsm8k, reasoning_gym, sentiment, split
 from verl.errors import DataError
 from verl.models.tiny import make_tokenizer
 from verl.rewards.scorers.route import default_compute_score
@@ -255,6 +255,53 @@ class TestSentiment:
 
         config = load_config([], schema=SCHEMAS[schema], config_name=name).config
         assert config.data.train_files == "work/data/sentiment/train.parquet"
+
+
+class TestSplit:
+    ROWS = [
+        {"prompt": f"Q{i // 3}", "chosen": f"yes {i}", "rejected": f"no {i}", "subset": "helpful"} for i in range(30)
+    ]
+
+    def write(self, folder, rows):
+        (folder / "rows.json").write_text(json.dumps(rows))
+        return ["split", "--source", str(folder / "rows.json"), "--output", str(folder / "out")]
+
+    def test_no_prompt_is_in_both_files(self, tmp_path, capsys):
+        assert prepare.main([*self.write(tmp_path, self.ROWS), "--test-share", "0.25"]) == 0
+        assert f"{tmp_path / 'out' / 'test.parquet'}: 9 rows" in capsys.readouterr().out
+        train, test = (read(tmp_path / "out", name) for name in ("train", "test"))
+        assert sorted(train + test, key=lambda row: int(row["chosen"][4:])) == self.ROWS
+        assert not {row["prompt"] for row in train} & {row["prompt"] for row in test}
+
+    def test_texts_become_messages_that_train(self, tmp_path, tiny_llama):
+        from verl.config import PREFERENCE, load_config
+        from verl.programs.preference import PreferenceOptimization
+
+        talk = "Hi.\n\nAssistant: Yes?\n\nHuman:  And\n\nnow?"
+        prepare.main([*self.write(tmp_path, [{**row, "prompt": row["prompt"] + talk} for row in self.ROWS]), "--chat"])
+        row = read(tmp_path / "out", "test")[0]
+        assert [m["role"] for m in row["prompt"]] == ["user", "assistant", "user"]
+        assert row["prompt"][2]["content"] == "And\n\nnow?"
+        assert row["chosen"][0]["role"] == "assistant"
+        files = [
+            f"data.{split}_files={tmp_path}/out/{name}.parquet" for split, name in (("train", "train"), ("val", "test"))
+        ]
+        loaded = load_config([f"model.path={tiny_llama}", "data.train_batch_size=8", *files], schema=PREFERENCE)
+        assert len(PreferenceOptimization.load_data(loaded.config).train) == 24
+
+    def test_whole_conversations_of_texts(self):
+        row = split.as_chat({"chosen": "\n\nHuman: a\n\nAssistant: b"}, "prompt")
+        assert row["chosen"] == [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+
+    def test_rows_that_cannot_be_divided(self, tmp_path):
+        with pytest.raises(
+            DataError, match="row 1 .*has no field 'prompt', by which rows are divided; name it by --key"
+        ):
+            prepare.main(self.write(tmp_path, [self.ROWS[0], {"chosen": "a"}]))
+        with pytest.raises(DataError, match="have one prompt, so that none can be held out"):
+            prepare.main(self.write(tmp_path, self.ROWS[:3]))
+        with pytest.raises(SystemExit):
+            prepare.main([*self.write(tmp_path, self.ROWS), "--test-share", "1"])
 
 
 def add(tar, name, content):

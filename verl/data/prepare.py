@@ -1,4 +1,4 @@
-"""Commands that make training data: `python -m verl.data.prepare {gsm8k,reasoning_gym,char_count,sentiment} ...`."""
+"""Commands that make training data: `python -m verl.data.prepare {gsm8k,reasoning_gym,char_count,sentiment,split} ...`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.data.files import parse_json
-from verl.data.tasks import char_count, gsm8k, reasoning_gym, sentiment
+from verl.data.tasks import char_count, gsm8k, reasoning_gym, sentiment, split
 from verl.errors import DataError, VerlError
 from verl.foreign_text import clean
 
@@ -59,6 +59,17 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--source", type=Path, required=True, help="source archive of vaderSentiment 3.3.2 (.tar.gz)")
     command.add_argument("--output", type=Path, required=True, help="folder to write to")
     _add_counts(command, train=2000, test=200)
+    command = commands.add_parser("split", help="rows of your own divided by their prompts, a share held out")
+    command.add_argument("--source", type=Path, required=True, help="file of rows")
+    command.add_argument("--output", type=Path, required=True, help="folder to write to")
+    command.add_argument(
+        "--test-share", type=_share, default=0.2, help="share of rows to hold out (default %(default)s)"
+    )
+    command.add_argument("--key", default="prompt", help="field of the prompt (default %(default)s)")
+    command.add_argument(
+        "--chat", action="store_true", help="texts become messages, also in the form of Human: ... Assistant: ..."
+    )
+    command.add_argument("--seed", type=int, default=1, help="seed of the choice (default %(default)s)")
     return parser
 
 
@@ -72,6 +83,13 @@ def _count(text: str) -> int:
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} rows cannot be made; give at least 1")
+    return number
+
+
+def _share(text: str) -> float:
+    number = float(text)
+    if not 0 < number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is no share of rows; give one between 0 and 1")
     return number
 
 
@@ -106,6 +124,9 @@ _PREPARE: dict[str, Callable[[argparse.Namespace], list[str]]] = {
     "char_count": _char_count,
     "sentiment": lambda args: sentiment.prepare(
         args.source, args.output, num_train=args.train, num_test=args.test, seed=args.seed
+    ),
+    "split": lambda args: split.prepare(
+        args.source, args.output, share=args.test_share, key=args.key, seed=args.seed, chat=args.chat
     ),
 }
 
