@@ -1,7 +1,10 @@
 """RLRunner in scripts of transformers and TRL, and the trainers that the seed documents name."""
 
+import dataclasses
+import importlib
 import json
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -10,7 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, Trainer, TrainerCallback, TrainingArguments
 
 from tests.run import conftest as runs
+from tests.run.trl_oracle import peer_env
 from verl import RLRunner
+from verl.compat.runner_arguments import Arguments
 from verl.errors import ConfigError, DataError, RewardError
 from verl.models.load import load_tokenizer
 
@@ -195,6 +200,89 @@ def test_scripts_run_with_two_lines_changed(name, tiny_llama, tmp_path, monkeypa
         assert losses[-1] < losses[0]
     if name == "run_clm":
         assert found["metrics"]["eval_loss"] < 5
+
+
+@pytest.fixture
+def trl(monkeypatch):
+    """The configs of TRL beside this file."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    yield importlib.import_module("trl")
+    sys.modules.pop("trl", None)
+
+
+class TestArgumentsOfTRL:
+    def keys(self, args, algorithm):
+        mapped = Arguments(args, algorithm, world_size=2, num_rows=64)
+        return mapped, dict(pair.split("=", 1) for pair in mapped.overrides())
+
+    @pytest.mark.parametrize(
+        ("fields", "batch", "mini_batch", "steps", "warmup"),
+        [
+            ({}, 4, 4, 24, 6),  # 2 ranks x 4 micro-batches x 2 samples in groups of 4
+            ({"steps_per_generation": 8}, 8, 4, 12, 3),
+            ({"steps_per_generation": 8, "num_iterations": 2}, 8, 4, 6, 2),
+        ],
+    )
+    def test_generations_and_updates(self, trl, tmp_path, fields, batch, mini_batch, steps, warmup):
+        """TRL counts optimizer steps; a generation has steps_per_generation micro-batches."""
+        common = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "num_generations": 4}
+        args = trl.GRPOConfig(str(tmp_path), use_cpu=True, max_steps=24, warmup_steps=6, **common, **fields)
+        mapped, keys = self.keys(args, "grpo")
+        assert keys["data.train_batch_size"] == str(batch)
+        assert keys["actor_rollout_ref.actor.ppo_mini_batch_size"] == str(mini_batch)
+        assert mapped.max_steps == steps
+        assert keys["actor_rollout_ref.actor.optim.lr_warmup_steps"] == str(warmup)
+
+    @pytest.mark.parametrize(
+        ("fields", "sentence"),
+        [
+            (
+                {"steps_per_generation": 3, "gradient_accumulation_steps": 2},
+                "no multiple of gradient_accumulation_steps=2",
+            ),
+            ({"scale_rewards": "batch"}, "scale_rewards=batch is not available here; there are group and none"),
+            ({"min_p": 0.1}, "GRPOConfig.min_p=0.1 has no meaning"),
+        ],
+    )
+    def test_what_would_be_left_out_is_refused(self, trl, tmp_path, fields, sentence):
+        with pytest.raises(ConfigError, match=sentence):
+            self.keys(trl.GRPOConfig(str(tmp_path), use_cpu=True, **fields), "grpo")
+
+    def test_what_is_shown_changes_nothing(self, trl, tmp_path):
+        _, keys = self.keys(trl.GRPOConfig(str(tmp_path), use_cpu=True, log_completions=True), "grpo")
+        assert keys["algorithm.norm_adv_by_std_in_grpo"] == "True"
+
+    def test_loss_and_column_of_texts(self, trl, tmp_path):
+        _, keys = self.keys(
+            trl.SFTConfig(str(tmp_path), use_cpu=True, loss_type="dft", dataset_text_field="body"), "sft"
+        )
+        assert (keys["sft.loss"], keys["data.text_key"]) == ("dft", "body")
+
+    @pytest.mark.slow
+    def test_the_configs_beside_the_scripts_are_those_of_trl(self, trl, tmp_path):
+        """Names and defaults, after TRL's own checks."""
+        if not peer_env.is_ready("trl", peer_env.default_folder("trl")):
+            pytest.skip("TRL's environment is not there; benchmarks/peer_env.py makes it")
+        made = {
+            name: getattr(trl, name)(str(tmp_path), use_cpu=True) for name in ("SFTConfig", "GRPOConfig", "DPOConfig")
+        }
+        own = {f.name for f in dataclasses.fields(TrainingArguments)}
+        ours = {
+            name: {f.name: getattr(args, f.name) for f in dataclasses.fields(args) if f.name not in own}
+            for name, args in made.items()
+        }
+        code = (
+            "import json, sys, trl\n"
+            "wanted = json.loads(sys.argv[1])\n"
+            "made = {name: getattr(trl, name)(sys.argv[2], use_cpu=True) for name in wanted}\n"
+            "print(json.dumps({n: {f: getattr(made[n], f) for f in fields} for n, fields in wanted.items()}))"
+        )
+        done = subprocess.run(
+            [peer_env.python_of(peer_env.default_folder("trl")), "-c", code, json.dumps(ours), str(tmp_path)],
+            env=peer_env.clean_environment() | {"HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, timeout=280,
+        )  # fmt: skip
+        assert not done.returncode, done.stderr[-3000:]
+        assert json.loads(done.stdout.splitlines()[-1]) == ours
 
 
 class TestRefusals:

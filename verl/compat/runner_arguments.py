@@ -25,6 +25,7 @@ _SCHEDULES = {"constant": "constant", "constant_with_warmup": "constant", "cosin
 _LOSS_TYPES = {
     "grpo": "seq-mean-token-mean", "bnpo": "token-mean", "dapo": "token-mean", "dr_grpo": "seq-mean-token-sum-norm",
 }  # fmt: skip
+_SCALED = {True: True, "group": True, False: False, "none": False}
 
 # read here, by the callbacks of transformers, or by the runner
 _READ = {
@@ -46,10 +47,12 @@ _WITHOUT_EFFECT = {
     "torch_empty_cache_steps", "tf32", "torch_compile", "use_liger_kernel", "eval_accumulation_steps", "local_rank",
     "overwrite_output_dir", "use_cache", "dataset_num_proc", "average_tokens_across_devices", "include_num_input_tokens_seen",
     "packing", "padding_free", "ignore_data_skip", "label_names", "length_column_name", "accelerator_config",
-    "logging_nan_inf_filter", "save_on_each_node", "model_init_kwargs", "dataset_text_field", "use_vllm",
+    "logging_nan_inf_filter", "save_on_each_node", "model_init_kwargs", "log_completions", "num_completions_to_print",
+    "log_unique_prompts", "use_vllm", "vllm_mode", "vllm_gpu_memory_utilization", "vllm_max_model_length",
+    "vllm_tensor_parallel_size", "vllm_enable_sleep_mode",
 }  # fmt: skip
 _GRPO = {
-    "num_generations", "max_completion_length", "max_prompt_length", "temperature", "top_p", "top_k", "min_p", "beta",
+    "num_generations", "max_completion_length", "max_prompt_length", "temperature", "top_p", "top_k", "beta",
     "epsilon", "epsilon_high", "loss_type", "num_iterations", "scale_rewards", "reward_weights", "steps_per_generation",
     "generation_batch_size",
 }  # fmt: skip
@@ -63,7 +66,7 @@ _DPO = {
     *_LOSS_FIELDS.values(), "sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps", "precompute_ref_log_probs",
     "precompute_ref_batch_size", "pad_to_multiple_of",
 }  # fmt: skip
-_OF_ALGORITHM: dict[str, set[str]] = {"sft": set(), "dpo": _DPO}
+_OF_ALGORITHM: dict[str, set[str]] = {"sft": {"loss_type", "dataset_text_field"}, "dpo": _DPO}
 
 
 class Arguments:
@@ -71,24 +74,38 @@ class Arguments:
 
     def __init__(self, args: Any, algorithm: str, world_size: int, num_rows: int):
         self.args, self.algorithm = args, algorithm
-        self.samples_per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * world_size
+        samples = args.per_device_train_batch_size * args.gradient_accumulation_steps * world_size
         self.num_generations = getattr(args, "num_generations", 8) if algorithm == "grpo" else 1
-        if self.samples_per_step % self.num_generations:
+        if samples % self.num_generations:
             raise ConfigError(
-                f"per_device_train_batch_size x gradient_accumulation_steps x processes is {self.samples_per_step}, no "
+                f"per_device_train_batch_size x gradient_accumulation_steps x processes is {samples}, no "
                 f"multiple of num_generations={self.num_generations}. A step trains on whole groups; change one of them."
             )
-        self.batch_size = self.samples_per_step // self.num_generations
+        self.mini_batch_size, num_mini_batches = samples // self.num_generations, self._mini_batches()
+        self.batch_size = self.mini_batch_size * num_mini_batches
         self.steps_per_epoch = num_rows // self.batch_size
         if not self.steps_per_epoch:
             raise ConfigError(
                 f"A step takes {self.batch_size} rows (per_device_train_batch_size x gradient_accumulation_steps x processes), "
                 f"and train_dataset has {num_rows}. Lower one of them."
             )
-        self.max_steps = (
-            args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * self.steps_per_epoch)
+        # TRL counts optimizer steps; a step here is a generation with all its updates
+        self.num_updates = num_mini_batches * getattr(args, "num_iterations", 1)
+        steps = (
+            args.max_steps / self.num_updates if args.max_steps > 0 else args.num_train_epochs * self.steps_per_epoch
         )
+        self.max_steps = math.ceil(steps)
         _refuse(args, algorithm)
+
+    def _mini_batches(self) -> int:
+        """Mini-batches of the samples that are generated at once; TRL counts both sides in micro-batches."""
+        steps, accumulated = getattr(self.args, "steps_per_generation", None), self.args.gradient_accumulation_steps
+        if steps is not None and steps % accumulated:
+            raise ConfigError(
+                f"steps_per_generation={steps} is no multiple of gradient_accumulation_steps={accumulated}. An optimizer step "
+                "trains on samples of one generation; change one of them."
+            )
+        return 1 if steps is None else int(steps // accumulated)
 
     @property
     def num_epochs(self) -> int:
@@ -141,9 +158,9 @@ class Arguments:
 
     def _warmup_steps(self) -> int:
         steps, ratio = self.args.warmup_steps or 0, getattr(self.args, "warmup_ratio", None) or 0.0
-        return int(steps) if steps >= 1 else math.ceil(self.max_steps * (steps or ratio))
+        return math.ceil(steps / self.num_updates if steps >= 1 else self.max_steps * (steps or ratio))
 
-    def _sft(self) -> dict[str, Any]:
+    def _given_rows(self) -> dict[str, Any]:
         args = self.args
         return {
             **dict(self._optim("optim")),
@@ -159,6 +176,13 @@ class Arguments:
             "engine.dtype": "bfloat16" if args.bf16 else None,
         }
 
+    def _sft(self) -> dict[str, Any]:
+        return {
+            **self._given_rows(),
+            "sft.loss": getattr(self.args, "loss_type", None),
+            "data.text_key": getattr(self.args, "dataset_text_field", None),
+        }
+
     def _dpo(self) -> dict[str, Any]:
         args, loss, ref = self.args, PreferenceLossConfig(), ReferenceConfig()
         given = {ours: getattr(args, theirs, None) for ours, theirs in _LOSS_FIELDS.items()}
@@ -170,7 +194,7 @@ class Arguments:
         # a default is left out, since a key that has no effect with this loss is refused
         changed = {key: value for key, (value, default) in keys.items() if value not in (None, default)}
         return {
-            **self._sft(),
+            **self._given_rows(),
             "data.micro_batch_size_per_gpu": 2 * args.per_device_train_batch_size,
             **{key: json.dumps(value) if isinstance(value, list) else value for key, value in changed.items()},
         }
@@ -181,10 +205,12 @@ class Arguments:
         if loss is not None and loss not in _LOSS_TYPES:
             raise ConfigError(f"loss_type={loss} is not available here; there are {', '.join(_LOSS_TYPES)}.")
         scaled = getattr(args, "scale_rewards", True)
+        if scaled not in _SCALED:
+            raise ConfigError(f"scale_rewards={scaled} is not available here; there are group and none.")
         return {
             **dict(self._optim(f"{actor}.optim")),
             "algorithm.adv_estimator": "grpo" if self.algorithm == "grpo" else "gae",
-            "algorithm.norm_adv_by_std_in_grpo": scaled not in (False, "none") if self.algorithm == "grpo" else None,
+            "algorithm.norm_adv_by_std_in_grpo": _SCALED[scaled] if self.algorithm == "grpo" else None,
             "data.train_batch_size": self.batch_size,
             "data.seed": args.seed if args.data_seed is None else args.data_seed,
             "data.max_prompt_length": getattr(args, "max_prompt_length", None),
@@ -194,9 +220,7 @@ class Arguments:
             f"{rollout}.top_p": getattr(args, "top_p", None),
             f"{rollout}.top_k": getattr(args, "top_k", None) or None,
             f"{rollout}.seed": args.seed,
-            f"{actor}.ppo_mini_batch_size": max(
-                1, self.batch_size // (getattr(args, "steps_per_generation", None) or 1)
-            ),
+            f"{actor}.ppo_mini_batch_size": self.mini_batch_size,
             f"{actor}.ppo_epochs": getattr(args, "num_iterations", 1),
             f"{actor}.clip_ratio_low": getattr(args, "epsilon", None),
             f"{actor}.clip_ratio_high": getattr(args, "epsilon_high", None) or getattr(args, "epsilon", None),

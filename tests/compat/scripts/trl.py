@@ -10,12 +10,14 @@ class SFTConfig(TrainingArguments):
     max_length: int | None = 1024
     packing: bool = False
     assistant_only_loss: bool = False
+    loss_type: str = "nll"
+    dataset_text_field: str = "text"
 
 
 @dataclass
 class GRPOConfig(TrainingArguments):
     num_generations: int = 8
-    max_completion_length: int = 256
+    max_completion_length: int = 512
     temperature: float = 1.0
     top_p: float = 1.0
     beta: float = 0.0
@@ -25,7 +27,15 @@ class GRPOConfig(TrainingArguments):
     loss_type: str = "dapo"
     scale_rewards: str = "group"
     reward_weights: list[float] | None = None
+    min_p: float | None = None
+    log_completions: bool = False
     sync_ref_model: bool = False
+    steps_per_generation: int | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.scale_rewards = {True: "group", False: "none"}.get(self.scale_rewards, self.scale_rewards)
+        self.steps_per_generation = self.steps_per_generation or self.gradient_accumulation_steps
 
 
 @dataclass
