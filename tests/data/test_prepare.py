@@ -287,7 +287,7 @@ class TestSplit:
             f"data.{split}_files={tmp_path}/out/{name}.parquet" for split, name in (("train", "train"), ("val", "test"))
         ]
         loaded = load_config([f"model.path={tiny_llama}", "data.train_batch_size=8", *files], schema=PREFERENCE)
-        assert len(PreferenceOptimization.load_data(loaded.config).train) == 24
+        assert len(PreferenceOptimization.load_data(loaded.config).train.dataset) == 24
 
     def test_whole_conversations_of_texts(self):
         row = split.as_chat({"chosen": "\n\nHuman: a\n\nAssistant: b"}, "prompt")
