@@ -180,6 +180,13 @@ def test_resume_path(store, tmp_path):
         store.find("resume_path", str(tmp_path / "global_step_7"))
 
 
+def test_digits_of_other_scripts_make_no_step(tmp_path):
+    store = CheckpointStore(tmp_path)
+    (tmp_path / "global_step_9\N{ARABIC-INDIC DIGIT THREE}").mkdir()
+    store.save(1, make_roles(1), {})
+    assert store.candidates() == [1]
+
+
 def test_retention_counts_on_the_disk(tmp_path):
     for step in (5, 10, 15):
         CheckpointStore(tmp_path, keep=2).save(step, make_roles(step), {})  # each save is a restarted run

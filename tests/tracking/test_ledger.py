@@ -466,6 +466,8 @@ def test_a_history_with_text_that_is_not_utf8_is_kept(path):
     [
         "CREATE TRIGGER t AFTER INSERT ON steps BEGIN DELETE FROM samples; END",
         "CREATE VIEW v AS WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n) SELECT x FROM n",
+        "DROP TABLE skipped; CREATE VIEW skipped AS SELECT 1 AS step, 1 AS first_ordinal, 1 AS next_ordinal",
+        "CREATE INDEX i ON segments (length(printf('%.*c', 400000000, tokens)))",
         "CREATE TABLE more (x)",
         "ALTER TABLE samples ADD COLUMN more",
         "DROP TABLE segments",
@@ -479,8 +481,7 @@ def test_a_ledger_with_other_tables_is_refused(path, change):
     record = tracker.commit()
     tracker.close()
     with closing(sqlite3.connect(path)) as db:
-        db.execute(change)
-        db.commit()
+        db.executescript(change)
     with pytest.raises(CheckpointError, match=r"ledger\.sqlite is damaged \("):
         open_tracker(path, path.parent / "global_step_1", record)
 

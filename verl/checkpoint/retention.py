@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 LATEST = "latest_checkpointed_iteration.txt"
 _MAX_DIGITS = 32
 
-_NAME = re.compile(r"global_step_(0|[1-9]\d*)")
+_NAME = re.compile(r"global_step_(0|[1-9][0-9]*)")  # \d has the digits of other scripts too
 _LEFTOVER = re.compile(r"\.(global_step_\d+)\.(tmp|old|removed)-\d+")
 _LATEST_LEFTOVER = re.compile(rf"\.{re.escape(LATEST)}\.\d+\.tmp")
 

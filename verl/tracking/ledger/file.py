@@ -142,7 +142,7 @@ def _connect(path: Path, journal: str, options: str = "") -> sqlite3.Connection:
 
 def _open(path: Path, options: str) -> sqlite3.Connection:
     """A connection. Raises sqlite3.DatabaseError where another file lies in the place of the ledger or its journal, or when it
-    has other tables than a ledger, or code: a view, a trigger."""
+    has other tables than a ledger, or code: a view, a trigger, an index or a check that computes."""
     for part in ("", "-wal", "-shm", "-journal"):
         file = path.with_name(path.name + part)
         if os.path.lexists(file) and not file.is_file():  # a pipe would block
@@ -150,9 +150,10 @@ def _open(path: Path, options: str) -> sqlite3.Connection:
     db = sqlite3.connect(f"{path.absolute().as_uri()}?{options}", uri=True, isolation_level=None, timeout=BUSY_S)
     try:
         db.text_factory = partial(str, encoding="utf-8", errors="replace")  # text of any history can be read
-        known = _columns_by_table()
-        for name, columns in _tables(db).items():
-            if columns != known.get(name):
+        db.execute("PRAGMA ignore_check_constraints=ON")  # the tables of a ledger have none
+        known = _forms()
+        for name, form in _forms_of(db).items():
+            if form != known.get(name):
                 raise sqlite3.DatabaseError(f"its {clean(name)} is not of a ledger")
     except BaseException:
         db.close()
@@ -160,17 +161,20 @@ def _open(path: Path, options: str) -> sqlite3.Connection:
     return db
 
 
-def _tables(db: sqlite3.Connection) -> dict[str, list[str]]:
-    """The columns of every table; of a view or trigger, which a ledger has not, none."""
-    names = db.execute("SELECT name FROM sqlite_master WHERE type != 'index'").fetchall()
-    return {name: [row[1] for row in db.execute("SELECT * FROM pragma_table_xinfo(?)", (name,))] for (name,) in names}
+def _forms_of(db: sqlite3.Connection) -> dict[str, list[str]]:
+    """The columns of every table; of an index, a view or a trigger its definition."""
+    found = db.execute("SELECT name, type, sql FROM sqlite_master WHERE sql IS NOT NULL").fetchall()
+    columns = "SELECT name FROM pragma_table_xinfo(?)"
+    return {
+        name: [row[0] for row in db.execute(columns, (name,))] if kind == "table" else [sql] for name, kind, sql in found
+    }
 
 
 @cache
-def _columns_by_table() -> dict[str, list[str]]:
+def _forms() -> dict[str, list[str]]:
     with closing(sqlite3.connect(":memory:")) as db:
         db.executescript(SCHEMA)
-        found = _tables(db)
+        found = _forms_of(db)
     return {**found, "pieces": found["segments"][:-1], "passed": found["skipped"]}  # the last two are of format 1
 
 
