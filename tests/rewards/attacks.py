@@ -7,7 +7,7 @@ import psutil
 from verl.rewards.sandbox.limits import Limits
 
 ATTACKS = r"""
-import ctypes, os, signal, socket, struct, subprocess, sys, tempfile, threading, time
+import contextlib, ctypes, os, platform, signal, socket, struct, subprocess, sys, tempfile, threading, time
 
 
 def loop():
@@ -118,6 +118,23 @@ def connect_to_path(path):
 
 def new_user_namespace():
     return float(ctypes.CDLL(None).unshare(1 << 28) == 0)
+
+
+def kernel_keyrings():
+    # how many of these calls work: add_key, and keyctl, which finds the keyring of the session
+    first = 248 if platform.machine() == "x86_64" else 217
+    libc = ctypes.CDLL(None)
+    added = libc.syscall(first, b"user", b"planted", b"x", 1, -1)
+    return float((added >= 0) + (libc.syscall(first + 2, 0, -3, 1) >= 0))
+
+
+def write_kernel_settings():
+    # files of the kernel that can be opened for writing: what runs after a crash, to suspend the machine, its log
+    found = []
+    for file in ("/proc/sys/kernel/core_pattern", "/proc/sysrq-trigger", "/sys/power/state", "/dev/kmsg"):
+        with contextlib.suppress(OSError), open(file, "a") as opened:
+            found.append(file if os.fstat(opened.fileno()).st_rdev != os.makedev(1, 3) else "")  # /dev/null in its place
+    return {"score": 0.0, "written": [file for file in found if file]}
 
 
 def trace_process_1():

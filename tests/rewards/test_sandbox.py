@@ -36,12 +36,15 @@ def test_no_way_out_by_paths_namespaces_or_process_1(attacked, tmp_path):
         server.listen()
         ways = [
             request("connect_to_path", extra_info={"path": path}),
-            *map(request, ("new_user_namespace", "trace_process_1")),
+            *map(request, ("new_user_namespace", "trace_process_1", "kernel_keyrings", "write_kernel_settings")),
         ]
-        connected, renamed, traced = attacked(timeout_s=5).score_all(ways)
+        pool = attacked(timeout_s=5)
+        connected, renamed, traced, keys, settings = pool.score_all(ways)
     assert "PermissionError" in connected.error
-    assert (renamed.score, renamed.error) == (0.0, None)
+    assert (renamed.score, renamed.error) == (keys.score, keys.error) == (0.0, None)
     assert "PermissionError" in traced.error
+    if pool._processes[0].sandbox.has_namespaces or os.geteuid():
+        assert settings.parts == {"written": []}
 
 
 def test_the_kernel_limits_the_processes_of_a_namespace():

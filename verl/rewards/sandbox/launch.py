@@ -31,13 +31,25 @@ _NUM_OTHER_TASKS = 1024  # that the user may start outside of the sandbox later
 _SIGNALS_FROM_OUTSIDE = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 _KEPT_CAPABILITIES = "+chown,+dac_override,+dac_read_search,+fowner,+fsetid"  # what root's files need
 # Process 1 keeps the capabilities that the scorer loses, so that the scorer cannot trace it, nor undo what it sets: as many
-# process ids as its first argument says (the kernel gives none up to 300 twice); a shared memory of its own; and empty folders
-# and files in the place of its other arguments up to --.
+# process ids as its first argument says (the kernel gives none up to 300 twice); settings of the kernel that cannot be
+# written, which root's scorer could do without a capability; a shared memory of its own; and empty folders and files in the
+# place of its other arguments up to --.
 _PROCESS_1 = """
 if [ "$1" != 0 ]; then
   { echo 300 > /proc/sys/kernel/ns_last_pid; echo $((301 + $1)) > /proc/sys/kernel/pid_max; } 2> /dev/null
 fi
 shift
+{
+  mount --bind /proc/sys /proc/sys
+  for file in /proc/sysrq-trigger /dev/kmsg; do [ ! -e $file ] || mount --bind /dev/null $file; done
+  for place in $(cut -d " " -f 2 /proc/self/mounts); do
+    case "$place" in
+    /sys/fs/cgroup) mount -t tmpfs -o mode=555,size=4k none "$place" ;;
+    /sys/fs/cgroup/*) ;;
+    /sys | /sys/* | /proc/sys) mount -o remount,bind,ro "$place" ;;
+    esac
+  done
+} 2> /dev/null
 while [ "$1" != -- ]; do
   if [ "$1" = /dev/shm ]; then mount -t tmpfs -o mode=1777,size=256m none "$1"
   elif [ -d "$1" ]; then mount -t tmpfs -o mode=555,size=4k none "$1"

@@ -13,8 +13,9 @@ from verl.parallel.child_processes import prctl
 _SET_DUMPABLE, _SET_SECCOMP, _SET_NO_NEW_PRIVS = 4, 22, 38
 _SECCOMP_MODE_FILTER = 2
 _CLONE_NEWUSER = 1 << 28
-# machine -> (audit architecture, numbers of the calls socket, clone, unshare)
-_MACHINES = {"x86_64": (0xC000003E, 41, 56, 272), "aarch64": (0xC00000B7, 198, 220, 97)}
+# machine -> (audit architecture, numbers of the calls socket, clone, unshare, and add_key, after which come the two others of
+# the kernel's keyrings)
+_MACHINES = {"x86_64": (0xC000003E, 41, 56, 272, 248), "aarch64": (0xC00000B7, 198, 220, 97, 217)}
 _IO_URING_SETUP, _CLONE3 = 425, 435  # the same on every machine; io_uring opens sockets without the call `socket`
 
 
@@ -30,8 +31,8 @@ def can_filter() -> bool:
 
 
 def filter_system_calls(*, sockets: bool) -> bool:
-    """Refuse new user namespaces, and sockets unless `sockets`, to this process and all that it starts, for good; False
-    where there is no such filter.
+    """Refuse new user namespaces and the keyrings of the kernel, which hold this user's tickets and tokens, and sockets unless
+    `sockets`, to this process and all that it starts, for good; False where there is no such filter.
 
     Sockets of every family are refused (EACCES), those to other processes of the machine included; socketpair works.
     Needs no rights.
@@ -47,7 +48,7 @@ class _Filter(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
 
 
-def _program(sockets: bool, architecture: int, socket: int, clone: int, unshare: int) -> bytes:
+def _program(sockets: bool, architecture: int, socket: int, clone: int, unshare: int, add_key: int) -> bytes:
     """The filter in classic BPF: (operation, jump if true, jump if false, operand)."""
     load, equal, at_least, any_bit, answer = 0x20, 0x15, 0x35, 0x45, 0x06
     number_at, architecture_at, first_argument_at = 0, 4, 16
@@ -63,7 +64,7 @@ def _program(sockets: bool, architecture: int, socket: int, clone: int, unshare:
         *((at_least, 0, 1, 0x40000000), refuse(errno.EACCES)),  # the x32 calls of x86_64
         *((equal, 0, 1, _CLONE3), refuse(errno.ENOSYS)),  # its flags are in memory; the C library falls back to clone
     ]
-    for call in () if sockets else (socket, _IO_URING_SETUP):
+    for call in (*range(add_key, add_key + 3), *(() if sockets else (socket, _IO_URING_SETUP))):
         code += [(equal, 0, 1, call), refuse(errno.EACCES)]
     for call in (clone, unshare):
         code += [(equal, 0, 4, call), (load, 0, 0, first_argument_at), (any_bit, 0, 1, _CLONE_NEWUSER)]
