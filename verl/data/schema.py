@@ -24,6 +24,7 @@ Messages = list[dict[str, Any]]
 ROLES = ("system", "user", "assistant", "tool", "function", "developer")
 MAX_DEPTH = 50  # of lists and objects inside each other
 MAX_SOURCE = 200  # characters of the name of a task, which becomes part of names of metrics
+MAX_NUMBER = 1e12  # of a margin or a rating: losses add squares of them in float32
 UNSCORED = {"style": "model"}  # reward_model of a row without one, where rewards do not train
 
 
@@ -204,3 +205,12 @@ def check_plain(value: Any, field: str, depth: int = 0) -> None:
             f"field {field!r} is a {type(value).__name__}; rows may hold text, numbers, lists and objects. For binary data "
             "give the path of a file, for a date its text."
         )
+
+
+def number_in(value: Any, field: str) -> float:
+    """A number of a row. Raises DataError unless it is finite and of at most MAX_NUMBER in size."""
+    if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not abs(value) <= MAX_NUMBER:
+        raise DataError(
+            f"field {field!r} must be a finite number of at most {MAX_NUMBER:g} in size, but it is {quoted(value, 80)}."
+        )
+    return float(value)

@@ -14,7 +14,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -31,7 +30,7 @@ from verl.data.conversations.formats import (
     text_in,
     tools_in,
 )
-from verl.data.schema import Messages, check_plain
+from verl.data.schema import Messages, check_plain, number_in
 from verl.errors import DataError
 from verl.foreign_text import quoted
 
@@ -84,7 +83,7 @@ def preference_of(row: Mapping[str, Any], settings: PreferenceDataConfig) -> Pre
         prompt,
         completions,
         label,
-        _margin(row.get(settings.margin_key), settings.margin_key),
+        0.0 if (margin := row.get(settings.margin_key)) is None else number_in(margin, settings.margin_key),
         tools_in(row.get(settings.tools_key), settings.tools_key),
         template_kwargs_of(row, settings),
     )
@@ -178,11 +177,3 @@ def _label(value: Any, key: str) -> bool:
     if isinstance(value, bool | np.bool_) or value in (0, 1):
         return bool(value)
     raise DataError(f"field {key!r} must be true (desirable) or false, but it is {quoted(value, 80)}.")
-
-
-def _margin(value: Any, key: str) -> float:
-    if value is None:
-        return 0.0
-    if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not math.isfinite(value):
-        raise DataError(f"field {key!r} must be a finite number, but it is {quoted(value, 80)}.")
-    return float(value)

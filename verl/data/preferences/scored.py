@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +21,7 @@ from verl.data.conversations.formats import messages_in, named, refuse_media, te
 from verl.data.conversations.tokens import ConversationEncoder, TrainingSequence
 from verl.data.preferences.dataset import PreferenceDataset
 from verl.data.prompts import encode_text, render_chat
-from verl.data.schema import Messages, at
+from verl.data.schema import Messages, at, number_in
 from verl.data_proto.proto import DataProto
 from verl.errors import DataError
 
@@ -50,11 +49,9 @@ class RatedDataset(ConversationDataset):
         settings = encoder.settings
         assert isinstance(settings, RMDataConfig)
         with at(place):
-            rating = row.get(settings.rating_key)
-            if isinstance(rating, bool) or not isinstance(rating, int | float | np.number) or not math.isfinite(rating):
-                raise DataError(f"field {settings.rating_key!r} must be a finite number, but it is {rating!r:.80}.")
+            rating = number_in(row.get(settings.rating_key), settings.rating_key)
         name, (found,), messages = self._reader.sequences_of({**row, settings.label_key: True}, encoder, place)
-        rated = RatedSequence(found.input_ids, found.loss_mask, float(rating))
+        rated = RatedSequence(found.input_ids, found.loss_mask, rating)
         return name.replace("label", "rating"), [rated], messages
 
     def batch(self, rows: Sequence[int]) -> DataProto:
