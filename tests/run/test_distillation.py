@@ -231,6 +231,43 @@ class TestRefusals:
                 teacher=False,
             )  # fmt: skip
 
+    STORED = {"response": [5, 6], "teacher_ids": [[5, 7], [6, 8]], "teacher_log_probs": [[-0.5, -1.5], [-0.1, -3]]}
+
+    @pytest.mark.parametrize(
+        ("change", "sentence"),
+        [
+            ({"response": [5, 10**9]}, "field 'response' has a token id outside of the model's 264"),
+            ({"response": [-1, 5]}, "field 'response' has a token id outside of the model's 264"),
+            ({"teacher_ids": [5, 6]}, "field 'teacher_ids' must have a list of equally many"),
+            ({"teacher_ids": [[5, 7], [6]]}, "field 'teacher_ids' must have a list of equally many"),
+            ({"teacher_log_probs": [[-1], [-1]]}, "field 'teacher_log_probs' must have a list of equally many"),
+            ({"teacher_ids": [[5, -7], [6, 8]]}, "field 'teacher_ids' must have token ids, of which the model knows 264"),
+            ({"teacher_ids": [[5, 264], [6, 8]]}, "field 'teacher_ids' must have token ids"),
+            ({"teacher_ids": [["a", "b"], ["c", "d"]]}, "field 'teacher_ids' must have token ids"),
+            ({"teacher_log_probs": [[5.0, -1], [-1, -1]]}, "field 'teacher_log_probs' must have log-probabilities"),
+            ({"teacher_log_probs": [[-0.1, -0.1], [-1, -1]]}, "add up to at most 1"),
+            ({"teacher_log_probs": [[None, -0.1], [-1, -1]]}, "field 'teacher_log_probs' must have log-probabilities"),
+        ],
+    )  # fmt: skip
+    def test_stored_outputs_of_no_teacher(self, tiny_llama, tmp_path, change, sentence):
+        from verl.config import load_config
+        from verl.models.load import load_tokenizer
+        from verl.programs.distillation import check_teachers
+
+        class Rows(list):
+            def place(self, number):
+                return f"rows.jsonl, row {number}"
+
+        settings = (
+            f"actor_rollout_ref.model.path={tiny_llama}", "distillation.enabled=True", "distillation.on_policy_share=0",
+            "distillation.stored_outputs=True", f"{LOSS}.use_task_rewards=False", f"{LOSS}.loss_mode=forward_kl_topk",
+            "data.train_files=rows.jsonl", "distillation.response_key=response",
+        )  # fmt: skip
+        config, tokenizer = load_config(list(settings)).config, load_tokenizer(str(tiny_llama))
+        check_teachers(config, tokenizer, Rows([self.STORED]))
+        with pytest.raises(DataError, match=f"rows.jsonl, row 1: .*{sentence}"):
+            check_teachers(config, tokenizer, Rows([self.STORED, {**self.STORED, **change}]))
+
     @pytest.mark.parametrize(
         ("settings", "sentence"),
         [

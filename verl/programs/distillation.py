@@ -16,6 +16,7 @@ from verl.data_proto.proto import DataProto
 from verl.data_proto.samples import SamplingParams
 from verl.data_proto.trajectory import Segment, Trajectory, response_lengths, to_columns
 from verl.errors import ConfigError, DataError
+from verl.foreign_text import quoted
 from verl.models.load import load_model_config, load_tokenizer
 from verl.programs.ppo_roles import role_of
 from verl.roles.api import ModelHandle, RolloutHandle
@@ -23,6 +24,7 @@ from verl.roles.objectives.distillation import TEACHER_COLUMNS, lists_tokens, te
 from verl.roles.rollout import sample_names
 
 STORED = ("teacher_ids", "teacher_log_probs")  # fields of a row, [response][k]
+_ROUNDING = 0.01  # of probabilities that add up to 1, in bfloat16
 
 
 def check_teachers(config: PPOConfig, tokenizer: Any, rows: Any = None) -> None:
@@ -43,18 +45,23 @@ def check_teachers(config: PPOConfig, tokenizer: Any, rows: Any = None) -> None:
                 )
     keys = {teacher.key for teacher in distillation.teachers().values()}
     off_policy = distillation.on_policy_share < 1
+    vocabulary = _vocabulary_size(config, config.actor_rollout_ref.model.path) if off_policy else 0
     if rows is not None and (len(keys) > 1 or off_policy):
         for number in range(len(rows)):
             row, place = rows[number], rows.place(number)
             if len(keys) > 1 and row.get(distillation.teacher_key) not in keys:
                 raise DataError(
-                    f"{place}: {distillation.teacher_key}={row.get(distillation.teacher_key)!r} chooses no teacher; "
+                    f"{place}: {distillation.teacher_key}={quoted(row.get(distillation.teacher_key))} chooses no teacher; "
                     f"distillation.teacher_models has the keys {', '.join(map(str, sorted(keys, key=str)))}."
                 )
             if off_policy:
-                length = len(_response_ids(row, distillation.response_key, tokenizer, place))
+                ids = _response_ids(row, distillation.response_key, tokenizer, place)
+                if not all(0 <= token < vocabulary for token in ids):
+                    raise DataError(
+                        f"{place}: field {distillation.response_key!r} has a token id outside of the model's {vocabulary:,}."
+                    )
                 if distillation.stored_outputs:
-                    _check_stored(row, length, place)
+                    _check_stored(row, len(ids), vocabulary, place)
 
 
 def _check_vocabulary(path: str, student: Mapping[str, int], teacher: Mapping[str, int]) -> None:
@@ -82,19 +89,31 @@ def _response_ids(row: Mapping[str, Any], key: str, tokenizer: Any, place: str) 
     if isinstance(response, list | tuple | np.ndarray) and len(response) and np.asarray(response).dtype.kind == "i":
         return [int(token) for token in response]
     raise DataError(
-        f"{place}: field {key!r} (distillation.response_key) must be a text or a list of token ids, but it is {response!r:.60}."
+        f"{place}: field {key!r} (distillation.response_key) must be a text or a list of token ids, but it is {quoted(response, 60)}."
     )
 
 
-def _check_stored(row: Mapping[str, Any], length: int, place: str) -> None:
+def _check_stored(row: Mapping[str, Any], length: int, vocabulary: int, place: str) -> None:
+    tables = []
     for name in STORED:
-        found = row.get(name)
-        sizes = {len(tokens) for tokens in found} if isinstance(found, list | tuple | np.ndarray) else set()
-        if len(sizes) != 1 or len(found) != length:  # type: ignore[arg-type]
+        try:
+            found = np.asarray([list(tokens) for tokens in row.get(name)])  # type: ignore[union-attr]
+        except (TypeError, ValueError):  # no lists, or of several lengths
+            found = np.empty(0)
+        if found.ndim != 2 or len(found) != length or found.size == 0 or found.shape != (tables or [found])[0].shape:
             raise DataError(
                 f"{place}: field {name!r} must have a list of equally many tokens for each of the {length} tokens of the "
                 "response; distillation.stored_outputs=True reads it."
             )
+        tables.append(found)
+    ids, log_probs = tables
+    if ids.dtype.kind != "i" or ids.min() < 0 or ids.max() >= vocabulary:
+        raise DataError(f"{place}: field {STORED[0]!r} must have token ids, of which the model knows {vocabulary:,}.")
+    if log_probs.dtype.kind not in "if" or not np.exp(log_probs.astype(float)).sum(1).max() <= 1 + _ROUNDING:
+        raise DataError(
+            f"{place}: field {STORED[1]!r} must have log-probabilities: numbers of at most 0, whose probabilities at one token "
+            "add up to at most 1."
+        )
 
 
 class Teachers:

@@ -132,8 +132,14 @@ WRONG = {
     "no answer at the end": ({"messages": chat("q", "a", "r"), "label": True}, "must be the assistant's answer"),
     "a margin that is no number": ({"prompt": "q", "chosen": "a", "rejected": "b", "margin": "1"}, "a finite number"),
     "an infinite margin": ({"prompt": "q", "chosen": "a", "rejected": "b", "margin": float("nan")}, "a finite number"),
-    "a margin beyond floats": ({"prompt": "q", "chosen": "a", "rejected": "b", "margin": 10**400}, "at most 1e.12 in size"),
-    "a margin beyond float32": ({"prompt": "q", "chosen": "a", "rejected": "b", "margin": 1e308}, "at most 1e.12 in size"),
+    "a margin beyond floats": (
+        {"prompt": "q", "chosen": "a", "rejected": "b", "margin": 10**400},
+        "at most 1e.12 in size",
+    ),
+    "a margin beyond float32": (
+        {"prompt": "q", "chosen": "a", "rejected": "b", "margin": 1e308},
+        "at most 1e.12 in size",
+    ),
     "images": ({"prompt": "q", "chosen": "a", "rejected": "b", "images": ["x.png"]}, "holds media"),
 }
 

@@ -166,7 +166,8 @@ def _forms_of(db: sqlite3.Connection) -> dict[str, list[str]]:
     found = db.execute("SELECT name, type, sql FROM sqlite_master WHERE sql IS NOT NULL").fetchall()
     columns = "SELECT name FROM pragma_table_xinfo(?)"
     return {
-        name: [row[0] for row in db.execute(columns, (name,))] if kind == "table" else [sql] for name, kind, sql in found
+        name: [row[0] for row in db.execute(columns, (name,))] if kind == "table" else [sql]
+        for name, kind, sql in found
     }
 
 
