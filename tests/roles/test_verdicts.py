@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 
 import pytest
 from hypothesis import given
@@ -123,10 +124,22 @@ def test_a_rubric_is_read_and_checked(tmp_path):
         ("- {name: a}", "criterion 1 must have a name and a question"),
         ("- {name: a, question: b, weight: 0}", "weight 0; it must be a number above 0"),
         ("- {name: a, question: b}\n- {name: a, question: c}", "same name"),
+        ("- {name: a, question: b, weight: 1.0e+308}\n- {name: c, question: b, weight: 1.0e+308}", "of at most 1e.06"),
+        ("- {name: score, question: b}", "another name than score"),
+        ("- {name: a, question: null}", "must have texts as name and question"),
+        ("[" * 5000, "is nested more than 50 deep"),
+        (
+            "a: &a [x, x, x, x]\n"
+            + "".join(f"b{i}: &b{i} [{', '.join([f'*b{i - 1}' if i else '*a'] * 9)}]\n" for i in range(9)),
+            "values, counting aliases each time",
+        ),
+        ('- !!python/object/apply:os.system ["true"]', "cannot be read"),
     ):
         file.write_text(text)
         with pytest.raises(ConfigError, match=says):
             read_rubric(file)
+    file.write_text('- {name: "\\e[31ma\\n", question: b}')
+    assert read_rubric(file)[0].name == "\\x1b[31ma"
     with pytest.raises(ConfigError, match="not an existing file"):
         read_rubric(tmp_path / "none.yaml")
 
@@ -150,3 +163,20 @@ def test_an_equal_question_is_asked_once_whatever_happens_between(tmp_path):
     assert asked == ["a", "b", "c", "a"]
     lines = [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")]
     assert [line["reply"] for line in lines] == ["A", "B", "C", "A"]
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "text"])
+def test_a_cache_that_is_none_stops_nothing_for_ever(tmp_path, kind):
+    file = tmp_path / "replies.jsonl"
+    if kind == "pipe":
+        os.mkfifo(file)
+    elif kind == "device":
+        file.symlink_to("/dev/zero")
+    else:
+        file.write_text('[1]\n{"digest": 1, "reply": []}\n\xff{')
+    replies = CachedReplies(lambda questions: ["r"] * len(questions), file, "judge")
+    if kind == "text":
+        assert replies(["a"]) == ["r"]
+        return
+    with pytest.raises(OSError, match="not a regular file"):
+        replies(["a"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -119,29 +119,40 @@ def read_tree(
 def _parse(file: Path) -> dict[str, Any]:
     from omegaconf import OmegaConf
 
-    try:
-        if file.stat().st_size > _MAX_BYTES:
-            raise ConfigError(f"The config file {file} has more than {_MAX_BYTES // 10**6} MB, which no config has.")
-        text = file.read_text(encoding="utf-8")
-        _require_small(text, file)
-        tree = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
-    except ConfigError:
-        raise
-    except Exception as error:
-        # PyYAML raises what Python does for the values of tags, such as !!int
-        if "maximum nesting depth" in str(error):  # libyaml's own limit, met while it reads ahead
-            raise _too_deep(file) from error
-        raise ConfigError(f"The config file {file} cannot be read: {clean(error)}") from error
+    tree = read_limited(file, lambda text: OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False))
     if not isinstance(tree, dict):
         raise ConfigError(f"The config file {file} does not hold sections (key: value).")
     return {str(k): v for k, v in tree.items()}
 
 
-def _too_deep(file: Path) -> ConfigError:
-    return ConfigError(f"The config file {file} is nested more than {MAX_DEPTH} deep; make it flat.")
+def read_limited(file: Path, load: Callable[[str], Any] | None = None, kind: str = "config file") -> Any:
+    """The content of a YAML file of the user's, by `load` (plain values without it). Raises ConfigError for one that is not
+    there or cannot be read, is too large or nested too deep, or whose aliases stand for too many values."""
+    import yaml
+
+    what = f"The {kind} {clean(file)}"
+    if not file.is_file():
+        raise ConfigError(f"{what} is not an existing file. Name a YAML file.")
+    try:
+        if file.stat().st_size > _MAX_BYTES:
+            raise ConfigError(f"{what} has more than {_MAX_BYTES // 10**6} MB, which no config has.")
+        text = file.read_text(encoding="utf-8")
+        _require_small(text, what)
+        return load(text) if load else yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except ConfigError:
+        raise
+    except Exception as error:
+        # PyYAML raises what Python does for the values of tags, such as !!int
+        if "maximum nesting depth" in str(error):  # libyaml's own limit, met while it reads ahead
+            raise _too_deep(what) from error
+        raise ConfigError(f"{what} cannot be read: {clean(error)}") from error
 
 
-def _require_small(text: str, file: Path) -> None:
+def _too_deep(what: str) -> ConfigError:
+    return ConfigError(f"{what} is nested more than {MAX_DEPTH} deep; make it flat.")
+
+
+def _require_small(text: str, what: str) -> None:
     """Raise ConfigError for a file that is nested too deep, or whose aliases stand for too many values."""
     import yaml
 
@@ -158,8 +169,6 @@ def _require_small(text: str, file: Path) -> None:
         elif isinstance(event, yaml.NodeEvent):
             size += sizes.get(event.anchor, 1) if isinstance(event, yaml.AliasEvent) else 1
         if len(parents) > MAX_DEPTH:
-            raise _too_deep(file)
+            raise _too_deep(what)
         if size > _MAX_VALUES:
-            raise ConfigError(
-                f"The config file {file} has more than {_MAX_VALUES:,} values, counting aliases each time."
-            )
+            raise ConfigError(f"{what} has more than {_MAX_VALUES:,} values, counting aliases each time.")

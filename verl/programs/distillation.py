@@ -89,7 +89,8 @@ def _response_ids(row: Mapping[str, Any], key: str, tokenizer: Any, place: str) 
     if isinstance(response, list | tuple | np.ndarray) and len(response) and np.asarray(response).dtype.kind == "i":
         return [int(token) for token in response]
     raise DataError(
-        f"{place}: field {key!r} (distillation.response_key) must be a text or a list of token ids, but it is {quoted(response, 60)}."
+        f"{place}: field {key!r} (distillation.response_key) must be a text or a list of token ids, but it is "
+        f"{quoted(response, 60)}."
     )
 
 

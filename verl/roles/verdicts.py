@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl.config.keys import read_yaml
+from verl.config.sources import read_limited
 from verl.errors import ConfigError
-from verl.tracking.files import append_rows, read_json_rows
+from verl.foreign_text import clean, quoted
+from verl.tracking.files import append_rows, has, is_text, read_json_rows
 
 Ask = Callable[[Sequence[str]], list[str]]  # questions -> replies, in the same order
 
@@ -52,6 +53,7 @@ _PLACES = re.compile(r"\{(prompt|response|ground_truth|first|second|criterion)\}
 _MARKED = re.compile(r"\[\[\s*(A|B|C|tie)\s*\]\]", re.IGNORECASE)
 _NAMED = re.compile(r"\b(A|B|C|TIE|Tie|tie)\b")
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+_MAX_WEIGHT, _MAX_NAME = 1e6, 100  # of a criterion
 _MEANINGS = {"A": 1, "B": -1, "C": 0, "TIE": 0}
 
 
@@ -67,10 +69,7 @@ class CachedReplies:
     def __init__(self, ask: Ask, file: Path, judge: str):
         self._ask, self.file, self.judge = ask, file, judge
         file.parent.mkdir(parents=True, exist_ok=True)
-        self._known = {str(row.get("digest")): str(row.get("reply")) for row in read_json_rows(file)}
-        if file.exists() and not file.read_bytes().endswith(b"\n"):  # a kill cut its last line short
-            with file.open("a") as kept:
-                kept.write("\n")
+        self._known = {row["digest"]: row["reply"] for row in read_json_rows(file, has(digest=is_text, reply=is_text))}
 
     def __call__(self, questions: Sequence[str]) -> list[str]:
         names = [self._digest(question) for question in questions]
@@ -150,10 +149,7 @@ class Criterion:
 
 def read_rubric(file: str | Path) -> list[Criterion]:
     """The criteria of a YAML or JSON file: a list of {name, question, weight}. Raises ConfigError."""
-    path = Path(file).expanduser()
-    if not path.is_file():
-        raise ConfigError(f"The rubric {file} is not an existing file. Name a YAML file with a list of criteria.")
-    rows = read_yaml(path)
+    rows = read_limited(Path(file).expanduser(), kind="rubric")
     if not isinstance(rows, list) or not rows:
         raise ConfigError(f"The rubric {file} has no list of criteria, each {{name, question, weight}}.")
     found = [_criterion(row, f"{file}, criterion {number}") for number, row in enumerate(rows, start=1)]
@@ -183,11 +179,15 @@ def rubric_scores(
 
 def _criterion(row: Any, place: str) -> Criterion:
     if not isinstance(row, Mapping) or not {"name", "question"} <= set(row) <= {"name", "question", "weight"}:
-        raise ConfigError(f"{place} must have a name and a question, and may have a weight; it is {row!r:.80}.")
+        raise ConfigError(f"{place} must have a name and a question, and may have a weight; it is {quoted(row, 80)}.")
     weight = row.get("weight", 1.0)
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
-        raise ConfigError(f"{place} has the weight {weight!r:.40}; it must be a number above 0.")
-    return Criterion(str(row["name"]), str(row["question"]), float(weight))
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 1 / _MAX_WEIGHT <= weight <= _MAX_WEIGHT:
+        raise ConfigError(
+            f"{place} has the weight {quoted(weight, 40)}; it must be a number above 0, of at most {_MAX_WEIGHT:g}."
+        )
+    if row["name"] == "score" or not all(isinstance(row[key], str) and row[key] for key in ("name", "question")):
+        raise ConfigError(f"{place} must have texts as name and question, and another name than score.")
+    return Criterion(clean(row["name"], _MAX_NAME), row["question"], float(weight))
 
 
 def _once(ask: Ask, questions: Sequence[str]) -> list[str]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from verl.config.sources import read_limited
 from verl.errors import ConfigError, nearest
 from verl.registry import load_module, user_file
 from verl.tools.base_tool import BaseTool
@@ -108,13 +109,7 @@ def _mcp_tools(row: dict[str, Any], config: dict[str, Any], place: str) -> list[
 
 def read_list(path: str, key: str) -> list[dict[str, Any]]:
     """The list under `key` of a YAML file (with key "": of the file itself). Raises ConfigError."""
-    import yaml
-
-    file = user_file(path)
-    try:
-        content = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
+    content = read_limited(Path(user_file(path)))
     rows = content.get(key) if key and isinstance(content, Mapping) else content
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         what = f"a list of objects under {key!r}" if key else "a list of objects"
