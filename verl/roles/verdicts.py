@@ -203,7 +203,8 @@ def _negated(verdict: int | None) -> int | None:
 
 def _last_number(reply: str) -> float:
     found = _NUMBER.findall(reply)
-    return float(found[-1]) if found else math.nan
+    number = float(found[-1]) if found else math.nan
+    return number if math.isfinite(number) else math.nan
 
 
 def _share(hits: Sequence[bool]) -> float:
