@@ -138,7 +138,7 @@ def read_limited(file: Path, load: Callable[[str], Any] | None = None, kind: str
             raise ConfigError(f"{what} has more than {_MAX_BYTES // 10**6} MB, which no config has.")
         text = file.read_text(encoding="utf-8")
         _require_small(text, what)
-        return load(text) if load else yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        return load(text) if load else getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text).get_single_data()
     except ConfigError:
         raise
     except Exception as error:

@@ -36,8 +36,8 @@ def as_chat(row: Mapping[str, Any], key: str) -> dict[str, Any]:
 def prepare(source: Path, output: Path, *, share: float, key: str, seed: int, chat: bool) -> list[str]:
     """Write `output`/{train,test}.parquet; returns one line per file.
 
-    Prompts, the values of field `key`, are drawn for the test file until it has `share` of the rows. Raises DataError for a row
-    without a prompt, and for fewer than two prompts.
+    Prompts, the values of field `key`, are chosen at random for the test file until it has `share` of the rows. Raises
+    DataError for a row without a prompt, and for fewer than two prompts.
     """
     rows = read_rows(source)
     by_prompt: dict[str, list[dict[str, Any]]] = {}
