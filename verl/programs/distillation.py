@@ -95,7 +95,7 @@ def _response_ids(row: Mapping[str, Any], key: str, tokenizer: Any, place: str) 
 
 
 def _check_stored(row: Mapping[str, Any], length: int, vocabulary: int, place: str) -> None:
-    tables = []
+    tables: list[np.ndarray] = []
     for name in STORED:
         try:
             found = np.asarray([list(tokens) for tokens in row.get(name)])  # type: ignore[union-attr]
