@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.engines.memory import peak_bytes
 from tests.engines.test_contract import folder, make_batch  # noqa: F401 - folder is a fixture
 from verl.config import FSDPConfig, ModelConfig
 from verl.engines.api import ENGINES, MicroBatching
+from verl.engines.streamed import StreamedWeights
 from verl.errors import ConfigError
 
 pytestmark = pytest.mark.seed("C8")
@@ -28,7 +30,7 @@ from tests.engines.test_contract import make_batch
 from verl.config import FSDPConfig, ModelConfig
 from verl.engines.api import ENGINES, MicroBatching
 
-model, folder, rank, num_ranks = sys.argv[1:]
+model, folder, rank, num_ranks, on_host = sys.argv[1:]
 if int(num_ranks) > 1:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=int(rank), world_size=int(num_ranks))
 
@@ -41,8 +43,8 @@ def resident(kind):
 
 
 engine = ENGINES.get("fsdp" if int(num_ranks) > 1 else "local")(
-    model=ModelConfig(path=model), engine=FSDPConfig(dtype="float32"), optim=None, head="lm", device=torch.device("cpu"),
-    total_steps=1, trainable=False,
+    model=ModelConfig(path=model), engine=FSDPConfig(dtype="float32", offload_policy=on_host == "True"), optim=None,
+    head="lm", device=torch.device("cpu"), total_steps=1, trainable=False, memory_map=True,
 )
 
 
@@ -61,10 +63,10 @@ if int(num_ranks) > 1:
 """
 
 
-def engine_of(folder, dtype):  # noqa: F811
+def engine_of(folder, dtype, device="cpu"):  # noqa: F811
     return ENGINES.get("local")(
         model=ModelConfig(path=str(folder)), engine=FSDPConfig(dtype=dtype), optim=None, head="lm",
-        device=torch.device("cpu"), total_steps=1, trainable=False,
+        device=torch.device(device), total_steps=1, trainable=False, memory_map=True,
     )  # fmt: skip
 
 
@@ -84,16 +86,17 @@ def test_the_numbers_are_those_of_a_copy(folder, tmp_path, dtype):  # noqa: F811
     assert list(tmp_path.iterdir()) == [], "the file has no name, and goes with the process"
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_memory_is_given_back(tmp_path, num_ranks):
-    """Two ranks have half of the weights each, and a gathered layer that FSDP keeps for its next gather."""
+@pytest.mark.parametrize(("num_ranks", "on_host"), [(1, False), (2, False), (2, True)])
+def test_memory_is_given_back(tmp_path, num_ranks, on_host):
+    """Two ranks have half of the weights each, and a gathered layer that FSDP keeps for its next gather. `offload_policy`, with
+    which a GPU gathers from the host, leaves the shards in the file."""
     from verl.models.tiny import make_tiny_model
 
     sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 12 * num_ranks}
     model, root = make_tiny_model(tmp_path / "model", **sizes), str(Path(__file__).parents[2])
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", MEMORY, str(model), str(tmp_path), str(rank), str(num_ranks)], text=True,
+            [sys.executable, "-c", MEMORY, str(model), str(tmp_path), str(rank), str(num_ranks), str(on_host)], text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={"PYTHONPATH": root, "OMP_NUM_THREADS": "1", "PATH": ""},
         )
         for rank in range(num_ranks)
@@ -112,13 +115,52 @@ def test_memory_is_given_back(tmp_path, num_ranks):
         assert anonymous > 0.4 * weights
 
 
-def test_folders_and_devices_that_cannot(folder, tmp_path):  # noqa: F811
+def test_a_device_holds_one_layer_at_a_time(tmp_path, monkeypatch):
+    """The device is played: what is copied there is allocated on the CPU, whose own forward computes."""
+    from verl.models.tiny import make_tiny_model
+
+    monkeypatch.setattr("verl.models.forward._FUSED_DEVICES", ())
+    model = make_tiny_model(tmp_path / "model", hidden_size=256, intermediate_size=1024, num_hidden_layers=12)
+    engine, batch = engine_of(model, "float32"), make_batch(1)
+
+    def log_probs():
+        return engine.forward(batch, ("log_probs",), MicroBatching(max_tokens=30))["log_probs"]
+
+    expected, activations = peak_bytes(log_probs)
+    engine.map_weights(tmp_path, "ext4")
+    engine._streamed = StreamedWeights(engine.module, torch.device("cpu"))
+    addresses = [p.data_ptr() for p in engine.module.parameters()]
+    found, peak = peak_bytes(log_probs)
+    assert torch.equal(found, expected)
+    assert [p.data_ptr() for p in engine.module.parameters()] == addresses, "nothing stays on the device"
+    layer, *_ = (sum(p.nbytes for p in part.parameters()) for part in engine.module.model.layers)
+    whole = sum(p.nbytes for p in engine.module.parameters())
+    others = whole - 12 * layer
+    assert layer + others <= peak <= activations + layer + others < 0.2 * whole
+
+
+def test_a_failed_forward_leaves_nothing_on_the_device(folder, monkeypatch):  # noqa: F811
+    module = engine_of(folder, "float32").module
+    streamed = StreamedWeights(module, torch.device("cpu"))
+    addresses = [p.data_ptr() for p in module.parameters()]
+    with pytest.raises(IndexError), streamed.ready():
+        module(torch.tensor([[10**6]]))
+    assert [p.data_ptr() for p in module.parameters()] == addresses
+
+
+def test_a_gpu_gets_no_weights_from_building(folder, tmp_path, monkeypatch):  # noqa: F811
+    made = []
+    monkeypatch.setattr("verl.engines.local.StreamedWeights", lambda module, device: made.append(device))
+    engine = engine_of(folder, "float32", "cuda")
+    assert {p.device.type for p in engine.module.parameters()} == {"cpu"}
+    engine.map_weights(tmp_path, "ext4")
+    assert made == [torch.device("cuda")]
+
+
+def test_folders_that_cannot(folder, tmp_path):  # noqa: F811
     engine = engine_of(folder, "float32")
     with pytest.raises(ConfigError, match="which is tmpfs: in memory too"):
         engine.map_weights(tmp_path, "tmpfs")
-    engine.device = torch.device("cuda")
-    with pytest.raises(ConfigError, match=r"the reference computes on cuda. Set .*param_offload=True"):
-        engine.map_weights(tmp_path, "ext4")
 
 
 def test_a_run_with_a_mapped_reference(tiny_llama, tmp_path, no_pictures):

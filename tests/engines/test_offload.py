@@ -35,7 +35,7 @@ def test_a_state_is_loaded_where_the_optimizer_steps(monkeypatch):
 def test_a_reference_on_one_gpu_is_there_during_its_calls(is_frozen):
     calls = []
     engine = object.__new__(LocalEngine)
-    engine.device, engine.optimizer, engine._mapped = torch.device("cuda", 0), None if is_frozen else object(), None
+    engine.device, engine.optim = torch.device("cuda", 0), None if is_frozen else object()
     engine.config = SimpleNamespace(param_offload=True)
     engine.dimensions = SimpleNamespace(chunk_tokens=None)
     engine.module = SimpleNamespace(to=lambda to: calls.append(torch.device(to).type))

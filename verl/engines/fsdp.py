@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +66,12 @@ class FSDPEngine(TrainedEngine):
         device: torch.device,
         mesh: Mesh | None = None,
         timeout_s: float | None = None,
+        memory_map: bool = False,
         **settings: Any,
     ):
-        """Other settings: see TrainedEngine."""
+        """Other settings: see TrainedEngine. With `memory_map`, map_weights follows: a GPU gathers layers from the host."""
+        if memory_map and device.type != "cpu":
+            engine = replace(engine, offload_policy=True)
         super().__init__(model=model, engine=engine, device=device, **settings)
         mesh = mesh_of(engine, dist.get_world_size()) if mesh is None else mesh
         _check_layout(model, engine, mesh, self.optim)
@@ -87,7 +91,9 @@ class FSDPEngine(TrainedEngine):
         self._keep_prompts_apart(forward)
         if not trains:
             self.module.requires_grad_(False)
-        self.model, self.shards = shard_model(self.module, source, self.groups, engine, narrow, device, rounding)
+        self.model, self.shards = shard_model(
+            self.module, source, self.groups, engine, narrow, device, rounding, pins=not memory_map
+        )
         del source
         self.gathering = Gathering(self.model, engine)
         self.optimizer: MasterOptimizer | None = None
@@ -102,7 +108,7 @@ class FSDPEngine(TrainedEngine):
 
     def map_weights(self, folder: Path, kind: str) -> None:
         """See LocalEngine: every rank keeps its shards in a file of its own, and gathers layers from it."""
-        check_place(self.device, folder, kind)
+        check_place(folder, kind)
         self._mapped = MappedWeights(shard_places(self.model), folder)
 
     @torch.no_grad()  # a local part is then had without a graph, which takes a tenth of the time

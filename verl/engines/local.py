@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from verl.engines.base import TrainedEngine
 from verl.engines.loading import build_module
 from verl.engines.mapped import MappedWeights, check_place
 from verl.engines.state import Parameters, TrainedState
+from verl.engines.streamed import StreamedWeights
 from verl.models.chunked_mlp import chunked_feed_forward
 from verl.models.cpu.weights import DenseDecoder
 from verl.models.forward import fused_decoder, packed_outputs
@@ -26,12 +27,19 @@ class LocalEngine(TrainedEngine):
     """The TrainEngine of one device. Equal configs and inputs give equal results to the last bit on a CPU: micro-batches run
     in a fixed order."""
 
-    def __init__(self, *, model: ModelConfig, build: Callable[[], Any] | None = None, **settings: Any):
-        """Settings: see TrainedEngine. `build` makes the model in place of the folder's."""
+    _mapped: MappedWeights | None = None
+    _streamed: StreamedWeights | None = None
+
+    def __init__(
+        self, *, model: ModelConfig, build: Callable[[], Any] | None = None, memory_map: bool = False, **settings: Any
+    ):
+        """Settings: see TrainedEngine. `build` makes the model in place of the folder's. With `memory_map`, map_weights
+        follows."""
         super().__init__(model=model, **settings)
         narrow, rounding, trains = self.compute_dtype, self.rounding, self.optim is not None
-        self.module = build_module(model, self.head, self.device, narrow, rounding, trains=trains, build=build)
         self.optimizer: MasterOptimizer | None = None
+        at_first = torch.device("cpu") if memory_map or self._offloads else self.device
+        self.module = build_module(model, self.head, at_first, narrow, rounding, trains=trains, build=build)
         if self.optim is None:
             self.module.requires_grad_(False)
         else:
@@ -39,15 +47,15 @@ class LocalEngine(TrainedEngine):
         self._keep_prompts_apart(forward_kind(self.module))
         parameters = Parameters(self.module, self.optimizer)
         self._trained = TrainedState(self.module, parameters, self.optimizer, self.spec, model.path, rounding)
-        self._mapped: MappedWeights | None = None
-        self._leave_device()
 
     def map_weights(self, folder: Path, kind: str) -> None:
-        """Keep the weights of this frozen engine in a file below `folder`, on a file system of `kind`, in place of memory.
-        Raises ConfigError on a GPU, and where they cannot be there."""
-        check_place(self.device, folder, kind)
+        """Keep the weights of this frozen engine, made with `memory_map`, in a file below `folder`, on a file system of `kind`,
+        in place of memory; a GPU reads them layer by layer. Raises ConfigError where they cannot be there."""
+        check_place(folder, kind)
         DenseDecoder.of(self.module)  # which lays projections back to back: once mapped, they cannot move
         self._mapped = MappedWeights([(p, "data") for p in self.module.parameters()], folder)
+        if self.device.type != "cpu":
+            self._streamed = StreamedWeights(self.module, self.device)
 
     def local_weights(self) -> dict[str, torch.Tensor]:
         """See TrainEngine."""
@@ -62,22 +70,20 @@ class LocalEngine(TrainedEngine):
         chunk_tokens = self.dimensions.chunk_tokens
         if chunk_tokens is not None and fused_decoder(self.module, self.device) is not None:
             chunk_tokens = None
+        streamed = nullcontext() if self._streamed is None else self._streamed.ready()
         try:
-            with chunked_feed_forward(self.module, chunk_tokens):
+            with streamed, chunked_feed_forward(self.module, chunk_tokens):
                 yield
         finally:
-            self._leave_device()
-
-    def _leave_device(self) -> None:
-        if self._offloads:
-            self.module.to("cpu")
-        if self._mapped is not None:
-            self._mapped.release()
+            if self._offloads:
+                self.module.to("cpu")
+            if self._mapped is not None:
+                self._mapped.release()
 
     @property
     def _offloads(self) -> bool:
         """A frozen model alone: the rollout of this process generates with the weights of a trained one."""
-        return self.config.param_offload and self.optimizer is None and self.device.type != "cpu"
+        return self.config.param_offload and self.optim is None and self.device.type != "cpu" and self._mapped is None
 
     def _outputs(self, packed: PackedBatch, outputs: Sequence[str], temperature: float) -> dict[str, torch.Tensor]:
         gradients = self.optimizer.gradients if self.optimizer else None

@@ -1,7 +1,8 @@
 """Weights of a frozen model in a file that is mapped into memory, in place of a resident copy.
 
-The file holds the bits that the engine would hold, as they lie in memory, so that every forward reads them in place. Between
-two calls no page of it is resident; the system caches as much as is free, and reads the rest from the disk again.
+The file holds the bits that the engine would hold, as they lie in memory, so that every forward reads them in place; a GPU
+copies a layer at a time from it. Between two calls no page of it is resident; the system caches as much as is free, and reads
+the rest from the disk again.
 """
 
 from __future__ import annotations
@@ -51,13 +52,8 @@ class MappedWeights:
         self._map.madvise(mmap.MADV_DONTNEED)
 
 
-def check_place(device: torch.device, folder: Path, kind: str) -> None:
-    """Raise ConfigError for a model on a GPU, and for a folder on a file system of `kind` that is in memory."""
-    if device.type != "cpu":
-        raise ConfigError(
-            "actor_rollout_ref.ref.memory_map=True maps weights into the memory of the CPU, and the reference computes on "
-            f"{device}. Set actor_rollout_ref.ref.fsdp_config.param_offload=True there."
-        )
+def check_place(folder: Path, kind: str) -> None:
+    """Raise ConfigError for a folder on a file system of `kind` that is in memory."""
     if kind in _IN_MEMORY:
         raise ConfigError(
             f"actor_rollout_ref.ref.memory_map=True keeps the reference's weights in {folder}, which is {kind}: in memory "

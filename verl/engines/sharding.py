@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from verl.engines.groups import ProcessGroups
 from verl.engines.hybrid_3d import Dimensions
 from verl.engines.rounded import gather_rounded
 from verl.engines.shards import Shard
+from verl.engines.streamed import decoder_layers
 from verl.errors import ConfigError, ModelError, VerlError, nearest
 from verl.models.heads import ScalarHeadModel
 from verl.models.parallel.experts import divide_experts, is_experts
@@ -35,10 +37,13 @@ def shard_model(
     compute_dtype: torch.dtype,
     device: torch.device,
     rounding: Rounding,
+    *,
+    pins: bool = True,
 ) -> tuple[ParallelModel, dict[str, Shard]]:
     """Divide `module` (on the meta device) over the ranks of `groups` and fill it with the weights of `source`, which the
-    first rank alone has (None elsewhere). One layer at a time is whole on a rank. Returns the model to call, and the
-    shard of each parameter by its Hugging Face name."""
+    first rank alone has (None elsewhere). One layer at a time is whole on a rank. With `pins`, shards that `offload_policy`
+    keeps on the host beside a GPU are in pinned memory. Returns the model to call, and the shard of each parameter by its
+    Hugging Face name."""
     shapes = {name: p.shape for name, p in module.named_parameters()}
     experts = set(divide_experts(module, groups.expert)) if groups.expert is not None else set()
     division = divide(module, groups.tensor)
@@ -57,13 +62,15 @@ def shard_model(
     fill = _Filler(module, source, shards, groups, device)
     fill.buffers()
     groups_of_layers = _groups_of_layers([part for part in _layers(module, config) if not is_experts(part)], config)
+    on_host = CPUOffloadPolicy(pin_memory=pins and torch.cuda.is_available())
+    shard = partial(_shard, fill=fill, config=config, offload=on_host if config.offload_policy else OffloadPolicy())
     for part in [p for p in module.modules() if groups.expert is not None and is_experts(p)]:
-        _shard([part], fill, groups.experts_mesh, config, compute_dtype)
+        shard([part], groups.experts_mesh, compute_dtype)
     for unit in groups_of_layers:
-        _shard(unit, fill, groups.params_mesh, config, compute_dtype)
+        shard(unit, groups.params_mesh, compute_dtype)
     if isinstance(module, ScalarHeadModel):  # its head keeps a wider dtype
-        _shard([module.score], fill, groups.params_mesh, config, module.score.weight.dtype)
-    _shard([model], fill, groups.params_mesh, config, compute_dtype, is_root=True)
+        shard([module.score], groups.params_mesh, module.score.weight.dtype)
+    shard([model], groups.params_mesh, compute_dtype, is_root=True)
     _configure(model, [unit[0] for unit in groups_of_layers], config)
     final = dict(module.named_parameters())
     placed = {n: Shard(n, final[n], s.shape, s.tensor_dim, s.is_expert, s.partial) for n, s in shards.items()}
@@ -127,16 +134,17 @@ class _Filler:
 
 def _shard(
     unit: Sequence[nn.Module],
-    fill: _Filler,
     mesh: Any,
-    config: FSDPConfig,
     compute_dtype: torch.dtype,
+    *,
+    fill: _Filler,
+    config: FSDPConfig,
+    offload: OffloadPolicy,
     is_root: bool = False,
 ) -> None:
     """Modules that run one after the other, whose parameters are gathered together."""
     for part in unit:
         fill(part)
-    on_cpu = config.offload_policy
     target: Any = list(unit) if len(unit) > 1 else unit[0]
     fully_shard(
         target,
@@ -144,7 +152,7 @@ def _shard(
         # what the root holds (embedding, output projection) is needed until its backward pass is over
         reshard_after_forward=config.reshard_after_forward and not is_root,
         mp_policy=_precision(config, compute_dtype),
-        offload_policy=CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if on_cpu else OffloadPolicy(),
+        offload_policy=offload,
     )
 
 
@@ -197,9 +205,7 @@ def _layers(module: Any, config: FSDPConfig) -> list[nn.Module]:
     elif policy.min_num_params > 0:
         chosen = _large(module.get_decoder(), policy.min_num_params)
     else:
-        decoder = module.get_decoder()
-        lists = [part for part in decoder.modules() if isinstance(part, nn.ModuleList)]
-        chosen = list(getattr(decoder, "layers", max(lists, key=len, default=())))
+        chosen = decoder_layers(module)
     return chosen
 
 

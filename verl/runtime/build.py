@@ -91,6 +91,7 @@ def _engine(context: RankContext, spec: RoleSpec) -> TrainEngine:
         "device": context.device,
         "total_steps": context.total_steps,
         "trainable": spec.trains,
+        **({"memory_map": True} if spec.memory_map else {}),
     }
     if mesh is None:
         engine = TRAIN_ENGINES.get("local")(**settings, build=spec.build)

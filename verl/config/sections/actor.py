@@ -98,7 +98,7 @@ class RefConfig(Section):
     memory_map: bool = used(
         False,
         "read the reference's weights from a file in the run folder that is mapped into memory, in place of a second copy of "
-        "the model there; each device its shards; without a GPU",
+        "the model; each device its shards. A GPU copies a layer at a time from it, for every micro-batch",
         when="reference",
         sizing=True,
     )

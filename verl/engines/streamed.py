@@ -1,0 +1,60 @@
+"""A frozen model whose weights lie on the host and come to the device layer by layer, during the forward that reads them.
+
+    device   | embeddings, last norm, head ............................ |    for a call
+             | layer 0 | layer 1 | layer 2 | ...                             each during its own forward
+
+Every micro-batch reads the layers again: least memory, at the price of copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class StreamedWeights:
+    """Hooks of the layers of `module`, whose parameters are on the host; its buffers move to `device` and stay there."""
+
+    def __init__(self, module: Any, device: torch.device):
+        self._device = device
+        self._on_host: dict[nn.Parameter, torch.Tensor] = {}
+        layers = decoder_layers(module)
+        inside = {part for layer in layers for part in layer.modules()}
+        outside = [part for part in module.modules() if part not in inside]
+        self._others = list(dict.fromkeys(p for part in outside for p in part.parameters(recurse=False)))
+        for layer in layers:
+            own = [p for p in layer.parameters() if p not in set(self._others)]
+            layer.register_forward_pre_hook(lambda *_, own=own: self._bring(own))
+            layer.register_forward_hook(lambda *_, own=own: self._drop(own), always_call=True)
+        for buffer in module.buffers():
+            buffer.data = buffer.data.to(device)
+
+    @contextmanager
+    def ready(self) -> Iterator[None]:
+        """Inside, the module can be called."""
+        self._bring(self._others)
+        try:
+            yield
+        finally:
+            self._drop(list(self._on_host))
+
+    def _bring(self, parameters: Iterable[nn.Parameter]) -> None:
+        for p in parameters:
+            self._on_host[p] = p.data
+            p.data = torch.empty_like(p.data, device=self._device).copy_(p.data)
+
+    def _drop(self, parameters: Iterable[nn.Parameter]) -> None:
+        for p in parameters:
+            if p in self._on_host:
+                p.data = self._on_host.pop(p)
+
+
+def decoder_layers(module: Any) -> list[nn.Module]:
+    """The layers of a causal language model, in order."""
+    decoder = module.get_decoder()
+    lists = [part for part in decoder.modules() if isinstance(part, nn.ModuleList)]
+    return list(getattr(decoder, "layers", max(lists, key=len, default=())))
