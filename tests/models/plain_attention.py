@@ -6,9 +6,15 @@ import torch
 from verl.models.cuda.varlen import TokenSpans, VarlenKernel
 
 
-def _ranges(spans: TokenSpans) -> list[tuple[slice, slice]]:
+def _ranges(spans: TokenSpans) -> list[tuple[slice, slice | torch.Tensor]]:
     """(queries, keys) of each sequence that has both."""
     start_q, start_k = spans.start_q.tolist(), spans.start_k.tolist()
+    if spans.pages is not None:
+        offsets = torch.arange(spans.page_size, device=spans.pages.device)
+        keys = (spans.pages.unsqueeze(-1) * spans.page_size + offsets).flatten(1)
+        used = spans.used_k.tolist()
+        pairs = [(slice(start_q[i], start_q[i + 1]), keys[i, :count]) for i, count in enumerate(used)]
+        return [(a, b) for a, b in pairs if a.stop > a.start and len(b)]
     ends = start_k[1:]
     if spans.used_k is not None:
         ends = [start + used for start, used in zip(start_k[:-1], spans.used_k.tolist(), strict=True)]
@@ -72,4 +78,4 @@ def _add(target: torch.Tensor, part: torch.Tensor, groups: int) -> None:
     target.add_(part.unflatten(1, (-1, groups)).sum(2).to(target.dtype))
 
 
-PLAIN = VarlenKernel("plain", _plain_forward, _plain_backward)
+PLAIN = VarlenKernel("plain", _plain_forward, _plain_backward, page_multiple=1)

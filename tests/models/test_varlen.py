@@ -49,6 +49,43 @@ def random_qkv(tokens_q, tokens_k, *, heads=4, kv_heads=2, dim=8, value_dim=8, d
     return [torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype) for shape in shapes]
 
 
+def paged(k, lengths, size, device=CPU):
+    """`k` [tokens, ...] of sequences of `lengths`, in pages in another order; returns (pool, pages, used)."""
+    counts = [-(-n // size) for n in lengths]
+    numbers = (torch.randperm(sum(counts), generator=torch.Generator().manual_seed(1)) + 1).split(counts)
+    pages = torch.zeros(len(lengths), max(counts), dtype=torch.int32)
+    pool = k.new_zeros((sum(counts) + 1) * size, *k.shape[1:])
+    for row, own, part in zip(pages, numbers, k.split(lengths), strict=True):
+        row[: len(own)] = own
+        places = (own[:, None] * size + torch.arange(size)).flatten()[: len(part)]
+        pool[places] = part
+    return pool, pages.to(device), torch.tensor(lengths, dtype=torch.int32, device=device)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_keys_in_pages_are_the_same_keys(causal):
+    lengths_q, lengths_k = [3, 1, 5], [3, 4, 17]
+    q, k, v = random_qkv(9, 24)
+    spans = spans_of(lengths_q, lengths_k, CPU)
+    whole = PLAIN.forward(q, k, v, spans, causal, 0.3)
+    (keys, pages, used), (values, *_) = (paged(x, lengths_k, 4) for x in (k, v))
+    in_pages = spans._replace(used_k=used, pages=pages, page_size=4)
+    assert all(map(torch.equal, PLAIN.forward(q, keys, values, in_pages, causal, 0.3), whole))
+
+
+@pytest.mark.skipif(not FLASH.page_multiple, reason="the flash attention of this PyTorch reads no pages")
+def test_flash_attention_takes_pages():
+    """Shapes alone: the kernel is for GPUs."""
+
+    def meta(*shape, dtype=torch.int32):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    q, k = (meta(*shape, dtype=torch.bfloat16) for shape in ((5, 4, 64), (4 * 256, 2, 64)))
+    spans = TokenSpans(meta(6), meta(6), 1, 512, meta(5), meta(5, 2), 256)
+    out, lse = FLASH.forward(q, k, k, spans, False, 0.125)
+    assert (out.shape, lse.shape) == ((5, 4, 64), (4, 5))
+
+
 @pytest.mark.parametrize("causal", [True, False])
 def test_the_definition_equals_dense_attention_with_gradients(causal):
     lengths_q, lengths_k = [3, 1, 5], [3, 4, 7]
@@ -193,6 +230,20 @@ class TestOnACard:
         wanted = PLAIN.backward(upstream.double(), *wide, expected, expected_lse, spans, causal, dim**-0.5)
         for a, b in zip(found, wanted, strict=True):
             assert relative(a, b) < 2e-2
+
+    @pytest.mark.parametrize(
+        ("lengths_q", "causal"), [([1, 1, 1], False), ([300, 7, 129], True), ([28, 28, 28], False)]
+    )
+    def test_flash_reads_pages(self, lengths_q, causal):
+        lengths_k, size = [300, 7, 700], FLASH.page_multiple
+        q, k, v = random_qkv(sum(lengths_q), 1007, heads=14, dim=64, value_dim=64, dtype=torch.bfloat16, device="cuda")
+        spans = spans_of(lengths_q, lengths_k, torch.device("cuda"))
+        expected, expected_lse = PLAIN.forward(*(x.double() for x in (q, k, v)), spans, causal, 0.125)
+        (keys, pages, used), (values, *_) = (paged(x.cpu(), lengths_k, size, "cuda") for x in (k, v))
+        in_pages = spans._replace(used_k=used, pages=pages, page_size=size)
+        out, lse = FLASH.forward(q, keys.cuda(), values.cuda(), in_pages, causal, 0.125)
+        assert relative(out, expected) < 1e-2
+        assert (lse - expected_lse).abs().max() < 1e-2
 
     def test_one_query_a_row_against_slots(self):
         """The kernel swaps groups of query heads into the query axis here: the order of the log-sum-exp must hold."""

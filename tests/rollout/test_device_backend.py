@@ -13,14 +13,16 @@ from hypothesis import strategies as st
 from tests.models.plain_attention import PLAIN
 from tests.rollout.conftest import EOS, FAMILIES, make_prompts
 from verl.config import RolloutConfig
-from verl.data_proto.samples import SamplingParams
-from verl.errors import NumericsError
+from verl.config.sections.rollout import KVCacheConfig
+from verl.data_proto.samples import SamplingParams, TurnRequest
+from verl.errors import ConfigError, NumericsError
 from verl.models.cpu.weights import DenseDecoder
 from verl.models.cuda.varlen import flash_runs
 from verl.rollout.cuda import fused
 from verl.rollout.cuda.backend import DeviceBackend
 from verl.rollout.cuda.device import assign_places, next_power
 from verl.rollout.cuda.forward import StraightForward
+from verl.rollout.cuda.store import TokenStore
 from verl.rollout.native.engine import NativeRollout
 
 DENSE = ("llama", "qwen2", "qwen3")
@@ -115,6 +117,95 @@ def test_any_mixture_of_lengths_and_ends(make_engine, lengths, n, rows, budget, 
     expected, _ = generate(make_engine("device", max_num_seqs=100), prompts, params)
     engine = make_engine("device", max_num_seqs=rows, max_num_batched_tokens=budget)
     assert_same(generate(engine, prompts, params)[0], expected)
+
+
+PREEMPTS = {
+    (256, "sampled"),
+    (192, "sampled"),
+    (256, "stopped early"),
+}  # with less, fewer samples begin beside each other
+
+
+def pages(max_tokens, block_size=16):
+    return KVCacheConfig(enable_paged_attention=True, block_size=block_size, max_tokens=max_tokens)
+
+
+@pytest.mark.seed("C9")
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("max_tokens", [None, 256, 192])
+def test_pages_change_nothing(max_tokens, case, device):
+    """Nor do preempted samples, which are computed again."""
+    prompts, params = make_prompts(LENGTHS), CASES[case]
+    expected, before = generate(device(), prompts, params)
+    ours, stats = generate(device(kv_cache_config=pages(max_tokens)), prompts, params)
+    assert_same(ours, expected)
+    assert "kv_fragmentation" not in before
+    assert 0 < stats["kv_fragmentation"] < 1
+    if max_tokens is not None:
+        token = TokenStore.bytes_per_token(DenseDecoder.of(device().module))
+        assert stats["kv_cache_bytes"] == (max_tokens + 16) * token < before["kv_cache_bytes"]
+    assert (stats["num_preempted"] > 0) == ((max_tokens, case) in PREEMPTS)
+
+
+@pytest.mark.seed("C9")
+@settings(max_examples=12, deadline=None)
+@given(
+    st.lists(st.integers(1, 30), min_size=1, max_size=6),
+    st.integers(1, 5), st.integers(1, 9), st.integers(1, 60), st.integers(0, 6), st.integers(0, 1000),
+)  # fmt: skip
+def test_any_mixture_in_any_number_of_pages(make_engine, lengths, n, rows, budget, spare_blocks, seed):
+    prompts = make_prompts(lengths, seed=seed)
+    params = SamplingParams(n=n, max_new_tokens=24, seed=seed, stop_token_ids=tuple(range(seed % 5, 250, 25)))
+    expected, _ = generate(make_engine("device", max_num_seqs=100), prompts, params)
+    least = -(-(max(lengths) + (0 if n > 1 else 24)) // 16) + -(-(25 + (0 if n > 1 else max(lengths))) // 16) + 1
+    config = pages(16 * (least + spare_blocks))
+    engine = make_engine("device", max_num_seqs=rows, max_num_batched_tokens=budget, kv_cache_config=config)
+    ours, stats = generate(engine, prompts, params)
+    assert_same(ours, expected)
+    held = engine.device.stores.pool
+    again, _ = generate(engine, prompts, params)
+    assert engine.device.stores.pool is held, "allocated once"
+    assert_same(again, ours, tolerance=0)
+
+
+def test_turns_continue_in_pages(device):
+    """Kept samples come back into pages, and may be preempted."""
+    found = []
+    for config in (KVCacheConfig(), pages(None), pages(224)):
+        engine = device(rows=8, kv_cache_config=config)
+        generation = engine.open(SamplingParams(n=2, max_new_tokens=24, temperature=1.0), step=0, keep=True)
+        first, second = {}, {}
+        for request in make_prompts([9, 21, 30]):
+            generation.add(request)
+        while done := generation.poll():
+            first |= {c.key: c.token_ids for c in done}
+        for ordinal, sample in first:
+            generation.add(TurnRequest(ordinal, sample, (7, 8, 9)))
+        while done := generation.poll():
+            second |= {c.key: c.token_ids for c in done}
+        found.append((first, second, generation.close().get("num_preempted", 0)))
+    assert found[0][:2] == found[1][:2] == found[2][:2]
+    assert found[1][2] == 0 < found[2][2]
+
+
+def test_pages_are_as_long_as_the_kernel_reads(device):
+    engine, prompts, params = device(kv_cache_config=pages(None)), make_prompts(LENGTHS), CASES["sampled"]
+    expected, _ = generate(engine, prompts, params)
+    engine.device.kernel = PLAIN._replace(page_multiple=256)
+    ours, _ = generate(engine, prompts, params)
+    assert engine.device.stores.sizes.page_size == 256
+    assert_same(ours, expected)
+    engine = device(kv_cache_config=pages(176))
+    engine.device.kernel = PLAIN._replace(page_multiple=256)
+    with pytest.raises(ConfigError, match="max_tokens=0 cannot hold one sample of 40 .* at least 768"):
+        generate(engine, prompts, params)
+
+
+def test_a_kernel_without_pages_is_refused(device, torch_computes):
+    engine = device(kv_cache_config=pages(None))
+    engine.device.kernel = PLAIN._replace(page_multiple=0)
+    with pytest.raises(ConfigError, match="a GPU with PyTorch's flash attention for pages"):
+        generate(engine, make_prompts(LENGTHS), CASES["sampled"])
 
 
 def test_stop_strings_end_a_sample_one_step_late_and_leave_nothing_behind(device, make_engine, tokenizer):
@@ -300,8 +391,8 @@ class TestOnACard:
 
     @pytest.fixture(scope="class")
     def engine(self, module):
-        def make(eager=False):
-            return NativeRollout(module, None, RolloutConfig(enforce_eager=eager), eos_token_ids=[EOS])
+        def make(eager=False, **config):
+            return NativeRollout(module, None, RolloutConfig(enforce_eager=eager, **config), eos_token_ids=[EOS])
 
         return make
 
@@ -323,6 +414,15 @@ class TestOnACard:
         fast, stats = generate(engine(), prompts, params)
         assert stats["num_graphs"] > 0
         assert_same(fast, plain, tolerance=1e-3)
+
+    @pytest.mark.parametrize("eager", [True, False])
+    def test_pages_change_little(self, engine, eager):
+        prompts, params = make_prompts([3, 200, 7, 400, 1, 300]), CASES["equal lengths"]
+        plain, _ = generate(engine(eager), prompts, params)
+        ours, stats = generate(engine(eager, kv_cache_config=pages(2048)), prompts, params)
+        same = [a.token_ids[:4] == b.token_ids[:4] for a, b in zip(plain, ours, strict=True)]
+        assert np.mean(same) > 0.7
+        assert stats["kv_fragmentation"] > 0
 
     def test_a_step_does_not_wait_for_the_device(self, engine):
         one, prompts, params = engine(), make_prompts(LENGTHS), CASES["equal lengths"]

@@ -204,10 +204,10 @@ class PrometheusConfig(Section):
 @dataclass(frozen=True)
 class KVCacheConfig(Section):
     enable_paged_attention: bool = used(
-        False, "keys and values in pages that come and go with their tokens (native engine on a CPU; vLLM always pages)"
+        False, "keys and values in pages that come and go with their tokens (native engine; vLLM always pages)"
     )
     block_size: int = used(
-        16, "tokens of a block, the unit of allocation", when="pages", choices=(16, 32, 64, 128, 256)
+        16, "tokens of a block, the unit of allocation; 256 on a GPU", when="pages", choices=(16, 32, 64, 128, 256)
     )
     max_tokens: int | None = used(
         None,

@@ -25,28 +25,34 @@ if TYPE_CHECKING:
 
 _MULTIPLE = 8  # flash kernels read heads in vectors of 8 numbers
 _WIDEST_HEAD = 256
+_PAGE_MULTIPLE = 256  # keys; FlashAttention-2 refuses other pages
 
 
 class TokenSpans(NamedTuple):
     """Positions of the sequences. Sequence i has the queries [start_q[i], start_q[i + 1]) and the keys
     [start_k[i], start_k[i + 1]), or, where `used_k` is given, the `used_k[i]` keys from start_k[i] on: keys may then be
-    shared by sequences and lie anywhere. int32 on the device, start_q and start_k [sequences + 1], used_k [sequences];
-    `max_q` and `max_k` bound the lengths."""
+    shared by sequences and lie anywhere. With `pages` [sequences, most pages], these are the first keys of the pages that it
+    names, of `page_size` keys each, and start_k says nothing. int32 on the device, start_q and start_k [sequences + 1], used_k
+    [sequences]; `max_q` and `max_k` bound the lengths."""
 
     start_q: torch.Tensor
     start_k: torch.Tensor
     max_q: int
     max_k: int
     used_k: torch.Tensor | None = None
+    pages: torch.Tensor | None = None
+    page_size: int = 0
 
 
 class VarlenKernel(NamedTuple):
     """forward(q, k, v, spans, causal, scale) -> (out, lse); backward(grad, q, k, v, out, lse, spans, causal, scale) ->
-    gradients of q, k and v. Keys in no sequence get gradients without meaning."""
+    gradients of q, k and v. Keys in no sequence get gradients without meaning. `forward` reads pages whose size is a multiple
+    of `page_multiple`; 0: none."""
 
     name: str
     forward: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     backward: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    page_multiple: int = 0
 
 
 def flash_runs(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
@@ -64,7 +70,10 @@ def _has_flash(device: torch.device) -> bool:
 def _flash_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: TokenSpans, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    width = v.shape[-1]
+    width, paged = v.shape[-1], {}
+    if spans.pages is not None:
+        k, v = (x.unflatten(0, (-1, spans.page_size)) for x in (k, v))
+        paged = {"block_table": spans.pages}
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         *_padded(q, k, v),
         spans.start_q,
@@ -76,6 +85,7 @@ def _flash_forward(
         False,
         scale=scale,
         seqused_k=spans.used_k,
+        **paged,
     )
     if lse.shape != (q.shape[1], q.shape[0]):
         raise RuntimeError(
@@ -120,7 +130,12 @@ def _padded(*tensors: torch.Tensor) -> list[torch.Tensor]:
     return [x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in tensors]
 
 
-FLASH = VarlenKernel("flash", _flash_forward, _flash_backward)
+def _reads_pages() -> bool:
+    arguments = torch.ops.aten._flash_attention_forward.default._schema.arguments
+    return any(argument.name == "block_table" for argument in arguments)
+
+
+FLASH = VarlenKernel("flash", _flash_forward, _flash_backward, page_multiple=_PAGE_MULTIPLE if _reads_pages() else 0)
 
 
 # -- packed batches: all segments causally in one call, all responses against their prompts in another ----------------------

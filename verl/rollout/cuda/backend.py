@@ -36,6 +36,7 @@ from verl.rollout.cuda.store import TokenStore
 from verl.rollout.layout import Chunk
 from verl.rollout.native.batch import Group
 from verl.rollout.native.kv_cache import rounded
+from verl.rollout.native.paging import UNLIMITED, Paging
 from verl.rollout.native.scheduler import Scheduler
 
 _MEMORY_SHARE = 0.8  # of what is free, for keys and values; the rest is for a prompt wave's activations and the graphs
@@ -68,8 +69,13 @@ class DeviceBackend:
             return False
         return StraightForward.reads(module, longest)
 
-    def open(self, scheduler: Scheduler) -> None:
-        """Serve a generation."""
+    def open(self, scheduler: Scheduler, paging: Paging | None = None) -> None:
+        """Serve a generation. `paging` gets the sizes that the kernel and the memory allow."""
+        self.paging, self._page_limit = paging, None if paging is None else paging.max_tokens
+        if paging is not None:
+            multiple = self.kernel.page_multiple
+            paging.block_size = -(-paging.block_size // multiple) * multiple
+            paging.ahead, paging.is_pool = _SPARE, True
         self.scheduler, self.rows, self.prompts = scheduler, scheduler.rows, scheduler.prompts
         self.num_computed, self._changed = 0, True
 
@@ -94,6 +100,7 @@ class DeviceBackend:
             params.n,
             params.max_new_tokens,
             self.scheduler.shared,
+            None if self.paging is None else (self.paging.block_size, self._page_limit),
             longest_prompt,
         )
         if self.stores is None or self._made_for[:-1] != wanted[:-1] or self._made_for[-1] < longest_prompt:
@@ -105,6 +112,9 @@ class DeviceBackend:
             graphs = StepGraphs(decoder.embed.device, enabled=not self.eager)
             self.stores = DeviceRows(forward, sizes, params, self.kernel, graphs)
             self._made_for = wanted
+        if self.paging is not None:
+            self.paging.max_tokens = self.stores.sizes.num_pages * self.paging.block_size
+            self.paging.require(longest_prompt)
         self.stores.params = params  # equal but for what does not reach the device
         self._slots = np.arange(self.stores.sizes.num_rows)  # of the own store, by row
         return self.stores.sizes.num_rows
@@ -117,11 +127,14 @@ class DeviceBackend:
         """See Backend."""
         assert self.stores is not None
         sizes = self.stores.sizes
-        return len(self.prompts.by_slot) < sizes.num_prefixes and group.num_tokens <= self._made_for[-1]
+        drawn = 0 if group.drawn is None else len(group.drawn[0])
+        fits = len(self.prompts.by_slot) < sizes.num_prefixes and group.num_tokens - drawn <= self._made_for[-1]
+        return fits and (self.paging is None or self.paging.admits(group))
 
     def load(self, group: Group) -> None:
         """See Backend."""
         assert self.stores is not None
+        self._keep()
         self.stores.prefix.put(group.slot, group.saved)
 
     def save(self, row: int) -> torch.Tensor:
@@ -133,17 +146,19 @@ class DeviceBackend:
     def start(self, rows: np.ndarray, logits: torch.Tensor) -> Readback:
         """See Backend."""
         assert self.stores is not None
+        self._keep()
         if not self.scheduler.shared:
             for row in rows.tolist():
                 group = self.rows.groups[row]
                 assert group is not None
                 self.stores.own.put(int(self._slots[row]), self.stores.prefix.take(group.slot, group.num_tokens))
         columns = np.zeros((NUM_COLUMNS, len(rows)), dtype=np.int64)
-        columns[POSITION] = self.rows.prompt_length[rows]
-        columns[OWN_START] = self._slots[rows] * self.stores.sizes.own_capacity
-        columns[OWN_LENGTH] = self.rows.own_start[rows]
+        again = self.rows.length[rows]  # tokens of a sample that was preempted
+        columns[POSITION] = self.rows.prompt_length[rows] + again
+        columns[OWN_START] = self.stores.own.starts(self._slots[rows])
+        columns[OWN_LENGTH] = self.rows.own_start[rows] + again
         columns[KEY] = self.rows.key[rows]
-        columns[DRAWN] = self.rows.num_drawn[rows] + 1
+        columns[DRAWN] = self.rows.num_drawn[rows] + again + 1
         return self.stores.begin(rows, columns, logits)
 
     def step(self, chunks: list[tuple[Group, Chunk]]) -> tuple[Readback | None, torch.Tensor]:
@@ -151,6 +166,7 @@ class DeviceBackend:
         stores = self.stores
         assert stores is not None
         logits = torch.empty(0)
+        self._keep(counts=True)
         if chunks:
             logits = stores.prefill(chunks)
             self.num_computed += sum(c.end - c.start for _, c in chunks)
@@ -174,21 +190,34 @@ class DeviceBackend:
     def move_prompt(self, source: int, target: int, length: int) -> None:
         """See Backend."""
         if self.stores is not None:
-            self.stores.prefix.put(target, self.stores.prefix.take(source, length))
+            self.stores.prefix.move(source, target, length)
 
     def room(self) -> int:
-        """See Backend: every row has room for its longest sequence."""
-        return self.rows.num_rows
+        """See Backend: without pages, every row has room for its longest sequence."""
+        return self.rows.num_rows if self.paging is None else self.paging.room()
 
     def rows_changed(self) -> None:
         """See Backend."""
         self._changed = True
 
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> dict[str, float]:
         """Bytes of the stores, and the number of captured graphs."""
         stores = self.stores
         num_bytes, num_graphs = (stores.num_bytes, stores.graphs.num_graphs) if stores is not None else (0, 0)
-        return {"kv_cache_bytes": num_bytes, "weight_copy_bytes": 0, "num_graphs": num_graphs}
+        found: dict[str, float] = {"kv_cache_bytes": num_bytes, "weight_copy_bytes": 0, "num_graphs": num_graphs}
+        return found if self.paging is None else found | self.paging.stats()
+
+    def _keep(self, *, counts: bool = False) -> None:
+        """Give all sequences the pages of their tokens, and take back those of the ones that ended."""
+        if self.paging is None:
+            return
+        assert self.stores is not None
+        lengths, prompts = self.paging.lengths()
+        own, prefix = np.zeros(self.stores.own.num_slots, np.int64), np.zeros(self.stores.prefix.num_slots, np.int64)
+        own[self._slots[: len(lengths)]], prefix[: len(prompts)] = lengths, prompts
+        self.stores.keep(own, prefix)
+        if counts:
+            self.paging.record(np.concatenate([lengths, prompts]))
 
     def _share(self) -> int:
         """Tell the device the prompt of each row; returns the number of prompts that a step computes."""
@@ -205,6 +234,8 @@ class DeviceBackend:
         """Sizes for `num_rows` rows, or for as many as fit the memory that is free."""
         n, new = self.scheduler.params.n, self.scheduler.params.max_new_tokens + _SPARE
         shared = self.scheduler.shared
+        if self.paging is not None:
+            return self._paged_sizes(decoder, longest_prompt, num_rows)
         num_prompts = len(self.prompts.waiting)
         while True:
             # a prompt keeps its slot until its last sample ends: twice as many as full groups need
@@ -220,6 +251,27 @@ class DeviceBackend:
             if num_rows == 1 or allowed is None or sizes.num_tokens() * TokenStore.bytes_per_token(decoder) <= allowed:
                 return sizes
             num_rows = num_rows // 2
+
+    def _paged_sizes(self, decoder: DenseDecoder, longest_prompt: int, num_rows: int) -> DeviceSizes:
+        """Sizes for `num_rows` rows; pages for all of them, or for as many tokens as the limit and the free memory allow."""
+        assert self.paging is not None
+        n, new, shared = self.scheduler.params.n, self.scheduler.params.max_new_tokens + _SPARE, self.scheduler.shared
+        size, pages = self.paging.block_size, lambda length: -(-length // self.paging.block_size)
+        own, prefix = pages(new + (0 if shared else longest_prompt)), pages(longest_prompt + new)
+        num_prefixes = min(num_rows, 2 * -(-num_rows // n) + 8)
+        num_pages = min(num_rows * own + num_prefixes * prefix + 1, (self._page_limit or UNLIMITED) // size)
+        if (allowed := _free_bytes(decoder.embed.device)) is not None:
+            num_pages = min(num_pages, allowed // (size * TokenStore.bytes_per_token(decoder)) - 1)
+        return DeviceSizes(
+            num_rows=num_rows,
+            own_capacity=own * size,
+            num_prefixes=num_prefixes,
+            prefix_capacity=prefix * size,  # a preempted sample is a prompt with its tokens
+            width=min(n, num_rows) if shared else 0,
+            longest=rounded(longest_prompt + new),
+            page_size=size,
+            num_pages=max(0, num_pages),
+        )
 
 
 def _free_bytes(device: torch.device) -> int | None:

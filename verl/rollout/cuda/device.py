@@ -16,6 +16,7 @@ from verl.models.cuda.varlen import TokenSpans, VarlenKernel
 from verl.parallel.device import to_device
 from verl.rollout.cuda.forward import StraightForward
 from verl.rollout.cuda.graphs import StepGraphs
+from verl.rollout.cuda.pages import PagedTokenStore, PagePool, keep
 from verl.rollout.cuda.store import DecodeAttention, PromptAttention, SharedPrompts, TokenStore
 from verl.rollout.layout import Chunk
 from verl.rollout.native.batch import Group
@@ -27,7 +28,8 @@ NUM_COLUMNS = 6
 
 
 class DeviceSizes(NamedTuple):
-    """Sizes of the stores. `width` is the most rows that read a prompt at once, 0 where each row has a copy of its prompt."""
+    """Sizes of the stores. `width` is the most rows that read a prompt at once, 0 where each row has a copy of its prompt.
+    With a `page_size` both stores share `num_pages`."""
 
     num_rows: int
     own_capacity: int
@@ -35,6 +37,8 @@ class DeviceSizes(NamedTuple):
     prefix_capacity: int
     width: int
     longest: int  # positions
+    page_size: int = 0
+    num_pages: int = 0
 
     def num_tokens(self) -> int:
         return (self.num_rows + 1) * self.own_capacity + self.num_prefixes * self.prefix_capacity
@@ -74,8 +78,13 @@ class DeviceRows:
         self.forward, self.sizes, self.params, self.kernel, self.graphs = forward, sizes, params, kernel, graphs
         decoder = forward.decoder
         self.device = decoder.embed.device
-        self.own = TokenStore(decoder, sizes.num_rows + 1, sizes.own_capacity)  # the last slot is for rows of no sample
-        self.prefix = TokenStore(decoder, sizes.num_prefixes, sizes.prefix_capacity)
+        # the last slot of `own` is for rows of no sample
+        slots = (sizes.num_rows + 1, sizes.own_capacity), (sizes.num_prefixes, sizes.prefix_capacity)
+        self.pool = PagePool(decoder, sizes.num_pages, sizes.page_size) if sizes.page_size else None
+        if self.pool is None:
+            self.own, self.prefix = (TokenStore(decoder, *shape) for shape in slots)
+        else:
+            self.own, self.prefix = (PagedTokenStore(self.pool, *shape) for shape in slots)
         self._groups = decoder.num_heads // decoder.num_kv_heads
         self._logits: dict[tuple[int, int], torch.Tensor] = {}  # of steps whose draw is not part of them
         self._make_columns()
@@ -101,24 +110,31 @@ class DeviceRows:
 
     @property
     def num_bytes(self) -> int:
-        return self.own.num_bytes + self.prefix.num_bytes
+        return self.own.num_bytes + self.prefix.num_bytes if self.pool is None else self.pool.store.num_bytes
+
+    def keep(self, own_lengths: np.ndarray, prefix_lengths: np.ndarray) -> None:
+        """Give the slots pages for so many tokens, and take the others back."""
+        assert isinstance(self.own, PagedTokenStore)
+        assert isinstance(self.prefix, PagedTokenStore)
+        keep((self.own, own_lengths), (self.prefix, prefix_lengths))
 
     def prefill(self, chunks: list[tuple[Group, Chunk]]) -> torch.Tensor:
         """Compute chunks of prompts and store them in their prefix slots. Returns the logits after each that completes its
         prompt, float32 [prompts, vocab]."""
-        capacity = self.sizes.prefix_capacity
         ids = np.concatenate([np.array(g.request.token_ids[c.start : c.end], dtype=np.int64) for g, c in chunks])
         places = np.concatenate([np.arange(c.start, c.end) for _, c in chunks])
         lengths = np.array([c.end - c.start for _, c in chunks])
-        starts = np.array([c.slot * capacity for _, c in chunks])
-        known = np.stack([ids, places, places + np.repeat(starts, lengths)])
+        starts = self.prefix.starts(np.array([c.slot for _, c in chunks]))
+        known = np.stack([ids, places, np.concatenate([self.prefix.where(c.slot, c.start, c.end) for _, c in chunks])])
         tokens, positions, where = to_device(torch.from_numpy(known), self.device)
         spans = TokenSpans(
             self._int32(np.cumsum([0, *lengths])),
             self._int32(np.append(starts, 0)),
             int(lengths.max()),
-            capacity,
+            self.sizes.prefix_capacity,
             self._int32(np.array([c.end for _, c in chunks])),
+            self.prefix.tables(to_device(torch.from_numpy(starts), self.device)),
+            self.sizes.page_size,
         )
         attend = PromptAttention(self.prefix, where, spans, self.kernel, self.forward.decoder.scale)
         completed = [i for i, (g, c) in enumerate(chunks) if c.end == g.num_tokens]
@@ -148,7 +164,7 @@ class DeviceRows:
         taken by others."""
         if len(rows):
             there = to_device(torch.from_numpy(rows), self.device)
-            self.columns[OWN_START].index_fill_(0, there, self.sizes.num_rows * self.sizes.own_capacity)
+            self.columns[OWN_START].index_fill_(0, there, int(self.own.starts(np.array(self.sizes.num_rows))))
             self.columns[OWN_LENGTH].index_fill_(0, there, 0)
 
     def share(self, slots: np.ndarray, lengths: np.ndarray, members: np.ndarray) -> int:
@@ -157,7 +173,7 @@ class DeviceRows:
         num_prompts = min(next_power(len(slots)), self.sizes.num_prefixes)
         gather, place = assign_places(members, self.sizes.width, num_prompts)
         start, used = np.zeros((2, num_prompts), dtype=np.int32)
-        start[: len(slots)] = slots * self.sizes.prefix_capacity
+        start[: len(slots)] = self.prefix.starts(slots)
         used[: len(slots)] = lengths
         used[len(slots) :] = 1  # an empty softmax is not defined
         for buffer, values in (
@@ -187,10 +203,12 @@ class DeviceRows:
             1,
             self.sizes.own_capacity,
             (length + 1).int(),
+            self.own.tables(start),
+            self.sizes.page_size,
         )
         attend = DecodeAttention(
             self.own,
-            start + length,
+            self.own.next_places(start, length),
             spans,
             self.prefix,
             self._shared(num_rows, num_prompts),
@@ -210,6 +228,8 @@ class DeviceRows:
             queries,
             self.sizes.prefix_capacity,
             self._prefix_used[:num_prompts],
+            self.prefix.tables(self._prefix_start[:num_prompts].long()),
+            self.sizes.page_size,
         )
         return SharedPrompts(self._gather[: num_prompts * self.sizes.width], self._place[:num_rows], spans)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from verl.models.cpu.weights import DenseDecoder
@@ -12,6 +13,8 @@ from verl.rollout.cuda.fused import Parts
 class TokenStore:
     """Keys and values of `num_slots` sequences of up to `capacity` tokens, for all layers, allocated at once and never
     moved: graphs hold on to the addresses. Token t of slot s is number s * capacity + t."""
+
+    page_size = 0  # without pages
 
     def __init__(self, decoder: DenseDecoder, num_slots: int, capacity: int):
         self.num_slots, self.capacity = num_slots, capacity
@@ -26,6 +29,22 @@ class TokenStore:
     def num_bytes(self) -> int:
         return self._data.numel() * self._data.element_size()
 
+    def starts(self, slots: np.ndarray) -> np.ndarray:
+        """The numbers by which the device knows `slots`: of their first tokens."""
+        return slots * self.capacity
+
+    def where(self, slot: int, start: int, end: int) -> np.ndarray:
+        """int64: the numbers of tokens `start` to `end` of a slot."""
+        return slot * self.capacity + np.arange(start, end)
+
+    def next_places(self, starts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """int64 [rows]: the numbers of the tokens after the first `lengths` of the slots at `starts`."""
+        return starts + lengths
+
+    def tables(self, starts: torch.Tensor) -> torch.Tensor | None:
+        """See TokenSpans.pages, of the slots at `starts` (int64)."""
+        return None
+
     def write(self, layer: int, where: torch.Tensor, kv: torch.Tensor) -> None:
         """`kv` [2, tokens, kv_heads, head_dim] to the token indices `where` (int64 [tokens])."""
         self._data[layer].index_copy_(1, where, kv)
@@ -37,6 +56,10 @@ class TokenStore:
     def put(self, slot: int, taken: torch.Tensor) -> None:
         """Write what `take` gave to the start of a slot."""
         self.take(slot, taken.shape[2]).copy_(taken)
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """The first `length` tokens of slot `source` are those of slot `target` from now on."""
+        self.put(target, self.take(source, length))
 
     def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """All keys and values of a layer, each [tokens, kv_heads, head_dim]."""

@@ -37,7 +37,7 @@ class NativeRollout(BaseRollout):
     one (verl.rollout.rollout_model); then all ranks of its group make the same calls, and their own forward computes.
 
     Reads from `config`: max_num_seqs (rows), max_num_batched_tokens (tokens of one forward while prompts are computed),
-    max_model_len, kv_cache_config (pages, on a CPU), prepack_weights (whether a copy of the weights may be kept that multiplies
+    max_model_len, kv_cache_config (pages), prepack_weights (whether a copy of the weights may be kept that multiplies
     faster, until `publish` or `release`), batch_invariant and, on a GPU, enforce_eager (no CUDA graphs, nothing compiled).
     Where `invariance` holds, samples do not depend on max_num_seqs nor on each other; elsewhere but for the rounding of matmuls
     of other shapes. Raises ConfigError when batch_invariant=require cannot be kept. `device_kernel` is the attention of the GPU
@@ -105,18 +105,20 @@ class NativeRollout(BaseRollout):
             self.prefix = SlotStore() if shape is None else kind(shape)
         return self.own, self.prefix
 
-    def paging(self, dense: DenseForward | CpuForward | None) -> Paging | None:
-        """The bookkeeping of a paged cache, None without. Raises ConfigError where nothing reads pages."""
+    def paging(self, scheduler: Scheduler) -> Paging | None:
+        """The bookkeeping of a paged cache, None without."""
         config = self.config.kv_cache_config
-        if not config.enable_paged_attention:
-            return None
+        return Paging(scheduler, config.block_size, config.max_tokens) if config.enable_paged_attention else None
+
+    def require_pages(self, dense: DenseForward | CpuForward | None) -> None:
+        """Raise ConfigError where no pages are read."""
         if not isinstance(dense, CpuForward):
             raise ConfigError(
-                "kv_cache_config.enable_paged_attention=True needs the compiled decoder for CPUs, which does not compute "
-                f"{type(self.module).__name__} on {next(self.module.parameters()).device} here. Set it to False, or use "
-                "actor_rollout_ref.rollout.name=vllm, which always pages its cache."
+                "kv_cache_config.enable_paged_attention=True needs the compiled decoder for CPUs, or a GPU with PyTorch's "
+                f"flash attention for pages; neither computes {type(self.module).__name__} on "
+                f"{next(self.module.parameters()).device} here. Set it to False, or use actor_rollout_ref.rollout.name=vllm, "
+                "which always pages its cache."
             )
-        return Paging(config.block_size, config.max_tokens)
 
     def dense(self) -> DenseForward | CpuForward | None:
         """The hand-written forward of the module as it is now, or None when the module's own must be called."""
@@ -209,13 +211,15 @@ class NativeGeneration:
         longest = rounded(self.scheduler.longest_prompt + self.params.max_new_tokens)
         if self.samples.keep or engine.config.max_model_len is not None:
             longest = self.samples.longest_sequence
-        if engine.device.fits(engine.module, longest) and not engine.config.kv_cache_config.enable_paged_attention:
-            engine.device.open(self.scheduler)
+        paging = engine.paging(self.scheduler)
+        if engine.device.fits(engine.module, longest) and (paging is None or engine.device.kernel.page_multiple):
+            engine.device.open(self.scheduler, paging)
             self._backend = engine.device
         else:
             dense = engine.dense()
-            invariant = engine.invariance().holds
-            stores, paging = engine.stores(dense), engine.paging(dense)
+            if paging is not None:
+                engine.require_pages(dense)
+            invariant, stores = engine.invariance().holds, engine.stores(dense)
             self._backend = HostBackend(
                 self.scheduler, engine.module, dense, stores, invariant=invariant, paging=paging
             )

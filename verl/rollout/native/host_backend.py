@@ -66,22 +66,16 @@ class HostBackend:
     def reserve(self, num_rows: int, longest_prompt: int) -> int:
         """See Backend: stores grow as they are written."""
         if self.paging is not None:
-            self.paging.require(longest_prompt, self.scheduler.params.max_new_tokens, shared=self.scheduler.shared)
+            self.paging.require(longest_prompt)
         return num_rows
 
     def admits(self, group: Group) -> bool:
         """See Backend."""
-        return (
-            self.paging is None
-            or self._free_blocks() >= self.paging.blocks([group.num_tokens]) + self.rows.num_running + 1
-        )
+        return self.paging is None or self.paging.admits(group)
 
     def room(self) -> int:
         """See Backend."""
-        if self.paging is None:
-            return self.rows.num_rows
-        prompt = 0 if self.scheduler.shared else self.paging.blocks([self.scheduler.longest_prompt])
-        return self._free_blocks() // (prompt + 1)
+        return self.rows.num_rows if self.paging is None else self.paging.room()
 
     def load(self, group: Group) -> None:
         """See Backend."""
@@ -109,7 +103,7 @@ class HostBackend:
             self._reserve_own(int(own_lengths.max()) + 1)
         self._reserve_prefix()
         if self.paging is not None:
-            self._keep(own_lengths)
+            self._keep()
         self.num_bytes = max(self.num_bytes, self.own.num_bytes + self.prefix.num_bytes)
         layout = self._layout(own_lengths, positions, [c for _, c in chunks])
         ids = [self.rows.newest(), *(np.array(g.request.token_ids[c.start : c.end]) for g, c in chunks)]
@@ -138,28 +132,18 @@ class HostBackend:
         copied = self.dense.num_copied_bytes if self.dense is not None else 0
         found: dict[str, float] = {"kv_cache_bytes": self.num_bytes, "weight_copy_bytes": copied}
         if self.paging is not None:
-            found |= {"kv_fragmentation": self.paging.fragmentation, "num_preempted": self.scheduler.num_preempted}
+            found |= self.paging.stats()
         return found
 
-    def _lengths(self, own_lengths: np.ndarray) -> np.ndarray:
-        """Tokens of all sequences in both stores, each row with its next one."""
-        prompts = [group.num_tokens for group in self.prompts.by_slot]
-        return np.concatenate([own_lengths + 1, np.array(prompts, dtype=np.int64)])
-
-    def _free_blocks(self) -> int:
-        assert self.paging is not None
-        running = np.array([group is not None for group in self.rows.groups[: self.rows.end]], dtype=bool)
-        return self.paging.num_blocks - self.paging.blocks(self._lengths(self.rows.own_lengths()[running]))
-
-    def _keep(self, own_lengths: np.ndarray) -> None:
+    def _keep(self) -> None:
         """Tell the stores which tokens they have."""
         assert self.paging is not None
         assert isinstance(self.own, PagedStore)
         assert isinstance(self.prefix, PagedStore)
-        lengths = self._lengths(own_lengths)
-        self.own.keep(lengths[: len(own_lengths)])
-        self.prefix.keep(lengths[len(own_lengths) :])
-        self.paging.record(lengths)
+        own, prompts = self.paging.lengths()
+        self.own.keep(own)
+        self.prefix.keep(prompts)
+        self.paging.record(np.concatenate([own, prompts]))
 
     def _reserve_own(self, length: int) -> None:
         longest_prompt = 0 if self.scheduler.shared else self.scheduler.longest_prompt

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from verl.errors import ConfigError
+from verl.rollout.native.batch import Group
+from verl.rollout.native.scheduler import Scheduler
 
 _KEYS = "actor_rollout_ref.rollout.kv_cache_config"
 UNLIMITED = 1 << 40
@@ -15,10 +17,15 @@ UNLIMITED = 1 << 40
 
 @dataclass
 class Paging:
-    """`block_size` tokens are the unit of allocation; `max_tokens` is the limit of all sequences together (None: no limit)."""
+    """The sequences of `scheduler`. `block_size` tokens are the unit of allocation; `max_tokens` is the limit of all sequences
+    together (None: no limit). The next step of a row takes `ahead` tokens beyond those that the host knows to be stored. Where
+    `is_pool`, no more is ever allocated; else a preempted sample may exceed the limit for as long as it starts again."""
 
+    scheduler: Scheduler
     block_size: int
     max_tokens: int | None
+    ahead: int = 1
+    is_pool: bool = False
     num_steps: int = 0
     sum_unused: float = 0.0
 
@@ -30,15 +37,45 @@ class Paging:
         """Blocks of sequences of `lengths` tokens."""
         return int((-(-np.asarray(lengths, dtype=np.int64) // self.block_size)).sum())
 
-    def require(self, longest_prompt: int, max_new_tokens: int, *, shared: bool) -> None:
-        """Raise ConfigError unless the longest sample fits alone; without `shared` its prompt is there twice as it starts."""
-        own = max_new_tokens if shared else longest_prompt + max_new_tokens
-        needed = self.blocks([longest_prompt, own]) + 1
+    def require(self, longest_prompt: int) -> None:
+        """Raise ConfigError unless the longest sample fits alone. Without shared prompts its prompt is there twice as it
+        starts, and all its tokens as it starts again."""
+        max_new_tokens = self.scheduler.params.max_new_tokens
+        prefix, own = longest_prompt, max_new_tokens + self.ahead - 1
+        if not self.scheduler.shared:
+            prefix, own = prefix + max_new_tokens * self.is_pool, own + longest_prompt
+        needed = self.blocks([prefix, own]) + 1
         if needed > self.num_blocks:
             raise ConfigError(
                 f"{_KEYS}.max_tokens={self.max_tokens} cannot hold one sample of {longest_prompt} prompt tokens and "
                 f"{max_new_tokens} new ones; raise it to at least {needed * self.block_size}."
             )
+
+    def admits(self, group: Group) -> bool:
+        """Whether the blocks of a group are free beside one for each row."""
+        return self._num_free() >= self.blocks([group.num_tokens]) + self.scheduler.rows.num_running + 1
+
+    def room(self) -> int:
+        """See Backend."""
+        scheduler, prompt = self.scheduler, 0
+        if not scheduler.shared:
+            again = (group.num_tokens for group in scheduler.prompts.ready if self.is_pool)
+            prompt = max([scheduler.longest_prompt, *again])
+        return self._num_free() // (self.blocks([prompt]) + 1)
+
+    def lengths(self) -> tuple[np.ndarray, np.ndarray]:
+        """int64: tokens of each row below the end (0 where no sample is) with its next ones, and of each prefix slot."""
+        rows = self.scheduler.rows
+        running = np.array([group is not None for group in rows.groups[: rows.end]], dtype=bool)
+        prompts = [group.num_tokens for group in self.scheduler.prompts.by_slot]
+        return (rows.own_lengths() + self.ahead) * running, np.array(prompts, dtype=np.int64)
+
+    def _num_free(self) -> int:
+        return self.num_blocks - sum(map(self.blocks, self.lengths()))
+
+    def stats(self) -> dict[str, float]:
+        """See Generation.close."""
+        return {"kv_fragmentation": self.fragmentation, "num_preempted": self.scheduler.num_preempted}
 
     def record(self, lengths: np.ndarray) -> None:
         """Note the sequences of a step."""

@@ -1,0 +1,94 @@
+"""A paged store of keys and values on the device: sequences hold pages of one pool, by tables.
+
+    pool     | 0 | 1 | 2 | 3 | 4 | 5 | ...      page 0 is for rows of no sample
+    slot 0     3   1                             60 tokens in pages of 32
+    slot 1     4                                 17 tokens
+
+The pool is allocated at once and nothing moves, so that graphs hold on to the addresses.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from verl.models.cpu.weights import DenseDecoder
+from verl.parallel.device import to_device
+from verl.rollout.cuda.store import TokenStore
+
+
+class PagePool:
+    """Keys and values of `num_pages` pages of `size` tokens beside page 0, and the pages that are free."""
+
+    def __init__(self, decoder: DenseDecoder, num_pages: int, size: int):
+        self.size = size
+        self.store = TokenStore(decoder, num_pages + 1, size)
+        self.free = list(range(num_pages, 0, -1))
+
+
+class PagedTokenStore(TokenStore):
+    """See TokenStore: slots of up to `capacity` tokens, in pages of `pool`. A start is the number of a slot."""
+
+    def __init__(self, pool: PagePool, num_slots: int, capacity: int):
+        self.num_slots, self.capacity, self._pool = num_slots, capacity, pool
+        self.page_size, self._data = pool.size, pool.store._data
+        self._pages = np.zeros((num_slots, capacity // pool.size), dtype=np.int32)
+        self._counts = np.zeros(num_slots, dtype=np.int64)
+        self._has_moved = False
+        self._table = to_device(torch.from_numpy(self._pages), self._data.device).clone()
+
+    def starts(self, slots: np.ndarray) -> np.ndarray:
+        """See TokenStore."""
+        return slots
+
+    def where(self, slot: int, start: int, end: int) -> np.ndarray:
+        """See TokenStore."""
+        tokens = np.arange(start, end)
+        return self._pages[slot, tokens // self.page_size].astype(np.int64) * self.page_size + tokens % self.page_size
+
+    def next_places(self, starts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """See TokenStore."""
+        pages = self._table[starts].gather(1, (lengths // self.page_size).unsqueeze(1)).squeeze(1)
+        return pages.long() * self.page_size + lengths % self.page_size
+
+    def tables(self, starts: torch.Tensor) -> torch.Tensor:
+        """See TokenStore."""
+        return self._table[starts]
+
+    def take(self, slot: int, length: int) -> torch.Tensor:
+        """A copy of the first `length` tokens of a slot, all layers, for `put`."""
+        return self._data.index_select(2, self._index(slot, length))
+
+    def put(self, slot: int, taken: torch.Tensor) -> None:
+        """See TokenStore; the slot has the pages."""
+        self._data.index_copy_(2, self._index(slot, taken.shape[2]), taken)
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """See TokenStore: the pages change hands."""
+        self._give_back(target, 0)
+        count, self._has_moved = int(self._counts[source]), True
+        self._pages[target, :count], self._counts[target], self._counts[source] = self._pages[source, :count], count, 0
+
+    def _index(self, slot: int, length: int) -> torch.Tensor:
+        return to_device(torch.from_numpy(self.where(slot, 0, length)), self._data.device)
+
+    def _give_back(self, slot: int, count: int) -> None:
+        self._pool.free += self._pages[slot, count : self._counts[slot]].tolist()
+        self._counts[slot] = count
+
+
+def keep(*stores: tuple[PagedTokenStore, np.ndarray]) -> None:
+    """Slot i of each store has pages for `lengths[i]` tokens from now on, and keeps those that it had. All share a pool."""
+    wanted = [-(-lengths // store.page_size) for store, lengths in stores]
+    changed = [not np.array_equal(store._counts, counts) for (store, _), counts in zip(stores, wanted, strict=True)]
+    for (store, _), counts in zip(stores, wanted, strict=True):
+        for slot in np.flatnonzero(store._counts > counts).tolist():
+            store._give_back(slot, int(counts[slot]))
+    for (store, _), counts, is_new in zip(stores, wanted, changed, strict=True):
+        for slot in np.flatnonzero(store._counts < counts).tolist():
+            first, end = int(store._counts[slot]), int(counts[slot])
+            store._pages[slot, first:end] = [store._pool.free.pop() for _ in range(end - first)]
+            store._counts[slot] = end
+        if is_new or store._has_moved:
+            store._has_moved = False
+            store._table.copy_(to_device(torch.from_numpy(store._pages), store._table.device))
