@@ -2,6 +2,7 @@
 
     python benchmarks/hybrid_3d.py                          # minutes on two idle cores
     python benchmarks/hybrid_3d.py --hidden 512 --tokens 256 --rounds 7 --json out.json
+    python benchmarks/hybrid_3d.py --ranks 4 --tokens 1024 --chunk-size 512 --hidden 128 --layers 4   # seed 000's lengths
 
 Processes of one thread each on gloo, with the real training engine (a random Llama, float32) and the same rows for every side.
 The sides take turns; figures are medians over the rounds, after one to warm up:
@@ -41,13 +42,12 @@ SIDES: dict[str, dict[str, Any]] = {
     PLAIN: {},
     "prefetch": {"forward_prefetch": True},
     "model: 2 layers": {**_ON, "layer_per_group": 2},
-    "sequence: chunks": {**_ON, "enable_chunked_attention": True, "chunk_size": 128},
+    "sequence: chunks": {**_ON, "enable_chunked_attention": True},
     "batch: groups of 4": {**_ON, "batch_group_size": 4},
     "all three": {
         **_ON,
         "layer_per_group": 2,
         "enable_chunked_attention": True,
-        "chunk_size": 128,
         "batch_group_size": 4,
     },
 }
@@ -70,6 +70,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=256, help="hidden size of the model")
     parser.add_argument("--layers", type=int, default=6, help="of the model")
     parser.add_argument("--tokens", type=int, default=128, help="of a micro-batch")
+    parser.add_argument("--chunk-size", type=int, default=128, help="tokens of a chunk of the sequence")
     parser.add_argument("--micro-batches", type=int, default=8, help="of a step, on each rank")
     parser.add_argument("--json", type=Path, help="file for the figures")
     arguments = parser.parse_args(argv)
@@ -133,7 +134,9 @@ def serve(rank: int, port: int, model: str, arguments: argparse.Namespace, folde
         call_timeout_s=_LIMIT_S,
     )  # fmt: skip
     sides: dict[str, dict[str, Any] | None] = {**SIDES, ALONE: None}
-    engines = {name: build(model, keys) for name, keys in sides.items()}
+    engines = {
+        name: build(model, keys and {**keys, "chunk_size": arguments.chunk_size}) for name, keys in sides.items()
+    }
     found: dict[str, dict[str, Any]] = {name: {"seconds": [], "waits": []} for name in engines}
     for round_, (name, engine) in itertools.product(range(arguments.rounds + 1), engines.items()):
         batch = rows(arguments, seed=1000 * round_ + rank)

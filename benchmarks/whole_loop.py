@@ -18,10 +18,11 @@ policy, a reward that takes its time) with a random Llama of 4 million parameter
 
 Old log-probs are those of the sampler on all sides (rollout_correction.bypass_mode where samples are ahead), so that all do the
 same work. "bound" is how many times faster the serial run's own times allow that side to be: what runs at the same time counts
-as the longer of the two. "share" is the part of the bound that is reached. "busy" is the processor time of each device's
-process, of the steps that count; waiting for scores is not busy. "cores" is that of all processes of the run, of the cores of
-the machine: near 100% nothing is left for the driver and Ray beside two devices, which no bound counts. "generation": seconds
-in which a step waits for samples.
+as the longer of the two, and no step is shorter than the machine's cores need for the serial run's processor time and that of
+the side's own processes beside the devices. "beside" is the latter (driver, Ray, rewards), in seconds of a step. "share" is the
+part of the bound that is reached. "busy" is the processor time of each device's process, of the steps that count; waiting for
+scores is not busy. "cores" is that of all processes of the run, of the cores of the machine. "generation": seconds in which a
+step waits for samples.
 """
 
 from __future__ import annotations
@@ -183,24 +184,27 @@ def devices() -> list[psutil.Process]:
 def fill(report: Report, found: Mapping[str, Sequence[Sequence[Row]]]) -> None:
     """The table and results."""
     steps = {name: Series(tuple(s for rows in runs for s in step_seconds(rows))) for name, runs in found.items()}
-    allowed = bounds(found[SERIAL])
+    allowed = bounds(found)
     lines = []
     for name, series in steps.items():
         gained, used = ratio(steps[SERIAL], series), utilisation(found[name])
         samples, waited = PROMPTS / series.median, generation_s(found[name])
         share, shown = gained / allowed[name], f"{number(waited)} s, {waited / series.median:.0%}"
         cells = [f"{samples:.2f}", shown, f"{gained:.2f}", f"{allowed[name]:.2f}", f"{share:.0%}"]
-        cores = cores_used(found[name])
-        lines.append([name, series.text("s"), *cells, " ".join(f"{part:.0%}" for part in used), f"{cores:.0%}"])
+        cores, beside = cores_used(found[name]), processor_seconds(found[name])[1]
+        busy = " ".join(f"{part:.0%}" for part in used)
+        lines.append([name, series.text("s"), *cells, busy, f"{number(beside)} s", f"{cores:.0%}"])
         report.results[name] = {
             "step_s": series.to_json(), "samples_per_s": samples, "generation_s": waited, "times_faster": gained,
-            "bound": allowed[name], "share_of_bound": share, "busy": used, "cores": cores,
+            "bound": allowed[name], "share_of_bound": share, "busy": used, "beside_s": beside, "cores": cores,
         }  # fmt: skip
-    report.add_table(["", "step", "samples/s", "generation", "times serial", "bound", "share", "busy", "cores"], lines)
+    columns = ["step", "samples/s", "generation", "times serial", "bound", "share", "busy", "beside", "cores"]
+    report.add_table(["", *columns], lines)
 
 
-def bounds(serial: Sequence[Sequence[Row]]) -> dict[str, float]:
-    """Times that each side can be faster, by the serial run's median times."""
+def bounds(found: Mapping[str, Sequence[Sequence[Row]]]) -> dict[str, float]:
+    """Times that each side can be faster, by the serial run's median times, and by what the cores have to compute."""
+    serial = found[SERIAL]
     counted = [row for rows in serial for row in rows if row["step"] > WARM_UP]
     t = {span: statistics.median(row.get(f"timing_s/{span}", 0.0) for row in counted) for span in _SPANS}
     step = statistics.median(s for rows in serial for s in step_seconds(rows))
@@ -215,7 +219,18 @@ def bounds(serial: Sequence[Sequence[Row]]) -> dict[str, float]:
         f"{APART}, ahead": max(step - generation, generation),
         f"{APART}, ahead, gathered": max(step - generation, generation),
     }
-    return {name: step / max(seconds, 1e-9) for name, seconds in best.items()}
+    work, cores = processor_seconds(serial)[0], os.cpu_count() or 1
+    least = {name: (work + processor_seconds(runs)[1]) / cores for name, runs in found.items()}
+    return {name: step / max(best[name], least[name], 1e-9) for name in found}
+
+
+def processor_seconds(runs: Sequence[Sequence[Row]]) -> tuple[float, float]:
+    """Median processor seconds of a step: of the devices' processes, and of all others of the run."""
+    counted = [row for rows in runs for row in rows if row["step"] > WARM_UP and row.get("busy")]
+    if not counted:
+        return 0.0, 0.0
+    devices, all_ = ([sum(row["busy"]) for row in counted], [row["run_s"] for row in counted])
+    return statistics.median(devices), statistics.median(b - a for a, b in zip(devices, all_, strict=True))
 
 
 def utilisation(runs: Sequence[Sequence[Row]]) -> list[float]:

@@ -50,8 +50,9 @@ def test_the_sides_differ_in_devices_and_in_being_ahead():
         assert config.actor_rollout_ref.rollout.prefetch_num == ("ahead" in side.name)
 
 
-def test_bounds_are_those_of_the_serial_runs_own_times():
-    assert bounds([metrics(8.0)]) == pytest.approx(
+def test_bounds_are_those_of_the_serial_runs_own_times(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    assert bounds({side.name: [metrics(8.0)] for side in SIDES}) == pytest.approx(
         {
             SERIAL: 1, "ahead": 8 / 7, "groups": 8 / 6.5, "groups, ahead": 8 / 5.5, APART: 1, f"{APART}, ahead": 8 / 5,
             f"{APART}, ahead, gathered": 8 / 5,
@@ -59,12 +60,22 @@ def test_bounds_are_those_of_the_serial_runs_own_times():
     )  # fmt: skip
 
 
-def test_shares_and_utilisation():
+def test_processes_beside_the_devices_need_the_cores_too(monkeypatch):
+    """Of 5.6 s that devices compute and 5.4 s that the driver does, two cores make 5.5 s."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    busy = [row | {"run_s": 11.0} for row in metrics(7.0)]
+    found = bounds({SERIAL: [metrics(8.0)], "groups": [busy], f"{APART}, ahead": [busy]})
+    assert found == pytest.approx({SERIAL: 1, "groups": 8 / 6.5, f"{APART}, ahead": 8 / 5.5})
+
+
+def test_shares_and_utilisation(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
     report = Report("a")
     fill(report, {side.name: [metrics(8.0 if side.name == SERIAL else 6.4)] for side in SIDES})
     assert report.results[SERIAL]["share_of_bound"] == 1
     assert report.results["rollout apart, ahead"]["times_faster"] == pytest.approx(1.25)
     assert report.results["rollout apart, ahead"]["share_of_bound"] == pytest.approx(1.25 / 1.6)
     assert utilisation([metrics(8.0)]) == pytest.approx([0.5, 0.2])
-    assert cores_used([metrics(8.0)]) == pytest.approx(0.75 / os.cpu_count())
+    assert cores_used([metrics(8.0)]) == pytest.approx(0.375)
+    assert report.results["groups"]["beside_s"] == pytest.approx(0.4)
     assert report.results[SERIAL]["generation_s"] == pytest.approx(2.0)
