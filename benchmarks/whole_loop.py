@@ -210,11 +210,12 @@ def bounds(found: Mapping[str, Sequence[Sequence[Row]]]) -> dict[str, float]:
     step = statistics.median(s for rows in serial for s in step_seconds(rows))
     updates = min(t["update_actor"], t["update_critic"])  # at the same time on two devices
     generation = t["gen"] + t["reward"]
+    beside_samples = min(t["gen"], t["ref"] + t["values"])  # of the next step, where the others look at this one's
     best = {
         SERIAL: step,
         "ahead": step - t["reward"],
         "groups": step - updates,
-        "groups, ahead": step - updates - t["reward"],
+        "groups, ahead": step - updates - t["reward"] - beside_samples,
         APART: step,
         f"{APART}, ahead": max(step - generation, generation),
         f"{APART}, ahead, gathered": max(step - generation, generation),
