@@ -16,6 +16,7 @@ from tests.rollout.conftest import make_prompts
 from verl.data_proto.samples import PromptRequest, SamplingParams
 from verl.errors import ConfigError
 from verl.models.tiny import make_tiny_model
+from verl.parallel.compiled import INSTRUCTION_SETS
 from verl.rollout.cpu import library
 from verl.rollout.cpu.forward import CpuForward
 from verl.rollout.native.forward import DenseForward
@@ -24,7 +25,7 @@ from verl.rollout.uniforms import uniforms
 
 pytestmark = pytest.mark.skipif(library._library() is None, reason="verl was installed without a C compiler")
 
-SETS = [name for name in library.INSTRUCTION_SETS if library._library() and library._kernels(name)]
+SETS = [name for name in INSTRUCTION_SETS if library._library() and library._kernels(name)]
 DTYPES = [torch.float32, torch.bfloat16]
 
 

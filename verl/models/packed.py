@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from verl.models import compiled
+from verl.models.compiled_attention import CompiledPlan, compiled_attention, compiled_attention_backward
 from verl.models.cuda.varlen import VarlenPlan, flash_runs, varlen_attention
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -68,6 +70,7 @@ class PackedLayout:
         self.prefix_runs = tuple(_prefix_runs(self.segments))
         self.longest = max((s.prefix_length + s.length for s in self.segments), default=0)
         self._plan: VarlenPlan | None = None
+        self._compiled_plan: CompiledPlan | None = None
 
     def attend(
         self,
@@ -99,6 +102,13 @@ class PackedLayout:
         if self._plan is None:
             self._plan = VarlenPlan(self.segments, self.prefix_runs, device)
         return self._plan
+
+    @property
+    def compiled_plan(self) -> CompiledPlan:
+        """The layout as compiled kernels read it."""
+        if self._compiled_plan is None:
+            self._compiled_plan = CompiledPlan(self.segments)
+        return self._compiled_plan
 
 
 def choose_kernel(q: torch.Tensor, sliding_window: int | None, softcap: float | None) -> str:
@@ -162,7 +172,10 @@ def flash_forward(
 ) -> torch.Tensor:
     """Attention of all parts into `out`, shaped as `q` [1, heads, tokens, head_dim]; returns the log-sum-exp
     [1, heads, tokens], float32 or wider."""
-    _, heads, tokens, _ = q.shape
+    _, heads, tokens, head_dim = q.shape
+    if compiled.usable(q, k, v):
+        scale = head_dim**-0.5 if scale is None else scale
+        return compiled_attention(layout.compiled_plan, q, k, v, out, scale)
     wide = torch.promote_types(q.dtype, torch.float32)
     lse = torch.empty(1, tokens, heads, dtype=wide, device=q.device).transpose(1, 2)
     for run in layout.causal_runs:
@@ -188,6 +201,10 @@ def flash_backward(
     into: Sequence[torch.Tensor],
 ) -> None:
     """Writes the gradients of q, k and v into the three tensors `into`, given what flash_forward took and gave."""
+    if compiled.usable(q, k, v):
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        compiled_attention_backward(layout.compiled_plan, d_out, q, k, v, out, lse, scale, into)
+        return
     dq, dk, dv = into
     for run in layout.causal_runs:  # these cover every token once, so they may overwrite
         inputs = [_batched(x, run) for x in (d_out, q, k, v, out, lse)]

@@ -27,10 +27,11 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import torch
+
+from verl.parallel.compiled import open_library
 
 TILE_LENGTHS = (65_537, 40_961)  # prime, and together small enough for a cache
 _SEED = 0x7E71
@@ -137,14 +138,13 @@ def _dither_compiled(target: torch.Tensor, name: str, master: torch.Tensor, regi
 @functools.cache
 def _compiled() -> Callable[..., int] | None:
     """The function of _rounding.c; None where it was not compiled."""
-    for suffix in EXTENSION_SUFFIXES:
-        file = Path(__file__).with_name(f"_rounding{suffix}")
-        if file.exists():
-            function = ctypes.CDLL(str(file)).verl_dither
-            pointer, number = ctypes.c_void_p, ctypes.c_int64
-            function.argtypes = [pointer, pointer, number, number, number, number, pointer, number, pointer, number]
-            return function
-    return None
+    library = open_library(Path(__file__).with_name("_rounding"))
+    if library is None:
+        return None
+    function = library.verl_dither
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    function.argtypes = [pointer, pointer, number, number, number, number, pointer, number, pointer, number]
+    return function
 
 
 @functools.cache

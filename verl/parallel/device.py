@@ -76,7 +76,8 @@ def native_bf16(device: torch.device) -> bool:
 
 def prefers_onednn(device: torch.device) -> bool:
     """Whether oneDNN multiplies float32 matrices of the device faster than MKL does, which is behind `torch.mm`: on AMD's
-    processors with AVX-512, by a third (186 in place of 140 GFLOP/s on two cores that can reach 220)."""
+    processors with AVX-512, by a third (186 in place of 140 GFLOP/s on two cores that can reach 220). With AVX2 alone MKL is
+    faster (Zen 3, one core, shapes of SmolLM2: 81 to 91 GFLOP/s against 42 to 81)."""
     return device.type == "cpu" and {"avx512f", "AuthenticAMD"} <= _cpu_flags() and torch.backends.mkldnn.is_available()
 
 

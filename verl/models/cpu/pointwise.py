@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
+from verl.models import compiled
 from verl.models.cpu.weights import Norm
 
 _aten = torch.ops.aten
@@ -35,6 +36,11 @@ def inverse_rms(x: torch.Tensor, norm: Norm) -> torch.Tensor:
 
 def rms_norm(x: torch.Tensor, norm: Norm, scale: torch.Tensor) -> torch.Tensor:
     """x [..., features] normalised over its last axis; `scale` is its inverse_rms."""
+    weight = norm.weight.detach()
+    if x.dim() == 2 and x.is_contiguous() and compiled.usable(x, scale, weight):
+        out = torch.empty(x.shape)
+        compiled.run_rows(compiled.RMS_NORM, x, out, columns=x.shape[1], weight=weight, scale=scale)
+        return out
     if x.dtype == scale.dtype:
         return torch.mul(x, scale).mul_(norm.weight)
     return torch.mul(x, scale).to(x.dtype).mul_(norm.weight)
@@ -43,12 +49,18 @@ def rms_norm(x: torch.Tensor, norm: Norm, scale: torch.Tensor) -> torch.Tensor:
 def rms_norm_backward_(
     d_x: torch.Tensor, d_y: torch.Tensor, x: torch.Tensor, norm: Norm, scale: torch.Tensor
 ) -> torch.Tensor:
-    """Adds to `d_x` [tokens, features] what the norm passes down of `d_y`, which is overwritten; `scale`
+    """Adds to `d_x` [tokens, features] what the norm passes down of `d_y`, which may be overwritten; `scale`
     [tokens, 1] is the inverse_rms of `x`. Returns the gradient of the weight [features].
 
     With r the inverse RMS and n features: d_x = r (d_y w) - x r^3 <d_y x, w> / n, d_w = sum over tokens of r d_y x.
     """
-    weight = norm.weight.detach().to(scale.dtype)
+    weight = norm.weight.detach()
+    if all(t.is_contiguous() for t in (d_x, d_y, x)) and compiled.usable(d_x, d_y, x, scale, weight):
+        backward, columns = compiled.RMS_NORM_BACKWARD, x.shape[1]
+        summed = compiled.run_rows(backward, x, d_x, columns=columns, d_y=d_y, weight=weight, scale=scale, sums=True)
+        assert summed is not None
+        return summed
+    weight = weight.to(scale.dtype)
     product = torch.mul(d_y, x) if d_y.dtype == scale.dtype else d_y.to(scale.dtype).mul_(x)
     d_weight = torch.mv(product.t(), scale.squeeze(1))
     pull = torch.mv(product, weight).unsqueeze(1).mul_(scale.pow(3)).div_(-x.shape[1])
@@ -65,7 +77,7 @@ class Rotary:
     def __init__(self, cos: torch.Tensor, sin: torch.Tensor):
         half = cos.shape[-1] // 2
         first, second = sin[:, :half], sin[:, half:]
-        self._cos = cos.unsqueeze(1)
+        self._cos = cos.contiguous().unsqueeze(1)
         # y = x cos + swap(x) turn, swap exchanging the halves; its transpose is the same with another `turn`
         self._turn = torch.cat([-first, second], dim=1).unsqueeze(1)
         self._turn_back = torch.cat([second, -first], dim=1).unsqueeze(1)
@@ -79,6 +91,9 @@ class Rotary:
         self._apply_(d_y, self._turn_back)
 
     def _apply_(self, x: torch.Tensor, turn: torch.Tensor) -> None:
+        if x.stride(1) == x.shape[2] and x.stride(2) == 1 and compiled.usable(x, turn):
+            compiled.run_rows(compiled.ROTATE, x, columns=x.shape[2], weight=turn, scale=self._cos)
+            return
         half = x.shape[-1] // 2
         swapped = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         torch.mul(x[..., half:], turn[..., :half], out=swapped[..., :half])
@@ -90,6 +105,9 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up [tokens, features], for both back to back [tokens, 2 features]."""
     gate, up = gate_up.chunk(2, dim=1)
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    if gate_up.is_contiguous() and compiled.usable(gate_up):
+        compiled.run_rows(compiled.SWIGLU, gate_up, out, columns=gate.shape[1])
+        return out
     for part in _blocks(gate_up):
         _aten.silu.out(gate[part], out=out[part]).mul_(up[part])
     return out
@@ -99,6 +117,9 @@ def swiglu_backward_(d_out: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor
     """Turns `gate_up` into its gradient, given that of swiglu(gate_up), which is computed again and returned."""
     gate, up = gate_up.chunk(2, dim=1)
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    if gate_up.is_contiguous() and d_out.is_contiguous() and compiled.usable(gate_up, d_out):
+        compiled.run_rows(compiled.SWIGLU_BACKWARD, gate_up, out, columns=gate.shape[1], d_y=d_out)
+        return out
     for part in _blocks(gate_up):
         g, u, d = gate[part], up[part], d_out[part]
         activated = _aten.silu(g)

@@ -1,23 +1,17 @@
-"""The compiled kernels, loaded with ctypes: which instruction set they use, and calls on tensors.
-
-`VERL_CPU_ISA` forces an instruction set (avx512_bf16, avx512 or avx2), or with `none` torch.
-"""
+"""The compiled kernels, loaded with ctypes: calls on tensors."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import os
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int64, c_void_p
-from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import torch
 
-from verl.errors import ConfigError
+from verl.parallel.compiled import choose_kernels, open_library
 from verl.parallel.device import native_bf16
 
-INSTRUCTION_SETS = ("avx512_bf16", "avx512", "avx2")
 STAGES = ("norm", "qkv", "heads", "attention", "output", "gate_up", "swiglu", "down", "logits")
 BLOCK = 16  # tokens of a block of stored keys and values
 MAX_HEAD_DIM = 256
@@ -132,16 +126,7 @@ def buffer(num_bytes: int) -> torch.Tensor:
 def kernels() -> Kernels | None:
     """The kernels for this processor, or None where torch computes. Raises ConfigError when VERL_CPU_ISA asks for ones that
     cannot be had."""
-    asked = os.environ.get("VERL_CPU_ISA") or None
-    if asked == "none":
-        return None
-    found = _kernels(asked)
-    if asked is not None and found is None:
-        why = "this processor lacks it" if asked in INSTRUCTION_SETS and _library() else "it cannot be loaded here"
-        raise ConfigError(
-            f"VERL_CPU_ISA={asked} was asked for, but {why}. Use one of {', '.join(INSTRUCTION_SETS)}, none, or unset it."
-        )
-    return found
+    return choose_kernels(_kernels, _library() is not None)
 
 
 def state() -> dict[str, str | bool | None]:
@@ -160,14 +145,8 @@ def _kernels(name: str | None) -> Kernels | None:
 @functools.cache
 def _library() -> ctypes.CDLL | None:
     """The compiled library beside this file, which an installation without a compiler lacks."""
-    for suffix in EXTENSION_SUFFIXES:
-        path = Path(__file__).with_name(f"_decoder{suffix}")
-        if path.exists():
-            try:
-                return declare(ctypes.CDLL(str(path)))
-            except OSError:  # built for another system
-                return None
-    return None
+    library = open_library(Path(__file__).with_name("_decoder"))
+    return None if library is None else declare(library)
 
 
 def declare(library: ctypes.CDLL) -> ctypes.CDLL:

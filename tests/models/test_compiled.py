@@ -1,0 +1,225 @@
+"""The compiled kernels of a training step, each instruction set that this processor has, against torch in float64."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.models.reference import make_columns, random_rows
+from tests.models.test_packed import relative
+from verl.errors import ConfigError
+from verl.models import compiled
+from verl.models.compiled_attention import CompiledPlan
+from verl.models.cpu.pointwise import Rotary, inverse_rms, rms_norm, rms_norm_backward_, swiglu, swiglu_backward_
+from verl.models.forward import packed_outputs
+from verl.models.load import load_causal_lm
+from verl.models.packed import PackedLayout, PackedSegment, masked_attention
+from verl.models.packing import pack_rows
+from verl.parallel.compiled import INSTRUCTION_SETS
+
+pytestmark = pytest.mark.skipif(compiled._library() is None, reason="verl was installed without a C compiler")
+
+SETS = [name for name in INSTRUCTION_SETS if name != "avx512_bf16" and compiled._library() and compiled._kernels(name)]
+FULL_BLOCKS = [71, 72, 73, 255, 256, 257, 600, 1]
+
+
+@pytest.fixture(params=SETS, autouse=True, scope="module")
+def instruction_set(request):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VERL_CPU_ISA", request.param)
+        yield request.param
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def segments_of(groups):
+    """Segments of (prompt length, lengths of the responses that share it)."""
+    found, start = [], 0
+    for prompt, responses in groups:
+        found.append(PackedSegment(start, prompt))
+        first = start + prompt
+        for length in responses:
+            found.append(PackedSegment(first, length, start, prompt))
+            first += length
+        start = first
+    return found
+
+
+def attention(segments, qkv, upstream, dtype, scale=None):
+    """Output and gradients; in float64 by dense operations."""
+    leaves = [x.to(dtype).requires_grad_() for x in qkv]
+    if dtype == torch.float64:
+        out = masked_attention(*leaves, segments, scale, None, None)
+    else:
+        out = PackedLayout(segments).attend(0, *leaves, scale=scale)
+    return [out.detach(), *torch.autograd.grad(out, leaves, upstream.to(dtype))]
+
+
+def inputs(segments, heads, kv_heads, head_dim, seed=0):
+    generator, tokens = torch.Generator().manual_seed(seed), sum(s.length for s in segments)
+
+    def normal(num):
+        return torch.randn(1, tokens, num, head_dim, generator=generator).double().transpose(1, 2)
+
+    return [normal(heads) * 2, normal(kv_heads) * 2, normal(kv_heads)], normal(heads).transpose(1, 2)
+
+
+def assert_close(found, exact, upstream, tolerance):
+    for ours, theirs in zip(found, exact, strict=True):
+        size = max(theirs.norm(), upstream.norm())  # gradients of queries that see one token are zero
+        assert (ours - theirs).norm() < tolerance * size
+
+
+def assert_same_as_float64(segments, heads, kv_heads, head_dim, seed=0, scale=None):
+    qkv, upstream = inputs(segments, heads, kv_heads, head_dim, seed)
+    exact = attention(segments, qkv, upstream, torch.float64, scale)
+    found = attention(segments, qkv, upstream, torch.float32, scale)
+    assert compiled.usable(found[0])
+    assert_close(found, exact, upstream, 5e-6)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 90), st.lists(st.integers(1, 90), max_size=3)), min_size=1, max_size=4),
+    st.sampled_from([(9, 3, 64), (4, 1, 24), (2, 2, 128), (6, 2, 6), (3, 3, 80)]),
+    st.integers(0, 10**6),
+)
+def test_ragged_rows_and_shared_prompts_equal_dense_attention_in_float64(groups, shape, seed):
+    assert_same_as_float64(segments_of(groups), *shape, seed=seed, scale=0.2)
+
+
+@pytest.mark.parametrize("head_dim", [64, 40])
+def test_rows_at_the_ends_of_blocks_equal_dense_attention_in_float64(head_dim):
+    assert_same_as_float64(segments_of([(n, []) for n in FULL_BLOCKS]), 2, 1, head_dim)
+    assert_same_as_float64(segments_of([(257, [72, 300, 1])]), 2, 1, head_dim)
+
+
+def test_a_prefix_that_has_a_prefix_and_one_that_spans_segments():
+    segments = [PackedSegment(0, 40), PackedSegment(40, 30, 0, 40), PackedSegment(70, 20, 40, 30)]
+    segments += [PackedSegment(90, 25, 30, 60), PackedSegment(115, 7)]
+    plan = CompiledPlan(segments)
+    assert plan.groups.tolist() == [0, 4, 5]
+    assert_same_as_float64(segments, 4, 2, 16)
+
+
+def test_empty_segments_and_large_scores():
+    segments = [PackedSegment(0, 0), PackedSegment(0, 9), PackedSegment(9, 0, 0, 9)]
+    qkv, upstream = inputs(segments, 2, 1, 8)
+    large = [qkv[0] * 100, qkv[1], qkv[2]]  # weights of one and zero
+    exact = attention([segments[1]], large, upstream, torch.float64)
+    found = attention(segments, large, upstream, torch.float32)
+    assert_close(found, exact, upstream, 1e-4)
+
+
+def test_attention_has_the_same_bits_for_any_number_of_threads(threads):
+    segments = segments_of([(300, []), (80, [40, 90]), (90, []), (260, [])])
+    qkv, upstream = inputs(segments, 9, 3, 64)
+    found = []
+    for count in (1, 2, 3, 2):
+        threads(count)
+        found.append(attention(segments, qkv, upstream, torch.float32))
+    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+
+
+def test_gradients_that_are_broadcast_or_strided_are_read():
+    segments = segments_of([(30, [12])])
+    qkv, _ = inputs(segments, 4, 2, 32)
+    ones = torch.ones(1, 42, 4, 32)
+    expected = attention(segments, qkv, ones, torch.float32)
+    found = attention(segments, qkv, torch.ones(()).expand(1, 42, 4, 32), torch.float32)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_other_dtypes_and_processors_are_left_to_torch(monkeypatch):
+    assert not compiled.usable(torch.zeros(2, dtype=torch.bfloat16))
+    assert not compiled.usable(torch.zeros(2), torch.zeros(2, dtype=torch.float64))
+    monkeypatch.setenv("VERL_CPU_ISA", "none")
+    assert not compiled.usable(torch.zeros(2))
+    monkeypatch.setenv("VERL_CPU_ISA", "avx10")
+    with pytest.raises(ConfigError, match="VERL_CPU_ISA=avx10"):
+        compiled.usable(torch.zeros(2))
+
+
+def pointwise(dtype, tokens, features):
+    """Results of all operations on rows, from the same values in `dtype`."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    norm = SimpleNamespace(weight=normal(features), eps=1e-5)
+    x, d_y, d_x = normal(tokens, features), normal(tokens, features), normal(tokens, features)
+    scale = inverse_rms(x, norm)
+    d_weight = rms_norm_backward_(d_x, d_y.clone(), x, norm, scale)
+    gate_up, d_out = 4 * normal(tokens, 2 * features), normal(tokens, features)
+    activated = swiglu(gate_up)
+    again = swiglu_backward_(d_out, gate_up)
+    rotary, heads = Rotary(normal(tokens, 2 * features), normal(tokens, 2 * features)), normal(tokens, 5, 2 * features)
+    turned = heads.clone()
+    rotary.rotate_(turned[:, :4])
+    rotary.rotate_gradient_(turned[:, 1:])
+    return [rms_norm(x, norm, scale), d_x, d_weight, activated, again, gate_up, turned]
+
+
+@pytest.mark.parametrize(("tokens", "features"), [(1, 3), (33, 50), (700, 96)])
+def test_operations_on_rows_equal_float64_for_any_number_of_threads(threads, tokens, features):
+    exact = pointwise(torch.float64, tokens, features)
+    found = []
+    for count in (1, 2, 3):
+        threads(count)
+        found.append(pointwise(torch.float32, tokens, features))
+    for i, ours in enumerate(found[0]):
+        assert relative(ours.double(), exact[i]) < 1e-6, i
+        assert all(torch.equal(ours, other[i]) for other in found), i
+
+
+def test_a_model_computes_what_it_computes_with_torch(tiny_folder, monkeypatch):
+    columns = make_columns(*random_rows(3, [4, 1, 3], longest_prompt=60, longest_response=70))
+    module = load_causal_lm(tiny_folder("qwen3"), dtype=torch.float32).train()
+    found = []
+    for name in (None, "none"):
+        if name:
+            monkeypatch.setenv("VERL_CPU_ISA", name)
+        module.zero_grad()
+        log_probs = packed_outputs(module, pack_rows(columns), ("log_probs",))["log_probs"]
+        log_probs.sum().backward()
+        found.append([log_probs.detach(), *(p.grad.clone() for p in module.parameters())])
+    for ours, theirs in zip(*found, strict=True):
+        assert relative(ours, theirs) < 1e-5
+    assert not torch.equal(found[0][0], found[1][0]), "the compiled kernels were not used"
+
+
+_RUN_CHECKED = """
+import ctypes, sys, pytest
+from verl.models import compiled
+assert hasattr(ctypes.CDLL(None), "__asan_init")
+checked = compiled._declare(ctypes.CDLL(sys.argv[1]))
+compiled._library = lambda: checked
+sys.exit(pytest.main(["-v", "-p", "no:cacheprovider", "-k", "ends_of_blocks or operations_on or prefix", sys.argv[2]]))
+"""
+
+
+@pytest.mark.slow
+def test_under_the_address_sanitizer(tmp_path):
+    source, built = Path(compiled.__file__).with_name("_kernels.c"), tmp_path / "checked.so"
+    flags = ["-O1", "-g", "-std=gnu11", "-ffp-contract=off", "-fsanitize=address", "-shared", "-fPIC", "-pthread"]
+    made = subprocess.run(["gcc", *flags, str(source), "-o", str(built), "-lm"], capture_output=True, text=True)
+    if made.returncode:
+        pytest.skip(f"gcc with an address sanitizer is needed: {made.stderr[-200:]}")
+    runtime = subprocess.run(["gcc", "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
+    environment = {**os.environ, "LD_PRELOAD": runtime, "ASAN_OPTIONS": "detect_leaks=0:handle_segv=0"}
+    run = [sys.executable, "-c", _RUN_CHECKED, str(built), __file__]
+    done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert done.stdout.count("PASSED") >= 6

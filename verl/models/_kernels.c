@@ -1,0 +1,148 @@
+/* Kernels of a training step on the processor, in float32, for what is no large matrix product. Attention over a packed batch:
+   blocks of scores stay in a level-2 cache, and the matrix products around them are tiles of registers (Dao 2023,
+   FlashAttention-2). And operations on rows, each in one pass over memory. packed.py and cpu/pointwise.py have the same in
+   torch. No result depends on the number of threads. */
+
+#define _GNU_SOURCE
+#include "_kernels.h"
+
+#if defined(__x86_64__) && defined(__linux__)
+
+#include <math.h>
+#include <string.h>
+
+#include "../parallel/team.h"
+
+#define STRING_(x) #x
+#define STRING(x) STRING_(x)
+
+/* Added to a vector, the WIDTH floats from 16 - WIDTH + n on hide its last n lanes. */
+#define H -INFINITY
+static const float HIDDEN[32] = {[16] = H, H, H, H, H, H, H, H, H, H, H, H, H, H, H, H};
+#undef H
+
+#define ISA avx512
+#define TARGET __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl")))
+#define WIDTH 16
+#include "_all_kernels.h"
+
+#define ISA avx2
+#define TARGET __attribute__((target("avx2,fma")))
+#define WIDTH 8
+#include "_all_kernels.h"
+
+/* The kernels of instruction set `name`, or the fastest for NULL; NULL where the processor lacks them. */
+const struct kernels *kernels_for(const char *name)
+{
+    __builtin_cpu_init();
+    int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    int avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
+    if (avx512 && (!name || !strncmp(name, "avx512", 6)))
+        return &kernels_avx512;
+    if (avx2 && (!name || !strcmp(name, "avx2")))
+        return &kernels_avx2;
+    return 0;
+}
+
+const char *kernels_name(const struct kernels *k) { return k->name; }
+
+struct job {
+    const struct kernels *kernels;
+    const struct call *call;
+    int backward;
+};
+
+/* Lay the buffers out from `from` on; returns their floats. Each thread has its own of some. */
+static int64_t lay_out(struct work *w, const struct call *c, int backward, int64_t thread, float *from)
+{
+    const int64_t padded = round_up(c->head_dim, PAD), packed = c->num_kv_heads * c->packed_rows * padded;
+    int64_t used = 0;
+    w->padded = padded;
+#define TAKE(field, floats) w->field = from + used, used += round_up(floats, 16) + 16
+#define OWN(field, floats) w->field = from + used + thread * (round_up(floats, 16) + 16), used += c->threads * (round_up(floats, 16) + 16)
+    TAKE(keys_across, packed);
+    OWN(q, QUERIES * padded);
+    OWN(scores, QUERIES * ROW);
+    if (backward) {
+        TAKE(values_across, packed);
+        TAKE(keys, packed);
+        TAKE(dk, c->num_heads * c->tokens * padded);
+        TAKE(dv, c->num_heads * c->tokens * padded);
+        OWN(d_out, QUERIES * padded);
+        OWN(d_scores, QUERIES * ROW);
+        OWN(dq, round_up(c->longest, QUERIES) * padded);
+        OWN(delta, c->longest);
+    } else {
+        TAKE(values, packed);
+        OWN(out, QUERIES * padded);
+    }
+#undef TAKE
+#undef OWN
+    return used;
+}
+
+static void attention_job(struct team *team, int thread)
+{
+    const struct job *j = team->argument;
+    const struct call *c = j->call;
+    struct work w = {0};
+    lay_out(&w, c, j->backward, thread, c->work);
+    for (int64_t task; (task = atomic_fetch_add(&team->next, 1)) < c->num_ranges * c->num_kv_heads;)
+        j->kernels->pack(c, &w, j->backward, task / c->num_kv_heads, task % c->num_kv_heads);
+    barrier(team);
+    const int64_t parts = j->backward ? c->num_groups : c->num_segments;
+    for (int64_t task; (task = atomic_fetch_add(&team->next, 1)) < parts * c->num_heads;)
+        (j->backward ? j->kernels->backward : j->kernels->forward)(c, &w, task / c->num_heads, task % c->num_heads);
+    if (!j->backward)
+        return;
+    barrier(team);
+    j->kernels->sum(c, &w, c->tokens * thread / team->size, c->tokens * (thread + 1) / team->size);
+}
+
+/* Floats that `call.work` must have */
+int64_t attention_workspace(const struct call *c, int backward)
+{
+    struct work w;
+    return lay_out(&w, c, backward, 0, 0);
+}
+
+void attention_run(const struct kernels *k, const struct call *c, int backward)
+{
+    struct job j = {k, c, backward};
+    run_team(attention_job, &j, c->threads);
+}
+
+struct rows_job {
+    const struct rows *rows;
+    void (*run)(const struct rows *, int64_t begin, int64_t end);
+};
+
+static void rows_job(struct team *team, int thread)
+{
+    const struct rows_job *j = team->argument;
+    const struct rows *r = j->rows;
+    const int64_t chunks = round_up(r->count, ROWS) / ROWS;
+    for (int64_t chunk; (chunk = atomic_fetch_add(&team->next, 1)) < chunks;)
+        j->run(r, chunk * ROWS, at_most((chunk + 1) * ROWS, r->count));
+    if (!r->sums)
+        return;
+    barrier(team);
+    for (int64_t i = r->columns * thread / team->size; i < r->columns * (thread + 1) / team->size; i++) {
+        float sum = 0.0f;
+        for (int64_t chunk = 0; chunk < chunks; chunk++)
+            sum += r->sums[chunk * r->columns + i];
+        r->sums[chunks * r->columns + i] = sum;
+    }
+}
+
+void rows_run(const struct kernels *k, int operation, const struct rows *r)
+{
+    struct rows_job j = {r, k->rows[operation]};
+    run_team(rows_job, &j, r->threads);
+}
+
+#else
+
+const void *kernels_for(const char *name) { (void)name; return 0; }
+
+#endif

@@ -1,0 +1,114 @@
+"""The compiled kernels of a training step (_kernels.c): float32 on x86 processors, loaded with ctypes.
+
+Sums have one order: results do not depend on the number of threads. Without the library torch computes the same, rounded
+otherwise.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int64, c_void_p
+from pathlib import Path
+
+import torch
+
+from verl.parallel.compiled import choose_kernels, open_library
+
+RMS_NORM, RMS_NORM_BACKWARD, SWIGLU, SWIGLU_BACKWARD, ROTATE = range(5)  # operations on rows
+_ROWS = 32  # of _kernels.h
+_SHARE = 1 << 15  # elements that are worth waking a thread for
+
+
+class Heads(Structure):
+    _fields_ = (("data", c_void_p), ("token", c_int64), ("head", c_int64))
+
+
+class AttentionCall(Structure):
+    _fields_ = (
+        [(name, c_int64) for name in ("num_heads", "num_kv_heads", "head_dim", "tokens", "longest", "packed_rows")]
+        + [(name, c_int64) for name in ("num_ranges", "num_segments", "num_groups", "threads")]
+        + [("scale", c_float)]
+        + [(name, c_void_p) for name in ("ranges", "segments", "groups")]
+        + [(name, Heads) for name in ("q", "k", "v", "out", "d_out", "dq", "dk", "dv")]
+        + [(name, c_void_p) for name in ("lse", "work")]
+    )
+
+
+class RowOperation(Structure):
+    _fields_ = [(name, c_int64) for name in ("count", "columns", "heads", "stride", "threads")] + [
+        (name, c_void_p) for name in ("x", "out", "sums", "d_y", "weight", "scale")
+    ]
+
+
+def usable(*tensors: torch.Tensor) -> bool:
+    """Whether compiled kernels compute with `tensors`. Raises ConfigError for a VERL_CPU_ISA that cannot be had."""
+    plain = all(x.device.type == "cpu" and x.dtype == torch.float32 for x in tensors)
+    return plain and _chosen() is not None
+
+
+def num_threads(elements: int) -> int:
+    """Threads for work on so many elements."""
+    return min(torch.get_num_threads(), 1 + elements // _SHARE)
+
+
+def run_attention(call: AttentionCall, backward: bool) -> None:
+    """Attention forward or backward, in memory that is allocated here."""
+    library = _library()
+    assert library is not None
+    work = torch.empty(library.attention_workspace(call, backward) + 16)
+    call.work = work.data_ptr() + -work.data_ptr() % 64
+    library.attention_run(_chosen(), call, backward)
+
+
+def run_rows(
+    operation: int,
+    x: torch.Tensor,
+    out: torch.Tensor | None = None,
+    *,
+    columns: int,
+    d_y: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+    sums: bool = False,
+) -> torch.Tensor | None:
+    """An operation of _pointwise_kernels.h on the rows of `x`; with `sums` the sum over its rows [columns]. All but `x` are
+    contiguous; heads of `x` [rows, heads, columns] are adjacent."""
+    library = _library()
+    assert library is not None
+    count = len(x)
+    parts = torch.empty(-(-count // _ROWS) + 1, columns) if sums else None
+    rows = RowOperation(
+        count, columns, x.shape[1], x.stride(0), num_threads(count * columns * (x.shape[1] if x.dim() == 3 else 1)),
+        *(None if t is None else t.data_ptr() for t in (x, out, parts, d_y, weight, scale)),
+    )  # fmt: skip
+    library.rows_run(_chosen(), operation, rows)
+    return None if parts is None else parts[-1]
+
+
+def _chosen() -> int | None:
+    return choose_kernels(_kernels, _library() is not None)
+
+
+@functools.cache
+def _kernels(name: str | None) -> int | None:
+    """Address of the kernels of an instruction set, by default the fastest that this processor has."""
+    library = _library()
+    return None if library is None else library.kernels_for(None if name is None else name.encode())
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    """The compiled library beside this file."""
+    library = open_library(Path(__file__).with_name("_kernels"))
+    return None if library is None else _declare(library)
+
+
+def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
+    library.kernels_for.restype, library.kernels_for.argtypes = c_void_p, [c_char_p]
+    if hasattr(library, "attention_run"):  # else compiled for a processor without kernels
+        library.attention_workspace.restype = c_int64
+        library.attention_workspace.argtypes = [POINTER(AttentionCall), c_int]
+        library.attention_run.restype, library.attention_run.argtypes = None, [c_void_p, POINTER(AttentionCall), c_int]
+        library.rows_run.restype, library.rows_run.argtypes = None, [c_void_p, c_int, POINTER(RowOperation)]
+    return library

@@ -1,0 +1,45 @@
+"""Compiled C libraries: where they lie, and the instruction set of their kernels.
+
+`VERL_CPU_ISA` forces an instruction set (avx512_bf16, avx512 or avx2), or with `none` torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+from typing import TypeVar
+
+from verl.errors import ConfigError
+
+T = TypeVar("T")
+INSTRUCTION_SETS = ("avx512_bf16", "avx512", "avx2")
+
+
+def open_library(stem: Path) -> ctypes.CDLL | None:
+    """The extension module at `stem`, without its suffix; None in an installation without a compiler."""
+    for suffix in EXTENSION_SUFFIXES:
+        path = stem.with_name(stem.name + suffix)
+        if path.exists():
+            try:
+                return ctypes.CDLL(str(path))
+            except OSError:  # built for another system
+                return None
+    return None
+
+
+def choose_kernels(find: Callable[[str | None], T | None], is_compiled: bool) -> T | None:
+    """The kernels that `find` has for the instruction set of VERL_CPU_ISA, or None where torch computes. Raises ConfigError
+    when it asks for ones that cannot be had."""
+    asked = os.environ.get("VERL_CPU_ISA") or None
+    if asked == "none":
+        return None
+    found = find(asked)
+    if asked is not None and found is None:
+        why = "this processor lacks it" if asked in INSTRUCTION_SETS and is_compiled else "it cannot be loaded here"
+        raise ConfigError(
+            f"VERL_CPU_ISA={asked} was asked for, but {why}. Use one of {', '.join(INSTRUCTION_SETS)}, none, or unset it."
+        )
+    return found
