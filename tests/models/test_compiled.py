@@ -15,7 +15,7 @@ from tests.models.reference import make_columns, random_rows
 from tests.models.test_packed import relative
 from verl.errors import ConfigError
 from verl.models import compiled
-from verl.models.compiled_attention import CompiledPlan
+from verl.models.compiled_attention import CompiledPlan, compiled_attention, compiled_attention_backward
 from verl.models.cpu.pointwise import Rotary, inverse_rms, rms_norm, rms_norm_backward_, swiglu, swiglu_backward_
 from verl.models.forward import packed_outputs
 from verl.models.load import load_causal_lm
@@ -139,6 +139,18 @@ def test_gradients_that_are_broadcast_or_strided_are_read():
     expected = attention(segments, qkv, ones, torch.float32)
     found = attention(segments, qkv, torch.ones(()).expand(1, 42, 4, 32), torch.float32)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_gradients_may_be_written_in_a_narrower_dtype():
+    segments = segments_of([(30, [12])])
+    qkv, upstream = inputs(segments, 4, 2, 32)
+    _, *expected = attention(segments, qkv, upstream, torch.float32)
+    q, k, v = (x.float() for x in qkv)
+    plan, out, d_out = CompiledPlan(segments), torch.empty_like(q), upstream.float().transpose(1, 2)
+    lse = compiled_attention(plan, q, k, v, out, 32**-0.5)
+    into = [torch.empty(x.shape, dtype=torch.bfloat16) for x in (q, k, v)]
+    compiled_attention_backward(plan, d_out, q, k, v, out, lse, 32**-0.5, into)
+    assert all(torch.equal(a, b.bfloat16()) for a, b in zip(into, expected, strict=True))
 
 
 def test_other_dtypes_and_processors_are_left_to_torch(monkeypatch):

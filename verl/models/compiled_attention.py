@@ -82,15 +82,19 @@ def compiled_attention_backward(
     scale: float,
     into: Sequence[torch.Tensor],
 ) -> None:
-    """Writes the gradients of q, k and v into the three tensors `into`."""
-    dq, dk, dv = into
+    """Writes the gradients of q, k and v into the three tensors `into`, which may be narrower."""
+    dq, dk, dv = (x if x.dtype == q.dtype else torch.empty_like(x, dtype=q.dtype) for x in into)
     lse = lse[0].t().contiguous()
     _run(plan, scale, lse, backward=True, q=q, k=k, v=v, out=out, d_out=d_out, dq=dq, dk=dk, dv=dv)
+    for target, found in zip(into, (dq, dk, dv), strict=True):
+        if target is not found:
+            target.copy_(found)
 
 
 def _run(plan: CompiledPlan, scale: float, lse: torch.Tensor, *, backward: bool, **tensors: torch.Tensor) -> None:
     written = [tensors[name] for name in ("dq", "dk", "dv")] if backward else [tensors["out"]]
     assert all(x.stride(-1) == 1 for x in written)
+    assert all(x.dtype == torch.float32 for x in (*tensors.values(), lse))
     read = {name: x if x.stride(-1) == 1 else x.contiguous() for name, x in tensors.items()}
     _, num_heads, tokens, head_dim = read["q"].shape
     call = AttentionCall(
