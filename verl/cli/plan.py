@@ -160,6 +160,13 @@ def _show_memory(plan: RunPlan, console: Console) -> None:
             soft_wrap=True,
             markup=False,
         )
+    tensor = max((o.rollout.tensor for chosen in plan.options for o in chosen if o.rollout), default=1)
+    if tensor > plan.cluster.gpus_per_node:
+        console.print(
+            f"  a replica of the rollout needs {tensor} devices: more than the {plan.cluster.gpus_per_node} of a node, within "
+            "which verl train starts vLLM and SGLang",
+            soft_wrap=True,
+        )
 
 
 def _show_time(plan: RunPlan, console: Console) -> None:

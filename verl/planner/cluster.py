@@ -121,6 +121,11 @@ class Cluster:
         """Seconds of a copy between a device and the host's memory."""
         return num_bytes / self.host_bytes_s
 
+    def in_float32(self) -> Cluster:
+        """That of a run which computes in float32: without tensor cores, at the data sheet's rate."""
+        peak = cluster_facts(self.device.name)["float32_tflops"] * 1e12
+        return replace(self, device=replace(self.device, peak=peak, width=4))
+
     def with_devices(self, num_devices: int) -> Cluster:
         return replace(self, num_devices=num_devices)
 

@@ -34,11 +34,10 @@ class Dataflow:
     shapes: Mapping[str, ModelShape]
     stages: tuple[tuple[Call, ...], ...]
     trainable: int | None = None  # parameters of the actor that train; None: all
+    frozen_width: int | None = None  # bytes of a weight that does not train; None: as it computes
 
     def __hash__(self) -> int:
-        return hash(
-            (self.name, tuple(sorted(self.shapes.items(), key=lambda item: item[0])), self.stages, self.trainable)
-        )
+        return hash((self.name, tuple(sorted(self.shapes.items())), self.stages, self.trainable, self.frozen_width))
 
     @property
     def roles(self) -> tuple[str, ...]:

@@ -50,6 +50,11 @@ class ParallelLayout:
         """Ranks that repeat the same experts."""
         return max(1, self.data * self.context * self.tensor // self.expert)
 
+    @property
+    def group_sizes(self) -> tuple[int, int, int]:
+        """Tensor, pipeline and expert parallel sizes: those of the process groups."""
+        return self.tensor, self.pipeline, self.expert
+
     def replace(self, **changes: Any) -> ParallelLayout:
         return dataclasses.replace(self, **changes)
 

@@ -68,9 +68,15 @@ def optimizer_bytes(width: int) -> int:
 
 
 @lru_cache(maxsize=1 << 14)
-def training_state(shape: ModelShape, layout: ParallelLayout, trained: int | None = None, width: int = WEIGHT) -> Bytes:
+def training_state(
+    shape: ModelShape,
+    layout: ParallelLayout,
+    trained: int | None = None,
+    width: int = WEIGHT,
+    frozen_width: int | None = None,
+) -> Bytes:
     """Weights, gradients and optimizer of one device. `trained`: parameters that are trained, when not all (LoRA); 0 for a
-    frozen model."""
+    frozen model. `frozen_width`: bytes of a weight that stays, when not `width`."""
     dense, experts = parameters_per_device(shape, layout)
     ranks, expert_ranks = layout.data_ranks, layout.expert_data_ranks
     share = 1.0 if trained is None else trained / shape.num_parameters
@@ -82,7 +88,8 @@ def training_state(shape: ModelShape, layout: ParallelLayout, trained: int | Non
         return dense / ranks + experts / expert_ranks
 
     optimizer = optimizer_bytes(width) * share * divided(1)
-    return Bytes(weights=width * divided(3), grads=GRAD * share * divided(2), optimizer=optimizer)
+    weights = width * share + (frozen_width or width) * (1 - share)
+    return Bytes(weights=weights * divided(3), grads=GRAD * share * divided(2), optimizer=optimizer)
 
 
 def activation_bytes_of_layer(shape: ModelShape, layout: ParallelLayout, sequence: float) -> float:
@@ -147,10 +154,11 @@ def memory(
     sequence: float = 0,
     trained: int | None = None,
     width: int = WEIGHT,
+    frozen_width: int | None = None,
 ) -> Bytes:
-    """Memory of a model that trains with micro-batches of `tokens` tokens in sequences of `sequence` tokens. `trained` as in
-    `training_state`."""
-    state = training_state(shape, layout, trained, width)
+    """Memory of a model that trains with micro-batches of `tokens` tokens in sequences of `sequence` tokens. `trained` and
+    `frozen_width` as in `training_state`."""
+    state = training_state(shape, layout, trained, width, frozen_width)
     if not tokens:
         return state
     return state + Bytes(
@@ -159,10 +167,17 @@ def memory(
     )
 
 
-def forward_memory(shape: ModelShape, layout: ParallelLayout, *, tokens: float, width: int = WEIGHT) -> Bytes:
+def forward_memory(
+    shape: ModelShape,
+    layout: ParallelLayout,
+    *,
+    tokens: float,
+    width: int = WEIGHT,
+    frozen_width: int | None = None,
+) -> Bytes:
     """Memory of a frozen model that computes micro-batches of `tokens` tokens: its weights, the vectors of one layer, and the
     logits of a chunk."""
-    state = training_state(shape, layout, 0, width)
+    state = training_state(shape, layout, 0, width, frozen_width)
     one = activation_bytes_of_layer(shape, layout.replace(recompute="selective"), 0) * width / WEIGHT
     one *= tokens / layout.context
     logits = (

@@ -33,7 +33,9 @@ _SLOTS = (8, 16, 32, 64, 128, 256, 512, 1024)
 @dataclass(frozen=True)
 class Space:
     """Choices of the search. `pipelines`: (1,) for an engine that does not divide layers into stages (FSDP). `efficiency`:
-    measured time / predicted time of a family of runs. `roles` have choices of their own."""
+    measured time / predicted time of a family of runs. `same_sizes`: roles that share devices have the same process groups, as
+    Megatron's must. `repeats_kv`: the rollout engine takes more devices than the model has key-value heads. `replica_in_node`:
+    it takes those of one node, if any plan does. `roles` have choices of their own."""
 
     zero: tuple[int, ...] = (1, 3)
     offload: bool = True
@@ -42,6 +44,9 @@ class Space:
     pipelines: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
     contexts: tuple[int, ...] = (1, 2, 4, 8)
     efficiency: float = 1.0
+    same_sizes: bool = False
+    repeats_kv: bool = True
+    replica_in_node: bool = False
     roles: tuple[tuple[str, Space], ...] = ()
 
     def of(self, role: str) -> Space:
@@ -67,6 +72,10 @@ class Option:
         return self.layout is not None and self.layout.offload
 
     @property
+    def group_sizes(self) -> tuple[int, ...]:
+        return self.layout.group_sizes if self.layout else ()
+
+    @property
     def key(self) -> tuple[float, ...]:
         return (*self.seconds, self.resident, self.peak)
 
@@ -75,6 +84,16 @@ def front(options: Iterable[Option]) -> list[Option]:
     """The options that no other one dominates, the fastest first."""
     ordered = sorted(options, key=lambda o: (sum(o.seconds), o.offloads, o.resident + o.peak, o.key))
     return [ordered[i] for i in undominated([o.key for o in ordered])]
+
+
+def _fronts(options: Iterable[Option], space: Space) -> list[Option]:
+    """The front; where roles need the same sizes, that of each of them."""
+    if not space.same_sizes:
+        return front(options)
+    by_sizes: dict[tuple[int, ...], list[Option]] = {}
+    for option in options:
+        by_sizes.setdefault(option.group_sizes, []).append(option)
+    return [option for found in by_sizes.values() for option in front(found)]
 
 
 def undominated(keys: Sequence[Sequence[float]]) -> list[int]:
@@ -104,18 +123,19 @@ def options(
     space = space.of(role)
     if role == "rollout":
         return tuple(front(_rollouts(flow, cluster, workload, space)))
-    trained = front(_trained(flow, role, cluster, workload, space))
+    trained = _fronts(_trained(flow, role, cluster, workload, space), space)
     if role != "actor" or not flow.generates or alone:
         return tuple(trained)
     rollouts = front(_rollouts(flow, cluster, workload, space))
-    return tuple(front(_together(flow, cluster, trained, rollouts, space)))
+    return tuple(_fronts(_together(flow, cluster, trained, rollouts, space), space))
 
 
 def _trained(flow: Dataflow, role: str, cluster: Cluster, workload: Workload, space: Space) -> Iterator[Option]:
     """Options of the role's calls that are no generation."""
     shape, trains = flow.shapes[role], flow.trains(role)
     for layout in parallel_layouts(shape, cluster, workload, space, trains=trains):
-        state = training_state(shape, layout, _trained_parameters(flow, role), cluster.device.width)
+        trained, width = _trained_parameters(flow, role), cluster.device.width
+        state = training_state(shape, layout, trained, width, flow.frozen_width)
         if (state.weights if layout.offload else state.state) > cluster.memory:
             continue
         found = _option(flow, role, layout, cluster, workload, space)
@@ -143,12 +163,21 @@ def _option(
         if kind == "train":
             batch = workload.computed(layout.data, layout.micro_batch, workload.updates)
             tokens = layout.micro_batch
-            parts[kind] = memory(shape, layout, tokens=tokens, sequence=batch.attended, trained=trained, width=width)
+            parts[kind] = memory(
+                shape,
+                layout,
+                tokens=tokens,
+                sequence=batch.attended,
+                trained=trained,
+                width=width,
+                frozen_width=flow.frozen_width,
+            )
             time = time_train(shape, layout, cluster, batch, workload.updates).times(workload.epochs)
             if trained:
                 time = time.times(_FROZEN_SHARE)  # no gradients of the weights that stay
         else:
-            parts[kind] = forward_memory(shape, layout, tokens=layout.micro_batch, width=width)
+            frozen = None if trained is None else flow.frozen_width
+            parts[kind] = forward_memory(shape, layout, tokens=layout.micro_batch, width=width, frozen_width=frozen)
             time = time_forward(shape, layout, cluster, workload.computed(layout.data, layout.micro_batch))
         if layout.offload:
             moved = parts[kind].state * (2 if kind == "train" else 1)
@@ -189,11 +218,11 @@ def _rollouts(flow: Dataflow, cluster: Cluster, workload: Workload, space: Space
 def _rollout_sizes(shape: ModelShape, cluster: Cluster, space: Space) -> Iterator[tuple[int, int]]:
     n = cluster.num_devices
     for tensor in _powers(n):
-        if n % tensor or not _divides_heads(shape, tensor):
+        if n % tensor or not (_divides_heads(shape, tensor) if space.repeats_kv else _divides(shape, tensor)):
             continue
-        if tensor > cluster.domain and not shape.is_mixture:
-            continue
-        yield tensor, 1
+        within = cluster.gpus_per_node if space.replica_in_node else n if shape.is_mixture else cluster.domain
+        if tensor <= within:
+            yield tensor, 1
 
 
 def _together(
@@ -227,10 +256,10 @@ def parallel_layouts(
     most = max(1, int(batch.num / (workload.updates if trains else 1)))  # sequences that data parallel ranks can divide
     contexts = [c for c in space.contexts if c == 1 or workload.longest >= _LONG]
     for tensor in (t for t in space.tensors if t <= cluster.domain):
-        for pipeline in (p for p in space.pipelines if p <= shape.num_layers):
+        for pipeline in space.pipelines:
             for context in contexts:
                 rest, left = divmod(n, tensor * pipeline * context)
-                if left or rest < 1 or rest > most or not _divides_heads(shape, tensor):
+                if left or rest < 1 or rest > most or not (_divides(shape, tensor) and shape.has_stages(pipeline)):
                     continue
                 base = ParallelLayout(rest, tensor, pipeline, context, logit_chunk=_LOGIT_CHUNK)
                 yield from _variants(shape, base, batch, workload, space, trains)
@@ -243,8 +272,8 @@ def _variants(
     sizes = {min(each, max(workload.longest, 2048) * k) for k in ((1, 2, 4, 8) if trains else (4,))}
     zeros = [z for z in space.zero if z < 3 or base.pipeline == 1]
     recompute = space.recompute if trains else ("selective",)
-    for expert in _expert_sizes(shape, base):
-        for zero in zeros:
+    for zero in zeros:
+        for expert in _expert_sizes(shape, base, zero):
             for again in recompute:
                 for size in sorted(sizes):
                     for offload in (False, True) if space.offload else (False,):
@@ -252,14 +281,21 @@ def _variants(
                         yield base.replace(expert=expert, zero=zero, offload=offload, **changes)
 
 
-def _expert_sizes(shape: ModelShape, base: ParallelLayout) -> list[int]:
+def _expert_sizes(shape: ModelShape, base: ParallelLayout, zero: int) -> list[int]:
     if not shape.is_mixture:
         return [1]
-    ranks = base.data * base.context * base.tensor
+    ranks = base.data_ranks * (1 if zero == 3 else base.tensor)  # FSDP divides experts over the ranks of a shard group
     return [e for e in _powers(min(shape.num_experts, ranks)) if ranks % e == 0 and shape.num_experts % e == 0]
 
 
+def _divides(shape: ModelShape, tensor: int) -> bool:
+    """Whether training engines cut the model into `tensor` equal parts."""
+    kv = 0 if shape.is_latent else shape.kv_heads
+    return not any(size % tensor for size in (shape.heads, kv, shape.intermediate))
+
+
 def _divides_heads(shape: ModelShape, tensor: int) -> bool:
+    """Whether a rollout engine does: it repeats key-value heads."""
     if shape.heads % tensor:
         return False
     return shape.is_latent or shape.kv_heads % tensor == 0 or tensor % shape.kv_heads == 0

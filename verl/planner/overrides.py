@@ -10,6 +10,7 @@ from verl.config.schema import value_at
 from verl.planner.dataflow import ROLLOUT
 from verl.planner.layout import ParallelLayout
 from verl.planner.search import RunPlan
+from verl.planner.shapes import ModelShape
 
 _GROUP = "actor_rollout_ref"
 _ENGINE = {"actor": f"{_GROUP}.actor", "reference": f"{_GROUP}.ref", "critic": "critic"}
@@ -24,12 +25,12 @@ def overrides(plan: RunPlan, engine: str, config: Any = None) -> list[str]:
     if plan.flow.name in _ON_GIVEN_ROWS:
         layout = plan.option("actor").layout
         assert layout is not None
-        return [*found, *_needed(_one_engine(layout, engine), config)]
+        return [*found, *_needed(_one_engine(layout, engine, plan.flow.shapes["actor"]), config)]
     found += _rollout(plan)
     for role in plan.flow.roles:
         layout = plan.option(role).layout
         if layout is not None and role in _ENGINE:
-            found += _needed(_layout(role, layout, engine), config)
+            found += _needed(_sizes(role, layout, engine, plan.flow.shapes[role]), config)
             found += _batches(role, layout)
     return [*found, *([] if config is None else _contradicted(config, plan))]
 
@@ -82,20 +83,17 @@ def _rollout(plan: RunPlan) -> Iterator[str]:
     yield f"{_GROUP}.rollout.max_num_seqs={option.rollout.slots}"
 
 
-def _one_engine(layout: ParallelLayout, engine: str) -> Iterator[tuple[str, Any]]:
+def _one_engine(layout: ParallelLayout, engine: str, shape: ModelShape) -> Iterator[tuple[str, Any]]:
     """Of a program that trains on given rows."""
-    yield from _sizes("engine", "engine", "actor", layout, engine)
+    yield from _sizes("", layout, engine, shape)
     yield "data.use_dynamic_bsz", "True"
     yield "data.max_token_len_per_gpu", max(layout.micro_batch // layout.context, 1)
     yield "model.enable_gradient_checkpointing", str(layout.recompute == "full")
 
 
-def _layout(role: str, layout: ParallelLayout, engine: str) -> Iterator[tuple[str, Any]]:
-    return _sizes(_ENGINE[role], _FSDP[role], role, layout, engine)
-
-
-def _sizes(section: str, fsdp: str, role: str, layout: ParallelLayout, engine: str) -> Iterator[tuple[str, Any]]:
-    """Sizes and offload of a role, whose keys are in `section` and, of the PyTorch-native engine, in `fsdp`."""
+def _sizes(role: str, layout: ParallelLayout, engine: str, shape: ModelShape) -> Iterator[tuple[str, Any]]:
+    """Sizes and offload of a role; "" is the only engine of a program."""
+    section, fsdp = _ENGINE.get(role, "engine"), _FSDP.get(role, "engine")
     yield f"{section}.strategy", engine
     key = fsdp if engine == "fsdp" else f"{section}.megatron"
     if engine == "fsdp":
@@ -106,6 +104,11 @@ def _sizes(section: str, fsdp: str, role: str, layout: ParallelLayout, engine: s
         yield f"{key}.tensor_model_parallel_size", layout.tensor
         yield f"{key}.pipeline_model_parallel_size", layout.pipeline
         yield f"{key}.expert_model_parallel_size", layout.expert
+        if layout.expert > 1 and layout.tensor > 1:
+            yield f"{key}.expert_tensor_parallel_size", "1"
+        if shape.num_layers % layout.pipeline:
+            last = shape.num_layers - (layout.pipeline - 1) * -(-shape.num_layers // layout.pipeline)
+            yield f"{key}.override_transformer_config.num_layers_in_last_pipeline_stage", str(last)
     yield f"{key}.param_offload", layout.offload
     if role != "reference":
         yield f"{key}.optimizer_offload", layout.offload

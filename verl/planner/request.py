@@ -25,7 +25,7 @@ from verl.planner.shapes import ModelShape, known_shape
 
 _SPACES = {
     "fsdp": Space(zero=(3,), pipelines=(1,)),
-    "megatron": Space(zero=(1,), contexts=(1,)),
+    "megatron": Space(zero=(1,), contexts=(1,), same_sizes=True),
 }
 _CHOICES = {"objective": ("step_s", "gpu_hours"), "asynchronous": ("off", "auto", "on"), "engine": tuple(_SPACES)}
 _SPELLINGS = {"async": "asynchronous"}
@@ -169,9 +169,15 @@ def cluster_of(asked: ClusterRequest, loaded: LoadedConfig[Any]) -> Cluster:
         nodes = trainer.nnodes if "trainer.nnodes" in given else 1
         if isinstance(loaded.config, PPOConfig):  # a pool of the rollout's own
             nodes += loaded.config.actor_rollout_ref.rollout.nnodes
-    return Cluster.of(
+    cluster = Cluster.of(
         asked.gpu, nodes * per_node, gpus_per_node=per_node, hbm_gb=asked.hbm_gb, inter_gbps=asked.inter_gbps
     )
+    return cluster.in_float32() if _dtype(loaded.config) in ("float32", "fp32") else cluster
+
+
+def _dtype(config: Any) -> str:
+    """The compute dtype of the model that trains, in which frozen weights are held too."""
+    return config.actor_rollout_ref.actor.fsdp_config.dtype if isinstance(config, PPOConfig) else config.engine.dtype
 
 
 def engine_of(asked: PlanRequest, config: Any) -> str:
@@ -181,9 +187,17 @@ def engine_of(asked: PlanRequest, config: Any) -> str:
 
 
 def rules_of(asked: PlanRequest, config: Any, roles: tuple[str, ...]) -> Rules:
-    """The choices of a search. Programs that train on given rows run all roles on the same devices."""
-    alike = not isinstance(config, PPOConfig)
-    space = _SPACES[engine_of(asked, config)]
+    """The choices of a search. Programs that train on given rows run all roles on the same devices, and so does Megatron, whose
+    process groups span a run. Raises ConfigError where a rollout that runs ahead is asked of it."""
+    engine = engine_of(asked, config)
+    alike = not isinstance(config, PPOConfig) or engine == "megatron"
+    if alike and asked.asynchronous == "on":
+        raise ConfigError(
+            "plan.async=on needs a rollout with devices of its own. strategy=megatron takes all devices of a run, and programs "
+            "on given rows have no rollout. Set plan.async=off, or plan.engine=fsdp for a program that samples."
+        )
+    native = not isinstance(config, PPOConfig) or config.actor_rollout_ref.rollout.name == "native"
+    space = replace(_SPACES[engine], repeats_kv=not native, replica_in_node=not native)
     return Rules(
         asynchronous="off" if alike else asked.asynchronous,  # type: ignore[arg-type]
         objective=asked.objective,  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from verl.errors import ConfigError
@@ -100,6 +100,9 @@ def search(
     change that would."""
     counts, rules = statistics or Statistics(), rules or Rules()
     found = _plans(flow, cluster, workload, rules, counts)
+    if not found and rules.space.replica_in_node:
+        rules = replace(rules, space=replace(rules.space, replica_in_node=False))
+        found = _plans(flow, cluster, workload, rules, counts)
     smaller = cluster
     while rules.objective == "gpu_hours" and smaller.num_devices % 2 == 0:
         smaller = smaller.with_devices(smaller.num_devices // 2)
@@ -255,21 +258,41 @@ _CACHE: dict[tuple, tuple[Shared, ...]] = {}
 def _combinations(
     flow: Dataflow, roles: tuple[str, ...], alone: bool, cluster: Cluster, workload: Workload, space: Space
 ) -> list[Shared]:
+    """Choices of one option for each role that no other choice dominates."""
+    every = [options(flow, role, cluster, workload, space, alone) for role in roles]
+    if not space.same_sizes:
+        partial = _partial(every, cluster, len(flow.stages))
+    else:
+        partial = []
+        for sizes in dict.fromkeys(option.group_sizes for option in every[0]):
+            alike = [[option for option in found if option.group_sizes == sizes] for found in every]
+            partial += _partial(alike, cluster, len(flow.stages))
+        partial.sort(key=_order)
+    return [Shared(partial[i][0], partial[i][3]) for i in undominated([p[0] for p in partial])]
+
+
+Partial = tuple[tuple[float, ...], float, float, tuple[Option, ...]]  # seconds by stage, bytes that stay, peak, chosen
+
+
+def _partial(every: Sequence[Sequence[Option]], cluster: Cluster, num_stages: int) -> list[Partial]:
     """Role by role, partial choices that another one dominates are dropped."""
-    partial: list[tuple[tuple[float, ...], float, float, tuple[Option, ...]]] = [
-        ((0.0,) * len(flow.stages), 0.0, 0.0, ())
-    ]
-    for role in roles:
+    partial: list[Partial] = [((0.0,) * num_stages, 0.0, 0.0, ())]
+    for found in every:
         extended = []
-        for option in options(flow, role, cluster, workload, space, alone):
+        for option in found:
             for seconds, resident, peak, chosen in partial:
                 kept, most = resident + option.resident, max(peak, option.peak)
                 if kept + most <= cluster.memory:
                     summed = tuple(a + b for a, b in zip(seconds, option.seconds, strict=True))
                     extended.append((summed, kept, most, (*chosen, option)))
-        extended.sort(key=lambda r: (sum(r[0]), sum(o.offloads for o in r[3]), r[1] + r[2]))
+        extended.sort(key=_order)
         partial = [extended[i] for i in undominated([(*r[0], r[1], r[2]) for r in extended])]
-    return [Shared(partial[i][0], partial[i][3]) for i in undominated([p[0] for p in partial])]
+    return partial
+
+
+def _order(choice: Partial) -> tuple[float, int, float]:
+    seconds, kept, most, chosen = choice
+    return sum(seconds), sum(option.offloads for option in chosen), kept + most
 
 
 def nothing_fits(flow: Dataflow, cluster: Cluster, workload: Workload, rules: Rules) -> str:

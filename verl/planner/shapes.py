@@ -87,6 +87,10 @@ class ModelShape:
     def num_mixture_layers(self) -> int:
         return self.num_layers - self.dense_layers if self.is_mixture else 0
 
+    def has_stages(self, num: int) -> bool:
+        """Whether `num` stages of a pipeline with equally many layers, but for fewer in the last one, all have some."""
+        return -(-self.num_layers // num) * (num - 1) < self.num_layers
+
     @property
     def num_in(self) -> int:
         """Matrices into an MLP: gate and up, or one."""
@@ -157,6 +161,12 @@ class ModelShape:
         """That a token passes: of the routed experts those that are chosen; without the embedding."""
         routed = self.num_mixture_layers * self.experts_per_token * self.expert_parameters
         return self.block_parameters + routed + self.vocab * self.hidden
+
+    @property
+    def flops(self) -> tuple[float, float]:
+        """(a, b): a forward pass over a sequence of T tokens takes a T + b T^2 operations. Attention is causal."""
+        scores = self.heads * (self.head_dim + (self.value_head_dim or self.head_dim))
+        return 2.0 * self.active_parameters, float(self.num_layers * scores)
 
 
 def _as_mapping(config: Any) -> Mapping[str, Any]:
