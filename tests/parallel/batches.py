@@ -13,7 +13,7 @@ from verl.parallel.mesh import Mesh
 @dataclass
 class Shape:
     mesh: Mesh
-    cost: TokenCost = field(default_factory=lambda: TokenCost(16))
+    cost: TokenCost = field(default_factory=lambda: TokenCost(96))
     schedule: object = None
     beside_rollout: bool = True
 

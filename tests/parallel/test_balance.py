@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.parallel.balance import pack_by_tokens, partition_by_cost, sequence_cost
+from verl.parallel.balance import TokenCost, pack_by_tokens, partition_by_cost
 
 pytestmark = pytest.mark.seed("B9")
 
@@ -105,9 +105,9 @@ def test_a_row_over_the_limit_stands_alone():
         pack_by_tokens([1], 0)
 
 
-def test_sequence_cost():
-    assert sequence_cost(10) == 10
-    assert sequence_cost(10, linear=2, quadratic=0.5) == 70
+def test_cost_of_a_row():
+    assert TokenCost(1, 0)(10) == 10
+    assert TokenCost(linear=2, quadratic=0.5)(10) == 70
 
 
 def test_balance_imports_without_torch():

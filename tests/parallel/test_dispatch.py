@@ -245,7 +245,7 @@ class TestShares:
     @settings(max_examples=40, deadline=None)
     @given(num_rows=rows, parts=st.integers(1, 5), n=st.integers(1, 4), seed=st.integers(0, 4))
     def test_every_row_once(self, num_rows, parts, n, seed):
-        shares = balanced_shares(make_batch(num_rows, n, seed), parts, TokenCost(16))
+        shares = balanced_shares(make_batch(num_rows, n, seed), parts, TokenCost(96))
         assert sorted(row for share in shares for row in share) == list(range(num_rows))
         assert len(shares) == parts
         assert all(shares) or num_rows < parts
@@ -256,7 +256,7 @@ class TestShares:
         batch = make_batch(num_rows, n, seed)
         units = data.draw(st.lists(st.integers(0, 5), min_size=num_rows, max_size=num_rows))
         batch.batch["pair"] = torch.tensor(units, dtype=torch.int64)
-        shares = balanced_shares(batch, parts, TokenCost(16), unit="pair")
+        shares = balanced_shares(batch, parts, TokenCost(96), unit="pair")
         assert sorted(row for share in shares for row in share) == list(range(num_rows))
         assert len(shares) == parts
         owners = [{units[row] for row in share} for share in shares]
@@ -265,28 +265,28 @@ class TestShares:
 
     def test_a_unit_needs_its_column(self):
         with pytest.raises(DataError, match="no column 'pair'"):
-            balanced_shares(make_batch(4), 2, TokenCost(16), unit="pair")
+            balanced_shares(make_batch(4), 2, TokenCost(96), unit="pair")
 
     def test_samples_of_a_prompt_stay_together_when_that_is_as_even(self):
         batch = make_batch(8, n=4)
         batch.batch["attention_mask"][:] = True
         batch.batch["prompt_mask"][:] = True
-        assert balanced_shares(batch, 2, TokenCost(16)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-        assert [len(share) for share in balanced_shares(batch.slice(0, 4), 2, TokenCost(16))] == [2, 2]
+        assert balanced_shares(batch, 2, TokenCost(96)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+        assert [len(share) for share in balanced_shares(batch.slice(0, 4), 2, TokenCost(96))] == [2, 2]
 
     def test_rows_that_are_not_computed_cost_nothing(self):
         batch = make_batch(64, n=4)
         batch.batch["attention_mask"][:] = True
         batch.batch["prompt_mask"][:] = True
         computed = set(range(16))  # those of four prompts
-        shares = balanced_shares(batch, 4, TokenCost(16), computed=computed)
+        shares = balanced_shares(batch, 4, TokenCost(96), computed=computed)
         assert sorted(row for share in shares for row in share) == list(range(64))
         assert [[row for row in share if row in computed] for share in shares] == [
             list(range(start, start + 4)) for start in (0, 4, 8, 12)
         ]
 
     def test_cost_is_even(self):
-        batch, cost = make_batch(64, n=4, seed=1), TokenCost(4)
+        batch, cost = make_batch(64, n=4, seed=1), TokenCost(24)
         shares = balanced_shares(batch, 4, cost)
         lengths = batch.batch["attention_mask"].sum(dim=1)
         sums = [float(lengths[share].sum()) for share in shares]
@@ -353,7 +353,7 @@ def test_pairs_stay_together_where_parting_them_would_balance_the_ranks():
     batch.batch["pair"] = torch.arange(8) // 2
     batch.batch["attention_mask"] = torch.arange(40).expand(8, 40) < torch.tensor([[40], [2]] * 4)
     batch.batch["prompt_mask"] = torch.zeros(8, 2, dtype=torch.bool)
-    apart = balanced_shares(batch, 2, TokenCost(16), [0, 1])
+    apart = balanced_shares(batch, 2, TokenCost(96), [0, 1])
     assert [len(share) for share in apart] == [1, 1]
     schedule = MiniBatchSchedule(2, 2, True, seed=1, unit="pair")
     plan = plan_call(

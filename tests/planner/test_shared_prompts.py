@@ -35,7 +35,7 @@ def tokens_computed(batch, ranks, micro_batch, updates):
     """Tokens of every packed micro-batch on every rank, by the functions that a run calls."""
     total, size = 0, len(batch) // updates
     for rows in MiniBatchSchedule(size=size).rows(batch, 1):
-        for share in balanced_shares(batch, ranks, TokenCost(64), rows.tolist()):
+        for share in balanced_shares(batch, ranks, TokenCost(384), rows.tolist()):
             own = batch.select_idxs(share)
             packed = unpadded_rows(own.batch)
             for part in plan_micro_batches(packed, MicroBatching(max_tokens=micro_batch), share_prompts=True):

@@ -4,6 +4,7 @@ import pytest
 
 from tests.planner.test_memory import MEGATRON
 from verl.planner import Cluster, ModelShape, ParallelLayout, SequenceBatch, known_shape, time_forward, time_train
+from verl.planner.step_time import layer_matmuls, mlp_matmuls
 
 # iteration in seconds on A100s, measured (arXiv:2205.05198, table 5): full recomputation; sequence parallel and selective
 ITERATION = {"22B": (1.42, 1.10), "175B": (18.13, 13.75), "530B": (49.05, 37.83), "1T": (94.42, 71.49)}
@@ -33,6 +34,24 @@ def test_megatron_iterations_within_a_tenth(name):
     cluster = Cluster.of("a100_sxm", tensor * pipeline)
     found = tuple(time_train(shape, way, cluster, batch).seconds for way in ways)
     assert found == pytest.approx(ITERATION[name], rel=0.1)
+
+
+@pytest.mark.parametrize("name", ["Qwen2.5-7B", "Qwen3-30B-A3B", "Moonlight-16B-A3B"])
+def test_operations_of_a_sequence_are_those_of_its_kernels(name):
+    """What the balancer counts is what the cost model multiplies."""
+    shape = known_shape(name)
+    linear, quadratic = shape.flops
+    mixtures = shape.num_mixture_layers
+    sizes = [(layer_matmuls(shape, 1), shape.num_layers), ([(shape.vocab, shape.hidden)], 1)]
+    sizes += [(mlp_matmuls(shape, shape.intermediate, 1), shape.num_layers - mixtures)]
+    sizes += [
+        (mlp_matmuls(shape, shape.shared_intermediate, 1), mixtures),
+        ([(shape.num_experts, shape.hidden)], mixtures),
+    ]
+    sizes += [(mlp_matmuls(shape, shape.expert_intermediate, 1), mixtures * shape.experts_per_token)]
+    assert linear == sum(2 * n * k * count for matmuls, count in sizes for n, k in matmuls)
+    values = shape.value_head_dim or shape.head_dim
+    assert quadratic == shape.num_layers * shape.heads * (shape.head_dim + values)  # half of 2 T^2 each, causal
 
 
 def test_order_of_nanotron_layouts():

@@ -17,14 +17,6 @@ if TYPE_CHECKING:
 Rows = list[int]
 
 
-def sequence_cost(num_tokens: int, linear: float = 1.0, quadratic: float = 0.0) -> float:
-    """Cost of one sequence: `linear * T + quadratic * T**2` (projections grow with T, attention with its square).
-
-    For a dense transformer layer of hidden size h, `linear=24 * h**2` and `quadratic=4 * h` are its forward FLOPs.
-    """
-    return linear * num_tokens + quadratic * num_tokens * num_tokens
-
-
 class _Partial:
     """A partition of some rows into parts sorted by descending cost; `spread` is what differencing makes smaller."""
 
@@ -184,15 +176,17 @@ def imbalance(costs: Sequence[float], parts: Sequence[Sequence[int]]) -> dict[st
 
 @dataclass(frozen=True)
 class TokenCost:
-    """Cost of a row in a transformer of `hidden_size`: its FLOPs per layer up to a constant, see `sequence_cost`.
+    """Cost of a row of T tokens: `linear` T + `quadratic` T^2 operations (projections grow with T, attention with its square;
+    `ModelShape.flops` of the planner has those of a model).
 
     Rows that share a prompt compute it once on one rank, and once more on every further rank that gets some of them.
     """
 
-    hidden_size: int = 1024
+    linear: float = 6144.0
+    quadratic: float = 1.0
 
     def __call__(self, num_tokens: int) -> float:
-        return sequence_cost(num_tokens, linear=6.0 * self.hidden_size, quadratic=1.0)
+        return self.linear * num_tokens + self.quadratic * num_tokens * num_tokens
 
 
 def contiguous_shares(num_rows: int, num_parts: int) -> list[Rows]:

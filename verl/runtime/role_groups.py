@@ -6,9 +6,11 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from verl.config import ModelConfig
+from verl.errors import ConfigError
 from verl.models.load import load_model_config
 from verl.parallel.balance import TokenCost
 from verl.parallel.mesh import Mesh
+from verl.planner.shapes import ModelShape
 from verl.roles.api import ModelHandle, RewardHandle, Roles, RolloutHandle, WeightSync
 from verl.roles.model import ModelRole, schedule_of
 from verl.roles.reward import RewardWorker
@@ -35,7 +37,7 @@ def make_groups(
             mesh,
             runner,
             schedule=schedule_of(spec),
-            cost=TokenCost(_hidden_size(spec.model)),
+            cost=_cost(spec.model),
             beside_rollout=devices[spec.name] == devices.get("rollout"),
         )
         roles.models[spec.name] = cast(ModelHandle, group)
@@ -51,6 +53,9 @@ def make_groups(
     return roles
 
 
-def _hidden_size(model: ModelConfig) -> int:
+def _cost(model: ModelConfig) -> TokenCost:
     config = load_model_config(model.path, model.trust_remote_code, model.override_config)
-    return int(getattr(config.get_text_config(), "hidden_size", 1024))
+    try:
+        return TokenCost(*ModelShape.from_config(config.get_text_config()).flops)
+    except ConfigError:  # no sizes of a decoder
+        return TokenCost()
