@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from verl.planner import Cluster, Dataflow, Lengths, Rules, RunPlan, Space, Workload, known_shape, search
 
-FSDP = Space(zero=(3,), pipelines=(1,))
-MEGATRON = Space(zero=(1,))
+FSDP = Space(zero=(3,), pipelines=(1,), replica_in_node=True)
+MEGATRON = Space(zero=(1,), contexts=(1,), same_sizes=True, replica_in_node=True)
 # model, numbers of devices, choices
 ROWS = (
     ("Qwen2.5-0.5B", (1, 8), FSDP),

@@ -1,13 +1,13 @@
 """The search: placements of HybridFlow, branch and bound, properties, what fits."""
 
+import contextlib
 import itertools
 from dataclasses import replace
 
 import pytest
 
 from verl.errors import ConfigError
-from verl.planner import Cluster, Dataflow, Lengths, ParallelLayout, Rules, Space, Workload, known_shape, search
-from verl.planner.memory import rollout_weights, training_state
+from verl.planner import Cluster, Dataflow, Lengths, Rules, Space, Workload, known_shape, search
 from verl.planner.programs import lora_parameters
 from verl.planner.search import Statistics, allocations, partitions
 
@@ -54,50 +54,79 @@ def test_splitting_gains_with_scale(model):
     assert ratios == sorted(ratios, reverse=True)
 
 
-# the most stages of a pipeline by model in HybridFlow's own layouts (figure 14), which all have tensor parallel size 8
-STAGES = {"7B": 1, "13B": 1, "34B": 4, "70B": 8}
+# HybridFlow's own layouts (figure 14) have tensor parallel size 8, and at most as many stages as here; these divide the layers,
+# since Megatron-core 0.6.0, which it used, builds layers // stages for each
+STAGES = {"7B": (1,), "13B": (1,), "34B": (1, 2, 3, 4), "70B": (1, 2, 4, 5, 8)}
 APART = (("actor", "reference", "reward"), ("critic",))
+ALONE = (("actor",), ("critic",), ("reference",), ("reward",))
 
 
-def own_layouts(actor, critic, devices, groups=None, allocation=None):
-    """The best step within HybridFlow's own layouts; `critic` is the critic's and the reward model's size."""
-    spaces = {name: Space((1,), False, tensors=(8,), pipelines=tuple(range(1, STAGES[name] + 1))) for name in STAGES}
+def own_layouts(actor, critic, devices, groups=None, allocations=None):
+    """The best plan within HybridFlow's own layouts; `critic` is the critic's and the reward model's size."""
+    spaces = {name: Space((1,), False, tensors=(8,), pipelines=STAGES[name]) for name in STAGES}
     policy, judge = known_shape(LLAMA[actor]), known_shape(LLAMA[critic])
     rules = Rules(
         placements=groups and (groups,),
-        allocations=allocation and (allocation,),
+        allocations=allocations,
         space=replace(spaces[actor], roles=(("critic", spaces[critic]), ("reward", spaces[critic]))),
     )
     cluster = Cluster.of("a100_sxm", devices, inter_gbps=200)
-    return search(Dataflow.ppo(policy, judge, policy, judge), cluster, PAPER, rules)[0].step_s
+    return search(Dataflow.ppo(policy, judge, policy, judge), cluster, PAPER, rules)[0]
+
+
+def in_the_figure(actor, critic, devices):
+    """Plans of the placements that figures 12 and 13 compare, where they fit: all together; split in halves (unequal models at
+    the best place); each role alone on 1/2, 1/4, 1/8 and 1/8 of the devices; the critic apart, only in figure 13."""
+    half = devices // 2
+    split = ((half, half),) if actor == critic else None
+    candidates = {"colocate": (COLOCATE, None), "split": (SPLIT, split)}
+    if devices % 64 == 0:
+        candidates["standalone"] = (ALONE, ((half, half // 2, half // 4, half // 4),))
+    if actor != critic:
+        candidates["critic apart"] = (APART, ((half, half),))
+    found = {}
+    for name, candidate in candidates.items():
+        with contextlib.suppress(ConfigError):
+            found[name] = own_layouts(actor, critic, devices, *candidate)
+    return found
 
 
 @pytest.mark.parametrize(
-    ("actor", "critic", "devices", "groups", "allocation", "most"),
+    ("actor", "critic", "devices", "published", "most"),
     [
-        ("13B", "13B", 16, COLOCATE, None, 1.0),
-        ("13B", "13B", 32, COLOCATE, None, 1.0),
-        ("13B", "13B", 64, COLOCATE, None, 1.07),
-        ("13B", "13B", 96, SPLIT, (48, 48), 1.05),
-        ("34B", "34B", 32, COLOCATE, None, 1.0),
-        ("34B", "34B", 64, COLOCATE, None, 1.0),
-        ("34B", "34B", 96, SPLIT, (48, 48), 1.02),
-        ("34B", "34B", 128, SPLIT, (64, 64), 1.02),
-        ("13B", "70B", 32, COLOCATE, None, 1.0),
-        ("13B", "70B", 64, COLOCATE, None, 1.0),
-        ("13B", "70B", 96, SPLIT, None, 1.06),
-        ("13B", "70B", 128, APART, (64, 64), 1.03),
+        ("13B", "13B", 16, "colocate", 1.0),
+        ("13B", "13B", 32, "colocate", 1.0),
+        ("13B", "13B", 64, "colocate", 1.055),
+        ("13B", "13B", 96, "split", 1.0),
+        ("34B", "34B", 32, "colocate", 1.0),
+        ("34B", "34B", 64, "colocate", 1.0),
+        ("34B", "34B", 96, "split", 1.01),
+        ("34B", "34B", 128, "split", 1.0),
+        ("13B", "70B", 32, "colocate", 1.0),
+        ("13B", "70B", 64, "colocate", 1.0),
+        ("13B", "70B", 96, "split", 1.01),
+        ("13B", "70B", 128, "critic apart", 1.035),
     ],
 )
-def test_published_placements_within_the_papers_layouts(actor, critic, devices, groups, allocation, most):
-    """HybridFlow, figures 12 and 13: the published best placement takes at most `most` times the best that is found."""
-    best = own_layouts(actor, critic, devices)
-    assert own_layouts(actor, critic, devices, groups, allocation) <= most * best * 1.0001
+def test_placements_of_the_figures(actor, critic, devices, published, most):
+    """HybridFlow, figures 12 and 13: the published best placement takes at most `most` times the best of those compared."""
+    steps = {name: plan.step_s for name, plan in in_the_figure(actor, critic, devices).items()}
+    assert steps[published] <= most * min(steps.values()), steps
+
+
+def test_four_groups_gain_nothing_over_a_split_but_in_preparation():
+    """HybridFlow, figure 12: 13B on 128 devices is fastest with the actor on 64, the critic on 32, the others on 16 each. The
+    actor has 64 devices in the split as well, so that at most one forward pass on 64 could be saved; predicted is a loss."""
+    found = in_the_figure("13B", "13B", 128)
+    split, alone = found["split"].stages, found["standalone"].stages
+    assert alone[0] == pytest.approx(split[0], rel=0.02)
+    assert alone[1] > 1.9 * split[1]  # F(16) against 2 F(64)
+    assert alone[2] > split[2]  # the critic's update on 32 devices against 64
 
 
 def test_throughput_within_the_papers_layouts():
     """HybridFlow, figure 9: 7B on 128 devices processes about 38,000 tokens a second (read from a bar)."""
-    assert 1024 * 2048 / own_layouts("7B", "7B", 128, COLOCATE) == pytest.approx(38_000, rel=0.1)
+    assert 1024 * 2048 / own_layouts("7B", "7B", 128, COLOCATE).step_s == pytest.approx(38_000, rel=0.1)
 
 
 def test_partitions_and_allocations():
@@ -190,13 +219,13 @@ KNOWN_TO_FIT = [
 ]
 
 
-def fits(model, gpu, devices, lora, offload=True):
+def fits(model, gpu, devices, lora, space=Space(), frozen_width=None):
     shape = known_shape(model)
     trainable = lora_parameters(shape, 32) if lora else None
-    flow = Dataflow.ppo(shape, None, None if lora else shape, trainable=trainable)
+    flow = replace(Dataflow.ppo(shape, None, None if lora else shape, trainable=trainable), frozen_width=frozen_width)
     work = Workload(128, 5, 512, Lengths.of(512, 1024))
     cluster = Cluster.of(gpu, devices, gpus_per_node=min(devices, 8))
-    rules = Rules(placements=((flow.roles,),), space=Space(offload=offload))
+    rules = Rules(placements=((flow.roles,),), space=space)
     try:
         return search(flow, cluster, work, rules)[0]
     except ConfigError:
@@ -219,27 +248,31 @@ def test_known_to_fit(model, gpu, devices, lora):
 )
 def test_half_as_many_devices_do_not_fit(model, gpu, devices, offload):
     """Where all parameters train. 70B on 16 fits with offload, and not without."""
-    assert fits(model, gpu, devices, False, offload) is None
+    assert fits(model, gpu, devices, False, Space(offload=offload)) is None
 
 
-@pytest.mark.parametrize(("model", "devices"), [("Qwen2.5-14B", 2), ("Qwen2.5-32B", 4), ("Qwen2.5-72B", 8)])
-def test_lora_on_half_as_many_devices_needs_a_frozen_model_in_bfloat16(model, devices):
-    """The existing verl holds it in float32 (0.9.1, engine/fsdp.yaml, model_dtype): with the rollout's copy half of the known
-    devices are too few, without any other bytes. Ours is in bfloat16, and fits."""
-    shape, most = known_shape(model), Cluster.of("h100_sxm", 8).memory
-
-    def needed(n, width):
-        state = training_state(shape, ParallelLayout(data=n, zero=3), lora_parameters(shape, 32), width).state
-        return state + rollout_weights(shape, n)
-
-    assert needed(devices, 4) < most < needed(devices // 2, 4)
-    assert needed(devices // 2, 2) < most
+@pytest.mark.parametrize(("model", "gpu", "devices", "lora"), [row for row in KNOWN_TO_FIT if row[3]])
+def test_lora_with_a_frozen_model_in_float32(model, gpu, devices, lora):
+    """As the existing verl holds it by default (0.9.1, engine/fsdp.yaml: model_dtype fp32, no offload): each row fits, and none
+    on half as many devices. In bfloat16, as here, half are enough."""
+    plain = Space(zero=(3,), tensors=(1,), pipelines=(1,), offload=False)
+    assert fits(model, gpu, devices, lora, space=plain, frozen_width=4) is not None
+    if devices > 1:
+        assert fits(model, gpu, devices // 2, lora, space=plain, frozen_width=4) is None
+        assert fits(model, gpu, devices // 2, lora, space=plain) is not None
 
 
 def test_what_does_not_fit_names_what_would():
     shape = known_shape("Qwen2.5-72B")
-    with pytest.raises(ConfigError, match=r"does not fit on 8 x h100_sxm \(86 GB\) in any layout. It fits on 32"):
+    with pytest.raises(ConfigError, match=r"does not fit on 8 x h100_sxm \(86 GB\) in any layout. It fits on 24"):
         search(Dataflow.ppo(shape), Cluster.of("h100_sxm", 8), SMALL, Rules(space=Space(zero=(3,), pipelines=(1,))))
+
+
+def test_what_does_not_divide_names_fewer_devices():
+    """10,000 devices are 16 x 625: neither 32 devices for a replica of the rollout nor 16 stages x 8 experts divide them."""
+    shape, work = known_shape("DeepSeek-V3"), Workload(4096, 16, 512, Lengths.of(1000, 2048))
+    with pytest.raises(ConfigError, match=r"10000 devices do not divide as it needs, .* It fits on 9984"):
+        search(Dataflow.ppo(shape), Cluster.of("h100_sxm", 10_000), work, Rules(space=Space(zero=(1,), contexts=(1,))))
 
 
 @pytest.mark.seed("B10")
