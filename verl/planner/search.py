@@ -295,6 +295,14 @@ def _order(choice: Partial) -> tuple[float, int, float]:
     return sum(seconds), sum(option.offloads for option in chosen), kept + most
 
 
+def _fewer(cluster: Cluster, workload: Workload) -> list[int]:
+    """Numbers of nodes that divide by a power of two, of this cluster and of one with a device a sample; the most first."""
+    sizes = (cluster.num_devices, min(cluster.num_devices, workload.num_samples))
+    units = [cluster.gpus_per_node << power for power in range(7)]
+    fewer = {size // unit * unit for size in sizes for unit in units}
+    return sorted((n for n in fewer if 0 < n < cluster.num_devices), reverse=True)
+
+
 def nothing_fits(flow: Dataflow, cluster: Cluster, workload: Workload, rules: Rules) -> str:
     """The sentence for a search without a plan: the nearest number of devices, or device memory, that would do."""
     shape: ModelShape = flow.shapes["actor"]
@@ -303,10 +311,14 @@ def nothing_fits(flow: Dataflow, cluster: Cluster, workload: Workload, rules: Ru
     colocated = Rules(placements=((flow.roles,),), space=rules.space)
     if not cluster.device.kernels.collectives:  # a processor, which is one device
         return f"{where}. Take a smaller model, or shorten the responses (now {workload.longest:.0f} tokens with the prompt)."
-    for factor in (2, 4, 8, 16, 32, 64):
+    change = "set plan.cluster.nodes or plan.cluster.gpus_per_node"
+    for fewer in _fewer(cluster, workload):
+        if _plans(flow, cluster.with_devices(fewer), workload, colocated, Statistics()):
+            why = "do not divide as it needs, or are more than its samples occupy"
+            return f"{where}: {cluster.num_devices} devices {why}. It fits on {fewer}: {change}."
+    for factor in (2, 3, 4, 6, 8, 16, 32, 64):
         larger = cluster.with_devices(cluster.num_devices * factor)
         if _plans(flow, larger, workload, colocated, Statistics()):
-            change = "set plan.cluster.nodes or plan.cluster.gpus_per_node"
             return f"{where} in any layout. It fits on {larger.num_devices}: {change}."
     return (
         f"{where} in any layout, nor on 64 times as many devices. Shorten the responses (now {workload.longest:.0f} "
