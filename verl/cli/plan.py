@@ -116,7 +116,7 @@ def show_plan(plan: RunPlan, second: RunPlan | None, chosen: list[str], console:
     model = clean(plan.flow.shapes["actor"].name) or "model"
     console.print(
         f"{plan.flow.name}, {model} on {plan.cluster.num_devices} x {device.name}: "
-        f"a step takes about {plan.step_s:.1f} s{mode}",
+        f"a step takes about {_seconds(plan.step_s)} s{mode}",
         soft_wrap=True,
         markup=False,
     )
@@ -175,22 +175,27 @@ def _show_time(plan: RunPlan, console: Console) -> None:
         for option in chosen:
             for kind, time in option.times.items():
                 largest = sorted(time.parts.items(), key=lambda item: -item[1])[:3]
-                parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in largest if seconds >= 0.05)
-                table.add_row(f"{option.role} {kind}", f"{time.seconds:.1f}", time.bound, parts)
+                parts = ", ".join(f"{name} {_seconds(part)}" for name, part in largest if part >= 0.02 * time.seconds)
+                table.add_row(f"{option.role} {kind}", _seconds(time.seconds), time.bound, parts)
     if plan.sync_s:
-        table.add_row("weight sync", f"{plan.sync_s:.1f}", "network", "")
+        table.add_row("weight sync", _seconds(plan.sync_s), "network", "")
     console.print(table)
 
 
 def why_it_lost(best: RunPlan, second: RunPlan) -> str:
     """One sentence: the stage in which the second plan is slowest against the best one."""
     mode = ", rollout ahead" if second.asynchronous else ""
-    head = f"{second.placement()}{mode}: {second.step_s:.1f} s ({second.step_s / best.step_s - 1:+.0%})"
+    head = f"{second.placement()}{mode}: {_seconds(second.step_s)} s ({second.step_s / best.step_s - 1:+.0%})"
     names = [" and ".join(call.name for call in stage) for stage in best.flow.stages]
     slower = max(range(len(names)), key=lambda i: second.stages[i] - best.stages[i])
-    if second.stages[slower] <= best.stages[slower]:
+    if second.stages[slower] <= 1.01 * best.stages[slower]:
         return f"{head}; no stage is slower, but they take turns"
-    return f"{head}; {names[slower]} takes {second.stages[slower]:.1f} s instead of {best.stages[slower]:.1f} s"
+    return f"{head}; {names[slower]} takes {_seconds(second.stages[slower])} s instead of {_seconds(best.stages[slower])} s"
+
+
+def _seconds(seconds: float) -> str:
+    """12.3, and 0.012 below one."""
+    return f"{seconds:.1f}" if seconds >= 1 else f"{seconds:.2g}"
 
 
 def _table(first: str, *others: str):
