@@ -176,6 +176,23 @@ def test_the_search_equals_all_pairs_of_options():
     assert search(flow, cluster, SMALL, rules)[0].step_s == pytest.approx(best)
 
 
+def test_roles_of_the_same_sizes_equal_the_best_search_with_fixed_sizes():
+    """As Megatron's process groups ask: the best over all sizes that a search gave to every role."""
+    shape, cluster = known_shape("Qwen2.5-7B"), Cluster.of("h100_sxm", 16)
+    flow, sizes = Dataflow.ppo(shape, known_shape("Qwen2.5-1.5B"), shape), (1, 2, 4)
+
+    def best(**space):
+        rules = Rules(placements=((flow.roles,),), space=Space(zero=(1,), contexts=(1,), **space))
+        with contextlib.suppress(ConfigError):
+            return search(flow, cluster, SMALL, rules)[0]
+        return None
+
+    found = best(tensors=sizes, pipelines=sizes, same_sizes=True)
+    fixed = [best(tensors=(t,), pipelines=(p,)) for t, p in itertools.product(sizes, sizes)]
+    assert found.step_s == min(plan.step_s for plan in fixed if plan is not None)
+    assert len({option.group_sizes for option in found.options[0]}) == 1
+
+
 def best_step(**changes):
     shape, work = known_shape("Qwen2.5-7B"), Workload(256, 8, 512, Lengths.of(1500, 6000), updates=2)
     facts = {"gpu": "h100_sxm", "num_devices": 16, **changes}
