@@ -138,6 +138,20 @@ def test_overrides_undo_what_the_command_says_otherwise(verl):
     )
 
 
+def test_float32_counts(verl):
+    """The compute dtype is that of frozen weights; `model_dtype` does nothing in a run, and so nothing in a plan."""
+    lora = (*ARGUMENTS, "actor_rollout_ref.model.lora_rank=8", "plan.async=off", "--json")
+    fsdp = "actor_rollout_ref.actor.fsdp_config"
+
+    def weights(*given):
+        code, said = verl("plan", *lora, *given)
+        assert code == 0, said
+        return json.loads(said)["best"]["placement"][0]["choices"]["actor"]["bytes"]["train"]["weights"]
+
+    assert weights(f"{fsdp}.dtype=float32") == pytest.approx(2 * weights())
+    assert weights(f"{fsdp}.model_dtype=fp32") == weights()
+
+
 def test_a_teacher_has_a_role(verl):
     given = ("distillation.enabled=True", "distillation.teacher_models.teacher_model.model_path=Qwen/Qwen2.5-7B")
     code, said = verl("plan", *ARGUMENTS, *given, "plan.async=on")
