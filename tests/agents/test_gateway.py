@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import socket
 import sys
 import threading
 import time
@@ -17,9 +18,12 @@ from tests.agents.agents_of_users import SCHEMAS
 from tests.agents.test_exactness import Scripted, objects
 from tests.data.conversations.templates import tokenizer_of
 from verl.agents.agents import Agents
+from verl.agents.gateway import app, runner
 from verl.config import load_config
 from verl.data_proto.proto import DataProto
 from verl.data_proto.samples import SamplingParams
+from verl.rewards.sandbox import launch
+from verl.rewards.sandbox.launch import namespace_command
 
 pytest.importorskip("starlette", reason="needs the extra agents")
 pytest.importorskip("uvicorn", reason="needs the extra agents")
@@ -40,8 +44,8 @@ def play(tmp_path):
 
     made = []
 
-    def start(function, n=1, *changes):
-        AGENTS["test"] = function
+    def start(function, n=1, *changes, source="test"):
+        AGENTS[source] = function
         config = load_config(
             [
                 "actor_rollout_ref.model.path=model",
@@ -63,7 +67,7 @@ def play(tmp_path):
             "ordinal": torch.arange(1),
             "prompt_token_ids": objects([agents.continuity.prompt(ASK)]),
             "raw_prompt": objects([ASK]),
-            "data_source": objects(["test"]),
+            "data_source": objects([source]),
         }
         rows, params = DataProto.from_single_dict(columns), SamplingParams(n=n, max_new_tokens=900)
         return agents.generate(rows, params, step=1, split="train", dtype=np.float64, on_finish=lambda r: None), engine
@@ -250,6 +254,49 @@ def test_an_agent_may_be_a_command(play, tmp_path):
     script.write_text("raise SystemExit('no key')\n")
     (result,), _ = play(None, 1, f"{ROLLOUT}.agent.runner='command:{sys.executable} {script}'")
     assert "its command ended its process with exit code 1: no key" in result.error
+
+
+REACH = """
+import os, socket
+try:
+    socket.create_connection(('127.0.0.1', int(os.environ['VERL_TASK'].split('port ')[1].split('"')[0])), 5)
+    reached = 1
+except OSError:
+    reached = 0
+post('/reward', {'reward': reached})
+"""
+
+
+@pytest.mark.parametrize("network", [False, True])
+@pytest.mark.skipif(not namespace_command(False, ()), reason="this system grants no network namespaces")
+def test_a_command_reaches_the_endpoint_alone(play, tmp_path, network):
+    (tmp_path / "agent.py").write_text(COMMAND + REACH)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        (result,), _ = play(
+            None, 1, f"{ROLLOUT}.agent.runner='command:{sys.executable} {tmp_path}/agent.py'",
+            f"{ROLLOUT}.agent.runner_network={network}", source=f"port {server.getsockname()[1]}",
+        )  # fmt: skip
+    assert (result.error, result.reward) == (None, float(network))
+
+
+def test_a_command_has_the_network_where_it_cannot_be_taken_away(play, tmp_path, monkeypatch, caplog):
+    for module in (launch, runner):
+        monkeypatch.setattr(module, "namespace_command", lambda *_: ())
+    (tmp_path / "agent.py").write_text(COMMAND)
+    (result,), _ = play(None, 1, f"{ROLLOUT}.agent.runner='command:{sys.executable} {tmp_path}/agent.py'")
+    assert (result.error, result.reward) == (None, 1.0)
+    assert "reaches the network and not the endpoint alone" in caplog.text
+
+
+def test_addresses_can_be_used():
+    """Of an endpoint that listens everywhere, and of one of IPv6."""
+    gateway = app.Gateway("0.0.0.0", 0)
+    session = type("Session", (), {"id": "x"})()
+    try:
+        assert "0.0.0.0" not in gateway.base_url(session)
+        assert gateway.base_url(session, "::1") == f"http://[::1]:{gateway.port}/s/x/v1"
+    finally:
+        gateway._socket.close()
 
 
 @pytest.mark.parametrize("place", [0, 1, 2], ids=["program", "process 1", "unshare"])

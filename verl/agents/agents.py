@@ -109,6 +109,8 @@ class Agents:
             port = agent.gateway_port + rank if agent.gateway_port else 0  # ranks of one machine need their own
             self.gateway = Gateway(agent.gateway_host, port)
             self.events.start(self.gateway.start()).result()
+        is_command = isinstance(self.runner, list)
+        self.limits = command_limits(config.reward, agent.runner_network) if is_command else None
         filler = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else 0
         self.driver = EpisodeDriver(
             engine,
@@ -253,7 +255,7 @@ class Agents:
         loop.continuity, loop.stop_token_ids = self.continuity, self.stop_token_ids
         loop.tool_calls = self.tool_calls
         parts = {"interactions": self.interactions, "environments": self.environments, "matches": self.matches}
-        parts |= {"gateway": self.gateway, "runner": self.runner, "limits": command_limits(self.config.reward)}
+        parts |= {"gateway": self.gateway, "runner": self.runner, "limits": self.limits}
         vars(loop).update(parts)
         return loop
 

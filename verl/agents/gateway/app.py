@@ -14,6 +14,7 @@ not looked at. Built on Starlette and uvicorn, the extra `agents`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import json
 import logging
@@ -49,15 +50,29 @@ class Gateway:
         self.sessions = Sessions()
         self._socket = _bound(host, port)
         self.host, self.port = self._socket.getsockname()[:2]
-        config = uvicorn.Config(
+        self._config = uvicorn.Config(
             _application(self), log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=1
         )
-        self._server = uvicorn.Server(config)
+        self._new_server = uvicorn.Server
+        self._server = uvicorn.Server(self._config)
         self._task: asyncio.Task[None] | None = None
 
-    def base_url(self, session: Session) -> str:
-        """The address of a session, for an OpenAI client."""
-        return f"http://{self.host}:{self.port}/s/{session.id}/v1"
+    def base_url(self, session: Session, host: str | None = None) -> str:
+        """The address of a session, for an OpenAI client on this machine or, where the endpoint listens on all addresses, on
+        any. `host`: another way to the same port."""
+        host = host or reachable(self.host)
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}/s/{session.id}/v1"
+
+    @contextlib.asynccontextmanager
+    async def serving(self, listening: socket.socket) -> AsyncIterator[None]:
+        """Serve a further socket, which is closed at the end."""
+        server = self._new_server(self._config)
+        task = asyncio.get_running_loop().create_task(server.serve(sockets=[listening]))
+        try:
+            yield
+        finally:
+            server.should_exit = True
+            await asyncio.wait([task], timeout=3.0)
 
     async def start(self) -> None:
         """Serve; returns once requests are answered. Raises UnreachableError."""
@@ -80,6 +95,18 @@ class Gateway:
         self._server.should_exit = True
         if self._task is not None:
             await asyncio.wait([self._task], timeout=3.0)
+
+
+def reachable(host: str) -> str:
+    """An address by which other machines reach a socket bound to `host`: for all addresses, that of this machine."""
+    if host not in ("0.0.0.0", "::", ""):
+        return host
+    kind = socket.AF_INET6 if host == "::" else socket.AF_INET
+    with socket.socket(kind, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        # no packet is sent: the kernel looks up the way to another network, a documentation address
+        probe.connect(("2001:db8::1" if host == "::" else "192.0.2.1", 9))
+        return str(probe.getsockname()[0])
+    return "::1" if host == "::" else "127.0.0.1"
 
 
 def _bound(host: str, port: int) -> socket.socket:

@@ -9,19 +9,24 @@ and VERL_TASK (the row as JSON) in its environment; {prompt} in it becomes the r
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
 import math
 import os
 import secrets
 import shlex
+import socket
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from verl.agents.episode import CURRENT, AgentKilled, Branch, Episode, EpisodeError
+from verl.agents.gateway import door
 from verl.agents.gateway.formats import MODEL
 from verl.agents.gateway.sessions import Session, canonical
 from verl.agents.loops import AgentLoopBase, AgentLoopOutput, register_agent_loop
@@ -30,8 +35,10 @@ from verl.agents.tool_calls import on_thread
 from verl.errors import ConfigError
 from verl.foreign_text import clean
 from verl.registry import load_object
-from verl.rewards.sandbox.launch import Sandbox, perhaps_from_outside
+from verl.rewards.sandbox.launch import Sandbox, namespace_command, perhaps_from_outside
 from verl.rewards.sandbox.limits import Limits
+
+log = logging.getLogger(__name__)
 
 COMMAND, PROMPT = "command:", "{prompt}"
 KEPT = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "PYTHONPATH", "VIRTUAL_ENV", "HF_HOME", "HF_HUB_OFFLINE")
@@ -70,13 +77,12 @@ class EndpointAgentLoop(AgentLoopBase):
         task = plain({name: value for name, value in kwargs.items() if name != "agent_name"})
         self.gateway.sessions.add(session)
         try:
-            base_url, key = self.gateway.base_url(session), self.gateway.sessions.token
             if isinstance(self.runner, list):
                 said = str(kwargs["raw_prompt"][-1].get("content") or "")
                 words = [word.replace(PROMPT, said) for word in self.runner]
-                found = await on_thread(self._command, words, task, base_url, key)
+                found = await self._command(words, task, session)
             else:
-                found = await on_thread(self.runner, task, base_url, key)
+                found = await on_thread(self.runner, task, self.gateway.base_url(session), self.gateway.sessions.token)
         finally:
             self.gateway.sessions.remove(session)
         return self._output(episode, session, found)
@@ -95,20 +101,35 @@ class EndpointAgentLoop(AgentLoopBase):
             extra_fields={**info, "num_branches": len(episode.branches)},
         )
 
-    def _command(self, words: list[str], task: dict[str, Any], base_url: str, key: str) -> Any:
-        """Run the command in a sandbox that has the network, and wait for its end; the episode's time limit holds."""
+    async def _command(self, words: list[str], task: dict[str, Any], session: Session) -> None:
+        """Run the command in a sandbox, and wait for its end; the episode's time limit holds. Without agent.runner_network it
+        reaches the endpoint alone, where the kernel grants a network of its own."""
         env = {name: os.environ[name] for name in KEPT if name in os.environ}
-        env |= {
-            "OPENAI_BASE_URL": base_url,
-            "OPENAI_API_KEY": key,
-            "OPENAI_MODEL": MODEL,
-            "VERL_TASK": json.dumps(task),
-        }
+        env |= {"OPENAI_API_KEY": self.gateway.sessions.token, "OPENAI_MODEL": MODEL, "VERL_TASK": json.dumps(task)}
+        if self.limits.network:
+            return await on_thread(self._run, words, {**env, "OPENAI_BASE_URL": self.gateway.base_url(session)})
+        env["OPENAI_BASE_URL"] = self.gateway.base_url(session, door.LOOPBACK)
+        ours, theirs = socket.socketpair()
+        with ours:
+            running = asyncio.ensure_future(on_thread(self._run, words, env, theirs))
+            found = await on_thread(door.received, ours, self.rollout_config.agent.episode_timeout_s)
+        if found is None:
+            return await running
+        async with self.gateway.serving(found):
+            await running
+
+    def _run(self, words: list[str], env: dict[str, str], way: socket.socket | None = None) -> None:
         limit_s = self.rollout_config.agent.episode_timeout_s
         with tempfile.TemporaryFile() as output:
-            sandbox = Sandbox(
-                words, self.limits, fd=output.fileno(), output=output.fileno(), env=env, needed=[str(Path.cwd())]
-            )
+            fd = output.fileno() if way is None else way.fileno()
+            first = () if way is None else door.command(fd, self.gateway.port)
+            try:
+                sandbox = Sandbox(
+                    words, self.limits, fd=fd, output=output.fileno(), env=env, needed=[str(Path.cwd())], first=first
+                )
+            finally:
+                if way is not None:
+                    way.close()  # who waits at its other end learns that nothing will come
             try:
                 how = sandbox.how_it_ended(limit_s)
             finally:
@@ -151,13 +172,21 @@ def plain(value: Any) -> Any:
     return json.loads(json.dumps(value, default=lambda v: v.tolist() if hasattr(v, "tolist") else str(v)))
 
 
-def command_limits(reward: Any) -> Limits:
-    """The limits of a command: those of reward functions, with the network."""
-    return Limits(
+def command_limits(reward: Any, network: bool) -> Limits:
+    """The limits of a command: those of reward functions, but for memory and processor time. Where the kernel grants no network
+    of its own, the command has the machine's, which a warning says."""
+    limits = Limits(
         memory_mb=None,
         cpu_s=None,
         max_file_mb=reward.max_file_mb,
         max_open_files=reward.max_open_files,
         max_processes=reward.max_processes,
-        network=True,
+        network=network,
     )
+    if not network and not namespace_command(False, ()):
+        log.warning(
+            "The kernel grants no network namespace, so the command of actor_rollout_ref.rollout.agent.runner reaches the "
+            "network and not the endpoint alone."
+        )
+        return replace(limits, network=True)
+    return limits

@@ -118,6 +118,13 @@ class AgentConfig(Section):
         None,
         "agent that talks to the run's endpoint, as path/to/file.py:function, or a command that begins with `command:`",
     )
+    runner_network: bool = used(
+        False,
+        "whether a command of `runner` may use the network; else it reaches the run's endpoint alone, in the sandbox of reward "
+        "functions",
+        when=AGENTS,
+        strict=OURS,
+    )
     gateway_host: str = used("127.0.0.1", "address of the endpoint for agents", when=AGENTS, strict=OURS)
     gateway_port: int = used(
         0,

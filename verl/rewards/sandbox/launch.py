@@ -145,13 +145,17 @@ class Sandbox:
         output: int,
         env: Mapping[str, str],
         needed: Iterable[str] = (),
+        first: Sequence[str] = (),
     ):
-        """Run `command`, which inherits `fd`, prints to `output` and reads the paths `needed`. Raises OSError when it
-        cannot be started."""
+        """Run `command`, which inherits `fd`, prints to `output` and reads the paths `needed`. In namespaces the command
+        `first` runs it, with the rights of process 1. Raises OSError when it cannot be started."""
         self.limits = limits
         prefix = namespace_command(limits.network, () if limits.network else hidden_paths(needed), self._most_tasks)
         self.has_namespaces = bool(prefix)
         self._in_user_namespace = "--user" in prefix
+        if prefix and first:
+            end = prefix.index("--") + 1
+            prefix = (*prefix[:end], *first, *prefix[end:])
         if not prefix:
             reaper = (sys.executable, "-m", "verl.rewards.sandbox.reaper", str(os.getpid()))
             prefix = (*reaper, *_fallback_privileges())
