@@ -82,6 +82,18 @@ def test_no_rank_of_a_sharded_model_is_left_without_a_row():
     assert rows_of(joined) == [0, 1]
 
 
+@settings(max_examples=30, deadline=None)
+@given(mesh=meshes, num_rows=rows, seed=st.integers(0, 3))
+def test_what_is_expected_is_shared_out(mesh, num_rows, seed):
+    batch = make_batch(num_rows, seed=seed)
+    expected = np.random.default_rng(seed).integers(1, 100, size=num_rows).astype(np.float32)
+    batch.batch["expected_tokens"] = torch.from_numpy(expected)
+    plan, joined = run(Dispatch.ND_EXPECTED_PROTO, Shape(mesh), echo, batch)
+    assert rows_of(joined) == list(range(num_rows))
+    sums = [sum(expected[row] for row in rows) for rows in plan.rows]
+    assert max(sums) - min(sums) <= max(expected, default=0)
+
+
 def test_rows_go_to_their_owner():
     batch = make_batch(9, seed=2)
     owner = batch.batch["rollout_rank"].tolist()

@@ -4,6 +4,7 @@ import functools
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,6 +14,7 @@ from verl.data_proto.future import Finished
 from verl.errors import ConfigError
 from verl.programs.ppo import PPO
 from verl.programs.ppo_async import age_metrics
+from verl.programs.rollout_queue import expected_tokens
 from verl.roles.rollout import RolloutWorker
 from verl.runtime import local
 from verl.runtime.local import LocalRuntime
@@ -244,6 +246,16 @@ def test_the_trainer_modes_of_scripts_choose_it(tiny_run, mode):
 def test_more_ahead_than_the_bound_is_refused(tiny_run):
     with pytest.raises(ConfigError, match="max_off_policy_threshold=1"):
         tiny_run(f"{PREFETCH}=2", "trainer.v1.sampler.max_off_policy_threshold=1")
+
+
+def test_more_is_expected_of_what_longer_ones_had_beyond():
+    found = expected_tokens(np.array([10, 30, 50]), np.array([4, 20, 36, 60]), 20)
+    assert found.tolist() == pytest.approx([(10 + 20 + 20) / 3, (6 + 20) / 2, 10])
+    assert expected_tokens(np.array([5, 70]), np.array([60]), 20).tolist() == [
+        20,
+        20,
+    ]  # nothing says how long the second is
+    assert expected_tokens(np.array([5]), np.array([], dtype=int), 20).tolist() == [20]
 
 
 def test_ages_count_versions():

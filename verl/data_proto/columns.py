@@ -53,6 +53,12 @@ COLUMNS: dict[str, Column] = {
         _BR, "int64", "rollout", "version of the weights that made each token, where samples are made ahead of training"
     ),
     "finish_reason": Column(_B, "object", "rollout", "stop, length or abort"),
+    "expected_tokens": Column(
+        _B,
+        "float32",
+        "rollout",
+        "tokens that an unfinished sample will likely have yet in this part; shares out its resumption",
+    ),
     "__num_turns__": Column(_B, "object", "rollout", "turns of an episode, those of tools and users included"),
     "tool_call_counts": Column(_B, "object", "rollout", "tool calls of an episode"),
     "episode_times": Column(_B, "object", "rollout", "seconds of an episode by what it did, dict"),

@@ -194,6 +194,13 @@ def contiguous_shares(num_rows: int, num_parts: int) -> list[Rows]:
     return [rows.tolist() for rows in np.array_split(np.arange(num_rows), num_parts)]
 
 
+def shares_by_cost(costs: Sequence[float], num_parts: int) -> list[Rows]:
+    """Rows with nearly equal sums of `costs`; with fewer rows than parts the last ones are empty."""
+    if len(costs) > num_parts:
+        return partition_by_cost(costs, num_parts, equal_size=False)
+    return [[row] for row in range(len(costs))] + [[] for _ in range(num_parts - len(costs))]
+
+
 def unit_ids(batch: DataProto, unit: str) -> list[int]:
     """A number for each row, equal for the rows of a unit: rows with the same value in the column `unit`; "row": each row
     is its own. Raises DataError when there is no such column."""

@@ -16,7 +16,7 @@ import numpy as np
 from verl.data_proto.metrics import Metric, merge_metrics
 from verl.data_proto.padding import pad_dataproto_to_divisor
 from verl.data_proto.proto import DataProto
-from verl.parallel.balance import Rows, TokenCost, balanced_shares, contiguous_shares
+from verl.parallel.balance import Rows, TokenCost, balanced_shares, contiguous_shares, shares_by_cost
 from verl.parallel.mesh import Mesh
 from verl.parallel.register import Execute, Registered
 
@@ -190,6 +190,12 @@ def _nd_scatter(declared: Registered, group: GroupShape, args: tuple[Any, ...], 
     return _scattered(declared, group, batch, contiguous_shares(len(batch), group.mesh.dp_size), args, kwargs)
 
 
+def _nd_expected(declared: Registered, group: GroupShape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
+    batch = _first_batch(args)
+    shares = shares_by_cost(batch.batch["expected_tokens"].tolist(), group.mesh.dp_size)
+    return _scattered(declared, group, batch, shares, args, kwargs)
+
+
 def _nd_owner(declared: Registered, group: GroupShape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
     if not group.beside_rollout:
         return _nd_scatter(declared, group, args, kwargs)
@@ -292,6 +298,7 @@ def _join_batches(results: list[DataProto], shares: Sequence[Rows]) -> DataProto
 _ND: dict[str, Callable[[Registered, GroupShape, tuple[Any, ...], dict[str, Any]], CallPlan]] = {
     "ND_COMPUTE_PROTO": _nd_compute,
     "ND_SCATTER_PROTO": _nd_scatter,
+    "ND_EXPECTED_PROTO": _nd_expected,
     "ND_OWNER_PROTO": _nd_owner,
     "ND_MINI_BATCHES": _nd_mini_batches,
 }

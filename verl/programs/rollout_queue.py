@@ -183,13 +183,15 @@ class RolloutQueue:
         chosen = batch.unfinished(self.limit)
         if len(chosen) == 0:
             return False
+        lengths = response_lengths(batch.wait().batch).numpy()
+        most = min(max_new_tokens, self.limit - int(lengths[chosen].min()))
+        expected = expected_tokens(lengths[chosen], np.delete(lengths, chosen), most)
         rows = self._joined(batch).select_idxs(chosen)
-        done = int(response_lengths(rows.batch).min())
+        rows.batch["expected_tokens"] = torch.from_numpy(expected)
         batch.resumed, batch.pending_step = chosen, step
         batch.pending = self.rollout.resume_generation(
-            rows, step=batch.step, split=batch.split, max_new_tokens=min(max_new_tokens, self.limit - done),
-            limit=self.limit,
-        )  # fmt: skip
+            rows, step=batch.step, split=batch.split, max_new_tokens=most, limit=self.limit
+        )
         return True
 
     def _joined(self, batch: Batch) -> DataProto:
@@ -259,6 +261,17 @@ class RolloutQueue:
         )
         columns["rollout_rank"] = torch.tensor([sample.segments[-1].rank for sample in samples])
         return DataProto.from_dict(columns, {**sample_names(found, samples[0].split), **episodes})
+
+
+def expected_tokens(lengths: np.ndarray, finished: np.ndarray, most: int) -> np.ndarray:
+    """`[sample]`, float32: tokens that unfinished responses of `lengths` will likely have yet in a part of `most` tokens.
+
+    The mean of what the `finished` responses of the batch that are longer had beyond that length; `most` where there are none.
+    """
+    beyond = finished[None, :] - lengths[:, None]  # [unfinished, finished]
+    longer = beyond > 0
+    total = np.where(longer, np.minimum(beyond, most), 0).sum(axis=1)
+    return np.where(longer.any(axis=1), total / np.maximum(longer.sum(axis=1), 1), most).astype(np.float32)
 
 
 def _trajectory(sample: OpenSample, prompt_ids: Sequence[int]) -> Trajectory:

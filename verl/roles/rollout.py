@@ -111,12 +111,12 @@ class RolloutWorker:
         made = self.engine.generate(requests, params, step=step, on_finish=on_finish) if requests else []
         return self._columns([trajectory(done) for done in made], split, limit)
 
-    @register(dispatch_mode=Dispatch.ND_SCATTER_PROTO, blocking=False)
+    @register(dispatch_mode=Dispatch.ND_EXPECTED_PROTO, blocking=False)
     def resume_generation(
         self, rows: DataProto, *, step: int, split: str = "train", max_new_tokens: int, limit: int
     ) -> DataProto:
-        """Continue unfinished samples (prompts' and rollout's columns of `generate`, called with this `step`) by up to
-        `max_new_tokens` under the current weights. Returns all their rollout columns."""
+        """Continue unfinished samples (prompts' and rollout's columns of `generate`, called with this `step`, and
+        `expected_tokens`) by up to `max_new_tokens` under the current weights. Returns all their rollout columns."""
         before = [
             trajectory_of(rows.batch, i, ordinal=ordinal, status="open", prompt_ids=_prompt(rows, i))
             for i, ordinal in enumerate(rows.batch["ordinal"].tolist())
