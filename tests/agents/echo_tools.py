@@ -67,5 +67,22 @@ class EveryTurn(ToolParser):
         return re.sub(r"\s+", " ", text), calls
 
 
+@ToolParser.register("hostile")
+class Hostile(ToolParser):
+    """Every turn of a random model is a call that goes wrong, each time in another way."""
+
+    calls = [
+        *(FunctionCall("break_things", f'{{"how": "{how}"}}') for how in ("hang", "exit", "raise", "long", "object")),
+        FunctionCall("break_things", "{'how'"),
+        FunctionCall("break_things", '{"why": 1}'),
+        FunctionCall("nothing", "{}"),
+    ]
+    count = 0
+
+    def parse(self, text, tools):
+        Hostile.count += 1
+        return text, [Hostile.calls[Hostile.count % len(self.calls)]]
+
+
 async def wait(seconds):
     await asyncio.sleep(seconds)

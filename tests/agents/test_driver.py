@@ -223,6 +223,18 @@ def test_an_episode_that_fails_costs_no_other(module, events, caplog, what, sent
     assert not failed.trajectory.to_row().response_mask.any()
 
 
+def test_a_log_names_some_of_many_failures(module, events, caplog):
+    async def raises(episode):
+        raise ValueError("no.")
+
+    driver = EpisodeDriver(engine_of(module), events, max_episodes=100, timeout_s=60.0, filler=258)
+    found = driver.run(tasks(3), raises, PARAMS, step=1)
+    lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert sum("is left out and gets the default score: raised ValueError: no." in line for line in lines) == 5
+    assert f"So are {len(found) - 5} more episodes" in lines[-1]
+    assert ".." not in "".join(lines)
+
+
 def test_an_agent_that_blocks_the_event_loop_is_named(module, events, monkeypatch):
     monkeypatch.setattr("verl.agents.driver.GRACE_S", 0.2)
 

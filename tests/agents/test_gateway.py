@@ -87,7 +87,7 @@ def test_a_conversation_continues_on_its_tokens(play):
     seen = []
 
     def agent(client, task):
-        messages = list(task["raw_prompt"])
+        messages = list(task["prompt"])
         for _ in range(3):
             reply = chat(client, messages, tools=SCHEMAS, logprobs=True)
             seen.append(reply)

@@ -98,6 +98,22 @@ def test_tools_in_the_sandbox(agent_run, caplog):
     assert any(r["result"]["text"].startswith("heard") for r in results)
 
 
+def test_hostile_tools_end_no_run(agent_run):
+    run = agent_run(
+        ENDS, f"{ROLLOUT}.multi_turn.tool_sandbox=True", f"{ROLLOUT}.multi_turn.tool_timeout_s=1",
+        f"{ROLLOUT}.multi_turn.format=hostile", f"{ROLLOUT}.multi_turn.max_assistant_turns=2",
+        "trainer.total_training_steps=1",
+    )  # fmt: skip
+    (row,) = run.training_rows()
+    assert row["rollout/num_failed_episodes"] == 0
+    assert row["training/rollout_probs_diff_max"] < 1e-5
+    said = "".join(str(r["result"]["error"]) for r in episodes(run, "tool"))
+    for words in (
+        "took longer than 1 s", "exit code 3", "it is broken", "Invalid JSON", "'how' is missing", "Unknown function 'nothing'"
+    ):  # fmt: skip
+        assert words in said
+
+
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [

@@ -22,6 +22,23 @@ def calls():
     pool.close()
 
 
+def test_a_call_that_waits_for_a_process_has_its_time():
+    """Behind one that hangs, with one process; the limit of both is the pool's."""
+    pool = SandboxedFunctions(RewardConfig(num_workers=1), timeout_s=2.0)
+    calls = ToolCalls(load_all_tools(None, str(TOOLS)), ToolSettings(timeout_s=2.0), pool=pool)
+
+    async def both():
+        wanted = [FunctionCall("break_things", '{"how": "hang"}'), FunctionCall("echo", '{"text": "a"}')]
+        return await asyncio.gather(*(calls.call(Episode(TASK, None), call) for call in wanted))
+
+    try:
+        hung, echoed = asyncio.run(both())
+    finally:
+        pool.close()
+    assert "took longer than 2 s" in hung.text
+    assert echoed.text == "heard a"
+
+
 @pytest.mark.parametrize(
     ("how", "text"),
     [

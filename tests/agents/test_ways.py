@@ -67,6 +67,17 @@ def test_a_game_that_breaks_is_left_out(agent_run, agent_task, tmp_path, caplog)
     assert "train/0/0 is left out and gets the default score: raised RuntimeError: the board is gone" in caplog.text
 
 
+def test_a_step_whose_episodes_all_fail_changes_nothing(agent_run, caplog):
+    run = agent_run(
+        ENDS, NO_TOOLS, f"{ROLLOUT}.agent.environment={HERE}:Retry", f"{ROLLOUT}.multi_turn.enable=False", ONE_STEP
+    )
+    (row,) = run.training_rows()
+    assert row["rollout/num_failed_episodes"] == 12
+    assert row["actor/pg_loss"] == 0
+    assert "not finite" not in caplog.text
+    assert "So are 7 more episodes of this step" in caplog.text
+
+
 @pytest.mark.slow
 def test_results_of_tools_outlive_a_kill(agent_run, tmp_path, monkeypatch):
     """A run that dies within a step calls no tool twice, and ends with the same samples and weights."""

@@ -54,7 +54,7 @@ def test_values_by_hand(batch):
 
 
 def test_times_of_episodes(batch):
-    times = [{"generate_sequences": 1.0, "tool_calls": 4.0}, {"generate_sequences": 3.0}, {}]
+    times = [{"generate_sequences": 1.0, "tool_calls": 4.0}, {"generate_sequences": 3.0, "compute_score": 0.5}, {}]
     batch.non_tensor_batch["episode_times"] = object_array(times)
     found = data_metrics(batch, max_prompt_length=3, max_response_length=4)
     name = "timing_s/agent_loop"
@@ -64,6 +64,7 @@ def test_times_of_episodes(batch):
         pytest.approx(4 / 3),
     ]
     assert [found[f"{name}/tool_calls/{kind}"] for kind in ("min", "max", "mean")] == [0, 4, pytest.approx(4 / 3)]
+    assert found[f"{name}/compute_score/max"] == 0.5
     slowest = ("generate_sequences", "tool_calls", "prompt_length", "response_length")
     assert [found[f"{name}/slowest/{kind}"] for kind in slowest] == [1, 4, 1, 2]
 

@@ -23,6 +23,7 @@ def said(steps, samples_per_prompt=4):
         ({}, 4, "All samples of a prompt score the same"),
         ({}, 1, "set actor_rollout_ref.rollout.n to 4 or more"),
         ({"response_length/clip_ratio": 0.95}, 4, "95% of the responses are cut at data.max_response_length=16"),
+        ({"rollout/num_failed_episodes": 7}, 4, "7 episodes of the last step have failed"),
         ({"reward/num_defaulted": 12}, 4, "The reward function has failed for 12 samples"),
     ],
 )

@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 GATHER_S = 0.05  # longest wait for the first turns of all episodes, which then share their prompts
 POLL_S = 0.002  # while another episode may ask for its next turn
 CLOSE_TIMEOUT_S = 5.0
+MAX_NAMED = 5  # failed episodes of one run that the log names; the journal has all
 MAX_TAKES = 3  # of an episode whose agent is killed from outside
 GRACE_S = 60.0  # beyond an episode's own time limit, before the event loop is taken for stuck
 
@@ -136,7 +137,10 @@ class EpisodeDriver:
         session = _Session(self, generation, tasks, run_episode)
         work = self.events.start(session.run_all())
         try:
-            return session.drive(on_finish)
+            results = session.drive(on_finish)
+            if (more := session.num_failed - MAX_NAMED) > 0:
+                log.warning("So are %d more episodes of this step; episodes/ of the run folder has the reasons.", more)
+            return results
         finally:
             work.cancel()
             self.stats = {**generation.close(), **session.times()}
@@ -153,6 +157,7 @@ class _Session:
         self.waiting: dict[SampleKey, _Asked] = {}
         self.live: dict[int, Episode] = {}
         self.busy_s = self.idle_s = 0.0
+        self.num_failed = 0
 
     # -- on the event loop
 
@@ -208,7 +213,9 @@ class _Session:
         if episode.is_paused:  # whatever its agent made of its end
             result = EpisodeResult(task, episode.so_far())
         elif why is not None:
-            log.warning("Episode %s is left out and gets the default score: %s.", task.name, why)
+            self.num_failed += 1
+            level = logging.WARNING if self.num_failed <= MAX_NAMED else logging.DEBUG
+            log.log(level, "Episode %s is left out and gets the default score: %s.", task.name, why.removesuffix("."))
             result = failed(task, why, self.driver.filler, self.driver.engine.weight_version)
         self.inbox.put(_Ended(index, episode, result))
 

@@ -125,20 +125,25 @@ class ToolCalls:
             return _failed(name, f"Error executing tool '{name}': the argument {missing[0]!r} is missing")
         try:
             work = self._execute(episode, tool, arguments, kwargs, agent_data)
-            response, reward, metrics = await asyncio.wait_for(work, self.settings.timeout_s)
+            # the pool has the limit of a call itself: here it would count the time that the call waits for a process
+            limit_s = self.settings.timeout_s if self._pool_of(tool) is None else None
+            response, reward, metrics = await asyncio.wait_for(work, limit_s)
         except asyncio.TimeoutError:
             return _failed(name, f"Error executing tool '{name}': it took longer than {self.settings.timeout_s:g} s")
         except (Exception, SystemExit) as error:  # noqa: BLE001 - tools are code of the user's, which may raise anything
             return _failed(name, f"Error executing tool '{name}': {clean(error, 300) or type(error).__name__}")
         return ToolResult(name, response.text or "", reward, _plain(metrics))
 
+    def _pool_of(self, tool: BaseTool) -> FunctionPool | None:
+        return self.pool if isinstance(tool, FunctionTool) and tool.path is not None else None
+
     async def _execute(
         self, episode: Episode, tool: BaseTool, arguments: dict[str, Any], kwargs: dict[str, Any], agent_data: Any
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
         if isinstance(tool, FunctionTool):
             tool.signature.bind(**arguments)  # TypeError names what does not fit
-            if self.pool is not None and tool.path is not None:
-                done = await asyncio.wrap_future(self.pool.submit(tool.path, tool.name, arguments))
+            if (pool := self._pool_of(tool)) is not None:
+                done = await asyncio.wrap_future(pool.submit(str(tool.path), tool.name, arguments))
                 if "error" in done:
                     raise RuntimeError(done["error"])
                 return ToolResponse(text=done["text"]), done["reward"], done["metrics"]

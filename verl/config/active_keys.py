@@ -70,13 +70,10 @@ def runs_agents(root: Any) -> bool:
 
 
 def brings_reward(root: Any) -> bool:
-    """Whether episodes are games of an environment, which reward themselves, and no reward function is given."""
-    agent = root.actor_rollout_ref.rollout.agent
-    return (
-        bool(agent.environment)
-        and agent.default_agent_loop == "environment_agent"
-        and not root.reward.custom_reward_function.path
-    )
+    """Whether episodes may bring their rewards (of an environment, a runner, a loop of the user's), and no reward function is
+    given."""
+    loop = root.actor_rollout_ref.rollout.agent.default_agent_loop
+    return loop not in ("single_turn_agent", "tool_agent") and not root.reward.custom_reward_function.path
 
 
 def _starts_engine(root: Any) -> bool:

@@ -65,11 +65,11 @@ def count_metrics(batch: DataProto, name: str, column: str) -> dict[str, float]:
 
 
 def _episode_times(batch: DataProto, prompts: torch.Tensor, responses: torch.Tensor) -> dict[str, float]:
-    """Seconds that episodes waited for the policy and for tools, and the episode that took longest."""
+    """Seconds that episodes waited for the policy and for tools and scored themselves, and the episode that took longest."""
     times = batch.non_tensor_batch.get("episode_times")
     if times is None:
         return {}
-    parts = ("generate_sequences", "tool_calls")
+    parts = ("generate_sequences", "tool_calls", "compute_score")
     seconds = np.array([[float(own.get(part, 0.0)) for part in parts] for own in times])
     found: dict[str, float] = {}
     slowest = int(seconds.sum(axis=1).argmax())

@@ -227,6 +227,8 @@ class SignalWatch:
             return (
                 f"The reward function has failed for {failed:.0f} samples, which got reward.default_score: see the log."
             )
+        if failed := metrics.get("rollout/num_failed_episodes", 0.0):
+            return f"{failed:.0f} episodes of the last step have failed: see the log, and episodes/ of the run folder."
         if self.samples_per_prompt == 1:
             return "A sample that is compared with itself has none: set actor_rollout_ref.rollout.n to 4 or more."
         cut = metrics.get("response_length/clip_ratio", 0.0)

@@ -2,9 +2,10 @@
 
     async def run(task: dict, base_url: str, api_key: str) -> float | dict | None
 
-`task` is the row. A number is the reward, of a dict its entry "reward"; without one the reward that was posted holds, and
-without that the reward function scores the longest conversation. A command gets OPENAI_BASE_URL, OPENAI_API_KEY, OPENAI_MODEL
-and VERL_TASK (the row as JSON) in its environment; {prompt} in it becomes the row's last message.
+`task` is the row; `prompt` and `raw_prompt` are its messages. A number is the reward, of a dict its entry "reward"; without
+one the reward that was posted holds, and without that the reward function scores the longest conversation. A command gets
+OPENAI_BASE_URL, OPENAI_API_KEY, OPENAI_MODEL and VERL_TASK (the row as JSON) in its environment; {prompt} in it becomes the
+row's last message.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ class EndpointAgentLoop(AgentLoopBase):
         parser = ToolParser.get_tool_parser(self.rollout_config.multi_turn.format, self.tokenizer)
         first = canonical([dict(message) for message in kwargs["raw_prompt"]], [])
         session = Session(secrets.token_urlsafe(16), episode, self.continuity, parser, self.stop_token_ids, first)
-        task = plain({name: value for name, value in kwargs.items() if name != "agent_name"})
+        row = {name: value for name, value in kwargs.items() if name != "agent_name"}
+        task = plain({"prompt": row["raw_prompt"], **row})
         self.gateway.sessions.add(session)
         try:
             if isinstance(self.runner, list):

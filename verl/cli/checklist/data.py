@@ -74,7 +74,7 @@ def check_reward(subject: Subject) -> Iterator[Line]:
         yield skip("reference answers are not scored: that needs the reward model")
         return
     if brings_reward(subject.config):
-        yield skip("reference answers are not scored: the environment gives the rewards")
+        yield skip("reference answers are not scored: episodes bring their rewards")
         return
     if subject.data is None or not subject.data.ok:
         yield skip("not run without usable rows")

@@ -21,8 +21,8 @@ def aggregate(mode: str, scale: float, totals: BatchTotals) -> Aggregate:
             matrix,
             mask,
             mode_override or mode,
-            batch_num_tokens=totals.num_tokens,
-            global_batch_size=totals.num_sequences,
+            batch_num_tokens=max(1, totals.num_tokens),  # where no token trains the loss is 0, not NaN
+            global_batch_size=max(1, totals.num_sequences),
             loss_scale_factor=scale,
         )
 
