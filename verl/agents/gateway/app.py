@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import ipaddress
 import json
 import logging
 import math
@@ -98,15 +99,18 @@ class Gateway:
 
 
 def reachable(host: str) -> str:
-    """An address by which other machines reach a socket bound to `host`: for all addresses, that of this machine."""
-    if host not in ("0.0.0.0", "::", ""):
+    """The address by which a socket bound to `host` is reached: for all addresses, that of this machine."""
+    try:
+        bound = ipaddress.ip_address(host)
+    except ValueError:  # a name
         return host
-    kind = socket.AF_INET6 if host == "::" else socket.AF_INET
+    if not bound.is_unspecified:
+        return host
+    kind, elsewhere = (socket.AF_INET6, "2001:db8::1") if bound.version == 6 else (socket.AF_INET, "192.0.2.1")
     with socket.socket(kind, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
-        # no packet is sent: the kernel looks up the way to another network, a documentation address
-        probe.connect(("2001:db8::1" if host == "::" else "192.0.2.1", 9))
+        probe.connect((elsewhere, 9))  # sends nothing: the kernel looks up the way to an address of documentation
         return str(probe.getsockname()[0])
-    return "::1" if host == "::" else "127.0.0.1"
+    return "::1" if bound.version == 6 else "127.0.0.1"
 
 
 def _bound(host: str, port: int) -> socket.socket:
