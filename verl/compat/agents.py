@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from verl.errors import ConfigError
+from verl.tools.tool_registry import load_class
 
 
 class _NoManager:
@@ -31,3 +32,13 @@ async def get_trajectory_info(step: int, index: list[Any], validate: bool) -> li
         seen[value] = seen.get(value, -1) + 1
         found.append({"step": step, "sample_index": value, "rollout_n": seen[value], "validate": validate})
     return found
+
+
+def get_tool_class(cls_name: str) -> type[Any]:
+    """The class `package.module.Class`. Raises ConfigError."""
+    return load_class(cls_name, "get_tool_class")  # type: ignore[no-any-return]
+
+
+def get_interaction_class(cls_name: str) -> type[Any]:
+    """The class `package.module.Class`. Raises ConfigError."""
+    return load_class(cls_name, "get_interaction_class")  # type: ignore[no-any-return]

@@ -37,6 +37,7 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
     "verl.interactions.gsm8k_interaction": {"verl.agents.gsm8k": "Gsm8kInteraction"},
     "verl.interactions.utils.interaction_registry": {
         "verl.agents.interactions": "initialize_interactions_from_config=load_interactions",
+        "verl.compat.agents": "get_interaction_class",
     },
     "verl.model_merger": {"verl.compat.commands": "main=model_merger"},
     "verl.single_controller.base": {
@@ -57,7 +58,10 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
     },
     "verl.tools.gsm8k_tool": {"verl.agents.gsm8k": "Gsm8kTool"},
     "verl.tools.search_tool": {"verl.agents.search": "SearchTool"},
-    "verl.tools.utils.tool_registry": {"verl.tools.tool_registry": "initialize_tools_from_config load_all_tools"},
+    "verl.tools.utils.tool_registry": {
+        "verl.compat.agents": "get_tool_class",
+        "verl.tools.tool_registry": "initialize_tools_from_config load_all_tools",
+    },
     "verl.trainer": {
         "verl.compat.runner": "RLRunner",
         "verl.compat.trainer": "PPOTrainer RLTrainer",

@@ -102,6 +102,46 @@ class OpenAIFunctionToolSchema(Record):
 
 
 @dataclass
+class OpenAIFunctionParsedSchema(Record):
+    """A call whose arguments are JSON text."""
+
+    name: str
+    arguments: str
+
+
+@dataclass
+class OpenAIFunctionCallSchema(Record):
+    """A call whose arguments are an object."""
+
+    name: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def from_openai_function_parsed_schema(
+        parsed_schema: OpenAIFunctionParsedSchema,
+    ) -> tuple[OpenAIFunctionCallSchema, bool]:
+        """(the call, whether its text was no JSON object: then it has no arguments)."""
+        try:
+            found = FunctionCall(parsed_schema.name, parsed_schema.arguments).parsed()
+        except (ValueError, RecursionError):
+            return OpenAIFunctionCallSchema(parsed_schema.name), True
+        return OpenAIFunctionCallSchema(parsed_schema.name, found), False
+
+
+@dataclass
+class OpenAIFunctionToolCall(Record):
+    """A call in a message of OpenAI's."""
+
+    id: str
+    type: str = "function"
+    function: OpenAIFunctionCallSchema = field(default_factory=lambda: OpenAIFunctionCallSchema(""))
+
+    def __post_init__(self) -> None:
+        if isinstance(self.function, dict):
+            self.function = OpenAIFunctionCallSchema.model_validate(self.function)
+
+
+@dataclass
 class FunctionCall(Record):
     """A call as the model wrote it. `arguments` is JSON text, which may be wrong; `id` is that of formats which have one."""
 

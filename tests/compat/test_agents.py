@@ -1,0 +1,46 @@
+"""Names of the existing verl's agents that no other test imports."""
+
+import asyncio
+
+import pytest
+
+from verl.compat.agents import get_interaction_class, get_tool_class
+from verl.errors import ConfigError
+from verl.experimental.agent_loop import AgentLoopManager, AgentLoopWorker
+from verl.experimental.agent_loop.agent_loop import get_trajectory_info
+from verl.interactions.gsm8k_interaction import Gsm8kInteraction
+from verl.tools.gsm8k_tool import Gsm8kTool
+from verl.tools.schemas import OpenAIFunctionCallSchema, OpenAIFunctionParsedSchema, OpenAIFunctionToolCall
+
+
+@pytest.mark.parametrize("base", [AgentLoopManager, AgentLoopWorker])
+def test_managers_of_users_are_refused_with_the_way_that_there_is(base):
+    class Mine(base):
+        pass
+
+    with pytest.raises(ConfigError, match=r"Mine is not used in this version.*agent_loop_config_path"):
+        Mine(None, worker_group=None)
+
+
+def test_trajectories_are_numbered_within_their_prompt():
+    found = asyncio.run(get_trajectory_info(3, [7, 7, 8], validate=False))
+    assert [(row["sample_index"], row["rollout_n"]) for row in found] == [(7, 0), (7, 1), (8, 0)]
+    assert {(row["step"], row["validate"]) for row in found} == {(3, False)}
+
+
+def test_calls_of_openai_are_read():
+    def read(arguments):
+        return OpenAIFunctionCallSchema.from_openai_function_parsed_schema(OpenAIFunctionParsedSchema("f", arguments))
+
+    assert read('{"a": 1}') == (OpenAIFunctionCallSchema("f", {"a": 1}), False)
+    assert read("{oops") == read("[1]") == (OpenAIFunctionCallSchema("f", {}), True)
+    call = OpenAIFunctionToolCall.model_validate({"id": "x", "function": {"name": "f", "arguments": {"a": 1}}})
+    assert call.function.arguments == {"a": 1}
+    assert call.model_dump()["type"] == "function"
+
+
+def test_classes_are_found_by_name():
+    assert get_tool_class("verl.tools.gsm8k_tool.Gsm8kTool") is Gsm8kTool
+    assert get_interaction_class("verl.interactions.gsm8k_interaction.Gsm8kInteraction") is Gsm8kInteraction
+    with pytest.raises(ConfigError, match="Gsm8kTol"):
+        get_tool_class("verl.tools.gsm8k_tool.Gsm8kTol")
