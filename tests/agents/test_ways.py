@@ -78,6 +78,16 @@ def test_a_step_whose_episodes_all_fail_changes_nothing(agent_run, caplog):
     assert "So are 7 more episodes of this step" in caplog.text
 
 
+def test_a_run_that_starts_over_calls_its_tools(agent_run):
+    """Although its first step samples the same tokens; what a step that is taken again finds is of its own run."""
+    first = agent_run(ENDS, ONE_STEP)
+    again = agent_run(ENDS, ONE_STEP, "trainer.resume_mode=disable")
+    (row,) = again.training_rows()
+    assert row["rollout/num_tool_calls"] == len(episodes(again, "tool")) > 0
+    assert row["rollout/num_replayed_tool_calls"] == 0
+    assert list(first.folder.glob("superseded_*/episodes/*"))
+
+
 @pytest.mark.slow
 def test_results_of_tools_outlive_a_kill(agent_run, tmp_path, monkeypatch):
     """A run that dies within a step calls no tool twice, and ends with the same samples and weights."""

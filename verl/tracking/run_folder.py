@@ -3,7 +3,7 @@
 config.yaml  metrics.jsonl  samples/{train,val}/step_000012.jsonl  spans.jsonl  timeline.jsonl  logs/  summary.json
 tokens.jsonl (their texts)  curves.json (metrics worth a curve)  learning_curve.png  global_step_N/ (see verl.checkpoint)
 ledger.sqlite (every sample, see verl/tracking/ledger/reader.py)  guards.jsonl (rejected values)  heartbeat.json
-events.jsonl (crashes, written by the supervisor)  role_sizes.json (see verl scale)
+episodes/ (conversations of agents and results of their tools)  events.jsonl (crashes, written by the supervisor)  role_sizes.json (see verl scale)
 superseded_*/ (records of earlier runs that were started over)
 """
 
@@ -193,6 +193,7 @@ class RunFolder:
             self.curves,
             self.learning_curve,
             self.root / "config.yaml",
+            self.root / "episodes",  # else tools of a run that starts over would answer as they did in the earlier one
             *(self.root / f"{LEDGER}{part}" for part in ("-wal", "-shm", "")),
         )
         old = [path for path in records if path.exists()]
