@@ -67,6 +67,14 @@ class EveryTurn(ToolParser):
         return re.sub(r"\s+", " ", text), calls
 
 
+@ToolParser.register("answers")
+class Answers(ToolParser):
+    """Every turn of a random model asks whether 1 is the answer."""
+
+    def parse(self, text, tools):
+        return text, [FunctionCall("calc_gsm8k_reward", '{"answer": "1"}')]
+
+
 @ToolParser.register("hostile")
 class Hostile(ToolParser):
     """Every turn of a random model is a call that goes wrong, each time in another way."""

@@ -17,6 +17,13 @@ LOOPS = """
   _target_: tests.agents.loops_of_users.EchoTwice
   suffix: "!"
 """
+TOOL_CLASSES = """
+tools:
+  - class_name: verl.tools.gsm8k_tool.Gsm8kTool
+    config: {type: native}
+    tool_schema: {type: function, function: {name: calc_gsm8k_reward, description: Score an answer., parameters: {
+      type: object, properties: {answer: {type: string, description: the answer}}, required: [answer]}}}
+"""
 INTERACTIONS = """
 interaction:
   - name: judge
@@ -89,6 +96,41 @@ def test_a_user_answers(agent_run, agent_task, tmp_path):
     (row,) = run.training_rows()
     assert row["num_turns/max"] == 5  # two answers of the user and two turns of the model, and the prompt
     assert row["critic/score/max"] == pytest.approx(2 * 0.25 + 0.05)
+
+
+def test_rows_choose_agents_and_tools(agent_run, agent_task, tmp_path):
+    """agent_name, tools_kwargs and tool_selection of a row, with the GSM8K tool of a YAML file beside functions."""
+    rows = [json.loads(line) for line in (agent_task / "train.jsonl").read_text().splitlines()]
+    for number, row in enumerate(rows):
+        row["agent_name"] = ("tool_agent", "tool_agent", "single_turn_agent", "tool_agent")[number % 4]
+        truth = {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": str(number % 4)}}}
+        row["extra_info"] = {"need_tools_kwargs": True, "tools_kwargs": truth, "tool_selection": ["calc_gsm8k_reward"]}
+        if number % 4 == 3:
+            row["extra_info"]["tool_selection"] = ["echo"]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "tools.yaml").write_text(TOOL_CLASSES)
+    (tmp_path / "reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return sum(extra_info['rollout_reward_scores'].get('tool_rewards', [0.0])) + extra_info['num_turns']\n"
+    )
+    run = agent_run(
+        ENDS, f"data.train_files={tmp_path}/rows.jsonl", "data.shuffle=False", f"{ROLLOUT}.multi_turn.format=answers",
+        f"{ROLLOUT}.multi_turn.tool_config_path={tmp_path}/tools.yaml", f"{ROLLOUT}.multi_turn.max_assistant_turns=3",
+        f"reward.custom_reward_function.path={tmp_path}/reward.py", "trainer.total_training_steps=1",
+    )  # fmt: skip
+    told = {}
+    for record in episodes(run, "tool"):
+        told.setdefault(record["episode"].split("/")[1], []).append(record["result"])
+    assert set(told) == {"0", "1", "3"}  # the third prompt is of one turn
+    assert {(r["text"], r["reward"]) for r in told["0"]} == {("Current parsed answer='1' reward=0.0", -0.05)}
+    assert [r["reward"] for r in told["1"] if r["reward"] == 0.0] == [
+        0.0
+    ] * 3  # the first call of each episode is right
+    assert {r["error"] for r in told["3"]} == {"Unknown function 'calc_gsm8k_reward'. Available tools: [echo]"}
+    scores = {e["episode"]: e["extra"] for e in episodes(run)}
+    assert scores["train/0/0"]["rollout_reward_scores"] == {"tool_rewards": [-0.05, -0.05]}
+    (row,) = run.training_rows()
+    assert (row["num_turns/min"], row["num_turns/max"]) == (2, 6)
 
 
 def test_tools_in_the_sandbox(agent_run, caplog):

@@ -3,7 +3,8 @@
 config.yaml  metrics.jsonl  samples/{train,val}/step_000012.jsonl  spans.jsonl  timeline.jsonl  logs/  summary.json
 tokens.jsonl (their texts)  curves.json (metrics worth a curve)  learning_curve.png  global_step_N/ (see verl.checkpoint)
 ledger.sqlite (every sample, see verl/tracking/ledger/reader.py)  guards.jsonl (rejected values)  heartbeat.json
-episodes/ (conversations of agents and results of their tools)  events.jsonl (crashes, written by the supervisor)  role_sizes.json (see verl scale)
+episodes/ (conversations of agents, results of their tools)
+events.jsonl (crashes, written by the supervisor)  role_sizes.json (see verl scale)
 superseded_*/ (records of earlier runs that were started over)
 """
 
