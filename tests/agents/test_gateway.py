@@ -175,6 +175,41 @@ def test_every_format_gives_the_same_turn(play):
     assert seen["events"][-1] == "event: message_stop"
 
 
+@pytest.mark.parametrize("kind", ["messages", "responses"])
+def test_a_conversation_in_another_format_continues_on_its_tokens(play, kind):
+    """Calls come back as objects; malformed ones among them."""
+    tool, malformed = SCHEMAS[0]["function"], []
+
+    def anthropic(client, said):
+        tools = [{"name": "echo", "input_schema": tool["parameters"]}]
+        body = {"messages": said, "max_tokens": 500, "tools": tools}
+        content = client.post("/messages", json=body).raise_for_status().json()["content"]
+        calls = [block for block in content if block["type"] == "tool_use"]
+        malformed.extend(call for call in calls if call["input"] == {"arguments": "{oops"})
+        results = [{"type": "tool_result", "tool_use_id": call["id"], "content": "5"} for call in calls]
+        answer = {"role": "user", "content": results or [{"type": "text", "text": "And?"}]}
+        return [*said, {"role": "assistant", "content": content}, answer]
+
+    def responses(client, said):
+        body = {"input": said, "tools": [{"type": "function", **tool}]}
+        output = client.post("/responses", json=body).raise_for_status().json()["output"]
+        calls = [item for item in output if item["type"] == "function_call"]
+        malformed.extend(call for call in calls if call["arguments"] == "{oops")
+        results = [{"type": "function_call_output", "call_id": call["call_id"], "output": "5"} for call in calls]
+        return [*said, *output, *(results or [{"role": "user", "content": "And?"}])]
+
+    def agent(client, task):
+        said = list(task["prompt"])
+        for _ in range(3):
+            said = (anthropic if kind == "messages" else responses)(client, said)
+        return 1.0
+
+    found, engine = play(agent, 8)
+    assert [(result.error, result.extra["num_branches"]) for result in found] == [(None, 1)] * 8
+    assert sum(len(turns) for turns in engine.sampled.values()) == 24
+    assert malformed
+
+
 @pytest.mark.parametrize(
     ("body", "sentence"),
     [

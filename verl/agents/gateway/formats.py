@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl.agents.gateway.sessions import ModelTurn, RequestError, as_message_call
+from verl.agents.gateway.sessions import ModelTurn, RequestError, arguments_of, as_message_call
 
 MODEL = "policy"
 
@@ -312,11 +312,7 @@ def anthropic_response(answer: ModelTurn, body: Mapping[str, Any]) -> dict[str, 
     """Its answer."""
     content: list[dict[str, Any]] = [{"type": "text", "text": answer.text}] if answer.text or not answer.calls else []
     for call in answer.calls:
-        try:
-            given = json.loads(call.arguments or "{}")
-        except ValueError:
-            given = {"arguments": call.arguments}
-        content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": given})
+        content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": arguments_of(call.arguments)})
     reason = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}[answer.finish_reason]
     return {
         "id": _id("msg"),

@@ -117,20 +117,21 @@ def canonical(messages: Messages, tools: Sequence[dict[str, Any]]) -> str:
     found = []
     for message in messages:
         calls = [
-            [call["function"]["name"], _canonical_json(call["function"].get("arguments"))]
+            [call["function"]["name"], arguments_of(call["function"].get("arguments"))]
             for call in message.get("tool_calls") or []
         ]
         found.append([message["role"], str(message.get("content") or "").strip(), calls])
     return json.dumps([found, [tool["function"]["name"] for tool in tools]], sort_keys=True)
 
 
-def _canonical_json(arguments: Any) -> Any:
-    if isinstance(arguments, str):
-        try:
-            return json.loads(arguments)
-        except ValueError:
-            return arguments
-    return arguments
+def arguments_of(written: Any) -> Any:
+    """The arguments of a call: what its JSON holds; {"arguments": text} for a text that is none."""
+    if not isinstance(written, str):
+        return written
+    try:
+        return json.loads(written.strip() or "{}")
+    except (ValueError, RecursionError):
+        return {"arguments": written}
 
 
 def as_message_call(call: FunctionCall) -> dict[str, Any]:
@@ -144,7 +145,7 @@ def _for_template(messages: Messages) -> Messages:
     for message in messages:
         if message.get("tool_calls"):
             calls = [
-                {**c, "function": {**c["function"], "arguments": _canonical_json(c["function"].get("arguments"))}}
+                {**c, "function": {**c["function"], "arguments": arguments_of(c["function"].get("arguments"))}}
                 for c in message["tool_calls"]
             ]
             message = {**message, "tool_calls": calls}
