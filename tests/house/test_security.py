@@ -15,7 +15,7 @@ LISTENERS: dict[tuple[str, str], str] = {
     ("verl/parallel/collectives.py", "probe.bind"): "asks whether a port is free and closes it at once",
     ("verl/parallel/collectives.py", "socket.create_server"): "for ranks that meet at loopback, and only there",
     ("verl/agents/gateway/app.py", "made.bind"): "at loopback unless the user gives an address, with a random token",
-    ("verl/agents/gateway/door.py", "listening.bind"): "at the loopback of a sandbox, which no other process has",
+    ("verl/agents/gateway/loopback.py", "listening.bind"): "at the loopback of a sandbox, which no other process has",
     ("verl/parallel/collectives.py", "dist.TCPStore"): "listens to other machines only where the ranks are on several",
 }
 LOOPBACK = ("127.0.0.1", "::1", "localhost")

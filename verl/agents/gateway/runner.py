@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from verl.agents.episode import CURRENT, AgentKilled, Branch, Episode, EpisodeError
-from verl.agents.gateway import door
+from verl.agents.gateway import loopback
 from verl.agents.gateway.formats import MODEL
 from verl.agents.gateway.sessions import Session, canonical
 from verl.agents.loops import AgentLoopBase, AgentLoopOutput, register_agent_loop
@@ -110,11 +110,11 @@ class EndpointAgentLoop(AgentLoopBase):
         env |= {"OPENAI_API_KEY": self.gateway.sessions.token, "OPENAI_MODEL": MODEL, "VERL_TASK": json.dumps(task)}
         if self.limits.network:
             return await on_thread(self._run, words, {**env, "OPENAI_BASE_URL": self.gateway.base_url(session)})
-        env["OPENAI_BASE_URL"] = self.gateway.base_url(session, door.LOOPBACK)
+        env["OPENAI_BASE_URL"] = self.gateway.base_url(session, loopback.ADDRESS)
         ours, theirs = socket.socketpair()
         with ours:
             running = asyncio.ensure_future(on_thread(self._run, words, env, theirs))
-            found = await on_thread(door.received, ours, self.rollout_config.agent.episode_timeout_s)
+            found = await on_thread(loopback.received, ours, self.rollout_config.agent.episode_timeout_s)
         if found is None:
             return await running
         async with self.gateway.serving(found):
@@ -124,7 +124,7 @@ class EndpointAgentLoop(AgentLoopBase):
         limit_s = self.rollout_config.agent.episode_timeout_s
         with tempfile.TemporaryFile() as output:
             fd = output.fileno() if way is None else way.fileno()
-            first = () if way is None else door.command(fd, self.gateway.port)
+            first = () if way is None else loopback.command(fd, self.gateway.port)
             try:
                 sandbox = Sandbox(
                     words, self.limits, fd=fd, output=output.fileno(), env=env, needed=[str(Path.cwd())], first=first

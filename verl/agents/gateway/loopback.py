@@ -1,6 +1,6 @@
-"""The door of a sandbox without a network: a listening socket on its own 127.0.0.1, which the run serves from outside.
+"""The loopback of a sandbox without a network: a listening socket on its 127.0.0.1, which the run serves from outside.
 
-    python -I -S door.py FD PORT COMMAND...     in the sandbox, before rights are dropped: hands the socket out, becomes COMMAND
+    python -I -S loopback.py FD PORT COMMAND...    in the sandbox, before rights are dropped: sends the socket, becomes COMMAND
 
 It imports the standard library alone, so that it starts in some milliseconds.
 """
@@ -13,13 +13,13 @@ import socket
 import struct
 import sys
 
-LOOPBACK = "127.0.0.1"
+ADDRESS = "127.0.0.1"
 _GET_FLAGS, _SET_FLAGS, _UP = 0x8913, 0x8914, 1  # SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP
 _REQUEST = "16sh14x"  # struct ifreq: name, flags
 
 
 def command(fd: int, port: int) -> tuple[str, ...]:
-    """The command that opens the door and sends it through the socket `fd`."""
+    """The command that makes the listening socket and sends it through the socket `fd`."""
     return (sys.executable, "-I", "-S", __file__, str(fd), str(port))
 
 
@@ -35,7 +35,7 @@ def main() -> None:
     fd, port, words = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
     listening = socket.socket()
     _bring_up(listening, b"lo")
-    listening.bind((LOOPBACK, port))
+    listening.bind((ADDRESS, port))
     listening.listen(128)
     with socket.socket(fileno=fd) as way:
         socket.send_fds(way, [b"."], [listening.fileno()])
