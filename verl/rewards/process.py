@@ -76,8 +76,9 @@ class WorkerProcess:
         try:
             env = _environment(self._folder, limits.network)
             needed = (self._folder, os.getcwd(), *setup["sys_path"], str(setup["function"]["path"]))
-            fds = {"fd": channel.fileno(), "output": self._prints.write_fd}
-            self.sandbox = Sandbox(command, limits, **fds, env=env, needed=needed)
+            self.sandbox = Sandbox(
+                command, limits, fd=channel.fileno(), output=self._prints.write_fd, env=env, needed=needed
+            )
         except OSError:
             self._release()
             raise
