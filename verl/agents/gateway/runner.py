@@ -11,6 +11,7 @@ row's last message.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import math
@@ -77,12 +78,13 @@ class EndpointAgentLoop(AgentLoopBase):
         session = Session(secrets.token_urlsafe(16), episode, self.continuity, parser, self.stop_token_ids, first)
         row = {name: value for name, value in kwargs.items() if name != "agent_name"}
         task = plain({"prompt": row["raw_prompt"], **row})
+        found: Any = None
         self.gateway.sessions.add(session)
         try:
             if isinstance(self.runner, list):
                 said = str(kwargs["raw_prompt"][-1].get("content") or "")
                 words = [word.replace(PROMPT, said) for word in self.runner]
-                found = await self._command(words, task, session)
+                await self._command(words, task, session)
             else:
                 found = await on_thread(self.runner, task, self.gateway.base_url(session), self.gateway.sessions.token)
         finally:
@@ -109,15 +111,14 @@ class EndpointAgentLoop(AgentLoopBase):
         env = {name: os.environ[name] for name in KEPT if name in os.environ}
         env |= {"OPENAI_API_KEY": self.gateway.sessions.token, "OPENAI_MODEL": MODEL, "VERL_TASK": json.dumps(task)}
         if self.limits.network:
-            return await on_thread(self._run, words, {**env, "OPENAI_BASE_URL": self.gateway.base_url(session)})
+            await on_thread(self._run, words, {**env, "OPENAI_BASE_URL": self.gateway.base_url(session)})
+            return
         env["OPENAI_BASE_URL"] = self.gateway.base_url(session, loopback.ADDRESS)
         ours, theirs = socket.socketpair()
         with ours:
             running = asyncio.ensure_future(on_thread(self._run, words, env, theirs))
-            found = await on_thread(loopback.received, ours, self.rollout_config.agent.episode_timeout_s)
-        if found is None:
-            return await running
-        async with self.gateway.serving(found):
+            listening = await on_thread(loopback.received, ours, self.rollout_config.agent.episode_timeout_s)
+        async with contextlib.nullcontext() if listening is None else self.gateway.serving(listening):
             await running
 
     def _run(self, words: list[str], env: dict[str, str], way: socket.socket | None = None) -> None:
