@@ -31,13 +31,14 @@ static const float HIDDEN[32] = {[16] = H, H, H, H, H, H, H, H, H, H, H, H, H, H
 #define WIDTH 8
 #include "_all_kernels.h"
 
-/* The kernels of instruction set `name`, or the fastest for NULL; NULL where the processor lacks them. */
+/* The kernels of instruction set `name`, or AVX2's for NULL; NULL where the processor lacks them. Those of AVX-512 have not run
+ * on such a processor yet, so they are for who asks. */
 const struct kernels *kernels_for(const char *name)
 {
     __builtin_cpu_init();
     int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     int avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
-    if (avx512 && (!name || !strncmp(name, "avx512", 6)))
+    if (avx512 && name && !strncmp(name, "avx512", 6))
         return &kernels_avx512;
     if (avx2 && (!name || !strcmp(name, "avx2")))
         return &kernels_avx2;

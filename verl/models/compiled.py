@@ -92,7 +92,7 @@ def _chosen() -> int | None:
 
 @functools.cache
 def _kernels(name: str | None) -> int | None:
-    """Address of the kernels of an instruction set, by default the fastest that this processor has."""
+    """Address of the kernels of an instruction set, by default of AVX2."""
     library = _library()
     return None if library is None else library.kernels_for(None if name is None else name.encode())
 
