@@ -69,6 +69,6 @@ def test_a_peer_s_python_is_not_led_into_ours(monkeypatch):
 
 def test_environments_lie_where_git_does_not_look():
     ignored = (peer_env.ROOT / ".gitignore").read_text().splitlines()
-    assert "/work/" in ignored
+    assert "/work" in ignored
     for name in peer_env.PEERS:
         assert peer_env.default_folder(name).is_relative_to(peer_env.ROOT / "work")
