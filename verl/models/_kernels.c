@@ -32,7 +32,7 @@ static const float HIDDEN[32] = {[16] = H, H, H, H, H, H, H, H, H, H, H, H, H, H
 #include "_all_kernels.h"
 
 /* The kernels of instruction set `name`, or AVX2's for NULL; NULL where the processor lacks them. Those of AVX-512 have not run
- * on such a processor yet, so they are for who asks. */
+ * on such a processor yet, so they must be asked for by name. */
 const struct kernels *kernels_for(const char *name)
 {
     __builtin_cpu_init();

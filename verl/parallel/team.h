@@ -16,7 +16,7 @@ struct team {
     atomic_int arrived, phase, next; /* next: of tasks that are handed out one by one */
 };
 
-/* One pool, used by one caller at a time. A thread may still be leaving the last barrier of a job when its caller has gone on,
+/* One pool, used by one caller at a time. A thread may still be leaving the last barrier of a job when its caller has returned,
    so the team outlives the job. */
 static struct {
     pthread_mutex_t use, lock;
@@ -27,8 +27,8 @@ static struct {
     int forks_seen;
 } pool = {.use = PTHREAD_MUTEX_INITIALIZER, .lock = PTHREAD_MUTEX_INITIALIZER, .work = PTHREAD_COND_INITIALIZER};
 
-/* A waiting thread spins for some microseconds, which a barrier between even shares of work takes, and then gives its core to
-   whoever can use it: perhaps the thread that it waits for. */
+/* A waiting thread spins for some microseconds, which a barrier between even shares of work takes, and then yields its core,
+   perhaps to the thread that it waits for. */
 static void wait_until(atomic_int *value, int other_than)
 {
     for (int i = 0; atomic_load_explicit(value, memory_order_acquire) == other_than; i++)
