@@ -278,6 +278,17 @@ def test_lost_metrics_are_said(tmp_path, caplog, lost):
     assert ("1 steps before step 4 have no row" in caplog.text) == bool(lost)
 
 
+def test_rows_of_another_file_are_no_metrics(tmp_path, caplog):
+    """Files that were exchanged: an event has a step too."""
+    with RunFolder(tmp_path) as folder:
+        fill(folder, range(1, 4))
+        folder.metrics.unlink()
+        append_rows(folder.metrics, [{"time": 5.0, "event": "restarted", "step": 3, "from": None}])
+        folder.truncate_after(3)
+        assert not list(read_metrics(folder.metrics))
+    assert "1 lines are wrong, and 1 steps before step 4 have no row" in caplog.text
+
+
 def test_a_full_disk_leaves_whole_rows(tmp_path, monkeypatch):
     write = os.write
 

@@ -15,7 +15,7 @@ from typing import Any
 from verl.foreign_text import clean
 from verl.page.follow import Follower
 from verl.tracking.bottleneck import Bottleneck, find_bottleneck
-from verl.tracking.files import OF_STEP, has, is_count, is_number, is_text
+from verl.tracking.files import has, is_count, is_metrics_row, is_number, is_text
 from verl.tracking.heartbeat import EVENTS, Beat, read_beat
 from verl.tracking.lock import holder_of
 from verl.tracking.progress import EVENT, last_complaints
@@ -61,7 +61,7 @@ class RunReader:
         self._start()
 
     def _start(self) -> None:
-        self._metrics_file = Follower(self.folder / "metrics.jsonl", OF_STEP)
+        self._metrics_file = Follower(self.folder / "metrics.jsonl", is_metrics_row)
         self._timeline_file = Follower(self.folder / "timeline.jsonl", TIMELINE_ROW)
         self._planned_file = Follower(self.folder / PLANNED, TIMELINE_ROW)
         self._spans_file = Follower(self.folder / "spans.jsonl", _SPAN)

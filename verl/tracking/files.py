@@ -137,7 +137,7 @@ def read_json_rows(path: Path, check: Check | None = None) -> Iterator[dict[str,
 
 def read_metrics(path: Path) -> Iterator[dict[str, float]]:
     """The rows of metrics.jsonl: step, time, and the metrics that are finite numbers."""
-    for row in read_json_rows(path, OF_STEP):
+    for row in read_json_rows(path, is_metrics_row):
         yield {name: value for name, value in row.items() if is_number(value)}
 
 
@@ -181,16 +181,22 @@ def has(**fields: Check) -> Check:
     return lambda value: isinstance(value, Mapping) and all(check(value.get(name)) for name, check in fields.items())
 
 
-OF_STEP = has(step=is_count)  # a row of metrics.jsonl, spans.jsonl, guards.jsonl
+def is_metrics_row(value: Any) -> bool:
+    """A row of metrics.jsonl: a step, and numbers alone, which tells it from rows of other files."""
+    return OF_STEP(value) and all(number is None or type(number) in (int, float) for number in value.values())
 
 
-def truncate_rows(path: Path, step: int, *, complete: bool = False) -> int:
+OF_STEP = has(step=is_count)  # a row of spans.jsonl, guards.jsonl
+
+
+def truncate_rows(path: Path, step: int, check: Check = OF_STEP, *, complete: bool = False) -> int:
     """Leave only the rows up to `step` in a file of `append_rows`, as they are, if there is one; returns the number of removed
-    rows. Damage is logged; a file is `complete` when every step from its first on must have a row."""
+    rows. Damage is logged, lines that fail `check` too; a file is `complete` when every step from its first on must have a
+    row."""
     if not path.exists() and not complete:
         return 0
     kept, steps, last, num_removed, num_damaged = bytearray(), set(), 0, 0, 0
-    for line, row in read_lines(path, OF_STEP):
+    for line, row in read_lines(path, check):
         if row is None:
             num_damaged += line.endswith(b"\n")  # a kill leaves a line without its end
             continue

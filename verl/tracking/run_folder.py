@@ -26,8 +26,8 @@ import yaml
 from verl.errors import CheckpointError, ConfigError, FolderLostError
 from verl.foreign_text import clean
 from verl.tracking.files import (
-    OF_STEP,
     each,
+    is_metrics_row,
     is_text,
     json_text,
     read_json,
@@ -151,7 +151,7 @@ class RunFolder:
         if step <= 0:
             return self._set_aside()
         is_own = (self.root / f"global_step_{step}").exists()  # its rows were written before it
-        removed = truncate_rows(self.metrics, step, complete=is_own or self.metrics.exists())
+        removed = truncate_rows(self.metrics, step, is_metrics_row, complete=is_own or self.metrics.exists())
         truncate_rows(self.spans, step)
         truncate_rows(self.timeline, step)
         files = [f for f in self.samples.glob("*/step_*.jsonl") if _step_of(f) > step]
@@ -183,7 +183,7 @@ class RunFolder:
 
     def _set_aside(self) -> int:
         """Move the records of an earlier run into a folder of their own; returns its number of metrics rows."""
-        num_rows = sum(row is not None for _, row in read_lines(self.metrics, OF_STEP))
+        num_rows = sum(row is not None for _, row in read_lines(self.metrics, is_metrics_row))
         records = (
             self.metrics,
             self.root / "spans.jsonl",
