@@ -65,13 +65,16 @@ def test_two_runs_are_equal(agent_run):
         assert [row[name] for name in names] == pytest.approx([other[name] for name in names], rel=1e-6)
 
 
-def test_a_loop_of_the_users(agent_run, tmp_path):
+def test_a_loop_of_the_users(agent_run, agent_task, tmp_path):
     (tmp_path / "loops.yaml").write_text(LOOPS)
     run = agent_run(
         ENDS,
         f"{ROLLOUT}.agent.agent_loop_config_path={tmp_path}/loops.yaml",
         f"{ROLLOUT}.agent.default_agent_loop=my_loop",
+        f"data.val_files={agent_task}/val.jsonl",
+        "trainer.val_before_train=True",
     )
+    assert [run.rows[0][f"val-aux/num_turns/{kind}"] for kind in ("min", "max", "mean")] == [4, 4, 4]
     for row in run.training_rows():
         assert row["num_turns/mean"] == 4
         assert row["critic/score/mean"] == pytest.approx(np.mean([0.5, 0.25, 0.125]))  # rewards of the loop, by sample
