@@ -31,14 +31,14 @@ static const float HIDDEN[32] = {[16] = H, H, H, H, H, H, H, H, H, H, H, H, H, H
 #define WIDTH 8
 #include "_all_kernels.h"
 
-/* The kernels of instruction set `name`, or AVX2's for NULL; NULL where the processor lacks them. Those of AVX-512 have not run
- * on such a processor yet, so they must be asked for by name. */
+/* The kernels of instruction set `name`; NULL where the processor lacks them. For NULL those of AVX-512 on AMD's processors
+ * (4% of a fine-tuning step faster than AVX2's, Zen 5), else AVX2's: on Intel's, AVX-512 has not been timed. */
 const struct kernels *kernels_for(const char *name)
 {
     __builtin_cpu_init();
     int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     int avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
-    if (avx512 && name && !strncmp(name, "avx512", 6))
+    if (avx512 && (name ? !strncmp(name, "avx512", 6) : __builtin_cpu_is("amd")))
         return &kernels_avx512;
     if (avx2 && (!name || !strcmp(name, "avx2")))
         return &kernels_avx2;
