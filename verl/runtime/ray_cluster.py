@@ -21,7 +21,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from verl.errors import ConfigError, DeadlineError, VerlError, WorkerLostError
 from verl.parallel.dispatch import CallPlan
 from verl.runtime import ray_node
-from verl.runtime.ray_process import Process, first_line, last_lines, open_answer
+from verl.runtime.ray_process import Packed, Process, first_line, last_lines, open_answer
 from verl.runtime.ray_request import Request, ask_for_token, is_short, passed_environment
 
 log = logging.getLogger(__name__)
@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 _ROOT_CAUSE_S = 3.0  # grace for naming the rank that died, once another rank has lost it
 _END_S = 5.0
 _STACK_S = 5.0  # for the stack of a process that is late
+_INLINE_BYTES = 64 * 1024  # below the 100 KB from which on Ray itself stores an argument
 _LOOK_S = 2.0  # between two looks at Ray's own processes
 # the keys with the deadline of a call, and of starting the processes
 CALL_LIMIT, START_LIMIT = "trainer.call_timeout_s", "trainer.ray_wait_register_center_timeout"
@@ -320,9 +321,11 @@ def own_address() -> str:
     return str(ray.util.get_node_ip_address())
 
 
-def store_value(value: Any) -> Any:
-    """A reference to `value` for several processes; it is stored once."""
-    return ray.put(value)
+def store_value(value: Packed) -> Any:
+    """What a call is given for `value`: a large one is stored once for several processes, a small one travels in the call,
+    which saves a request to Ray's object store on each side."""
+    small = len(value[0]) + sum(buffer.nbytes for buffer in value[1:]) <= _INLINE_BYTES
+    return value if small else ray.put(value)
 
 
 def remote_function(function: Callable[..., Any], **options: Any) -> Any:
