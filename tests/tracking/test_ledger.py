@@ -525,6 +525,19 @@ def test_a_changed_history_is_found(path):
         open_tracker(path, path.parent / "global_step_1", record)
 
 
+@pytest.mark.parametrize("ended", ["NULL", "-1", "0.5"])
+def test_what_trained_in_no_step_is_found(path, ended):
+    """Samples of a step after the checkpoint, which rewinding would not find."""
+    tracker, _ = open_tracker(path)
+    take_step(tracker, 1, [0, 1])
+    record = tracker.commit()
+    take_step(tracker, 2, [2, 3])
+    tracker.close()
+    change(path, f"UPDATE samples SET ended_step = {ended} WHERE ordinal = 2")
+    with pytest.raises(CheckpointError, match="does not agree"):
+        open_tracker(path, path.parent / "global_step_1", record)
+
+
 def test_open_samples_must_be_those_of_the_checkpoint(path):
     tracker, _ = open_tracker(path)
     issue(tracker, 1, [1], n=1)

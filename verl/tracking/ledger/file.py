@@ -261,7 +261,8 @@ def holds(path: Path, offset: Offset) -> bool:
             ).fetchall()  # fmt: skip
             digest, num_trained = chained_digest(digest, step, trained), num_trained + len(trained)
         (counted,) = db.execute(
-            "SELECT count(*) FROM samples WHERE fate = ? AND ended_step <= ?", (TRAINED, offset.step)
+            "SELECT count(*) FROM samples WHERE fate = ? AND (ended_step IS NULL OR ended_step <= ?)",
+            (TRAINED, offset.step),
         ).fetchone()
         return (digest, num_trained, counted) == (offset.digest, offset.num_trained, num_trained - base.num_trained)
 
