@@ -188,6 +188,15 @@ def use(root, *works):
             work(folder)
 
 
+def test_a_pipe_in_the_place_of_a_temporary_file_is_replaced(tmp_path):
+    os.mkfifo(tmp_path / f".f.{os.getpid()}.tmp")
+    write_atomically(tmp_path / "f", "text")
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("f", "text")]
+    (tmp_path / f".f.{os.getpid()}.tmp").mkdir()
+    with pytest.raises(OSError, match="directory"):
+        write_atomically(tmp_path / "f", "other")
+
+
 def test_errors_of_a_lost_folder_are_said_as_that(tmp_path):
     def remove(folder):
         shutil.rmtree(folder.root)

@@ -46,6 +46,7 @@ class LoadedConfig(Generic[R]):
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / "config.yaml"
         temporary = folder / f".config.yaml.{os.getpid()}"
+        temporary.unlink(missing_ok=True)  # opening a pipe would block
         temporary.write_text(self.to_yaml(), encoding="utf-8")
         temporary.replace(file)
         return file

@@ -25,7 +25,7 @@ from verl.run.schedule import Phases, scheduler_of
 from verl.run.state import RunState
 from verl.runtime.api import Runtime, open_runtime
 from verl.tracking.console import Console
-from verl.tracking.files import read_metrics
+from verl.tracking.files import read_metrics, write_atomically
 from verl.tracking.plot import draw_learning_curve
 from verl.tracking.run_folder import RunFolder
 from verl.tracking.spans import Spans
@@ -122,7 +122,7 @@ def evaluate(loaded: LoadedConfig, program: str = "ppo") -> int:
         if not runtime.is_rank_zero:
             return 0
         tracker.log(metrics, 0)
-        (folder.root / "eval.json").write_text(json.dumps(metrics, indent=2, sort_keys=True))
+        write_atomically(folder.root / "eval.json", json.dumps(metrics, indent=2, sort_keys=True))
         console.validation(None, metrics)
         log.info("All metrics are in %s, the samples are in %s.", folder.root / "eval.json", folder.samples)
     return 0

@@ -229,15 +229,18 @@ def replacing(path: Path, text: str) -> Iterator[None]:
     file: another folder that has taken the place of the parent meanwhile gets none, and OSError is raised."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with _naming(path), temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+        with _naming(path):
+            temporary.unlink(missing_ok=True)  # opening a pipe would block
+            with temporary.open("x", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
         yield
         with _naming(path):
             os.replace(temporary, path)
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(IsADirectoryError):
+            temporary.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -57,6 +57,7 @@ def _draw(rows: Rows, curves: Sequence[tuple[str, Mapping[str, str]]], path: Pat
     for column, (heading, metrics) in enumerate(small):
         _draw_small(figure.add_subplot(grid[1, column]), rows, heading, metrics, first_color=column)
     temporary = path.with_name(f".{path.name}.tmp")
+    temporary.unlink(missing_ok=True)  # opening a pipe would block
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from")  # a run folder may have any name
         figure.savefig(temporary, format="png")
