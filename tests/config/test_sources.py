@@ -135,11 +135,13 @@ def test_interpolation(monkeypatch):
         "data.max_response_length=${data.max_prompt_length}",
         "data.max_prompt_length=64",
         f"{ROLLOUT}.max_num_seqs=${{oc.select:no.such.key,12}}",
+        "ray_kwargs.ray_init=${oc.create:{num_gpus: 0}}",
     ).config
     assert config.trainer.experiment_name == "night"
     assert config.trainer.default_local_dir == "checkpoints/verl_examples/night"
     assert config.actor_rollout_ref.rollout.response_length == 64
     assert config.actor_rollout_ref.rollout.max_num_seqs == 12
+    assert config.ray_kwargs.ray_init == {**load("ray_kwargs.ray_init={num_gpus: 0}").config.ray_kwargs.ray_init}
 
 
 def test_interpolation_that_leads_nowhere():

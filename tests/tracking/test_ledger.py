@@ -538,6 +538,16 @@ def test_what_trained_in_no_step_is_found(path, ended):
         open_tracker(path, path.parent / "global_step_1", record)
 
 
+def test_a_link_in_the_place_of_a_ledger_is_refused(path):
+    tracker, _ = open_tracker(path)
+    take_step(tracker, 1, [0, 1])
+    record = tracker.commit()
+    tracker.close()
+    path.symlink_to(path.rename(path.with_name("other")))
+    with pytest.raises(CheckpointError, match="is a link to .*other, which the run would change"):
+        open_tracker(path, path.parent / "global_step_1", record)
+
+
 def test_open_samples_must_be_those_of_the_checkpoint(path):
     tracker, _ = open_tracker(path)
     issue(tracker, 1, [1], n=1)

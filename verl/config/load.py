@@ -235,7 +235,7 @@ def _select(tree: Any, leaf: Leaf, value: Any) -> Any:
         raise Misfit(f"stands for {quoted(found)}, which {problem}")
     if unusable_text(converted) is not None:
         raise Misfit(f"stands for a text with a NUL or half a character: {quoted(found)}.")
-    return converted
+    return merge(leaf.default, converted) if leaf.free else converted
 
 
 def _nested(values: dict[str, Any]) -> dict[str, Any]:
