@@ -93,18 +93,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     report = Report("The whole loop", facts=_facts(arguments))
     with tempfile.TemporaryDirectory(prefix="verl-loop-") as scratch:
         folder = Path(scratch)
-        even = [[PROMPT_TOKENS] * PROMPTS for _ in range(arguments.steps)]
+        even = [[PROMPT_TOKENS] * arguments.samples for _ in range(arguments.steps)]
         common = overrides(_make_model(folder), folder / "task", even, RESPONSE_TOKENS)
-        common += by_tokens(PROMPTS * (PROMPT_TOKENS + RESPONSE_TOKENS))
+        common += by_tokens(arguments.samples * (PROMPT_TOKENS + RESPONSE_TOKENS))
         common += (
-            f"reward.custom_reward_function.reward_kwargs.seconds={arguments.reward_seconds}", f"reward.num_workers={PROMPTS}",
-        )  # fmt: skip
+            f"reward.custom_reward_function.reward_kwargs.seconds={arguments.reward_seconds}",
+            f"reward.num_workers={arguments.samples}",
+        )
         if arguments.reward == "program":
             (folder / "task" / "reward.py").write_text(PROGRAM.format(size=arguments.program_size))
         (folder / "gathers_whole.py").write_text(_GATHERS_WHOLE)
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
         sides = [side for side in SIDES if side.name in (SERIAL, *arguments.sides)]
-        fill(report, measure(sides, common, arguments, folder / "runs", watched))
+        fill(report, measure(sides, common, arguments, folder / "runs", watched), arguments.samples)
     report.finish(arguments.json)
     return 0
 
@@ -115,14 +116,17 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--runtime", choices=("ray",), default="ray", help="of the sides with two devices")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each side")
     parser.add_argument("--steps", type=int, default=7, help="of each run, warm-up included")
+    parser.add_argument("--samples", type=int, default=PROMPTS, help="of a step")
     parser.add_argument("--sides", nargs="+", choices=names, default=names, metavar="SIDE", help="beside serial")
     parser.add_argument("--reward", choices=("service", "program"), default="service", help="waits for, or computes")
     parser.add_argument("--program-size", type=int, default=10_000, help="numbers that a program of --reward tests")
     parser.add_argument("--reward-seconds", type=float, default=0.3, help="seconds that the reward of a sample takes")
     parser.add_argument("--json", type=Path, help="file for the figures")
     arguments = parser.parse_args(argv)
-    if arguments.rounds < 1 or arguments.steps < WARM_UP + 1 or arguments.reward_seconds < 0:
-        parser.error(f"at least --rounds 1 and --steps {WARM_UP + 1} are needed, and --reward-seconds of 0 or more")
+    if min(arguments.rounds, arguments.samples) < 1 or arguments.steps < WARM_UP + 1 or arguments.reward_seconds < 0:
+        parser.error(
+            f"at least --rounds 1, --samples 1 and --steps {WARM_UP + 1}, --reward-seconds of 0 or more are needed"
+        )
     return arguments
 
 
@@ -130,7 +134,7 @@ def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
     reward = f"of {arguments.reward_seconds} s" if arguments.reward == "service" else "that runs a program"
     return {
         "a device": "a process with one thread",
-        "step": f"{PROMPTS} samples of {PROMPT_TOKENS} + {RESPONSE_TOKENS} tokens, a reward {reward}",
+        "step": f"{arguments.samples} samples of {PROMPT_TOKENS} + {RESPONSE_TOKENS} tokens, a reward {reward}",
         "rounds": arguments.rounds,
         "steps that count": arguments.steps - WARM_UP,
     }
@@ -181,14 +185,14 @@ def devices() -> list[psutil.Process]:
     return [max(below, key=processor_s)]
 
 
-def fill(report: Report, found: Mapping[str, Sequence[Sequence[Row]]]) -> None:
+def fill(report: Report, found: Mapping[str, Sequence[Sequence[Row]]], num_samples: int = PROMPTS) -> None:
     """The table and results."""
     steps = {name: Series(tuple(s for rows in runs for s in step_seconds(rows))) for name, runs in found.items()}
     allowed = bounds(found)
     lines = []
     for name, series in steps.items():
         gained, used = ratio(steps[SERIAL], series), utilisation(found[name])
-        samples, waited = PROMPTS / series.median, generation_s(found[name])
+        samples, waited = num_samples / series.median, generation_s(found[name])
         share, shown = gained / allowed[name], f"{number(waited)} s, {waited / series.median:.0%}"
         cells = [f"{samples:.2f}", shown, f"{gained:.2f}", f"{allowed[name]:.2f}", f"{share:.0%}"]
         cores, beside = cores_used(found[name]), processor_seconds(found[name])[1]
@@ -213,9 +217,9 @@ def bounds(found: Mapping[str, Sequence[Sequence[Row]]]) -> dict[str, float]:
     beside_samples = min(t["gen"], t["ref"] + t["values"])  # of the next step, where the others look at this one's
     best = {
         SERIAL: step,
-        "ahead": step - t["reward"],
+        "ahead": max(step - t["reward"], generation),  # the samples of a step are made and scored within one step
         "groups": step - updates,
-        "groups, ahead": step - updates - t["reward"] - beside_samples,
+        "groups, ahead": max(step - updates - t["reward"] - beside_samples, generation),
         APART: step,
         f"{APART}, ahead": max(step - generation, generation),
         f"{APART}, ahead, gathered": max(step - generation, generation),
