@@ -196,11 +196,16 @@ def is_valid(found: dict) -> bool:
     truth = reward.get("ground_truth")
     if isinstance(truth, float) and not math.isfinite(truth):
         return False
-    if any(found.get(name) not in (None, [], "", {}, b"") for name in ("images", "videos", "audios")):
+    if not all(_holds_nothing(found.get(name)) for name in ("images", "videos", "audios")):
         return False
     if isinstance(prompt, list):
         return bool(prompt) and all(map(_is_message, prompt)) and all(map(_is_plain, (prompt, source, reward, extra)))
     return isinstance(prompt, str) and bool(prompt) and all(map(_is_plain, (prompt, source, reward, extra)))
+
+
+def _holds_nothing(media) -> bool:
+    """A Parquet file fills an object in whose fields were not written."""
+    return all(map(_holds_nothing, media.values())) if isinstance(media, dict) else media in (None, [], "", b"")
 
 
 def _is_message(message) -> bool:
