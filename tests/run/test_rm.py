@@ -1,6 +1,7 @@
 """Reward models from end to end on a tiny model: losses, held-out measures, laws of batches, and where a checkpoint opens."""
 
 import json
+import subprocess
 
 import pytest
 import torch
@@ -8,6 +9,8 @@ import torch
 from tests.forked import run_forked  # noqa: F401 - as tests/run has it
 from tests.roles.test_reward_model import make_classifier
 from tests.run.conftest import Run, merge
+from tests.run.trl_oracle import peer_env
+from verl.models.tiny import make_tiny_model
 
 pytestmark = pytest.mark.seed("A9")
 
@@ -279,6 +282,41 @@ class TestCheckpoint:
         with torch.no_grad():
             expected = [float(model(one).logits[0, 0]) for one in ids]
         assert [row["score"] for row in samples] == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+    @pytest.mark.slow
+    def test_opens_with_vllm(self, rm_run, tmp_path):
+        """A model with heads of 32, which vLLM's kernels for CPUs have."""
+        from transformers import AutoModelForSequenceClassification
+
+        if not peer_env.is_ready("vllm", peer_env.default_folder("vllm")):
+            pytest.skip("vLLM's environment is not there; benchmarks/peer_env.py makes it")
+        model = make_tiny_model(
+            tmp_path / "model", "llama", hidden_size=128, num_attention_heads=4, num_key_value_heads=2
+        )
+        run = rm_run("sigmoid", f"model.path={model}", "trainer.save_freq=5")
+        folder = run.folder / "global_step_5" / "model" / "huggingface"
+        prompts = [[3, 70, 9], [41, 5, 6, 7, 11]]
+        code = (
+            "import json, sys, vllm\n"
+            "if __name__ == '__main__':\n"
+            "    llm = vllm.LLM(sys.argv[1], runner='pooling', dtype='float32', max_model_len=64, enforce_eager=True,\n"
+            "                   pooler_config={'use_activation': False})\n"
+            "    found = llm.encode([{'prompt_token_ids': p} for p in json.loads(sys.argv[2])], pooling_task='classify')\n"
+            "    print('SCORES', json.dumps([f.outputs.data.tolist() for f in found]))\n"
+        )
+        (tmp_path / "score.py").write_text(code)
+        done = subprocess.run(
+            [peer_env.python_of(peer_env.default_folder("vllm")), tmp_path / "score.py", folder, json.dumps(prompts)],
+            env=peer_env.clean_environment() | {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"},
+            capture_output=True, text=True, timeout=280,
+        )  # fmt: skip
+        said = [line.removeprefix("SCORES ") for line in done.stdout.splitlines() if line.startswith("SCORES ")]
+        assert said, done.stderr[-3000:]
+        opened = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+        with torch.no_grad():
+            expected = [opened(torch.tensor([prompt])).logits[0].tolist() for prompt in prompts]
+        for found, score in zip(json.loads(said[0]), expected, strict=True):
+            assert found == pytest.approx(score, abs=1e-4)
 
     def test_pads_as_transformers_needs_it(self, rm_run, rm_overrides, tiny_llama):
         """A padded batch of transformers scores the last token of each row, which it finds by the padding token."""
