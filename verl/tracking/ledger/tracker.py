@@ -243,7 +243,9 @@ def start_ledger(path: Path, checkpoint: Path | None = None, record: Mapping[str
             "or start over with trainer.resume_mode=disable."
         )
     if path.is_symlink():  # the run would write into the file of another, such as this checkpoint
-        raise CheckpointError(f"The sample ledger {path} is a link to {os.readlink(path)}, which the run would change. {FIX}")
+        raise CheckpointError(
+            f"The sample ledger {path} is a link to {os.readlink(path)}, which the run would change. {FIX}"
+        )
     run, offset = record["run"], Offset(**{name: value for name, value in record.items() if name != "run"})
     saved, mismatched = checkpoint / IN_CHECKPOINT, []
     for place in dict.fromkeys(Path(os.path.realpath(p)) for p in (path, checkpoint.parent / NAME)):
