@@ -86,7 +86,9 @@ def test_the_numbers_are_those_of_a_copy(folder, tmp_path, dtype):  # noqa: F811
     assert list(tmp_path.iterdir()) == [], "the file has no name, and goes with the process"
 
 
-@pytest.mark.parametrize(("num_ranks", "on_host"), [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize(
+    ("num_ranks", "on_host"), [(1, False), pytest.param(2, False, marks=pytest.mark.slow), (2, True)]
+)
 def test_memory_is_given_back(tmp_path, num_ranks, on_host):
     """Two ranks have half of the weights each, and a gathered layer that FSDP keeps for its next gather. `offload_policy`, with
     which a GPU gathers from the host, leaves the shards in the file."""

@@ -322,7 +322,7 @@ def own_address() -> str:
 
 
 def store_value(value: Packed) -> Any:
-    """What a call is given for `value`: a large one is stored once for several processes, a small one travels in the call,
+    """The argument of a call for `value`: a large one is stored once for several processes, a small one travels in the call,
     which saves a request to Ray's object store on each side."""
     small = len(value[0]) + sum(buffer.nbytes for buffer in value[1:]) <= _INLINE_BYTES
     return value if small else ray.put(value)
