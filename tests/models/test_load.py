@@ -23,6 +23,7 @@ from verl.models.load import (
     load_tokenizer,
     num_parameters,
 )
+from verl.models.padded import own_logits
 from verl.models.tiny import make_tiny_model
 
 
@@ -161,6 +162,21 @@ def test_logits_that_are_changed_afterwards(tiny_folder, monkeypatch):
     assert "differs from its own attention" in packed_problem(module)
     choose_forward(module)
     assert module.forward_kind == "logits"
+
+
+@torch.no_grad()
+def test_what_the_models_own_attention_rounds_is_no_difference(tiny_folder, monkeypatch):
+    """After fine-tuning on one task, bfloat16 moved log-probs of the model's own forward by a tenth."""
+    module, draws = load_causal_lm(tiny_folder("llama"), dtype=torch.bfloat16), torch.Generator().manual_seed(0)
+
+    def rounded(module, ids):
+        logits = own_logits(module, ids).float()
+        return logits + logits.std() * torch.randn(logits.shape, generator=draws)
+
+    monkeypatch.setattr("verl.models.check.own_logits", rounded)
+    assert not packed_problem(module)
+    monkeypatch.setattr("verl.models.forward.head_transform", lambda config: {"softcap": None, "logit_scale": 9.0})
+    assert "differs from its own attention" in packed_problem(module)
 
 
 def test_the_check_leaves_the_model_as_it_was(tiny_folder):

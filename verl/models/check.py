@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import logging
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -67,8 +69,7 @@ def largest_difference(module: Any, other: Any) -> float:
     """Largest difference of the log-probs of a few tokens: of `module` by its chosen forward, of `other`, a causal language
     model of transformers, by its own."""
     ours = _describe(module, pack_rows(_columns(), device=next(module.parameters()).device))
-    rows = [_at(other, _own(other, _PROMPT + response)[len(_PROMPT) - 1 : -1], response) for response in _RESPONSES]
-    return float((ours.cpu() - torch.cat(rows).cpu()).abs().max())
+    return float((ours.cpu() - _in_rows(other).cpu()).abs().max())
 
 
 def own_attention(module: Any) -> str:
@@ -94,7 +95,13 @@ def packed_problem(module: Any) -> str:
         return f"its layers {passed_by[:4]} do not go through the attention interface that packed batches need"
     if set(calls.values()) != {2}:
         return "its layers call attention more than once, and a cache holds one set of keys for each"
-    return _difference(module, ours, _through_eager(module), "packed")
+    with _eager_attention(module):
+        theirs = _in_rows(module)
+        problem = _difference(module, ours, theirs, "packed")
+        # bfloat16 rounds the model's own attention by as much where logits are steep, as after fine-tuning on one task
+        if problem and _distance(ours, theirs) < 2 * _distance(_by_prefixes(module), theirs):
+            return ""
+    return problem
 
 
 def padded_problem(module: Any) -> str:
@@ -131,7 +138,7 @@ def _difference(module: Any, ours: torch.Tensor, theirs: torch.Tensor, kind: str
             f"{type(module).__name__} computes NaN or infinities on a few tokens, so its weights or an entry of its "
             "config.json are damaged. Download or convert the model again."
         )
-    error = ((ours - theirs).norm() / theirs.norm()).item()
+    error = _distance(ours, theirs)
     # of padded rows there is a slower way that is exact, so that they may be judged more strictly
     if error < _RELATIVE_TOLERANCE[next(module.parameters()).dtype] * (1.0 if kind == "packed" else 0.2):
         return ""
@@ -141,6 +148,10 @@ def _difference(module: Any, ours: torch.Tensor, theirs: torch.Tensor, kind: str
         f"log-probs of padded rows are not those of each token after the tokens before it alone (relative error {error:.2g}), "
         "so it is not causal or padding changes it"
     )
+
+
+def _distance(values: torch.Tensor, reference: torch.Tensor) -> float:
+    return float((values - reference).norm() / reference.norm())
 
 
 def _has_logits(module: Any) -> bool:
@@ -154,17 +165,23 @@ def _describe(module: Any, packed: PackedBatch) -> torch.Tensor:
     return hidden_states(module, packed).float()
 
 
-def _through_eager(module: Any) -> torch.Tensor:
-    """The same through the model's own eager attention, one row at a time."""
-    rows = []
+@contextmanager
+def _eager_attention(module: Any) -> Iterator[None]:
+    """The model's own eager attention within the block."""
     model = _attending(module)
     model.set_attn_implementation("eager")
     try:
-        for response in _RESPONSES:
-            values = _own(module, _PROMPT + response)[len(_PROMPT) - 1 : -1]
-            rows.append(_at(module, values, response))
+        yield
     finally:
         model.set_attn_implementation(ATTENTION_NAME)
+
+
+def _in_rows(module: Any) -> torch.Tensor:
+    """The same by the model's own forward, one row at a time."""
+    rows = []
+    for response in _RESPONSES:
+        values = _own(module, _PROMPT + response)[len(_PROMPT) - 1 : -1]
+        rows.append(_at(module, values, response))
     return torch.cat(rows)
 
 
