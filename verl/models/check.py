@@ -101,7 +101,8 @@ def packed_problem(module: Any) -> str:
             # bfloat16 alone moves log-probs that far where logits are steep, as after fine-tuning on one task
             with _rounded_embeddings(module):
                 moved = _distance(_in_rows(module), theirs)
-            problem = problem if _distance(ours, theirs) >= 2 * moved else ""
+            if _distance(ours, theirs) < 2 * moved:
+                return ""
     return problem
 
 
@@ -194,7 +195,7 @@ def _rounded_embeddings(module: Any) -> Iterator[None]:
 
 
 def _in_rows(module: Any) -> torch.Tensor:
-    """The same by the model's own forward, one row at a time."""
+    """The compared values by the model's own forward, one row at a time."""
     rows = []
     for response in _RESPONSES:
         values = _own(module, _PROMPT + response)[len(_PROMPT) - 1 : -1]
@@ -203,7 +204,7 @@ def _in_rows(module: Any) -> torch.Tensor:
 
 
 def _by_prefixes(module: Any) -> torch.Tensor:
-    """The same by the definition of a causal model: each token from a forward over those before it alone."""
+    """The compared values by the definition of a causal model: each token from a forward over those before it alone."""
     rows = []
     for response in _RESPONSES:
         values = [_own(module, _PROMPT + response[:n])[-1:] for n in range(len(response))]
