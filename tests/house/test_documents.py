@@ -14,7 +14,7 @@ PAGES = sorted(
     p
     for folder in ("", "docs", "examples", "benchmarks")
     for p in (ROOT / folder).glob("*.md")
-    if p.name not in ("config.md", "files.md", "lab-notebook.md")  # generated, kept current by tests; a history
+    if p.name not in ("config.md", "lab-notebook.md")  # generated, kept current by tests; a history
 )
 PACKAGE_FILE = re.compile(r"`((?:verl|tests|docs|examples|benchmarks)/[\w./-]*\w\.(?:py|md|yaml|sh))`")
 
@@ -28,11 +28,6 @@ def commands(text):
     blocks = re.findall(r"^```.*?\n(.*?)^```", text, re.M | re.S)
     lines = [line.split("#")[0] for block in blocks for line in block.splitlines()]
     return [*lines, *re.findall(r"`([^`\n]+)`", text)]
-
-
-def test_the_file_map_is_current():
-    generator = load_module(str(ROOT / "docs" / "make_files.py"))
-    assert read("docs/files.md") == generator.page(), "run: python docs/make_files.py"
 
 
 def test_the_features_of_the_seed_documents_are_shown():
