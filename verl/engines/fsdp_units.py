@@ -8,12 +8,16 @@ each rank meanwhile. That costs memory for the whole model and its gradients, an
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from verl.config import FSDPConfig
 from verl.parallel.traffic import TRAFFIC
@@ -74,6 +78,44 @@ class _CountedScatter(DefaultReduceScatter):
         work = super().__call__(output_tensor, input_tensor, group, op, async_op)
         TRAFFIC.add(time.perf_counter() - began, output_tensor.nbytes * (group.size() - 1))
         return work
+
+
+def zero_unused_gradients(units: Iterable[Any]) -> None:
+    """Give every trained parameter of `units` a gradient in each backward, zero where the loss does not depend on it.
+
+    FSDP reduces the gradients that a rank has. A rank without predictions, or an expert without tokens, has none where others
+    have one, and the ranks' messages would differ in size."""
+    for unit in units:
+        inner: list[Any] = [part for part in unit.modules() if isinstance(part, FSDPModule) and part is not unit]
+        nested = {part for unit_inside in inner for part in unit_inside.modules()}
+        places = [(part, name) for part in unit.modules() if part not in nested for name in part._parameters]
+        unit.register_forward_hook(partial(_anchor, places), prepend=True)  # before FSDP frees what it has gathered
+
+
+def _anchor(places: list[tuple[nn.Module, str]], unit: nn.Module, inputs: Any, output: Any) -> Any:
+    parameters = [p for part, name in places if (p := part._parameters[name]) is not None and p.requires_grad]
+    leaves, structure = tree_flatten(output)
+    differentiable = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    if not parameters or not differentiable:
+        return output
+    anchored = _Anchor.apply(len(differentiable), *(leaves[i] for i in differentiable), *parameters)
+    for i, tensor in zip(differentiable, anchored, strict=True):
+        leaves[i] = tensor
+    return tree_unflatten(leaves, structure)
+
+
+class _Anchor(torch.autograd.Function):
+    """The first `count` tensors as they are, plus zero times the sum of the others."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.parameters = [(p.new_zeros(()), p.shape) for p in tensors[count:]]
+        return tuple(t.view_as(t) for t in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return None, *grads, *(zero.expand(shape) for zero, shape in ctx.parameters)
 
 
 def sharded_units(model: nn.Module) -> list[FSDPModule]:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from verl.config import FSDPConfig
-from verl.engines.fsdp_units import count_traffic, sharded_units
+from verl.engines.fsdp_units import count_traffic, sharded_units, zero_unused_gradients
 from verl.engines.groups import ProcessGroups
 from verl.engines.hybrid_3d import Dimensions
 from verl.engines.rounded import gather_rounded
@@ -168,8 +168,7 @@ def _configure(model: ParallelModel, layers: list[nn.Module], config: FSDPConfig
         part.set_gradient_divide_factor(1.0)  # losses are divided by totals over all ranks
         part.set_force_sum_reduction_for_comms(True)
     count_traffic(sharded_units(model))
-    # a rank without predictions, or an expert without tokens, has no gradient where others have one
-    model.set_reduce_scatter_unused_params(True)  # type: ignore[operator]
+    zero_unused_gradients(sharded_units(model))
     if config.forward_prefetch:
         for layer, following in itertools.pairwise(layers):
             assert isinstance(layer, FSDPModule)
