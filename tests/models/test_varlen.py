@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.models.plain_attention import PLAIN
+from tests.models.recorded_modes import RecordedModes
 from tests.models.reference import make_columns, random_rows
 from verl.models import packed as packed_module
 from verl.models.cuda.varlen import FLASH, TokenSpans, VarlenPlan, flash_runs, spans_of, varlen_attention
@@ -22,6 +23,9 @@ needs_flash = [
     pytest.mark.gpu,
     pytest.mark.skipif(not HAS_FLASH, reason="needs an NVIDIA GPU with flash attention"),
 ]
+needs_pages = pytest.mark.skipif(
+    not FLASH.page_multiple, reason=f"the flash attention of PyTorch {torch.__version__} reads no pages; 2.12 does"
+)
 
 
 def relative(a, b):
@@ -73,7 +77,7 @@ def test_keys_in_pages_are_the_same_keys(causal):
     assert all(map(torch.equal, PLAIN.forward(q, keys, values, in_pages, causal, 0.3), whole))
 
 
-@pytest.mark.skipif(not FLASH.page_multiple, reason="the flash attention of this PyTorch reads no pages")
+@needs_pages
 def test_flash_attention_takes_pages():
     """Shapes alone: the kernel is for GPUs."""
 
@@ -211,8 +215,48 @@ def test_the_calls_of_the_flash_kernels_fit_this_pytorch(dim, value_dim):
     assert [g.shape for g in grads] == [x.shape for x in (q, k, v)]
 
 
+@pytest.fixture
+def deterministic():
+    """As trainer.deterministic=True has it."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def test_deterministic_training_sorts_no_index(deterministic):
+    """On a GPU, deterministic mode sorts the places of every write by index; all places of a layer are different."""
+    layout = PackedLayout(
+        [PackedSegment(0, 6), PackedSegment(6, 3, 0, 6), PackedSegment(9, 5, 0, 6), PackedSegment(14, 2)]
+    )
+    plan = VarlenPlan(layout.segments, layout.prefix_runs, CPU)
+    qkv = [heads_first(x).unsqueeze(0).requires_grad_() for x in random_qkv(16, 16)]
+    with RecordedModes() as modes:
+        varlen_attention(plan, *qkv, 0.3, PLAIN).sum().backward()
+    assert modes.of_indexed_writes() == {(False, False)}
+    assert torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def test_the_backward_of_flash_attention_is_deterministic(deterministic):
+    """It keeps to a fixed order only in deterministic mode without warn_only."""
+    q, k, v, grad = (torch.empty(9, 4, 64, dtype=torch.bfloat16, device="meta") for _ in range(4))
+    lse = torch.empty(4, 9, device="meta")
+    start = torch.empty(4, dtype=torch.int32, device="meta")
+    with RecordedModes() as modes:
+        FLASH.backward(grad, q, k, v, q, lse, TokenSpans(start, start, 5, 7), True, 0.1)
+    assert modes.of("_flash_attention_backward") == {(True, False)}
+    assert torch.is_deterministic_algorithms_warn_only_enabled()
+
+
 class TestOnACard:
     pytestmark = needs_flash
+
+    def test_two_backwards_are_equal_bit_for_bit(self, deterministic):
+        lengths = [700, 300, 1000]
+        spans = spans_of(lengths, lengths, torch.device("cuda"))
+        q, k, v = random_qkv(2000, 2000, heads=14, dim=64, value_dim=64, dtype=torch.bfloat16, device="cuda")
+        out, lse = FLASH.forward(q, k, v, spans, True, 0.125)
+        first, *others = [FLASH.backward(out, q, k, v, out, lse, spans, True, 0.125) for _ in range(5)]
+        assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
 
     @pytest.mark.parametrize("dim", [64, 128, 20])
     @pytest.mark.parametrize("causal", [True, False])
@@ -231,6 +275,7 @@ class TestOnACard:
         for a, b in zip(found, wanted, strict=True):
             assert relative(a, b) < 2e-2
 
+    @needs_pages
     @pytest.mark.parametrize(
         ("lengths_q", "causal"), [([1, 1, 1], False), ([300, 7, 129], True), ([28, 28, 28], False)]
     )

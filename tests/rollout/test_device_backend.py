@@ -11,13 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.models.plain_attention import PLAIN
+from tests.models.recorded_modes import RecordedModes
 from tests.rollout.conftest import EOS, FAMILIES, make_prompts
 from verl.config import RolloutConfig
 from verl.config.sections.rollout import KVCacheConfig
 from verl.data_proto.samples import SamplingParams, TurnRequest
 from verl.errors import ConfigError, NumericsError
 from verl.models.cpu.weights import DenseDecoder
-from verl.models.cuda.varlen import flash_runs
+from verl.models.cuda.varlen import FLASH, flash_runs
 from verl.rollout.cuda import fused
 from verl.rollout.cuda.backend import DeviceBackend
 from verl.rollout.cuda.device import assign_places, next_power
@@ -232,6 +233,19 @@ def test_stores_are_kept_and_old_contents_do_not_matter(device):
     assert_same(generate(one, prompts, CASES["sampled"])[0], first, tolerance=0)
 
 
+@pytest.mark.parametrize("cache", [KVCacheConfig(), pages(None)], ids=["slots", "pages"])
+def test_deterministic_generation_sorts_no_index(cache, device):
+    """On a GPU, deterministic mode sorts the places of every write by index: of each layer's keys and values, each step."""
+    engine, params = device(kv_cache_config=cache), dataclasses.replace(CASES["stopped early"], n=2)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with RecordedModes() as modes:
+            generate(engine, make_prompts(LENGTHS), params)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert modes.of_indexed_writes() == {(False, False)}
+
+
 def test_new_weights_are_seen(tmp_path, device):
     from transformers import AutoModelForCausalLM
 
@@ -415,6 +429,9 @@ class TestOnACard:
         assert stats["num_graphs"] > 0
         assert_same(fast, plain, tolerance=1e-3)
 
+    @pytest.mark.skipif(
+        not FLASH.page_multiple, reason=f"the flash attention of PyTorch {torch.__version__} reads no pages; 2.12 does"
+    )
     @pytest.mark.parametrize("eager", [True, False])
     def test_pages_change_little(self, engine, eager):
         prompts, params = make_prompts([3, 200, 7, 400, 1, 300]), CASES["equal lengths"]

@@ -6,6 +6,8 @@ import functools
 import os
 import platform
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -123,3 +125,32 @@ def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     if torch.device(device).type != "cuda" or not tensor.numel():
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def write_at(target: torch.Tensor, dim: int, places: torch.Tensor, values: torch.Tensor) -> None:
+    """`target.index_copy_` for `places` that are all different. Deterministic mode would sort them on a GPU, since it cannot
+    know that their order does not matter."""
+    with _deterministic_mode(False):
+        target.index_copy_(dim, places, values)
+
+
+@contextmanager
+def strictly_deterministic() -> Iterator[None]:
+    """For kernels that keep to a fixed order where deterministic mode demands it, and not where it only warns: the backward of
+    flash attention on CUDA."""
+    with _deterministic_mode(True):
+        yield
+
+
+@contextmanager
+def _deterministic_mode(deterministic: bool) -> Iterator[None]:
+    """Deterministic mode off, or on without warn_only, for a few calls; nothing changes where it is off."""
+    if not torch.are_deterministic_algorithms_enabled():
+        yield
+        return
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch._C._set_deterministic_algorithms(deterministic, warn_only=False)
+    try:
+        yield
+    finally:
+        torch._C._set_deterministic_algorithms(True, warn_only=warns)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from verl.parallel.device import to_device
+from verl.parallel.device import strictly_deterministic, to_device, write_at
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -90,7 +90,7 @@ def _flash_forward(
     if lse.shape != (q.shape[1], q.shape[0]):
         raise RuntimeError(
             f"Flash attention of PyTorch {torch.__version__} returned a log-sum-exp of shape {tuple(lse.shape)} for "
-            f"{q.shape[0]} tokens and {q.shape[1]} heads; use PyTorch 2.8 or newer."
+            f"{q.shape[0]} tokens and {q.shape[1]} heads; use PyTorch 2.9 or newer."
         )
     return out[..., :width], lse
 
@@ -108,19 +108,20 @@ def _flash_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     width_q, width_v = q.shape[-1], v.shape[-1]
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)  # the state of a generator that is not used
-    grad_q, grad_k, grad_v = torch.ops.aten._flash_attention_backward(
-        *_padded(grad, q, k, v, out),
-        lse,
-        spans.start_q,
-        spans.start_k,
-        spans.max_q,
-        spans.max_k,
-        0.0,
-        causal,
-        no_dropout,
-        torch.empty(0, device=q.device),
-        scale=scale,
-    )
+    with strictly_deterministic():
+        grad_q, grad_k, grad_v = torch.ops.aten._flash_attention_backward(
+            *_padded(grad, q, k, v, out),
+            lse,
+            spans.start_q,
+            spans.start_k,
+            spans.max_q,
+            spans.max_k,
+            0.0,
+            causal,
+            no_dropout,
+            torch.empty(0, device=q.device),
+            scale=scale,
+        )
     return grad_q[..., :width_q], grad_k[..., :width_q], grad_v[..., :width_v]
 
 
@@ -144,7 +145,8 @@ FLASH = VarlenKernel("flash", _flash_forward, _flash_backward, page_multiple=_PA
 class VarlenPlan:
     """A layout's segments as index tensors on the device: made once a batch, used by every layer.
 
-    `runs` are the responses that lie side by side and see one prompt: one sequence of the second call each.
+    `runs` are the responses that lie side by side and see one prompt: one sequence of the second call each. No token is in two
+    of them, nor in the prompts of two.
     """
 
     def __init__(self, segments: Sequence[PackedSegment], runs: Sequence[PrefixRun], device: torch.device):
@@ -212,22 +214,23 @@ class _VarlenParts(torch.autograd.Function):
             here, there = plan.queries, plan.keys
             inputs = (grad[here], q[here], k[there], v[there], out[here], lse[:, here])
             part_q, part_k, part_v = backward(*inputs, plan.bridge, False, scale)
-            dq.index_add_(0, here, part_q)
-            dk.index_add_(0, there, part_k)
-            dv.index_add_(0, there, part_v)
+            for whole, where, part in ((dq, here, part_q), (dk, there, part_k), (dv, there, part_v)):
+                write_at(whole, 0, where, whole[where] + part)
         return dq, dk, dv, None, None, None
 
 
 def _merged(
     out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor, here: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) with a second part folded in at the tokens `here`: a softmax over both sets of keys, in float32 or
-    wider."""
+    """(out, lse) with a second part folded in at the tokens `here`, in place: a softmax over both sets of keys, in float32
+    or wider."""
     mine = lse[:, here]
     total = torch.logaddexp(mine, part_lse)
     weights = [(x - total).exp().t().unsqueeze(-1) for x in (mine, part_lse)]
     merged = (out[here] * weights[0] + part * weights[1]).to(out.dtype)
-    return out.index_copy(0, here, merged), lse.index_copy(1, here, total)
+    write_at(out, 0, here, merged)
+    write_at(lse, 1, here, total)
+    return out, lse
 
 
 def _tokens(ranges: Iterable[tuple[int, int]], device: torch.device) -> torch.Tensor:

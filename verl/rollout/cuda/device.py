@@ -13,7 +13,7 @@ import torch
 
 from verl.data_proto.samples import SamplingParams
 from verl.models.cuda.varlen import TokenSpans, VarlenKernel
-from verl.parallel.device import to_device
+from verl.parallel.device import to_device, write_at
 from verl.rollout.cuda.forward import StraightForward
 from verl.rollout.cuda.graphs import StepGraphs
 from verl.rollout.cuda.pages import PagedTokenStore, PagePool, keep
@@ -102,11 +102,11 @@ class DeviceRows:
         self._prefix_used = zeros(self.sizes.num_prefixes, dtype=torch.int32)
         longest = max(rows, self.sizes.num_prefixes) + 1
         self._ramp = torch.arange(longest, dtype=torch.int32, device=self.device)
-        step, limit = zeros(NUM_COLUMNS, 1), torch.full((NUM_COLUMNS, 1), torch.iinfo(torch.int64).max)
-        step[[POSITION, OWN_LENGTH, DRAWN]] = 1
+        grows, limit = (POSITION, OWN_LENGTH, DRAWN), torch.full((NUM_COLUMNS, 1), torch.iinfo(torch.int64).max)
+        step = torch.tensor([[int(column in grows)] for column in range(NUM_COLUMNS)])
         # a row that has ended runs on until its place is taken; it must stay within its slot
         limit[POSITION], limit[OWN_LENGTH] = self.sizes.longest - 1, self.sizes.own_capacity - 1
-        self._step, self._limit = step, limit.to(self.device)
+        self._step, self._limit = step.to(self.device), limit.to(self.device)
 
     @property
     def num_bytes(self) -> int:
@@ -151,13 +151,13 @@ class DeviceRows:
         known = to_device(torch.from_numpy(columns), self.device)
         tokens, log_probs = sample(logits, self.params, self.forward.parts.uniforms_at(known[KEY], known[DRAWN] - 1))
         known[TOKEN] = tokens
-        self.columns.index_copy_(1, there, known)
+        write_at(self.columns, 1, there, known)
         return Readback(_packed(tokens, log_probs), len(rows))
 
     def move(self, sources: np.ndarray, targets: np.ndarray) -> None:
         """Rows change places; what they have stored stays where it is."""
         there, here = to_device(torch.from_numpy(np.stack([sources, targets])), self.device)
-        self.columns.index_copy_(1, here, self.columns[:, there])
+        write_at(self.columns, 1, here, self.columns[:, there])
 
     def retire(self, rows: np.ndarray) -> None:
         """These rows hold no sample: what they still compute is stored where nothing reads it, for their slots may be

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from verl.models.cpu.weights import DenseDecoder
-from verl.parallel.device import to_device
+from verl.parallel.device import to_device, write_at
 from verl.rollout.cuda.store import TokenStore
 
 
@@ -61,7 +61,7 @@ class PagedTokenStore(TokenStore):
 
     def put(self, slot: int, taken: torch.Tensor) -> None:
         """See TokenStore; the slot has the pages."""
-        self._data.index_copy_(2, self._index(slot, taken.shape[2]), taken)
+        write_at(self._data, 2, self._index(slot, taken.shape[2]), taken)
 
     def move(self, source: int, target: int, length: int) -> None:
         """See TokenStore: the pages change hands."""

@@ -7,6 +7,7 @@ import torch
 
 from verl.models.cpu.weights import DenseDecoder
 from verl.models.cuda.varlen import TokenSpans, VarlenKernel
+from verl.parallel.device import write_at
 from verl.rollout.cuda.fused import Parts
 
 
@@ -47,7 +48,7 @@ class TokenStore:
 
     def write(self, layer: int, where: torch.Tensor, kv: torch.Tensor) -> None:
         """`kv` [2, tokens, kv_heads, head_dim] to the token indices `where` (int64 [tokens])."""
-        self._data[layer].index_copy_(1, where, kv)
+        write_at(self._data[layer], 1, where, kv)
 
     def take(self, slot: int, length: int) -> torch.Tensor:
         """A view of the first `length` tokens of a slot, all layers, for `put`."""
