@@ -199,11 +199,17 @@ def test_where_there_is_no_driver_it_is_refused(monkeypatch):
 
 READER = """
 import json, sys
-from verl.reshard.device_memory import read
+from verl.reshard.device_memory import read_device_bucket
 for line in sys.stdin:
-    held = {name: tensor.clone() for name, tensor in read(json.loads(line))}
+    held = {name: tensor.clone() for name, tensor in read_device_bucket(json.loads(line))}
     print(json.dumps({name: [str(t.device), float(t.double().sum())] for name, t in held.items()}), flush=True)
 """
+
+
+def test_the_reading_process_starts():
+    """Its imports, without a GPU."""
+    done = subprocess.run([sys.executable, "-c", READER], input="", capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.gpu
