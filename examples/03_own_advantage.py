@@ -1,18 +1,18 @@
-"""An advantage estimator of your own: one function, named by `path/to/file.py:name`.
+"""An advantage estimator of your own: a function, given as `algorithm`.
 
 python examples/03_own_advantage.py
 """
 
-import runpy
-from pathlib import Path
+import verl
+from verl.models.tiny import make_tiny_model
 
-HERE = Path("outputs/example_03")
+HERE = "outputs/example_03"
 
 
 def best_of_group(token_level_rewards, response_mask, *, index):
     """+1 for the best sample of each prompt, -1/(n-1) for the others; zero when all are equal.
 
-    token_level_rewards and response_mask are [batch, response]; index holds the group of each row. Returns (advantages,
+    token_level_rewards and response_mask are [batch, response]; `index` names the group of each row. Returns (advantages,
     returns), both [batch, response].
     """
     rewards = token_level_rewards.sum(dim=1)
@@ -23,37 +23,20 @@ def best_of_group(token_level_rewards, response_mask, *, index):
         if len(rows) > 1 and scores.max() > scores.min():
             advantages[rows] = -1.0 / (len(rows) - 1)
             advantages[rows[int(scores.argmax())]] = 1.0
-    spread = advantages.unsqueeze(1) * response_mask
-    return spread, spread
+    advantages = advantages.unsqueeze(1) * response_mask
+    return advantages, advantages
+
+
+def digits(completions, **columns):
+    return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in completions]
 
 
 if __name__ == "__main__":
-    from verl.cli.main import main
-    from verl.models.tiny import make_tiny_model
-
-    example = runpy.run_path(str(Path(__file__).with_name("01_first_grpo_run.py")))
-    HERE.mkdir(parents=True, exist_ok=True)
-    example["write_rows"](HERE / "train.jsonl", range(160))
-    raise SystemExit(
-        main(
-            [
-                "train",
-                f"algorithm.adv_estimator={__file__}:best_of_group",
-                f"actor_rollout_ref.model.path={make_tiny_model(HERE / 'model')}",
-                f"data.train_files={HERE}/train.jsonl",
-                f"data.val_files={HERE}/train.jsonl",
-                "data.val_max_samples=10",
-                "data.train_batch_size=16",
-                "data.max_prompt_length=64",
-                "data.max_response_length=4",
-                "actor_rollout_ref.rollout.n=8",
-                "actor_rollout_ref.actor.ppo_mini_batch_size=16",
-                "actor_rollout_ref.actor.optim.lr=0.003",
-                f"reward.custom_reward_function.path={Path(__file__).with_name('01_first_grpo_run.py')}",
-                "trainer.total_training_steps=15",
-                "trainer.test_freq=5",
-                f"trainer.default_local_dir={HERE}/run",
-                "trainer.resume_mode=disable",
-            ]
-        )
-    )
+    rows = [{"prompt": f"Say {n % 10}."} for n in range(160)]
+    verl.train(
+        make_tiny_model(f"{HERE}/model"), rows, digits, eval_data=rows[:10], output_dir=f"{HERE}/run",
+        algorithm=best_of_group,
+        config={"data": {"train_batch_size": 16, "max_prompt_length": 64, "max_response_length": 4}},
+        actor_rollout_ref={"rollout": {"n": 8}, "actor": {"ppo_mini_batch_size": 16, "optim": {"lr": 0.003}}},
+        trainer={"total_training_steps": 15, "test_freq": 5, "resume_mode": "disable"},
+    )  # fmt: skip

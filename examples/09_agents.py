@@ -8,12 +8,12 @@ The tiny random model writes no calls, so with the tool it learns from its rewar
 """
 
 import sys
-from pathlib import Path
 
+import verl
+from verl.models.tiny import make_tiny_model
 from verl.tools.function_tool import function_tool
 
-HERE = Path("outputs/example_09")
-ROLLOUT = "actor_rollout_ref.rollout"
+HERE = "outputs/example_09"
 
 
 @function_tool
@@ -58,40 +58,20 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 
 KINDS = {
-    "environment": [f"{ROLLOUT}.agent.environment={__file__}:Vowels"],
-    "tool": [f"{ROLLOUT}.multi_turn.enable=True", f"{ROLLOUT}.multi_turn.function_tool_path={__file__}"],
-    "endpoint": [f"{ROLLOUT}.agent.runner={__file__}:run"],
+    "environment": {"agent": {"environment": Vowels}},
+    "tool": {"multi_turn": {"enable": True, "function_tool_path": __file__}},
+    "endpoint": {"agent": {"runner": run}},
 }
 
 if __name__ == "__main__":
-    import runpy
-
-    from verl.cli.main import main
-    from verl.models.tiny import make_tiny_model
-
-    HERE.mkdir(parents=True, exist_ok=True)
-    example = runpy.run_path(str(Path(__file__).with_name("01_first_grpo_run.py")))
-    example["write_rows"](HERE / "train.jsonl", range(160))
-    raise SystemExit(
-        main(
-            [
-                "train",
-                "algorithm.adv_estimator=grpo",
-                f"actor_rollout_ref.model.path={make_tiny_model(HERE / 'model')}",
-                f"data.train_files={HERE}/train.jsonl",
-                "data.val_files=[]",
-                "data.train_batch_size=16",
-                "data.max_prompt_length=96",
-                "data.max_response_length=64",
-                f"{ROLLOUT}.n=4",
-                f"{ROLLOUT}.stop=['\\n']",
-                "actor_rollout_ref.actor.ppo_mini_batch_size=16",
-                "actor_rollout_ref.actor.optim.lr=0.003",
-                f"reward.custom_reward_function.path={__file__}",
-                "trainer.total_training_steps=10",
-                f"trainer.default_local_dir={HERE}/run",
-                "trainer.resume_mode=disable",
-                *KINDS[sys.argv[1] if len(sys.argv) > 1 else "environment"],
-            ]
-        )
-    )
+    kind = sys.argv[1] if len(sys.argv) > 1 else "environment"
+    verl.train(
+        make_tiny_model(f"{HERE}/model"), [{"prompt": f"Say {n % 10}."} for n in range(160)],
+        compute_score if kind == "tool" else None, output_dir=f"{HERE}/run",
+        config={"data": {"train_batch_size": 16, "max_prompt_length": 96, "max_response_length": 64}},
+        actor_rollout_ref={
+            "rollout": {"n": 4, "stop": ["\n"], **KINDS[kind]},
+            "actor": {"ppo_mini_batch_size": 16, "optim": {"lr": 0.003}},
+        },
+        trainer={"total_training_steps": 10, "resume_mode": "disable"},
+    )  # fmt: skip

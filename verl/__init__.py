@@ -2,7 +2,7 @@
 
 `import verl` imports neither torch nor Ray: the names below are resolved on first use, and import paths of other releases
 are made on import (verl/compat/finder.py). It also sets how torch's threads wait, if torch is imported afterwards
-(verl/parallel/openmp.py).
+(verl/parallel/process_settings.py).
 """
 
 import sys
@@ -20,16 +20,35 @@ from verl.compat.finder import install
 from verl.parallel.process_settings import spin_briefly
 
 if TYPE_CHECKING:
+    from verl.api import (
+        Trainer,
+        cpo,
+        dpo,
+        evaluate,
+        generate,
+        kto,
+        orpo,
+        preference,
+        reward_model,
+        sft,
+        simpo,
+        train,
+    )  # fmt: skip
     from verl.compat.runner import RLRunner
+    from verl.config import load_config
     from verl.data_proto.proto import DataProto, DataProtoItem
     from verl.page.notebook import Run
     from verl.parallel.placement import DataParallelConfig
     from verl.programs.experience_buffer import ExperienceBuffer
+    from verl.programs.stages import Stage
     from verl.runtime.dataflow import Controller
 
 install()
 spin_briefly()  # torch reads the setting when it is imported
 
+_API = (
+    "Trainer", "cpo", "dpo", "evaluate", "generate", "kto", "orpo", "preference", "reward_model", "sft", "simpo", "train",
+)  # fmt: skip
 _LAZY = {
     "Controller": "verl.runtime.dataflow",
     "DataParallelConfig": "verl.parallel.placement",
@@ -38,6 +57,9 @@ _LAZY = {
     "ExperienceBuffer": "verl.programs.experience_buffer",
     "RLRunner": "verl.compat.runner",
     "Run": "verl.page.notebook",
+    "Stage": "verl.programs.stages",
+    "load_config": "verl.config",
+    **dict.fromkeys(_API, "verl.api"),
 }
 
 _MODULES = ("trainer", "utils", "worker", "workers")  # of other releases: `import verl; verl.utils.benchmark_nccl()`
@@ -50,7 +72,21 @@ __all__ = [
     "ExperienceBuffer",
     "RLRunner",
     "Run",
+    "Stage",
+    "Trainer",
     "__version__",
+    "cpo",
+    "dpo",
+    "evaluate",
+    "generate",
+    "kto",
+    "load_config",
+    "orpo",
+    "preference",
+    "reward_model",
+    "sft",
+    "simpo",
+    "train",
 ]
 
 

@@ -78,9 +78,40 @@ def _packaged_module(path: str) -> ModuleType | None:
         return None
 
 
+_IN_PROCESS = "in_process"
+_referenced: dict[str, Any] = {}  # objects by the reference that `reference_to` has made in this process
+
+
+def reference_to(obj: Any) -> str:
+    """The reference by which `load_object` returns `obj`: "path/to/file.py:name" or "package.module:name", which other
+    processes can load too. A lambda, an instance, an object of a notebook or of a function's body gets "in_process:name",
+    which only this process can load."""
+    name, module = getattr(obj, "__qualname__", ""), sys.modules.get(getattr(obj, "__module__", None) or "")
+    file = getattr(module, "__file__", None)
+    if module is not None and file and "." not in name and getattr(module, name, None) is obj:
+        reference = f"{module.__name__ if module.__package__ else Path(file).resolve()}:{name}"
+    else:
+        label = name.rpartition(".")[2].strip("<>") or type(obj).__name__
+        reference = f"{_IN_PROCESS}:{label}_{id(obj):x}"
+    _referenced[reference] = obj
+    return reference
+
+
+def is_in_process(reference: str) -> bool:
+    """Whether only the process that made the reference can load it."""
+    return reference.startswith(f"{_IN_PROCESS}:")
+
+
 def load_object(reference: str) -> Any:
     """The object at "module:object" or "path/to/file.py:object"; raises ConfigError naming what the module does have."""
+    if reference in _referenced:
+        return _referenced[reference]
     path, _, name = reference.rpartition(":")
+    if is_in_process(reference):
+        raise ConfigError(
+            f"{name.rpartition('_')[0]} exists only in the process that defined it (a lambda, a notebook or the body of a "
+            "function). Define it at the top level of a .py file, so that other processes can import it."
+        )
     if not path:
         raise ConfigError(f"{reference!r} is not of the form 'module:object' or 'path/to/file.py:object'.")
     module = load_module(path)

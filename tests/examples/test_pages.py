@@ -28,7 +28,7 @@ OUTPUT = {
 # several training runs each
 SLOW = {
     *("export", "distillation", "reward-models", "rejection-sampling", "agents"),
-    *("stages", "algorithms", "sft", "resume", "preferences", "several-gpus", "rewards", "page"),
+    *("stages", "algorithms", "sft", "resume", "preferences", "several-gpus", "rewards", "page", "python"),
 }
 EXPECTED = {
     "first-run",
@@ -44,6 +44,7 @@ EXPECTED = {
     "agents",
     "page",
     "planner",
+    "python",
     "rejection-sampling",
     "reward-models",
     *OUTPUT,

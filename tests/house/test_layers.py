@@ -27,7 +27,7 @@ LAYERS = (
     ("runtime",),
     ("programs",),
     ("run",),
-    ("cli",),
+    ("api", "cli"),
     ("compat",),  # serves scripts of other releases
 )
 HEIGHT = {room: height for height, row in enumerate(LAYERS) for room in row}

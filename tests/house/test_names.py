@@ -9,6 +9,10 @@ from tests.house.source import files, relative, room, tree
 ONE_CONTRACT = {
     "compute_score": "the function that every scorer of rewards/scorers has",
     "main": "the function that `python -m` and the command line start",
+    "evaluate": "the call of the Python API, and the function of the host behind it",
+    "generate": "the call of the Python API, and the program behind it",
+    "sft": "the call of the Python API, and the preference loss of that name in the config",
+    "train": "the call of the Python API, and the function of the host behind it",
     "prepare": "the function that every task of data/tasks has",
     "row_of": "the function that every task of data/tasks has",
     "agg_loss": "the function of other releases beside ours, which their scripts import by this name",

@@ -5,6 +5,7 @@ run.samples(step=3)  one row per sample, of all steps without `step`
 run.timeline()       one row per step: seconds of each phase
 run.ledger()         one row per attempt at a sample: what became of it
 run.summary()        a dict: status, step, newest values, bottleneck
+run.model_path       the trained model, for from_pretrained
 """
 
 from __future__ import annotations
@@ -91,6 +92,17 @@ class Run:
             "metrics": {name: series.last for name, series in run.metrics.items()},
             "bottleneck": bound.name if bound else None, "advice": bound.advice if bound else [],
         }  # fmt: skip
+
+    @property
+    def model_path(self) -> Path:
+        """Hugging Face folder of the trained model in the newest checkpoint. Raises CheckpointError without one."""
+        for role in ("actor", "model"):
+            folders = self.folder.glob(f"global_step_*/{role}/huggingface")
+            if newest := max(folders, key=lambda f: int(f.parts[-3].rpartition("_")[2]), default=None):
+                return newest
+        raise CheckpointError(
+            f"{self.folder} has no checkpoint with a model. Set trainer.save_freq, or call Trainer.save()."
+        )
 
     def __repr__(self) -> str:
         self._reader.refresh(0)

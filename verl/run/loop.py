@@ -166,7 +166,7 @@ class Loop:
         except StopRequested:
             self._require_folder()
             self._finish_last_save()
-            self._save()
+            self.save()
             self.store.finish()
             kept = f"saved to {self.store.root}" if self.state.step else "nothing had been trained yet"
             raise InterruptedRun(
@@ -180,7 +180,7 @@ class Loop:
         if self.state.step >= self.data.num_steps:
             return False
         if self.state.step == 0 and self.trainer.val_before_train and not self.state.first_validation:
-            self.state.first_validation = self._validate()
+            self.state.first_validation = self.validate()
         self._require_folder()
         self.store.check()
         try:
@@ -203,14 +203,14 @@ class Loop:
         self._require_folder()  # before anything is written
         metrics = self._metrics(result, seconds)
         if self._due(self.trainer.test_freq) or "validation" in self.program.requests:
-            metrics.update(self._validate())
+            metrics.update(self.validate())
         metrics.update({f"timing_s/{k}": v for k, v in self.spans.take().items() if f"timing_s/{k}" not in metrics})
         if self.is_rank_zero:
             self.tracker.samples("train", step, result.rows())
         self.tracker.log(metrics, step)
         self.metrics = metrics
         if self._due(self.trainer.save_freq) or "checkpoint" in self.program.requests:
-            self._save()  # after the rows: a run killed here resumes behind this step and would not write them again
+            self.save()  # after the rows: a run killed here resumes behind this step and would not write them again
         self.spans.write(step)
         self.console.step(step, metrics)
         self._warn_of_hidden_updates(metrics)
@@ -245,7 +245,8 @@ class Loop:
                     100 * shown, spec.name, spec.name, section, section,
                 )  # fmt: skip
 
-    def _validate(self) -> dict[str, float]:
+    def validate(self) -> dict[str, float]:
+        """Metrics of the current weights on the held-out rows, also on the console; empty without such rows."""
         if not self.data.has_validation:
             return {}
         with self.spans("testing"):
@@ -257,7 +258,8 @@ class Loop:
         self.console.validation(self.state.step, found)
         return found
 
-    def _save(self) -> None:
+    def save(self) -> None:
+        """Write a checkpoint of the last step, unless it has one."""
         if self.saved_step == self.state.step:
             return
         with self.spans("save_checkpoint"):
@@ -294,7 +296,7 @@ class Loop:
             root, self.roles.specs, timeout_s=self.trainer.call_timeout_s, is_rank_zero=self.is_rank_zero
         )
         self.saved_step = -1
-        self._save()
+        self.save()
         self.store.finish()
         if self.is_rank_zero:
             self.write_config(root)

@@ -1,0 +1,171 @@
+"""The Python API: exported names, and runs from Python objects."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import verl
+from verl.errors import ConfigError, DataError, RewardError
+from verl.registry import is_in_process, load_object, reference_to
+from verl.rewards.function_list import score_lists
+
+ROWS = [{"prompt": f"Say {n % 10}.", "answer": str(n % 10)} for n in range(16)]
+DATA = {"data.train_batch_size": 8, "data.max_prompt_length": 64, "data.max_response_length": 4}
+STEPS = {"total_training_steps": 2, "logger": ["file"]}
+
+
+def starts(completions, answer, **columns):
+    return [float(text.startswith(a)) for text, a in zip(completions, answer, strict=True)]
+
+
+def length(completions):
+    return [len(text) / 10 for text in completions]
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": len(solution_str) / 10, "same_answer": float(extra_info["answer"] == ground_truth)}
+
+
+def centred(token_level_rewards, response_mask, *, index):
+    advantages = (token_level_rewards.sum(dim=1, keepdim=True) - 1.0) * response_mask
+    return advantages, advantages
+
+
+def test_exported_names_are_importable_and_sorted_by_kind():
+    assert [name for name in verl.__all__ if not hasattr(verl, name)] == []
+    assert {"Trainer", "train", "sft", "dpo", "reward_model", "evaluate", "generate", "load_config", "Run"} <= set(
+        verl.__all__
+    )
+    code = "import sys, verl; verl.Stage; assert not {'torch', 'ray'} & set(sys.modules), 'heavy import'"
+    bare = code.replace("verl.Stage; ", "")
+    subprocess.run([sys.executable, "-c", bare], check=True, timeout=60)
+
+
+def test_grpo_on_rows_with_a_function_of_a_file(tiny_llama, tmp_path):
+    run = verl.train(
+        tiny_llama, ROWS, starts, eval_data=ROWS[:4], output_dir=tmp_path / "run", config=DATA, trainer=STEPS,
+        actor_rollout_ref={"rollout": {"n": 2}},
+    )  # fmt: skip
+    assert run.summary()["step"] == 2
+    assert (run.model_path / "config.json").is_file()
+    rows = [json.loads(line) for line in (tmp_path / "run/samples/train/step_000002.jsonl").open()]
+    assert len(rows) == 16
+    assert all(row["score"] == float(row["response"].startswith(row["ground_truth"])) for row in rows)
+    assert "debug: false" in (tmp_path / "run/config.yaml").read_text()  # the sandbox scored
+
+
+def test_two_functions_are_parts_and_add_up():
+    found = score_lists(
+        ["a"] * 2, ["7", "88"], ["7", "7"], [{"prompt": "p", "answer": "7"}] * 2,
+        functions=[reference_to(starts), reference_to(length)], weights=[1.0, 2.0],
+    )  # fmt: skip
+    assert found == [{"score": 1.2, "starts": 1.0, "length": 0.1}, {"score": 0.4, "starts": 0.0, "length": 0.2}]
+
+
+def test_functions_of_verls_form_get_every_column():
+    (found,) = score_lists(["a"], ["1234"], ["7"], [{"answer": "7"}], functions=[reference_to(compute_score)])
+    assert found == {"score": 0.4, "same_answer": 1.0}
+
+
+def test_reward_functions_of_another_form_are_refused():
+    with pytest.raises(RewardError, match="no parameter 'completions' or 'solution_str'"):
+        score_lists(["a"], ["b"], [None], [{}], functions=[reference_to(len_of)])
+    with pytest.raises(RewardError, match="returned 1 numbers for 2 completions"):
+        score_lists(["a"] * 2, ["b"] * 2, [None] * 2, [{}] * 2, functions=[reference_to(one_number)])
+
+
+def len_of(text):
+    return len(text)
+
+
+def one_number(completions):
+    return [1.0]
+
+
+def test_references_lead_back_to_their_objects():
+    assert load_object(reference_to(json.dumps)) is json.dumps
+    assert load_object(reference_to(starts)).__name__ == "starts"
+    local = reference_to(lambda: 1)
+    assert is_in_process(local)
+    assert load_object(local)() == 1
+    with pytest.raises(ConfigError, match=r"top level of a \.py file"):
+        load_object("in_process:lambda_0")
+
+
+def test_step_by_step_with_a_lambda_a_callback_and_an_own_estimator(tiny_llama, tmp_path):
+    seen = []
+
+    def callback(trainer, metrics):
+        seen.append((trainer.global_step, metrics["critic/score/mean"]))
+        if trainer.global_step == 2:
+            trainer.stop()
+
+    with verl.Trainer(
+        tiny_llama, ROWS, lambda completions, **columns: [1.0] * len(completions), algorithm=centred, callbacks=[callback],
+        eval_data=ROWS[:2], output_dir=tmp_path, config=DATA, trainer={**STEPS, "total_training_steps": 9},
+    ) as trainer:  # fmt: skip
+        trainer.train()
+        assert seen == [(1, 1.0), (2, 1.0)]
+        assert trainer.evaluate()["val/reward"] == 1.0
+        folder = trainer.save()
+    assert (folder / "actor/huggingface/config.json").is_file()
+
+
+def test_the_same_call_resumes(tiny_llama, tmp_path):
+    arguments = {"output_dir": tmp_path, "config": DATA}
+    with verl.Trainer(tiny_llama, ROWS, length, trainer=STEPS, **arguments) as trainer:
+        trainer.step()
+        trainer.save()
+    with verl.Trainer(tiny_llama, ROWS, length, trainer=STEPS, **arguments) as trainer:
+        assert trainer.global_step == 1
+        assert trainer.step() is not None
+        assert trainer.step() is None
+
+
+def test_fine_tuning_preferences_and_reward_models(tiny_llama, tmp_path):
+    chats = [
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": str(n)}]} for n in range(8)
+    ]
+    pairs = [{"prompt": "a", "chosen": str(n), "rejected": "no"} for n in range(8)]
+    settings = {"config": {"data.train_batch_size": 4}, "trainer": STEPS}
+    tuned = verl.sft(tiny_llama, chats, output_dir=tmp_path / "sft", **settings)
+    preferred = verl.dpo(tuned.model_path, pairs, output_dir=tmp_path / "dpo", **settings)
+    scored = verl.reward_model(tuned.model_path, pairs, output_dir=tmp_path / "rm", **settings)
+    assert all((run.model_path / "config.json").is_file() for run in (tuned, preferred, scored))
+
+
+def test_evaluate_and_generate(tiny_llama, tmp_path):
+    metrics = verl.evaluate(tiny_llama, ROWS[:4], length, output_dir=tmp_path / "eval", config=DATA)
+    samples = verl.generate(tiny_llama, ROWS[:4], output_dir=tmp_path / "generate", config=DATA)
+    assert metrics["val/reward"] >= 0
+    assert [set(sample) >= {"response", "response_ids", "log_probs", "score"} for sample in samples] == [True] * 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "sentence"),
+    [
+        ({"data": [{"question": "?"}]}, DataError, r"Row 0 of the data has no 'prompt'"),
+        ({"data": []}, DataError, "have no rows"),
+        ({"data": ["train.jsonl", {"prompt": "a"}]}, DataError, "Row 0 of the data is a str"),
+        ({"trainer": {"total_trainig_steps": 2}}, ConfigError, "total_training_steps"),
+        ({"config": {"data.train_files": "x"}}, ConfigError, "data.train_files is set by an argument"),
+        ({"config": {"data": {"train_files": "x"}}}, ConfigError, "data.train_files is set by an argument"),
+        ({"algorithm": "sft"}, ConfigError, "reads no reward"),
+        ({"algorithm": "grop"}, ConfigError, "grpo"),
+        ({"reward": [1.0]}, ConfigError, "no function"),
+    ],
+)
+def test_bad_arguments_are_refused_before_training(tiny_llama, tmp_path, arguments, error, sentence):
+    call = {"data": ROWS, "reward": length, "output_dir": tmp_path, **arguments}
+    with pytest.raises(error, match=sentence):
+        verl.Trainer(tiny_llama, **call)
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_a_script_that_starts_runs_when_imported_is_refused(tiny_llama, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(f"import verl\nverl.Trainer({str(tiny_llama)!r}, [{{'prompt': 'a'}}])\n")
+    with pytest.raises(ConfigError, match="__main__"):
+        load_object(f"{script}:f")

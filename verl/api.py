@@ -1,0 +1,326 @@
+"""The Python API: a run of any program from Python objects, in one call or step by step.
+
+    run = verl.train(model="Qwen/Qwen3-0.6B", data=rows, reward=score, algorithm="grpo")
+    run = verl.sft(model="Qwen/Qwen3-0.6B", data="conversations.parquet", trainer={"total_epochs": 2})
+
+    with verl.Trainer(model, rows, reward) as trainer:
+        while (metrics := trainer.step()) is not None:
+            print(metrics["critic/score/mean"])
+
+Further arguments are keys of docs/config.md, nested or dotted: `trainer={"save_freq": 10}`, or for sections that an argument
+is named like `config={"data": {"train_batch_size": 64}, "reward.num_workers": 2}`. A value may be a function or a class where
+the key takes "path/to/file.py:name".
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verl.config import SCHEMAS, load_config
+from verl.errors import ConfigError, DataError
+from verl.registry import is_in_process, reference_to
+
+if TYPE_CHECKING:
+    from verl.page.notebook import Run
+
+Row = Mapping[str, Any]
+Data = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Iterable[Row]
+Reward = Callable[..., Any] | str | Sequence[Callable[..., Any]]
+Metrics = dict[str, float]
+
+_ALGORITHMS = {"ppo": "gae", "reinforce++": "reinforce_plus_plus"}  # names whose estimator is called otherwise
+_PROGRAMS = {"sft": "sft", "preference": "preference", "reward_model": "rm"}
+_ROW_FIELDS = ("prompt", "data_source", "reward_model", "extra_info", "agent_name", "ability")
+
+
+class Trainer:
+    """A run that is taken step by step. Use it as a context manager, or call `close` at the end.
+
+    model: Hugging Face folder or name. data: rows, a `datasets.Dataset`, or paths of data files. reward: a function (TRL's or
+    verl's form, see verl/rewards/function_list.py), several, or the path of a file with `compute_score`; without one the
+    built-in scorer of each row's `data_source`. algorithm: an advantage estimator of docs/algorithms.md or a function of its
+    form, "ppo" (GAE with a critic), or a program: "sft", "preference", "reward_model". output_dir: the run folder, in which the
+    same call resumes after an interruption; without one a new folder below `runs/`. callbacks: called with (trainer, metrics)
+    after each step. config, keys: keys of docs/config.md; `config` may be a list of "key=value" texts.
+
+    Raises ConfigError and DataError before anything is trained.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        data: Data,
+        reward: Reward | None = None,
+        *,
+        algorithm: str | Callable[..., Any] = "grpo",
+        eval_data: Data | None = None,
+        output_dir: str | os.PathLike[str] | None = None,
+        callbacks: Sequence[Callable[[Trainer, Metrics], Any]] = (),
+        config: Mapping[str, Any] | Sequence[str] = (),
+        **keys: Any,
+    ):
+        _refuse_import_by_worker()
+        self.callbacks = list(callbacks)
+        name = algorithm if isinstance(algorithm, str) else reference_to(algorithm)
+        label = name.rpartition(":")[2]
+        self.folder = Path(output_dir or f"runs/{label}-{datetime.now():%Y%m%d-%H%M%S-%f}").expanduser()
+        self.program = _PROGRAMS.get(name, "ppo")
+        values = self._values(model, data, reward, name, eval_data)
+        mapping, texts = (config, ()) if isinstance(config, Mapping) else ({}, config)
+        for own in (mapping, keys):
+            if repeated := [key for key in values if _holds(own, key)]:
+                raise ConfigError(f"{repeated[0]} is set by an argument of the call already. Give it once.")
+        tree = {**_with_references(mapping), **_with_references(keys), **values}
+        self.loaded = load_config(texts, schema=SCHEMAS[self.program], values=tree)
+        self._stack = ExitStack()
+        self._running: Any = None
+        self._stop = False
+
+    def _values(
+        self, model: str | os.PathLike[str], data: Data, reward: Reward | None, algorithm: str, eval_data: Data | None
+    ) -> dict[str, Any]:
+        """The keys that the arguments of the call stand for."""
+        is_rl = self.program == "ppo"
+        if reward is not None and not is_rl:
+            raise ConfigError(f"algorithm={algorithm!r} trains on rows and reads no reward; leave `reward` out.")
+        return {
+            "actor_rollout_ref.model.path" if is_rl else "model.path": os.fspath(model),
+            "data.train_files": self._files("train", data),
+            "data.val_files": [] if eval_data is None else self._files("val", eval_data),
+            "trainer.default_local_dir": str(self.folder),
+            **({"algorithm.adv_estimator": _ALGORITHMS.get(algorithm, algorithm)} if is_rl else {}),
+            **({} if reward is None else _reward_keys(reward)),
+        }
+
+    def _files(self, split: str, data: Data) -> Any:
+        """Paths of data files; rows are written to `inputs/` of the run folder."""
+        if isinstance(data, str | os.PathLike):
+            return os.fspath(data)
+        rows = list(data)
+        if rows and all(isinstance(row, str | os.PathLike) for row in rows):
+            return [os.fspath(row) for row in rows]  # type: ignore[arg-type]
+        if not rows:
+            raise DataError(f"The {split} data have no rows.")
+        file = self.folder / "inputs" / f"{split}.jsonl"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        convert = prompt_row if self.program == "ppo" else _plain
+        with file.open("w", encoding="utf-8") as out:
+            out.writelines(json.dumps(convert(row, number)) + "\n" for number, row in enumerate(rows))  # type: ignore[arg-type]
+        return str(file)
+
+    def step(self) -> Metrics | None:
+        """Take the next step, with validation and checkpoints when due; returns its metrics, or None after the last step. The
+        first call loads models and starts processes."""
+        loop, finish = self._started()
+        if self._stop or not loop.advance():
+            return None
+        if loop.state.step >= loop.data.num_steps:
+            loop.store.finish()
+            finish()
+        metrics = dict(loop.metrics)
+        for callback in self.callbacks:
+            callback(self, metrics)
+        return metrics
+
+    def train(self) -> None:
+        """Take all steps that are left."""
+        while self.step() is not None:
+            pass
+
+    def stop(self) -> None:
+        """End after the step under way, for callbacks: `step` then returns None. Save first what must be kept."""
+        self._stop = True
+
+    def evaluate(self) -> Metrics:
+        """Metrics of the current weights on `eval_data`. Raises ConfigError without it."""
+        loop, _ = self._started()
+        if not loop.data.has_validation:
+            raise ConfigError("Trainer.evaluate needs eval_data.")
+        return dict(loop.validate())
+
+    def save(self) -> Path:
+        """Write a checkpoint of the last step, unless it has one; returns its folder. `<role>/huggingface` in it opens with
+        `from_pretrained`."""
+        loop, _ = self._started()
+        if loop.state.step == 0:
+            raise ConfigError("Nothing has been trained yet. Call step() before save().")
+        loop.save()
+        loop.store.finish()
+        return self.folder / f"global_step_{loop.state.step}"
+
+    @property
+    def global_step(self) -> int:
+        """Number of the last step taken; after a resume that of the checkpoint."""
+        return int(self._started()[0].state.step)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The Hugging Face tokenizer of the model."""
+        return self._started()[0].data.tokenizer
+
+    @property
+    def run(self) -> Run:
+        """The run folder for reading: metrics and samples as data frames."""
+        from verl.page.notebook import Run
+
+        return Run(self.folder)
+
+    def close(self) -> None:
+        """End the processes of the run. What was trained after the newest checkpoint is lost."""
+        self._running = None
+        self._stack.close()
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _started(self) -> Any:
+        if self._running is None:
+            from verl.run.host import open_run
+
+            self._running = self._stack.enter_context(open_run(self.loaded, self.program))
+        return self._running
+
+
+def train(model: str | os.PathLike[str], data: Data, reward: Reward | None = None, **arguments: Any) -> Run:
+    """Train to the last step and save; returns the run, whose `model_path` is the trained model. Arguments as of `Trainer`.
+
+    verl.train("Qwen/Qwen3-0.6B", rows, reward, algorithm="grpo", actor_rollout_ref={"rollout": {"n": 8}})
+    """
+    with Trainer(model, data, reward, **arguments) as trainer:
+        trainer.train()
+        trainer.save()
+        return trainer.run
+
+
+def sft(model: str | os.PathLike[str], data: Data, **arguments: Any) -> Run:
+    """Fine-tune on rows of docs/sft.md: messages, prompt and completion, or text."""
+    return train(model, data, algorithm="sft", **arguments)
+
+
+def preference(model: str | os.PathLike[str], data: Data, *, loss: str = "sigmoid", **arguments: Any) -> Run:
+    """Train on rows of docs/preferences.md with one of its losses."""
+    arguments["preference.loss"] = loss
+    return train(model, data, algorithm="preference", **arguments)
+
+
+dpo = partial(preference, loss="sigmoid")
+kto = partial(preference, loss="kto")
+orpo = partial(preference, loss="orpo")
+simpo = partial(preference, loss="simpo")
+cpo = partial(preference, loss="cpo")
+
+
+def reward_model(model: str | os.PathLike[str], data: Data, **arguments: Any) -> Run:
+    """Train a reward model on rows of docs/reward-models.md."""
+    return train(model, data, algorithm="reward_model", **arguments)
+
+
+def evaluate(model: str | os.PathLike[str], data: Data, reward: Reward | None = None, **arguments: Any) -> Metrics:
+    """Metrics of a model on `data`, such as "val/reward"; nothing is trained. Arguments as of `Trainer`."""
+    from verl.run.host import evaluate as evaluate_run
+
+    arguments["trainer.val_only"] = True
+    trainer = Trainer(model, data, reward, eval_data=data, **arguments)
+    evaluate_run(trainer.loaded, trainer.program)
+    return dict(json.loads((trainer.folder / "eval" / "eval.json").read_text(encoding="utf-8")))
+
+
+def generate(
+    model: str | os.PathLike[str], data: Data, reward: Reward | None = None, **arguments: Any
+) -> list[dict[str, Any]]:
+    """Sample responses to the prompts of `data`: one dict per sample, with "response", "response_ids", "log_probs" and "score"
+    (0 without `reward`). Sampling follows `actor_rollout_ref.rollout`. Arguments as of `Trainer`."""
+    from verl.programs.generate import generate as write_samples
+
+    trainer = Trainer(model, data, reward or _no_reward, eval_data=data, **arguments)
+    output = trainer.folder / "samples.jsonl"
+    write_samples(trainer.loaded, output)
+    return [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+
+
+def prompt_row(row: Row, number: int) -> dict[str, Any]:
+    """A row of docs/data.md from a dict with "prompt" (text or messages) and any other columns, which reward functions get. The
+    reference answer is `reward_model.ground_truth`, "ground_truth" or "answer". Raises DataError without a prompt."""
+    row = _plain(row, number)
+    if "prompt" not in row:
+        raise DataError(f"Row {number} of the data has no 'prompt', a text or messages; it has {', '.join(row)}.")
+    columns = {name: value for name, value in row.items() if name not in _ROW_FIELDS}
+    answer = row.get("ground_truth", row.get("answer"))
+    return {
+        **{name: row[name] for name in _ROW_FIELDS if name in row},
+        "data_source": row.get("data_source") or "data",
+        "reward_model": row.get("reward_model") or ({"style": "model"} if answer is None else {"ground_truth": answer}),
+        "extra_info": {"index": number, **columns, "prompt": row["prompt"], **(row.get("extra_info") or {})},
+    }
+
+
+def _plain(row: Row, number: int) -> dict[str, Any]:
+    if not isinstance(row, Mapping):
+        raise DataError(f"Row {number} of the data is a {type(row).__name__}; a row is a dict.")
+    return {name: value.tolist() if hasattr(value, "tolist") else value for name, value in row.items()}
+
+
+def _no_reward(completions: Sequence[Any], **columns: Any) -> list[float]:
+    return [0.0] * len(completions)
+
+
+def _reward_keys(reward: Reward) -> dict[str, Any]:
+    if isinstance(reward, str):
+        return {"reward.custom_reward_function.path": reward}
+    functions = [reward] if callable(reward) else list(reward)
+    if bad := [function for function in functions if not callable(function)]:
+        raise ConfigError(
+            f"reward has {bad[0]!r}, which is no function. Give a function, several, or the path of a file."
+        )
+    references = [reference_to(function) for function in functions]
+    keys: dict[str, Any] = {
+        "reward.custom_reward_function.path": "pkg://verl.rewards.function_list",
+        "reward.custom_reward_function.name": "score_lists",
+        "reward.custom_reward_function.reward_kwargs": {"functions": references},
+        "reward.reward_manager.name": "batch",
+    }
+    return keys | {"reward.debug": True} if any(map(is_in_process, references)) else keys
+
+
+def _with_references(value: Any) -> Any:
+    """`value` with functions and classes replaced by references, at any depth."""
+    if isinstance(value, Mapping):
+        return {name: _with_references(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_references(inner) for inner in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    return reference_to(value) if callable(value) else value
+
+
+def _holds(values: Any, key: str) -> bool:
+    """Whether nested or dotted `values` set `key`."""
+    if not isinstance(values, Mapping):
+        return False
+    return any(
+        key == name or (key.startswith(f"{name}.") and _holds(inner, key[len(name) + 1 :]))
+        for name, inner in values.items()
+    )
+
+
+def _refuse_import_by_worker() -> None:
+    """Raises ConfigError where a process of a run imports the script that started it, and would start another run."""
+    frame = sys._getframe(1)
+    while frame.f_globals.get("__name__") == __name__ and frame.f_back is not None:
+        frame = frame.f_back
+    if str(frame.f_globals.get("__name__")).startswith("verl_user_"):
+        raise ConfigError(
+            f"{frame.f_code.co_filename} starts a run while another process of the run imports it. Put the call below "
+            'if __name__ == "__main__":'
+        )

@@ -1,0 +1,91 @@
+"""Reward functions that Python code gives: TRL's form over lists, verl's form over one sample, or several with weights.
+
+f(prompts, completions, **columns) -> list of numbers or None      (TRL)
+f(data_source, solution_str, ground_truth, extra_info) -> number or dict      (verl)
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from verl.errors import RewardError
+from verl.registry import load_object
+
+RewardFunction = Callable[..., Any]
+
+
+def score_lists(
+    data_sources: Sequence[str],
+    solution_strs: Sequence[str],
+    ground_truths: Sequence[Any],
+    extra_infos: Sequence[Mapping[str, Any]],
+    *,
+    functions: Sequence[str],
+    weights: Sequence[float] = (),
+) -> list[dict[str, Any]]:
+    """The weighted sum of all `functions` (references, see verl/registry.py) for each sample as "score"; with several functions
+    each of them is a part under its name. A function that returns None for a sample is left out of its sum.
+
+    Raises RewardError for a function of another form, and for another number of results than samples.
+    """
+    samples = list(zip(data_sources, solution_strs, ground_truths, extra_infos, strict=True))
+    results = {}
+    for reference in functions:
+        function = load_object(reference)
+        name = str(getattr(function, "__name__", type(function).__name__))
+        if name in results:
+            raise RewardError(f"Two reward functions are called {name!r}. Rename one: each is a metric under its name.")
+        results[name] = _results(function, name, samples)
+    rows = zip(*results.values(), strict=True)
+    return [_sum(list(results), row, weights or [1.0] * len(results)) for row in rows]
+
+
+def _sum(names: Sequence[str], values: Sequence[Any], weights: Sequence[float]) -> dict[str, Any]:
+    if len(names) == 1:
+        value = values[0]
+        return (
+            {**value, "score": weights[0] * value["score"]}
+            if isinstance(value, Mapping)
+            else _single(value, weights[0])
+        )
+    scores = [value["score"] if isinstance(value, Mapping) else value for value in values]
+    known = {name: score for name, score in zip(names, scores, strict=True) if score is not None}
+    total = sum(weight * score for weight, score in zip(weights, scores, strict=True) if score is not None)
+    return {"score": float(total) if known else math.nan, **known}
+
+
+def _single(value: Any, weight: float) -> dict[str, Any]:
+    return {"score": math.nan if value is None else weight * value}
+
+
+def _results(
+    function: RewardFunction, name: str, samples: Sequence[tuple[str, str, Any, Mapping[str, Any]]]
+) -> list[Any]:
+    parameters = inspect.signature(function).parameters
+    if "solution_str" in parameters:
+        return [
+            function(data_source=source, solution_str=text, ground_truth=answer, extra_info=dict(extra))
+            for source, text, answer, extra in samples
+        ]
+    if "completions" not in parameters:
+        raise RewardError(
+            f"The reward function {name}{inspect.signature(function)} has no parameter 'completions' or 'solution_str'. "
+            "Write it as f(completions, **columns), which returns a list of numbers, or as "
+            "f(data_source, solution_str, ground_truth, extra_info)."
+        )
+    columns = {key: [extra.get(key) for *_, extra in samples] for key in samples[0][3]}
+    prompts = columns.pop("prompt", [None] * len(samples))
+    completions = [
+        text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+        for (_, text, _, _), prompt in zip(samples, prompts, strict=True)
+    ]
+    arguments = {"prompts": prompts, "completions": completions, **columns}
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        arguments = {key: value for key, value in arguments.items() if key in parameters}
+    results = list(function(**arguments))
+    if len(results) != len(samples):
+        raise RewardError(f"The reward function {name} returned {len(results)} numbers for {len(samples)} completions.")
+    return results
