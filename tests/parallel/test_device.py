@@ -1,5 +1,7 @@
 """Devices and number formats."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from verl.errors import ConfigError
 from verl.models.matmul import Matmul
 from verl.parallel import device as room
 from verl.parallel.device import compute_dtype, make_current, native_bf16, parse_dtype, prefers_onednn, resolve_device
+from verl.runtime import rank_workers
 
 pytestmark = pytest.mark.seed("E1")
 
@@ -42,6 +45,17 @@ def test_a_ranks_own_gpu_is_made_the_current_one(monkeypatch):
     assert calls == [torch.device("cuda", 1), "meet"]
     make_current(CPU)
     assert len(calls) == 2
+
+
+@pytest.mark.parametrize(("name", "made_current"), [("cuda:1", [torch.device("cuda:1")]), ("cuda", []), ("cpu", [])])
+def test_the_device_of_any_runtime_is_made_the_current_one(monkeypatch, name, made_current):
+    """Events and graphs mean the current GPU, and would be those of another than the kernels'."""
+    calls = []
+    monkeypatch.setattr(torch.cuda, "set_device", calls.append)
+    monkeypatch.setattr(rank_workers, "_with_device_names", lambda context, comm: context)
+    monkeypatch.setattr(rank_workers.RankWorkers, "_build", lambda self, context: None)
+    rank_workers.RankWorkers(SimpleNamespace(device=torch.device(name)), None)
+    assert calls == made_current
 
 
 @pytest.mark.parametrize("name", ["cdua", "npu", "cuda:x", ""])
@@ -107,3 +121,20 @@ def test_names_of_number_formats():
         compute_dtype("fp16", CPU)
     with pytest.raises(ConfigError, match="int8"):
         compute_dtype("int8", CPU)
+
+
+def test_the_most_memory_outlives_a_new_record(monkeypatch):
+    """What a switch or a micro-batch measures begins at 0, and perf/max_memory_allocated_gb does not."""
+    record = {"most": 0}
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: record["most"])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: record.update(most=3))
+    monkeypatch.setattr(room, "_PEAKS", {})
+    device = torch.device("cuda", 0)
+    record["most"] = 70
+    room.reset_peak_memory(device)
+    assert record["most"] == 3
+    record["most"] = 20
+    assert room.most_memory_allocated(device) == 70
+    record["most"] = 90
+    assert room.most_memory_allocated(0) == 90

@@ -110,7 +110,7 @@ class Core(Model):
     def abandon_update(self):
         pass
 
-    def sleep(self):
+    def sleep(self, discards=False):
         pass
 
 

@@ -77,7 +77,7 @@ class StandIn:
     def abandon_update(self):
         pass
 
-    def sleep(self):
+    def sleep(self, discards=False):
         self.native.release()
 
     def _perhaps_die(self, what):

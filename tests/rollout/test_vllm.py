@@ -58,7 +58,7 @@ class FakeCore:
     def abandon_update(self):
         self.calls.append("abandon")
 
-    def sleep(self):
+    def sleep(self, discards=False):
         self.calls.append("sleep")
 
     def close(self):

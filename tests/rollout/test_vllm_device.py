@@ -154,6 +154,10 @@ def test_the_cache_sleeps_on_while_weights_come():
     core._llm.calls.clear()
     core.sleep()  # an update that did not end well, or none was generated with
     assert core._llm.calls == [("wake", ["kv_cache"]), ("sleep", 1)]
+    core.begin_update()
+    core._llm.calls.clear()
+    core.sleep(discards=True)
+    assert core._llm.calls == [("wake", ["kv_cache"]), ("sleep", 2)]
 
 
 @pytest.mark.parametrize(

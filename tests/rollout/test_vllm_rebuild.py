@@ -64,8 +64,10 @@ class Played:
     def abandon_update(self):
         self.processes.note("abandon", self)
 
-    def sleep(self):
-        self.processes.note("sleep", self)
+    def sleep(self, discards=False):
+        self.processes.note("sleep, weights discarded" if discards else "sleep", self)
+        if discards:
+            self.weights, self.sum, self.usable = {}, 0.0, False
 
     def close(self):
         self.has_ended = True
@@ -156,6 +158,26 @@ def test_a_batch_that_is_sampled_again_is_the_batch_that_was_asked_for(make, loa
     rollout.generate(make_prompts([3, 5]), PARAMS, step=2)
     assert len(asked) == 3, "prompt by prompt, and then all again"
     assert asked[0] + asked[1] == asked[2]
+
+
+@pytest.mark.parametrize("lost_at", [None, 2, 4])
+def test_discarded_weights_come_again_for_a_generation_without_an_update(make, load, monkeypatch, lost_at):
+    """vLLM need not copy weights to the host that lie in buckets there."""
+    rollout, processes = make()
+    rollout.core._sleeps = True
+    first, _ = one_step(rollout, load("llama"), 1)
+    number = len(processes.calls)
+    assert processes.calls[-1] == "sleep, weights discarded"
+    processes.script = {} if lost_at is None else {number + lost_at: lost()}
+    again = rollout.generate(make_prompts([3, 5]), PARAMS, step=1)
+    assert again == first
+    calls = processes.calls[number:]
+    assert [calls[0], calls[-1]] == ["begin", "close"]
+    assert calls.index("finish") < calls.index("open")
+    rollout.release()
+    number = len(processes.calls)
+    one_step(rollout, load("llama"), 2)
+    assert processes.calls[number:].count("begin") == 1, "an update brings them"
 
 
 def test_what_keeps_being_lost_stops_the_run(make, load):

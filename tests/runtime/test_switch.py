@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from verl.config import FSDPConfig, ModelConfig, OptimConfig, RolloutConfig
 from verl.engines.local import LocalEngine
 from verl.errors import ModelError
 from verl.runtime.mode_switch import ModeSwitch
+from verl.runtime.weight_sync import RankWeightSync
 
 pytestmark = pytest.mark.seed("C2", "C4")
 
@@ -43,6 +45,22 @@ def test_what_training_keeps_is_freed(engine, monkeypatch):
     monkeypatch.setattr(engine, "free_cached_memory", lambda: order.append("training caches freed"))
     switched(engine, lambda: order.append("generation"))
     assert order == ["training caches freed", "generation"]
+
+
+def test_an_engine_with_its_own_memory_gets_what_the_allocator_keeps(monkeypatch):
+    """Before it wakes for new weights, and again before it generates."""
+    order = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: order.append("cache given back"))
+    rollout = SimpleNamespace(set_weights=lambda version, weights: order.append("weights"), replica=None)
+    config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=RolloutConfig()))
+    for own, expected in ((True, ["cache given back", "weights", "cache given back"]), (False, ["weights"])):
+        order.clear()
+        context = SimpleNamespace(config=config, device=torch.device("cuda"), has_own_weights=own, shares_weights=True)
+        sync = RankWeightSync(context, None, None)
+        monkeypatch.setattr(sync.switch, "to_generation", lambda: None)
+        sync.rollout = rollout
+        sync.sync(1)
+        assert order == expected
 
 
 def test_the_random_state_of_training_goes_on_where_it_was(engine):

@@ -18,6 +18,7 @@ import torch
 
 from verl.engines.api import MicroBatching
 from verl.parallel import memory
+from verl.parallel.device import reset_peak_memory
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ class Headroom:
 
     def _start(self) -> int | None:
         if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
+            reset_peak_memory(self._device)
             return torch.cuda.memory_allocated(self._device)
         if not memory.reset_peak():
             return None

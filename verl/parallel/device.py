@@ -31,12 +31,9 @@ def resolve_device(name: str = "auto") -> torch.device:
 
     Raises ConfigError when the name is unknown or CUDA is asked for and cannot be used.
     """
-    if name == "auto":
+    kind = device_kind(name)
+    if kind == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    kind, _, index = name.partition(":")
-    if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
-        hint = nearest(name, ["auto", "cpu", "cuda"])
-        raise ConfigError(f"trainer.device={name!r} is not a device; use auto, cpu or cuda{hint}.")
     if kind == "cuda" and not torch.cuda.is_available():
         build = (
             "this PyTorch build has no CUDA" if torch.version.cuda is None else "PyTorch finds no usable CUDA device"
@@ -48,8 +45,38 @@ def resolve_device(name: str = "auto") -> torch.device:
 def make_current(device: torch.device) -> None:
     """Let calls that name no device mean `device` from now on, in this thread: FSDP shards onto the GPU that is current,
     NCCL and vLLM's workers take it. Without it all ranks of a host would meet on GPU 0."""
-    if device.type == "cuda":
+    if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
+
+
+def give_back_cache(device: torch.device) -> None:
+    """Let other processes have the memory of `device` that this one's allocator keeps for later tensors."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+_PEAKS: dict[int, int] = {}  # the most bytes that each GPU's allocator had given out when its record was started again
+
+
+def reset_peak_memory(device: torch.device | int) -> None:
+    """Start the record of torch.cuda.max_memory_allocated again, without losing it for `most_memory_allocated`."""
+    _PEAKS[torch.cuda._utils._get_device_index(device, optional=True)] = most_memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+
+
+def most_memory_allocated(device: torch.device | int) -> int:
+    """The most bytes that this process's allocator has ever given out on a GPU."""
+    index = torch.cuda._utils._get_device_index(device, optional=True)
+    return max(_PEAKS.get(index, 0), torch.cuda.max_memory_allocated(device))
+
+
+def device_kind(name: str) -> str:
+    """auto, cpu or cuda, of a name that resolve_device takes; raises ConfigError for another, wherever it is asked."""
+    kind, _, index = name.partition(":")
+    if kind not in ("auto", "cpu", "cuda") or (index and not (index.isdigit() and kind != "auto")):
+        hint = nearest(name, ["auto", "cpu", "cuda"])
+        raise ConfigError(f"trainer.device={name!r} is not a device; use auto, cpu or cuda{hint}.")
+    return kind
 
 
 def visible_devices() -> tuple[str, ...]:
@@ -125,6 +152,13 @@ def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     if torch.device(device).type != "cuda" or not tensor.numel():
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor in memory of the host; from CUDA in pinned memory, which copies there and back several times as fast."""
+    if tensor.device.type != "cuda" or type(tensor) is not torch.Tensor:  # a DTensor moves its own part
+        return tensor.to("cpu")
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)
 
 
 def write_at(target: torch.Tensor, dim: int, places: torch.Tensor, values: torch.Tensor) -> None:

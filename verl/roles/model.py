@@ -21,6 +21,7 @@ from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.engines.api import TrainEngine
 from verl.errors import CheckpointError
+from verl.parallel.device import most_memory_allocated
 from verl.parallel.process_settings import give_back_holes
 from verl.parallel.register import Dispatch, Execute, register
 from verl.parallel.serialize import record
@@ -190,7 +191,7 @@ def _device_metrics() -> dict[str, Metric]:
     found = {"perf/cpu_memory_used_gb": psutil.Process().memory_info().rss / 1e9}
     if torch.cuda.is_initialized():  # the device of this process
         device = torch.cuda.current_device()
-        found["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated(device) / 1e9
+        found["perf/max_memory_allocated_gb"] = most_memory_allocated(device) / 1e9
         found["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved(device) / 1e9
         reserved = torch.cuda.memory_reserved(device)
         found["perf/memory_fragmentation"] = 1 - torch.cuda.memory_allocated(device) / reserved if reserved else 0.0

@@ -25,6 +25,7 @@ import torch
 from verl.config import RolloutConfig
 from verl.engines.api import TrainEngine
 from verl.errors import ModelError
+from verl.parallel.device import give_back_cache
 
 log = logging.getLogger(__name__)
 
@@ -66,11 +67,13 @@ class _Seen:
 
 
 class ModeSwitch:
-    """`engine` is the TrainEngine of this process, None where nothing trains here. Reads drift_check and keep_weights_copy
-    of `config`."""
+    """`engine` is the TrainEngine of this process, None where nothing trains here; `gives_back`: the rollout engine has an
+    allocator of its own. Reads drift_check and keep_weights_copy of `config`."""
 
-    def __init__(self, engine: TrainEngine | None, config: RolloutConfig, device: torch.device):
-        self._engine, self._config, self._device = engine, config, device
+    def __init__(
+        self, engine: TrainEngine | None, config: RolloutConfig, device: torch.device, *, gives_back: bool = False
+    ):
+        self._engine, self._config, self._device, self._gives_back = engine, config, device, gives_back
         self._random: RandomState | None = None
         self._seen = _Seen(0)
         self._count = 0
@@ -81,9 +84,11 @@ class ModeSwitch:
         self._seen = self._snapshot()
 
     def free_training_memory(self) -> None:
-        """The weights have reached the rollout engine."""
+        """For the rollout engine: also what the allocator keeps, if the engine has an allocator of its own."""
         if self._engine is not None:
             self._engine.free_cached_memory()
+        if self._gives_back:
+            give_back_cache(self._device)
 
     @torch.no_grad()
     def to_training(self) -> None:

@@ -11,7 +11,7 @@ import torch
 from verl.models.forward import computed_by
 from verl.parallel import dev_shm
 from verl.parallel.collectives import Collectives
-from verl.parallel.device import visible_devices
+from verl.parallel.device import make_current, visible_devices
 from verl.parallel.serialize import from_bytes, to_bytes
 from verl.roles.reward import RewardWorker
 from verl.roles.rollout import RolloutWorker
@@ -30,6 +30,7 @@ class RankWorkers:
         self.reward: RewardWorker | None = None
         self.rollout: RolloutWorker | None = None
         self.weights: RankWeightSync | None = None
+        make_current(context.device)
         try:
             self._build(context)
         except BaseException:

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 import torch
 
 from verl.parallel import memory
+from verl.parallel.device import reset_peak_memory
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ class SwitchMemory:
     def _start(self) -> int | None:
         """Memory now, with the record of its peak started again."""
         if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
+            reset_peak_memory(self._device)
             return torch.cuda.memory_allocated(self._device)
         return memory.resident_bytes() if memory.reset_peak() else None
 

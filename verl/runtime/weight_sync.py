@@ -39,7 +39,8 @@ class RankWeightSync:
         self.context = context
         self.comm = comm
         self.engine = engine
-        self.switch = ModeSwitch(engine, context.config.actor_rollout_ref.rollout, context.device)
+        rollout = context.config.actor_rollout_ref.rollout
+        self.switch = ModeSwitch(engine, rollout, context.device, gives_back=context.has_own_weights)
         self.rollout: RolloutWorker | None = None
         self.memory: SwitchMemory | None = None  # None: nothing is copied
         self.update: PlannedUpdate | None = None  # None: there is one set of weights, or they are gathered whole
@@ -61,6 +62,8 @@ class RankWeightSync:
         """See WeightSync. A rank that is in no process group is given whole `weights`, by name."""
         with self._doing("weights.sync"):
             self.switch.to_generation()
+            if self.context.has_own_weights:  # which need room before they come
+                self.switch.free_training_memory()
             with nullcontext() if self.memory is None else self.memory.measuring():
                 self._transfer(version, weights)
             self.switch.free_training_memory()

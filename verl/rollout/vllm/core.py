@@ -109,11 +109,12 @@ class Core:
         """Give up a failed update; the weights are not usable until another one is complete."""
         self._on_workers("verl_abandon")
 
-    def sleep(self) -> None:
-        """Free memory of the device, the KV cache foremost, where vLLM can."""
+    def sleep(self, discards: bool = False) -> None:
+        """Free memory of the device, the KV cache foremost, where vLLM can. With `discards` the weights are lost, and an update
+        must follow; else vLLM copies them to the host."""
         if self.setup.sleeps and _WEIGHTS not in self._asleep:
             self.wake()  # vLLM puts nothing to sleep twice
-            self._llm.sleep(level=1)
+            self._llm.sleep(level=2 if discards else 1)
             self._asleep = {_WEIGHTS, _KV_CACHE}
 
     def wake(self, *parts: str) -> None:

@@ -103,7 +103,7 @@ class VLLMRollout(BaseRollout):
             call_timeout_s=transfer.call_timeout_s,
             factory=self.factory,
         )
-        return RestartingCore(start, max_restarts) if max_restarts else start()
+        return RestartingCore(start, max_restarts, sleeps=setup.sleeps) if max_restarts else start()
 
     def _abandon(self) -> None:
         try:

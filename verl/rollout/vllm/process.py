@@ -60,15 +60,17 @@ class RemoteCore:
 
 class RestartingCore:
     """The methods of `core.Core` on a process that `start` starts, and starts again when it is lost. The memory of buckets must
-    hold what was written until the next update begins. Raises WorkerLostError when the process was lost once more than
-    `max_restarts`."""
+    hold what was written until the next update begins. Where vLLM `sleeps`, it discards weights whose buckets are there, and is
+    sent them again if a generation comes before the next update. Raises WorkerLostError when the process was lost once more
+    than `max_restarts`."""
 
-    def __init__(self, start: Callable[[], Any], max_restarts: int):
-        self._start, self._max_restarts = start, max_restarts
+    def __init__(self, start: Callable[[], Any], max_restarts: int, *, sleeps: bool = False):
+        self._start, self._max_restarts, self._sleeps = start, max_restarts, sleeps
         self._num_restarts = 0  # since the last complete update
         self._buckets: list[Description] = []  # of the update under way, or of the last one
         self._updating = False
         self._digest: str | None = None  # of the last update, if it is complete
+        self._discarded = False  # vLLM has slept without its weights
         self._opened: tuple[SamplingParams, int] | None = None
         self._requests: dict[SampleKey, PromptRequest] = {}  # of the open generation, the last of each sample
         self._running: set[SampleKey] = set()
@@ -135,12 +137,26 @@ class RestartingCore:
         self._forget_weights()
         self._call("abandon_update")
 
+    def sleep(self) -> None:
+        """See Core.sleep."""
+        discards = self._sleeps and self._digest is not None
+        self._call("sleep", discards)
+        self._discarded = discards
+
     def close(self) -> None:
         """End the process."""
         self.core.close()
 
     def _forget_weights(self) -> None:
-        self._buckets, self._updating, self._digest = [], False, None
+        self._buckets, self._updating, self._digest, self._discarded = [], False, None, False
+
+    def _send_weights(self) -> None:
+        self.core.begin_update()
+        for bucket in self._buckets:
+            self.core.update(bucket)
+        if self._digest is not None:
+            self.core.finish_update(self._digest)
+        self._discarded = False
 
     # -- restarts
 
@@ -152,6 +168,8 @@ class RestartingCore:
                 if is_lost:
                     self._rebuild()
                     is_lost = False
+                if self._discarded and method == "open":
+                    self._send_weights()
                 return getattr(self.core, method)(*arguments)
             except (WorkerLostError, DeadlineError) as error:
                 if not self.core.has_ended:
@@ -173,11 +191,7 @@ class RestartingCore:
         self.core.close()
         self.core = self._start()
         if self._updating or self._digest is not None:  # else it has the weights of the model's files, or none to use
-            self.core.begin_update()
-            for bucket in self._buckets:
-                self.core.update(bucket)
-            if self._digest is not None:
-                self.core.finish_update(self._digest)
+            self._send_weights()
         if self._opened is not None:
             self.core.open(*self._opened)
             if self._running:
