@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import traceback
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -24,8 +25,9 @@ pytestmark = pytest.mark.seed("A3")
 
 ray = pytest.importorskip("ray")
 
-from verl.runtime.ray_cluster import RayCluster, Request, services  # noqa: E402 - needs ray
+from verl.runtime.ray_cluster import RayCluster, Request, own_device, services  # noqa: E402 - needs ray
 from verl.runtime.ray_node import apart_from_signals  # noqa: E402 - needs ray
+from verl.runtime.ray_request import passed_environment  # noqa: E402 - needs ray
 from verl.single_controller.ray import (  # noqa: E402 - needs ray
     RayClassWithInitArgs,
     RayResourcePool,
@@ -302,6 +304,53 @@ def test_strangers_do_not_get_into_a_cluster_of_our_own():
     finally:
         end_tree(owner.pid)
     assert ["inside" in output for output in outputs] == [False, False, True]
+
+
+def nodes_with(monkeypatch, *gpus):
+    nodes = [{"Alive": True, "Resources": {"CPU": 8.0, **({"GPU": float(n)} if n else {})}} for n in gpus]
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "gpus", "expected"),
+    [(None, (0, 4), True), (None, (0, 0), False), (True, (0, 4), True), (False, (0, 4), False)],
+)
+def test_the_cluster_has_gpus_not_the_driver(monkeypatch, wanted, gpus, expected):
+    """A head node usually has none."""
+    nodes_with(monkeypatch, *gpus)
+    cluster = object.__new__(RayCluster)
+    cluster.request = Request([4], wanted, 10.0)
+    cluster._check_resources()
+    assert cluster.request.gpus is expected
+
+
+def test_a_cluster_with_too_few_gpus_is_refused(monkeypatch):
+    nodes_with(monkeypatch, 0, 2)
+    cluster = object.__new__(RayCluster)
+    cluster.request = Request([4], None, 10.0)
+    with pytest.raises(ConfigError, match="with 4 GPUs, but the Ray cluster has 2 with 2, 0"):
+        cluster._check_resources()
+
+
+@pytest.mark.parametrize(
+    ("visible", "given", "expected"),
+    [("3", ["3"], "cuda:0"), ("2,5", ["5"], "cuda:1"), ("", ["1"], "cuda:1"), ("", [], "cuda")],
+)
+def test_a_rank_takes_the_gpu_that_ray_gave_it(monkeypatch, visible, given, expected):
+    """Where Ray masks the others (one is visible), and where it is told not to."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    context = SimpleNamespace(get_accelerator_ids=lambda: {"GPU": given})
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+    assert own_device("auto") == torch.device(expected)
+    assert own_device("cpu") == torch.device("cpu")
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "VLLM_X", "SGLANG_X", "TRITON_CACHE_DIR", "CUBLAS_X"])
+def test_settings_of_libraries_reach_every_node(monkeypatch, name):
+    monkeypatch.setenv(name, "value")
+    assert passed_environment()[name] == "value"
 
 
 def test_the_config_travels_whole(base):

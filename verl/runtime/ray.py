@@ -22,7 +22,7 @@ from verl.config.secrets import remember_secrets
 from verl.parallel import dev_shm
 from verl.parallel.child_processes import hear_sigterm
 from verl.parallel.collectives import Collectives, Peer, free_port
-from verl.parallel.device import resolve_device
+from verl.parallel.device import device_kind, resolve_device
 from verl.parallel.dispatch import CallPlan
 from verl.parallel.placement import Placement
 from verl.parallel.process_settings import keep_freed_memory
@@ -38,6 +38,7 @@ from verl.runtime.ray_cluster import (
     RayCluster,
     Request,
     own_address,
+    own_device,
     store_value,
 )
 from verl.runtime.ray_process import Packed, Process, answer_call, open_answer, pack, unpack
@@ -80,15 +81,16 @@ class RayRuntime:
         specs = program.roles(config)
         self.placement = specs.place(None)
         check_meshes(config, specs, self.placement)
-        self.device = resolve_device(config.trainer.device)
+        gpus = {"auto": None, "cpu": False, "cuda": True}[device_kind(config.trainer.device)]
         self.timeout_s, self.collective_timeout_s = config.trainer.call_timeout_s, specs.collective_timeout_s
         per_node, total = self.placement.devices_per_node, self.placement.num_devices
         nodes = [min(per_node, total - first) for first in range(0, total, per_node)]
         start_s = config.trainer.ray_wait_register_center_timeout
         apart = _pools(config) if specs.generates and len(nodes) == 1 else []
-        request = Request(nodes, self.device.type == "cuda", start_s, otherwise=apart)
+        request = Request(nodes, gpus, start_s, otherwise=apart)
         dev_shm.check_size({"Ray": config.ray_kwargs.ray_init.get("object_store_memory") or dev_shm.RAY_BYTES})
         self.cluster = RayCluster(config.ray_kwargs.ray_init, request)
+        self.device = torch.device("cuda" if self.cluster.request.gpus else "cpu")  # of the ranks
         if len(self.cluster.request.nodes) > len(nodes):
             self.placement = replace(self.placement, devices_per_node=max(apart))
         self.processes: list[Process] = []
@@ -271,7 +273,7 @@ class RankProcess:
     ) -> dict[str, Any]:
         specs = load_object(program).roles(self.config, train=train)
         placement = Placement(devices, devices_per_node)
-        device = resolve_device(self.config.trainer.device)
+        device = own_device(self.config.trainer.device)
         with nullcontext() if self.comm is None else self.comm.doing("building the roles"):
             context = RankContext(self.config, specs, placement, self.rank, device, **task)
             self.workers = RankWorkers(context, self.comm)

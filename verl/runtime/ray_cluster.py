@@ -13,12 +13,14 @@ from typing import Any
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # a process without a GPU keeps CUDA_VISIBLE_DEVICES
 
 import ray
+import torch
 from ray._private import services, worker
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from verl.errors import ConfigError, DeadlineError, VerlError, WorkerLostError
+from verl.parallel.device import resolve_device, visible_devices
 from verl.parallel.dispatch import CallPlan
 from verl.runtime import ray_node
 from verl.runtime.ray_process import Packed, Process, first_line, last_lines, open_answer
@@ -88,13 +90,17 @@ class RayCluster:
         ray_node.watch(worker.global_worker.node)
 
     def _check_resources(self) -> None:
-        """Refuse a run for which the whole cluster is too small."""
+        """Refuse a run for which the whole cluster is too small. Whether it computes on GPUs is the cluster's matter: this node
+        may have none."""
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        if self.request.gpus is None:
+            self.request = replace(self.request, gpus=any(node.get("GPU", 0) >= 1 for node in nodes))
         request = self.request
-        have = sorted((int(n["Resources"].get(request.resource, 0)) for n in ray.nodes() if n["Alive"]), reverse=True)
+        have = sorted((int(node.get(request.resource, 0)) for node in nodes), reverse=True)
         need = sorted(request.nodes, reverse=True)
         if is_short(have, need) and request.otherwise:
             need = sorted(request.otherwise, reverse=True)
-            self.request = replace(request, nodes=request.otherwise)
+            self.request = replace(self.request, nodes=request.otherwise)
         if is_short(have, need):
             raise ConfigError(
                 f"The run needs {len(need)} node(s) with {' and '.join(map(str, need))} {request.resource}s, but the Ray "
@@ -319,6 +325,17 @@ def _stuck(process: Process) -> str:
 def own_address() -> str:
     """The address of this node for the other nodes of the cluster."""
     return str(ray.util.get_node_ip_address())
+
+
+def own_device(name: str) -> torch.device:
+    """The device that Ray has given to this process, for trainer.device `name`: one of several where Ray hides none of a node's
+    GPUs (RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES)."""
+    device = resolve_device(name)
+    given = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
+    if device.type != "cuda" or device.index is not None or not given:
+        return device
+    seen = visible_devices()
+    return torch.device("cuda", seen.index(given[0]) if given[0] in seen else 0)
 
 
 def store_value(value: Packed) -> Any:

@@ -20,7 +20,12 @@ _PASSED_ON = (
     "GLOO_",
     "TORCH_",
     "TOKENIZERS_",
+    "CUBLAS_",
     "CUDA_DEVICE_MAX",
+    "PYTORCH_",
+    "SGLANG_",
+    "TRITON_",
+    "VLLM_",
     "LOG_LEVEL",
     "GLIBC_TUNABLES",
 )
@@ -28,11 +33,11 @@ _PASSED_ON = (
 
 @dataclass(frozen=True)
 class Request:
-    """The processes that a run asks of a cluster: `nodes[i]` on node i, each with a CPU and, with `gpus`, a GPU; `otherwise`
-    is asked of a cluster without nodes of that size."""
+    """The processes that a run asks of a cluster: `nodes[i]` on node i, each with a CPU and, with `gpus`, a GPU (None: if the
+    cluster has any); `otherwise` is asked of a cluster without nodes of that size."""
 
     nodes: Sequence[int]
-    gpus: bool
+    gpus: bool | None
     timeout_s: float
     otherwise: Sequence[int] = ()
 
@@ -51,15 +56,17 @@ class Request:
                 f"trainer.nnodes={len(self.nodes)} needs a Ray cluster of several nodes. Start it (ray start --head, and ray "
                 "start --address=... on the others) and give its address: ray_kwargs.ray_init.address=auto."
             )
-        if self.gpus:
-            import torch
+        import torch
 
+        if self.gpus or (self.gpus is None and torch.cuda.is_available()):
             have, what = torch.cuda.device_count(), "GPUs"
         else:
             have, what = settings.get("num_cpus") or os.cpu_count() or 1, "CPU cores"
         if self.num_processes > have:
             more = (
-                "" if self.gpus else f", or let cores be shared with ray_kwargs.ray_init.num_cpus={self.num_processes}"
+                ""
+                if what == "GPUs"
+                else f", or let cores be shared with ray_kwargs.ray_init.num_cpus={self.num_processes}"
             )
             raise ConfigError(
                 f"The run needs {self.num_processes} devices, but this machine has {have} {what}. Lower "
