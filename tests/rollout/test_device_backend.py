@@ -1,6 +1,7 @@
 """Generation without the host between steps: on the CPU, with the plain kernel and no graphs, it must give what the
 native engine gives; on a card, with graphs, what it gives without."""
 
+import contextlib
 import dataclasses
 import functools
 
@@ -23,6 +24,7 @@ from verl.rollout.cuda import fused
 from verl.rollout.cuda.backend import DeviceBackend
 from verl.rollout.cuda.device import assign_places, next_power
 from verl.rollout.cuda.forward import StraightForward
+from verl.rollout.cuda.graphs import StepGraphs
 from verl.rollout.cuda.store import TokenStore
 from verl.rollout.native.engine import NativeRollout
 
@@ -317,6 +319,64 @@ def test_prompts_that_come_later_find_room(device, make_engine):
     assert_same(sorted(ended, key=lambda c: c.key), expected)
 
 
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("cache", [KVCacheConfig(), pages(None)], ids=["slots", "pages"])
+def test_requests_that_come_while_others_run_get_rows_of_their_own(cache, n, device, make_engine):
+    """Three requests first, 37 longer ones after the first poll: stores grow with what they hold."""
+    prompts = make_prompts([5, 9, 7] + [11 + i for i in range(37)])
+    params = dataclasses.replace(CASES["alone"], n=n)
+    engine = device(rows=256, kv_cache_config=cache)
+    generation = engine.open(params, step=1)
+    for prompt in prompts[:3]:
+        generation.add(prompt)
+    ended = generation.poll(0.0)
+    for prompt in prompts[3:]:
+        generation.add(prompt)
+    while done := generation.poll():
+        ended += done
+    stats = generation.close()
+    expected = make_engine("native").generate(prompts, params, step=1)
+    assert_same(sorted(ended, key=lambda c: c.key), expected)
+    assert stats["max_running"] >= 40 * n - 3
+    assert stats["num_decode_steps"] <= 3 * params.max_new_tokens
+    assert_same(engine.generate(prompts[:3], params, step=1), expected[: 3 * n])
+
+
+def test_rows_stay_as_they_are_where_memory_is_short(device, make_engine, monkeypatch):
+    prompts, params = make_prompts([5, 9, 7, 30, 31, 32]), CASES["alone"]
+    generation, ended = device().open(params, step=1), []
+    for prompt in prompts[:3]:
+        generation.add(prompt)
+    ended += generation.poll(0.0)
+    monkeypatch.setattr("verl.rollout.cuda.backend._free_bytes", lambda device: 0)
+    for prompt in prompts[3:]:
+        generation.add(prompt)
+    while done := generation.poll():
+        ended += done
+    assert generation.close()["max_running"] == 3
+    assert_same(sorted(ended, key=lambda c: c.key), make_engine("native").generate(prompts, params, step=1))
+
+
+def test_a_generation_of_many_prompts_after_one_of_few_has_slots_for_them(device):
+    engine, params = device(rows=8), CASES["alone"]
+    few, many = make_prompts([9]), make_prompts([9] * 8)
+    engine.generate(few * 1, dataclasses.replace(params, n=8), step=1)
+    engine.generate(many[:1], params, step=1)
+    _, stats = generate(engine, many, params)
+    assert stats["max_running"] == 8
+    assert engine.device.stores.sizes.num_prefixes == 8
+
+
+def test_a_generation_of_turns_has_rows_for_episodes_that_come(device):
+    engine = device(rows=24)
+    generation = engine.open(CASES["alone"], step=0, keep=True)
+    for prompt in make_prompts([9, 5]):
+        generation.add(prompt)
+    generation.poll(0.0)
+    assert engine.device.stores.sizes.num_rows == 24
+    generation.close()
+
+
 def test_which_models_are_computed_straight_through(load):
     assert all(StraightForward.reads(load(family), 64) for family in DENSE)
     assert StraightForward.reads(load("mistral"), FAMILIES["mistral"]["sliding_window"])
@@ -381,6 +441,41 @@ def test_every_row_has_a_place_of_its_own(members, extra):
             assert gather[place[row]] == row
     seated = place[members >= 0]
     assert len(set(seated.tolist())) == len(seated)
+
+
+def test_a_capture_without_memory_costs_one_graph(monkeypatch, caplog):
+    class Graph:
+        def replay(self):
+            runs.append("replayed")
+
+    @contextlib.contextmanager
+    def capture(graph, **settings):
+        runs.append("captured")
+        if runs.count("captured") == 1:
+            raise torch.OutOfMemoryError("out of memory")
+        yield
+
+    runs = []
+    graphs = StepGraphs(torch.device("cpu"), enabled=True)
+    graphs._enabled = True
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    for key in ("large", "small"):
+        for _ in range(3):
+            graphs.run(key, lambda: runs.append("run"))
+    large, small = ["run", "captured", "run", "run"], ["run", "captured", "run", "replayed", "replayed"]
+    assert runs == large + small
+    assert graphs.num_graphs == 1
+    assert "runs without a CUDA graph" in caplog.text
+
+
+def test_logits_of_all_sizes_share_their_memory(device):
+    """Where the host looks at them between two steps: top-p."""
+    engine = device()
+    generate(engine, make_prompts(LENGTHS), dataclasses.replace(CASES["filtered"], n=5))
+    logits = engine.device.stores._logits
+    assert logits.shape[0] == engine.device.stores.sizes.num_rows
 
 
 def test_powers():

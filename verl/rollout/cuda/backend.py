@@ -55,7 +55,8 @@ class DeviceBackend:
         self.module, self.kernel, self.eager = module, kernel, eager
         self.num_computed = 0
         self.stores: DeviceRows | None = None
-        self._made_for: tuple[Any, ...] = ()  # its last item is the longest prompt
+        self._made_for: tuple[Any, ...] = ()  # facts that stores and graphs hold for, whatever their sizes
+        self._longest_prompt = 0  # that there is room for
 
     @staticmethod
     def fits(module: Any, longest: int) -> bool:
@@ -80,10 +81,8 @@ class DeviceBackend:
         self.num_computed, self._changed = 0, True
 
     def reserve(self, num_rows: int, longest_prompt: int) -> int:
-        """See Backend: while samples run, the stores stay as they are."""
-        if self.rows.num_running or self.prompts.prefilling or self.prompts.ready:
-            assert self.stores is not None
-            return self.stores.sizes.num_rows
+        """See Backend. Stores that are in use grow by twice what they are, so that few graphs are captured in vain; they stay
+        as they are where the memory for it is not free."""
         params, decoder = self.scheduler.params, DenseDecoder.of(self.module)
         assert decoder is not None
         windows = [layer.sliding_window for layer in decoder.layers if layer.sliding_window is not None]
@@ -92,43 +91,76 @@ class DeviceBackend:
                 f"A prompt of {longest_prompt} tokens was added to a generation of sequences within the attention window "
                 f"({min(windows)}). Set actor_rollout_ref.rollout.max_model_len to the longest sequence."
             )
-        drawing = (params.temperature, params.top_k, params.top_p, params.min_p)
-        wanted = (
+        if self.rows.num_running or self.prompts.by_slot:
+            self._grow(decoder, num_rows, longest_prompt)
+        else:
+            if self.scheduler.samples.keep:  # more episodes will come
+                num_rows = self.scheduler.max_num_seqs
+            self._renew(decoder, num_rows, longest_prompt)
+        assert self.stores is not None
+        if self.paging is not None:
+            self.paging.max_tokens = self.stores.sizes.num_pages * self.paging.block_size
+            self.paging.require(longest_prompt)
+        return self.stores.sizes.num_rows
+
+    def _renew(self, decoder: DenseDecoder, num_rows: int, longest_prompt: int) -> None:
+        """Stores for a generation that begins: those that there are, if they were made for the same."""
+        params = self.scheduler.params
+        made_for = (
             id(decoder),
-            drawing,
+            (params.temperature, params.top_k, params.top_p, params.min_p),
             num_rows,
             params.n,
             params.max_new_tokens,
             self.scheduler.shared,
             None if self.paging is None else (self.paging.block_size, self._page_limit),
-            longest_prompt,
         )
-        if self.stores is None or self._made_for[:-1] != wanted[:-1] or self._made_for[-1] < longest_prompt:
+        enough = self.stores is not None and self._num_prefixes(num_rows) <= self.stores.sizes.num_prefixes
+        if self._made_for != made_for or self._longest_prompt < longest_prompt or not enough:
             self.release()
-            sizes = self._sizes(decoder, longest_prompt, num_rows)
-            head = self.module.get_output_embeddings().weight
-            on_gpu = decoder.embed.device.type == "cuda"
-            forward = StraightForward(decoder, head, sizes.longest, parts(on_gpu and not self.eager))
-            graphs = StepGraphs(decoder.embed.device, enabled=not self.eager)
-            self.stores = DeviceRows(forward, sizes, params, self.kernel, graphs)
-            self._made_for = wanted
-        if self.paging is not None:
-            self.paging.max_tokens = self.stores.sizes.num_pages * self.paging.block_size
-            self.paging.require(longest_prompt)
+            self.stores = self._build(decoder, self._sizes(decoder, longest_prompt, num_rows))
+            self._made_for, self._longest_prompt = made_for, longest_prompt
+        assert self.stores is not None
         self.stores.params = params  # equal but for what does not reach the device
         self._slots = np.arange(self.stores.sizes.num_rows)  # of the own store, by row
-        return self.stores.sizes.num_rows
+
+    def _grow(self, decoder: DenseDecoder, num_rows: int, longest_prompt: int) -> None:
+        """Larger stores with the contents of the present ones, if samples wait for them."""
+        assert self.stores is not None
+        before = self.stores.sizes
+        if num_rows <= before.num_rows and longest_prompt <= self._longest_prompt:
+            return
+        longest = self._longest_prompt
+        if longest_prompt > longest:
+            longest = min(2 * longest_prompt, max(longest_prompt, self.scheduler.samples.longest_sequence))
+        if num_rows > before.num_rows:
+            num_rows = min(max(num_rows, 2 * before.num_rows), self.scheduler.max_num_seqs)
+        sizes = self._sizes(decoder, longest, max(num_rows, before.num_rows))
+        if sizes == before or any(new < old for new, old in zip(sizes, before, strict=True)):
+            return
+        stores = self._build(decoder, sizes)
+        self._slots = np.concatenate([self._slots, np.arange(before.num_rows, sizes.num_rows)])
+        stores.continue_from(self.stores, self._slots[: self.rows.end])
+        self.stores, self._changed = stores, True
+        self._made_for = ()  # another generation begins with what it asks for
+        self._longest_prompt = longest
+
+    def _build(self, decoder: DenseDecoder, sizes: DeviceSizes) -> DeviceRows:
+        head, on_gpu = self.module.get_output_embeddings().weight, decoder.embed.device.type == "cuda"
+        forward = StraightForward(decoder, head, sizes.longest, parts(on_gpu and not self.eager))
+        graphs = StepGraphs(decoder.embed.device, enabled=not self.eager)
+        return DeviceRows(forward, sizes, self.scheduler.params, self.kernel, graphs)
 
     def release(self) -> None:
         """Free stores and graphs."""
-        self.stores, self._made_for = None, ()
+        self.stores, self._made_for, self._longest_prompt = None, (), 0
 
     def admits(self, group: Group) -> bool:
         """See Backend."""
         assert self.stores is not None
         sizes = self.stores.sizes
         drawn = 0 if group.drawn is None else len(group.drawn[0])
-        fits = len(self.prompts.by_slot) < sizes.num_prefixes and group.num_tokens - drawn <= self._made_for[-1]
+        fits = len(self.prompts.by_slot) < sizes.num_prefixes and group.num_tokens - drawn <= self._longest_prompt
         return fits and (self.paging is None or self.paging.admits(group))
 
     def load(self, group: Group) -> None:
@@ -236,13 +268,11 @@ class DeviceBackend:
         shared = self.scheduler.shared
         if self.paging is not None:
             return self._paged_sizes(decoder, longest_prompt, num_rows)
-        num_prompts = len(self.prompts.waiting)
         while True:
-            # a prompt keeps its slot until its last sample ends: twice as many as full groups need
             sizes = DeviceSizes(
                 num_rows=num_rows,
                 own_capacity=rounded(new + (0 if shared else longest_prompt)),
-                num_prefixes=min(num_prompts, num_rows, 2 * -(-num_rows // n) + 8),
+                num_prefixes=self._num_prefixes(num_rows),
                 prefix_capacity=rounded(longest_prompt),
                 width=min(n, num_rows) if shared else 0,
                 longest=rounded(longest_prompt + new),
@@ -252,13 +282,20 @@ class DeviceBackend:
                 return sizes
             num_rows = num_rows // 2
 
+    def _num_prefixes(self, num_rows: int) -> int:
+        """A prompt keeps its slot until its last sample ends: twice as many as full groups need."""
+        n = self.scheduler.params.n
+        slots = min(num_rows, 2 * -(-num_rows // n) + 8)
+        more_come = self.scheduler.samples.keep or self.paging is not None
+        return slots if more_come else min(len(self.prompts.waiting) + len(self.prompts.by_slot), slots)
+
     def _paged_sizes(self, decoder: DenseDecoder, longest_prompt: int, num_rows: int) -> DeviceSizes:
         """Sizes for `num_rows` rows; pages for all of them, or for as many tokens as the limit and the free memory allow."""
         assert self.paging is not None
         n, new, shared = self.scheduler.params.n, self.scheduler.params.max_new_tokens + _SPARE, self.scheduler.shared
         size, pages = self.paging.block_size, lambda length: -(-length // self.paging.block_size)
         own, prefix = pages(new + (0 if shared else longest_prompt)), pages(longest_prompt + new)
-        num_prefixes = min(num_rows, 2 * -(-num_rows // n) + 8)
+        num_prefixes = self._num_prefixes(num_rows)
         num_pages = min(num_rows * own + num_prefixes * prefix + 1, (self._page_limit or UNLIMITED) // size)
         if (allowed := _free_bytes(decoder.embed.device)) is not None:
             num_pages = min(num_pages, allowed // (size * TokenStore.bytes_per_token(decoder)) - 1)

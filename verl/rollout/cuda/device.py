@@ -86,7 +86,7 @@ class DeviceRows:
         else:
             self.own, self.prefix = (PagedTokenStore(self.pool, *shape) for shape in slots)
         self._groups = decoder.num_heads // decoder.num_kv_heads
-        self._logits: dict[tuple[int, int], torch.Tensor] = {}  # of steps whose draw is not part of them
+        self._logits: torch.Tensor | None = None  # [rows, vocab], of steps whose draw is not part of them
         self._make_columns()
 
     def _make_columns(self) -> None:
@@ -107,6 +107,15 @@ class DeviceRows:
         # a row that has ended runs on until its place is taken; it must stay within its slot
         limit[POSITION], limit[OWN_LENGTH] = self.sizes.longest - 1, self.sizes.own_capacity - 1
         self._step, self._limit = step.to(self.device), limit.to(self.device)
+
+    def continue_from(self, other: DeviceRows, slots: np.ndarray) -> None:
+        """Take over the rows, keys and values of smaller stores; row r has `slots[r]` of the own store."""
+        if self.pool is not None and other.pool is not None:
+            self.pool.continue_from(other.pool)
+        self.own.continue_from(other.own, other.sizes.num_rows)
+        self.prefix.continue_from(other.prefix, other.sizes.num_prefixes)
+        self.columns[:, : other.sizes.num_rows] = other.columns
+        self.columns[OWN_START, : len(slots)] = to_device(torch.from_numpy(self.own.starts(slots)), self.device)
 
     @property
     def num_bytes(self) -> int:
@@ -188,8 +197,12 @@ class DeviceRows:
         if (
             self.params.temperature != 0 and self.params.top_p < 1
         ):  # the values decide how far top-p sorts: the host waits
-            self.graphs.run(key, lambda: self._logits.__setitem__(key, self._forward(*key)))
-            self._advance(num_rows, self._logits[key])
+            if self._logits is None:
+                shape = (self.sizes.num_rows, self.forward.head.shape[0])
+                self._logits = torch.empty(shape, dtype=torch.float32, device=self.device)
+            logits = self._logits[:num_rows]
+            self.graphs.run(key, lambda: logits.copy_(self._forward(*key)))
+            self._advance(num_rows, logits)
         else:
             self.graphs.run(key, lambda: self._advance(num_rows, self._forward(*key)))
         return Readback(self._out[: 2 * num_rows].view(2, num_rows), count)

@@ -23,16 +23,17 @@ class StepGraphs:
         self._enabled = enabled and device.type == "cuda"
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._seen: set[Hashable] = set()
+        self._refused: set[Hashable] = set()  # keys whose capture took more memory than there was
         self._pool = torch.cuda.graph_pool_handle() if self._enabled else None
 
     @property
     def num_graphs(self) -> int:
         return len(self._graphs)
 
-    def run(self, key: Hashable, step: Callable[[], None]) -> None:
+    def run(self, key: Hashable, step: Callable[[], object]) -> None:
         """One run of the step called `key`."""
         graph = self._graphs.get(key)
-        if graph is None and self._enabled and key in self._seen:
+        if graph is None and self._enabled and key in self._seen and key not in self._refused:
             graph = self._capture(key, step)
         if graph is None:
             self._seen.add(key)
@@ -40,11 +41,18 @@ class StepGraphs:
         else:
             graph.replay()
 
-    def _capture(self, key: Hashable, step: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
+    def _capture(self, key: Hashable, step: Callable[[], object]) -> torch.cuda.CUDAGraph | None:
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 step()
+        except torch.OutOfMemoryError:
+            log.warning(
+                "A decode step of %s runs without a CUDA graph: capturing it took more memory than is free.", key
+            )
+            self._refused.add(key)
+            torch.cuda.empty_cache()
+            return None
         except RuntimeError as error:
             log.warning("CUDA graphs are not used: capturing a decode step failed (%s).", error)
             self._enabled = False

@@ -25,6 +25,12 @@ class PagePool:
         self.store = TokenStore(decoder, num_pages + 1, size)
         self.free = list(range(num_pages, 0, -1))
 
+    def continue_from(self, other: PagePool) -> None:
+        """Take over the pages of a smaller pool, under their numbers."""
+        held = other.store.num_slots
+        self.store.continue_from(other.store, held)
+        self.free = [*range(self.store.num_slots - 1, held - 1, -1), *other.free]
+
 
 class PagedTokenStore(TokenStore):
     """See TokenStore: slots of up to `capacity` tokens, in pages of `pool`. A start is the number of a slot."""
@@ -68,6 +74,13 @@ class PagedTokenStore(TokenStore):
         self._give_back(target, 0)
         count, self._has_moved = int(self._counts[source]), True
         self._pages[target, :count], self._counts[target], self._counts[source] = self._pages[source, :count], count, 0
+
+    def continue_from(self, other: TokenStore, num_slots: int) -> None:
+        """See TokenStore; the pool has their pages."""
+        assert isinstance(other, PagedTokenStore)
+        self._pages[:num_slots, : other._pages.shape[1]] = other._pages[:num_slots]
+        self._counts[:num_slots] = other._counts[:num_slots]
+        self._table.copy_(to_device(torch.from_numpy(self._pages), self._table.device))
 
     def _index(self, slot: int, length: int) -> torch.Tensor:
         return to_device(torch.from_numpy(self.where(slot, 0, length)), self._data.device)

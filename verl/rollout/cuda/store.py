@@ -62,6 +62,11 @@ class TokenStore:
         """The first `length` tokens of slot `source` are those of slot `target` from now on."""
         self.put(target, self.take(source, length))
 
+    def continue_from(self, other: TokenStore, num_slots: int) -> None:
+        """Take over the first `num_slots` slots of a store whose slots are no larger."""
+        ours, theirs = (s._data.unflatten(2, (s.num_slots, s.capacity)) for s in (self, other))
+        ours[:, :, :num_slots, : other.capacity] = theirs[:, :, :num_slots]
+
     def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """All keys and values of a layer, each [tokens, kv_heads, head_dim]."""
         keys, values = self._data[layer]
