@@ -22,13 +22,15 @@ def _ranges(spans: TokenSpans) -> list[tuple[slice, slice | torch.Tensor]]:
     return [(a, b) for a, b in pairs if a.stop > a.start and b.stop > b.start]
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float) -> torch.Tensor:
+def _scores(q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float, window: int | None = None) -> torch.Tensor:
     """[heads, queries, keys] of one sequence, float32 or wider."""
     wide = torch.promote_types(q.dtype, torch.float32)
     keys = k.to(wide).repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     scores = torch.einsum("qhd,khd->hqk", q.to(wide), keys) * scale
     if causal:
         hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu(k.shape[0] - q.shape[0] + 1)
+        if window is not None:
+            hidden |= torch.ones_like(hidden).tril(k.shape[0] - q.shape[0] - window)
         scores.masked_fill_(hidden, float("-inf"))
     return scores
 
@@ -40,7 +42,7 @@ def _plain_forward(
     out = q.new_zeros(*q.shape[:2], v.shape[-1])
     lse = torch.full((q.shape[1], q.shape[0]), float("inf"), dtype=wide, device=q.device)
     for here, there in _ranges(spans):
-        scores = _scores(q[here], k[there], causal, scale)
+        scores = _scores(q[here], k[there], causal, scale, spans.window)
         lse[:, here] = scores.logsumexp(-1)
         values = v[there].to(wide).repeat_interleave(q.shape[1] // v.shape[1], dim=1)
         out[here] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).to(q.dtype)
@@ -62,7 +64,7 @@ def _plain_backward(
     grads = [torch.zeros_like(x) for x in (q, k, v)]
     wide = lse.dtype
     for here, there in _ranges(spans):
-        p = (_scores(q[here], k[there], causal, scale) - lse[:, here].unsqueeze(-1)).exp()
+        p = (_scores(q[here], k[there], causal, scale, spans.window) - lse[:, here].unsqueeze(-1)).exp()
         keys, values = (x[there].to(wide).repeat_interleave(groups, dim=1) for x in (k, v))
         upstream = grad[here].to(wide)
         delta = (upstream * out[here]).sum(-1).t().unsqueeze(-1)  # [heads, queries, 1]

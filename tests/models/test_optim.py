@@ -173,3 +173,35 @@ def test_unknown_optimizers_are_named():
         MasterOptimizer(network(), OptimConfig(optimizer="AdamV"), torch.float32)
     with pytest.raises(ConfigError, match="no_such_module"):
         MasterOptimizer(network(), OptimConfig(optimizer_impl="no_such_module"), torch.float32)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Adagrad"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_state_on_the_host_gives_the_same_steps(name, dtype, monkeypatch):
+    """One parameter's at a time is on the device; the others' stays."""
+    config, nets = OptimConfig(optimizer=name, lr=0.1), [network(dtype) for _ in range(3)]
+    plain, *others = [MasterOptimizer(net, config, dtype, offloads=i > 0) for i, net in enumerate(nets)]
+    offloads, continued = others
+    there, most = set(), [0]
+
+    def move(master, device, slots=offloads._move_slots):
+        slots(master, device)
+        (there.discard if device.type == "cpu" and master in there else there.add)(master)
+        most[0] = max(most[0], len(there))
+
+    monkeypatch.setattr(offloads, "_move_slots", move)
+    for seed in range(3):
+        for net, optimizer in zip(nets[:2], (plain, offloads), strict=True):
+            backward(net, seed)
+            optimizer.step(0.1)
+    assert most[0] == 1
+    assert not there
+    continued.load_state(offloads.state(), offloads.num_steps)
+    nets[2].load_state_dict(nets[1].state_dict())
+    for name_, master in continued.masters.items():
+        master.data.copy_(offloads.masters[name_].data)
+    for net, optimizer in zip(nets, (plain, offloads, continued), strict=True):
+        backward(net, 7)
+        optimizer.step(0.1)
+    for other in nets[1:]:
+        assert all(map(torch.equal, nets[0].parameters(), other.parameters()))

@@ -143,16 +143,16 @@ def layouts(draw):
     return segments, start
 
 
-@settings(max_examples=25, deadline=None)
-@given(layouts(), st.sampled_from([(8, 8), (8, 6), (5, 5)]), st.integers(0, 10**6))
-def test_packed_parts_equal_masked_segments(layout, dims, seed):
+@settings(max_examples=50, deadline=None)
+@given(layouts(), st.sampled_from([(8, 8), (8, 6), (5, 5)]), st.integers(0, 10**6), st.none() | st.integers(1, 14))
+def test_packed_parts_equal_masked_segments(layout, dims, seed, window):
     segments, tokens = layout
     flat = random_qkv(tokens, tokens, dim=dims[0], value_dim=dims[1], seed=seed)
     qkv = [heads_first(x).unsqueeze(0).requires_grad_() for x in flat]
     known = PackedLayout(segments)
-    plan = VarlenPlan(known.segments, known.prefix_runs, CPU)
+    plan = VarlenPlan(known.segments, known.prefix_runs, CPU, window)
     ours = varlen_attention(plan, *qkv, 0.3, PLAIN)
-    theirs = masked_attention(*qkv, segments, 0.3, None, None)
+    theirs = masked_attention(*qkv, segments, 0.3, window, None)
     assert relative(ours, theirs) < 1e-13
     upstream = torch.randn_like(theirs)
     wanted = torch.autograd.grad(theirs, qkv, upstream)
@@ -190,23 +190,27 @@ def test_what_goes_to_a_device_is_the_same_there():
     assert to_device(torch.empty(0), torch.device("meta")).device.type == "meta"
 
 
-def test_which_kernel_computes_a_layer():
+def test_which_kernel_computes_a_layer(monkeypatch):
     half = torch.empty(1, 4, 3, 64, dtype=torch.bfloat16, device="meta")
     assert choose_kernel(half, None, None) == "masked"
     assert choose_kernel(torch.empty(1, 4, 3, 64), None, None) == "flash_cpu"
     assert choose_kernel(torch.empty(1, 4, 3, 64), 2, None) == "masked"
+    with monkeypatch.context() as patch:
+        patch.setattr(packed_module, "flash_runs", lambda *_: True)
+        assert [choose_kernel(half, 2, None), choose_kernel(half, None, 30.0)] == ["varlen", "masked"]
     assert not flash_runs(CPU, torch.bfloat16, 64)
     assert not flash_runs(torch.device("cuda:0"), torch.float32, 64)
     assert not flash_runs(torch.device("cuda:0"), torch.bfloat16, 320)
 
 
-@pytest.mark.parametrize(("dim", "value_dim"), [(64, 64), (20, 12)])
-def test_the_calls_of_the_flash_kernels_fit_this_pytorch(dim, value_dim):
+@pytest.mark.parametrize(("dim", "value_dim", "window"), [(64, 64, None), (20, 12, None), (64, 64, 3)])
+def test_the_calls_of_the_flash_kernels_fit_this_pytorch(dim, value_dim, window):
     """On meta tensors: the operators exist, take these arguments and return these shapes."""
     shapes = ((9, 4, dim), (14, 2, dim), (14, 2, value_dim))
     q, k, v = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes)
     start = torch.empty(4, dtype=torch.int32, device="meta")
-    spans = TokenSpans(start, start, 5, 7, torch.empty(3, dtype=torch.int32, device="meta"))
+    used = torch.empty(3, dtype=torch.int32, device="meta")
+    spans = TokenSpans(start, start, 5, 7, used, window=window)
     out, lse = FLASH.forward(q, k, v, spans, True, 0.1)
     assert out.shape == (9, 4, value_dim)
     assert lse.shape == (4, 9)
@@ -259,10 +263,10 @@ class TestOnACard:
         assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
 
     @pytest.mark.parametrize("dim", [64, 128, 20])
-    @pytest.mark.parametrize("causal", [True, False])
-    def test_flash_equals_the_definition(self, causal, dim):
+    @pytest.mark.parametrize(("causal", "window"), [(True, None), (False, None), (True, 40)])
+    def test_flash_equals_the_definition(self, causal, window, dim):
         lengths_q, lengths_k = [300, 1, 129], [300, 77, 512]
-        spans = spans_of(lengths_q, lengths_k, torch.device("cuda"))
+        spans = spans_of(lengths_q, lengths_k, torch.device("cuda"))._replace(window=window)
         qkv = random_qkv(430, 889, heads=14, dim=dim, value_dim=dim, dtype=torch.bfloat16, device="cuda")
         wide = [x.double() for x in qkv]
         out, lse = FLASH.forward(*qkv, spans, causal, dim**-0.5)

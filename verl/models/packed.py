@@ -69,7 +69,7 @@ class PackedLayout:
         self.causal_runs = tuple(_causal_runs(self.segments))
         self.prefix_runs = tuple(_prefix_runs(self.segments))
         self.longest = max((s.prefix_length + s.length for s in self.segments), default=0)
-        self._plan: VarlenPlan | None = None
+        self._plans: dict[int | None, VarlenPlan] = {}  # by window
         self._compiled_plan: CompiledPlan | None = None
 
     def attend(
@@ -91,17 +91,17 @@ class PackedLayout:
             sliding_window = None
         kernel = choose_kernel(q, sliding_window, softcap)
         if kernel == "varlen":
-            return varlen_attention(self._varlen_plan(q.device), q, k, v, scale)
+            return varlen_attention(self._varlen_plan(q.device, sliding_window), q, k, v, scale)
         if kernel == "flash_cpu":
             padding = q.shape[-1] - v.shape[-1]
             out = _FlashParts.apply(q, k, F.pad(v, (0, padding)) if padding else v, self, scale)
             return out[..., : v.shape[-1]] if padding else out
         return masked_attention(q, k, v, self.segments, scale, sliding_window, softcap, self.chunk_tokens)
 
-    def _varlen_plan(self, device: torch.device) -> VarlenPlan:
-        if self._plan is None:
-            self._plan = VarlenPlan(self.segments, self.prefix_runs, device)
-        return self._plan
+    def _varlen_plan(self, device: torch.device, window: int | None) -> VarlenPlan:
+        if window not in self._plans:
+            self._plans[window] = VarlenPlan(self.segments, self.prefix_runs, device, window)
+        return self._plans[window]
 
     @property
     def compiled_plan(self) -> CompiledPlan:
@@ -114,10 +114,10 @@ class PackedLayout:
 def choose_kernel(q: torch.Tensor, sliding_window: int | None, softcap: float | None) -> str:
     """The one place that decides which code computes a layer: "varlen" (flash attention on CUDA), "flash_cpu" or
     "masked"."""
+    if softcap is None and flash_runs(q.device, q.dtype, q.shape[-1]):
+        return "varlen"
     if sliding_window is not None or softcap is not None:
         return "masked"
-    if flash_runs(q.device, q.dtype, q.shape[-1]):
-        return "varlen"
     return "flash_cpu" if q.device.type == "cpu" else "masked"
 
 

@@ -33,7 +33,8 @@ class TokenSpans(NamedTuple):
     [start_k[i], start_k[i + 1]), or, where `used_k` is given, the `used_k[i]` keys from start_k[i] on: keys may then be
     shared by sequences and lie anywhere. With `pages` [sequences, most pages], these are the first keys of the pages that it
     names, of `page_size` keys each, and start_k says nothing. int32 on the device, start_q and start_k [sequences + 1], used_k
-    [sequences]; `max_q` and `max_k` bound the lengths."""
+    [sequences]; `max_q` and `max_k` bound the lengths. With `window`, a causal query sees at most so many keys, its own
+    included."""
 
     start_q: torch.Tensor
     start_k: torch.Tensor
@@ -42,6 +43,7 @@ class TokenSpans(NamedTuple):
     used_k: torch.Tensor | None = None
     pages: torch.Tensor | None = None
     page_size: int = 0
+    window: int | None = None
 
 
 class VarlenKernel(NamedTuple):
@@ -85,6 +87,7 @@ def _flash_forward(
         False,
         scale=scale,
         seqused_k=spans.used_k,
+        **_window(spans),
         **paged,
     )
     if lse.shape != (q.shape[1], q.shape[0]):
@@ -121,8 +124,13 @@ def _flash_backward(
             no_dropout,
             torch.empty(0, device=q.device),
             scale=scale,
+            **_window(spans),
         )
     return grad_q[..., :width_q], grad_k[..., :width_q], grad_v[..., :width_v]
+
+
+def _window(spans: TokenSpans) -> dict[str, int]:
+    return {} if spans.window is None else {"window_size_left": spans.window - 1, "window_size_right": 0}
 
 
 def _padded(*tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -147,12 +155,29 @@ class VarlenPlan:
 
     `runs` are the responses that lie side by side and see one prompt: one sequence of the second call each. No token is in two
     of them, nor in the prompts of two.
+
+    With a `window`, a query's place counts in both parts, so there is one call: the keys of a segment are the end of its prompt
+    that the window reaches, and its own (`gathered`, token numbers of all keys).
     """
 
-    def __init__(self, segments: Sequence[PackedSegment], runs: Sequence[PrefixRun], device: torch.device):
+    def __init__(
+        self,
+        segments: Sequence[PackedSegment],
+        runs: Sequence[PrefixRun],
+        device: torch.device,
+        window: int | None = None,
+    ):
         lengths = [s.length for s in segments]
         self.causal = spans_of(lengths, lengths, device)
-        self.has_prefixes = bool(runs)
+        self.has_prefixes, self.gathered = bool(runs) and window is None, None
+        if window is not None:
+            tails = [min(s.prefix_length, window - 1) for s in segments]
+            sums = [tail + length for tail, length in zip(tails, lengths, strict=True)]
+            self.causal = spans_of(lengths, sums, device)._replace(window=window)
+            ends = [(s.prefix_start + s.prefix_length - tail, tail) for s, tail in zip(segments, tails, strict=True)]
+            own = [(s.start, s.length) for s in segments]
+            self.gathered = _tokens((part for pair in zip(ends, own, strict=True) for part in pair), device)
+            return
         if runs:
             self.bridge = spans_of([r.length for r in runs], [r.prefix_length for r in runs], device)
             self.queries = _tokens(((r.start, r.length) for r in runs), device)
@@ -195,7 +220,8 @@ class _VarlenParts(torch.autograd.Function):
         scale: float,
         kernel: VarlenKernel,
     ) -> torch.Tensor:
-        out, lse = kernel.forward(q, k, v, plan.causal, True, scale)
+        keys, values = (k, v) if plan.gathered is None else (k[plan.gathered], v[plan.gathered])
+        out, lse = kernel.forward(q, keys, values, plan.causal, True, scale)
         if plan.has_prefixes:
             here, there = plan.queries, plan.keys
             part, part_lse = kernel.forward(q[here], k[there], v[there], plan.bridge, False, scale)
@@ -209,6 +235,11 @@ class _VarlenParts(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         plan, scale, backward = ctx.plan, ctx.scale, ctx.kernel.backward
         grad = grads[0]
+        if plan.gathered is not None:
+            keys, values = k[plan.gathered], v[plan.gathered]
+            dq, *parts = backward(grad, q, keys, values, out, lse, plan.causal, True, scale)
+            dk, dv = (_summed_at(plan.gathered, part, len(k)) for part in parts)
+            return dq, dk, dv, None, None, None
         dq, dk, dv = backward(grad, q, k, v, out, lse, plan.causal, True, scale)
         if plan.has_prefixes:
             here, there = plan.queries, plan.keys
@@ -231,6 +262,12 @@ def _merged(
     write_at(out, 0, here, merged)
     write_at(lse, 1, here, total)
     return out, lse
+
+
+def _summed_at(where: torch.Tensor, parts: torch.Tensor, size: int) -> torch.Tensor:
+    """[size, ...]: the rows of `parts` summed at their places, several of which may be the same, in float32 or wider."""
+    wide = torch.promote_types(parts.dtype, torch.float32)
+    return parts.new_zeros(size, *parts.shape[1:], dtype=wide).index_add_(0, where, parts.to(wide)).to(parts.dtype)
 
 
 def _tokens(ranges: Iterable[tuple[int, int]], device: torch.device) -> torch.Tensor:
