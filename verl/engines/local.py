@@ -43,7 +43,8 @@ class LocalEngine(TrainedEngine):
         if self.optim is None:
             self.module.requires_grad_(False)
         else:
-            self.optimizer = MasterOptimizer(self.module, self.optim, narrow, rounding=rounding)
+            offloads = self.config.optimizer_offload and self.device.type != "cpu"
+            self.optimizer = MasterOptimizer(self.module, self.optim, narrow, rounding=rounding, offloads=offloads)
         self._keep_prompts_apart(forward_kind(self.module))
         parameters = Parameters(self.module, self.optimizer)
         self._trained = TrainedState(self.module, parameters, self.optimizer, self.spec, model.path, rounding)

@@ -18,6 +18,7 @@ from verl.errors import CheckpointError, ConfigError, nearest
 from verl.models.grad_buffers import GradientBuffers
 from verl.models.rounding import Region, Rounding
 from verl.models.visible import VisibleUpdate
+from verl.parallel.device import to_host
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +97,8 @@ class MasterOptimizer:
     fused decoder sums gradients; those of autograd are added to the masters by hooks.
 
     `norm` measures the gradients by name of parameter; parameters that are spread over ranks need one of their own. So do
-    sharded parameters that compute in a narrower dtype: `shards` are their compute weights by name.
+    sharded parameters that compute in a narrower dtype: `shards` are their compute weights by name. With `offloads` what the
+    optimizer remembers is in memory of the host, and on the device for one parameter at a time while that steps.
     """
 
     def __init__(
@@ -107,8 +109,9 @@ class MasterOptimizer:
         norm: Callable[[Mapping[str, nn.Parameter]], torch.Tensor] = total_norm,
         rounding: Rounding | None = None,
         shards: Mapping[str, ComputeShard] | None = None,
+        offloads: bool = False,
     ):
-        self.config = config
+        self.config, self.offloads = config, offloads
         self.norm = norm
         self.rounding, self.shards = rounding or Rounding(), shards or {}
         self.num_steps = 0
@@ -136,7 +139,7 @@ class MasterOptimizer:
                 )
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
-            self.optimizer.step()
+            self._step_in_turn() if self.offloads else self.optimizer.step()
             self.num_steps += 1
             self.round_masters()
         elif grads and not math.isfinite(grad_norm):
@@ -147,6 +150,18 @@ class MasterOptimizer:
         self.optimizer.zero_grad(set_to_none=True)
         self.gradients.release()
         return OptimizerStep(grad_norm, taken)
+
+    def _step_in_turn(self) -> None:
+        gradients = [(master, master.grad) for master in self.masters.values() if master.grad is not None]
+        self.optimizer.zero_grad(set_to_none=True)
+        while gradients:
+            master, gradient = gradients.pop()
+            master.grad = gradient
+            del gradient
+            self._move_slots(master, master.device)
+            self.optimizer.step()
+            self._move_slots(master, torch.device("cpu"))
+            master.grad = None
 
     @torch.no_grad()
     def _broken_gradients(self) -> str:
@@ -188,10 +203,14 @@ class MasterOptimizer:
 
     def move_state(self, device: torch.device) -> None:
         """Keep what the optimizer remembers of each parameter on `device` from now on."""
-        for slots in self.optimizer.state.values():
-            for slot, value in slots.items():
-                if isinstance(value, torch.Tensor) and value.dim():
-                    slots[slot] = value.to(device)
+        for master in list(self.optimizer.state):
+            self._move_slots(master, device)
+
+    def _move_slots(self, master: torch.Tensor, device: torch.device) -> None:
+        slots = self.optimizer.state.get(master, {})
+        for slot, value in slots.items():
+            if isinstance(value, torch.Tensor) and value.dim():
+                slots[slot] = to_host(value) if device.type == "cpu" else value.to(device, non_blocking=True)
 
     def state(self) -> dict[str, torch.Tensor]:
         """The optimizer's tensors as "{parameter name}/{slot}", not copied. Slots that are numbers become float64
@@ -222,7 +241,8 @@ class MasterOptimizer:
                     f"The checkpoint's {key} has shape {list(value.shape)}, the model's {list(master.shape)}; it "
                     "belongs to another model."
                 )
-            self.optimizer.state[master][slot] = value.to(master.device, copy=True)
+            device = torch.device("cpu") if self.offloads and value.dim() else master.device
+            self.optimizer.state[master][slot] = value.to(device, copy=True)
 
 
 def _here(tensor: torch.Tensor) -> torch.Tensor:
