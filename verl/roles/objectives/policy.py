@@ -77,7 +77,8 @@ class PolicyObjective(Objective):
         self.params["loss_scale_factor"] = self.scale
         self.generator = torch.Generator()
         self._is_first = True
-        self._observed: list[list[torch.Tensor]] = []
+        # mask, what is still to come from the device, what is on the host: read after the step, for the host does not wait
+        self._observed: list[tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]] = []
 
         guarded = guard is not None and "entropy" in guard.inputs
         if config.entropy_coeff != 0 or config.calculate_entropy or guarded:
@@ -98,8 +99,7 @@ class PolicyObjective(Objective):
         if old is None:
             old = log_prob.detach()
         if self._is_first and "rollout_log_probs" in columns.keys():
-            sampled = columns["rollout_log_probs"][mask.cpu()]
-            self._observed.append([log_prob.detach()[mask].cpu(), sampled, *self._tokens(outputs, batch, mask)])
+            self._keep_observed(outputs, batch)
         old = old.to(log_prob)
         agg = aggregate(self.config.loss_agg_mode, self.scale, totals)
         loss, metrics = self._first_term(outputs, columns, mask, old, agg)
@@ -161,13 +161,19 @@ class PolicyObjective(Objective):
         metrics["kl_coef"] = Metric.last(self.config.kl_loss_coef)
         return self.config.kl_loss_coef * kl
 
-    def _tokens(self, outputs: dict[str, torch.Tensor], batch: DataProto, mask: torch.Tensor) -> list[torch.Tensor]:
-        """The keys of the tokens (`token_keys`), and their entropy where the loss has it."""
+    def _keep_observed(self, outputs: dict[str, torch.Tensor], batch: DataProto) -> None:
+        mask = batch.batch["response_mask"].cpu()
         keys = token_keys(batch, mask)
-        return [*keys, outputs["entropy"].detach()[mask].cpu()] if keys and "entropy" in outputs else keys
+        names = ["log_probs", *(["entropy"] if keys and "entropy" in outputs else [])]
+        sampled = batch.batch["rollout_log_probs"][mask]
+        self._observed.append((mask, [outputs[name].detach() for name in names], [sampled, *keys]))
 
     def pop_observed(self) -> list[torch.Tensor]:
-        """(trainer log-probs, sampler log-probs) of the tokens of the first mini-batch, flat, and what `_tokens` has of
-        them; [] without sampler log-probs."""
+        """(trainer log-probs, sampler log-probs) of the tokens of the first mini-batch, flat, their keys (`token_keys`), and
+        their entropy where the loss has it; [] without sampler log-probs."""
         found, self._observed = self._observed, []
-        return [torch.cat(tensors) for tensors in zip(*found, strict=True)]
+        parts = []
+        for mask, computed, known in found:
+            log_probs, *entropy = (values.cpu()[mask] for values in computed)
+            parts.append([log_probs, *known, *entropy])
+        return [torch.cat(tensors) for tensors in zip(*parts, strict=True)]
