@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py runs through all of its parts with a tiny model, and with nothing but torch and transformers."""
+"""benchmarks/gpu.py runs through all of its parts with a tiny model, and with the packages that it names."""
 
 import json
 import os
@@ -13,7 +13,6 @@ ROOT = Path(__file__).resolve().parents[2]
 # packages that a machine with a GPU need not have
 ABSENT = (
     "omegaconf",
-    "tensordict",
     "ray",
     "vllm",
     "trl",
@@ -40,7 +39,7 @@ runpy.run_path({str(ROOT / "benchmarks" / "gpu.py")!r}, run_name="__main__")
 
 
 @pytest.mark.slow
-def test_all_parts_run_with_torch_and_transformers_alone(tmp_path):
+def test_all_parts_run_with_the_packages_that_it_names(tmp_path):
     out = tmp_path / "out.json"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", WITHOUT, str(out)]
@@ -53,14 +52,37 @@ def test_all_parts_run_with_torch_and_transformers_alone(tmp_path):
         assert found[name] > 0
 
 
-def test_counted_flops_are_those_that_pytorch_counts():
-    """The needed FLOPs of a step without sharing (one sample a prompt), against a count of the operations of a plain
-    forward."""
+def test_each_size_has_a_process(monkeypatch, tmp_path):
+    """What one that fails has left is kept, and the others run."""
+    gpu, seen = benchmark(), []
+
+    def run(command, check):
+        size, part = command[3], Path(command[5])
+        seen.append(size)
+        if size != "0.5b":
+            part.write_text(json.dumps({"device": "card", "sizes": {size: {"parameters": 1}}}))
+        return subprocess.CompletedProcess(command, int(size == "0.5b"))
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert gpu.main(["--sizes", "0.1b,0.5b,1.5b", "--json", str(tmp_path / "out.json")]) == 1
+    assert seen == ["0.1b", "0.5b", "1.5b"]
+    assert list(json.loads((tmp_path / "out.json").read_text())["sizes"]) == ["0.1b", "1.5b"]
+
+
+def benchmark():
     sys.path.insert(0, str(ROOT / "benchmarks"))
     try:
         import gpu
     finally:
         sys.path.pop(0)
+    return gpu
+
+
+def test_counted_flops_are_those_that_pytorch_counts():
+    """The needed FLOPs of a step without sharing (one sample a prompt), against a count of the operations of a plain
+    forward."""
+    gpu = benchmark()
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
