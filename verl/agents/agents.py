@@ -37,6 +37,7 @@ from verl.data.dataset import RLHFDataset
 from verl.data_proto.columns import COLUMNS
 from verl.data_proto.proto import DataProto
 from verl.data_proto.samples import SamplingParams
+from verl.data_proto.token_ids import num_embeddings
 from verl.data_proto.trajectory import Status, Trajectory
 from verl.errors import ConfigError
 from verl.rollout.api import RolloutEngine, Stats
@@ -194,6 +195,7 @@ class Agents:
                 part=params.max_new_tokens if params.max_new_tokens < limit else None,
                 so_far=so_far,
                 stop_token_ids=self.stop_token_ids,
+                vocab_size=num_embeddings(self.tokenizer),
             )
             for row, sample, so_far in wanted
         ]

@@ -12,10 +12,11 @@ So it continues after a pause as it does after a kill.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import hashlib
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,9 @@ import numpy as np
 
 from verl.agents.journal import EPISODE, FOLDER, PART, read
 from verl.data_proto.samples import Completion, FinishReason, PromptRequest, TurnRequest
+from verl.data_proto.token_ids import token_ids, token_mask
 from verl.data_proto.trajectory import Segment, Status, Trajectory
-from verl.errors import VerlError
+from verl.errors import DataError, VerlError
 
 SAMPLE_BITS = 20  # of a sample's number; the bits above number its branches
 CURRENT: contextvars.ContextVar[Episode] = contextvars.ContextVar("episode")
@@ -57,6 +59,7 @@ class EpisodeTask:
     part: int | None = None
     so_far: Trajectory | None = None
     stop_token_ids: frozenset[int] = frozenset()
+    vocab_size: int = 1 << 31
 
     @property
     def name(self) -> str:
@@ -138,7 +141,7 @@ class Episode:
         """Sample the tokens after `prompt_ids`; None when the response of the episode is full. `is_first`: whether a
         new branch has the random numbers of the sample itself (None: the first one has). Raises EpisodeError for a prompt that
         is too long, ModelError for tokens that the model does not know. Does not return where the episode pauses."""
-        prompt = list(prompt_ids)
+        prompt = self._token_ids(prompt_ids, "prompt_ids")
         branch = self._continued(prompt) or self._begin(prompt, is_first)
         room = self.task.limit - (len(prompt) - branch.num_prompt)
         room -= max(0, branch.num_prompt - self.task.max_prompt_length)
@@ -217,6 +220,12 @@ class Episode:
         fitting = [b for b in self.branches if b.tokens and not b.is_busy and prompt[: len(b.tokens)] == b.tokens]
         return max(fitting, key=lambda b: len(b.tokens), default=None)
 
+    def _token_ids(self, ids: Sequence[int], name: str) -> list[int]:
+        """Token ids of an agent, checked."""
+        with _as_episode_error():
+            found: list[int] = token_ids(ids, name, self.task.vocab_size).tolist()
+        return found
+
     def _begin(self, prompt: list[int], is_first: bool | None) -> Branch:
         task = self.task
         if not prompt:
@@ -262,9 +271,12 @@ class Episode:
     ) -> Trajectory:
         """The trajectory of a response whose tokens with mask 1 train. Raises EpisodeError for one that would train on a
         token which was not sampled at its place."""
+        prompt_ids, response_ids = (
+            self._token_ids(ids, name) for name, ids in (("prompt_ids", prompt_ids), ("response_ids", response_ids))
+        )
         whole, start = [*prompt_ids, *response_ids], len(prompt_ids)
-        if len(mask) != len(response_ids):
-            raise EpisodeError(f"its mask has {len(mask)} entries for {len(response_ids)} response tokens")
+        with _as_episode_error():
+            mask = token_mask(mask, "response_mask", len(response_ids)).tolist()
         matching = [(_common(branch.tokens, whole), branch) for branch in self.branches]
         length, branch = max(matching, key=lambda found: found[0], default=(0, Branch(0, 0)))
         sampled = branch.sampled[:length] + [False] * (len(whole) - length)
@@ -293,6 +305,15 @@ class Episode:
                 found.segments.append(Segment(tokens, None, newest, "environment"))
             at = stop
         return found
+
+
+@contextlib.contextmanager
+def _as_episode_error() -> Iterator[None]:
+    """A DataError of the block about what an agent returns fails the episode."""
+    try:
+        yield
+    except DataError as error:
+        raise EpisodeError(f"its agent loop returned what cannot be used: {str(error).removesuffix('.')}") from error
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:

@@ -24,6 +24,7 @@ from verl.compat.runner_programs import Script, trainer_order
 from verl.config import PPO, PREFERENCE, SFT, LoadedConfig, load_config
 from verl.config.active_keys import uses_reference_policy
 from verl.data.conversations.dataset import tokenized
+from verl.data_proto.token_ids import num_embeddings
 from verl.errors import ConfigError, DataError
 from verl.models.load import load_tokenizer
 from verl.run.host import evaluate, train
@@ -179,7 +180,8 @@ class RLRunner:
                 "RLRunner.predict has no meaning for algorithm='dpo'; evaluate() has the metrics of pairs."
             )
 
-        rows = [tokenized(self._tokens(row, place), f"row {place}") for place, row in enumerate(test_dataset)]
+        size = num_embeddings(self.processing_class)
+        rows = [tokenized(self._tokens(row, place), f"row {place}", size) for place, row in enumerate(test_dataset)]
         ids, masks = (_padded([np.asarray(getattr(row, name)) for row in rows]) for name in ("input_ids", "loss_mask"))
         exists = _padded([np.ones(len(row.input_ids)) for row in rows])
         module = self.model.eval()

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from verl.data.schema import Messages
+from verl.data_proto.token_ids import num_embeddings
 from verl.errors import ConfigError, DataError
-from verl.foreign_text import clean
+from verl.foreign_text import clean, quoted
 from verl.tools.tool_registry import load_all_tools
 
 if TYPE_CHECKING:
@@ -68,13 +69,21 @@ class PromptEncoder:
 
 
 def encode_text(tokenizer: Any, text: str, place: str, **settings: bool) -> list[int]:
-    """Token ids of a text; `settings` go to `tokenizer.encode`. Raises DataError naming `place`."""
+    """Token ids of a text; `settings` go to `tokenizer.encode`. Raises DataError naming `place`, also for a token of which the
+    model has no embedding."""
     try:
-        return list(tokenizer.encode(text, **settings))
-    except (ValueError, TypeError, OverflowError) as error:
+        ids = list(tokenizer.encode(text, **settings))
+    except Exception as error:  # the tokenizers library raises Exception itself
         raise DataError(
             f"{place}: the tokenizer cannot read the text ({type(error).__name__}: {clean(error)})."
         ) from error
+    limit = num_embeddings(tokenizer)
+    if ids and max(ids) >= limit:
+        raise DataError(
+            f"{place}: the text has the token {quoted(tokenizer.convert_ids_to_tokens(max(ids)), 40)} of id {max(ids)}, and the "
+            f"model has {limit:,} embeddings. Leave it out of the row, or use the tokenizer of the model."
+        )
+    return ids
 
 
 def render_chat(tokenizer: Any, messages: Messages, place: str, **template_kwargs: Any) -> str:

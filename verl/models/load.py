@@ -23,6 +23,7 @@ from verl.models.check import choose_forward, own_attention
 from verl.models.heads import HEADS, WEIGHT_NAMES, ScalarHeadModel
 from verl.models.padded import ForwardKind
 from verl.models.randomness import turn_off
+from verl.models.tokenizer_files import check_token_ids, check_tokenizer_file, embedding_rows
 from verl.registry import load_module
 
 log = logging.getLogger(__name__)
@@ -110,12 +111,14 @@ def load_tokenizer(model: ModelConfig | str | Path) -> Any:
     """The tokenizer of a model section (its path, or tokenizer_path; `custom_chat_template` as text or file) or of a
     folder.
 
-    Has a pad token afterwards (the end-of-sequence token where the files name none). Raises ModelError.
+    Has a pad token afterwards (the end-of-sequence token where the files name none, or one without an embedding), and
+    `num_embeddings`, the rows of the model's embedding (None: not known). Raises ModelError.
     """
     if not isinstance(model, ModelConfig):
         model = ModelConfig(path=str(model))
     path = model.tokenizer_path or model.path
-    folder = files.fetch(path, weights=False)
+    folder, num_embeddings = files.fetch(path, weights=False), embedding_rows(model)
+    check_tokenizer_file(folder, num_embeddings)
     try:
         with _quiet():
             tokenizer = transformers.AutoTokenizer.from_pretrained(
@@ -137,7 +140,10 @@ def load_tokenizer(model: ModelConfig | str | Path) -> Any:
             tokenizer.chat_template = template.read_text(encoding="utf-8") if is_file else model.custom_chat_template
         except (OSError, UnicodeDecodeError) as error:
             raise ModelError(f"model.custom_chat_template={template} cannot be read as UTF-8 text: {error}.") from error
-    if tokenizer.pad_token_id is None:
+    tokenizer.num_embeddings = num_embeddings
+    if num_embeddings is not None:
+        check_token_ids(tokenizer, str(path), num_embeddings)
+    if tokenizer.pad_token_id is None or tokenizer.pad_token_id >= (num_embeddings or 1 << 31):
         if tokenizer.eos_token is None:
             raise ModelError(
                 f"The tokenizer of {path} has neither a pad nor an end-of-sequence token; add one to its files."

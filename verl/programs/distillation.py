@@ -10,10 +10,13 @@ import numpy as np
 import torch
 
 from verl.config import PPOConfig
+from verl.data.prompts import encode_text
+from verl.data.schema import at
 from verl.data_proto.future import Finished, Future
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.data_proto.samples import SamplingParams
+from verl.data_proto.token_ids import num_embeddings, token_ids
 from verl.data_proto.trajectory import Segment, Trajectory, response_lengths, to_columns
 from verl.errors import ConfigError, DataError
 from verl.foreign_text import quoted
@@ -56,10 +59,6 @@ def check_teachers(config: PPOConfig, tokenizer: Any, rows: Any = None) -> None:
                 )
             if off_policy:
                 ids = _response_ids(row, distillation.response_key, tokenizer, place)
-                if not all(0 <= token < vocabulary for token in ids):
-                    raise DataError(
-                        f"{place}: field {distillation.response_key!r} has a token id outside of the model's {vocabulary:,}."
-                    )
                 if distillation.stored_outputs:
                     _check_stored(row, len(ids), vocabulary, place)
 
@@ -85,9 +84,11 @@ def _response_ids(row: Mapping[str, Any], key: str, tokenizer: Any, place: str) 
     """The response of a row: token ids as they are, or the tokens of a text and the one that ends it."""
     response = row.get(key)
     if isinstance(response, str) and response:
-        return [*tokenizer.encode(response, add_special_tokens=False), tokenizer.eos_token_id]
-    if isinstance(response, list | tuple | np.ndarray) and len(response) and np.asarray(response).dtype.kind == "i":
-        return [int(token) for token in response]
+        return [*encode_text(tokenizer, response, place, add_special_tokens=False), tokenizer.eos_token_id]
+    if isinstance(response, list | tuple | np.ndarray) and len(response):
+        with at(place):
+            ids: list[int] = token_ids(response, key, num_embeddings(tokenizer)).tolist()
+        return ids
     raise DataError(
         f"{place}: field {key!r} (distillation.response_key) must be a text or a list of token ids, but it is "
         f"{quoted(response, 60)}."
@@ -107,9 +108,10 @@ def _check_stored(row: Mapping[str, Any], length: int, vocabulary: int, place: s
                 "response; distillation.stored_outputs=True reads it."
             )
         tables.append(found)
-    ids, log_probs = tables
-    if ids.dtype.kind != "i" or ids.min() < 0 or ids.max() >= vocabulary:
-        raise DataError(f"{place}: field {STORED[0]!r} must have token ids, of which the model knows {vocabulary:,}.")
+    log_probs = tables[1]
+    with at(place):
+        for number, tokens in enumerate(row[STORED[0]]):
+            token_ids(tokens, f"{STORED[0]}[{number}]", vocabulary)
     if log_probs.dtype.kind not in "if" or not np.exp(log_probs.astype(float)).sum(1).max() <= 1 + _ROUNDING:
         raise DataError(
             f"{place}: field {STORED[1]!r} must have log-probabilities: numbers of at most 0, whose probabilities at one token "

@@ -23,10 +23,13 @@ from verl.data.order import PromptOrder
 from verl.data.prompts import control_token_in, control_tokens, truncate
 from verl.data.schema import Messages, at
 from verl.data_proto.proto import DataProto
+from verl.data_proto.token_ids import label_mask, num_embeddings, token_ids, token_mask
 from verl.errors import DataError
 
 if TYPE_CHECKING:
     from verl.config.sections.data import PreferenceDataConfig, TextDataConfig
+
+_TOKENIZED = ("input_ids", "loss_mask", "labels", "attention_mask")  # columns of a row of token ids
 
 # row number -> (file and row for messages, format, sequences before truncation, a control token in messages or "")
 ReadRow = Callable[[int], tuple[str, str, list[TrainingSequence], str]]
@@ -159,7 +162,7 @@ class ConversationDataset:
         """Format of a row of a file, its sequences whole, and its messages. Raises DataError."""
         assert isinstance(encoder.settings, SFTDataConfig)
         if encoder.settings.row_format is None and "input_ids" in row:
-            return "tokenized", [tokenized(row, place)], []
+            return "tokenized", [tokenized(row, place, num_embeddings(encoder.tokenizer))], []
         with at(place):
             example = example_of(row, encoder.settings)
         messages = [m for part in (example.prompt, example.completion) if isinstance(part, list) for m in part]
@@ -273,7 +276,7 @@ def _sources(
         made = dataset_class(settings)(
             parquet_files=names, tokenizer=tokenizer, config=settings, processor=None, max_samples=max_samples
         )
-        yield type(made).__name__, len(made), partial(_row_of_class, made)
+        yield type(made).__name__, len(made), partial(_row_of_class, made, num_embeddings(tokenizer))
         return
     tables = [read_rows(name) for name in names] or [read_rows([])]
     chosen, start = _chosen(sum(map(len, tables)), max_samples, seed), 0
@@ -296,30 +299,29 @@ def _row_of_file(
     return place, row_format, sequences, control_token_in(messages, controls)
 
 
-def _row_of_class(dataset: Any, number: int) -> tuple[str, str, list[TrainingSequence], str]:
+def _row_of_class(dataset: Any, vocab_size: int, number: int) -> tuple[str, str, list[TrainingSequence], str]:
     name = type(dataset).__name__
     place = f"row {number} of {name}"
-    return place, name, [tokenized(dataset[number], place)], ""
+    return place, name, [tokenized(dataset[number], place, vocab_size)], ""
 
 
-def tokenized(row: Mapping[str, Any], place: str) -> TrainingSequence:
-    """The sequence of a row with input_ids [tokens], and loss_mask or labels (-100: does not train) [tokens]; attention_mask
-    where they are padded."""
-    if "input_ids" not in row or not {"loss_mask", "labels"} & set(row):
-        raise DataError(f"{place} has no {'loss_mask or labels' if 'input_ids' in row else 'input_ids'}; give it both.")
-    ids = np.asarray(row["input_ids"])
-    if "loss_mask" in row:
-        mask = np.array(row["loss_mask"], dtype=np.bool_)
-    else:
-        labels = np.asarray(row["labels"])
-        mask = labels != -100
-        if labels.shape != ids.shape or (labels[mask] != ids[mask]).any():
-            raise DataError(
-                f"{place}: labels differ from input_ids where they train. Labels of a causal language model are its inputs, "
-                "or -100."
-            )
-    exists = np.asarray(row.get("attention_mask", np.ones(len(ids)))) != 0
-    ids, mask = ids[exists].astype(np.int32), mask[exists]
+def tokenized(row: Mapping[str, Any], place: str, vocab_size: int) -> TrainingSequence:
+    """The sequence of a row with input_ids [tokens] below `vocab_size`, and loss_mask or labels (-100: does not train)
+    [tokens]; attention_mask where they are padded. Raises DataError naming `place`."""
+    given = {name: row[name] for name in _TOKENIZED if row.get(name) is not None}
+    if "input_ids" not in given or not {"loss_mask", "labels"} & set(given):
+        lacks = "loss_mask or labels" if "input_ids" in given else "input_ids"
+        raise DataError(f"{place} has no {lacks}; give it both.")
+    with at(place):
+        ids = token_ids(given["input_ids"], "input_ids", vocab_size)
+        mask = (
+            token_mask(given["loss_mask"], "loss_mask", len(ids))
+            if "loss_mask" in given
+            else label_mask(given["labels"], "labels", ids)
+        )
+        if "attention_mask" in given:
+            exists = token_mask(given["attention_mask"], "attention_mask", len(ids))
+            ids, mask = ids[exists], mask[exists]
     mask[:1] = False
     if not mask.any():
         raise DataError(f"{place} has no token that trains; leave it out.")

@@ -23,6 +23,7 @@ from verl.data.preferences.dataset import PreferenceDataset
 from verl.data.prompts import encode_text, render_chat
 from verl.data.schema import Messages, at, number_in
 from verl.data_proto.proto import DataProto
+from verl.data_proto.token_ids import token_mask
 from verl.errors import DataError
 
 
@@ -135,6 +136,4 @@ def _steps(row: Mapping[str, Any], settings: RMDataConfig) -> tuple[list[str], l
     steps, labels = ([*value] for value in found if value is not None)
     if len(steps) != len(labels):
         raise DataError(f"field {keys[0]!r} has {len(steps)} steps, but field {keys[1]!r} has {len(labels)} labels.")
-    if wrong := [label for label in labels if not isinstance(label, bool | np.bool_) and label not in (0, 1)]:
-        raise DataError(f"field {keys[1]!r} must have true (right) or false for each step, but has {wrong[0]!r:.80}.")
-    return [text_in(step, keys[0]) for step in steps], [bool(label) for label in labels]
+    return [text_in(step, keys[0]) for step in steps], token_mask(labels, keys[1], len(labels)).tolist()

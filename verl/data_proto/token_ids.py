@@ -1,0 +1,72 @@
+"""Token ids, masks and labels from outside: data files, dataset classes, agents, teachers. Everything that takes them reads
+them here.
+
+Errors name the field and the entry; the caller adds file and row, or the episode.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from verl.errors import DataError
+from verl.foreign_text import quoted
+
+IGNORED = -100  # as a label: the token does not train
+_MAX_IDS = 1 << 31  # ids are stored as int32
+
+
+def num_embeddings(tokenizer: Any) -> int:
+    """The number of embeddings of the model that `tokenizer` belongs to, as load_tokenizer has set it; 2**31 where unknown."""
+    return getattr(tokenizer, "num_embeddings", None) or _MAX_IDS
+
+
+def token_ids(value: Any, field: str, limit: int = _MAX_IDS) -> np.ndarray:
+    """The token ids in `value`, int32 [tokens]. Raises DataError unless it is a list of whole numbers from 0 to `limit` - 1."""
+    items = _list(value, field, "token ids")
+    if _are_whole(items) and (not items or (min(items) >= 0 and max(items) < limit)):
+        return np.array(items, dtype=np.int32)
+    place, wrong = next((i, x) for i, x in enumerate(items) if not _are_whole([x]) or not 0 <= x < limit)
+    raise DataError(
+        f"field '{field}[{place}]' is {quoted(wrong, 40)}; a token id is a whole number from 0 to {limit - 1}"
+        + (f", since the model has {limit:,} embeddings." if limit != _MAX_IDS else ".")
+    )
+
+
+def token_mask(value: Any, field: str, length: int) -> np.ndarray:
+    """The mask in `value`, bool [tokens]. Raises DataError unless it is a list of `length` entries that are 0 or 1, or false or
+    true."""
+    items = _list(value, field, "0 and 1")
+    if len(items) != length:
+        raise DataError(f"field {field!r} has {len(items)} entries for {length} tokens; give one for each.")
+    for place, item in enumerate(items):
+        if not isinstance(item, int | float | np.number | np.bool_) or item not in (0, 1):
+            raise DataError(f"field '{field}[{place}]' is {quoted(item, 40)}; write 0 or 1.")
+    return np.array(items, dtype=np.bool_)
+
+
+def label_mask(value: Any, field: str, ids: np.ndarray) -> np.ndarray:
+    """True where the labels in `value` train, bool [tokens]. Raises DataError unless each is -100 or the id of `ids` [tokens]
+    at its place."""
+    items = _list(value, field, "labels")
+    if len(items) != len(ids):
+        raise DataError(f"field {field!r} has {len(items)} entries for {len(ids)} tokens; give one for each.")
+    for place, (label, token) in enumerate(zip(items, ids.tolist(), strict=True)):
+        if not _are_whole([label]) or label not in (IGNORED, token):
+            raise DataError(
+                f"field '{field}[{place}]' is {quoted(label, 40)} and the token there is {token}: labels differ from input_ids "
+                "where they train. Labels of a causal language model are its inputs, or -100."
+            )
+    return np.array(items) != IGNORED if items else np.zeros(0, dtype=np.bool_)
+
+
+def _list(value: Any, field: str, what: str) -> list[Any]:
+    found = value.tolist() if hasattr(value, "tolist") else value  # of numpy and torch
+    if not isinstance(found, list | tuple):
+        raise DataError(f"field {field!r} must be a list of {what}, but it is {quoted(value, 80)}.")
+    return list(found)
+
+
+def _are_whole(items: list[Any]) -> bool:
+    return all(issubclass(kind, int | np.integer) and kind is not bool for kind in set(map(type, items)))

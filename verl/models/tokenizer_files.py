@@ -1,0 +1,101 @@
+"""Checks of a tokenizer's files before a library reads them: tokenizer.json is data of strangers, and an id of 2**31 in it makes
+the tokenizers library allocate memory without end."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from verl.config import ModelConfig
+from verl.errors import ModelError
+from verl.foreign_text import clean, quoted
+from verl.models.folder import fetch, read_json_object
+
+log = logging.getLogger(__name__)
+
+_GAP = 1 << 16  # ids that a vocabulary may leave out, in all
+_MAX_ADDED, _MANY_ADDED = 1 << 18, 20_000  # added tokens; the library takes about a minute for 200,000
+_MAX_RULES = 4 << 20  # characters of a normalizer or another part of rules; the tables of T5's have 0.5 million
+_RULES = ("normalizer", "pre_tokenizer", "post_processor", "decoder", "truncation", "padding")
+
+
+def embedding_rows(model: ModelConfig) -> int | None:
+    """The rows of the embedding of `model.path`, by its config.json (check_tensors compares the weights with it); None where it
+    cannot be read or does not say: then loading the model has the sentence."""
+    try:
+        config = read_json_object(fetch(model.path, weights=False) / "config.json")
+    except ModelError:
+        return None
+    inner = config.get("text_config")
+    places = (model.override_config or {}, config, inner if isinstance(inner, dict) else {})
+    found = next((size for place in places if (size := place.get("vocab_size")) is not None), None)
+    return found if type(found) is int and found > 0 else None
+
+
+def check_tokenizer_file(folder: Path, num_embeddings: int | None) -> None:
+    """Raise ModelError for a tokenizer.json that a library could not load, or not within bounds of time and memory."""
+    file = folder / "tokenizer.json"
+    if not file.exists():
+        return
+    content = read_json_object(file)
+    vocabulary, added = _vocabulary(file, content), _added(file, content)
+    if len(added) > _MANY_ADDED:
+        log.warning("%s has %s added tokens; loading it takes up to a minute and more.", file, f"{len(added):,}")
+    limit = max(len(vocabulary) + len(added), num_embeddings or 0) + _GAP
+    for token, number in (*vocabulary, *added):
+        if type(number) is not int or not 0 <= number < limit:
+            raise ModelError(
+                f"{clean(file)} gives token {quoted(token, 40)} the id {quoted(number, 40)}; ids of its {len(vocabulary):,} + "
+                f"{len(added):,} tokens are whole numbers below {limit:,}. Download or convert the model again."
+            )
+    for name in _RULES:
+        if len(json.dumps(content.get(name))) > _MAX_RULES:
+            raise ModelError(f"{clean(file)} has a {name} of more than {_MAX_RULES:,} characters, which no model has.")
+
+
+def check_token_ids(tokenizer: Any, path: str, num_embeddings: int) -> None:
+    """Raise ModelError when the end-of-sequence token has no embedding; notice other tokens that have none."""
+    if (tokenizer.eos_token_id or 0) >= num_embeddings:
+        raise ModelError(
+            f"The tokenizer of {clean(path)} ends a text with {quoted(tokenizer.eos_token, 40)} (id {tokenizer.eos_token_id}), "
+            f"and the model has {num_embeddings:,} embeddings. Tokenizer and model do not belong together."
+        )
+    beyond = sorted((number, token) for token, number in tokenizer.get_vocab().items() if number >= num_embeddings)
+    if beyond:
+        log.warning(
+            "%d tokens of %s have no embedding in the model, the first %s (id %d of %d). A row that has one is refused.",
+            len(beyond),
+            path,
+            quoted(beyond[0][1], 40),
+            beyond[0][0],
+            num_embeddings,
+        )
+
+
+def _vocabulary(file: Path, content: dict[str, Any]) -> list[tuple[Any, Any]]:
+    """(token, id) of the vocabulary. Raises ModelError where it is of no known form."""
+    model = content.get("model")
+    found = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(found, dict):
+        return list(found.items())
+    if isinstance(found, list):  # of Unigram: pairs of token and score, by id
+        return list(_numbered(found))
+    raise ModelError(f"{clean(file)} has no model.vocab of tokens. Download or convert the model again.")
+
+
+def _numbered(pairs: list[Any]) -> Iterator[tuple[Any, int]]:
+    for number, pair in enumerate(pairs):
+        yield (pair[0] if isinstance(pair, list) and pair else pair), number
+
+
+def _added(file: Path, content: dict[str, Any]) -> list[tuple[Any, Any]]:
+    """(token, id) of the added tokens. Raises ModelError where they are none, or more than any tokenizer has."""
+    found = content.get("added_tokens") or []
+    if not isinstance(found, list) or not all(isinstance(token, dict) for token in found):
+        raise ModelError(f"{clean(file)} has added_tokens that are no list of objects. Download or convert the model again.")
+    if len(found) > _MAX_ADDED:
+        raise ModelError(f"{clean(file)} has {len(found):,} added tokens; at most {_MAX_ADDED:,} are read.")
+    return [(token.get("content"), token.get("id")) for token in found]
