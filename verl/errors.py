@@ -24,6 +24,11 @@ class VerlError(Exception):
         return printable(super().__str__())
 
 
+def is_panic(error: BaseException) -> bool:
+    """Whether an error is a panic of a library written in Rust, which is no Exception."""
+    return type(error).__name__ == "PanicException"
+
+
 class ConfigError(VerlError):
     """A key is unknown, unread, of the wrong type, or contradicts another one."""
 

@@ -85,7 +85,9 @@ def test_what_is_right_is_taken(place, tmp_path):
 def test_ids_that_are_none_are_refused_everywhere(place, bad, tmp_path):
     if place not in (class_of_a_user, agent, prompt_of_an_agent) and isinstance(bad, np.floating):
         pytest.skip("not a value of a file")
-    with pytest.raises((DataError, EpisodeError), match=r"_ids\[1\]' is .*; a token id is a whole number from 0 to 263"):
+    with pytest.raises(
+        (DataError, EpisodeError), match=r"_ids\[1\]' is .*; a token id is a whole number from 0 to 263"
+    ):
         place([65, bad], [0, 1], tmp_path)
 
 

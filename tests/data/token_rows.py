@@ -124,7 +124,8 @@ def outcome(rng, folder, reader):
     assert bool(checked) == (refused is not None), f"verl check says {checked}, the run {refused}: {row}"
     if refused is not None:
         assert str(path) in refused, (row, refused)
-        assert refused.isprintable() and len(refused) < 1000, refused
+        assert refused.isprintable(), refused
+        assert len(refused) < 1000, refused
         assert kind is not nothing, (row, refused)
         path.unlink()
         return kind.__name__, "refused"

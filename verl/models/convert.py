@@ -8,10 +8,14 @@ import os
 import shutil
 import uuid
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from verl.errors import MissingExtraError, ModelError
+from verl.errors import MissingExtraError, ModelError, VerlError, is_panic
+from verl.foreign_text import clean
+from verl.models.folder import check_counts, reason, require_memory
+from verl.models.gguf_header import GGUFHeader, read_gguf_header
 from verl.parallel.device import parse_dtype
 
 log = logging.getLogger(__name__)
@@ -69,18 +73,48 @@ def find_gguf(source: str | Path) -> Path:
 
 def _write(file: Path, folder: Path, dtype: torch.dtype) -> None:
     import transformers
-    from transformers.utils.quantization_config import GgufConfig
 
+    header = read_gguf_header(file)
+    require_memory(file, header.tensors, torch.float32.itemsize)
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            str(file.parent),
-            gguf_file=file.name,
-            dtype=torch.float32,
-            quantization_config=GgufConfig(dequantize=True),  # otherwise the weights stay packed and cannot be saved
-        )
+        model = _model(file, header)
         tokenizer = transformers.AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
-    except (OSError, ValueError, KeyError, NotImplementedError) as error:
-        raise ModelError(f"{file} could not be read: {str(error).splitlines()[0]}") from error
+    except VerlError:
+        raise
+    except BaseException as error:  # of the reader, a family's code, or a tokenizer built from strange tokens
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
+        raise ModelError(f"{clean(file)} could not be read: {type(error).__name__}: {reason(error)}.") from error
     model = torch.nn.Module.to(model, dtype)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def _model(file: Path, header: GGUFHeader) -> Any:
+    """The model of a GGUF file in float32. Raises ModelError, before anything is built, when the file does not have all of its
+    tensors."""
+    import transformers
+    from transformers.utils.quantization_config import GgufConfig
+
+    source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    config = transformers.AutoConfig.from_pretrained(**source)
+    check_counts(file, config.to_dict(), header.tensors)
+    with torch.device("meta"):
+        skeleton = transformers.AutoModelForCausalLM.from_config(config)
+    needed = sum(parameter.numel() for parameter in skeleton.parameters())
+    if needed > header.num_elements:
+        raise ModelError(
+            f"{clean(file)} has {header.num_elements:,} elements in {len(header.tensors)} tensors, and a "
+            f"{type(skeleton).__name__} with its keys has {needed:,}. Tensors or keys are missing: download it again."
+        )
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        **source,
+        dtype=torch.float32,
+        quantization_config=GgufConfig(dequantize=True),  # otherwise the weights stay packed and cannot be saved
+        output_loading_info=True,
+    )
+    if missing := sorted(report["missing_keys"]):
+        raise ModelError(
+            f"{clean(file)} lacks {len(missing)} tensors of the model, for example {clean(missing[0], 80)}."
+        )
+    return model

@@ -185,8 +185,8 @@ def opened(file: Path) -> Iterator[Any]:
         raise ModelError(f"The weight file {file} is damaged: {reason(error)}. {_AGAIN}") from error
 
 
-def check_counts(folder: Path, config: Mapping[str, Any], headers: Mapping[str, TensorHeader]) -> None:
-    """Raise ModelError for counts in config.json that the weights cannot have, which would take for ever to build."""
+def check_counts(source: Path, config: Mapping[str, Any], headers: Mapping[str, TensorHeader]) -> None:
+    """Raise ModelError for counts in the config of `source` that the weights cannot have: building them would take for ever."""
     elements = sum(prod(header.shape) for header in headers.values())
     largest = max((max(header.shape, default=0) for header in headers.values()), default=0)
     for key, value in _counts(config):
@@ -200,8 +200,8 @@ def check_counts(folder: Path, config: Mapping[str, Any], headers: Mapping[str, 
             limit = max(4096, largest, len(headers))
         if value > limit and name != "max_position_embeddings":
             raise ModelError(
-                f"{folder / 'config.json'} says {key}={clean(value, 40)}, and the weights beside it are {len(headers)} tensors "
-                f"of {elements:,} elements together. Config and weights belong to different models."
+                f"{clean(source)} says {key}={clean(value, 40)}, and the weights beside it are {len(headers)} tensors of "
+                f"{elements:,} elements together. Config and weights belong to different models."
             )
 
 
@@ -226,11 +226,16 @@ def check_tensors(folder: Path, headers: Mapping[str, TensorHeader], skeleton: A
                 f"The weights in {folder} are quantized or damaged: {clean(name, 80)} in {header.file} is {header.dtype}. "
                 "Give the folder of the model in bfloat16 or float32."
             )
+    require_memory(folder, headers, itemsize)
+
+
+def require_memory(source: Path, headers: Mapping[str, TensorHeader], itemsize: int) -> None:
+    """Raise ModelError unless memory for the tensors, with elements of `itemsize` bytes, is free."""
     needed, free = sum(prod(header.shape) for header in headers.values()) * itemsize, available_memory()
     if needed > free:
         raise ModelError(
-            f"The model in {folder} takes {needed / 1e9:.1f} GB of memory in this dtype, and {free / 1e9:.1f} GB are free. "
-            "Use a smaller model or a machine with more memory, or stop other programs."
+            f"The model in {clean(source)} takes {needed / 1e9:.1f} GB of memory in this dtype, and {free / 1e9:.1f} GB are "
+            "free. Use a smaller model or a machine with more memory, or stop other programs."
         )
 
 

@@ -15,7 +15,7 @@ import transformers
 from torch import nn
 
 from verl.config import ModelConfig
-from verl.errors import ModelError, VerlError, nearest
+from verl.errors import ModelError, VerlError, is_panic, nearest
 from verl.foreign_text import clean
 from verl.models import folder as files
 from verl.models.attention import ATTENTION_NAME
@@ -51,7 +51,7 @@ def load_model(
     kind, folder = HEADS.get(head), files.fetch(path, weights=True)
     config = load_model_config(path, trust_remote_code, override_config)
     headers = files.read_headers(folder)
-    files.check_counts(folder, config.to_dict(), headers)
+    files.check_counts(folder / "config.json", config.to_dict(), headers)
     with _loading(path, config):
         skeleton = _on_meta(kind.auto_class, config, dtype, trust_remote_code)
     files.check_tensors(folder, headers, skeleton, dtype.itemsize)
@@ -124,7 +124,9 @@ def load_tokenizer(model: ModelConfig | str | Path) -> Any:
             tokenizer = transformers.AutoTokenizer.from_pretrained(
                 str(folder), trust_remote_code=model.trust_remote_code
             )
-    except Exception as error:  # of a damaged file, from several libraries
+    except BaseException as error:  # of a damaged file, from several libraries; the tokenizers library panics too
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
         if not any(next(folder.glob(pattern), None) for pattern in _TOKENIZER_FILES):
             raise ModelError(
                 f"The folder {folder} has no tokenizer (tokenizer.json); copy its files from where the model comes from, or "
@@ -303,7 +305,7 @@ def empty_model(
     kind, folder = HEADS.get(head), files.fetch(model.path, weights=False)
     config = load_model_config(model.path, model.trust_remote_code, model.override_config)
     if Path(model.path).expanduser() == folder:  # of a hub name, the weights may not be here
-        files.check_counts(folder, config.to_dict(), files.read_headers(folder))
+        files.check_counts(folder / "config.json", config.to_dict(), files.read_headers(folder))
     with _loading(model.path, config):
         base = _on_meta(kind.auto_class, config, dtype, model.trust_remote_code)
         if forward != "packed" and base.config._attn_implementation == ATTENTION_NAME:

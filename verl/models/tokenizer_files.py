@@ -1,5 +1,5 @@
-"""Checks of a tokenizer's files before a library reads them: tokenizer.json is data of strangers, and an id of 2**31 in it makes
-the tokenizers library allocate memory without end."""
+"""Checks of a tokenizer's files before a library reads them: an id of 2**31 in tokenizer.json makes the tokenizers library
+allocate memory without end."""
 
 from __future__ import annotations
 
@@ -95,7 +95,9 @@ def _added(file: Path, content: dict[str, Any]) -> list[tuple[Any, Any]]:
     """(token, id) of the added tokens. Raises ModelError where they are none, or more than any tokenizer has."""
     found = content.get("added_tokens") or []
     if not isinstance(found, list) or not all(isinstance(token, dict) for token in found):
-        raise ModelError(f"{clean(file)} has added_tokens that are no list of objects. Download or convert the model again.")
+        raise ModelError(
+            f"{clean(file)} has added_tokens that are no list of objects. Download or convert the model again."
+        )
     if len(found) > _MAX_ADDED:
         raise ModelError(f"{clean(file)} has {len(found):,} added tokens; at most {_MAX_ADDED:,} are read.")
     return [(token.get("content"), token.get("id")) for token in found]
