@@ -37,6 +37,7 @@ SECTIONS = {
     "configs": Section("tests.config.inputs:cases", 5_000, "values of keys, and YAML files"),
     "commands": Section("tests.cli.commands:cases", 2_000, "command lines of every verb"),
     "rows": Section("tests.data.mutations:cases", 10_000, "mutated data rows"),
+    "token-rows": Section("tests.data.token_rows:cases", 10_000, "mutated rows of token ids"),
     "files": Section("tests.data.damage:cases", 2_000, "damaged data files"),
     "texts": Section(
         "tests.test_foreign_text:cases", 10_000, "foreign texts in rows, configs, templates, errors and logs"
@@ -45,6 +46,8 @@ SECTIONS = {
     "steps": Section("tests.run.hostile_steps:cases", 200, "training steps beside one hostile sample, timed"),
     "checkpoints": Section("tests.checkpoint.damage:cases", 1_000, "damaged checkpoints"),
     "models": Section("tests.models.damaged_folders:cases", 2_000, "damaged model folders"),
+    "tokenizers": Section("tests.models.damaged_tokenizers:cases", 2_000, "damaged tokenizer.json"),
+    "gguf": Section("tests.models.damaged_gguf:cases", 2_000, "damaged GGUF files"),
     "run-folders": Section("tests.tracking.run_folders:cases", 2_000, "damaged run folders"),
     "answers": Section("tests.rollout.damaged_answers:cases", 5_000, "damaged answers of rollout services and judges"),
 }

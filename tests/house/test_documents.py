@@ -1,5 +1,7 @@
 """Pages that are written by a program are current, and commands and files that pages name exist."""
 
+import ast
+import functools
 import importlib.util
 import re
 
@@ -7,7 +9,8 @@ import pytest
 
 from tests.house.source import ROOT, files
 from verl.cli.main import VERBS
-from verl.config import PPO
+from verl.config import PPO, PREFERENCE, SFT
+from verl.config.roots.reward_model import RM
 from verl.registry import load_module
 
 PAGES = sorted(
@@ -16,6 +19,16 @@ PAGES = sorted(
     for p in (ROOT / folder).glob("*.md")
     if p.name not in ("config.md", "lab-notebook.md")  # generated, kept current by tests; a history
 )
+SCHEMAS = (PPO, PREFERENCE, SFT, RM)
+KEY = re.compile(
+    r"`(?![\w.]+\.(?:py|md|json|jsonl|yaml|txt|png|sqlite|lock|safetensors)`)([a-z_]\w*(?:\.[a-z_]\w*)+)(?:=[^`]*)?`"
+)
+NO_KEYS = {  # names with dots that begin as a section does
+    "reward_model.ground_truth": "a field of a row",
+    "reward.collect": "a span of the timeline",
+    "reward.num_defaulted": "a metric of benchmarks",
+    "rollout.generate": "a span of the timeline",
+}
 PACKAGE_FILE = re.compile(r"`((?:verl|tests|docs|examples|benchmarks)/[\w./-]*\w\.(?:py|md|yaml|sh))`")
 
 
@@ -86,6 +99,38 @@ def test_commands_that_a_page_names_exist(page):
             assert verb in VERBS, command
         for module in re.findall(r"python -m (verl[\w.]*)", command):
             assert module in files() or importlib.util.find_spec(module), command
+
+
+@functools.cache
+def config_names():
+    """Keys and sections of all programs in every spelling, also without their first parts (`actor.grad_clip`)."""
+    spelled = {name for schema in SCHEMAS for name in (*schema.leaves, *schema.sections, *schema.compat.exact)}
+    return {name.split(".", n)[n] for name in spelled for n in range(name.count(".") + 1)}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_config_keys_that_a_page_names_exist(page):
+    sections = {name.split(".")[0] for name in config_names() if "." in name}
+    keys = [key for key in KEY.findall(page.read_text(encoding="utf-8")) if key.split(".")[0] in sections]
+    unknown = set(keys) - config_names() - set(NO_KEYS)
+    missing = [key for key in unknown if not any(schema.locate(schema.resolve(key)[0]) for schema in SCHEMAS)]
+    assert not missing, missing
+
+
+@functools.cache
+def words_of_the_package():
+    """Words between slashes in the texts of the package, without what exists for scripts of other releases."""
+    trees = [ast.parse(file.read_text()) for name, file in files().items() if not name.startswith("verl.compat")]
+    nodes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+    return {word for node in nodes if isinstance(node.value, str) for word in re.split(r"[/\s]", node.value)}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_folders_and_metrics_that_a_page_names_exist(page):
+    """`actor/lora_adapter`, `val/accuracy`: the last part is a text of the package."""
+    names = re.findall(r"`(?!(?:work|verl|tests|docs|examples|benchmarks)/)(?:[\w-]+/)+(\w+)`", page.read_text("utf-8"))
+    missing = [name for name in names if name not in words_of_the_package() and not (ROOT / ".ci" / name).exists()]
+    assert not missing, missing
 
 
 def test_examples_are_listed():
