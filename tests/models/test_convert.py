@@ -79,8 +79,8 @@ class TestDamagedFiles:
 
     def test_an_architecture_without_keys_builds_no_default_model(self, tmp_path):
         """60 bytes that say llama: the defaults of transformers are a model of 7 billion parameters."""
-        data = damaged_gguf.only_keys(random.Random(3), b"")
-        assert b"llama" in data
+        key, value = (struct.pack("<Q", len(text)) + text for text in (b"general.architecture", b"llama"))
+        data = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + key + struct.pack("<I", 8) + value
         said = self.refused(tmp_path, data, "has no value for llama.block_count, llama.embedding_length")
         assert "without which no model can be built" in said
 
