@@ -231,6 +231,28 @@ class TestRefusals:
                 teacher=False,
             )  # fmt: skip
 
+    def test_verl_check_reads_stored_outputs_as_a_run_does(self, answers, tiny_llama, tmp_path):
+        from verl.cli.checklist import Subject
+        from verl.cli.checklist.data import check_rows_of_data
+        from verl.config import load_config
+        from verl.models.load import load_tokenizer
+
+        row = json.loads(answers.read_text().splitlines()[0])
+        settings = (
+            f"actor_rollout_ref.model.path={tiny_llama}", "distillation.enabled=True", "distillation.on_policy_share=0",
+            "distillation.stored_outputs=True", f"{LOSS}.use_task_rewards=False", f"{LOSS}.loss_mode=forward_kl_topk",
+            "distillation.response_key=response", f"data.train_files={tmp_path}/rows.jsonl", "data.train_batch_size=1",
+        )  # fmt: skip
+        for token, right in ((6, True), (264, False)):
+            stored = {**self.STORED, "teacher_ids": [[5, 7], [token, 8]]}
+            (tmp_path / "rows.jsonl").write_text(json.dumps({**row, **stored}))
+            subject = Subject(load_config(list(settings)), load_tokenizer(str(tiny_llama)))
+            if right:
+                assert "every row has its teacher" in list(check_rows_of_data(subject))[-1].text
+                continue
+            with pytest.raises(DataError, match=r"rows\.jsonl, row 0 .*field 'teacher_ids\[1\]\[0\]' is 264;"):
+                list(check_rows_of_data(subject))
+
     STORED = {"response": [5, 6], "teacher_ids": [[5, 7], [6, 8]], "teacher_log_probs": [[-0.5, -1.5], [-0.1, -3]]}
 
     @pytest.mark.parametrize(

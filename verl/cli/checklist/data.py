@@ -41,6 +41,26 @@ def check_rows_of_data(subject: Subject) -> Iterator[Line]:
         yield warn(f"{subject.data.num_shared} validation prompts occur in the training rows too")
     if subject.data.train is not None:
         yield _batches(subject, subject.data.train)
+    if subject.config.distillation.enabled and subject.data.train is not None and subject.data.ok:
+        yield _teachers(subject, scored)
+
+
+def _teachers(subject: Subject, scored: bool) -> Line:
+    from verl.agents.agents import known_loops
+    from verl.data.dataset import load_dataset
+    from verl.programs.distillation import check_teachers
+
+    config, most = subject.config.data, subject.config.data.train_max_samples
+    rows = load_dataset(
+        config.train_files,
+        subject.tokenizer,
+        config,
+        max_samples=most,
+        agents=known_loops(subject.config),
+        scored=scored,
+    )
+    check_teachers(subject.config, subject.tokenizer, rows)
+    return passed("every row has its teacher, and what distillation reads of it")
 
 
 def check_template(subject: Subject) -> Iterator[Line]:
