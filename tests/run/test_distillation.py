@@ -241,7 +241,8 @@ class TestRefusals:
         settings = (
             f"actor_rollout_ref.model.path={tiny_llama}", "distillation.enabled=True", "distillation.on_policy_share=0",
             "distillation.stored_outputs=True", f"{LOSS}.use_task_rewards=False", f"{LOSS}.loss_mode=forward_kl_topk",
-            "distillation.response_key=response", f"data.train_files={tmp_path}/rows.jsonl", "data.train_batch_size=1",
+            "distillation.response_key=response", f"data.train_files={tmp_path}/rows.jsonl",
+            "data.val_files=[]", "data.train_batch_size=1",
         )  # fmt: skip
         for token, right in ((6, True), (264, False)):
             stored = {**self.STORED, "teacher_ids": [[5, 7], [token, 8]]}
