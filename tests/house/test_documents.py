@@ -119,10 +119,11 @@ def test_config_keys_that_a_page_names_exist(page):
 
 @functools.cache
 def words_of_the_package():
-    """Words between slashes in the texts of the package, without what exists for scripts of other releases."""
+    """Words between slashes in names of the package, without what exists for scripts of other releases."""
     trees = [ast.parse(file.read_text()) for name, file in files().items() if not name.startswith("verl.compat")]
     nodes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)]
-    return {word for node in nodes if isinstance(node.value, str) for word in re.split(r"[/\s]", node.value)}
+    names = [node.value for node in nodes if isinstance(node.value, str) and not re.search(r"\s", node.value)]
+    return {word for name in names for word in name.split("/")}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())

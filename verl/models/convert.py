@@ -96,18 +96,19 @@ def _model(file: Path, header: GGUFHeader) -> Any:
     import transformers
     from transformers.utils.quantization_config import GgufConfig
 
+    auto: Any = transformers.AutoModelForCausalLM
     source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     config = transformers.AutoConfig.from_pretrained(**source)
     check_counts(file, config.to_dict(), header.tensors)
     with torch.device("meta"):
-        skeleton = transformers.AutoModelForCausalLM.from_config(config)
+        skeleton = auto.from_config(config)
     needed = sum(parameter.numel() for parameter in skeleton.parameters())
     if needed > header.num_elements:
         raise ModelError(
             f"{clean(file)} has {header.num_elements:,} elements in {len(header.tensors)} tensors, and a "
             f"{type(skeleton).__name__} with its keys has {needed:,}. Tensors or keys are missing: download it again."
         )
-    model, report = transformers.AutoModelForCausalLM.from_pretrained(
+    model, report = auto.from_pretrained(
         **source,
         dtype=torch.float32,
         quantization_config=GgufConfig(dequantize=True),  # otherwise the weights stay packed and cannot be saved
