@@ -88,9 +88,17 @@ def test_a_run_that_starts_over_calls_its_tools(agent_run):
     assert list(first.folder.glob("superseded_*/episodes/*"))
 
 
-@pytest.mark.slow
-def test_results_of_tools_outlive_a_kill(agent_run, tmp_path, monkeypatch):
-    """A run that dies within a step calls no tool twice, and ends with the same samples and weights."""
+@pytest.mark.parametrize("change", ["actor_rollout_ref.actor.optim.lr=0.001", "trainer.resume_mode=disable"])
+def test_another_run_before_the_first_checkpoint_calls_its_tools(agent_run, change):
+    agent_run(ENDS, ONE_STEP, "trainer.save_freq=-1")
+    again = agent_run(ENDS, ONE_STEP, "trainer.save_freq=-1", change)
+    assert again.training_rows()[0]["rollout/num_replayed_tool_calls"] == 0
+
+
+@pytest.mark.parametrize("num_episodes", [7, pytest.param(20, marks=pytest.mark.slow)])
+def test_results_of_tools_outlive_a_kill(agent_run, tmp_path, monkeypatch, num_episodes):
+    """A run that dies within a step, before its first checkpoint or after it, calls no tool twice, and ends with the same
+    samples and weights."""
     from tests.agents.conftest import TOOLS
     from verl.agents.driver import _Session
     from verl.registry import load_module
@@ -110,7 +118,7 @@ def test_results_of_tools_outlive_a_kill(agent_run, tmp_path, monkeypatch):
     def dies(self, arrived):
         ended = take(self, arrived)
         dies.count += len(ended)
-        if dies.count > 20:  # of the second step
+        if dies.count > num_episodes:  # of the first step, or of the second
             raise RuntimeError("killed")
         return ended
 

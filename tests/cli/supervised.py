@@ -125,5 +125,5 @@ class Work:
 
 if __name__ == "__main__":
     kind, *overrides = sys.argv[1:]
-    verl.cli.train._train = lambda loaded: Work(kind, loaded).train()
+    verl.cli.train._train = lambda loaded, restarted=False: Work(kind, loaded).train()
     raise SystemExit(run_verb("train", overrides, whole_process=True))

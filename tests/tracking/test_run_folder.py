@@ -387,6 +387,19 @@ def test_fresh_start_sets_earlier_records_aside(tmp_path):
         assert len(list(aside.glob("samples/*/*"))) == 6
 
 
+def test_only_the_same_run_keeps_the_results_of_its_tools(tmp_path):
+    record = tmp_path / "episodes" / "step_000001.rank0.jsonl"
+    with RunFolder(tmp_path) as folder:
+        record.parent.mkdir()
+        record.write_text("{}\n")
+        fill(folder, range(2))
+        assert folder.truncate_after(0, same_run=True) == 2
+        assert record.exists()
+        folder.truncate_after(0)  # although there is no row of metrics, as after a kill in the first step
+        assert not record.exists()
+        assert len(list(tmp_path.glob("superseded_*/episodes/*"))) == 1
+
+
 def test_json_is_strict():
     numpy = pytest.importorskip("numpy")
     torch = pytest.importorskip("torch")

@@ -162,6 +162,7 @@ class Agents:
             step=step,
             on_finish=self._finisher(dtype, on_finish),
         )
+        self.journal.sync()
         found = [in_dtype(result, dtype) for result in found]
         self._results += found
         return found

@@ -3,15 +3,21 @@
 A step that is taken again after a kill samples the same tokens, so its calls are the same. Their results are read from here and
 the tools are not called a second time. A result belongs to (split, prompt, sample, number of the call) and to a digest of the
 call and of all tokens before it: where those differ, it is not used.
+
+A checkpoint with samples ahead of training needs their records. They are on the disk before the generation returns, so before
+any checkpoint that has its samples.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import threading
 from pathlib import Path
 from typing import Any
+
+from verl.tracking.files import sync_folder
 
 FOLDER = "episodes"
 TOOL, EPISODE, PART = "tool", "episode", "part"  # a part: an episode that paused
@@ -39,7 +45,12 @@ class Journal:
             for record in read(file):
                 if record["kind"] == TOOL:
                     self._found[record["split"], record["episode"], record["call"], record["digest"]] = record
-        self._file = (self.folder / f"step_{step:06d}.rank{self.rank}.jsonl").open("ab")
+        file = self.folder / f"step_{step:06d}.rank{self.rank}.jsonl"
+        is_new = not file.exists()
+        self._file = file.open("ab")
+        if is_new:
+            sync_folder(self.folder)
+            sync_folder(self.folder.parent)
 
     def result(self, split: str, episode: str, call: int, digest: str) -> dict[str, Any] | None:
         """The recorded result of a call."""
@@ -55,6 +66,11 @@ class Journal:
             self._file.flush()
             if kind == TOOL:  # for an episode that is taken again in this process
                 self._found[fields["split"], fields["episode"], fields["call"], fields["digest"]] = fields
+
+    def sync(self) -> None:
+        """Return when all records of the step are on the disk, where they outlive a loss of power. Raises OSError."""
+        if self._file is not None:
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """End the file of the step."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -19,8 +18,6 @@ from verl.tracking.files import has, read_json, read_text
 MANIFEST = "manifest.json"
 _FORMAT = 1
 _CHUNK_BYTES = 8 << 20
-# errors of file systems that cannot sync a folder (CIFS, 9p and many in user space)
-_NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EISDIR)
 
 
 @dataclass(frozen=True)
@@ -63,26 +60,6 @@ def record_of(path: Path) -> FileRecord:
             digest.update(buffer[:count])
             size += count
     return FileRecord(size, digest.hexdigest())
-
-
-def sync_file(path: Path) -> None:
-    """Sync a file or folder that other code wrote."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def sync_folder(path: Path) -> bool:
-    """Sync the names in a folder; False where the file system has no such operation."""
-    try:
-        sync_file(path)
-    except OSError as error:
-        if error.errno not in _NO_FOLDER_SYNC:
-            raise
-        return False
-    return True
 
 
 def is_there(path: Path) -> bool:

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import psutil
 
-from verl.checkpoint.files import remove_tree, sync_file, sync_folder
+from verl.checkpoint.files import remove_tree
 from verl.errors import CheckpointError
-from verl.tracking.files import NETWORK_FILE_SYSTEMS, file_system_of
+from verl.tracking.files import NETWORK_FILE_SYSTEMS, file_system_of, sync_file, sync_folder
 
 _OBJECT_STORES = tuple("gcsfuse s3fs goofys mountpoint-s3 rclone blobfuse geesefs juicefs-s3".split())
 _COHERENT = ("lustre",)  # every host sees what another has written, as POSIX says

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from verl.checkpoint.files import FileRecord, read_document, record_of, sync_file, write_json
+from verl.checkpoint.files import FileRecord, read_document, record_of, write_json
 from verl.checkpoint.tensor_files import (
     file_order,
     model_parts,
@@ -23,7 +23,7 @@ from verl.errors import CheckpointError, os_error_of
 from verl.foreign_text import clean
 from verl.models.lora import CONFIG_FILE as ADAPTER_CONFIG
 from verl.models.lora import WEIGHTS_FILE as ADAPTER_WEIGHTS
-from verl.tracking.files import is_count
+from verl.tracking.files import is_count, sync_file
 
 ALL_CONTENTS = ("model", "optimizer", "extra")
 _COUNTS = ("num_lr_steps", "num_optimizer_steps")  # of extra.json

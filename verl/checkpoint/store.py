@@ -33,7 +33,6 @@ from verl.checkpoint.files import (
     read_document,
     remove_tree,
     rename,
-    sync_folder,
     write_json,
     write_manifest,
 )
@@ -41,7 +40,7 @@ from verl.checkpoint.retention import LATEST, Retention, candidates, clean_up, n
 from verl.checkpoint.role import ALL_CONTENTS, RoleCheckpoint, read_role
 from verl.engines.api import EngineState
 from verl.errors import CheckpointError
-from verl.tracking.files import replacing
+from verl.tracking.files import replacing, sync_folder
 
 __all__ = [
     "CheckpointStore",

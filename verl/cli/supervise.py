@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,15 +60,15 @@ class Ending:
         return other is not None and self.place == other.place and _masked(self.cause) == _masked(other.cause)
 
 
-def supervise(work: Callable[[Path | None], int], folder: Path, rules: TrainerConfig) -> int:
+def supervise(work: Callable[[Path | None, bool], int], folder: Path, rules: TrainerConfig) -> int:
     """Run `work` in a child process and return its exit code; `folder` is the run folder.
 
-    `work` gets None, and after a crash the newest checkpoint that this run has saved, if any. In the child this function
-    returns what `work` returns and raises what it raises. On a system without `sigtimedwait`, `work` runs in this process,
-    unsupervised.
+    `work` gets the newest checkpoint that this run has saved, if any, and whether it is a restart after a crash. In the child
+    this function returns what `work` returns and raises what it raises. On a system without `sigtimedwait`, `work` runs in
+    this process, unsupervised.
     """
     if not hasattr(signal, "sigtimedwait"):
-        return work(None)
+        return work(None, False)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # an inherited SIG_IGN would discard the exit status of a child
     adopt_orphans()
@@ -82,7 +83,7 @@ def supervise(work: Callable[[Path | None], int], folder: Path, rules: TrainerCo
             os.close(reader)
             die_with(parent)
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            return _reporting(work, supervisor.saved, writer)
+            return _reporting(partial(work, supervisor.saved, supervisor.has_restarted), writer)
         os.close(writer)
         try:
             code = supervisor.decide(supervisor.watch(child, reader))
@@ -95,10 +96,10 @@ def supervise(work: Callable[[Path | None], int], folder: Path, rules: TrainerCo
             return code
 
 
-def _reporting(work: Callable[[Path | None], int], saved: Path | None, writer: int) -> int:
+def _reporting(work: Callable[[], int], writer: int) -> int:
     """Run `work`, and send its error to the supervisor, which sees only an exit code otherwise."""
     try:
-        code = work(saved)
+        code = work()
     except BaseException as error:
         _send(writer, {"error": type(error).__name__, "text": str(error)})
         raise
@@ -131,6 +132,11 @@ class Supervisor:
         self._num_restarts = 0  # since that checkpoint
         self._last: Ending | None = None
         self._stop_requested = False
+
+    @property
+    def has_restarted(self) -> bool:
+        """Whether the next child is a restart of this run."""
+        return self._last is not None
 
     def watch(self, child: int, reader: int) -> Ending:
         """Wait for the child's end. Signals that stop the run are forwarded to it; a child that hangs is killed."""

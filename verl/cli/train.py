@@ -82,11 +82,12 @@ def _started(loaded: LoadedConfig[Any], supervised: bool) -> int:
     trainer = loaded.config.trainer
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with(os.getppid())  # torchrun supervises and restarts its ranks; none may outlive it
-    elif supervised and "RANK" not in os.environ and trainer.max_restarts and not trainer.val_only:
+        return _train(loaded, restarted=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0")
+    if supervised and "RANK" not in os.environ and trainer.max_restarts and not trainer.val_only:
         from verl.cli.supervise import supervise
 
         folder = Path(trainer.default_local_dir).expanduser()
-        return supervise(lambda saved: _train(_resumed(loaded, saved)), folder, trainer)
+        return supervise(lambda saved, again: _train(_resumed(loaded, saved), again), folder, trainer)
     return _train(loaded)
 
 
@@ -107,10 +108,10 @@ def run_generate(argv: list[str]) -> int:
     return generate(loaded, Path(arguments.options.output).expanduser())
 
 
-def _train(loaded: LoadedConfig[Any]) -> int:
+def _train(loaded: LoadedConfig[Any], restarted: bool = False) -> int:
     from verl.run.host import train
 
-    return train(loaded, loaded.schema.name)
+    return train(loaded, loaded.schema.name, restarted=restarted)
 
 
 def _resumed(loaded: LoadedConfig[Any], saved: Path | None) -> LoadedConfig[Any]:

@@ -39,3 +39,8 @@ def changed_keys(loaded: LoadedConfig[Any], folder: Path) -> list[str]:
         name = path.rpartition(".")[2]
         found.append(f"{path}: {scalar(hide_values(old, name))} -> {scalar(hide_values(new, name))}")
     return found
+
+
+def is_same_run(loaded: LoadedConfig[Any], folder: Path) -> bool:
+    """Whether the run in `folder` was started with this config, whatever its sizes and paths of output."""
+    return (folder / "config.yaml").is_file() and not changed_keys(loaded, folder)

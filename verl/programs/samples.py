@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from verl.checkpoint.files import FileRecord, record_of, sync_file
+from verl.checkpoint.files import FileRecord, record_of
 from verl.parallel.serialize import record
 from verl.programs.api import RunContext
+from verl.tracking.files import sync_file
 from verl.tracking.ledger.file import NAME, write_open
 from verl.tracking.ledger.records import Offset, OpenSample, SegmentRecord, Snapshot
 from verl.tracking.ledger.tracker import IN_CHECKPOINT, SampleTracker, start_ledger

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.config import LoadedConfig
-from verl.config.diff import changed_keys
+from verl.config.diff import changed_keys, is_same_run
 from verl.errors import ConfigError
 from verl.programs.api import PROGRAMS, Program, ProgramData, RunContext
 from verl.roles.api import Roles
@@ -36,18 +36,21 @@ from verl.tracking.tracker import NullOutput, Tracker
 log = logging.getLogger(__name__)
 
 
-def train(loaded: LoadedConfig, program: str = "ppo") -> int:
-    """Train a program of PROGRAMS with the config `loaded`; returns the exit code. Raises VerlError with its message."""
+def train(loaded: LoadedConfig, program: str = "ppo", *, restarted: bool = False) -> int:
+    """Train a program of PROGRAMS with the config `loaded`; returns the exit code. `restarted`: after a crash of the same
+    command. Raises VerlError with its message."""
     if loaded.config.trainer.val_only:
         return evaluate(loaded, program)
-    with open_run(loaded, program) as (loop, finish):
+    with open_run(loaded, program, restarted=restarted) as (loop, finish):
         loop.run()
         finish()
     return 0
 
 
 @contextmanager
-def open_run(loaded: LoadedConfig, program: str = "ppo") -> Iterator[tuple[Loop, Callable[[], None]]]:
+def open_run(
+    loaded: LoadedConfig, program: str = "ppo", *, restarted: bool = False
+) -> Iterator[tuple[Loop, Callable[[], None]]]:
     """The loop of a run that is ready for its next step, and a function that ends it with its summary."""
     config = loaded.config
     kind: type[Program] = PROGRAMS.get(program).select(config)
@@ -77,7 +80,7 @@ def open_run(loaded: LoadedConfig, program: str = "ppo") -> Iterator[tuple[Loop,
             config.trainer, folder=folder, roles=roles, broadcast=runtime.broadcast, program=running, state=state,
             store=store,
         )  # fmt: skip
-        resume.start()
+        resume.start(same_run=restarted or (config.trainer.resume_mode == "auto" and is_same_run(loaded, folder.root)))
         if runtime.is_rank_zero:
             _warn_of_resumption(loaded, folder, state, data.num_steps)
             folder.write_curves(kind.curves)

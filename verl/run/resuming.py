@@ -35,9 +35,10 @@ class Resume:
         self.store = store
         self._started_at = 0
 
-    def start(self) -> None:
-        """Resume from the checkpoint that `trainer.resume_mode` chooses, if there is one."""
-        self._load(self._find(self.trainer.resume_mode, self.trainer.resume_from_path))
+    def start(self, *, same_run: bool = False) -> None:
+        """Resume from the checkpoint that `trainer.resume_mode` chooses, if there is one. `same_run`: without one the run that
+        the folder has is taken again from its first step."""
+        self._load(self._find(self.trainer.resume_mode, self.trainer.resume_from_path), same_run=same_run)
         self._started_at = self.state.step
 
     def go_back(self, back: RollBack, saved_step: int) -> None:
@@ -70,12 +71,14 @@ class Resume:
                 )
         return values
 
-    def _load(self, saved: tuple[str, dict[str, Any]] | None, back: RollBack | None = None) -> None:
+    def _load(
+        self, saved: tuple[str, dict[str, Any]] | None, back: RollBack | None = None, *, same_run: bool = False
+    ) -> None:
         path, values = (None, None) if saved is None else (Path(saved[0]), saved[1])
         if path is not None and values is not None:
             for role in self.roles.trained().values():
                 role.load(str(path))
             self.state.load_state_dict(values)
             log.info("Resumed from %s: step %d is next.", path, self.state.step + 1)
-        self.folder.truncate_after(self.state.step)
+        self.folder.truncate_after(self.state.step, same_run=same_run)
         self.program.load_state_dict(values, path, back)

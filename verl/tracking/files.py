@@ -30,6 +30,8 @@ _MAX_BYTES = 64 << 20  # of a file that is read whole
 _MAX_ROW_BYTES = 16 << 20
 _PIECE_BYTES = 1 << 16
 _MAX_WHOLE = 1 << 53  # above, JSON readers that count in float64 lose digits
+# errors of file systems that cannot sync a folder (CIFS, 9p and many in user space)
+_NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EISDIR)
 Check = Callable[[Any], bool]
 
 # prefixes of the names that the operating system gives to file systems which several machines share
@@ -90,6 +92,26 @@ def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
         raise
     finally:
         os.close(descriptor)
+
+
+def sync_file(path: Path) -> None:
+    """Sync a file or folder that other code wrote."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_folder(path: Path) -> bool:
+    """Sync the names in a folder; False where the file system has no such operation."""
+    try:
+        sync_file(path)
+    except OSError as error:
+        if error.errno not in _NO_FOLDER_SYNC:
+            raise
+        return False
+    return True
 
 
 def read_text(path: Path, max_bytes: int = _MAX_BYTES) -> str:

@@ -143,13 +143,14 @@ class RunFolder:
                 "Free some space, or set trainer.default_local_dir to another disk."
             )
 
-    def truncate_after(self, step: int) -> int:
-        """Remove the records after `step`, because those steps run again; returns the number of removed metrics rows. For a
-        new run (0) all records are of an earlier one, and are set aside. Ranks above 0 do nothing."""
+    def truncate_after(self, step: int, *, same_run: bool = False) -> int:
+        """Remove the records after `step`, because those steps run again; returns the number of removed metrics rows. Without
+        a step (0) all records are set aside; those of `same_run` but the results of its tools, which its episodes get
+        again. Ranks above 0 do nothing."""
         if self.spans is None:
             return 0
         if step <= 0:
-            return self._set_aside()
+            return self._set_aside(same_run)
         is_own = (self.root / f"global_step_{step}").exists()  # its rows were written before it
         removed = truncate_rows(self.metrics, step, is_metrics_row, complete=is_own or self.metrics.exists())
         truncate_rows(self.spans, step)
@@ -181,8 +182,9 @@ class RunFolder:
             return {}
         return found if isinstance(found, Mapping) else {}
 
-    def _set_aside(self) -> int:
-        """Move the records of an earlier run into a folder of their own; returns its number of metrics rows."""
+    def _set_aside(self, same_run: bool) -> int:
+        """Move the records of an earlier run, or of an earlier start of this one, into a new folder; returns the number of
+        metrics rows."""
         num_rows = sum(row is not None for _, row in read_lines(self.metrics, is_metrics_row))
         records = (
             self.metrics,
@@ -194,17 +196,20 @@ class RunFolder:
             self.curves,
             self.learning_curve,
             self.root / "config.yaml",
-            self.root / "episodes",  # else tools of a run that starts over would answer as they did in the earlier one
             *(self.root / f"{LEDGER}{part}" for part in ("-wal", "-shm", "")),
         )
         old = [path for path in records if path.exists()]
         old += [self.samples] if any(self.samples.glob("*/*")) else []
-        if num_rows or self.samples in old:
+        episodes = self.root / "episodes"
+        if episodes.exists() and not same_run:  # else tools of another run would answer as they did in this one
+            old.append(episodes)
+        if num_rows or self.samples in old or episodes in old:
             aside = Path(tempfile.mkdtemp(prefix=f"superseded_{time.strftime('%Y%m%d-%H%M%S')}_", dir=self.root))
             for path in old:
                 path.rename(aside / path.name)
             self.samples.mkdir(exist_ok=True)
-            log.info("This run starts over: the records of an earlier one in this folder are now in %s.", aside)
+            of = "its last start" if same_run else "an earlier one in this folder"
+            log.info("This run starts from its first step: the records of %s are now in %s.", of, aside)
         return num_rows
 
 
