@@ -4,6 +4,7 @@
     python benchmarks/chaos.py --kills 10 --runtimes local --kills-per-run 10
     python benchmarks/chaos.py --kills 24 --runtimes megatron zero3   with the extras of these engines
     python benchmarks/chaos.py --kills 12 --runtimes ray-scaled --kills-per-run 12   see chaos_scale.py
+    python benchmarks/chaos.py --kills 16 --kills-per-run 3 --before-first-checkpoint 0.34
     python benchmarks/chaos.py --kills 12 --program preference     DPO; reward_model: a reward model
     python benchmarks/chaos.py --kills 0 --pressure 24     full disks and lack of memory, see chaos_pressure.py
 
@@ -84,7 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             _write(arguments, time.monotonic() - began, kills, failures)
     print(report(kills))
     minutes = (time.monotonic() - began) / 60
-    print(f"\n{len(kills)} kills in {minutes:.1f} min; {len(failures)} differences from runs that were left alone.")
+    print(f"\n{len(kills)} kills, {sum(kill.early for kill in kills)} before a first checkpoint, in {minutes:.1f} min.")
+    print(f"{len(failures)} differences from runs that were left alone.")
     for failure in failures:
         print(f"FAILED {failure}")
     return 1 if failures else 0
@@ -102,6 +104,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--kills-per-run", type=int, default=10)
     parser.add_argument("--targets", nargs="+", help="kill only these (default: what the runtime has)")
     parser.add_argument("--phases", nargs="+", choices=PHASES, help="kill only in these (default: all of a step)")
+    parser.add_argument(
+        "--before-first-checkpoint", type=float, metavar="SHARE",
+        help="of the kills that come before the first checkpoint; the others come after it (default: in the first steps, "
+        "wherever those are)",
+    )  # fmt: skip
     parser.add_argument("--model", help="model folder (default: a tiny random one)")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="of the computation")
     parser.add_argument("--warm", action="store_true", help="the supervisor imports torch once, for all restarts")
@@ -151,7 +158,7 @@ def attack(
         victim = kind(task, runtime, f"killed-{index}", usual_s)
         try:
             most = min(arguments.kills_per_run, wanted - len(kills))
-            for found in strikes(victim, rng, most, arguments.targets, arguments.phases):
+            for found in strikes(victim, rng, most, arguments):
                 kills += found
                 _tell(found)
             victim.to_the_end()
@@ -170,9 +177,7 @@ def attack(
             break
 
 
-def strikes(
-    victim: Victim, rng: random.Random, count: int, targets: Sequence[str] | None, phases: Sequence[str] | None
-) -> Iterator[list[Kill]]:
+def strikes(victim: Victim, rng: random.Random, count: int, arguments: argparse.Namespace) -> Iterator[list[Kill]]:
     """The kills of one run, until it has ended."""
     if isinstance(victim, ScaledVictim):
         yield from victim.strikes(rng, count)
@@ -183,7 +188,11 @@ def strikes(
                 return
             yield [kill]
         return
-    for moment in plan(rng, victim.runtime, count, targets, victim.task.program, phases):
+    moments = plan(
+        rng, victim.runtime, count, arguments.targets, victim.task.program, arguments.phases,
+        arguments.before_first_checkpoint,
+    )  # fmt: skip
+    for moment in moments:
         if not (found := victim.strike(moment, rng)):
             return
         yield found

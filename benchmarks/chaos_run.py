@@ -49,6 +49,7 @@ class Kill:
     back_by: str
     recovered_s: float | None
     steps_again: int | None
+    early: bool = False  # before the run had its first checkpoint
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ class _Hit:
     pid: int
     beat: Beat
     phase: str
+    early: bool
     fatal: bool  # the first process of the command: what is below it dies with it, some moments later
 
 
@@ -191,7 +193,9 @@ class Victim:
 
     def _kill(self, hit: _Hit, by: str, recovered_s: float | None, again: int | None) -> Kill:
         name = self.folder.name
-        return Kill(self.runtime, name, hit.target, hit.pid, hit.beat.step, hit.phase, by, recovered_s, again)
+        return Kill(
+            self.runtime, name, hit.target, hit.pid, hit.beat.step, hit.phase, by, recovered_s, again, hit.early
+        )
 
     def _hit_at(self, moment: Moment, rng: random.Random) -> _Hit | None:
         until = time.monotonic() + LIMIT_S
@@ -247,7 +251,7 @@ class Victim:
 
     def _hit(self, kind: str, process: psutil.Process) -> _Hit | None:
         """SIGKILL; None when the process has ended by itself."""
-        before = self.beat()
+        before, early = self.beat(), not any(self.folder.glob("global_step_*"))
         try:
             if process.status() == psutil.STATUS_ZOMBIE:
                 return None
@@ -262,7 +266,7 @@ class Victim:
             time.sleep(0.001)
         beat = beat or Beat(0, "", 0, "", 0.0)
         fatal = process.pid == self.process.pid
-        return _Hit(kind, process.pid, beat, self._phase(beat, now) if before else "start", fatal)
+        return _Hit(kind, process.pid, beat, self._phase(beat, now) if before else "start", early, fatal)
 
     def _phase(self, beat: Beat, now: float) -> str:
         if beat.step == 0:

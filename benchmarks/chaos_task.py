@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 PROMPTS, SAMPLES = 4, 4  # of a step
+SAVE_FREQ = 3
 _ROWS = 24
 _STEPS = "trainer.total_training_steps="
 SLOW = "slow"  # while a file of this name is in the folder of the task, steps are long enough for processes to start
@@ -189,7 +190,7 @@ def make_task(
         "trainer.logger=[file]",
         "trainer.val_before_train=False",
         f"{_STEPS}{steps}",
-        "trainer.save_freq=3",
+        f"trainer.save_freq={SAVE_FREQ}",
         "trainer.max_restarts=10",
         "trainer.restart_backoff_s=0.05",
     )
@@ -239,16 +240,21 @@ def plan(
     targets: Sequence[str] | None = None,
     program: Program = PROGRAMS["ppo"],
     phases: Sequence[str] | None = None,
+    early: float | None = None,
 ) -> list[Moment]:
     """`count` kills, those while the run comes back among them, in step after step. `phases`: those of a step in which to
-    kill (None: all of the program)."""
+    kill (None: all of the program). `early`: the probability that a kill comes before the first checkpoint, and the others come
+    after it (None: wherever their step is)."""
     choices = [t for t in RUNTIMES[runtime].targets if targets is None or t in targets]
     if not program.has_ledger:
         choices = [target for target in choices if target != "reward worker"]
     found: list[Moment] = []
+    # a step of its own for each: the supervisor takes two ends in one step for a fault of the run
+    num_early = min(SAVE_FREQ - 1, sum(rng.random() < early for _ in range(count))) if early is not None else count
     while count > 0:
         again = rng.random() if count > 1 and rng.random() < _AGAIN else None
         count -= 1 if again is None else 2
         phase, target, share = rng.choice(phases or program.phases), rng.choice(choices), rng.random()
-        found.append(Moment(len(found) + 1, phase, target, share, again, rng.choice(choices)))
+        step = len(found) + (1 if len(found) < num_early else 1 + SAVE_FREQ - num_early)
+        found.append(Moment(step, phase, target, share, again, rng.choice(choices)))
     return found

@@ -181,6 +181,9 @@ def test_kills_are_shared_out_and_drawn_from_the_seed():
     assert len(first) + sum(moment.again is not None for moment in first) == 40
     assert {m.phase for m in first} == set(PHASES)
     assert {m.target for m in plan(random.Random(0), "ray", 50, ["rank"])} == {"rank"}
+    early = [plan(random.Random(seed), "ray", 3, early=0.34) for seed in range(30)]
+    assert {moment.step for moments in early for moment in moments} == {1, 2, 4, 5, 6}
+    assert [moment.step for moment in plan(random.Random(0), "ray", 9, early=1.0)][:3] == [1, 2, 4]
     assert Moment(1, "gen", "driver", 0.5).delay_s({"gen": 0.2}) == 0.1
 
 
