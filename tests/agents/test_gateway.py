@@ -258,7 +258,7 @@ def test_strangers_are_kept_out(play):
     [
         (lambda client, task: 1 / 0, "raised ZeroDivisionError"),
         (lambda client, task: 1.0, "asked the policy for nothing"),
-        (lambda client, task: chat(client, ASK) and float("nan"), "no finite number"),
+        (lambda client, task: chat(client, ASK) and float("nan"), "not a finite number"),
     ],
 )
 def test_an_agent_that_fails_is_left_out(play, function, sentence):

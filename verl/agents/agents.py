@@ -40,6 +40,8 @@ from verl.data_proto.samples import SamplingParams
 from verl.data_proto.token_ids import num_embeddings
 from verl.data_proto.trajectory import Status, Trajectory
 from verl.errors import ConfigError
+from verl.rewards.outcome import RefusedResult, checked_number
+from verl.rewards.sandbox.limits import Limits
 from verl.rollout.api import RolloutEngine, Stats
 from verl.tools.function_tool import FunctionTool
 from verl.tools.schemas import Record
@@ -49,6 +51,7 @@ log = logging.getLogger(__name__)
 
 _AGENTS = "actor_rollout_ref.rollout"
 PYTHON = "pkg://verl.agents.tools.python"
+REWARD_LISTS = ("turn_rewards", "turn_scores", "tool_rewards")  # of extra_fields
 
 
 def known_loops(config: PPOConfig) -> frozenset[str]:
@@ -86,7 +89,8 @@ class Agents:
         self._check_players()
         self.runner, self.gateway = load_runner(agent.runner), None  # its file may register a parser
         ToolParser.get_tool_parser(multi_turn.format, tokenizer)
-        self.continuity = ChatContinuity(tokenizer, config.data.apply_chat_template_kwargs)
+        most = rollout.prompt_length + rollout.response_length
+        self.continuity = ChatContinuity(tokenizer, config.data.apply_chat_template_kwargs, max_tokens=most)
         self._notice_template(tools)
         self.journal = Journal(None if folder is None else folder / FOLDER, rank)
         self.pool: SandboxedFunctions | None = None
@@ -276,9 +280,9 @@ class Agents:
                 f"its prompt has {len(trajectory.prompt_ids)} tokens, more than "
                 f"data.max_prompt_length={episode.task.max_prompt_length} allows"
             )
-        fields = dict(output.extra_fields)
+        reward, fields = self._checked_rewards(output.reward_score, dict(output.extra_fields))
         num_turns = sum(s.source == "policy" for s in trajectory.segments)
-        if len(of_turns := [float(reward) for reward in fields.get("turn_rewards") or []]) > num_turns:
+        if len(of_turns := fields.get("turn_rewards") or []) > num_turns:
             raise EpisodeError(f"its turn_rewards has {len(of_turns)} numbers for {num_turns} turns that train")
         if self.mask_unfinished and not fields.get("finished", status != "length"):
             trajectory = untrained(trajectory)
@@ -291,8 +295,18 @@ class Agents:
         times = output.metrics.model_dump() if isinstance(output.metrics, Record) else dict(output.metrics)
         self._tool_results += episode.tool_results
         times |= {"generate_sequences": episode.generate_s, "num_tool_calls": len(episode.tool_results)}
-        reward = None if output.reward_score is None else float(output.reward_score)
         return EpisodeResult(episode.task, trajectory, reward, extra, output.num_turns, times)
+
+    def _checked_rewards(self, reward: Any, fields: dict[str, Any]) -> tuple[float | None, dict[str, Any]]:
+        """All rewards of an episode as numbers, of any source. Raises EpisodeError for one that no scorer could return."""
+        limits = Limits(max_abs_score=self.config.reward.max_abs_score)
+        try:
+            for name in [name for name in REWARD_LISTS if fields.get(name) is not None]:
+                fields[name] = [checked_number(float(value), name, limits) for value in fields[name]]
+            checked_number(sum(fields.get("turn_rewards") or []), "sum of turn_rewards", limits)
+            return None if reward is None else checked_number(float(reward), "reward", limits), fields
+        except RefusedResult as refused:
+            raise EpisodeError(f"it {refused}") from None
 
     def _finisher(self, dtype: type[np.floating[Any]], on_finish: OnResult) -> Callable[[EpisodeResult], None]:
         def finish(result: EpisodeResult) -> None:

@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 MARK = "\ue000"  # a private-use character: the content of the synthetic turn
 BREAK = "\u200b"  # a zero-width space, put into control tokens of foreign texts
 PLACE = "a turn of an episode"
+_PROBE = 1 << 16  # characters that are encoded at once to learn whether a text is too long
+_SLACK = 2  # times `max_tokens`: parts of a text have a few more tokens than the whole
 _CALL = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {}}}
 
 
@@ -38,12 +40,14 @@ class Rewriting:
 
 
 class ChatContinuity:
-    """Token ids of new messages behind a sampled turn, with one tokenizer, its chat template and `template_kwargs`.
+    """Token ids of new messages behind a sampled turn, with one tokenizer, its chat template and `template_kwargs`. A text that
+    cannot have at most `max_tokens` tokens is refused before it is encoded (None: no text is), since the event loop of all
+    episodes waits meanwhile.
 
     Raises ConfigError when there is no chat template, or it cannot render a turn that follows another.
     """
 
-    def __init__(self, tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None):
+    def __init__(self, tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None, max_tokens: int | None = None):
         if not getattr(tokenizer, "chat_template", None):
             raise ConfigError(
                 "Episodes of several turns need a chat template, and the tokenizer has none. Set "
@@ -54,6 +58,9 @@ class ChatContinuity:
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self.special_ids = {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
         self._control: re.Pattern[str] | None = control_tokens(tokenizer)
+        self.max_tokens = max_tokens
+        # characters that `max_tokens` tokens may hold: a text of more is not even rendered
+        self.max_chars = None if max_tokens is None else max(_PROBE, _SLACK * max_tokens * _longest_token(tokenizer))
         self.tool_role_as_user = not self._renders_tools()
         self._split({"role": "user", "content": "x"})
 
@@ -61,18 +68,45 @@ class ChatContinuity:
         self, messages: Messages, tools: Sequence[dict[str, Any]] | None = None, place: str = PLACE
     ) -> list[int]:
         """Token ids of a conversation up to the beginning of the next turn of the assistant. Raises DataError."""
+        self._require_short(messages)
         kwargs = {**self.template_kwargs, **({"tools": list(tools)} if tools else {})}
         text = render_chat(self.tokenizer, self._fitted(messages), place, add_generation_prompt=True, **kwargs)
-        return encode_text(self.tokenizer, text, place, add_special_tokens=False)
+        return self.encode(text, place)
 
     def suffix(self, messages: Messages, last_token: int | None, stop_ids: Collection[int] = ()) -> list[int]:
         """Token ids of `messages` and of the beginning of the next turn, to follow a sampled turn whose last token is
-        `last_token`. Where that is a stop token the turn has ended, else the suffix ends it. Raises DataError."""
-        between, end = self._split(*messages)
-        ids = self._encode(between)
+        `last_token`. Where that is a stop token the turn has ended, else the suffix ends it. Control tokens in the texts of the
+        messages are broken. Raises DataError."""
+        self._require_short(messages)
+        safe = [{**m, "content": self.neutral(str(m.get("content") or ""))} for m in messages]
+        between, end = self._split(*safe)
+        ids = self.encode(between)  # begins with a special token, so no tokenizer takes it for the start of a text
         if end is None:
             return ids
         return ids[1:] if last_token == end or last_token in stop_ids else ids
+
+    def encode(self, text: str, place: str = PLACE, *, add_special_tokens: bool = False) -> list[int]:
+        """Token ids of a text. Raises DataError, also for one with more than about `max_tokens`."""
+        if self.max_tokens is not None and len(text) > max(_PROBE, self.max_tokens):
+            num_tokens = 0
+            for start in range(0, len(text), _PROBE):
+                part = encode_text(
+                    self.tokenizer, text[start : start + _PROBE], place, add_special_tokens=False, verbose=False
+                )
+                if (num_tokens := num_tokens + len(part)) > _SLACK * self.max_tokens:
+                    raise self._too_long(len(text))
+        return encode_text(self.tokenizer, text, place, add_special_tokens=add_special_tokens)
+
+    def _require_short(self, messages: Messages) -> None:
+        num_chars = sum(len(str(message.get("content") or "")) for message in messages)
+        if self.max_chars is not None and num_chars > self.max_chars:
+            raise self._too_long(num_chars)
+
+    def _too_long(self, num_chars: int) -> DataError:
+        return DataError(
+            f"{PLACE}: a text of {num_chars:,} characters has more tokens than data.max_prompt_length and "
+            f"data.max_response_length allow, {self.max_tokens:,} together. Let the environment, tool or agent return less."
+        )
 
     def ends_turn(self, token: int) -> bool:
         """Whether a token is the special token that ends a turn of the template."""
@@ -122,7 +156,7 @@ class ChatContinuity:
             text = self._after_calls(messages)
         else:
             text = text.partition(MARK)[2] if MARK in text else self._missing()
-        ids = encode_text(self.tokenizer, text, PLACE, add_special_tokens=False)
+        ids = self.encode(text)
         first = next((i for i in ids if i in self.special_ids), None)
         if first is None:
             return text, None
@@ -158,11 +192,6 @@ class ChatContinuity:
         fitted = self._fitted(list(messages))
         return render_chat(self.tokenizer, fitted, PLACE, add_generation_prompt=not ended, **kwargs)
 
-    def _encode(self, text: str) -> list[int]:
-        """Token ids of a text that begins with a special token; that also keeps tokenizers from treating it as the start of
-        a text."""
-        return encode_text(self.tokenizer, text, PLACE, add_special_tokens=False)
-
     def _fitted(self, messages: Messages) -> Messages:
         """The messages, with answers of tools as turns of the user where the template has no role for them."""
         if not getattr(self, "tool_role_as_user", False):
@@ -191,3 +220,8 @@ class ChatContinuity:
             "The chat template leaves out the content of an earlier turn of the assistant, so an episode of several turns "
             "cannot be rendered with it. Use another one (actor_rollout_ref.model.custom_chat_template)."
         )
+
+
+def _longest_token(tokenizer: Any) -> int:
+    """Characters of the longest token, as the vocabulary writes it."""
+    return max(map(len, tokenizer.get_vocab()), default=1)

@@ -151,8 +151,7 @@ class AgentLoopBase(ABC):
 
     def suffix(self, messages: list[dict[str, Any]], last_token: int | None) -> list[int]:
         """Token ids of messages behind a sampled turn; control tokens in their texts are broken."""
-        safe = [{**m, "content": self.continuity.neutral(str(m.get("content") or ""))} for m in messages]
-        return self.continuity.suffix(safe, last_token, self.stop_token_ids)
+        return self.continuity.suffix(messages, last_token, self.stop_token_ids)
 
     stop_token_ids: frozenset[int] = frozenset()
 

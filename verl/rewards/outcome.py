@@ -21,7 +21,7 @@ _MAX_NAME, _MAX_ERROR = 100, 1000  # characters
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 
 
-class _Refused(Exception):
+class RefusedResult(Exception):
     """Completes "the reward function ..."."""
 
 
@@ -36,12 +36,14 @@ def outcome(result: Any, limits: Limits) -> Outcome:
             return {"score": score, "parts": {"acc": score}}
         num_parts = len(result) - ("score" in result)
         if num_parts > limits.max_parts:  # before anything is copied
-            raise _Refused(f"returned a dict with {num_parts} parts; reward.max_parts={limits.max_parts} are allowed")
+            raise RefusedResult(
+                f"returned a dict with {num_parts} parts; reward.max_parts={limits.max_parts} are allowed"
+            )
         if "score" not in result:
-            raise _Refused(f"returned a dict without 'score' (it has {sorted(map(str, result))})")
+            raise RefusedResult(f"returned a dict without 'score' (it has {sorted(map(str, result))})")
         parts = {k: v for k, v in result.items() if not (isinstance(k, str) and k == "score")}
         return {"score": _score(result["score"], limits), "parts": dict(_entries(parts, limits, MAX_DEPTH))}
-    except _Refused as refused:
+    except RefusedResult as refused:
         return {"error": clean(refused, _MAX_ERROR)}
 
 
@@ -69,15 +71,16 @@ def _score(value: Any, limits: Limits) -> float:
     plain = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(plain, (bool, int, float)):
         kind = "None" if value is None else f"a {type(value).__name__}"
-        raise _Refused(f"returned {kind} where a number is needed")
-    return float(_number(plain, "score", limits))
+        raise RefusedResult(f"returned {kind} where a number is needed")
+    return float(checked_number(plain, "score", limits))
 
 
-def _number(value: float, name: str, limits: Limits) -> float:
+def checked_number(value: float, name: str, limits: Limits) -> float:
+    """The number. Raises RefusedResult unless it is finite and within `limits.max_abs_score`."""
     if isinstance(value, float) and not math.isfinite(value):
-        raise _Refused(f"returned {value} as {name!r}, which is not a finite number")
+        raise RefusedResult(f"returned {value} as {name!r}, which is not a finite number")
     if abs(value) > limits.max_abs_score:
-        raise _Refused(
+        raise RefusedResult(
             f"returned a number beyond reward.max_abs_score={limits.max_abs_score:g} as {name!r}, too large for the "
             "statistics of its group"
         )
@@ -95,18 +98,20 @@ def _part(value: Any, name: str, limits: Limits, depth: int) -> Any:
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, (str, *_CONTAINERS)) and len(value) > limits.max_result_kb * KIB:
-        raise _Refused(_too_large(limits))  # before anything is copied
+        raise RefusedResult(_too_large(limits))  # before anything is copied
     if isinstance(value, str):
         return valid_utf8(value)
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, (int, float)):
-        return _number(value, name, limits)
+        return checked_number(value, name, limits)
     if isinstance(value, _CONTAINERS):
         if depth == 0:
-            raise _Refused(f"returned a dict whose {name!r} has more than {MAX_DEPTH} lists or dicts inside each other")
+            raise RefusedResult(
+                f"returned a dict whose {name!r} has more than {MAX_DEPTH} lists or dicts inside each other"
+            )
         if isinstance(value, dict):
             return dict(_entries(value, limits, depth - 1))
         return [_part(element, name, limits, depth - 1) for element in value]
     kind = type(value).__name__
-    raise _Refused(f"returned a dict whose {name!r} has a {kind}: parts are numbers, text, lists and dicts")
+    raise RefusedResult(f"returned a dict whose {name!r} has a {kind}: parts are numbers, text, lists and dicts")

@@ -19,19 +19,20 @@ import hmac
 import ipaddress
 import json
 import logging
-import math
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from verl.agents.gateway import formats
 from verl.agents.gateway.sessions import RequestError, Session, Sessions
-from verl.errors import ConfigError, MissingExtraError, UnreachableError
+from verl.errors import ConfigError, DataError, MissingExtraError, UnreachableError
 
 log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 30.0
 MAX_BODY = 32 << 20  # bytes
+MAX_REWARD = 1e308  # of a request: what a float holds. reward.max_abs_score is asked where the episode ends
 
 Handler = Callable[[Session, dict[str, Any]], Awaitable[Any]]
 
@@ -52,7 +53,12 @@ class Gateway:
         self._socket = _bound(host, port)
         self.host, self.port = self._socket.getsockname()[:2]
         self._config = uvicorn.Config(
-            _application(self), log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=1
+            _application(self),
+            log_config=None,  # its records go to our handlers, see verl/tracking/logs.py
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=1,
         )
         self._new_server = uvicorn.Server
         self._server = uvicorn.Server(self._config)
@@ -131,7 +137,7 @@ def _bound(host: str, port: int) -> socket.socket:
 
 def _application(gateway: Gateway) -> Any:
     from starlette.applications import Starlette
-    from starlette.requests import Request
+    from starlette.requests import ClientDisconnect, Request
     from starlette.responses import JSONResponse, StreamingResponse
     from starlette.routing import Route
 
@@ -152,8 +158,10 @@ def _application(gateway: Gateway) -> Any:
             try:
                 body = await _body(request)
                 found = await handler(session, body)
-            except RequestError as error:
-                return refusal(400, f"{error}.")
+            except (RequestError, DataError) as error:
+                return refusal(400, f"{str(error).removesuffix('.')}.")
+            except ClientDisconnect:
+                return refusal(400, "The request is not complete.")  # nobody reads it
             if isinstance(found, dict):
                 return JSONResponse(found)
             return StreamingResponse(found, media_type="text/event-stream")
@@ -193,7 +201,7 @@ async def _chat(session: Session, body: dict[str, Any]) -> Any:
 
 
 async def _completions(session: Session, body: dict[str, Any]) -> Any:
-    wanted = formats.completion_request(body, session.continuity.tokenizer)
+    wanted = formats.completion_request(body, partial(session.continuity.encode, add_special_tokens=True))
     answer = await session.complete(wanted.token_ids, wanted.max_tokens, is_first=False)
     session.num_turns += 2
     if body.get("stream"):
@@ -221,7 +229,7 @@ async def _models(session: Session, body: dict[str, Any]) -> dict[str, Any]:
 
 async def _reward(session: Session, body: dict[str, Any]) -> dict[str, Any]:
     reward, info = body.get("reward"), body.get("info")
-    if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
+    if isinstance(reward, bool) or not isinstance(reward, int | float) or not abs(reward) <= MAX_REWARD:
         raise RequestError("`reward` must be a finite number")
     if info is not None and not isinstance(info, dict):
         raise RequestError("`info` must be an object")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -130,12 +130,12 @@ def _id(kind: str) -> str:
 # -- completions
 
 
-def completion_request(body: Mapping[str, Any], tokenizer: Any) -> CompletionRequest:
+def completion_request(body: Mapping[str, Any], encode: Callable[[str], list[int]]) -> CompletionRequest:
     """Of POST /completions: `prompt` is a text or token ids."""
     _refuse(body)
     prompt = body.get("prompt")
     if isinstance(prompt, str):
-        ids = tokenizer.encode(prompt)
+        ids = encode(prompt)
     elif isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
         ids = prompt
     else:

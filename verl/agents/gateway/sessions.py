@@ -102,10 +102,7 @@ class Session:
                 if messages[end - 1]["role"] != "assistant":
                     continue
                 if tokens := self._known.get(canonical(messages[:end], tools)):
-                    safe = [
-                        {**m, "content": self.continuity.neutral(str(m.get("content") or ""))} for m in messages[end:]
-                    ]
-                    return [*tokens, *self.continuity.suffix(safe, tokens[-1], self.stop_token_ids)], False
+                    return [*tokens, *self.continuity.suffix(messages[end:], tokens[-1], self.stop_token_ids)], False
             prompt_ids = self.continuity.prompt(_for_template(messages), tools)
         except DataError as error:
             raise RequestError(str(error)) from error
