@@ -57,7 +57,7 @@ def read_gguf_header(file: Path) -> GGUFHeader:
 
 
 class _Damaged(Exception):
-    """What is wrong, without the file."""
+    """The fault of a GGUF file, without its name."""
 
 
 class _Reader:
