@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import operator
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -129,6 +130,27 @@ def _origin(obj: Any) -> Any:
     module = sys.modules.get(getattr(obj, "__module__", ""))
     file = getattr(module, "__file__", None)
     return (file, obj.__qualname__) if file and hasattr(obj, "__qualname__") else id(obj)
+
+
+def match_all(
+    key: str,
+    entries: Iterable[str],
+    names: Iterable[str],
+    what: str,
+    matches: Callable[[str, str], bool] = operator.eq,
+) -> list[str]:
+    """Those of `names` that an entry of the config key `key` matches, in their order. `what` describes a name; `matches` gets a
+    name and an entry.
+
+    Raises ConfigError for an entry that matches no name: without it a typing mistake in a list would go unnoticed.
+    """
+    names, entries = list(names), list(entries)
+    for entry in entries:
+        if not any(matches(name, entry) for name in names):
+            known = sorted({name.rpartition(".")[2] for name in names})
+            shown = f"There are: {', '.join(known[:20])}{', ...' if len(known) > 20 else '.'}"
+            raise ConfigError(f"{key}: {entry!r} matches no {what}{nearest(str(entry), known) or '.'} {shown}")
+    return [name for name in names if any(matches(name, entry) for entry in entries)]
 
 
 class Registry:

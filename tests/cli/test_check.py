@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections import namedtuple
+from dataclasses import fields
 from functools import partial
 
 import pytest
@@ -11,6 +12,7 @@ from tests.cli.conftest import make_row, write_rows
 from verl.cli.checklist import Subject, resources
 from verl.cli.checklist.model import check_model_files
 from verl.config import load_config
+from verl.config.roots import SCHEMAS
 
 pytestmark = pytest.mark.seed("F4")
 
@@ -488,3 +490,85 @@ def test_preference_settings_that_contradict(check_preferences, changes, sentenc
     code, said = check_preferences([PAIR, PAIR], changes)
     assert code == 1
     assert any(sentence in line for line in failures(said)), said
+
+
+LORA = {"actor_rollout_ref.model.lora_rank": 2}
+MODEL, ACTOR = "actor_rollout_ref.model", "actor_rollout_ref.actor"
+# keys that hold a list of names: {key: (valid list, other keys of a run that reads it)}
+LISTS_OF_NAMES = {
+    f"{MODEL}.target_modules": (["q_proj"], LORA),
+    f"{MODEL}.exclude_modules": (["q_proj"], LORA),
+    f"{MODEL}.external_lib": (["json"], {}),
+    f"{ACTOR}.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap": (
+        ["LlamaDecoderLayer"],
+        {"trainer.n_gpus_per_node": 2},
+    ),
+    f"{ACTOR}.checkpoint.save_contents": (["model", "optimizer", "extra"], {}),
+    f"{ACTOR}.checkpoint.load_contents": (["model", "optimizer", "extra"], {}),
+    "actor_rollout_ref.rollout.stop_token_ids": ([258], {}),
+    "trainer.logger": (["file"], {}),
+    "data.train_files": (None, {}),
+    "data.val_files": (None, {}),
+    "preference.loss": (["sigmoid"], {"algorithm.program": "online_dpo", "algorithm.adv_estimator": None}),
+}
+# other keys with lists, and where an entry that means nothing is refused
+OTHER_LISTS = {
+    "betas": "numbers",
+    "loss_weights": "numbers, as many as losses",
+    "gdpo_reward_weights": "numbers, as many as keys",
+    "gdpo_reward_keys": "known when the reward function returns: tests/algorithms/test_advantages.py",
+    "stop": "any text",
+    "stages": "objects: tests/run/test_stages.py",
+    "dynamic_config": "mappings: tests/run/test_phases.py",
+    "prompt_dict_keys": "fields of rows: tests/data",
+    "response_dict_keys": "fields of rows: tests/data",
+}
+
+
+def test_every_key_with_a_list_is_in_one_of_the_tables():
+    lists = {
+        path.rpartition(".")[2]
+        for schema in SCHEMAS.values()
+        for path, leaf in schema.leaves.items()
+        if not leaf.inert and not leaf.free and takes_lists(leaf)
+    }
+    assert lists == {key.rpartition(".")[2] for key in LISTS_OF_NAMES} | set(OTHER_LISTS)
+
+
+def takes_lists(leaf):
+    kind = str(next(f.type for f in fields(leaf.owner) if f.name == leaf.path.rpartition(".")[2]))
+    return "list" in kind or kind == "Any"
+
+
+@pytest.mark.parametrize("key", LISTS_OF_NAMES)
+def test_an_entry_of_a_list_that_names_nothing_is_refused(verl, overrides, task, key):
+    valid, others = LISTS_OF_NAMES[key]
+    valid = valid or [task / f"{key.removeprefix('data.').removesuffix('_files')}.jsonl"]
+    typo = 9999 if key.endswith("ids") else f"{valid[0]}x"
+    code, said = verl("check", *overrides({**others, key: f"[{','.join(map(str, valid))}]"}))
+    assert code == 0, said
+    code, said = verl("check", *overrides({**others, key: f"[{','.join(map(str, [*valid, typo]))}]"}))
+    assert code != 0
+    assert str(typo) in said
+
+
+@pytest.mark.parametrize("entry", ["lm_head", "embed_tokens", "vproj_typo"])
+def test_adapters_on_modules_that_take_none_are_refused(verl, overrides, entry):
+    key = f"{MODEL}.target_modules"
+    for verb in ("check", "train"):
+        code, said = verl(verb, *overrides({**LORA, key: f"[q_proj,{entry}]"}))
+        assert code != 0
+        assert f"model.target_modules: '{entry}' matches no linear layer" in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({f"{MODEL}.lora_rank": 10**9}, "lora_rank=1000000000 is larger than the adapted layers"),
+        ({f"{ACTOR}.optim.lr": 1e30}, "optim.lr=1e+30"),
+    ],
+)
+def test_numbers_that_no_run_can_mean(verl, overrides, changes, sentence):
+    code, said = verl("check", *overrides(changes))
+    assert code != 0
+    assert sentence in said

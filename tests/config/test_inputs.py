@@ -55,7 +55,7 @@ def test_infinity_where_it_has_a_meaning():
 
 def test_the_largest_numbers_that_are_allowed():
     assert load(f"data.seed={2**62}").config.data.seed == 2**62
-    assert load(f"{ACTOR}.optim.lr=1e300").config.actor_rollout_ref.actor.optim.lr == 1e300
+    assert load(f"{ACTOR}.optim.lr=10").config.actor_rollout_ref.actor.optim.lr == 10
 
 
 REFUSED = {

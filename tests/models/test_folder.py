@@ -14,8 +14,10 @@ from safetensors.torch import load_file, save_file
 from tests.models import damaged_folders
 from verl.config import ModelConfig
 from verl.errors import ModelError
+from verl.models import folder as folder_module
 from verl.models.folder import check_tensors, fetch, locate, read_config, read_headers
 from verl.models.load import empty_model, load_causal_lm, load_model, load_model_config, load_tokenizer
+from verl.models.tiny import make_tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -239,3 +241,56 @@ def test_every_kind_of_damage(good, wanted, tmp_path, kind):
 @given(rng=st.randoms(use_true_random=False), kind=st.sampled_from(sorted(damaged_folders.KINDS)))
 def test_random_damage(good, wanted, tmp_path_factory, rng, kind):
     damaged_folders.outcome(rng, good, tmp_path_factory.mktemp("damaged") / "model", wanted, kind)
+
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+@given(row=st.integers(0, 31), column=st.integers(0, 7), change=st.sampled_from([0.0, 1e-6, 1.0]))
+@settings(max_examples=20, deadline=None)
+def test_tied_names_have_one_tensor(good, tmp_path_factory, row, column, change):
+    """A tensor that a model has under two names is accepted where both are equal, and else none is dropped in silence."""
+    copied = shutil.copytree(good, tmp_path_factory.mktemp("tied") / "model")
+    edit(copied / "config.json", tie_word_embeddings=True)
+    embedding = load_file(copied / "model.safetensors")[EMBEDDING]
+    head = embedding.clone()
+    head[row, column] += change
+    edit_tensors(copied, **{HEAD: head})
+    if torch.equal(head, embedding):
+        load_causal_lm(copied)
+        return
+    with pytest.raises(ModelError, match=rf"different tensors {HEAD} and {EMBEDDING}, and config.json says tie_word"):
+        load_causal_lm(copied)
+    module = load_model(copied, override_config={"tie_word_embeddings": False})
+    assert torch.equal(module.lm_head.weight, head)
+    assert torch.equal(module.model.embed_tokens.weight, embedding)
+    assert module.config.tie_word_embeddings is False
+
+
+ACTING = {"is_encoder_decoder": True, "pruned_heads": {"0": [1]}, "use_qk_norm": True, "scale_depth": 1.4}
+
+
+@pytest.mark.parametrize("name", folder_module._ACTING)
+def test_an_entry_that_the_family_leaves_out_is_refused_unless_it_changes_nothing(folder, name):
+    for off in (None, *folder_module._ACTING[name]):
+        edit(folder / "config.json", **{name: off})
+        load_model_config(folder, False, None)
+    edit(folder / "config.json", **{name: ACTING.get(name, 2)})
+    with pytest.raises(ModelError, match=f"{name}=.* has no effect on this model, since LlamaConfig has no such entry"):
+        load_model_config(folder, False, None)
+    load_model_config(folder, False, {name: None})
+
+
+def test_entries_that_the_family_reads(tmp_path):
+    make_tiny_model(tmp_path, "mistral", sliding_window=4)
+    assert load_model_config(tmp_path, False, None).sliding_window == 4
+    edit(tmp_path / "config.json", is_encoder_decoder=True)
+    with pytest.raises(ModelError, match="is_encoder_decoder=True has no effect"):
+        load_model_config(tmp_path, False, None)
+
+
+@pytest.mark.parametrize("entries", [{"hidden_size": "64"}, {"eos_token_id": "258"}])
+def test_faults_of_config_json_are_not_laid_on_the_tokenizer(folder, entries):
+    edit(folder / "config.json", **entries)
+    with pytest.raises(ModelError, match=rf"config\.json: {next(iter(entries))}"):
+        load_tokenizer(str(folder))

@@ -4,6 +4,7 @@ import functools
 import json
 import logging
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,11 +13,11 @@ from safetensors.torch import load_file, save_file
 
 from tests.models.reference import dense_attention
 from verl.config import ModelConfig
-from verl.errors import ModelError
+from verl.errors import ConfigError, ModelError
+from verl.models import load as load_module
 from verl.models.attention import ATTENTION_NAME
 from verl.models.check import choose_forward, packed_problem
 from verl.models.load import (
-    eos_token_ids,
     load_causal_lm,
     load_external,
     load_model,
@@ -25,6 +26,7 @@ from verl.models.load import (
     num_parameters,
 )
 from verl.models.tiny import make_tiny_model
+from verl.models.token_ids import check_vocabulary, eos_token_ids
 
 
 @pytest.fixture
@@ -335,3 +337,38 @@ def test_external_library_is_imported(tmp_path):
     load_external(None)
     load_external(str(file))
     assert (tmp_path / "ran").exists()
+
+
+def test_python_without_docstrings_is_named(tiny_folder, monkeypatch):
+    """transformers' decorators fail on a class whose docstring is gone; its config.json has no fault."""
+    monkeypatch.setattr(load_module, "sys", SimpleNamespace(flags=SimpleNamespace(optimize=2)))
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_config", lambda *_, **__: None.docstring)
+    with pytest.raises(ModelError, match="Python runs without docstrings") as error:
+        load_causal_lm(tiny_folder("llama"))
+    assert "config.json" not in str(error.value)
+
+
+class Tokenizer(list):
+    eos_token_id = None
+
+
+def test_token_ids_outside_of_the_vocabulary(tiny_folder, caplog):
+    module = load_causal_lm(tiny_folder("llama"))
+    module.generation_config.eos_token_id = [258, 9999]
+    assert eos_token_ids(module, Tokenizer()) == (258,)
+    assert "eos_token_id 9999 can end no response: the model has the token ids 0 to 263" in caplog.text
+    with pytest.raises(ConfigError, match="stop_token_ids: 264 is no token id"):
+        check_vocabulary(264, Tokenizer([""] * 259), [1, 264])
+
+
+@pytest.mark.parametrize(("size", "is_noticed"), [(264, False), (280, False), (600, True)])
+def test_a_model_with_many_token_ids_that_have_no_text_is_noticed(size, is_noticed):
+    """Vocabularies padded to round sizes are not."""
+    assert ("57% of the ids have no text" in check_vocabulary(size, Tokenizer([""] * 259), [])) == is_noticed
+
+
+def test_dropout_of_config_json_is_named(tmp_path, caplog):
+    folder = make_tiny_model(tmp_path, attention_dropout=0.5)
+    with caplog.at_level(logging.INFO, logger="verl"):
+        load_causal_lm(folder)
+    assert "Dropout is off, whatever config.json says (attention_dropout=0.5)" in caplog.text

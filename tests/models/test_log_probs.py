@@ -251,3 +251,12 @@ def test_chunks_do_not_matter(num_tokens, chunk, temperature, seed):
     chunked = fused(hidden, weight, None, targets, temperature, chunk)
     for a, b in zip(chunked, reference(hidden, weight, None, targets, temperature), strict=True):
         assert torch.allclose(a, b, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_hidden_states_wider_than_the_head_are_projected_as_the_head_is_stored(fused):
+    hidden, weight, targets = torch.randn(5, 16), torch.randn(11, 16).bfloat16(), torch.arange(5)
+    found = token_log_probs(hidden.requires_grad_(), weight, targets, fused=fused).log_probs
+    assert torch.equal(found, token_log_probs(hidden.bfloat16(), weight, targets, fused=fused).log_probs)
+    found.sum().backward()
+    assert hidden.grad.dtype == torch.float32

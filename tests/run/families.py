@@ -1,12 +1,13 @@
 """Every causal language model of the installed transformers, built tiny: how it loads here, and whether it trains.
 
-python -m tests.run.families docs/families.md              the whole table, in about ten minutes
+python -m tests.run.families docs/families.md              the whole table, in about half an hour
 python -m tests.run.families docs/families.md llama bloom  these rows again
 """
 
 import contextlib
 import json
 import logging
+import os
 import re
 import shutil
 import sys
@@ -14,6 +15,7 @@ import tempfile
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import torch
 import transformers
@@ -28,6 +30,7 @@ from verl.models.load import load_causal_lm
 from verl.models.packing import pack_rows
 from verl.models.padded import forward_kind
 from verl.models.tiny import make_tokenizer
+from verl.parallel.device import CPU_BF16
 from verl.run.host import train
 
 FAMILIES = dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
@@ -143,17 +146,34 @@ def examine(family: str, folder: Path, overrides: list[str]) -> Row:
     assert torch.equal(first, second), "two forwards differ"
     error = (first - wanted).abs().max().item()
     assert error < TOLERANCE, f"log-probs differ by {error:.2g}"
+    gaps = [row["training/rollout_probs_diff_max"] for row in trained_steps(folder, overrides, "float32")]
+    assert max(gaps) < 1e-4, gaps  # of the sampler to the forward that trains
+    return Row(family, name, forward_kind(module), bfloat16_note(folder, overrides))
+
+
+def bfloat16_note(folder: Path, overrides: list[str]) -> str:
+    """ "" where the model in `folder` trains in bfloat16, multiplied as it is and widened; else the reason why it does not."""
+    try:
+        for multiplied in ("native", "widened"):
+            with mock.patch.dict(os.environ, {CPU_BF16: multiplied}):
+                trained_steps(folder, overrides, "bfloat16")
+    except VerlError as error:
+        return f"float32 only: {_note(error, folder)}"
+    return ""
+
+
+def trained_steps(folder: Path, overrides: list[str], dtype: str) -> list[dict[str, float]]:
+    """Metrics of two GRPO steps of the model in `folder`."""
     run = folder.parent / f"{folder.name}-run"
+    shutil.rmtree(run, ignore_errors=True)
     with deadline(300), quiet():
-        where = [f"actor_rollout_ref.model.path={folder}", f"trainer.default_local_dir={run}"]
-        assert train(load_config([*overrides, *where])) == 0, "the run failed"
+        keys = [f"actor_rollout_ref.model.path={folder}", f"actor_rollout_ref.actor.fsdp_config.dtype={dtype}"]
+        assert train(load_config([*overrides, *keys, f"trainer.default_local_dir={run}"])) == 0, "the run failed"
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if row["step"] > 0]
     assert [row["step"] for row in steps] == [1, 2], steps
     assert any(row["actor/grad_norm"] > 0 for row in steps), "no gradient"
-    gaps = [row["training/rollout_probs_diff_max"] for row in steps]  # of the sampler to the forward that trains
-    assert max(gaps) < 1e-4, gaps
-    return Row(family, name, forward_kind(module), "")
+    return steps
 
 
 def _note(error: BaseException, folder: Path | None = None) -> str:
@@ -185,7 +205,7 @@ def page(rows: list[Row]) -> str:
 
 Every causal language model class of transformers {transformers.__version__}, built tiny with random weights. `python -m
 tests.run.families docs/families.md` writes this page: for each family, log-probs equal those of transformers to
-{TOLERANCE:g}, twice in a row, and two GRPO steps run.
+{TOLERANCE:g}, twice in a row, and two GRPO steps run in float32 and in bfloat16, multiplied natively and widened.
 
 | forward | families | meaning |
 |---|---|---|
@@ -195,7 +215,8 @@ tests.run.families docs/families.md` writes this page: for each family, log-prob
 | refused | {count["refused"]} | loading says why |
 | not built | {count["not built"]} | no tiny model of the class could be made here; it is checked when it is loaded |
 
-A model of your own needs nothing but a `forward` from token ids to logits; it is checked in the same way.
+A model of your own is a `transformers.PreTrainedModel` whose `forward` takes token ids and gives logits; it is checked in the
+same way.
 
 | model_type | class | forward | note |
 |---|---|---|---|
@@ -225,7 +246,7 @@ def write_task(folder: Path) -> list[str]:
         "algorithm.adv_estimator=grpo", f"data.train_files={folder}/train.jsonl", f"data.val_files={folder}/train.jsonl",
         "data.train_batch_size=2", "data.max_prompt_length=32", "data.max_response_length=4",
         "actor_rollout_ref.rollout.n=3", "actor_rollout_ref.actor.ppo_mini_batch_size=2",
-        "actor_rollout_ref.actor.optim.lr=0.001", "actor_rollout_ref.actor.fsdp_config.dtype=float32",
+        "actor_rollout_ref.actor.optim.lr=0.001",
         "actor_rollout_ref.rollout.temperature=4.0",  # some random models are sure of one token
         f"reward.custom_reward_function.path={folder}/reward.py", "reward.num_workers=1", "trainer.logger=[file]",
         "trainer.total_training_steps=2", "trainer.val_before_train=False", "trainer.test_freq=-1", "trainer.save_freq=-1",

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from verl.errors import ConfigError, DataError
+from verl.errors import ConfigError, DataError, ModelError
 from verl.parallel.placement import DataParallelConfig, set_device_map
 from verl.programs.hybrid_worker import ActorRolloutRefWorker as Implementation
 from verl.worker import ActorRolloutRefWorker
@@ -38,9 +38,13 @@ def test_it_generates_scores_and_trains(tiny_llama):
         sampled = batch.batch["rollout_log_probs"]
         for found in (old.batch["old_log_probs"], reference.batch["ref_log_prob"]):
             assert torch.allclose(found[mask], sampled[mask], atol=1e-4)
+        with pytest.raises(DataError, match="column advantages"):
+            worker.update_actor(batch.union(old))
         advantages = torch.where(mask, torch.arange(6.0)[:, None] - 2.5, 0.0)
+        old.batch["advantages"] = advantages
+        with pytest.raises(DataError, match="column ref_log_prob, .*Call compute_ref_log_prob first"):
+            worker.update_actor(batch.union(old))
         columns = old.union(reference)
-        columns.batch["advantages"] = advantages
         worker.update_actor(batch.union(columns))
         moved = worker.compute_log_prob(batch).batch["old_log_probs"]
         assert not torch.allclose(moved[mask], sampled[mask], atol=1e-4)
@@ -55,10 +59,23 @@ def test_devices_that_one_process_has_no_use_for_are_refused(tiny_llama):
             ActorRolloutRefWorker(str(tiny_llama), tensor_parallel_size=2, rollout_backend=engine)
     set_device_map(DataParallelConfig(actor_devices=[0, 1], critic_devices=[2]))
     try:
-        with pytest.raises(ConfigError, match="a placement on 3 devices"):
-            ActorRolloutRefWorker(str(tiny_llama))
+        with pytest.raises(ConfigError, match=r"a placement on 3 devices .*set_device_map\(None\)") as error:
+            ActorRolloutRefWorker(str(tiny_llama), rollout_backend="vllm")
+        assert "rollout_backend" not in str(error.value)
     finally:
         set_device_map(None)
+
+
+def test_a_module_that_is_no_pretrained_model_is_refused(tiny_llama):
+    class M(torch.nn.Linear):
+        pass
+
+    class CustomWorker(ActorRolloutRefWorker):
+        def _build_model_optimizer(self, *arguments, **settings):
+            return M(4, 4)
+
+    with pytest.raises(ModelError, match=r"M is not a transformers\.PreTrainedModel"):
+        CustomWorker(str(tiny_llama))
 
 
 @pytest.mark.seed("B11")

@@ -48,10 +48,10 @@ def build_module(
     module.fused_log_probs = model.use_fused_kernels
     _adapt(module, model, spec, wide)
     if spec is not None and model.lora_adapter_path:
-        load_adapter(module, read_adapter(model.lora_adapter_path, spec))
+        load_adapter(module, read_adapter(model.lora_adapter_path, spec, model.path))
     elif not trains and model.lora_adapter_path and (frozen := LoRASpec.of(model)):
         add_adapters(module, frozen, wide)
-        load_adapter(module, read_adapter(model.lora_adapter_path, frozen))
+        load_adapter(module, read_adapter(model.lora_adapter_path, frozen, model.path))
         merge_adapters(module, lambda name, weight: rounding.rounded(name, weight, compute_dtype))
     return module
 

@@ -15,6 +15,7 @@ from verl.engines.loading import build_module
 from verl.engines.mapped import MappedWeights, check_place
 from verl.engines.state import Parameters, TrainedState
 from verl.engines.streamed import StreamedWeights
+from verl.models.check import require_dtype
 from verl.models.chunked_mlp import chunked_feed_forward
 from verl.models.cpu.weights import DenseDecoder
 from verl.models.forward import fused_decoder, packed_outputs
@@ -45,6 +46,7 @@ class LocalEngine(TrainedEngine):
         else:
             offloads = self.config.optimizer_offload and self.device.type != "cpu"
             self.optimizer = MasterOptimizer(self.module, self.optim, narrow, rounding=rounding, offloads=offloads)
+            require_dtype(self.module)
         self._keep_prompts_apart(forward_kind(self.module))
         parameters = Parameters(self.module, self.optimizer)
         self._trained = TrainedState(self.module, parameters, self.optimizer, self.spec, model.path, rounding)

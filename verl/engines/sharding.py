@@ -19,14 +19,14 @@ from verl.engines.hybrid_3d import Dimensions
 from verl.engines.rounded import gather_rounded
 from verl.engines.shards import Shard
 from verl.engines.streamed import decoder_layers
-from verl.errors import ConfigError, ModelError, VerlError, nearest
+from verl.errors import ConfigError, ModelError, VerlError
 from verl.models.heads import ScalarHeadModel
 from verl.models.parallel.experts import divide_experts, is_experts
 from verl.models.parallel.forward import ParallelModel
 from verl.models.parallel.tensor import divide
 from verl.models.rounding import Rounding
 from verl.parallel.device import parse_dtype
-from verl.registry import load_object
+from verl.registry import load_object, match_all
 
 
 def shard_model(
@@ -194,18 +194,21 @@ def _layers(module: Any, config: FSDPConfig) -> list[nn.Module]:
     if config.wrap_policy_fn is not None:
         chosen = _chosen_by(config.wrap_policy_fn, parts[:-1])
     elif policy.transformer_layer_cls_to_wrap:
-        wanted = set(policy.transformer_layer_cls_to_wrap)
+        wanted = wrapped_classes(module, policy.transformer_layer_cls_to_wrap)
         chosen = [p for p in parts if type(p).__name__ in wanted]
-        if not chosen:
-            raise ConfigError(
-                f"wrap_policy.transformer_layer_cls_to_wrap={sorted(wanted)} names no class of this model"
-                f"{nearest(sorted(wanted)[0], {type(p).__name__ for p in parts}) or '.'}"
-            )
     elif policy.min_num_params > 0:
         chosen = _large(module.get_decoder(), policy.min_num_params)
     else:
         chosen = decoder_layers(module)
     return chosen
+
+
+def wrapped_classes(module: nn.Module, names: Sequence[str]) -> list[str]:
+    """`names` of wrap_policy.transformer_layer_cls_to_wrap. Raises ConfigError for one that no module within `module` has."""
+    classes = {type(part).__name__ for part in module.modules()}
+    return match_all(
+        "wrap_policy.transformer_layer_cls_to_wrap", names, sorted(classes), "class of the model's modules"
+    )
 
 
 def _chosen_by(reference: str, parts: Sequence[nn.Module]) -> list[nn.Module]:

@@ -18,13 +18,14 @@ from verl.models.folder import reason
 from verl.models.forward import hidden_states, packed_outputs
 from verl.models.packed import PackedLayout
 from verl.models.packing import PackedBatch, pack_rows
-from verl.models.padded import own_logits
+from verl.models.padded import forward_kind, own_logits
 from verl.models.randomness import require_repeatable
 
 log = logging.getLogger(__name__)
 
 # two samples of one prompt, of unequal length; ids that every vocabulary has
 _PROMPT, _RESPONSES = (1, 2, 3, 4, 9), ((5, 6, 7, 8, 2, 6), (7, 5, 3))
+_PROBED_TOKENS = 128
 _RELATIVE_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.1}
 _noticed: set[str] = set()
 
@@ -70,6 +71,23 @@ def largest_difference(module: Any, other: Any) -> float:
     model of transformers, by its own."""
     ours = _describe(module, pack_rows(_columns(), device=next(module.parameters()).device))
     return float((ours.cpu() - _in_rows(other).cpu()).abs().max())
+
+
+@torch.no_grad()
+def require_dtype(module: Any) -> None:
+    """Raise ModelError where the own forward of `module`, chosen in a wider dtype, fails in the dtype that it has now: some
+    families multiply tensors of two dtypes."""
+    if forward_kind(module) == "packed":
+        return
+    longest = getattr(module.config.get_text_config(), "max_position_embeddings", None) or _PROBED_TOKENS
+    tokens = (_PROMPT * _PROBED_TOKENS)[: min(longest, _PROBED_TOKENS)]  # longer than the chunks in which some compute
+    try:
+        _own(module, tokens)
+    except RuntimeError as error:
+        dtype = str(next(module.parameters()).dtype).removeprefix("torch.")
+        raise ModelError(
+            f"The forward of {type(module).__name__} fails in {dtype} ({reason(error)}). Set fsdp_config.dtype=float32."
+        ) from error
 
 
 def own_attention(module: Any) -> str:

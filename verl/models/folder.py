@@ -33,6 +33,19 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 _COUNT = re.compile(r"^(num|n)_|_size$|_dim$|_layers$|_heads$|^d_model$|^max_position_embeddings$")
 _POSITIVE = "vocab_size hidden_size n_embd d_model num_hidden_layers n_layer max_position_embeddings".split()
 _MAX_LAYERS = 10_000
+_COMPARED_ROWS = 4096  # of two tensors at a time
+# entries that change what a family with them computes, and their values that change nothing; null never does
+_ACTING = {
+    **dict.fromkeys("is_encoder_decoder add_cross_attention tie_encoder_decoder alibi use_alibi".split(), (False,)),
+    **dict.fromkeys("use_qk_norm qk_norm qk_layernorm parallel_attn use_cla use_mrope".split(), (False,)),
+    **dict.fromkeys("sliding_window attention_chunk_size clip_qkv num_kv_shared_layers".split(), (0,)),
+    **dict.fromkeys(
+        "attn_logit_softcapping final_logit_softcapping logits_soft_cap output_logit_soft_cap".split(), (0,)
+    ),
+    **dict.fromkeys("logit_scale logits_scaling embedding_multiplier residual_multiplier scale_emb".split(), (1,)),
+    **dict.fromkeys("attention_multiplier query_pre_attn_scalar scale_depth".split(), ()),
+    "pruned_heads": ({},),
+}
 _LAYERS, _PARTS = re.compile(r"_layers$|^n_layers?$"), re.compile("experts|heads?$")
 
 
@@ -147,14 +160,65 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def check_generation_config(folder: Path) -> None:
-    """Raise ModelError for a generation_config.json that transformers would leave out in silence or fail on."""
+def check_acting_entries(file: Path, entries: Mapping[str, Any], kind: type) -> None:
+    """Raise ModelError for an entry of a config.json that should change the forward, and that `kind`, the family's class
+    of configs, has not: its modules would leave it out in silence."""
+    longest = entries.get("max_position_embeddings")
+    for name in _ACTING.keys() & entries.keys():
+        value = entries[name]
+        is_off = value is None or value in _ACTING[name]
+        if name == "sliding_window":
+            covers_all = isinstance(value, int) and isinstance(longest, int) and value >= longest
+            is_off = is_off or covers_all or entries.get("use_sliding_window") is False
+        # of every family, and false in decoders
+        is_read = bool(getattr(kind, name)) if name == "is_encoder_decoder" else hasattr(kind, name)
+        if not is_off and not is_read:
+            raise ModelError(
+                f"{file}: {name}={clean(value, 40)} has no effect on this model, since {kind.__name__} has no such entry. "
+                "Remove it if the model was trained without it; else model_type names another family."
+            )
+
+
+def check_tied(folder: Path, headers: Mapping[str, TensorHeader], skeleton: Any) -> None:
+    """Raise ModelError where the weights hold two different tensors under names that the model ties to one parameter."""
+    prefix = skeleton.base_model_prefix
+    for pair in getattr(skeleton, "all_tied_weights_keys", {}).items():
+        both = [n for n in (_stored_name(name, prefix, headers) for name in pair) if n]
+        if len(both) == 2 and not _are_equal(folder, headers, *both):
+            raise ModelError(
+                f"The weights in {folder} have different tensors {both[0]} and {both[1]}, and config.json says "
+                "tie_word_embeddings=true, so that one of them would be dropped. Set tie_word_embeddings to false, there or by "
+                "model.override_config.tie_word_embeddings=false, or remove the tensor that the model was trained without."
+            )
+
+
+def _stored_name(name: str, prefix: str, headers: Mapping[str, TensorHeader]) -> str | None:
+    """The name under which the weights have the parameter `name`: some folders are without the prefix of the decoder."""
+    return next((n for n in _spellings(name, prefix) if n in headers), None)
+
+
+def _spellings(name: str, prefix: str) -> tuple[str, str, str]:
+    return name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")
+
+
+def _are_equal(folder: Path, headers: Mapping[str, TensorHeader], one: str, other: str) -> bool:
+    if headers[one].shape != headers[other].shape:
+        return False
+    with opened(folder / headers[one].file) as first, opened(folder / headers[other].file) as second:
+        a, b = first.get_slice(one), second.get_slice(other)
+        rows = range(0, headers[one].shape[0], _COMPARED_ROWS)
+        return all(bool((a[i : i + _COMPARED_ROWS] == b[i : i + _COMPARED_ROWS]).all()) for i in rows)
+
+
+def check_eos(folder: Path, config: Mapping[str, Any]) -> None:
+    """Raise ModelError for an eos_token_id, in config.json (`config`) or generation_config.json, that transformers would
+    leave out in silence or fail on."""
     file = folder / "generation_config.json"
-    if _kind(file) is None:
-        return
-    ids = read_json_object(file).get("eos_token_id")
-    if not all(type(token) is int and token >= 0 for token in (ids if isinstance(ids, list) else [ids or 0])):
-        raise ModelError(f"{file}: eos_token_id is {clean(repr(ids), 40)}; it is a token id or a list of them.")
+    found = {folder / "config.json": config, **({} if _kind(file) is None else {file: read_json_object(file)})}
+    for place, entries in found.items():
+        ids = entries.get("eos_token_id")
+        if not all(type(token) is int and token >= 0 for token in (ids if isinstance(ids, list) else [ids or 0])):
+            raise ModelError(f"{place}: eos_token_id is {clean(repr(ids), 40)}; it is a token id or a list of them.")
 
 
 def read_headers(folder: Path) -> dict[str, TensorHeader]:
@@ -212,8 +276,7 @@ def check_tensors(folder: Path, headers: Mapping[str, TensorHeader], skeleton: A
     tables = [tuple(t.shape) for t in expected.values() if not t.is_floating_point()]
     ignored = [re.compile(p) for p in getattr(skeleton, "_keys_to_ignore_on_load_unexpected", None) or ()]
     for name, header in headers.items():
-        names = (name, f"{prefix}.{name}", name.removeprefix(f"{prefix}."))
-        wanted = next((expected[n] for n in names if n in expected), None)
+        wanted = next((expected[n] for n in _spellings(name, prefix) if n in expected), None)
         if wanted is not None and tuple(wanted.shape) != header.shape:
             raise ModelError(
                 f"The weights in {folder} have other shapes than its config.json says: {clean(name, 80)} is "

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -55,6 +56,7 @@ def load_model(
     with _loading(path, config):
         skeleton = _on_meta(kind.auto_class, config, dtype, trust_remote_code)
     files.check_tensors(folder, headers, skeleton, dtype.itemsize)
+    files.check_tied(folder, headers, skeleton)
     with _loading(path, config):
         module = kind.wrap(_filled(kind.auto_class, folder, config, skeleton, trust_remote_code))
         del skeleton
@@ -76,6 +78,11 @@ def adopt_model(
     if head != "lm":
         raise ModelError(f"A model of your own code has no head {head!r}; save it, and name its folder.")
     name = type(module).__name__
+    if not isinstance(module, transformers.PreTrainedModel):
+        raise ModelError(
+            f"{name} is not a transformers.PreTrainedModel. A model of your own is one: its forward takes token ids and gives "
+            "logits, and its config has the size of the vocabulary. Derive the class from PreTrainedModel."
+        )
     with _loading(name, module.config):
         if module._can_set_attn_implementation():
             module.set_attn_implementation(ATTENTION_NAME)
@@ -84,7 +91,11 @@ def adopt_model(
 
 def _ready(module: Any, path: str | Path, device: torch.device | str, gradient_checkpointing: bool) -> Any:
     """The module on its device, without randomness, with its weights and its forward checked."""
-    _settle(module, gradient_checkpointing)
+    if rates := _settle(module, gradient_checkpointing):
+        shown = ", ".join(f"{key}={value}" for key, value in rates.items())
+        log.info(
+            "Dropout is off, whatever config.json says (%s): log-probs with noise are not those of the sampler.", shown
+        )
     module.to(device)
     _require_finite(module, path)
     choose_forward(module)
@@ -132,6 +143,8 @@ def load_tokenizer(model: ModelConfig | str | Path) -> Any:
                 f"The folder {folder} has no tokenizer (tokenizer.json); copy its files from where the model comes from, or "
                 "set actor_rollout_ref.model.tokenizer_path to a folder that has them."
             ) from error
+        if (folder / "config.json").exists():  # which transformers reads first
+            load_model_config(path, model.trust_remote_code, None)
         raise ModelError(f"No tokenizer could be loaded from {path}: {files.reason(error)}.") from error
     if model.custom_chat_template:
         template = Path(model.custom_chat_template).expanduser()
@@ -154,15 +167,6 @@ def load_tokenizer(model: ModelConfig | str | Path) -> Any:
     return tokenizer
 
 
-def eos_token_ids(module: Any, tokenizer: Any) -> tuple[int, ...]:
-    """Every token that ends a response: those of generation_config.json, config.json and the tokenizer, ascending."""
-    found: set[int] = set()
-    for source in (getattr(module, "generation_config", None), getattr(module, "config", None), tokenizer):
-        ids = getattr(source, "eos_token_id", None)
-        found.update([ids] if isinstance(ids, int) else ids or [])
-    return tuple(sorted(found))
-
-
 def num_parameters(module: nn.Module) -> int:
     """Parameters, tied ones counted once."""
     return sum(p.numel() for p in module.parameters())
@@ -171,13 +175,19 @@ def num_parameters(module: nn.Module) -> int:
 def load_model_config(path: str | Path, trust_remote_code: bool, override: dict[str, Any] | None) -> Any:
     """The transformers config of a folder or hub name, with `override` put in. Raises ModelError."""
     folder = files.fetch(path, weights=False)
-    files.read_config(folder)
-    files.check_generation_config(folder)
+    entries = files.read_config(folder)
+    files.check_eos(folder, entries)
     try:
         with _quiet():
             config = transformers.AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
     except Exception as error:  # the checks of a family's config are its own
         raise ModelError(f"The configuration of {folder} could not be read: {files.reason(error)}.") from error
+    if type(config).__module__.startswith("transformers."):  # a class of the folder's own may read any entry
+        files.check_acting_entries(
+            folder / "config.json",
+            {**entries, **{key: value for key, value in (override or {}).items() if key in entries}},
+            type(config),
+        )
     for key, value in (override or {}).items():
         if key == "attn_implementation":
             log.info(
@@ -286,6 +296,11 @@ def _loading(path: str | Path, config: Any) -> Iterator[None]:
     except VerlError:
         raise
     except Exception as error:  # of a family's code, for a config or a file that it does not expect
+        if sys.flags.optimize > 1:
+            raise ModelError(
+                "Python runs without docstrings (PYTHONOPTIMIZE=2 or -OO), which transformers reads to define its models. "
+                "Unset PYTHONOPTIMIZE, or set it to 1."
+            ) from error
         architecture = (getattr(config, "architectures", None) or [type(config).__name__])[0]
         if getattr(config, "is_encoder_decoder", False):
             raise ModelError(
@@ -340,13 +355,26 @@ def _on_meta(auto_class: str, config: Any, dtype: torch.dtype, trust_remote_code
         return factory.from_config(config, attn_implementation=own_attention(module), **settings)
 
 
-def _settle(module: Any, gradient_checkpointing: bool) -> None:
+def _settle(module: Any, gradient_checkpointing: bool) -> dict[str, float]:
+    """Make the module ready but for its values; returns the rates of dropout that its config had."""
+    embedding, head = (_part(module, name) for name in ("get_input_embeddings", "get_output_embeddings"))
+    if isinstance(embedding, nn.Embedding):
+        embedding.padding_idx = None  # the padding token may be one that trains, and nothing is computed at padding
+    if hasattr(embedding, "weight") and hasattr(head, "weight"):
+        module.config.tie_word_embeddings = head.weight is embedding.weight  # what readers of a checkpoint act on
     if gradient_checkpointing:
         try:
             module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         except ValueError as error:
             log.warning("Activations are kept, not computed again: %s.", files.reason(error))
-    turn_off(module)
+    return turn_off(module)
+
+
+def _part(module: Any, getter: str) -> Any:
+    try:
+        return getattr(module, getter)()
+    except (AttributeError, NotImplementedError):  # a module of a user's with a forward and nothing else
+        return None
 
 
 def _experts(dtype: torch.dtype) -> dict[str, str]:

@@ -5,6 +5,7 @@ Names and files are those of the peft library, which reads what is saved here an
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,9 +19,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from verl.config import ModelConfig
-from verl.errors import ModelError, nearest
+from verl.errors import ConfigError, ModelError
 from verl.foreign_text import clean, quoted
 from verl.models.folder import opened, read_json_object
+from verl.registry import match_all
 
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 # entries of adapter_config.json, fields of peft's LoraConfig, of adapters that are computed otherwise
@@ -30,6 +32,7 @@ OTHER_KINDS = (
     "velora_config", "monteclora_config", "use_bdlora", "kasa_config",
 )  # fmt: skip
 _PREFIX = "base_model.model."
+log = logging.getLogger(__name__)
 
 
 class LoRALinear(nn.Linear):
@@ -70,7 +73,7 @@ class LoRASpec:
             return None
         targets, exclude = (_names(v) for v in (model.target_modules, model.exclude_modules))
         if not targets:
-            raise ModelError("model.target_modules is empty; give names of linear layers, or all-linear.")
+            raise ConfigError("model.target_modules is empty; give names of linear layers, or all-linear.")
         return cls(model.lora_rank, float(model.lora_alpha), targets, exclude)
 
     def to_json(self, base: str, modules: Sequence[str], others: Sequence[str] = ()) -> dict[str, Any]:
@@ -94,25 +97,54 @@ class LoRASpec:
 def add_adapters(module: Any, spec: LoRASpec, dtype: torch.dtype, seed: int = 0) -> list[str]:
     """Freeze `module` and put adapters of `dtype` on its linear layers; returns the names of the adapted ones.
 
-    The output projection never gets one (as in peft); a value head stays trainable. Raises ModelError when no layer fits.
+    A value head stays trainable. Raises ConfigError as `adapted_layers` does.
     """
     module.requires_grad_(False)
-    head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
-    linear = {n: m for n, m in module.named_modules() if type(m) is nn.Linear and m is not head and n != "score"}
-    chosen = [n for n in linear if _matches(n, spec.targets) and not (spec.exclude and _matches(n, spec.exclude))]
-    if not chosen:
-        known = {n.rsplit(".", 1)[-1] for n in linear}
-        given = spec.targets if isinstance(spec.targets, str) else spec.targets[0]
-        raise ModelError(
-            f"No linear layer is chosen by model.target_modules={given!r}{nearest(given, known) or '.'} "
-            f"There are: {', '.join(sorted(known))}."
-        )
+    chosen = adapted_layers(module, spec)
     generator = torch.Generator().manual_seed(seed)
     for name in chosen:
-        module.set_submodule(name, LoRALinear(linear[name], spec.rank, spec.alpha, generator, dtype))
+        module.set_submodule(name, LoRALinear(module.get_submodule(name), spec.rank, spec.alpha, generator, dtype))
     if hasattr(module, "score"):
         module.score.requires_grad_(True)
     return chosen
+
+
+def adapted_layers(module: Any, spec: LoRASpec) -> list[str]:
+    """The names of the linear layers of `module` that get adapters; the output projection never does (as in peft).
+
+    Raises ConfigError for an entry of model.target_modules or model.exclude_modules that matches nothing, when no layer is
+    left, and for a rank beyond the sizes of the layers.
+    """
+    modules = dict(module.named_modules())
+    head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
+    linear = [n for n, m in modules.items() if type(m) is nn.Linear and m is not head and n != "score"]
+    what = "linear layer that takes an adapter (embeddings and the output head take none)"
+    chosen = _chosen("model.target_modules", spec.targets, linear, what)
+    excluded = set(_chosen("model.exclude_modules", spec.exclude, list(modules), "module"))
+    chosen = [name for name in chosen if name not in excluded]
+    if not chosen:
+        raise ConfigError("model.exclude_modules takes out every layer of model.target_modules; change one of the two.")
+    largest = max(min(modules[name].in_features, modules[name].out_features) for name in chosen)
+    if spec.rank > largest:
+        raise ConfigError(
+            f"model.lora_rank={spec.rank} is larger than the adapted layers, whose weights have rank {largest} at most. "
+            "Choose a smaller one."
+        )
+    return chosen
+
+
+def _chosen(key: str, wanted: str | tuple[str, ...], names: list[str], what: str) -> list[str]:
+    """The `names` that a key chooses by peft's rule: text is a regular expression for the whole name, a list holds names or
+    their last parts."""
+    if wanted == "all-linear":
+        return names
+    if isinstance(wanted, str):
+        try:
+            pattern = re.compile(wanted)
+        except re.error as error:
+            raise ConfigError(f"{key}={wanted} is neither all-linear nor a regular expression: {error}.") from error
+        return match_all(key, [wanted], names, what, lambda name, _: pattern.fullmatch(name) is not None)
+    return match_all(key, wanted, names, what, lambda name, end: name == end or name.endswith(f".{end}"))
 
 
 def lora_layers(module: nn.Module) -> dict[str, LoRALinear]:
@@ -161,9 +193,10 @@ def own_names(tensors: Mapping[str, Any]) -> dict[str, Any]:
     return {n.removesuffix(".weight") if is_adapter(n.removesuffix(".weight")) else n: v for n, v in bare.items()}
 
 
-def read_adapter(folder: str | Path, spec: LoRASpec) -> dict[str, torch.Tensor]:
-    """Adapters saved by peft or here, under our names. Raises ModelError when there are none, when they are of another kind
-    than `spec`, and for values that are not finite fractions."""
+def read_adapter(folder: str | Path, spec: LoRASpec, base: str) -> dict[str, torch.Tensor]:
+    """Adapters saved by peft or here, under our names, for the model at `base`; a warning says when they were trained on
+    another. Raises ModelError when there are none, when they are of another kind than `spec`, and for values that are not
+    finite fractions."""
     path = Path(folder).expanduser()
     if not (path / CONFIG_FILE).is_file() or not (path / WEIGHTS_FILE).is_file():
         raise ModelError(f"model.lora_adapter_path={folder} holds no adapters ({CONFIG_FILE} and {WEIGHTS_FILE}).")
@@ -186,7 +219,31 @@ def read_adapter(folder: str | Path, spec: LoRASpec) -> dict[str, torch.Tensor]:
         if not value.is_floating_point() or not value.isfinite().all():
             kind = "NaN or infinite values" if value.is_floating_point() else f"values of type {value.dtype}"
             raise ModelError(f"The adapters in {path} are damaged: {clean(name, 80)} has {kind}. Use an earlier copy.")
-    return own_names(found)
+    found = own_names(found)
+    _check_origin(path, config, found, base)
+    return found
+
+
+def _check_origin(path: Path, config: Mapping[str, Any], tensors: Mapping[str, Any], base: str) -> None:
+    """What adapter_config.json says of how the adapters in `path` were trained, against how they are used."""
+    trained_on = config.get("base_model_name_or_path")
+    if isinstance(trained_on, str) and trained_on and Path(trained_on).name != Path(base).name:
+        log.warning(
+            "The adapters in %s were trained on %s and are used on %s. Check that both have the same weights.",
+            path, clean(trained_on, 120), base,
+        )  # fmt: skip
+    if config.get("lora_dropout"):
+        log.info("lora_dropout=%s of %s is not applied: dropout is off.", quoted(config["lora_dropout"], 40), path)
+    listed = config.get("layers_to_transform")
+    if listed is None:
+        return
+    layers = {int(number) for name in tensors for number in re.findall(r"\.(\d+)\.", name)[:1]}
+    left_out = sorted(layers - set(listed if isinstance(listed, list) else [listed]))
+    if left_out:
+        raise ModelError(
+            f"The adapters in {path} have layer {left_out[0]}, which layers_to_transform={quoted(listed, 80)} in {CONFIG_FILE} "
+            "leaves out. Remove that entry, or the tensors of the other layers."
+        )
 
 
 @torch.no_grad()
@@ -220,10 +277,3 @@ def _names(value: Any) -> str | tuple[str, ...]:
     if value is None:
         return ()
     return value if isinstance(value, str) else tuple(value)
-
-
-def _matches(name: str, wanted: str | tuple[str, ...]) -> bool:
-    """peft's rule: text is a regular expression for the whole name, a list holds names or their last parts."""
-    if isinstance(wanted, str):
-        return wanted == "all-linear" or re.fullmatch(wanted, name) is not None
-    return any(name == w or name.endswith(f".{w}") for w in wanted)

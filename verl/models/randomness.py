@@ -12,24 +12,29 @@ from torch import nn
 from verl.errors import ModelError
 
 
-def turn_off(module: nn.Module) -> None:
+def turn_off(module: nn.Module) -> dict[str, float]:
     """Turn off every known source of randomness in the forward of `module`, for training too.
 
     Modules are in eval mode for good, in which families leave out router jitter and sampled experts. Layers that recompute
-    activations need their training flag, and keep it. Rates of dropout are zero in modules, as attributes, and in configs.
+    activations need their training flag, and keep it. Rates of dropout are zero in modules, as attributes, and in configs;
+    returns those that configs had.
     """
+    rates: dict[str, float] = {}
     holders: list[Any] = list(module.modules())
     holders += {id(c): c for part in holders for c in _configs(getattr(part, "config", None))}.values()
     for holder in holders:
         for name, value in list(vars(holder).items()):
             if isinstance(value, float) and "drop" in name.lower():
                 setattr(holder, name, 0.0)
+                if value and not isinstance(holder, nn.Module):
+                    rates[name] = value
         if isinstance(holder, nn.modules.dropout._DropoutNd):
             holder.p = 0.0
     module.eval()
     for part in module.modules():
         inside = any(getattr(p, "gradient_checkpointing", False) for p in part.modules() if p is not part)
         part.training = bool(getattr(part, "gradient_checkpointing", False)) and not inside
+    return rates
 
 
 def require_repeatable(module: nn.Module, name: str, compute: Callable[[], torch.Tensor]) -> torch.Tensor:

@@ -14,10 +14,11 @@ from verl.data.loader import PromptLoader
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.data_proto.samples import SamplingParams
-from verl.errors import ConfigError, DataError
+from verl.errors import DataError
 from verl.programs.api import RunContext
 from verl.programs.ppo_roles import Needs, PPORoles
 from verl.programs.stages import Stages
+from verl.registry import match_all
 from verl.roles.api import RolloutHandle
 from verl.roles.rollout import greedy, sampling_params
 from verl.tracking.ledger.records import issued_prompts, scores_of, segments_of
@@ -118,11 +119,9 @@ class Collector:
         if name in SCORE_METRICS:
             return batch.batch["token_level_scores"].sum(dim=1).tolist()
         found = batch.non_tensor_batch["reward_parts"]
-        lacking = next((parts for parts in found if name not in parts), None)
-        if lacking is not None:
-            raise ConfigError(
-                f"algorithm.filter_groups.metric={name} is not among what the reward function returns: score"
-                f"{''.join(', ' + part for part in sorted(lacking))}. Name one of them."
+        for parts in found:
+            match_all(
+                "algorithm.filter_groups.metric", [name], ["score", *parts], "value that the reward function returns"
             )
         return [float(parts[name]) for parts in found]
 

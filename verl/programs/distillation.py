@@ -22,6 +22,7 @@ from verl.errors import ConfigError, DataError
 from verl.foreign_text import quoted
 from verl.models.load import load_model_config, load_tokenizer
 from verl.programs.ppo_roles import role_of
+from verl.registry import match_all
 from verl.roles.api import ModelHandle, RolloutHandle
 from verl.roles.objectives.distillation import TEACHER_COLUMNS, lists_tokens, teacher_outputs
 from verl.roles.rollout import sample_names
@@ -61,6 +62,10 @@ def check_teachers(config: PPOConfig, tokenizer: Any, rows: Any = None) -> None:
                 ids = _response_ids(row, distillation.response_key, tokenizer, place)
                 if distillation.stored_outputs:
                     _check_stored(row, len(ids), vocabulary, place)
+    if rows is not None and len(keys) > 1:
+        found = {str(rows[number].get(distillation.teacher_key)) for number in range(len(rows))}
+        what = f"value of the field {distillation.teacher_key!r} in the rows"
+        match_all("distillation.teacher_models.*.key", map(str, keys), sorted(found), what)
 
 
 def _check_vocabulary(path: str, student: Mapping[str, int], teacher: Mapping[str, int]) -> None:

@@ -60,12 +60,13 @@ class ActorRolloutRefWorker:
         everything = Placement.of(self.config)
         if everything.num_devices > 1 or (tensor_parallel_size > 1 and rollout_backend in ("native", "hf")):
             asked = f"tensor_parallel_size={tensor_parallel_size} with {rollout_backend}"
+            fix = "Leave that out, take rollout_backend='vllm' for an engine over several devices"
             if everything.num_devices > 1:
                 asked = f"a placement on {everything.num_devices} devices (set_device_map, trainer.*)"
+                fix = "Take the placement back by set_device_map(None)"
             raise ConfigError(
-                f"ActorRolloutRefWorker is one process, whose roles and {rollout_backend} engine share one device, and was "
-                f"given {asked}. Leave that out, take rollout_backend='vllm' for an engine over several devices, or train with "
-                "verl train, which places roles."
+                f"ActorRolloutRefWorker is one process, whose roles share one device, and was given {asked}. {fix}, or train "
+                "with verl train, which places roles."
             )
         # scores are the script's business
         specs = replace(ppo_roles(self.config), scores=False)
@@ -128,7 +129,14 @@ class ActorRolloutRefWorker:
         return self.reference.forward(batch, {"log_probs": "ref_log_prob"})
 
     def update_actor(self, batch: DataProto, step: int = 0) -> Updates:
-        """Train on rows with advantages and the columns that the configured loss reads; generation follows."""
+        """Train on rows with advantages and the columns that the configured loss reads; generation follows. Raises DataError
+        where one is missing."""
+        made_by = {"advantages": "Put [batch, response] advantages into it"}
+        if self.config.actor_rollout_ref.actor.use_kl_loss:
+            made_by["ref_log_prob"] = "Call compute_ref_log_prob first, and union its result with the batch"
+        for column, fix in made_by.items():
+            if column not in batch.batch.keys():
+                raise DataError(f"update_actor reads the column {column}, which the batch does not have. {fix}.")
         updates = self.actor.update(batch, step)
         self.update_weights()
         return updates

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,15 +14,16 @@ import torch
 import torch.distributed as dist
 
 from verl.agents.agents import Agents
-from verl.config import AlgorithmConfig, ModelConfig
+from verl.config import AlgorithmConfig, ModelConfig, RolloutConfig
 from verl.config.active_keys import brings_reward, runs_agents, uses_rewards
 from verl.config.names import SCORE_METRICS
 from verl.engines.api import ENGINES as TRAIN_ENGINES
 from verl.engines.api import TrainEngine
 from verl.engines.groups import ProcessGroups
 from verl.errors import ConfigError
-from verl.models.load import eos_token_ids, load_tokenizer
+from verl.models.load import load_tokenizer
 from verl.models.padded import forward_kind
+from verl.models.token_ids import check_vocabulary, eos_token_ids
 from verl.rewards.managers import build_reward_manager
 from verl.rewards.scorers.route import find_scorer
 from verl.roles.api import RoleSpec
@@ -31,12 +33,15 @@ from verl.roles.reward_model import build_reward_model
 from verl.roles.rollout import RolloutWorker, sampling_params
 from verl.rollout.api import ENGINES as ROLLOUT_ENGINES
 from verl.rollout.api import RolloutEngine
+from verl.rollout.requests import vocab_size
 from verl.rollout.rollout_model import copy_group
 from verl.rollout.weight_version import PassiveRollout
 from verl.runtime.rank import RankContext
 from verl.runtime.weight_copies import load_replica, skeleton, weight_transfer
 from verl.runtime.weight_sync import RankWeightSync
 from verl.tracking.files import file_system_of
+
+log = logging.getLogger(__name__)
 
 _MAP_WEIGHTS = ("fsdp", "fsdp2")  # strategies of several devices that can have their weights in a mapped file
 
@@ -170,6 +175,18 @@ def rollout_group(context: RankContext) -> dist.ProcessGroup | None:
     return None if context.has_own_weights else copy_group(context.rollout_mesh(), context.specs.collective_timeout_s)
 
 
+def _stop_ids(module: Any, tokenizer: Any, rollout: RolloutConfig) -> tuple[int, ...]:
+    """The model's own token ids that end a response. Raises ConfigError for a rollout.stop_token_ids that it has not."""
+    found = eos_token_ids(module, tokenizer)
+    if warning := check_vocabulary(vocab_size(module), tokenizer, rollout.stop_token_ids):
+        log.warning("%s", warning)
+    if not (found or rollout.stop_token_ids or rollout.stop):
+        log.warning(
+            "Neither the model nor its tokenizer has an end-of-sequence token, so that only the length ends a response."
+        )
+    return found
+
+
 def build_rollout(
     context: RankContext,
     group: dist.ProcessGroup | None,
@@ -194,15 +211,15 @@ def build_rollout(
         module = replica.module
     if rollout.name == "native" and build_engine is not PassiveRollout and forward_kind(module) != "packed":
         build_engine = ROLLOUT_ENGINES.get("hf")  # as the notice of loading says
+    stop_ids = _stop_ids(module, tokenizer, rollout)
     engine = build_engine(
         module,
         tokenizer,
         rollout,
-        eos_token_ids=eos_token_ids(module, tokenizer),
+        eos_token_ids=stop_ids,
         pad_token_id=tokenizer.pad_token_id,
         **settings,
     )
-    stop_ids = eos_token_ids(module, tokenizer)
     agents = None
     if runs_agents(context.config) and build_engine is not PassiveRollout:
         folder = Path(context.config.trainer.default_local_dir).expanduser().absolute()

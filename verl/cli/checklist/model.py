@@ -4,38 +4,46 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from verl.cli.checklist import Subject
 from verl.cli.report import Line, fail, info, passed, warn
 from verl.config import ModelConfig
-from verl.config.active_keys import uses_critic
+from verl.config.active_keys import runs_on_several_devices, uses_critic
 from verl.errors import ModelError
 from verl.planner.shapes import ModelShape
 
 
 def check_model_files(subject: Subject) -> Iterator[Line]:
     """Config and weights of the policy, and of the critic if one trains."""
+    from verl.engines.sharding import wrapped_classes
     from verl.models.load import load_external
 
     model = subject.model
     load_external(model.external_lib)
-    subject.policy = _shape(model)
+    module, subject.policy = _skeleton(model)
+    if runs_on_several_devices(subject.config):
+        wrapped_classes(module, subject.engine.wrap_policy.transformer_layer_cls_to_wrap or ())
     yield passed(f"{model.path}: {_described(subject.policy)}")
-    yield _weights(model.path)
+    yield _weights(model.path, module)
     if subject.loaded.schema.name == "ppo" and uses_critic(subject.config):
         critic = subject.config.critic.model
-        subject.critic = subject.policy if critic.path == model.path else _shape(critic)
+        module, subject.critic = _skeleton(critic)
         if critic.path != model.path:
             yield passed(f"critic {critic.path}: {_described(subject.critic)}")
-            yield _weights(critic.path)
+            yield _weights(critic.path, module)
 
 
 def check_tokenizer(subject: Subject) -> Iterator[Line]:
     """The tokenizer loads, has a chat template, and has an end-of-sequence token."""
     from verl.models.load import load_tokenizer
+    from verl.models.token_ids import check_vocabulary
 
     subject.tokenizer = load_tokenizer(subject.model)
     yield passed(f"{type(subject.tokenizer).__name__} of {len(subject.tokenizer):,} tokens")
+    stop_ids = subject.config.actor_rollout_ref.rollout.stop_token_ids if subject.loaded.schema.name == "ppo" else ()
+    if subject.policy and (warning := check_vocabulary(subject.policy.vocab, subject.tokenizer, stop_ids)):
+        yield warn(warning)
     if not getattr(subject.tokenizer, "chat_template", None):
         yield warn("no chat template: rows must be plain strings, not messages")
     if subject.tokenizer.eos_token_id is None:
@@ -61,27 +69,32 @@ def check_sequence_lengths(subject: Subject) -> Iterator[Line]:
         yield passed(shown + (f", the model holds {limit}" if limit else ""))
 
 
-def _shape(model: ModelConfig) -> ModelShape:
+def _skeleton(model: ModelConfig) -> tuple[Any, ModelShape]:
+    """The model without values, whose layers can be adapted as the config asks, and its shape."""
     import torch
 
     from verl.models.load import empty_model, num_parameters
+    from verl.models.lora import LoRASpec, adapted_layers
 
     module = empty_model(model, "lm", torch.float32, False)  # shapes without memory
-    return ModelShape.from_config(module.config.get_text_config(), model.path, num_parameters(module))
+    if spec := LoRASpec.of(model):
+        adapted_layers(module, spec)
+    return module, ModelShape.from_config(module.config.get_text_config(), model.path, num_parameters(module))
 
 
 def _described(shape: ModelShape) -> str:
     return f"{shape.num_parameters / 1e6:,.1f} million parameters in {shape.num_layers} layers"
 
 
-def _weights(path: str) -> Line:
-    from verl.models.folder import read_headers
+def _weights(path: str, module: Any) -> Line:
+    from verl.models.folder import check_tied, read_headers
 
     folder = Path(path).expanduser()
     if not folder.is_dir():
         return info(f"{path} is a hub name; its weights are downloaded when the run starts")
     try:
         headers = read_headers(folder)
+        check_tied(folder, headers, module)
     except ModelError as error:
         return fail(str(error))
     files = {header.file for header in headers.values()}

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 from verl.config.keys import Section, used
 
+_MAX_LR = 10.0  # Adam changes each weight by about the learning rate in a step
+
 
 @dataclass(frozen=True)
 class OptimConfig(Section):
     optimizer: str = used("AdamW", "class of the optimizer")
     optimizer_impl: str = used("torch.optim", "module that holds the class")
-    lr: float = used(1e-6, "learning rate after warm-up", gt=0)
+    lr: float = used(1e-6, "learning rate after warm-up", gt=0, le=_MAX_LR)
     lr_warmup_steps_ratio: float = used(
         0.0, "length of the linear warm-up as a share of all steps", when="no_warmup_steps", neutral=(0.0,), ge=0, le=1
     )
