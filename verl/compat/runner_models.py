@@ -65,7 +65,8 @@ def write_model(module: Any, folder: Path) -> dict[str, Path]:
     file = adapter / CONFIG_FILE
     # by their names, since peft has further rules which modules get an adapter
     adapted = [name for name, part in base.named_modules() if module.active_adapter in getattr(part, "lora_A", ())]
-    file.write_text(json.dumps({**json.loads(file.read_text()), "target_modules": adapted}))
+    changes = {"target_modules": adapted, "base_model_name_or_path": str(folder)}
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
     return {"path": folder, "lora_adapter_path": adapter}
 
 
