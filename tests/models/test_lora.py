@@ -4,21 +4,17 @@ import json
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.engines.test_contract import make_batch, policy_loss
 from verl.config import FSDPConfig, ModelConfig, OptimConfig
 from verl.engines.api import MicroBatching, whole
 from verl.engines.local import LocalEngine
 from verl.errors import CheckpointError, ConfigError, ModelError
-from verl.models.load import empty_model
 from verl.models.lora import (
     CONFIG_FILE,
     WEIGHTS_FILE,
     LoRALinear,
     LoRASpec,
-    adapted_layers,
     adapters_off,
     add_adapters,
     lora_layers,
@@ -240,42 +236,6 @@ def test_a_frozen_model_has_given_adapters(folder, tmp_path):
 def test_names_that_choose_nothing_are_refused(plain):
     with pytest.raises(ConfigError, match="empty"):
         LoRASpec.of(ModelConfig(path="x", lora_rank=4, target_modules=[]))
-
-
-@given(
-    key=st.sampled_from(["target_modules", "exclude_modules"]),
-    valid=st.lists(st.sampled_from(["q_proj", "v_proj", "down_proj"]), min_size=1),
-    place=st.integers(0, 3),
-    typo=st.sampled_from(["q_prj", "vproj_typo", "", "proj", "Q_PROJ", "layers.9.q_proj", "q_proj."]),
-)
-@settings(max_examples=30, deadline=None)
-def test_an_entry_that_matches_nothing_is_refused_wherever_it_stands(folder, key, valid, place, typo):
-    module = empty_model(ModelConfig(path=str(folder)), "lm", torch.float32, False)
-    given_keys = {"target_modules": "all-linear", key: valid}
-    adapted_layers(module, LoRASpec.of(ModelConfig(path="x", lora_rank=2, **given_keys)))
-    given_keys[key] = [*valid[:place], typo, *valid[place:]]
-    with pytest.raises(ConfigError, match=f"model.{key}: '{typo}' matches no"):
-        adapted_layers(module, LoRASpec.of(ModelConfig(path="x", lora_rank=2, **given_keys)))
-
-
-def test_a_pattern_that_is_none_and_a_rank_that_no_layer_has(plain):
-    with pytest.raises(ConfigError, match="neither all-linear nor a regular expression"):
-        adapted_layers(plain, LoRASpec(4, 8, "*proj"))
-    with pytest.raises(ConfigError, match="lora_rank=1000000000 is larger"):
-        adapted_layers(plain, LoRASpec(10**9, 8, "all-linear"))
-
-
-def test_adapters_of_another_base_are_noticed(folder, tmp_path, caplog):
-    write_adapter(engine(folder).state(), tmp_path)
-    config = json.loads((tmp_path / CONFIG_FILE).read_text())
-    engine(folder, lora_adapter_path=str(tmp_path))
-    assert "were trained on" not in caplog.text
-    changes = {"base_model_name_or_path": "someone/other-7b", "lora_dropout": 0.9}
-    (tmp_path / CONFIG_FILE).write_text(json.dumps({**config, **changes}))
-    with caplog.at_level("INFO", logger="verl"):
-        engine(folder, lora_adapter_path=str(tmp_path))
-    assert "were trained on someone/other-7b and are used on" in caplog.text
-    assert "lora_dropout=0.9" in caplog.text
 
 
 def test_adapters_come_back_on_after_an_error(plain):

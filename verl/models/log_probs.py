@@ -146,9 +146,7 @@ def token_log_probs(
     """
     wants = (want_entropy, want_sum_pi_squared, want_correct, want_mean_logit)
     top = min(top, weight.shape[0])
-    hidden = hidden.to(
-        weight.dtype
-    )  # some families keep their residual in float32 (Mamba), and project as the head is stored
+    hidden = hidden.to(weight.dtype)  # Mamba's are in float32, and its head is applied in the head's dtype
     if not fused:
         logits = Head(temperature, logit_scale, softcap).logits(hidden, weight, bias)
         return logit_statistics(logits, targets, temperature, *wants, candidates=candidates, top=top)
