@@ -120,7 +120,7 @@ def adapted_layers(module: Any, spec: LoRASpec) -> list[str]:
     linear = [n for n, m in modules.items() if type(m) is nn.Linear and m is not head and n != "score"]
     what = "linear layer that takes an adapter (embeddings and the output head take none)"
     chosen = _chosen("model.target_modules", spec.targets, linear, what)
-    excluded = set(_chosen("model.exclude_modules", spec.exclude, list(modules), "module"))
+    excluded = set(_chosen("model.exclude_modules", spec.exclude, [n for n in modules if n], "module"))
     chosen = [name for name in chosen if name not in excluded]
     if not chosen:
         raise ConfigError("model.exclude_modules takes out every layer of model.target_modules; change one of the two.")
