@@ -267,7 +267,7 @@ def test_tied_names_have_one_tensor(good, tmp_path_factory, row, column, change)
     assert module.config.tie_word_embeddings is False
 
 
-ACTING = {"is_encoder_decoder": True, "pruned_heads": {"0": [1]}, "use_qk_norm": True, "scale_depth": 1.4}
+ACTING = {"is_encoder_decoder": True, "pruned_heads": {"0": [1]}, "scale_depth": 1.4}
 
 
 @pytest.mark.parametrize("name", folder_module._ACTING)

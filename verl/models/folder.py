@@ -34,10 +34,12 @@ _COUNT = re.compile(r"^(num|n)_|_size$|_dim$|_layers$|_heads$|^d_model$|^max_pos
 _POSITIVE = "vocab_size hidden_size n_embd d_model num_hidden_layers n_layer max_position_embeddings".split()
 _MAX_LAYERS = 10_000
 _COMPARED_ROWS = 4096  # of two tensors at a time
-# entries that change what a family with them computes, and their values that change nothing; null never does
+# entries that change what a family with them computes, and their values that change nothing; null never does. Those that bring
+# weights (use_qk_norm) are not here: tensors without a place are refused anyway, and some families always have them
 _ACTING = {
-    **dict.fromkeys("is_encoder_decoder add_cross_attention tie_encoder_decoder alibi use_alibi".split(), (False,)),
-    **dict.fromkeys("use_qk_norm qk_norm qk_layernorm parallel_attn use_cla use_mrope".split(), (False,)),
+    **dict.fromkeys(
+        "is_encoder_decoder add_cross_attention tie_encoder_decoder alibi use_alibi use_cla".split(), (False,)
+    ),
     **dict.fromkeys("sliding_window attention_chunk_size clip_qkv num_kv_shared_layers".split(), (0,)),
     **dict.fromkeys(
         "attn_logit_softcapping final_logit_softcapping logits_soft_cap output_logit_soft_cap".split(), (0,)
