@@ -7,6 +7,7 @@ message alone; a traceback is kept for errors that are not of these types, becau
 from __future__ import annotations
 
 import difflib
+import errno
 import os
 import re
 from collections.abc import Iterable
@@ -121,6 +122,27 @@ def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
         return ""
     return "; did you mean " + " or ".join(repr(c) for c in close) + "?"
 
+
+# errors of the operating system that are no bugs of verl -> advice
+SYSTEM_ERRORS = {
+    errno.ENOSPC: "Free some space",
+    errno.EDQUOT: "Free some of your quota",
+    errno.EFBIG: "Raise the limit of file sizes (ulimit -f)",
+    errno.EROFS: "Choose a folder that can be written",
+    errno.EACCES: "Choose a place that this user may read and write, or change its permissions and attributes",
+    errno.EPERM: "Choose a place that this user may read and write, or change its permissions and attributes",
+    errno.EISDIR: "Name a file, not a folder",
+    errno.ENOTDIR: "Name a folder, not a file",
+    errno.EIO: "Check the disk",
+    errno.ESTALE: "Check the network file system",
+    errno.ENAMETOOLONG: "Choose a shorter name",
+    errno.ELOOP: "Choose a name that is no link to itself",
+    errno.ENXIO: "Name a file",
+    errno.EMFILE: "Raise the limit of open files (ulimit -n)",
+    errno.ENFILE: "Close other programs: the system has too many open files",
+    errno.EAGAIN: "Raise the limit of processes (ulimit -u)",
+    errno.ENOMEM: "Free some memory",
+}
 
 _IN_TEXT = re.compile(r"\(os error (\d{1,3})\)|\bOs \{ code: (\d{1,3})\b")
 

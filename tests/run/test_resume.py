@@ -209,6 +209,6 @@ def test_a_checkpoint_with_an_impossible_state_is_refused(tiny_run):
         (saved / MANIFEST).unlink()
         write_manifest(saved, 1, {p.relative_to(saved).as_posix(): record_of(p) for p in files})
         assert find_damage(saved) is None
-        words = rf"trainer_state\.json has {next(iter(changes))}=.*which this program does not write"
+        words = rf"trainer_state\.json has {next(iter(changes))}=.*so verl train has not saved it"
         with pytest.raises(CheckpointError, match=words):
             tiny_run(*SETTINGS)

@@ -9,7 +9,6 @@ import sqlite3
 from contextlib import closing, redirect_stderr
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 
 from rich.console import Console
 
@@ -125,9 +124,9 @@ def _resume(root: Path) -> tuple:
     """All that decides what a resumed run does: step, state, ledger, and the records that it keeps."""
     with RunFolder(root) as folder:
         store = CheckpointStore(root)
-        program = SimpleNamespace(state_schema=PPOProgram.state_schema)
         resume = Resume(
-            None, folder=folder, roles=None, broadcast=lambda value: value, program=program, state=RunState(), store=store
+            None, folder=folder, broadcast=lambda value: value, state_schema=PPOProgram.state_schema, state=RunState(),
+            store=store,
         )  # fmt: skip
         saved = resume._find("auto", None)
         path, values = (None, None) if saved is None else (Path(saved[0]), saved[1])

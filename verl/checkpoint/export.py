@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from verl.checkpoint.files import find_damage
-from verl.checkpoint.retention import candidates, newest_complete
+from verl.checkpoint.retention import candidates, missing_newest
 from verl.checkpoint.tensor_files import num_bytes, read_model, set_config_dtype, write_model
 from verl.errors import CheckpointError
 from verl.models.rounding import Rounding
@@ -29,8 +29,8 @@ def export(
     """Write the model of `role` as a self-contained Hugging Face folder; returns `out`.
 
     Weights are rounded to bfloat16 as in the run (master_rounding of its config.yaml), so the result is the model that was
-    evaluated. `source` is a run folder (its newest complete checkpoint, or that of `step`) or a folder global_step_N. `out`
-    must not exist or be empty, and appears atomically. Raises CheckpointError.
+    evaluated. `source` is a folder global_step_N or a run folder: its newest checkpoint, or that of `step`. `out` must not
+    exist or be empty, and appears atomically. Raises CheckpointError, also where the newest checkpoint is damaged.
     """
     target_dtype = parse_dtype(dtype)
     checkpoint, model_folder = _model_folder(source, role, step)
@@ -120,9 +120,18 @@ def _checkpoint(source: Path, step: int | None) -> Path:
             there = ", ".join(map(str, candidates(source)[:8])) or "none"
             raise CheckpointError(f"{source} has no checkpoint of step {step}; there are: {there}.")
         return _checkpoint(source / f"global_step_{step}", None)
-    found = newest_complete(source, "There is nothing to export.")
-    if found is None:
+    steps = candidates(source)
+    faults = missing_newest(source, steps)
+    if not steps and not faults:
         raise CheckpointError(
             f"{source} holds no checkpoint (no folder global_step_N); give the folder of a run with trainer.save_freq above 0."
         )
-    return found
+    older = steps
+    if not faults:
+        newest, *older = steps
+        damage = find_damage(source / f"global_step_{newest}")
+        if damage is None:
+            return source / f"global_step_{newest}"
+        faults = [f"global_step_{newest}: {damage}"]
+    others = f"Export an older one with --step={older[0]}." if older else "There is no older one."
+    raise CheckpointError(f"The newest checkpoint in {source} is damaged ({faults[0]}). {others}")

@@ -42,12 +42,14 @@ def newest_complete(root: Path, advice: str) -> Path | None:
     ever saved. Raises CheckpointError, with `advice`, when all are damaged or missing."""
     try:
         steps = candidates(root)
-        reasons = _missing(root, steps)
+        reasons = missing_newest(root, steps)
     except OSError as error:
         raise CheckpointError(
             f"The folder {root} cannot be read ({error.strerror}). Check its disk and permissions, then run the same command "
             "again."
         ) from error
+    for reason in reasons:
+        log.warning("In %s %s.", root, reason)
     for step in steps:
         path = root / f"global_step_{step}"
         damage = find_damage(path)
@@ -62,17 +64,16 @@ def newest_complete(root: Path, advice: str) -> Path | None:
     return None
 
 
-def _missing(root: Path, steps: list[int]) -> list[str]:
-    """The last checkpoint that was saved, if it is neither there nor set aside. It was removed; starting over in silence
-    would hide that."""
+def missing_newest(root: Path, steps: list[int]) -> list[str]:
+    """The last checkpoint that was saved, if it is neither among `steps` nor set aside, as a reason not to take another one
+    in silence: it was removed."""
     try:
         newest = int(read_text(root / LATEST, _MAX_DIGITS))
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return []
     if newest in steps or (steps and newest < steps[0]) or any(root.glob(f"superseded_*_global_step_{newest}")):
         return []
-    log.warning("%s names step %d, and there is no global_step_%d beside it.", root / LATEST, newest, newest)
-    return [f"global_step_{newest}: {LATEST} names it, and it is missing"]
+    return [f"{LATEST} names step {newest}, and there is no global_step_{newest}"]
 
 
 def set_aside_later(root: Path, step: int) -> None:

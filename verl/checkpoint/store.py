@@ -39,7 +39,7 @@ from verl.checkpoint.files import (
 from verl.checkpoint.retention import LATEST, Retention, candidates, clean_up, newest_complete, set_aside_later, step_of
 from verl.checkpoint.role import ALL_CONTENTS, RoleCheckpoint, read_role
 from verl.engines.api import EngineState
-from verl.errors import CheckpointError
+from verl.errors import SYSTEM_ERRORS, CheckpointError
 from verl.tracking.files import replacing, sync_folder
 
 __all__ = [
@@ -195,7 +195,7 @@ class CheckpointStore:
             remains = f"The newest beside it is global_step_{older[0]}." if older else "No other checkpoint exists."
         return (
             f"Checkpoint {step} could not be saved under {self.root}: {reason}. {remains} "
-            "Free some space or check the disk, and run the same command again."
+            f"{SYSTEM_ERRORS.get(error.errno or 0, 'Check the disk')}, and run the same command again."
         )
 
     # -- loading ------------------------------------------------------------------------------------------------------

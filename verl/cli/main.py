@@ -5,7 +5,6 @@ It imports nothing heavy: `verl --help` and `verl VERB --help` start without tor
 
 from __future__ import annotations
 
-import errno
 import importlib
 import io
 import os
@@ -16,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from verl.errors import ConfigError, MissingExtraError, VerlError, nearest, os_error_of
+from verl.errors import SYSTEM_ERRORS, ConfigError, MissingExtraError, VerlError, nearest, os_error_of
 from verl.foreign_text import clean, printable
 from verl.parallel.process_settings import keep_freed_memory, spin_briefly
 
@@ -69,26 +68,6 @@ _ELSEWHERE = {
     "merge": "is not needed: actor/huggingface in a checkpoint loads as it is, and verl export writes it elsewhere",
 }
 
-# errors of the operating system that are no bugs of verl -> advice
-_REFUSALS = {
-    errno.ENOSPC: "Free some space",
-    errno.EDQUOT: "Free some of your quota",
-    errno.EFBIG: "Raise the limit of file sizes (ulimit -f)",
-    errno.EROFS: "Choose a folder that can be written",
-    errno.EACCES: "Choose a file that this user may read and write, or change its permissions",
-    errno.EPERM: "Choose a file that this user may read and write, or change its permissions",
-    errno.EISDIR: "Name a file, not a folder",
-    errno.ENOTDIR: "Name a folder, not a file",
-    errno.EIO: "Check the disk",
-    errno.ESTALE: "Check the network file system",
-    errno.ENAMETOOLONG: "Choose a shorter name",
-    errno.ELOOP: "Choose a name that is no link to itself",
-    errno.ENXIO: "Name a file",
-    errno.EMFILE: "Raise the limit of open files (ulimit -n)",
-    errno.ENFILE: "Close other programs: the system has too many open files",
-    errno.EAGAIN: "Raise the limit of processes (ulimit -u)",
-    errno.ENOMEM: "Free some memory",
-}
 _CRASH = 70  # the exit code of what no sentence explains; a supervised run is started again
 
 
@@ -152,7 +131,7 @@ def run_guarded(verb: str, run: Callable[[list[str]], int], arguments: Sequence[
         return 0
     except Exception as error:  # noqa: BLE001 - of the system, of code of the user's, or a bug
         refusal = os_error_of(error)
-        if refusal is not None and refusal.errno in _REFUSALS:
+        if refusal is not None and refusal.errno in SYSTEM_ERRORS:
             print(f"verl {verb}: {_refusal(refusal)}", file=sys.stderr)
             return 1
         _show_traceback()
@@ -189,7 +168,7 @@ def _shown(text: str) -> str:
 def _refusal(error: OSError) -> str:
     """An error of the operating system as a sentence."""
     place = f" {clean(error.filename)}" if error.filename else ""
-    advice = _REFUSALS[error.errno or 0]
+    advice = SYSTEM_ERRORS[error.errno or 0]
     return f"Reading or writing{place} failed: {error.strerror}. {advice}, and run the same command again."
 
 

@@ -24,7 +24,7 @@ def run_export(argv: list[str]) -> int:
     """Export a checkpoint, or compare a folder with it: the exit code."""
     parser = Parser(prog="verl export", description="Turn a checkpoint into a Hugging Face folder.")
     parser.add_argument(
-        "source", help="a run folder (its newest complete checkpoint is used) or a folder global_step_N"
+        "source", help="a run folder (its newest checkpoint, which must be complete) or a folder global_step_N"
     )
     parser.add_argument("output", help="folder to write; must not exist or be empty (except with --compare)")
     parser.add_argument("--step", type=int, help="step of the checkpoint in a run folder")

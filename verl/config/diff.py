@@ -12,7 +12,13 @@ from verl.config.secrets import hide_values
 from verl.errors import ConfigError
 
 # of the start of a run, not of its work
-_OF_THE_START = ("trainer.resume_mode", "trainer.resume_from_path", "trainer.default_local_dir", "trainer.logger")
+_OF_THE_START = (
+    "trainer.resume_mode",
+    "trainer.resume_from_path",
+    "trainer.resume_changed_inputs",
+    "trainer.default_local_dir",
+    "trainer.logger",
+)
 
 # key -> behaviour of versions that did not have it: a saved config without the key means this value, not the default
 _WITHOUT_KEY = {"actor_rollout_ref.actor.fsdp_config.master_rounding": "nearest"}

@@ -227,8 +227,9 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
     """The tensors of the weight files of `folder` by name, from the headers alone. Raises ModelError."""
     found: dict[str, TensorHeader] = {}
     indexed = _indexed_names(folder)
-    for name in indexed or (WEIGHTS,):
-        with opened(folder / name) as tensors:
+    for file in weight_files(folder):
+        name = file.name
+        with opened(file) as tensors:
             slices = {key: tensors.get_slice(key) for key in tensors.keys()}
             new = {key: TensorHeader(name, tuple(s.get_shape()), s.get_dtype()) for key, s in slices.items()}
         different = sorted(new.keys() ^ indexed[name]) if indexed else []
@@ -238,6 +239,11 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
     if not found:
         raise ModelError(f"The weight file {folder / WEIGHTS} holds no tensors. {_AGAIN}")
     return found
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The weight files that loading reads. Raises ModelError."""
+    return [folder / name for name in (_indexed_names(folder) or (WEIGHTS,))]
 
 
 @contextmanager

@@ -18,9 +18,10 @@ from verl.config.diff import changed_keys, is_same_run
 from verl.errors import ConfigError
 from verl.programs.api import PROGRAMS, Program, ProgramData, RunContext
 from verl.roles.api import Roles
+from verl.run.inputs import inputs_of
 from verl.run.loop import Loop, StopSignal
 from verl.run.resuming import Resume
-from verl.run.saving import open_store
+from verl.run.saving import Store, open_store
 from verl.run.schedule import Phases, scheduler_of
 from verl.run.state import RunState
 from verl.runtime.api import Runtime, open_runtime
@@ -60,6 +61,8 @@ def open_run(
         folder.require_free_gb(config.trainer.min_free_disk_gb)
         console = stack.enter_context(_console(runtime, steps="console" in config.trainer.logger))
         data = kind.load_data(config)
+        store, resume, state = _checkpoints(loaded, kind, runtime, folder)
+        resume.find()
         scheduler = scheduler_of(config)
         stop = stack.enter_context(StopSignal(folder.root, config.trainer.stop_timeout_s))
         timeline = Timeline(folder.timeline, data.num_steps, spans=kind.span_phases) if runtime.is_rank_zero else None
@@ -72,17 +75,12 @@ def open_run(
         )
         running = kind(config, data, roles, context)
         stack.callback(running.close)
-        timeout_s, state = config.trainer.call_timeout_s, RunState()
-        store = open_store(folder.root, roles.specs, timeout_s=timeout_s, is_rank_zero=runtime.is_rank_zero)
         # a second Ctrl-C waits for nothing
         stack.push(lambda kind, error, trace: None if kind is KeyboardInterrupt else store.close())
-        resume = Resume(
-            config.trainer, folder=folder, roles=roles, broadcast=runtime.broadcast, program=running, state=state,
-            store=store,
-        )  # fmt: skip
-        resume.start(same_run=restarted or (config.trainer.resume_mode == "auto" and is_same_run(loaded, folder.root)))
+        is_same = restarted or (config.trainer.resume_mode == "auto" and is_same_run(loaded, folder.root))
+        resume.start(roles, running, same_run=is_same)
         if runtime.is_rank_zero:
-            _warn_of_resumption(loaded, folder, state, data.num_steps)
+            _warn_of_resumption(loaded, resume.source, folder, state, data.num_steps)
             folder.write_curves(kind.curves)
             loaded.write(folder.root)  # not before: a start that fails must leave what describes the run before it
         console.header(_facts(loaded, roles, running, data, folder, state))
@@ -131,6 +129,21 @@ def evaluate(loaded: LoadedConfig, program: str = "ppo") -> int:
     return 0
 
 
+def _checkpoints(
+    loaded: LoadedConfig, kind: type[Program], runtime: Runtime, folder: RunFolder
+) -> tuple[Store, Resume, RunState]:
+    """The checkpoints of the run folder, the choice of one, and the state of a run that is not resumed."""
+    trainer = loaded.config.trainer
+    specs = kind.roles(loaded.config).models
+    store = open_store(folder.root, specs, timeout_s=trainer.call_timeout_s, is_rank_zero=runtime.is_rank_zero)
+    inputs = inputs_of(loaded, kind) if runtime.is_rank_zero else {}
+    state = RunState(command=loaded.schema.command, inputs=inputs)
+    resume = Resume(
+        trainer, folder=folder, broadcast=runtime.broadcast, state_schema=kind.state_schema, state=state, store=store
+    )
+    return store, resume, state
+
+
 def _console(runtime: Runtime, steps: bool = True) -> Any:
     return Console(steps=steps) if runtime.is_rank_zero else NullOutput()
 
@@ -169,9 +182,11 @@ def _facts(
     }
 
 
-def _warn_of_resumption(loaded: LoadedConfig, folder: RunFolder, state: RunState, steps: int) -> None:
-    """Changed settings of a resumed run, and a run that has ended already."""
-    changed = changed_keys(loaded, folder.root) if state.step else []
+def _warn_of_resumption(
+    loaded: LoadedConfig, source: Path | None, folder: RunFolder, state: RunState, steps: int
+) -> None:
+    """Settings of a resumed run that differ from those of the run in `source`, and a run that has ended already."""
+    changed = changed_keys(loaded, source) if source is not None else []
     if changed:
         log.warning("The run resumes with changed settings: %s.", "; ".join(changed))
     if state.step >= steps:

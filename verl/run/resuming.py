@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,33 +13,55 @@ from verl.errors import CheckpointError, NumericsError
 from verl.foreign_text import clean
 from verl.programs.api import Program, RollBack
 from verl.roles.api import Roles
+from verl.run.inputs import changed_inputs
 from verl.run.saving import Broadcast, Store
 from verl.run.state import RunState
+from verl.tracking.files import Check
 
 log = logging.getLogger(__name__)
 
 
 class Resume:
-    """`state` is fresh until `start`; afterwards it, the roles, the program and the records of the run folder are as the
-    checkpoint has them. `trainer` is the config section. Every rank that runs the program makes the same calls."""
+    """`state` has the inputs of this run and is fresh otherwise until `start`; afterwards it, the roles, the program and the
+    records of the run folder are as the checkpoint has them. `trainer` is the config section, `state_schema` that of the
+    program. Every rank that runs the program makes the same calls."""
+
+    roles: Roles
+    program: Program
 
     def __init__(
-        self, trainer: Any, *, folder: Any, roles: Roles, broadcast: Broadcast, program: Program, state: RunState,
+        self, trainer: Any, *, folder: Any, broadcast: Broadcast, state_schema: Mapping[str, Check], state: RunState,
         store: Store,
     ):  # fmt: skip
         self.trainer = trainer
         self.folder = folder
-        self.roles = roles
         self.broadcast = broadcast
-        self.program = program
+        self.state_schema = state_schema
         self.state = state
         self.store = store
+        self._saved: tuple[str, dict[str, Any]] | None = None
         self._started_at = 0
 
-    def start(self, *, same_run: bool = False) -> None:
-        """Resume from the checkpoint that `trainer.resume_mode` chooses, if there is one. `same_run`: without one the run that
-        the folder has is taken again from its first step."""
-        self._load(self._find(self.trainer.resume_mode, self.trainer.resume_from_path), same_run=same_run)
+    def find(self) -> None:
+        """Choose the checkpoint of `trainer.resume_mode`, if there is one, before any model is built. Raises CheckpointError
+        when it is of another program, or of other inputs."""
+        self._saved = self._find(self.trainer.resume_mode, self.trainer.resume_from_path)
+        if self._saved is not None:
+            path, values = self._saved
+            action = self.trainer.resume_changed_inputs
+            if changed := changed_inputs(Path(path), values.get("inputs"), self.state.inputs, action):
+                log.warning("%s", changed)
+
+    @property
+    def source(self) -> Path | None:
+        """The folder of the run whose checkpoint `find` has chosen."""
+        return None if self._saved is None else Path(self._saved[0]).parent
+
+    def start(self, roles: Roles, program: Program, *, same_run: bool = False) -> None:
+        """Load the checkpoint of `find` into the roles and the program. `same_run`: without one the run that the folder has is
+        taken again from its first step."""
+        self.roles, self.program = roles, program
+        self._load(self._saved, same_run=same_run)
         self._started_at = self.state.step
 
     def go_back(self, back: RollBack, saved_step: int) -> None:
@@ -58,18 +81,9 @@ class Resume:
     def _find(self, mode: str, path: str | None) -> tuple[str, dict[str, Any]] | None:
         """Rank 0's checkpoint, on all ranks: its folder, and the content of its trainer_state.json."""
         found = self.store.find(mode, path)
-        return self.broadcast((str(found), self._state_of(found)) if found is not None else None)
-
-    def _state_of(self, checkpoint: Path) -> dict[str, Any]:
-        """The content of trainer_state.json. Raises CheckpointError when no run of this program can have written it."""
-        values = trainer_state(checkpoint)
-        for name, check in {**RunState.schema, **self.program.state_schema}.items():
-            if not check(values.get(name)) or (name == "step" and values[name] != step_of(checkpoint.name)):
-                raise CheckpointError(
-                    f"{checkpoint / 'trainer_state.json'} has {name}={clean(values.get(name), limit=80)}, which this program "
-                    "does not write. Resume from another checkpoint, or with the program that saved this one."
-                )
-        return values
+        if found is None:
+            return self.broadcast(None)
+        return self.broadcast((str(found), read_state(found, self.state.command, self.state_schema)))
 
     def _load(
         self, saved: tuple[str, dict[str, Any]] | None, back: RollBack | None = None, *, same_run: bool = False
@@ -82,3 +96,23 @@ class Resume:
             log.info("Resumed from %s: step %d is next.", path, self.state.step + 1)
         self.folder.truncate_after(self.state.step, same_run=same_run)
         self.program.load_state_dict(values, path, back)
+
+
+def read_state(checkpoint: Path, command: str, schema: Mapping[str, Check]) -> dict[str, Any]:
+    """The content of trainer_state.json, for a run of `command` whose program has the state schema `schema`. Raises
+    CheckpointError when no such run can have written it."""
+    values = trainer_state(checkpoint)
+    saved_by = values.get("command")
+    if isinstance(saved_by, str) and saved_by != command:
+        raise CheckpointError(
+            f"{checkpoint} belongs to a run of {clean(saved_by, limit=80)}, and this is a run of {command}. Set "
+            "trainer.default_local_dir to another folder, or trainer.resume_from_path to another checkpoint."
+        )
+    for name, check in {**RunState.schema, **schema}.items():
+        if not check(values.get(name)) or (name == "step" and values[name] != step_of(checkpoint.name)):
+            found = f"{name}={clean(values[name], limit=80)}" if name in values else f"no {name}"
+            raise CheckpointError(
+                f"{checkpoint / 'trainer_state.json'} has {found}, so {command} has not saved it. Resume from another "
+                "checkpoint, or with the program that saved this one."
+            )
+    return values

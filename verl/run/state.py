@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
-from verl.tracking.files import Check, each, is_count, is_number
+from verl.tracking.files import Check, each, is_count, is_number, is_text, maybe
 
 
 @dataclass
 class RunState:
-    """`step` is the last step that has ended; `seconds` and `num_tokens` are of all training steps, over all restarts."""
+    """`step` is the last step that has ended; `seconds` and `num_tokens` are of all training steps, over all restarts.
+    `command` and `inputs` (see verl/run/inputs.py) are of this process; a checkpoint's are compared with them."""
 
     step: int = 0
     seconds: float = 0.0
     num_tokens: int = 0
     first_validation: dict[str, float] = field(default_factory=dict)
+    command: str = ""
+    inputs: dict[str, str] = field(default_factory=dict)
 
     schema: ClassVar[Mapping[str, Check]] = {
         "step": is_count,
         "seconds": is_number,
         "num_tokens": is_count,
         "first_validation": each(lambda value: isinstance(value, int | float)),  # NaN, where nothing was measured
+        "command": maybe(is_text),  # null, as `inputs`, in older checkpoints
+        "inputs": maybe(each(is_text)),
     }
 
     def state_dict(self) -> dict[str, Any]:
@@ -31,5 +36,5 @@ class RunState:
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Continue where `state_dict` was taken."""
-        for part in fields(self):
-            setattr(self, part.name, saved[part.name])
+        for name in ("step", "seconds", "num_tokens", "first_validation"):
+            setattr(self, name, saved[name])

@@ -124,15 +124,17 @@ def check_run_folder(subject: Subject) -> Iterator[Line]:
         damage = find_damage(Path(trainer.resume_from_path or "").expanduser())
         fault = f", which is damaged: {damage}. Set another one" if damage else ""
         yield Line("fail" if damage else "pass", f"{folder}; resumes from {trainer.resume_from_path}{fault}")
+        if not damage:
+            yield from _changed_inputs(subject, Path(trainer.resume_from_path or "").expanduser())
     elif steps and trainer.resume_mode == "auto":
-        yield from _resumption(folder, steps)
+        yield from _resumption(subject, folder, steps)
     elif steps:
         yield warn(f"{folder} has checkpoints, and trainer.resume_mode=disable starts a new run beside them")
     else:
         yield passed(f"{folder}; a new run")
 
 
-def _resumption(folder: Path, steps: list[int]) -> Iterator[Line]:
+def _resumption(subject: Subject, folder: Path, steps: list[int]) -> Iterator[Line]:
     """The newest intact checkpoint of `steps`, after a line for each damaged newer one."""
     from verl.checkpoint.files import find_damage
 
@@ -140,9 +142,25 @@ def _resumption(folder: Path, steps: list[int]) -> Iterator[Line]:
         damage = find_damage(folder / f"global_step_{step}")
         if damage is None:
             yield passed(f"{folder}; resumes from step {step}")
+            yield from _changed_inputs(subject, folder / f"global_step_{step}")
             return
         yield warn(f"global_step_{step} is damaged and not used: {damage}")
     yield fail(f"no checkpoint in {folder} is complete; set trainer.resume_mode=disable to start a new run")
+
+
+def _changed_inputs(subject: Subject, checkpoint: Path) -> Iterator[Line]:
+    """A line for files whose content is not what it was when `checkpoint` was saved. Raises CheckpointError where that, or its
+    program, keeps the run from resuming."""
+    from verl.programs.api import PROGRAMS
+    from verl.run.inputs import changed_inputs, inputs_of
+    from verl.run.resuming import read_state
+
+    schema, trainer = subject.loaded.schema, subject.config.trainer
+    program = PROGRAMS.get(schema.name).select(subject.config)
+    saved = read_state(checkpoint, schema.command, program.state_schema)
+    inputs = inputs_of(subject.loaded, program)
+    if changed := changed_inputs(checkpoint, saved.get("inputs"), inputs, trainer.resume_changed_inputs):
+        yield warn(changed)
 
 
 def _run_folder(subject: Subject) -> Path:

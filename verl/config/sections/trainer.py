@@ -91,6 +91,12 @@ class TrainerConfig(Section):
     resume_from_path: str | None = used(
         None, "folder global_step_N to continue", when="trainer.resume_mode=resume_path"
     )
+    resume_changed_inputs: str = used(
+        "refuse",
+        "refuse, or warn: whether a run resumes with another content of training files, tokenizer, or weights that it reads "
+        "and does not train (docs/resume.md)",
+        choices=("refuse", "warn"),
+    )
     device: str = used("auto", "device of the run", choices=("auto", "cpu", "cuda"))
     engine_fallback: str | None = used(
         None,

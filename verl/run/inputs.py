@@ -1,0 +1,246 @@
+"""What a run reads, by content: data, models, and the files of code and settings that its config names.
+
+Each checkpoint keeps the digests of the run that has saved it. A run that resumes from it lists every difference. Weights that
+the run reads and does not train, the tokenizer and the training rows may not differ, unless trainer.resume_changed_inputs
+allows it: what was trained belongs to them.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import logging
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from verl.config import LoadedConfig, ModelConfig
+from verl.config.schema import value_at
+from verl.data.files import expand
+from verl.errors import CheckpointError, VerlError
+from verl.models.folder import fetch, weight_files
+from verl.programs.api import Program
+from verl.registry import user_file
+from verl.run.content import digest_of_files, digest_of_text, digest_of_weights
+from verl.tracking.files import read_text
+
+log = logging.getLogger(__name__)
+
+_TRAIN, _WEIGHTS, _TOKENIZER = "data.train_files", "weights of the ", "tokenizer of the "
+_DATA = (_TRAIN, "data.val_files")
+# files that the run writes
+_WRITTEN = ("actor_rollout_ref.rollout.prometheus.file", "reward.reward_model.reply_cache", "rejection.file")
+_SERVICES = ("http", "sglang")  # the model of a judge is theirs
+_MODULE_KEYS = ("external_lib", "path", "class_path", "class_name", "_target_")  # a dotted name there is a module
+_MODULE = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
+_MAX_NAME = 1024  # longer texts are templates
+_SETTINGS = (".yaml", ".yml", ".json")
+_TOKENIZER_FILES = (
+    "tokenizer*",
+    "*.model",
+    "*.tiktoken",
+    "vocab*",
+    "merges.txt",
+    "added_tokens.json",
+    "special_tokens*",
+)
+_TEMPLATE = "chat_template"  # of tokenizer_config.json, and the beginning of the names of files
+
+
+def inputs_of(loaded: LoadedConfig[Any], program: type[Program]) -> dict[str, str]:
+    """Everything that a run of `program` reads -> the digest of its content. A file that cannot be read has none: its reader
+    says so."""
+    config, found = loaded.config, dict[str, str]()
+    for key in _DATA:
+        _add(found, key, lambda key=key: digest_of_files(_data_files(value_at(config, key))))
+    roles = program.roles(config)
+    for spec in roles.models:
+        if spec.build is not None:
+            continue
+        if spec is roles.main:
+            _add_tokenizer(found, spec.name, spec.model)
+        if spec is roles.main or roles.main is None or spec.model.path != roles.main.model.path:
+            _add_config(found, spec.name, spec.model)
+        if not spec.changes or spec.model.lora_rank or spec.model.lora_adapter_path:
+            _add_weights(found, spec.name, spec.model)
+    judge = value_at(config, "reward.reward_model")
+    if judge is not None and judge.enable and judge.model_path and judge.rollout.name not in _SERVICES:
+        model = ModelConfig(path=judge.model_path)
+        for add in (_add_tokenizer, _add_config, _add_weights):
+            add(found, "reward model", model)
+    for path, leaf in loaded.schema.leaves.items():
+        follows = loaded.origins[path].startswith("follows ")  # the key that it follows has the same file
+        if leaf.inert or leaf.sizing or follows or path in (*_DATA, *_WRITTEN):
+            continue
+        files = _named_files(path.rpartition(".")[2], value_at(config, path))
+        if files:
+            _add(found, path, lambda files=files: digest_of_files(list(files)))
+    return found
+
+
+def changed_inputs(checkpoint: Path, saved: Mapping[str, str] | None, now: Mapping[str, str], action: str) -> str:
+    """A sentence with the differences between the inputs `saved` in `checkpoint` (None: by a version without digests) and
+    `now`; "" without any. Raises CheckpointError, unless `action` is "warn", where what was trained depends on one."""
+    changed = [name for name in now if (saved or {}).get(name, now[name]) != now[name]]
+    essential = [name for name in changed if name == _TRAIN or name.startswith((_WEIGHTS, _TOKENIZER))]
+    if essential and action != "warn":
+        raise CheckpointError(
+            f"{checkpoint} was trained with another content of: {', '.join(essential)}. Bring it back, or set "
+            "trainer.resume_changed_inputs=warn to resume with the new content. For a new run, set another "
+            "trainer.default_local_dir."
+        )
+    return f"The run resumes with another content of: {', '.join(changed)}." if changed else ""
+
+
+def _add(found: dict[str, str], name: str, digest: Any) -> None:
+    try:
+        found[name] = digest()
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, VerlError) as error:  # a damaged file raises any
+        log.debug("No digest of %s: %s", name, error)
+
+
+# -- data ---------------------------------------------------------------------------------------------------------------
+
+
+def _data_files(names: str | list[str] | None) -> list[Path]:
+    """The files of a list of data files; of a folder all, by name. Raises FileNotFoundError for a data set of the hub."""
+    found: list[Path] = []
+    for name in [names] if isinstance(names, str) else names or []:
+        path = Path(expand(name))
+        if not path.exists():
+            path = Path(expand(name).partition("@")[0])  # a split of a saved data set
+        found += sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+    return found
+
+
+# -- models -------------------------------------------------------------------------------------------------------------
+
+
+def _add_weights(found: dict[str, str], role: str, model: ModelConfig) -> None:
+    _add(found, f"{_WEIGHTS}{role}", lambda: digest_of_weights(weight_files(fetch(model.path, weights=True))))
+
+
+def _add_config(found: dict[str, str], role: str, model: ModelConfig) -> None:
+    def files() -> list[Path]:
+        folder = fetch(model.path, weights=False)
+        return [folder / "config.json", *(sorted(folder.glob("*.py")) if model.trust_remote_code else [])]
+
+    _add(found, f"config of the {role}", lambda: digest_of_files(files()))
+
+
+def _add_tokenizer(found: dict[str, str], role: str, model: ModelConfig) -> None:
+    def folder() -> Path:
+        return fetch(model.tokenizer_path or model.path, weights=False)
+
+    def settings() -> dict[str, Any]:
+        file = folder() / "tokenizer_config.json"
+        return json.loads(read_text(file)) if file.is_file() else {}
+
+    def tokenizer() -> str:
+        files = {file for pattern in _TOKENIZER_FILES for file in folder().glob(pattern) if file.is_file()}
+        own = {key: value for key, value in settings().items() if key != _TEMPLATE}
+        files.discard(folder() / "tokenizer_config.json")
+        return digest_of_text(digest_of_files(sorted(files)), json.dumps(own, sort_keys=True))
+
+    def template() -> str:
+        files = sorted(file for file in folder().glob(f"{_TEMPLATE}*") if file.is_file())
+        return digest_of_text(digest_of_files(files), json.dumps(settings().get(_TEMPLATE)))
+
+    def generation() -> str:
+        return digest_of_files(list(fetch(model.path, weights=False).glob("generation_config.json")))
+
+    _add(found, f"{_TOKENIZER}{role}", tokenizer)
+    if not model.custom_chat_template:
+        _add(found, f"chat template of the {role}", template)
+    _add(found, f"generation config of the {role}", generation)
+
+
+# -- code and settings --------------------------------------------------------------------------------------------------
+
+
+def _named_files(key: str, value: Any) -> dict[Path, None]:
+    """The files that the value of `key` names, in order: those of lists and mappings too, and those that the files name."""
+    found: dict[Path, None] = {}
+    waiting = [(key, value)]
+    while waiting:
+        key, value = waiting.pop(0)
+        if isinstance(value, Mapping):
+            waiting += [(str(name), entry) for name, entry in value.items()]
+        elif isinstance(value, list | tuple):
+            waiting += [(key, entry) for entry in value]
+        elif isinstance(value, Path):
+            file = value.resolve()
+            if file in found or not file.is_file():
+                continue
+            found[file] = None
+            waiting += [("", imported) for imported in _imported(file)] if file.suffix == ".py" else []
+            waiting += [("", _settings(file))] if file.suffix in _SETTINGS else []
+        elif isinstance(value, str) and value and len(value) < _MAX_NAME and "\n" not in value:
+            waiting += [("", file) for file in [_file(key, value)] if file is not None]
+    return found
+
+
+def _file(key: str, text: str) -> Path | None:
+    """The file that a text names: a path, or path/to/file.py:name, or a module where the text or its key says so."""
+    name = text.removeprefix("pkg://").removeprefix("file://")
+    reference = name.rpartition(":")[0]
+    for path in filter(None, (name, reference)):
+        try:
+            file = user_file(path)
+            if file.suffix and file.is_file():
+                return file
+        except (OSError, ValueError, RuntimeError):  # no name of a file
+            continue
+    is_module = key in _MODULE_KEYS or text.startswith("pkg://") or bool(reference)
+    return _module_file(reference or name) if is_module and _MODULE.fullmatch(reference or name) else None
+
+
+def _module_file(name: str) -> Path | None:
+    """The file of module, or module.object, `name`, without an import; None for one of verl, or without a file."""
+    top, *inner = name.split(".")
+    try:
+        spec = importlib.util.find_spec(top) if top != "verl" else None
+    except (ImportError, ValueError):
+        return None
+    if spec is None or (not spec.submodule_search_locations and not spec.has_location):
+        return None
+    if not spec.submodule_search_locations:
+        return Path(spec.origin or "")
+    place = Path(next(iter(spec.submodule_search_locations)))
+    for part in inner:
+        if (place / f"{part}.py").is_file():
+            return place / f"{part}.py"
+        if not (place / part).is_dir():
+            break
+        place /= part
+    return place / "__init__.py"
+
+
+def _imported(file: Path) -> Iterator[Path]:
+    """The modules in the folder of a Python file that it imports."""
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError, RecursionError):  # its import says so
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level <= 1:
+            names = [node.module] if node.module else [alias.name for alias in node.names]
+        else:
+            continue
+        for name in names:
+            beside = file.parent.joinpath(*name.split("."))
+            yield from (place for place in (beside.with_suffix(".py"), beside / "__init__.py") if place.is_file())
+
+
+def _settings(file: Path) -> Any:
+    """The values of a YAML or JSON file; None where it cannot be read."""
+    try:
+        return yaml.safe_load(read_text(file, 4 << 20))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        return None
