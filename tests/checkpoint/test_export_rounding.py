@@ -1,6 +1,8 @@
-"""Export to bfloat16 writes the weights that the run computed with, for each rounding, with LoRA, and for older runs."""
+"""Export to bfloat16 writes the weights that the run computed with, for each rounding, with LoRA, and for older runs; and never
+an older checkpoint in silence."""
 
 import os
+import shutil
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from verl.checkpoint.tensor_files import read_model
 from verl.config import FSDPConfig, ModelConfig, OptimConfig
 from verl.engines.api import MicroBatching
 from verl.engines.local import LocalEngine
+from verl.errors import CheckpointError
 
 RUN = "actor_rollout_ref: {{actor: {{fsdp_config: {{{setting}}}}}}}\n"
 
@@ -37,10 +40,11 @@ def trained(path, rounding, lora_rank=0):
     return engine
 
 
-def saved(engine, folder, setting):
-    """A run folder with one checkpoint of `engine` and a config with the given rounding key."""
+def saved(engine, folder, setting, steps=(3,)):
+    """A run folder with checkpoints of `engine` and a config with the given rounding key."""
     role = RoleCheckpoint(engine.state(), engine.module.config.save_pretrained)
-    CheckpointStore(folder).save(3, {"actor": role}, {})
+    for step in steps:
+        CheckpointStore(folder).save(step, {"actor": role}, {})
     (folder / "config.yaml").write_text(RUN.format(setting=setting))
     return folder
 
@@ -67,3 +71,23 @@ def test_the_exported_model_is_the_one_that_computed(tmp_path, tiny_llama, round
     masters = read_model(run / "global_step_3/actor/huggingface")
     moved = [n for n, master in masters.items() if not torch.equal(master.to(torch.bfloat16), expected[n])]
     assert bool(moved) == (rounding == "dithered")
+
+
+def flip_a_bit(newest):
+    file = newest / "actor/huggingface/model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", [flip_a_bit, shutil.rmtree], ids=["a bit is flipped", "the folder is removed"])
+def test_a_damaged_newest_checkpoint_is_an_error_that_names_an_older_one(damage, tmp_path, tiny_llama, caplog):
+    run = saved(trained(tiny_llama, "nearest"), tmp_path / "run", "master_rounding: nearest", steps=(3, 4))
+    damage(run / "global_step_4")
+    with pytest.raises(
+        CheckpointError, match=r"is damaged \(.*global_step_4.*\)\. Export an older one with --step=3\."
+    ):
+        export(run, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    assert "Resuming" not in caplog.text
+    assert export(run, tmp_path / "out", step=3).is_dir()

@@ -1,5 +1,6 @@
 """Saving, finding and loading; damage; retention."""
 
+import errno
 import json
 import logging
 import os
@@ -303,6 +304,25 @@ def test_state_that_json_cannot_hold(store):
     with pytest.raises(CheckpointError, match="trainer's state cannot be saved as JSON"):
         store.save(1, make_roles(1), {"x": object()})
     assert store.candidates() == []
+
+
+@pytest.mark.parametrize(
+    ("number", "advice"),
+    [
+        (errno.EPERM, "change its permissions and attributes"),
+        (errno.EDQUOT, "Free some of your quota"),
+        (errno.EBADF, "disk"),
+    ],
+)
+def test_the_advice_fits_the_error_of_the_system(number, advice, store, monkeypatch):
+    def refuse(self, *arguments):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(CheckpointStore, "_put_in_place", refuse)
+    with pytest.raises(CheckpointError) as error:
+        store.save(1, make_roles(1), {})
+    assert advice in str(error.value)
+    assert "Free some space" not in str(error.value)
 
 
 def test_run_folder_that_does_not_exist_yet(tmp_path):

@@ -11,8 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.run.conftest import merge
+from verl.checkpoint.files import find_damage
+from verl.cli.main import main
 from verl.config import PPO, PREFERENCE, RM, SFT, load_config
-from verl.errors import CheckpointError
+from verl.errors import CheckpointError, ConfigError
 from verl.models.tiny import make_tiny_model
 from verl.programs.api import PROGRAMS
 from verl.run import content
@@ -180,6 +182,67 @@ def test_a_changed_input_is_refused_or_listed(name, make_inputs, overrides_of, t
             run(moved)
     said = [record.getMessage() for record in caplog.records if "another content" in record.getMessage()]
     assert said == ([] if effect is None else [f"The run resumes with another content of: {words}."])
+
+
+def test_check_says_what_the_run_would_say(make_inputs, overrides_of, tmp_path, capsys):
+    def run(inputs, verb):
+        return main([verb, *overrides_of("ppo", inputs, *SHORT, f"trainer.default_local_dir={tmp_path / 'run'}")])
+
+    inputs = make_inputs()
+    assert run(inputs, "train") == 0
+    for change, code, words in (
+        (change_nothing, 0, "resumes from step 1"),
+        (edit_reward, 0, "resumes with another content of: reward.custom_reward_function.path."),
+        (shuffle_rows, 1, "trained with another content of: data.train_files."),
+    ):
+        change(inputs)
+        capsys.readouterr()
+        assert run(inputs, "check") == code
+        assert words in " ".join(capsys.readouterr().out.split())
+        assert run(inputs, "train") == (6 if code else 0)
+    assert run(inputs, "train") == 6
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("ppo", "sft"), ("sft", "preference"), ("preference", "rm"), ("rm", "ppo")]
+)
+def test_the_folder_of_another_program_names_both(first, second, make_inputs, overrides_of, tmp_path):
+    def run(program):
+        schema = PROGRAMS_OF[program]
+        folder = f"trainer.default_local_dir={tmp_path / 'run'}"
+        overrides = overrides_of(program, make_inputs(program, f"inputs of {program}"), *SHORT, folder)
+        train(load_config(overrides, schema=schema), program)
+
+    run(first)
+    words = f"belongs to a run of {PROGRAMS_OF[first].command}, and this is a run of {PROGRAMS_OF[second].command}"
+    with pytest.raises(CheckpointError, match=words):
+        run(second)
+
+
+def test_changed_keys_are_those_of_the_run_that_saved_the_checkpoint(tiny_run, caplog):
+    first = tiny_run(*SHORT, "actor_rollout_ref.actor.optim.lr=0.001", folder="first")
+    with caplog.at_level(logging.WARNING, logger="verl"):
+        tiny_run(
+            *SHORT, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={first.folder}/global_step_1",
+            "data.seed=7", folder="second",
+        )  # fmt: skip
+    assert "changed settings: data.seed: null -> 7; actor_rollout_ref.actor.optim.lr: 0.001 -> 0.002." in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [("inputs/model", "is the folder of a model"), ("run/global_step_1", "is in the checkpoint"),
+     ("run/global_step_1/inner/run", "is in the checkpoint"), ("link/run", "is in the checkpoint")],
+)  # fmt: skip
+def test_a_folder_that_is_something_else_is_refused_before_anything_is_written(
+    place, words, make_inputs, overrides_of, tmp_path
+):
+    inputs, run = make_inputs(), tmp_path / "run"
+    train(load_config(overrides_of("ppo", inputs, *SHORT, f"trainer.default_local_dir={run}")))
+    (tmp_path / "link").symlink_to(run / "global_step_1")
+    with pytest.raises(ConfigError, match=rf"trainer\.default_local_dir={tmp_path}/{place} {words}"):
+        load_config(overrides_of("ppo", inputs, f"trainer.default_local_dir={tmp_path / place}"))
+    assert find_damage(run / "global_step_1") is None
 
 
 # -- every input --------------------------------------------------------------------------------------------------------

@@ -91,6 +91,8 @@ def _tensor(file: Any, start: int) -> Callable[[Any], bytes]:
     def sample(row: Any) -> bytes:
         begin, end = row["data_offsets"]
         size = end - begin
+        if not 0 <= begin <= end <= os.fstat(file.fileno()).st_size:
+            raise ValueError("a tensor outside of the file")
         if size <= _WHOLE_TENSOR_BYTES:
             return _content(file, [(start + begin, size)])
         places = {*range(0, size - _BLOCK, _TENSOR_STRIDE), size // 2, size - _BLOCK}

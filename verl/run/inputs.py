@@ -16,12 +16,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from verl.config import LoadedConfig, ModelConfig
 from verl.config.schema import value_at
+from verl.config.sources import read_limited
 from verl.data.files import expand
-from verl.errors import CheckpointError, VerlError
+from verl.errors import CheckpointError, ConfigError, VerlError
 from verl.models.folder import fetch, weight_files
 from verl.programs.api import Program
 from verl.registry import user_file
@@ -99,7 +98,8 @@ def changed_inputs(checkpoint: Path, saved: Mapping[str, str] | None, now: Mappi
 def _add(found: dict[str, str], name: str, digest: Any) -> None:
     try:
         found[name] = digest()
-    except (OSError, ValueError, KeyError, TypeError, RecursionError, VerlError) as error:  # a damaged file raises any
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, VerlError) as error:
+        # a damaged file raises any of them
         log.debug("No digest of %s: %s", name, error)
 
 
@@ -113,7 +113,9 @@ def _data_files(names: str | list[str] | None) -> list[Path]:
         path = Path(expand(name))
         if not path.exists():
             path = Path(expand(name).partition("@")[0])  # a split of a saved data set
-        found += sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+        if not path.exists():
+            raise FileNotFoundError(name)
+        found += [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
     return found
 
 
@@ -241,6 +243,6 @@ def _imported(file: Path) -> Iterator[Path]:
 def _settings(file: Path) -> Any:
     """The values of a YAML or JSON file; None where it cannot be read."""
     try:
-        return yaml.safe_load(read_text(file, 4 << 20))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        return read_limited(file)
+    except ConfigError:
         return None
