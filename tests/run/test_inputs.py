@@ -226,7 +226,7 @@ def test_changed_keys_are_those_of_the_run_that_saved_the_checkpoint(tiny_run, c
             *SHORT, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={first.folder}/global_step_1",
             "data.seed=7", folder="second",
         )  # fmt: skip
-    assert "changed settings: data.seed: null -> 7; actor_rollout_ref.actor.optim.lr: 0.001 -> 0.002." in caplog.text
+    assert "changed settings: data.seed: 42 -> 7; actor_rollout_ref.actor.optim.lr: 0.001 -> 0.002." in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What a run reads, by content: data, models, and the files of code and settings that its config names.
+"""Inputs of a run, by content: data, models, and the files of code and settings that its config names.
 
 Each checkpoint keeps the digests of the run that has saved it. A run that resumes from it lists every difference. Weights that
 the run reads and does not train, the tokenizer and the training rows may not differ, unless trainer.resume_changed_inputs

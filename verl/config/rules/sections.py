@@ -65,11 +65,6 @@ def _check_trainer(path: str, trainer: TrainerConfig, root: Any) -> Iterator[Pro
             "trainer.default_local_dir",
             f"trainer.default_local_dir={trainer.default_local_dir} {fault}. Set another folder for this run.",
         )
-    if fault := _fault_of_place(Path(trainer.default_local_dir).expanduser()):
-        yield error(
-            "trainer.default_local_dir",
-            f"trainer.default_local_dir={trainer.default_local_dir} {fault}. Set another folder for this run.",
-        )
     key, source = "trainer.resume_from_path", trainer.resume_from_path
     if trainer.resume_mode != "resume_path":
         return
@@ -77,20 +72,6 @@ def _check_trainer(path: str, trainer: TrainerConfig, root: Any) -> Iterator[Pro
         yield error(key, f"trainer.resume_mode=resume_path needs {key}, a folder global_step_N.")
     elif "global_step_" not in (folder := Path(source).expanduser()).name or not folder.is_dir():
         yield error(key, f"{key}={source} is not an existing folder named global_step_N.")
-
-
-def _fault_of_place(folder: Path) -> str:
-    """Reason why a run may not write to `folder`; "" where it may."""
-    try:
-        folder = folder.resolve()
-        if (folder / "config.json").is_file():
-            return "is the folder of a model (it has a config.json), which the run would write to"
-        for place in (folder, *folder.parents):
-            if place.name.startswith("global_step_") and (place / "manifest.json").is_file():
-                return f"is in the checkpoint {place}, which new files would damage"
-    except (OSError, RuntimeError, ValueError):  # no name of a folder; opening it says so
-        pass
-    return ""
 
 
 def _fault_of_place(folder: Path) -> str:
