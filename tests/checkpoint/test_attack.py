@@ -342,5 +342,5 @@ def test_a_checkpoint_that_was_taken_away_is_missed(tmp_path, caplog):
     assert identity(tmp_path)[0]["step"] == 1
     assert "names step 2, and there is no global_step_2" in caplog.text
     shutil.rmtree(tmp_path / "global_step_1")
-    with pytest.raises(CheckpointError, match=r"global_step_2: .* it is missing\)\. To start over"):
+    with pytest.raises(CheckpointError, match=r"there is no global_step_2\)\. To start over"):
         CheckpointStore(tmp_path).find()

@@ -200,7 +200,10 @@ class TestReference:
         lines = (rows / "pairs_train.jsonl").read_text().replace("train", "other")
         (tmp_path / "other.jsonl").write_text(lines)
         with pytest.raises(DataError, match="rows that it did not have when the run began"):
-            preference_run("trainer.save_freq=1", f"data.train_files={tmp_path}/other.jsonl")
+            preference_run(
+                "trainer.save_freq=1", f"data.train_files={tmp_path}/other.jsonl",
+                "trainer.resume_changed_inputs=warn",
+            )  # fmt: skip
 
 
 class TestKeptReference:

@@ -239,6 +239,7 @@ class RLRunner:
         keys: dict[str, Any] = {
             **self._write_model("model" if given else "actor_rollout_ref.model"),
             **more,
+            "trainer.resume_changed_inputs": "warn",  # the file of rows depends on the number of epochs, and Trainer resumes
         }
         for split, rows in (("train", self.train_dataset), ("val", self.eval_dataset)):
             keys[f"data.{split}_files"] = "[]" if not rows else self._write_rows(split, rows)
