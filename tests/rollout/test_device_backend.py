@@ -20,7 +20,7 @@ from verl.data_proto.samples import SamplingParams, TurnRequest
 from verl.errors import ConfigError, NumericsError
 from verl.models.cpu.weights import DenseDecoder
 from verl.models.cuda.varlen import FLASH, flash_runs
-from verl.rollout.cuda import fused
+from verl.rollout.cuda import backend, fused
 from verl.rollout.cuda.backend import DeviceBackend
 from verl.rollout.cuda.device import assign_places, next_power
 from verl.rollout.cuda.forward import StraightForward
@@ -468,6 +468,51 @@ def test_a_capture_without_memory_costs_one_graph(monkeypatch, caplog):
     assert runs == large + small
     assert graphs.num_graphs == 1
     assert "runs without a CUDA graph" in caplog.text
+
+
+@pytest.mark.parametrize("n", [1, 4])
+@pytest.mark.parametrize("cache", [KVCacheConfig(), pages(None)], ids=["slots", "pages"])
+def test_stores_that_stay_over_training_change_nothing(cache, n, device, monkeypatch):
+    """Not even the bounds that kernels are given, by which some choose the order of their sums: a run that resumes has fresh
+    stores."""
+    calls = []
+
+    def forward(q, k, v, spans, causal, scale):
+        calls.append((len(spans.start_q), spans.max_q, spans.max_k, causal))
+        return PLAIN.forward(q, k, v, spans, causal, scale)
+
+    monkeypatch.setattr("verl.rollout.cuda.backend._has_room", lambda device, num_bytes: True)
+    params = SamplingParams(n=n, max_new_tokens=12)
+    long, short = make_prompts([200, 90, 7, 31]), make_prompts([40, 20, 7])
+    fresh, kept = device(rows=6, kv_cache_config=cache), device(rows=6, kv_cache_config=cache)
+    for engine in (fresh, kept):
+        engine.device.kernel = PLAIN._replace(forward=forward)
+    expected, _ = generate(fresh, short, params)
+    wanted = list(calls)
+    kept.publish(1)
+    generate(kept, long, params)
+    kept.release()
+    assert kept.device.stores is None, "it is not known yet what training takes"
+    kept.publish(2)
+    generate(kept, long, params)
+    stores = kept.device.stores
+    kept.release()
+    calls.clear()
+    again, _ = generate(kept, short, params)
+    if n > 1:  # else fewer rows are asked for
+        assert kept.device.stores is stores
+    assert calls == wanted
+    assert_same(again, expected, tolerance=0)
+
+
+@pytest.mark.parametrize(("most", "stays"), [(50, True), (70, False)])
+def test_stores_stay_where_the_device_has_room_beside_training(most, stays, monkeypatch):
+    """Of 100 bytes, 5 are other processes'."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (35, 100))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 60)
+    monkeypatch.setattr(backend, "most_memory_allocated", lambda device: most)
+    assert backend._has_room(torch.device("cuda", 0), 20) is stays
+    assert not backend._has_room(torch.device("cpu"), 0)
 
 
 def test_logits_of_all_sizes_share_their_memory(device):

@@ -261,7 +261,9 @@ class RolloutConfig(Section):
     kv_cache_config: KVCacheConfig = section(
         KVCacheConfig, "paged KV cache", when="actor_rollout_ref.rollout.name=native", sizing=True
     )
-    free_cache_engine: bool = used(True, "free the KV cache while training", sizing=True)
+    free_cache_engine: bool = used(
+        True, "free the KV cache while training; the native engine's stays on a GPU with room for both", sizing=True
+    )
     prepack_weights: bool = used(
         True,
         "on a CPU, generate with a prepacked copy of the weights, whose matmuls are faster; freed with the KV cache",

@@ -17,6 +17,7 @@ import torch
 from verl.errors import ModelError
 from verl.models.cpu.weights import DenseDecoder
 from verl.models.cuda.varlen import FLASH, VarlenKernel, flash_runs
+from verl.parallel.device import most_memory_allocated
 from verl.rollout.cuda.device import (
     DRAWN,
     KEY,
@@ -27,6 +28,7 @@ from verl.rollout.cuda.device import (
     DeviceRows,
     DeviceSizes,
     Readback,
+    StepBounds,
     next_power,
 )
 from verl.rollout.cuda.forward import StraightForward
@@ -40,6 +42,7 @@ from verl.rollout.native.paging import UNLIMITED, Paging
 from verl.rollout.native.scheduler import Scheduler
 
 _MEMORY_SHARE = 0.8  # of what is free, for keys and values; the rest is for a prompt wave's activations and the graphs
+_RESTING_SHARE = 0.8  # of the device, at most in use at a time if stores and graphs stay while something else computes
 _SPARE = 2  # tokens: a row that has ended may take part in one more step
 
 
@@ -122,6 +125,7 @@ class DeviceBackend:
             self._made_for, self._longest_prompt = made_for, longest_prompt
         assert self.stores is not None
         self.stores.params = params  # equal but for what does not reach the device
+        self._bound(longest_prompt, num_rows)
         self._slots = np.arange(self.stores.sizes.num_rows)  # of the own store, by row
 
     def _grow(self, decoder: DenseDecoder, num_rows: int, longest_prompt: int) -> None:
@@ -144,12 +148,30 @@ class DeviceBackend:
         self.stores, self._changed = stores, True
         self._made_for = ()  # another generation begins with what it asks for
         self._longest_prompt = longest
+        self._bound(longest, sizes.num_rows)
+
+    def _bound(self, longest_prompt: int, num_rows: int) -> None:
+        """Let the steps of this generation be those of stores that were made for it: sums of a kernel may depend on the bounds,
+        and samples are not to depend on what was generated before."""
+        assert self.stores is not None
+        sizes = self.stores.sizes
+        own = sizes.own_capacity if self.scheduler.shared else next_power(longest_prompt) + self._num_new()
+        prefixes = min(self._num_prefixes(num_rows), sizes.num_prefixes)
+        preempted = (
+            self._num_new() if self.paging is not None else 0
+        )  # a sample that starts again is a prompt with its tokens
+        self.stores.bounds = StepBounds(own, next_power(longest_prompt + preempted), prefixes)
 
     def _build(self, decoder: DenseDecoder, sizes: DeviceSizes) -> DeviceRows:
         head, on_gpu = self.module.get_output_embeddings().weight, decoder.embed.device.type == "cuda"
         forward = StraightForward(decoder, head, sizes.longest, parts(on_gpu and not self.eager))
         graphs = StepGraphs(decoder.embed.device, enabled=not self.eager)
         return DeviceRows(forward, sizes, self.scheduler.params, self.kernel, graphs)
+
+    def rest(self) -> None:
+        """Free stores and graphs, unless they fit the device beside the most that this process has needed yet."""
+        if self.stores is None or not _has_room(self.stores.device, self.stores.num_bytes):
+            self.release()
 
     def release(self) -> None:
         """Free stores and graphs."""
@@ -264,7 +286,7 @@ class DeviceBackend:
 
     def _sizes(self, decoder: DenseDecoder, longest_prompt: int, num_rows: int) -> DeviceSizes:
         """Sizes for `num_rows` rows, or for as many as fit the memory that is free."""
-        n, new = self.scheduler.params.n, self.scheduler.params.max_new_tokens + _SPARE
+        n, new = self.scheduler.params.n, self._num_new()
         shared = self.scheduler.shared
         if self.paging is not None:
             return self._paged_sizes(decoder, longest_prompt, num_rows)
@@ -282,6 +304,9 @@ class DeviceBackend:
                 return sizes
             num_rows = num_rows // 2
 
+    def _num_new(self) -> int:
+        return self.scheduler.params.max_new_tokens + _SPARE
+
     def _num_prefixes(self, num_rows: int) -> int:
         """A prompt keeps its slot until its last sample ends: twice as many as full groups need."""
         n = self.scheduler.params.n
@@ -292,7 +317,7 @@ class DeviceBackend:
     def _paged_sizes(self, decoder: DenseDecoder, longest_prompt: int, num_rows: int) -> DeviceSizes:
         """Sizes for `num_rows` rows; pages for all of them, or for as many tokens as the limit and the free memory allow."""
         assert self.paging is not None
-        n, new, shared = self.scheduler.params.n, self.scheduler.params.max_new_tokens + _SPARE, self.scheduler.shared
+        n, new, shared = self.scheduler.params.n, self._num_new(), self.scheduler.shared
         size, pages = self.paging.block_size, lambda length: -(-length // self.paging.block_size)
         own, prefix = pages(new + (0 if shared else longest_prompt)), pages(longest_prompt + new)
         num_prefixes = self._num_prefixes(num_rows)
@@ -317,3 +342,12 @@ def _free_bytes(device: torch.device) -> int | None:
     free, _ = torch.cuda.mem_get_info(device)
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(_MEMORY_SHARE * (free + unused))
+
+
+def _has_room(device: torch.device, num_bytes: int) -> bool:
+    """Whether so many bytes more would have left the device a reserve, whatever this process has done yet."""
+    if device.type != "cuda":
+        return False
+    free, total = torch.cuda.mem_get_info(device)
+    others = total - free - torch.cuda.memory_reserved(device)
+    return most_memory_allocated(device) + num_bytes <= _RESTING_SHARE * (total - others)

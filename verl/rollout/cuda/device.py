@@ -44,6 +44,14 @@ class DeviceSizes(NamedTuple):
         return (self.num_rows + 1) * self.own_capacity + self.num_prefixes * self.prefix_capacity
 
 
+class StepBounds(NamedTuple):
+    """The most tokens that a generation has in a slot of the own store and in one of prompts, and its most prompts."""
+
+    own_tokens: int
+    prefix_tokens: int
+    num_prefixes: int
+
+
 class Readback:
     """See Sampled: `count` tokens and log-probs on their way to the host, `packed` int32 [2, count or more]."""
 
@@ -85,6 +93,7 @@ class DeviceRows:
             self.own, self.prefix = (TokenStore(decoder, *shape) for shape in slots)
         else:
             self.own, self.prefix = (PagedTokenStore(self.pool, *shape) for shape in slots)
+        self.bounds = StepBounds(sizes.own_capacity, sizes.prefix_capacity, sizes.num_prefixes)
         self._groups = decoder.num_heads // decoder.num_kv_heads
         self._logits: torch.Tensor | None = None  # [rows, vocab], of steps whose draw is not part of them
         self._make_columns()
@@ -140,7 +149,7 @@ class DeviceRows:
             self._int32(np.cumsum([0, *lengths])),
             self._int32(np.append(starts, 0)),
             int(lengths.max()),
-            self.sizes.prefix_capacity,
+            self.bounds.prefix_tokens,
             self._int32(np.array([c.end for _, c in chunks])),
             self.prefix.tables(to_device(torch.from_numpy(starts), self.device)),
             self.sizes.page_size,
@@ -179,7 +188,7 @@ class DeviceRows:
     def share(self, slots: np.ndarray, lengths: np.ndarray, members: np.ndarray) -> int:
         """From now on, row r belongs to prompt `members[r]` (-1: no matter) of those in prefix `slots` with `lengths`.
         Returns the number of prompts that a step computes."""
-        num_prompts = min(next_power(len(slots)), self.sizes.num_prefixes)
+        num_prompts = min(next_power(len(slots)), self.bounds.num_prefixes)
         gather, place = assign_places(members, self.sizes.width, num_prompts)
         start, used = np.zeros((2, num_prompts), dtype=np.int32)
         start[: len(slots)] = self.prefix.starts(slots)
@@ -193,7 +202,7 @@ class DeviceRows:
 
     def launch(self, num_rows: int, num_prompts: int, count: int) -> Readback:
         """One decode step of the first `num_rows` rows; the next tokens go to the columns. Returns `count` of them."""
-        key = (num_rows, num_prompts)
+        key = (num_rows, num_prompts, *self.bounds[:2])
         if (
             self.params.temperature != 0 and self.params.top_p < 1
         ):  # the values decide how far top-p sorts: the host waits
@@ -201,10 +210,10 @@ class DeviceRows:
                 shape = (self.sizes.num_rows, self.forward.head.shape[0])
                 self._logits = torch.empty(shape, dtype=torch.float32, device=self.device)
             logits = self._logits[:num_rows]
-            self.graphs.run(key, lambda: logits.copy_(self._forward(*key)))
+            self.graphs.run(key, lambda: logits.copy_(self._forward(num_rows, num_prompts)))
             self._advance(num_rows, logits)
         else:
-            self.graphs.run(key, lambda: self._advance(num_rows, self._forward(*key)))
+            self.graphs.run(key, lambda: self._advance(num_rows, self._forward(num_rows, num_prompts)))
         return Readback(self._out[: 2 * num_rows].view(2, num_rows), count)
 
     def _forward(self, num_rows: int, num_prompts: int) -> torch.Tensor:
@@ -214,7 +223,7 @@ class DeviceRows:
             self._ramp[: num_rows + 1],
             torch.nn.functional.pad(start.int(), (0, 1)),
             1,
-            self.sizes.own_capacity,
+            self.bounds.own_tokens,
             (length + 1).int(),
             self.own.tables(start),
             self.sizes.page_size,
@@ -239,7 +248,7 @@ class DeviceRows:
             self._ramp[: num_prompts + 1] * queries,
             self._prefix_start[: num_prompts + 1],
             queries,
-            self.sizes.prefix_capacity,
+            self.bounds.prefix_tokens,
             self._prefix_used[:num_prompts],
             self.prefix.tables(self._prefix_start[:num_prompts].long()),
             self.sizes.page_size,

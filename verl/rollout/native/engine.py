@@ -66,6 +66,7 @@ class NativeRollout(BaseRollout):
         self._dense: DenseForward | CpuForward | None = None
         self._dense_of = -1
         self._stats = {}
+        self._has_rested = self._has_trained = False  # weights of another version came after a `release`
         self._open: NativeGeneration | None = None
         self._invariance: Invariance | None = None
         if config.batch_invariant == "require":
@@ -86,15 +87,20 @@ class NativeRollout(BaseRollout):
 
     def publish(self, version: int) -> None:
         """See RolloutEngine. Keys and values never outlive their generation; a copy of the weights goes."""
+        self._has_trained |= self._has_rested and version != self.weight_version
         self.weight_version = version
         self._dense = None
 
     def release(self) -> None:
-        """Free the memory of both stores and of the copy of the weights."""
+        """Free the memory of both stores and of the copy of the weights; on a GPU, once it is known what training takes, only
+        if there is too little for both."""
         self.own.clear()
         self.prefix.clear()
-        self._dense = None
-        self.device.release()
+        self._dense, self._has_rested = None, True
+        if self._has_trained:
+            self.device.rest()
+        else:
+            self.device.release()
 
     def stores(self, dense: DenseForward | CpuForward | None) -> tuple[SlotStore, SlotStore]:
         """The stores of rows and of prompts, in the form that `dense` reads."""
@@ -177,7 +183,8 @@ class NativeGeneration:
                     if done or (until is not None and time.monotonic() >= until):
                         return done
         except BaseException:
-            self.engine.release()  # the stores may hold values that are not finite
+            self.engine.release()
+            self.engine.device.release()  # the stores may hold values that are not finite
             self.close()
             raise
         return []
