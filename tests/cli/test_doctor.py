@@ -226,3 +226,20 @@ def test_not_installed_is_a_requirement_that_is_not_met(monkeypatch):
 
     monkeypatch.setattr(importlib.metadata, "requires", requires)
     assert unmet_requirements() == {"verl": "not installed"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"version": "2.11.0+cu130"}, ["torch 2.11.0+cu130 reads no pages"]),
+        ({"version": "2.12.0"}, []),
+        ({"version": "2.13.0", "hip_build": "6.4"}, ["is built for ROCm"]),
+        ({"devices": [GPU]}, ["generation has no CUDA graphs"]),
+    ],
+)
+def test_what_a_gpu_computes_slowly_or_not_at_all_is_said(changes, words):
+    card = {**GPU, "name": "New GPU", "capability": [9, 0]}
+    found = judge(torch_changes={"cuda_available": True, "cuda_build": "13.0", "devices": [card], **changes})
+    warnings = [text for level, text in found if level == "warn"]
+    assert len(warnings) == len(words)
+    assert all(word in text for word, text in zip(words, warnings, strict=True))

@@ -54,7 +54,24 @@ def _torch(host: Facts, packages: Facts) -> Iterator[Line]:
             )
     for device in torch["devices"]:
         if device["capability"] < [8, 0]:
-            yield warn(f"{device['name']} has no bfloat16 arithmetic; dtype=auto computes in float32 there")
+            yield warn(
+                f"{device['name']} has no bfloat16 arithmetic; dtype=auto computes in float32 there, where attention holds "
+                "all its scores and generation has no CUDA graphs. A GPU from compute capability 8.0 on is many times as fast"
+            )
+    if torch.get("hip_build") and torch["devices"]:
+        yield warn(
+            f"torch {torch['version']} is built for ROCm, where flash attention and graphs are not used: attention holds all "
+            "its scores and the host drives every step of generation"
+        )
+    if torch["cuda_available"] and not torch.get("hip_build") and _release(torch["version"]) < (2, 12):
+        yield warn(
+            f"the flash attention of torch {torch['version']} reads no pages, so kv_cache_config.enable_paged_attention=True "
+            "is refused on this GPU. Install torch 2.12 or newer for it"
+        )
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.partition("+")[0].split(".")[:2])
 
 
 def _transformers(host: Facts, packages: Facts) -> Iterator[Line]:
