@@ -43,6 +43,9 @@ SECTIONS = {
         "tests.test_foreign_text:cases", 10_000, "foreign texts in rows, configs, templates, errors and logs"
     ),
     "rewards": Section("tests.rewards.returns:cases", 10_000, "returns of a reward function"),
+    "episode-rewards": Section(
+        "tests.agents.episode_rewards:cases", 5_000, "rewards of environments, runners and loops"
+    ),
     "steps": Section("tests.run.hostile_steps:cases", 200, "training steps beside one hostile sample, timed"),
     "checkpoints": Section("tests.checkpoint.damage:cases", 1_000, "damaged checkpoints"),
     "models": Section("tests.models.damaged_folders:cases", 2_000, "damaged model folders"),

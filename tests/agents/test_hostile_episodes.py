@@ -1,13 +1,16 @@
 """Rewards without bound and texts without end, from everything that an episode asks: each costs its own episode."""
 
+import collections
 import json
 import math
+import random
 
 import httpx
 import numpy as np
 import pytest
 import torch
 
+from tests.agents import episode_rewards
 from tests.agents.test_exactness import Scripted, objects
 from tests.data.conversations.templates import tokenizer_of
 from verl.agents.agents import Agents
@@ -138,6 +141,32 @@ SOURCES = {
 }
 
 
+def make_agents(source, folder):
+    """Agents whose rewards and texts come from `source`."""
+    keys, prepare = SOURCES[source]
+    files = ("actor_rollout_ref.model.path=model", "data.train_files=x.jsonl")
+    lengths = (f"data.max_prompt_length={PROMPT}", f"data.max_response_length={RESPONSE}")
+    config = load_config([*files, *lengths, f"trainer.default_local_dir={folder}", *keys], check=False).config
+    tokenizer = tokenizer_of("qwen2.5")
+    agents = Agents(config, tokenizer, Scripted(tokenizer), stop_token_ids=[tokenizer.eos_token_id])
+    prepare(agents)
+    return agents
+
+
+def play_rows(agents, first_ordinal=0):
+    """The results of a hostile row and of another."""
+    names = ["hostile", "usual"]
+    columns = {
+        "ordinal": torch.arange(first_ordinal, first_ordinal + 2),
+        "prompt_token_ids": objects([agents.continuity.prompt(said("Go."))] * 2),
+        "raw_prompt": objects([said("Go.")] * 2),
+        "data_source": objects(names),
+        "extra_info": objects([{"interaction_kwargs": {"name": "user", "data_source": name}} for name in names]),
+    }
+    rows, params = DataProto.from_single_dict(columns), SamplingParams(n=1, max_new_tokens=RESPONSE)
+    return agents.generate(rows, params, step=1, split="train", dtype=np.float64, on_finish=lambda r: None)
+
+
 @pytest.fixture
 def play(tmp_path):
     """play(source, **given) -> the results of a hostile row and of another, and the characters that were encoded."""
@@ -146,27 +175,12 @@ def play(tmp_path):
     def start(source, **values):
         GIVEN.clear()
         GIVEN.update(values)
-        keys, prepare = SOURCES[source]
-        files = ("actor_rollout_ref.model.path=model", "data.train_files=x.jsonl")
-        lengths = (f"data.max_prompt_length={PROMPT}", f"data.max_response_length={RESPONSE}")
-        config = load_config([*files, *lengths, f"trainer.default_local_dir={tmp_path}", *keys], check=False).config
-        tokenizer = tokenizer_of("qwen2.5")
-        agents = Agents(config, tokenizer, Scripted(tokenizer), stop_token_ids=[tokenizer.eos_token_id])
+        agents = make_agents(source, tmp_path)
         made.append(agents)
-        prepare(agents)
+        tokenizer = agents.tokenizer
         encode, num_chars = tokenizer.encode, []
         tokenizer.encode = lambda text, **settings: num_chars.append(len(text)) or encode(text, **settings)
-        names = ["hostile", "usual"]
-        columns = {
-            "ordinal": torch.arange(2),
-            "prompt_token_ids": objects([agents.continuity.prompt(said("Go."))] * 2),
-            "raw_prompt": objects([said("Go.")] * 2),
-            "data_source": objects(names),
-            "extra_info": objects([{"interaction_kwargs": {"name": "user", "data_source": name}} for name in names]),
-        }
-        rows, params = DataProto.from_single_dict(columns), SamplingParams(n=1, max_new_tokens=RESPONSE)
-        results = agents.generate(rows, params, step=1, split="train", dtype=np.float64, on_finish=lambda r: None)
-        return *results, sum(num_chars)
+        return *play_rows(agents), sum(num_chars)
 
     yield start
     for agents in made:
@@ -241,3 +255,8 @@ def test_a_text_that_may_fit_is_encoded_whole(play, num_chars):
 
     continuity = ChatContinuity(Spaces(), max_tokens=200)
     assert len(continuity.encode(" " * num_chars)) == -(-num_chars // 1000)
+
+
+def test_rewards_of_any_kind_are_numbers_or_cost_their_own_episode(tmp_path):
+    outcomes = collections.Counter(episode_rewards.cases(random.Random(0), 60, tmp_path))
+    assert {"refused", "a number"} <= {what for _, what in outcomes}, outcomes
