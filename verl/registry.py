@@ -10,6 +10,7 @@ import hashlib
 import importlib
 import importlib.util
 import operator
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from verl.errors import ConfigError, nearest
+from verl.regular_files import require_regular
 
 T = TypeVar("T")
 
@@ -24,7 +26,7 @@ T = TypeVar("T")
 def user_file(path: str) -> Path:
     """The file that `path` names. One that begins with verl/ and is not below the working directory is looked for in this
     package: scripts that run in a checkout of verl name its files so."""
-    file = Path(path).expanduser().resolve()
+    file = Path(os.path.abspath(os.path.expanduser(path)))
     if path.startswith("verl/") and not file.is_file():
         return Path(__file__).parent / path.removeprefix("verl/")
     return file
@@ -33,22 +35,26 @@ def user_file(path: str) -> Path:
 def load_module(path: str) -> ModuleType:
     """The module at `path`: a dotted name, `pkg://dotted.name`, or a `.py` file (imported once per resolved path).
 
-    Raises ConfigError when the file is missing or the import fails; the cause is chained.
+    A file may import other modules of its folder: the folder becomes the last entry of sys.path, so that a `json.py` in it
+    does not stand for the standard library's. Raises ConfigError when the file is missing or no regular file, or the import
+    fails; the cause is chained.
     """
     if path.startswith("pkg://"):
         path = path[len("pkg://") :]
     elif path.startswith("file://"):
         path = path[len("file://") :]
     try:
-        if "/" in path and Path(path).expanduser().is_dir():
-            raise ConfigError(f"{path} is a folder; name the .py file in it.")
-        if not path.endswith(".py"):
+        if not path.endswith(".py") and "/" not in path and path:
             return importlib.import_module(path)
         file = user_file(path)
-        if not file.is_file():
-            if path.startswith("verl/") and (found := _packaged_module(path)) is not None:
-                return found
-            raise ConfigError(f"The file {path} does not exist (looked at {file}).")
+        if path.startswith("verl/") and not file.exists() and (found := _packaged_module(path)) is not None:
+            return found
+        require_regular(file if path else path, "The Python file", fix="Name a .py file or a module.")
+        if file.suffix != ".py":
+            raise ConfigError(
+                f"The file {path} does not end in .py; name a Python file, or a module as package.module."
+            )
+        file = Path(os.path.realpath(file))
         name = "verl_user_" + hashlib.sha1(str(file).encode()).hexdigest()[:12]
         if name in sys.modules:
             return sys.modules[name]
@@ -57,6 +63,8 @@ def load_module(path: str) -> ModuleType:
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module
+        if str(file.parent) not in sys.path:
+            sys.path.append(str(file.parent))
         try:
             spec.loader.exec_module(module)
         except BaseException:

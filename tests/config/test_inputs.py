@@ -86,7 +86,7 @@ def test_documents(name, tmp_path):
 def test_what_is_no_file(tmp_path):
     os.mkfifo(tmp_path / "pipe.yaml")
     (tmp_path / "folder.yaml").mkdir()
-    assert "pipe.yaml is no file but a pipe or a device" in refused(config_path=str(tmp_path / "pipe.yaml"))
+    assert "pipe.yaml is a pipe. Name a YAML file" in refused(config_path=str(tmp_path / "pipe.yaml"))
     assert "folder.yaml is a folder" in refused(config_path=str(tmp_path / "folder.yaml"))
     (tmp_path / "large.yaml").write_text("# " + "x" * 10_000_000)
-    assert "has more than 10 MB" in refused(config_path=str(tmp_path / "large.yaml"))
+    assert "has more than 10,000,000 bytes" in refused(config_path=str(tmp_path / "large.yaml"))

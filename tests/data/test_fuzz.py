@@ -111,12 +111,12 @@ def test_a_column_that_a_parquet_file_has_twice(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "words"), [("pipe", "a pipe or a device"), ("folder", "a folder"), ("link", "a link to nothing")]
+    ("kind", "words"), [("pipe", "a pipe"), ("folder", "a folder"), ("link", "a link to gone, which does not exist")]
 )
 def test_what_is_no_file(tmp_path, kind, words):
     path = tmp_path / "a.jsonl"
     {"pipe": os.mkfifo, "folder": os.mkdir, "link": lambda p: p.symlink_to("gone")}[kind](path)
-    assert f"The data file {path} is {words}. Name a file" in read(path, tokenizer)
+    assert f"The data file {path} is {words}. Prepare it" in read(path, tokenizer)
 
 
 def test_control_tokens_in_messages_are_counted(tmp_path):

@@ -11,6 +11,7 @@ from verl.compat.finder import IS_PACKAGE
 LAYERS = (
     ("_version", "foreign_text"),
     ("errors",),
+    ("regular_files",),
     ("registry",),
     ("data_proto",),
     ("config",),

@@ -140,7 +140,7 @@ def test_a_rubric_is_read_and_checked(tmp_path):
             read_rubric(file)
     file.write_text('- {name: "\\e[31ma\\n", question: b}')
     assert read_rubric(file)[0].name == "\\x1b[31ma"
-    with pytest.raises(ConfigError, match="not an existing file"):
+    with pytest.raises(ConfigError, match="does not exist"):
         read_rubric(tmp_path / "none.yaml")
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from verl.errors import ConfigError, MissingExtraError
 from verl.registry import user_file
+from verl.regular_files import require_regular
 from verl.tools.base_tool import BaseTool
 from verl.tools.function_tool import Answer
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
@@ -112,7 +113,8 @@ class BM25Index:
 def bm25_index(path: str) -> BM25Index:
     """The index of a .jsonl file. Raises ConfigError for a file that cannot be used."""
     try:
-        rows = [json.loads(line) for line in user_file(path).read_text(encoding="utf-8").splitlines() if line.strip()]
+        text = require_regular(user_file(path), "The corpus").read_text(encoding="utf-8")
+        rows = [json.loads(line) for line in text.splitlines() if line.strip()]
         texts = [str(row["contents"]) for row in rows]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(

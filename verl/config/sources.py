@@ -11,6 +11,7 @@ from verl.config.schema import Schema
 from verl.config.values import MAX_DEPTH
 from verl.errors import ConfigError, nearest
 from verl.foreign_text import clean
+from verl.regular_files import kind_of, read_user_text, require_regular
 
 _MAX_BYTES = 10_000_000  # of a file
 _MAX_VALUES = 100_000  # of a file, where aliases stand for what they name
@@ -36,7 +37,11 @@ def find(schema: Schema[Any], config_path: str | None, config_name: str | None) 
         return _existing(Path(config_path).expanduser())
     if config_name is None:
         if config_path is not None:
-            raise ConfigError(f"--config-path {config_path} is a folder; give --config-name too, or name a .yaml file.")
+            kind = kind_of(Path(config_path).expanduser()) if config_path else "an empty name"
+            kind = kind or "not the name of a YAML file"
+            raise ConfigError(
+                f"--config-path {config_path} is {kind}; name a .yaml file, or a folder and --config-name."
+            )
         return None
     name = config_name.removesuffix(".yaml").removesuffix(".yml")
     unavailable = schema.compat.unavailable_configs
@@ -68,12 +73,8 @@ def _is_of_package(config_path: str) -> bool:
 
 
 def _existing(file: Path) -> Path:
-    if file.is_file():
-        return file
-    if file.exists():
-        raise ConfigError(
-            f"The config file {file} is {'a folder' if file.is_dir() else 'no file but a pipe or a device'}."
-        )
+    if kind_of(file) is not None:
+        return require_regular(file, "The config file", fix="Name a YAML file.")
     there = ", ".join(sorted(f.name for f in file.parent.glob("*.yaml"))) if file.parent.is_dir() else ""
     raise ConfigError(
         f"The config file {file} does not exist"
@@ -131,12 +132,8 @@ def read_limited(file: Path, load: Callable[[str], Any] | None = None, kind: str
     import yaml
 
     what = f"The {kind} {clean(file)}"
-    if not file.is_file():
-        raise ConfigError(f"{what} is not an existing file. Name a YAML file.")
+    text = read_user_text(file, f"The {kind}", fix="Name a YAML file.", max_bytes=_MAX_BYTES)
     try:
-        if file.stat().st_size > _MAX_BYTES:
-            raise ConfigError(f"{what} has more than {_MAX_BYTES // 10**6} MB, which no config has.")
-        text = file.read_text(encoding="utf-8")
         _require_small(text, what)
         return load(text) if load else getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text).get_single_data()
     except ConfigError:

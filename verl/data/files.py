@@ -14,8 +14,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from verl.errors import DataError, nearest
+from verl.errors import DataError
 from verl.foreign_text import clean, quoted
+from verl.regular_files import require_regular
 
 SUFFIXES = (".parquet", ".json", ".jsonl", ".json.gz", ".jsonl.gz")
 
@@ -180,14 +181,6 @@ class Rows(Sequence[dict[str, Any]]):
         return Rows(self._tables, self._chosen[np.fromiter(rows, dtype=np.int64)])
 
 
-def expand(file: str | os.PathLike[str]) -> str:
-    """`~` and `$NAME` replaced; raises DataError when a variable is not set."""
-    path = os.path.expanduser(os.path.expandvars(os.fspath(file)))
-    if "$" in path:
-        raise DataError(f"The data file {path} names an environment variable that is not set.")
-    return path
-
-
 def read_rows(files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> Rows:
     """The rows of all files, in order.
 
@@ -198,23 +191,13 @@ def read_rows(files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) 
     names = [files] if isinstance(files, (str, os.PathLike)) else list(files)
     if not names:
         raise DataError("The list of data files is empty; set data.train_files and data.val_files.")
-    return Rows([_open(expand(name)) for name in names])
+    return Rows([_open(os.path.expanduser(os.fspath(name))) for name in names])
 
 
 def _open(name: str) -> Table:
-    path = Path(name)
-    table: Table
-    if path.is_file():
-        table = _open_file(path)
-    elif (path.exists() or path.is_symlink()) and (name.endswith(SUFFIXES) or not path.is_dir()):
-        kind = "a folder" if path.is_dir() else "a pipe or a device" if path.exists() else "a link to nothing"
-        raise DataError(f"The data file {name} is {kind}. Name a file: rows are read again after a restart.")
-    elif name.endswith(SUFFIXES):
-        there = [p.name for p in path.absolute().parent.iterdir()] if path.absolute().parent.is_dir() else []
-        hint = (
-            nearest(path.name, there) or ". Prepare it with `verl data`, or correct data.train_files or data.val_files."
-        )
-        raise DataError(f"The data file {name} does not exist (looked at {path.absolute()}){hint}")
+    if name.endswith(SUFFIXES) or not name or (os.path.lexists(name) and not os.path.isdir(name)):
+        fix = "Prepare it with `verl data`, or correct data.train_files or data.val_files."
+        table = _open_file(require_regular(name, "The data file", DataError, fix))
     else:
         table = _open_dataset(name)
     if len(table) == 0:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from verl.errors import ModelError, nearest
 from verl.foreign_text import clean
 from verl.parallel.memory import available_memory
+from verl.regular_files import kind_of
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _AGAIN = "Download or convert the model again."
@@ -63,7 +63,7 @@ class TensorHeader:
 def locate(path: str | Path) -> str:
     """A folder, checked to hold a config, or a hub name. Raises ModelError for a folder that is not there."""
     folder = Path(path).expanduser()
-    kind = _kind(folder)
+    kind = _kind(folder) if str(path) else "an empty name"
     if kind == "a folder":
         if _kind(folder / "config.json") is None:
             saved = next(iter(sorted(folder.glob("**/huggingface/config.json"))), None)
@@ -345,15 +345,11 @@ def _indexed_names(folder: Path) -> dict[str, set[str]]:
 
 
 def _kind(path: Path) -> str | None:
-    """The kind of thing at `path`, links followed; None where nothing is. Raises ModelError where looking is forbidden."""
+    """Kind of what lies at `path`. Raises ModelError where looking is forbidden."""
     try:
-        mode = path.stat().st_mode
-    except (FileNotFoundError, NotADirectoryError):
-        return f"a link to {clean(os.readlink(path), 120)}, which does not exist" if path.is_symlink() else None
-    except (OSError, ValueError) as error:  # a loop of links, no permission, a zero byte, a name that is too long
+        return kind_of(path)
+    except (OSError, ValueError) as error:  # no permission, a zero byte, a name that is too long
         raise ModelError(f"{clean(path)} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
-    kinds = {stat.S_IFREG: "a file", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
-    return kinds.get(stat.S_IFMT(mode), "a device")
 
 
 def _counts(config: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, Any]]:

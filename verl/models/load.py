@@ -26,6 +26,7 @@ from verl.models.padded import ForwardKind
 from verl.models.randomness import turn_off
 from verl.models.tokenizer_files import check_token_ids, check_tokenizer_file, embedding_rows
 from verl.registry import load_module
+from verl.regular_files import read_user_text
 
 log = logging.getLogger(__name__)
 
@@ -147,14 +148,11 @@ def load_tokenizer(model: ModelConfig | str | Path) -> Any:
             load_model_config(path, model.trust_remote_code, None)
         raise ModelError(f"No tokenizer could be loaded from {path}: {files.reason(error)}.") from error
     if model.custom_chat_template:
-        template = Path(model.custom_chat_template).expanduser()
-        is_file = len(model.custom_chat_template) < 4096 and "{" not in model.custom_chat_template
-        if is_file and not template.is_file():
-            raise ModelError(f"model.custom_chat_template={template} is neither a file nor a Jinja template.")
-        try:
-            tokenizer.chat_template = template.read_text(encoding="utf-8") if is_file else model.custom_chat_template
-        except (OSError, UnicodeDecodeError) as error:
-            raise ModelError(f"model.custom_chat_template={template} cannot be read as UTF-8 text: {error}.") from error
+        template = model.custom_chat_template
+        if len(template) < 4096 and "{" not in template:
+            fix = "Name a file, or give a Jinja template."
+            template = read_user_text(template, "The file model.custom_chat_template", ModelError, fix=fix)
+        tokenizer.chat_template = template
     tokenizer.num_embeddings = num_embeddings
     if num_embeddings is not None:
         check_token_ids(tokenizer, str(path), num_embeddings)

@@ -22,6 +22,7 @@ from verl.planner.cpu import measure_cpu
 from verl.planner.options import Space
 from verl.planner.search import Rules
 from verl.planner.shapes import ModelShape, known_shape
+from verl.regular_files import require_regular
 
 _SPACES = {
     "fsdp": Space(zero=(3,), pipelines=(1,)),
@@ -132,8 +133,8 @@ def shape_of(path: str) -> ModelShape:
 
 def read_lengths(file: Path) -> list[float]:
     """Tokens of the response in each row of samples/train/STEP.jsonl of a run (`response_ids`), or its `response_length`."""
-    if not file.is_file():
-        raise ConfigError(f"plan.workload.samples={file} is no file; give samples/train/STEP.jsonl of an earlier run.")
+    fix = "Give samples/train/STEP.jsonl of an earlier run."
+    require_regular(file, "The file plan.workload.samples", fix=fix)
     if file.stat().st_size > _SAMPLE_BYTES:
         raise ConfigError(f"plan.workload.samples={file} has more than 1 GiB; give one step of the run.")
     found = []

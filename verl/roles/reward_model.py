@@ -21,6 +21,7 @@ from verl.models.heads import ScalarHeadModel
 from verl.models.load import load_external, load_tokenizer
 from verl.parallel.device import compute_dtype
 from verl.parallel.register import Dispatch, register
+from verl.regular_files import read_user_text
 from verl.roles.judges import Judge, build_judge
 from verl.roles.verdicts import CachedReplies, compare_pairs, fill, read_rubric, rubric_scores
 
@@ -220,12 +221,8 @@ def read_template(given: str, *, has_rubric: bool = False) -> str:
     """The text of a judge's template, given as text or as the name of a file. Raises ConfigError when it does not show
     the response, or the criterion of a rubric."""
     is_text = "{" in given or "\n" in given
-    file = Path(given).expanduser()
-    if not is_text and not file.is_file():
-        raise ConfigError(
-            f"reward.reward_model.judge_template={given} is neither an existing file nor text with {{response}}."
-        )
-    template = given if is_text else file.read_text(encoding="utf-8")
+    fix = "Name a file, or give a text with {response}."
+    template = given if is_text else read_user_text(given, "The file reward.reward_model.judge_template", fix=fix)
     needed = ["{response}", "{criterion}"] if has_rubric else ["{first}", "{second}"]
     if not has_rubric and not any(place in template for place in needed):
         needed = ["{response}"]

@@ -9,11 +9,9 @@ A schema is a check of a value, built from the checks below:
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import logging
 import os
-import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import isfinite
 from pathlib import Path
@@ -23,12 +21,12 @@ import psutil
 
 from verl.config.secrets import hide
 from verl.foreign_text import valid_utf8
+from verl.regular_files import open_regular, read_text
 
 log = logging.getLogger(__name__)
 
 _MAX_BYTES = 64 << 20  # of a file that is read whole
 _MAX_ROW_BYTES = 16 << 20
-_PIECE_BYTES = 1 << 16
 _MAX_WHOLE = 1 << 53  # above, JSON readers that count in float64 lose digits
 # errors of file systems that cannot sync a folder (CIFS, 9p and many in user space)
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EISDIR)
@@ -62,16 +60,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(v) for v in value]
     return value if value is None or isinstance(value, str | int) else _finite(_plain(value))
-
-
-def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
-    """A descriptor of a regular file. Raises OSError, also for a pipe, which would block, and a device, which may have no
-    end."""
-    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.ENXIO, "it is not a regular file", str(path))
-    return descriptor
 
 
 def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -112,17 +100,6 @@ def sync_folder(path: Path) -> bool:
             raise
         return False
     return True
-
-
-def read_text(path: Path, max_bytes: int = _MAX_BYTES) -> str:
-    """The text of a regular file. Raises OSError, and ValueError for one that is larger or not UTF-8."""
-    content = bytearray()
-    with os.fdopen(open_regular(path), "rb") as file:  # in pieces: a read reserves the memory that it may need
-        while len(content) <= max_bytes and (piece := file.read(_PIECE_BYTES)):
-            content += piece
-    if len(content) > max_bytes:
-        raise ValueError(f"it has more than {max_bytes:,} bytes")
-    return content.decode()
 
 
 def read_json(path: Path, check: Check, max_bytes: int = _MAX_BYTES) -> Any:

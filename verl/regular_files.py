@@ -1,0 +1,87 @@
+"""The one reader of files that a user or a run folder names: regular files, and nothing that blocks or has no end."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+from verl.errors import ConfigError, VerlError, nearest
+from verl.foreign_text import clean
+
+_MAX_BYTES = 64 << 20
+_KINDS = {
+    stat.S_IFREG: "a file",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+}
+
+
+def kind_of(path: Path) -> str | None:
+    """The kind of `path`, links followed: "a file", "a folder", "a pipe", "a link to itself"; None for nothing. Raises OSError
+    where looking is forbidden, ValueError for a name that no file can have."""
+    try:
+        return _KINDS.get(stat.S_IFMT(path.stat().st_mode), "a device")
+    except (FileNotFoundError, NotADirectoryError):
+        return f"a link to {clean(os.readlink(path), 120)}, which does not exist" if path.is_symlink() else None
+    except (OSError, RuntimeError) as error:
+        if getattr(error, "errno", None) == errno.ELOOP:
+            return "a link to itself"
+        raise
+
+
+def require_regular(path: str | Path, what: str, error: type[VerlError] = ConfigError, fix: str = "") -> Path:
+    """`path` with `~` replaced. Raises `error`, which begins with `what`, unless it is a regular file, or a link to one, that
+    this process may read; `fix` ends the sentence."""
+    file, name = Path(os.path.expanduser(path)), f"{what} {clean(path)}"
+    fix = fix or "Name a regular file."
+    try:
+        kind = kind_of(file) if str(path) else "an empty name"
+    except (OSError, ValueError) as caught:
+        raise error(f"{name} cannot be read: {getattr(caught, 'strerror', None) or caught}. {fix}") from caught
+    if kind is None:
+        folder = file.absolute().parent
+        there = [entry.name for entry in os.scandir(folder)] if os.access(folder, os.R_OK | os.X_OK) else []
+        raise error(
+            f"{name} does not exist (looked at {clean(file.absolute())}){nearest(file.name, there) or '.'} {fix}"
+        )
+    if kind != "a file":
+        raise error(f"{name} is {kind}. {fix}")
+    if not os.access(file, os.R_OK):
+        raise error(f"{name} cannot be read: permission denied. Let the user of this run read it.")
+    return file
+
+
+def read_user_text(
+    path: str | Path, what: str, error: type[VerlError] = ConfigError, *, fix: str = "", max_bytes: int = _MAX_BYTES
+) -> str:
+    """The text of a file that a user names. Raises `error` as `require_regular`, also for one that is larger than `max_bytes`
+    or not UTF-8."""
+    file = require_regular(path, what, error, fix)
+    try:
+        return read_text(file, max_bytes)
+    except (OSError, ValueError) as caught:
+        raise error(f"{what} {clean(path)} cannot be read: {clean(caught)}. {fix}".rstrip()) from caught
+
+
+def read_text(path: Path, max_bytes: int = _MAX_BYTES) -> str:
+    """The text of a regular file. Raises OSError, and ValueError for one that is larger or not UTF-8."""
+    content = bytearray()
+    with os.fdopen(open_regular(path), "rb") as file:  # in parts: a read reserves the memory that it may need
+        while len(content) <= max_bytes and (part := file.read(1 << 16)):
+            content += part
+    if len(content) > max_bytes:
+        raise ValueError(f"it has more than {max_bytes:,} bytes")
+    return content.decode()
+
+
+def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
+    """A descriptor of a regular file. Raises OSError, also for a pipe, which would block, and a device, which may have no
+    end."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.ENXIO, "it is not a regular file", str(path))
+    return descriptor
