@@ -9,7 +9,6 @@ import argparse
 import json
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.errors import DeadlineError, ModelError
-from verl.parallel.child_processes import die_with
+from verl.parallel.child_processes import die_with, python_command
 
 _MIB = 1 << 20
 _SIZES = (1 * _MIB, 16 * _MIB, 128 * _MIB)  # without a model
@@ -60,9 +59,10 @@ def benchmark_nccl(
         import torch
 
         count = num_ranks or max(2, torch.cuda.device_count())
-        launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={count}", "-m"]
+        launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
         listed = [f"--sizes={','.join(map(str, sizes))}", f"--repeats={num_repeats}", f"--timeout={timeout_s}"]
-        said = _output([*launcher, "verl.cli.measure", *listed], timeout_s)
+        ranks = python_command("verl.cli.measure", *listed)[1:]
+        said = _output([*launcher, *ranks], timeout_s)
         found = [AllGatherTime(**row) for row in json.loads(said.strip().splitlines()[-1])]
     else:
         found = measure_gathering(sizes, num_repeats, timeout_s)
@@ -206,10 +206,10 @@ def _tiny_task(root: Path) -> list[str]:
 
 
 def _output(command: Sequence[str], timeout_s: float) -> str:
-    """The output of `python -m command...`."""
+    """The output of the module and arguments in `command`."""
     try:
         ended = subprocess.run(
-            [sys.executable, "-m", *command],
+            python_command(*command),
             capture_output=True,
             text=True,
             errors="replace",

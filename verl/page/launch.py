@@ -6,12 +6,12 @@ import importlib.util
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from verl.errors import MissingExtraError
+from verl.parallel.child_processes import python_command
 
 PACKAGES = ("starlette", "uvicorn", "sse_starlette")
 
@@ -50,8 +50,8 @@ def start_page(folder: Path, host: str, port: int, labels: Mapping[str, str] | N
     listening, token = listen(host, port), new_token()
     with listening:
         process = subprocess.Popen(
-            [sys.executable, "-m", "verl.page", "--parent", str(os.getpid()), "--fd", str(listening.fileno()),
-             "--labels", json.dumps(dict(labels or {})), str(folder)],
+            python_command("verl.page", "--parent", str(os.getpid()), "--fd", str(listening.fileno()),
+                           "--labels", json.dumps(dict(labels or {})), str(folder)),
             pass_fds=(listening.fileno(),), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
             env={**os.environ, "VERL_PAGE_TOKEN": token, "OMP_NUM_THREADS": "1"},
             start_new_session=True,  # a Ctrl-C is for the run: the page ends with its parent

@@ -1,7 +1,7 @@
 """Ties between a process and its parent, so that whatever ends a run leaves nothing of it behind. Linux only; elsewhere
 they do nothing.
 
-`python -m verl.parallel.child_processes PARENT_PID PROGRAM ARGUMENTS...` runs PROGRAM, which ends with process PARENT_PID.
+`python_command("verl.parallel.child_processes", PARENT_PID, PROGRAM, ...)` runs PROGRAM, which ends with process PARENT_PID.
 """
 
 from __future__ import annotations
@@ -13,11 +13,18 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 # operations of prctl, from linux/prctl.h
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36
+
+
+def python_command(module: str, *arguments: str) -> list[str]:
+    """The command that runs `module` with this Python and this verl, and never with a module of the current folder
+    (verl/parallel/child_main.py)."""
+    return [sys.executable, str(Path(__file__).with_name("child_main.py")), module, *arguments]
 
 
 def die_with(parent: int, signal_number: int = signal.SIGKILL) -> None:

@@ -4,27 +4,36 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import psutil
-
 CGROUP = Path("/sys/fs/cgroup")
 CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
 def memory_limit() -> int:
     """Bytes of memory of the machine or the container."""
-    total = int(psutil.virtual_memory().total)
+    total = system_memory("MemTotal")
     limit = content_of(CGROUP / "memory.max").strip()
     return min(total, int(limit)) if limit.isdigit() else total
 
 
 def available_memory() -> int:
     """Bytes that a new process can allocate without swapping."""
-    free = int(psutil.virtual_memory().available)
+    free = system_memory("MemAvailable")
     limit, used = content_of(CGROUP / "memory.max").strip(), content_of(CGROUP / "memory.current").strip()
     if not (limit.isdigit() and used.isdigit()):
         return free
     statistics = dict(line.split() for line in content_of(CGROUP / "memory.stat").splitlines())
     return min(free, int(limit) - int(used) + int(statistics.get("inactive_file", 0)))
+
+
+def system_memory(name: str) -> int:
+    """Bytes of memory of the machine, by the name that Linux gives them: MemTotal, MemAvailable or SwapTotal."""
+    for line in content_of(Path("/proc/meminfo")).splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) << 10
+    import psutil  # on other systems
+
+    memory = psutil.virtual_memory()
+    return int({"MemTotal": memory.total, "MemAvailable": memory.available}.get(name, psutil.swap_memory().total))
 
 
 def resident_bytes() -> int:

@@ -15,7 +15,6 @@ import os
 import secrets
 import select
 import socket
-import sys
 import tempfile
 import time
 from dataclasses import asdict
@@ -25,6 +24,7 @@ from typing import Any
 from verl.config.secrets import is_secret_name
 from verl.errors import RewardError
 from verl.foreign_text import clean
+from verl.parallel.child_processes import python_command
 from verl.parallel.framing import encode_frame, frame, read_header
 from verl.rewards.jobs import Job
 from verl.rewards.outcome import Outcome, checked_outcome
@@ -72,7 +72,7 @@ class WorkerProcess:
         self._folder = tempfile.mkdtemp(prefix="verl_reward_")
         self._channel, channel = socket.socketpair()
         self._channel.setblocking(False)
-        command = (sys.executable, "-m", "verl.rewards.worker", str(channel.fileno()), str(os.getpid()))
+        command = python_command("verl.rewards.worker", str(channel.fileno()), str(os.getpid()))
         try:
             env = _environment(self._folder, limits.network)
             needed = (self._folder, os.getcwd(), *setup["sys_path"], str(setup["function"]["path"]))
@@ -230,12 +230,9 @@ class WorkerProcess:
 
 def _environment(folder: str, network: bool) -> dict[str, str]:
     """Environment of a worker; without a network it needs no keys and passwords."""
-    package_root = str(Path(__file__).resolve().parents[2])
-    inherited = os.environ.get("PYTHONPATH")
     return {
         **{name: value for name, value in os.environ.items() if network or not is_secret_name(name)},
         "TMPDIR": folder,
-        "PYTHONPATH": package_root + (os.pathsep + inherited if inherited else ""),
         "PYTHONUNBUFFERED": "1",  # the log has what was printed before a crash
         "PYTHONHASHSEED": "0",  # scorers that iterate over sets give the same answer in every worker
         "OMP_NUM_THREADS": "1",

@@ -14,7 +14,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Any
 
 import verl.errors
 from verl.errors import DeadlineError, VerlError, WorkerLostError
-from verl.parallel.child_processes import unheard_sigterm
+from verl.parallel.child_processes import python_command, unheard_sigterm
 from verl.parallel.framing import ChannelClosed, ChannelCorrupt, receive_bytes, send
 from verl.parallel.serialize import from_bytes, to_bytes
 from verl.parallel.stack_dump import dump_of, innermost
@@ -83,7 +82,7 @@ class Child:
 
 
 class EngineProcess:
-    """Starts `python -m verl.rollout.process_main`, which makes its engine by `factory` ("module:function") out of `setup`
+    """Starts verl/rollout/process_main.py, which makes its engine by `factory` ("module:function") out of `setup`
     (JSON). `environment` is added to this process's.
 
     On Linux it is tied to the thread that makes it: start it on one that lives as long as the run. Raises what the factory
@@ -103,7 +102,7 @@ class EngineProcess:
         self.name, self.call_timeout_s = name, call_timeout_s
         self._channel, child = socket.socketpair()
         try:
-            command = [sys.executable, "-m", "verl.rollout.process_main", str(child.fileno()), str(os.getpid())]
+            command = python_command("verl.rollout.process_main", str(child.fileno()), str(os.getpid()))
             self._child = Child(command, environment, pass_fds=(child.fileno(),))
         finally:
             child.close()

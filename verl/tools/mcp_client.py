@@ -14,13 +14,13 @@ import functools
 import json
 import logging
 import os
-import sys
 import threading
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from verl.errors import ConfigError, MissingExtraError
+from verl.parallel.child_processes import python_command
+from verl.regular_files import read_user_text, require_regular
 
 log = logging.getLogger(__name__)
 
@@ -101,11 +101,8 @@ class ToolServer:
 
 def load_servers(path: str) -> dict[str, ToolServer]:
     """The servers of a file, running; made once for a file as it is. Raises ConfigError; MissingExtraError without `mcp`."""
-    file = Path(path).expanduser()
-    try:
-        return _load_servers(str(file), file.stat().st_mtime_ns)
-    except OSError as error:
-        raise ConfigError(f"mcp_servers_config_path={path} cannot be read: {error}.") from error
+    file = require_regular(path, "The file mcp_servers_config_path", fix="Name a JSON file of MCP servers.")
+    return _load_servers(str(file), file.stat().st_mtime_ns)
 
 
 @functools.cache
@@ -115,7 +112,7 @@ def _load_servers(path: str, _modified: int) -> dict[str, ToolServer]:
     except ImportError:
         raise MissingExtraError("A tool of type mcp", "mcp", "mcp") from None
     try:
-        rows = json.loads(Path(path).read_text(encoding="utf-8"))["mcpServers"]
+        rows = json.loads(read_user_text(path, "The file mcp_servers_config_path"))["mcpServers"]
         rows = {str(name): dict(settings) for name, settings in rows.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path} must be JSON with an object 'mcpServers' of servers by name: {error!r}.") from error
@@ -142,9 +139,9 @@ def _transport(settings: Mapping[str, Any]) -> Any:
         return streamable_http_client(url, http_client=httpx2.AsyncClient(headers=headers))
     from mcp import StdioServerParameters
 
-    guard = ["-m", "verl.parallel.child_processes", str(os.getpid())]
+    command, *guard = python_command("verl.parallel.child_processes", str(os.getpid()))
     return StdioServerParameters(
-        command=sys.executable,
+        command=command,
         args=[*guard, str(settings["command"]), *map(str, settings.get("args") or [])],
         env={name: str(value) for name, value in (settings.get("env") or {}).items()},
         cwd=settings.get("cwd"),

@@ -11,10 +11,14 @@ import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
+from verl.cli.machine import probes
 from verl.cli.machine.host import output_of
+from verl.cli.machine.probes import PROBES
 from verl.cli.machine.requirements import unmet_requirements
+from verl.parallel.child_processes import python_command
 
 # engine or helper -> (module, distributions that bring it)
 OPTIONAL: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -34,42 +38,6 @@ OPTIONAL: dict[str, tuple[str, tuple[str, ...]]] = {
 _PYTHONS = ("python", "python3", *(f"python3.{minor}" for minor in range(9, 16)))
 _IMPORT_TIMEOUT_S = 120.0
 
-TORCH_PROBE = """
-import json, time, torch
-facts = {"version": torch.__version__, "cuda_build": torch.version.cuda, "hip_build": getattr(torch.version, "hip", None),
-         "num_threads": torch.get_num_threads(), "cuda_available": torch.cuda.is_available(), "devices": []}
-if facts["cuda_available"]:
-    for i in range(torch.cuda.device_count()):
-        p = torch.cuda.get_device_properties(i)
-        facts["devices"].append({"name": p.name, "memory_bytes": p.total_memory, "capability": [p.major, p.minor]})
-try:
-    from verl.cli.machine.packages import equal_rows
-    facts["equal_rows"] = equal_rows()
-except ImportError:  # of another package, which has its own probe
-    pass
-facts["mps_available"] = bool(getattr(torch.backends, "mps", None) and torch.backends.mps.is_available())
-facts["gflops"] = {}
-for name in ("float32", "bfloat16"):
-    a = torch.ones(768, 768, dtype=getattr(torch, name))
-    a @ a
-    start = time.perf_counter()
-    for _ in range(4):
-        a @ a
-    facts["gflops"][name] = 4 * 2 * 768 ** 3 / (time.perf_counter() - start) / 1e9
-print(json.dumps(facts))
-"""
-TRANSFORMERS_PROBE = """
-import json, transformers
-from transformers import AutoTokenizer, LlamaForCausalLM
-print(json.dumps({"version": transformers.__version__}))
-"""
-DECODER_PROBE = """
-import json
-from verl.rollout.cpu.library import state
-print(json.dumps(state()))
-"""
-COMPANION_PROBE = "import json, {name} as it; print(json.dumps({{'version': it.__version__}}))"
-
 # not needed by verl, but transformers imports them if installed, and one built for another torch breaks it
 COMPANIONS = ("torchvision", "torchaudio")
 
@@ -77,10 +45,9 @@ COMPANIONS = ("torchvision", "torchaudio")
 def packages() -> dict[str, Any]:
     """Facts by name. The value of a probe is a version and more, or `error`."""
     companions = [name for name in COMPANIONS if importlib.util.find_spec(name) is not None]
-    probes = {"torch": TORCH_PROBE, "transformers": TRANSFORMERS_PROBE, "decoder": DECODER_PROBE}
-    probes |= {name: COMPANION_PROBE.format(name=name) for name in companions}
-    with ThreadPoolExecutor(len(probes)) as pool:
-        probed = dict(zip(probes, pool.map(probe, probes.values()), strict=True))
+    probed_names = [*PROBES, *companions]
+    with ThreadPoolExecutor(len(probed_names)) as pool:
+        probed = dict(zip(probed_names, pool.map(partial(probe, probes.__name__), probed_names), strict=True))
     return {
         "python": platform.python_version(),
         "executable": sys.executable,
@@ -97,10 +64,10 @@ def packages() -> dict[str, Any]:
     }
 
 
-def probe(code: str, timeout_s: float = _IMPORT_TIMEOUT_S) -> dict[str, Any]:
-    """Run `code` in a fresh Python and read the JSON on its last line; {"error": sentence} when there is none."""
+def probe(module: str, *arguments: str, timeout_s: float = _IMPORT_TIMEOUT_S) -> dict[str, Any]:
+    """Run `module` in a fresh Python and read the JSON on its last line; {"error": sentence} when there is none."""
     try:
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=timeout_s)
+        done = subprocess.run(python_command(module, *arguments), capture_output=True, text=True, timeout=timeout_s)
     except subprocess.TimeoutExpired:
         return {"error": f"importing it took longer than {timeout_s:.0f} s"}
     if done.returncode < 0:
@@ -143,22 +110,3 @@ def driver() -> dict[str, Any] | None:
     head = output_of("nvidia-smi")
     cuda = head.partition("CUDA Version:")[2].split()
     return {"gpus": [row.strip() for row in rows], "newest_cuda": cuda[0] if cuda else None}
-
-
-def equal_rows() -> dict[str, object]:
-    """Whether this CPU's matmuls give a row equal bits in batches of any size. Imports torch.
-
-    `bf16`: "native" or "widened". `tiles`: dtype -> batch sizes with equal bits, and the cost factor of padding to them.
-    Other weight shapes may use other kernels; a run checks its own.
-    """
-    import torch
-
-    from verl.models.matmul import Matmul
-    from verl.rollout.native.prepacked_linear import padding_cost, tiles_of
-
-    tiles = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        found = tiles_of(torch.empty((960, 576), dtype=dtype), False, True)  # the weights of a small model
-        tiles[str(dtype).removeprefix("torch.")] = {"rows": list(found), "cost": padding_cost(found)}
-    widens = Matmul(torch.bfloat16, torch.device("cpu")).widens
-    return {"bf16": "widened" if widens else "native", "tiles": tiles}

@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from verl.parallel.child_processes import python_command
 from verl.rewards.sandbox.limits import Limits
 from verl.rewards.sandbox.prctl import can_filter
 from verl.rewards.sandbox.processes import cpu_seconds, descendants, num_tasks_of_user, start_ticks, state_of
@@ -157,7 +158,7 @@ class Sandbox:
             end = prefix.index("--") + 1
             prefix = (*prefix[:end], *first, *prefix[end:])
         if not prefix:
-            reaper = (sys.executable, "-m", "verl.rewards.sandbox.reaper", str(os.getpid()))
+            reaper = python_command("verl.rewards.sandbox.reaper", str(os.getpid()))
             prefix = (*reaper, *_fallback_privileges())
         self._process = subprocess.Popen(
             [*prefix, *command],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 from verl.config import RolloutConfig
 from verl.errors import DeadlineError, MissingExtraError, ModelError, UnreachableError
+from verl.parallel.child_processes import python_command
 from verl.parallel.collectives import free_port
 from verl.rollout.api import WeightTransfer
 from verl.rollout.http.client import Client
@@ -40,11 +40,11 @@ class SGLangServer:
             )
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
-        server = [sys.executable, "-m", "sglang.launch_server", *arguments(config, transfer, skeleton, port)]
+        server = python_command("sglang.launch_server", *arguments(config, transfer, skeleton, port))
         visible = {"CUDA_VISIBLE_DEVICES": ",".join(transfer.visible_devices)} if transfer.visible_devices else {}
         self._folder = tempfile.TemporaryDirectory(prefix="verl-weights-", dir=_memory_folder())
         self.weights_dir = self._folder.name
-        self._child = Child([sys.executable, "-m", "verl.parallel.child_processes", str(os.getpid()), *server], visible)
+        self._child = Child(python_command("verl.parallel.child_processes", str(os.getpid()), *server), visible)
         try:
             self._wait(transfer.start_timeout_s)
         except BaseException:

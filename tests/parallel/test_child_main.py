@@ -1,0 +1,107 @@
+"""No process that verl starts imports a module of the current folder, nor takes one of a user's folder for the standard
+library's."""
+
+import ast
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.house.source import files, relative, tree
+from verl.data_proto.samples import ScoreRequest
+from verl.parallel.child_processes import python_command
+from verl.rewards.functions import RewardFunctionSpec
+from verl.rewards.pool import RewardPool
+from verl.rewards.sandbox import launch
+
+# every module that verl runs in a process of its own; without arguments each imports what it needs, and ends
+MODULES = (
+    "verl.rewards.worker",
+    "verl.rewards.sandbox.reaper",
+    "verl.page",
+    "verl.rollout.process_main",
+    "verl.parallel.child_processes",
+    "verl.cli.machine.probes",
+    "verl.cli.measure",
+    "torch.distributed.run",
+)
+# files that name sys.executable for another reason than to start a Python process -> the reason
+OTHERS = {
+    "verl/__init__.py": "a message",
+    "verl/parallel/child_processes.py": "the one place",
+    "verl/rewards/programs.py": "a program of a model, in a new folder",
+    "verl/agents/gateway/loopback.py": "python -I",
+    "verl/cli/machine/packages.py": "a fact of the doctor",
+}
+INSTALLED = ("verl", "torch", "numpy", "yaml", "psutil", "omegaconf", "starlette", "uvicorn", "rich", "flash_attn")
+
+
+@pytest.fixture
+def traps(tmp_path, monkeypatch):
+    """The current folder, with a module of every name that a process may import; the file that lists those that ran."""
+    folder, ran = tmp_path / "traps", tmp_path / "ran"
+    folder.mkdir()
+    for name in (*sys.stdlib_module_names, *INSTALLED):
+        (folder / f"{name}.py").write_text(f"open({str(ran)!r}, 'a').write('{name} ')\n")
+    monkeypatch.chdir(folder)
+    return ran
+
+
+@pytest.mark.parametrize("safe_path", ["", "1"])
+@pytest.mark.parametrize("module", MODULES)
+def test_no_process_imports_a_module_of_the_current_folder(traps, module, safe_path):
+    environment = {**os.environ, "PYTHONSAFEPATH": safe_path}
+    done = subprocess.run(python_command(module), capture_output=True, text=True, timeout=120, env=environment)
+    assert not traps.exists(), traps.read_text()
+    assert "No module named" not in done.stderr, done.stderr
+
+
+def test_plain_python_does_import_it(traps):
+    """So that the test above would find the fault."""
+    subprocess.run([sys.executable, "-m", "json.tool"], input=b"{}", capture_output=True, timeout=60)
+    assert traps.exists()
+
+
+def test_every_python_process_is_started_by_one_function():
+    found = {
+        relative(path)
+        for path in files().values()
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "sys.executable"
+    }
+    assert found == set(OTHERS)
+
+
+@pytest.mark.parametrize("namespaces", [True, False], ids=["namespaces", "reaper"])
+def test_a_reward_function_imports_its_neighbours_but_not_as_the_standard_library(
+    traps, tmp_path, monkeypatch, namespaces
+):
+    if not namespaces:
+        monkeypatch.setattr(launch, "namespace_command", lambda *_: ())
+    project = tmp_path / "project"
+    project.mkdir()
+    for name in ("json", "random", "struct"):
+        (project / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write('{name} ')\n")
+    (project / "answers.py").write_text("RIGHT = 0.75\n")
+    (project / "reward.py").write_text(
+        "import json, random\nfrom answers import RIGHT\n\n\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return json.loads(str(RIGHT)) + 0 * random.random()\n"
+    )
+    function = RewardFunctionSpec(str(project / "reward.py"))
+    with RewardPool(function, num_workers=1, timeout_s=60, memory_mb=None) as pool:
+        (result,) = pool.score_all([ScoreRequest("a", "unit/test", "reply", "gold")])
+    assert (result.score, result.error) == (0.75, None)
+    assert not traps.exists(), traps.read_text()
+
+
+def test_a_process_has_the_verl_of_its_parent(tmp_path, monkeypatch):
+    """Also where the parent found it in the current folder, and another one is on PYTHONPATH."""
+    other = tmp_path / "other"
+    (other / "verl").mkdir(parents=True)
+    (other / "verl" / "__init__.py").write_text("raise SystemExit('another verl')\n")
+    (other / "place.py").write_text("import verl.errors\nprint(verl.errors.__file__)\n")
+    monkeypatch.setenv("PYTHONPATH", str(other))
+    done = subprocess.run(python_command("place"), capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == str(files()["verl.errors"]), done.stderr

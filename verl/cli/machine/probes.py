@@ -1,0 +1,82 @@
+"""Imports of heavy packages, each in a process of its own: `probes PACKAGE` prints facts of PACKAGE as one line of JSON."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import time
+from typing import Any
+
+
+def torch_facts() -> dict[str, Any]:
+    """Version, build, devices and speed of torch."""
+    import torch
+
+    facts: dict[str, Any] = {
+        "version": torch.__version__,
+        "cuda_build": torch.version.cuda,
+        "hip_build": getattr(torch.version, "hip", None),
+        "num_threads": torch.get_num_threads(),
+        "cuda_available": torch.cuda.is_available(),
+        "devices": [],
+    }
+    for i in range(torch.cuda.device_count() if facts["cuda_available"] else 0):
+        p = torch.cuda.get_device_properties(i)
+        facts["devices"].append({"name": p.name, "memory_bytes": p.total_memory, "capability": [p.major, p.minor]})
+    try:
+        facts["equal_rows"] = equal_rows()
+    except ImportError:  # of another package, which has its own probe
+        pass
+    facts["mps_available"] = bool(getattr(torch.backends, "mps", None) and torch.backends.mps.is_available())
+    facts["gflops"] = {}
+    for name in ("float32", "bfloat16"):
+        a = torch.ones(768, 768, dtype=getattr(torch, name))
+        a @ a
+        start = time.perf_counter()
+        for _ in range(4):
+            a @ a
+        facts["gflops"][name] = 4 * 2 * 768**3 / (time.perf_counter() - start) / 1e9
+    return facts
+
+
+def transformers_facts() -> dict[str, Any]:
+    """The version of a transformers whose models can be imported."""
+    import transformers
+    from transformers import AutoTokenizer, LlamaForCausalLM  # noqa: F401
+
+    return {"version": transformers.__version__}
+
+
+def decoder_facts() -> dict[str, Any]:
+    """State of the compiled kernels for decoding."""
+    from verl.rollout.cpu.library import state
+
+    return dict(state())
+
+
+def equal_rows() -> dict[str, object]:
+    """Whether this CPU's matmuls give a row equal bits in batches of any size. Imports torch.
+
+    `bf16`: "native" or "widened". `tiles`: dtype -> batch sizes with equal bits, and the cost factor of padding to them.
+    Other weight shapes may use other kernels; a run checks its own.
+    """
+    import torch
+
+    from verl.models.matmul import Matmul
+    from verl.rollout.native.prepacked_linear import padding_cost, tiles_of
+
+    tiles = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        found = tiles_of(torch.empty((960, 576), dtype=dtype), False, True)  # the weights of a small model
+        tiles[str(dtype).removeprefix("torch.")] = {"rows": list(found), "cost": padding_cost(found)}
+    widens = Matmul(torch.bfloat16, torch.device("cpu")).widens
+    return {"bf16": "widened" if widens else "native", "tiles": tiles}
+
+
+PROBES = {"torch": torch_facts, "transformers": transformers_facts, "decoder": decoder_facts}
+
+if __name__ == "__main__":
+    name = sys.argv[1]
+    found = PROBES[name]() if name in PROBES else {"version": importlib.import_module(name).__version__}
+    sys.stdout.write(json.dumps(found) + "\n")
