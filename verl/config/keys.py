@@ -58,6 +58,21 @@ def is_in_range(value: Any) -> bool:
     return math.isfinite(value) if isinstance(value, float) else not isinstance(value, int) or abs(value) < 2**63
 
 
+_TEN_YEARS_S = 315_360_000
+_LARGEST = {  # last word of a key's name, its unit -> largest value: clocks and limits of the system overflow above
+    "s": _TEN_YEARS_S, "timeout": _TEN_YEARS_S, "kb": 2**40, "mb": 2**30, "megabytes": 2**30, "gb": 2**20,
+}  # fmt: skip
+
+
+def with_bound_of_unit(name: str, key: Key) -> Key:
+    """`key`, at most as large as the unit in its `name` allows: ten years, or a pebibyte."""
+    largest = _LARGEST.get(name.rpartition("_")[2])
+    bounds = key.bounds or Bounds()
+    if largest is None or key.inert or (bounds.le or bounds.lt or math.inf) <= largest:
+        return key
+    return dataclasses.replace(key, bounds=dataclasses.replace(bounds, le=largest))
+
+
 @dataclass(frozen=True)
 class Family:
     """Names that a key, or each element of a list, may have, beside path/to/file.py:name."""
@@ -82,6 +97,7 @@ class Key:
     words: tuple[str, ...] = ()  # the texts that a key which holds a number may have instead
     family: Family | None = None
     bounds: Bounds | None = None
+    path: bool = False  # whether it names files or folders, in which $NAME is replaced, and `~` by their readers
 
 
 def used(
@@ -95,12 +111,13 @@ def used(
     strict: str = "",
     words: tuple[str, ...] = (),
     family: Family | None = None,
+    path: bool = False,
     **bounds: Any,
 ) -> Any:
     """A key that has an effect whenever the condition `when` holds. `strict`: why it is refused where it is not read.
     `bounds` are those of Bounds: `ge=0, lt=1`."""
     limits = Bounds(**bounds) if bounds else None
-    return _leaf(default, Key(meaning, "", when, neutral, sizing, strict, "", choices, words, family, limits))
+    return _leaf(default, Key(meaning, "", when, neutral, sizing, strict, "", choices, words, family, limits, path))
 
 
 def section(

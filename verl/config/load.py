@@ -14,7 +14,7 @@ from verl.config.roots import PPO
 from verl.config.schema import Leaf, Problem, Schema, error
 from verl.config.secrets import holds_mask, remember_secrets
 from verl.config.user_settings import Given, Setting
-from verl.config.values import Misfit, convert, merge, unusable_text
+from verl.config.values import Misfit, convert, expand_path, merge, unusable_text
 from verl.errors import ConfigError, nearest
 from verl.foreign_text import clean, quoted
 
@@ -121,6 +121,12 @@ def _resolve(given: Given) -> LoadedConfig[Any]:
             sentence = f"{setting.spelled} ({setting.source}) has a NUL or half a character: {clean(text)}."
             misfits[setting.path] = (leaf.default, sentence)
             continue
+        try:
+            if leaf.key.path or (leaf.names_files and "/" in str(setting.value)):
+                setting = dataclasses.replace(setting, value=expand_path(setting.value))
+        except Misfit as misfit:
+            misfits[setting.path] = (setting.value, _misfit_sentence(setting, misfit))
+            continue
         if leaf.free:
             setting = dataclasses.replace(setting, value=merge(values[setting.path], setting.value))
         values[setting.path] = setting.value if _interpolated(setting.value) else _fit(leaf, setting, misfits)
@@ -157,13 +163,16 @@ def _fit(leaf: Leaf, setting: Setting, misfits: Misfits) -> Any:
     except Misfit as misfit:
         if leaf.inert:
             return setting.value  # nothing reads it, so nothing can stumble over it
-        sentence = f"{setting.spelled} must be {misfit}, got {quoted(setting.value)} ({setting.source})."
-        misfits[setting.path] = (setting.value, sentence)
+        misfits[setting.path] = (setting.value, _misfit_sentence(setting, misfit))
         return leaf.default
     problem = _choice_problem(leaf, value)
     if problem:
         misfits[setting.path] = (value, f"{setting.spelled}={clean(value)} ({setting.source}) {problem}")
     return value
+
+
+def _misfit_sentence(setting: Setting, misfit: Misfit) -> str:
+    return f"{setting.spelled} must be {misfit}, got {quoted(setting.value)} ({setting.source})."
 
 
 def _choice_problem(leaf: Leaf, value: Any) -> str:

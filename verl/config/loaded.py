@@ -13,6 +13,7 @@ from typing import Any, Generic
 from verl.config.schema import Problem, R, Schema, value_at
 from verl.config.secrets import hide_values
 from verl.config.user_settings import Setting
+from verl.config.values import escape_path
 from verl.foreign_text import printable
 
 
@@ -55,7 +56,7 @@ class LoadedConfig(Generic[R]):
         """Every key with its value, secrets masked; where that is not the default, a comment names its origin."""
         lines = ["# Every key of this run. A comment says where a value comes from; without one it is the default."]
         open_sections: list[str] = []
-        for path in self.schema.leaves:
+        for path, leaf in self.schema.leaves.items():
             *parents, name = path.split(".")
             shared = sum(
                 1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(parents, open_sections, strict=False))
@@ -64,6 +65,8 @@ class LoadedConfig(Generic[R]):
             open_sections = parents
             comment = "" if self.origins[path] == "default" else f"  # {self.origins[path]}"
             value = hide_values(value_at(self.config, path), name)
+            if leaf.names_files and self.origins[path] != "default":
+                value = escape_path(value)
             lines.append("  " * len(parents) + f"{name}: {scalar(_escaped(value))}{comment}")
         return "\n".join(lines) + "\n"
 

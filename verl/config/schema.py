@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
 from verl.config.compat import Alias, Compat, load_compat
-from verl.config.keys import Bounds, Family, Key, Section, is_in_range
+from verl.config.keys import Bounds, Family, Key, Section, is_in_range, with_bound_of_unit
 from verl.errors import nearest
 
 Level = Literal["error", "warning", "notice"]
@@ -64,6 +64,11 @@ class Leaf:
     strict: str
     free: bool  # a mapping whose own keys are free
     owner: type  # class of the section
+
+    @property
+    def names_files(self) -> bool:
+        """Whether its values are paths, or may be path/to/file.py:name."""
+        return self.key.path or self.key.family is not None
 
     @property
     def annotation(self) -> Any:
@@ -200,7 +205,7 @@ def _walk(
     node: Any, prefix: str, conditions: tuple[tuple[str, str], ...] = (), sizing: bool = False, strict: str = ""
 ) -> Iterator[Leaf]:
     for f in dataclasses.fields(node):
-        key: Key = f.metadata["key"]
+        key: Key = with_bound_of_unit(f.name, f.metadata["key"])
         value, path = getattr(node, f.name), prefix + f.name
         own = (*conditions, (key.when, prefix.rstrip("."))) if key.when else conditions
         if isinstance(value, Section):

@@ -27,9 +27,23 @@ _SECRET_WORDS = {
     "credentials",
     "apikey",
     "bearer",
+    "cookie",
+    "cookies",
+    "jwt",
 }
-_LAST_WORDS = {"token", "authorization"}  # secret as the last word of a name: hub_token, but not token_budget
-_KEYS = {"api", "access", "private", "secret", "auth", "license", "signing"}  # before the last word "key"
+_LAST_WORDS = {
+    "token",
+    "authorization",
+    "auth",
+    "pat",
+}  # secret as the last word of a name: hub_token, not token_budget
+_BEFORE_LAST = {  # last word -> words before it that make a secret of it
+    **dict.fromkeys(
+        ("key", "keys"),
+        ("api", "access", "account", "private", "secret", "auth", "license", "signing", "encryption", "storage", "ssh"),
+    ),
+    **dict.fromkeys(("header", "headers"), ("auth", "authorization")),
+}
 _VOCABULARY = {
     "dp",
     "eos",
@@ -47,6 +61,7 @@ _VOCABULARY = {
     "think",
 }
 _IN_URL = re.compile(r"(?<=://)[^/\s:@]*:([^/\s@]+)@")
+_OF_HEADER = re.compile(r"^\s*(?:Bearer|Basic)\s+(\S+)\s*$")  # the whole value, whatever its key is named
 
 _known: list[str] = []  # the longest first, since one may be a part of another
 
@@ -65,8 +80,8 @@ def is_secret_name(name: str) -> bool:
     before = words[-2] if len(words) > 1 else ""
     if words[-1] in _LAST_WORDS:
         return before not in _VOCABULARY
-    if words[-1] in ("key", "keys"):
-        return before in _KEYS
+    if words[-1] in _BEFORE_LAST:
+        return before in _BEFORE_LAST[words[-1]] or not _SECRET_WORDS.isdisjoint(words)
     return not _SECRET_WORDS.isdisjoint(words)
 
 
@@ -85,6 +100,7 @@ def _secrets_in(value: Any, named_so: bool) -> Iterator[str]:
         if named_so and not value.startswith("${") and value != MASK:
             yield value
         yield from _IN_URL.findall(value)
+        yield from _OF_HEADER.findall(value)
     for name, inner in _entries(value):
         yield from _secrets_in(inner, named_so or is_secret_name(name))
 

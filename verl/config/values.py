@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import re
 import types
 import typing
 from typing import Any
@@ -120,6 +122,53 @@ def unusable_text(value: Any) -> str | None:
         elif isinstance(found, list | tuple):
             waiting += found
     return None
+
+
+_VARIABLE = re.compile(r"\$(?:(\$)(?!\{)|([A-Za-z_]\w*))")
+
+
+def expand_path(value: Any) -> Any:
+    """A name of a file or folder, or a list of them, with $NAME replaced. `$$` stands for a dollar sign.
+
+    Readers replace `~`, so that a saved config holds for other users too; `./~` begins with a tilde. Raises Misfit for an empty
+    name, a variable that is not set, and an unknown user.
+    """
+    if isinstance(value, list | tuple):
+        return [expand_path(entry) for entry in value]
+    if isinstance(value, dict):
+        return {name: expand_path(entry) if name == "path" else entry for name, entry in value.items()}
+    if not _is_path(value):
+        return value
+    if not value:
+        raise Misfit("the name of a file or folder")
+    path = _VARIABLE.sub(_variable, value)
+    if os.path.expanduser(path).startswith("~"):
+        raise Misfit("a path of a user of this machine (./~ is a name that begins with a tilde)")
+    return path
+
+
+def escape_path(value: Any) -> Any:
+    """The inverse of `expand_path`: what it turns into `value`."""
+    if isinstance(value, list | tuple):
+        return [escape_path(entry) for entry in value]
+    if isinstance(value, dict):
+        return {name: escape_path(entry) if name == "path" else entry for name, entry in value.items()}
+    return re.sub(r"\$(?=[$A-Za-z_])", "$$", value) if _is_path(value) else value
+
+
+def _is_path(value: Any) -> bool:
+    """Whether a value of a key of paths is one: templates are given as text too, and an agent as `command: ...`."""
+    if not isinstance(value, str) or value.startswith("command:"):
+        return False
+    return "\n" not in value and "{" not in value.replace("${", "")
+
+
+def _variable(match: re.Match[str]) -> str:
+    if match[1]:
+        return "$"
+    if match[2] not in os.environ:
+        raise Misfit(f"a path whose variables are set: {match[2]} is not ($$ is a dollar sign)")
+    return os.environ[match[2]]
 
 
 def merge(base: Any, update: Any) -> Any:

@@ -25,8 +25,7 @@ class ReferenceConfig(Section):
     """The policy that losses compare with."""
 
     model_path: str | None = used(
-        None,
-        "folder or hub name of another reference than the model at the start of the run",
+        None, "folder or hub name of another reference than the model at the start of the run", path=True
     )
     precompute: bool = used(
         True,

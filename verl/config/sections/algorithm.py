@@ -119,5 +119,6 @@ class AlgorithmConfig(Section):
         [],
         "functions or classes of yours between the phases of a step, each path/to/file.py:name or {path: ..., setting: value} "
         "(docs/stages.md)",
+        path=True,
     )
     rollout_correction: RolloutCorrectionConfig = section(RolloutCorrectionConfig, "sampler against trainer")

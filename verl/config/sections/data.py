@@ -13,22 +13,24 @@ ROW_FORMATS = (None, "messages", "conversations", "prompt_completion", "text", "
 
 @dataclass(frozen=True)
 class CustomClassConfig(Section):
-    path: str | None = used(None, "file or module of a dataset class that replaces the built-in one")
+    path: str | None = used(None, "file or module of a dataset class that replaces the built-in one", path=True)
     name: str | None = used(None, "name of that class", when="has_path")
 
 
 @dataclass(frozen=True)
 class SamplerClassConfig(Section):
-    class_path: str | None = used(None, "file or module of a torch sampler class that gives the order of rows")
+    class_path: str | None = used(
+        None, "file or module of a torch sampler class that gives the order of rows", path=True
+    )
     class_name: str | None = used(None, "name of that class", when="has_class_path")
 
 
 @dataclass(frozen=True)
 class DataConfig(Section):
     train_files: str | list[str] = used(
-        "~/data/rlhf/gsm8k/train.parquet", "training files: parquet, JSON, JSONL, or a data set"
+        "~/data/rlhf/gsm8k/train.parquet", "training files: parquet, JSON, JSONL, or a data set", path=True
     )
-    val_files: str | list[str] = used("~/data/rlhf/gsm8k/test.parquet", "validation files")
+    val_files: str | list[str] = used("~/data/rlhf/gsm8k/test.parquet", "validation files", path=True)
     train_max_samples: int = used(-1, "rows to use for training; -1: all")
     val_max_samples: int = used(-1, "rows to use for validation; -1: all")
     prompt_key: str = used("prompt", "field that holds the messages")
@@ -50,8 +52,10 @@ class DataConfig(Section):
     video_key: str = used("videos", "field that holds videos; rows that have any are refused")
     audio_key: str = used("audios", "field that holds audio; rows that have any are refused")
     custom_cls: CustomClassConfig = section(CustomClassConfig, "the user's dataset class")
-    tool_config_path: str | None = used(None, "file that declares tools", when=AGENTS, strict=TOOLS)
-    function_tool_path: str | None = used(None, "file of functions that are tools", when=AGENTS, strict=TOOLS)
+    tool_config_path: str | None = used(None, "file that declares tools", when=AGENTS, strict=TOOLS, path=True)
+    function_tool_path: str | None = used(
+        None, "file of functions that are tools", when=AGENTS, strict=TOOLS, path=True
+    )
 
 
 @dataclass(frozen=True)
@@ -59,9 +63,9 @@ class TextDataConfig(Section):
     """Keys of `data` that programs on given texts share: files, batches, lengths, chat templates."""
 
     train_files: str | list[str] = used(
-        "~/data/gsm8k/train.parquet", "training files: parquet, JSON, JSONL, or a data set"
+        "~/data/gsm8k/train.parquet", "training files: parquet, JSON, JSONL, or a data set", path=True
     )
-    val_files: str | list[str] | None = used(None, "validation files; null: no validation")
+    val_files: str | list[str] | None = used(None, "validation files; null: no validation", path=True)
     train_max_samples: int = used(-1, "rows to use for training; -1: all")
     val_max_samples: int = used(-1, "rows to use for validation; -1: all")
     train_batch_size: int = used(256, "rows of one optimizer step, over all devices", ge=1)
@@ -112,7 +116,7 @@ class PreferenceDataConfig(TextDataConfig):
     """`data` of preference optimization and reward models: pairs of a chosen and a rejected completion, or labelled ones."""
 
     train_files: str | list[str] = used(
-        "~/data/preferences/train.parquet", "training files: parquet, JSON, JSONL, or a data set"
+        "~/data/preferences/train.parquet", "training files: parquet, JSON, JSONL, or a data set", path=True
     )
     train_batch_size: int = used(
         32, "rows (pairs, or labelled completions) of one optimizer step, over all devices", ge=1

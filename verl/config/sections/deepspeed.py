@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from verl.config.keys import Section, used
 from verl.errors import ConfigError
+from verl.regular_files import read_user_text
 
 STAGES = (0, 1, 2, 3)
 _DEFAULT_STAGE = 2
@@ -31,7 +31,9 @@ class DeepSpeedConfig(Section):
     )
     offload_optimizer: bool = used(False, "keep masters and optimizer state on the CPU, and step there", sizing=True)
     offload_param: bool = used(False, "with stage 3: keep parameters on the CPU between uses", sizing=True)
-    config: str | None = used(None, "a DeepSpeed configuration (JSON) that is merged with the keys of the run")
+    config: str | None = used(
+        None, "a DeepSpeed configuration (JSON) that is merged with the keys of the run", path=True
+    )
 
     def stage(self) -> int:
         """The stage of ZeRO. Raises ConfigError for a file that cannot be read."""
@@ -55,11 +57,9 @@ def read_ds_config(path: str | None) -> dict[str, Any]:
     """The DeepSpeed configuration in `path`; {} for None. Raises ConfigError."""
     if path is None:
         return {}
-    file = Path(path).expanduser()
+    text = read_user_text(path, "The file deepspeed.config", fix="Name a JSON file.")
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as caught:
-        raise ConfigError(f"deepspeed.config={path} cannot be read: {caught.strerror}. Name a JSON file.") from caught
+        found = json.loads(text)
     except ValueError as caught:
         raise ConfigError(f"deepspeed.config={path} is not JSON: {caught}. Correct the file.") from caught
     if not isinstance(found, dict):

@@ -65,7 +65,9 @@ class TeacherInferenceConfig(Section):
 @dataclass(frozen=True)
 class TeacherConfig(Section):
     key: str | None = used(None, "value of a row's teacher_key that chooses this teacher; null: it is the only one")
-    model_path: str | None = used(None, "folder or hub name of the teacher, which has the student's vocabulary")
+    model_path: str | None = used(
+        None, "folder or hub name of the teacher, which has the student's vocabulary", path=True
+    )
     inference: TeacherInferenceConfig = section(TeacherInferenceConfig, "how its outputs are computed")
 
 

@@ -50,6 +50,7 @@ class FSDPConfig(Section):
         "path/to/file.py:name of a function that chooses them: a wrap policy of FSDP, (module, recurse, nonwrapped_numel) -> "
         "bool, or a function without arguments that returns one",
         sizing=True,
+        path=True,
     )
     param_offload: bool = used(
         False, "keep parameters on the CPU between uses; on one device, those of a frozen model alone", sizing=True

@@ -10,12 +10,12 @@ from verl.config.keys import Section, used
 
 @dataclass(frozen=True)
 class ModelConfig(Section):
-    path: str = used("~/models/deepseek-llm-7b-chat", "folder or hub name of a Hugging Face model")
-    tokenizer_path: str | None = used(None, "folder or hub name of the tokenizer; null: that of the model")
+    path: str = used("~/models/deepseek-llm-7b-chat", "folder or hub name of a Hugging Face model", path=True)
+    tokenizer_path: str | None = used(None, "folder or hub name of the tokenizer; null: that of the model", path=True)
     trust_remote_code: bool = used(False, "run Python code that comes with the model")
-    custom_chat_template: str | None = used(None, "chat template in place of the tokenizer's")
+    custom_chat_template: str | None = used(None, "chat template in place of the tokenizer's", path=True)
     external_lib: str | list[str] | None = used(
-        None, "Python modules that are imported first, to register models, losses or estimators"
+        None, "Python modules that are imported first, to register models, losses or estimators", path=True
     )
     override_config: dict[str, Any] = used({}, "entries of the model's config.json to replace")
     enable_gradient_checkpointing: bool = used(True, "recompute activations in the backward pass, for memory")
@@ -27,7 +27,7 @@ class ModelConfig(Section):
     target_modules: Any = used("all-linear", "modules that get an adapter", when="lora")
     exclude_modules: Any = used(None, "modules that get none", when="lora")
     lora_adapter_path: str | None = used(
-        None, "folder of adapters to start from; without lora_rank they bring their rank and scale"
+        None, "folder of adapters to start from; without lora_rank they bring their rank and scale", path=True
     )
 
 

@@ -12,14 +12,18 @@ REWARD_MODEL = "reward.reward_model.enable"
 
 @dataclass(frozen=True)
 class CustomRewardFunctionConfig(Section):
-    path: str | None = used(None, "file, or pkg://module, of a reward function that replaces the built-in scorers")
+    path: str | None = used(
+        None, "file, or pkg://module, of a reward function that replaces the built-in scorers", path=True
+    )
     name: str = used("compute_score", "name of that function", when="has_path")
     reward_kwargs: dict[str, Any] = used({}, "further arguments of that function", when="has_path")
 
 
 @dataclass(frozen=True)
 class RewardManagerModuleConfig(Section):
-    path: str | None = used(None, "file or module of the class", when="reward.reward_manager.source=importlib")
+    path: str | None = used(
+        None, "file or module of the class", when="reward.reward_manager.source=importlib", path=True
+    )
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,7 @@ class RewardModelConfig(Section):
         None,
         "folder or hub name: a sequence classification model with one label, or a judge; not needed for a judge at a service",
         when=REWARD_MODEL,
+        path=True,
     )
     judge_template: str | None = used(
         None,
@@ -92,6 +97,7 @@ class RewardModelConfig(Section):
         "response is compared with the ground truth in both orders: 1 where it is better, 0.5 for a tie",
         when=REWARD_MODEL,
         strict=OURS,
+        path=True,
     )
     rubric: str | None = used(
         None,
@@ -99,16 +105,18 @@ class RewardModelConfig(Section):
         "of judge_template, and the score is their mean by weight",
         when="judge",
         strict=OURS,
+        path=True,
     )
     reply_cache: str | None = used(
         None,
         "file that keeps the judge's replies by the digest of the question; an equal one is not asked again",
         when="judge",
+        path=True,
     )
     reward_batch_size: int | None = used(
         None, "samples that it is given at a time; null: all that are there", when=REWARD_MODEL, sizing=True, ge=1
     )
-    external_lib: str | None = used(None, "Python module that is imported first", when=REWARD_MODEL)
+    external_lib: str | None = used(None, "Python module that is imported first", when=REWARD_MODEL, path=True)
     trust_remote_code: bool = used(False, "run Python code that comes with the model", when=REWARD_MODEL, sizing=True)
     rollout: RewardModelRolloutConfig = section(
         RewardModelRolloutConfig, "how it is run", when=REWARD_MODEL, sizing=True

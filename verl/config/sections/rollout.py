@@ -53,9 +53,11 @@ class MultiTurnConfig(Section):
     tool_response_truncate_side: str = used(
         "middle", "where a longer one is cut", when=AGENTS, choices=("left", "middle", "right")
     )
-    tool_config_path: str | None = used(None, "YAML file that declares tools", when=AGENTS, strict=TOOLS)
-    function_tool_path: str | None = used(None, "Python file of functions that are tools", when=AGENTS, strict=TOOLS)
-    interaction_config_path: str | None = used(None, "YAML file that declares interactions", when=AGENTS)
+    tool_config_path: str | None = used(None, "YAML file that declares tools", when=AGENTS, strict=TOOLS, path=True)
+    function_tool_path: str | None = used(
+        None, "Python file of functions that are tools", when=AGENTS, strict=TOOLS, path=True
+    )
+    interaction_config_path: str | None = used(None, "YAML file that declares interactions", when=AGENTS, path=True)
     tokenization_sanity_check_mode: str = used(
         "strict",
         "whether a chat template that rewrites earlier turns is looked for at start; what trains was sampled in any case",
@@ -87,11 +89,12 @@ class AgentConfig(Section):
     default_agent_loop: str = used(
         "single_turn_agent", "agent loop of rows that name none; unless set, tool_agent with multi_turn.enable"
     )
-    agent_loop_config_path: str | None = used(None, "YAML file that declares agent loops")
+    agent_loop_config_path: str | None = used(None, "YAML file that declares agent loops", path=True)
     environment: str | None = used(
         None,
         "environment class of environment_agent, as path/to/file.py:Class, or a dict of classes there, of which the column "
         "`environment` of a row chooses one",
+        path=True,
     )
     turn_discount: float = used(
         1.0,
@@ -117,6 +120,7 @@ class AgentConfig(Section):
     runner: str | None = used(
         None,
         "agent that talks to the run's endpoint, as path/to/file.py:function, or a command that begins with `command:`",
+        path=True,
     )
     runner_network: bool = used(
         False,
@@ -189,7 +193,9 @@ class ServiceConfig(Section):
     token_env: str = used("VERL_ROLLOUT_TOKEN", "environment variable with its bearer token; needed on another node")
     timeout_s: float = used(600.0, "longest wait for one sample or one update, complete", gt=0)
     num_retries: int = used(3, "repetitions of a request that was not answered", ge=0)
-    weights_dir: str | None = used(None, "folder that this run writes new weights to and the service reads them from")
+    weights_dir: str | None = used(
+        None, "folder that this run writes new weights to and the service reads them from", path=True
+    )
 
 
 @dataclass(frozen=True)
@@ -204,6 +210,7 @@ class PrometheusConfig(Section):
         "/tmp/ray/session_latest/metrics/prometheus/prometheus.yml",
         "settings file for Prometheus that is written then: it names the page and holds its token",
         when=".enable=True",
+        path=True,
     )
     served_model_name: str | None = used(None, "label model_name of the metrics", when=".enable=True")
 

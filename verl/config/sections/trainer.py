@@ -75,11 +75,12 @@ class TrainerConfig(Section):
     total_epochs: int = used(30, "passes over the training rows", ge=1)
     total_training_steps: int | None = used(None, "stop after this many steps; null: total_epochs decides", ge=1)
     logger: list[str] = used(["console", "file"], "where metrics go", family=Family("tracker", LOGGERS))
-    default_local_dir: str = used("checkpoints/verl_examples/gsm8k", "the run folder")
+    default_local_dir: str = used("checkpoints/verl_examples/gsm8k", "the run folder", path=True)
     log_dir: str | None = used(
         None,
         "further folder for a log file of each rank (--log-dir); those of the run folder are in logs/",
         sizing=True,
+        path=True,
     )
     save_freq: int = used(-1, "steps between checkpoints, and one at the end; -1: only when the run is interrupted")
     test_freq: int = used(-1, "steps between validations, and one at the end; -1: none while training")
@@ -89,7 +90,7 @@ class TrainerConfig(Section):
         "auto", "continue the newest checkpoint, never, or a given one", choices=("auto", "disable", "resume_path")
     )
     resume_from_path: str | None = used(
-        None, "folder global_step_N to continue", when="trainer.resume_mode=resume_path"
+        None, "folder global_step_N to continue", when="trainer.resume_mode=resume_path", path=True
     )
     resume_changed_inputs: str = used(
         "refuse",
@@ -145,18 +146,18 @@ class TrainerConfig(Section):
     guards: StepGuardsConfig = section(StepGuardsConfig, "action on NaN, infinity and values beyond a limit")
     page: PageConfig = section(PageConfig, "the live page of the run")
     log_val_generations: int = used(0, "validation samples shown to the trackers", ge=0)
-    rollout_data_dir: str | None = used(None, "folder for a JSONL of training samples per step")
-    validation_data_dir: str | None = used(None, "folder for a JSONL of validation samples per step")
+    rollout_data_dir: str | None = used(None, "folder for a JSONL of training samples per step", path=True)
+    validation_data_dir: str | None = used(None, "folder for a JSONL of validation samples per step", path=True)
     dynamic_config: list[dict[str, Any]] = used(
         [],
         "phases of training, each {from_step: N, changes: {key: value}}: keys of fsdp_config.use_3d_hybrid that get other "
         "values from that step on",
     )
     dynamic_config_scheduler: str | None = used(
-        None, "the same as the user's object, path/to/file.py:name, with values(step) -> {key: value}"
+        None, "the same as the user's object, path/to/file.py:name, with values(step) -> {key: value}", path=True
     )
     checkpoint_callback_class: str | None = used(None, "class whose on_save is called after a save")
-    default_hdfs_dir: str | None = used(None, "HDFS folder for checkpoints")
+    default_hdfs_dir: str | None = used(None, "HDFS folder for checkpoints", path=True)
 
     @property
     def num_checkpoints_kept(self) -> int:
@@ -191,7 +192,7 @@ class SFTTrainerConfig(TrainerConfig):
     project_name: str = used("gsm8k-sft", "project, for trackers and the run folder")
     experiment_name: str = used("test", "name of the run, for trackers and the run folder")
     total_epochs: int = used(4, "passes over the training rows", ge=1)
-    default_local_dir: str = used("checkpoints/gsm8k-sft/test", "the run folder")
+    default_local_dir: str = used("checkpoints/gsm8k-sft/test", "the run folder", path=True)
     val_before_train: bool = used(False, "validate before the first step")
     save_freq: int | str = used(  # type: ignore[assignment]
         -1,
@@ -220,5 +221,5 @@ class RayKwargsConfig(Section):
         sizing=True,
     )
     timeline_json_file: str | None = used(
-        None, "file for Ray's timeline of the run", when="several_devices", sizing=True
+        None, "file for Ray's timeline of the run", when="several_devices", sizing=True, path=True
     )
