@@ -29,6 +29,16 @@ PLANTED = "sk-planted-4711"
         "AWS_SECRET_ACCESS_KEY",
         "hub_token",
         "client-secret",
+        "GH_PAT",
+        "HTTP_AUTH",
+        "auth_header",
+        "authorization_headers",
+        "BEARER",
+        "SESSION_COOKIE",
+        "cookies",
+        "JWT",
+        "AZURE_STORAGE_KEY",
+        "SSH_KEY",
     ],
 )
 def test_names_of_secrets(name):
@@ -40,6 +50,13 @@ def test_names_of_secrets(name):
     [
         "max_tokens",
         "token_budget",
+        "SSH_AUTH_SOCK",
+        "PATH",
+        "custom_reward_function.path",
+        "header",
+        "author",
+        "images_key",
+        "reward_fn_key",
         "eos_token",
         "pad_token",
         "prompt_key",
@@ -51,6 +68,14 @@ def test_names_of_secrets(name):
 )
 def test_names_of_others(name):
     assert not is_secret_name(name)
+
+
+def test_credentials_of_a_header_are_secret_whatever_the_key_is(monkeypatch):
+    monkeypatch.setenv("PLAIN_NAME", "Bearer credential-value-1")
+    monkeypatch.setenv("GH_PAT", "credential-value-2")
+    remember_secrets({"headers": ["Basic credential-value-3"], "note": "Basic arithmetic for bearers"})
+    text = "credential-value-1 credential-value-2 credential-value-3 arithmetic for bearers"
+    assert hide(text) == f"{MASK} {MASK} {MASK} arithmetic for bearers"
 
 
 def test_environment_config_and_urls_are_remembered(monkeypatch):
