@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from tests.page.folders import add_step, append, make_run, sample, write_samples
-from verl.page import life, panels, steps
+from verl.page import follow, life, panels, steps
 from verl.page.index import SampleIndex
 from verl.page.reader import RunReader
 
@@ -32,6 +32,25 @@ def test_rows_arrive_as_they_are_written(run_folder):
     assert list(run.metrics["critic/score/mean"].values) == [0.5, 0.5, 0.5, 0.9]
     assert run.total_steps == 10
     assert [span["name"] for span in run.spans[4]] == ["gen", "reward", "update_actor"]
+
+
+def test_a_large_file_is_read_in_parts(run_folder, monkeypatch):
+    """The first page does not wait for all of it."""
+    monkeypatch.setattr(follow, "_CHUNK_BYTES", 1000)
+    for step in range(4, 2000):
+        append(run_folder / "metrics.jsonl", {"step": step, "time": 1.0, "x": step})
+    run = RunReader(run_folder, "run")
+    clock = iter(range(100_000))
+    monkeypatch.setattr(follow.time, "monotonic", lambda: next(clock))
+    run.read_within_s = 500
+    run.refresh(0)
+    assert 0 < run.step < 1999
+    assert any("Still reading metrics.jsonl" in problem for problem in run.problems)
+    for _ in range(10):
+        run.refresh(0)
+    assert run.step == 1999
+    assert list(run.metrics["x"].values) == list(range(4, 2000))
+    assert not any("Still reading" in problem for problem in run.problems)
 
 
 def test_half_a_line_is_read_when_it_is_whole(run_folder):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl.page import panels
 from verl.page.tables import config_rows
+from verl.page.text import whole_number
 
 if TYPE_CHECKING:
     from verl.page.pages import View
@@ -27,8 +28,8 @@ def compare_context(views: Mapping[str, View], query: Mapping[str, str]) -> dict
         view.run.refresh()
         view.watch()
     steps = sorted(set(_steps(pair[0])) & set(_steps(pair[1])))
-    asked = query.get("step", "")
-    step = int(asked) if asked.isdigit() and int(asked) in steps else (steps[-1] if steps else None)
+    asked = whole_number(query.get("step", ""))
+    step = asked if asked in steps else (steps[-1] if steps else None)
     return {
         "a": a, "b": b, "pair": [view.run for view in pair], "charts": charts(*pair), "keys": different_keys(*pair),
         "steps": steps, "step": step, "prompts": same_prompts(*pair, step) if step is not None else [],

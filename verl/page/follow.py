@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
+from math import inf
 from pathlib import Path
 from typing import Any
 
 from verl.tracking.files import Check, open_regular, parse_line
 
-_CHUNK_BYTES = 8 << 20
+_CHUNK_BYTES = 1 << 20
 
 
 class Follower:
@@ -24,11 +26,17 @@ class Follower:
         self.generation = 0
         self.num_damaged = 0
         self._check = check
-        self._offset = 0
+        self._offset = self._size = 0
         self._identity: tuple[int, int] | None = None
 
-    def read(self) -> list[dict[str, Any]]:
-        """The rows since the last call; none when the file is missing or cannot be read."""
+    @property
+    def share_read(self) -> float:
+        """The part of the file that was read, from 0 to 1; a line without its end counts as read."""
+        return 1.0 if self._size - self._offset < _CHUNK_BYTES else self._offset / self._size
+
+    def read(self, deadline: float = inf) -> list[dict[str, Any]]:
+        """The rows since the last call, read until `deadline` (time.monotonic), so perhaps not all of a large file; none when
+        the file is missing or cannot be read."""
         rows: list[dict[str, Any]] = []
         with contextlib.suppress(OSError), os.fdopen(open_regular(self.path), "rb") as file:
             status = os.fstat(file.fileno())
@@ -36,10 +44,11 @@ class Follower:
             if identity != self._identity or status.st_size < self._offset:
                 self.generation += self._identity is not None
                 self._identity, self._offset, self.num_damaged = identity, 0, 0
+            self._size = status.st_size
             file.seek(self._offset)
             while lines := file.readlines(_CHUNK_BYTES):
                 for line in lines:
-                    if not line.endswith(b"\n"):
+                    if not line.endswith(b"\n") or time.monotonic() > deadline:
                         return rows
                     self._offset += len(line)
                     row = parse_line(line, self._check)

@@ -24,8 +24,9 @@ from verl.foreign_text import clean, printable
 from verl.page import compare, panels, search, steps, tables
 from verl.page.index import SampleIndex
 from verl.page.reader import RunReader
-from verl.page.text import shown
+from verl.page.text import shown, visible, whole_number
 
+_READ_S = 1.0  # seconds of a request that may go into reading the records of a run
 _UNSAFE = re.compile(r"[^\w.-]+")
 
 
@@ -77,8 +78,10 @@ class Site:
         for folder in folders:
             key = self._key(folder)
             self.views[key] = View(folder, key, cache)
+            if not static:
+                self.views[key].run.read_within_s = _READ_S
         self.env = Environment(loader=PackageLoader("verl.page"), autoescape=True, undefined=StrictUndefined,
-                               trim_blocks=True, lstrip_blocks=True)  # fmt: skip
+                               trim_blocks=True, lstrip_blocks=True, finalize=visible)  # fmt: skip
         self.env.filters.update(
             shown=shown, duration=tables.time_text, number=tables.number, clock=tables.clock, data=_data,
             plain=lambda text: clean(text, 80),
@@ -142,8 +145,8 @@ class Site:
                 return self._render("log.html", path, **common, **tables.log_context(view.run))
             case ["samples"]:
                 return self._render("search.html", path, **common, **search.search_context(view.index, query))
-            case [split, step, *inner] if re.fullmatch(r"\d{1,15}", step):
-                return self._of_step(view, split, int(step), inner, path, query)
+            case [split, step, *inner] if (number := whole_number(step)) is not None:
+                return self._of_step(view, split, number, inner, path, query)
         raise NotFound("There is no such page.")
 
     def _of_step(self, view: View, split: str, step: int, rest: list[str], path: str, query: Mapping[str, str]) -> str:
@@ -153,8 +156,8 @@ class Site:
                 template, context = "step.html", steps.step_context(at, query)
             case ["u", unit]:
                 template, context = "group.html", steps.group_context(at, unit, query)
-            case ["s", line] if re.fullmatch(r"\d{1,9}", line):
-                template, context = "sample.html", steps.sample_context(at, int(line))
+            case ["s", line] if (number := whole_number(line)) is not None:
+                template, context = "sample.html", steps.sample_context(at, number)
             case _:
                 raise NotFound("There is no such page.")
         if context is None:

@@ -9,6 +9,7 @@ import threading
 import time
 from array import array
 from collections.abc import Mapping
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,8 @@ class RunReader:
         self._checked = 0.0
         self._config: tuple[float, Mapping[str, Any]] = (-1.0, {})
         self.index_problem = ""
+        self.read_within_s = inf  # of one `refresh`: a page shows what there is, and the next one more
+        self._deadline = inf
         self._start()
 
     def _start(self) -> None:
@@ -81,12 +84,12 @@ class RunReader:
             now = time.monotonic()
             if now - self._checked < at_most_every_s:
                 return self.version
-            self._checked = now
+            self._checked, self._deadline = now, now + self.read_within_s
             self.version += any([self._read_metrics(), self._read_timeline(), self._read_rest()])
             return self.version
 
     def _read_metrics(self) -> bool:
-        before, rows = self._metrics_file.generation, self._metrics_file.read()
+        before, rows = self._metrics_file.generation, self._metrics_file.read(self._deadline)
         if self._metrics_file.generation != before:
             self.metrics, self.times = {}, {}
         for row in rows:
@@ -99,11 +102,11 @@ class RunReader:
         return bool(rows)
 
     def _read_timeline(self) -> bool:
-        before, rows = self._timeline_file.generation, self._timeline_file.read()
+        before, rows = self._timeline_file.generation, self._timeline_file.read(self._deadline)
         self.timeline = rows if self._timeline_file.generation != before else self.timeline + rows
-        before, planned = self._planned_file.generation, self._planned_file.read()
+        before, planned = self._planned_file.generation, self._planned_file.read(self._deadline)
         self.planned = planned if self._planned_file.generation != before else self.planned + planned
-        before, spans = self._spans_file.generation, self._spans_file.read()
+        before, spans = self._spans_file.generation, self._spans_file.read(self._deadline)
         if self._spans_file.generation != before:
             self.spans = {}
         for span in spans:
@@ -111,9 +114,9 @@ class RunReader:
         return bool(rows)
 
     def _read_rest(self) -> bool:
-        before, rows = self._events_file.generation, self._events_file.read()
+        before, rows = self._events_file.generation, self._events_file.read(self._deadline)
         self.events = rows if self._events_file.generation != before else self.events + rows
-        before, tokens = self._tokens_file.generation, self._tokens_file.read()
+        before, tokens = self._tokens_file.generation, self._tokens_file.read(self._deadline)
         if self._tokens_file.generation != before:
             self.tokens = {}
         self.tokens.update((row["id"], (row["text"], row.get("special") is True)) for row in tokens)
@@ -127,6 +130,8 @@ class RunReader:
         if not self.folder.is_dir():
             return [f"There is no folder {clean(self.folder)} yet. It appears here when the run starts."]
         found = [self.index_problem] if self.index_problem else []
+        if (share := self._metrics_file.share_read) < 1:
+            found.append(f"Still reading metrics.jsonl: {share:.0%} so far. Load the page again for more.")
         if not self.metrics and not self.is_running:
             found.append("No step has been written to metrics.jsonl.")
         for file in (

@@ -12,6 +12,7 @@ from typing import Any
 from verl.foreign_text import clean
 from verl.page.index import SampleIndex
 from verl.page.summaries import text_of
+from verl.page.text import visible, whole_number
 
 PER_PAGE = 50
 _FEW = 5000  # samples that are looked up one by one
@@ -51,7 +52,9 @@ def search_context(index: SampleIndex, query: Mapping[str, str]) -> dict[str, An
     flags = [name for name in _FLAGS if query.get(name)]
     tags = [row["tag"] for row in index.rows("SELECT DISTINCT tag FROM samples WHERE tag != '' LIMIT 50")]
     splits = [row["split"] for row in index.rows("SELECT DISTINCT split FROM files ORDER BY split")]
-    page = int(query["page"]) if query.get("page", "").isdigit() else 0
+    for name, known in (("tag", tags), ("split", splits)):  # an address has them as the page shows them
+        query = {**query, name: next((text for text in known if visible(text) == query.get(name)), query.get(name, ""))}
+    page = whole_number(query.get("page", "")) or 0
     problem, rows, more = "", [], False
     try:
         found = find_samples(index, query, limit=PER_PAGE + 1, offset=page * PER_PAGE)
@@ -63,7 +66,8 @@ def search_context(index: SampleIndex, query: Mapping[str, str]) -> dict[str, An
     return {
         "q": text, "rows": rows, "more": more, "page": page, "flags": {n: label for n, (label, _) in _FLAGS.items()},
         "questions": QUESTIONS, "asked": {name: value for name, value in query.items() if value and name != "page"},
-        "chosen": flags, "tags": tags, "splits": splits, "sorts": list(_SORTS), "problem": problem,
+        "chosen": flags, "tags": list(map(visible, tags)), "splits": list(map(visible, splits)), "sorts": list(_SORTS),
+        "problem": problem,
         "num_files": num_files, "num_indexed": done["files"], "num_samples": done["samples"] or 0,
         "filters": {name: query.get(name, "") for name in _NUMBERS},
     }  # fmt: skip

@@ -12,7 +12,7 @@ from verl.page.index import SampleIndex
 from verl.page.life import episode_of, life_of
 from verl.page.reader import RunReader
 from verl.page.summaries import deviation, last_message, text_of
-from verl.page.text import Tokens, diff_words, tokens_of
+from verl.page.text import Tokens, diff_words, tokens_of, whole_number
 from verl.tracking.files import is_number
 
 PER_PAGE = 60  # groups
@@ -124,7 +124,7 @@ def step_context(at: Place, query: Mapping[str, str]) -> dict[str, Any] | None:
     groups.sort(key=_GROUP_SORTS[sort][2])
     if query.get("only") == "signal":
         groups = [group for group in groups if group["spread"] > 0]
-    page = max(int(query.get("page", "0")), 0) if query.get("page", "0").isdigit() else 0
+    page = whole_number(query.get("page", "")) or 0
     shown = groups[page * PER_PAGE : (page + 1) * PER_PAGE]
     for group in shown:
         group["prompt"], group["response"] = at.texts(group["rows"][0])
@@ -255,9 +255,9 @@ def _parts(row: Mapping[str, Any]) -> dict[str, Any]:
 def _diff(whole: Sequence[Mapping[str, Any]], rows: Sequence[Any], query: Mapping[str, str]) -> Any:
     """The two samples that the query names; else the best against the worst, where they differ."""
     lines = [row["line"] for row in rows]
-    asked = [query.get("a", ""), query.get("b", "")]
-    if all(name.isdigit() and int(name) in lines for name in asked):
-        one, other = (lines.index(int(name)) for name in asked)
+    asked = [whole_number(query.get(name, "")) for name in ("a", "b")]
+    if all(line in lines for line in asked):
+        one, other = map(lines.index, asked)
     else:
         scored = [i for i, row in enumerate(rows) if row["score"] is not None and i < len(whole)]
         if len(scored) < 2:

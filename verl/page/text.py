@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,18 +20,30 @@ NUM_SHADES = 8
 _VISIBLE = {"\t": "\t", "\n": "\n"}
 
 
+def visible(value: Any) -> Any:
+    """A value as templates write it: control characters and marks of direction of a text become code points; HTML stays."""
+    if not isinstance(value, str) or isinstance(value, Markup) or (value.isascii() and value.isprintable()):
+        return value
+    return "".join(c if is_visible(c) else f"U+{ord(c):04X}" for c in valid_utf8(value))
+
+
+def is_visible(character: str) -> bool:
+    """Whether a character reads as what it is; control characters and marks of direction do not."""
+    return character in _VISIBLE or unicodedata.category(character) not in ("Cc", "Cf", "Zl", "Zp")
+
+
 def shown(text: Any, limit: int = MAX_TEXT) -> Markup:
     """`text` as HTML: escaped, with control characters and marks of direction as their visible code points."""
     whole = valid_utf8(text if isinstance(text, str) else "" if text is None else str(text))
     parts: list[Any] = []
-    plain: list[str] = []
+    waiting: list[str] = []
     for character in whole[:limit]:
-        if character in _VISIBLE or unicodedata.category(character) not in ("Cc", "Cf", "Zl", "Zp"):
-            plain.append(character)
+        if is_visible(character):
+            waiting.append(character)
         else:
-            parts += [escape("".join(plain)), Markup('<span class="ctl">U+{:04X}</span>').format(ord(character))]
-            plain.clear()
-    parts.append(escape("".join(plain)))
+            parts += [escape("".join(waiting)), Markup('<span class="ctl">U+{:04X}</span>').format(ord(character))]
+            waiting.clear()
+    parts.append(escape("".join(waiting)))
     if len(whole) > limit:
         parts.append(Markup('<span class="cut">… {:,} more characters</span>').format(len(whole) - limit))
     return Markup("").join(parts)
@@ -84,6 +97,12 @@ def _columns(row: Mapping[str, Any], count: int) -> dict[str, list[float | None]
         if any(value is not None for value in values):
             found[name] = values + [None] * (count - len(values))
     return found
+
+
+def whole_number(text: str) -> int | None:
+    """The number that a part of an address gives in at most 15 digits; None for any other text. SQLite takes no larger ones,
+    and Python reads no longer ones."""
+    return int(text) if re.fullmatch("[0-9]{1,15}", text) else None
 
 
 def _numbers(values: Any, count: int) -> list[float | None]:
