@@ -16,7 +16,7 @@ if sys.version_info < (3, 10):  # noqa: UP036 - a checkout on the path, which no
 from typing import TYPE_CHECKING, Any
 
 from verl._version import __version__
-from verl.compat.finder import install
+from verl.compat.finder import install, load
 from verl.parallel.process_settings import spin_briefly
 
 if TYPE_CHECKING:
@@ -92,11 +92,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
-        import importlib
-
-        return getattr(importlib.import_module(_LAZY[name]), name)
+        return getattr(load(_LAZY[name]), name)
     if name in _MODULES:
-        import importlib
-
-        return importlib.import_module(f"verl.{name}")
+        return load(f"verl.{name}")
     raise AttributeError(f"module 'verl' has no attribute {name!r}")

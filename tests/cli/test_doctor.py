@@ -4,16 +4,18 @@ import copy
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 
+from tests.house.source import ROOT
 from verl.cli.doctor import facts
 from verl.cli.machine.findings import findings
 from verl.cli.machine.host import host, output_of, usable_cores
 from verl.cli.machine.packages import installed_version, probe
-from verl.cli.machine.requirements import unmet_requirements
+from verl.cli.machine.requirements import _fits, unmet_requirements
 from verl.parallel.memory import available_memory, memory_limit
 
 pytestmark = pytest.mark.seed("F8")
@@ -123,14 +125,23 @@ def test_every_fact_can_be_shown_even_when_torch_is_broken():
     assert shown["devices"].startswith("the CPU alone")
 
 
-def test_a_probe_reports_and_never_raises():
-    assert probe("import json; print('noise'); print(json.dumps({'version': '1'}))") == {"version": "1"}
-    assert probe("import no_such_module_at_all") == {
-        "error": "ModuleNotFoundError: No module named 'no_such_module_at_all'"
-    }
-    assert "took longer than" in probe("import time; time.sleep(60)", timeout_s=0.5)["error"]
+PROGRAMS = {
+    "noisy": "import json; print('noise'); print(json.dumps({'version': '1'}))",
+    "lacking": "import no_such_module_at_all",
+    "slow": "import time; time.sleep(60)",
+    "crashing": "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)",
+}
+
+
+def test_a_probe_reports_and_never_raises(tmp_path, monkeypatch):
+    for name, text in PROGRAMS.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert probe("noisy") == {"version": "1"}
+    assert probe("lacking") == {"error": "ModuleNotFoundError: No module named 'no_such_module_at_all'"}
+    assert "took longer than" in probe("slow", timeout_s=0.5)["error"]
     if sys.platform != "win32":
-        assert "signal 11" in probe("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")["error"]
+        assert "signal 11" in probe("crashing")["error"]
 
 
 def test_host_facts_are_plausible():
@@ -243,3 +254,71 @@ def test_what_a_gpu_computes_slowly_or_not_at_all_is_said(changes, words):
     warnings = [text for level, text in found if level == "warn"]
     assert len(warnings) == len(words)
     assert all(word in text for word, text in zip(words, warnings, strict=True))
+
+
+DEPENDENCIES = re.findall(
+    r'^    "([\w-]+)>=', (ROOT / "pyproject.toml").read_text().partition("[project.optional")[0], re.M
+)
+DECLARED = " ".join(importlib.metadata.requires("verl"))  # an older installation of the checkout declares fewer
+MODULES = {"PyYAML": "yaml", "math-verify": "math_verify"}
+
+
+def without(folder, *distributions):
+    """The environment of a process that has none of these packages: no module, and no record of an installation."""
+    blocked = [MODULES.get(name, name) for name in distributions]
+    (folder / "sitecustomize.py").write_text(
+        "import importlib.metadata, sys\n\n\n"
+        "class Missing:\n"
+        "    @staticmethod\n"
+        "    def find_spec(name, path=None, target=None):\n"
+        f"        if name.partition('.')[0] in {blocked}:\n"
+        "            raise ModuleNotFoundError(f'No module named {name.partition(chr(46))[0]!r}', name=name)\n\n\n"
+        "sys.meta_path.insert(0, Missing)\n"
+        "version = importlib.metadata.version\n\n\n"
+        "def of_others(name):\n"
+        f"    if name in {list(distributions)}:\n"
+        "        raise importlib.metadata.PackageNotFoundError(name)\n"
+        "    return version(name)\n\n\n"
+        "importlib.metadata.version = of_others\n"
+    )
+    return {**os.environ, "PYTHONPATH": str(folder)}
+
+
+@pytest.mark.parametrize("name", [*DEPENDENCIES, "packaging", "all"])
+def test_the_doctor_needs_the_standard_library_only(tmp_path, name):
+    """torch is always missing too: its probe takes seconds."""
+    missing = [*DEPENDENCIES, "packaging"] if name == "all" else ["torch", name]
+    done = subprocess.run(
+        [sys.executable, "-m", "verl", "doctor"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=without(tmp_path, *missing),
+    )
+    assert (done.returncode, done.stderr) == (1, "")
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("fail")]
+    for distribution in set(missing) - {"packaging"}:
+        assert f"'{distribution}>=" in line or distribution not in DECLARED
+    assert "checkout" not in done.stdout
+    if "transformers" in missing:
+        assert "transformers not installed" in done.stdout
+    assert "broken" not in done.stdout
+
+
+def test_a_missing_package_is_named_as_pip_knows_it(tmp_path):
+    environment = without(tmp_path, "PyYAML", "torch")
+    done = subprocess.run(
+        [sys.executable, "-m", "verl", "train", "x=1"], capture_output=True, text=True, timeout=60, env=environment
+    )
+    assert "pip install PyYAML" in done.stderr
+    program = "from verl.worker import ActorRolloutRefWorker"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=environment)
+    assert "the package torch is not installed. Install it: pip install torch" in done.stderr.splitlines()[-1]
+
+
+def test_versions_fit_their_bounds():
+    for version, bounds, fits in (
+        ("2.8", ">=2.8", True), ("2.13.0+cpu", ">=2.8", True), ("2.7.1", ">=2.8", False), ("0.20", ">=0.19,<0.20", False),
+        ("0.19.9", ">=0.19,<0.20", True), ("0.16.1", "==0.16.1", True), ("5.0.0rc1", ">=5.0", True), ("1", "", True),
+    ):  # fmt: skip
+        assert _fits(version, bounds) is fits, (version, bounds)

@@ -213,6 +213,28 @@ def raising(error):
     return run
 
 
+def test_a_reader_that_closes_the_output_early_is_no_error():
+    for arguments in (["--help"], ["train", "--help"]):
+        done = subprocess.run(
+            ["bash", "-c", '"$0" -m verl "${@}" | true; echo "${PIPESTATUS[0]}"', sys.executable, *arguments],
+            capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+        assert (done.stdout, done.stderr) == ("0\n", "")
+
+
+def test_one_rank_of_a_node_says_what_is_wrong_with_the_config(verl, monkeypatch):
+    for kind, rank, says in (
+        (errors.ConfigError, "1", False),
+        (errors.ConfigError, "0", True),
+        (errors.DataError, "1", True),
+    ):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        monkeypatch.setattr("verl.data.prepare.main", raising(kind("The cause.")))
+        code, said = verl("data")
+        assert code == kind.exit_code
+        assert ("The cause." in said) is says
+
+
 def test_main_reads_the_command_line(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["verl", "--version"])
     assert main() == 0

@@ -1,11 +1,12 @@
 """What must stay in one place, and what must start without heavy libraries."""
 
+import re
 import subprocess
 import sys
 
 import pytest
 
-from tests.house.source import files, imports, relative
+from tests.house.source import ROOT, files, imports, relative
 from verl.cli.main import VERBS
 from verl.compat.finder import IS_PACKAGE
 
@@ -79,3 +80,28 @@ def test_what_starts_without_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+BROUGHT_BY = {  # module -> the declared package that needs it itself
+    "markupsafe": "jinja2",
+    "tokenizers": "transformers",
+    "mcp_types": "mcp",
+    "httpx2": "mcp",
+    "peft": "the user, whose model is one of it",
+}
+
+
+def test_every_imported_package_is_declared():
+    """An installation without the dependencies of dependencies names what is missing."""
+    text = (ROOT / "pyproject.toml").read_text()
+    declared = {name.lower().replace("-", "_") for name in re.findall(r'"([A-Za-z][\w.-]*)(?:\[\w+\])?[<>=]=?\d', text)}
+    declared |= {"yaml", "megatron"}  # of PyYAML and megatron-core
+    known = {*sys.stdlib_module_names, *declared, *BROUGHT_BY, "verl"}
+    undeclared = {
+        f"{found.module} in {relative(path)}:{found.line}"
+        for name, path in files().items()
+        for found in imports(name)
+        if found.module.partition(".")[0].lower() not in known
+    }
+    assert "pyyaml" in declared
+    assert not undeclared

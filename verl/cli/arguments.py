@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
+from verl.cli.parser import Parser
 from verl.config import PPO, LoadedConfig, Schema, load_config
-from verl.errors import ConfigError, nearest
 
 # schema -> the keys that most scripts set, shown by --help
 _COMMON_PPO = (
@@ -72,37 +72,6 @@ _COMMON_PREFERENCE = (
 _COMMON_RM = (*(key for key in _COMMON_SFT if key != "sft.loss"), "rm.loss", "rm.center_rewards_coefficient")
 COMMON_KEYS = {"ppo": _COMMON_PPO, "sft": _COMMON_SFT, "preference": _COMMON_PREFERENCE, "rm": _COMMON_RM}
 _SUBSECTIONS = tuple(f"actor_rollout_ref.{name}" for name in ("model", "actor", "rollout", "ref"))  # shown by --help
-
-# Hydra's options -> advice
-_HYDRA_OPTIONS = {
-    **dict.fromkeys(("-m", "--multirun"), "start one command for each setting"),
-    **dict.fromkeys(
-        ("-c", "--cfg", "--info"), "`verl check key=value ...` examines a config, and docs/config.md has every key"
-    ),
-}
-
-
-class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are ConfigErrors that name the nearest option, or a key of `schema` instead."""
-
-    def __init__(self, schema: Schema[Any] | None = None, **settings: Any):
-        super().__init__(allow_abbrev=False, **settings)
-        self.schema = schema
-
-    def error(self, message: str) -> NoReturn:
-        unknown = message.removeprefix("unrecognized arguments: ").split("=")[0].split()
-        flag = unknown[0] if unknown and unknown[0].startswith("-") else ""
-        if self.schema is not None and (advice := _HYDRA_OPTIONS.get(flag) or _key_instead(flag, self.schema)):
-            raise ConfigError(f"There is no option {flag} here: {advice}.")
-        hint = nearest(flag, self._option_string_actions) if flag else ""
-        raise ConfigError(f"{message}{hint.removesuffix('?') or ''}. `{self.prog} --help` lists the options.")
-
-
-def _key_instead(flag: str, schema: Schema[Any]) -> str:
-    """The key for another trainer's flag, such as --num_generations; "" for an unknown one."""
-    name = flag.removeprefix("--").replace("-", "_")
-    key = schema.compat.other_trainers.get(name, "") if flag.startswith("--") else ""
-    return f"settings are given as key=value, and this one by {key}" if key else ""
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from verl.cli.arguments import Parser
+from verl.cli.parser import Parser
 
 _ABOUT = (
     "Ask a judge which of the responses to a prompt is better, and write rows for verl dpo and verl rm. Every pair is asked in "

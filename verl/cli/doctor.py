@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from verl.cli.arguments import Parser
+from verl.cli.parser import Parser
 
 _ABOUT = "Report devices, torch build, engines, memory and disk of this machine, and problems with their fixes."
 
@@ -61,9 +61,9 @@ def facts(host: dict[str, Any], packages: dict[str, Any]) -> list[tuple[str, str
         ("cpu", _batch_invariance(torch)),
         ("devices", _devices(torch, packages["driver"])),
         ("links", described(host["links"])),
-        ("packages", f"transformers {transformers.get('version', 'broken')}"),
+        ("packages", f"transformers {_version(transformers)}"),
         ("packages", ", ".join(engines)),
-        ("engines", f"{_engines()} come with verl"),
+        ("engines", _engines()),
     ]  # fmt: skip
     if host["environment"]:
         rows.append(("variables", ", ".join(f"{name}={value}" for name, value in host["environment"].items())))
@@ -71,10 +71,17 @@ def facts(host: dict[str, Any], packages: dict[str, Any]) -> list[tuple[str, str
 
 
 def _engines() -> str:
-    from verl.engines.api import ENGINES as TRAINING
-    from verl.rollout.api import ENGINES as ROLLOUT
+    try:
+        from verl.engines.api import ENGINES as TRAINING
+        from verl.rollout.api import ENGINES as ROLLOUT
+    except ImportError as error:  # which has its own finding
+        return f"unknown without the package {error.name}"
+    return f"rollout {', '.join(ROLLOUT)} and training {', '.join(TRAINING)} come with verl"
 
-    return f"rollout {', '.join(ROLLOUT)} and training {', '.join(TRAINING)}"
+
+def _version(probe: dict[str, Any]) -> str:
+    missing = probe.get("error", "").startswith("ModuleNotFoundError: No module named 'transformers'")
+    return str(probe.get("version", "not installed" if missing else "broken"))
 
 
 def _torch(torch: dict[str, Any]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from verl.cli.arguments import Parser
+from verl.cli.parser import Parser
 from verl.cli.report import Line, Report, fail, info, passed, warn
 from verl.config import PPO, PREFERENCE, RM, SFT, Schema
 from verl.errors import ConfigError

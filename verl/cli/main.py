@@ -5,6 +5,7 @@ It imports nothing heavy: `verl --help` and `verl VERB --help` start without tor
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import io
 import os
@@ -74,7 +75,15 @@ _CRASH = 70  # the exit code of what no sentence explains; a supervised run is s
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit code: 0, that of the error's type, 1 for a refusal of the system, 130 for an interrupt, 70
     for a bug, of verl or of code of the user's."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _main(list(sys.argv[1:] if argv is None else argv), whole_process=argv is None)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        return _output_closed()
+
+
+def _main(arguments: list[str], whole_process: bool) -> int:
     if not arguments:
         print(usage(), file=sys.stderr)
         return 2
@@ -88,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(__version__)
         return 0
     if verb in VERBS:
-        return run_verb(verb, rest, whole_process=argv is None)
+        return run_verb(verb, rest, whole_process=whole_process)
     if verb in _ELSEWHERE:
         print(f"verl: {verb} {_ELSEWHERE[verb]}.", file=sys.stderr)
     else:
@@ -122,13 +131,15 @@ def run_guarded(verb: str, run: Callable[[list[str]], int], arguments: Sequence[
         if os.environ.get("LOG_LEVEL", "").upper() == "DEBUG":
             _show_traceback()
         problem = _install_problem(error.__cause__) if str(error).startswith("Importing verl.") else ""
+        if isinstance(error, ConfigError) and os.environ.get("LOCAL_RANK", "0") != "0":
+            return error.exit_code  # every rank has read the same config, and one of each node says so
         print(f"verl {verb}: {problem or _shown(str(error))}", file=sys.stderr)
         return MissingExtraError.exit_code if problem else error.exit_code
     except KeyboardInterrupt:
         print(f"verl {verb}: interrupted.", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader of our output, for example `head`, has closed it
-        return 0
+    except BrokenPipeError:
+        return _output_closed()
     except Exception as error:  # noqa: BLE001 - of the system, of code of the user's, or a bug
         refusal = os_error_of(error)
         if refusal is not None and refusal.errno in SYSTEM_ERRORS:
@@ -138,6 +149,13 @@ def run_guarded(verb: str, run: Callable[[list[str]], int], arguments: Sequence[
         problem = _install_problem(error)
         print(f"verl {verb}: {problem or _cause(error)}", file=sys.stderr)
         return MissingExtraError.exit_code if problem else _CRASH
+
+
+def _output_closed() -> int:
+    """The exit code where the reader of our output, for example `head`, has closed it."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes the rest at its end
+    return 0
 
 
 def _accept_any_text() -> None:
@@ -160,8 +178,12 @@ def _require_text(arguments: Sequence[str]) -> None:
 
 
 def _shown(text: str) -> str:
-    from verl.config.secrets import hide  # not above: `verl --help` needs no config
-
+    try:
+        from verl.config.secrets import hide  # not above: `verl --help` needs no config
+    except ImportError as error:  # a package is missing: nothing of a config was read
+        if error.name and error.name.startswith("verl"):
+            raise
+        return printable(text)
     return printable(hide(text))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from verl.cli.arguments import Parser
+from verl.cli.parser import Parser
 
 _DTYPE = "dtype of the weights (default: bfloat16)"
 

@@ -5,13 +5,30 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
-
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+from typing import Any, Literal
 
 from verl.foreign_text import printable
+
+try:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+except ImportError:  # `verl doctor` says so, and needs the standard library only
+
+    class Console:  # type: ignore[no-redef]
+        """Plain lines."""
+
+        is_terminal = False
+
+        def __init__(self, **settings: Any):
+            pass
+
+        def print(self, text: object, **settings: Any) -> None:
+            print(text)
+
+    def Text(text: str, **settings: Any) -> str:  # type: ignore[no-redef]
+        return text
+
 
 Level = Literal["pass", "info", "warn", "fail", "skip"]
 _STYLES = {"pass": "green", "info": "cyan", "warn": "yellow", "fail": "bold red", "skip": "dim"}

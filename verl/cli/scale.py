@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from verl.cli.arguments import Parser
+from verl.cli.parser import Parser
 from verl.errors import ConfigError
 
 _ABOUT = """Ask a running run on Ray for another number of devices that generate or score, those of its placement included. It

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl.cli.arguments import Parser
+from verl.cli.parser import Parser
 from verl.foreign_text import clean, printable
 
 if TYPE_CHECKING:

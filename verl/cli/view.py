@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from verl.cli.arguments import Parser
+from verl.cli.parser import Parser
 from verl.config import LoadedConfig
 from verl.errors import ConfigError, MissingExtraError
 

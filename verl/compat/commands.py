@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from verl.cli.arguments import Parser
 from verl.cli.main import run_guarded, run_verb
 from verl.cli.model_folders import run_export
+from verl.cli.parser import Parser
 from verl.config.overrides import parse_override
 from verl.errors import ConfigError
 

@@ -69,10 +69,24 @@ def resolve(module: str, name: str, names: dict[str, tuple[str, str]]) -> Any:
     """The object or submodule `name` of a listed module. Raises AttributeError for any other name."""
     if name in names:
         source, here = names[name]
-        return getattr(importlib.import_module(source), here)
+        return getattr(load(source), here)
     if f"{module}.{name}" in IS_PACKAGE:
-        return importlib.import_module(f"{module}.{name}")
+        return load(f"{module}.{name}")
     raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+
+def load(module: str) -> ModuleType:
+    """The module of that name. Raises ModuleNotFoundError, as a sentence with the fix, where a package that it needs is not
+    installed."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        name = (error.name or "").partition(".")[0]
+        if name in ("", "verl"):
+            raise
+        from verl.cli.machine.requirements import missing_sentence
+
+        raise ModuleNotFoundError(f"{module} cannot be used: {missing_sentence(name)}", name=name) from error
 
 
 def run(module: str, arguments: Sequence[str]) -> int:

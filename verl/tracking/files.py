@@ -9,6 +9,7 @@ A schema is a check of a value, built from the checks below:
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os

@@ -34,10 +34,16 @@ def _requirements(host: Facts, packages: Facts) -> Iterator[Line]:
         yield fail(unmet_sentence(packages["requirements"]))
 
 
+def _is_unmet(name: str, packages: Facts) -> bool:
+    """Whether the line about requirements says already that the package is missing."""
+    return any(text.startswith(name) and found == "not installed" for text, found in packages["requirements"].items())
+
+
 def _torch(host: Facts, packages: Facts) -> Iterator[Line]:
     torch = packages["torch_probe"]
     if "error" in torch:
-        yield fail(broken_sentence("torch", torch["error"]))
+        if not _is_unmet("torch", packages):
+            yield fail(broken_sentence("torch", torch["error"]))
         return
     driver = packages["driver"]
     if driver and not torch["cuda_available"]:
@@ -85,7 +91,7 @@ def _transformers(host: Facts, packages: Facts) -> Iterator[Line]:
             "fail" if problem else "warn",
             f"{name} does not fit this torch {effect}: {cause}. verl does not need it: pip uninstall -y {name}",
         )
-    if problem and not broken:
+    if problem and not broken and not _is_unmet("transformers", packages):
         yield fail(broken_sentence("transformers", problem))
 
 

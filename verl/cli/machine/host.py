@@ -10,10 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-from verl.checkpoint.filesystem import examine_folder
-from verl.parallel.memory import CGROUP, available_memory, content_of, memory_limit
+from verl.parallel.memory import CGROUP, available_memory, content_of, memory_limit, system_memory
 
 # instruction sets that matter for training speed; "bf16" and "i8mm" are ARM's names
 _FLAGS = ("avx2", "f16c", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16", "asimd", "sve", "bf16", "i8mm")
@@ -35,7 +32,7 @@ def host() -> dict[str, Any]:
         "num_usable_cores": usable_cores(),
         "memory_bytes": memory_limit(),
         "available_memory_bytes": available_memory(),
-        "swap_bytes": psutil.swap_memory().total,
+        "swap_bytes": system_memory("SwapTotal"),
         "shared_memory_bytes": _disk("/dev/shm", "total"),
         "free_disk_bytes": _disk(".", "free"),
         "free_temporary_bytes": _disk(tempfile.gettempdir(), "free"),
@@ -97,6 +94,10 @@ def output_of(*command: str, timeout_s: float = 10.0) -> str:
 
 def _file_system(path: str) -> dict[str, Any]:
     """Kind of the file system, reasons why it cannot hold checkpoints, and its limitations."""
+    try:
+        from verl.checkpoint.filesystem import examine_folder
+    except ImportError:  # of a package that is not installed, which has its own finding
+        return {"kind": "", "refusals": [], "notices": []}
     found = examine_folder(Path(path))
     return {"kind": found.kind, "refusals": found.refusals, "notices": found.notices}
 

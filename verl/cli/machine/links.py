@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from verl.cli.machine.host import output_of
 from verl.cli.report import Line, info, warn
 from verl.parallel.memory import content_of
@@ -33,12 +31,20 @@ def links() -> dict[str, Any]:
     return {
         "gpu_links": parse_topology(output_of("nvidia-smi", "topo", "-m")),
         "fabric": fabric(),
-        "interfaces": {
-            name: found.speed
-            for name, found in psutil.net_if_stats().items()
-            if found.isup and not name.startswith(("lo", "docker", "veth", "br-", "virbr"))
-        },
+        "interfaces": interfaces(),
         "settings": {name: value for name, value in sorted(os.environ.items()) if name.startswith(_PREFIXES)},
+    }
+
+
+def interfaces() -> dict[str, int]:
+    """Network interfaces that are up -> Mbit/s, 0 where the system does not say."""
+    try:
+        import psutil
+    except ImportError:  # not installed, which has its own finding
+        return {}
+    names = ("lo", "docker", "veth", "br-", "virbr")
+    return {
+        name: found.speed for name, found in psutil.net_if_stats().items() if found.isup and not name.startswith(names)
     }
 
 

