@@ -95,3 +95,18 @@ def test_values_of_the_issue_are_sentences():
     for key, value in (("reward.timeout_s", "1e12"), ("reward.timeout_s", "1e300"), ("reward.memory_mb", 10**18),
                        ("reward.max_file_mb", "1000000000000000000")):  # fmt: skip
         assert f"{key}=" in refused(f"{key}={value}", match="must be")
+
+
+NAMES_OF_OTHERS = {  # spelling -> the key in the sentence
+    "rollout_backend": "actor_rollout_ref.rollout.name",
+    "batch_size_per_gpu": "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
+    "attn_implementation": "actor_rollout_ref.model.path (attention is verl's own",
+    "model.attn_implementation": "actor_rollout_ref.model.path (attention is verl's own",
+    "reward_fn": "reward.custom_reward_function.path",
+    "optim.learning_rate": "actor_rollout_ref.actor.optim.lr",
+}
+
+
+@pytest.mark.parametrize("spelling", NAMES_OF_OTHERS)
+def test_words_of_other_trainers_lead_to_a_key(spelling):
+    assert f"is set by {NAMES_OF_OTHERS[spelling]}" in refused(f"{spelling}=x")
