@@ -19,7 +19,6 @@ from typing import Any
 from verl.config import LoadedConfig, ModelConfig
 from verl.config.schema import value_at
 from verl.config.sources import read_limited
-from verl.data.files import expand
 from verl.errors import CheckpointError, ConfigError, VerlError
 from verl.models.folder import fetch, weight_files
 from verl.programs.api import Program
@@ -110,9 +109,9 @@ def _data_files(names: str | list[str] | None) -> list[Path]:
     """The files of a list of data files; of a folder all, by name. Raises FileNotFoundError for a data set of the hub."""
     found: list[Path] = []
     for name in [names] if isinstance(names, str) else names or []:
-        path = Path(expand(name))
+        path = Path(name).expanduser()
         if not path.exists():
-            path = Path(expand(name).partition("@")[0])  # a split of a saved data set
+            path = Path(name.partition("@")[0]).expanduser()  # a split of a saved data set
         if not path.exists():
             raise FileNotFoundError(name)
         found += [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
