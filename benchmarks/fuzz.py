@@ -42,6 +42,7 @@ SECTIONS = {
     "texts": Section(
         "tests.test_foreign_text:cases", 10_000, "foreign texts in rows, configs, templates, errors and logs"
     ),
+    "templates": Section("tests.data.hostile_templates:cases", 2_000, "chat templates of strangers"),
     "rewards": Section("tests.rewards.returns:cases", 10_000, "returns of a reward function"),
     "episode-rewards": Section(
         "tests.agents.episode_rewards:cases", 5_000, "rewards of environments, runners and loops"
@@ -52,6 +53,7 @@ SECTIONS = {
     "tokenizers": Section("tests.models.damaged_tokenizers:cases", 2_000, "damaged tokenizer.json"),
     "gguf": Section("tests.models.damaged_gguf:cases", 2_000, "damaged GGUF files"),
     "run-folders": Section("tests.tracking.run_folders:cases", 2_000, "damaged run folders"),
+    "urls": Section("tests.page.hostile_urls:cases", 2_000, "odd URLs of pages, odd values of times and sizes"),
     "answers": Section("tests.rollout.damaged_answers:cases", 5_000, "damaged answers of rollout services and judges"),
 }
 
