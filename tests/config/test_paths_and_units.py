@@ -55,7 +55,7 @@ def test_variables_are_replaced_in_every_path(monkeypatch, key):
 
 
 def test_a_saved_config_names_the_same_files(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", "/home/somebody")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
     for name in ("$$HOME/x.py", "a$$$$b", "~/a b", "$HOME/$$HOME"):
         config, value = loaded(("ppo", "reward.custom_reward_function.path"), name)
         again = load_config([], str(config.write(tmp_path)), check=False)

@@ -87,7 +87,7 @@ def adopt_model(
     with _loading(name, module.config):
         if module._can_set_attn_implementation():
             module.set_attn_implementation(ATTENTION_NAME)
-        return _ready(module.to(dtype), name, device, gradient_checkpointing)
+        return _ready(torch.nn.Module.to(module, dtype), name, device, gradient_checkpointing)
 
 
 def _ready(module: Any, path: str | Path, device: torch.device | str, gradient_checkpointing: bool) -> Any:

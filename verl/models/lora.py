@@ -225,7 +225,7 @@ def read_adapter(folder: str | Path, spec: LoRASpec, base: str) -> dict[str, tor
 
 
 def _check_origin(path: Path, config: Mapping[str, Any], tensors: Mapping[str, Any], base: str) -> None:
-    """What adapter_config.json says of how the adapters in `path` were trained, against how they are used."""
+    """Compare the training of the adapters in `path`, as adapter_config.json describes it, with their use here."""
     trained_on = config.get("base_model_name_or_path")
     if isinstance(trained_on, str) and trained_on and Path(trained_on).name != Path(base).name:
         log.warning(

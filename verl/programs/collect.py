@@ -115,7 +115,7 @@ class Collector:
 
     def _filter_metric(self, batch: DataProto) -> list[float]:
         """[batch] values that the group filter compares: the score, or a part that the reward function returned."""
-        name = self.config.algorithm.filter_groups.metric
+        name = self.config.algorithm.filter_groups.metric or "score"
         if name in SCORE_METRICS:
             return batch.batch["token_level_scores"].sum(dim=1).tolist()
         found = batch.non_tensor_batch["reward_parts"]
